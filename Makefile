@@ -1,0 +1,69 @@
+# `make demo` and `make test` are each the one command on a fresh machine.
+#
+#   PYTHON   the interpreter that makes the virtual environment
+#   VENV     where it goes; VENV=system installs nothing and uses PYTHON as it is (it must have torch and triton)
+#   ARGS     further arguments for the demo or for pytest: make demo ARGS="--steps 50", make test ARGS="-k values"
+#   JOBS     test processes at a time
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= auto
+ARGS ?=
+
+ifeq ($(VENV),system)
+PY := $(PYTHON)
+READY :=
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+PY := $(VENV)/bin/python
+READY := $(VENV)/.installed
+endif
+
+# Without pytest-xdist (a GPU machine with VENV=system, say) the tests run one after the other.
+PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n $(JOBS)")
+# The workers share the cores among themselves, so each keeps to one thread.
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest tests $(PARALLEL) $(ARGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-plain test-interpret lint format clean
+
+help:
+	@echo "make demo    train a small language model with torch.nn and with fusedops.nn, and compare"
+	@echo "make test    all tests; those that need a GPU are skipped where there is none"
+	@echo "make lint    ruff, mypy, codespell"
+	@echo "make format  let ruff rewrite the code"
+	@echo "make venv    only make the virtual environment"
+	@echo "make clean   remove it and all caches"
+
+venv: $(READY)
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -e ".[demo,test,lint]" -c constraints.txt
+	touch $@
+
+demo: $(READY)
+	$(PY) examples/train_lm.py $(ARGS)
+
+# Triton decides when a kernel is decorated whether it is interpreted or compiled: hence two processes.
+test: test-plain test-interpret
+
+test-plain: $(READY)
+	$(PYTEST)
+
+test-interpret: $(READY)
+	TRITON_INTERPRET=1 $(PYTEST)
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m codespell_lib
+
+format: $(READY)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache demo.png
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,84 @@
+"""Which operators, shapes and dtypes there are to time: read off the specs of every family."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+import fusedops
+from fusedops.core.spec import Spec
+
+__all__ = ["DTYPES", "MODES", "Case", "cases", "discover", "dtype_name"]
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+MODES = ("fwd", "fwd_bwd")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The results file's name of a dtype."""
+    return next(name for name, known in DTYPES.items() if known == dtype)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operator at one shape and dtype; both modes and all providers are timed on the same inputs."""
+
+    spec: Spec
+    rows: int
+    cols: int
+    dtype: torch.dtype
+
+    @property
+    def op(self) -> str:
+        return self.spec.name
+
+    @property
+    def shape(self) -> str:
+        return f"{self.rows}x{self.cols}"
+
+    @property
+    def dtype_name(self) -> str:
+        return dtype_name(self.dtype)
+
+    @property
+    def launch_bound(self) -> bool:
+        """Whether the tensors are so small that the host's time is what counts."""
+        return self.rows * self.cols <= 1 << 16
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.shape} {self.dtype_name}"
+
+
+def discover() -> tuple[Spec, ...]:
+    """The specs of all families, so that a new family is timed without a line here."""
+    specs: list[Spec] = []
+    for module in pkgutil.iter_modules(fusedops.__path__):
+        name = f"fusedops.{module.name}.spec"
+        if module.ispkg and importlib.util.find_spec(name) is not None:
+            specs += getattr(importlib.import_module(name), "SPECS", ())
+    return tuple(specs)
+
+
+def cases(
+    specs: Iterable[Spec],
+    ops: Iterable[str] | None = None,
+    shapes: Iterable[str] | None = None,
+    dtypes: Iterable[str] | None = None,
+) -> Iterator[Case]:
+    """The specs' cases, narrowed to the named operators, shapes and dtypes; None means all."""
+    wanted_ops, wanted_shapes, wanted_dtypes = (None if w is None else set(w) for w in (ops, shapes, dtypes))
+    for spec in specs:
+        for rows, cols, dtype in spec.shapes:
+            case = Case(spec, rows, cols, dtype)
+            if wanted_ops is not None and case.op not in wanted_ops:
+                continue
+            if wanted_shapes is not None and case.shape not in wanted_shapes:
+                continue
+            if wanted_dtypes is not None and case.dtype_name not in wanted_dtypes:
+                continue
+            yield case

@@ -1,0 +1,105 @@
+"""The results file: one row for an (operator, shape, dtype, mode, provider), the newest replacing the older."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+__all__ = ["COLUMNS", "Key", "Row", "commit", "device_slug", "merge", "read", "write"]
+
+Key = tuple[str, str, str, str, str]
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: what, on which inputs, by whom, how long and how much; and which code that was."""
+
+    op: str
+    shape: str
+    dtype: str
+    mode: str
+    provider: str
+    gpu_us: float
+    loop_us: float
+    floor_us: float
+    peak_mib: float
+    commit: str
+    torch: str
+    triton: str
+
+    @property
+    def key(self) -> Key:
+        return (self.op, self.shape, self.dtype, self.mode, self.provider)
+
+    @property
+    def fraction(self) -> float:
+        """The part of the roofline that was reached."""
+        return self.floor_us / self.gpu_us
+
+
+COLUMNS = tuple(field.name for field in fields(Row))
+_NUMBERS = ("gpu_us", "loop_us", "floor_us", "peak_mib")
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a results file; none where there is no file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        if tuple(reader.fieldnames or ()) != COLUMNS:
+            raise ValueError(f"{path} has the columns {reader.fieldnames}, expected {list(COLUMNS)}")
+        return [
+            Row(**{name: float(value) if name in _NUMBERS else value for name, value in record.items()})
+            for record in reader
+        ]
+
+
+def merge(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
+    """Both, in a stable order, where a new row replaces the old one of the same key."""
+    rows = {row.key: row for row in old} | {row.key: row for row in new}
+    return sorted(rows.values(), key=_order)
+
+
+def write(path: Path, rows: Iterable[Row]) -> None:
+    """Merges the rows into the file, which is replaced as a whole so that a cut run leaves no torn one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    merged = merge(read(path), rows)
+    scratch = path.with_name(path.name + ".new")
+    with scratch.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        for row in merged:
+            record = asdict(row)
+            writer.writerow(record | {name: f"{record[name]:.3f}" for name in _NUMBERS})
+    os.replace(scratch, path)
+
+
+def commit() -> str:
+    """The short hash of the measured code; ``+dirty`` where the tree differs from it, results aside."""
+    try:
+        head = _git("rev-parse", "--short", "HEAD")
+        dirty = _git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("FUSEDOPS_COMMIT", "unknown")
+    return head + ("+dirty" if dirty else "")
+
+
+def device_slug(name: str) -> str:
+    """A file name for a device: ``NVIDIA H200`` becomes ``nvidia_h200``."""
+    return "_".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
+
+
+def _git(*arguments: str) -> str:
+    run = subprocess.run(["git", *arguments], cwd=_ROOT, check=True, capture_output=True, text=True)
+    return run.stdout.strip()
+
+
+def _order(row: Row) -> tuple[str, str, int, int, str, str]:
+    rows, cols = row.shape.split("x")
+    return (row.op, row.dtype, int(cols), int(rows), row.mode, row.provider)

@@ -1,0 +1,110 @@
+"""What the library asks of itself on an H200, and how a results file compares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from .results import Row
+
+__all__ = ["TARGETS", "Target", "Verdict", "asked_fraction", "compare", "report"]
+
+Kind = Literal["fraction", "loop"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure asked of ``fusedops``.
+
+    ``fraction``: at least this part of the roofline. ``loop``: at most this multiple of eager's host-inclusive time.
+    """
+
+    op: str
+    shape: str
+    dtype: str
+    mode: str
+    asked: float
+    kind: Kind = "fraction"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A target beside what was seen; ``seen`` is None where a row that it needs is missing."""
+
+    target: Target
+    seen: float | None
+    best_peer: str
+
+    @property
+    def met(self) -> bool:
+        if self.seen is None:
+            return False
+        return self.seen >= self.target.asked if self.target.kind == "fraction" else self.seen <= self.target.asked
+
+
+def _both(op: str, dtype: str, figures: dict[str, float]) -> tuple[Target, ...]:
+    return tuple(Target(op, shape, dtype, "fwd_bwd", asked) for shape, asked in figures.items())
+
+
+TARGETS: tuple[Target, ...] = (
+    *_both("bias_dropout_add_ln", "fp32", {"8192x1024": 0.75}),
+    *_both("bias_dropout_add_ln", "fp16", {"16384x768": 0.65}),
+    *_both("bias_dropout_add_ln", "bf16", {"8192x1024": 0.60, "8192x4096": 0.75, "4096x8192": 0.73, "2048x16384": 0.65}),
+    *_both("rms_norm", "bf16", {"8192x1024": 0.63, "8192x4096": 0.83, "4096x8192": 0.82, "2048x16384": 0.70}),
+    *_both(
+        "layer_norm",
+        "bf16",
+        {"8192x1024": 0.58, "8192x4096": 0.80, "4096x8192": 0.77, "2048x16384": 0.60, "1024x32768": 0.55},
+    ),
+    Target("layer_norm", "8192x4096", "bf16", "fwd", 0.90),
+    Target("rms_norm", "8192x4096", "bf16", "fwd", 0.90),
+    Target("bias_dropout_add_ln", "8192x4096", "bf16", "fwd", 0.85),
+    Target("layer_norm", "8x256", "bf16", "fwd_bwd", 1.15, "loop"),
+    Target("bias_dropout_add_ln", "8x256", "bf16", "fwd_bwd", 0.60, "loop"),
+)
+
+
+def asked_fraction(op: str, shape: str, dtype: str, mode: str) -> float | None:
+    """The part of the roofline asked there, if any is."""
+    for target in TARGETS:
+        if (target.op, target.shape, target.dtype, target.mode, target.kind) == (op, shape, dtype, mode, "fraction"):
+            return target.asked
+    return None
+
+
+def compare(rows: Iterable[Row], targets: Iterable[Target] = TARGETS) -> list[Verdict]:
+    """Each target beside what the rows show."""
+    table = {row.key: row for row in rows}
+    return [_verdict(target, table) for target in targets]
+
+
+def _verdict(target: Target, table: dict[tuple[str, str, str, str, str], Row]) -> Verdict:
+    at = (target.op, target.shape, target.dtype, target.mode)
+    contenders = {key[-1]: row for key, row in table.items() if key[:-1] == at}
+    ours, eager = contenders.pop("fusedops", None), contenders.get("eager")
+    if target.kind == "loop":
+        seen = None if ours is None or eager is None else ours.loop_us / eager.loop_us
+        contenders.pop("eager", None)
+        peers = {} if eager is None else {name: row.loop_us / eager.loop_us for name, row in contenders.items()}
+        best = min(peers, key=lambda name: peers[name], default=None)
+    else:
+        seen = None if ours is None else ours.fraction
+        peers = {name: row.fraction for name, row in contenders.items()}
+        best = max(peers, key=lambda name: peers[name], default=None)
+    return Verdict(target, seen, "-" if best is None else f"{peers[best]:.2f} {best}")
+
+
+def report(verdicts: Iterable[Verdict]) -> str:
+    """A table for the terminal."""
+    lines = [f"{'operator':<22}{'shape':<12}{'dtype':<6}{'mode':<9}{'asked':>18}{'seen':>8}  {'':<8}best peer"]
+    for verdict in verdicts:
+        target = verdict.target
+        asked = f">= {target.asked:.2f} floor" if target.kind == "fraction" else f"<= {target.asked:.2f} eager loop"
+        seen = "-" if verdict.seen is None else f"{verdict.seen:.3f}"
+        state = "absent" if verdict.seen is None else "met" if verdict.met else "MISSED"
+        lines.append(
+            f"{target.op:<22}{target.shape:<12}{target.dtype:<6}{target.mode:<9}{asked:>18}{seen:>8}  "
+            f"{state:<8}{verdict.best_peer}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,280 @@
+"""Train the same small language model with ``torch.nn`` and with ``fusedops.nn``, and compare.
+
+The model is a post-norm transformer over bytes; it learns the source text of Python's standard library. Both runs
+start from the same weights and see the same batches. Only one line of the block differs: ``TorchBlock.join`` against
+``FusedBlock.join``.
+
+    python examples/train_lm.py                  # sizes to suit the machine
+    python examples/train_lm.py --steps 1000 --layers 12 --output curves.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fusedops.nn import FusedBiasDropoutAddLayerNorm
+
+VOCABULARY = 256  # bytes
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sizes of the model and of its training."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    batch: int
+    steps: int
+    rate: float
+    dropout: float = 0.1
+    seed: int = 0
+
+
+PRESETS = {
+    "cpu": Config(layers=2, width=128, heads=4, context=128, batch=12, steps=200, rate=2e-3),
+    "cuda": Config(layers=8, width=1024, heads=16, context=512, batch=32, steps=400, rate=3e-4),
+}
+
+
+# The model. ---------------------------------------------------------------------------------------------------------
+
+
+class TorchBlock(nn.Module):
+    """A post-norm transformer block in plain PyTorch."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        width = config.width
+        self.heads = config.heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.attention_norm = nn.LayerNorm(width)
+        self.mlp_norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, context, width)`` to the same shape."""
+        x = self.join(self.attend(x), self.proj, self.attention_norm, residual=x)
+        return self.join(F.gelu(self.up(x)), self.down, self.mlp_norm, residual=x)
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Causal self-attention, without its output projection."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+
+    def join(self, hidden: Tensor, linear: nn.Linear, norm: nn.LayerNorm, residual: Tensor) -> Tensor:
+        """The last linear of a branch, then bias, dropout, the residual and the norm: four operators."""
+        output: Tensor = norm(residual + self.dropout(linear(hidden)))
+        return output
+
+
+class FusedBlock(TorchBlock):
+    """The same block, with the same parameters, where everything after the matrix product is one operator."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.attention_norm = FusedBiasDropoutAddLayerNorm(config.width, p=config.dropout)
+        self.mlp_norm = FusedBiasDropoutAddLayerNorm(config.width, p=config.dropout)
+
+    def join(self, hidden: Tensor, linear: nn.Linear, norm: nn.LayerNorm, residual: Tensor) -> Tensor:
+        """The linear without its bias, which the fused operator adds."""
+        output: Tensor = norm(F.linear(hidden, linear.weight), linear.bias, residual)
+        return output
+
+
+class LanguageModel(nn.Module):
+    """Bytes in, the next byte's logits out."""
+
+    def __init__(self, config: Config, block: type[TorchBlock]) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(VOCABULARY, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.Sequential(*(block(config) for _ in range(config.layers)))
+        self.head = nn.Linear(config.width, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map ``(batch, context)`` bytes to ``(batch, context, 256)`` logits."""
+        x = self.bytes(tokens) + self.positions.weight[: tokens.shape[1]]
+        logits: Tensor = self.head(self.blocks(x))
+        return logits
+
+
+# Training. ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one training gave."""
+
+    name: str
+    losses: list[float]
+    tokens_per_second: float
+    peak_mib: float | None
+
+
+def read_corpus() -> Tensor:
+    """The standard library's modules, one after the other, as bytes."""
+    library = Path(sysconfig.get_path("stdlib"))
+    modules = sorted([*library.glob("*.py"), *library.glob("[a-z]*/*.py")])
+    text = b"".join(path.read_bytes() for path in modules if not path.parent.name.endswith("-packages"))
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def batches(corpus: Tensor, config: Config) -> Iterator[tuple[Tensor, Tensor]]:
+    """Random windows with the bytes that follow; the same ones for the same seed, whatever the model draws."""
+    generator = torch.Generator().manual_seed(config.seed)
+    window = torch.arange(config.context + 1, device=corpus.device)
+    for _ in range(config.steps):
+        starts = torch.randint(len(corpus) - config.context, (config.batch, 1), generator=generator)
+        tokens = corpus[starts.to(corpus.device) + window].long()
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def train(name: str, model: LanguageModel, corpus: Tensor, config: Config) -> Run:
+    """Train ``model`` on random windows of ``corpus``, in bf16 autocast on a GPU and in fp32 elsewhere."""
+    device = corpus.device
+    on_gpu = device.type == "cuda"
+    torch.manual_seed(config.seed)  # both runs draw their dropout masks from the same point
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.rate, fused=on_gpu)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50))
+    losses = torch.zeros(config.steps, device=device)
+    warm_up = min(10, config.steps // 2)  # kernels compile and caches fill: left out of the tokens per second
+
+    started = time.perf_counter()
+    for step, (inputs, targets) in enumerate(batches(corpus, config)):
+        if step == warm_up:
+            synchronize(device)
+            started = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
+            loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses[step] = loss.detach()
+        if (step + 1) % 10 == 0 or step + 1 == config.steps:
+            show_progress(name, step + 1, config.steps, loss.item())
+    synchronize(device)
+    seconds = time.perf_counter() - started
+
+    return Run(
+        name=name,
+        losses=losses.tolist(),
+        tokens_per_second=(config.steps - warm_up) * config.batch * config.context / seconds,
+        peak_mib=torch.cuda.max_memory_allocated(device) / 2**20 if on_gpu else None,
+    )
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the GPU has done all that it was asked to."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def show_progress(name: str, step: int, steps: int, loss: float) -> None:
+    """Redraw the progress bar; where nobody watches, write only the finished one."""
+    done = 30 * step // steps
+    if sys.stderr.isatty() or step == steps:
+        start, end = ("\r", "") if sys.stderr.isatty() else ("", "\n")
+        bar = "█" * done + "░" * (30 - done)
+        print(f"{start}{name:>9} {bar} {step}/{steps}  loss {loss:.3f} ", end=end, file=sys.stderr, flush=True)
+    if step == steps and sys.stderr.isatty():
+        print(file=sys.stderr)
+
+
+# What came out. -----------------------------------------------------------------------------------------------------
+
+
+def report(runs: list[Run]) -> None:
+    """Print both loss curves, the speed and the memory."""
+    losses = [smooth(run.losses) for run in runs]
+    last = len(losses[0]) - 1
+    steps = sorted({round(last * i / 8) for i in range(9)})
+    print("\nloss at step" + "".join(f"{step + 1:>8}" for step in steps) + "   (mean of the last 10)")
+    for run, curve in zip(runs, losses, strict=True):
+        print(f"{run.name:>12}" + "".join(f"{curve[step]:>8.3f}" for step in steps))
+    gap = max(abs(a - b) for a, b in zip(runs[0].losses, runs[1].losses, strict=True))
+    print(f"largest difference between the two at any step: {gap:.2g}\n")
+
+    for run in runs:
+        memory = "" if run.peak_mib is None else f"   peak memory {run.peak_mib:,.0f} MiB"
+        print(f"{run.name:>12} {run.tokens_per_second:>12,.0f} tokens/s{memory}")
+
+
+def smooth(losses: list[float]) -> list[float]:
+    """The running mean over the last ten steps."""
+    return [statistics.fmean(losses[max(0, i - 9) : i + 1]) for i in range(len(losses))]
+
+
+def plot(runs: list[Run], path: Path) -> None:
+    """Draw both loss curves."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("matplotlib is not installed: no plot written")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for run, style in zip(runs, ("-", "--"), strict=True):
+        steps = range(1, len(run.losses) + 1)
+        axes.plot(steps, smooth(run.losses), style, label=f"{run.name}, {run.tokens_per_second:,.0f} tokens/s")
+    axes.set(xlabel="step", ylabel="loss (nats per byte, mean of 10 steps)", title="The same model, trained twice")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    print(f"loss curves drawn in {path}")
+
+
+# The block's time, on a GPU. ----------------------------------------------------------------------------------------
+
+
+def time_block(config: Config, device: torch.device) -> None:
+    """Print forward + backward in bf16 of the whole block and of one join: eager, torch.compile, fusedops."""
+    torch.manual_seed(config.seed)
+    eager = TorchBlock(config).to(device, torch.bfloat16)
+    fused = FusedBlock(config).to(device, torch.bfloat16)
+    compiled = torch.compile(eager)
+    compiled_join = torch.compile(eager.join)
+    x, residual = (
+        torch.randn(config.batch, config.context, config.width, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(2)
+    )
+    rows = {
+        "eager": (lambda: eager(x), lambda: eager.join(x, eager.proj, eager.mlp_norm, residual)),
+        "torch.compile": (lambda: compiled(x), lambda: compiled_join(x, eager.proj, eager.mlp_norm, residual)),
+        "fusedops": (lambda: fused(x), lambda: fused.join(x, fused.proj, fused.mlp_norm, residual)),
+    }
+    print(f"\nforward + backward in ms, bf16, {config.batch * config.context} tokens of width {config.width}, "
+          f"p = {config.dropout}")
+    print(f"{'':>14}{'block':>10}{'linear + bias-dropout-add-LayerNorm':>40}")
+    for name, (block, join) in rows.items():
+        print(f"{name:>14}{milliseconds(block):>10.3f}{milliseconds(join):>40.3f}")
+
+
+def milliseconds(forward: Callable[[], Tensor]) -> float:
+    """The median time of ``forward`` and its backward, from an L2 cache that holds neither."""
+    from triton.testing import do_bench
+
+    output = forward()
+    cotangent = torch.randn_like(output)
+    leaves = [leaf for leaf in leaves_of(output) if leaf.requires_grad]
+    median: float = do_bench(lambda: torch.autograd.grad(forward(), leaves, cotangent), return_mode="median")
+    return median

@@ -1,0 +1,1 @@
+"""What every operator family stands on."""

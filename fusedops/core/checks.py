@@ -1,0 +1,57 @@
+"""One wording for every bad input: the argument, what came, what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+__all__ = ["DTYPES", "check_choice", "check_eps", "check_p", "check_shape", "check_tensor"]
+
+DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_DTYPE_NAMES = "torch.float16, torch.bfloat16, torch.float32, torch.float64"
+
+
+def check_tensor(op: str, name: str, value: Any, like: torch.Tensor | None = None) -> None:
+    """``value`` is a floating-point tensor, on the device of ``like`` where that is given."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.dtype not in DTYPES:
+        raise TypeError(f"{op}: {name} has dtype {value.dtype}, expected one of {_DTYPE_NAMES}")
+    if like is not None and value.device != like.device:
+        raise RuntimeError(f"{op}: {name} is on {value.device}, expected {like.device} as the first argument")
+
+
+def check_shape(op: str, name: str, value: torch.Tensor, expected: tuple[int, ...]) -> None:
+    """``value`` has exactly the expected shape."""
+    if value.shape != expected:
+        raise ValueError(f"{op}: {name} has shape {tuple(value.shape)}, expected {tuple(expected)}")
+
+
+def check_p(op: str, p: Any) -> None:
+    """``p`` is a probability."""
+    if not isinstance(p, (int, float)):
+        raise TypeError(f"{op}: p must be a number, got {type(p).__name__}")
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"{op}: p must be in [0, 1], got {p}")
+
+
+def check_eps(op: str, eps: Any) -> None:
+    """``eps`` is a number that is not negative."""
+    if not isinstance(eps, (int, float)):
+        raise TypeError(f"{op}: eps must be a number, got {type(eps).__name__}")
+    if not eps >= 0.0:
+        raise ValueError(f"{op}: eps must be at least 0, got {eps}")
+
+
+def check_choice(op: str, name: str, value: Any, choices: Collection[str]) -> None:
+    """``value`` is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_out_dtype(op: str, out_dtype: Any) -> None:
+    """``out_dtype`` is None or a floating-point dtype that the kernels know."""
+    if out_dtype is not None and out_dtype not in DTYPES:
+        raise TypeError(f"{op}: out_dtype must be one of {_DTYPE_NAMES}, got {out_dtype}")

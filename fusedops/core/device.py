@@ -1,0 +1,87 @@
+"""Device functions that every family's kernels share: the keep mask and row sums."""
+
+import triton
+import triton.language as tl
+
+# Seven rounds of Philox4x32 pass BigCrush (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+PHILOX_ROUNDS = tl.constexpr(7)
+# A keep decision spends 16 random bits, so one Philox call of 128 bits serves eight neighbouring columns.
+LANES = tl.constexpr(8)
+
+
+@triton.jit
+def load_seed(seed, offset):
+    """The two 64-bit halves of the random state: given as scalars, or read from ``seed[0], seed[1]``."""
+    if seed is None:
+        return None, None
+    elif seed.dtype.is_ptr():
+        return tl.load(seed), tl.load(seed + 1)
+    else:
+        return seed, offset
+
+
+@triton.jit
+def _philox(seed, offset, group):
+    zero = (group * 0).to(tl.uint32)
+    low, high = group.to(tl.uint32), (group >> 32).to(tl.uint32)
+    offset_low, offset_high = zero + offset.to(tl.uint32), zero + (offset.to(tl.int64) >> 32).to(tl.uint32)
+    return tl.philox(seed, low, high, offset_low, offset_high, PHILOX_ROUNDS)
+
+
+@triton.jit
+def _kept(word, HIGH: tl.constexpr, threshold, scale):
+    bits = (word >> 16) if HIGH else (word & 0xFFFF)
+    return tl.where(bits.to(tl.int32) >= threshold, scale, 0.0)
+
+
+@triton.jit
+def _keep_scale(
+    seed,
+    offset,
+    threshold,
+    rows,
+    first_col,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """What dropout multiplies a ``(ROWS, BLOCK_N)`` tile by: one over the keep probability where kept, else 0.
+
+    The decision for (row, column) depends on the seed, the offset and those two alone, never on the tiling: eight
+    neighbouring columns share one Philox call, and each takes 16 of its 128 bits. ``VECTOR`` is how many neighbouring
+    columns one thread holds, 8 or 4: with 4, two threads make the same call, which is cheaper than an exchange.
+    """
+    scale = 65536.0 / (65536 - threshold).to(ACC)  # infinite at p = 1, where nothing is kept
+    groups_per_row: tl.constexpr = (N + LANES - 1) // LANES
+    if VECTOR == 8:
+        slots = tl.arange(0, BLOCK_N // 8)
+        group = rows[:, None] * groups_per_row + (first_col // LANES + slots)[None, :]
+        w0, w1, w2, w3 = _philox(seed, offset, group)
+        # The last dimension joined varies fastest: lane = 4 * (word's high bit) + 2 * (its low bit) + half.
+        low0 = tl.join(_kept(w0, False, threshold, scale), _kept(w2, False, threshold, scale))
+        low1 = tl.join(_kept(w1, False, threshold, scale), _kept(w3, False, threshold, scale))
+        high0 = tl.join(_kept(w0, True, threshold, scale), _kept(w2, True, threshold, scale))
+        high1 = tl.join(_kept(w1, True, threshold, scale), _kept(w3, True, threshold, scale))
+        lanes = tl.join(tl.join(low0, low1), tl.join(high0, high1))
+    else:
+        slots = tl.arange(0, BLOCK_N // 4)
+        group = rows[:, None] * groups_per_row + (first_col // LANES + slots // 2)[None, :]
+        w0, w1, w2, w3 = _philox(seed, offset, group)
+        upper = (slots % 2 == 1)[None, :]
+        even, odd = tl.where(upper, w2, w0), tl.where(upper, w3, w1)
+        low = tl.join(_kept(even, False, threshold, scale), _kept(odd, False, threshold, scale))
+        high = tl.join(_kept(even, True, threshold, scale), _kept(odd, True, threshold, scale))
+        lanes = tl.join(low, high)
+    return tl.reshape(lanes, (ROWS, BLOCK_N))
+
+
+@triton.jit
+def keep_scale(seed, offset, threshold, rows, first_col, N: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+               VECTOR: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+    """The tile's keep mask over its probability, or None where there is no dropout (``seed`` is None)."""
+    if seed is None:
+        return None
+    else:
+        return _keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)

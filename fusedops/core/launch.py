@@ -1,0 +1,202 @@
+"""The light launcher: kernels compiled under a key of our own and called without Triton's argument binder.
+
+A plain ``kernel[grid](…)`` with twenty arguments costs about 28 µs of host time, most of it spent finding out again
+what the arguments are. Here the caller derives a key from what the compiled code depends on (dtypes, absences,
+constants, alignment, device), builds a `Variant` once, and afterwards hands addresses to the compiled launcher.
+Triton versions whose launcher this file does not know go through ``kernel[grid](…)``, as does Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["Variant", "compile_kernel", "current_device", "interpreting", "processors", "record", "runs_kernels"]
+
+# Triton releases whose compiled launcher takes the arguments that `Variant` passes.
+_KNOWN_LAUNCHERS = ("3.6.",)
+
+_POINTERS = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int64: "*i64",
+}
+
+_observers: list[list[str]] = []
+_variants = 0
+_build_lock = threading.Lock()
+
+
+@functools.cache
+def interpreting() -> bool:
+    """Whether Triton interprets its kernels on the CPU (``TRITON_INTERPRET``; read at the first call)."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
+@functools.cache
+def _has_triton() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        warnings.warn(
+            "fusedops: Triton is not installed, so the fused kernels cannot run; PyTorch's operators stand in.",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def runs_kernels(device_type: str) -> bool:
+    """Whether tensors on such a device go through the kernels: on a GPU, or on the CPU under the interpreter."""
+    if device_type == "cuda":
+        return _has_triton()
+    return device_type == "cpu" and interpreting()
+
+
+def variants() -> int:
+    """How many kernel variants this process has built."""
+    return _variants
+
+
+@contextmanager
+def record() -> Iterator[list[str]]:
+    """Collects the name of every kernel launched inside the block, in order; for tests."""
+    names: list[str] = []
+    _observers.append(names)
+    try:
+        yield names
+    finally:
+        _observers.remove(names)
+
+
+@functools.cache
+def processors(device_index: int) -> int:
+    """Multiprocessors of a GPU; four stand-ins under the interpreter (index -1)."""
+    if device_index < 0:
+        return 4
+    return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
+
+
+def current_device() -> int:
+    """The index of the current GPU."""
+    return int(torch._C._cuda_getDevice())
+
+
+def pointer_type(dtype: torch.dtype) -> str:
+    """Triton's name for a pointer to ``dtype``."""
+    return _POINTERS[dtype]
+
+
+class Variant:
+    """One kernel, specialised and ready to launch: ``variant(grid_x, grid_y, tensors, scalars)``.
+
+    ``tensors`` are the kernel's leading pointer arguments, None where absent; ``scalars`` the integers (and a seed
+    tensor) that follow. The caller holds the device current and guarantees that both fit the types it was built with.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        types: Mapping[str, str | None],
+        constants: Mapping[str, Any],
+        *,
+        num_warps: int,
+        num_stages: int,
+        device_index: int,
+        divisible: Mapping[str, int],
+    ) -> None:
+        global _variants
+        self.name: str = kernel.fn.__name__
+        self._kernel = kernel
+        self._constants = dict(constants)
+        self._options = {"num_warps": num_warps, "num_stages": num_stages}
+        self._present = [types[name] is not None for name in kernel.arg_names if name in types]
+        self._launch: Callable[..., None] | None = None
+        if device_index >= 0 and _fast_launcher_known():
+            compiled = compile_kernel(kernel, types, constants, self._options, divisible)
+            self._launch = _bind(compiled, device_index, len(constants))
+        with _build_lock:
+            _variants += 1
+
+    def __call__(
+        self, grid_x: int, grid_y: int, tensors: Sequence[torch.Tensor | None], scalars: Sequence[Any]
+    ) -> None:
+        if _observers:
+            for names in _observers:
+                names.append(self.name)
+        if self._launch is not None:
+            self._launch(grid_x, grid_y, [None if t is None else t.data_ptr() for t in tensors], scalars)
+        else:
+            arguments = [a if here else None for a, here in zip((*tensors, *scalars), self._present, strict=True)]
+            self._kernel[(grid_x, grid_y)](*arguments, **self._constants, **self._options)
+
+
+@functools.cache
+def _fast_launcher_known() -> bool:
+    import triton
+
+    return triton.__version__.startswith(_KNOWN_LAUNCHERS) and torch.version.hip is None
+
+
+def compile_kernel(
+    kernel: Any,
+    types: Mapping[str, str | None],
+    constants: Mapping[str, Any],
+    options: Mapping[str, int],
+    divisible: Mapping[str, int],
+    target: Any = None,
+) -> Any:
+    """Compiles a kernel for exactly these argument types, with no GPU needed where ``target`` is given.
+
+    ``types`` maps each run-time argument to Triton's type name, None where the argument is absent; ``divisible``
+    gives the power of two that an argument's value is a multiple of.
+    """
+    import triton
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature: dict[str, str] = {}
+    constexprs: dict[tuple[int], Any] = {}
+    for index, name in enumerate(names):
+        if name in constants:
+            signature[name] = "constexpr"
+            constexprs[(index,)] = constants[name]
+        elif types[name] is None:
+            signature[name] = "constexpr"
+            constexprs[(index,)] = None
+        else:
+            signature[name] = str(types[name])
+    attrs = {
+        (index,): [["tt.divisibility", divisible[name]]]
+        for index, name in enumerate(names)
+        if name in divisible and types.get(name) is not None
+    }
+    source = ASTSource(kernel, signature, constexprs, attrs)
+    return triton.compile(source, target=target, options=dict(options))
+
+
+def _bind(compiled: Any, device_index: int, constants: int) -> Callable[..., None]:
+    """The compiled kernel's C launcher with everything fixed but grid, stream and arguments.
+
+    Addresses go in as integers: the launcher then neither calls back into Python nor asks the driver about them.
+    """
+    run = compiled.run
+    launch, cooperative, pdl = run.launch, run.launch_cooperative_grid, run.launch_pdl
+    function, packed = compiled.function, compiled.packed_metadata
+    stream_of = torch._C._cuda_getCurrentRawStream
+    filler = (None,) * constants
+
+    def call(grid_x: int, grid_y: int, addresses: list[int | None], scalars: Sequence[Any]) -> None:
+        launch(grid_x, grid_y, 1, stream_of(device_index), function, cooperative, pdl, None, None, packed, None, None,
+               None, *addresses, *scalars, *filler)  # fmt: skip
+
+    return call

@@ -1,0 +1,78 @@
+"""What an operator tells the tests and the benchmarks about itself.
+
+Each family's ``spec.py`` fills these records; each test file is one property looped over all of them, and the
+benchmark reads the same records. A bug fix begins with a failing sample here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = ["BadSample", "Sample", "Spec"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One valid call: ``spec.call(**tensors, **options)``; absent tensors are None."""
+
+    name: str
+    tensors: dict[str, torch.Tensor | None]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def p(self) -> float:
+        """The drop probability in force, 0 when the operator has none."""
+        return float(self.options.get("p", 0.0)) if self.options.get("training", True) else 0.0
+
+
+@dataclass(frozen=True)
+class BadSample:
+    """One call that must raise ``error`` with a message that matches the regular expression ``match``."""
+
+    name: str
+    tensors: dict[str, Any]
+    options: dict[str, Any]
+    error: type[Exception]
+    match: str
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One public operator.
+
+    Attributes:
+        name: the functional's name, ``fusedops.<name>``.
+        call: the functional itself; takes the tensors and options of a sample by keyword.
+        reference: the formula in plain torch, same keywords plus ``keep`` (a boolean keep mask or None) and
+            ``keep_probability``. Fed fp64 tensors it is the oracle. Always returns a tuple of outputs.
+        eager: what a user writes with ``torch.nn.functional`` today; same keywords, returns a tuple of outputs.
+        tensors: names of the tensor arguments, in call order; the first one carries the rows.
+        has_dropout: whether the operator takes ``p``.
+        samples: valid calls in a dtype on a device; random weights, biases and inputs.
+        bad_samples: calls that must raise.
+        benchmark: tensors and options for a row count, hidden size and dtype, with every optional tensor present.
+        passes: ``(M, N)`` tensors that must move: ``{"fwd": …, "fwd_bwd": …}``, for the roofline.
+        launches: kernels that one forward and one backward launch at ordinary sizes.
+        kept: the number of ``(M, N)`` tensors that may live from forward to backward beyond the caller's own.
+        liger: builds Liger-Kernel's twin as a callable with the eager signature, or None where it has none.
+        shapes: the shapes ``(M, N)`` and dtypes that the benchmark times.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    reference: Callable[..., tuple[torch.Tensor, ...]]
+    eager: Callable[..., tuple[torch.Tensor, ...]]
+    tensors: tuple[str, ...]
+    has_dropout: bool
+    samples: Callable[[torch.device, torch.dtype], Iterator[Sample]]
+    bad_samples: Callable[[torch.device], Iterator[BadSample]]
+    benchmark: Callable[[int, int, torch.dtype, torch.device], Sample]
+    passes: dict[str, int]
+    launches: tuple[int, int]
+    kept: int
+    shapes: tuple[tuple[int, int, torch.dtype], ...]
+    liger: Callable[[], Callable[..., Any]] | None = None

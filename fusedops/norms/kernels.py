@@ -1,0 +1,436 @@
+"""The norm family's kernels: one forward, one backward (with its row statistics apart where rows are wide).
+
+Absence is the flag: a pointer that is None takes its instructions with it. ``ACC`` is the dtype of statistics and
+sums. ``N`` is a constant; M, the strides and the dropout threshold are not, so a new batch size compiles nothing.
+Rows are int64 wherever they are multiplied by a stride.
+"""
+
+import triton
+import triton.language as tl
+
+from ..core.device import keep_scale, load_seed
+
+
+@triton.jit
+def _load_row_vector(vector, cols, N: tl.constexpr, ACC: tl.constexpr):
+    if vector is None:
+        return None
+    else:
+        return tl.load(vector + cols, mask=cols < N, other=0.0).to(ACC)[None, :]
+
+
+@triton.jit
+def _load_weight(weight, cols, N: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, ACC: tl.constexpr):
+    w = _load_row_vector(weight, cols, N, ACC)
+    if weight is not None and WEIGHT_OFFSET != 0.0:
+        w += WEIGHT_OFFSET
+    return w
+
+
+@triton.jit
+def _load_sum(x, bias, residual, scale, x_stride, residual_stride, rows, cols, mask, N: tl.constexpr,
+              ACC: tl.constexpr):  # fmt: skip
+    """``(x + bias) * scale + residual`` for one tile, unrounded."""
+    z = tl.load(x + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
+    if bias is not None:
+        z += _load_row_vector(bias, cols, N, ACC)
+    if scale is not None:
+        z *= scale
+    if residual is not None:
+        z += tl.load(residual + rows[:, None] * residual_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
+    return z
+
+
+@triton.jit
+def _store_sum(z, value, rows, cols, mask, N: tl.constexpr):
+    if z is not None:
+        tl.store(z + rows[:, None] * N + cols[None, :], value.to(z.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _round(value, DTYPE: tl.constexpr, ACC: tl.constexpr):
+    return value.to(DTYPE).to(ACC) if DTYPE != ACC else value
+
+
+@triton.jit
+def _affine(z, mean, rstd, weight, ln_bias, cols, N: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, HAT: tl.constexpr,
+            ACC: tl.constexpr):  # fmt: skip
+    """The normalised tile, scaled and shifted; ``HAT`` is the dtype it is rounded to before the weight multiplies."""
+    if mean is not None:
+        z = z - mean[:, None]
+    hat = z * rstd[:, None]
+    if HAT != ACC:
+        hat = hat.to(HAT).to(ACC)
+    if weight is not None:
+        w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
+        if HAT != ACC and WEIGHT_OFFSET != 0.0:
+            w = w.to(weight.dtype.element_ty).to(ACC)
+        hat *= w
+    if ln_bias is not None:
+        hat += _load_row_vector(ln_bias, cols, N, ACC)
+    return hat
+
+
+@triton.jit(do_not_specialize=["seed", "offset", "threshold", "M"])
+def norm_forward_kernel(
+    x,
+    bias,
+    residual,
+    weight,
+    ln_bias,
+    y,
+    z,
+    stats,
+    seed,
+    offset,
+    threshold,
+    x_stride,
+    residual_stride,
+    M,
+    KIND: tl.constexpr,
+    EPS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    SUM: tl.constexpr,
+    HAT: tl.constexpr,
+    ACC: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """``y = norm(z)`` with ``z = (x + bias) * keep_scale + residual``, ROWS rows a program.
+
+    ``stats`` receives rstd in its first M places and, for LayerNorm, the mean in the next M. ``SUM`` is the dtype to
+    which the sum is rounded before it is normalised (``ACC``: not at all).
+    """
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    in_rows = rows < M
+    seed, offset = load_seed(seed, offset)
+
+    if BLOCK_N >= N:
+        # The row stays in registers: its mean, then its centred squares, then the output.
+        cols = tl.arange(0, BLOCK_N)
+        mask = in_rows[:, None] & (cols < N)[None, :]
+        scale = keep_scale(seed, offset, threshold, rows, 0, N, ROWS, BLOCK_N, VECTOR, ACC)
+        h = _load_sum(x, bias, residual, scale, x_stride, residual_stride, rows, cols, mask, N, ACC)
+        _store_sum(z, h, rows, cols, mask, N)
+        h = _round(h, SUM, ACC)
+        if KIND == "layer":
+            mean = tl.sum(h, axis=1) / N
+            centred = tl.where(mask, h - mean[:, None], 0.0)
+            tl.store(stats + M + rows, mean, mask=in_rows)
+        else:
+            mean = None
+            centred = h
+        rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) / N + EPS)
+        tl.store(stats + rows, rstd, mask=in_rows)
+        out = _affine(h, mean, rstd, weight, ln_bias, cols, N, WEIGHT_OFFSET, HAT, ACC)
+        tl.store(y + rows[:, None] * N + cols[None, :], out.to(y.dtype.element_ty), mask=mask)
+    else:
+        # Wider rows pass twice, tile by tile: tile means and squares merge as in Chan et al. (1979).
+        mean = tl.zeros((ROWS,), ACC)
+        squares = tl.zeros((ROWS,), ACC)
+        for start in range(0, N, BLOCK_N):
+            cols = start + tl.arange(0, BLOCK_N)
+            mask = in_rows[:, None] & (cols < N)[None, :]
+            scale = keep_scale(seed, offset, threshold, rows, start, N, ROWS, BLOCK_N, VECTOR, ACC)
+            h = _load_sum(x, bias, residual, scale, x_stride, residual_stride, rows, cols, mask, N, ACC)
+            h = _round(h, SUM, ACC)
+            if KIND == "layer":
+                count = tl.minimum(N - start, BLOCK_N).to(ACC)
+                tile_mean = tl.sum(h, axis=1) / count
+                delta = tile_mean - mean
+                h = tl.where(mask, h - tile_mean[:, None], 0.0)
+                mean += delta * (count / (start + count))
+                squares += delta * delta * (start * count / (start + count))
+            squares += tl.sum(h * h, axis=1)
+        rstd = tl.rsqrt(squares / N + EPS)
+        tl.store(stats + rows, rstd, mask=in_rows)
+        if KIND == "layer":
+            tl.store(stats + M + rows, mean, mask=in_rows)
+        for start in range(0, N, BLOCK_N):
+            cols = start + tl.arange(0, BLOCK_N)
+            mask = in_rows[:, None] & (cols < N)[None, :]
+            scale = keep_scale(seed, offset, threshold, rows, start, N, ROWS, BLOCK_N, VECTOR, ACC)
+            h = _load_sum(x, bias, residual, scale, x_stride, residual_stride, rows, cols, mask, N, ACC)
+            _store_sum(z, h, rows, cols, mask, N)
+            h = _round(h, SUM, ACC)
+            out = _affine(h, mean if KIND == "layer" else None, rstd, weight, ln_bias, cols, N, WEIGHT_OFFSET, HAT,
+                          ACC)  # fmt: skip
+            tl.store(y + rows[:, None] * N + cols[None, :], out.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["seed", "offset", "threshold", "M"])
+def dropout_add_kernel(
+    x,
+    bias,
+    residual,
+    y,
+    seed,
+    offset,
+    threshold,
+    x_stride,
+    residual_stride,
+    M,
+    ACC: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """``y = (x + bias) * keep_scale + residual``, one tile a program: the forward of the member without a norm."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    first_col = tl.program_id(1) * BLOCK_N
+    cols = first_col + tl.arange(0, BLOCK_N)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    seed, offset = load_seed(seed, offset)
+    scale = keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)
+    h = _load_sum(x, bias, residual, scale, x_stride, residual_stride, rows, cols, mask, N, ACC)
+    _store_sum(y, h, rows, cols, mask, N)
+
+
+@triton.jit
+def _load_hat(
+    kept,
+    bias,
+    residual,
+    scale,
+    kept_stride,
+    residual_stride,
+    stats,
+    w,
+    b,
+    rows,
+    cols,
+    in_rows,
+    mask,
+    M,
+    KIND: tl.constexpr,
+    SAVED: tl.constexpr,
+    N: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """The normalised rows and their rstd, from what the forward kept: the sum, the inputs, or the output."""
+    rstd = tl.load(stats + rows, mask=in_rows, other=0.0)
+    if SAVED == "output":
+        hat = tl.load(kept + rows[:, None] * kept_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
+        if b is not None:
+            hat -= b
+        if w is not None:
+            hat = tl.where(w == 0.0, 0.0, hat / w)
+    else:
+        if SAVED == "sum":
+            hat = tl.load(kept + rows[:, None] * kept_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
+        else:
+            hat = _load_sum(kept, bias, residual, scale, kept_stride, residual_stride, rows, cols, mask, N, ACC)
+        if KIND == "layer":
+            hat -= tl.load(stats + M + rows, mask=in_rows, other=0.0)[:, None]
+        hat *= rstd[:, None]
+    return hat, rstd
+
+
+@triton.jit(do_not_specialize=["seed", "offset", "threshold", "M"])
+def norm_backward_stats_kernel(
+    dy,
+    kept,
+    bias,
+    residual,
+    weight,
+    ln_bias,
+    stats,
+    moments,
+    seed,
+    offset,
+    threshold,
+    dy_stride,
+    kept_stride,
+    residual_stride,
+    M,
+    KIND: tl.constexpr,
+    SAVED: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    ACC: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The two row means that the backward of a wide row needs, before its column tiles: of g·hat, and of g.
+
+    g is ``dy * weight``. ``moments`` receives the first in its first M places, for LayerNorm the second in the next M.
+    """
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    in_rows = rows < M
+    seed, offset = load_seed(seed, offset)
+    along = tl.zeros((ROWS, BLOCK_N), ACC)
+    total = tl.zeros((ROWS, BLOCK_N), ACC)
+    for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_N)
+        mask = in_rows[:, None] & (cols < N)[None, :]
+        scale = keep_scale(seed if SAVED == "inputs" else None, offset, threshold, rows, start, N, ROWS, BLOCK_N,
+                           VECTOR, ACC)  # fmt: skip
+        w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
+        b = _load_row_vector(ln_bias, cols, N, ACC)
+        hat, _ = _load_hat(kept, bias, residual, scale, kept_stride, residual_stride, stats, w, b, rows, cols,
+                           in_rows, mask, M, KIND, SAVED, N, ACC)  # fmt: skip
+        g = tl.load(dy + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
+        if weight is not None:
+            g *= w
+        along += tl.where(mask, g * hat, 0.0)
+        if KIND == "layer":
+            total += g
+    tl.store(moments + rows, tl.sum(along, axis=1) / N, mask=in_rows)
+    if KIND == "layer":
+        tl.store(moments + M + rows, tl.sum(total, axis=1) / N, mask=in_rows)
+
+
+@triton.jit
+def _store_gradient(gradient, partials, value, slot, slots, cols, N: tl.constexpr):
+    """A column sum: the gradient itself where this program saw all rows, else this program's part of it."""
+    mask = cols < N
+    if tl.num_programs(0) == 1:
+        tl.store(gradient + cols, value.to(gradient.dtype.element_ty), mask=mask)
+    else:
+        row = tl.program_id(0).to(tl.int64) * slots + slot
+        tl.store(partials + row * N + cols, value, mask=mask)
+
+
+@triton.jit(do_not_specialize=["seed", "offset", "threshold", "M"])
+def norm_backward_kernel(
+    dy,
+    dsum,
+    kept,
+    bias,
+    residual,
+    weight,
+    ln_bias,
+    stats,
+    moments,
+    dx,
+    dresidual,
+    dbias,
+    dweight,
+    dln_bias,
+    partials,
+    seed,
+    offset,
+    threshold,
+    dy_stride,
+    dsum_stride,
+    kept_stride,
+    residual_stride,
+    M,
+    KIND: tl.constexpr,
+    SAVED: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    ACC: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """All gradients of the family in one persistent pass over the rows.
+
+    Programs along axis 0 share the rows, along axis 1 the columns. A program sums its rows' parameter gradients in
+    registers and stores them once. Where ``moments`` is given, rows are wider than BLOCK_N and their means were taken
+    before. Rows are taken from the last to the first: what ran just before, the producer of dy or the statistics
+    kernel, finished with the last rows, and those are what the L2 cache still holds.
+    """
+    first_col = tl.program_id(1) * BLOCK_N
+    cols = first_col + tl.arange(0, BLOCK_N)
+    in_cols = (cols < N)[None, :]
+    seed, offset = load_seed(seed, offset)
+    w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
+    b = _load_row_vector(ln_bias, cols, N, ACC)
+    if dbias is not None:
+        dbias_sum = tl.zeros((BLOCK_N,), ACC)
+    if dweight is not None:
+        dweight_sum = tl.zeros((BLOCK_N,), ACC)
+    if dln_bias is not None:
+        dln_bias_sum = tl.zeros((BLOCK_N,), ACC)
+
+    tiles = tl.cdiv(M, ROWS).to(tl.int32)
+    for step in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        rows = (tiles - 1 - step).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        in_rows = rows < M
+        mask = in_rows[:, None] & in_cols
+        scale = keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)
+        if dy is not None:
+            dz = tl.load(dy + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
+            if KIND != "none":
+                hat, rstd = _load_hat(kept, bias, residual, scale, kept_stride, residual_stride, stats, w, b, rows,
+                                      cols, in_rows, mask, M, KIND, SAVED, N, ACC)  # fmt: skip
+                if dweight is not None:
+                    dweight_sum += tl.sum(dz * hat, axis=0)
+                if dln_bias is not None:
+                    dln_bias_sum += tl.sum(dz, axis=0)
+                if weight is not None:
+                    dz *= w
+                if moments is not None:
+                    along = tl.load(moments + rows, mask=in_rows, other=0.0)
+                else:
+                    along = tl.sum(dz * hat, axis=1) / N
+                if KIND == "layer":
+                    if moments is not None:
+                        total = tl.load(moments + M + rows, mask=in_rows, other=0.0)
+                    else:
+                        total = tl.sum(dz, axis=1) / N
+                    dz -= total[:, None]
+                dz = (dz - hat * along[:, None]) * rstd[:, None]
+            if dsum is not None:
+                dz += tl.load(dsum + rows[:, None] * dsum_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
+        else:
+            dz = tl.load(dsum + rows[:, None] * dsum_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
+        out = rows[:, None] * N + cols[None, :]
+        if dresidual is not None:
+            tl.store(dresidual + out, dz.to(dresidual.dtype.element_ty), mask=mask)
+        if scale is not None:
+            dz *= scale
+        if dx is not None:
+            tl.store(dx + out, dz.to(dx.dtype.element_ty), mask=mask)
+        if dbias is not None:
+            dbias_sum += tl.sum(dz, axis=0)
+
+    slots: tl.constexpr = (dbias is not None) + (dweight is not None) + (dln_bias is not None)
+    if dbias is not None:
+        _store_gradient(dbias, partials, dbias_sum, 0, slots, cols, N)
+    if dweight is not None:
+        _store_gradient(dweight, partials, dweight_sum, dbias is not None, slots, cols, N)
+    if dln_bias is not None:
+        _store_gradient(dln_bias, partials, dln_bias_sum, slots - 1, slots, cols, N)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def sum_partials_kernel(
+    partials,
+    dbias,
+    dweight,
+    dln_bias,
+    programs,
+    ACC: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The parameter gradients from ``partials``, ``(programs, slots, N)``: axis 1 of the grid is the slot."""
+    slots: tl.constexpr = (dbias is not None) + (dweight is not None) + (dln_bias is not None)
+    slot = tl.program_id(1)
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_cols = cols < N
+    parts = tl.zeros((ROWS, BLOCK_N), ACC)
+    for start in range(0, programs, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        at = (rows.to(tl.int64) * slots + slot)[:, None] * N + cols[None, :]
+        parts += tl.load(partials + at, mask=(rows < programs)[:, None] & in_cols[None, :], other=0.0)
+    total = tl.sum(parts, axis=0)
+    if dbias is not None:
+        if slot == 0:
+            tl.store(dbias + cols, total.to(dbias.dtype.element_ty), mask=in_cols)
+    if dweight is not None:
+        if slot == (dbias is not None):
+            tl.store(dweight + cols, total.to(dweight.dtype.element_ty), mask=in_cols)
+    if dln_bias is not None:
+        if slot == slots - 1:
+            tl.store(dln_bias + cols, total.to(dln_bias.dtype.element_ty), mask=in_cols)

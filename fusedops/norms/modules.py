@@ -1,0 +1,287 @@
+"""The norm family's modules: parameters and one functional call.
+
+Each is a subclass of the torch.nn module it stands in for: ``isinstance`` stays true, the parameters, their initial
+values and their ``state_dict`` keys are the same, and weights load both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..core.checks import check_p
+from . import ops
+from .reference import Rounding
+
+__all__ = [
+    "FusedBiasDropoutAdd",
+    "FusedBiasDropoutAddLayerNorm",
+    "FusedBiasDropoutAddRMSNorm",
+    "FusedLayerNorm",
+    "FusedRMSNorm",
+]
+
+Save = Literal["sum", "output", "inputs"]
+
+
+class FusedLayerNorm(nn.LayerNorm):
+    """Drop-in for `torch.nn.LayerNorm`: same constructor, parameters, initial values and ``state_dict``.
+
+    Args:
+        normalized_shape: the trailing dimensions to normalise, an int or a sequence of ints.
+        eps: added to the variance.
+        elementwise_affine: whether ``weight`` and ``bias`` are learnt; they start at ones and zeros.
+        bias: whether there is a ``bias``; counts only with ``elementwise_affine``.
+        device: where the parameters live.
+        dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the input's.
+    Shape:
+        input and output: ``(*, *normalized_shape)``, in the input's dtype (fp32 under CUDA autocast).
+    Raises:
+        ValueError: the input's trailing dimensions are not ``normalized_shape``.
+        TypeError: the input is no floating-point tensor.
+        RuntimeError: input and parameters are on different devices.
+    Numerics: statistics in fp32, in fp64 for fp64 inputs; two-pass variance.
+    Source: Ba et al. 2016, arXiv:1607.06450.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise ``input``; see the class."""
+        return ops.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class _RoundedRMSNorm(nn.RMSNorm):
+    """What the RMSNorm modules add to `torch.nn.RMSNorm`: a weight that is stored less an offset, and where to round.
+
+    The weight starts at ``1 - weight_offset``, so that the scale itself starts at one as torch.nn's does.
+    """
+
+    weight_offset: float = 0.0
+    rounding: Rounding = "once"
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_offset: float = 0.0,
+        rounding: Rounding = "once",
+    ) -> None:
+        super().__init__(_shape(normalized_shape), eps, elementwise_affine, device, dtype)
+        self.rounding = rounding
+        self.weight_offset = weight_offset
+        if weight_offset:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight so that the scale is one."""
+        if self.elementwise_affine:
+            nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+
+    def extra_repr(self) -> str:
+        """torch.nn's line, and what differs from it."""
+        return super().extra_repr() + _differences(self, weight_offset=0.0, rounding="once")
+
+
+class FusedRMSNorm(_RoundedRMSNorm):
+    """Drop-in for `torch.nn.RMSNorm`: same constructor, parameters, initial values and ``state_dict``.
+
+    Args:
+        normalized_shape: the trailing dimensions to normalise, an int or a sequence of ints.
+        eps: added to the mean square; None means the epsilon of fp32 (of fp64 for fp64 inputs).
+        elementwise_affine: whether ``weight`` is learnt; it starts at ``1 - weight_offset``.
+        device: where the parameters live.
+        dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the input's.
+        weight_offset: added to ``weight`` before it scales; 1.0 for Gemma.
+        rounding: "once" rounds at the end only; "llama", "t5" and "gemma" round where those Hugging Face modules do.
+    Shape:
+        input and output: ``(*, *normalized_shape)``, in the input's dtype (fp32 under CUDA autocast; "llama" and
+        "t5" widen it to a wider weight's dtype).
+    Raises:
+        ValueError: the input's trailing dimensions are not ``normalized_shape``; ``rounding`` is unknown.
+        TypeError: the input is no floating-point tensor.
+        RuntimeError: input and parameters are on different devices.
+    Numerics: statistics in fp32, in fp64 for fp64 inputs.
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x``; see the class."""
+        return ops.rms_norm(x, self.normalized_shape, self.weight, self.eps, weight_offset=self.weight_offset,
+                            rounding=self.rounding)  # fmt: skip
+
+
+class FusedBiasDropoutAdd(nn.Dropout):
+    """``dropout(x + bias) + residual`` in one pass.
+
+    Args:
+        p: drop probability in [0, 1]; nothing is dropped in evaluation mode.
+    Shape:
+        x and residual: ``(..., N)``; bias: ``(N,)``. bias and residual may each be None.
+        Returns ``(..., N)`` in the promotion of the inputs' dtypes (fp16, bf16, fp32 or fp64).
+    Raises:
+        ValueError: ``p`` lies outside [0, 1]; a shape does not fit.
+        TypeError: an input is no floating-point tensor.
+        RuntimeError: the inputs are on different devices.
+    Numerics: the kept values are scaled by one over the quantised keep probability, so the expectation is exact;
+        the backward regenerates the mask from the seed.
+    Source: Srivastava et al. 2014, JMLR 15(56).
+    """
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__(p)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        """Drop, and add ``residual``; see the class."""
+        return ops.bias_dropout_add(x, bias, residual, p=self.p, training=self.training)
+
+
+class FusedBiasDropoutAddLayerNorm(nn.LayerNorm):
+    """``layer_norm(dropout(x + bias) + residual)`` in one pass.
+
+    ``weight`` and ``bias`` of the module are the norm's, under torch.nn.LayerNorm's ``state_dict`` keys; the bias
+    that is added before dropout (usually the preceding linear's) is an argument of the call.
+
+    Args:
+        normalized_shape: the hidden size N, an int or a sequence of one int.
+        p: drop probability in [0, 1]; nothing is dropped in evaluation mode.
+        eps: added to the variance.
+        elementwise_affine: whether ``weight`` and ``bias`` are learnt; they start at ones and zeros.
+        bias: whether the norm has a ``bias``; counts only with ``elementwise_affine``.
+        device: where the parameters live.
+        dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the inputs'.
+        return_sum: return ``(y, z)`` with the sum ``z = dropout(x + bias) + residual``, for pre-norm blocks.
+        save: what is kept for the backward: the "sum", the "output", or the "inputs".
+    Shape:
+        x and residual: ``(..., N)``; bias: ``(N,)``. bias and residual may each be None.
+        Returns ``(..., N)`` in the promotion of the dtypes of x, bias and residual (fp32 under CUDA autocast).
+    Raises:
+        ValueError: a shape does not fit; ``p`` lies outside [0, 1]; ``normalized_shape`` has several dimensions.
+        TypeError: an input is no floating-point tensor.
+        RuntimeError: inputs and parameters are on different devices.
+    Numerics: statistics in fp32, in fp64 for fp64 inputs; the backward regenerates the mask from the seed.
+    Source: Ba et al. 2016, arXiv:1607.06450.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        p: float = 0.5,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        return_sum: bool = False,
+        save: Save = "sum",
+    ) -> None:
+        super().__init__(_width(normalized_shape), eps, elementwise_affine, bias, device, dtype)
+        check_p(type(self).__name__, p)
+        self.p = p
+        self.return_sum = return_sum
+        self.save = save
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Drop, add ``residual`` and normalise; see the class."""
+        _check_width(self, x)
+        return ops.bias_dropout_add_ln(x, bias, residual, self.weight, self.bias, p=self.p, training=self.training,
+                                       eps=self.eps, return_sum=self.return_sum, save=self.save)  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """torch.nn's line, and what differs from it."""
+        return f"{super().extra_repr()}, p={self.p}" + _differences(self, return_sum=False, save="sum")
+
+
+class FusedBiasDropoutAddRMSNorm(_RoundedRMSNorm):
+    """``rms_norm(dropout(x + bias) + residual)`` in one pass.
+
+    ``weight`` is the norm's, under torch.nn.RMSNorm's ``state_dict`` key; the bias that is added before dropout
+    (usually the preceding linear's) is an argument of the call.
+
+    Args:
+        normalized_shape: the hidden size N, an int or a sequence of one int.
+        p: drop probability in [0, 1]; nothing is dropped in evaluation mode.
+        eps: added to the mean square; None means the epsilon of fp32 (of fp64 for fp64 inputs).
+        elementwise_affine: whether ``weight`` is learnt; it starts at ``1 - weight_offset``.
+        device: where the parameters live.
+        dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the inputs'.
+        weight_offset: added to ``weight`` before it scales; 1.0 for Gemma.
+        rounding: "once" rounds at the end only; "llama", "t5" and "gemma" round where those Hugging Face modules do.
+        return_sum: return ``(y, z)`` with the sum ``z = dropout(x + bias) + residual``, for pre-norm blocks.
+        save: what is kept for the backward: the "sum", the "output", or the "inputs".
+    Shape:
+        x and residual: ``(..., N)``; bias: ``(N,)``. bias and residual may each be None.
+        Returns ``(..., N)`` in the promotion of the dtypes of x, bias and residual (fp32 under CUDA autocast).
+    Raises:
+        ValueError: a shape does not fit; ``p`` lies outside [0, 1]; ``normalized_shape`` has several dimensions.
+        TypeError: an input is no floating-point tensor.
+        RuntimeError: inputs and parameters are on different devices.
+    Numerics: statistics in fp32, in fp64 for fp64 inputs; the backward regenerates the mask from the seed.
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        p: float = 0.5,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_offset: float = 0.0,
+        rounding: Rounding = "once",
+        return_sum: bool = False,
+        save: Save = "sum",
+    ) -> None:
+        super().__init__(_width(normalized_shape), eps, elementwise_affine, device, dtype,
+                         weight_offset=weight_offset, rounding=rounding)  # fmt: skip
+        check_p(type(self).__name__, p)
+        self.p = p
+        self.return_sum = return_sum
+        self.save = save
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Drop, add ``residual`` and normalise; see the class."""
+        _check_width(self, x)
+        return ops.bias_dropout_add_rms_norm(x, bias, residual, self.weight, p=self.p, training=self.training,
+                                             eps=self.eps, weight_offset=self.weight_offset, rounding=self.rounding,
+                                             return_sum=self.return_sum, save=self.save)  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """torch.nn's line, and what differs from it."""
+        return f"{super().extra_repr()}, p={self.p}" + _differences(self, return_sum=False, save="sum")
+
+
+def _shape(normalized_shape: int | Sequence[int]) -> int | list[int]:
+    return normalized_shape if isinstance(normalized_shape, int) else list(normalized_shape)
+
+
+def _width(normalized_shape: int | Sequence[int]) -> int:
+    """The hidden size; the operators with a bias and a residual normalise one dimension."""
+    shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+    if len(shape) != 1:
+        raise ValueError(f"normalized_shape must have one dimension, got {tuple(shape)}")
+    return shape[0]
+
+
+def _check_width(module: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> None:
+    """Without a weight nothing else in the call knows the hidden size."""
+    if module.weight is None and x.shape[-1:] != module.normalized_shape:
+        raise ValueError(f"x has shape {tuple(x.shape)}, expected (*, {module.normalized_shape[0]})")
+
+
+def _differences(module: nn.Module, **defaults: object) -> str:
+    """The options that are not at their defaults, in the style of ``extra_repr``."""
+    values = {name: getattr(module, name) for name in defaults}
+    return "".join(f", {name}={value!r}" for name, value in values.items() if value != defaults[name])

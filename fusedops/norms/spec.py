@@ -1,0 +1,427 @@
+"""The norm family's samples, bad samples, bytes moved and benchmark shapes."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..core.spec import BadSample, Sample, Spec
+from . import ops, reference
+from .reference import NormRule
+
+__all__ = ["SPECS"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class _Maker:
+    """Random tensors that depend on the sample's name alone, so that one sample is the same in every test."""
+
+    def __init__(self, name: str, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None, shift: float = 0.0, scale: float = 1.0) -> Tensor:
+        values = torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale + shift
+        return values.to(device=self.device, dtype=dtype or self.dtype)
+
+
+# --- layer_norm and rms_norm ------------------------------------------------------------------------------------
+
+_SHAPES = [(6, 64), (5, 1), (1, 3), (7, 17), (4, 127), (3, 1000), (2, 3, 96), (129, 40), (1, 1024), (64,)]
+_WIDE_SHAPES = [(3, 8192), (2, 12288), (2, 20000), (1, 65536), (1, 70001)]
+
+
+def _norm_tensors(make: _Maker, shape: tuple[int, ...], params: str, dims: int, dtype: torch.dtype) -> dict[str, Any]:
+    tail = shape[-dims:]
+    tensors: dict[str, Any] = {"input": make(*shape, shift=0.5, scale=1.5)}
+    tensors["weight"] = make(*tail, dtype=dtype) if "w" in params else None
+    if "B" in params:
+        tensors["bias"] = make(*tail, dtype=dtype) if "b" in params else None
+    return tensors
+
+
+def _norm_samples(layer: bool) -> Callable[[torch.device, torch.dtype], Iterator[Sample]]:
+    kind = "B" if layer else ""
+    full = "wb"
+
+    def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        def sample(name: str, shape: tuple[int, ...], params: str = full, dims: int = 1,
+                   param_dtype: torch.dtype | None = None, **options: Any) -> Sample:  # fmt: skip
+            tensors = _norm_tensors(_Maker(name, device, dtype), shape, params + kind, dims, param_dtype or dtype)
+            return Sample(name, tensors, {"normalized_shape": shape[-dims:], **options})
+
+        for shape in _SHAPES + _WIDE_SHAPES:
+            yield sample("shape " + "x".join(map(str, shape)), shape)
+        for params in ("", "w", "b") if layer else ("",):
+            yield sample(f"parameters {params or 'none'}", (9, 48), params)
+            yield sample(f"parameters {params or 'none'} wide", (2, 20000), params)
+        yield sample("two normalised dimensions", (3, 4, 6, 8), dims=2)
+        yield sample("all dimensions normalised", (4, 10), dims=2)
+        yield sample("large eps", (5, 33), eps=0.3)
+        if dtype in _HALF:
+            yield sample("fp32 parameters", (6, 80), param_dtype=torch.float32)
+            yield sample("fp32 parameters wide", (2, 16500), param_dtype=torch.float32)
+        if not layer:
+            yield sample("weight offset", (6, 72), weight_offset=1.0)
+            for rounding in ("llama", "t5", "gemma"):
+                yield sample(f"{rounding} rounding", (6, 72), rounding=rounding)
+                if dtype in _HALF:
+                    yield sample(f"{rounding} rounding, fp32 weight", (6, 72), rounding=rounding,
+                                 param_dtype=torch.float32)  # fmt: skip
+        if dtype != torch.float64:
+            yield sample("out dtype fp32", (6, 40), out_dtype=torch.float32)
+            yield sample("out dtype bf16", (6, 40), out_dtype=torch.bfloat16)
+
+    return samples
+
+
+def _layer_norm_reference(input: Tensor, normalized_shape: Any, weight: Tensor | None = None,
+                          bias: Tensor | None = None, eps: float = 1e-5, *, keep: Tensor | None = None,
+                          keep_probability: float = 1.0, out_dtype: torch.dtype | None = None) -> tuple[Tensor]:  # fmt: skip
+    return (_flat_norm(input, normalized_shape, weight, bias, NormRule("layer", eps), out_dtype),)
+
+
+def _rms_norm_reference(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None,
+                        *, weight_offset: float = 0.0, rounding: Any = "once", keep: Tensor | None = None,
+                        keep_probability: float = 1.0, out_dtype: torch.dtype | None = None) -> tuple[Tensor]:  # fmt: skip
+    eps = ops.default_eps(input.dtype) if eps is None else eps
+    return (_flat_norm(input, normalized_shape, weight, None, NormRule("rms", eps, weight_offset, rounding), out_dtype),)
+
+
+def _flat_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None, bias: Tensor | None, rule: NormRule,
+               out_dtype: torch.dtype | None) -> Tensor:  # fmt: skip
+    dims = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
+    flat = input.flatten(-dims)
+    weight, bias = (None if t is None else t.flatten() for t in (weight, bias))
+    return reference.forward(flat, None, None, weight, bias, rule, out_dtype=out_dtype)[0].view(input.shape)
+
+
+def _layer_norm_eager(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None,
+                      eps: float = 1e-5) -> tuple[Tensor]:  # fmt: skip
+    return (F.layer_norm(input, normalized_shape, weight, bias, eps),)
+
+
+def _rms_norm_eager(input: Tensor, normalized_shape: Any, weight: Tensor | None = None,
+                    eps: float | None = None) -> tuple[Tensor]:  # fmt: skip
+    return (F.rms_norm(input, normalized_shape, weight, eps),)
+
+
+def _norm_bad_samples(layer: bool) -> Callable[[torch.device], Iterator[BadSample]]:
+    def bad_samples(device: torch.device) -> Iterator[BadSample]:
+        def bad(name: str, error: type[Exception], match: str, *, options: dict[str, Any] | None = None,
+                **tensors: Any) -> BadSample:  # fmt: skip
+            good = {"input": torch.randn(4, 8, device=device), "weight": torch.randn(8, device=device)}
+            return BadSample(name, {**good, **tensors}, {"normalized_shape": (8,), **(options or {})}, error, match)
+
+        yield bad("input is no tensor", TypeError, "input must be a torch.Tensor, got list", input=[1.0])
+        yield bad("integer input", TypeError, r"input has dtype torch\.int64", input=torch.ones(4, 8, dtype=torch.int64,
+                                                                                              device=device))  # fmt: skip
+        yield bad("weight of another width", ValueError, r"weight has shape \(9,\), expected \(8,\)",
+                  weight=torch.randn(9, device=device))  # fmt: skip
+        yield bad("integer weight", TypeError, r"weight has dtype torch\.int32",
+                  weight=torch.ones(8, dtype=torch.int32, device=device))  # fmt: skip
+        yield bad("normalized_shape mismatch", ValueError, r"input has shape \(4, 8\), expected \(\*, 4, 9\)",
+                  options={"normalized_shape": (4, 9)})  # fmt: skip
+        yield bad("normalized_shape longer than input", ValueError, r"expected \(\*, 2, 4, 8\)",
+                  options={"normalized_shape": (2, 4, 8)})  # fmt: skip
+        yield bad("empty normalized_shape", ValueError, "normalized_shape must name at least one dimension",
+                  options={"normalized_shape": ()})  # fmt: skip
+        yield bad("negative eps", ValueError, "eps must be at least 0, got -1.0", options={"eps": -1.0})
+        yield bad("integer out_dtype", TypeError, r"out_dtype must be one of .*, got torch\.int32",
+                  options={"out_dtype": torch.int32})  # fmt: skip
+        yield bad("weight on another device", RuntimeError, "weight is on meta, expected",
+                  weight=torch.randn(8, device="meta"))  # fmt: skip
+        if layer:
+            yield bad("bias of another width", ValueError, r"bias has shape \(7,\), expected \(8,\)",
+                      bias=torch.randn(7, device=device))  # fmt: skip
+        else:
+            yield bad("unknown rounding", ValueError, "rounding must be one of .*, got 'up'",
+                      options={"rounding": "up"})  # fmt: skip
+
+    return bad_samples
+
+
+def _norm_benchmark(layer: bool) -> Callable[[int, int, torch.dtype, torch.device], Sample]:
+    def benchmark(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Sample:
+        make = lambda *shape: torch.randn(shape, dtype=dtype, device=device)  # noqa: E731
+        tensors: dict[str, Tensor | None] = {"input": make(rows, cols), "weight": make(cols)}
+        if layer:
+            tensors["bias"] = make(cols)
+        return Sample(f"{rows}x{cols}", tensors, {"normalized_shape": (cols,), "eps": 1e-5})
+
+    return benchmark
+
+
+# --- bias_dropout_add and its norms -----------------------------------------------------------------------------
+
+
+def _fused_samples(kind: str) -> Callable[[torch.device, torch.dtype], Iterator[Sample]]:
+    params = {"layer": ("weight", "ln_bias"), "rms": ("weight",), "none": ()}[kind]
+    optional = ("bias", "residual", *params)
+
+    def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        def sample(name: str, shape: tuple[int, ...], absent: tuple[str, ...] = (), p: float = 0.0,
+                   residual_dtype: torch.dtype | None = None, param_dtype: torch.dtype | None = None,
+                   **options: Any) -> Sample:  # fmt: skip
+            make = _Maker(name, device, dtype)
+            every: dict[str, Tensor | None] = {
+                "x": make(*shape, shift=0.2),
+                "bias": make(shape[-1], dtype=param_dtype),
+                "residual": make(*shape, dtype=residual_dtype, scale=1.5),
+            }
+            every |= {param: make(shape[-1], dtype=param_dtype) for param in params}
+            return Sample(name, {k: None if k in absent else v for k, v in every.items()}, {"p": p, **options})
+
+        for shape in _SHAPES:
+            yield sample("shape " + "x".join(map(str, shape)), shape, p=0.2)
+        for shape in _WIDE_SHAPES:
+            yield sample("shape " + "x".join(map(str, shape)), shape, p=0.1)
+        for present in product((True, False), repeat=len(optional)):
+            absent = tuple(name for name, here in zip(optional, present, strict=True) if not here)
+            p = 0.4 if sum(present) % 2 else 0.0
+            yield sample(f"without {', '.join(absent) or 'nothing'}, p={p}", (6, 40), absent, p)
+        for p in (0.0, 0.9, 1.0):
+            yield sample(f"p={p}", (9, 56), p=p)
+        yield sample("wide, p=0", (2, 20000), p=0.0)
+        yield sample("wide, without residual", (2, 20000), ("residual",), p=0.3)
+        yield sample("not training", (5, 24), p=0.5, training=False)
+        if kind != "none":
+            yield sample("sum returned", (6, 48), p=0.25, return_sum=True)
+            yield sample("sum returned, wide", (2, 20000), p=0.25, return_sum=True)
+            yield sample("sum returned, p=0", (6, 48), return_sum=True)
+            yield sample("large eps", (5, 33), p=0.1, eps=0.3)
+            for save in ("output", "inputs"):
+                yield sample(f"save={save}", (6, 48), p=0.25, save=save)
+                yield sample(f"save={save}, p=0", (6, 48), save=save)
+                yield sample(f"save={save}, wide", (2, 20000), p=0.25, save=save)
+        if kind == "rms":
+            yield sample("weight offset", (6, 72), p=0.1, weight_offset=1.0)
+            for rounding in ("llama", "t5", "gemma"):
+                yield sample(f"{rounding} rounding", (6, 72), p=0.1, rounding=rounding)
+        if dtype in _HALF:
+            yield sample("fp32 residual", (6, 48), p=0.2, residual_dtype=torch.float32)
+            yield sample("fp32 parameters and residual", (6, 48), p=0.2, residual_dtype=torch.float32,
+                         param_dtype=torch.float32)  # fmt: skip
+            yield sample("fp32 residual, wide", (2, 16500), p=0.2, residual_dtype=torch.float32)
+        if dtype != torch.float64:
+            yield sample("out dtype bf16", (6, 40), p=0.1, out_dtype=torch.bfloat16)
+            yield sample("out dtype fp32", (6, 40), p=0.1, out_dtype=torch.float32)
+
+    return samples
+
+
+def _dropout_add_eager(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, training: bool) -> Tensor:
+    z = F.dropout(x if bias is None else x + bias, p, training)
+    return z if residual is None else z + residual
+
+
+def _bda_reference(x: Tensor, bias: Tensor | None, residual: Tensor | None, *, p: float, training: bool = True,
+                   keep: Tensor | None = None, keep_probability: float = 1.0,
+                   out_dtype: torch.dtype | None = None) -> tuple[Tensor]:  # fmt: skip
+    rule = NormRule("none")
+    return reference.forward(x, bias, residual, None, None, rule, keep=keep, keep_probability=keep_probability,
+                             out_dtype=out_dtype)[:1]  # fmt: skip
+
+
+def _bda_ln_reference(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None,
+                      ln_bias: Tensor | None, *, p: float, training: bool = True, eps: float = 1e-5,
+                      return_sum: bool = False, save: str = "sum", keep: Tensor | None = None,
+                      keep_probability: float = 1.0, out_dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:  # fmt: skip
+    rule = NormRule("layer", eps)
+    y, z = reference.forward(x, bias, residual, weight, ln_bias, rule, keep=keep, keep_probability=keep_probability,
+                             out_dtype=out_dtype)  # fmt: skip
+    return (y, z) if return_sum else (y,)
+
+
+def _bda_rms_reference(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, *, p: float,
+                       training: bool = True, eps: float | None = None, weight_offset: float = 0.0,
+                       rounding: Any = "once", return_sum: bool = False, save: str = "sum",
+                       keep: Tensor | None = None, keep_probability: float = 1.0,
+                       out_dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:  # fmt: skip
+    eps = ops.default_eps(reference.sum_dtype(x, bias, residual)) if eps is None else eps
+    rule = NormRule("rms", eps, weight_offset, rounding)
+    y, z = reference.forward(x, bias, residual, weight, None, rule, keep=keep, keep_probability=keep_probability,
+                             out_dtype=out_dtype)  # fmt: skip
+    return (y, z) if return_sum else (y,)
+
+
+def _bda_eager(x: Tensor, bias: Tensor | None, residual: Tensor | None, *, p: float,
+               training: bool = True) -> tuple[Tensor]:  # fmt: skip
+    return (_dropout_add_eager(x, bias, residual, p, training),)
+
+
+def _bda_ln_eager(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None,
+                  ln_bias: Tensor | None, *, p: float, training: bool = True, eps: float = 1e-5,
+                  return_sum: bool = False) -> tuple[Tensor, ...]:  # fmt: skip
+    z = _dropout_add_eager(x, bias, residual, p, training)
+    y = F.layer_norm(z, z.shape[-1:], weight, ln_bias, eps)
+    return (y, z) if return_sum else (y,)
+
+
+def _bda_rms_eager(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, *, p: float,
+                   training: bool = True, eps: float | None = None, return_sum: bool = False) -> tuple[Tensor, ...]:  # fmt: skip
+    z = _dropout_add_eager(x, bias, residual, p, training)
+    y = F.rms_norm(z, z.shape[-1:], weight, eps)
+    return (y, z) if return_sum else (y,)
+
+
+def _fused_bad_samples(kind: str) -> Callable[[torch.device], Iterator[BadSample]]:
+    params = {"layer": ("weight", "ln_bias"), "rms": ("weight",), "none": ()}[kind]
+
+    def bad_samples(device: torch.device) -> Iterator[BadSample]:
+        def bad(name: str, error: type[Exception], match: str, *, options: dict[str, Any] | None = None,
+                **tensors: Any) -> BadSample:  # fmt: skip
+            good: dict[str, Any] = {name: torch.randn(8, device=device) for name in ("bias", *params)}
+            good |= {name: torch.randn(4, 8, device=device) for name in ("x", "residual")}
+            return BadSample(name, {**good, **tensors}, {"p": 0.1, **(options or {})}, error, match)
+
+        yield bad("p above one", ValueError, r"p must be in \[0, 1\], got 1.5", options={"p": 1.5})
+        yield bad("p below zero", ValueError, r"p must be in \[0, 1\], got -0.1", options={"p": -0.1})
+        yield bad("p is nan", ValueError, r"p must be in \[0, 1\], got nan", options={"p": float("nan")})
+        yield bad("p is no number", TypeError, "p must be a number, got str", options={"p": "0.1"})
+        yield bad("residual of another shape", ValueError, r"residual has shape \(3, 8\), expected \(4, 8\)",
+                  residual=torch.randn(3, 8, device=device))  # fmt: skip
+        yield bad("bias of another width", ValueError, r"bias has shape \(5,\), expected \(8,\)",
+                  bias=torch.randn(5, device=device))  # fmt: skip
+        yield bad("bias of two dimensions", ValueError, r"bias has shape \(1, 8\), expected \(8,\)",
+                  bias=torch.randn(1, 8, device=device))  # fmt: skip
+        yield bad("scalar x", ValueError, "x must have at least one dimension", x=torch.randn((), device=device))
+        yield bad("integer x", TypeError, r"x has dtype torch\.int64",
+                  x=torch.ones(4, 8, dtype=torch.int64, device=device))  # fmt: skip
+        yield bad("residual is no tensor", TypeError, "residual must be a torch.Tensor, got float", residual=1.0)
+        yield bad("residual on another device", RuntimeError, "residual is on meta, expected",
+                  residual=torch.randn(4, 8, device="meta"))  # fmt: skip
+        if kind != "none":
+            yield bad("weight of another width", ValueError, r"weight has shape \(9,\), expected \(8,\)",
+                      weight=torch.randn(9, device=device))  # fmt: skip
+            yield bad("negative eps", ValueError, "eps must be at least 0, got -0.5", options={"eps": -0.5})
+            yield bad("unknown save", ValueError, "save must be one of .*, got 'mask'", options={"save": "mask"})
+
+    return bad_samples
+
+
+def _fused_benchmark(kind: str) -> Callable[[int, int, torch.dtype, torch.device], Sample]:
+    params = {"layer": ("weight", "ln_bias"), "rms": ("weight",), "none": ()}[kind]
+
+    def benchmark(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Sample:
+        make = lambda *shape: torch.randn(shape, dtype=dtype, device=device)  # noqa: E731
+        tensors: dict[str, Tensor | None] = {"x": make(rows, cols), "bias": make(cols), "residual": make(rows, cols)}
+        tensors |= {param: make(cols) for param in params}
+        return Sample(f"{rows}x{cols}", tensors, {"p": 0.1})
+
+    return benchmark
+
+
+# --- Liger-Kernel's twins, for the benchmark ----------------------------------------------------------------------
+
+
+def _liger_layer_norm() -> Callable[..., Any]:
+    from liger_kernel.transformers.functional import liger_layer_norm
+
+    return lambda input, normalized_shape, weight, bias, eps: (liger_layer_norm(input, weight, bias, eps),)
+
+
+def _liger_rms_norm() -> Callable[..., Any]:
+    from liger_kernel.transformers.functional import liger_rms_norm
+
+    return lambda input, normalized_shape, weight, eps: (liger_rms_norm(input, weight, eps),)
+
+
+_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
+_NORM_BENCHMARKS = (
+    (8, 256, _BF16),
+    (8192, 1024, _BF16),
+    (8192, 1024, _FP32),
+    (8192, 4096, _BF16),
+    (4096, 8192, _BF16),
+    (2048, 16384, _BF16),
+    (1024, 32768, _BF16),
+)
+_FUSED_BENCHMARKS = (*_NORM_BENCHMARKS, (16384, 768, _FP16))
+
+SPECS = (
+    Spec(
+        name="layer_norm",
+        call=ops.layer_norm,
+        reference=_layer_norm_reference,
+        eager=_layer_norm_eager,
+        tensors=("input", "weight", "bias"),
+        has_dropout=False,
+        samples=_norm_samples(layer=True),
+        bad_samples=_norm_bad_samples(layer=True),
+        benchmark=_norm_benchmark(layer=True),
+        passes={"fwd": 2, "fwd_bwd": 5},
+        launches=(1, 2),
+        kept=0,
+        shapes=_NORM_BENCHMARKS,
+        liger=_liger_layer_norm,
+    ),
+    Spec(
+        name="rms_norm",
+        call=ops.rms_norm,
+        reference=_rms_norm_reference,
+        eager=_rms_norm_eager,
+        tensors=("input", "weight"),
+        has_dropout=False,
+        samples=_norm_samples(layer=False),
+        bad_samples=_norm_bad_samples(layer=False),
+        benchmark=_norm_benchmark(layer=False),
+        passes={"fwd": 2, "fwd_bwd": 5},
+        launches=(1, 2),
+        kept=0,
+        shapes=_NORM_BENCHMARKS,
+        liger=_liger_rms_norm,
+    ),
+    Spec(
+        name="bias_dropout_add",
+        call=ops.bias_dropout_add,
+        reference=_bda_reference,
+        eager=_bda_eager,
+        tensors=("x", "bias", "residual"),
+        has_dropout=True,
+        samples=_fused_samples("none"),
+        bad_samples=_fused_bad_samples("none"),
+        benchmark=_fused_benchmark("none"),
+        passes={"fwd": 3, "fwd_bwd": 5},
+        launches=(1, 2),
+        kept=0,
+        shapes=_FUSED_BENCHMARKS,
+    ),
+    Spec(
+        name="bias_dropout_add_ln",
+        call=ops.bias_dropout_add_ln,
+        reference=_bda_ln_reference,
+        eager=_bda_ln_eager,
+        tensors=("x", "bias", "residual", "weight", "ln_bias"),
+        has_dropout=True,
+        samples=_fused_samples("layer"),
+        bad_samples=_fused_bad_samples("layer"),
+        benchmark=_fused_benchmark("layer"),
+        passes={"fwd": 3, "fwd_bwd": 7},
+        launches=(1, 2),
+        kept=1,
+        shapes=_FUSED_BENCHMARKS,
+    ),
+    Spec(
+        name="bias_dropout_add_rms_norm",
+        call=ops.bias_dropout_add_rms_norm,
+        reference=_bda_rms_reference,
+        eager=_bda_rms_eager,
+        tensors=("x", "bias", "residual", "weight"),
+        has_dropout=True,
+        samples=_fused_samples("rms"),
+        bad_samples=_fused_bad_samples("rms"),
+        benchmark=_fused_benchmark("rms"),
+        passes={"fwd": 3, "fwd_bwd": 7},
+        launches=(1, 2),
+        kept=1,
+        shapes=_FUSED_BENCHMARKS,
+    ),
+)

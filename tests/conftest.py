@@ -1,0 +1,61 @@
+"""Three settings, one suite: plain CPU, Triton's interpreter (``TRITON_INTERPRET=1``), and a GPU where there is one.
+
+What a setting cannot run is deselected, not skipped, so that a skip in a report always means a gap.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support import DEVICE, KERNEL_PATH
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "slow: takes many seconds or many gigabytes")
+    config.addinivalue_line("markers", "kernels: needs the Triton kernels, on a GPU or through the interpreter")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    absent = {"gpu": DEVICE.type != "cuda", "kernels": not KERNEL_PATH}
+    dropped = [item for item in items if any(absent[m.name] for m in item.iter_markers() if m.name in absent)]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        gone = set(dropped)
+        items[:] = [item for item in items if item not in gone]
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return DEVICE
+
+
+@pytest.fixture
+def kernel_path() -> bool:
+    """Whether tensors on ``device`` go through the Triton kernels."""
+    return KERNEL_PATH
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed(request: pytest.FixtureRequest) -> None:
+    """Another seed for every test, the same in every run."""
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Every uninitialised allocation is full of NaN (integers: of their maximum): nobody may read what none wrote.
+
+    PyTorch does this itself, below Python, under deterministic algorithms: so allocations made by its C++ code, by
+    compiled graphs and by patched or re-imported functions are covered too, and nothing is replaced.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    fill, torch.utils.deterministic.fill_uninitialized_memory = torch.utils.deterministic.fill_uninitialized_memory, True
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+    torch.use_deterministic_algorithms(before, warn_only=warn_only)

@@ -1,0 +1,324 @@
+"""What all test files share: the specs, the cases they make, the dropout oracle, eager PyTorch, and tolerances.
+
+A new operator family needs no edit here: every ``fusedops.<family>.spec`` module is found by itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import fusedops
+from fusedops.core.spec import Sample, Spec
+
+__all__ = [
+    "ALL_SPECS",
+    "DEVICE",
+    "DTYPES",
+    "HALF",
+    "INTERPRETED",
+    "KERNEL_PATH",
+    "OFFSET",
+    "SEED",
+    "Case",
+    "Mask",
+    "call",
+    "cases",
+    "dropout_mask",
+    "eager",
+    "fixed_draw",
+    "gradients",
+    "keep_mask",
+    "oracle",
+    "philox",
+    "random_like",
+    "resolved",
+    "tensors_of",
+]
+
+Tensors = dict[str, Tensor | None]
+Function = Callable[[Tensors], tuple[Tensor, ...]]
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+KERNEL_PATH = DEVICE.type == "cuda" or INTERPRETED
+HALF = (torch.float16, torch.bfloat16)
+DTYPES = (*HALF, torch.float32, torch.float64)
+
+# Both halves of both 64-bit numbers are in use, so that a kernel which drops one is seen.
+SEED, OFFSET = 0x0123_4567_89AB_CDEF, (3 << 32) + 20
+
+
+def _discover() -> tuple[Spec, ...]:
+    specs: list[Spec] = []
+    for family in pkgutil.iter_modules(fusedops.__path__):
+        name = f"fusedops.{family.name}.spec"
+        if family.ispkg and importlib.util.find_spec(name) is not None:
+            specs += getattr(importlib.import_module(name), "SPECS", ())
+    return tuple(specs)
+
+
+ALL_SPECS = _discover()
+
+
+# --- cases ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One sample of one operator in one dtype; the tensors are made when a test asks for them."""
+
+    spec: Spec
+    dtype: torch.dtype
+    name: str
+
+    @property
+    def id(self) -> str:
+        return f"{self.spec.name}-{str(self.dtype).removeprefix('torch.')}-{self.name.replace(' ', '_')}"
+
+    def sample(self, device: torch.device = DEVICE) -> Sample:
+        return next(sample for sample in self.spec.samples(device, self.dtype) if sample.name == self.name)
+
+
+@lru_cache(maxsize=None)
+def _catalogue(spec_name: str, dtype: torch.dtype) -> tuple[Sample, ...]:
+    spec = next(spec for spec in ALL_SPECS if spec.name == spec_name)
+    samples = tuple(spec.samples(torch.device("meta"), dtype))
+    assert len({sample.name for sample in samples}) == len(samples), f"{spec_name}: two samples of one name"
+    return samples
+
+
+def cases(
+    dtypes: Sequence[torch.dtype] = DTYPES, select: Callable[[Spec, Sample], bool] | None = None
+) -> pytest.MarkDecorator:
+    """Parametrises a test over ``case``: all specs, ``dtypes`` and those samples that ``select`` accepts.
+
+    ``select`` sees the sample on the meta device: shapes, dtypes and options, no values.
+    """
+    found = [
+        Case(spec, dtype, sample.name)
+        for spec in ALL_SPECS
+        for dtype in dtypes
+        for sample in _catalogue(spec.name, dtype)
+        if select is None or select(spec, sample)
+    ]
+    assert found, "no sample was selected"
+    return pytest.mark.parametrize("case", found, ids=[case.id for case in found])
+
+
+def tensors_of(spec: Spec, sample: Sample) -> dict[str, Tensor]:
+    """The tensors that are there, the one that carries the rows first."""
+    return {name: tensor for name in spec.tensors if (tensor := sample.tensors.get(name)) is not None}
+
+
+def rows_of(spec: Spec, sample: Sample) -> Tensor:
+    """The tensor that carries the rows."""
+    return tensors_of(spec, sample)[spec.tensors[0]]
+
+
+def random_like(tensors: Sequence[Tensor], seed: int = 7) -> list[Tensor]:
+    """Random cotangents; made on the CPU, so that all devices get the same ones."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device, t.dtype) for t in tensors]
+
+
+# --- dropout -------------------------------------------------------------------------------------------------------
+
+
+def _mulhilo(multiplier: int, value: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a product of 32-bit numbers held in int64; in halves, as the product would overflow."""
+    low, high = multiplier * (value & 0xFFFF), multiplier * (value >> 16)
+    return (high + (low >> 16)) >> 16, (low + ((high & 0xFFFF) << 16)) & 0xFFFFFFFF
+
+
+def philox(counter: Sequence[Tensor], key: tuple[int, int], rounds: int = 7) -> list[Tensor]:
+    """Philox4x32 of Salmon et al. 2011 on 32-bit words held in int64 tensors; written from the paper."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(rounds):
+        hi0, lo0 = _mulhilo(0xD2511F53, c0)
+        hi1, lo1 = _mulhilo(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return [c0, c1, c2, c3]
+
+
+def drop_threshold(p: float) -> int:
+    """How many of the 65536 values of 16 random bits mean "drop"."""
+    if p in (0.0, 1.0):
+        return int(p * 65536)
+    return min(max(round(p * 65536), 1), 65535)
+
+
+def keep_mask(
+    seed: int, offset: int, rows: int, cols: int, p: float, *, first_row: int = 0, device: torch.device | str = "cpu"
+) -> Tensor:
+    """The kernels' keep mask for ``rows`` rows from ``first_row`` on: ``(rows, cols)``, boolean.
+
+    One Philox call serves eight neighbours of a row, sixteen bits each.
+    """
+    groups = -(-cols // 8)
+    start = first_row * groups
+    group = torch.arange(start, start + rows * groups, dtype=torch.int64, device=device)
+    zeros = torch.zeros_like(group)
+    counter = [group & 0xFFFFFFFF, group >> 32, zeros + (offset & 0xFFFFFFFF), zeros + (offset >> 32)]
+    words = torch.stack(philox(counter, (seed & 0xFFFFFFFF, seed >> 32)), -1)
+    lanes = torch.stack((words & 0xFFFF, words >> 16), -1)
+    return (lanes >= drop_threshold(p)).view(rows, groups * 8)[:, :cols]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What dropout does in one call: the keep mask (None for no dropout) and the probability to keep."""
+
+    keep: Tensor | None = None
+    probability: float = 1.0
+
+    def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        """`F.dropout` with this mask, rounding as it does: the scaled mask is formed first, in the input's dtype."""
+        if self.keep is None:
+            return input
+        inverse = 1.0 / self.probability if self.probability > 0.0 else 0.0
+        return input * (self.keep.to(input.dtype) * inverse)
+
+
+def dropout_mask(spec: Spec, sample: Sample) -> Mask:
+    """The mask that `call` draws for this sample: on the kernel path by Philox, else as `F.dropout` draws it."""
+    if not spec.has_dropout or sample.p == 0.0:
+        return Mask()
+    rows = rows_of(spec, sample)
+    if KERNEL_PATH:
+        cols = rows.shape[-1]
+        keep = keep_mask(SEED, OFFSET, rows.numel() // max(cols, 1), cols, sample.p, device=rows.device)
+        return Mask(keep.view(rows.shape), 1.0 - drop_threshold(sample.p) / 65536)
+    bias = sample.tensors.get("bias")
+    with torch.random.fork_rng():
+        torch.manual_seed(SEED)
+        kept = F.dropout(torch.ones_like(rows if bias is None else rows + bias), sample.p)
+    return Mask(kept != 0.0, 1.0 - sample.p)
+
+
+@contextmanager
+def fixed_draw(seed: int = SEED, offset: int = OFFSET) -> Iterator[None]:
+    """Within it, every call with dropout draws the mask of `dropout_mask`."""
+    if KERNEL_PATH:
+        with mock.patch("fusedops.core.rng.draw", lambda device: (seed, offset)):
+            yield
+        return
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
+
+
+# --- the operator, its oracle, and eager PyTorch ----------------------------------------------------------------------
+
+
+def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def call(spec: Spec, sample: Sample) -> Function:
+    """The operator under test as a function of its tensors; each call draws the mask of `dropout_mask`."""
+
+    def function(tensors: Tensors) -> tuple[Tensor, ...]:
+        with fixed_draw():
+            return as_tuple(spec.call(**{**sample.tensors, **tensors}, **sample.options))
+
+    return function
+
+
+def resolved(spec: Spec, sample: Sample) -> dict[str, Any]:
+    """The sample's options with the default ``eps`` of the sample's own dtype, which upcasting would change."""
+    options = dict(sample.options)
+    parameter = inspect.signature(spec.reference).parameters.get("eps")
+    if parameter is not None and options.get("eps") is None:
+        wide = any(tensor.dtype == torch.float64 for tensor in tensors_of(spec, sample).values())
+        options["eps"] = torch.finfo(torch.float64 if wide else torch.float32).eps
+        if parameter.default is not None:
+            options["eps"] = parameter.default
+    return options
+
+
+def oracle(spec: Spec, sample: Sample, mask: Mask | None = None) -> Function:
+    """The reference as a function of tensors, all of which it sees in fp64; so does what it returns."""
+    mask = dropout_mask(spec, sample) if mask is None else mask
+    options = resolved(spec, sample)
+    options.pop("out_dtype", None)
+
+    def function(tensors: Tensors) -> tuple[Tensor, ...]:
+        wide = {name: None if t is None else t.double() for name, t in {**sample.tensors, **tensors}.items()}
+        return spec.reference(**wide, **options, keep=mask.keep, keep_probability=mask.probability)
+
+    return function
+
+
+def eager(spec: Spec, sample: Sample, mask: Mask | None = None) -> Function:
+    """What a user writes with `torch.nn.functional`, with the same dropout mask, as a function of tensors.
+
+    Where dtypes are mixed (or ``out_dtype`` asks for another) it computes in their promotion, since PyTorch's norms
+    refuse or round some mixtures: the harder opponent. Options that `torch.nn.functional` lacks are written out here.
+    """
+    mask = dropout_mask(spec, sample) if mask is None else mask
+    options = resolved(spec, sample)
+    out_dtype, offset = options.pop("out_dtype", None), options.pop("weight_offset", 0.0)
+    options.pop("save", None)
+    rounding = options.pop("rounding", "once")
+    patches = {"dropout": mask.dropout}
+    if rounding != "once" or offset:
+        patches["rms_norm"] = lambda z, shape, weight, eps: hugging_face_norm(z, weight, eps, rounding, offset)
+
+    def function(tensors: Tensors) -> tuple[Tensor, ...]:
+        tensors = {**sample.tensors, **tensors}
+        present = [t for t in tensors.values() if t is not None]
+        dtypes = {t.dtype for t in present} | ({out_dtype} if out_dtype else set())
+        if len(dtypes) > 1 and rounding == "once":
+            wide = torch.promote_types(*dtypes)
+            tensors = {name: None if t is None else t.to(wide) for name, t in tensors.items()}
+        with mock.patch.multiple(F, **patches):
+            outputs = spec.eager(**tensors, **options)
+        return (outputs[0].to(out_dtype), *outputs[1:]) if out_dtype else outputs
+
+    return function
+
+
+def hugging_face_norm(z: Tensor, weight: Tensor | None, eps: float, rounding: str, offset: float = 0.0) -> Tensor:
+    """RMSNorm with the roundings of Hugging Face's modules, from their documented formulas.
+
+    All take the statistics in fp32. Llama rounds the normalised rows back to their dtype and then scales them; T5
+    scales, having rounded to the weight's dtype if that is a half one; Gemma scales in fp32 and rounds last.
+    """
+    wide = z if z.dtype == torch.float64 else z.float()
+    hat = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if rounding == "llama":
+        hat = hat.to(z.dtype)
+        return hat if weight is None else (weight + offset if offset else weight) * hat
+    if rounding == "t5":
+        if weight is None:
+            return hat.to(z.dtype)
+        return (weight + offset if offset else weight) * (hat.to(weight.dtype) if weight.dtype in HALF else hat)
+    return (hat if weight is None else hat * (offset + weight.to(wide.dtype))).to(z.dtype)
+
+
+def gradients(
+    function: Function, tensors: Tensors, cotangents: Sequence[Tensor], names: Sequence[str] | None = None
+) -> dict[str, Tensor]:
+    """``function``'s gradients for ``names`` (default: all tensors that are there) along ``cotangents``."""
+    names = [name for name, t in tensors.items() if t is not None] if names is None else names
+    leaves = {name: t if t is None else t.detach().requires_grad_(name in names) for name, t in tensors.items()}
+    outputs = function(leaves)
+    grads = torch.autograd.grad(outputs, [leaves[name] for name in names], [c.to(o) for c, o in zip(cotangents, outputs)])
+    return dict(zip(names, grads, strict=True))

@@ -1,0 +1,36 @@
+"""Every bad sample raises its own exception with its own words, before anything is launched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusedops.core import launch
+from fusedops.core.spec import BadSample, Spec
+from support import ALL_SPECS, DEVICE
+
+BAD = [(spec, bad) for spec in ALL_SPECS for bad in spec.bad_samples(DEVICE)]
+
+
+@pytest.mark.parametrize(("spec", "bad"), BAD, ids=[f"{spec.name}-{bad.name.replace(' ', '_')}" for spec, bad in BAD])
+def test_bad_input(spec: Spec, bad: BadSample) -> None:
+    for value in bad.tensors.values():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            value.requires_grad_()
+    state = torch.get_rng_state()
+    with launch.record() as launched, pytest.raises(bad.error, match=bad.match) as caught:
+        spec.call(**bad.tensors, **bad.options)
+    assert type(caught.value) is bad.error
+    assert launched == []
+    assert torch.equal(state, torch.get_rng_state()), "a random number was drawn"
+    message = str(caught.value)
+    assert message.startswith(f"{spec.name}: "), message
+    assert "\n" not in message
+    assert len(message) < 200
+
+
+@pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
+def test_bad_samples_cover_every_kind_of_error(spec: Spec) -> None:
+    errors = {bad.error for bad in spec.bad_samples(DEVICE)}
+    assert errors >= {ValueError, TypeError, RuntimeError}
+    touched = {name for bad in spec.bad_samples(DEVICE) for name in spec.tensors if name in bad.match}
+    assert spec.tensors[0] in touched

@@ -1,0 +1,160 @@
+"""torch.compile: one graph, the right values and gradients, and no recompilation when the number of rows changes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fusedops.core.spec import Sample, Spec
+from support import ALL_SPECS, Case, as_tuple, cases, dropout_mask, gradients, oracle, random_like, tensors_of
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def _backend(device: torch.device) -> str:
+    """Inductor where it generates Triton; on the CPU the graph alone is compiled, and one test below goes all the way."""
+    return "inductor" if device.type == "cuda" else "aot_eager"
+
+
+def _function(spec: Spec, sample: Sample) -> Callable[..., Any]:
+    names, options = spec.tensors, sample.options
+
+    def function(*tensors: Tensor | None) -> Any:
+        return spec.call(**dict(zip(names, tensors, strict=True)), **options)
+
+    return function
+
+
+def _deterministic(spec: Spec, sample: Sample) -> bool:
+    """Random draws under torch.compile are in test_rng_recorded.py; here everything is kept or everything dropped."""
+    return sample.p in (0.0, 1.0)
+
+
+def _worth_a_graph(spec: Spec, sample: Sample) -> bool:
+    """A graph takes a second: of the shapes that differ in nothing but numbers, three."""
+    plain_shape = sample.name.startswith("shape ") and sample.name not in ("shape 7x17", "shape 2x3x96", "shape 64")
+    narrow = all(t.shape[-1] < 10000 for t in sample.tensors.values() if t is not None)
+    return _deterministic(spec, sample) and not plain_shape and narrow
+
+
+def _compare(spec: Spec, sample: Sample, compiled: Callable[..., Any]) -> None:
+    tensors = {name: sample.tensors.get(name) for name in spec.tensors}
+    outputs = as_tuple(compiled(*tensors.values()))
+    plain = as_tuple(_function(spec, sample)(*tensors.values()))
+    expected = oracle(spec, sample, dropout_mask(spec, sample))(tensors)
+    cotangents = random_like(outputs)
+    names = list(tensors_of(spec, sample))
+    grads = gradients(lambda t: as_tuple(compiled(*t.values())), tensors, cotangents, names)
+    wanted = gradients(oracle(spec, sample), tensors, [c.double() for c in cotangents], names)
+    for ours, eager, wide in zip(outputs, plain, expected, strict=True):
+        assert ours.dtype == eager.dtype and ours.shape == eager.shape and ours.stride() == eager.stride()
+        _close(ours, wide)
+    for name in names:
+        tensor = tensors[name]
+        assert tensor is not None
+        assert grads[name].dtype == tensor.dtype and grads[name].shape == tensor.shape
+        _close(grads[name], wanted[name])
+
+
+def _close(actual: Tensor, expected: Tensor) -> None:
+    """Coarse on purpose: test_values.py and test_gradients.py hold the numerics, here a wrong graph is to be seen.
+
+    Values are of order one and sums have at most a few hundred terms: 64 ulps of the dtype, scaled by the largest.
+    """
+    bound = 64 * torch.finfo(actual.dtype).eps * max(1.0, expected.abs().max().item())
+    assert (actual.double() - expected).abs().max().item() <= bound
+
+
+@cases((torch.float32, torch.bfloat16), _worth_a_graph)
+def test_values_and_gradients(case: Case, device: torch.device) -> None:
+    sample = case.sample()
+    compiled = torch.compile(_function(case.spec, sample), fullgraph=True, backend=_backend(device))
+    _compare(case.spec, sample, compiled)
+
+
+@every
+@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor's CPU code needs a C++ compiler")
+def test_inductor(spec: Spec, device: torch.device) -> None:
+    """All the way through Inductor, on whatever device: fused with an operator before it and one after it."""
+    sample = _kept(spec.benchmark(6, 40, torch.float32, device))
+    function = _function(spec, sample)
+    before = lambda *tensors: function(tensors[0] * 2.0, *tensors[1:])  # noqa: E731
+    around = lambda *tensors: as_tuple(before(*tensors))[0].tanh()  # noqa: E731
+    tensors = [sample.tensors.get(name) for name in spec.tensors]
+    leaves = [t.requires_grad_() for t in tensors if t is not None]
+    compiled = torch.compile(around, fullgraph=True, backend="inductor")
+    actual, expected = compiled(*tensors), around(*tensors)
+    # The same fp32 operations in another order: a hundred ulps of numbers below eight.
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    dy = torch.randn_like(actual)
+    for ours, theirs in zip(torch.autograd.grad(actual, leaves, dy), torch.autograd.grad(expected, leaves, dy), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def _kept(sample: Sample) -> Sample:
+    """The sample with nothing dropped."""
+    return Sample(sample.name, sample.tensors, {**sample.options, **({"p": 0.0} if "p" in sample.options else {})})
+
+
+ROWS = (7, 64, 1000, 1001, 129, 8)
+
+
+def _run(spec: Spec, compiled: Callable[..., Any], rows: int, device: torch.device) -> None:
+    sample = spec.benchmark(rows, 48, torch.float32, device)
+    leaves = [t.requires_grad_() for t in sample.tensors.values() if t is not None]
+    outputs = as_tuple(compiled(*(sample.tensors.get(name) for name in spec.tensors)))
+    assert outputs[0].shape[0] == rows
+    assert all(g.isfinite().all() for g in torch.autograd.grad(outputs, leaves, random_like(outputs)))
+
+
+@every
+@pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
+def test_new_row_counts_do_not_recompile(spec: Spec, dynamic: bool | None, device: torch.device) -> None:
+    """With ``dynamic=True`` one graph serves all; by default the second row count makes the graph dynamic, for good."""
+    counter = CompileCounterWithBackend("aot_eager")
+    function = _function(spec, spec.benchmark(8, 48, torch.float32, device))
+    compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=dynamic)
+    for rows in ROWS:
+        _run(spec, compiled, rows, device)
+    assert counter.frame_count == (1 if dynamic else 2)
+
+
+@every
+def test_leading_dimensions_are_dynamic_too(spec: Spec, device: torch.device) -> None:
+    """Batch and sequence length both change."""
+    counter = CompileCounterWithBackend("aot_eager")
+    function = _function(spec, spec.benchmark(8, 48, torch.float32, device))
+    compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=True)
+    for batch, length in ((2, 3), (5, 7), (3, 11)):
+        sample = spec.benchmark(batch * length, 48, torch.float32, device)
+        wide = {n: t.view(batch, length, 48) if t is not None and t.dim() == 2 else t for n, t in sample.tensors.items()}
+        outputs = as_tuple(compiled(*(wide.get(name) for name in spec.tensors)))
+        assert outputs[0].shape == (batch, length, 48)
+    assert counter.frame_count == 1
+
+
+@every
+def test_modes_share_no_graph(spec: Spec, device: torch.device) -> None:
+    """Inference under no_grad and training through the same compiled callable both come out right."""
+    sample = _kept(spec.benchmark(6, 40, torch.float32, device))
+    function = _function(spec, sample)
+    compiled = torch.compile(function, fullgraph=True, backend=_backend(device))
+    tensors = [sample.tensors.get(name) for name in spec.tensors]
+    with torch.no_grad():
+        inference = as_tuple(compiled(*tensors))
+    _compare(spec, sample, compiled)
+    assert not inference[0].requires_grad
+    for ours, theirs in zip(inference, as_tuple(function(*tensors)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

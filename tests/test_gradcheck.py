@@ -1,0 +1,59 @@
+"""`gradcheck` and `gradgradcheck` in fp64: first and second derivatives against finite differences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusedops.core.spec import Sample, Spec
+from support import INTERPRETED, Case, call, cases, tensors_of
+from torch import Tensor
+
+# Finite differences of all elements one by one take two calls an element: the interpreter checks random directions.
+FAST = INTERPRETED
+_SMALL, _TINY = 700, 130
+
+
+def _elements(spec: Spec, sample: Sample) -> int:
+    return sum(t.numel() for t in tensors_of(spec, sample).values())
+
+
+def _leaves(case: Case) -> tuple[list[str], list[Tensor]]:
+    tensors = tensors_of(case.spec, case.sample())
+    return list(tensors), [t.requires_grad_() for t in tensors.values()]
+
+
+def _function(case: Case, names: list[str]):
+    function = call(case.spec, case.sample())
+    return lambda *tensors: function(dict(zip(names, tensors, strict=True)))
+
+
+@cases((torch.float64,), lambda spec, sample: _elements(spec, sample) <= _SMALL)
+def test_gradcheck(case: Case) -> None:
+    names, leaves = _leaves(case)
+    fast = FAST or sum(leaf.numel() for leaf in leaves) > _TINY
+    torch.autograd.gradcheck(_function(case, names), leaves, fast_mode=fast)
+
+
+@cases((torch.float64,), lambda spec, sample: _elements(spec, sample) <= _SMALL)
+def test_forward_mode(case: Case) -> None:
+    names, leaves = _leaves(case)
+    fast = FAST or sum(leaf.numel() for leaf in leaves) > _TINY
+    function = _function(case, names)
+    torch.autograd.gradcheck(function, leaves, fast_mode=fast, check_forward_ad=True, check_backward_ad=False)
+
+
+@cases((torch.float64,), lambda spec, sample: _elements(spec, sample) <= _SMALL)
+def test_gradgradcheck(case: Case) -> None:
+    """Cotangents require gradients too, so this also differentiates along them."""
+    names, leaves = _leaves(case)
+    fast = FAST or sum(leaf.numel() for leaf in leaves) > _TINY
+    torch.autograd.gradgradcheck(_function(case, names), leaves, fast_mode=fast, gen_non_contig_grad_outputs=True)
+
+
+@cases((torch.float64,), lambda spec, sample: sample.name in ("shape 1x3", "sum returned, p=0"))
+@pytest.mark.parametrize("frozen", [0, -1], ids=["rows", "last"])
+def test_second_derivatives_with_a_frozen_input(case: Case, frozen: int) -> None:
+    names, leaves = _leaves(case)
+    if len(leaves) > 1:
+        leaves[frozen].requires_grad_(False)
+    torch.autograd.gradgradcheck(_function(case, names), leaves, fast_mode=True)

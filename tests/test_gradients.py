@@ -1,0 +1,140 @@
+"""Every sample's gradients along random cotangents, against fp64 autograd of the formula."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from fusedops.core.spec import Sample, Spec
+from support import (
+    ALL_SPECS,
+    DEVICE,
+    Case,
+    as_tuple,
+    call,
+    cases,
+    dropout_mask,
+    eager,
+    fixed_draw,
+    oracle,
+    random_like,
+    tensors_of,
+)
+from tolerances import check_gradients
+
+
+@cases()
+def test_gradients(case: Case) -> None:
+    grads = check_gradients(case.spec, case.sample())
+    assert set(grads) == set(tensors_of(case.spec, case.sample()))
+
+
+def _small(spec: Spec, sample: Sample) -> bool:
+    """One ordinary sample with every tensor, and the one that returns the sum, where there is one."""
+    return sample.name in ("shape 7x17", "sum returned")
+
+
+@cases((torch.float32,), _small)
+def test_every_subset_of_inputs(case: Case) -> None:
+    """What does not require a gradient gets none, and what does gets the right one, whoever else does."""
+    spec, sample = case.spec, case.sample()
+    present = tensors_of(spec, sample)
+    function = call(spec, sample)
+    for count in range(len(present) + 1):
+        for names in itertools.combinations(present, count):
+            leaves = {name: t.clone().requires_grad_(name in names) for name, t in present.items()}
+            outputs = function(leaves)
+            assert all(output.requires_grad == bool(names) for output in outputs)
+            if not names:
+                continue
+            torch.autograd.backward(outputs, random_like(outputs))
+            assert {name for name, leaf in leaves.items() if leaf.grad is not None} == set(names)
+            check_gradients(spec, sample, names=names)
+
+
+@cases((torch.float32, torch.bfloat16), lambda spec, sample: bool(sample.options.get("return_sum")))
+@pytest.mark.parametrize("used", [0, 1], ids=["output", "sum"])
+def test_one_of_two_outputs_used(case: Case, used: int) -> None:
+    """The unused output's gradient is zero, however it is handed over."""
+    spec, sample = case.spec, case.sample()
+    tensors = tensors_of(spec, sample)
+    outputs = call(spec, sample)({name: t.requires_grad_() for name, t in tensors.items()})
+    cotangents = [c * (index == used) for index, c in enumerate(random_like(outputs))]
+    alone = torch.autograd.grad(outputs[used], list(tensors.values()), cotangents[used], allow_unused=True)
+    both = check_gradients(spec, case.sample(), cotangents)
+    for (name, want), got in zip(both.items(), alone, strict=True):
+        # The norm's own parameters have no part in the sum: autograd may say so by None.
+        torch.testing.assert_close(torch.zeros_like(want) if got is None else got, want, msg=name)
+    if used == 1:
+        assert not any(both[name].any() for name in ("weight", "ln_bias") if name in both)
+
+
+@cases((torch.float32, torch.bfloat16), _small)
+@pytest.mark.parametrize("layout", ["expanded", "scalar", "transposed", "strided"])
+def test_cotangent_layouts(case: Case, layout: str) -> None:
+    """Cotangents as autograd makes them: expanded by ``sum``, strided by slices and transposes."""
+    spec, sample = case.spec, case.sample()
+    cotangents = []
+    for cotangent in random_like(call(spec, sample)(tensors_of(spec, sample))):
+        if layout == "expanded":
+            cotangent = cotangent[:1].expand_as(cotangent)
+        elif layout == "scalar":
+            cotangent = cotangent.flatten()[:1].view(1, 1).expand_as(cotangent)
+        elif layout == "transposed":
+            cotangent = cotangent.t().contiguous().t()
+        else:
+            cotangent = torch.stack((cotangent, -cotangent), -1)[..., 0]
+        assert not cotangent.is_contiguous()
+        cotangents.append(cotangent)
+    check_gradients(spec, sample, cotangents)
+
+
+@cases((torch.float32,), _small)
+def test_backward_of_a_sum(case: Case) -> None:
+    """``loss.backward()`` from a scalar, twice over a retained graph: gradients accumulate, exactly doubled."""
+    spec, sample = case.spec, case.sample()
+    leaves = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
+    loss = sum(output.square().sum() for output in call(spec, sample)(leaves))
+    loss.backward(retain_graph=True)
+    once = {name: leaf.grad.clone() for name, leaf in leaves.items()}
+    loss.backward()
+    for name, leaf in leaves.items():
+        assert once[name].any(), name
+        assert torch.equal(leaf.grad, 2 * once[name]), name
+
+
+@cases((torch.float32,), _small)
+def test_inputs_changed_after_the_forward_are_noticed(case: Case) -> None:
+    """What the backward reads again must not have been changed in place: autograd's version check must see it."""
+    spec, sample = case.spec, case.sample()
+    tensors = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
+    reference = oracle(spec, sample)
+    for name in tensors:
+        outputs = call(spec, sample)(tensors)
+        cotangents = random_like(outputs)
+        with torch.no_grad():
+            tensors[name].mul_(3.0)
+        try:
+            got = torch.autograd.grad(outputs, list(tensors.values()), cotangents)
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+            continue
+        finally:
+            with torch.no_grad():
+                tensors[name].div_(3.0)
+        want = torch.autograd.grad(reference(tensors), list(tensors.values()), [c.double() for c in cotangents])
+        for other, a, b in zip(tensors, got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, msg=f"{other} after a change of {name}")
+
+
+def test_gradients_are_not_all_zero() -> None:
+    """The cotangents in use make gradients of order one: a backward that returned zeros could not pass."""
+    for spec in ALL_SPECS:
+        sample = next(sample for sample in spec.samples(DEVICE, torch.float32) if sample.name == "shape 7x17")
+        mask = dropout_mask(spec, sample)
+        leaves = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
+        with fixed_draw():
+            outputs = as_tuple(eager(spec, sample, mask)(leaves))
+        for grad in torch.autograd.grad(outputs, list(leaves.values()), random_like(outputs)):
+            assert grad.square().mean() > 0.1

@@ -1,0 +1,117 @@
+"""Tensors past 2**31 elements, forward and backward, held to the oracle in chunks and at the far rows."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fusedops.core.spec import Sample, Spec
+from support import (
+    ALL_SPECS,
+    DEVICE,
+    OFFSET,
+    SEED,
+    Mask,
+    as_tuple,
+    drop_threshold,
+    fixed_draw,
+    gradients,
+    keep_mask,
+    oracle,
+    rows_of,
+    tensors_of,
+)
+from torch import Tensor
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+LIMIT = 2**31
+# (rows, columns): an ordinary width, one that is no power of two, the widest, and rows alone past the limit.
+SHAPES = [(LIMIT // 4096 + 7, 4096), (LIMIT // 1000 + 9, 1000), (LIMIT // 65536 + 3, 65536), (LIMIT + 5, 1)]
+
+
+@pytest.fixture(autouse=True)
+def room() -> Iterator[None]:
+    """Poison would double the traffic and is tested elsewhere; memory is given back between tests."""
+    torch.use_deterministic_algorithms(False)
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _sample(spec: Spec, rows: int, cols: int) -> Sample:
+    made = spec.benchmark(rows, cols, torch.bfloat16, DEVICE)
+    return Sample(made.name, made.tensors, {**made.options, **({"p": 0.1} if spec.has_dropout else {})})
+
+
+def _blocks(rows: int, cols: int) -> Iterator[tuple[int, int]]:
+    """The first rows, those where the element index passes 2**31, and the last ones."""
+    count = min(max(4096 // cols, 2), rows)
+    for middle in (0, LIMIT // cols, rows):
+        first = min(max(middle - count // 2, 0), rows - count)
+        yield first, first + count
+
+
+def _part(spec: Spec, sample: Sample, first: int, last: int) -> tuple[dict[str, Tensor], Mask]:
+    rows = rows_of(spec, sample)
+    part = {name: t[first:last] if t.shape == rows.shape else t for name, t in tensors_of(spec, sample).items()}
+    if not spec.has_dropout:
+        return part, Mask()
+    p = sample.p
+    keep = keep_mask(SEED, OFFSET, last - first, rows.shape[1], p, first_row=first, device=DEVICE)
+    return part, Mask(keep, 1.0 - drop_threshold(p) / 65536)
+
+
+@pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize(("rows", "cols"), SHAPES, ids=lambda n: str(n))
+def test_past_32_bits(spec: Spec, rows: int, cols: int) -> None:
+    sample = _sample(spec, rows, cols)
+    tensors = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
+    with fixed_draw():
+        (output,) = as_tuple(spec.call(**{**sample.tensors, **tensors}, **sample.options))
+    assert output.numel() > LIMIT
+    cotangent = torch.randn_like(output)
+    grads = dict(zip(tensors, torch.autograd.grad(output, list(tensors.values()), cotangent), strict=True))
+    output = output.detach()
+
+    for first, last in _blocks(rows, cols):
+        part, mask = _part(spec, sample, first, last)
+        exactly = oracle(spec, sample, mask)
+        where = f"rows {first} to {last}"
+        # Two roundings of bf16 at most, one of them of the sum kept for the backward: 2 · 2**-8 of the row's largest.
+        (want,) = exactly(part)
+        _close(output[first:last], want, f"output, {where}")
+        for name, want in gradients(exactly, part, [cotangent[first:last].double()]).items():
+            if want.shape[0] == last - first and want.dim() > 1 and cols > 1:
+                _close(grads[name][first:last], want, f"gradient of {name}, {where}")
+    _check_parameter_gradients(spec, sample, cotangent, grads)
+
+
+def _close(got: Tensor, want: Tensor, what: str) -> None:
+    assert torch.isfinite(got).all(), what
+    room = 2.0**-7 * want.abs().amax(-1, keepdim=True)
+    worst = ((got.double() - want).abs() - room).max()
+    assert worst <= 0, f"{what}: beyond the bound by {worst:.3g}"
+
+
+def _check_parameter_gradients(spec: Spec, sample: Sample, cotangent: Tensor, grads: dict[str, Tensor]) -> None:
+    """The column sums over all rows, chunk by chunk in fp64: a row left out or read twice shows.
+
+    Rounding errors of random sign grow as the square root of the rows, as do these sums themselves, so the bound stays
+    two roundings of bf16 of the largest column (the kept sum's and the result's) with a factor two for their spread.
+    """
+    rows, cols = rows_of(spec, sample).shape
+    names = [name for name, t in tensors_of(spec, sample).items() if t.dim() == 1]
+    totals = {name: torch.zeros(cols, dtype=torch.float64, device=DEVICE) for name in names}
+    chunk = max(2**25 // cols, 1)
+    for first in range(0, rows, chunk):
+        last = min(first + chunk, rows)
+        part, mask = _part(spec, sample, first, last)
+        along = [cotangent[first:last].double()]
+        for name, part_sum in gradients(oracle(spec, sample, mask), part, along, names).items():
+            totals[name] += part_sum.double()
+    for name, total in totals.items():
+        worst = (grads[name].double() - total).abs().max() / total.abs().max()
+        assert worst <= 4 * 2.0**-8, f"gradient of {name}: off by {worst:.3g} of the largest"

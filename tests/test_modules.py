@@ -1,0 +1,339 @@
+"""The modules stand in for torch.nn's: constructor, parameters, initial values, state_dict, repr, pickle, copies."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import fusedops
+import pytest
+import torch
+from fusedops.nn import (
+    FusedBiasDropoutAdd,
+    FusedBiasDropoutAddLayerNorm,
+    FusedBiasDropoutAddRMSNorm,
+    FusedLayerNorm,
+    FusedRMSNorm,
+)
+from torch import Tensor, nn
+
+N = 24
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A module and the torch.nn module that it extends; ``options`` go to the fused constructor alone."""
+
+    fused: type[nn.Module]
+    twin: type[nn.Module]
+    shape: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def build(self, **options: Any) -> tuple[nn.Module, nn.Module]:
+        return self.fused(*self.shape, **self.options, **options), self.twin(*self.shape, **options)
+
+    @property
+    def with_residual(self) -> bool:
+        return "residual" in inspect.signature(self.fused.forward).parameters
+
+
+PAIRS = [
+    Pair(FusedLayerNorm, nn.LayerNorm, (N,), {}),
+    Pair(FusedRMSNorm, nn.RMSNorm, (N,), {}),
+    Pair(FusedBiasDropoutAdd, nn.Dropout, (), {}),
+    Pair(FusedBiasDropoutAddLayerNorm, nn.LayerNorm, (N,), {"p": 0.3}),
+    Pair(FusedBiasDropoutAddRMSNorm, nn.RMSNorm, (N,), {"p": 0.3}),
+]
+NORMS = [pair for pair in PAIRS if pair.shape]
+
+
+def _id(pair: Pair) -> str:
+    return pair.fused.__name__
+
+
+every = pytest.mark.parametrize("pair", PAIRS, ids=_id)
+norms = pytest.mark.parametrize("pair", NORMS, ids=_id)
+
+
+def _randomise(module: nn.Module) -> nn.Module:
+    """Weights of one and biases of zero hide what a module leaves out."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+    return module
+
+
+def _inputs(pair: Pair, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    x, bias, residual = torch.randn(3, 5, N), torch.randn(N), torch.randn(3, 5, N)
+    tensors = (x, bias, residual) if pair.with_residual else (x,)
+    return tuple(t.to(device, dtype) for t in tensors)
+
+
+def _composite(module: nn.Module, twin: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+    """What torch.nn computes where nothing is dropped."""
+    z: Tensor = inputs[0] if len(inputs) == 1 else inputs[0] + inputs[1] + inputs[2]
+    return z if isinstance(twin, nn.Dropout) else twin(z)
+
+
+def _close(actual: Tensor, expected: Tensor) -> None:
+    # Both round the same few fp32 operations on values of order one; 24-term sums stay within some ten ulps.
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@every
+def test_is_the_torch_module(pair: Pair) -> None:
+    module, twin = pair.build()
+    assert isinstance(module, pair.twin)
+    assert {k: v.shape for k, v in module.state_dict().items()} == {k: v.shape for k, v in twin.state_dict().items()}
+    assert [name for name, _ in module.named_parameters()] == [name for name, _ in twin.named_parameters()]
+
+
+@pytest.mark.parametrize("pair", PAIRS[:2], ids=_id)
+def test_constructor_is_torchs(pair: Pair) -> None:
+    """Same names, order and defaults; what is added is keyword-only."""
+    ours, theirs = (list(inspect.signature(c).parameters.values()) for c in (pair.fused, pair.twin))
+    assert [(p.name, p.default) for p in ours[: len(theirs)]] == [(p.name, p.default) for p in theirs]
+    assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(theirs) :])
+    forward = [list(inspect.signature(c.forward).parameters) for c in (pair.fused, pair.twin)]
+    assert forward[0] == forward[1]
+
+
+@every
+def test_initial_values_and_generator(pair: Pair) -> None:
+    """A model built under a seed has the same weights, and so have the layers built after it."""
+    built = []
+    for which in (0, 1):
+        torch.manual_seed(5)
+        maker = (lambda: pair.build()[0], lambda: pair.build()[1])[which]
+        built.append((maker().state_dict(), nn.Linear(4, 4).weight))
+    (ours, after), (theirs, after_twin) = built
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert torch.equal(after, after_twin)
+
+
+@norms
+def test_state_dict_both_ways(pair: Pair) -> None:
+    module, twin = pair.build()
+    _randomise(module)
+    twin.load_state_dict(module.state_dict())
+    for key, value in module.state_dict().items():
+        assert torch.equal(value, twin.state_dict()[key])
+    _randomise(twin)
+    module.load_state_dict(twin.state_dict())
+    for key, value in twin.state_dict().items():
+        assert torch.equal(value, module.state_dict()[key])
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        module.load_state_dict({**twin.state_dict(), "extra": torch.zeros(1)})
+
+
+def _variants(pair: Pair) -> list[dict[str, Any]]:
+    variants: list[dict[str, Any]] = [{}]
+    if pair.shape:
+        variants += [{"eps": 0.25}, {"elementwise_affine": False}]
+    if pair.twin is nn.LayerNorm:
+        variants.append({"bias": False})
+    return variants
+
+
+@pytest.mark.parametrize(("pair", "options"), [(p, o) for p in PAIRS for o in _variants(p)],
+                         ids=lambda v: _id(v) if isinstance(v, Pair) else str(v))  # fmt: skip
+def test_values_are_the_composites(pair: Pair, options: dict[str, Any], device: torch.device) -> None:
+    """In evaluation, and in training with nothing to drop."""
+    module, twin = (_randomise(m).to(device) for m in pair.build(**options))
+    twin.load_state_dict(module.state_dict())
+    inputs = _inputs(pair, device)
+    expected = _composite(module, twin, inputs)
+    _close(module.eval()(*inputs), expected)
+    if pair.with_residual:
+        module.train()
+        module.p = 0.0
+        _close(module(*inputs), expected)
+
+
+@norms
+def test_absent_parameters_stay_absent(pair: Pair) -> None:
+    module, twin = pair.build(elementwise_affine=False)
+    assert list(module.parameters()) == [] and module.weight is None
+    assert module.state_dict().keys() == twin.state_dict().keys()
+    if pair.twin is nn.LayerNorm:
+        module, twin = pair.build(bias=False)
+        assert module.bias is None
+        assert list(module.state_dict()) == list(twin.state_dict()) == ["weight"]
+
+
+@every
+def test_train_and_eval(pair: Pair, device: torch.device) -> None:
+    """Dropout follows the module's mode."""
+    module, _ = pair.build()
+    module.to(device)
+    if not pair.with_residual:
+        return
+    module.p = 0.5
+    inputs = _inputs(pair, device)
+    module.eval()
+    assert torch.equal(module(*inputs), module(*inputs))
+    module.train()
+    assert not torch.equal(module(*inputs), module(*inputs))
+    assert not torch.equal(module(*inputs), module.eval()(*inputs))
+
+
+@pytest.mark.parametrize("pair", PAIRS[2:], ids=_id)
+def test_calls_its_functional(pair: Pair, device: torch.device) -> None:
+    """Under one seed the module and the functional give the same bits, forward and backward."""
+    module, _ = pair.build()
+    _randomise(module).to(device)
+    module.p = 0.4
+    functional: Callable[..., Any] = {
+        FusedBiasDropoutAdd: fusedops.bias_dropout_add,
+        FusedBiasDropoutAddLayerNorm: fusedops.bias_dropout_add_ln,
+        FusedBiasDropoutAddRMSNorm: fusedops.bias_dropout_add_rms_norm,
+    }[pair.fused]
+    inputs = tuple(t.requires_grad_() for t in _inputs(pair, device))
+    dy = torch.randn_like(inputs[0])
+    torch.manual_seed(3)
+    ours = module(*inputs)
+    torch.manual_seed(3)
+    theirs = functional(*inputs, *module.parameters(), p=0.4)
+    assert torch.equal(ours, theirs)
+    leaves = (*inputs, *module.parameters())
+    for a, b in zip(torch.autograd.grad(ours, leaves, dy), torch.autograd.grad(theirs, leaves, dy), strict=True):
+        assert torch.equal(a, b)
+    assert (ours != theirs.detach() + 1).all()
+
+
+@every
+@pytest.mark.parametrize("way", ["pickle", "deepcopy", "torch.save"])
+def test_copies(pair: Pair, way: str, device: torch.device) -> None:
+    module = _randomise(pair.build()[0]).to(device).eval()
+    if way == "pickle":
+        twin = pickle.loads(pickle.dumps(module))  # noqa: S301
+    elif way == "deepcopy":
+        twin = copy.deepcopy(module)
+    else:
+        file = io.BytesIO()
+        torch.save(module, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    assert type(twin) is type(module) and repr(twin) == repr(module)
+    inputs = _inputs(pair, device)
+    assert torch.equal(module(*inputs), twin(*inputs))
+    for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+        assert ours.data_ptr() != theirs.data_ptr()
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_to_dtype(pair: Pair, dtype: torch.dtype, device: torch.device) -> None:
+    module, twin = (_randomise(m) for m in pair.build())
+    moved = module.half() if dtype == torch.float16 else module.to(dtype)
+    assert all(parameter.dtype == dtype for parameter in moved.parameters())
+    twin.load_state_dict(module.state_dict())
+    twin.to(dtype)
+    moved.to(device).eval()
+    twin.to(device)
+    inputs = _inputs(pair, device, dtype)
+    actual = moved(*inputs)
+    assert actual.dtype == dtype
+    expected = _composite(moved, twin.double(), tuple(t.double() for t in inputs))
+    # Values below about 16: one rounding of the output, and of the sum, each half an ulp of the dtype.
+    torch.testing.assert_close(actual.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
+
+
+@norms
+def test_device_and_dtype_arguments(pair: Pair, device: torch.device) -> None:
+    module, _ = pair.build(device=device, dtype=torch.float64)
+    assert all(p.dtype == torch.float64 and p.device.type == device.type for p in module.parameters())
+    assert pair.build(device="meta")[0].weight.is_meta
+
+
+@every
+def test_repr(pair: Pair) -> None:
+    """torch.nn's line, then what differs from it."""
+    module, twin = pair.build()
+    assert module.extra_repr().startswith(twin.extra_repr())
+    extra = module.extra_repr()[len(twin.extra_repr()) :]
+    assert extra == (", p=0.3" if "p" in pair.options else "")
+
+
+def test_repr_of_the_options() -> None:
+    assert repr(FusedRMSNorm(8, weight_offset=1.0, rounding="gemma")).endswith("weight_offset=1.0, rounding='gemma')")
+    module = FusedBiasDropoutAddRMSNorm(8, p=0.1, return_sum=True, save="output")
+    assert repr(module).endswith("p=0.1, return_sum=True, save='output')")
+
+
+@every
+def test_hooks(pair: Pair, device: torch.device) -> None:
+    module = pair.build()[0].to(device).eval()
+    seen: list[str] = []
+    module.register_forward_pre_hook(lambda m, args: seen.append("before"))
+    module.register_forward_hook(lambda m, args, output: output * 2)
+    module.register_full_backward_hook(lambda m, dx, dy: seen.append("backward"))
+    inputs = tuple(t.requires_grad_() for t in _inputs(pair, device))
+    output = module(*inputs)
+    assert torch.equal(output, 2 * module.forward(*inputs))
+    output.backward(torch.randn_like(output))
+    assert seen == ["before", "backward"]
+    assert all(t.grad is not None and t.grad.any() for t in inputs)
+
+
+def test_sequential(device: torch.device) -> None:
+    """The two drop-in modules in a torch.nn model, trained one step, keep up with torch.nn's own."""
+
+    def model(norms: tuple[type[nn.Module], type[nn.Module]]) -> nn.Sequential:
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Linear(N, N), norms[0](N), nn.ReLU(), nn.Linear(N, N), norms[1](N)).to(device)
+
+    ours, theirs = model((FusedLayerNorm, FusedRMSNorm)), model((nn.LayerNorm, nn.RMSNorm))
+    x, dy = torch.randn(7, N, device=device), torch.randn(7, N, device=device)
+    for net in (ours, theirs):
+        optimiser = torch.optim.SGD(net.parameters(), lr=0.1)
+        net(x).backward(dy)
+        optimiser.step()
+    # Ten fp32 operations deep, sums of at most 24 terms of order one: 1e-4 is some hundred ulps.
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_several_normalised_dimensions(device: torch.device) -> None:
+    ours, theirs = (_randomise(norm([3, 4])).to(device) for norm in (FusedLayerNorm, nn.LayerNorm))
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 3, 4, device=device)
+    _close(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("fused", [FusedRMSNorm, FusedBiasDropoutAddRMSNorm])
+def test_weight_offset_starts_at_a_scale_of_one(fused: type[nn.Module], device: torch.device) -> None:
+    module = fused(N, weight_offset=1.0).to(device).eval()
+    assert not module.weight.any()
+    x = torch.randn(4, N, device=device)
+    _close(module(x), nn.RMSNorm(N, device=device)(x))
+
+
+@pytest.mark.parametrize("fused", [FusedBiasDropoutAddLayerNorm, FusedBiasDropoutAddRMSNorm])
+def test_sum_returned(fused: type[nn.Module], device: torch.device) -> None:
+    module = fused(N, p=0.0, return_sum=True).to(device)
+    x, bias, residual = (torch.randn(s, device=device) for s in ((2, N), (N,), (2, N)))
+    y, z = module(x, bias, residual)
+    _close(z, x + bias + residual)
+    _close(y, pair_twin(fused)(N).to(device)(x + bias + residual))
+
+
+def pair_twin(fused: type[nn.Module]) -> type[nn.Module]:
+    return next(pair.twin for pair in PAIRS if pair.fused is fused)
+
+
+@pytest.mark.parametrize("fused", [FusedBiasDropoutAddLayerNorm, FusedBiasDropoutAddRMSNorm])
+def test_bad_arguments(fused: type[nn.Module]) -> None:
+    with pytest.raises(ValueError, match=r"normalized_shape must have one dimension, got \(2, 3\)"):
+        fused((2, 3))
+    for p in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match=r"p must be in \[0, 1\]"):
+            fused(4, p=p)
+    with pytest.raises(ValueError, match=r"x has shape \(2, 5\), expected \(\*, 4\)"):
+        fused(4, elementwise_affine=False)(torch.randn(2, 5))

@@ -1,0 +1,33 @@
+"""That the suite's poison works: uninitialised memory is NaN, so a kernel that leaves a gap, or reads one, is seen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import DEVICE, DTYPES, Case, call, cases, random_like, tensors_of
+
+ALLOCATIONS = {
+    "empty": lambda like: torch.empty(40, dtype=like.dtype, device=like.device),
+    "empty_like": torch.empty_like,
+    "empty_strided": lambda like: torch.empty_strided((4, 5), (8, 1), dtype=like.dtype, device=like.device),
+    "new_empty": lambda like: like.new_empty(40),
+    "new_empty_strided": lambda like: like.new_empty_strided((4, 5), (5, 1)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("allocate", ALLOCATIONS.values(), ids=ALLOCATIONS)
+def test_new_memory_is_poisoned(allocate, dtype: torch.dtype) -> None:
+    assert allocate(torch.zeros(6, 7, dtype=dtype, device=DEVICE)).isnan().all()
+
+
+@cases((torch.float32, torch.bfloat16), lambda spec, sample: sample.p < 1.0 and sample.options.get("training", True))
+def test_nothing_unwritten_comes_out(case: Case) -> None:
+    """Outputs and gradients have no NaN, in their storage either: rows may not be padded with unwritten elements."""
+    spec, sample = case.spec, case.sample()
+    leaves = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
+    outputs = call(spec, sample)(leaves)
+    for result in (*outputs, *torch.autograd.grad(outputs, list(leaves.values()), random_like(outputs))):
+        storage = torch.empty(0, dtype=result.dtype, device=result.device).set_(result.untyped_storage())
+        assert not storage.isnan().any()
+        assert result.any()

@@ -1,0 +1,252 @@
+"""Dropout's random numbers: PyTorch's controls govern them, the mask is what it should be, and it is unbiased."""
+
+from __future__ import annotations
+
+import math
+
+import fusedops
+import pytest
+import torch
+from fusedops.core import rng
+from fusedops.core.spec import Spec
+from masks import DROPOUT_SPECS, Problem, five_sigma, rng_state, set_rng_state
+from support import KERNEL_PATH, OFFSET, SEED, drop_threshold, fixed_draw, keep_mask
+from torch.nn import functional as F
+
+every = pytest.mark.parametrize("spec", DROPOUT_SPECS, ids=lambda spec: spec.name)
+
+
+# --- PyTorch's controls ----------------------------------------------------------------------------------------------
+
+
+@every
+def test_manual_seed_reproduces(spec: Spec, device: torch.device) -> None:
+    problem = Problem(spec, 6, 40, device)
+    torch.manual_seed(11)
+    first, second = problem.run(0.5), problem.run(0.5)
+    torch.manual_seed(11)
+    again, then = problem.run(0.5), problem.run(0.5)
+    torch.manual_seed(12)
+    other = problem.run(0.5)
+    for a, b in ((first, again), (second, then)):
+        assert all(torch.equal(x, y) for x, y in zip(a.outputs, b.outputs, strict=True))
+        assert all(torch.equal(a.gradients[name], b.gradients[name]) for name in a.gradients)
+    # Two masks of 240 fair coins agree with probability 2 ** -240.
+    assert not torch.equal(first.forward, second.forward)
+    assert not torch.equal(first.forward, other.forward)
+
+
+@every
+def test_state_is_the_generators(spec: Spec, device: torch.device) -> None:
+    """A saved state brings the mask back, and dropping moves the generator on as any random operator does."""
+    problem = Problem(spec, 6, 40, device)
+    torch.rand(3, device=device)
+    state = rng_state(device)
+    first = problem.run(0.5).forward
+    assert not torch.equal(rng_state(device), state)
+    after = torch.rand(3, device=device)
+    set_rng_state(state, device)
+    assert torch.equal(problem.run(0.5).forward, first)
+    assert torch.equal(torch.rand(3, device=device), after)
+    with torch.random.fork_rng():
+        set_rng_state(state, device)
+        assert torch.equal(problem.run(0.5).forward, first)
+
+
+@every
+@pytest.mark.parametrize("options", [{"p": 0.0}, {"p": 0.5, "training": False}], ids=["p=0", "eval"])
+def test_nothing_to_drop_draws_nothing(spec: Spec, options: dict[str, float], device: torch.device) -> None:
+    problem = Problem(spec, 4, 24, device)
+    state = rng_state(device)
+    run = problem.run(**options)
+    assert torch.equal(rng_state(device), state)
+    assert run.forward.all() and run.backward.all()
+
+
+@every
+def test_backward_draws_nothing(spec: Spec, device: torch.device) -> None:
+    problem = Problem(spec, 4, 24, device)
+    outputs = problem.forward(0.5)
+    state = rng_state(device)
+    torch.autograd.grad(outputs, problem.rows, [torch.ones_like(o) for o in outputs])
+    assert torch.equal(rng_state(device), state)
+
+
+@every
+def test_p_one_drops_all(spec: Spec, device: torch.device) -> None:
+    run = Problem(spec, 4, 24, device).run(1.0)
+    assert not run.forward.any() and not run.backward.any()
+    assert all(t.isfinite().all() for t in (*run.outputs, *run.gradients.values()))
+
+
+@every
+@pytest.mark.parametrize("rows,cols", [(1, 1), (3, 7), (5, 130)])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_backward_has_the_forwards_mask(spec: Spec, rows: int, cols: int, p: float, device: torch.device) -> None:
+    for _ in range(3):
+        run = Problem(spec, rows, cols, device).run(p)
+        assert torch.equal(run.forward, run.backward)
+
+
+# --- plain CPU: torch's own dropout ------------------------------------------------------------------------------------
+
+
+@every
+@pytest.mark.skipif(KERNEL_PATH, reason="the kernels draw their own mask")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_cpu_mask_is_torchs(spec: Spec, dtype: torch.dtype, p: float, device: torch.device) -> None:
+    problem = Problem(spec, 6, 40, device, dtype)
+    torch.manual_seed(4)
+    expected = F.dropout(torch.ones(6, 40, dtype=dtype), p) != 0.0
+    state = rng_state(device)
+    torch.manual_seed(4)
+    assert torch.equal(problem.run(p).forward, expected)
+    assert torch.equal(rng_state(device), state)
+
+
+# --- the kernels: Philox -------------------------------------------------------------------------------------------------
+
+
+@every
+@pytest.mark.kernels
+@pytest.mark.parametrize("rows,cols", [(1, 1), (2, 8), (3, 7), (9, 40), (17, 129), (5, 1000), (2, 20000)])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_mask_is_the_oracles(spec: Spec, rows: int, cols: int, p: float, device: torch.device) -> None:
+    problem = Problem(spec, rows, cols, device)
+    expected = keep_mask(SEED, OFFSET, rows, cols, p).to(device)
+    with fixed_draw():
+        run = problem.run(p)
+    assert torch.equal(run.forward, expected)
+    assert torch.equal(run.backward, expected)
+
+
+@every
+@pytest.mark.kernels
+@pytest.mark.parametrize("seed,offset", [(0, 0), (1, 4), (2**63 - 1, 2**40 + 8), (2**32, 2**32), (2**62 - 1, 2**62 - 1)])
+def test_mask_uses_all_of_the_state(spec: Spec, seed: int, offset: int, device: torch.device) -> None:
+    expected = keep_mask(seed, offset, 5, 40, 0.5).to(device)
+    with fixed_draw(seed, offset):
+        run = Problem(spec, 5, 40, device).run(0.5)
+    assert torch.equal(run.forward, expected)
+    assert torch.equal(run.backward, expected)
+
+
+@every
+@pytest.mark.kernels
+def test_mask_counts_rows_over_all_leading_dimensions(spec: Spec, device: torch.device) -> None:
+    flat = Problem(spec, 12, 20, device)
+    with fixed_draw():
+        expected = flat.run(0.5).forward
+        shaped = Problem(spec, 12, 20, device)
+        name = spec.tensors[0]
+        shaped.tensors[name] = shaped.rows.detach().view(2, 3, 2, 20).requires_grad_()
+        assert torch.equal(shaped.run(0.5).forward.view(12, 20), expected)
+
+
+@every
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_mask_does_not_depend_on_dtype(spec: Spec, dtype: torch.dtype, device: torch.device) -> None:
+    """Among half-precision numbers a few zeros come by chance: a kept value may be zero, a dropped one never is not."""
+    expected = keep_mask(SEED, OFFSET, 9, 200, 0.5).to(device)
+    with fixed_draw():
+        run = Problem(spec, 9, 200, device, dtype).run(0.5)
+    for seen in (run.forward, run.backward):
+        assert not (seen & ~expected).any()
+        assert (seen != expected).sum() <= 18  # 1 in 100 of 1800; a mask of its own would differ in half of them
+
+
+@pytest.mark.kernels
+def test_threshold_is_quantised_and_never_all_or_nothing() -> None:
+    for p in (0.0, 1e-9, 1 / 65536, 0.1, 0.5, 1 - 1e-9, 1.0):
+        assert rng.threshold(p) == drop_threshold(p)
+        assert rng.keep_probability(p) == 1.0 - drop_threshold(p) / 65536
+    assert 0 < rng.threshold(1e-9) and rng.threshold(1 - 1e-9) < 65536
+
+
+@every
+@pytest.mark.kernels
+@pytest.mark.parametrize("p", [1e-7, 0.1, 0.3, 1 - 2.4 / 65536])
+def test_scale_makes_the_expectation_exact(spec: Spec, p: float, device: torch.device) -> None:
+    """Kept values are scaled by one over the probability with which the sixteen bits really keep.
+
+    With p = 1 - 2.4/65536 that is 2/65536: the scale is 32768, where 1/(1 - p) would be 27307.
+    """
+    kept = 65536 - drop_threshold(p)
+    problem = Problem(spec, 8, 4096, device, torch.float64)
+    with torch.no_grad():
+        problem.rows.fill_(1.0)
+        bias = problem.tensors.get("bias")
+        if bias is not None:
+            bias.zero_()
+    # A seed under which a rare event happens at least once in these 32768 trials.
+    expected = keep_mask(SEED, OFFSET, 8, 4096, p)
+    assert expected.any()
+    with fixed_draw():
+        values = problem.forward(p)[-1].cpu()
+    # The scale may be formed in fp32 before it is widened: two roundings of half an ulp each.
+    torch.testing.assert_close(values[expected], torch.full_like(values[expected], 65536 / kept), rtol=1.2e-7, atol=0.0)
+    assert not values[~expected].any()
+
+
+# --- statistics ----------------------------------------------------------------------------------------------------------
+
+ROWS, COLS = 64, 1000
+
+
+@every
+@pytest.mark.parametrize("p", [0.02, 0.1, 0.5, 0.9])
+def test_keep_rate(spec: Spec, p: float, device: torch.device) -> None:
+    keep = Problem(spec, ROWS, COLS, device).run(p).forward
+    probability = rng.keep_probability(p) if KERNEL_PATH else 1.0 - p
+    count = ROWS * COLS
+    assert abs(keep.sum().item() - count * probability) <= five_sigma(count, probability)
+    # No row and no column is favoured: the largest of 64 (1000) binomials, six sigma each.
+    for dim, trials in ((1, COLS), (0, ROWS)):
+        sums = keep.sum(dim).double()
+        assert (sums - trials * probability).abs().max().item() <= 1.2 * five_sigma(trials, probability)
+
+
+@every
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_mean_is_kept(spec: Spec, p: float, device: torch.device) -> None:
+    """E[dropout(1)] = 1; one value's standard deviation is sqrt(p / (1 - p))."""
+    problem = Problem(spec, ROWS, COLS, device)
+    with torch.no_grad():
+        problem.rows.fill_(1.0)
+        bias = problem.tensors.get("bias")
+        if bias is not None:
+            bias.zero_()
+    mean = problem.forward(p)[-1].double().mean().item()
+    assert abs(mean - 1.0) <= 5.0 * math.sqrt(p / (1.0 - p) / (ROWS * COLS)) + 1e-5
+
+
+@every
+def test_neighbours_are_independent(spec: Spec, device: torch.device) -> None:
+    """Shifted against itself by a few columns or rows, and against the next call's, a fair mask agrees half the time.
+
+    Eight columns share one Philox call, so the shifts cover that group and its edges.
+    """
+    problem = Problem(spec, ROWS, COLS, device)
+    keep, following = problem.run(0.5).forward, problem.run(0.5).forward
+    pairs = [(keep[:, s:], keep[:, :-s]) for s in (*range(1, 10), 16, 64)]
+    pairs += [(keep[s:], keep[:-s]) for s in (1, 2, 4, 8)]
+    pairs += [(keep, following), (keep[1:], following[:-1]), (keep[:, 1:], following[:, :-1])]
+    for a, b in pairs:
+        agreed = (a == b).sum().item()
+        assert abs(agreed - a.numel() / 2) <= five_sigma(a.numel(), 0.5)
+
+
+@pytest.mark.gpu
+def test_generator_moves_on_as_for_torchs_dropout(device: torch.device) -> None:
+    """A fused call between two of torch's own random operators neither repeats nor shifts what they draw."""
+    generator = torch.cuda.default_generators[device.index or 0]
+    before = generator.get_offset()
+    x = torch.randn(4, 32, device=device)
+    moved = generator.get_offset()
+    fusedops.bias_dropout_add(x, None, None, p=0.5)
+    assert moved > before
+    assert generator.get_offset() == moved + 4
+    F.dropout(x, 0.5)
+    assert generator.get_offset() % 4 == 0

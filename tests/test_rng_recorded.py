@@ -1,0 +1,186 @@
+"""Dropout where a call is replayed or recorded: activation checkpointing, CUDA graphs, torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fusedops.core.spec import Spec
+from masks import DROPOUT_SPECS, Problem, Run
+from support import random_like
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+every = pytest.mark.parametrize("spec", DROPOUT_SPECS, ids=lambda spec: spec.name)
+
+
+def _same(a: Run, b: Run) -> None:
+    """Bit for bit."""
+    for x, y in zip(a.outputs, b.outputs, strict=True):
+        assert torch.equal(x, y)
+    assert a.gradients.keys() == b.gradients.keys()
+    for name in a.gradients:
+        assert torch.equal(a.gradients[name], b.gradients[name]), name
+
+
+# --- activation checkpointing --------------------------------------------------------------------------------------------
+
+
+@every
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_changes_nothing(spec: Spec, use_reentrant: bool, device: torch.device) -> None:
+    """Two calls in the checkpointed part, so that a state restored for the first alone is seen."""
+    problem = Problem(spec, 6, 40, device)
+    calls = 0
+
+    def block(**tensors: Tensor | None) -> tuple[Tensor, ...]:
+        nonlocal calls
+        calls += 1
+        first, *_ = problem.forward(0.5)
+        rows = tensors[spec.tensors[0]]
+        assert rows is not None
+        options = {**problem.options, "p": 0.3}
+        outputs = spec.call(**{**tensors, spec.tensors[0]: rows + first}, **problem.absent, **options)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    def checkpointed(**tensors: Tensor | None) -> tuple[Tensor, ...]:
+        names = list(tensors)
+        function = lambda *values: block(**dict(zip(names, values, strict=True)))  # noqa: E731
+        return checkpoint(function, *tensors.values(), use_reentrant=use_reentrant)
+
+    def run(function: Callable[..., tuple[Tensor, ...]]) -> Run:
+        torch.manual_seed(21)
+        outputs = function(**problem.tensors)
+        leaves = {name: tensor for name, tensor in problem.tensors.items() if tensor is not None}
+        for leaf in leaves.values():
+            leaf.grad = None
+        # Reentrant checkpointing works with backward() alone.
+        torch.autograd.backward(outputs, random_like(outputs))
+        gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+        return Run(outputs, gradients, outputs[-1] != 0, outputs[-1] != 0)
+
+    plain = run(block)
+    assert calls == 1
+    recomputed = run(checkpointed)
+    assert calls == 3, "nothing was recomputed"
+    _same(plain, recomputed)
+    # Any draw in between changes what is dropped: the equality above is no accident.
+    torch.manual_seed(22)
+    assert not torch.equal(block(**problem.tensors)[-1], plain.outputs[-1])
+
+
+# --- CUDA graphs -----------------------------------------------------------------------------------------------------------
+
+
+def _capture(problem: Problem, p: float) -> tuple[torch.cuda.CUDAGraph, list[Run]]:
+    """A graph of one forward and backward, and the run whose tensors each replay overwrites."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        problem.run(p)  # kernels are built outside the capture
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    cotangents = random_like(problem.forward(p))
+    leaves = {name: tensor for name, tensor in problem.tensors.items() if tensor is not None}
+    with torch.cuda.graph(graph):
+        outputs = problem.forward(p)
+        grads = torch.autograd.grad(outputs, list(leaves.values()), cotangents)
+    gradients = dict(zip(leaves, grads, strict=True))
+    return graph, [Run(outputs, gradients, outputs[-1], gradients[problem.spec.tensors[0]])]
+
+
+def _replay(graph: torch.cuda.CUDAGraph, run: Run) -> Run:
+    graph.replay()
+    torch.cuda.synchronize()
+    outputs = tuple(output.detach().clone() for output in run.outputs)
+    gradients = {name: gradient.clone() for name, gradient in run.gradients.items()}
+    return Run(outputs, gradients, run.forward.detach() != 0, run.backward != 0)
+
+
+@every
+@pytest.mark.gpu
+def test_graph_replays_draw_anew(spec: Spec, device: torch.device) -> None:
+    problem = Problem(spec, 64, 256, device)
+    graph, (static,) = _capture(problem, 0.5)
+    runs = [_replay(graph, static) for _ in range(4)]
+    for run in runs:
+        assert torch.equal(run.forward, run.backward)
+        assert 0.4 < run.forward.double().mean().item() < 0.6
+    for i, run in enumerate(runs):
+        assert all(not torch.equal(run.forward, other.forward) for other in runs[i + 1 :])
+
+
+@every
+@pytest.mark.gpu
+def test_graph_replays_follow_the_seed(spec: Spec, device: torch.device) -> None:
+    """As for `F.dropout`: seeding before a replay decides its mask, and eager calls in between draw others."""
+    problem = Problem(spec, 16, 64, device)
+    graph, (static,) = _capture(problem, 0.5)
+    torch.manual_seed(9)
+    first, second = _replay(graph, static), _replay(graph, static)
+    eager = problem.run(0.5)
+    torch.manual_seed(9)
+    _same(_replay(graph, static), first)
+    _same(_replay(graph, static), second)
+    assert not torch.equal(first.forward, second.forward)
+    assert not torch.equal(first.forward, eager.forward) and not torch.equal(second.forward, eager.forward)
+
+
+@every
+@pytest.mark.gpu
+def test_graph_without_dropout_equals_eager(spec: Spec, device: torch.device) -> None:
+    problem = Problem(spec, 16, 64, device)
+    expected = problem.run(0.0)
+    graph, (static,) = _capture(problem, 0.0)
+    _same(_replay(graph, static), expected)
+
+
+# --- torch.compile ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled(device: torch.device) -> Iterator[Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    """torch.compile as a user has it on a GPU; elsewhere without a C++ compiler's seconds."""
+    torch._dynamo.reset()
+    backend = "inductor" if device.type == "cuda" else "aot_eager"
+    yield lambda function: torch.compile(function, fullgraph=True, backend=backend)
+    torch._dynamo.reset()
+
+
+@every
+def test_compiled_calls_draw_anew(spec: Spec, compiled: Callable[..., Any], device: torch.device) -> None:
+    problem = Problem(spec, 9, 72, device)
+    call = compiled(spec.call)
+    runs = [problem.run(0.5, call) for _ in range(3)]
+    for run in runs:
+        assert torch.equal(run.forward, run.backward)
+        assert 0.3 < run.forward.double().mean().item() < 0.7
+    for i, run in enumerate(runs):
+        assert all(not torch.equal(run.forward, other.forward) for other in runs[i + 1 :])
+
+
+@every
+def test_compiled_calls_follow_the_seed(spec: Spec, compiled: Callable[..., Any], device: torch.device) -> None:
+    problem = Problem(spec, 9, 72, device)
+    call = compiled(spec.call)
+    problem.run(0.5, call)
+    torch.manual_seed(31)
+    first, second = problem.run(0.5, call), problem.run(0.5, call)
+    torch.manual_seed(31)
+    _same(problem.run(0.5, call), first)
+    _same(problem.run(0.5, call), second)
+    torch.manual_seed(32)
+    assert not torch.equal(problem.run(0.5, call).forward, first.forward)
+
+
+@every
+def test_compiled_without_dropout_draws_nothing(spec: Spec, compiled: Callable[..., Any], device: torch.device) -> None:
+    problem = Problem(spec, 9, 72, device)
+    call = compiled(spec.call)
+    assert problem.run(0.0, call).forward.all()
+    # Two calls agree bit for bit as nothing in them is random.
+    _same(problem.run(0.0, call), problem.run(0.0, call))
+    assert problem.run(0.5, call, training=False).forward.all()
+    assert not problem.run(1.0, call).forward.any()

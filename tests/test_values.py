@@ -1,0 +1,181 @@
+"""Every sample's outputs against the fp64 formula, and the formula against `torch.nn.functional`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+from fusedops.core.spec import Sample, Spec
+from support import (
+    ALL_SPECS,
+    DEVICE,
+    DTYPES,
+    HALF,
+    SEED,
+    Case,
+    call,
+    cases,
+    dropout_mask,
+    eager,
+    hugging_face_norm,
+    keep_mask,
+    oracle,
+    philox,
+    resolved,
+    rows_of,
+    tensors_of,
+)
+from tolerances import check_values
+from torch import Tensor
+
+
+@cases()
+def test_values(case: Case) -> None:
+    check_values(case.spec, case.sample())
+
+
+@cases((torch.float64,))
+def test_reference_is_what_pytorch_computes(case: Case) -> None:
+    """The oracle itself, so that nothing is only ever compared with itself."""
+    sample = case.sample()
+    tensors = tensors_of(case.spec, sample)
+    for got, want in zip(oracle(case.spec, sample)(tensors), eager(case.spec, sample)(tensors), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "counter", "key", "words"),
+    [
+        (7, (0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+        (7, (0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
+        (10, (0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ],
+)
+def test_mask_oracle_knows_its_philox(rounds: int, counter: tuple, key: tuple, words: tuple) -> None:
+    """The known answers that Random123, the authors' library, publishes."""
+    got = philox([torch.tensor([c]) for c in counter], key, rounds)
+    assert tuple(word.item() for word in got) == words
+
+
+# --- conditioning: inputs on which a careless formula loses all digits ------------------------------------------------
+
+
+def _shifted(spec: Spec, sample: Sample, scale: float, shift: float) -> Sample:
+    rows = rows_of(spec, sample)
+    return dataclasses.replace(sample, tensors={**sample.tensors, spec.tensors[0]: rows * scale + shift})
+
+
+def _ordinary(spec: Spec, sample: Sample) -> bool:
+    return sample.name in ("shape 6x64", "shape 3x1000", "shape 2x20000", "shape 3x8192")
+
+
+@cases((torch.float32, torch.float64), _ordinary)
+def test_rows_far_from_zero(case: Case) -> None:
+    """E[x²] - E[x]² would lose every digit here; the variance of centred rows loses none but the inputs' own."""
+    check_values(case.spec, _shifted(case.spec, case.sample(), 1.0, 3000.0))
+
+
+@cases(DTYPES, lambda spec, sample: _ordinary(spec, sample) and "eps" in inspect.signature(spec.reference).parameters)
+def test_default_eps(case: Case) -> None:
+    """Rows so small that eps decides: the default must be PyTorch's for the dtype."""
+    sample = case.sample()
+    assert "eps" not in sample.options
+    tiny = {name: t * (1e-3 if t.dim() > 1 or name == "bias" else 1.0) for name, t in tensors_of(case.spec, sample).items()}
+    sample = dataclasses.replace(sample, tensors={**sample.tensors, **tiny})
+    check_values(case.spec, sample)
+    eps = resolved(case.spec, sample)["eps"]
+    native = dataclasses.replace(sample, options={k: v for k, v in sample.options.items() if k != "eps"})
+    mask = dropout_mask(case.spec, sample)
+    with_default = case.spec.eager(**tiny, **native.options) if not case.spec.has_dropout else None
+    if with_default is not None:
+        given = eager(case.spec, sample, mask)(tiny)
+        torch.testing.assert_close(with_default, given, msg=f"PyTorch's own default is not {eps}")
+
+
+# --- roundings that reproduce other libraries ---------------------------------------------------------------------
+
+
+def _rounds_like_another(spec: Spec, sample: Sample) -> bool:
+    return sample.options.get("rounding", "once") != "once"
+
+
+def _dyadic(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Quarters in [-2, 2]: sums and squares of a row of 64 are exact in fp32 in any order, and in fp16 and bf16 each."""
+    values = torch.randint(-8, 9, tensor.shape, generator=generator) / 4
+    return values.to(tensor.device, tensor.dtype)
+
+
+def _with_width(sample: Sample, rows: int, cols: int, generator: torch.Generator, *, exact: bool) -> dict[str, Tensor]:
+    made = {}
+    for name, t in sample.tensors.items():
+        if t is not None:
+            blank = torch.empty((rows, cols) if t.dim() > 1 else (cols,), dtype=t.dtype, device=t.device)
+            random = torch.randn(blank.shape, generator=generator).to(blank)
+            # Only what is summed need be exact; weights may have all their bits.
+            made[name] = _dyadic(blank, generator) if exact and name != "weight" else random
+    return made
+
+
+@cases(HALF, _rounds_like_another)
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "random"])
+def test_rounds_as_hugging_face(case: Case, exact: bool) -> None:
+    """Bit for bit where the sum of squares is exact; else a last bit of rstd may turn a rounding here and there."""
+    spec, sample = case.spec, case.sample()
+    generator = torch.Generator().manual_seed(11)
+    options = {**sample.options, "normalized_shape": (64,)} if "normalized_shape" in sample.options else sample.options
+    options = {**options, **({"p": 0.5} if spec.has_dropout else {})}  # its scale, 2, is exact
+    sample = Sample(sample.name, _with_width(sample, 48, 64, generator, exact=exact), options)
+    (got,) = call(spec, sample)(sample.tensors)
+    (want,) = eager(spec, sample)(sample.tensors)
+    assert got.dtype == want.dtype
+    if exact:
+        assert torch.equal(got, want), f"{int((got != want).sum())} of {got.numel()} differ"
+    elif not spec.has_dropout:  # eager also rounds between the steps of its sum
+        assert (got != want).double().mean() <= 1e-3
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_roundings_differ(dtype: torch.dtype) -> None:
+    """The oracle formulas are no synonyms: a test that passes one for another could not fail."""
+    z, weight = torch.randn(64, 64, device=DEVICE).to(dtype), torch.randn(64, device=DEVICE).to(dtype)
+    llama, gemma = (hugging_face_norm(z, weight, 1e-6, rounding) for rounding in ("llama", "gemma"))
+    assert 0.05 < (llama != gemma).double().mean() < 0.9
+
+
+# --- NaN and infinity ---------------------------------------------------------------------------------------------
+
+
+def _patterns(tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """Which elements are finite, infinite of either sign, or NaN."""
+    return [t.isnan() * 3 + t.isposinf() * 1 + t.isneginf() * 2 for t in tensors]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=["nan", "inf", "-inf"])
+@cases((torch.float32, torch.bfloat16), lambda spec, s: s.name in ("shape 7x17", "shape 3x8192", "sum returned", "p=0.9"))
+def test_not_a_number_spreads_as_in_pytorch(case: Case, value: float) -> None:
+    """In each input in turn: the same elements turn NaN or infinite as in eager PyTorch, the others stay right."""
+    spec, sample = case.spec, case.sample()
+    mask = dropout_mask(spec, sample)
+    for name, clean in tensors_of(spec, sample).items():
+        spoiled = clean.clone()
+        spoiled.view(-1)[:: max(clean.numel() // 3, 1) + 1] = value
+        tensors = {**sample.tensors, name: spoiled}
+        got, want = call(spec, sample)(tensors), eager(spec, sample, mask)(tensors)
+        for a, b in zip(_patterns(got), _patterns(want), strict=True):
+            assert torch.equal(a, b), f"{name}: {int((a != b).sum())} elements"
+        assert any(pattern.any() for pattern in _patterns(got)), f"{name}: nothing came out"
+
+
+def test_specs_are_found() -> None:
+    assert len(ALL_SPECS) >= 5
+    assert len({spec.name for spec in ALL_SPECS}) == len(ALL_SPECS)
+
+
+def test_mask_is_no_constant() -> None:
+    """Neighbouring rows, offsets and seeds share no mask."""
+    keep = keep_mask(SEED, 4, 4, 64, 0.5)
+    assert not torch.equal(keep[0], keep[1])
+    assert not torch.equal(keep, keep_mask(SEED, 8, 4, 64, 0.5))
+    assert not torch.equal(keep, keep_mask(SEED ^ (1 << 40), 4, 4, 64, 0.5))
