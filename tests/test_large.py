@@ -110,8 +110,9 @@ def _check_parameter_gradients(spec: Spec, sample: Sample, cotangent: Tensor, gr
         last = min(first + chunk, rows)
         part, mask = _part(spec, sample, first, last)
         along = [cotangent[first:last].double()]
-        for name, part_sum in gradients(oracle(spec, sample, mask), part, along, names).items():
-            totals[name] += part_sum.double()
+        wide = {name: t.double() for name, t in part.items()}  # else each chunk's sum would be rounded to bf16
+        for name, part_sum in gradients(oracle(spec, sample, mask), wide, along, names).items():
+            totals[name] += part_sum
     for name, total in totals.items():
         worst = (grads[name].double() - total).abs().max() / total.abs().max()
         assert worst <= 4 * 2.0**-8, f"gradient of {name}: off by {worst:.3g} of the largest"

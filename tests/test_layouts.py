@@ -60,14 +60,14 @@ def _unaligned(t: Tensor) -> Tensor:
     return torch.cat((torch.full_like(t.flatten()[:1], float("nan")), t.flatten()))[1:].view(t.shape)
 
 
-def _upside_down(t: Tensor) -> Tensor:
+def _overlapping(t: Tensor) -> Tensor:
     """Rows that overlap: each begins one element after the one above."""
     return t.flatten()[: t.shape[0] + t.shape[1] - 1].unfold(0, t.shape[1], 1)
 
 
 MATRIX_LAYOUTS: list[Layout] = [
     _wider, _wide_aligned, _every_second_row, _expanded, _column, _transposed, _every_second_column, _unaligned,
-    _upside_down,
+    _overlapping,
 ]  # fmt: skip
 
 

@@ -12,9 +12,7 @@ LANES = tl.constexpr(8)
 @triton.jit
 def load_seed(seed, offset):
     """The two 64-bit halves of the random state: given as scalars, or read from ``seed[0], seed[1]``."""
-    if seed is None:
-        return None, None
-    elif seed.dtype.is_ptr():
+    if seed.dtype.is_ptr():
         return tl.load(seed), tl.load(seed + 1)
     else:
         return seed, offset
@@ -53,11 +51,11 @@ def _keep_scale(
     neighbouring columns share one Philox call, and each takes 16 of its 128 bits. ``VECTOR`` is how many neighbouring
     columns one thread holds, 8 or 4: with 4, two threads make the same call, which is cheaper than an exchange.
     """
-    scale = 65536.0 / (65536 - threshold).to(ACC)  # infinite at p = 1, where nothing is kept
+    scale = 65536.0 / tl.maximum(65536 - threshold, 1).to(ACC)
     groups_per_row: tl.constexpr = (N + LANES - 1) // LANES
     if VECTOR == 8:
         slots = tl.arange(0, BLOCK_N // 8)
-        group = rows[:, None] * groups_per_row + (first_col // LANES + slots)[None, :]
+        group = rows[:, None] * groups_per_row + (slots + first_col // LANES)[None, :]
         w0, w1, w2, w3 = _philox(seed, offset, group)
         # The last dimension joined varies fastest: lane = 4 * (word's high bit) + 2 * (its low bit) + half.
         low0 = tl.join(_kept(w0, False, threshold, scale), _kept(w2, False, threshold, scale))
@@ -67,7 +65,7 @@ def _keep_scale(
         lanes = tl.join(tl.join(low0, low1), tl.join(high0, high1))
     else:
         slots = tl.arange(0, BLOCK_N // 4)
-        group = rows[:, None] * groups_per_row + (first_col // LANES + slots // 2)[None, :]
+        group = rows[:, None] * groups_per_row + (slots // 2 + first_col // LANES)[None, :]
         w0, w1, w2, w3 = _philox(seed, offset, group)
         upper = (slots % 2 == 1)[None, :]
         even, odd = tl.where(upper, w2, w0), tl.where(upper, w3, w1)
@@ -81,7 +79,5 @@ def _keep_scale(
 def keep_scale(seed, offset, threshold, rows, first_col, N: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
                VECTOR: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
     """The tile's keep mask over its probability, or None where there is no dropout (``seed`` is None)."""
-    if seed is None:
-        return None
-    else:
+    if seed is not None:
         return _keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)

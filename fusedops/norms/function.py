@@ -152,11 +152,11 @@ class NormFunction(torch.autograd.Function):
         z = reference.dropout_add(x, bias, residual, scale)
         z_dtype = reference.sum_dtype(x, bias, residual)
         rule, rounded = options.rule, z.to(z_dtype)
-        y = z
         if rule.kind != "none":
             y = reference.normalize(_flat(z if rule.rounding == "once" else rounded, dims), _flat(weight, dims),
-                                    _flat(ln_bias, dims), rule, z_dtype).view(x.shape)  # fmt: skip
-        y = y.to(options.out_dtype or (z_dtype if rule.kind == "none" else y.dtype))
+                                    _flat(ln_bias, dims), rule, z_dtype, options.out_dtype).view(x.shape)  # fmt: skip
+        else:
+            y = z.to(options.out_dtype or z_dtype)
         return (y, rounded if options.store_sum else None, _Stats(None)), (0, 0 if options.store_sum else None, None)
 
 

@@ -13,18 +13,17 @@ from ..core.device import keep_scale, load_seed
 
 @triton.jit
 def _load_row_vector(vector, cols, N: tl.constexpr, ACC: tl.constexpr):
-    if vector is None:
-        return None
-    else:
+    if vector is not None:
         return tl.load(vector + cols, mask=cols < N, other=0.0).to(ACC)[None, :]
 
 
 @triton.jit
 def _load_weight(weight, cols, N: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, ACC: tl.constexpr):
-    w = _load_row_vector(weight, cols, N, ACC)
-    if weight is not None and WEIGHT_OFFSET != 0.0:
-        w += WEIGHT_OFFSET
-    return w
+    if weight is not None:
+        w = _load_row_vector(weight, cols, N, ACC)
+        if WEIGHT_OFFSET != 0.0:
+            w += WEIGHT_OFFSET
+        return w
 
 
 @triton.jit
@@ -105,7 +104,8 @@ def norm_forward_kernel(
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     in_rows = rows < M
-    seed, offset = load_seed(seed, offset)
+    if seed is not None:
+        seed, offset = load_seed(seed, offset)
 
     if BLOCK_N >= N:
         # The row stays in registers: its mean, then its centred squares, then the output.
@@ -183,7 +183,8 @@ def dropout_add_kernel(
     first_col = tl.program_id(1) * BLOCK_N
     cols = first_col + tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
-    seed, offset = load_seed(seed, offset)
+    if seed is not None:
+        seed, offset = load_seed(seed, offset)
     scale = keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)
     h = _load_sum(x, bias, residual, scale, x_stride, residual_stride, rows, cols, mask, N, ACC)
     _store_sum(y, h, rows, cols, mask, N)
@@ -262,7 +263,8 @@ def norm_backward_stats_kernel(
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     in_rows = rows < M
-    seed, offset = load_seed(seed, offset)
+    if seed is not None:
+        seed, offset = load_seed(seed, offset)
     along = tl.zeros((ROWS, BLOCK_N), ACC)
     total = tl.zeros((ROWS, BLOCK_N), ACC)
     for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
@@ -341,7 +343,8 @@ def norm_backward_kernel(
     first_col = tl.program_id(1) * BLOCK_N
     cols = first_col + tl.arange(0, BLOCK_N)
     in_cols = (cols < N)[None, :]
-    seed, offset = load_seed(seed, offset)
+    if seed is not None:
+        seed, offset = load_seed(seed, offset)
     w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
     b = _load_row_vector(ln_bias, cols, N, ACC)
     if dbias is not None:

@@ -108,11 +108,11 @@ def forward(
         z = z.to(out_dtype or z_dtype)
         return z, z
     rounded = z.to(z_dtype)
-    y = normalize(z if rule.rounding == "once" else rounded, weight, ln_bias, rule, z_dtype)
-    return y.to(out_dtype) if out_dtype is not None else y, rounded
+    return normalize(z if rule.rounding == "once" else rounded, weight, ln_bias, rule, z_dtype, out_dtype), rounded
 
 
-def normalize(z: Tensor, weight: Tensor | None, ln_bias: Tensor | None, rule: NormRule, z_dtype: torch.dtype) -> Tensor:
+def normalize(z: Tensor, weight: Tensor | None, ln_bias: Tensor | None, rule: NormRule, z_dtype: torch.dtype,
+              out_dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
     """``norm(z) * (weight + weight_offset) + ln_bias``; ``z_dtype`` is the sum's dtype, z may be held wider."""
     acc = accumulator(z_dtype)
     weight_dtype = None if weight is None else weight.dtype
@@ -125,7 +125,7 @@ def normalize(z: Tensor, weight: Tensor | None, ln_bias: Tensor | None, rule: No
         hat = hat * (weight + rule.weight_offset if rule.weight_offset else weight)
     if ln_bias is not None:
         hat = hat + ln_bias.to(acc)
-    return hat.to(rule.output_dtype(z_dtype, weight_dtype))
+    return hat.to(out_dtype or rule.output_dtype(z_dtype, weight_dtype))
 
 
 def backward(
