@@ -39,6 +39,7 @@ venv: $(READY)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --upgrade pip  # old ones download whole wheels only to read what they depend on
 	$(PY) -m pip install -e ".[demo,test,lint]" -c constraints.txt
 	touch $@
 

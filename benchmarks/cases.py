@@ -35,14 +35,17 @@ class Case:
 
     @property
     def op(self) -> str:
+        """The operator's name."""
         return self.spec.name
 
     @property
     def shape(self) -> str:
+        """The results file's name of the shape."""
         return f"{self.rows}x{self.cols}"
 
     @property
     def dtype_name(self) -> str:
+        """The results file's name of the dtype."""
         return dtype_name(self.dtype)
 
     @property

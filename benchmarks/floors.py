@@ -6,7 +6,7 @@ import torch
 
 from fusedops.core.spec import Spec
 
-__all__ = ["bytes_moved", "floor_us", "fraction"]
+__all__ = ["bytes_moved", "floor_us"]
 
 
 def bytes_moved(spec: Spec, rows: int, cols: int, dtype: torch.dtype, mode: str) -> int:
@@ -20,8 +20,3 @@ def bytes_moved(spec: Spec, rows: int, cols: int, dtype: torch.dtype, mode: str)
 def floor_us(moved: int, bandwidth: float) -> float:
     """Microseconds to move so many bytes at ``bandwidth`` bytes a second."""
     return moved / bandwidth * 1e6
-
-
-def fraction(floor: float, seen: float) -> float:
-    """How much of the roofline a time reaches: 1 is the roofline itself."""
-    return floor / seen

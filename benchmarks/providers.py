@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -82,6 +82,6 @@ def fresh_compiler() -> None:
     torch._dynamo.config.recompile_limit = 64
 
 
-@lru_cache(maxsize=None)
+@cache
 def _warn_once(message: str) -> None:
     print(message, file=sys.stderr)

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 __all__ = ["COLUMNS", "Key", "Row", "commit", "device_slug", "merge", "read", "write"]
 
@@ -34,6 +35,7 @@ class Row:
 
     @property
     def key(self) -> Key:
+        """What a newer row replaces an older one by."""
         return (self.op, self.shape, self.dtype, self.mode, self.provider)
 
     @property
@@ -54,10 +56,7 @@ def read(path: Path) -> list[Row]:
         reader = csv.DictReader(file)
         if tuple(reader.fieldnames or ()) != COLUMNS:
             raise ValueError(f"{path} has the columns {reader.fieldnames}, expected {list(COLUMNS)}")
-        return [
-            Row(**{name: float(value) if name in _NUMBERS else value for name, value in record.items()})
-            for record in reader
-        ]
+        return [_row(record) for record in reader]
 
 
 def merge(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
@@ -77,22 +76,32 @@ def write(path: Path, rows: Iterable[Row]) -> None:
         for row in merged:
             record = asdict(row)
             writer.writerow(record | {name: f"{record[name]:.3f}" for name in _NUMBERS})
-    os.replace(scratch, path)
+    scratch.replace(path)
 
 
 def commit() -> str:
-    """The short hash of the measured code; ``+dirty`` where the tree differs from it, results aside."""
+    """The short hash of the measured code; ``+dirty`` where the tree differs from it, results aside.
+
+    ``FUSEDOPS_COMMIT`` overrides it: a tree that was copied to the machine with the GPU has no history there.
+    """
+    if "FUSEDOPS_COMMIT" in os.environ:
+        return os.environ["FUSEDOPS_COMMIT"]
     try:
         head = _git("rev-parse", "--short", "HEAD")
         dirty = _git("status", "--porcelain", "--", ".", ":!benchmarks/results")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("FUSEDOPS_COMMIT", "unknown")
+        return "unknown"
     return head + ("+dirty" if dirty else "")
 
 
 def device_slug(name: str) -> str:
     """A file name for a device: ``NVIDIA H200`` becomes ``nvidia_h200``."""
     return "_".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
+
+
+def _row(record: dict[str, str]) -> Row:
+    values: dict[str, Any] = {name: float(text) if name in _NUMBERS else text for name, text in record.items()}
+    return Row(**values)
 
 
 def _git(*arguments: str) -> str:

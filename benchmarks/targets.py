@@ -38,6 +38,7 @@ class Verdict:
 
     @property
     def met(self) -> bool:
+        """Whether the figure was seen and is good enough."""
         if self.seen is None:
             return False
         return self.seen >= self.target.asked if self.target.kind == "fraction" else self.seen <= self.target.asked
@@ -50,7 +51,9 @@ def _both(op: str, dtype: str, figures: dict[str, float]) -> tuple[Target, ...]:
 TARGETS: tuple[Target, ...] = (
     *_both("bias_dropout_add_ln", "fp32", {"8192x1024": 0.75}),
     *_both("bias_dropout_add_ln", "fp16", {"16384x768": 0.65}),
-    *_both("bias_dropout_add_ln", "bf16", {"8192x1024": 0.60, "8192x4096": 0.75, "4096x8192": 0.73, "2048x16384": 0.65}),
+    *_both(
+        "bias_dropout_add_ln", "bf16", {"8192x1024": 0.60, "8192x4096": 0.75, "4096x8192": 0.73, "2048x16384": 0.65}
+    ),
     *_both("rms_norm", "bf16", {"8192x1024": 0.63, "8192x4096": 0.83, "4096x8192": 0.82, "2048x16384": 0.70}),
     *_both(
         "layer_norm",

@@ -8,14 +8,16 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 
+import interpreter
 import pytest
 import torch
-from support import DEVICE, KERNEL_PATH
+from support import DEVICE, INTERPRETED, KERNEL_PATH
+
+if INTERPRETED:
+    interpreter.install()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA device")
-    config.addinivalue_line("markers", "slow: takes many seconds or many gigabytes")
     config.addinivalue_line("markers", "kernels: needs the Triton kernels, on a GPU or through the interpreter")
 
 

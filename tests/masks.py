@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
 from fusedops.core.spec import Spec
 from support import ALL_SPECS, as_tuple, random_like
-from torch import Tensor
 
 __all__ = ["DROPOUT_SPECS", "Problem", "Run", "five_sigma", "rng_state", "set_rng_state"]
 
@@ -32,7 +33,9 @@ class Problem:
     Normal numbers of fp32 or wider are zero with a probability that no test meets.
     """
 
-    def __init__(self, spec: Spec, rows: int, cols: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, spec: Spec, rows: int, cols: int, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> None:
         sample = spec.benchmark(rows, cols, dtype, device)
         self.spec = spec
         self.tensors = {name: tensor for name, tensor in sample.tensors.items() if name != "residual"}
@@ -50,6 +53,14 @@ class Problem:
         tensor = self.tensors[self.spec.tensors[0]]
         assert tensor is not None
         return tensor
+
+    def drop_ones(self) -> None:
+        """From here on dropout acts on ones: the sum then is the scaled mask itself."""
+        with torch.no_grad():
+            self.rows.fill_(1.0)
+            bias = self.tensors.get("bias")
+            if bias is not None:
+                bias.zero_()
 
     def forward(self, p: float, call: Callable[..., Any] | None = None, **options: Any) -> tuple[Tensor, ...]:
         call = call or self.spec.call

@@ -319,6 +319,8 @@ def gradients(
     """``function``'s gradients for ``names`` (default: all tensors that are there) along ``cotangents``."""
     names = [name for name, t in tensors.items() if t is not None] if names is None else names
     leaves = {name: t if t is None else t.detach().requires_grad_(name in names) for name, t in tensors.items()}
-    outputs = function(leaves)
-    grads = torch.autograd.grad(outputs, [leaves[name] for name in names], [c.to(o) for c, o in zip(cotangents, outputs)])
+    # An output that hangs on none of ``names`` takes its cotangent with it.
+    along = [(o, c.to(o)) for o, c in zip(function(leaves), cotangents, strict=True) if o.requires_grad]
+    outputs, cotangents = zip(*along, strict=True)
+    grads = torch.autograd.grad(outputs, [leaves[name] for name in names], cotangents)
     return dict(zip(names, grads, strict=True))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from fusedops.core.spec import Sample, Spec
-from support import ALL_SPECS, Case, as_tuple, cases, dropout_mask, gradients, oracle, random_like, tensors_of
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+
+from fusedops.core.spec import Sample, Spec
+from support import ALL_SPECS, Case, as_tuple, cases, dropout_mask, gradients, oracle, random_like, tensors_of
 
 every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
 
@@ -24,7 +26,7 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 def _backend(device: torch.device) -> str:
-    """Inductor where it generates Triton; on the CPU the graph alone is compiled, and one test below goes all the way."""
+    """Inductor where it generates Triton; on the CPU the graph alone is compiled; one test below goes further."""
     return "inductor" if device.type == "cuda" else "aot_eager"
 
 
@@ -43,10 +45,17 @@ def _deterministic(spec: Spec, sample: Sample) -> bool:
 
 
 def _worth_a_graph(spec: Spec, sample: Sample) -> bool:
-    """A graph takes a second: of the shapes that differ in nothing but numbers, three."""
-    plain_shape = sample.name.startswith("shape ") and sample.name not in ("shape 7x17", "shape 2x3x96", "shape 64")
-    narrow = all(t.shape[-1] < 10000 for t in sample.tensors.values() if t is not None)
-    return _deterministic(spec, sample) and not plain_shape and narrow
+    """A graph takes a second: samples that differ in nothing but numbers are left to the tests of values.
+
+    In half precision those count that mix dtypes or round on the way.
+    """
+    tensors = [t for t in sample.tensors.values() if t is not None]
+    if not _deterministic(spec, sample) or any(t.shape[-1] > 10000 for t in tensors):
+        return False
+    if tensors[0].dtype == torch.bfloat16:
+        return len({t.dtype for t in tensors}) > 1 or bool({"rounding", "out_dtype"} & sample.options.keys())
+    few_absent = sum(t is None for t in sample.tensors.values()) in (0, 1, len(sample.tensors) - 1)
+    return few_absent and sample.name.removeprefix("shape ") in (sample.name, "7x17", "2x3x96", "64")
 
 
 def _compare(spec: Spec, sample: Sample, compiled: Callable[..., Any]) -> None:
@@ -58,22 +67,26 @@ def _compare(spec: Spec, sample: Sample, compiled: Callable[..., Any]) -> None:
     names = list(tensors_of(spec, sample))
     grads = gradients(lambda t: as_tuple(compiled(*t.values())), tensors, cotangents, names)
     wanted = gradients(oracle(spec, sample), tensors, [c.double() for c in cotangents], names)
-    for ours, eager, wide in zip(outputs, plain, expected, strict=True):
-        assert ours.dtype == eager.dtype and ours.shape == eager.shape and ours.stride() == eager.stride()
-        _close(ours, wide)
+    dtypes = {t.dtype for t in (*outputs, *tensors.values()) if t is not None}
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    for ours, uncompiled, wide in zip(outputs, plain, expected, strict=True):
+        assert ours.dtype == uncompiled.dtype and ours.shape == uncompiled.shape
+        assert ours.stride() == uncompiled.stride()
+        _close(ours, wide, eps)
     for name in names:
         tensor = tensors[name]
         assert tensor is not None
         assert grads[name].dtype == tensor.dtype and grads[name].shape == tensor.shape
-        _close(grads[name], wanted[name])
+        _close(grads[name], wanted[name], eps)
 
 
-def _close(actual: Tensor, expected: Tensor) -> None:
+def _close(actual: Tensor, expected: Tensor, eps: float) -> None:
     """Coarse on purpose: test_values.py and test_gradients.py hold the numerics, here a wrong graph is to be seen.
 
-    Values are of order one and sums have at most a few hundred terms: 64 ulps of the dtype, scaled by the largest.
+    Values are of order one and sums have at most a few hundred terms: 64 ulps of the coarsest dtype in the call,
+    scaled by the largest value.
     """
-    bound = 64 * torch.finfo(actual.dtype).eps * max(1.0, expected.abs().max().item())
+    bound = 64 * eps * max(1.0, expected.abs().max().item())
     assert (actual.double() - expected).abs().max().item() <= bound
 
 
@@ -99,7 +112,9 @@ def test_inductor(spec: Spec, device: torch.device) -> None:
     # The same fp32 operations in another order: a hundred ulps of numbers below eight.
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     dy = torch.randn_like(actual)
-    for ours, theirs in zip(torch.autograd.grad(actual, leaves, dy), torch.autograd.grad(expected, leaves, dy), strict=True):
+    for ours, theirs in zip(
+        torch.autograd.grad(actual, leaves, dy), torch.autograd.grad(expected, leaves, dy), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
@@ -126,9 +141,13 @@ def test_new_row_counts_do_not_recompile(spec: Spec, dynamic: bool | None, devic
     counter = CompileCounterWithBackend("aot_eager")
     function = _function(spec, spec.benchmark(8, 48, torch.float32, device))
     compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=dynamic)
+    counts = []
     for rows in ROWS:
         _run(spec, compiled, rows, device)
-    assert counter.frame_count == (1 if dynamic else 2)
+        counts.append(counter.frame_count)
+    # Dynamo may trace a first call twice, where a float such as p turns out to be a constant.
+    assert counts[0] <= 2
+    assert counts[1:] == [counts[0] + (0 if dynamic else 1)] * (len(ROWS) - 1)
 
 
 @every
@@ -137,12 +156,28 @@ def test_leading_dimensions_are_dynamic_too(spec: Spec, device: torch.device) ->
     counter = CompileCounterWithBackend("aot_eager")
     function = _function(spec, spec.benchmark(8, 48, torch.float32, device))
     compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=True)
+    counts = []
     for batch, length in ((2, 3), (5, 7), (3, 11)):
         sample = spec.benchmark(batch * length, 48, torch.float32, device)
-        wide = {n: t.view(batch, length, 48) if t is not None and t.dim() == 2 else t for n, t in sample.tensors.items()}
+        wide = {
+            n: t.view(batch, length, 48) if t is not None and t.dim() == 2 else t for n, t in sample.tensors.items()
+        }
         outputs = as_tuple(compiled(*(wide.get(name) for name in spec.tensors)))
         assert outputs[0].shape == (batch, length, 48)
-    assert counter.frame_count == 1
+        counts.append(counter.frame_count)
+    assert counts[0] <= 2 and len(set(counts)) == 1
+
+
+@every
+def test_compiling_does_not_warn(spec: Spec, device: torch.device) -> None:
+    """Dynamo warns of what it traces on a guess; nobody who compiles a model should hear of that from a library."""
+    sample = spec.benchmark(6, 40, torch.float32, device)
+    compiled = torch.compile(_function(spec, sample), fullgraph=True, backend="eager")
+    # Dynamo gives some of its warnings once a process: whichever test came first would have had them.
+    torch._dynamo.utils.warn_once_cache.clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*Dynamo")
+        compiled(*(sample.tensors.get(name) for name in spec.tensors))
 
 
 @every

@@ -36,4 +36,4 @@ def test_example_runs(page: Path, line: int, source: str, device: torch.device,
     # Blank lines in front make a traceback name the page's own line.
     code = compile("\n" * (line - 1) + source, str(page), "exec")
     with torch.random.fork_rng(), torch.device(device):
-        exec(code, {"__name__": f"example_{page.stem}_{line}"})  # noqa: S102
+        exec(code, {"__name__": f"example_{page.stem}_{line}"})

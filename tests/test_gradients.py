@@ -45,10 +45,13 @@ def test_every_subset_of_inputs(case: Case) -> None:
         for names in itertools.combinations(present, count):
             leaves = {name: t.clone().requires_grad_(name in names) for name, t in present.items()}
             outputs = function(leaves)
-            assert all(output.requires_grad == bool(names) for output in outputs)
+            assert outputs[0].requires_grad == bool(names)
             if not names:
+                assert not any(output.requires_grad for output in outputs)
                 continue
-            torch.autograd.backward(outputs, random_like(outputs))
+            # The sum hangs on no parameter of the norm, so it may need no gradient where the output does.
+            used = [output for output in outputs if output.requires_grad]
+            torch.autograd.backward(used, random_like(used))
             assert {name for name, leaf in leaves.items() if leaf.grad is not None} == set(names)
             check_gradients(spec, sample, names=names)
 

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import fusedops
 import pytest
+
+import fusedops
 
 PACKAGE = Path(fusedops.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import fusedops
 import pytest
 import torch
+from torch import Tensor, nn
+
+import fusedops
 from fusedops.nn import (
     FusedBiasDropoutAdd,
     FusedBiasDropoutAddLayerNorm,
@@ -20,7 +22,6 @@ from fusedops.nn import (
     FusedLayerNorm,
     FusedRMSNorm,
 )
-from torch import Tensor, nn
 
 N = 24
 
@@ -212,7 +213,7 @@ def test_calls_its_functional(pair: Pair, device: torch.device) -> None:
 def test_copies(pair: Pair, way: str, device: torch.device) -> None:
     module = _randomise(pair.build()[0]).to(device).eval()
     if way == "pickle":
-        twin = pickle.loads(pickle.dumps(module))  # noqa: S301
+        twin = pickle.loads(pickle.dumps(module))
     elif way == "deepcopy":
         twin = copy.deepcopy(module)
     else:
@@ -242,7 +243,9 @@ def test_to_dtype(pair: Pair, dtype: torch.dtype, device: torch.device) -> None:
     assert actual.dtype == dtype
     expected = _composite(moved, twin.double(), tuple(t.double() for t in inputs))
     # Values below about 16: one rounding of the output, and of the sum, each half an ulp of the dtype.
-    torch.testing.assert_close(actual.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(
+        actual.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps
+    )
 
 
 @norms

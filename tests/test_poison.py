@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import DEVICE, DTYPES, Case, call, cases, random_like, tensors_of
+from support import DEVICE, DTYPES, Case, call, cases, random_like, rows_of, tensors_of
 
 ALLOCATIONS = {
     "empty": lambda like: torch.empty(40, dtype=like.dtype, device=like.device),
@@ -30,4 +30,5 @@ def test_nothing_unwritten_comes_out(case: Case) -> None:
     for result in (*outputs, *torch.autograd.grad(outputs, list(leaves.values()), random_like(outputs))):
         storage = torch.empty(0, dtype=result.dtype, device=result.device).set_(result.untyped_storage())
         assert not storage.isnan().any()
-        assert result.any()
+        if rows_of(spec, sample).shape[-1] > 1:  # one column has no variance, so LayerNorm's gradient is zero
+            assert result.any()

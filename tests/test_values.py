@@ -27,7 +27,7 @@ from support import (
     rows_of,
     tensors_of,
 )
-from tolerances import check_values
+from tolerances import check_values, unit_roundoff
 from torch import Tensor
 
 
@@ -133,7 +133,9 @@ def test_rounds_as_hugging_face(case: Case, exact: bool) -> None:
     if exact:
         assert torch.equal(got, want), f"{int((got != want).sum())} of {got.numel()} differ"
     elif not spec.has_dropout:  # eager also rounds between the steps of its sum
-        assert (got != want).double().mean() <= 1e-3
+        # Where the weight widens the output to fp32 it shows rstd's last bit, 2u, and those of two products, 2u each.
+        room = 6 * unit_roundoff(torch.float32) * want.abs() if want.dtype == torch.float32 else 0.0
+        assert ((got - want).abs() > room).double().mean() <= 1e-3
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)

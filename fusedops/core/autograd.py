@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["apply", "autocast_dtype", "differentiates", "forward_mode", "plain", "transforms_active"]
+__all__ = ["apply", "autocast_dtype", "forward_mode", "plain", "transforming", "transforms_active"]
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
@@ -20,9 +21,8 @@ def plain(*tensors: Tensor | None) -> bool:
     return all(type(t) in _PLAIN for t in tensors)
 
 
-def transforms_active() -> bool:
-    """Whether a torch.func transform (grad, vmap, …) is in force."""
-    return bool(torch._C._are_functorch_transforms_active())
+# Whether a torch.func transform (grad, vmap, …) is in force.
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def forward_mode() -> bool:
@@ -30,11 +30,9 @@ def forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
-def differentiates(*tensors: Tensor | None) -> bool:
-    """Whether the call must go through an autograd Function, rather than straight to the kernel."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return True
-    return forward_mode() or transforms_active()
+def transforming() -> bool:
+    """Whether a call must go through its autograd Function although no argument requires a gradient."""
+    return transforms_active() or forward_ad._current_level >= 0
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -48,8 +46,8 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args)
 
 
-def autocast_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype | None:
-    """The output dtype that autocast asks of a norm: fp32 on GPUs, as for `F.layer_norm`; None leaves it alone."""
-    if device_type == "cuda" and dtype != torch.float64 and torch.is_autocast_enabled("cuda"):
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The output dtype that autocast asks of `F.layer_norm`: fp32 on GPUs; None leaves it alone."""
+    if torch.is_autocast_enabled("cuda") and getattr(x, "is_cuda", False) and x.dtype != torch.float64:
         return torch.float32
     return None

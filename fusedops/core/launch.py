@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["Variant", "compile_kernel", "current_device", "interpreting", "processors", "record", "runs_kernels"]
+from .tuning import Config
+
+__all__ = ["Variant", "compile_kernel", "current_device", "interpreting", "processors", "record", "runs_kernels", "variants"]
 
 # Triton releases whose compiled launcher takes the arguments that `Variant` passes.
 _KNOWN_LAUNCHERS = ("3.6.",)
@@ -55,6 +57,7 @@ def _has_triton() -> bool:
     return True
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def runs_kernels(device_type: str) -> bool:
     """Whether tensors on such a device go through the kernels: on a GPU, or on the CPU under the interpreter."""
     if device_type == "cuda":
@@ -86,9 +89,8 @@ def processors(device_index: int) -> int:
     return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
 
 
-def current_device() -> int:
-    """The index of the current GPU."""
-    return int(torch._C._cuda_getDevice())
+# The index of the current GPU; PyTorch built without GPUs has no such function, and no GPU to call it for.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 
 
 def pointer_type(dtype: torch.dtype) -> str:
@@ -97,10 +99,10 @@ def pointer_type(dtype: torch.dtype) -> str:
 
 
 class Variant:
-    """One kernel, specialised and ready to launch: ``variant(grid_x, grid_y, tensors, scalars)``.
+    """One kernel, specialised and ready to launch: ``variant(grid_x, grid_y, *arguments)``.
 
-    ``tensors`` are the kernel's leading pointer arguments, None where absent; ``scalars`` the integers (and a seed
-    tensor) that follow. The caller holds the device current and guarantees that both fit the types it was built with.
+    The arguments are the kernel's run-time ones in its order, None (or anything) where it was built without one. The
+    caller holds the device current and guarantees that tensors and integers fit the types it was built with.
     """
 
     def __init__(
@@ -108,9 +110,8 @@ class Variant:
         kernel: Any,
         types: Mapping[str, str | None],
         constants: Mapping[str, Any],
+        config: Config,
         *,
-        num_warps: int,
-        num_stages: int,
         device_index: int,
         divisible: Mapping[str, int],
     ) -> None:
@@ -118,26 +119,28 @@ class Variant:
         self.name: str = kernel.fn.__name__
         self._kernel = kernel
         self._constants = dict(constants)
-        self._options = {"num_warps": num_warps, "num_stages": num_stages}
+        self._options = {"num_warps": config.warps, "num_stages": config.stages}
+        if config.registers:
+            self._options["maxnreg"] = config.registers
         self._present = [types[name] is not None for name in kernel.arg_names if name in types]
+        # Where the compiled launcher reads an address: tensors are handed to it as plain integers.
+        self._pointers = tuple(i for i, name in enumerate(types) if (types[name] or "").startswith("*"))
         self._launch: Callable[..., None] | None = None
         if device_index >= 0 and _fast_launcher_known():
             compiled = compile_kernel(kernel, types, constants, self._options, divisible)
-            self._launch = _bind(compiled, device_index, len(constants))
+            self._launch = _bind(compiled, device_index, self._pointers, len(constants))
         with _build_lock:
             _variants += 1
 
-    def __call__(
-        self, grid_x: int, grid_y: int, tensors: Sequence[torch.Tensor | None], scalars: Sequence[Any]
-    ) -> None:
+    def __call__(self, grid_x: int, grid_y: int, *arguments: Any) -> None:
         if _observers:
             for names in _observers:
                 names.append(self.name)
         if self._launch is not None:
-            self._launch(grid_x, grid_y, [None if t is None else t.data_ptr() for t in tensors], scalars)
+            self._launch(grid_x, grid_y, arguments)
         else:
-            arguments = [a if here else None for a, here in zip((*tensors, *scalars), self._present, strict=True)]
-            self._kernel[(grid_x, grid_y)](*arguments, **self._constants, **self._options)
+            given = [a if here else None for a, here in zip(arguments, self._present, strict=True)]
+            self._kernel[(grid_x, grid_y)](*given, **self._constants, **self._options)
 
 
 @functools.cache
@@ -184,7 +187,7 @@ def compile_kernel(
     return triton.compile(source, target=target, options=dict(options))
 
 
-def _bind(compiled: Any, device_index: int, constants: int) -> Callable[..., None]:
+def _bind(compiled: Any, device_index: int, pointers: tuple[int, ...], constants: int) -> Callable[..., None]:
     """The compiled kernel's C launcher with everything fixed but grid, stream and arguments.
 
     Addresses go in as integers: the launcher then neither calls back into Python nor asks the driver about them.
@@ -195,8 +198,11 @@ def _bind(compiled: Any, device_index: int, constants: int) -> Callable[..., Non
     stream_of = torch._C._cuda_getCurrentRawStream
     filler = (None,) * constants
 
-    def call(grid_x: int, grid_y: int, addresses: list[int | None], scalars: Sequence[Any]) -> None:
+    def call(grid_x: int, grid_y: int, arguments: Sequence[Any]) -> None:
+        addresses = list(arguments)
+        for i in pointers:
+            addresses[i] = arguments[i].data_ptr()
         launch(grid_x, grid_y, 1, stream_of(device_index), function, cooperative, pdl, None, None, packed, None, None,
-               None, *addresses, *scalars, *filler)  # fmt: skip
+               None, *addresses, *filler)  # fmt: skip
 
     return call

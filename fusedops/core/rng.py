@@ -12,8 +12,6 @@ import threading
 
 import torch
 
-from . import launch
-
 __all__ = ["Seed", "draw", "keep_probability", "threshold"]
 
 Seed = tuple[int, int] | torch.Tensor
@@ -40,11 +38,13 @@ def draw(device: torch.device) -> Seed:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return _draw_tensor(device)
     if device.type != "cuda":
-        seed, offset = _draw_tensor(device).tolist()
+        # Outside any torch.func transform: the state is one for the whole call, whatever is being mapped.
+        with torch._C._DisableFuncTorch():
+            seed, offset = _draw_tensor(device).tolist()
         return seed, offset
-    if torch.cuda.is_current_stream_capturing():
+    if torch._C._cuda_isCurrentStreamCapturing():
         return _draw_tensor(device)
-    generator = torch.cuda.default_generators[launch.current_device() if device.index is None else device.index]
+    generator = torch.cuda.default_generators[device.index]
     with _lock:
         offset = generator.get_offset()
         generator.set_offset(offset + 4)

@@ -25,14 +25,16 @@ class Config:
         rows: rows of a tile, a power of two.
         warps: warps a program.
         stages: depth of the pipelined loop over tiles.
-        per_sm: programs a multiprocessor, for persistent kernels.
+        per_sm: programs a multiprocessor, for persistent kernels; 0 for one program a tile.
+        registers: most registers a thread may take; 0 for the compiler's choice.
     """
 
     block_n: int
     rows: int
     warps: int
     stages: int = 1
-    per_sm: int = 1
+    per_sm: int = 0
+    registers: int = 0
 
 
 _forced: dict[str, Config] = {}

@@ -7,7 +7,6 @@ operators (`reference`), so every order works; the keep mask comes from a kernel
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,10 +15,10 @@ from torch import Tensor
 from ..core import autograd
 from ..core.rng import Seed
 from . import launching, reference
-from .launching import Dtypes, Needs, Options
+from .launching import Site, site_of
 from .reference import NormRule
 
-__all__ = ["Call", "NormFunction", "dtypes_of", "gradients", "needs_of"]
+__all__ = ["Call", "NormFunction", "kept_tensors"]
 
 _MASK_RULE = NormRule("none")
 
@@ -27,12 +26,13 @@ _MASK_RULE = NormRule("none")
 class Call:
     """What a call of `NormFunction` is besides its tensors."""
 
-    __slots__ = ("options", "seed", "threshold")
+    __slots__ = ("seed", "site", "store_sum", "threshold")
 
-    def __init__(self, seed: Seed | None, threshold: int, options: Options) -> None:
+    def __init__(self, site: Site, seed: Seed | None, threshold: int, store_sum: bool) -> None:
+        self.site = site
         self.seed = seed
         self.threshold = threshold
-        self.options = options
+        self.store_sum = store_sum
 
 
 class _Stats:
@@ -44,26 +44,14 @@ class _Stats:
         self.tensor = tensor
 
 
-@functools.cache
-def needs_of(x: bool, bias: bool, residual: bool, weight: bool, ln_bias: bool) -> Needs:
-    """The one `Needs` object for a combination."""
-    return Needs(x, bias, residual, weight, ln_bias)
-
-
-@functools.cache
-def dtypes_of(x: torch.dtype, bias: torch.dtype | None, residual: torch.dtype | None) -> Dtypes:
-    """The one `Dtypes` object for a combination."""
-    return Dtypes(x, bias, residual)
-
-
-def kept_tensors(x: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, z: Tensor | None,
-                 options: Options) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+def kept_tensors(x: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, z: Tensor | None, kind: str,
+                 save: str) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """What stays alive for the backward, as ``(kept, bias, residual)``."""
-    if options.rule.kind == "none":
+    if kind == "none":
         return None, None, None
-    if options.save == "inputs":
+    if save == "inputs":
         return x, bias, residual
-    if options.save == "output":
+    if save == "output":
         return y, None, None
     return (x if z is None else z), None, None
 
@@ -74,23 +62,21 @@ class NormFunction(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None,
                 ln_bias: Tensor | None, call: Call) -> Any:  # fmt: skip
-        y, z, stats = launching.forward(x, bias, residual, weight, ln_bias, call.seed, call.threshold, call.options)
+        y, z, stats = launching.forward(call.site, x, bias, residual, weight, ln_bias, call.seed, call.threshold,
+                                        call.store_sum)  # fmt: skip
         return y, z, _Stats(stats)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         x, bias, residual, weight, ln_bias, call = inputs
         y, z, stats = output
-        kept, kept_bias, kept_residual = kept_tensors(x, bias, residual, y, z, call.options)
+        site = call.site
+        kept, kept_bias, kept_residual = kept_tensors(x, bias, residual, y, z, site.rule.kind, site.save)
         ctx.save_for_backward(kept, kept_bias, kept_residual, weight, ln_bias, stats.tensor)
         ctx.set_materialize_grads(False)
         ctx.call = call
-        ctx.dtypes = dtypes_of(
-            x.dtype, None if bias is None else bias.dtype, None if residual is None else residual.dtype
-        )
         if autograd.forward_mode():
             ctx.save_for_forward(x, bias, residual, weight, ln_bias)
-            ctx.y_dtype = y.dtype
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None, _: Any) -> Any:
@@ -98,16 +84,16 @@ class NormFunction(torch.autograd.Function):
             return (None,) * 6
         call: Call = ctx.call
         kept, bias, residual, weight, ln_bias, stats = ctx.saved_tensors
-        needs = needs_of(*ctx.needs_input_grad[:5])
+        needs = ctx.needs_input_grad[:5]
         if torch.is_grad_enabled() or autograd.transforms_active():
-            return (*_formula(dy, dsum, kept, bias, residual, weight, ln_bias, call, needs, ctx.dtypes), None)
-        return (*launching.backward(dy, dsum, kept, bias, residual, weight, ln_bias, stats, call.seed,
-                                    call.threshold, needs, ctx.dtypes, call.options), None)  # fmt: skip
+            return (*_formula(dy, dsum, kept, bias, residual, weight, ln_bias, call, needs), None)
+        return (*launching.backward(call.site, dy, dsum, kept, bias, residual, weight, ln_bias, stats, call.seed,
+                                    call.threshold, needs), None)  # fmt: skip
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         call: Call = ctx.call
-        x, bias, residual, weight, ln_bias = ctx.saved_tensors
+        x, bias, residual, weight, _ = ctx.saved_tensors
         dx, dbias, dresidual, dweight, dln_bias, _ = tangents
         scale = _keep_scale(x, call)
         z = reference.dropout_add(x, bias, residual, scale)
@@ -118,16 +104,16 @@ class NormFunction(torch.autograd.Function):
             dz = dz * scale
         if dresidual is not None:
             dz = dz + dresidual
-        flat = functools.partial(_flat, dims=call.options.dims)
-        dy = reference.tangent(flat(dz), flat(dweight), flat(dln_bias), flat(z), flat(weight), call.options.rule)
-        z_dtype = reference.sum_dtype(x, bias, residual)
-        return dy.view(x.shape).to(ctx.y_dtype), dz.to(z_dtype) if call.options.store_sum else None, None
+        site = call.site
+        flat = functools.partial(_flat, dims=site.dims)
+        dy = reference.tangent(flat(dz), flat(dweight), flat(dln_bias), flat(z), flat(weight), site.rule)
+        return dy.view(x.shape).to(site.y), dz.to(site.z) if call.store_sum else None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         """Batches rows: the kernels take any number of leading dimensions. Batched parameters take the formula."""
         *tensors, call = args
-        options: Options = call.options
+        site: Site = call.site
         draws = call.seed is not None and call.threshold < 65536
         if draws and info.randomness == "error":
             raise RuntimeError(
@@ -144,20 +130,18 @@ class NormFunction(torch.autograd.Function):
             y, z, stats = autograd.apply(NormFunction, x, bias, residual, weight, ln_bias, call)
             return (y, z, stats), (0, None if z is None else 0, None)
         scale = _keep_scale(x[0] if same else x, call)
-        dims = options.dims
+        dims = site.dims
         bias, weight, ln_bias = (
             t if t is None or d is None else t.view(t.shape[0], *(1,) * (x.dim() - 1 - dims), *t.shape[1:])
             for t, d in ((bias, bias_dim), (weight, weight_dim), (ln_bias, ln_bias_dim))
         )
         z = reference.dropout_add(x, bias, residual, scale)
-        z_dtype = reference.sum_dtype(x, bias, residual)
-        rule, rounded = options.rule, z.to(z_dtype)
-        if rule.kind != "none":
-            y = reference.normalize(_flat(z if rule.rounding == "once" else rounded, dims), _flat(weight, dims),
-                                    _flat(ln_bias, dims), rule, z_dtype, options.out_dtype).view(x.shape)  # fmt: skip
-        else:
-            y = z.to(options.out_dtype or z_dtype)
-        return (y, rounded if options.store_sum else None, _Stats(None)), (0, 0 if options.store_sum else None, None)
+        rounded = z.to(site.z)
+        y = z.to(site.y)
+        if site.normalizes:
+            y = reference.normalize(_flat(z if site.rule.rounding == "once" else rounded, dims), _flat(weight, dims),
+                                    _flat(ln_bias, dims), site.rule, site.z, site.y).view(x.shape)  # fmt: skip
+        return (y, rounded if call.store_sum else None, _Stats(None)), (0, 0 if call.store_sum else None, None)
 
 
 def _flat(t: Any, dims: int) -> Any:
@@ -168,45 +152,36 @@ def _keep_scale(like: Tensor, call: Call) -> Tensor | None:
     """The call's keep mask over its probability, as a tensor in the shape of ``like``; None without dropout."""
     if call.seed is None:
         return None
-    options = _mask_options(call.options)
-    ones = torch.ones_like(like, dtype=reference.accumulator(like.dtype), memory_format=torch.contiguous_format)
-    y, _, _ = autograd.apply(NormFunction, ones, None, None, None, None, Call(call.seed, call.threshold, options))
+    dtype = reference.accumulator(like.dtype)
+    site = site_of(_MASK_RULE, call.site.cols, call.site.dims, "sum", None, call.site.device_index, dtype, None, None,
+                   None, None)  # fmt: skip
+    ones = torch.ones_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+    y, _, _ = autograd.apply(NormFunction, ones, None, None, None, None, Call(site, call.seed, call.threshold, False))
     return y  # type: ignore[no-any-return]
 
 
-@functools.cache
-def _mask_options(options: Options) -> Options:
-    return replace(options, rule=_MASK_RULE, save="sum", store_sum=False, out_dtype=None)
-
-
 def _formula(dy: Tensor | None, dsum: Tensor | None, kept: Tensor | None, bias: Tensor | None,
-             residual: Tensor | None, weight: Tensor | None, ln_bias: Tensor | None, call: Call, needs: Needs,
-             dtypes: Dtypes) -> tuple[Tensor | None, ...]:  # fmt: skip
+             residual: Tensor | None, weight: Tensor | None, ln_bias: Tensor | None, call: Call,
+             needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients in differentiable operators."""
-    options = call.options
-    like = dy if dy is not None else dsum
-    assert like is not None
+    site = call.site
+    like: Tensor = dy if dy is not None else dsum  # type: ignore[assignment]
     scale = _keep_scale(like, call)
-    if options.rule.kind == "none":
+    if not site.normalizes:
         z = like
-    elif options.save == "output":
+    elif site.save == "output":
         raise RuntimeError("fusedops: save='output' has no double backward; use save='sum'")
-    elif options.save == "inputs":
-        assert kept is not None
-        z = reference.dropout_add(kept, bias, residual, scale)
+    elif site.save == "inputs":
+        z = reference.dropout_add(kept, bias, residual, scale)  # type: ignore[arg-type]
     else:
-        assert kept is not None
-        z = kept
-    flat = functools.partial(_flat, dims=options.dims)
-    dx, dz, dweight, dln_bias = reference.backward(flat(dy), flat(dsum), flat(z), flat(weight), flat(scale),
-                                                   options.rule)  # fmt: skip
-    dbias = dx.sum(tuple(range(dx.dim() - 1))) if needs.bias else None
-    return (
-        dx.view(like.shape).to(dtypes.x) if needs.x else None,
-        dbias.to(dtypes.bias) if dbias is not None and dtypes.bias else None,
-        dz.view(like.shape).to(dtypes.residual) if needs.residual and dtypes.residual else None,
-        dweight.view(weight.shape).to(weight.dtype) if needs.weight and dweight is not None and weight is not None
-        else None,
-        dln_bias.view(ln_bias.shape).to(ln_bias.dtype)
-        if needs.ln_bias and dln_bias is not None and ln_bias is not None else None,
-    )  # fmt: skip
+        z = kept  # type: ignore[assignment]
+    flat = functools.partial(_flat, dims=site.dims)
+    dx, dz, dweight, dln_bias = reference.backward(flat(dy), flat(dsum), flat(z), flat(weight), flat(scale), site.rule)
+    dbias = dx.sum(tuple(range(dx.dim() - 1)))
+    grads = (dx, dbias, dz, dweight, dln_bias)
+    shapes = (like.shape, dbias.shape, like.shape, *(None if t is None else t.shape for t in (weight, ln_bias)))
+    dtypes = (site.x, site.bias, site.residual, site.weight, site.ln_bias)
+    return tuple(
+        grad.reshape(shape).to(dtype) if needed and grad is not None else None
+        for grad, shape, dtype, needed in zip(grads, shapes, dtypes, needs, strict=True)
+    )

@@ -1,4 +1,4 @@
-"""The norm family's kernels: one forward, one backward (with its row statistics apart where rows are wide).
+"""The norm family's kernels: one forward, one backward, and the sum of the backward's partial results.
 
 Absence is the flag: a pointer that is None takes its instructions with it. ``ACC`` is the dtype of statistics and
 sums. ``N`` is a constant; M, the strides and the dropout threshold are not, so a new batch size compiles nothing.
@@ -9,6 +9,11 @@ import triton
 import triton.language as tl
 
 from ..core.device import keep_scale, load_seed
+
+
+@triton.jit
+def _rows_of(tile, ROWS: tl.constexpr):
+    return tl.full((ROWS,), tile, tl.int64) * ROWS + tl.arange(0, ROWS)
 
 
 @triton.jit
@@ -27,12 +32,11 @@ def _load_weight(weight, cols, N: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, ACC
 
 
 @triton.jit
-def _load_sum(x, bias, residual, scale, x_stride, residual_stride, rows, cols, mask, N: tl.constexpr,
-              ACC: tl.constexpr):  # fmt: skip
+def _load_sum(x, bias_row, residual, scale, x_stride, residual_stride, rows, cols, mask, ACC: tl.constexpr):
     """``(x + bias) * scale + residual`` for one tile, unrounded."""
     z = tl.load(x + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
-    if bias is not None:
-        z += _load_row_vector(bias, cols, N, ACC)
+    if bias_row is not None:
+        z += bias_row
     if scale is not None:
         z *= scale
     if residual is not None:
@@ -52,22 +56,55 @@ def _round(value, DTYPE: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
-def _affine(z, mean, rstd, weight, ln_bias, cols, N: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, HAT: tl.constexpr,
-            ACC: tl.constexpr):  # fmt: skip
-    """The normalised tile, scaled and shifted; ``HAT`` is the dtype it is rounded to before the weight multiplies."""
+def _affine(z, mean, rstd, w, b, WEIGHT: tl.constexpr, HAT: tl.constexpr, ACC: tl.constexpr):
+    """The normalised tile, scaled and shifted; ``HAT`` is the dtype it is rounded to before the weight multiplies.
+
+    Where it is rounded, the weight with its offset is too, to the weight's own dtype ``WEIGHT``.
+    """
     if mean is not None:
         z = z - mean[:, None]
-    hat = z * rstd[:, None]
-    if HAT != ACC:
-        hat = hat.to(HAT).to(ACC)
-    if weight is not None:
-        w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
-        if HAT != ACC and WEIGHT_OFFSET != 0.0:
-            w = w.to(weight.dtype.element_ty).to(ACC)
-        hat *= w
-    if ln_bias is not None:
-        hat += _load_row_vector(ln_bias, cols, N, ACC)
+    hat = _round(z * rstd[:, None], HAT, ACC)
+    if w is not None:
+        hat *= _round(w, ACC if HAT == ACC else WEIGHT, ACC)
+    if b is not None:
+        hat += b
     return hat
+
+
+@triton.jit
+def _forward_sum(x, bias_row, residual, z, seed, offset, threshold, x_stride, residual_stride, tile, M,
+                 SUM: tl.constexpr, ACC: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+                 VECTOR: tl.constexpr):  # fmt: skip
+    """A tile of whole rows of the sum, written out where it is kept."""
+    rows = _rows_of(tile, ROWS)
+    cols = tl.arange(0, BLOCK_N)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    scale = keep_scale(seed, offset, threshold, rows, 0, N, ROWS, BLOCK_N, VECTOR, ACC)
+    h = _load_sum(x, bias_row, residual, scale, x_stride, residual_stride, rows, cols, mask, ACC)
+    _store_sum(z, h, rows, cols, mask, N)
+    return _round(h, SUM, ACC)
+
+
+@triton.jit
+def _forward_norm(h, w, b, y, stats, tile, M, KIND: tl.constexpr, EPS: tl.constexpr, WEIGHT: tl.constexpr,
+                  HAT: tl.constexpr, ACC: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
+                  ROWS: tl.constexpr):  # fmt: skip
+    """A tile of whole rows, in registers: its mean, then its centred squares, then the output."""
+    rows = _rows_of(tile, ROWS)
+    in_rows = rows < M
+    cols = tl.arange(0, BLOCK_N)
+    mask = in_rows[:, None] & (cols < N)[None, :]
+    if KIND == "layer":
+        mean = tl.sum(h, axis=1) / N
+        centred = tl.where(mask, h - mean[:, None], 0.0)
+        tl.store(stats + M + rows, mean, mask=in_rows)
+    else:
+        mean = None
+        centred = h
+    rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) / N + EPS)
+    tl.store(stats + rows, rstd, mask=in_rows)
+    out = _affine(h, mean, rstd, w, b, WEIGHT, HAT, ACC)
+    tl.store(y + rows[:, None] * N + cols[None, :], out.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["seed", "offset", "threshold", "M"])
@@ -89,6 +126,7 @@ def norm_forward_kernel(
     KIND: tl.constexpr,
     EPS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
+    WEIGHT: tl.constexpr,
     SUM: tl.constexpr,
     HAT: tl.constexpr,
     ACC: tl.constexpr,
@@ -96,68 +134,74 @@ def norm_forward_kernel(
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
     VECTOR: tl.constexpr,
+    STAGES: tl.constexpr,
+    PERSISTENT: tl.constexpr,
 ):
-    """``y = norm(z)`` with ``z = (x + bias) * keep_scale + residual``, ROWS rows a program.
+    """``y = norm(z)`` with ``z = (x + bias) * keep_scale + residual``, ROWS rows at a time.
 
     ``stats`` receives rstd in its first M places and, for LayerNorm, the mean in the next M. ``SUM`` is the dtype to
-    which the sum is rounded before it is normalised (``ACC``: not at all).
+    which the sum is rounded before it is normalised (``ACC``: not at all). ``PERSISTENT`` programs take several tiles:
+    they keep the row vectors in registers and take the next rows' loads ahead.
     """
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    in_rows = rows < M
     if seed is not None:
         seed, offset = load_seed(seed, offset)
-
+    tiles = tl.cdiv(M, ROWS).to(tl.int32)
     if BLOCK_N >= N:
-        # The row stays in registers: its mean, then its centred squares, then the output.
         cols = tl.arange(0, BLOCK_N)
-        mask = in_rows[:, None] & (cols < N)[None, :]
-        scale = keep_scale(seed, offset, threshold, rows, 0, N, ROWS, BLOCK_N, VECTOR, ACC)
-        h = _load_sum(x, bias, residual, scale, x_stride, residual_stride, rows, cols, mask, N, ACC)
-        _store_sum(z, h, rows, cols, mask, N)
-        h = _round(h, SUM, ACC)
-        if KIND == "layer":
-            mean = tl.sum(h, axis=1) / N
-            centred = tl.where(mask, h - mean[:, None], 0.0)
-            tl.store(stats + M + rows, mean, mask=in_rows)
+        if PERSISTENT:
+            bias_row = _load_row_vector(bias, cols, N, ACC)
+            w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
+            b = _load_row_vector(ln_bias, cols, N, ACC)
+            for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+                z_rows = _forward_sum(x, bias_row, residual, z, seed, offset, threshold, x_stride, residual_stride,
+                                      tile, M, SUM, ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
+                _forward_norm(z_rows, w, b, y, stats, tile, M, KIND, EPS, WEIGHT, HAT, ACC, N, BLOCK_N, ROWS)
         else:
-            mean = None
-            centred = h
-        rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) / N + EPS)
-        tl.store(stats + rows, rstd, mask=in_rows)
-        out = _affine(h, mean, rstd, weight, ln_bias, cols, N, WEIGHT_OFFSET, HAT, ACC)
-        tl.store(y + rows[:, None] * N + cols[None, :], out.to(y.dtype.element_ty), mask=mask)
+            tile = tl.program_id(0)
+            bias_row = _load_row_vector(bias, cols, N, ACC)
+            z_rows = _forward_sum(x, bias_row, residual, z, seed, offset, threshold, x_stride, residual_stride,
+                                  tile, M, SUM, ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
+            w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
+            b = _load_row_vector(ln_bias, cols, N, ACC)
+            _forward_norm(z_rows, w, b, y, stats, tile, M, KIND, EPS, WEIGHT, HAT, ACC, N, BLOCK_N, ROWS)
     else:
         # Wider rows pass twice, tile by tile: tile means and squares merge as in Chan et al. (1979).
-        mean = tl.zeros((ROWS,), ACC)
-        squares = tl.zeros((ROWS,), ACC)
-        for start in range(0, N, BLOCK_N):
-            cols = start + tl.arange(0, BLOCK_N)
-            mask = in_rows[:, None] & (cols < N)[None, :]
-            scale = keep_scale(seed, offset, threshold, rows, start, N, ROWS, BLOCK_N, VECTOR, ACC)
-            h = _load_sum(x, bias, residual, scale, x_stride, residual_stride, rows, cols, mask, N, ACC)
-            h = _round(h, SUM, ACC)
+        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            rows = _rows_of(tile, ROWS)
+            in_rows = rows < M
+            mean = tl.zeros((ROWS,), ACC)
+            squares = tl.zeros((ROWS,), ACC)
+            for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
+                cols = start + tl.arange(0, BLOCK_N)
+                mask = in_rows[:, None] & (cols < N)[None, :]
+                bias_row = _load_row_vector(bias, cols, N, ACC)
+                scale = keep_scale(seed, offset, threshold, rows, start, N, ROWS, BLOCK_N, VECTOR, ACC)
+                h = _load_sum(x, bias_row, residual, scale, x_stride, residual_stride, rows, cols, mask, ACC)
+                _store_sum(z, h, rows, cols, mask, N)
+                h = _round(h, SUM, ACC)
+                if KIND == "layer":
+                    count = tl.minimum(N - start, BLOCK_N).to(ACC)
+                    tile_mean = tl.sum(h, axis=1) / count
+                    delta = tile_mean - mean
+                    h = tl.where(mask, h - tile_mean[:, None], 0.0)
+                    mean += delta * (count / (start + count))
+                    squares += delta * delta * (start * count / (start + count))
+                squares += tl.sum(h * h, axis=1)
+            rstd = tl.rsqrt(squares / N + EPS)
+            tl.store(stats + rows, rstd, mask=in_rows)
             if KIND == "layer":
-                count = tl.minimum(N - start, BLOCK_N).to(ACC)
-                tile_mean = tl.sum(h, axis=1) / count
-                delta = tile_mean - mean
-                h = tl.where(mask, h - tile_mean[:, None], 0.0)
-                mean += delta * (count / (start + count))
-                squares += delta * delta * (start * count / (start + count))
-            squares += tl.sum(h * h, axis=1)
-        rstd = tl.rsqrt(squares / N + EPS)
-        tl.store(stats + rows, rstd, mask=in_rows)
-        if KIND == "layer":
-            tl.store(stats + M + rows, mean, mask=in_rows)
-        for start in range(0, N, BLOCK_N):
-            cols = start + tl.arange(0, BLOCK_N)
-            mask = in_rows[:, None] & (cols < N)[None, :]
-            scale = keep_scale(seed, offset, threshold, rows, start, N, ROWS, BLOCK_N, VECTOR, ACC)
-            h = _load_sum(x, bias, residual, scale, x_stride, residual_stride, rows, cols, mask, N, ACC)
-            _store_sum(z, h, rows, cols, mask, N)
-            h = _round(h, SUM, ACC)
-            out = _affine(h, mean if KIND == "layer" else None, rstd, weight, ln_bias, cols, N, WEIGHT_OFFSET, HAT,
-                          ACC)  # fmt: skip
-            tl.store(y + rows[:, None] * N + cols[None, :], out.to(y.dtype.element_ty), mask=mask)
+                tl.store(stats + M + rows, mean, mask=in_rows)
+            for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
+                cols = start + tl.arange(0, BLOCK_N)
+                mask = in_rows[:, None] & (cols < N)[None, :]
+                bias_row = _load_row_vector(bias, cols, N, ACC)
+                scale = keep_scale(seed, offset, threshold, rows, start, N, ROWS, BLOCK_N, VECTOR, ACC)
+                h = _load_sum(x, bias_row, residual, scale, x_stride, residual_stride, rows, cols, mask, ACC)
+                h = _round(h, SUM, ACC)
+                w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
+                b = _load_row_vector(ln_bias, cols, N, ACC)
+                out = _affine(h, mean if KIND == "layer" else None, rstd, w, b, WEIGHT, HAT, ACC)
+                tl.store(y + rows[:, None] * N + cols[None, :], out.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["seed", "offset", "threshold", "M"])
@@ -179,14 +223,15 @@ def dropout_add_kernel(
     VECTOR: tl.constexpr,
 ):
     """``y = (x + bias) * keep_scale + residual``, one tile a program: the forward of the member without a norm."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    rows = _rows_of(tl.program_id(0), ROWS)
     first_col = tl.program_id(1) * BLOCK_N
     cols = first_col + tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     if seed is not None:
         seed, offset = load_seed(seed, offset)
+    bias_row = _load_row_vector(bias, cols, N, ACC)
     scale = keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)
-    h = _load_sum(x, bias, residual, scale, x_stride, residual_stride, rows, cols, mask, N, ACC)
+    h = _load_sum(x, bias_row, residual, scale, x_stride, residual_stride, rows, cols, mask, ACC)
     _store_sum(y, h, rows, cols, mask, N)
 
 
@@ -223,15 +268,16 @@ def _load_hat(
         if SAVED == "sum":
             hat = tl.load(kept + rows[:, None] * kept_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
         else:
-            hat = _load_sum(kept, bias, residual, scale, kept_stride, residual_stride, rows, cols, mask, N, ACC)
+            bias_row = _load_row_vector(bias, cols, N, ACC)
+            hat = _load_sum(kept, bias_row, residual, scale, kept_stride, residual_stride, rows, cols, mask, ACC)
         if KIND == "layer":
             hat -= tl.load(stats + M + rows, mask=in_rows, other=0.0)[:, None]
         hat *= rstd[:, None]
     return hat, rstd
 
 
-@triton.jit(do_not_specialize=["seed", "offset", "threshold", "M"])
-def norm_backward_stats_kernel(
+@triton.jit
+def _load_weighted(
     dy,
     kept,
     bias,
@@ -239,13 +285,15 @@ def norm_backward_stats_kernel(
     weight,
     ln_bias,
     stats,
-    moments,
     seed,
     offset,
     threshold,
     dy_stride,
     kept_stride,
     residual_stride,
+    rows,
+    first_col,
+    in_rows,
     M,
     KIND: tl.constexpr,
     SAVED: tl.constexpr,
@@ -255,36 +303,20 @@ def norm_backward_stats_kernel(
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
     VECTOR: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """The two row means that the backward of a wide row needs, before its column tiles: of g·hat, and of g.
-
-    g is ``dy * weight``. ``moments`` receives the first in its first M places, for LayerNorm the second in the next M.
-    """
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    in_rows = rows < M
-    if seed is not None:
-        seed, offset = load_seed(seed, offset)
-    along = tl.zeros((ROWS, BLOCK_N), ACC)
-    total = tl.zeros((ROWS, BLOCK_N), ACC)
-    for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
-        cols = start + tl.arange(0, BLOCK_N)
-        mask = in_rows[:, None] & (cols < N)[None, :]
-        scale = keep_scale(seed if SAVED == "inputs" else None, offset, threshold, rows, start, N, ROWS, BLOCK_N,
-                           VECTOR, ACC)  # fmt: skip
-        w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
-        b = _load_row_vector(ln_bias, cols, N, ACC)
-        hat, _ = _load_hat(kept, bias, residual, scale, kept_stride, residual_stride, stats, w, b, rows, cols,
-                           in_rows, mask, M, KIND, SAVED, N, ACC)  # fmt: skip
-        g = tl.load(dy + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
-        if weight is not None:
-            g *= w
-        along += tl.where(mask, g * hat, 0.0)
-        if KIND == "layer":
-            total += g
-    tl.store(moments + rows, tl.sum(along, axis=1) / N, mask=in_rows)
-    if KIND == "layer":
-        tl.store(moments + M + rows, tl.sum(total, axis=1) / N, mask=in_rows)
+    """``dy * weight`` and the normalised rows of one tile, zero outside: what the row means are taken of."""
+    cols = first_col + tl.arange(0, BLOCK_N)
+    mask = in_rows[:, None] & (cols < N)[None, :]
+    scale = keep_scale(seed if SAVED == "inputs" else None, offset, threshold, rows, first_col, N, ROWS, BLOCK_N,
+                       VECTOR, ACC)  # fmt: skip
+    w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
+    b = _load_row_vector(ln_bias, cols, N, ACC)
+    g = tl.load(dy + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
+    hat, _ = _load_hat(kept, bias, residual, scale, kept_stride, residual_stride, stats, w, b, rows, cols, in_rows,
+                       mask, M, KIND, SAVED, N, ACC)  # fmt: skip
+    if weight is not None:
+        g = tl.where(mask, g * w, 0.0)
+    return g, tl.where(mask, hat, 0.0)
 
 
 @triton.jit
@@ -332,19 +364,25 @@ def norm_backward_kernel(
     ROWS: tl.constexpr,
     VECTOR: tl.constexpr,
     STAGES: tl.constexpr,
+    FIRST_COL: tl.constexpr,
 ):
-    """All gradients of the family in one persistent pass over the rows.
+    """All gradients of the family; programs share the rows along axis 0 of the grid, the columns along axis 1.
 
-    Programs along axis 0 share the rows, along axis 1 the columns. A program sums its rows' parameter gradients in
-    registers and stores them once. Where ``moments`` is given, rows are wider than BLOCK_N and their means were taken
-    before. Rows are taken from the last to the first: what ran just before, the producer of dy or the statistics
-    kernel, finished with the last rows, and those are what the L2 cache still holds.
+    A program sums its rows' parameter gradients in registers and stores them once, and takes the next rows' loads
+    ahead. Rows wider than BLOCK_N have more sums than registers, so two launches share the columns: the first takes
+    the columns below BLOCK_N and reads the others too, for the row means, which it leaves in ``moments``; the second
+    takes the columns from ``FIRST_COL`` > 0 in tiles along axis 1, with those means.
+
+    The first launch takes the rows from the last to the first, the second from the first to the last: what was read
+    or written last, by the producer of dy or by the first launch, is what the L2 cache still holds.
     """
-    first_col = tl.program_id(1) * BLOCK_N
-    cols = first_col + tl.arange(0, BLOCK_N)
-    in_cols = (cols < N)[None, :]
     if seed is not None:
         seed, offset = load_seed(seed, offset)
+    tiles = tl.cdiv(M, ROWS).to(tl.int32)
+    slots: tl.constexpr = (dbias is not None) + (dweight is not None) + (dln_bias is not None)
+    first_col = FIRST_COL + tl.program_id(1) * BLOCK_N
+    cols = first_col + tl.arange(0, BLOCK_N)
+    in_cols = (cols < N)[None, :]
     w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
     b = _load_row_vector(ln_bias, cols, N, ACC)
     if dbias is not None:
@@ -354,32 +392,54 @@ def norm_backward_kernel(
     if dln_bias is not None:
         dln_bias_sum = tl.zeros((BLOCK_N,), ACC)
 
-    tiles = tl.cdiv(M, ROWS).to(tl.int32)
     for step in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-        rows = (tiles - 1 - step).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        rows = _rows_of(step if FIRST_COL > 0 else tiles - 1 - step, ROWS)
         in_rows = rows < M
         mask = in_rows[:, None] & in_cols
         scale = keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)
         if dy is not None:
             dz = tl.load(dy + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
             if KIND != "none":
-                hat, rstd = _load_hat(kept, bias, residual, scale, kept_stride, residual_stride, stats, w, b, rows,
-                                      cols, in_rows, mask, M, KIND, SAVED, N, ACC)  # fmt: skip
+                hat, rstd = _load_hat(kept, bias, residual, scale, kept_stride, residual_stride, stats, w, b,
+                                      rows, cols, in_rows, mask, M, KIND, SAVED, N, ACC)  # fmt: skip
                 if dweight is not None:
                     dweight_sum += tl.sum(dz * hat, axis=0)
                 if dln_bias is not None:
                     dln_bias_sum += tl.sum(dz, axis=0)
                 if weight is not None:
                     dz *= w
-                if moments is not None:
+                if FIRST_COL > 0:
                     along = tl.load(moments + rows, mask=in_rows, other=0.0)
-                else:
-                    along = tl.sum(dz * hat, axis=1) / N
-                if KIND == "layer":
-                    if moments is not None:
+                    if KIND == "layer":
                         total = tl.load(moments + M + rows, mask=in_rows, other=0.0)
+                else:
+                    along_terms = dz * hat
+                    total_terms = dz
+                    if N <= 4 * BLOCK_N:
+                        # Unrolled, so that the loop over rows is the one whose loads are taken ahead.
+                        for start in tl.static_range(BLOCK_N, N, BLOCK_N):
+                            g, other_hat = _load_weighted(
+                                dy, kept, bias, residual, weight, ln_bias, stats, seed, offset, threshold, dy_stride,
+                                kept_stride, residual_stride, rows, start, in_rows, M, KIND, SAVED, WEIGHT_OFFSET,
+                                ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
+                            along_terms += g * other_hat
+                            total_terms += g
                     else:
-                        total = tl.sum(dz, axis=1) / N
+                        for start in tl.range(BLOCK_N, N, BLOCK_N, num_stages=STAGES):
+                            g, other_hat = _load_weighted(
+                                dy, kept, bias, residual, weight, ln_bias, stats, seed, offset, threshold, dy_stride,
+                                kept_stride, residual_stride, rows, start, in_rows, M, KIND, SAVED, WEIGHT_OFFSET,
+                                ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
+                            along_terms += g * other_hat
+                            total_terms += g
+                    along = tl.sum(along_terms, axis=1) / N
+                    if KIND == "layer":
+                        total = tl.sum(total_terms, axis=1) / N
+                    if moments is not None:
+                        tl.store(moments + rows, along, mask=in_rows)
+                        if KIND == "layer":
+                            tl.store(moments + M + rows, total, mask=in_rows)
+                if KIND == "layer":
                     dz -= total[:, None]
                 dz = (dz - hat * along[:, None]) * rstd[:, None]
             if dsum is not None:
@@ -396,7 +456,6 @@ def norm_backward_kernel(
         if dbias is not None:
             dbias_sum += tl.sum(dz, axis=0)
 
-    slots: tl.constexpr = (dbias is not None) + (dweight is not None) + (dln_bias is not None)
     if dbias is not None:
         _store_gradient(dbias, partials, dbias_sum, 0, slots, cols, N)
     if dweight is not None:
@@ -405,28 +464,35 @@ def norm_backward_kernel(
         _store_gradient(dln_bias, partials, dln_bias_sum, slots - 1, slots, cols, N)
 
 
-@triton.jit(do_not_specialize=["programs"])
+@triton.jit(do_not_specialize=["programs", "rest_programs"])
 def sum_partials_kernel(
     partials,
     dbias,
     dweight,
     dln_bias,
     programs,
+    rest_programs,
     ACC: tl.constexpr,
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
+    REST_COL: tl.constexpr,
 ):
-    """The parameter gradients from ``partials``, ``(programs, slots, N)``: axis 1 of the grid is the slot."""
+    """The parameter gradients from ``partials``, ``(programs, slots, N)``: axis 1 of the grid is the slot.
+
+    Columns from ``REST_COL`` on have ``rest_programs`` parts.
+    """
     slots: tl.constexpr = (dbias is not None) + (dweight is not None) + (dln_bias is not None)
     slot = tl.program_id(1)
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_col = tl.program_id(0) * BLOCK_N
+    cols = first_col + tl.arange(0, BLOCK_N)
     in_cols = cols < N
+    count = tl.where(first_col < REST_COL, programs, rest_programs)
     parts = tl.zeros((ROWS, BLOCK_N), ACC)
-    for start in range(0, programs, ROWS):
+    for start in range(0, count, ROWS):
         rows = start + tl.arange(0, ROWS)
         at = (rows.to(tl.int64) * slots + slot)[:, None] * N + cols[None, :]
-        parts += tl.load(partials + at, mask=(rows < programs)[:, None] & in_cols[None, :], other=0.0)
+        parts += tl.load(partials + at, mask=(rows < count)[:, None] & in_cols[None, :], other=0.0)
     total = tl.sum(parts, axis=0)
     if dbias is not None:
         if slot == 0:

@@ -1,11 +1,13 @@
 """From tensors to launches: builds the variant a call needs, allocates its outputs, launches.
 
-Nothing here knows about autograd; `ops` does. A call's variant depends on dtypes, absences, hidden size, alignment
-and device, never on the number of rows.
+Nothing here knows about autograd; `function` and `operators` do. A variant depends on dtypes, absences, hidden size,
+alignment and device, never on the number of rows. These functions run at every step: they count nanoseconds.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,35 +20,60 @@ from ..core.rng import Seed
 from . import configs
 from .reference import NormRule, accumulator
 
-__all__ = ["Options", "backward", "forward"]
+__all__ = ["Site", "backward", "forward", "site_of"]
 
-_TRITON_NAMES = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-}
+_Dtype = torch.dtype | None
 
 
 @dataclass(frozen=True, eq=False)
-class Options:
-    """What of a call stays the same from step to step; `ops` keeps one object for each, so identity is equality.
+class Site:
+    """What of a call stays the same from step to step; `site_of` keeps one for each, so identity is equality.
 
     Attributes:
         rule: the norm and its constants.
         cols: the hidden size N.
         dims: how many trailing dimensions of the first argument make up N.
         save: what is kept for backward: "sum", "output" or "inputs".
-        store_sum: whether the forward writes the sum out, because it is returned or kept.
-        out_dtype: the output's dtype, None for the rule's own.
+        device_index: the GPU, -1 under the interpreter.
+        x, bias, residual, weight, ln_bias: the arguments' dtypes, None where absent.
+        y, z, acc: the dtypes of output, sum and statistics.
     """
 
     rule: NormRule
     cols: int
     dims: int
     save: str
-    store_sum: bool
-    out_dtype: torch.dtype | None
+    device_index: int
+    x: torch.dtype
+    bias: _Dtype
+    residual: _Dtype
+    weight: _Dtype
+    ln_bias: _Dtype
+    y: torch.dtype
+    z: torch.dtype
+    acc: torch.dtype
+
+    @functools.cached_property
+    def pointers(self) -> dict[str, str | None]:
+        """Triton's pointer types of the arguments."""
+        return {name: _pointer(getattr(self, name)) for name in ("x", "bias", "residual", "weight", "ln_bias", "y", "z")}
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether there is a norm."""
+        return self.rule.kind != "none"
+
+
+@functools.lru_cache(maxsize=4096)
+def site_of(rule: NormRule, cols: int, dims: int, save: str, out_dtype: _Dtype, device_index: int, x: torch.dtype,
+            bias: _Dtype, residual: _Dtype, weight: _Dtype, ln_bias: _Dtype) -> Site:  # fmt: skip
+    """The one site for these choices."""
+    z = x
+    for other in (bias, residual):
+        if other is not None:
+            z = torch.promote_types(z, other)
+    y = out_dtype or rule.output_dtype(z, weight)
+    return Site(rule, cols, dims, save, device_index, x, bias, residual, weight, ln_bias, y, z, accumulator(z))
 
 
 @dataclass(frozen=True)
@@ -54,23 +81,21 @@ class _Forward:
     variant: Variant
     rows: int
     tiles: int
-    y_dtype: torch.dtype
-    z_dtype: torch.dtype
-    acc: torch.dtype
+    programs: int
 
 
 @dataclass(frozen=True)
 class _Backward:
     variant: Variant
-    stats: Variant | None
-    stats_rows: int
-    reduce: Variant | None
-    reduce_block: int
     rows: int
     tiles: int
     programs: int
+    rest: Variant | None
+    rest_tiles: int
+    rest_programs: int
+    reduce: Variant | None
+    reduce_block: int
     sums: int
-    acc: torch.dtype
 
 
 _forwards: dict[Any, _Forward] = tuning.register_cache({})
@@ -79,8 +104,6 @@ _backwards: dict[Any, _Backward] = tuning.register_cache({})
 
 def _as_rows(t: Tensor, dims: int, cols: int) -> tuple[Tensor, int]:
     """The tensor with its trailing ``dims`` dimensions contiguous and its rows one stride apart, and that stride."""
-    if t.is_contiguous():
-        return t, cols
     sizes, strides = t.shape, t.stride()
     if dims == 1 and (strides[-1] == 1 or cols == 1):
         lead = [(size, stride) for size, stride in zip(sizes[:-1], strides[:-1], strict=True) if size != 1]
@@ -91,52 +114,15 @@ def _as_rows(t: Tensor, dims: int, cols: int) -> tuple[Tensor, int]:
     return t.contiguous(), cols
 
 
-def _vector(t: Tensor | None) -> Tensor | None:
-    return t if t is None or t.is_contiguous() else t.contiguous()
-
-
-def _dtype(t: Tensor | None) -> torch.dtype | None:
-    return None if t is None else t.dtype
-
-
-def _pointer(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else launch.pointer_type(dtype)
-
-
-def _triton_dtype(dtype: torch.dtype) -> Any:
-    import triton.language as tl
-
-    return getattr(tl, {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}.get(
-        dtype, "float64"))  # fmt: skip
-
-
-def _seed_types(seed: str) -> dict[str, str | None]:
-    """Types of the seed and offset arguments: absent, two scalars, or one tensor that holds both."""
-    return {
-        "none": {"seed": None, "offset": None},
-        "scalars": {"seed": "i64", "offset": "i64"},
-        "tensor": {"seed": "*i64", "offset": None},
-    }[seed]
-
-
-def _seed_arguments(seed: Seed | None) -> tuple[str, Any, Any]:
-    if seed is None:
-        return "none", None, None
-    if isinstance(seed, Tensor):
-        return "tensor", seed, None
-    return "scalars", seed[0], seed[1]
-
-
-def _vector_width(*dtypes: torch.dtype | None) -> int:
-    """Neighbouring columns a thread holds: 16 bytes of the narrowest tensor, as Triton's coalescing has it."""
-    return 8 if min(d.itemsize for d in dtypes if d is not None) == 2 else 4
-
-
-def _key(*parts: Any) -> str:
-    return "|".join(_TRITON_NAMES[p] if isinstance(p, torch.dtype) else str(p) for p in parts)
+def _empty(like: Tensor, dtype: _Dtype) -> Tensor:
+    """A contiguous tensor in the shape of ``like``."""
+    if like.dtype is dtype and like.is_contiguous():
+        return torch.empty_like(like)
+    return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def forward(
+    site: Site,
     x: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -144,149 +130,54 @@ def forward(
     ln_bias: Tensor | None,
     seed: Seed | None,
     threshold: int,
-    options: Options,
+    store_sum: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """``(y, z, stats)`` from one launch; z is None unless ``options.store_sum``, stats None for no norm."""
-    device_index = x.get_device()
-    if device_index >= 0 and device_index != launch.current_device():
-        with torch.cuda.device(device_index):
-            return forward(x, bias, residual, weight, ln_bias, seed, threshold, options)
-    cols = options.cols
-    x, x_stride = _as_rows(x, options.dims, cols)
+    """``(y, z, stats)`` from one launch; z is None unless ``store_sum``, stats None for no norm."""
+    if site.device_index >= 0 and site.device_index != launch.current_device():
+        with torch.cuda.device(site.device_index):
+            return forward(site, x, bias, residual, weight, ln_bias, seed, threshold, store_sum)
+    cols = x_stride = residual_stride = site.cols
+    if not x.is_contiguous():
+        x, x_stride = _as_rows(x, site.dims, cols)
     bits = x.data_ptr() | (x_stride << 1)
-    residual_stride = 0
     if residual is not None:
-        residual, residual_stride = _as_rows(residual, options.dims, cols)
+        if not residual.is_contiguous():
+            residual, residual_stride = _as_rows(residual, site.dims, cols)
         bits |= residual.data_ptr() | (residual_stride << 1)
-    bias, weight, ln_bias = _vector(bias), _vector(weight), _vector(ln_bias)
-    for vector in (bias, weight, ln_bias):
-        if vector is not None:
-            bits |= vector.data_ptr()
-    kind, seed_argument, offset = _seed_arguments(seed)
-    key = (options, x.dtype, _dtype(bias), _dtype(residual), _dtype(weight), _dtype(ln_bias), kind, device_index,
-           bits & 15 == 0)  # fmt: skip
+    if bias is not None:
+        bias = bias if bias.is_contiguous() else bias.contiguous()
+        bits |= bias.data_ptr()
+    if weight is not None:
+        weight = weight if weight.is_contiguous() else weight.contiguous()
+        bits |= weight.data_ptr()
+    if ln_bias is not None:
+        ln_bias = ln_bias if ln_bias.is_contiguous() else ln_bias.contiguous()
+        bits |= ln_bias.data_ptr()
+    first, second = (seed, None) if seed is None or isinstance(seed, Tensor) else seed
+    kind = 0 if seed is None else 1 if second is not None else 2
+    key = (site, kind, bits & 15 == 0, store_sum)
     plan = _forwards.get(key)
     if plan is None:
         plan = _forwards[key] = _plan_forward(*key)
 
     rows = x.numel() // cols
-    y = torch.empty_like(x, dtype=plan.y_dtype, memory_format=torch.contiguous_format)
-    z = stats = None
-    scalars = (seed_argument, offset, threshold, x_stride, residual_stride, rows)
+    y = _empty(x, site.y)
     grid_x = -(-rows // plan.rows)
-    if options.rule.kind == "none":
-        plan.variant(grid_x, plan.tiles, (x, bias, residual, y), scalars)
+    if grid_x > plan.programs:
+        grid_x = plan.programs
+    if site.rule.kind == "none":
+        plan.variant(grid_x, plan.tiles, x, bias, residual, y, first, second, threshold, x_stride, residual_stride,
+                     rows)  # fmt: skip
         return y, None, None
-    if options.store_sum:
-        z = torch.empty_like(x, dtype=plan.z_dtype, memory_format=torch.contiguous_format)
-    stats = torch.empty((2 if options.rule.kind == "layer" else 1, rows), dtype=plan.acc, device=x.device)
-    plan.variant(grid_x, 1, (x, bias, residual, weight, ln_bias, y, z, stats), scalars)
+    z = _empty(x, site.z) if store_sum else None
+    stats = x.new_empty((2 if site.rule.kind == "layer" else 1, rows), dtype=site.acc)
+    plan.variant(grid_x, 1, x, bias, residual, weight, ln_bias, y, z, stats, first, second, threshold, x_stride,
+                 residual_stride, rows)  # fmt: skip
     return y, z, stats
 
 
-def _plan_forward(
-    options: Options,
-    x: torch.dtype,
-    bias: torch.dtype | None,
-    residual: torch.dtype | None,
-    weight: torch.dtype | None,
-    ln_bias: torch.dtype | None,
-    seed: str,
-    device_index: int,
-    aligned: bool,
-) -> _Forward:
-    from . import kernels
-
-    rule, cols = options.rule, options.cols
-    z_dtype = x
-    for other in (bias, residual):
-        if other is not None:
-            z_dtype = torch.promote_types(z_dtype, other)
-    acc = accumulator(z_dtype)
-    y_dtype = options.out_dtype or rule.output_dtype(z_dtype, weight)
-    normalizes = rule.kind != "none"
-    name = "norm_forward" if normalizes else "dropout_add"
-    heuristic = (lambda: configs.forward(cols, x.itemsize)) if normalizes else lambda: configs.dropout_add(
-        cols, x.itemsize)  # fmt: skip
-    config = tuning.choose(name, _key(rule.kind, x, seed != "none", cols), device_index, heuristic)
-    types = {
-        "x": _pointer(x),
-        "bias": _pointer(bias),
-        "residual": _pointer(residual),
-        "weight": _pointer(weight),
-        "ln_bias": _pointer(ln_bias),
-        "y": _pointer(y_dtype),
-        "z": _pointer(z_dtype) if options.store_sum else None,
-        "stats": _pointer(acc),
-        **_seed_types(seed),
-        "threshold": "i32",
-        "x_stride": "i64",
-        "residual_stride": "i64",
-        "M": "i64",
-    }
-    constants: dict[str, Any] = {
-        "ACC": _triton_dtype(acc),
-        "N": cols,
-        "BLOCK_N": config.block_n,
-        "ROWS": config.rows,
-        "VECTOR": _vector_width(x, residual),
-    }
-    if normalizes:
-        constants |= {
-            "KIND": rule.kind,
-            "EPS": float(rule.eps),
-            "WEIGHT_OFFSET": float(rule.weight_offset),
-            "SUM": _triton_dtype(acc if rule.rounding == "once" else z_dtype),
-            "HAT": _triton_dtype(rule.hat_dtype(z_dtype, weight)),
-        }
-    kernel = kernels.norm_forward_kernel if normalizes else kernels.dropout_add_kernel
-    variant = _build(kernel, types, constants, config, device_index, aligned)
-    return _Forward(variant, config.rows, -(-cols // config.block_n), y_dtype, z_dtype, acc)
-
-
-def _build(
-    kernel: Any,
-    types: dict[str, str | None],
-    constants: dict[str, Any],
-    config: tuning.Config,
-    device_index: int,
-    aligned: bool,
-) -> Variant:
-    """Builds a variant; with ``aligned`` every address is a multiple of 16 and every stride of 8."""
-    divisible = {name: 16 if kind[0] == "*" else 8 for name, kind in types.items()
-                 if kind and (kind[0] == "*" or name.endswith("_stride"))}  # fmt: skip
-    return Variant(
-        kernel,
-        types,
-        {name: constants[name] for name in kernel.arg_names if name in constants},
-        num_warps=config.warps,
-        num_stages=config.stages,
-        device_index=device_index,
-        divisible=divisible if aligned else {},
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class Needs:
-    """Which gradients a backward must give; `ops` keeps one object for each combination."""
-
-    x: bool
-    bias: bool
-    residual: bool
-    weight: bool
-    ln_bias: bool
-
-
-@dataclass(frozen=True, eq=False)
-class Dtypes:
-    """The dtypes of the arguments whose gradients are asked; one object for each combination."""
-
-    x: torch.dtype
-    bias: torch.dtype | None
-    residual: torch.dtype | None
-
-
 def backward(
+    site: Site,
     dy: Tensor | None,
     dsum: Tensor | None,
     kept: Tensor | None,
@@ -297,162 +188,232 @@ def backward(
     stats: Tensor | None,
     seed: Seed | None,
     threshold: int,
-    needs: Needs,
-    dtypes: Dtypes,
-    options: Options,
-) -> tuple[Tensor | None, ...]:
+    needs: tuple[bool, bool, bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """``(dx, dbias, dresidual, dweight, dln_bias)``, None where not needed.
 
-    ``kept`` is the sum, the output or x, as ``options.save`` says; ``bias`` and ``residual`` are given where x is.
+    ``kept`` is the sum, the output or x, as ``site.save`` says; ``bias`` and ``residual`` are given where it is x.
     """
-    first = dy if dy is not None else dsum
-    assert first is not None
-    device_index = first.get_device()
-    if device_index >= 0 and device_index != launch.current_device():
-        with torch.cuda.device(device_index):
-            return backward(dy, dsum, kept, bias, residual, weight, ln_bias, stats, seed, threshold, needs, dtypes,
-                            options)  # fmt: skip
-    cols, dims = options.cols, options.dims
-    strides = [0, 0, 0, 0]
-    wide = [dy, dsum, kept, residual]
+    if site.device_index >= 0 and site.device_index != launch.current_device():
+        with torch.cuda.device(site.device_index):
+            return backward(site, dy, dsum, kept, bias, residual, weight, ln_bias, stats, seed, threshold, needs)
+    cols = dy_stride = dsum_stride = kept_stride = residual_stride = site.cols
     bits = 0
-    for i, t in enumerate(wide):
-        if t is not None:
-            wide[i], strides[i] = _as_rows(t, dims, cols)
-            bits |= wide[i].data_ptr() | (strides[i] << 1)  # type: ignore[union-attr]
-    dy, dsum, kept, residual = wide
-    bias, weight, ln_bias = _vector(bias), _vector(weight), _vector(ln_bias)
-    for vector in (bias, weight, ln_bias):
-        if vector is not None:
-            bits |= vector.data_ptr()
-    kind, seed_argument, offset = _seed_arguments(seed)
-    key = (options, needs, dtypes, _dtype(dy), _dtype(dsum), _dtype(kept), _dtype(weight), _dtype(ln_bias), kind,
-           device_index, bits & 15 == 0)  # fmt: skip
+    if dy is not None:
+        if not dy.is_contiguous():
+            dy, dy_stride = _as_rows(dy, site.dims, cols)
+        bits |= dy.data_ptr() | (dy_stride << 1)
+    if dsum is not None:
+        if not dsum.is_contiguous():
+            dsum, dsum_stride = _as_rows(dsum, site.dims, cols)
+        bits |= dsum.data_ptr() | (dsum_stride << 1)
+    if kept is not None:
+        if not kept.is_contiguous():
+            kept, kept_stride = _as_rows(kept, site.dims, cols)
+        bits |= kept.data_ptr() | (kept_stride << 1)
+    if residual is not None:
+        if not residual.is_contiguous():
+            residual, residual_stride = _as_rows(residual, site.dims, cols)
+        bits |= residual.data_ptr() | (residual_stride << 1)
+    if bias is not None:
+        bias = bias if bias.is_contiguous() else bias.contiguous()
+        bits |= bias.data_ptr()
+    if weight is not None:
+        weight = weight if weight.is_contiguous() else weight.contiguous()
+        bits |= weight.data_ptr()
+    if ln_bias is not None:
+        ln_bias = ln_bias if ln_bias.is_contiguous() else ln_bias.contiguous()
+        bits |= ln_bias.data_ptr()
+    first, second = (seed, None) if seed is None or isinstance(seed, Tensor) else seed
+    kind = 0 if seed is None else 1 if second is not None else 2
+    key = (site, needs, None if dy is None else dy.dtype, None if dsum is None else dsum.dtype, kind, bits & 15 == 0)
     plan = _backwards.get(key)
     if plan is None:
         plan = _backwards[key] = _plan_backward(*key)
 
-    rows = first.numel() // cols
-    dx = dresidual = dbias = dweight = dln_bias = moments = partials = None
-    if needs.residual:
-        dresidual = torch.empty_like(first, dtype=dtypes.residual, memory_format=torch.contiguous_format)
-    # Without dropout both get the same gradient; equal dtypes share one tensor, as in PyTorch's add.
-    shared = needs.residual and seed is None and dtypes.x == dtypes.residual
-    if needs.x and not shared:
-        dx = torch.empty_like(first, dtype=dtypes.x, memory_format=torch.contiguous_format)
-    if needs.bias:
-        dbias = torch.empty(cols, dtype=dtypes.bias, device=first.device)
-    if needs.weight:
-        dweight = torch.empty_like(weight)  # type: ignore[arg-type]
-    if needs.ln_bias:
-        dln_bias = torch.empty_like(ln_bias)  # type: ignore[arg-type]
-    tiles = -(-rows // plan.rows)
-    programs = 1 if tiles <= 2 else min(tiles, plan.programs)
-    if plan.sums and programs > 1:
-        partials = torch.empty((programs, plan.sums, cols), dtype=plan.acc, device=first.device)
-    scalars = (seed_argument, offset, threshold, *strides, rows)
-    if plan.stats is not None:
+    like: Tensor = dy if dy is not None else dsum  # type: ignore[assignment]
+    rows = like.numel() // cols
+    needs_x, needs_bias, needs_residual, needs_weight, needs_ln_bias = needs
+    # Without dropout x and residual get the same gradient; equal dtypes share one tensor, as in PyTorch's add.
+    shared = needs_residual and seed is None and site.x is site.residual
+    dx = _empty(like, site.x) if needs_x and not shared else None
+    dresidual = _empty(like, site.residual) if needs_residual else None
+    dbias = like.new_empty(cols, dtype=site.bias) if needs_bias else None
+    dweight = torch.empty_like(weight) if needs_weight else None  # type: ignore[arg-type]
+    dln_bias = torch.empty_like(ln_bias) if needs_ln_bias else None  # type: ignore[arg-type]
+    moments = partials = None
+    row_tiles = -(-rows // plan.rows)
+    programs = rest_programs = 1
+    # Few rows are one program's work: it stores the column sums itself.
+    if row_tiles > 2:
+        programs, rest_programs = min(row_tiles, plan.programs), plan.rest_programs
+        if plan.reduce is not None:
+            partials = like.new_empty((max(programs, rest_programs), plan.sums, cols), dtype=site.acc)
+    if plan.rest is not None:
         moments = torch.empty_like(stats)  # type: ignore[arg-type]
-        grid_x = -(-rows // plan.stats_rows)
-        plan.stats(grid_x, 1, (dy, kept, bias, residual, weight, ln_bias, stats, moments),
-                   (seed_argument, offset, threshold, strides[0], strides[2], strides[3], rows))  # fmt: skip
-    # With one program nothing is partial; the argument must still be an address.
-    plan.variant(
-        programs,
-        plan.tiles,
-        (dy, dsum, kept, bias, residual, weight, ln_bias, stats, moments, dx, dresidual, dbias, dweight, dln_bias,
-         partials if partials is not None else (stats if stats is not None else first)),
-        scalars,
-    )  # fmt: skip
-    if partials is not None and plan.reduce is not None:
-        plan.reduce(-(-cols // plan.reduce_block), plan.sums, (partials, dbias, dweight, dln_bias), (programs,))
-    if shared and needs.x:
-        dx = dresidual
-    return dx, dbias, dresidual, dweight, dln_bias
+    arguments = (dy, dsum, kept, bias, residual, weight, ln_bias, stats, moments, dx, dresidual, dbias, dweight, dln_bias,
+                 partials if partials is not None else like, first, second, threshold, dy_stride, dsum_stride,
+                 kept_stride, residual_stride, rows)  # fmt: skip
+    plan.variant(programs, plan.tiles, *arguments)
+    if plan.rest is not None:
+        plan.rest(rest_programs, plan.rest_tiles, *arguments)
+    if partials is not None:
+        plan.reduce(-(-cols // plan.reduce_block), plan.sums, partials, dbias, dweight, dln_bias, programs,
+                    rest_programs)  # type: ignore[misc]  # fmt: skip
+    return dresidual if shared and needs_x else dx, dbias, dresidual, dweight, dln_bias
 
 
-def _plan_backward(
-    options: Options,
-    needs: Needs,
-    dtypes: Dtypes,
-    dy: torch.dtype | None,
-    dsum: torch.dtype | None,
-    kept: torch.dtype | None,
-    weight: torch.dtype | None,
-    ln_bias: torch.dtype | None,
-    seed: str,
-    device_index: int,
-    aligned: bool,
-) -> _Backward:
+# --- the variants behind the keys ---------------------------------------------------------------------------------
+
+_SEED_TYPES: tuple[dict[str, str | None], ...] = (
+    {"seed": None, "offset": None},
+    {"seed": "i64", "offset": "i64"},
+    {"seed": "*i64", "offset": None},
+)
+
+
+def _pointer(dtype: _Dtype) -> str | None:
+    return None if dtype is None else launch.pointer_type(dtype)
+
+
+def _triton_dtype(dtype: torch.dtype) -> Any:
+    import triton.language as tl
+
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+def _vector_width(*dtypes: _Dtype) -> int:
+    """Neighbouring columns a thread holds: 16 bytes of the narrowest tensor, as Triton's coalescing has it."""
+    return 8 if min(d.itemsize for d in dtypes if d is not None) == 2 else 4
+
+
+def _table_key(site: Site, drops: bool, *parts: int) -> str:
+    dtype = str(site.x).removeprefix("torch.")
+    return "|".join(map(str, (site.rule.kind, dtype, "dropout" if drops else "plain", *parts, site.cols)))
+
+
+def _build(kernel: Any, types: dict[str, str | None], constants: dict[str, Any], config: tuning.Config, site: Site,
+           aligned: bool) -> Variant:  # fmt: skip
+    """Builds a variant; with ``aligned`` every address is a multiple of 16 and every stride of 8."""
+    divisible = {}
+    if aligned:
+        divisible = {name: 16 for name, kind in types.items() if kind is not None and kind[0] == "*"}
+        divisible |= {name: 8 for name in types if name.endswith("_stride")}
+    every = constants | {"ACC": _triton_dtype(site.acc), "N": site.cols, "BLOCK_N": config.block_n, "ROWS": config.rows,
+                         "STAGES": config.stages}  # fmt: skip
+    return Variant(
+        kernel,
+        {name: types[name] for name in kernel.arg_names if name in types},
+        {name: every[name] for name in kernel.arg_names if name in every},
+        config,
+        device_index=site.device_index,
+        divisible=divisible,
+    )
+
+
+def _plan_forward(site: Site, seed: int, aligned: bool, store_sum: bool) -> _Forward:
     from . import kernels
 
-    rule, cols, save = options.rule, options.cols, options.save
-    normalizes = rule.kind != "none" and dy is not None
-    shared = needs.residual and seed == "none" and dtypes.x == dtypes.residual
-    sums = needs.bias + needs.weight + needs.ln_bias
-    sum_dtype = dtypes.x
-    for other in (dtypes.bias, dtypes.residual):
-        if other is not None:
-            sum_dtype = torch.promote_types(sum_dtype, other)
-    acc = accumulator(sum_dtype)
-    widths = [d for d in (dy, dsum, kept) if d is not None]
-    narrowest = min(d.itemsize for d in widths)
-    key = _key(rule.kind, dtypes.x, seed != "none", sums, cols)
-    config = tuning.choose("norm_backward", key, device_index,
-                           lambda: configs.backward(cols, narrowest, sums, normalizes))  # fmt: skip
-    apart = normalizes and config.block_n < cols
-    inputs = normalizes and save == "inputs"
-    common: dict[str, str | None] = {
-        "dy": _pointer(dy),
-        "kept": _pointer(kept) if normalizes else None,
-        "bias": _pointer(dtypes.bias) if inputs else None,
-        "residual": _pointer(dtypes.residual) if inputs else None,
-        "weight": _pointer(weight) if normalizes else None,
-        "ln_bias": _pointer(ln_bias) if normalizes and save == "output" else None,
-        "stats": _pointer(acc) if normalizes else None,
-        "moments": _pointer(acc) if apart else None,
-        **_seed_types(seed),
+    rule, cols = site.rule, site.cols
+    types = {
+        **site.pointers,
+        "z": site.pointers["z"] if store_sum else None,
+        "stats": _pointer(site.acc),
+        **_SEED_TYPES[seed],
         "threshold": "i32",
-        "dy_stride": "i64",
-        "kept_stride": "i64",
+        "x_stride": "i64",
         "residual_stride": "i64",
         "M": "i64",
     }
-    types = common | {
-        "dsum": _pointer(dsum),
-        "dx": _pointer(dtypes.x) if needs.x and not shared else None,
-        "dresidual": _pointer(dtypes.residual) if needs.residual else None,
-        "dbias": _pointer(dtypes.bias) if needs.bias else None,
-        "dweight": _pointer(weight) if needs.weight else None,
-        "dln_bias": _pointer(ln_bias) if needs.ln_bias else None,
-        "partials": _pointer(acc),
-        "dsum_stride": "i64",
-    }
-    constants: dict[str, Any] = {
-        "KIND": rule.kind if normalizes else "none",
-        "SAVED": save,
+    key = _table_key(site, seed > 0)
+    width = _vector_width(site.x, site.residual)
+    if not site.normalizes:
+        config = tuning.choose("dropout_add", key, site.device_index, lambda: configs.dropout_add(cols))
+        variant = _build(kernels.dropout_add_kernel, types, {"VECTOR": width}, config, site, aligned)
+        return _Forward(variant, config.rows, -(-cols // config.block_n), 2**31 - 1)
+    config = tuning.choose("norm_forward", key, site.device_index,
+                           lambda: configs.forward(cols, site.x.itemsize, site.residual is not None))  # fmt: skip
+    constants = {
+        "KIND": rule.kind,
+        "EPS": float(rule.eps),
         "WEIGHT_OFFSET": float(rule.weight_offset),
-        "ACC": _triton_dtype(acc),
-        "N": cols,
+        "WEIGHT": _triton_dtype(site.weight or site.acc),
+        "SUM": _triton_dtype(site.acc if rule.rounding == "once" else site.z),
+        "HAT": _triton_dtype(rule.hat_dtype(site.z, site.weight)),
+        "VECTOR": width,
+        "PERSISTENT": config.per_sm > 0,
+    }
+    variant = _build(kernels.norm_forward_kernel, types, constants, config, site, aligned)
+    programs = launch.processors(site.device_index) * config.per_sm if config.per_sm else 2**31 - 1
+    return _Forward(variant, config.rows, 1, programs)
+
+
+def _plan_backward(site: Site, needs: tuple[bool, ...], dy: _Dtype, dsum: _Dtype, seed: int,
+                   aligned: bool) -> _Backward:  # fmt: skip
+    from . import kernels
+
+    rule, cols = site.rule, site.cols
+    normalizes = site.normalizes and dy is not None
+    needs_x, needs_bias, needs_residual, needs_weight, needs_ln_bias = needs
+    shared = needs_residual and seed == 0 and site.x is site.residual
+    sums = needs_bias + (needs_weight + needs_ln_bias if dy is not None else 0)
+    kept = {"sum": site.z, "output": site.y, "inputs": site.x}[site.save] if normalizes else None
+    inputs = normalizes and site.save == "inputs"
+    widths = [d for d in (dy, dsum, kept) if d is not None]
+    itemsize = max(d.itemsize for d in widths)
+    key = _table_key(site, seed > 0, sums)
+    config = tuning.choose("norm_backward", key, site.device_index,
+                           lambda: configs.backward(cols, itemsize, sums, normalizes))  # fmt: skip
+    rest_config = tuning.choose("norm_backward_rest", key, site.device_index,
+                                lambda: configs.backward_rest(itemsize))  # fmt: skip
+    reduce_config = configs.sum_partials(config.block_n)
+    cut = normalizes and config.block_n < cols
+    pointers = site.pointers
+    types: dict[str, str | None] = {
+        "dy": _pointer(dy),
+        "dsum": _pointer(dsum),
+        "kept": _pointer(kept),
+        "bias": pointers["bias"] if inputs else None,
+        "residual": pointers["residual"] if inputs else None,
+        "weight": pointers["weight"] if normalizes else None,
+        "ln_bias": pointers["ln_bias"] if normalizes and site.save == "output" else None,
+        "stats": _pointer(site.acc) if normalizes else None,
+        "moments": _pointer(site.acc) if cut else None,
+        "dx": pointers["x"] if needs_x and not shared else None,
+        "dresidual": pointers["residual"] if needs_residual else None,
+        "dbias": pointers["bias"] if needs_bias else None,
+        "dweight": pointers["weight"] if needs_weight and dy is not None else None,
+        "dln_bias": pointers["ln_bias"] if needs_ln_bias and dy is not None else None,
+        "partials": _pointer(site.acc),
+        **_SEED_TYPES[seed],
+        "threshold": "i32",
+        **dict.fromkeys(("dy_stride", "dsum_stride", "kept_stride", "residual_stride", "M"), "i64"),
+        **dict.fromkeys(("programs", "rest_programs"), "i32"),
+    }
+    constants = {
+        "KIND": rule.kind if normalizes else "none",
+        "SAVED": site.save,
+        "WEIGHT_OFFSET": float(rule.weight_offset),
         "VECTOR": _vector_width(*widths),
+        "FIRST_COL": 0,
+        "REST_COL": config.block_n if cut else cols,
     }
 
-    def build(kernel: Any, config: tuning.Config, types: dict[str, str | None]) -> Variant:
-        every = constants | {"BLOCK_N": config.block_n, "ROWS": config.rows, "STAGES": config.stages}
-        return _build(kernel, types, every, config, device_index, aligned)
+    def build(kernel: Callable[..., Any], config: tuning.Config, **more: int) -> Variant:
+        return _build(kernel, types, constants | more, config, site, aligned)
 
-    tiles = -(-cols // config.block_n)
-    stats = None
-    stats_config = tuning.choose("norm_backward_stats", key, device_index,
-                                 lambda: configs.backward_stats(cols, narrowest))  # fmt: skip
-    if apart:
-        stats = build(kernels.norm_backward_stats_kernel, stats_config, common)
-    variant = build(kernels.norm_backward_kernel, config, types)
-    reduce = None
-    reduce_config = configs.sum_partials(cols)
-    if sums:
-        pointers = {name: types[name] for name in ("partials", "dbias", "dweight", "dln_bias")}
-        reduce = build(kernels.sum_partials_kernel, reduce_config, {**pointers, "programs": "i32"})
-    programs = max(1, launch.processors(device_index) * config.per_sm // tiles)
-    return _Backward(variant, stats, stats_config.rows, reduce, reduce_config.block_n, config.rows, tiles, programs,
-                     sums, acc)  # fmt: skip
+    processors = launch.processors(site.device_index)
+    tiles = 1 if normalizes else -(-cols // config.block_n)
+    rest_tiles = -(-(cols - config.block_n) // rest_config.block_n) if cut else 1
+    return _Backward(
+        variant=build(kernels.norm_backward_kernel, config),
+        rows=config.rows,
+        tiles=tiles,
+        programs=max(2, processors * config.per_sm // tiles),
+        rest=build(kernels.norm_backward_kernel, rest_config, FIRST_COL=config.block_n) if cut else None,
+        rest_tiles=rest_tiles,
+        rest_programs=max(2, processors * rest_config.per_sm // rest_tiles),
+        reduce=build(kernels.sum_partials_kernel, reduce_config) if sums else None,
+        reduce_block=reduce_config.block_n,
+        sums=sums,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,9 +10,9 @@ from torch import Tensor
 
 from ..core.rng import Seed
 from . import launching
-from .function import dtypes_of, kept_tensors, needs_of
-from .launching import Options
-from .reference import NormRule, accumulator, sum_dtype
+from .function import kept_tensors
+from .launching import site_of
+from .reference import Kind, NormRule, Rounding, accumulator, sum_dtype
 
 __all__ = ["operator_call"]
 
@@ -27,17 +28,19 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "norm_backward(Tensor? dy, Tensor? dsum, Tensor? kept, Tensor? bias, Tensor? residual, Tensor? weight, "
-    f"Tensor? ln_bias, Tensor? stats, bool[] needs, ScalarType x_dtype, ScalarType? bias_dtype, "
+    "Tensor? ln_bias, Tensor? stats, bool[] needs, ScalarType x_dtype, ScalarType? bias_dtype, "
     f"ScalarType? residual_dtype, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
-def _options(kind: Any, eps: float, weight_offset: float, rounding: Any, cols: int, dims: int, save: str,
-             store_sum: bool, out_dtype: torch.dtype | None) -> Options:  # fmt: skip
-    from . import ops
+@functools.lru_cache(maxsize=4096)
+def rule_of(kind: Kind, eps: float, weight_offset: float, rounding: Rounding) -> NormRule:
+    """The one rule object for these constants."""
+    return NormRule(kind, eps, weight_offset, rounding)
 
-    rule = ops.rule_of(kind, eps, weight_offset, rounding)
-    return ops.options_of(rule, cols, dims, save, store_sum, out_dtype)
+
+def _dtype(t: Tensor | None) -> torch.dtype | None:
+    return None if t is None else t.dtype
 
 
 def _absent(like: Tensor) -> Tensor:
@@ -57,8 +60,12 @@ def operator_call(x: Tensor, bias: Tensor | None, residual: Tensor | None, weigh
 
 
 def _forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, ln_bias: Tensor | None,
-             seed: Tensor | None, threshold: int, *call: Any) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    y, z, stats = launching.forward(x, bias, residual, weight, ln_bias, seed, threshold, _options(*call))
+             seed: Tensor | None, threshold: int, kind: Any, eps: float, weight_offset: float, rounding: Any,
+             cols: int, dims: int, save: str, store_sum: bool,
+             out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    site = site_of(rule_of(kind, eps, weight_offset, rounding), cols, dims, save, out_dtype, x.get_device(), x.dtype,
+                   _dtype(bias), _dtype(residual), _dtype(weight), _dtype(ln_bias))  # fmt: skip
+    y, z, stats = launching.forward(site, x, bias, residual, weight, ln_bias, seed, threshold, store_sum)
     return y, _absent(x) if z is None else z, _absent(x) if stats is None else stats
 
 
@@ -80,13 +87,14 @@ def _fake_forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, weigh
 def _backward(dy: Tensor | None, dsum: Tensor | None, kept: Tensor | None, bias: Tensor | None,
               residual: Tensor | None, weight: Tensor | None, ln_bias: Tensor | None, stats: Tensor | None,
               needs: list[bool], x_dtype: torch.dtype, bias_dtype: torch.dtype | None,
-              residual_dtype: torch.dtype | None, seed: Tensor | None, threshold: int,
-              *call: Any) -> tuple[Tensor, ...]:  # fmt: skip
-    dtypes = dtypes_of(x_dtype, bias_dtype, residual_dtype)
-    grads = launching.backward(dy, dsum, kept, bias, residual, weight, ln_bias, stats, seed, threshold,
-                               needs_of(*needs), dtypes, _options(*call))  # fmt: skip
-    like = dy if dy is not None else dsum
-    assert like is not None
+              residual_dtype: torch.dtype | None, seed: Tensor | None, threshold: int, kind: Any, eps: float,
+              weight_offset: float, rounding: Any, cols: int, dims: int, save: str, store_sum: bool,
+              out_dtype: torch.dtype | None) -> tuple[Tensor, ...]:  # fmt: skip
+    like: Tensor = dy if dy is not None else dsum  # type: ignore[assignment]
+    site = site_of(rule_of(kind, eps, weight_offset, rounding), cols, dims, save, out_dtype, like.get_device(), x_dtype,
+                   bias_dtype, residual_dtype, _dtype(weight), _dtype(ln_bias))  # fmt: skip
+    grads = launching.backward(site, dy, dsum, kept, bias, residual, weight, ln_bias, stats, seed, threshold,
+                               tuple(needs))  # type: ignore[arg-type]  # fmt: skip
     dx, *others = (_absent(like) if grad is None else grad for grad in grads)
     if needs[0] and needs[2] and dx is others[1]:
         dx = _absent(like)  # an operator's outputs may not alias; `_autograd_backward` puts the shared gradient back
@@ -118,8 +126,7 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     x, bias, residual, weight, ln_bias, seed, threshold, *call = inputs
     y, z, stats = output
     kind, save, store_sum = call[0], call[6], call[7]
-    options = Options(NormRule(kind), 0, 0, save, store_sum, None)
-    kept, kept_bias, kept_residual = kept_tensors(x, bias, residual, y, z if store_sum else None, options)
+    kept, kept_bias, kept_residual = kept_tensors(x, bias, residual, y, z if store_sum else None, kind, save)
     ctx.save_for_backward(kept, kept_bias, kept_residual, weight, ln_bias, stats if kind != "none" else None, seed)
     ctx.set_materialize_grads(False)
     ctx.dtypes = (x.dtype, None if bias is None else bias.dtype, None if residual is None else residual.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from ..core import autograd, checks, launch, rng
 from . import launching, reference
 from .function import Call, NormFunction
-from .launching import Options
-from .operators import operator_call
+from .launching import Site
+from .operators import operator_call, rule_of
 from .reference import Kind, NormRule, Rounding, accumulator
 
 __all__ = ["bias_dropout_add", "bias_dropout_add_ln", "bias_dropout_add_rms_norm", "default_eps", "layer_norm", "rms_norm"]
@@ -57,8 +57,9 @@ def layer_norm(
     Kept for backward: the input, and two numbers a row.
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
-    shape = _check_norm("layer_norm", input, normalized_shape, weight, bias, eps, out_dtype)
-    return _norm("layer", input, weight, bias, shape, eps, 0.0, "once", out_dtype)
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    return _call("layer_norm", "layer", shape, input, None, None, weight, bias, 0.0, eps, 0.0, "once", "sum", False,
+                 out_dtype)[0]  # fmt: skip
 
 
 def rms_norm(
@@ -92,12 +93,9 @@ def rms_norm(
     Kept for backward: the input, and one number a row.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    shape = _check_norm("rms_norm", input, normalized_shape, weight, None, eps, out_dtype)
-    if rounding != "once":
-        checks.check_choice("rms_norm", "rounding", rounding, _ROUNDINGS)
-    if eps is None:
-        eps = default_eps(input.dtype)
-    return _norm("rms", input, weight, None, shape, eps, weight_offset, rounding, out_dtype)
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    return _call("rms_norm", "rms", shape, input, None, None, weight, None, 0.0, eps, weight_offset, rounding, "sum",
+                 False, out_dtype)[0]  # fmt: skip
 
 
 def bias_dropout_add(
@@ -128,10 +126,8 @@ def bias_dropout_add(
     Kept for backward: nothing.
     Source: Srivastava et al. 2014, "Dropout"; Salmon et al. 2011 for the mask's generator, Philox.
     """
-    op = "bias_dropout_add"
-    _check_fused(op, x, bias, residual, None, None, p, 0.0, out_dtype)
-    rule = _rule("none", 0.0, 0.0, "once")
-    return _fused(x, bias, residual, None, None, p if training else 0.0, rule, "sum", False, out_dtype)[0]
+    return _call("bias_dropout_add", "none", None, x, bias, residual, None, None, p if training else _off(p), 0.0, 0.0,
+                 "once", "sum", False, out_dtype)[0]  # fmt: skip
 
 
 def bias_dropout_add_ln(
@@ -176,12 +172,8 @@ def bias_dropout_add_ln(
     Kept for backward: one tensor of x's size (see ``save``), and two numbers a row.
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
-    op = "bias_dropout_add_ln"
-    _check_fused(op, x, bias, residual, weight, ln_bias, p, eps, out_dtype)
-    if save != "sum":
-        checks.check_choice(op, "save", save, _SAVES)
-    rule = _rule("layer", eps, 0.0, "once")
-    y, z = _fused(x, bias, residual, weight, ln_bias, p if training else 0.0, rule, save, return_sum, out_dtype)
+    y, z = _call("bias_dropout_add_ln", "layer", None, x, bias, residual, weight, ln_bias, p if training else _off(p),
+                 eps, 0.0, "once", save, return_sum, out_dtype)  # fmt: skip
     return (y, z) if return_sum else y
 
 
@@ -225,143 +217,177 @@ def bias_dropout_add_rms_norm(
     Kept for backward: one tensor of x's size (see ``save``), and one number a row.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    op = "bias_dropout_add_rms_norm"
-    _check_fused(op, x, bias, residual, weight, None, p, eps, out_dtype)
-    if save != "sum":
-        checks.check_choice(op, "save", save, _SAVES)
-    if rounding != "once":
-        checks.check_choice(op, "rounding", rounding, _ROUNDINGS)
-    if eps is None:
-        eps = default_eps(reference.sum_dtype(x, bias, residual))
-    rule = _rule("rms", eps, weight_offset, rounding)
-    y, z = _fused(x, bias, residual, weight, None, p if training else 0.0, rule, save, return_sum, out_dtype)
+    y, z = _call("bias_dropout_add_rms_norm", "rms", None, x, bias, residual, weight, None,
+                 p if training else _off(p), eps, weight_offset, rounding, save, return_sum, out_dtype)  # fmt: skip
     return (y, z) if return_sum else y
 
 
 # --- checks -------------------------------------------------------------------------------------------------------
 
 
-def _check_norm(op: str, input: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None,
-                bias: Tensor | None, eps: float | None, out_dtype: torch.dtype | None) -> tuple[int, ...]:  # fmt: skip
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    checks.check_tensor(op, "input", input)
-    if not shape:
-        raise ValueError(f"{op}: normalized_shape must name at least one dimension, got ()")
-    if input.shape[-len(shape) :] != shape:
-        wanted = ", ".join(map(str, shape))
-        raise ValueError(f"{op}: input has shape {tuple(input.shape)}, expected (*, {wanted})")
-    for name, value in (("weight", weight), ("bias", bias)):
-        if value is not None:
-            checks.check_tensor(op, name, value, input)
-            checks.check_shape(op, name, value, shape)
-    if eps is not None:
-        checks.check_eps(op, eps)
-    if out_dtype is not None:
-        checks.check_out_dtype(op, out_dtype)
-    return shape
-
-
-def _check_fused(op: str, x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None,
-                 ln_bias: Tensor | None, p: float, eps: float | None, out_dtype: torch.dtype | None) -> None:  # fmt: skip
-    checks.check_tensor(op, "x", x)
-    shape = x.shape
-    if not shape:
-        raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
+def _check(op: str, shape: tuple[int, ...] | None, x: Tensor, bias: Tensor | None, residual: Tensor | None,
+           weight: Tensor | None, ln_bias: Tensor | None, eps: float | None, rounding: str, save: str,
+           out_dtype: torch.dtype | None) -> None:  # fmt: skip
+    """All that can be wrong but p; ``shape`` is the normalised shape of a norm alone."""
+    first, last = ("x", "ln_bias") if shape is None else ("input", "bias")
+    checks.check_tensor(op, first, x)
+    if shape is None:
+        if x.dim() == 0:
+            raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
+        tail: tuple[int, ...] = tuple(x.shape[-1:])
+    else:
+        tail = shape
+        if not tail:
+            raise ValueError(f"{op}: normalized_shape must name at least one dimension, got ()")
+        if tuple(x.shape[-len(tail) :]) != tail:
+            wanted = ", ".join(map(str, tail))
+            raise ValueError(f"{op}: input has shape {tuple(x.shape)}, expected (*, {wanted})")
     if residual is not None:
         checks.check_tensor(op, "residual", residual, x)
-        checks.check_shape(op, "residual", residual, shape)
-    for name, value in (("bias", bias), ("weight", weight), ("ln_bias", ln_bias)):
+        checks.check_shape(op, "residual", residual, tuple(x.shape))
+    for name, value in (("bias", bias), ("weight", weight), (last, ln_bias)):
         if value is not None:
             checks.check_tensor(op, name, value, x)
-            checks.check_shape(op, name, value, shape[-1:])
-    checks.check_p(op, p)
+            checks.check_shape(op, name, value, tail)
     if eps is not None:
         checks.check_eps(op, eps)
-    if out_dtype is not None:
-        checks.check_out_dtype(op, out_dtype)
+    checks.check_choice(op, "rounding", rounding, _ROUNDINGS)
+    checks.check_choice(op, "save", save, _SAVES)
+    checks.check_out_dtype(op, out_dtype)
+
+
+def _off(p: float) -> float:
+    """No dropout, for a p that is still checked: a p out of range is an error in evaluation too."""
+    return 0.0 if 0.0 <= p <= 1.0 else p
 
 
 # --- dispatch -----------------------------------------------------------------------------------------------------
 
-
-@functools.lru_cache(maxsize=4096)
-def rule_of(kind: Kind, eps: float, weight_offset: float, rounding: Rounding) -> NormRule:
-    """The one rule object for these constants."""
-    return NormRule(kind, eps, weight_offset, rounding)
-
-
-def _rule(kind: Kind, eps: float, weight_offset: float, rounding: Rounding) -> NormRule:
-    # torch.compile does not trace caches.
-    make = NormRule if torch.compiler.is_compiling() else rule_of
-    return make(kind, eps, weight_offset, rounding)
+# The calls seen to be right, by all that checks and choice of kernel depend on; None for those the formula serves.
+_admitted: dict[Any, Site | None] = {}
+_MOST_ADMITTED = 8192
+_UNSEEN: Any = object()
 
 
-@functools.lru_cache(maxsize=4096)
-def options_of(rule: NormRule, cols: int, dims: int, save: str, store_sum: bool,
-             out_dtype: torch.dtype | None) -> Options:  # fmt: skip
-    """The one options object for these choices."""
-    return Options(rule, cols, dims, save, store_sum, out_dtype)
+def _call(op: str, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias: Tensor | None, residual: Tensor | None,
+          weight: Tensor | None, ln_bias: Tensor | None, p: float, eps: float | None, weight_offset: float,
+          rounding: Rounding, save: str, return_sum: bool,
+          out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Any member of the family: ``(y, z)``, z None unless ``return_sum``.
 
+    A call whose key was admitted before is not checked again: the key holds every shape, dtype, type and device that
+    the checks look at.
+    """
+    if out_dtype is None and kind == "layer":
+        out_dtype = autograd.autocast_dtype(x)
+    if torch.compiler.is_compiling():
+        return _observed(op, kind, shape, x, bias, residual, weight, ln_bias, p, eps, weight_offset, rounding, save,
+                         return_sum, out_dtype)  # fmt: skip
+    try:
+        key = (
+            op, kind, shape, eps, weight_offset, rounding, save, out_dtype, type(x), x.dtype, x.get_device(),
+            x.shape[-1] if shape is None or len(shape) == 1 else x.shape[-len(shape) :],
+            None if bias is None else (type(bias), bias.dtype, bias.get_device(), bias.shape),
+            None if residual is None else (type(residual), residual.dtype, residual.get_device(), residual.shape == x.shape),
+            None if weight is None else (type(weight), weight.dtype, weight.get_device(), weight.shape),
+            None if ln_bias is None else (type(ln_bias), ln_bias.dtype, ln_bias.get_device(), ln_bias.shape),
+        )  # fmt: skip
+        site = _admitted.get(key, _UNSEEN)
+    except (AttributeError, IndexError, TypeError, RuntimeError):
+        key, site = None, _UNSEEN  # something is wrong, and the checks say what; or a subclass that hides its device
+    if site is _UNSEEN or torch._C._len_torch_dispatch_stack() > 0:
+        checks.check_p(op, p)
+        _check(op, shape, x, bias, residual, weight, ln_bias, eps, rounding, save, out_dtype)
+        if not autograd.plain(x, bias, residual, weight, ln_bias):
+            return _observed(op, kind, shape, x, bias, residual, weight, ln_bias, p, eps, weight_offset, rounding,
+                             save, return_sum, out_dtype)  # fmt: skip
+        site = _admit(key, kind, shape, x, bias, residual, weight, ln_bias, eps, weight_offset, rounding, save,
+                      out_dtype)  # fmt: skip
+    if p != 0.0 and not (type(p) is float and 0.0 <= p <= 1.0):
+        checks.check_p(op, p)
+    if site is None or x.numel() == 0:
+        return _composite(kind, shape, x, bias, residual, weight, ln_bias, p, eps, weight_offset, rounding, out_dtype)
 
-def _norm(kind: Kind, input: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...], eps: float,
-          weight_offset: float, rounding: Rounding, out_dtype: torch.dtype | None) -> Tensor:  # fmt: skip
-    """A norm alone: the sum is the input itself."""
-    device_type = input.device.type
-    if out_dtype is None:
-        out_dtype = autograd.autocast_dtype(device_type, input.dtype)
-    rule = _rule(kind, eps, weight_offset, rounding)
-    cols = shape[0] if len(shape) == 1 else functools.reduce(lambda a, b: a * b, shape)
-    if not launch.runs_kernels(device_type) or input.numel() == 0:
-        dims = len(shape)
-        if dims > 1:
-            weight, bias = (None if t is None else t.reshape(cols) for t in (weight, bias))
-        flat = input.flatten(-dims) if dims > 1 else input
-        y, _ = reference.forward(flat, None, None, weight, bias, rule, out_dtype=out_dtype)
-        return y.view(input.shape) if dims > 1 else y
-    y, _ = _kernels(input, None, None, weight, bias, None, 0, rule, cols, len(shape), "sum", False, out_dtype)
-    return y
-
-
-def _fused(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, ln_bias: Tensor | None,
-           p: float, rule: NormRule, save: str, return_sum: bool,
-           out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    device = x.device
-    if out_dtype is None and rule.kind != "none":
-        out_dtype = autograd.autocast_dtype(device.type, reference.sum_dtype(x, bias, residual))
-    if not launch.runs_kernels(device.type) or x.numel() == 0:
-        return _composite(x, bias, residual, weight, ln_bias, p, rule, out_dtype)
-    seed = rng.draw(device) if 0.0 < p < 1.0 else (0, 0) if p > 0.0 else None
-    if rule.kind == "none" and out_dtype is None:
-        return_sum = False
-    unchanged = bias is None and residual is None and seed is None
-    store_sum = rule.kind != "none" and (return_sum or (save == "sum" and not unchanged))
-    y, z = _kernels(x, bias, residual, weight, ln_bias, seed, rng.threshold(p), rule, x.shape[-1], 1, save, store_sum,
-                    out_dtype)  # fmt: skip
+    seed, threshold = (None, 0) if p == 0.0 else (rng.draw(x.device) if p < 1.0 else (0, 0), rng.threshold(p))
+    if (
+        torch.is_grad_enabled()
+        and (
+            x.requires_grad
+            or (residual is not None and residual.requires_grad)
+            or (weight is not None and weight.requires_grad)
+            or (bias is not None and bias.requires_grad)
+            or (ln_bias is not None and ln_bias.requires_grad)
+        )
+    ) or autograd.transforming():
+        store_sum = _stores_sum(kind, save, return_sum, bias, residual, seed)
+        y, z, _ = autograd.apply(NormFunction, x, bias, residual, weight, ln_bias,
+                                 Call(site, seed, threshold, store_sum))  # fmt: skip
+    else:
+        y, z, _ = launching.forward(site, x, bias, residual, weight, ln_bias, seed, threshold, return_sum)
     return y, z
 
 
-def _composite(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, ln_bias: Tensor | None,
-               p: float, rule: NormRule, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _stores_sum(kind: str, save: str, return_sum: bool, bias: Tensor | None, residual: Tensor | None,
+                seed: Any) -> bool:  # fmt: skip
+    """Whether the forward writes the sum: it is asked for, or kept and not simply x."""
+    if kind == "none":
+        return False
+    return return_sum or (save == "sum" and not (bias is None and residual is None and seed is None))
+
+
+def _admit(key: Any, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias: Tensor | None,
+           residual: Tensor | None, weight: Tensor | None, ln_bias: Tensor | None, eps: float | None,
+           weight_offset: float, rounding: Rounding, save: str, out_dtype: torch.dtype | None) -> Site | None:  # fmt: skip
+    site = None
+    if launch.runs_kernels(x.device.type):
+        if eps is None:
+            eps = default_eps(reference.sum_dtype(x, bias, residual))
+        cols = x.shape[-1] if shape is None else math.prod(shape)
+        site = launching.site_of(
+            rule_of(kind, eps, weight_offset, rounding), cols, 1 if shape is None else len(shape), save, out_dtype,
+            x.get_device(), x.dtype, *(None if t is None else t.dtype for t in (bias, residual, weight, ln_bias)),
+        )  # fmt: skip
+    if key is not None:
+        if len(_admitted) >= _MOST_ADMITTED:
+            _admitted.clear()
+        _admitted[key] = site
+    return site
+
+
+def _observed(op: str, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias: Tensor | None,
+              residual: Tensor | None, weight: Tensor | None, ln_bias: Tensor | None, p: float, eps: float | None,
+              weight_offset: float, rounding: Rounding, save: str, return_sum: bool,
+              out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Under torch.compile, a dispatch mode or a tensor subclass: one registered operator, which they can see."""
+    checks.check_p(op, p)
+    _check(op, shape, x, bias, residual, weight, ln_bias, eps, rounding, save, out_dtype)
+    if not launch.runs_kernels(x.device.type):
+        return _composite(kind, shape, x, bias, residual, weight, ln_bias, p, eps, weight_offset, rounding, out_dtype)
+    if eps is None:
+        eps = default_eps(reference.sum_dtype(x, bias, residual))
+    seed = None if p == 0.0 else rng.draw(x.device) if p < 1.0 else (0, 0)
+    cols = x.shape[-1] if shape is None else math.prod(shape)
+    return operator_call(x, bias, residual, weight, ln_bias, seed, rng.threshold(p),
+                         NormRule(kind, eps, weight_offset, rounding), cols, 1 if shape is None else len(shape), save,
+                         _stores_sum(kind, save, return_sum, bias, residual, seed), out_dtype)  # fmt: skip
+
+
+def _composite(kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias: Tensor | None, residual: Tensor | None,
+               weight: Tensor | None, ln_bias: Tensor | None, p: float, eps: float | None, weight_offset: float,
+               rounding: Rounding, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The formula in PyTorch's operators, with the keep mask that `F.dropout` would draw on the CPU."""
     keep = None
     if p >= 1.0:
         keep = torch.zeros_like(x, dtype=torch.bool)
     elif p > 0.0:
         keep = torch.empty_like(x, dtype=reference.sum_dtype(x, bias, None)).bernoulli_(1.0 - p)
-    return reference.forward(x, bias, residual, weight, ln_bias, rule, keep=keep, keep_probability=1.0 - p,
+    if eps is None:
+        eps = default_eps(reference.sum_dtype(x, bias, residual))
+    flat = x
+    if shape is not None and len(shape) > 1:
+        flat = x.flatten(-len(shape))
+        weight, ln_bias = (None if t is None else t.flatten() for t in (weight, ln_bias))
+    rule = NormRule(kind, eps, weight_offset, rounding)
+    y, z = reference.forward(flat, bias, residual, weight, ln_bias, rule, keep=keep, keep_probability=1.0 - p,
                              out_dtype=out_dtype)  # fmt: skip
-
-
-def _kernels(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, ln_bias: Tensor | None,
-             seed: rng.Seed | None, threshold: int, rule: NormRule, cols: int, dims: int, save: str, store_sum: bool,
-             out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Through the light autograd Function where nobody looks on, through the registered operators otherwise."""
-    if not autograd.plain(x, bias, residual, weight, ln_bias):
-        return operator_call(x, bias, residual, weight, ln_bias, seed, threshold, rule, cols, dims, save, store_sum,
-                             out_dtype)  # fmt: skip
-    options = options_of(rule, cols, dims, save, store_sum, out_dtype)
-    if autograd.differentiates(x, bias, residual, weight, ln_bias):
-        y, z, _ = autograd.apply(NormFunction, x, bias, residual, weight, ln_bias, Call(seed, threshold, options))
-        return y, z
-    y, z, _ = launching.forward(x, bias, residual, weight, ln_bias, seed, threshold, options)
-    return y, z
+    return y.view(x.shape) if flat is not x else y, z

@@ -331,7 +331,8 @@ def _liger_layer_norm() -> Callable[..., Any]:
 def _liger_rms_norm() -> Callable[..., Any]:
     from liger_kernel.transformers.functional import liger_rms_norm
 
-    return lambda input, normalized_shape, weight, eps: (liger_rms_norm(input, weight, eps),)
+    # Its "gemma" mode with no offset rounds once, at the end, as F.rms_norm does; its default rounds as Llama's module.
+    return lambda input, normalized_shape, weight, eps: (liger_rms_norm(input, weight, eps, 0.0, "gemma"),)
 
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -1,0 +1,97 @@
+"""The results as a picture: the fraction of the roofline, one panel an operator, one bar a provider."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .results import Row
+from .targets import asked_fraction
+
+__all__ = ["draw"]
+
+_COLOURS = {  # Okabe and Ito's, which colour-blind readers can tell apart
+    "fusedops": "#D55E00",
+    "eager": "#999999",
+    "compile": "#0072B2",
+    "compile_max_autotune": "#56B4E9",
+    "liger": "#009E73",
+}
+_LABELS = {
+    "eager": "PyTorch eager",
+    "compile": "torch.compile",
+    "compile_max_autotune": "torch.compile, max-autotune",
+    "liger": "Liger-Kernel",
+}
+_MODES = {"fwd": "forward", "fwd_bwd": "forward + backward"}
+_LAUNCH_BOUND = 1 << 16
+
+
+def draw(rows: Iterable[Row], path: Path, device: str) -> None:
+    """Writes the picture; needs matplotlib."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    shown = [row for row in rows if _elements(row) > _LAUNCH_BOUND]
+    if not shown:
+        raise ValueError("nothing to draw: no row is larger than the launch-bound shapes")
+    ops = list(dict.fromkeys(row.op for row in shown))
+    modes = [mode for mode in reversed(_MODES) if any(row.mode == mode for row in shown)]
+    size = (9.5 * len(modes), 2.7 * len(ops) + 1.4)
+    figure, grid = plt.subplots(len(ops), len(modes), figsize=size, squeeze=False, sharey=True, layout="constrained")
+    for line, op in zip(grid, ops, strict=True):
+        for axes, mode in zip(line, modes, strict=True):
+            _panel(axes, op, mode, [row for row in shown if (row.op, row.mode) == (op, mode)])
+        line[0].set_ylabel("fraction of the roofline")
+    handles = {name: bar for axes in grid.flat for bar, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
+    figure.suptitle(_title(shown, device))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _panel(axes: Any, op: str, mode: str, rows: list[Row]) -> None:
+    groups = sorted({(row.dtype, row.shape) for row in rows}, key=lambda group: (group[0], _sides(group[1])[::-1]))
+    names = [name for name in _COLOURS if any(row.provider == name for row in rows)]
+    width = 0.84 / max(1, len(names))
+    seen = {(row.dtype, row.shape, row.provider): row.fraction for row in rows}
+    for place, name in enumerate(names):
+        offset = (place - (len(names) - 1) / 2) * width
+        at = [(x + offset, seen[(*group, name)]) for x, group in enumerate(groups) if (*group, name) in seen]
+        xs, heights = [x for x, _ in at], [height for _, height in at]
+        axes.bar(xs, heights, width * 0.94, color=_COLOURS[name], label=_LABELS.get(name, name))
+        for x, height in at:
+            axes.text(x, height + 0.015, f"{height:.2f}".lstrip("0"), ha="center", va="bottom", fontsize=6.5)
+    for x, (dtype, shape) in enumerate(groups):
+        asked = asked_fraction(op, shape, dtype, mode)
+        if asked is not None:
+            axes.hlines(asked, x - 0.46, x + 0.46, colors="black", linestyles="dashed", linewidth=1, label="goal")
+    axes.set_xticks(range(len(groups)), [f"{shape.replace('x', '×')}\n{dtype}" for dtype, shape in groups], fontsize=8)  # noqa: RUF001
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_ylim(0, 1.12)
+    axes.set_title(f"{op}, {_MODES[mode]}", fontsize=10, loc="left")
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _title(rows: list[Row], device: str) -> str:
+    def every(field: str) -> str:
+        return ", ".join(dict.fromkeys(getattr(row, field) for row in rows))
+
+    what = "Bytes that must move ÷ measured copy bandwidth ÷ GPU time (1 is the roofline; longer is better)"
+    return f"{what}\n{device}, torch {every('torch')}, Triton {every('triton')}, commit {every('commit')}"
+
+
+def _sides(shape: str) -> tuple[int, int]:
+    rows, cols = shape.split("x")
+    return int(rows), int(cols)
+
+
+def _elements(row: Row) -> int:
+    rows, cols = _sides(row.shape)
+    return rows * cols

@@ -1,0 +1,199 @@
+"""One case from inputs to rows: check every provider's values, then time those that are right."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import floors, providers, timing
+from .cases import Case
+from .results import Row
+from .values import Oracle
+
+__all__ = ["Machine", "Plan", "run_case"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and on what the rows are measured."""
+
+    device: torch.device
+    l2_bytes: int
+    bandwidth: float  # bytes a second
+    commit: str
+    torch: str
+    triton: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which providers are wanted in which mode, and how hard to measure."""
+
+    wanted: tuple[tuple[str, str], ...]  # (mode, provider)
+    effort: timing.Effort
+    split: bool = False
+
+    def modes(self) -> dict[str, tuple[str, ...]]:
+        """The modes in which each provider is wanted."""
+        names = dict.fromkeys(provider for _, provider in self.wanted)
+        return {name: tuple(mode for mode, provider in self.wanted if provider == name) for name in names}
+
+
+@dataclass(frozen=True)
+class _Contender:
+    call: providers.Call
+    wrong: dict[str, str]
+    overwrites: bool
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The rotated sets: keyword arguments, those that take gradients, and the cotangents."""
+
+    arguments: list[dict[str, Any]]
+    leaves: list[tuple[Tensor, ...]]
+    cotangents: list[tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    gpu_us: float
+    peak_mib: float
+    seconds: float
+
+
+def run_case(case: Case, plan: Plan, machine: Machine) -> list[Row]:
+    """The rows of all wanted modes and providers; a provider that fails or is wrong has none, and stderr says why."""
+    if any(name.startswith("compile") for name in plan.modes()):  # else a quick run need not import the compiler
+        providers.fresh_compiler()
+    contenders = _judged(case, plan, machine)
+    _free()
+    inputs = _inputs(case, machine)
+    rows: list[Row] = []
+    for mode in dict.fromkeys(mode for mode, _ in plan.wanted):
+        names = [name for m, name in plan.wanted if m == mode and name in contenders]
+        right = {name: contenders[name] for name in names if mode not in contenders[name].wrong}
+        with timing.mode_context(mode):
+            rows += _run_mode(case, mode, right, inputs, plan, machine)
+    return rows
+
+
+def _judged(case: Case, plan: Plan, machine: Machine) -> dict[str, _Contender]:
+    oracle = Oracle(case, machine.device)
+    contenders: dict[str, _Contender] = {}
+    for name, modes in plan.modes().items():
+        start = time.perf_counter()
+        call = providers.build(name, case.spec)
+        if call is None:
+            continue
+        try:
+            verdict = oracle.judge(name, call, modes)
+        except Exception as error:  # noqa: BLE001 - a peer may fail in any way; the others are still to be timed
+            _say(f"{case} {name}: left out, {type(error).__name__}: {_first_line(error)}")
+            continue
+        for mode, problem in verdict.wrong.items():
+            _say(f"{case} {mode} {name}: REFUSED, wrong values: {problem}")
+        if verdict.overwrites:
+            _say(f"{case} {name}: writes into the gradient it is given; each replay gets it restored")
+        contenders[name] = _Contender(call, verdict.wrong, verdict.overwrites)
+        seconds = time.perf_counter() - start
+        if seconds > 2.0:
+            print(f"  {name}: {seconds:.1f} s to compile and check", flush=True)
+    return contenders
+
+
+def _inputs(case: Case, machine: Machine) -> _Inputs:
+    sample = case.spec.benchmark(case.rows, case.cols, case.dtype, machine.device)
+    size = sum(t.nbytes for t in sample.tensors.values() if t is not None)
+    sets = _Inputs([], [], [])
+    for index in range(timing.set_count(size, machine.l2_bytes)):
+        if index:
+            sample = case.spec.benchmark(case.rows, case.cols, case.dtype, machine.device)
+        leaves = tuple(t.requires_grad_() for t in sample.tensors.values() if t is not None and t.is_floating_point())
+        arguments = {**sample.tensors, **sample.options}
+        with torch.no_grad():
+            out = case.spec.eager(**arguments)
+        sets.arguments.append(arguments)
+        sets.leaves.append(leaves)
+        sets.cotangents.append(tuple(torch.randn_like(o) for o in out))
+    return sets
+
+
+def _run_mode(
+    case: Case, mode: str, contenders: dict[str, _Contender], inputs: _Inputs, plan: Plan, machine: Machine
+) -> list[Row]:
+    steps: dict[str, Sequence[timing.Step]] = {}
+    measured: dict[str, _Measured] = {}
+    for name, contender in contenders.items():
+        start = time.perf_counter()
+        own, restore = _steps(contender, mode, inputs)
+        try:
+            own[0]()  # compiled and loaded before memory is read
+            peak = timing.peak_mib(own[0])
+            gpu = _gpu_us(f"{case} {mode} {name}", own, plan, restore)
+        except Exception as error:  # noqa: BLE001 - as above
+            _say(f"{case} {mode} {name}: left out, {type(error).__name__}: {_first_line(error)}")
+            continue
+        steps[name] = own
+        measured[name] = _Measured(gpu, peak, time.perf_counter() - start)
+    loops = timing.loop_us(steps, plan.effort, launch_bound=case.launch_bound)
+    floor = floors.floor_us(floors.bytes_moved(case.spec, case.rows, case.cols, case.dtype, mode), machine.bandwidth)
+    rows = []
+    for name, seen in measured.items():
+        row = Row(
+            case.op, case.shape, case.dtype_name, mode, name, seen.gpu_us, loops[name], floor, seen.peak_mib,
+            machine.commit, machine.torch, machine.triton,
+        )  # fmt: skip
+        print(
+            f"  {mode:<8}{name:<22}{row.gpu_us:9.1f} us {row.fraction:6.3f} of floor {floor:8.1f}"
+            f"  loop {row.loop_us:9.1f} us  peak {row.peak_mib:8.1f} MiB  ({seen.seconds:.1f} s)",
+            flush=True,
+        )
+        rows.append(row)
+    return rows
+
+
+def _steps(contender: _Contender, mode: str, inputs: _Inputs) -> tuple[list[timing.Step], Callable[[], object] | None]:
+    if mode == "fwd":
+        return [timing.Forward(contender.call, arguments) for arguments in inputs.arguments], None
+    cotangents, restore = inputs.cotangents, None
+    if contender.overwrites:
+        originals, cotangents = cotangents, [tuple(c.clone() for c in cs) for cs in cotangents]
+        theirs = [c for cs in cotangents for c in cs]
+        ours = [c for cs in originals for c in cs]
+
+        def restore_all() -> None:
+            torch._foreach_copy_(theirs, ours)
+
+        restore = restore_all
+    triples = zip(inputs.arguments, inputs.leaves, cotangents, strict=True)
+    return [timing.Train(contender.call, *triple) for triple in triples], restore
+
+
+def _gpu_us(what: str, steps: Sequence[timing.Step], plan: Plan, restore: Callable[[], object] | None) -> float:
+    try:
+        return timing.gpu_us(steps, plan.effort, between=restore, split=plan.split)
+    except RuntimeError as error:
+        _say(f"{what}: no graph ({_first_line(error)}); timed with events around a loop instead")
+        torch.cuda.synchronize()
+        return timing.uncaptured_us(steps, plan.effort)
+
+
+def _free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

@@ -1,0 +1,362 @@
+"""The benchmark's own arithmetic and its gate; the timing itself needs a GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks import floors, providers, results, runner, targets, timing
+from benchmarks.cases import Case, cases, discover
+from benchmarks.results import Row
+from benchmarks.values import Oracle
+from fusedops.core.spec import Spec
+
+CPU = torch.device("cpu")
+SPECS = {spec.name: spec for spec in discover()}
+
+
+def row(provider="fusedops", gpu=100.0, loop=200.0, *, op="layer_norm", shape="8192x4096", mode="fwd_bwd", **changes):
+    base = Row(op, shape, "bf16", mode, provider, gpu, loop, 80.0, 64.0, "abc1234", "2.11.0", "3.6.0")
+    return replace(base, **changes)
+
+
+def case_of(op, rows=64, cols=96, dtype=torch.float32):
+    return Case(SPECS[op], rows, cols, dtype)
+
+
+# --- cases and floors ---------------------------------------------------------------------------------------------
+
+
+def test_every_family_with_a_spec_is_found():
+    assert {"layer_norm", "rms_norm", "bias_dropout_add_ln"} <= set(SPECS)
+    assert all(isinstance(spec, Spec) for spec in SPECS.values())
+
+
+def test_cases_are_narrowed_by_name():
+    every = list(cases(SPECS.values()))
+    assert len(every) == sum(len(spec.shapes) for spec in SPECS.values())
+    (one,) = cases(SPECS.values(), ["layer_norm"], ["8192x4096"], ["bf16"])
+    assert str(one) == "layer_norm 8192x4096 bf16"
+    assert not list(cases(SPECS.values(), ["layer_norm"], ["8192x4097"]))
+
+
+def test_every_asked_figure_has_a_case_that_measures_it():
+    timed = {(case.op, case.shape, case.dtype_name) for case in cases(SPECS.values())}
+    assert {(t.op, t.shape, t.dtype) for t in targets.TARGETS} <= timed
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "mode", "published"),
+    [
+        # Microseconds at 4.25 TB/s, by hand: passes * M * N * bytes / bandwidth.
+        ("bias_dropout_add_ln", (8192, 4096, torch.bfloat16), "fwd_bwd", 110.5),
+        ("bias_dropout_add_ln", (8192, 1024, torch.float32), "fwd_bwd", 55.3),
+        ("bias_dropout_add_ln", (8192, 4096, torch.bfloat16), "fwd", 47.4),
+        ("layer_norm", (8192, 4096, torch.bfloat16), "fwd_bwd", 79.0),
+        ("rms_norm", (8192, 1024, torch.bfloat16), "fwd", 7.9),
+    ],
+)
+def test_floor(op, shape, mode, published):
+    assert floors.floor_us(floors.bytes_moved(SPECS[op], *shape, mode), 4.25e12) == pytest.approx(published, rel=1e-2)
+
+
+def test_sets_are_several_times_the_cache_but_bounded():
+    assert timing.set_count(16 << 20, 60 << 20) * (16 << 20) >= 4 * (60 << 20)
+    assert timing.set_count(1 << 30, 60 << 20) == 3
+    assert timing.set_count(4096, 60 << 20) == 64
+
+
+def test_a_training_step_returns_gradients_and_accumulates_none():
+    x = torch.randn(4, 8, requires_grad=True)
+    cotangent = torch.randn(4, 8)
+    step = timing.Train(lambda x: (x.square(),), {"x": x}, (x,), (cotangent,))
+    torch.testing.assert_close(step()[1][0], 2 * x * cotangent)
+    torch.testing.assert_close(step.backward(step.forward())[0], 2 * x * cotangent)
+    assert x.grad is None
+
+
+# --- results ------------------------------------------------------------------------------------------------------
+
+
+def test_new_rows_replace_old_ones_of_the_same_key(tmp_path):
+    path = tmp_path / "deep" / "device.csv"
+    results.write(path, [row(gpu=100.0), row("eager", gpu=300.0)])
+    results.write(path, [row(gpu=90.0), row(gpu=40.0, mode="fwd")])
+    seen = {(r.mode, r.provider): r.gpu_us for r in results.read(path)}
+    assert seen == {("fwd", "fusedops"): 40.0, ("fwd_bwd", "eager"): 300.0, ("fwd_bwd", "fusedops"): 90.0}
+    assert [p.name for p in path.parent.iterdir()] == ["device.csv"]
+
+
+def test_the_columns_are_the_published_ones(tmp_path):
+    path = tmp_path / "device.csv"
+    results.write(path, [row()])
+    assert path.read_text().splitlines() == [
+        "op,shape,dtype,mode,provider,gpu_us,loop_us,floor_us,peak_mib,commit,torch,triton",
+        "layer_norm,8192x4096,bf16,fwd_bwd,fusedops,100.000,200.000,80.000,64.000,abc1234,2.11.0,3.6.0",
+    ]
+
+
+def test_shapes_are_ordered_as_numbers():
+    shapes = ["1024x32768", "8192x1024", "8x256", "2048x16384"]
+    merged = results.merge([], [row(shape=shape) for shape in shapes])
+    assert [r.shape for r in merged] == ["8x256", "8192x1024", "2048x16384", "1024x32768"]
+
+
+def test_a_file_with_other_columns_is_refused_and_left_alone(tmp_path):
+    path = tmp_path / "device.csv"
+    path.write_text("op,time\nlayer_norm,3\n")
+    with pytest.raises(ValueError, match=r"has the columns \['op', 'time'\], expected \['op', 'shape'"):
+        results.write(path, [row()])
+    assert path.read_text() == "op,time\nlayer_norm,3\n"
+
+
+def test_device_slug():
+    assert results.device_slug("NVIDIA H200") == "nvidia_h200"
+    assert results.device_slug("AMD Instinct(TM) MI300X") == "amd_instinct_tm_mi300x"
+
+
+def test_commit_can_be_named(monkeypatch):
+    monkeypatch.setenv("FUSEDOPS_COMMIT", "feed123")
+    assert results.commit() == "feed123"
+
+
+# --- targets ------------------------------------------------------------------------------------------------------
+
+
+def test_fractions_and_loop_ratios_are_compared_the_right_way_round():
+    figures = (
+        targets.Target("layer_norm", "8192x4096", "bf16", "fwd_bwd", 0.80),
+        targets.Target("layer_norm", "8x256", "bf16", "fwd_bwd", 1.15, "loop"),
+    )
+    rows = [
+        row(gpu=99.0), row("eager", gpu=200.0), row("liger", gpu=150.0),
+        row(shape="8x256", loop=60.0), row("eager", shape="8x256", loop=50.0), row("liger", shape="8x256", loop=300.0),
+    ]  # fmt: skip
+    fraction, loop = targets.compare(rows, figures)
+    assert fraction.seen == pytest.approx(80 / 99)
+    assert fraction.met
+    assert fraction.best_peer == "0.53 liger"
+    assert loop.seen == pytest.approx(1.2)
+    assert not loop.met
+    assert loop.best_peer == "6.00 liger"
+
+
+def test_an_absent_figure_is_not_met():
+    (verdict,) = targets.compare([row("eager")], [targets.Target("layer_norm", "8192x4096", "bf16", "fwd_bwd", 0.8)])
+    assert verdict.seen is None
+    assert not verdict.met
+
+
+def test_check_fails_until_every_figure_is_met(tmp_path, capsys):
+    path = tmp_path / "device.csv"
+    assert command.main(["check", "--output", str(path)]) == 1
+    good = [
+        row(op=t.op, shape=t.shape, dtype=t.dtype, mode=t.mode, gpu=80.0 / 0.95, loop=20.0) for t in targets.TARGETS
+    ]
+    results.write(path, [*good, *(replace(r, provider="eager", loop_us=50.0) for r in good)])
+    assert command.main(["check", "--output", str(path)]) == 0
+    results.write(path, [replace(good[0], gpu_us=400.0)])
+    capsys.readouterr()
+    assert command.main(["check", "--output", str(path)]) == 1
+    assert capsys.readouterr().out.count("MISSED") == 1
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "nvidia_h200.csv"
+    rows = [
+        row(provider, gpu, op=op, mode=mode, shape=shape)
+        for op in ("layer_norm", "rms_norm")
+        for mode in ("fwd", "fwd_bwd")
+        for shape in ("8x256", "8192x4096")
+        for provider, gpu in (("fusedops", 95.0), ("eager", 200.0), ("compile", 130.0))
+    ]
+    results.write(path, rows)
+    assert command.main(["plot", "--output", str(path)]) == 0
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_of_nothing_says_so(tmp_path, capsys):
+    assert command.main(["plot", "--output", str(tmp_path / "none.csv")]) == 1
+    assert "nothing to draw" in capsys.readouterr().err
+
+
+# --- which providers are timed ------------------------------------------------------------------------------------
+
+
+def test_max_autotune_is_spared_where_nothing_asks_for_it():
+    asked, not_asked = case_of("layer_norm", 8192, 4096, torch.bfloat16), case_of("layer_norm", 77, 4096)
+    wanted = providers.worthwhile
+    assert wanted("compile_max_autotune", asked, "fwd_bwd", named=False)
+    assert not wanted("compile_max_autotune", asked, "fwd", named=False)
+    assert not wanted("compile_max_autotune", not_asked, "fwd_bwd", named=False)
+    assert wanted("compile_max_autotune", not_asked, "fwd_bwd", named=True)
+    assert wanted("compile", not_asked, "fwd", named=False)
+
+
+def test_running_without_a_gpu_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert command.main(["run"]) == 2
+    assert "needs a GPU" in capsys.readouterr().err
+
+
+# --- the gate: wrong values are not timed -------------------------------------------------------------------------
+
+DROPOUT = ("bias_dropout_add", "bias_dropout_add_ln", "bias_dropout_add_rms_norm")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("op", sorted(SPECS))
+def test_right_providers_pass(op, dtype):
+    oracle = Oracle(case_of(op, dtype=dtype), CPU)
+    for name in ("fusedops", "eager"):
+        verdict = oracle.judge(name, providers.build(name, SPECS[op]))
+        assert not verdict.wrong
+        assert not verdict.overwrites
+
+
+def altered(spec, change):
+    """Eager with its outputs changed."""
+    return lambda **kwargs: tuple(change(out) for out in spec.eager(**kwargs))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda out: out * 1.001, "output 0 is off by"),
+        (lambda out: out.index_fill(0, torch.tensor([1]), float("nan")), "output 0 is off by nan"),
+        (lambda out: out.double(), "output 0 is torch.float64"),
+    ],
+    ids=["scaled", "nan", "dtype"],
+)
+@pytest.mark.parametrize("op", ["layer_norm", "bias_dropout_add_ln"])
+def test_wrong_outputs_are_refused(op, change, message):
+    verdict = Oracle(case_of(op), CPU).judge("eager", altered(SPECS[op], change))
+    assert set(verdict.wrong) == {"fwd", "fwd_bwd"}
+    assert message in verdict.wrong["fwd_bwd"]
+
+
+class _Skewed(torch.autograd.Function):
+    """The identity, with a gradient that is too large in one element."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        dy = dy.clone()
+        dy[0] *= 1.5
+        return dy
+
+
+@pytest.mark.parametrize("op", sorted(SPECS))
+def test_wrong_gradients_are_refused_and_right_outputs_still_timed(op):
+    spec = SPECS[op]
+
+    def skewed(**kwargs):
+        name = "weight" if "weight" in kwargs else "bias"
+        return spec.eager(**kwargs | {name: _Skewed.apply(kwargs[name])})
+
+    verdict = Oracle(case_of(op), CPU).judge("eager", skewed)
+    assert set(verdict.wrong) == {"fwd_bwd"}
+    assert "gradient of" in verdict.wrong["fwd_bwd"]
+
+
+@pytest.mark.parametrize("op", DROPOUT)
+def test_another_keep_rate_is_refused(op):
+    spec = SPECS[op]
+    verdict = Oracle(case_of(op), CPU).judge("eager", lambda **kwargs: spec.eager(**kwargs | {"p": 0.15}))
+    assert "of the elements, expected 0.90000" in verdict.wrong["fwd_bwd"]
+
+
+@pytest.mark.parametrize("op", DROPOUT)
+def test_a_biased_scale_is_refused(op):
+    """The expectation off by a quarter of a percent, as from p rounded to a byte but not its scale."""
+    spec = SPECS[op]
+
+    def biased(**kwargs):
+        return spec.eager(**kwargs | {name: kwargs[name] * 1.0026 for name in ("x", "bias")})
+
+    assert "is off by" in Oracle(case_of(op), CPU).judge("eager", biased).wrong["fwd_bwd"]
+
+
+@pytest.mark.parametrize("op", DROPOUT)
+def test_a_backward_with_another_mask_is_refused(op):
+    """The forward under one mask and the gradients under another: neither gate alone would see it."""
+    spec = SPECS[op]
+
+    def two_masks(**kwargs):
+        with torch.no_grad():
+            shown = spec.eager(**kwargs)
+        hidden = spec.eager(**kwargs)
+        return tuple(h + (s - h).detach() for s, h in zip(shown, hidden, strict=True))
+
+    assert "output 0 is off by" in Oracle(case_of(op), CPU).judge("eager", two_masks).wrong["fwd_bwd"]
+
+
+def test_a_provider_that_writes_into_the_gradient_is_noticed():
+    class InPlace(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            kept = dy.clone()
+            dy.zero_()
+            return kept
+
+    spec = SPECS["layer_norm"]
+    verdict = Oracle(case_of("layer_norm"), CPU).judge("eager", altered(spec, InPlace.apply))
+    assert verdict.overwrites
+    assert not verdict.wrong
+
+
+def test_a_vanishing_gradient_does_not_hide_the_mask():
+    """Where dz underflows to zero the gradients cannot tell kept from dropped; the output does."""
+    case = case_of("bias_dropout_add", 64, 512, torch.float16)
+    oracle = Oracle(case, CPU)
+    oracle.cotangents = tuple(c.masked_fill(torch.rand_like(c) < 0.01, 0.0) for c in oracle.cotangents)
+    assert not oracle.judge("eager", case.spec.eager).wrong
+
+
+# --- one case, its timing replaced --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def untimed(monkeypatch):
+    """Every measurement returns a constant, so that a case runs without a GPU."""
+    monkeypatch.setattr(timing, "gpu_us", lambda steps, effort, **kwargs: [step() for step in steps] and 50.0)
+    monkeypatch.setattr(timing, "peak_mib", lambda step: 1.0)
+    monkeypatch.setattr(timing, "loop_us", lambda steps, effort, **kwargs: dict.fromkeys(steps, 70.0))
+    return runner.Machine(CPU, 1 << 16, 1e9, "abc1234", "2.11.0", "3.6.0")
+
+
+def test_a_case_gives_a_row_for_every_mode_and_right_provider(untimed, monkeypatch, capsys):
+    monkeypatch.setitem(providers.PROVIDERS, "wrong", lambda spec: altered(spec, lambda out: out * 1.01))
+    monkeypatch.setitem(providers.PROVIDERS, "broken", lambda spec: lambda **kwargs: 1 / 0)
+    monkeypatch.setitem(providers.PROVIDERS, "absent", lambda spec: None)
+    names = ("fusedops", "eager", "wrong", "broken", "absent")
+    plan = runner.Plan(tuple((mode, name) for mode in ("fwd", "fwd_bwd") for name in names), timing.Effort())
+    rows = runner.run_case(case_of("bias_dropout_add_ln"), plan, untimed)
+    assert {(r.mode, r.provider) for r in rows} == {(m, n) for m in ("fwd", "fwd_bwd") for n in ("fusedops", "eager")}
+    floor = {"fwd": 3 * 64 * 96 * 4 / 1e9 * 1e6, "fwd_bwd": 7 * 64 * 96 * 4 / 1e9 * 1e6}
+    assert all((r.shape, r.dtype, r.gpu_us, r.loop_us) == ("64x96", "fp32", 50.0, 70.0) for r in rows)
+    assert all(r.floor_us == pytest.approx(floor[r.mode]) for r in rows)
+    said = capsys.readouterr().err
+    assert "fwd_bwd wrong: REFUSED, wrong values: output 0 is off by" in said
+    assert "broken: left out, ZeroDivisionError" in said
+
+
+def test_a_provider_that_cannot_be_captured_is_timed_in_a_loop_and_said_so(untimed, monkeypatch, capsys):
+    def uncapturable(steps, effort, **kwargs):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(timing, "gpu_us", uncapturable)
+    monkeypatch.setattr(timing, "uncaptured_us", lambda steps, effort: 60.0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    (only,) = runner.run_case(case_of("layer_norm"), runner.Plan((("fwd", "fusedops"),), timing.Effort()), untimed)
+    assert only.gpu_us == 60.0
+    assert "no graph (operation not permitted when stream is capturing); timed with" in capsys.readouterr().err

@@ -1,0 +1,154 @@
+"""Kernel launches: as many as the spec says, none on the plain CPU; a new number of rows builds no new variant."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusedops.core import launch
+from fusedops.core.spec import Sample, Spec
+from support import ALL_SPECS, as_tuple, random_like, tensors_of
+
+every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
+
+# Rows enough for several programs of the backward at the widths below.
+ROWS = 300
+
+
+def _sample(spec: Spec, rows: int, cols: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Sample:
+    return spec.benchmark(rows, cols, dtype, device)
+
+
+def _launches(spec: Spec, sample: Sample, names: list[str] | None = None) -> tuple[list[str], list[str]]:
+    """Names of the kernels that a forward and a backward (for ``names``, default all tensors) launch."""
+    tensors = tensors_of(spec, sample)
+    leaves = [t.detach().requires_grad_(names is None or name in names) for name, t in tensors.items()]
+    values = {**sample.tensors, **dict(zip(tensors, leaves, strict=True))}
+    with launch.record() as forward:
+        outputs = as_tuple(spec.call(**values, **sample.options))
+    with launch.record() as backward:
+        torch.autograd.grad(outputs, [leaf for leaf in leaves if leaf.requires_grad], random_like(outputs))
+    return forward, backward
+
+
+@every
+@pytest.mark.kernels
+@pytest.mark.parametrize("cols", [64, 1000])
+def test_as_many_as_the_spec_says(spec: Spec, cols: int, device: torch.device) -> None:
+    forward, backward = _launches(spec, _sample(spec, ROWS, cols, device))
+    assert (len(forward), len(backward)) == spec.launches
+    assert all("forward" in name or "dropout" in name for name in forward)
+    assert "backward" in backward[0]
+
+
+@every
+@pytest.mark.kernels
+def test_few_rows_need_no_second_launch(spec: Spec, device: torch.device) -> None:
+    """One program sees all rows and writes the parameter gradients itself."""
+    for rows in (1, 2):
+        forward, backward = _launches(spec, _sample(spec, rows, 64, device))
+        assert (len(forward), len(backward)) == (spec.launches[0], 1)
+
+
+@every
+@pytest.mark.kernels
+def test_no_reduction_where_no_parameter_learns(spec: Spec, device: torch.device) -> None:
+    _, backward = _launches(spec, _sample(spec, ROWS, 64, device), [spec.tensors[0]])
+    assert len(backward) == 1
+
+
+@every
+@pytest.mark.kernels
+def test_wide_rows(spec: Spec, device: torch.device) -> None:
+    """At most the row statistics, the column tiles and the reduction."""
+    forward, backward = _launches(spec, _sample(spec, 12, 20000, device))
+    assert len(forward) == spec.launches[0]
+    assert len(backward) <= 3
+
+
+@every
+@pytest.mark.kernels
+def test_inference_launches_the_forward_alone(spec: Spec, device: torch.device) -> None:
+    sample = _sample(spec, 6, 64, device)
+    with launch.record() as names:
+        spec.call(**sample.tensors, **sample.options)
+    assert len(names) == spec.launches[0]
+
+
+@every
+@pytest.mark.kernels
+@pytest.mark.parametrize("cols", [48, 1000])
+def test_new_row_counts_build_no_variant(spec: Spec, cols: int, device: torch.device) -> None:
+    """A batch size is no part of any key; 1 and multiples of 16 are what Triton would specialise on by itself."""
+    _launches(spec, _sample(spec, 7, cols, device))
+    _launches(spec, _sample(spec, ROWS, cols, device))
+    built = launch.variants()
+    for rows in (1, 2, 16, 17, 64, 1000, 1001) if cols < 100 else (1, 16, 65):
+        _launches(spec, _sample(spec, rows, cols, device))
+    assert launch.variants() == built
+
+
+@every
+@pytest.mark.kernels
+def test_another_probability_builds_no_variant(spec: Spec, device: torch.device) -> None:
+    if not spec.has_dropout:
+        return
+    sample = _sample(spec, 9, 48, device)
+    _launches(spec, sample)
+    built = launch.variants()
+    for p in (0.01, 0.5, 0.9, 1.0):
+        _launches(spec, Sample(sample.name, sample.tensors, {**sample.options, "p": p}))
+    assert launch.variants() == built
+
+
+@every
+@pytest.mark.kernels
+def test_another_width_or_dtype_builds_its_own(spec: Spec, device: torch.device) -> None:
+    """The key is not too coarse either; and a variant is built once."""
+    _launches(spec, _sample(spec, 5, 36, device))
+    counts = [launch.variants()]
+    for cols, dtype in ((37, torch.float32), (36, torch.float16), (36, torch.float64), (36, torch.float16)):
+        _launches(spec, _sample(spec, 5, cols, device, dtype))
+        counts.append(launch.variants())
+    assert counts[0] < counts[1] < counts[2] < counts[3] == counts[4]
+
+
+@every
+@pytest.mark.kernels
+def test_no_rows_launch_nothing(spec: Spec, device: torch.device) -> None:
+    with launch.record() as names:
+        forward, backward = _launches(spec, _sample(spec, 0, 64, device))
+    assert names == forward == backward == []
+
+
+@every
+def test_the_plain_cpu_launches_nothing(spec: Spec, kernel_path: bool, device: torch.device) -> None:
+    """And the kernel path does: no silent fall-back in either direction."""
+    with launch.record() as names:
+        _launches(spec, _sample(spec, 5, 40, device))
+    assert bool(names) == kernel_path
+
+
+@every
+@pytest.mark.gpu
+def test_as_many_as_the_profiler_sees(spec: Spec, device: torch.device) -> None:
+    """On the GPU nothing else runs: no hidden copy, fill or cast."""
+    sample = _sample(spec, 4096, 1024, device, torch.bfloat16)
+    leaves = [t.requires_grad_() for t in tensors_of(spec, sample).values()]
+
+    def step(cotangents: list[torch.Tensor] | None) -> list[torch.Tensor]:
+        outputs = as_tuple(spec.call(**sample.tensors, **sample.options))
+        cotangents = cotangents or random_like(outputs)
+        torch.autograd.grad(outputs, leaves, cotangents)
+        return cotangents
+
+    # The poison that fills fresh memory in these tests is itself a kernel.
+    torch.use_deterministic_algorithms(False)
+    cotangents = step(None)
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        step(cotangents)
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(kernels) == sum(spec.launches), kernels

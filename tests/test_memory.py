@@ -1,0 +1,165 @@
+"""What lives from forward to backward: at most the spec's number of (M, N) tensors, no mask, no more than eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedops.core.spec import Sample, Spec
+from support import ALL_SPECS, Case, as_tuple, call, cases, eager, random_like, rows_of, tensors_of
+
+every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
+
+
+class Saved:
+    """The storages that autograd saved, less those that the caller holds anyway (inputs; not outputs)."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, Tensor] = {}
+
+    def add(self, tensor: Tensor) -> Tensor:
+        self.storages[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    def besides(self, inputs: list[Tensor]) -> list[Tensor]:
+        held = {t.untyped_storage().data_ptr() for t in inputs}
+        return [tensor for pointer, tensor in self.storages.items() if pointer not in held]
+
+
+@contextmanager
+def _saved() -> Iterator[Saved]:
+    saved = Saved()
+    with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor):
+        yield saved
+
+
+def _keep(function: Callable[..., Any], sample: Sample, spec: Spec) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """What a forward keeps besides its inputs; and its outputs, which must stay alive while pointers are compared."""
+    tensors = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
+    with _saved() as saved:
+        outputs = as_tuple(function(dict(tensors)))
+    return saved.besides(list(tensors.values())), outputs
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(t.untyped_storage().nbytes() for t in tensors)
+
+
+def _wide_enough(spec: Spec, sample: Sample) -> bool:
+    """Rows so long that statistics and parameters cannot be taken for an (M, N) tensor."""
+    rows = rows_of(spec, sample)
+    return rows.shape[-1] >= 24 and rows.dim() > 1 and rows.shape[-1] < 10000 and rows.numel() > 2 * rows.shape[-1]
+
+
+@pytest.mark.kernels
+@cases((torch.bfloat16, torch.float32), _wide_enough)
+def test_kept_tensors(case: Case, device: torch.device) -> None:
+    sample = case.sample()
+    spec, rows = case.spec, rows_of(case.spec, sample)
+    kept, outputs = _keep(call(spec, sample), sample, spec)
+    large = [t for t in kept if t.numel() >= rows.numel()]
+    assert len(large) <= spec.kept
+    assert all(t.is_floating_point() for t in large), "a mask was kept"
+    # Statistics: two numbers of the accumulator's width for each row.
+    parameters = {t.untyped_storage().data_ptr() for t in sample.tensors.values() if t is not None and t.dim() == 1}
+    small = [t for t in kept if t.numel() < rows.numel() and t.untyped_storage().data_ptr() not in parameters]
+    normalised = sample.options.get("normalized_shape", rows.shape[-1:])
+    count = rows.numel() // torch.Size(normalised).numel()
+    assert _bytes(small) <= 2 * 8 * count
+    # Keeping what is returned anyway, or the inputs, costs nothing more.
+    if sample.options.get("save") in ("inputs", "output") or sample.options.get("return_sum"):
+        held = {output.untyped_storage().data_ptr() for output in outputs}
+        assert all(t.untyped_storage().data_ptr() in held for t in large)
+
+
+@pytest.mark.kernels
+@cases((torch.bfloat16, torch.float32), lambda spec, sample: _wide_enough(spec, sample) and sample.p > 0.0)
+def test_nothing_without_dropout_that_is_not_kept_with_it(case: Case, device: torch.device) -> None:
+    """No byte for each element hides in another form: what is kept does not grow with p."""
+    sample = case.sample()
+    dropping, _alive = _keep(call(case.spec, sample), sample, case.spec)
+    plain = Sample(sample.name, sample.tensors, {**sample.options, "p": 0.0})
+    without, _alive_too = _keep(call(case.spec, plain), plain, case.spec)
+    sum_alone = all(sample.tensors.get(name) is None for name in ("bias", "residual"))
+    if not sum_alone:  # else the sum is x itself, and only dropout makes it another tensor
+        assert _bytes(dropping) == _bytes(without)
+
+
+@every
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_never_more_than_eager(spec: Spec, dtype: torch.dtype, device: torch.device) -> None:
+    sample = spec.benchmark(16, 256, dtype, device)
+    ours, _ = _keep(call(spec, sample), sample, spec)
+    theirs, _ = _keep(eager(spec, sample), sample, spec)
+    assert _bytes(ours) <= _bytes(theirs) + 2 * 8 * 16  # two statistics a row, where eager may count fewer
+
+
+@every
+def test_inference_keeps_nothing(spec: Spec, device: torch.device) -> None:
+    sample = spec.benchmark(16, 64, torch.float32, device)
+    with _saved() as saved:
+        as_tuple(spec.call(**sample.tensors, **sample.options))
+        for tensor in tensors_of(spec, sample).values():
+            tensor.requires_grad_()
+        with torch.no_grad():
+            as_tuple(spec.call(**sample.tensors, **sample.options))
+    assert not saved.storages
+
+
+@every
+def test_backward_frees(spec: Spec, device: torch.device) -> None:
+    """A second backward without retain_graph is refused as for any operator: what was kept is gone."""
+    sample = spec.benchmark(6, 40, torch.float32, device)
+    leaves = [t.requires_grad_() for t in tensors_of(spec, sample).values()]
+    outputs = as_tuple(spec.call(**sample.tensors, **sample.options))
+    torch.autograd.grad(outputs, leaves, random_like(outputs), retain_graph=True)
+    torch.autograd.grad(outputs, leaves, random_like(outputs))
+    if spec.kept:  # an operator that keeps nothing has nothing to free
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(outputs, leaves, random_like(outputs))
+
+
+# --- the allocator's word ------------------------------------------------------------------------------------------
+
+
+@every
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_memory_between_the_passes(spec: Spec, dtype: torch.dtype, device: torch.device) -> None:
+    """Nothing is hidden from autograd's hooks either: memory grows by outputs, what is kept, and O(M)."""
+    rows, cols = 4096, 1024
+    sample = spec.benchmark(rows, cols, dtype, device)
+    for tensor in tensors_of(spec, sample).values():
+        tensor.requires_grad_()
+    as_tuple(spec.call(**sample.tensors, **sample.options))  # kernels are loaded once
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated(device)
+    outputs = as_tuple(spec.call(**sample.tensors, **sample.options))
+    grown = torch.cuda.memory_allocated(device) - before
+    matrix = rows * cols * dtype.itemsize
+    assert grown <= (len(outputs) + spec.kept) * matrix + 2 * 8 * rows + 4096
+
+
+@every
+@pytest.mark.gpu
+def test_peak_of_forward_and_backward(spec: Spec, device: torch.device) -> None:
+    """Peak memory of a step is no higher than eager's."""
+    sample = spec.benchmark(8192, 2048, torch.bfloat16, device)
+    leaves = [t.requires_grad_() for t in tensors_of(spec, sample).values()]
+    cotangents = random_like(as_tuple(spec.call(**sample.tensors, **sample.options)))
+
+    def peak(function: Callable[..., Any]) -> int:
+        for _ in range(2):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            torch.autograd.grad(as_tuple(function(**sample.tensors, **sample.options)), leaves, cotangents)
+        return torch.cuda.max_memory_allocated(device) - before
+
+    assert peak(spec.call) <= peak(spec.eager)

@@ -1,0 +1,144 @@
+"""The private operators under torch.library's own checks: schema, fake implementation, autograd, dynamic shapes.
+
+The operators are not called by name: whatever a functional sends through the dispatcher is recorded and checked, so
+a new family needs no edit here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusedops.core.spec import Sample, Spec
+from support import ALL_SPECS, Case, as_tuple, call, cases, fixed_draw, random_like, tensors_of
+
+every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
+
+Recorded = list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
+
+
+class _Recorder(TorchDispatchMode):
+    """Keeps every call of the library's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Recorded = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "fusedops":
+            copies = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args)
+            self.calls.append((func, copies, dict(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def _record(spec: Spec, sample: Sample) -> Recorded:
+    """The operators of one forward and one backward."""
+    tensors = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
+    with _Recorder() as recorder:
+        outputs = call(spec, sample)(dict(tensors))
+        torch.autograd.grad(outputs, list(tensors.values()), random_like(outputs))
+    return recorder.calls
+
+
+def _is_backward(func: Any) -> bool:
+    return "backward" in str(func)
+
+
+def _covers_the_schema(spec: Spec, sample: Sample) -> bool:
+    """Every argument absent and present, every mode and mixture of dtypes, at one small size."""
+    tensors = [t for t in sample.tensors.values() if t is not None]
+    if any(t.shape[-1] > 5000 for t in tensors):
+        return False
+    if tensors[0].dtype == torch.bfloat16:
+        return len({t.dtype for t in tensors}) > 1 or "out_dtype" in sample.options
+    few_absent = sum(t is None for t in sample.tensors.values()) in (0, 1, len(sample.tensors) - 1)
+    return few_absent and sample.name.removeprefix("shape ") in (sample.name, "7x17", "64")
+
+
+@pytest.mark.kernels
+@cases((torch.float32, torch.bfloat16), _covers_the_schema)
+def test_opcheck(case: Case, device: torch.device) -> None:
+    calls = _record(case.spec, case.sample())
+    assert [_is_backward(func) for func, _, _ in calls] == [False, True]
+    for func, args, kwargs in calls:
+        differentiable = not _is_backward(func)
+        inputs = tuple(
+            a.requires_grad_() if differentiable and isinstance(a, Tensor) and a.is_floating_point() else a
+            for a in args
+        )
+        # The dynamic tracing test runs the operator several times over: once an operator and kind of sample will do.
+        checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+        if case.sample().name in ("shape 7x17", "sum returned", "save=inputs", "save=output"):
+            checks.append("test_aot_dispatch_dynamic")
+        torch.library.opcheck(func, inputs, kwargs, test_utils=checks)
+
+
+@pytest.mark.kernels
+@cases((torch.float32, torch.bfloat16), _covers_the_schema)
+def test_fake_outputs_look_real(case: Case, device: torch.device) -> None:
+    """FakeTensorMode predicts shape, dtype, device, strides and aliasing of outputs and gradients, with no launch."""
+    sample = case.sample()
+    names = list(tensors_of(case.spec, sample))
+
+    def run(tensors: dict[str, Tensor | None]) -> list[Tensor]:
+        leaves = {name: t if t is None else t.detach().requires_grad_() for name, t in tensors.items()}
+        outputs = as_tuple(case.spec.call(**leaves, **sample.options))
+        cotangents = [torch.ones_like(output) for output in outputs]
+        return [*outputs, *torch.autograd.grad(outputs, [leaves[name] for name in names], cotangents)]
+
+    from fusedops.core import launch
+
+    real = run(sample.tensors)
+    with FakeTensorMode() as mode, launch.record() as launched:
+        fake = run({name: t if t is None else mode.from_tensor(t) for name, t in sample.tensors.items()})
+    assert launched == []
+    for a, b in zip(real, fake, strict=True):
+        assert (a.shape, a.dtype, a.device, a.stride()) == (b.shape, b.dtype, b.device, b.stride())
+
+
+@every
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx(spec: Spec, mode: str, device: torch.device, kernel_path: bool) -> None:
+    """A traced forward and backward gives the same bits, and on the kernel path consists of the private operators."""
+    sample = spec.benchmark(6, 40, torch.float32, device)
+    tensors = [t for t in sample.tensors.values() if t is not None]
+    names = [name for name, t in sample.tensors.items() if t is not None]
+
+    def step(*values: Tensor) -> list[Tensor]:
+        leaves = [value.detach().requires_grad_() for value in values]
+        outputs = as_tuple(spec.call(**dict(zip(names, leaves, strict=True)), **options))
+        return [*outputs, *torch.autograd.grad(outputs, leaves, [torch.ones_like(o) * 0.5 + o for o in outputs])]
+
+    options = {**sample.options, **({"p": 0.0} if spec.has_dropout else {})}
+    graph = make_fx(step, tracing_mode=mode)(*tensors)
+    if kernel_path:
+        targets = [str(node.target) for node in graph.graph.nodes if "fusedops" in str(node.target)]
+        assert len(targets) == 2 and _is_backward(targets[1])
+    for ours, theirs in zip(graph(*tensors), step(*tensors), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@every
+@pytest.mark.kernels
+def test_a_dispatch_mode_changes_no_bit(spec: Spec, device: torch.device) -> None:
+    """The operators and the light path beside them are two ways to the same kernels."""
+    sample = spec.benchmark(6, 40, torch.float32, device)
+    tensors = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
+
+    def run() -> list[Tensor]:
+        with fixed_draw():
+            outputs = as_tuple(spec.call(**tensors, **sample.options))
+        return [*outputs, *torch.autograd.grad(outputs, list(tensors.values()), random_like(outputs))]
+
+    plain = run()
+    with _Recorder() as recorder:
+        observed = run()
+    assert len(recorder.calls) == 2
+    assert all(torch.equal(a, b) for a, b in zip(plain, observed, strict=True))

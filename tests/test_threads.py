@@ -1,0 +1,100 @@
+"""Several threads at once: right results while kernels are being built, and no random state drawn twice."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedops.core import rng
+from fusedops.core.spec import Spec
+from masks import DROPOUT_SPECS, Problem
+from support import ALL_SPECS, as_tuple, random_like, tensors_of
+
+THREADS = 4
+ROUNDS = 3
+
+every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
+
+
+@pytest.fixture(autouse=True)
+def eager_switching() -> Iterator[None]:
+    """Threads take turns every few bytecodes, so that a race has its chance."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def _together(work: Callable[[int], Any]) -> list[Any]:
+    """``work(i)`` in THREADS threads that start at the same moment."""
+    barrier = threading.Barrier(THREADS)
+
+    def run(i: int) -> Any:
+        barrier.wait()
+        return work(i)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(run, range(THREADS)))
+
+
+def _step(spec: Spec, rows: int, cols: int, values: dict[str, Tensor], p: float) -> list[Tensor]:
+    sample = spec.benchmark(rows, cols, torch.float32, next(iter(values.values())).device)
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in values.items()}
+    options = {**sample.options, **({"p": p} if spec.has_dropout else {})}
+    outputs = as_tuple(spec.call(**leaves, **options))
+    return [*outputs, *torch.autograd.grad(outputs, list(leaves.values()), random_like(outputs))]
+
+
+@every
+def test_results(spec: Spec, device: torch.device) -> None:
+    """Each thread has inputs, a width and a row count of its own; the widths are new: kernels are built in the race."""
+    sizes = [(3 + i, 41 + 6 * i) for i in range(THREADS)]
+    inputs = [tensors_of(spec, spec.benchmark(rows, cols, torch.float32, device)) for rows, cols in sizes]
+
+    def work(i: int) -> list[list[Tensor]]:
+        return [_step(spec, *sizes[(i + n) % THREADS], inputs[(i + n) % THREADS], 0.0) for n in range(ROUNDS)]
+
+    results = _together(work)
+    alone = [_step(spec, *sizes[i], inputs[i], 0.0) for i in range(THREADS)]
+    for i, rounds in enumerate(results):
+        for n, tensors in enumerate(rounds):
+            for a, b in zip(tensors, alone[(i + n) % THREADS], strict=True):
+                assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("spec", DROPOUT_SPECS, ids=lambda spec: spec.name)
+def test_masks_are_all_different(spec: Spec, device: torch.device) -> None:
+    """And each backward has its own forward's."""
+    problems = [Problem(spec, 4, 40, device) for _ in range(THREADS)]
+    runs = [run for many in _together(lambda i: [problems[i].run(0.5) for _ in range(ROUNDS)]) for run in many]
+    assert all(torch.equal(run.forward, run.backward) for run in runs)
+    assert all(not torch.equal(a.forward, b.forward) for a, b in combinations(runs, 2))
+
+
+@pytest.mark.kernels
+def test_no_state_is_drawn_twice(device: torch.device) -> None:
+    draws = [draw for many in _together(lambda i: [rng.draw(device) for _ in range(200)]) for draw in many]
+    assert len(set(draws)) == len(draws) == 200 * THREADS
+
+
+@every
+def test_autograd_in_worker_threads(spec: Spec, device: torch.device) -> None:
+    """Forward in one thread, backward in another."""
+    problem = tensors_of(spec, spec.benchmark(6, 40, torch.float32, device))
+    sample = spec.benchmark(6, 40, torch.float32, device)
+    leaves = {name: t.requires_grad_() for name, t in problem.items()}
+    options = {**sample.options, **({"p": 0.0} if spec.has_dropout else {})}
+    outputs = as_tuple(spec.call(**leaves, **options))
+    cotangents = random_like(outputs)
+    expected = torch.autograd.grad(outputs, list(leaves.values()), cotangents, retain_graph=True)
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(torch.autograd.grad, outputs, list(leaves.values()), cotangents)
+        assert all(torch.equal(a, b) for a, b in zip(job.result(), expected, strict=True))
