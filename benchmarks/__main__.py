@@ -1,4 +1,4 @@
-"""``python -m benchmarks run`` measures, ``plot`` draws, ``check`` compares with the figures asked."""
+"""``python -m benchmarks run`` measures, ``plot`` draws, ``table`` tabulates, ``check`` compares with the goals."""
 
 from __future__ import annotations
 
@@ -76,7 +76,25 @@ def run(options: argparse.Namespace) -> int:
 def plot(options: argparse.Namespace) -> int:
     """Draws a results file."""
     path = options.output or _DEFAULT
-    return _draw(path, path.stem.replace("_", " ").upper())
+    return _draw(path, _device_of(path))
+
+
+def table(options: argparse.Namespace) -> int:
+    """Prints a results file as Markdown tables, or puts them between a page's two markers."""
+    from . import table as tables
+
+    path = options.output or _DEFAULT
+    try:
+        text = tables.markdown(results.read(path), _device_of(path), options.mode)
+        if options.write is None:
+            print(text)
+        else:
+            tables.fill(options.write, text)
+            print(f"wrote {options.write}")
+    except (OSError, ValueError) as error:
+        print(f"no table: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def check(options: argparse.Namespace) -> int:
@@ -104,6 +122,11 @@ def _parser() -> argparse.ArgumentParser:
                       "kept has left the L2; writes no file unless --output names one")  # fmt: skip
     runs.add_argument("--budget", type=float, metavar="SECONDS", help="start no new case after this long")
     runs.add_argument("--resume", action="store_true", help="skip cases that the file has at this commit")
+    tables = commands.add_parser("table", parents=[output], help=table.__doc__)
+    tables.set_defaults(command=table)
+    tables.add_argument("--mode", choices=MODES, default="fwd_bwd")
+    tables.add_argument("--write", type=Path, metavar="PAGE", help="fill the page between <!-- figures --> and "
+                        "<!-- /figures --> instead of printing")  # fmt: skip
     for name, command in (("plot", plot), ("check", check)):
         commands.add_parser(name, parents=[output], help=command.__doc__).set_defaults(command=command)
     return parser
@@ -114,6 +137,11 @@ def _output(options: argparse.Namespace, device: str) -> Path | None:
     if options.output is not None:
         return Path(options.output)
     return None if options.quick or options.split else _RESULTS / f"{results.device_slug(device)}.csv"
+
+
+def _device_of(path: Path) -> str:
+    """A results file's device, from its name."""
+    return path.stem.replace("_", " ").upper()
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:

@@ -46,6 +46,7 @@ def draw(rows: Iterable[Row], path: Path, device: str) -> None:
         for axes, mode in zip(line, modes, strict=True):
             _panel(axes, op, mode, [row for row in shown if (row.op, row.mode) == (op, mode)])
         line[0].set_ylabel("fraction of the roofline")
+    grid[0, 0].set_ylim(0, max(1.12, 1.1 * max(row.fraction for row in shown)))  # shared by all
     handles = {name: bar for axes in grid.flat for bar, name in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
     figure.suptitle(_title(shown, device))
@@ -72,7 +73,6 @@ def _panel(axes: Any, op: str, mode: str, rows: list[Row]) -> None:
             axes.hlines(asked, x - 0.46, x + 0.46, colors="black", linestyles="dashed", linewidth=1, label="goal")
     axes.set_xticks(range(len(groups)), [f"{shape.replace('x', '×')}\n{dtype}" for dtype, shape in groups], fontsize=8)  # noqa: RUF001
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_ylim(0, 1.12)
     axes.set_title(f"{op}, {_MODES[mode]}", fontsize=10, loc="left")
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
@@ -83,7 +83,7 @@ def _title(rows: list[Row], device: str) -> str:
     def every(field: str) -> str:
         return ", ".join(dict.fromkeys(getattr(row, field) for row in rows))
 
-    what = "Bytes that must move ÷ measured copy bandwidth ÷ GPU time (1 is the roofline; longer is better)"
+    what = "Bytes that must move ÷ measured copy bandwidth ÷ GPU time (1 is the roofline; taller is better)"
     return f"{what}\n{device}, torch {every('torch')}, Triton {every('triton')}, commit {every('commit')}"
 
 

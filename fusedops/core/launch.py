@@ -13,7 +13,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ _POINTERS = {
 _observers: list[list[str]] = []
 _variants = 0
 _build_lock = threading.Lock()
+_interpreter_lock = threading.RLock()
 
 
 @functools.cache
@@ -78,7 +79,7 @@ def record() -> Iterator[list[str]]:
     try:
         yield names
     finally:
-        _observers.remove(names)
+        _observers[:] = [other for other in _observers if other is not names]
 
 
 @functools.cache
@@ -140,7 +141,9 @@ class Variant:
             self._launch(grid_x, grid_y, arguments)
         else:
             given = [a if here else None for a, here in zip(arguments, self._present, strict=True)]
-            self._kernel[(grid_x, grid_y)](*given, **self._constants, **self._options)
+            # Triton's interpreter keeps its place in the grid in globals.
+            with _interpreter_lock if interpreting() else nullcontext():
+                self._kernel[(grid_x, grid_y)](*given, **self._constants, **self._options)
 
 
 @functools.cache

@@ -72,30 +72,32 @@ class NormFunction(torch.autograd.Function):
         y, z, stats = output
         site = call.site
         kept, kept_bias, kept_residual = kept_tensors(x, bias, residual, y, z, site.rule.kind, site.save)
-        ctx.save_for_backward(kept, kept_bias, kept_residual, weight, ln_bias, stats.tensor)
+        # Under transforms the mask is drawn again for a tensor that is batched as the forward was: the output.
+        like = y if call.seed is not None and autograd.transforms_active() else None
+        ctx.save_for_backward(kept, kept_bias, kept_residual, weight, ln_bias, stats.tensor, like)
         ctx.set_materialize_grads(False)
         ctx.call = call
         if autograd.forward_mode():
-            ctx.save_for_forward(x, bias, residual, weight, ln_bias)
+            ctx.save_for_forward(x, bias, residual, weight, ln_bias, y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None, _: Any) -> Any:
         if dy is None and dsum is None:
             return (None,) * 6
         call: Call = ctx.call
-        kept, bias, residual, weight, ln_bias, stats = ctx.saved_tensors
+        kept, bias, residual, weight, ln_bias, stats, like = ctx.saved_tensors
         needs = ctx.needs_input_grad[:5]
         if torch.is_grad_enabled() or autograd.transforms_active():
-            return (*_formula(dy, dsum, kept, bias, residual, weight, ln_bias, call, needs), None)
+            return (*_formula(dy, dsum, kept, bias, residual, weight, ln_bias, like, call, needs), None)
         return (*launching.backward(call.site, dy, dsum, kept, bias, residual, weight, ln_bias, stats, call.seed,
                                     call.threshold, needs), None)  # fmt: skip
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         call: Call = ctx.call
-        x, bias, residual, weight, _ = ctx.saved_tensors
+        x, bias, residual, weight, _, y = ctx.saved_tensors
         dx, dbias, dresidual, dweight, dln_bias, _ = tangents
-        scale = _keep_scale(x, call)
+        scale = _keep_scale(y, call)
         z = reference.dropout_add(x, bias, residual, scale)
         dz = torch.zeros_like(z) if dx is None else dx.to(z.dtype)
         if dbias is not None:
@@ -107,7 +109,7 @@ class NormFunction(torch.autograd.Function):
         site = call.site
         flat = functools.partial(_flat, dims=site.dims)
         dy = reference.tangent(flat(dz), flat(dweight), flat(dln_bias), flat(z), flat(weight), site.rule)
-        return dy.view(x.shape).to(site.y), dz.to(site.z) if call.store_sum else None, None
+        return dy.view(y.shape).to(site.y), dz.to(site.z) if call.store_sum else None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -139,8 +141,8 @@ class NormFunction(torch.autograd.Function):
         rounded = z.to(site.z)
         y = z.to(site.y)
         if site.normalizes:
-            y = reference.normalize(_flat(z if site.rule.rounding == "once" else rounded, dims), _flat(weight, dims),
-                                    _flat(ln_bias, dims), site.rule, site.z, site.y).view(x.shape)  # fmt: skip
+            y = reference.normalize(_flat(rounded, dims), _flat(weight, dims), _flat(ln_bias, dims), site.rule,
+                                    site.y).view(x.shape)  # fmt: skip
         return (y, rounded if call.store_sum else None, _Stats(None)), (0, 0 if call.store_sum else None, None)
 
 
@@ -161,14 +163,14 @@ def _keep_scale(like: Tensor, call: Call) -> Tensor | None:
 
 
 def _formula(dy: Tensor | None, dsum: Tensor | None, kept: Tensor | None, bias: Tensor | None,
-             residual: Tensor | None, weight: Tensor | None, ln_bias: Tensor | None, call: Call,
+             residual: Tensor | None, weight: Tensor | None, ln_bias: Tensor | None, like: Tensor | None, call: Call,
              needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients in differentiable operators."""
     site = call.site
-    like: Tensor = dy if dy is not None else dsum  # type: ignore[assignment]
-    scale = _keep_scale(like, call)
+    given: Tensor = dy if dy is not None else dsum  # type: ignore[assignment]
+    scale = _keep_scale(given if like is None else like, call)
     if not site.normalizes:
-        z = like
+        z = given
     elif site.save == "output":
         raise RuntimeError("fusedops: save='output' has no double backward; use save='sum'")
     elif site.save == "inputs":
@@ -179,7 +181,7 @@ def _formula(dy: Tensor | None, dsum: Tensor | None, kept: Tensor | None, bias: 
     dx, dz, dweight, dln_bias = reference.backward(flat(dy), flat(dsum), flat(z), flat(weight), flat(scale), site.rule)
     dbias = dx.sum(tuple(range(dx.dim() - 1)))
     grads = (dx, dbias, dz, dweight, dln_bias)
-    shapes = (like.shape, dbias.shape, like.shape, *(None if t is None else t.shape for t in (weight, ln_bias)))
+    shapes = (given.shape, dbias.shape, given.shape, *(None if t is None else t.shape for t in (weight, ln_bias)))
     dtypes = (site.x, site.bias, site.residual, site.weight, site.ln_bias)
     return tuple(
         grad.reshape(shape).to(dtype) if needed and grad is not None else None

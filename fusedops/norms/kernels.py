@@ -139,8 +139,8 @@ def norm_forward_kernel(
 ):
     """``y = norm(z)`` with ``z = (x + bias) * keep_scale + residual``, ROWS rows at a time.
 
-    ``stats`` receives rstd in its first M places and, for LayerNorm, the mean in the next M. ``SUM`` is the dtype to
-    which the sum is rounded before it is normalised (``ACC``: not at all). ``PERSISTENT`` programs take several tiles:
+    ``stats`` receives rstd in its first M places and, for LayerNorm, the mean in the next M. ``SUM`` is the sum's
+    dtype: it is normalised as rounded to that, so that the statistics belong to what the backward sees. ``PERSISTENT`` programs take several tiles:
     they keep the row vectors in registers and take the next rows' loads ahead.
     """
     if seed is not None:

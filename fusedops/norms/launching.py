@@ -58,6 +58,13 @@ class Site:
         """Triton's pointer types of the arguments."""
         return {name: _pointer(getattr(self, name)) for name in ("x", "bias", "residual", "weight", "ln_bias", "y", "z")}
 
+    @functools.cached_property
+    def native(self) -> bool:
+        """Whether PyTorch's own norm does exactly this on this device."""
+        plain = self.rule.rounding == "once" and self.rule.weight_offset == 0.0 and self.normalizes
+        dtypes = {d for d in (self.x, self.weight, self.ln_bias, self.y) if d is not None}
+        return plain and len(dtypes) == 1 and self.device_index >= 0 and self.bias is None and self.residual is None
+
     @property
     def normalizes(self) -> bool:
         """Whether there is a norm."""
@@ -288,8 +295,9 @@ def _vector_width(*dtypes: _Dtype) -> int:
 
 
 def _table_key(site: Site, drops: bool, *parts: int) -> str:
-    dtype = str(site.x).removeprefix("torch.")
-    return "|".join(map(str, (site.rule.kind, dtype, "dropout" if drops else "plain", *parts, site.cols)))
+    """The variant's name in the shipped table; dtypes of one width share an entry."""
+    return "|".join(map(str, (site.rule.kind, f"{site.x.itemsize * 8}bit", "dropout" if drops else "plain", *parts,
+                              site.cols)))  # fmt: skip
 
 
 def _build(kernel: Any, types: dict[str, str | None], constants: dict[str, Any], config: tuning.Config, site: Site,
@@ -338,7 +346,7 @@ def _plan_forward(site: Site, seed: int, aligned: bool, store_sum: bool) -> _For
         "EPS": float(rule.eps),
         "WEIGHT_OFFSET": float(rule.weight_offset),
         "WEIGHT": _triton_dtype(site.weight or site.acc),
-        "SUM": _triton_dtype(site.acc if rule.rounding == "once" else site.z),
+        "SUM": _triton_dtype(site.z),
         "HAT": _triton_dtype(rule.hat_dtype(site.z, site.weight)),
         "VECTOR": width,
         "PERSISTENT": config.per_sm > 0,

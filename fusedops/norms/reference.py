@@ -25,8 +25,8 @@ _HALF = (torch.float16, torch.bfloat16)
 class NormRule:
     """What is computed after the sum: the norm's kind and constants, and where it rounds.
 
-    ``rounding`` is "once" (all in the accumulator's dtype, one rounding at the end) or names the Hugging Face module
-    whose intermediate roundings are reproduced; those also round the sum to its own dtype before the norm.
+    ``rounding`` is "once" (from the sum on all in the accumulator's dtype, one rounding at the end) or names the
+    Hugging Face module whose intermediate roundings are reproduced.
     """
 
     kind: Kind
@@ -107,13 +107,15 @@ def forward(
     if rule.kind == "none":
         z = z.to(out_dtype or z_dtype)
         return z, z
-    rounded = z.to(z_dtype)
-    return normalize(z if rule.rounding == "once" else rounded, weight, ln_bias, rule, z_dtype, out_dtype), rounded
+    # The norm is that of the sum as it is kept: its statistics then belong to what the backward sees.
+    z = z.to(z_dtype)
+    return normalize(z, weight, ln_bias, rule, out_dtype), z
 
 
-def normalize(z: Tensor, weight: Tensor | None, ln_bias: Tensor | None, rule: NormRule, z_dtype: torch.dtype,
+def normalize(z: Tensor, weight: Tensor | None, ln_bias: Tensor | None, rule: NormRule,
               out_dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
-    """``norm(z) * (weight + weight_offset) + ln_bias``; ``z_dtype`` is the sum's dtype, z may be held wider."""
+    """``norm(z) * (weight + weight_offset) + ln_bias``."""
+    z_dtype = z.dtype
     acc = accumulator(z_dtype)
     weight_dtype = None if weight is None else weight.dtype
     hat, _ = _standardize(z.to(acc), rule)
