@@ -13,7 +13,18 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fusedops.core.spec import Sample, Spec
-from support import ALL_SPECS, Case, as_tuple, cases, dropout_mask, gradients, oracle, random_like, tensors_of
+from support import (
+    ALL_SPECS,
+    INTERPRETED,
+    Case,
+    as_tuple,
+    cases,
+    dropout_mask,
+    gradients,
+    oracle,
+    random_like,
+    tensors_of,
+)
 
 every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
 
@@ -123,7 +134,7 @@ def _kept(sample: Sample) -> Sample:
     return Sample(sample.name, sample.tensors, {**sample.options, **({"p": 0.0} if "p" in sample.options else {})})
 
 
-ROWS = (7, 64, 1000, 1001, 129, 8)
+ROWS = (7, 64, 1000, 1001, 129, 8) if not INTERPRETED else (7, 16, 33)
 
 
 def _run(spec: Spec, compiled: Callable[..., Any], rows: int, device: torch.device) -> None:

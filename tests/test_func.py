@@ -284,6 +284,18 @@ def test_vmap_of_jvp_drops_as_the_forward(spec: Spec, mapped: str, randomness: s
     assert 0.3 < (sums != 0.0).double().mean().item() < 0.7
 
 
+@every
+def test_batched_grads_outside_func(spec: Spec, device: torch.device) -> None:
+    """``is_grads_batched``: the forward ran outside any transform, the backward runs under vmap."""
+    fused, _, tensors = _pair(spec, _sample(spec, device))
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    outputs = fused(*leaves)
+    cotangents = [torch.stack([c, -2.0 * c, c.square()]) for c in random_like(outputs)]
+    together = torch.autograd.grad(outputs, leaves, cotangents, is_grads_batched=True, retain_graph=True)
+    apart = [torch.autograd.grad(outputs, leaves, [c[b] for c in cotangents], retain_graph=True) for b in range(3)]
+    _close(together, tuple(torch.stack(grads) for grads in zip(*apart, strict=True)))
+
+
 # --- modules -------------------------------------------------------------------------------------------------------
 
 

@@ -41,19 +41,22 @@ def test_every_subset_of_inputs(case: Case) -> None:
     spec, sample = case.spec, case.sample()
     present = tensors_of(spec, sample)
     function = call(spec, sample)
+    every = check_gradients(spec, sample)
     for count in range(len(present) + 1):
         for names in itertools.combinations(present, count):
             leaves = {name: t.clone().requires_grad_(name in names) for name, t in present.items()}
             outputs = function(leaves)
             assert outputs[0].requires_grad == bool(names)
-            if not names:
-                assert not any(output.requires_grad for output in outputs)
-                continue
             # The sum hangs on no parameter of the norm, so it may need no gradient where the output does.
             used = [output for output in outputs if output.requires_grad]
+            if not names:
+                assert not used
+                continue
             torch.autograd.backward(used, random_like(used))
             assert {name for name, leaf in leaves.items() if leaf.grad is not None} == set(names)
-            check_gradients(spec, sample, names=names)
+            for name in names:
+                # The same terms, in another order at most: 7 rows or 17 columns, a few roundings of fp32.
+                torch.testing.assert_close(leaves[name].grad, every[name], rtol=1e-5, atol=1e-5, msg=f"{name} of {names}")
 
 
 @cases((torch.float32, torch.bfloat16), lambda spec, sample: bool(sample.options.get("return_sum")))

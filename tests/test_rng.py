@@ -229,13 +229,13 @@ def test_scale_makes_the_expectation_exact(spec: Spec, p: float, device: torch.d
 
 # --- statistics ----------------------------------------------------------------------------------------------------
 
-ROWS, COLS = 64, 1000
+ROWS, COLS = (64, 1000) if not INTERPRETED else (64, 500)
 
 
 @every
 @pytest.mark.parametrize("p", [0.02, 0.1, 0.5, 0.9])
 def test_keep_rate(spec: Spec, p: float, device: torch.device) -> None:
-    keep = Problem(spec, ROWS, COLS, device).run(p).forward
+    keep = Problem(spec, ROWS, COLS, device).forward(p)[-1] != 0.0
     probability = rng.keep_probability(p) if KERNEL_PATH else 1.0 - p
     count = ROWS * COLS
     assert abs(keep.sum().item() - count * probability) <= five_sigma(count, probability)
@@ -262,7 +262,7 @@ def test_neighbours_are_independent(spec: Spec, device: torch.device) -> None:
     Eight columns share one Philox call, so the shifts cover that group and its edges.
     """
     problem = Problem(spec, ROWS, COLS, device)
-    keep, following = problem.run(0.5).forward, problem.run(0.5).forward
+    keep, following = (problem.forward(0.5)[-1] != 0.0 for _ in range(2))
     pairs = [(keep[:, s:], keep[:, :-s]) for s in (*range(1, 10), 16, 64)]
     pairs += [(keep[s:], keep[:-s]) for s in (1, 2, 4, 8)]
     pairs += [(keep, following), (keep[1:], following[:-1]), (keep[:, 1:], following[:, :-1])]

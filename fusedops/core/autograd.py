@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["apply", "autocast_dtype", "forward_mode", "plain", "transforming", "transforms_active"]
+__all__ = ["apply", "autocast_dtype", "batched", "forward_mode", "plain", "transforming", "transforms_active"]
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
@@ -33,6 +33,14 @@ def forward_mode() -> bool:
 def transforming() -> bool:
     """Whether a call must go through its autograd Function although no argument requires a gradient."""
     return transforms_active() or forward_ad._current_level >= 0
+
+
+def batched(gradient: Tensor | None) -> bool:
+    """Whether a gradient is, or may be, a batch in disguise, with no memory that a kernel could read.
+
+    Besides torch.func, ``torch.autograd.grad(…, is_grads_batched=True)`` maps, in an older way.
+    """
+    return transforms_active() or (gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient))
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:

@@ -10,6 +10,18 @@ LANES = tl.constexpr(8)
 
 
 @triton.jit
+def await_predecessor(OVERLAP: tl.constexpr):
+    """First statement of every kernel: with ``OVERLAP`` it was launched while its predecessor in the stream drained.
+
+    Waits until that one is done and its stores are seen, then lets the successor be launched in turn. Any kernel may
+    come before or after; the launch latency is what is saved.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def load_seed(seed, offset):
     """The two 64-bit halves of the random state: given as scalars, or read from ``seed[0], seed[1]``."""
     if seed.dtype.is_ptr():

@@ -20,7 +20,7 @@ import torch
 
 from .tuning import Config
 
-__all__ = ["Variant", "compile_kernel", "current_device", "interpreting", "processors", "record", "runs_kernels", "variants"]
+__all__ = ["Variant", "compile_kernel", "current_device", "interpreting", "overlaps", "processors", "record", "runs_kernels", "variants"]
 
 # Triton releases whose compiled launcher takes the arguments that `Variant` passes.
 _KNOWN_LAUNCHERS = ("3.6.",)
@@ -58,12 +58,16 @@ def _has_triton() -> bool:
     return True
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def runs_kernels(device_type: str) -> bool:
     """Whether tensors on such a device go through the kernels: on a GPU, or on the CPU under the interpreter."""
     if device_type == "cuda":
         return _has_triton()
     return device_type == "cpu" and interpreting()
+
+
+# What `torch.compiler.assume_constant_result` sets, without the second that its import takes: tracing takes the answer
+# as it is, and does not look into caches and environment.
+runs_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def variants() -> int:
@@ -94,6 +98,14 @@ def processors(device_index: int) -> int:
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 
 
+@functools.cache
+def overlaps(device_index: int) -> bool:
+    """Whether a kernel may be launched while its predecessor drains (programmatic dependent launch, from Hopper on)."""
+    if device_index < 0 or not _fast_launcher_known():
+        return False
+    return torch.cuda.get_device_capability(device_index) >= (9, 0)
+
+
 def pointer_type(dtype: torch.dtype) -> str:
     """Triton's name for a pointer to ``dtype``."""
     return _POINTERS[dtype]
@@ -120,9 +132,11 @@ class Variant:
         self.name: str = kernel.fn.__name__
         self._kernel = kernel
         self._constants = dict(constants)
-        self._options = {"num_warps": config.warps, "num_stages": config.stages}
+        self._options: dict[str, int] = {"num_warps": config.warps, "num_stages": config.stages}
         if config.registers:
             self._options["maxnreg"] = config.registers
+        if constants.get("OVERLAP"):
+            self._options["launch_pdl"] = True
         self._present = [types[name] is not None for name in kernel.arg_names if name in types]
         # Where the compiled launcher reads an address: tensors are handed to it as plain integers.
         self._pointers = tuple(i for i, name in enumerate(types) if (types[name] or "").startswith("*"))

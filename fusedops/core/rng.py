@@ -3,12 +3,15 @@
 Eagerly on a GPU the state is the device generator's own (seed, offset), and the offset moves on as `F.dropout` moves
 it: `torch.manual_seed`, `torch.get_rng_state` and activation checkpointing see and restore it, at no kernel's cost.
 Under CUDA-graph capture and torch.compile numbers would freeze, so there the state is a tensor filled by a recorded
-random operator: every replay and every call draws anew.
+random operator: every replay and every call draws anew. A captured graph has one such operator for many calls.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import threading
+from typing import Any
 
 import torch
 
@@ -43,12 +46,58 @@ def draw(device: torch.device) -> Seed:
             seed, offset = _draw_tensor(device).tolist()
         return seed, offset
     if torch._C._cuda_isCurrentStreamCapturing():
-        return _draw_tensor(device)
+        return _draw_captured(device)
     generator = torch.cuda.default_generators[device.index]
     with _lock:
         offset = generator.get_offset()
         generator.set_offset(offset + 4)
-    return generator.initial_seed(), offset
+    seed = generator.initial_seed()
+    return seed - 2**64 if seed >= 2**63 else seed, offset  # the same 64 bits, as the kernels' signed integer
+
+
+# States drawn by one recorded kernel for the calls that one stream captures: (capture, device, states, taken).
+_POOL = 64
+_captured: tuple[tuple[int, int], int, torch.Tensor, int] | None = None
+
+
+def _draw_captured(device: torch.device) -> torch.Tensor:
+    """A state for a call under graph capture: one of `_POOL` that a single recorded kernel draws at every replay."""
+    global _captured
+    stream = torch.cuda.current_stream(device).cuda_stream
+    capture = _capture_id(stream)
+    if capture is None:
+        return _draw_tensor(device)
+    with _lock:
+        key = (capture, stream)
+        if _captured is None or _captured[:2] != (key, device.index) or _captured[3] == _POOL:
+            states = torch.randint(0, 2**62, (_POOL, 2), dtype=torch.int64, device=device)
+            _captured = (key, device.index, states, 0)
+        _, index, states, taken = _captured
+        _captured = (key, index, states, taken + 1)
+    return states[taken]
+
+
+@functools.cache
+def _capture_info() -> Any:
+    """The driver's query for a stream's capture, or None where there is no such driver."""
+    try:
+        query = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
+    except (OSError, AttributeError):
+        return None
+    query.argtypes = [ctypes.c_void_p] * 6
+    query.restype = ctypes.c_int
+    return query
+
+
+def _capture_id(stream: int) -> int | None:
+    """What tells one graph capture from another; None if nobody can say."""
+    query = _capture_info()
+    if query is None:
+        return None
+    status, identity = ctypes.c_int(0), ctypes.c_uint64(0)
+    if query(stream, ctypes.byref(status), ctypes.byref(identity), None, None, None) != 0 or status.value != 1:
+        return None
+    return identity.value
 
 
 def _draw_tensor(device: torch.device) -> torch.Tensor:

@@ -87,7 +87,7 @@ class NormFunction(torch.autograd.Function):
         call: Call = ctx.call
         kept, bias, residual, weight, ln_bias, stats, like = ctx.saved_tensors
         needs = ctx.needs_input_grad[:5]
-        if torch.is_grad_enabled() or autograd.transforms_active():
+        if torch.is_grad_enabled() or autograd.batched(dy if dy is not None else dsum):
             return (*_formula(dy, dsum, kept, bias, residual, weight, ln_bias, like, call, needs), None)
         return (*launching.backward(call.site, dy, dsum, kept, bias, residual, weight, ln_bias, stats, call.seed,
                                     call.threshold, needs), None)  # fmt: skip
@@ -168,13 +168,16 @@ def _formula(dy: Tensor | None, dsum: Tensor | None, kept: Tensor | None, bias: 
     """The gradients in differentiable operators."""
     site = call.site
     given: Tensor = dy if dy is not None else dsum  # type: ignore[assignment]
-    scale = _keep_scale(given if like is None else like, call)
+    if like is None and call.seed is not None:
+        # Not batched, whatever the gradient is: the forward was outside any transform.
+        like = torch.empty(given.shape, dtype=given.dtype, device=given.device)
+    scale = None if like is None else _keep_scale(like, call)
     if not site.normalizes:
         z = given
     elif site.save == "output":
         raise RuntimeError("fusedops: save='output' has no double backward; use save='sum'")
     elif site.save == "inputs":
-        z = reference.dropout_add(kept, bias, residual, scale)  # type: ignore[arg-type]
+        z = reference.dropout_add(kept, bias, residual, scale).to(site.z)  # type: ignore[arg-type]
     else:
         z = kept  # type: ignore[assignment]
     flat = functools.partial(_flat, dims=site.dims)

@@ -8,7 +8,7 @@ Rows are int64 wherever they are multiplied by a stride.
 import triton
 import triton.language as tl
 
-from ..core.device import keep_scale, load_seed
+from ..core.device import await_predecessor, keep_scale, load_seed
 
 
 @triton.jit
@@ -136,6 +136,7 @@ def norm_forward_kernel(
     VECTOR: tl.constexpr,
     STAGES: tl.constexpr,
     PERSISTENT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """``y = norm(z)`` with ``z = (x + bias) * keep_scale + residual``, ROWS rows at a time.
 
@@ -143,6 +144,7 @@ def norm_forward_kernel(
     dtype: it is normalised as rounded to that, so that the statistics belong to what the backward sees. ``PERSISTENT`` programs take several tiles:
     they keep the row vectors in registers and take the next rows' loads ahead.
     """
+    await_predecessor(OVERLAP)
     if seed is not None:
         seed, offset = load_seed(seed, offset)
     tiles = tl.cdiv(M, ROWS).to(tl.int32)
@@ -221,8 +223,10 @@ def dropout_add_kernel(
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
     VECTOR: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """``y = (x + bias) * keep_scale + residual``, one tile a program: the forward of the member without a norm."""
+    await_predecessor(OVERLAP)
     rows = _rows_of(tl.program_id(0), ROWS)
     first_col = tl.program_id(1) * BLOCK_N
     cols = first_col + tl.arange(0, BLOCK_N)
@@ -253,6 +257,7 @@ def _load_hat(
     M,
     KIND: tl.constexpr,
     SAVED: tl.constexpr,
+    SUM: tl.constexpr,
     N: tl.constexpr,
     ACC: tl.constexpr,
 ):
@@ -270,6 +275,7 @@ def _load_hat(
         else:
             bias_row = _load_row_vector(bias, cols, N, ACC)
             hat = _load_sum(kept, bias_row, residual, scale, kept_stride, residual_stride, rows, cols, mask, ACC)
+            hat = _round(hat, SUM, ACC)
         if KIND == "layer":
             hat -= tl.load(stats + M + rows, mask=in_rows, other=0.0)[:, None]
         hat *= rstd[:, None]
@@ -297,6 +303,7 @@ def _load_weighted(
     M,
     KIND: tl.constexpr,
     SAVED: tl.constexpr,
+    SUM: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     ACC: tl.constexpr,
     N: tl.constexpr,
@@ -313,7 +320,7 @@ def _load_weighted(
     b = _load_row_vector(ln_bias, cols, N, ACC)
     g = tl.load(dy + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
     hat, _ = _load_hat(kept, bias, residual, scale, kept_stride, residual_stride, stats, w, b, rows, cols, in_rows,
-                       mask, M, KIND, SAVED, N, ACC)  # fmt: skip
+                       mask, M, KIND, SAVED, SUM, N, ACC)  # fmt: skip
     if weight is not None:
         g = tl.where(mask, g * w, 0.0)
     return g, tl.where(mask, hat, 0.0)
@@ -357,6 +364,7 @@ def norm_backward_kernel(
     M,
     KIND: tl.constexpr,
     SAVED: tl.constexpr,
+    SUM: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     ACC: tl.constexpr,
     N: tl.constexpr,
@@ -365,6 +373,7 @@ def norm_backward_kernel(
     VECTOR: tl.constexpr,
     STAGES: tl.constexpr,
     FIRST_COL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """All gradients of the family; programs share the rows along axis 0 of the grid, the columns along axis 1.
 
@@ -376,6 +385,7 @@ def norm_backward_kernel(
     The first launch takes the rows from the last to the first, the second from the first to the last: what was read
     or written last, by the producer of dy or by the first launch, is what the L2 cache still holds.
     """
+    await_predecessor(OVERLAP)
     if seed is not None:
         seed, offset = load_seed(seed, offset)
     tiles = tl.cdiv(M, ROWS).to(tl.int32)
@@ -401,7 +411,7 @@ def norm_backward_kernel(
             dz = tl.load(dy + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
             if KIND != "none":
                 hat, rstd = _load_hat(kept, bias, residual, scale, kept_stride, residual_stride, stats, w, b,
-                                      rows, cols, in_rows, mask, M, KIND, SAVED, N, ACC)  # fmt: skip
+                                      rows, cols, in_rows, mask, M, KIND, SAVED, SUM, N, ACC)  # fmt: skip
                 if dweight is not None:
                     dweight_sum += tl.sum(dz * hat, axis=0)
                 if dln_bias is not None:
@@ -420,7 +430,7 @@ def norm_backward_kernel(
                         for start in tl.static_range(BLOCK_N, N, BLOCK_N):
                             g, other_hat = _load_weighted(
                                 dy, kept, bias, residual, weight, ln_bias, stats, seed, offset, threshold, dy_stride,
-                                kept_stride, residual_stride, rows, start, in_rows, M, KIND, SAVED, WEIGHT_OFFSET,
+                                kept_stride, residual_stride, rows, start, in_rows, M, KIND, SAVED, SUM, WEIGHT_OFFSET,
                                 ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
                             along_terms += g * other_hat
                             total_terms += g
@@ -428,7 +438,7 @@ def norm_backward_kernel(
                         for start in tl.range(BLOCK_N, N, BLOCK_N, num_stages=STAGES):
                             g, other_hat = _load_weighted(
                                 dy, kept, bias, residual, weight, ln_bias, stats, seed, offset, threshold, dy_stride,
-                                kept_stride, residual_stride, rows, start, in_rows, M, KIND, SAVED, WEIGHT_OFFSET,
+                                kept_stride, residual_stride, rows, start, in_rows, M, KIND, SAVED, SUM, WEIGHT_OFFSET,
                                 ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
                             along_terms += g * other_hat
                             total_terms += g
@@ -477,11 +487,13 @@ def sum_partials_kernel(
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
     REST_COL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """The parameter gradients from ``partials``, ``(programs, slots, N)``: axis 1 of the grid is the slot.
 
     Columns from ``REST_COL`` on have ``rest_programs`` parts.
     """
+    await_predecessor(OVERLAP)
     slots: tl.constexpr = (dbias is not None) + (dweight is not None) + (dln_bias is not None)
     slot = tl.program_id(1)
     first_col = tl.program_id(0) * BLOCK_N

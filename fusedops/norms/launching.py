@@ -308,7 +308,7 @@ def _build(kernel: Any, types: dict[str, str | None], constants: dict[str, Any],
         divisible = {name: 16 for name, kind in types.items() if kind is not None and kind[0] == "*"}
         divisible |= {name: 8 for name in types if name.endswith("_stride")}
     every = constants | {"ACC": _triton_dtype(site.acc), "N": site.cols, "BLOCK_N": config.block_n, "ROWS": config.rows,
-                         "STAGES": config.stages}  # fmt: skip
+                         "STAGES": config.stages, "OVERLAP": launch.overlaps(site.device_index)}  # fmt: skip
     return Variant(
         kernel,
         {name: types[name] for name in kernel.arg_names if name in types},
@@ -401,6 +401,7 @@ def _plan_backward(site: Site, needs: tuple[bool, ...], dy: _Dtype, dsum: _Dtype
     constants = {
         "KIND": rule.kind if normalizes else "none",
         "SAVED": site.save,
+        "SUM": _triton_dtype(site.z),
         "WEIGHT_OFFSET": float(rule.weight_offset),
         "VECTOR": _vector_width(*widths),
         "FIRST_COL": 0,

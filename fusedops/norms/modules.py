@@ -100,7 +100,7 @@ class FusedRMSNorm(_RoundedRMSNorm):
         weight_offset: added to ``weight`` before it scales; 1.0 for Gemma.
         rounding: "once" rounds at the end only; "llama", "t5" and "gemma" round where those Hugging Face modules do.
     Shape:
-        input and output: ``(*, *normalized_shape)``, in the input's dtype (fp32 under CUDA autocast; "llama" and
+        input and output: ``(*, *normalized_shape)``, in the input's dtype ("llama" and
         "t5" widen it to a wider weight's dtype).
     Raises:
         ValueError: the input's trailing dimensions are not ``normalized_shape``; ``rounding`` is unknown.
@@ -219,7 +219,7 @@ class FusedBiasDropoutAddRMSNorm(_RoundedRMSNorm):
         save: what is kept for the backward: the "sum", the "output", or the "inputs".
     Shape:
         x and residual: ``(..., N)``; bias: ``(N,)``. bias and residual may each be None.
-        Returns ``(..., N)`` in the promotion of the dtypes of x, bias and residual (fp32 under CUDA autocast).
+        Returns ``(..., N)`` in the promotion of the dtypes of x, bias and residual.
     Raises:
         ValueError: a shape does not fit; ``p`` lies outside [0, 1]; ``normalized_shape`` has several dimensions.
         TypeError: an input is no floating-point tensor.

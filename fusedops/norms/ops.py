@@ -83,7 +83,7 @@ def rms_norm(
         weight_offset: added to the weight; 1.0 for Gemma's convention.
         rounding: "once", all in fp32 with one rounding at the end; "llama", "t5" and "gemma" round where the Hugging
             Face modules of that name round, and "llama" and "t5" give a wider output under a wider weight, as they do.
-        out_dtype: the output's dtype; None for the input's (see ``rounding``), or fp32 under GPU autocast.
+        out_dtype: the output's dtype; None for the input's (see ``rounding``).
     Returns:
         The input's shape.
     Raises:
@@ -207,7 +207,7 @@ def bias_dropout_add_rms_norm(
         rounding: as in `rms_norm`.
         return_sum: also return the sum before the norm, as pre-norm blocks need.
         save: as in `bias_dropout_add_ln`.
-        out_dtype: the output's dtype; None for the sum's, or fp32 under GPU autocast.
+        out_dtype: the output's dtype; None for the sum's (see ``rounding``).
     Returns:
         x's shape, in the promoted dtype of x, bias and residual; with ``return_sum`` also the sum, a tuple.
     Raises:
@@ -259,7 +259,7 @@ def _check(op: str, shape: tuple[int, ...] | None, x: Tensor, bias: Tensor | Non
 
 def _off(p: float) -> float:
     """No dropout, for a p that is still checked: a p out of range is an error in evaluation too."""
-    return 0.0 if 0.0 <= p <= 1.0 else p
+    return 0.0 if isinstance(p, (int, float)) and 0.0 <= p <= 1.0 else p
 
 
 # --- dispatch -----------------------------------------------------------------------------------------------------
@@ -289,12 +289,12 @@ def _call(op: str, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias: T
                          return_sum, out_dtype)  # fmt: skip
     try:
         key = (
-            op, kind, shape, eps, weight_offset, rounding, save, out_dtype, type(x), x.dtype, x.get_device(),
+            op, kind, shape, eps, weight_offset, rounding, save, out_dtype, type(x), x.dtype, x.device,
             x.shape[-1] if shape is None or len(shape) == 1 else x.shape[-len(shape) :],
-            None if bias is None else (type(bias), bias.dtype, bias.get_device(), bias.shape),
-            None if residual is None else (type(residual), residual.dtype, residual.get_device(), residual.shape == x.shape),
-            None if weight is None else (type(weight), weight.dtype, weight.get_device(), weight.shape),
-            None if ln_bias is None else (type(ln_bias), ln_bias.dtype, ln_bias.get_device(), ln_bias.shape),
+            None if bias is None else (type(bias), bias.dtype, bias.device, bias.shape),
+            None if residual is None else (type(residual), residual.dtype, residual.device, residual.shape == x.shape),
+            None if weight is None else (type(weight), weight.dtype, weight.device, weight.shape),
+            None if ln_bias is None else (type(ln_bias), ln_bias.dtype, ln_bias.device, ln_bias.shape),
         )  # fmt: skip
         site = _admitted.get(key, _UNSEEN)
     except (AttributeError, IndexError, TypeError, RuntimeError):

@@ -1,0 +1,64 @@
+"""Checks after a good call: what was admitted once is not admitted in another's place.
+
+Calls whose shapes, dtypes and devices were checked before skip the checks, under a key. A key that is too coarse lets
+a bad call, or one for another path, ride on a good one that came before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from fusedops.core import launch
+from fusedops.core.spec import BadSample, Spec
+from support import ALL_SPECS, as_tuple
+
+every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
+META = torch.device("meta")
+
+
+def _bad() -> list[object]:
+    return [
+        pytest.param(spec, bad.name, id=f"{spec.name}-{bad.name.replace(' ', '_')}")
+        for spec in ALL_SPECS
+        for bad in spec.bad_samples(META)
+    ]
+
+
+@pytest.mark.parametrize(("spec", "name"), _bad())
+def test_bad_after_good(spec: Spec, name: str, device: torch.device) -> None:
+    """The bad samples differ in one thing from a call over ``(4, 8)`` with every tensor present."""
+    bad: BadSample = next(bad for bad in spec.bad_samples(device) if bad.name == name)
+    good = spec.benchmark(4, 8, torch.float32, device)
+    spec.call(**good.tensors, **good.options)
+    # And the bad call's own options, where those are not what is wrong: then the keys differ in the tensors alone.
+    kept = {name: value for name, value in bad.options.items() if name in ("p", "normalized_shape")}
+    with contextlib.suppress(TypeError, ValueError):
+        spec.call(**good.tensors, **kept)
+    with pytest.raises(bad.error, match=bad.match):
+        spec.call(**bad.tensors, **bad.options)
+    assert as_tuple(spec.call(**good.tensors, **good.options))[0].isfinite().all()
+
+
+@every
+def test_meta_after_real(spec: Spec, device: torch.device) -> None:
+    """A tensor without storage has no device index, as a CPU tensor has none: it must not reach a kernel."""
+    sample = spec.benchmark(4, 8, torch.float32, device)
+    expected = as_tuple(spec.call(**sample.tensors, **sample.options))
+    tensors = {name: None if t is None else t.to(META) for name, t in sample.tensors.items()}
+    with launch.record() as names:
+        outputs = as_tuple(spec.call(**tensors, **sample.options))
+    assert names == []
+    for output, real in zip(outputs, expected, strict=True):
+        assert output.is_meta
+        assert (output.shape, output.dtype) == (real.shape, real.dtype)
+
+
+@every
+def test_shapes_after_other_shapes(spec: Spec, device: torch.device) -> None:
+    """Widths, row counts and leading dimensions follow one another in any order."""
+    for rows, cols in ((4, 8), (4, 9), (5, 8), (1, 8), (4, 8)):
+        sample = spec.benchmark(rows, cols, torch.float32, device)
+        assert as_tuple(spec.call(**sample.tensors, **sample.options))[0].shape == (rows, cols)
