@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedops.core.spec import Sample, Spec
-from support import ALL_SPECS, Case, as_tuple, call, cases, fixed_draw, random_like, tensors_of
+from support import ALL_SPECS, Case, as_tuple, call, cases, random_like, tensors_of
 
 every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
 
@@ -125,20 +126,39 @@ def test_make_fx(spec: Spec, mode: str, device: torch.device, kernel_path: bool)
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@every
+def _bits(spec: Spec, sample: Sample, tensors: dict[str, Tensor]) -> list[Tensor]:
+    """Outputs and gradients, with the one mask of all tests."""
+    outputs = call(spec, sample)(dict(tensors))
+    return [*outputs, *torch.autograd.grad(outputs, list(tensors.values()), random_like(outputs))]
+
+
 @pytest.mark.kernels
-def test_a_dispatch_mode_changes_no_bit(spec: Spec, device: torch.device) -> None:
+@cases((torch.float32,), _covers_the_schema)
+def test_a_dispatch_mode_changes_no_bit(case: Case, device: torch.device) -> None:
     """The operators and the light path beside them are two ways to the same kernels."""
-    sample = spec.benchmark(6, 40, torch.float32, device)
-    tensors = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
-
-    def run() -> list[Tensor]:
-        with fixed_draw():
-            outputs = as_tuple(spec.call(**tensors, **sample.options))
-        return [*outputs, *torch.autograd.grad(outputs, list(tensors.values()), random_like(outputs))]
-
-    plain = run()
+    sample = case.sample()
+    tensors = {name: t.requires_grad_() for name, t in tensors_of(case.spec, sample).items()}
+    plain = _bits(case.spec, sample, tensors)
     with _Recorder() as recorder:
-        observed = run()
+        observed = _bits(case.spec, sample, tensors)
     assert len(recorder.calls) == 2
     assert all(torch.equal(a, b) for a, b in zip(plain, observed, strict=True))
+
+
+@every
+def test_tensor_subclasses(spec: Spec, device: torch.device) -> None:
+    """A subclass with a dispatcher of its own sees the call: here one that holds two tensors and computes on both."""
+    sample = spec.benchmark(6, 40, torch.float32, device)
+    sample = Sample(sample.name, sample.tensors, {**sample.options, **({"p": 0.0} if spec.has_dropout else {})})
+    first = {name: t.detach() for name, t in tensors_of(spec, sample).items()}
+    second = {name: 2.0 * t + 0.5 for name, t in first.items()}
+    pairs = {name: TwoTensor(first[name], second[name]).requires_grad_() for name in first}
+    outputs = call(spec, sample)(dict(pairs))
+    cotangents = random_like([output.a for output in outputs])
+    grads = torch.autograd.grad(outputs, list(pairs.values()), [TwoTensor(c, c) for c in cotangents])
+    for which, tensors in (("a", first), ("b", second)):
+        leaves = {name: t.clone().requires_grad_() for name, t in tensors.items()}
+        expected = _bits(spec, sample, leaves)
+        for ours, theirs in zip((*outputs, *grads), expected, strict=True):
+            assert isinstance(ours, TwoTensor)
+            torch.testing.assert_close(getattr(ours, which), theirs, rtol=1e-5, atol=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
@@ -16,7 +17,7 @@ from torch import Tensor
 from fusedops.core import rng
 from fusedops.core.spec import Spec
 from masks import DROPOUT_SPECS, Problem
-from support import ALL_SPECS, as_tuple, random_like, tensors_of
+from support import ALL_SPECS, INTERPRETED, as_tuple, random_like, tensors_of
 
 THREADS = 4
 ROUNDS = 3
@@ -59,13 +60,15 @@ def test_results(spec: Spec, device: torch.device) -> None:
     sizes = [(3 + i, 41 + 6 * i) for i in range(THREADS)]
     inputs = [tensors_of(spec, spec.benchmark(rows, cols, torch.float32, device)) for rows, cols in sizes]
 
+    rounds = 4 * ROUNDS
+
     def work(i: int) -> list[list[Tensor]]:
-        return [_step(spec, *sizes[(i + n) % THREADS], inputs[(i + n) % THREADS], 0.0) for n in range(ROUNDS)]
+        return [_step(spec, *sizes[(i + n) % THREADS], inputs[(i + n) % THREADS], 0.0) for n in range(rounds)]
 
     results = _together(work)
     alone = [_step(spec, *sizes[i], inputs[i], 0.0) for i in range(THREADS)]
-    for i, rounds in enumerate(results):
-        for n, tensors in enumerate(rounds):
+    for i, many in enumerate(results):
+        for n, tensors in enumerate(many):
             for a, b in zip(tensors, alone[(i + n) % THREADS], strict=True):
                 assert torch.equal(a, b)
 
@@ -83,6 +86,33 @@ def test_masks_are_all_different(spec: Spec, device: torch.device) -> None:
 def test_no_state_is_drawn_twice(device: torch.device) -> None:
     draws = [draw for many in _together(lambda i: [rng.draw(device) for _ in range(200)]) for draw in many]
     assert len(set(draws)) == len(draws) == 200 * THREADS
+
+
+if INTERPRETED:
+
+    def test_the_interpreter_runs_one_kernel_at_a_time(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It keeps its place in the grid in globals: two kernels at once would write over each other's rows."""
+        from triton.runtime.interpreter import GridExecutor
+
+        inside: list[int] = []
+        most: list[int] = []
+        original = GridExecutor.__call__
+
+        def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+            inside.append(1)
+            most.append(len(inside))
+            time.sleep(0.002)
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                inside.pop()
+
+        monkeypatch.setattr(GridExecutor, "__call__", watched)
+        spec = ALL_SPECS[0]
+        values = tensors_of(spec, spec.benchmark(4, 40, torch.float32, device))
+        _together(lambda i: _step(spec, 4, 40, values, 0.0))
+        assert len(most) >= 2 * THREADS
+        assert max(most) == 1
 
 
 @every

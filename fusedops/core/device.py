@@ -11,13 +11,21 @@ LANES = tl.constexpr(8)
 
 @triton.jit
 def await_predecessor(OVERLAP: tl.constexpr):
-    """First statement of every kernel: with ``OVERLAP`` it was launched while its predecessor in the stream drained.
+    """First statement of a kernel that, with ``OVERLAP``, is launched while its predecessor in the stream drains.
 
     Waits until that one is done and its stores are seen, then lets the successor be launched in turn. Any kernel may
-    come before or after; the launch latency is what is saved.
+    come before or after; the launch latency is what is saved. Not for persistent kernels: launched early, their
+    programs pile up on the first multiprocessors that come free.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def release_successor(RELEASE: tl.constexpr):
+    """First statement of a kernel that is itself launched after its predecessor: lets its successor come early."""
+    if RELEASE:
         tl.extra.cuda.gdc_launch_dependents()
 
 

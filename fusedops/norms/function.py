@@ -182,7 +182,7 @@ def _formula(dy: Tensor | None, dsum: Tensor | None, kept: Tensor | None, bias: 
         z = kept  # type: ignore[assignment]
     flat = functools.partial(_flat, dims=site.dims)
     dx, dz, dweight, dln_bias = reference.backward(flat(dy), flat(dsum), flat(z), flat(weight), flat(scale), site.rule)
-    dbias = dx.sum(tuple(range(dx.dim() - 1)))
+    dbias = dx.sum(tuple(range(dx.dim() - 1))) if dx.dim() > 1 else dx
     grads = (dx, dbias, dz, dweight, dln_bias)
     shapes = (given.shape, dbias.shape, given.shape, *(None if t is None else t.shape for t in (weight, ln_bias)))
     dtypes = (site.x, site.bias, site.residual, site.weight, site.ln_bias)

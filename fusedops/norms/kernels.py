@@ -8,7 +8,7 @@ Rows are int64 wherever they are multiplied by a stride.
 import triton
 import triton.language as tl
 
-from ..core.device import await_predecessor, keep_scale, load_seed
+from ..core.device import await_predecessor, keep_scale, load_seed, release_successor
 
 
 @triton.jit
@@ -373,7 +373,7 @@ def norm_backward_kernel(
     VECTOR: tl.constexpr,
     STAGES: tl.constexpr,
     FIRST_COL: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    RELEASE: tl.constexpr,
 ):
     """All gradients of the family; programs share the rows along axis 0 of the grid, the columns along axis 1.
 
@@ -385,7 +385,7 @@ def norm_backward_kernel(
     The first launch takes the rows from the last to the first, the second from the first to the last: what was read
     or written last, by the producer of dy or by the first launch, is what the L2 cache still holds.
     """
-    await_predecessor(OVERLAP)
+    release_successor(RELEASE)
     if seed is not None:
         seed, offset = load_seed(seed, offset)
     tiles = tl.cdiv(M, ROWS).to(tl.int32)

@@ -241,6 +241,8 @@ def backward(
     like: Tensor = dy if dy is not None else dsum  # type: ignore[assignment]
     rows = like.numel() // cols
     needs_x, needs_bias, needs_residual, needs_weight, needs_ln_bias = needs
+    if dy is None:
+        needs_weight = needs_ln_bias = False  # only the sum has a gradient, and they did not make it
     # Without dropout x and residual get the same gradient; equal dtypes share one tensor, as in PyTorch's add.
     shared = needs_residual and seed is None and site.x is site.residual
     dx = _empty(like, site.x) if needs_x and not shared else None
@@ -308,7 +310,8 @@ def _build(kernel: Any, types: dict[str, str | None], constants: dict[str, Any],
         divisible = {name: 16 for name, kind in types.items() if kind is not None and kind[0] == "*"}
         divisible |= {name: 8 for name in types if name.endswith("_stride")}
     every = constants | {"ACC": _triton_dtype(site.acc), "N": site.cols, "BLOCK_N": config.block_n, "ROWS": config.rows,
-                         "STAGES": config.stages, "OVERLAP": launch.overlaps(site.device_index)}  # fmt: skip
+                         "STAGES": config.stages, "RELEASE": launch.overlaps(site.device_index)}  # fmt: skip
+    every["OVERLAP"] = every["RELEASE"] and not every.get("PERSISTENT", False)
     return Variant(
         kernel,
         {name: types[name] for name in kernel.arg_names if name in types},

@@ -7,7 +7,7 @@ values and their ``state_dict`` keys are the same, and weights load both ways.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -187,9 +187,7 @@ class FusedBiasDropoutAddLayerNorm(nn.LayerNorm):
         self.return_sum = return_sum
         self.save = save
 
-    def forward(  # type: ignore[override]
-        self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Any:
         """Drop, add ``residual`` and normalise; see the class."""
         _check_width(self, x)
         return ops.bias_dropout_add_ln(x, bias, residual, self.weight, self.bias, p=self.p, training=self.training,
@@ -249,9 +247,7 @@ class FusedBiasDropoutAddRMSNorm(_RoundedRMSNorm):
         self.return_sum = return_sum
         self.save = save
 
-    def forward(  # type: ignore[override]
-        self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Any:
         """Drop, add ``residual`` and normalise; see the class."""
         _check_width(self, x)
         return ops.bias_dropout_add_rms_norm(x, bias, residual, self.weight, p=self.p, training=self.training,

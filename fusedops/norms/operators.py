@@ -140,6 +140,8 @@ def _autograd_backward(ctx: Any, dy: Tensor | None, dz: Tensor | None, _: Tensor
     if dy is None and dsum is None:
         return (None,) * 5 + rest
     needs = list(ctx.needs_input_grad[:5])
+    if dy is None:
+        needs[3] = needs[4] = False  # only the sum has a gradient, and the norm's parameters did not make it
     grads = torch.ops.fusedops.norm_backward(dy, dsum, *saved, needs, *ctx.dtypes, seed, *ctx.call)
     dx, dbias, dresidual, dweight, dln_bias = (
         grad if needed else None for grad, needed in zip(grads, needs, strict=True)
