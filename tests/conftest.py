@@ -8,9 +8,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 
-import interpreter
 import pytest
 import torch
+
+import interpreter
 from support import DEVICE, INTERPRETED, KERNEL_PATH
 
 if INTERPRETED:
@@ -18,11 +19,12 @@ if INTERPRETED:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "compiled: compiles kernels, which interpreted ones cannot be")
     config.addinivalue_line("markers", "kernels: needs the Triton kernels, on a GPU or through the interpreter")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    absent = {"gpu": DEVICE.type != "cuda", "kernels": not KERNEL_PATH}
+    absent = {"compiled": INTERPRETED, "gpu": DEVICE.type != "cuda", "kernels": not KERNEL_PATH}
     dropped = [item for item in items if any(absent[m.name] for m in item.iter_markers() if m.name in absent)]
     if dropped:
         config.hook.pytest_deselected(items=dropped)
@@ -57,7 +59,10 @@ def poisoned_memory() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    fill, torch.utils.deterministic.fill_uninitialized_memory = torch.utils.deterministic.fill_uninitialized_memory, True
+    fill, torch.utils.deterministic.fill_uninitialized_memory = (
+        torch.utils.deterministic.fill_uninitialized_memory,
+        True,
+    )
     yield
     torch.utils.deterministic.fill_uninitialized_memory = fill
     torch.use_deterministic_algorithms(before, warn_only=warn_only)

@@ -13,7 +13,7 @@ import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -94,7 +94,7 @@ class Case:
         return next(sample for sample in self.spec.samples(device, self.dtype) if sample.name == self.name)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _catalogue(spec_name: str, dtype: torch.dtype) -> tuple[Sample, ...]:
     spec = next(spec for spec in ALL_SPECS if spec.name == spec_name)
     samples = tuple(spec.samples(torch.device("meta"), dtype))
@@ -226,7 +226,7 @@ def dropout_mask(spec: Spec, sample: Sample) -> Mask:
 def fixed_draw(seed: int = SEED, offset: int = OFFSET) -> Iterator[None]:
     """Within it, every call with dropout draws the mask of `dropout_mask`."""
     if KERNEL_PATH:
-        with mock.patch("fusedops.core.rng.draw", lambda device: (seed, offset)):
+        with mock.patch("fusedops.core.rng.draw", return_value=(seed, offset)):
             yield
         return
     with torch.random.fork_rng():

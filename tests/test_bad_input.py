@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from fusedops.core import launch
 from fusedops.core.spec import BadSample, Spec
 from support import ALL_SPECS, DEVICE

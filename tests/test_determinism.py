@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from fusedops.core.spec import Sample, Spec
 from support import ALL_SPECS, DEVICE, Case, call, cases, random_like, tensors_of
-from torch import Tensor
+
+_PICKED = ("shape 129x40", "shape 3x1000", "shape 2x20000", "sum returned", "save=output", "save=inputs")
 
 
 def _picked(spec: Spec, sample: Sample) -> bool:
-    return sample.name in ("shape 129x40", "shape 3x1000", "shape 2x20000", "sum returned", "save=output", "save=inputs")
+    return sample.name in (
+        "shape 129x40",
+        "shape 3x1000",
+        "shape 2x20000",
+        "sum returned",
+        "save=output",
+        "save=inputs",
+    )
 
 
 def _run(spec: Spec, sample: Sample) -> list[Tensor]:

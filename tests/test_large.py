@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
+
 from fusedops.core.spec import Sample, Spec
 from support import (
     ALL_SPECS,
@@ -23,7 +25,6 @@ from support import (
     rows_of,
     tensors_of,
 )
-from torch import Tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

@@ -7,6 +7,8 @@ import inspect
 
 import pytest
 import torch
+from torch import Tensor
+
 from fusedops.core.spec import Sample, Spec
 from support import (
     ALL_SPECS,
@@ -15,25 +17,39 @@ from support import (
     HALF,
     SEED,
     Case,
+    Mask,
     call,
     cases,
     dropout_mask,
     eager,
+    gradients,
     hugging_face_norm,
     keep_mask,
     oracle,
     philox,
+    random_like,
     resolved,
     rows_of,
     tensors_of,
 )
-from tolerances import check_values, unit_roundoff
-from torch import Tensor
+from tolerances import assert_within, check_values, depth, sensitivity, unit_roundoff
 
 
 @cases()
 def test_values(case: Case) -> None:
     check_values(case.spec, case.sample())
+
+
+@cases(select=lambda spec, sample: bool(sample.options.get("return_sum")))
+def test_output_is_the_norm_of_the_returned_sum(case: Case) -> None:
+    """Of the very numbers that are returned, rounded once: no second, unrounded sum hides behind them."""
+    spec, sample = case.spec, case.sample()
+    y, z = call(spec, sample)(tensors_of(spec, sample))
+    alone = {**sample.tensors, "bias": None, "residual": None, spec.tensors[0]: z}
+    exactly = oracle(spec, dataclasses.replace(sample, tensors=alone), Mask())
+    (move, _), _ = sensitivity(exactly, {name: t for name, t in alone.items() if t is not None})
+    unit = depth(z.shape[-1]) * unit_roundoff(torch.promote_types(z.dtype, torch.float32))
+    assert_within(y, exactly(alone)[0], 2 * unit * move, "output")
 
 
 @cases((torch.float64,))
@@ -82,7 +98,9 @@ def test_default_eps(case: Case) -> None:
     """Rows so small that eps decides: the default must be PyTorch's for the dtype."""
     sample = case.sample()
     assert "eps" not in sample.options
-    tiny = {name: t * (1e-3 if t.dim() > 1 or name == "bias" else 1.0) for name, t in tensors_of(case.spec, sample).items()}
+    tiny = {
+        name: t * (1e-3 if t.dim() > 1 or name == "bias" else 1.0) for name, t in tensors_of(case.spec, sample).items()
+    }
     sample = dataclasses.replace(sample, tensors={**sample.tensors, **tiny})
     check_values(case.spec, sample)
     eps = resolved(case.spec, sample)["eps"]
@@ -102,7 +120,7 @@ def _rounds_like_another(spec: Spec, sample: Sample) -> bool:
 
 
 def _dyadic(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Quarters in [-2, 2]: sums and squares of a row of 64 are exact in fp32 in any order, and in fp16 and bf16 each."""
+    """Quarters in [-2, 2]: exact in fp16 and bf16, and so are a row's sums of squares in fp32, in any order."""
     values = torch.randint(-8, 9, tensor.shape, generator=generator) / 4
     return values.to(tensor.device, tensor.dtype)
 
@@ -154,8 +172,11 @@ def _patterns(tensors: tuple[Tensor, ...]) -> list[Tensor]:
     return [t.isnan() * 3 + t.isposinf() * 1 + t.isneginf() * 2 for t in tensors]
 
 
+_SPOILED = ("shape 7x17", "shape 3x8192", "sum returned", "p=0.9")
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=["nan", "inf", "-inf"])
-@cases((torch.float32, torch.bfloat16), lambda spec, s: s.name in ("shape 7x17", "shape 3x8192", "sum returned", "p=0.9"))
+@cases((torch.float32, torch.bfloat16), lambda spec, sample: sample.name in _SPOILED)
 def test_not_a_number_spreads_as_in_pytorch(case: Case, value: float) -> None:
     """In each input in turn: the same elements turn NaN or infinite as in eager PyTorch, the others stay right."""
     spec, sample = case.spec, case.sample()
@@ -168,6 +189,21 @@ def test_not_a_number_spreads_as_in_pytorch(case: Case, value: float) -> None:
         for a, b in zip(_patterns(got), _patterns(want), strict=True):
             assert torch.equal(a, b), f"{name}: {int((a != b).sum())} elements"
         assert any(pattern.any() for pattern in _patterns(got)), f"{name}: nothing came out"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["nan", "inf"])
+@cases((torch.float32, torch.bfloat16), lambda spec, sample: sample.name in _SPOILED)
+def test_not_a_number_spreads_backwards(case: Case, value: float) -> None:
+    """From one element of a cotangent to the same gradients as in eager PyTorch, and to no others."""
+    spec, sample = case.spec, case.sample()
+    tensors, mask = tensors_of(spec, sample), dropout_mask(spec, sample)
+    cotangents = random_like(call(spec, sample)(tensors))
+    cotangents[0].view(-1)[cotangents[0].shape[-1] + 1] = value
+    got = gradients(call(spec, sample), tensors, cotangents)
+    want = gradients(eager(spec, sample, mask), tensors, cotangents)
+    for name in tensors:
+        assert torch.equal(got[name].isfinite(), want[name].isfinite()), name
+        assert not got[name].isfinite().all(), name
 
 
 def test_specs_are_found() -> None:

@@ -8,19 +8,21 @@ rather than bounded by hand: `sensitivity` moves every row of every input by ± 
 with random signs, takes the largest change in each row of the result, and divides by h. It thus holds the condition
 number of the very sample (a row whose mean dwarfs its deviation, say) and serves every operator. So
 
-    forward    |y - oracle| <= u(y) |oracle|  +  2 depth u(accumulator) sensitivity
-    backward   |g - oracle| <= u(g) |oracle|  +  2 (depth u(accumulator) + u(kept) gain) sensitivity  +  2 eager
+    forward    |y - oracle| <= u(y) |oracle|  +  2 (depth u(accumulator) + u(sum)) sensitivity
+    backward   |g - oracle| <= u(g) |oracle|  +  2 (depth u(accumulator) + u(sum) + u(y) gain) sensitivity  +  2 eager
 
 The first term is the one rounding of the result to its dtype. The factor 2 allows the oracle, in fp64 also where the
-accumulator is, the same error. Operators that reproduce the inner roundings of another library get twice eager's error
-on top, forward too; where one rounding is promised (``rounding="once"``), the forward's bound stands alone.
+accumulator is, the same error. u(sum) is there where a sum is normalised, which is first rounded to its dtype, as
+eager's is, while the oracle rounds nothing. Operators that reproduce the inner roundings of another library get twice
+eager's error on top, forward too; where one rounding is promised (``rounding="once"``), the forward's bound stands
+alone.
 
-u(kept) is there where the forward keeps a tensor for the backward, rounded to its dtype. Where that is the output, the
-backward inverts the affine, so its rounding, of |w hat| + |b| at most, is divided by |w|: that is ``gain``.
+u(y) gain is there where the output is kept for the backward, which then inverts the affine: its rounding, of
+|w hat| + |b| at most, is divided by |w|.
 
 Eager is there because a norm's gradient is a difference that cancels (for one or two columns entirely), which no
 perturbation of the inputs explains. It is eager PyTorch's error at the same dtypes, or, if that is larger, its error in
-fp32, where the fp64 oracle can see all of it, scaled by u(accumulator) or u(kept) over u(fp32); the largest over the
+fp32, where the fp64 oracle can see all of it, scaled by the largest of these u over u(fp32); the largest over the
 whole tensor and over all the moved inputs, as one row may happen to have none.
 """
 
@@ -30,10 +32,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
+
 from fusedops.core.spec import Sample, Spec
 from support import (
     Function,
-    Mask,
     Tensors,
     call,
     dropout_mask,
@@ -44,7 +47,6 @@ from support import (
     rows_of,
     tensors_of,
 )
-from torch import Tensor
 
 __all__ = ["assert_within", "check_gradients", "check_values", "output_dtypes", "sensitivity", "unit_roundoff"]
 
@@ -126,17 +128,22 @@ def assert_within(actual: Tensor, exact: Tensor, slack: Tensor, what: str) -> No
     )
 
 
+def sum_dtype(spec: Spec, sample: Sample) -> torch.dtype:
+    """PyTorch's promotion of what is summed, or the dtype of what is normalised as it is."""
+    dtype = rows_of(spec, sample).dtype
+    for name in ("bias", "residual") if spec.has_dropout else ():
+        other = sample.tensors.get(name)
+        dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
+    return dtype
+
+
 def output_dtypes(spec: Spec, sample: Sample) -> list[torch.dtype]:
     """The dtypes that the contract promises: of the output, and of the sum where it is returned.
 
-    The sum has the promotion of what is summed; so has the output, unless ``out_dtype`` says otherwise or Llama's or
-    T5's rounding multiplies by a wider weight last.
+    The output has the sum's, unless ``out_dtype`` says otherwise or Llama's or T5's rounding multiplies by a wider
+    weight last.
     """
-    rows, weight = rows_of(spec, sample), sample.tensors.get("weight")
-    summed = rows.dtype
-    for name in ("bias", "residual") if spec.has_dropout else ():
-        other = sample.tensors.get(name)
-        summed = summed if other is None else torch.promote_types(summed, other.dtype)
+    summed, weight = sum_dtype(spec, sample), sample.tensors.get("weight")
     output = summed
     if sample.options.get("rounding") in ("llama", "t5") and weight is not None:
         output = torch.promote_types(summed, weight.dtype)
@@ -144,37 +151,44 @@ def output_dtypes(spec: Spec, sample: Sample) -> list[torch.dtype]:
     return [output, summed] if sample.options.get("return_sum") else [output]
 
 
-def check_values(spec: Spec, sample: Sample, mask: Mask | None = None) -> tuple[Tensor, ...]:
-    """The operator's outputs, having been held to the oracle; also their number, dtypes, shapes and device."""
-    tensors = tensors_of(spec, sample)
-    mask = dropout_mask(spec, sample) if mask is None else mask
-    outputs, exact = call(spec, sample)(tensors), oracle(spec, sample, mask)(tensors)
-    assert [output.dtype for output in outputs] == output_dtypes(spec, sample)
+def _roundings(spec: Spec, sample: Sample) -> tuple[float, float]:
+    """u(sum), and u(y) gain."""
+    if not spec.kept:
+        return 0.0, 0.0
+    of_sum = unit_roundoff(sum_dtype(spec, sample))
+    if sample.options.get("save") != "output":
+        return of_sum, 0.0
+    weight, bias = sample.tensors.get("weight"), sample.tensors.get("ln_bias")
+    size = torch.ones(1) if weight is None else weight.double().abs()
+    added = 0.0 if bias is None else float(bias.double().abs().max())
+    gain = (float(size.max()) + added) / float(size.min())
+    return of_sum, unit_roundoff(output_dtypes(spec, sample)[0]) * gain
+
+
+def _depth(spec: Spec, sample: Sample) -> float:
+    """Of the longest sum, along a row or down the rows."""
     rows = rows_of(spec, sample)
-    unit = 2 * depth(rows.shape[-1]) * unit_roundoff(accumulator(sample))
-    moves, _ = sensitivity(oracle(spec, sample, mask), tensors)
-    slack = [unit * move for move in moves]
+    cols = max(rows.shape[-1], 1)
+    return depth(max(cols, rows.numel() // cols))
+
+
+def check_values(spec: Spec, sample: Sample, outputs: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
+    """The operator's outputs, having been held to the oracle; also their number, dtypes, shapes and device."""
+    tensors, mask = tensors_of(spec, sample), dropout_mask(spec, sample)
+    outputs = call(spec, sample)(tensors) if outputs is None else tuple(outputs)
+    exactly = oracle(spec, sample, mask)
+    exact = exactly(tensors)
+    assert [output.dtype for output in outputs] == output_dtypes(spec, sample)
+    unit = _depth(spec, sample) * unit_roundoff(accumulator(sample)) + _roundings(spec, sample)[0]
+    moves, _ = sensitivity(exactly, tensors)
+    slack = [2 * unit * move for move in moves]
     if sample.options.get("rounding", "once") != "once":
         errors = _largest(eager(spec, sample, mask)(tensors), exact)
         slack = [a + 2 * b for a, b in zip(slack, errors, strict=True)]
     for index, (output, want, room) in enumerate(zip(outputs, exact, slack, strict=True)):
-        assert output.device == rows.device
+        assert output.device == rows_of(spec, sample).device
         assert_within(output, want, room, f"output {index}")
     return outputs
-
-
-def _kept_unit(spec: Spec, sample: Sample) -> float:
-    """u(kept) times its gain: how far what is kept for the backward is from what the forward saw."""
-    if not spec.kept or sample.options.get("save") == "inputs":
-        return 0.0
-    dtypes = output_dtypes(spec, sample)
-    if sample.options.get("save") != "output":
-        return unit_roundoff(dtypes[-1])
-    weight = sample.tensors["weight"]
-    weight = torch.ones(1) if weight is None else weight.double().abs()
-    bias = sample.tensors.get("ln_bias")
-    added = 0.0 if bias is None else bias.double().abs().max()
-    return unit_roundoff(dtypes[0]) * float((weight.max() + added) / weight.min())
 
 
 def _along(function: Function, names: Sequence[str], count: int) -> Function:
@@ -189,17 +203,27 @@ def _along(function: Function, names: Sequence[str], count: int) -> Function:
 
 
 def check_gradients(
-    spec: Spec, sample: Sample, cotangents: Sequence[Tensor] | None = None, names: Sequence[str] | None = None
+    spec: Spec,
+    sample: Sample,
+    cotangents: Sequence[Tensor] | None = None,
+    names: Sequence[str] | None = None,
+    *,
+    values: bool = False,
 ) -> dict[str, Tensor]:
-    """The operator's gradients for ``names`` (default: every tensor), having been held to the oracle's."""
-    tensors, rows = tensors_of(spec, sample), rows_of(spec, sample)
+    """The operator's gradients for ``names`` (default: every tensor), having been held to the oracle's.
+
+    With ``values`` also the outputs, from the same call.
+    """
+    tensors = tensors_of(spec, sample)
     names = list(tensors) if names is None else names
     mask = dropout_mask(spec, sample)
-    if cotangents is None:
-        outputs = zip(oracle(spec, sample, mask)(tensors), output_dtypes(spec, sample), strict=True)
-        cotangents = random_like([output.to(dtype) for output, dtype in outputs])
+    leaves = {name: t.detach().requires_grad_(name in names) for name, t in tensors.items()}
+    outputs = call(spec, sample)(leaves)
+    if values:
+        check_values(spec, sample, [output.detach() for output in outputs])
+    cotangents = random_like(outputs) if cotangents is None else cotangents
     given = [cotangent.clone() for cotangent in cotangents]
-    actual = gradients(call(spec, sample), tensors, cotangents, names)
+    actual = dict(zip(names, torch.autograd.grad(outputs, [leaves[name] for name in names], cotangents), strict=True))
     assert all(map(torch.equal, cotangents, given)), "a cotangent was written to"
 
     everything = {**tensors, **{f"cotangent {index}": cotangent for index, cotangent in enumerate(cotangents)}}
@@ -207,14 +231,13 @@ def check_gradients(
     eagerly = _along(eager(spec, sample, mask), names, len(cotangents))
     exact = exactly({name: t.double() for name, t in everything.items()})
     moves, errors = sensitivity(exactly, everything, eagerly)
-    kept, unit = _kept_unit(spec, sample), unit_roundoff(accumulator(sample))
-    scale = max(unit, kept) / unit_roundoff(torch.float32)
+    unit, roundings = unit_roundoff(accumulator(sample)), sum(_roundings(spec, sample))
+    scale = max(unit, roundings) / unit_roundoff(torch.float32)
     native = _largest(eagerly(everything), exact)
-    longest = max(rows.shape[-1], rows.numel() // max(rows.shape[-1], 1))
     for index, (name, want) in enumerate(zip(names, exact, strict=True)):
         assert actual[name].dtype == tensors[name].dtype
         assert actual[name].device == tensors[name].device
         from_eager = torch.maximum(native[index], scale * errors[index])
-        slack = 2 * (depth(longest) * unit + kept) * moves[index] + 2 * from_eager
+        slack = 2 * (_depth(spec, sample) * unit + roundings) * moves[index] + 2 * from_eager
         assert_within(actual[name], want, slack, f"gradient of {name}")
     return actual

@@ -51,7 +51,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """
     if transforms_active():
         return function.apply(*args)
-    return super(torch.autograd.Function, function).apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

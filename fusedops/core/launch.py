@@ -20,7 +20,17 @@ import torch
 
 from .tuning import Config
 
-__all__ = ["Variant", "compile_kernel", "current_device", "interpreting", "overlaps", "processors", "record", "runs_kernels", "variants"]
+__all__ = [
+    "Variant",
+    "compile_kernel",
+    "current_device",
+    "interpreting",
+    "overlaps",
+    "processors",
+    "record",
+    "runs_kernels",
+    "variants",
+]
 
 # Triton releases whose compiled launcher takes the arguments that `Variant` passes.
 _KNOWN_LAUNCHERS = ("3.6.",)
@@ -88,9 +98,9 @@ def record() -> Iterator[list[str]]:
 
 @functools.cache
 def processors(device_index: int) -> int:
-    """Multiprocessors of a GPU; four stand-ins under the interpreter (index -1)."""
+    """Multiprocessors of a GPU; two stand-ins under the interpreter (index -1)."""
     if device_index < 0:
-        return 4
+        return 2
     return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
 
 
@@ -148,6 +158,7 @@ class Variant:
             _variants += 1
 
     def __call__(self, grid_x: int, grid_y: int, *arguments: Any) -> None:
+        """Launches on the current stream of the device it was built for."""
         if _observers:
             for names in _observers:
                 names.append(self.name)

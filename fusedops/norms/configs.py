@@ -31,7 +31,7 @@ def forward(cols: int, itemsize: int, adds: bool) -> Config:
     ``adds`` is whether a residual comes in, a second tensor in flight.
     """
     block = _block(cols)
-    if block > _WHOLE_FORWARD or itemsize == 8 and block > 4096:
+    if block > _WHOLE_FORWARD or (itemsize == 8 and block > 4096):
         return Config(4096, 1, 8)
     if block == _WHOLE_FORWARD:
         return Config(block, 1, 32, registers=64) if adds else Config(block, 1, 16)
@@ -54,15 +54,16 @@ def backward(cols: int, itemsize: int, sums: int, normalizes: bool) -> Config:
     if not normalizes:
         return Config(min(block, 1024), max(1, 2048 // min(block, 1024)), 4, 3, 4)
     limit = _power_of_two(_SUMS // max(sums, 1) // 2 + 1)
-    block = min(block, limit, 8192 if block <= 16384 and itemsize <= 4 else 4096 if itemsize <= 4 else 2048)
-    if block == 8192:
-        return Config(block, 1, 16, 3 if cols * itemsize * 4 <= _AHEAD_BYTES else 2, 1)
+    block = min(block, limit, 8192 if block <= 16384 and itemsize == 2 else 4096 if itemsize <= 4 else 2048)
+    if block == 8192 and itemsize == 2:
+        return Config(block, 1, 16, 3 if cols * itemsize * 4 < _AHEAD_BYTES else 2, 1)
     if block >= 2048:
         rows = 2 if itemsize == 2 else 1
         ahead = cols * itemsize * 2 * rows
         return Config(block, rows, 8, 3 if ahead * 2 <= _AHEAD_BYTES else 2 if ahead <= _AHEAD_BYTES else 1, 1)
-    rows = min(max(1, 8192 // (block * itemsize)), 8)
-    return Config(block, rows, _warps(block, 8), 3, 2)
+    warps = _warps(block, 8)
+    each = 32 if itemsize == 2 else 16  # elements a thread, in registers thrice: dy, the row, and their sums
+    return Config(block, min(max(1, each * 32 * warps // block), 16), warps, 3, 2)
 
 
 def backward_rest(itemsize: int) -> Config:

@@ -62,12 +62,14 @@ class NormFunction(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None,
                 ln_bias: Tensor | None, call: Call) -> Any:  # fmt: skip
+        """One launch."""
         y, z, stats = launching.forward(call.site, x, bias, residual, weight, ln_bias, call.seed, call.threshold,
                                         call.store_sum)  # fmt: skip
         return y, z, _Stats(stats)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keeps what the backward needs, as `kept_tensors` says."""
         x, bias, residual, weight, ln_bias, call = inputs
         y, z, stats = output
         site = call.site
@@ -82,6 +84,7 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None, _: Any) -> Any:
+        """Kernels at first order, the formula where the gradient is itself differentiated or batched."""
         if dy is None and dsum is None:
             return (None,) * 6
         call: Call = ctx.call
@@ -94,6 +97,7 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
+        """Forward mode, by the formula."""
         call: Call = ctx.call
         x, bias, residual, weight, _, y = ctx.saved_tensors
         dx, dbias, dresidual, dweight, dln_bias, _ = tangents
@@ -187,6 +191,6 @@ def _formula(dy: Tensor | None, dsum: Tensor | None, kept: Tensor | None, bias: 
     shapes = (given.shape, dbias.shape, given.shape, *(None if t is None else t.shape for t in (weight, ln_bias)))
     dtypes = (site.x, site.bias, site.residual, site.weight, site.ln_bias)
     return tuple(
-        grad.reshape(shape).to(dtype) if needed and grad is not None else None
+        grad.reshape(shape).to(dtype) if needed and grad is not None and shape is not None else None
         for grad, shape, dtype, needed in zip(grads, shapes, dtypes, needs, strict=True)
     )

@@ -8,7 +8,7 @@ Rows are int64 wherever they are multiplied by a stride.
 import triton
 import triton.language as tl
 
-from ..core.device import await_predecessor, keep_scale, load_seed, release_successor
+from ..core.device import await_predecessor, keep_scale, load_seed
 
 
 @triton.jit
@@ -141,8 +141,8 @@ def norm_forward_kernel(
     """``y = norm(z)`` with ``z = (x + bias) * keep_scale + residual``, ROWS rows at a time.
 
     ``stats`` receives rstd in its first M places and, for LayerNorm, the mean in the next M. ``SUM`` is the sum's
-    dtype: it is normalised as rounded to that, so that the statistics belong to what the backward sees. ``PERSISTENT`` programs take several tiles:
-    they keep the row vectors in registers and take the next rows' loads ahead.
+    dtype: it is normalised as rounded to that, so that the statistics belong to what the backward sees. ``PERSISTENT``
+    programs take several tiles: they keep the row vectors in registers and take the next rows' loads ahead.
     """
     await_predecessor(OVERLAP)
     if seed is not None:
@@ -373,7 +373,6 @@ def norm_backward_kernel(
     VECTOR: tl.constexpr,
     STAGES: tl.constexpr,
     FIRST_COL: tl.constexpr,
-    RELEASE: tl.constexpr,
 ):
     """All gradients of the family; programs share the rows along axis 0 of the grid, the columns along axis 1.
 
@@ -385,7 +384,6 @@ def norm_backward_kernel(
     The first launch takes the rows from the last to the first, the second from the first to the last: what was read
     or written last, by the producer of dy or by the first launch, is what the L2 cache still holds.
     """
-    release_successor(RELEASE)
     if seed is not None:
         seed, offset = load_seed(seed, offset)
     tiles = tl.cdiv(M, ROWS).to(tl.int32)

@@ -7,6 +7,7 @@ alignment and device, never on the number of rows. These functions run at every 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +57,9 @@ class Site:
     @functools.cached_property
     def pointers(self) -> dict[str, str | None]:
         """Triton's pointer types of the arguments."""
-        return {name: _pointer(getattr(self, name)) for name in ("x", "bias", "residual", "weight", "ln_bias", "y", "z")}
+        return {
+            name: _pointer(getattr(self, name)) for name in ("x", "bias", "residual", "weight", "ln_bias", "y", "z")
+        }
 
     @functools.cached_property
     def native(self) -> bool:
@@ -116,7 +119,7 @@ def _as_rows(t: Tensor, dims: int, cols: int) -> tuple[Tensor, int]:
         lead = [(size, stride) for size, stride in zip(sizes[:-1], strides[:-1], strict=True) if size != 1]
         if not lead:
             return t, cols
-        if all(a[1] == b[0] * b[1] for a, b in zip(lead, lead[1:], strict=False)):
+        if all(a[1] == b[0] * b[1] for a, b in itertools.pairwise(lead)):
             return t, lead[-1][1]
     return t.contiguous(), cols
 
@@ -183,7 +186,7 @@ def forward(
     return y, z, stats
 
 
-def backward(
+def backward(  # noqa: C901, one flat path a step, on purpose
     site: Site,
     dy: Tensor | None,
     dsum: Tensor | None,
@@ -310,8 +313,8 @@ def _build(kernel: Any, types: dict[str, str | None], constants: dict[str, Any],
         divisible = {name: 16 for name, kind in types.items() if kind is not None and kind[0] == "*"}
         divisible |= {name: 8 for name in types if name.endswith("_stride")}
     every = constants | {"ACC": _triton_dtype(site.acc), "N": site.cols, "BLOCK_N": config.block_n, "ROWS": config.rows,
-                         "STAGES": config.stages, "RELEASE": launch.overlaps(site.device_index)}  # fmt: skip
-    every["OVERLAP"] = every["RELEASE"] and not every.get("PERSISTENT", False)
+                         "STAGES": config.stages}  # fmt: skip
+    every["OVERLAP"] = not every.get("PERSISTENT", False) and launch.overlaps(site.device_index)
     return Variant(
         kernel,
         {name: types[name] for name in kernel.arg_names if name in types},

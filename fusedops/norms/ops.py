@@ -17,7 +17,14 @@ from .launching import Site
 from .operators import operator_call, rule_of
 from .reference import Kind, NormRule, Rounding, accumulator
 
-__all__ = ["bias_dropout_add", "bias_dropout_add_ln", "bias_dropout_add_rms_norm", "default_eps", "layer_norm", "rms_norm"]
+__all__ = [
+    "bias_dropout_add",
+    "bias_dropout_add_ln",
+    "bias_dropout_add_rms_norm",
+    "default_eps",
+    "layer_norm",
+    "rms_norm",
+]
 
 Save = Literal["sum", "output", "inputs"]
 
@@ -316,7 +323,7 @@ def _call(op: str, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias: T
     if shape is not None and elements <= native_elements and site.native:
         if kind == "layer":
             return F.layer_norm(x, shape, weight, ln_bias, eps), None  # type: ignore[arg-type]
-        return F.rms_norm(x, shape, weight, eps), None  # type: ignore[arg-type]
+        return F.rms_norm(x, shape, weight, eps), None
 
     seed, threshold = (None, 0) if p == 0.0 else (rng.draw(x.device) if p < 1.0 else (0, 0), rng.threshold(p))
     if (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -92,7 +93,9 @@ def _rms_norm_reference(input: Tensor, normalized_shape: Any, weight: Tensor | N
                         *, weight_offset: float = 0.0, rounding: Any = "once", keep: Tensor | None = None,
                         keep_probability: float = 1.0, out_dtype: torch.dtype | None = None) -> tuple[Tensor]:  # fmt: skip
     eps = ops.default_eps(input.dtype) if eps is None else eps
-    return (_flat_norm(input, normalized_shape, weight, None, NormRule("rms", eps, weight_offset, rounding), out_dtype),)
+    return (
+        _flat_norm(input, normalized_shape, weight, None, NormRule("rms", eps, weight_offset, rounding), out_dtype),
+    )
 
 
 def _flat_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None, bias: Tensor | None, rule: NormRule,
@@ -150,7 +153,7 @@ def _norm_bad_samples(layer: bool) -> Callable[[torch.device], Iterator[BadSampl
 
 def _norm_benchmark(layer: bool) -> Callable[[int, int, torch.dtype, torch.device], Sample]:
     def benchmark(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Sample:
-        make = lambda *shape: torch.randn(shape, dtype=dtype, device=device)  # noqa: E731
+        make = partial(torch.randn, dtype=dtype, device=device)
         tensors: dict[str, Tensor | None] = {"input": make(rows, cols), "weight": make(cols)}
         if layer:
             tensors["bias"] = make(cols)
@@ -179,7 +182,8 @@ def _fused_samples(kind: str) -> Callable[[torch.device, torch.dtype], Iterator[
             every |= {param: make(shape[-1], dtype=param_dtype) for param in params}
             if options.get("save") == "output":
                 # Inverting the affine divides by the weight: near zero that loses digits, as documented.
-                every["weight"] += 0.5 * every["weight"].sign()
+                weight = make(shape[-1], dtype=param_dtype)
+                every["weight"] = weight + 0.5 * weight.sign()
             return Sample(name, {k: None if k in absent else v for k, v in every.items()}, {"p": p, **options})
 
         for shape in _SHAPES:
@@ -314,7 +318,7 @@ def _fused_benchmark(kind: str) -> Callable[[int, int, torch.dtype, torch.device
     params = {"layer": ("weight", "ln_bias"), "rms": ("weight",), "none": ()}[kind]
 
     def benchmark(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Sample:
-        make = lambda *shape: torch.randn(shape, dtype=dtype, device=device)  # noqa: E731
+        make = partial(torch.randn, dtype=dtype, device=device)
         tensors: dict[str, Tensor | None] = {"x": make(rows, cols), "bias": make(cols), "residual": make(rows, cols)}
         tensors |= {param: make(cols) for param in params}
         return Sample(f"{rows}x{cols}", tensors, {"p": 0.1})

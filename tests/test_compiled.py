@@ -1,0 +1,135 @@
+"""Every kernel compiles for every target, without spilling a register on NVIDIA's up to a hidden size of 8192.
+
+No GPU is needed: the variants that calls would build are built for a named target, and registers are read off the
+binary. Interpreted kernels cannot be compiled, so this runs in the plain setting alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusedops.core import launch, tuning
+from fusedops.norms import launching
+from fusedops.norms.operators import rule_of
+from support import INTERPRETED
+
+triton = pytest.importorskip("triton")
+compiler = pytest.importorskip("triton.backends.compiler")
+
+pytestmark = pytest.mark.compiled
+
+TARGETS = {
+    "sm_80": compiler.GPUTarget("cuda", 80, 32),
+    "sm_90": compiler.GPUTarget("cuda", 90, 32),
+    "sm_100": compiler.GPUTarget("cuda", 100, 32),
+    "gfx942": compiler.GPUTarget("hip", "gfx942", 64),
+}
+# kind, whether bias, dropout and residual take part, what is kept
+MEMBERS = {
+    "layer_norm": ("layer", False, "sum"),
+    "rms_norm": ("rms", False, "sum"),
+    "bias_dropout_add": ("none", True, "sum"),
+    "bias_dropout_add_ln": ("layer", True, "sum"),
+    "bias_dropout_add_rms_norm": ("rms", True, "sum"),
+}
+NO_SPILL = 8192
+WIDTHS = (17, 256, 768, 1024, 2048, 4096, 8192, 16384, 65536)
+
+
+class Built:
+    """Stands in for `launch.Variant`: compiles for the target and remembers what came out."""
+
+    target: Any = None
+    spilled: list[str]
+
+    def __init__(self, kernel: Any, types: Mapping[str, str | None], constants: Mapping[str, Any],
+                 config: tuning.Config, *, device_index: int, divisible: Mapping[str, int]) -> None:  # fmt: skip
+        options = {"num_warps": config.warps, "num_stages": config.stages}
+        constants = dict(constants)
+        if Built.target.backend == "cuda":
+            if config.registers:
+                options["maxnreg"] = config.registers
+            if "OVERLAP" in constants and Built.target.arch >= 90 and not constants.get("PERSISTENT"):
+                constants["OVERLAP"] = True
+                options["launch_pdl"] = True
+        compiled = launch.compile_kernel(kernel, types, constants, options, divisible, target=Built.target)
+        if spilled(compiled):
+            Built.spilled.append(f"{kernel.fn.__name__} {config}: {spilled(compiled)}")
+
+
+def spilled(compiled: Any) -> int:
+    """Bytes of stack (NVIDIA) or registers (AMD) that the compiler spilled."""
+    if "amdgcn" in compiled.asm:
+        found = re.search(r"\.vgpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"])
+        assert found
+        return int(found[1])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+        binary.write(compiled.asm["cubin"])
+        binary.flush()
+        usage = subprocess.run([tool, "-res-usage", binary.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"STACK:(\d+)", usage)
+    assert found, usage
+    return int(found[1])
+
+
+def build(member: str, cols: int, dtype: torch.dtype, target: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Builds a member's forward and backward for a target; what spilled."""
+    kind, adds, save = MEMBERS[member]
+    assert not INTERPRETED
+    Built.target, Built.spilled = TARGETS[target], []
+    monkeypatch.setattr(launching, "Variant", Built)
+    added, normed = dtype if adds else None, dtype if kind != "none" else None
+    site = launching.site_of(rule_of(kind, 1e-5, 0.0, "once"), cols, 1, save, None, -1, dtype, added, added, normed,
+                             dtype if kind == "layer" else None)  # fmt: skip
+    seed = 1 if adds else 0
+    launching._plan_forward(site, seed, True, adds and kind != "none")
+    launching._plan_backward(site, (True, adds, adds, kind != "none", kind == "layer"), dtype, None, seed, True)
+    return Built.spilled
+
+
+@pytest.mark.parametrize("cols", WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("member", MEMBERS)
+def test_compiles_for_hopper(member: str, dtype: torch.dtype, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = build(member, cols, dtype, "sm_90", monkeypatch)
+    assert cols > NO_SPILL or not found
+
+
+@pytest.mark.parametrize("target", [t for t in TARGETS if t != "sm_90"])
+@pytest.mark.parametrize(("cols", "dtype"), [(768, torch.float16), (4096, torch.bfloat16), (8192, torch.float32),
+                                             (8192, torch.bfloat16), (1024, torch.float64)], ids=str)  # fmt: skip
+@pytest.mark.parametrize("member", MEMBERS)
+def test_compiles_for_the_others(member: str, cols: int, dtype: torch.dtype, target: str,
+                                 monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    found = build(member, cols, dtype, target, monkeypatch)
+    assert target == "gfx942" or not found
+
+
+def _shipped() -> list[tuple[str, str, list[int]]]:
+    entries = []
+    for file in (resources.files("fusedops") / "tuned").iterdir():
+        if file.name.endswith(".json"):
+            table = json.loads(file.read_text())["configs"]
+            entries += [(kernel, key, config) for kernel, keys in table.items() for key, config in keys.items()]
+    return entries
+
+
+@pytest.mark.parametrize(("kernel", "key", "config"), _shipped(), ids=lambda part: str(part).replace(" ", ""))
+def test_shipped_configs_compile(kernel: str, key: str, config: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, bits, drops, *_, cols = key.split("|")
+    member = next(name for name, (k, adds, _) in MEMBERS.items() if k == kind and adds == (drops == "dropout"))
+    monkeypatch.setitem(tuning._forced, kernel, tuning.Config(*config))
+    dtype = torch.bfloat16 if bits == "16bit" else torch.float32
+    found = build(member, int(cols), dtype, "sm_90", monkeypatch)
+    assert int(cols) > NO_SPILL or not found
