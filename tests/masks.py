@@ -71,7 +71,9 @@ class Problem:
         names = [name for name, tensor in self.tensors.items() if tensor is not None]
         grads = torch.autograd.grad(outputs, [self.tensors[name] for name in names], random_like(outputs))
         gradients = dict(zip(names, grads, strict=True))
-        return Run(outputs, gradients, outputs[-1].detach() != 0.0, gradients[self.spec.tensors[0]] != 0.0)
+        # Detached: a graph kept alive ties its leaves to the stream it ran on, which a later capture may not touch.
+        outputs = tuple(output.detach() for output in outputs)
+        return Run(outputs, gradients, outputs[-1] != 0.0, gradients[self.spec.tensors[0]] != 0.0)
 
 
 def rng_state(device: torch.device) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fusedops.core.spec import Sample, Spec
-from support import INTERPRETED, Case, call, cases, tensors_of
+from support import INTERPRETED, KERNEL_PATH, Case, call, cases, random_like, tensors_of
 
 # Finite differences of all elements one by one take two calls an element: the interpreter checks random directions.
 FAST = INTERPRETED
@@ -50,12 +50,27 @@ def test_forward_mode(case: Case) -> None:
     torch.autograd.gradcheck(function, leaves, fast_mode=fast, check_forward_ad=True, check_backward_ad=False)
 
 
-@cases((torch.float64,), _affordable)
+def _twice(spec: Spec, sample: Sample) -> bool:
+    """Keeping the output alone has no second derivative on the kernel path; that refusal has its own test below."""
+    return _affordable(spec, sample) and not (KERNEL_PATH and sample.options.get("save") == "output")
+
+
+@cases((torch.float64,), _twice)
 def test_gradgradcheck(case: Case) -> None:
     """Cotangents require gradients too, so this also differentiates along them."""
     names, leaves = _leaves(case)
     fast = FAST or sum(leaf.numel() for leaf in leaves) > _TINY
     torch.autograd.gradgradcheck(_function(case, names), leaves, fast_mode=fast, gen_non_contig_grad_outputs=True)
+
+
+@pytest.mark.kernels
+@cases((torch.float64,), lambda spec, sample: sample.name == "save=output")
+def test_no_second_derivative_from_the_output(case: Case) -> None:
+    """Refused in words, rather than answered wrongly."""
+    names, leaves = _leaves(case)
+    outputs = _function(case, names)(*leaves)
+    with pytest.raises(RuntimeError, match="save='output' has no double backward"):
+        torch.autograd.grad(outputs, leaves, random_like(outputs), create_graph=True)
 
 
 @cases((torch.float64,), lambda spec, sample: sample.name in ("shape 1x3", "sum returned, p=0"))

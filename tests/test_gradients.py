@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
+from torch import Tensor
 
 from fusedops.core.spec import Sample, Spec
 from support import (
@@ -106,10 +108,31 @@ def test_backward_of_a_sum(case: Case) -> None:
     loss = sum(output.square().sum() for output in call(spec, sample)(leaves))
     loss.backward(retain_graph=True)
     once = {name: leaf.grad.clone() for name, leaf in leaves.items()}
+    assert len({leaf.grad.data_ptr() for leaf in leaves.values()}) == len(leaves), "two gradients share their memory"
     loss.backward()
     for name, leaf in leaves.items():
         assert once[name].any(), name
         assert torch.equal(leaf.grad, 2 * once[name]), name
+
+
+@cases(
+    (torch.float32, torch.bfloat16), lambda spec, sample: sample.name in ("shape 7x17", "p=0.0", "sum returned, p=0")
+)
+def test_one_tensor_as_two_arguments(case: Case) -> None:
+    """What is passed twice gets the sum of both gradients, whether or not the kernel made them one tensor."""
+    spec, sample = case.spec, case.sample()
+    tensors = tensors_of(spec, sample)
+    if "residual" in tensors:
+        tensors["residual"] = tensors[spec.tensors[0]]
+    if "ln_bias" in tensors:
+        tensors["ln_bias"] = tensors["weight"]
+    apart = check_gradients(spec, dataclasses.replace(sample, tensors={**sample.tensors, **tensors}))
+    shared: dict[int, Tensor] = {id(t): t.clone().requires_grad_() for t in tensors.values()}
+    outputs = call(spec, sample)({name: shared[id(t)] for name, t in tensors.items()})
+    torch.autograd.backward(outputs, random_like(outputs))
+    for key, leaf in shared.items():
+        parts = [apart[name] for name, t in tensors.items() if id(t) == key]
+        assert torch.equal(leaf.grad, sum(parts[1:], parts[0]))
 
 
 @cases((torch.float32,), _small)

@@ -76,21 +76,24 @@ def test_checkpoint_changes_nothing(spec: Spec, use_reentrant: bool, device: tor
 # --- CUDA graphs ---------------------------------------------------------------------------------------------------
 
 
-def _capture(problem: Problem, p: float) -> tuple[torch.cuda.CUDAGraph, list[Run]]:
-    """A graph of one forward and backward, and the run whose tensors each replay overwrites."""
+def _capture(problem: Problem, p: float) -> tuple[torch.cuda.CUDAGraph, Run, tuple[torch.Tensor, ...]]:
+    """A graph of one forward and backward, the run whose tensors each replay overwrites, and the cotangents it reads.
+
+    Whoever replays keeps all of them: a graph does not hold the memory that it reads.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         problem.run(p)  # kernels are built outside the capture
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    cotangents = random_like(problem.forward(p))
+    cotangents = random_like(problem.run(p).outputs)
     leaves = {name: tensor for name, tensor in problem.tensors.items() if tensor is not None}
     with torch.cuda.graph(graph):
         outputs = problem.forward(p)
         grads = torch.autograd.grad(outputs, list(leaves.values()), cotangents)
     gradients = dict(zip(leaves, grads, strict=True))
-    return graph, [Run(outputs, gradients, outputs[-1], gradients[problem.spec.tensors[0]])]
+    return graph, Run(outputs, gradients, outputs[-1], gradients[problem.spec.tensors[0]]), cotangents
 
 
 def _replay(graph: torch.cuda.CUDAGraph, run: Run) -> Run:
@@ -105,7 +108,7 @@ def _replay(graph: torch.cuda.CUDAGraph, run: Run) -> Run:
 @pytest.mark.gpu
 def test_graph_replays_draw_anew(spec: Spec, device: torch.device) -> None:
     problem = Problem(spec, 64, 256, device)
-    graph, (static,) = _capture(problem, 0.5)
+    graph, static, _cotangents = _capture(problem, 0.5)
     runs = [_replay(graph, static) for _ in range(4)]
     for run in runs:
         assert torch.equal(run.forward, run.backward)
@@ -119,7 +122,7 @@ def test_graph_replays_draw_anew(spec: Spec, device: torch.device) -> None:
 def test_graph_replays_follow_the_seed(spec: Spec, device: torch.device) -> None:
     """As for `F.dropout`: seeding before a replay decides its mask, and eager calls in between draw others."""
     problem = Problem(spec, 16, 64, device)
-    graph, (static,) = _capture(problem, 0.5)
+    graph, static, _cotangents = _capture(problem, 0.5)
     torch.manual_seed(9)
     first, second = _replay(graph, static), _replay(graph, static)
     eager = problem.run(0.5)
@@ -135,7 +138,7 @@ def test_graph_replays_follow_the_seed(spec: Spec, device: torch.device) -> None
 def test_graph_without_dropout_equals_eager(spec: Spec, device: torch.device) -> None:
     problem = Problem(spec, 16, 64, device)
     expected = problem.run(0.0)
-    graph, (static,) = _capture(problem, 0.0)
+    graph, static, _cotangents = _capture(problem, 0.0)
     _same(_replay(graph, static), expected)
 
 

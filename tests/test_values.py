@@ -84,7 +84,7 @@ def _shifted(spec: Spec, sample: Sample, scale: float, shift: float) -> Sample:
 
 
 def _ordinary(spec: Spec, sample: Sample) -> bool:
-    return sample.name in ("shape 6x64", "shape 3x1000", "shape 2x20000", "shape 3x8192")
+    return sample.name in ("shape 6x64", "shape 3x1000", "shape 2x20000")
 
 
 @cases((torch.float32, torch.float64), _ordinary)
@@ -172,7 +172,7 @@ def _patterns(tensors: tuple[Tensor, ...]) -> list[Tensor]:
     return [t.isnan() * 3 + t.isposinf() * 1 + t.isneginf() * 2 for t in tensors]
 
 
-_SPOILED = ("shape 7x17", "shape 3x8192", "sum returned", "p=0.9")
+_SPOILED = ("shape 7x17", "shape 2x20000", "sum returned", "p=0.9")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=["nan", "inf", "-inf"])
