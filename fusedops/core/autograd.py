@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,8 +55,15 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The output dtype that autocast asks of `F.layer_norm`: fp32 on GPUs; None leaves it alone."""
-    if torch.is_autocast_enabled("cuda") and getattr(x, "is_cuda", False) and x.dtype != torch.float64:
+@functools.cache
+def _widens(operator: str) -> bool:
+    """Whether this PyTorch's GPU autocast has an operator on its fp32 list (rms_norm: from 2.12 on)."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator, "AutocastCUDA"))
+
+
+def autocast_dtype(operator: str, *tensors: Tensor | None) -> torch.dtype | None:
+    """The output dtype that GPU autocast asks of PyTorch's operator: fp32, never of fp64; None leaves it alone."""
+    given = [t for t in tensors if t is not None]
+    if all(getattr(t, "is_cuda", False) and t.dtype != torch.float64 for t in given) and _widens(operator):
         return torch.float32
     return None

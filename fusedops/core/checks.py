@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Any
 
 import torch
 
-__all__ = ["DTYPES", "check_choice", "check_eps", "check_p", "check_shape", "check_tensor"]
+__all__ = ["DTYPES", "check_choice", "check_eps", "check_number", "check_p", "check_shape", "check_tensor"]
 
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _DTYPE_NAMES = "torch.float16, torch.bfloat16, torch.float32, torch.float64"
@@ -35,6 +36,14 @@ def check_p(op: str, p: Any) -> None:
         raise TypeError(f"{op}: p must be a number, got {type(p).__name__}")
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{op}: p must be in [0, 1], got {p}")
+
+
+def check_number(op: str, name: str, value: Any) -> None:
+    """``value`` is a finite number."""
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"{op}: {name} must be finite, got {value}")
 
 
 def check_eps(op: str, eps: Any) -> None:

@@ -152,7 +152,8 @@ class Variant:
         self._pointers = tuple(i for i, name in enumerate(types) if (types[name] or "").startswith("*"))
         self._launch: Callable[..., None] | None = None
         if device_index >= 0 and _fast_launcher_known():
-            compiled = compile_kernel(kernel, types, constants, self._options, divisible)
+            limit = torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin  # type: ignore[attr-defined]
+            compiled = compile_fitting(kernel, types, constants, self._options, divisible, limit)
             self._launch = _bind(compiled, device_index, self._pointers, len(constants))
         with _build_lock:
             _variants += 1
@@ -213,6 +214,24 @@ def compile_kernel(
     }
     source = ASTSource(kernel, signature, constexprs, attrs)
     return triton.compile(source, target=target, options=dict(options))
+
+
+def compile_fitting(
+    kernel: Any,
+    types: Mapping[str, str | None],
+    constants: Mapping[str, Any],
+    options: Mapping[str, int],
+    divisible: Mapping[str, int],
+    limit: int,
+    target: Any = None,
+) -> Any:
+    """`compile_kernel`, with fewer tiles taken ahead while they exceed ``limit`` bytes of shared memory."""
+    while True:
+        compiled = compile_kernel(kernel, types, constants, options, divisible, target)
+        if compiled.metadata.shared <= limit or constants.get("STAGES", 1) == 1:
+            return compiled
+        constants = {**constants, "STAGES": constants["STAGES"] - 1}
+        options = {**options, "num_stages": options["num_stages"] - 1}
 
 
 def _bind(compiled: Any, device_index: int, pointers: tuple[int, ...], constants: int) -> Callable[..., None]:

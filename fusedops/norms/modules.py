@@ -6,6 +6,7 @@ values and their ``state_dict`` keys are the same, and weights load both ways.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -149,12 +150,12 @@ class FusedBiasDropoutAddLayerNorm(nn.LayerNorm):
 
     Args:
         normalized_shape: the hidden size N, an int or a sequence of one int.
-        p: drop probability in [0, 1]; nothing is dropped in evaluation mode.
         eps: added to the variance.
         elementwise_affine: whether ``weight`` and ``bias`` are learnt; they start at ones and zeros.
         bias: whether the norm has a ``bias``; counts only with ``elementwise_affine``.
         device: where the parameters live.
         dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the inputs'.
+        p: drop probability in [0, 1]; nothing is dropped in evaluation mode.
         return_sum: return ``(y, z)`` with the sum ``z = dropout(x + bias) + residual``, for pre-norm blocks.
         save: what is kept for the backward: the "sum", the "output", or the "inputs".
     Shape:
@@ -171,13 +172,13 @@ class FusedBiasDropoutAddLayerNorm(nn.LayerNorm):
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
-        p: float = 0.5,
         eps: float = 1e-5,
         elementwise_affine: bool = True,
         bias: bool = True,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         *,
+        p: float = 0.5,
         return_sum: bool = False,
         save: Save = "sum",
     ) -> None:
@@ -206,11 +207,11 @@ class FusedBiasDropoutAddRMSNorm(_RoundedRMSNorm):
 
     Args:
         normalized_shape: the hidden size N, an int or a sequence of one int.
-        p: drop probability in [0, 1]; nothing is dropped in evaluation mode.
         eps: added to the mean square; None means the epsilon of fp32 (of fp64 for fp64 inputs).
         elementwise_affine: whether ``weight`` is learnt; it starts at ``1 - weight_offset``.
         device: where the parameters live.
         dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the inputs'.
+        p: drop probability in [0, 1]; nothing is dropped in evaluation mode.
         weight_offset: added to ``weight`` before it scales; 1.0 for Gemma.
         rounding: "once" rounds at the end only; "llama", "t5" and "gemma" round where those Hugging Face modules do.
         return_sum: return ``(y, z)`` with the sum ``z = dropout(x + bias) + residual``, for pre-norm blocks.
@@ -229,12 +230,12 @@ class FusedBiasDropoutAddRMSNorm(_RoundedRMSNorm):
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
-        p: float = 0.5,
         eps: float | None = None,
         elementwise_affine: bool = True,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         *,
+        p: float = 0.5,
         weight_offset: float = 0.0,
         rounding: Rounding = "once",
         return_sum: bool = False,
@@ -259,13 +260,16 @@ class FusedBiasDropoutAddRMSNorm(_RoundedRMSNorm):
         return f"{super().extra_repr()}, p={self.p}" + _differences(self, return_sum=False, save="sum")
 
 
-def _shape(normalized_shape: int | Sequence[int]) -> int | list[int]:
-    return normalized_shape if isinstance(normalized_shape, int) else list(normalized_shape)
+def _shape(normalized_shape: int | Sequence[int]) -> list[int]:
+    # numbers.Integral as torch.nn: NumPy's integers are no int.
+    if isinstance(normalized_shape, numbers.Integral):
+        return [int(normalized_shape)]
+    return list(normalized_shape)  # type: ignore[arg-type]
 
 
 def _width(normalized_shape: int | Sequence[int]) -> int:
     """The hidden size; the operators with a bias and a residual normalise one dimension."""
-    shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+    shape = _shape(normalized_shape)
     if len(shape) != 1:
         raise ValueError(f"normalized_shape must have one dimension, got {tuple(shape)}")
     return shape[0]
@@ -273,7 +277,7 @@ def _width(normalized_shape: int | Sequence[int]) -> int:
 
 def _check_width(module: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> None:
     """Without a weight nothing else in the call knows the hidden size."""
-    if module.weight is None and x.shape[-1:] != module.normalized_shape:
+    if module.weight is None and isinstance(x, Tensor) and x.shape[-1:] != module.normalized_shape:
         raise ValueError(f"x has shape {tuple(x.shape)}, expected (*, {module.normalized_shape[0]})")
 
 

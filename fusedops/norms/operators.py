@@ -151,6 +151,12 @@ def _autograd_backward(ctx: Any, dy: Tensor | None, dz: Tensor | None, _: Tensor
     return (dx, dbias, dresidual, dweight, dln_bias, *rest)
 
 
+def _no_double_backward(ctx: Any, *_: Any) -> Any:
+    raise RuntimeError(
+        "fusedops: no double backward under torch.compile, dispatch modes or tensor subclasses; call outside of them"
+    )
+
+
 _LIBRARY.impl("norm_forward", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("norm_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("fusedops::norm_forward", _fake_forward, lib=_LIBRARY)
@@ -158,3 +164,4 @@ torch.library.register_fake("fusedops::norm_backward", _fake_backward, lib=_LIBR
 torch.library.register_autograd(
     "fusedops::norm_forward", _autograd_backward, setup_context=_setup_context, lib=_LIBRARY
 )
+torch.library.register_autograd("fusedops::norm_backward", _no_double_backward, lib=_LIBRARY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -65,7 +66,7 @@ def layer_norm(
     Kept for backward: the input, and two numbers a row.
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else _shape("layer_norm", normalized_shape)
     return _call("layer_norm", "layer", shape, input, None, None, weight, bias, 0.0, eps, 0.0, "once", "sum", False,
                  out_dtype)[0]  # fmt: skip
 
@@ -101,7 +102,7 @@ def rms_norm(
     Kept for backward: the input, and one number a row.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else _shape("rms_norm", normalized_shape)
     return _call("rms_norm", "rms", shape, input, None, None, weight, None, 0.0, eps, weight_offset, rounding, "sum",
                  False, out_dtype)[0]  # fmt: skip
 
@@ -234,8 +235,8 @@ def bias_dropout_add_rms_norm(
 
 
 def _check(op: str, shape: tuple[int, ...] | None, x: Tensor, bias: Tensor | None, residual: Tensor | None,
-           weight: Tensor | None, ln_bias: Tensor | None, eps: float | None, rounding: str, save: str,
-           out_dtype: torch.dtype | None) -> None:  # fmt: skip
+           weight: Tensor | None, ln_bias: Tensor | None, eps: float | None, weight_offset: float, rounding: str,
+           save: str, out_dtype: torch.dtype | None) -> None:  # fmt: skip
     """All that can be wrong but p; ``shape`` is the normalised shape of a norm alone."""
     first, last = ("x", "ln_bias") if shape is None else ("input", "bias")
     checks.check_tensor(op, first, x)
@@ -257,11 +258,22 @@ def _check(op: str, shape: tuple[int, ...] | None, x: Tensor, bias: Tensor | Non
         if value is not None:
             checks.check_tensor(op, name, value, x)
             checks.check_shape(op, name, value, tail)
-    if eps is not None:
+    if eps is not None or "rms" not in op:
         checks.check_eps(op, eps)
+    checks.check_number(op, "weight_offset", weight_offset)
     checks.check_choice(op, "rounding", rounding, _ROUNDINGS)
     checks.check_choice(op, "save", save, _SAVES)
     checks.check_out_dtype(op, out_dtype)
+
+
+def _shape(op: str, normalized_shape: Any) -> tuple[int, ...]:
+    if isinstance(normalized_shape, numbers.Integral):
+        return (int(normalized_shape),)
+    try:
+        return tuple(normalized_shape)
+    except TypeError:
+        got = type(normalized_shape).__name__
+        raise TypeError(f"{op}: normalized_shape must be an int or a sequence of ints, got {got}") from None
 
 
 def _off(p: float) -> float:
@@ -289,17 +301,18 @@ def _call(op: str, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias: T
     A call whose key was admitted before is not checked again: the key holds every shape, dtype, type and device that
     the checks look at.
     """
-    if out_dtype is None and kind == "layer":
-        out_dtype = autograd.autocast_dtype(x)
+    if out_dtype is None and torch.is_autocast_enabled("cuda"):
+        out_dtype = autograd.autocast_dtype(f"aten::{kind}_norm", x, bias, residual)
     if torch.compiler.is_compiling():
         return _observed(op, kind, shape, x, bias, residual, weight, ln_bias, p, eps, weight_offset, rounding, save,
                          return_sum, out_dtype)  # fmt: skip
     try:
         key = (
-            op, kind, shape, eps, weight_offset, rounding, save, out_dtype, type(x), x.dtype, x.device,
+            op, kind, shape, eps, weight_offset, rounding, save, out_dtype, type(x), x.dtype, x.device, x.is_neg(),
             x.shape[-1] if shape is None or len(shape) == 1 else x.shape[-len(shape) :],
             None if bias is None else (type(bias), bias.dtype, bias.device, bias.shape),
-            None if residual is None else (type(residual), residual.dtype, residual.device, residual.shape == x.shape),
+            None if residual is None else (type(residual), residual.dtype, residual.device, residual.shape == x.shape,
+                                         residual.is_neg()),
             None if weight is None else (type(weight), weight.dtype, weight.device, weight.shape),
             None if ln_bias is None else (type(ln_bias), ln_bias.dtype, ln_bias.device, ln_bias.shape),
         )  # fmt: skip
@@ -308,7 +321,7 @@ def _call(op: str, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias: T
         key, site = None, _UNSEEN  # something is wrong, and the checks say what; or a subclass that hides its device
     if site is _UNSEEN or torch._C._len_torch_dispatch_stack() > 0:
         checks.check_p(op, p)
-        _check(op, shape, x, bias, residual, weight, ln_bias, eps, rounding, save, out_dtype)
+        _check(op, shape, x, bias, residual, weight, ln_bias, eps, weight_offset, rounding, save, out_dtype)
         if not autograd.plain(x, bias, residual, weight, ln_bias):
             return _observed(op, kind, shape, x, bias, residual, weight, ln_bias, p, eps, weight_offset, rounding,
                              save, return_sum, out_dtype)  # fmt: skip
@@ -320,7 +333,7 @@ def _call(op: str, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias: T
     if site is None or elements == 0:
         return _composite(kind, shape, x, bias, residual, weight, ln_bias, p, eps, weight_offset, rounding, out_dtype)
 
-    if shape is not None and elements <= native_elements and site.native:
+    if shape is not None and elements <= native_elements and site.native and not torch.is_autocast_enabled("cuda"):
         if kind == "layer":
             return F.layer_norm(x, shape, weight, ln_bias, eps), None  # type: ignore[arg-type]
         return F.rms_norm(x, shape, weight, eps), None
@@ -356,7 +369,9 @@ def _admit(key: Any, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias:
            residual: Tensor | None, weight: Tensor | None, ln_bias: Tensor | None, eps: float | None,
            weight_offset: float, rounding: Rounding, save: str, out_dtype: torch.dtype | None) -> Site | None:  # fmt: skip
     site = None
-    if launch.runs_kernels(x.device.type):
+    # Tensors whose sign is still to be flipped (an imaginary part after conj) have other numbers in memory.
+    lazy = x.is_neg() or (residual is not None and residual.is_neg())
+    if launch.runs_kernels(x.device.type) and not lazy:
         if eps is None:
             eps = default_eps(reference.sum_dtype(x, bias, residual))
         cols = x.shape[-1] if shape is None else math.prod(shape)
@@ -377,8 +392,8 @@ def _observed(op: str, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bia
               out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Under torch.compile, a dispatch mode or a tensor subclass: one registered operator, which they can see."""
     checks.check_p(op, p)
-    _check(op, shape, x, bias, residual, weight, ln_bias, eps, rounding, save, out_dtype)
-    if not launch.runs_kernels(x.device.type):
+    _check(op, shape, x, bias, residual, weight, ln_bias, eps, weight_offset, rounding, save, out_dtype)
+    if not launch.runs_kernels(x.device.type) or x.shape[-1] == 0:
         return _composite(kind, shape, x, bias, residual, weight, ln_bias, p, eps, weight_offset, rounding, out_dtype)
     if eps is None:
         eps = default_eps(reference.sum_dtype(x, bias, residual))
@@ -408,4 +423,6 @@ def _composite(kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias: Tenso
     rule = NormRule(kind, eps, weight_offset, rounding)
     y, z = reference.forward(flat, bias, residual, weight, ln_bias, rule, keep=keep, keep_probability=1.0 - p,
                              out_dtype=out_dtype)  # fmt: skip
+    # As from the kernels: neither is ever the caller's own tensor.
+    y, z = (t.clone() if t is x else t for t in (y, z))
     return y.view(x.shape) if flat is not x else y, z

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 __all__ = ["Kind", "NormRule", "Rounding", "accumulator", "backward", "dropout_add", "forward", "normalize", "tangent"]
 
@@ -116,8 +117,15 @@ def normalize(z: Tensor, weight: Tensor | None, ln_bias: Tensor | None, rule: No
               out_dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
     """``norm(z) * (weight + weight_offset) + ln_bias``."""
     z_dtype = z.dtype
+    rms = rule.kind == "rms"
     acc = accumulator(z_dtype)
     weight_dtype = None if weight is None else weight.dtype
+    dtypes = {z_dtype, out_dtype or z_dtype, *(t.dtype for t in (weight, ln_bias) if t is not None)}
+    if rule.rounding == "once" and rule.weight_offset == 0.0 and len(dtypes) == 1 and (ln_bias is None or not rms):
+        shape = z.shape[-1:]
+        if rms:
+            return F.rms_norm(z, shape, weight, rule.eps)
+        return F.layer_norm(z, shape, weight, ln_bias, rule.eps)
     hat, _ = _standardize(z.to(acc), rule)
     if weight is not None:
         hat_dtype = rule.hat_dtype(z_dtype, weight_dtype)
