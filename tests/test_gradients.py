@@ -37,14 +37,16 @@ def _small(spec: Spec, sample: Sample) -> bool:
     return sample.name in ("shape 7x17", "sum returned")
 
 
-@cases((torch.float32,), _small)
+@cases((torch.float32,), lambda spec, sample: _small(spec, sample) or sample.name == "shape 129x40")
 def test_every_subset_of_inputs(case: Case) -> None:
     """What does not require a gradient gets none, and what does gets the right one, whoever else does."""
     spec, sample = case.spec, case.sample()
     present = tensors_of(spec, sample)
     function = call(spec, sample)
     every = check_gradients(spec, sample)
-    for count in range(len(present) + 1):
+    # With many rows, whose sums meet in partial buffers, one alone and all but one must do: they are slow to interpret.
+    counts = {0, 1, len(present) - 1} if sample.name == "shape 129x40" else range(len(present) + 1)
+    for count in counts:
         for names in itertools.combinations(present, count):
             leaves = {name: t.clone().requires_grad_(name in names) for name, t in present.items()}
             outputs = function(leaves)
@@ -57,7 +59,7 @@ def test_every_subset_of_inputs(case: Case) -> None:
             torch.autograd.backward(used, random_like(used))
             assert {name for name, leaf in leaves.items() if leaf.grad is not None} == set(names)
             for name in names:
-                # The same terms, in another order at most: 7 rows or 17 columns, a few roundings of fp32.
+                # The same terms, in another order at most: a few roundings of fp32.
                 torch.testing.assert_close(
                     leaves[name].grad, every[name], rtol=1e-5, atol=1e-5, msg=f"{name} of {names}"
                 )

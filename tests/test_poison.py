@@ -23,7 +23,7 @@ def test_new_memory_is_poisoned(allocate, dtype: torch.dtype) -> None:
 
 
 # All other samples' results are held to be finite wherever they are held to be right.
-_PICKED = ("shape 7x17", "shape 3x1000", "shape 2x20000", "sum returned", "save=output", "save=inputs")
+_PICKED = ("shape 7x17", "shape 129x40", "shape 2x20000", "sum returned", "save=output", "save=inputs")
 
 
 @cases((torch.float32, torch.bfloat16), lambda spec, sample: sample.name in _PICKED)
