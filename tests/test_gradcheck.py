@@ -65,6 +65,18 @@ def test_gradgradcheck(case: Case) -> None:
     torch.autograd.gradgradcheck(_function(case, names), leaves, fast_mode=fast, gen_non_contig_grad_outputs=True)
 
 
+@cases((torch.float64,), _twice)
+def test_create_graph_changes_no_gradient(case: Case) -> None:
+    """`gradgradcheck` holds the second derivative to the differentiable first one; this holds that to the kernels'."""
+    names, leaves = _leaves(case)
+    outputs = _function(case, names)(*leaves)
+    cotangents = random_like(outputs)
+    plain = torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True)
+    differentiable = torch.autograd.grad(outputs, leaves, cotangents, create_graph=True)
+    for name, got, want in zip(names, differentiable, plain, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10, msg=name)
+
+
 @pytest.mark.kernels
 @cases((torch.float64,), lambda spec, sample: sample.name == "save=output")
 def test_no_second_derivative_from_the_output(case: Case) -> None:

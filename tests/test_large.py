@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,9 +40,12 @@ SHAPES = [(LIMIT // 4096 + 7, 4096), (LIMIT // 1000 + 9, 1000), (LIMIT // 65536 
 def room() -> Iterator[None]:
     """Poison would double the traffic and is tested elsewhere; memory is given back between tests."""
     torch.use_deterministic_algorithms(False)
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
+    # One at a time, whatever number of processes runs the tests: each takes tens of gigabytes.
+    with (Path(tempfile.gettempdir()) / "fusedops-large-tests.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _sample(spec: Spec, rows: int, cols: int) -> Sample:
@@ -115,5 +121,6 @@ def _check_parameter_gradients(spec: Spec, sample: Sample, cotangent: Tensor, gr
         for name, part_sum in gradients(oracle(spec, sample, mask), wide, along, names).items():
             totals[name] += part_sum
     for name, total in totals.items():
-        worst = (grads[name].double() - total).abs().max() / total.abs().max()
+        # Terms of order one and random sign: their sum is of order sqrt(rows), unless all of them vanish.
+        worst = (grads[name].double() - total).abs().max() / max(float(total.abs().max()), rows**0.5)
         assert worst <= 4 * 2.0**-8, f"gradient of {name}: off by {worst:.3g} of the largest"

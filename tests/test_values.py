@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fusedops.core.spec import Sample, Spec
 from support import (
@@ -32,7 +35,7 @@ from support import (
     rows_of,
     tensors_of,
 )
-from tolerances import assert_within, check_values, depth, sensitivity, unit_roundoff
+from tolerances import assert_within, check_gradients, check_values, depth, sensitivity, unit_roundoff
 
 
 @cases()
@@ -57,8 +60,28 @@ def test_reference_is_what_pytorch_computes(case: Case) -> None:
     """The oracle itself, so that nothing is only ever compared with itself."""
     sample = case.sample()
     tensors = tensors_of(case.spec, sample)
-    for got, want in zip(oracle(case.spec, sample)(tensors), eager(case.spec, sample)(tensors), strict=True):
+    exact = oracle(case.spec, sample)(tensors)
+    for got, want in zip(exact, eager(case.spec, sample)(tensors), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    with mock.patch.multiple(F, layer_norm=_layer_norm, rms_norm=_rms_norm):
+        written_out = eager(case.spec, sample)(tensors)
+    for got, want in zip(exact, written_out, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def _layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Ba et al. 2016, as printed: so that the formula is also held to more than PyTorch's own kernel."""
+    dims = tuple(range(-len(shape), 0))
+    centred = x - x.mean(dims, keepdim=True)
+    y = centred / (centred.square().mean(dims, keepdim=True) + eps).sqrt()
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float) -> Tensor:
+    """Zhang and Sennrich 2019, likewise."""
+    y = x / (x.square().mean(tuple(range(-len(shape), 0)), keepdim=True) + eps).sqrt()
+    return y if weight is None else y * weight
 
 
 @pytest.mark.parametrize(
@@ -73,6 +96,14 @@ def test_mask_oracle_knows_its_philox(rounds: int, counter: tuple, key: tuple, w
     """The known answers that Random123, the authors' library, publishes."""
     got = philox([torch.tensor([c]) for c in counter], key, rounds)
     assert tuple(word.item() for word in got) == words
+
+
+@pytest.mark.gpu
+@cases(select=lambda spec, sample: not spec.has_dropout and rows_of(spec, sample).numel() <= 4096)
+def test_small_norms_left_to_pytorch(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a GPU's small norms go to PyTorch's own operator, as they do outside these tests, the contract is the same."""
+    monkeypatch.setattr("fusedops.norms.ops.native_elements", 4096)
+    check_gradients(case.spec, case.sample(), values=True)
 
 
 # --- conditioning: inputs on which a careless formula loses all digits ------------------------------------------------
