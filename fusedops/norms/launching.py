@@ -65,6 +65,7 @@ class Site:
     def native(self) -> bool:
         """Whether PyTorch's own norm does exactly this on this device."""
         plain = self.rule.rounding == "once" and self.rule.weight_offset == 0.0 and self.normalizes
+        plain = plain and (self.weight is not None or self.ln_bias is None)  # as in `reference.normalize`
         dtypes = {d for d in (self.x, self.weight, self.ln_bias, self.y) if d is not None}
         return plain and len(dtypes) == 1 and self.device_index >= 0 and self.bias is None and self.residual is None
 

@@ -121,7 +121,9 @@ def normalize(z: Tensor, weight: Tensor | None, ln_bias: Tensor | None, rule: No
     acc = accumulator(z_dtype)
     weight_dtype = None if weight is None else weight.dtype
     dtypes = {z_dtype, out_dtype or z_dtype, *(t.dtype for t in (weight, ln_bias) if t is not None)}
-    if rule.rounding == "once" and rule.weight_offset == 0.0 and len(dtypes) == 1 and (ln_bias is None or not rms):
+    # A bias without a weight has a wrong second derivative in F.layer_norm (torch 2.13).
+    native = len(dtypes) == 1 and (ln_bias is None or (weight is not None and not rms))
+    if native and rule.rounding == "once" and rule.weight_offset == 0.0:
         shape = z.shape[-1:]
         if rms:
             return F.rms_norm(z, shape, weight, rule.eps)
