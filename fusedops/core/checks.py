@@ -42,7 +42,7 @@ def check_number(op: str, name: str, value: Any) -> None:
     """``value`` is a finite number."""
     if not isinstance(value, (int, float)):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
-    if not math.isfinite(value):
+    if not -math.inf < value < math.inf:  # a comparison, which torch.compile can trace
         raise ValueError(f"{op}: {name} must be finite, got {value}")
 
 
