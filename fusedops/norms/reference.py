@@ -123,6 +123,8 @@ def normalize(z: Tensor, weight: Tensor | None, ln_bias: Tensor | None, rule: No
     dtypes = {z_dtype, out_dtype or z_dtype, *(t.dtype for t in (weight, ln_bias) if t is not None)}
     # A bias without a weight has a wrong second derivative in F.layer_norm (torch 2.13).
     native = len(dtypes) == 1 and (ln_bias is None or (weight is not None and not rms))
+    # Under vmap the parameters may carry batch dimensions, which F.layer_norm does not take.
+    native = native and all(t is None or t.dim() == 1 for t in (weight, ln_bias))
     if native and rule.rounding == "once" and rule.weight_offset == 0.0:
         shape = z.shape[-1:]
         if rms:
