@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 
 import fusedops
-from fusedops.core.spec import Spec
+from fusedops.core.spec import Shape, Spec
+
+from .results import elements
 
 __all__ = ["DTYPES", "MODES", "Case", "cases", "discover", "dtype_name"]
 
@@ -29,8 +31,7 @@ class Case:
     """One operator at one shape and dtype; both modes and all providers are timed on the same inputs."""
 
     spec: Spec
-    rows: int
-    cols: int
+    sides: Shape
     dtype: torch.dtype
 
     @property
@@ -41,7 +42,7 @@ class Case:
     @property
     def shape(self) -> str:
         """The results file's name of the shape."""
-        return f"{self.rows}x{self.cols}"
+        return "x".join(map(str, self.sides))
 
     @property
     def dtype_name(self) -> str:
@@ -49,9 +50,14 @@ class Case:
         return dtype_name(self.dtype)
 
     @property
+    def elements(self) -> int:
+        """How many elements the shape has."""
+        return elements(self.shape)
+
+    @property
     def launch_bound(self) -> bool:
         """Whether the tensors are so small that the host's time is what counts."""
-        return self.rows * self.cols <= 1 << 16
+        return self.elements <= 1 << 16
 
     def __str__(self) -> str:
         return f"{self.op} {self.shape} {self.dtype_name}"
@@ -76,8 +82,8 @@ def cases(
     """The specs' cases, narrowed to the named operators, shapes and dtypes; None means all."""
     wanted_ops, wanted_shapes, wanted_dtypes = (None if w is None else set(w) for w in (ops, shapes, dtypes))
     for spec in specs:
-        for rows, cols, dtype in spec.shapes:
-            case = Case(spec, rows, cols, dtype)
+        for sides, dtype in spec.shapes:
+            case = Case(spec, sides, dtype)
             if wanted_ops is not None and case.op not in wanted_ops:
                 continue
             if wanted_shapes is not None and case.shape not in wanted_shapes:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .results import Row
+from .results import Row, elements, sides
 from .targets import asked_fraction
 
 __all__ = ["draw"]
@@ -35,7 +35,7 @@ def draw(rows: Iterable[Row], path: Path, device: str) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    shown = [row for row in rows if _elements(row) > _LAUNCH_BOUND]
+    shown = [row for row in rows if elements(row.shape) > _LAUNCH_BOUND]
     if not shown:
         raise ValueError("nothing to draw: no row is larger than the launch-bound shapes")
     ops = list(dict.fromkeys(row.op for row in shown))
@@ -56,7 +56,7 @@ def draw(rows: Iterable[Row], path: Path, device: str) -> None:
 
 
 def _panel(axes: Any, op: str, mode: str, rows: list[Row]) -> None:
-    groups = sorted({(row.dtype, row.shape) for row in rows}, key=lambda group: (group[0], _sides(group[1])[::-1]))
+    groups = sorted({(row.dtype, row.shape) for row in rows}, key=lambda group: (group[0], sides(group[1])[::-1]))
     names = [name for name in _COLOURS if any(row.provider == name for row in rows)]
     width = 0.84 / max(1, len(names))
     seen = {(row.dtype, row.shape, row.provider): row.fraction for row in rows}
@@ -85,13 +85,3 @@ def _title(rows: list[Row], device: str) -> str:
 
     what = "Bytes that must move ÷ measured copy bandwidth ÷ GPU time (1 is the roofline; taller is better)"
     return f"{what}\n{device}, torch {every('torch')}, Triton {every('triton')}, commit {every('commit')}"
-
-
-def _sides(shape: str) -> tuple[int, int]:
-    rows, cols = shape.split("x")
-    return int(rows), int(cols)
-
-
-def _elements(row: Row) -> int:
-    rows, cols = _sides(row.shape)
-    return rows * cols

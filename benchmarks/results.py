@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 import subprocess
 from collections.abc import Iterable
@@ -10,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-__all__ = ["COLUMNS", "Key", "Row", "commit", "device_slug", "merge", "read", "write"]
+__all__ = ["COLUMNS", "Key", "Row", "commit", "device_slug", "elements", "merge", "read", "sides", "write"]
 
 Key = tuple[str, str, str, str, str]
 _ROOT = Path(__file__).resolve().parent.parent
@@ -42,6 +43,16 @@ class Row:
     def fraction(self) -> float:
         """The part of the roofline that was reached."""
         return self.floor_us / self.gpu_us
+
+
+def sides(shape: str) -> tuple[int, ...]:
+    """The numbers in a shape's name; a letter before one (``4096xR4096``) tells shapes of equal numbers apart."""
+    return tuple(int(side.lstrip("R")) for side in shape.split("x"))
+
+
+def elements(shape: str) -> int:
+    """How many elements a shape of that name has."""
+    return math.prod(sides(shape))
 
 
 COLUMNS = tuple(field.name for field in fields(Row))
@@ -109,6 +120,5 @@ def _git(*arguments: str) -> str:
     return run.stdout.strip()
 
 
-def _order(row: Row) -> tuple[str, str, int, int, str, str]:
-    rows, cols = row.shape.split("x")
-    return (row.op, row.dtype, int(cols), int(rows), row.mode, row.provider)
+def _order(row: Row) -> tuple[str, str, tuple[int, ...], str, str]:
+    return (row.op, row.dtype, sides(row.shape)[::-1], row.mode, row.provider)

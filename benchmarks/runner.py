@@ -110,12 +110,12 @@ def _judged(case: Case, plan: Plan, machine: Machine) -> dict[str, _Contender]:
 
 
 def _inputs(case: Case, machine: Machine) -> _Inputs:
-    sample = case.spec.benchmark(case.rows, case.cols, case.dtype, machine.device)
+    sample = case.spec.benchmark(case.sides, case.dtype, machine.device)
     size = sum(t.nbytes for t in sample.tensors.values() if t is not None)
     sets = _Inputs([], [], [])
     for index in range(timing.set_count(size, machine.l2_bytes)):
         if index:
-            sample = case.spec.benchmark(case.rows, case.cols, case.dtype, machine.device)
+            sample = case.spec.benchmark(case.sides, case.dtype, machine.device)
         leaves = tuple(t.requires_grad_() for t in sample.tensors.values() if t is not None and t.is_floating_point())
         arguments = {**sample.tensors, **sample.options}
         with torch.no_grad():
@@ -144,7 +144,7 @@ def _run_mode(
         steps[name] = own
         measured[name] = _Measured(gpu, peak, time.perf_counter() - start)
     loops = timing.loop_us(steps, plan.effort, launch_bound=case.launch_bound)
-    floor = floors.floor_us(floors.bytes_moved(case.spec, case.rows, case.cols, case.dtype, mode), machine.bandwidth)
+    floor = floors.floor_us(floors.bytes_moved(case.spec, case.elements, case.dtype, mode), machine.bandwidth)
     rows = []
     for name, seen in measured.items():
         row = Row(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from .results import Row
+from .results import Row, elements
 
 __all__ = ["fill", "markdown"]
 
@@ -26,8 +26,8 @@ def markdown(rows: Iterable[Row], device: str, mode: str = "fwd_bwd") -> str:
     shown = [row for row in rows if row.mode == mode]
     if not shown:
         raise ValueError(f"no row of mode {mode}")
-    large = [row for row in shown if _elements(row) > _LAUNCH_BOUND]
-    small = [row for row in shown if _elements(row) <= _LAUNCH_BOUND]
+    large = [row for row in shown if elements(row.shape) > _LAUNCH_BOUND]
+    small = [row for row in shown if elements(row.shape) <= _LAUNCH_BOUND]
     parts = []
     if large:
         parts += [
@@ -85,8 +85,3 @@ def _loop_cells(seen: dict[str, Row]) -> list[str]:
 
 def _every(rows: list[Row], field: str) -> str:
     return ", ".join(dict.fromkeys(getattr(row, field) for row in rows))
-
-
-def _elements(row: Row) -> int:
-    rows, cols = row.shape.split("x")
-    return int(rows) * int(cols)

@@ -47,7 +47,7 @@ class Oracle:
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device
         torch.manual_seed(_SEED)
-        sample = case.spec.benchmark(case.rows, case.cols, case.dtype, device)
+        sample = case.spec.benchmark(case.sides, case.dtype, device)
         self.tensors = {
             name: None if tensor is None else tensor.detach().requires_grad_(tensor.is_floating_point())
             for name, tensor in sample.tensors.items()
@@ -136,7 +136,10 @@ class Oracle:
             if tensor.dtype != self.eager_dtypes[name] or tensor.shape != true.shape:
                 wanted = f"{self.eager_dtypes[name]} {tuple(true.shape)}"
                 return f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {wanted}"
-            terms = self.case.cols if true.shape == self.cotangents[0].shape else self.case.rows
+            summed = math.prod(true.shape)  # as many as a row has, or as many as were summed into each element
+            terms = (
+                true.shape[-1] if any(true.shape == c.shape for c in self.cotangents) else self.case.elements // summed
+            )
             accumulator = torch.promote_types(tensor.dtype, torch.float32)
             unit = _roundoff(tensor.dtype) + _roundoff(accumulator) * math.sqrt(terms)
             allowed = 2.0 * self.eager_error[name] + unit * float(true.abs().max())

@@ -36,7 +36,7 @@ class Problem:
     def __init__(
         self, spec: Spec, rows: int, cols: int, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> None:
-        sample = spec.benchmark(rows, cols, dtype, device)
+        sample = spec.benchmark((rows, cols), dtype, device)
         self.spec = spec
         self.tensors = {name: tensor for name, tensor in sample.tensors.items() if name != "residual"}
         for tensor in self.tensors.values():

@@ -31,7 +31,7 @@ def _bad() -> list[object]:
 def test_bad_after_good(spec: Spec, name: str, device: torch.device) -> None:
     """The bad samples differ in one thing from a call over ``(4, 8)`` with every tensor present."""
     bad: BadSample = next(bad for bad in spec.bad_samples(device) if bad.name == name)
-    good = spec.benchmark(4, 8, torch.float32, device)
+    good = spec.benchmark((4, 8), torch.float32, device)
     spec.call(**good.tensors, **good.options)
     # And the bad call's own options, where those are not what is wrong: then the keys differ in the tensors alone.
     kept = {name: value for name, value in bad.options.items() if name in ("p", "normalized_shape")}
@@ -45,7 +45,7 @@ def test_bad_after_good(spec: Spec, name: str, device: torch.device) -> None:
 @every
 def test_meta_after_real(spec: Spec, device: torch.device) -> None:
     """A tensor without storage has no device index, as a CPU tensor has none: it must not reach a kernel."""
-    sample = spec.benchmark(4, 8, torch.float32, device)
+    sample = spec.benchmark((4, 8), torch.float32, device)
     expected = as_tuple(spec.call(**sample.tensors, **sample.options))
     tensors = {name: None if t is None else t.to(META) for name, t in sample.tensors.items()}
     with launch.record() as names:
@@ -60,5 +60,5 @@ def test_meta_after_real(spec: Spec, device: torch.device) -> None:
 def test_shapes_after_other_shapes(spec: Spec, device: torch.device) -> None:
     """Widths, row counts and leading dimensions follow one another in any order."""
     for rows, cols in ((4, 8), (4, 9), (5, 8), (1, 8), (4, 8)):
-        sample = spec.benchmark(rows, cols, torch.float32, device)
+        sample = spec.benchmark((rows, cols), torch.float32, device)
         assert as_tuple(spec.call(**sample.tensors, **sample.options))[0].shape == (rows, cols)

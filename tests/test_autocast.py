@@ -19,7 +19,7 @@ low = pytest.mark.parametrize(
 
 def _sample(spec: Spec, device: torch.device, activations: torch.dtype, parameters: torch.dtype) -> Sample:
     """Activations of one dtype, parameters of another, nothing dropped."""
-    wide = spec.benchmark(6, 40, torch.float32, device)
+    wide = spec.benchmark((6, 40), torch.float32, device)
     tensors = {
         n: None if t is None else t.to(activations if t.dim() == 2 else parameters) for n, t in wide.tensors.items()
     }

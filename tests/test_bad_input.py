@@ -30,7 +30,7 @@ def _refused(spec: Spec, bad: BadSample) -> None:
     assert type(caught.value) is bad.error
     assert launched == []
     message = str(caught.value)
-    assert message.startswith(f"{spec.name}: "), message
+    assert message.startswith(f"{spec.functional or spec.name}: "), message
     assert "\n" not in message
     assert len(message) < 200
 

@@ -112,7 +112,7 @@ def test_values_and_gradients(case: Case, device: torch.device) -> None:
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor's CPU code needs a C++ compiler")
 def test_inductor(spec: Spec, device: torch.device) -> None:
     """All the way through Inductor, on whatever device: fused with an operator before it and one after it."""
-    sample = _kept(spec.benchmark(6, 40, torch.float32, device))
+    sample = _kept(spec.benchmark((6, 40), torch.float32, device))
     function = _function(spec, sample)
     before = lambda *tensors: function(tensors[0] * 2.0, *tensors[1:])  # noqa: E731
     around = lambda *tensors: as_tuple(before(*tensors))[0].tanh()  # noqa: E731
@@ -138,7 +138,7 @@ ROWS = (7, 64, 1000, 1001, 129, 8) if not INTERPRETED else (7, 16, 33)
 
 
 def _run(spec: Spec, compiled: Callable[..., Any], rows: int, device: torch.device) -> None:
-    sample = spec.benchmark(rows, 48, torch.float32, device)
+    sample = spec.benchmark((rows, 48), torch.float32, device)
     leaves = [t.requires_grad_() for t in sample.tensors.values() if t is not None]
     outputs = as_tuple(compiled(*(sample.tensors.get(name) for name in spec.tensors)))
     assert outputs[0].shape[0] == rows
@@ -150,7 +150,7 @@ def _run(spec: Spec, compiled: Callable[..., Any], rows: int, device: torch.devi
 def test_new_row_counts_do_not_recompile(spec: Spec, dynamic: bool | None, device: torch.device) -> None:
     """With ``dynamic=True`` one graph serves all; by default the second row count makes the graph dynamic, for good."""
     counter = CompileCounterWithBackend("aot_eager")
-    function = _function(spec, spec.benchmark(8, 48, torch.float32, device))
+    function = _function(spec, spec.benchmark((8, 48), torch.float32, device))
     compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=dynamic)
     counts = []
     for rows in ROWS:
@@ -165,11 +165,11 @@ def test_new_row_counts_do_not_recompile(spec: Spec, dynamic: bool | None, devic
 def test_leading_dimensions_are_dynamic_too(spec: Spec, device: torch.device) -> None:
     """Batch and sequence length both change."""
     counter = CompileCounterWithBackend("aot_eager")
-    function = _function(spec, spec.benchmark(8, 48, torch.float32, device))
+    function = _function(spec, spec.benchmark((8, 48), torch.float32, device))
     compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=True)
     counts = []
     for batch, length in ((2, 3), (5, 7), (3, 11)):
-        sample = spec.benchmark(batch * length, 48, torch.float32, device)
+        sample = spec.benchmark((batch * length, 48), torch.float32, device)
         wide = {
             n: t.view(batch, length, 48) if t is not None and t.dim() == 2 else t for n, t in sample.tensors.items()
         }
@@ -182,7 +182,7 @@ def test_leading_dimensions_are_dynamic_too(spec: Spec, device: torch.device) ->
 @every
 def test_compiling_does_not_warn(spec: Spec, device: torch.device) -> None:
     """Dynamo warns of what it traces on a guess; nobody who compiles a model should hear of that from a library."""
-    sample = spec.benchmark(6, 40, torch.float32, device)
+    sample = spec.benchmark((6, 40), torch.float32, device)
     compiled = torch.compile(_function(spec, sample), fullgraph=True, backend="eager")
     # Dynamo gives some of its warnings once a process: whichever test came first would have had them.
     torch._dynamo.utils.warn_once_cache.clear()
@@ -194,7 +194,7 @@ def test_compiling_does_not_warn(spec: Spec, device: torch.device) -> None:
 @every
 def test_modes_share_no_graph(spec: Spec, device: torch.device) -> None:
     """Inference under no_grad and training through the same compiled callable both come out right."""
-    sample = _kept(spec.benchmark(6, 40, torch.float32, device))
+    sample = _kept(spec.benchmark((6, 40), torch.float32, device))
     function = _function(spec, sample)
     compiled = torch.compile(function, fullgraph=True, backend=_backend(device))
     tensors = [sample.tensors.get(name) for name in spec.tensors]

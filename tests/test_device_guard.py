@@ -37,7 +37,7 @@ def _step(spec: Spec, sample: Sample) -> list[Tensor]:
 @pytest.mark.parametrize("fresh", [True, False], ids=["built here", "built elsewhere"])
 def test_right_answers(spec: Spec, current: int, other: int, cols: int, fresh: bool) -> None:
     """Bit for bit what the GPU gives where it is current; a variant belongs to the device it was built for."""
-    made = spec.benchmark(40, cols + (0 if fresh else 8), torch.float32, torch.device("cpu"))
+    made = spec.benchmark((40, cols + (0 if fresh else 8)), torch.float32, torch.device("cpu"))
     with torch.cuda.device(other):
         expected = [] if fresh else _step(spec, _to(made, other))
     with torch.cuda.device(current):
@@ -56,7 +56,7 @@ def test_right_answers(spec: Spec, current: int, other: int, cols: int, fresh: b
 @sides
 def test_backward_from_another_device(spec: Spec, current: int, other: int) -> None:
     """Forward where the GPU is current, backward where it is not; autograd's own thread sets its device, ours must."""
-    sample = _to(spec.benchmark(40, 64, torch.float32, torch.device("cpu")), other)
+    sample = _to(spec.benchmark((40, 64), torch.float32, torch.device("cpu")), other)
     leaves = [t.requires_grad_() for t in tensors_of(spec, sample).values()]
     with torch.cuda.device(other):
         outputs = as_tuple(call(spec, sample)(dict(zip(tensors_of(spec, sample), leaves, strict=True))))
@@ -73,7 +73,7 @@ def test_dropout_draws_from_the_tensors_generator(spec: Spec, current: int, othe
     """The generator of the device that holds the tensors moves on, the current device's does not."""
     if not spec.has_dropout:
         return
-    sample = _to(spec.benchmark(8, 64, torch.float32, torch.device("cpu")), other)
+    sample = _to(spec.benchmark((8, 64), torch.float32, torch.device("cpu")), other)
     with torch.cuda.device(current):
         before = [torch.cuda.get_rng_state(i) for i in (current, other)]
         spec.call(**sample.tensors, **sample.options)
@@ -86,7 +86,7 @@ def test_dropout_draws_from_the_tensors_generator(spec: Spec, current: int, othe
 @sides
 def test_streams(spec: Spec, current: int, other: int) -> None:
     """The launch goes to the current stream of the tensors' device, not of the current device."""
-    sample = _to(spec.benchmark(4096, 1024, torch.float32, torch.device("cpu")), other)
+    sample = _to(spec.benchmark((4096, 1024), torch.float32, torch.device("cpu")), other)
     stream = torch.cuda.Stream(other)
     expected = _step(spec, sample)
     torch.cuda.synchronize(other)

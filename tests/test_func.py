@@ -28,7 +28,7 @@ droppers = pytest.mark.parametrize("spec", DROPOUT_SPECS, ids=lambda spec: spec.
 
 def _sample(spec: Spec, device: torch.device, p: float = 0.25, rows: int = ROWS, cols: int = COLS) -> Sample:
     """Everything present and random, the sum returned where that can be asked."""
-    made = spec.benchmark(rows, cols, torch.float64, device)
+    made = spec.benchmark((rows, cols), torch.float64, device)
     options = {**made.options, **({"p": p} if spec.has_dropout else {})}
     if "return_sum" in inspect.signature(spec.call).parameters:
         options["return_sum"] = True

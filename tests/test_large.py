@@ -49,7 +49,7 @@ def room() -> Iterator[None]:
 
 
 def _sample(spec: Spec, rows: int, cols: int) -> Sample:
-    made = spec.benchmark(rows, cols, torch.bfloat16, DEVICE)
+    made = spec.benchmark((rows, cols), torch.bfloat16, DEVICE)
     return Sample(made.name, made.tensors, {**made.options, **({"p": 0.1} if spec.has_dropout else {})})
 
 

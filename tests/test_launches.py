@@ -17,7 +17,7 @@ ROWS = 300 if not INTERPRETED else 70
 
 
 def _sample(spec: Spec, rows: int, cols: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Sample:
-    return spec.benchmark(rows, cols, dtype, device)
+    return spec.benchmark((rows, cols), dtype, device)
 
 
 def _launches(spec: Spec, sample: Sample, names: list[str] | None = None) -> tuple[list[str], list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import pytest
@@ -154,18 +155,15 @@ def test_permuted_normalised_dimensions(case: Case, order: tuple[int, ...]) -> N
 
 
 def _resized(spec: Spec, dtype: torch.dtype, shape: tuple[int, ...]) -> Sample:
-    """The spec's first sample in another shape; random throughout."""
-    first = next(iter(spec.samples(torch.device("meta"), dtype)))
-    rows = rows_of(spec, first)
-    generator = torch.Generator().manual_seed(hash(shape) % 2**31)
+    """The operator with every tensor present, in a shape of any number of dimensions; random throughout."""
+    torch.manual_seed(sum(shape))
+    cols = shape[-1]
+    made = spec.benchmark((math.prod(shape[:-1]), cols), dtype, torch.device("cpu"))
     tensors = {
-        name: torch.randn(shape if t.shape == rows.shape else shape[-1:], generator=generator).to(DEVICE, t.dtype)
-        for name, t in tensors_of(spec, first).items()
+        name: t.view(*shape[:-1], t.shape[-1]) if t.dim() > 1 else t for name, t in tensors_of(spec, made).items()
     }
-    options = dict(first.options)
-    if "normalized_shape" in options:
-        options["normalized_shape"] = shape[-1:]
-    return Sample("x".join(map(str, shape)), {**first.tensors, **tensors}, options)
+    tensors = {name: t.to(DEVICE) for name, t in tensors.items()}
+    return Sample("x".join(map(str, shape)), {**made.tensors, **tensors}, made.options)
 
 
 over_specs = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)

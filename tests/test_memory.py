@@ -94,7 +94,7 @@ def test_nothing_without_dropout_that_is_not_kept_with_it(case: Case, device: to
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_never_more_than_eager(spec: Spec, dtype: torch.dtype, device: torch.device) -> None:
-    sample = spec.benchmark(16, 256, dtype, device)
+    sample = spec.benchmark((16, 256), dtype, device)
     ours, _ = _keep(call(spec, sample), sample, spec)
     theirs, _ = _keep(eager(spec, sample), sample, spec)
     assert _bytes(ours) <= _bytes(theirs) + 2 * 8 * 16  # two statistics a row, where eager may count fewer
@@ -102,7 +102,7 @@ def test_never_more_than_eager(spec: Spec, dtype: torch.dtype, device: torch.dev
 
 @every
 def test_inference_keeps_nothing(spec: Spec, device: torch.device) -> None:
-    sample = spec.benchmark(16, 64, torch.float32, device)
+    sample = spec.benchmark((16, 64), torch.float32, device)
     with _saved() as saved:
         as_tuple(spec.call(**sample.tensors, **sample.options))
         for tensor in tensors_of(spec, sample).values():
@@ -115,7 +115,7 @@ def test_inference_keeps_nothing(spec: Spec, device: torch.device) -> None:
 @every
 def test_backward_frees(spec: Spec, device: torch.device) -> None:
     """A second backward without retain_graph is refused as for any operator: what was kept is gone."""
-    sample = spec.benchmark(6, 40, torch.float32, device)
+    sample = spec.benchmark((6, 40), torch.float32, device)
     leaves = [t.requires_grad_() for t in tensors_of(spec, sample).values()]
     outputs = as_tuple(spec.call(**sample.tensors, **sample.options))
     torch.autograd.grad(outputs, leaves, random_like(outputs), retain_graph=True)
@@ -134,7 +134,7 @@ def test_backward_frees(spec: Spec, device: torch.device) -> None:
 def test_memory_between_the_passes(spec: Spec, dtype: torch.dtype, device: torch.device) -> None:
     """Nothing is hidden from autograd's hooks either: memory grows by outputs, what is kept, and O(M)."""
     rows, cols = 4096, 1024
-    sample = spec.benchmark(rows, cols, dtype, device)
+    sample = spec.benchmark((rows, cols), dtype, device)
     for tensor in tensors_of(spec, sample).values():
         tensor.requires_grad_()
     as_tuple(spec.call(**sample.tensors, **sample.options))  # kernels are loaded once
@@ -150,7 +150,7 @@ def test_memory_between_the_passes(spec: Spec, dtype: torch.dtype, device: torch
 @pytest.mark.gpu
 def test_peak_of_forward_and_backward(spec: Spec, device: torch.device) -> None:
     """Peak memory of a step is no higher than eager's."""
-    sample = spec.benchmark(8192, 2048, torch.bfloat16, device)
+    sample = spec.benchmark((8192, 2048), torch.bfloat16, device)
     leaves = [t.requires_grad_() for t in tensors_of(spec, sample).values()]
     cotangents = random_like(as_tuple(spec.call(**sample.tensors, **sample.options)))
 

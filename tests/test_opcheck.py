@@ -108,7 +108,7 @@ def test_fake_outputs_look_real(case: Case, device: torch.device) -> None:
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_make_fx(spec: Spec, mode: str, device: torch.device, kernel_path: bool) -> None:
     """A traced forward and backward gives the same bits, and on the kernel path consists of the private operators."""
-    sample = spec.benchmark(6, 40, torch.float32, device)
+    sample = spec.benchmark((6, 40), torch.float32, device)
     tensors = [t for t in sample.tensors.values() if t is not None]
     names = [name for name, t in sample.tensors.items() if t is not None]
 
@@ -148,7 +148,7 @@ def test_a_dispatch_mode_changes_no_bit(case: Case, device: torch.device) -> Non
 @every
 def test_tensor_subclasses(spec: Spec, device: torch.device) -> None:
     """A subclass with a dispatcher of its own sees the call: here one that holds two tensors and computes on both."""
-    sample = spec.benchmark(6, 40, torch.float32, device)
+    sample = spec.benchmark((6, 40), torch.float32, device)
     sample = Sample(sample.name, sample.tensors, {**sample.options, **({"p": 0.0} if spec.has_dropout else {})})
     first = {name: t.detach() for name, t in tensors_of(spec, sample).items()}
     second = {name: 2.0 * t + 0.5 for name, t in first.items()}

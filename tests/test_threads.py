@@ -47,7 +47,7 @@ def _together(work: Callable[[int], Any]) -> list[Any]:
 
 
 def _step(spec: Spec, rows: int, cols: int, values: dict[str, Tensor], p: float) -> list[Tensor]:
-    sample = spec.benchmark(rows, cols, torch.float32, next(iter(values.values())).device)
+    sample = spec.benchmark((rows, cols), torch.float32, next(iter(values.values())).device)
     leaves = {name: t.detach().clone().requires_grad_() for name, t in values.items()}
     options = {**sample.options, **({"p": p} if spec.has_dropout else {})}
     outputs = as_tuple(spec.call(**leaves, **options))
@@ -58,7 +58,7 @@ def _step(spec: Spec, rows: int, cols: int, values: dict[str, Tensor], p: float)
 def test_results(spec: Spec, device: torch.device) -> None:
     """Each thread has inputs, a width and a row count of its own; the widths are new: kernels are built in the race."""
     sizes = [(3 + i, 41 + 6 * i) for i in range(THREADS)]
-    inputs = [tensors_of(spec, spec.benchmark(rows, cols, torch.float32, device)) for rows, cols in sizes]
+    inputs = [tensors_of(spec, spec.benchmark((rows, cols), torch.float32, device)) for rows, cols in sizes]
 
     rounds = 4 * ROUNDS
 
@@ -109,7 +109,7 @@ if INTERPRETED:
 
         monkeypatch.setattr(GridExecutor, "__call__", watched)
         spec = ALL_SPECS[0]
-        values = tensors_of(spec, spec.benchmark(4, 40, torch.float32, device))
+        values = tensors_of(spec, spec.benchmark((4, 40), torch.float32, device))
         _together(lambda i: _step(spec, 4, 40, values, 0.0))
         assert len(most) >= 2 * THREADS
         assert max(most) == 1
@@ -118,8 +118,8 @@ if INTERPRETED:
 @every
 def test_autograd_in_worker_threads(spec: Spec, device: torch.device) -> None:
     """Forward in one thread, backward in another."""
-    problem = tensors_of(spec, spec.benchmark(6, 40, torch.float32, device))
-    sample = spec.benchmark(6, 40, torch.float32, device)
+    problem = tensors_of(spec, spec.benchmark((6, 40), torch.float32, device))
+    sample = spec.benchmark((6, 40), torch.float32, device)
     leaves = {name: t.requires_grad_() for name, t in problem.items()}
     options = {**sample.options, **({"p": 0.0} if spec.has_dropout else {})}
     outputs = as_tuple(spec.call(**leaves, **options))

@@ -21,15 +21,20 @@ import torch
 from .tuning import Config
 
 __all__ = [
+    "SEED_TYPES",
     "Variant",
+    "build",
     "compile_kernel",
     "current_device",
     "interpreting",
     "overlaps",
+    "pointer_type",
     "processors",
     "record",
     "runs_kernels",
+    "triton_dtype",
     "variants",
+    "vector_width",
 ]
 
 # Triton releases whose compiled launcher takes the arguments that `Variant` passes.
@@ -116,9 +121,29 @@ def overlaps(device_index: int) -> bool:
     return torch.cuda.get_device_capability(device_index) >= (9, 0)
 
 
-def pointer_type(dtype: torch.dtype) -> str:
-    """Triton's name for a pointer to ``dtype``."""
-    return _POINTERS[dtype]
+def pointer_type(dtype: torch.dtype | None) -> str | None:
+    """Triton's name for a pointer to ``dtype``; None, which is absence, for None."""
+    return None if dtype is None else _POINTERS[dtype]
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """Triton's name for a dtype."""
+    import triton.language as tl
+
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+def vector_width(*dtypes: torch.dtype | None) -> int:
+    """Neighbouring columns a thread holds: 16 bytes of the narrowest tensor, as Triton's coalescing has it."""
+    return 8 if min(d.itemsize for d in dtypes if d is not None) == 2 else 4
+
+
+# The arguments ``seed`` and ``offset`` of a kernel: absent, two numbers, or a tensor of both.
+SEED_TYPES: tuple[dict[str, str | None], ...] = (
+    {"seed": None, "offset": None},
+    {"seed": "i64", "offset": "i64"},
+    {"seed": "*i64", "offset": None},
+)
 
 
 class Variant:
@@ -170,6 +195,38 @@ class Variant:
             # Triton's interpreter keeps its place in the grid in globals.
             with _interpreter_lock if interpreting() else nullcontext():
                 self._kernel[(grid_x, grid_y)](*given, **self._constants, **self._options)
+
+
+def build(
+    kernel: Any,
+    types: Mapping[str, str | None],
+    constants: Mapping[str, Any],
+    config: Config,
+    *,
+    device_index: int,
+    acc: torch.dtype,
+    cols: int,
+    aligned: bool,
+) -> Variant:
+    """The variant for a config; types and constants that the kernel has no argument for are left out.
+
+    With ``aligned`` every address is a multiple of 16 and every stride of 8.
+    """
+    divisible = {}
+    if aligned:
+        divisible = {name: 16 for name, kind in types.items() if kind is not None and kind[0] == "*"}
+        divisible |= {name: 8 for name in types if name.endswith("_stride")}
+    every = dict(constants) | {"ACC": triton_dtype(acc), "N": cols, "BLOCK_N": config.block_n, "ROWS": config.rows,
+                               "STAGES": config.stages}  # fmt: skip
+    every["OVERLAP"] = not every.get("PERSISTENT", False) and overlaps(device_index)
+    return Variant(
+        kernel,
+        {name: types[name] for name in kernel.arg_names if name in types},
+        {name: every[name] for name in kernel.arg_names if name in every},
+        config,
+        device_index=device_index,
+        divisible=divisible,
+    )
 
 
 @functools.cache

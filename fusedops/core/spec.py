@@ -6,13 +6,31 @@ benchmark reads the same records. A bug fix begins with a failing sample here.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["BadSample", "Sample", "Spec"]
+__all__ = ["BadSample", "Maker", "Sample", "Shape", "Spec"]
+
+# Rows and columns; a family may take more dimensions, or name a shape: (4096, "R4096").
+Shape = tuple[int | str, ...]
+
+
+class Maker:
+    """Random tensors that depend on the sample's name alone, so that one sample is the same in every test."""
+
+    def __init__(self, name: str, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None, shift: float = 0.0, scale: float = 1.0) -> Tensor:
+        """A normal tensor of that shape, in the maker's dtype if none is given."""
+        values = torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale + shift
+        return values.to(device=self.device, dtype=dtype or self.dtype)
 
 
 @dataclass(frozen=True)
@@ -45,7 +63,7 @@ class Spec:
     """One public operator.
 
     Attributes:
-        name: the functional's name, ``fusedops.<name>``.
+        name: the operator's name in tests and results; as a rule the functional's, ``fusedops.<name>``.
         call: the functional itself; takes the tensors and options of a sample by keyword.
         reference: the formula in plain torch, same keywords plus ``keep`` (a boolean keep mask or None) and
             ``keep_probability``. Fed fp64 tensors it is the oracle. Always returns a tuple of outputs.
@@ -54,12 +72,13 @@ class Spec:
         has_dropout: whether the operator takes ``p``.
         samples: valid calls in a dtype on a device; random weights, biases and inputs.
         bad_samples: calls that must raise.
-        benchmark: tensors and options for a row count, hidden size and dtype, with every optional tensor present.
+        benchmark: tensors and options for a shape and dtype, with every optional tensor present; any ``(M, N)`` will do.
         passes: ``(M, N)`` tensors that must move: ``{"fwd": …, "fwd_bwd": …}``, for the roofline.
         launches: kernels that one forward and one backward launch at ordinary sizes.
         kept: the number of ``(M, N)`` tensors that may live from forward to backward beyond the caller's own.
         liger: builds Liger-Kernel's twin as a callable with the eager signature, or None where it has none.
-        shapes: the shapes ``(M, N)`` and dtypes that the benchmark times.
+        shapes: the shapes and dtypes that the benchmark times.
+        functional: the functional's name, where it is not ``name``.
     """
 
     name: str
@@ -70,9 +89,10 @@ class Spec:
     has_dropout: bool
     samples: Callable[[torch.device, torch.dtype], Iterator[Sample]]
     bad_samples: Callable[[torch.device], Iterator[BadSample]]
-    benchmark: Callable[[int, int, torch.dtype, torch.device], Sample]
+    benchmark: Callable[[Shape, torch.dtype, torch.device], Sample]
     passes: dict[str, int]
     launches: tuple[int, int]
     kept: int
-    shapes: tuple[tuple[int, int, torch.dtype], ...]
+    shapes: tuple[tuple[Shape, torch.dtype], ...]
     liger: Callable[[], Callable[..., Any]] | None = None
+    functional: str = ""

@@ -1,4 +1,4 @@
-"""The norm family's kernels: one forward, one backward, and the sum of the backward's partial results.
+"""The norm family's kernels: one forward, with and without a norm, and one backward.
 
 Absence is the flag: a pointer that is None takes its instructions with it. ``ACC`` is the dtype of statistics and
 sums. ``N`` is a constant; M, the strides and the dropout threshold are not, so a new batch size compiles nothing.
@@ -8,24 +8,13 @@ Rows are int64 wherever they are multiplied by a stride.
 import triton
 import triton.language as tl
 
-from ..core.device import await_predecessor, keep_scale, load_seed
-
-
-@triton.jit
-def _rows_of(tile, ROWS: tl.constexpr):
-    return tl.full((ROWS,), tile, tl.int64) * ROWS + tl.arange(0, ROWS)
-
-
-@triton.jit
-def _load_row_vector(vector, cols, N: tl.constexpr, ACC: tl.constexpr):
-    if vector is not None:
-        return tl.load(vector + cols, mask=cols < N, other=0.0).to(ACC)[None, :]
+from ..core.device import await_predecessor, keep_scale, load_row_vector, load_seed, rows_of
 
 
 @triton.jit
 def _load_weight(weight, cols, N: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, ACC: tl.constexpr):
     if weight is not None:
-        w = _load_row_vector(weight, cols, N, ACC)
+        w = load_row_vector(weight, cols, N, ACC)
         if WEIGHT_OFFSET != 0.0:
             w += WEIGHT_OFFSET
         return w
@@ -76,7 +65,7 @@ def _forward_sum(x, bias_row, residual, z, seed, offset, threshold, x_stride, re
                  SUM: tl.constexpr, ACC: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
                  VECTOR: tl.constexpr):  # fmt: skip
     """A tile of whole rows of the sum, written out where it is kept."""
-    rows = _rows_of(tile, ROWS)
+    rows = rows_of(tile, ROWS)
     cols = tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     scale = keep_scale(seed, offset, threshold, rows, 0, N, ROWS, BLOCK_N, VECTOR, ACC)
@@ -90,7 +79,7 @@ def _forward_norm(h, w, b, y, stats, tile, M, KIND: tl.constexpr, EPS: tl.conste
                   HAT: tl.constexpr, ACC: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
                   ROWS: tl.constexpr):  # fmt: skip
     """A tile of whole rows, in registers: its mean, then its centred squares, then the output."""
-    rows = _rows_of(tile, ROWS)
+    rows = rows_of(tile, ROWS)
     in_rows = rows < M
     cols = tl.arange(0, BLOCK_N)
     mask = in_rows[:, None] & (cols < N)[None, :]
@@ -151,32 +140,32 @@ def norm_forward_kernel(
     if BLOCK_N >= N:
         cols = tl.arange(0, BLOCK_N)
         if PERSISTENT:
-            bias_row = _load_row_vector(bias, cols, N, ACC)
+            bias_row = load_row_vector(bias, cols, N, ACC)
             w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
-            b = _load_row_vector(ln_bias, cols, N, ACC)
+            b = load_row_vector(ln_bias, cols, N, ACC)
             for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
                 z_rows = _forward_sum(x, bias_row, residual, z, seed, offset, threshold, x_stride, residual_stride,
                                       tile, M, SUM, ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
                 _forward_norm(z_rows, w, b, y, stats, tile, M, KIND, EPS, WEIGHT, HAT, ACC, N, BLOCK_N, ROWS)
         else:
             tile = tl.program_id(0)
-            bias_row = _load_row_vector(bias, cols, N, ACC)
+            bias_row = load_row_vector(bias, cols, N, ACC)
             z_rows = _forward_sum(x, bias_row, residual, z, seed, offset, threshold, x_stride, residual_stride,
                                   tile, M, SUM, ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
             w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
-            b = _load_row_vector(ln_bias, cols, N, ACC)
+            b = load_row_vector(ln_bias, cols, N, ACC)
             _forward_norm(z_rows, w, b, y, stats, tile, M, KIND, EPS, WEIGHT, HAT, ACC, N, BLOCK_N, ROWS)
     else:
         # Wider rows pass twice, tile by tile: tile means and squares merge as in Chan et al. (1979).
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-            rows = _rows_of(tile, ROWS)
+            rows = rows_of(tile, ROWS)
             in_rows = rows < M
             mean = tl.zeros((ROWS,), ACC)
             squares = tl.zeros((ROWS,), ACC)
             for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
                 cols = start + tl.arange(0, BLOCK_N)
                 mask = in_rows[:, None] & (cols < N)[None, :]
-                bias_row = _load_row_vector(bias, cols, N, ACC)
+                bias_row = load_row_vector(bias, cols, N, ACC)
                 scale = keep_scale(seed, offset, threshold, rows, start, N, ROWS, BLOCK_N, VECTOR, ACC)
                 h = _load_sum(x, bias_row, residual, scale, x_stride, residual_stride, rows, cols, mask, ACC)
                 _store_sum(z, h, rows, cols, mask, N)
@@ -196,12 +185,12 @@ def norm_forward_kernel(
             for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
                 cols = start + tl.arange(0, BLOCK_N)
                 mask = in_rows[:, None] & (cols < N)[None, :]
-                bias_row = _load_row_vector(bias, cols, N, ACC)
+                bias_row = load_row_vector(bias, cols, N, ACC)
                 scale = keep_scale(seed, offset, threshold, rows, start, N, ROWS, BLOCK_N, VECTOR, ACC)
                 h = _load_sum(x, bias_row, residual, scale, x_stride, residual_stride, rows, cols, mask, ACC)
                 h = _round(h, SUM, ACC)
                 w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
-                b = _load_row_vector(ln_bias, cols, N, ACC)
+                b = load_row_vector(ln_bias, cols, N, ACC)
                 out = _affine(h, mean if KIND == "layer" else None, rstd, w, b, WEIGHT, HAT, ACC)
                 tl.store(y + rows[:, None] * N + cols[None, :], out.to(y.dtype.element_ty), mask=mask)
 
@@ -227,13 +216,13 @@ def dropout_add_kernel(
 ):
     """``y = (x + bias) * keep_scale + residual``, one tile a program: the forward of the member without a norm."""
     await_predecessor(OVERLAP)
-    rows = _rows_of(tl.program_id(0), ROWS)
+    rows = rows_of(tl.program_id(0), ROWS)
     first_col = tl.program_id(1) * BLOCK_N
     cols = first_col + tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     if seed is not None:
         seed, offset = load_seed(seed, offset)
-    bias_row = _load_row_vector(bias, cols, N, ACC)
+    bias_row = load_row_vector(bias, cols, N, ACC)
     scale = keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)
     h = _load_sum(x, bias_row, residual, scale, x_stride, residual_stride, rows, cols, mask, ACC)
     _store_sum(y, h, rows, cols, mask, N)
@@ -273,7 +262,7 @@ def _load_hat(
         if SAVED == "sum":
             hat = tl.load(kept + rows[:, None] * kept_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
         else:
-            bias_row = _load_row_vector(bias, cols, N, ACC)
+            bias_row = load_row_vector(bias, cols, N, ACC)
             hat = _load_sum(kept, bias_row, residual, scale, kept_stride, residual_stride, rows, cols, mask, ACC)
             hat = _round(hat, SUM, ACC)
         if KIND == "layer":
@@ -317,7 +306,7 @@ def _load_weighted(
     scale = keep_scale(seed if SAVED == "inputs" else None, offset, threshold, rows, first_col, N, ROWS, BLOCK_N,
                        VECTOR, ACC)  # fmt: skip
     w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
-    b = _load_row_vector(ln_bias, cols, N, ACC)
+    b = load_row_vector(ln_bias, cols, N, ACC)
     g = tl.load(dy + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
     hat, _ = _load_hat(kept, bias, residual, scale, kept_stride, residual_stride, stats, w, b, rows, cols, in_rows,
                        mask, M, KIND, SAVED, SUM, N, ACC)  # fmt: skip
@@ -392,7 +381,7 @@ def norm_backward_kernel(
     cols = first_col + tl.arange(0, BLOCK_N)
     in_cols = (cols < N)[None, :]
     w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
-    b = _load_row_vector(ln_bias, cols, N, ACC)
+    b = load_row_vector(ln_bias, cols, N, ACC)
     if dbias is not None:
         dbias_sum = tl.zeros((BLOCK_N,), ACC)
     if dweight is not None:
@@ -401,7 +390,7 @@ def norm_backward_kernel(
         dln_bias_sum = tl.zeros((BLOCK_N,), ACC)
 
     for step in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-        rows = _rows_of(step if FIRST_COL > 0 else tiles - 1 - step, ROWS)
+        rows = rows_of(step if FIRST_COL > 0 else tiles - 1 - step, ROWS)
         in_rows = rows < M
         mask = in_rows[:, None] & in_cols
         scale = keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)
@@ -470,46 +459,3 @@ def norm_backward_kernel(
         _store_gradient(dweight, partials, dweight_sum, dbias is not None, slots, cols, N)
     if dln_bias is not None:
         _store_gradient(dln_bias, partials, dln_bias_sum, slots - 1, slots, cols, N)
-
-
-@triton.jit(do_not_specialize=["programs", "rest_programs"])
-def sum_partials_kernel(
-    partials,
-    dbias,
-    dweight,
-    dln_bias,
-    programs,
-    rest_programs,
-    ACC: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr,
-    REST_COL: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """The parameter gradients from ``partials``, ``(programs, slots, N)``: axis 1 of the grid is the slot.
-
-    Columns from ``REST_COL`` on have ``rest_programs`` parts.
-    """
-    await_predecessor(OVERLAP)
-    slots: tl.constexpr = (dbias is not None) + (dweight is not None) + (dln_bias is not None)
-    slot = tl.program_id(1)
-    first_col = tl.program_id(0) * BLOCK_N
-    cols = first_col + tl.arange(0, BLOCK_N)
-    in_cols = cols < N
-    count = tl.where(first_col < REST_COL, programs, rest_programs)
-    parts = tl.zeros((ROWS, BLOCK_N), ACC)
-    for start in range(0, count, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        at = (rows.to(tl.int64) * slots + slot)[:, None] * N + cols[None, :]
-        parts += tl.load(partials + at, mask=(rows < count)[:, None] & in_cols[None, :], other=0.0)
-    total = tl.sum(parts, axis=0)
-    if dbias is not None:
-        if slot == 0:
-            tl.store(dbias + cols, total.to(dbias.dtype.element_ty), mask=in_cols)
-    if dweight is not None:
-        if slot == (dbias is not None):
-            tl.store(dweight + cols, total.to(dweight.dtype.element_ty), mask=in_cols)
-    if dln_bias is not None:
-        if slot == slots - 1:
-            tl.store(dln_bias + cols, total.to(dln_bias.dtype.element_ty), mask=in_cols)

@@ -7,7 +7,6 @@ alignment and device, never on the number of rows. These functions run at every 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..core import launch, tuning
-from ..core.launch import Variant
+from ..core.launch import SEED_TYPES, Variant, pointer_type, triton_dtype, vector_width
+from ..core.layout import as_rows, empty
 from ..core.rng import Seed
 from . import configs
 from .reference import NormRule, accumulator
@@ -58,7 +58,7 @@ class Site:
     def pointers(self) -> dict[str, str | None]:
         """Triton's pointer types of the arguments."""
         return {
-            name: _pointer(getattr(self, name)) for name in ("x", "bias", "residual", "weight", "ln_bias", "y", "z")
+            name: pointer_type(getattr(self, name)) for name in ("x", "bias", "residual", "weight", "ln_bias", "y", "z")
         }
 
     @functools.cached_property
@@ -113,25 +113,6 @@ _forwards: dict[Any, _Forward] = tuning.register_cache({})
 _backwards: dict[Any, _Backward] = tuning.register_cache({})
 
 
-def _as_rows(t: Tensor, dims: int, cols: int) -> tuple[Tensor, int]:
-    """The tensor with its trailing ``dims`` dimensions contiguous and its rows one stride apart, and that stride."""
-    sizes, strides = t.shape, t.stride()
-    if dims == 1 and (strides[-1] == 1 or cols == 1):
-        lead = [(size, stride) for size, stride in zip(sizes[:-1], strides[:-1], strict=True) if size != 1]
-        if not lead:
-            return t, cols
-        if all(a[1] == b[0] * b[1] for a, b in itertools.pairwise(lead)):
-            return t, lead[-1][1]
-    return t.contiguous(), cols
-
-
-def _empty(like: Tensor, dtype: _Dtype) -> Tensor:
-    """A contiguous tensor in the shape of ``like``."""
-    if like.dtype is dtype and like.is_contiguous():
-        return torch.empty_like(like)
-    return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
-
-
 def forward(
     site: Site,
     x: Tensor,
@@ -149,11 +130,11 @@ def forward(
             return forward(site, x, bias, residual, weight, ln_bias, seed, threshold, store_sum)
     cols = x_stride = residual_stride = site.cols
     if not x.is_contiguous():
-        x, x_stride = _as_rows(x, site.dims, cols)
+        x, x_stride = as_rows(x, site.dims, cols)
     bits = x.data_ptr() | (x_stride << 1)
     if residual is not None:
         if not residual.is_contiguous():
-            residual, residual_stride = _as_rows(residual, site.dims, cols)
+            residual, residual_stride = as_rows(residual, site.dims, cols)
         bits |= residual.data_ptr() | (residual_stride << 1)
     if bias is not None:
         bias = bias if bias.is_contiguous() else bias.contiguous()
@@ -172,7 +153,7 @@ def forward(
         plan = _forwards[key] = _plan_forward(*key)
 
     rows = x.numel() // cols
-    y = _empty(x, site.y)
+    y = empty(x, site.y)
     grid_x = -(-rows // plan.rows)
     if grid_x > plan.programs:
         grid_x = plan.programs
@@ -180,7 +161,7 @@ def forward(
         plan.variant(grid_x, plan.tiles, x, bias, residual, y, first, second, threshold, x_stride, residual_stride,
                      rows)  # fmt: skip
         return y, None, None
-    z = _empty(x, site.z) if store_sum else None
+    z = empty(x, site.z) if store_sum else None
     stats = x.new_empty((2 if site.rule.kind == "layer" else 1, rows), dtype=site.acc)
     plan.variant(grid_x, 1, x, bias, residual, weight, ln_bias, y, z, stats, first, second, threshold, x_stride,
                  residual_stride, rows)  # fmt: skip
@@ -212,19 +193,19 @@ def backward(  # noqa: C901, one flat path a step, on purpose
     bits = 0
     if dy is not None:
         if not dy.is_contiguous():
-            dy, dy_stride = _as_rows(dy, site.dims, cols)
+            dy, dy_stride = as_rows(dy, site.dims, cols)
         bits |= dy.data_ptr() | (dy_stride << 1)
     if dsum is not None:
         if not dsum.is_contiguous():
-            dsum, dsum_stride = _as_rows(dsum, site.dims, cols)
+            dsum, dsum_stride = as_rows(dsum, site.dims, cols)
         bits |= dsum.data_ptr() | (dsum_stride << 1)
     if kept is not None:
         if not kept.is_contiguous():
-            kept, kept_stride = _as_rows(kept, site.dims, cols)
+            kept, kept_stride = as_rows(kept, site.dims, cols)
         bits |= kept.data_ptr() | (kept_stride << 1)
     if residual is not None:
         if not residual.is_contiguous():
-            residual, residual_stride = _as_rows(residual, site.dims, cols)
+            residual, residual_stride = as_rows(residual, site.dims, cols)
         bits |= residual.data_ptr() | (residual_stride << 1)
     if bias is not None:
         bias = bias if bias.is_contiguous() else bias.contiguous()
@@ -249,8 +230,8 @@ def backward(  # noqa: C901, one flat path a step, on purpose
         needs_weight = needs_ln_bias = False  # only the sum has a gradient, and they did not make it
     # Without dropout x and residual get the same gradient; equal dtypes share one tensor, as in PyTorch's add.
     shared = needs_residual and seed is None and site.x is site.residual
-    dx = _empty(like, site.x) if needs_x and not shared else None
-    dresidual = _empty(like, site.residual) if needs_residual else None
+    dx = empty(like, site.x) if needs_x and not shared else None
+    dresidual = empty(like, site.residual) if needs_residual else None
     dbias = like.new_empty(cols, dtype=site.bias) if needs_bias else None
     dweight = torch.empty_like(weight) if needs_weight else None  # type: ignore[arg-type]
     dln_bias = torch.empty_like(ln_bias) if needs_ln_bias else None  # type: ignore[arg-type]
@@ -281,27 +262,6 @@ def backward(  # noqa: C901, one flat path a step, on purpose
 # The longest axis 1 of a CUDA grid.
 _MOST_TILES = 65535
 
-_SEED_TYPES: tuple[dict[str, str | None], ...] = (
-    {"seed": None, "offset": None},
-    {"seed": "i64", "offset": "i64"},
-    {"seed": "*i64", "offset": None},
-)
-
-
-def _pointer(dtype: _Dtype) -> str | None:
-    return None if dtype is None else launch.pointer_type(dtype)
-
-
-def _triton_dtype(dtype: torch.dtype) -> Any:
-    import triton.language as tl
-
-    return getattr(tl, str(dtype).removeprefix("torch."))
-
-
-def _vector_width(*dtypes: _Dtype) -> int:
-    """Neighbouring columns a thread holds: 16 bytes of the narrowest tensor, as Triton's coalescing has it."""
-    return 8 if min(d.itemsize for d in dtypes if d is not None) == 2 else 4
-
 
 def _table_key(site: Site, drops: bool, *parts: int) -> str:
     """The variant's name in the shipped table; dtypes of one width share an entry."""
@@ -319,22 +279,8 @@ def _column_tiles(cols: int, block_n: int) -> int:
 
 def _build(kernel: Any, types: dict[str, str | None], constants: dict[str, Any], config: tuning.Config, site: Site,
            aligned: bool) -> Variant:  # fmt: skip
-    """Builds a variant; with ``aligned`` every address is a multiple of 16 and every stride of 8."""
-    divisible = {}
-    if aligned:
-        divisible = {name: 16 for name, kind in types.items() if kind is not None and kind[0] == "*"}
-        divisible |= {name: 8 for name in types if name.endswith("_stride")}
-    every = constants | {"ACC": _triton_dtype(site.acc), "N": site.cols, "BLOCK_N": config.block_n, "ROWS": config.rows,
-                         "STAGES": config.stages}  # fmt: skip
-    every["OVERLAP"] = not every.get("PERSISTENT", False) and launch.overlaps(site.device_index)
-    return Variant(
-        kernel,
-        {name: types[name] for name in kernel.arg_names if name in types},
-        {name: every[name] for name in kernel.arg_names if name in every},
-        config,
-        device_index=site.device_index,
-        divisible=divisible,
-    )
+    return launch.build(kernel, types, constants, config, device_index=site.device_index, acc=site.acc, cols=site.cols,
+                        aligned=aligned)  # fmt: skip
 
 
 def _plan_forward(site: Site, seed: int, aligned: bool, store_sum: bool) -> _Forward:
@@ -344,15 +290,15 @@ def _plan_forward(site: Site, seed: int, aligned: bool, store_sum: bool) -> _For
     types = {
         **site.pointers,
         "z": site.pointers["z"] if store_sum else None,
-        "stats": _pointer(site.acc),
-        **_SEED_TYPES[seed],
+        "stats": pointer_type(site.acc),
+        **SEED_TYPES[seed],
         "threshold": "i32",
         "x_stride": "i64",
         "residual_stride": "i64",
         "M": "i64",
     }
     key = _table_key(site, seed > 0)
-    width = _vector_width(site.x, site.residual)
+    width = vector_width(site.x, site.residual)
     if not site.normalizes:
         config = tuning.choose("dropout_add", key, site.device_index, lambda: configs.dropout_add(cols))
         variant = _build(kernels.dropout_add_kernel, types, {"VECTOR": width}, config, site, aligned)
@@ -363,9 +309,9 @@ def _plan_forward(site: Site, seed: int, aligned: bool, store_sum: bool) -> _For
         "KIND": rule.kind,
         "EPS": float(rule.eps),
         "WEIGHT_OFFSET": float(rule.weight_offset),
-        "WEIGHT": _triton_dtype(site.weight or site.acc),
-        "SUM": _triton_dtype(site.z),
-        "HAT": _triton_dtype(rule.hat_dtype(site.z, site.weight)),
+        "WEIGHT": triton_dtype(site.weight or site.acc),
+        "SUM": triton_dtype(site.z),
+        "HAT": triton_dtype(rule.hat_dtype(site.z, site.weight)),
         "VECTOR": width,
         "PERSISTENT": config.per_sm > 0,
     }
@@ -376,6 +322,7 @@ def _plan_forward(site: Site, seed: int, aligned: bool, store_sum: bool) -> _For
 
 def _plan_backward(site: Site, needs: tuple[bool, ...], dy: _Dtype, dsum: _Dtype, seed: int,
                    aligned: bool) -> _Backward:  # fmt: skip
+    from ..core.kernels import sum_partials_kernel
     from . import kernels
 
     rule, cols = site.rule, site.cols
@@ -396,38 +343,40 @@ def _plan_backward(site: Site, needs: tuple[bool, ...], dy: _Dtype, dsum: _Dtype
     cut = normalizes and config.block_n < cols
     pointers = site.pointers
     types: dict[str, str | None] = {
-        "dy": _pointer(dy),
-        "dsum": _pointer(dsum),
-        "kept": _pointer(kept),
+        "dy": pointer_type(dy),
+        "dsum": pointer_type(dsum),
+        "kept": pointer_type(kept),
         "bias": pointers["bias"] if inputs else None,
         "residual": pointers["residual"] if inputs else None,
         "weight": pointers["weight"] if normalizes else None,
         "ln_bias": pointers["ln_bias"] if normalizes and site.save == "output" else None,
-        "stats": _pointer(site.acc) if normalizes else None,
-        "moments": _pointer(site.acc) if cut else None,
+        "stats": pointer_type(site.acc) if normalizes else None,
+        "moments": pointer_type(site.acc) if cut else None,
         "dx": pointers["x"] if needs_x and not shared else None,
         "dresidual": pointers["residual"] if needs_residual else None,
         "dbias": pointers["bias"] if needs_bias else None,
         "dweight": pointers["weight"] if needs_weight and dy is not None else None,
         "dln_bias": pointers["ln_bias"] if needs_ln_bias and dy is not None else None,
-        "partials": _pointer(site.acc),
-        **_SEED_TYPES[seed],
+        "partials": pointer_type(site.acc),
+        **SEED_TYPES[seed],
         "threshold": "i32",
         **dict.fromkeys(("dy_stride", "dsum_stride", "kept_stride", "residual_stride", "M"), "i64"),
         **dict.fromkeys(("programs", "rest_programs"), "i32"),
     }
+    gradients = {place: types[name] for place, name in
+                 (("first", "dbias"), ("second", "dweight"), ("third", "dln_bias"))}  # fmt: skip
     constants = {
         "KIND": rule.kind if normalizes else "none",
         "SAVED": site.save,
-        "SUM": _triton_dtype(site.z),
+        "SUM": triton_dtype(site.z),
         "WEIGHT_OFFSET": float(rule.weight_offset),
-        "VECTOR": _vector_width(*widths),
+        "VECTOR": vector_width(*widths),
         "FIRST_COL": 0,
         "REST_COL": config.block_n if cut else cols,
     }
 
     def build(kernel: Callable[..., Any], config: tuning.Config, **more: int) -> Variant:
-        return _build(kernel, types, constants | more, config, site, aligned)
+        return _build(kernel, types | gradients, constants | more, config, site, aligned)
 
     processors = launch.processors(site.device_index)
     tiles = 1 if normalizes else _column_tiles(cols, config.block_n)
@@ -440,7 +389,7 @@ def _plan_backward(site: Site, needs: tuple[bool, ...], dy: _Dtype, dsum: _Dtype
         rest=build(kernels.norm_backward_kernel, rest_config, FIRST_COL=config.block_n) if cut else None,
         rest_tiles=rest_tiles,
         rest_programs=max(2, processors * rest_config.per_sm // rest_tiles),
-        reduce=build(kernels.sum_partials_kernel, reduce_config) if sums else None,
+        reduce=build(sum_partials_kernel, reduce_config) if sums else None,
         reduce_block=reduce_config.block_n,
         sums=sums,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.spec import BadSample, Sample, Spec
+from ..core.spec import BadSample, Maker, Sample, Shape, Spec
 from . import ops, reference
 from .reference import NormRule
 
@@ -21,25 +20,13 @@ __all__ = ["SPECS"]
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class _Maker:
-    """Random tensors that depend on the sample's name alone, so that one sample is the same in every test."""
-
-    def __init__(self, name: str, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
-        self.generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-
-    def __call__(self, *shape: int, dtype: torch.dtype | None = None, shift: float = 0.0, scale: float = 1.0) -> Tensor:
-        values = torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale + shift
-        return values.to(device=self.device, dtype=dtype or self.dtype)
-
-
 # --- layer_norm and rms_norm ------------------------------------------------------------------------------------
 
 _SHAPES = [(6, 64), (5, 1), (1, 3), (7, 17), (4, 127), (3, 1000), (2, 3, 96), (129, 40), (1, 1024), (64,)]
 _WIDE_SHAPES = [(3, 8192), (2, 12288), (2, 20000), (1, 65536), (1, 70001)]
 
 
-def _norm_tensors(make: _Maker, shape: tuple[int, ...], params: str, dims: int, dtype: torch.dtype) -> dict[str, Any]:
+def _norm_tensors(make: Maker, shape: tuple[int, ...], params: str, dims: int, dtype: torch.dtype) -> dict[str, Any]:
     tail = shape[-dims:]
     tensors: dict[str, Any] = {"input": make(*shape, shift=0.5, scale=1.5)}
     tensors["weight"] = make(*tail, dtype=dtype) if "w" in params else None
@@ -55,7 +42,7 @@ def _norm_samples(layer: bool) -> Callable[[torch.device, torch.dtype], Iterator
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         def sample(name: str, shape: tuple[int, ...], params: str = full, dims: int = 1,
                    param_dtype: torch.dtype | None = None, **options: Any) -> Sample:  # fmt: skip
-            tensors = _norm_tensors(_Maker(name, device, dtype), shape, params + kind, dims, param_dtype or dtype)
+            tensors = _norm_tensors(Maker(name, device, dtype), shape, params + kind, dims, param_dtype or dtype)
             return Sample(name, tensors, {"normalized_shape": shape[-dims:], **options})
 
         for shape in _SHAPES + _WIDE_SHAPES:
@@ -151,8 +138,9 @@ def _norm_bad_samples(layer: bool) -> Callable[[torch.device], Iterator[BadSampl
     return bad_samples
 
 
-def _norm_benchmark(layer: bool) -> Callable[[int, int, torch.dtype, torch.device], Sample]:
-    def benchmark(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Sample:
+def _norm_benchmark(layer: bool) -> Callable[[Shape, torch.dtype, torch.device], Sample]:
+    def benchmark(shape: Shape, dtype: torch.dtype, device: torch.device) -> Sample:
+        rows, cols = shape
         make = partial(torch.randn, dtype=dtype, device=device)
         tensors: dict[str, Tensor | None] = {"input": make(rows, cols), "weight": make(cols)}
         if layer:
@@ -173,7 +161,7 @@ def _fused_samples(kind: str) -> Callable[[torch.device, torch.dtype], Iterator[
         def sample(name: str, shape: tuple[int, ...], absent: tuple[str, ...] = (), p: float = 0.0,
                    residual_dtype: torch.dtype | None = None, param_dtype: torch.dtype | None = None,
                    **options: Any) -> Sample:  # fmt: skip
-            make = _Maker(name, device, dtype)
+            make = Maker(name, device, dtype)
             every: dict[str, Tensor | None] = {
                 "x": make(*shape, shift=0.2),
                 "bias": make(shape[-1], dtype=param_dtype),
@@ -314,10 +302,11 @@ def _fused_bad_samples(kind: str) -> Callable[[torch.device], Iterator[BadSample
     return bad_samples
 
 
-def _fused_benchmark(kind: str) -> Callable[[int, int, torch.dtype, torch.device], Sample]:
+def _fused_benchmark(kind: str) -> Callable[[Shape, torch.dtype, torch.device], Sample]:
     params = {"layer": ("weight", "ln_bias"), "rms": ("weight",), "none": ()}[kind]
 
-    def benchmark(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Sample:
+    def benchmark(shape: Shape, dtype: torch.dtype, device: torch.device) -> Sample:
+        rows, cols = shape
         make = partial(torch.randn, dtype=dtype, device=device)
         tensors: dict[str, Tensor | None] = {"x": make(rows, cols), "bias": make(cols), "residual": make(rows, cols)}
         tensors |= {param: make(cols) for param in params}
@@ -344,15 +333,15 @@ def _liger_rms_norm() -> Callable[..., Any]:
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _NORM_BENCHMARKS = (
-    (8, 256, _BF16),
-    (8192, 1024, _BF16),
-    (8192, 1024, _FP32),
-    (8192, 4096, _BF16),
-    (4096, 8192, _BF16),
-    (2048, 16384, _BF16),
-    (1024, 32768, _BF16),
+    ((8, 256), _BF16),
+    ((8192, 1024), _BF16),
+    ((8192, 1024), _FP32),
+    ((8192, 4096), _BF16),
+    ((4096, 8192), _BF16),
+    ((2048, 16384), _BF16),
+    ((1024, 32768), _BF16),
 )
-_FUSED_BENCHMARKS = (*_NORM_BENCHMARKS, (16384, 768, _FP16))
+_FUSED_BENCHMARKS = (*_NORM_BENCHMARKS, ((16384, 768), _FP16))
 
 SPECS = (
     Spec(

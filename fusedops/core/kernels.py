@@ -1,0 +1,49 @@
+"""Kernels that families share: the sum of a backward's partial results."""
+
+import triton
+import triton.language as tl
+
+from .device import await_predecessor
+
+
+@triton.jit(do_not_specialize=["programs", "rest_programs"])
+def sum_partials_kernel(
+    partials,
+    first,
+    second,
+    third,
+    programs,
+    rest_programs,
+    ACC: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    REST_COL: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Up to three gradients of N elements from ``partials``, ``(programs, slots, N)``: axis 1 of the grid is the slot.
+
+    A slot belongs to each gradient that is there. Columns from ``REST_COL`` on have ``rest_programs`` parts.
+    """
+    await_predecessor(OVERLAP)
+    slots: tl.constexpr = (first is not None) + (second is not None) + (third is not None)
+    slot = tl.program_id(1)
+    first_col = tl.program_id(0) * BLOCK_N
+    cols = first_col + tl.arange(0, BLOCK_N)
+    in_cols = cols < N
+    count = tl.where(first_col < REST_COL, programs, rest_programs)
+    parts = tl.zeros((ROWS, BLOCK_N), ACC)
+    for start in range(0, count, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        at = (rows.to(tl.int64) * slots + slot)[:, None] * N + cols[None, :]
+        parts += tl.load(partials + at, mask=(rows < count)[:, None] & in_cols[None, :], other=0.0)
+    total = tl.sum(parts, axis=0)
+    if first is not None:
+        if slot == 0:
+            tl.store(first + cols, total.to(first.dtype.element_ty), mask=in_cols)
+    if second is not None:
+        if slot == (first is not None):
+            tl.store(second + cols, total.to(second.dtype.element_ty), mask=in_cols)
+    if third is not None:
+        if slot == slots - 1:
+            tl.store(third + cols, total.to(third.dtype.element_ty), mask=in_cols)
