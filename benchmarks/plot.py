@@ -14,12 +14,14 @@ __all__ = ["draw"]
 _COLOURS = {  # Okabe and Ito's, which colour-blind readers can tell apart
     "fusedops": "#D55E00",
     "eager": "#999999",
+    "eager_combined": "#CCCCCC",
     "compile": "#0072B2",
     "compile_max_autotune": "#56B4E9",
     "liger": "#009E73",
 }
 _LABELS = {
     "eager": "PyTorch eager",
+    "eager_combined": "PyTorch eager, all slices at once",
     "compile": "torch.compile",
     "compile_max_autotune": "torch.compile, max-autotune",
     "liger": "Liger-Kernel",

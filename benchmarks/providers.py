@@ -31,12 +31,16 @@ def _eager(spec: Spec) -> Call:
     return spec.eager
 
 
+def _eager_combined(spec: Spec) -> Call | None:
+    return spec.combined
+
+
 def _compile(spec: Spec) -> Call:
-    return torch.compile(spec.eager, fullgraph=True, dynamic=False)
+    return torch.compile(spec.combined or spec.eager, fullgraph=True, dynamic=False)
 
 
 def _compile_max_autotune(spec: Spec) -> Call:
-    return torch.compile(spec.eager, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs")
+    return torch.compile(spec.combined or spec.eager, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs")
 
 
 def _liger(spec: Spec) -> Call | None:
@@ -52,6 +56,7 @@ def _liger(spec: Spec) -> Call | None:
 PROVIDERS: dict[str, Callable[[Spec], Call | None]] = {
     "fusedops": _fusedops,
     "eager": _eager,
+    "eager_combined": _eager_combined,
     "compile": _compile,
     "compile_max_autotune": _compile_max_autotune,
     "liger": _liger,

@@ -12,7 +12,7 @@ __all__ = ["fill", "markdown"]
 # A column is the best of its providers.
 _COLUMNS = {
     "fusedops": ("fusedops",),
-    "eager": ("eager",),
+    "eager": ("eager", "eager_combined"),
     "torch.compile": ("compile", "compile_max_autotune"),
     "Liger-Kernel": ("liger",),
 }

@@ -10,7 +10,7 @@ from .results import Row
 
 __all__ = ["TARGETS", "Target", "Verdict", "asked_fraction", "compare", "report"]
 
-Kind = Literal["fraction", "loop"]
+Kind = Literal["fraction", "loop", "us", "times"]
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,8 @@ class Target:
     """A figure asked of ``fusedops``.
 
     ``fraction``: at least this part of the roofline. ``loop``: at most this multiple of eager's host-inclusive time.
+    ``us``: at most so many microseconds of GPU time. ``times``: at most this multiple of the operator ``than``'s GPU
+    time on the same shape.
     """
 
     op: str
@@ -26,6 +28,7 @@ class Target:
     mode: str
     asked: float
     kind: Kind = "fraction"
+    than: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,30 +87,46 @@ def compare(rows: Iterable[Row], targets: Iterable[Target] = TARGETS) -> list[Ve
 
 def _verdict(target: Target, table: dict[tuple[str, str, str, str, str], Row]) -> Verdict:
     at = (target.op, target.shape, target.dtype, target.mode)
-    contenders = {key[-1]: row for key, row in table.items() if key[:-1] == at}
-    ours, eager = contenders.pop("fusedops", None), contenders.get("eager")
+    contenders = {key[-1]: _value(target, row, table) for key, row in table.items() if key[:-1] == at}
+    seen = contenders.pop("fusedops", None)
     if target.kind == "loop":
-        seen = None if ours is None or eager is None else ours.loop_us / eager.loop_us
-        contenders.pop("eager", None)
-        peers = {} if eager is None else {name: row.loop_us / eager.loop_us for name, row in contenders.items()}
-        best = min(peers, key=lambda name: peers[name], default=None)
-    else:
-        seen = None if ours is None else ours.fraction
-        peers = {name: row.fraction for name, row in contenders.items()}
-        best = max(peers, key=lambda name: peers[name], default=None)
+        contenders.pop("eager", None)  # the measure itself
+    peers = {name: value for name, value in contenders.items() if value is not None}
+    best = (max if target.kind == "fraction" else min)(peers, key=lambda name: peers[name], default=None)
     return Verdict(target, seen, "-" if best is None else f"{peers[best]:.2f} {best}")
+
+
+def _value(target: Target, row: Row, table: dict[tuple[str, str, str, str, str], Row]) -> float | None:
+    """What a target's kind sees in a row; None where the row that it is held against is missing."""
+    if target.kind == "fraction":
+        return row.fraction
+    if target.kind == "us":
+        return row.gpu_us
+    if target.kind == "loop":
+        eager = table.get((*row.key[:-1], "eager"))
+        return None if eager is None else row.loop_us / eager.loop_us
+    other = table.get((target.than, *row.key[1:-1], "fusedops"))
+    return None if other is None else row.gpu_us / other.gpu_us
+
+
+_ASKED = {
+    "fraction": ">= {0.asked:.2f} floor",
+    "loop": "<= {0.asked:.2f} eager loop",
+    "us": "<= {0.asked:.1f} us",
+    "times": "<= {0.asked:.2f} one tensor",
+}
 
 
 def report(verdicts: Iterable[Verdict]) -> str:
     """A table for the terminal."""
-    lines = [f"{'operator':<22}{'shape':<12}{'dtype':<6}{'mode':<9}{'asked':>18}{'seen':>8}  {'':<8}best peer"]
+    lines = [f"{'operator':<34}{'shape':<13}{'dtype':<6}{'mode':<9}{'asked':>18}{'seen':>8}  {'':<8}best peer"]
     for verdict in verdicts:
         target = verdict.target
-        asked = f">= {target.asked:.2f} floor" if target.kind == "fraction" else f"<= {target.asked:.2f} eager loop"
+        asked = _ASKED[target.kind].format(target)
         seen = "-" if verdict.seen is None else f"{verdict.seen:.3f}"
         state = "absent" if verdict.seen is None else "met" if verdict.met else "MISSED"
         lines.append(
-            f"{target.op:<22}{target.shape:<12}{target.dtype:<6}{target.mode:<9}{asked:>18}{seen:>8}  "
+            f"{target.op:<34}{target.shape:<13}{target.dtype:<6}{target.mode:<9}{asked:>18}{seen:>8}  "
             f"{state:<8}{verdict.best_peer}"
         )
     return "\n".join(lines)

@@ -145,6 +145,21 @@ def test_fractions_and_loop_ratios_are_compared_the_right_way_round():
     assert loop.best_peer == "6.00 liger"
 
 
+def test_times_and_multiples_of_another_operator():
+    figures = (
+        targets.Target("layer_norm", "8192x4096", "bf16", "fwd_bwd", 95.0, "us"),
+        targets.Target("layer_norm", "8192x4096", "bf16", "fwd_bwd", 1.2, "times", "rms_norm"),
+    )
+    rows = [row(gpu=90.0), row("liger", gpu=150.0), row(op="rms_norm", gpu=60.0)]
+    microseconds, multiple = targets.compare(rows, figures)
+    assert microseconds.seen == pytest.approx(90.0)
+    assert microseconds.met
+    assert multiple.seen == pytest.approx(1.5)
+    assert not multiple.met
+    assert multiple.best_peer == "2.50 liger"
+    assert [verdict.seen for verdict in targets.compare(rows[:1], figures)] == [pytest.approx(90.0), None]
+
+
 def test_an_absent_figure_is_not_met():
     (verdict,) = targets.compare([row("eager")], [targets.Target("layer_norm", "8192x4096", "bf16", "fwd_bwd", 0.8)])
     assert verdict.seen is None

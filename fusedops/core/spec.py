@@ -76,6 +76,8 @@ class Spec:
         passes: ``(M, N)`` tensors that must move: ``{"fwd": …, "fwd_bwd": …}``, for the roofline.
         launches: kernels that one forward and one backward launch at ordinary sizes.
         kept: the number of ``(M, N)`` tensors that may live from forward to backward beyond the caller's own.
+        combined: ``eager`` written for all slices at once, for operators that ``eager`` calls slice by slice; what
+            torch.compile is then given too.
         liger: builds Liger-Kernel's twin as a callable with the eager signature, or None where it has none.
         shapes: the shapes and dtypes that the benchmark times.
         functional: the functional's name, where it is not ``name``.
@@ -95,4 +97,5 @@ class Spec:
     kept: int
     shapes: tuple[tuple[Shape, torch.dtype], ...]
     liger: Callable[[], Callable[..., Any]] | None = None
+    combined: Callable[..., tuple[torch.Tensor, ...]] | None = None
     functional: str = ""
