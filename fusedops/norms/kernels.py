@@ -61,14 +61,13 @@ def _affine(z, mean, rstd, w, b, WEIGHT: tl.constexpr, HAT: tl.constexpr, ACC: t
 
 
 @triton.jit
-def _forward_sum(x, bias_row, residual, z, seed, offset, threshold, x_stride, residual_stride, tile, M,
+def _forward_sum(x, bias_row, residual, z, seed, offset, threshold, x_stride, residual_stride, rows, first_col, M,
                  SUM: tl.constexpr, ACC: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
                  VECTOR: tl.constexpr):  # fmt: skip
-    """A tile of whole rows of the sum, written out where it is kept."""
-    rows = rows_of(tile, ROWS)
-    cols = tl.arange(0, BLOCK_N)
+    """A tile of the sum as rounded to its dtype, written out where it is kept."""
+    cols = first_col + tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
-    scale = keep_scale(seed, offset, threshold, rows, 0, N, ROWS, BLOCK_N, VECTOR, ACC)
+    scale = keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)
     h = _load_sum(x, bias_row, residual, scale, x_stride, residual_stride, rows, cols, mask, ACC)
     _store_sum(z, h, rows, cols, mask, N)
     return _round(h, SUM, ACC)
@@ -145,13 +144,13 @@ def norm_forward_kernel(
             b = load_row_vector(ln_bias, cols, N, ACC)
             for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
                 z_rows = _forward_sum(x, bias_row, residual, z, seed, offset, threshold, x_stride, residual_stride,
-                                      tile, M, SUM, ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
+                                      rows_of(tile, ROWS), 0, M, SUM, ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
                 _forward_norm(z_rows, w, b, y, stats, tile, M, KIND, EPS, WEIGHT, HAT, ACC, N, BLOCK_N, ROWS)
         else:
             tile = tl.program_id(0)
             bias_row = load_row_vector(bias, cols, N, ACC)
             z_rows = _forward_sum(x, bias_row, residual, z, seed, offset, threshold, x_stride, residual_stride,
-                                  tile, M, SUM, ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
+                                  rows_of(tile, ROWS), 0, M, SUM, ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
             w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
             b = load_row_vector(ln_bias, cols, N, ACC)
             _forward_norm(z_rows, w, b, y, stats, tile, M, KIND, EPS, WEIGHT, HAT, ACC, N, BLOCK_N, ROWS)
@@ -166,10 +165,8 @@ def norm_forward_kernel(
                 cols = start + tl.arange(0, BLOCK_N)
                 mask = in_rows[:, None] & (cols < N)[None, :]
                 bias_row = load_row_vector(bias, cols, N, ACC)
-                scale = keep_scale(seed, offset, threshold, rows, start, N, ROWS, BLOCK_N, VECTOR, ACC)
-                h = _load_sum(x, bias_row, residual, scale, x_stride, residual_stride, rows, cols, mask, ACC)
-                _store_sum(z, h, rows, cols, mask, N)
-                h = _round(h, SUM, ACC)
+                h = _forward_sum(x, bias_row, residual, z, seed, offset, threshold, x_stride, residual_stride, rows,
+                                 start, M, SUM, ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
                 if KIND == "layer":
                     count = tl.minimum(N - start, BLOCK_N).to(ACC)
                     tile_mean = tl.sum(h, axis=1) / count
@@ -186,9 +183,8 @@ def norm_forward_kernel(
                 cols = start + tl.arange(0, BLOCK_N)
                 mask = in_rows[:, None] & (cols < N)[None, :]
                 bias_row = load_row_vector(bias, cols, N, ACC)
-                scale = keep_scale(seed, offset, threshold, rows, start, N, ROWS, BLOCK_N, VECTOR, ACC)
-                h = _load_sum(x, bias_row, residual, scale, x_stride, residual_stride, rows, cols, mask, ACC)
-                h = _round(h, SUM, ACC)
+                h = _forward_sum(x, bias_row, residual, None, seed, offset, threshold, x_stride, residual_stride, rows,
+                                 start, M, SUM, ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
                 w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
                 b = load_row_vector(ln_bias, cols, N, ACC)
                 out = _affine(h, mean if KIND == "layer" else None, rstd, w, b, WEIGHT, HAT, ACC)
