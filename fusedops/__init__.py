@@ -1,16 +1,23 @@
 """Fused operators for PyTorch in Triton: the functional face. The modules are in `fusedops.nn`."""
 
 from . import nn
+from .activations.ops import bias_act, bias_gelu, geglu, gelu, glu, swiglu
 from .norms.ops import bias_dropout_add, bias_dropout_add_ln, bias_dropout_add_rms_norm, layer_norm, rms_norm
 
 __version__ = "0.1.0"
 
 __all__ = [
     "__version__",
+    "bias_act",
     "bias_dropout_add",
     "bias_dropout_add_ln",
     "bias_dropout_add_rms_norm",
+    "bias_gelu",
+    "geglu",
+    "gelu",
+    "glu",
     "layer_norm",
     "nn",
     "rms_norm",
+    "swiglu",
 ]

@@ -1,5 +1,6 @@
 """The module face: subclasses of torch.nn modules, and torch.nn's own way of writing models."""
 
+from .activations.modules import FusedBiasAct, FusedBiasGELU, FusedGEGLU, FusedGELU, FusedGLU, FusedSwiGLU
 from .norms.modules import (
     FusedBiasDropoutAdd,
     FusedBiasDropoutAddLayerNorm,
@@ -9,9 +10,15 @@ from .norms.modules import (
 )
 
 __all__ = [
+    "FusedBiasAct",
     "FusedBiasDropoutAdd",
     "FusedBiasDropoutAddLayerNorm",
     "FusedBiasDropoutAddRMSNorm",
+    "FusedBiasGELU",
+    "FusedGEGLU",
+    "FusedGELU",
+    "FusedGLU",
     "FusedLayerNorm",
     "FusedRMSNorm",
+    "FusedSwiGLU",
 ]

@@ -69,6 +69,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_native_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small norms run the kernels too, where PyTorch's own would take them."""
-    monkeypatch.setattr("fusedops.norms.ops.native_elements", 0)
+def no_native_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small calls run the kernels too, where PyTorch's own operators would take them."""
+    for family in ("norms", "activations"):
+        monkeypatch.setattr(f"fusedops.{family}.ops.native_elements", 0)

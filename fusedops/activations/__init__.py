@@ -1,0 +1,1 @@
+"""Activations: with a bias and dropout, and gated."""

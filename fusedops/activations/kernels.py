@@ -1,0 +1,200 @@
+"""The activation family's kernels: an activation behind a bias and before dropout, and a gated unit.
+
+``VALUE`` and ``DERIVATIVE`` are an activation's device functions from `core.device`: one kernel serves all of them.
+Absence is the flag: a pointer that is None takes its instructions with it. ``ACC`` is the dtype computed in. ``N`` is
+a constant; M, the strides and the dropout threshold are not. Rows are int64 wherever they are multiplied by a stride.
+"""
+
+import triton
+import triton.language as tl
+
+from ..core.device import await_predecessor, keep_scale, load_row_vector, load_seed, rows_of
+
+
+@triton.jit(do_not_specialize=["seed", "offset", "threshold", "M"])
+def bias_act_forward_kernel(
+    x,
+    bias,
+    y,
+    seed,
+    offset,
+    threshold,
+    x_stride,
+    M,
+    VALUE: tl.constexpr,
+    ACC: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """``y = activation(x + bias) * keep_scale``, one tile a program."""
+    await_predecessor(OVERLAP)
+    rows = rows_of(tl.program_id(0), ROWS)
+    first_col = tl.program_id(1) * BLOCK_N
+    cols = first_col + tl.arange(0, BLOCK_N)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    if seed is not None:
+        seed, offset = load_seed(seed, offset)
+    h = tl.load(x + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
+    if bias is not None:
+        h += load_row_vector(bias, cols, N, ACC)
+    out = VALUE(h)
+    scale = keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)
+    if scale is not None:
+        out *= scale
+    tl.store(y + rows[:, None] * N + cols[None, :], out.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _bias_act_gradient(dy, x, bias_row, dx, seed, offset, threshold, dy_stride, x_stride, tile, first_col, M,
+                       DERIVATIVE: tl.constexpr, ACC: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
+                       ROWS: tl.constexpr, VECTOR: tl.constexpr):  # fmt: skip
+    """The gradient of ``x + bias`` over one tile, zero outside, and written out where x has one."""
+    rows = rows_of(tile, ROWS)
+    cols = first_col + tl.arange(0, BLOCK_N)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    dh = tl.load(dy + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
+    h = tl.load(x + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
+    if bias_row is not None:
+        h += bias_row
+    scale = keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)
+    if scale is not None:
+        dh *= scale
+    dh *= DERIVATIVE(h)
+    if dx is not None:
+        tl.store(dx + rows[:, None] * N + cols[None, :], dh.to(dx.dtype.element_ty), mask=mask)
+    return dh, mask
+
+
+@triton.jit(do_not_specialize=["seed", "offset", "threshold", "M"])
+def bias_act_backward_kernel(
+    dy,
+    x,
+    bias,
+    dx,
+    dbias,
+    partials,
+    seed,
+    offset,
+    threshold,
+    dy_stride,
+    x_stride,
+    M,
+    DERIVATIVE: tl.constexpr,
+    ACC: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Gradients of x and bias. Column tiles lie along axis 1 of the grid.
+
+    Without a bias gradient a program takes one tile. With one, the programs of axis 0 share the rows: each sums its
+    columns in registers and stores them once, and takes the next rows' loads ahead. They go from the last row to the
+    first, since of dy the L2 cache still holds what was written last.
+    """
+    first_col = tl.program_id(1) * BLOCK_N
+    cols = first_col + tl.arange(0, BLOCK_N)
+    if dbias is None:
+        await_predecessor(OVERLAP)
+        if seed is not None:
+            seed, offset = load_seed(seed, offset)
+        bias_row = load_row_vector(bias, cols, N, ACC)
+        _bias_act_gradient(dy, x, bias_row, dx, seed, offset, threshold, dy_stride, x_stride, tl.program_id(0),
+                           first_col, M, DERIVATIVE, ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
+    else:
+        if seed is not None:
+            seed, offset = load_seed(seed, offset)
+        bias_row = load_row_vector(bias, cols, N, ACC)
+        total = tl.zeros((BLOCK_N,), ACC)
+        tiles = tl.cdiv(M, ROWS).to(tl.int32)
+        for step in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+            dh, mask = _bias_act_gradient(dy, x, bias_row, dx, seed, offset, threshold, dy_stride, x_stride,
+                                          tiles - 1 - step, first_col, M, DERIVATIVE, ACC, N, BLOCK_N, ROWS,
+                                          VECTOR)  # fmt: skip
+            total += tl.sum(dh, axis=0)
+        if tl.num_programs(0) == 1:
+            tl.store(dbias + cols, total.to(dbias.dtype.element_ty), mask=cols < N)
+        else:
+            tl.store(partials + tl.program_id(0).to(tl.int64) * N + cols, total, mask=cols < N)
+
+
+@triton.jit(do_not_specialize=["M"])
+def glu_forward_kernel(
+    gate,
+    up,
+    y,
+    gate_stride,
+    up_stride,
+    M,
+    VALUE: tl.constexpr,
+    ACC: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """``y = activation(gate) * up``, one tile a program; up None stands behind gate in the same rows."""
+    await_predecessor(OVERLAP)
+    rows = rows_of(tl.program_id(0), ROWS)[:, None]
+    cols = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    mask = (rows < M) & (cols < N)
+    g = tl.load(gate + rows * gate_stride + cols, mask=mask, other=0.0).to(ACC)
+    if up is None:
+        u = tl.load(gate + N + rows * gate_stride + cols, mask=mask, other=0.0).to(ACC)
+    else:
+        u = tl.load(up + rows * up_stride + cols, mask=mask, other=0.0).to(ACC)
+    tl.store(y + rows * N + cols, (VALUE(g) * u).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def glu_backward_kernel(
+    dy,
+    gate,
+    up,
+    dgate,
+    dup,
+    dy_stride,
+    gate_stride,
+    up_stride,
+    M,
+    VALUE: tl.constexpr,
+    DERIVATIVE: tl.constexpr,
+    PACKED: tl.constexpr,
+    ACC: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Gradients of gate and up, one tile a program.
+
+    ``PACKED`` says where they go: "" for two tensors, "gate" for one tensor of rows twice as wide, ``dgate``, with
+    the gate's half first, "up" for the same with the gate's half second.
+    """
+    await_predecessor(OVERLAP)
+    rows = rows_of(tl.program_id(0), ROWS)[:, None]
+    cols = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    mask = (rows < M) & (cols < N)
+    d = tl.load(dy + rows * dy_stride + cols, mask=mask, other=0.0).to(ACC)
+    g = tl.load(gate + rows * gate_stride + cols, mask=mask, other=0.0).to(ACC)
+    if dgate is not None:
+        if up is None:
+            u = tl.load(gate + N + rows * gate_stride + cols, mask=mask, other=0.0).to(ACC)
+        else:
+            u = tl.load(up + rows * up_stride + cols, mask=mask, other=0.0).to(ACC)
+    if PACKED == "":
+        out = rows * N + cols
+        if dgate is not None:
+            tl.store(dgate + out, (d * u * DERIVATIVE(g)).to(dgate.dtype.element_ty), mask=mask)
+        if dup is not None:
+            tl.store(dup + out, (d * VALUE(g)).to(dup.dtype.element_ty), mask=mask)
+    else:
+        out = rows * (2 * N) + cols
+        kind: tl.constexpr = dgate.dtype.element_ty
+        tl.store(dgate + out + (0 if PACKED == "gate" else N), (d * u * DERIVATIVE(g)).to(kind), mask=mask)
+        tl.store(dgate + out + (N if PACKED == "gate" else 0), (d * VALUE(g)).to(kind), mask=mask)

@@ -1,0 +1,159 @@
+"""The activation family's modules: one functional call each, and the bias where there is one."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ..core.activations import ACTIVATIONS
+from ..core.checks import check_choice, check_p
+from . import ops
+
+__all__ = ["FusedBiasAct", "FusedBiasGELU", "FusedGEGLU", "FusedGELU", "FusedGLU", "FusedSwiGLU"]
+
+
+class FusedGELU(nn.GELU):
+    """Drop-in for `torch.nn.GELU`: same constructor, no parameters.
+
+    Args:
+        approximate: "none" or "tanh".
+    Shape:
+        input and output: ``(*, N)``, in the input's dtype (fp16, bf16, fp32 or fp64).
+    Raises:
+        ValueError: ``approximate`` is unknown (at the call, as torch.nn has it).
+        TypeError: the input is no floating-point tensor.
+    Numerics: computed in fp32, in fp64 for fp64 inputs.
+    Source: Hendrycks and Gimpel 2016, arXiv:1606.08415.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Activate ``input``; see the class."""
+        return ops.gelu(input, self.approximate)
+
+
+class FusedBiasGELU(nn.GELU):
+    """``gelu(x + bias)`` in one pass, for the bias of the linear layer before.
+
+    Args:
+        approximate: "none" or "tanh".
+    Shape:
+        x: ``(*, N)``; bias: ``(N,)`` or None. Returns ``(*, N)`` in the promotion of the inputs' dtypes.
+    Raises:
+        ValueError: ``approximate`` is unknown; the bias does not fit.
+        TypeError: an input is no floating-point tensor.
+        RuntimeError: the inputs are on different devices.
+    Numerics: computed in fp32, in fp64 for fp64 inputs.
+    Source: Hendrycks and Gimpel 2016, arXiv:1606.08415.
+    """
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Add ``bias`` and activate; see the class."""
+        return ops.bias_gelu(x, bias, self.approximate)
+
+
+class FusedBiasAct(nn.Dropout):
+    """``dropout(activation(x + bias))`` in one pass: what stands between the two linear layers of an MLP.
+
+    Args:
+        activation: a name as in `fusedops.bias_act`.
+        p: drop probability in [0, 1]; nothing is dropped in evaluation mode.
+    Shape:
+        x: ``(*, N)``; bias: ``(N,)`` or None. Returns ``(*, N)`` in the promotion of the inputs' dtypes.
+    Raises:
+        ValueError: ``activation`` is unknown, ``p`` out of range, or the bias does not fit.
+        TypeError: an input is no floating-point tensor.
+        RuntimeError: the inputs are on different devices.
+    Numerics: computed in fp32, in fp64 for fp64 inputs; the backward regenerates the mask from the seed.
+    """
+
+    def __init__(self, activation: str = "gelu", p: float = 0.0) -> None:
+        check_choice("FusedBiasAct", "activation", activation, ACTIVATIONS)
+        check_p("FusedBiasAct", p)
+        super().__init__(p)
+        self.activation = activation
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Add ``bias``, activate and drop; see the class."""
+        return ops.bias_act(x, bias, self.activation, p=self.p, training=self.training)
+
+    def extra_repr(self) -> str:
+        """The activation, and torch.nn.Dropout's line."""
+        return f"{self.activation!r}, {super().extra_repr()}"
+
+
+class FusedGLU(nn.Module):
+    """``activation(gate) * up`` in one pass.
+
+    Args:
+        activation: a name as in `fusedops.bias_act`.
+    Shape:
+        gate and up: ``(*, N)``; or gate ``(*, 2 N)`` alone, with the gate first and up second. Returns ``(*, N)`` in
+        the promotion of the inputs' dtypes.
+    Raises:
+        ValueError: ``activation`` is unknown; the shapes differ.
+        TypeError: an input is no floating-point tensor.
+        RuntimeError: the inputs are on different devices.
+    Numerics: computed in fp32, in fp64 for fp64 inputs.
+    Source: Shazeer 2020, arXiv:2002.05202.
+    """
+
+    def __init__(self, activation: str = "silu") -> None:
+        super().__init__()
+        check_choice(type(self).__name__, "activation", activation, ACTIVATIONS)
+        self.activation = activation
+
+    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        """Activate ``gate`` and multiply by ``up``; see the class."""
+        return ops.glu(gate, up, self.activation)
+
+    def extra_repr(self) -> str:
+        """The activation."""
+        return f"{self.activation!r}"
+
+
+class FusedSwiGLU(nn.Module):
+    """``silu(gate) * up`` in one pass.
+
+    Shape:
+        gate and up: ``(*, N)``; or gate ``(*, 2 N)`` alone, with the gate first and up second. Returns ``(*, N)`` in
+        the promotion of the inputs' dtypes.
+    Raises:
+        ValueError: the shapes differ.
+        TypeError: an input is no floating-point tensor.
+        RuntimeError: the inputs are on different devices.
+    Numerics: computed in fp32, in fp64 for fp64 inputs.
+    Source: Shazeer 2020, arXiv:2002.05202.
+    """
+
+    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        """Activate ``gate`` and multiply by ``up``; see the class."""
+        return ops.swiglu(gate, up)
+
+
+class FusedGEGLU(nn.Module):
+    """``gelu(gate) * up`` in one pass.
+
+    Args:
+        approximate: "none" or "tanh".
+    Shape:
+        gate and up: ``(*, N)``; or gate ``(*, 2 N)`` alone, with the gate first and up second. Returns ``(*, N)`` in
+        the promotion of the inputs' dtypes.
+    Raises:
+        ValueError: ``approximate`` is unknown; the shapes differ.
+        TypeError: an input is no floating-point tensor.
+        RuntimeError: the inputs are on different devices.
+    Numerics: computed in fp32, in fp64 for fp64 inputs.
+    Source: Shazeer 2020, arXiv:2002.05202.
+    """
+
+    def __init__(self, approximate: str = "none") -> None:
+        super().__init__()
+        check_choice("FusedGEGLU", "approximate", approximate, ("none", "tanh"))
+        self.approximate = approximate
+
+    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        """Activate ``gate`` and multiply by ``up``; see the class."""
+        return ops.geglu(gate, up, self.approximate)
+
+    def extra_repr(self) -> str:
+        """torch.nn.GELU's line."""
+        return f"approximate={self.approximate!r}"

@@ -1,0 +1,93 @@
+"""The family's private `torch.library` operators: what torch.compile, FakeTensor and make_fx see of a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.rng import Seed
+from . import launching
+from .launching import Kind, Packed, site_of
+from .reference import promoted
+
+__all__ = ["operator_call"]
+
+_LIBRARY = torch.library.Library("fusedops", "FRAGMENT")
+
+_CALL = "Tensor? seed, int threshold, str kind, str activation, int cols"
+_LIBRARY.define(f"activation_forward(Tensor x, Tensor? other, {_CALL}) -> Tensor")
+_LIBRARY.define(
+    f"activation_backward(Tensor dy, Tensor x, Tensor? other, bool[] needs, str packed, {_CALL}) -> (Tensor, Tensor)"
+)
+
+
+def operator_call(x: Tensor, other: Tensor | None, seed: Seed | None, threshold: int, kind: Kind, activation: str,
+                  cols: int) -> Tensor:  # fmt: skip
+    """The forward as one registered operator."""
+    if isinstance(seed, tuple):
+        seed = torch.tensor(seed, dtype=torch.int64, device=x.device)
+    return torch.ops.fusedops.activation_forward(x, other, seed, threshold, kind, activation, cols)  # type: ignore[no-any-return]
+
+
+def _forward(x: Tensor, other: Tensor | None, seed: Tensor | None, threshold: int, kind: Any, activation: str,
+             cols: int) -> Tensor:  # fmt: skip
+    site = site_of(kind, activation, cols, x.get_device(), x.dtype, None if other is None else other.dtype)
+    return launching.forward(site, x, other, seed, threshold)
+
+
+def _fake_forward(x: Tensor, other: Tensor | None, seed: Tensor | None, threshold: int, kind: str, activation: str,
+                  cols: int) -> Tensor:  # fmt: skip
+    return x.new_empty((*x.shape[:-1], cols), dtype=promoted(x, other))
+
+
+def _backward(dy: Tensor, x: Tensor, other: Tensor | None, needs: list[bool], packed: Packed, seed: Tensor | None,
+              threshold: int, kind: Any, activation: str, cols: int) -> tuple[Tensor, Tensor]:  # fmt: skip
+    site = site_of(kind, activation, cols, x.get_device(), x.dtype, None if other is None else other.dtype)
+    dx, dother = launching.backward(site, dy, x, other, seed, threshold, (needs[0], needs[1]), packed)
+    return dy.new_empty(0) if dx is None else dx, dy.new_empty(0) if dother is None else dother
+
+
+def _fake_backward(dy: Tensor, x: Tensor, other: Tensor | None, needs: list[bool], packed: str, seed: Tensor | None,
+                   threshold: int, kind: str, activation: str, cols: int) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dx, dother = dy.new_empty(0), dy.new_empty(0)
+    if needs[0] or packed:
+        dx = x.new_empty(x.shape)
+    if needs[1] and other is not None and not packed:
+        dother = other.new_empty(other.shape)
+    return dx, dother
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    x, other, seed, *call = inputs
+    ctx.save_for_backward(x, other, seed)
+    ctx.set_materialize_grads(False)
+    ctx.call = call
+
+
+def _autograd_backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
+    rest = (None,) * 5
+    if dy is None:
+        return None, None, *rest
+    x, other, seed = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:2])
+    packed = "gate" if ctx.call[1] == "packed" else ""
+    dx, dother = torch.ops.fusedops.activation_backward(dy, x, other, needs, packed, seed, *ctx.call)
+    return dx if needs[0] else None, dother if needs[1] else None, *rest
+
+
+def _no_double_backward(ctx: Any, *_: Any) -> Any:
+    raise RuntimeError(
+        "fusedops: no double backward under torch.compile, dispatch modes or tensor subclasses; call outside of them"
+    )
+
+
+_LIBRARY.impl("activation_forward", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("activation_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("fusedops::activation_forward", _fake_forward, lib=_LIBRARY)
+torch.library.register_fake("fusedops::activation_backward", _fake_backward, lib=_LIBRARY)
+torch.library.register_autograd(
+    "fusedops::activation_forward", _autograd_backward, setup_context=_setup_context, lib=_LIBRARY
+)
+torch.library.register_autograd("fusedops::activation_backward", _no_double_backward, lib=_LIBRARY)

@@ -1,0 +1,387 @@
+"""The activation family's samples, bad samples, bytes moved and benchmark shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..core.activations import ACTIVATIONS
+from ..core.spec import BadSample, Maker, Sample, Shape, Spec
+from . import launching, ops, reference
+
+__all__ = ["SPECS", "compiled_plans"]
+
+_HALF = (torch.float16, torch.bfloat16)
+_SHAPES = [(6, 64), (5, 1), (1, 3), (7, 17), (4, 127), (3, 1000), (2, 3, 96), (129, 40), (1, 1024), (64,)]
+_WIDE_SHAPES = [(3, 8192), (2, 12288), (2, 20000), (1, 65536), (1, 70001)]
+
+Samples = Callable[[torch.device, torch.dtype], Iterator[Sample]]
+BadSamples = Callable[[torch.device], Iterator[BadSample]]
+
+
+def _name(shape: tuple[int, ...]) -> str:
+    return "shape " + "x".join(map(str, shape))
+
+
+# --- gelu, bias_gelu, bias_act ------------------------------------------------------------------------------------
+
+
+def _bias_samples(tensors: tuple[str, ...], options: tuple[str, ...] = ()) -> Samples:
+    """``options`` are the keywords beyond the tensors: "approximate", "activation", "p"."""
+    first, biased = tensors[0], len(tensors) > 1
+
+    def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        def sample(name: str, shape: tuple[int, ...], absent: bool = False, other: torch.dtype | None = None,
+                   scale: float = 1.5, **given: Any) -> Sample:  # fmt: skip
+            make = Maker(name, device, dtype)
+            made: dict[str, Tensor | None] = {first: make(*shape, shift=0.2, scale=scale)}
+            if biased:
+                made["bias"] = None if absent else make(shape[-1], dtype=other)
+            return Sample(name, made, {key: value for key, value in given.items() if key in options})
+
+        for shape in _SHAPES:
+            yield sample(_name(shape), shape, p=0.2)
+        for shape in _WIDE_SHAPES:
+            yield sample(_name(shape), shape, p=0.1)
+        yield sample("from tail to tail", (5, 80), scale=8.0)
+        if biased:
+            yield sample("without bias", (9, 48), absent=True)
+            yield sample("without bias, wide", (2, 20000), absent=True, p=0.3)
+            if dtype in _HALF:
+                yield sample("fp32 bias", (6, 80), other=torch.float32, p=0.1)
+                yield sample("fp32 bias, wide", (2, 16500), other=torch.float32)
+        if "approximate" in options:
+            for approximate in ("none", "tanh"):
+                yield sample(f"approximate {approximate}", (6, 72), approximate=approximate)
+        if "activation" in options:
+            for activation in ACTIVATIONS:
+                yield sample(f"activation {activation}", (6, 72), activation=activation)
+                yield sample(f"activation {activation}, p=0.4", (6, 72), activation=activation, p=0.4)
+        if "p" in options:
+            for p in (0.0, 0.9, 1.0):
+                yield sample(f"p={p}", (9, 56), p=p)
+            yield Sample("not training", sample("p=0.0", (5, 24)).tensors, {"p": 0.5, "training": False})
+
+    return samples
+
+
+def _bias_act_reference(x: Tensor, bias: Tensor | None, activation: str = "gelu", *, p: float = 0.0,
+                        training: bool = True, keep: Tensor | None = None,
+                        keep_probability: float = 1.0) -> tuple[Tensor]:  # fmt: skip
+    scale = None if keep is None else reference.keep_scale(keep, keep_probability, torch.float64)
+    return (reference.bias_act(x, bias, ACTIVATIONS[activation].formula, scale),)
+
+
+def _bias_gelu_reference(x: Tensor, bias: Tensor | None, approximate: str = "none", *, keep: Tensor | None = None,
+                         keep_probability: float = 1.0) -> tuple[Tensor]:  # fmt: skip
+    return _bias_act_reference(x, bias, "gelu_tanh" if approximate == "tanh" else "gelu")
+
+
+def _gelu_reference(input: Tensor, approximate: str = "none", **_: Any) -> tuple[Tensor]:
+    return _bias_gelu_reference(input, None, approximate)
+
+
+def _bias_act_eager(x: Tensor, bias: Tensor | None, activation: str = "gelu", *, p: float = 0.0,
+                    training: bool = True) -> tuple[Tensor]:  # fmt: skip
+    return (F.dropout(ACTIVATIONS[activation].formula(x if bias is None else x + bias), p, training),)
+
+
+def _bias_gelu_eager(x: Tensor, bias: Tensor | None, approximate: str = "none") -> tuple[Tensor]:
+    return (F.gelu(x if bias is None else x + bias, approximate=approximate),)
+
+
+def _gelu_eager(input: Tensor, approximate: str = "none") -> tuple[Tensor]:
+    return (F.gelu(input, approximate=approximate),)
+
+
+def _bias_bad_samples(tensors: tuple[str, ...], options: tuple[str, ...] = ()) -> BadSamples:
+    first, biased = tensors[0], len(tensors) > 1
+
+    def bad_samples(device: torch.device) -> Iterator[BadSample]:
+        def bad(name: str, error: type[Exception], match: str, *, options: dict[str, Any] | None = None,
+                **given: Any) -> BadSample:  # fmt: skip
+            good: dict[str, Any] = {first: torch.randn(4, 8, device=device)}
+            if biased:
+                good["bias"] = torch.randn(8, device=device)
+            return BadSample(name, {**good, **given}, options or {}, error, match)
+
+        yield bad("no tensor", TypeError, f"{first} must be a torch.Tensor, got list", **{first: [1.0]})
+        yield bad("integers", TypeError, rf"{first} has dtype torch\.int64",
+                  **{first: torch.ones(4, 8, dtype=torch.int64, device=device)})  # fmt: skip
+        yield bad("scalar", ValueError, f"{first} must have at least one dimension",
+                  **{first: torch.randn((), device=device)})  # fmt: skip
+        if biased:
+            yield bad("bias of another width", ValueError, r"bias has shape \(5,\), expected \(8,\)",
+                      bias=torch.randn(5, device=device))  # fmt: skip
+            yield bad("bias of two dimensions", ValueError, r"bias has shape \(1, 8\), expected \(8,\)",
+                      bias=torch.randn(1, 8, device=device))  # fmt: skip
+            yield bad("integer bias", TypeError, r"bias has dtype torch\.int32",
+                      bias=torch.ones(8, dtype=torch.int32, device=device))  # fmt: skip
+            yield bad("bias is no tensor", TypeError, "bias must be a torch.Tensor, got float", bias=1.0)
+            yield bad("bias on another device", RuntimeError, "bias is on meta, expected",
+                      bias=torch.randn(8, device="meta"))  # fmt: skip
+        if "approximate" in options:
+            yield bad("unknown approximate", ValueError, "approximate must be one of 'none', 'tanh', got 'fast'",
+                      options={"approximate": "fast"})  # fmt: skip
+            yield bad("approximate is no name", ValueError, "approximate must be one of 'none', 'tanh', got True",
+                      options={"approximate": True})  # fmt: skip
+        if "activation" in options:
+            yield bad("unknown activation", ValueError, "activation must be one of 'gelu', .*, got 'mish'",
+                      options={"activation": "mish"})  # fmt: skip
+        if "p" in options:
+            yield bad("p above one", ValueError, r"p must be in \[0, 1\], got 1.5", options={"p": 1.5})
+            yield bad("p is nan", ValueError, r"p must be in \[0, 1\], got nan", options={"p": float("nan")})
+            yield bad("p above one in evaluation", ValueError, r"p must be in \[0, 1\], got 1.5",
+                      options={"p": 1.5, "training": False})  # fmt: skip
+            yield bad("p is no number", TypeError, "p must be a number, got str", options={"p": "0.1"})
+
+    return bad_samples
+
+
+def _bias_benchmark(*names: str, **options: Any) -> Callable[[Shape, torch.dtype, torch.device], Sample]:
+    def benchmark(shape: Shape, dtype: torch.dtype, device: torch.device) -> Sample:
+        rows, cols = map(int, shape)
+        make = partial(torch.randn, dtype=dtype, device=device)
+        tensors = {name: make(cols) if name == "bias" else make(rows, cols) for name in names}
+        return Sample(f"{rows}x{cols}", dict(tensors), options)
+
+    return benchmark
+
+
+# --- gated units --------------------------------------------------------------------------------------------------
+
+
+def _glu_samples(option: str = "", values: tuple[str, ...] = ()) -> Samples:
+    """``option`` is the keyword beyond the tensors, with its ``values``."""
+
+    def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        def sample(name: str, shape: tuple[int, ...], packed: bool = False, other: torch.dtype | None = None,
+                   scale: float = 1.5, **options: Any) -> Sample:  # fmt: skip
+            make = Maker(name, device, dtype)
+            made: dict[str, Tensor | None] = {"gate": make(*shape, shift=0.2, scale=scale), "up": None}
+            if not packed:
+                made["up"] = make(*shape, dtype=other, shift=-0.1)
+            return Sample(name, made, options)
+
+        for shape in (*_SHAPES, *_WIDE_SHAPES):
+            yield sample(_name(shape), shape)
+        for shape in ((6, 64), (5, 2), (7, 34), (2, 3, 96), (10,), (2, 20000)):
+            yield sample("packed " + "x".join(map(str, shape)), shape, packed=True)
+        yield sample("from tail to tail", (5, 80), scale=8.0)
+        for value in values:
+            yield sample(f"{option} {value}", (6, 72), **{option: value})
+            yield sample(f"{option} {value}, packed", (6, 72), packed=True, **{option: value})
+        if dtype in _HALF:
+            yield sample("fp32 up", (6, 80), other=torch.float32)
+            yield sample("fp32 up, wide", (2, 16500), other=torch.float32)
+
+    return samples
+
+
+def _glu_reference(gate: Tensor, up: Tensor | None, activation: str = "silu", **_: Any) -> tuple[Tensor]:
+    return (reference.glu(gate, up, ACTIVATIONS[activation].formula),)
+
+
+def _geglu_reference(gate: Tensor, up: Tensor | None, approximate: str = "none", **_: Any) -> tuple[Tensor]:
+    return _glu_reference(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu")
+
+
+def _glu_eager(gate: Tensor, up: Tensor | None, activation: str = "silu") -> tuple[Tensor]:
+    gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+    return (ACTIVATIONS[activation].formula(gate) * up,)
+
+
+def _geglu_eager(gate: Tensor, up: Tensor | None, approximate: str = "none") -> tuple[Tensor]:
+    gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+    return (F.gelu(gate, approximate=approximate) * up,)
+
+
+def _swiglu_eager(gate: Tensor, up: Tensor | None) -> tuple[Tensor]:
+    gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+    return (F.silu(gate) * up,)
+
+
+def _glu_bad_samples(*options: str) -> BadSamples:
+    def bad_samples(device: torch.device) -> Iterator[BadSample]:
+        def bad(name: str, error: type[Exception], match: str, *, options: dict[str, Any] | None = None,
+                **given: Any) -> BadSample:  # fmt: skip
+            good = {name: torch.randn(4, 8, device=device) for name in ("gate", "up")}
+            return BadSample(name, {**good, **given}, options or {}, error, match)
+
+        yield bad("gate is no tensor", TypeError, "gate must be a torch.Tensor, got list", gate=[1.0])
+        yield bad("integer gate", TypeError, r"gate has dtype torch\.int64",
+                  gate=torch.ones(4, 8, dtype=torch.int64, device=device))  # fmt: skip
+        yield bad("scalar gate", ValueError, "gate must have at least one dimension",
+                  gate=torch.randn((), device=device))  # fmt: skip
+        yield bad("up of another width", ValueError, r"up has shape \(4, 7\), expected \(4, 8\)",
+                  up=torch.randn(4, 7, device=device))  # fmt: skip
+        yield bad("up of other rows", ValueError, r"up has shape \(1, 8\), expected \(4, 8\)",
+                  up=torch.randn(1, 8, device=device))  # fmt: skip
+        yield bad("integer up", TypeError, r"up has dtype torch\.int32",
+                  up=torch.ones(4, 8, dtype=torch.int32, device=device))  # fmt: skip
+        yield bad("up on another device", RuntimeError, "up is on meta, expected", up=torch.randn(4, 8, device="meta"))
+        yield bad("odd packed width", ValueError, r"gate has shape \(4, 7\), expected an even last dimension",
+                  gate=torch.randn(4, 7, device=device), up=None)  # fmt: skip
+        if "approximate" in options:
+            yield bad("unknown approximate", ValueError, "approximate must be one of 'none', 'tanh', got 'fast'",
+                      options={"approximate": "fast"})  # fmt: skip
+        if "activation" in options:
+            yield bad("unknown activation", ValueError, "activation must be one of 'gelu', .*, got 'mish'",
+                      options={"activation": "mish"})  # fmt: skip
+
+    return bad_samples
+
+
+# --- Liger-Kernel's twins, for the benchmark ----------------------------------------------------------------------
+
+
+def _liger_swiglu() -> Callable[..., Any]:
+    from liger_kernel.transformers.functional import liger_swiglu
+
+    return lambda gate, up: (liger_swiglu(gate, up),)
+
+
+def _liger_geglu() -> Callable[..., Any]:
+    from liger_kernel.transformers.functional import liger_geglu
+
+    # It knows the tanh form alone.
+    return lambda gate, up, approximate: (liger_geglu(gate, up),)
+
+
+# --- what is compiled ahead, without a GPU, by the tests ------------------------------------------------------------
+
+
+def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> dict[str, Callable[[], object]]:
+    """By name, functions that build all variants of a member; ``other`` is the dtype of the second tensor."""
+
+    def build(kind: launching.Kind, activation: str, second: torch.dtype | None, seed: int) -> None:
+        site = launching.site_of(kind, activation, cols, -1, dtype, second)
+        needs = (True, second is not None)
+        packed: tuple[launching.Packed, ...] = {"bias": ("",), "glu": ("", "up"), "packed": ("gate",)}[kind]  # type: ignore[assignment]
+        launching._plan_forward(site, seed, True)
+        for where in packed:
+            launching._plan_backward(site, needs, where, site.y, seed, True)
+
+    other = other or dtype
+    plans: dict[str, Callable[[], object]] = {}
+    for activation in ("gelu", "gelu_tanh", "silu"):
+        plans[f"{activation}"] = partial(build, "bias", activation, None, 0)
+        plans[f"bias_{activation}"] = partial(build, "bias", activation, other, 0)
+        plans[f"glu_{activation}"] = partial(build, "glu", activation, other, 0)
+    plans["bias_gelu_dropout"] = partial(build, "bias", "gelu", other, 1)
+    plans["glu_silu_packed"] = partial(build, "packed", "silu", None, 0)
+    return plans
+
+
+_BF16, _FP32 = torch.bfloat16, torch.float32
+_BIAS_BENCHMARKS = (((8, 256), _BF16), ((8192, 4096), _BF16), ((8192, 4096), _FP32), ((8192, 16384), _BF16))
+_GLU_BENCHMARKS = (((8, 256), _BF16), ((8192, 11008), _BF16))
+_BIAS_PASSES = {"fwd": 2, "fwd_bwd": 5}
+_GLU_PASSES = {"fwd": 3, "fwd_bwd": 8}
+
+
+def _bias_gelu_spec(name: str, approximate: str) -> Spec:
+    return Spec(
+        name=name,
+        functional="bias_gelu",
+        call=partial(ops.bias_gelu, approximate=approximate),
+        reference=partial(_bias_gelu_reference, approximate=approximate),
+        eager=partial(_bias_gelu_eager, approximate=approximate),
+        tensors=("x", "bias"),
+        has_dropout=False,
+        samples=_bias_samples(("x", "bias")),
+        bad_samples=_bias_bad_samples(("x", "bias"), ("approximate",)),
+        benchmark=_bias_benchmark("x", "bias"),
+        passes=_BIAS_PASSES,
+        launches=(1, 2),
+        kept=0,
+        shapes=_BIAS_BENCHMARKS,
+    )
+
+
+SPECS = (
+    Spec(
+        name="gelu",
+        call=ops.gelu,
+        reference=_gelu_reference,
+        eager=_gelu_eager,
+        tensors=("input",),
+        has_dropout=False,
+        samples=_bias_samples(("input",), ("approximate",)),
+        bad_samples=_bias_bad_samples(("input",), ("approximate",)),
+        benchmark=_bias_benchmark("input"),
+        passes=_BIAS_PASSES,
+        launches=(1, 1),
+        kept=0,
+        shapes=_BIAS_BENCHMARKS[:2],
+    ),
+    _bias_gelu_spec("bias_gelu_erf", "none"),
+    _bias_gelu_spec("bias_gelu_tanh", "tanh"),
+    Spec(
+        name="bias_act",
+        call=ops.bias_act,
+        reference=_bias_act_reference,
+        eager=_bias_act_eager,
+        tensors=("x", "bias"),
+        has_dropout=True,
+        samples=_bias_samples(("x", "bias"), ("activation", "p")),
+        bad_samples=_bias_bad_samples(("x", "bias"), ("activation", "p")),
+        benchmark=_bias_benchmark("x", "bias", activation="gelu", p=0.1),
+        passes=_BIAS_PASSES,
+        launches=(1, 2),
+        kept=0,
+        shapes=_BIAS_BENCHMARKS[:2],
+    ),
+    Spec(
+        name="geglu",
+        call=ops.geglu,
+        reference=_geglu_reference,
+        eager=_geglu_eager,
+        tensors=("gate", "up"),
+        has_dropout=False,
+        samples=_glu_samples("approximate", ("none", "tanh")),
+        bad_samples=_glu_bad_samples("approximate"),
+        benchmark=_bias_benchmark("gate", "up", approximate="tanh"),
+        passes=_GLU_PASSES,
+        launches=(1, 1),
+        kept=0,
+        shapes=_GLU_BENCHMARKS,
+        liger=_liger_geglu,
+    ),
+    Spec(
+        name="swiglu",
+        call=ops.swiglu,
+        reference=_glu_reference,
+        eager=_swiglu_eager,
+        tensors=("gate", "up"),
+        has_dropout=False,
+        samples=_glu_samples(),
+        bad_samples=_glu_bad_samples(),
+        benchmark=_bias_benchmark("gate", "up"),
+        passes=_GLU_PASSES,
+        launches=(1, 1),
+        kept=0,
+        shapes=_GLU_BENCHMARKS,
+        liger=_liger_swiglu,
+    ),
+    Spec(
+        name="glu",
+        call=ops.glu,
+        reference=_glu_reference,
+        eager=_glu_eager,
+        tensors=("gate", "up"),
+        has_dropout=False,
+        samples=_glu_samples("activation", tuple(ACTIVATIONS)),
+        bad_samples=_glu_bad_samples("activation"),
+        benchmark=_bias_benchmark("gate", "up", activation="silu"),
+        passes=_GLU_PASSES,
+        launches=(1, 1),
+        kept=0,
+        shapes=_GLU_BENCHMARKS[:1],
+    ),
+)
