@@ -43,6 +43,8 @@ class Problem:
             if tensor is not None:
                 tensor.requires_grad_()
         self.options = dict(sample.options)
+        if "activation" in self.options:
+            self.options["activation"] = "identity"  # another may be zero by itself, in value or in derivative
         if "return_sum" in inspect.signature(spec.call).parameters:
             self.options["return_sum"] = True
         self.absent = {"residual": None} if "residual" in spec.tensors else {}

@@ -143,11 +143,16 @@ def _loop(function: Callable[..., Any], values: list[Tensor], in_dims: list[int 
     return tuple(torch.stack(outputs) for outputs in zip(*(function(*one) for one in slices), strict=True))
 
 
+def _matrices(spec: Spec) -> tuple[int, ...]:
+    """All that is as large as the rows."""
+    tensors = spec.benchmark((2, 2), torch.float64, torch.device("meta")).tensors
+    return tuple(i for i, name in enumerate(spec.tensors) if tensors[name].dim() > 1)
+
+
 def _subsets(spec: Spec) -> list[tuple[int, ...]]:
     """Rows alone, all that is as large as they are, each argument alone, and everything."""
-    matrices = tuple(i for i, name in enumerate(spec.tensors) if name in (spec.tensors[0], "residual"))
     count = len(spec.tensors)
-    return list(dict.fromkeys([(0,), matrices, *((i,) for i in range(count)), tuple(range(count))]))
+    return list(dict.fromkeys([(0,), _matrices(spec), *((i,) for i in range(count)), tuple(range(count))]))
 
 
 @pytest.mark.parametrize(("spec", "mapped"), [(s, m) for s in ALL_SPECS for m in _subsets(s)],
@@ -164,7 +169,7 @@ def test_per_sample_gradients(spec: Spec, device: torch.device) -> None:
     """vmap over grad: the gradient of every parameter for every sample apart."""
     fused, reference, tensors = _pair(spec, _sample(spec, device, p=0.0))
     weights = random_like(fused(*tensors))
-    values, in_dims = _batched(tensors, _subsets(spec)[1], 0)
+    values, in_dims = _batched(tensors, _matrices(spec), 0)
     argnums = tuple(range(len(tensors)))
     ours = func.vmap(func.grad(_loss(fused, weights), argnums), in_dims=tuple(in_dims))(*values)
     _close(ours, _loop(func.grad(_loss(reference, weights), argnums), values, in_dims))
@@ -191,6 +196,10 @@ def test_nested_vmap(spec: Spec, device: torch.device) -> None:
 # --- randomness under vmap -----------------------------------------------------------------------------------------
 
 
+def _absent(spec: Spec) -> dict[str, None]:
+    return {"residual": None} if "residual" in spec.tensors else {}
+
+
 def _masks(spec: Spec, device: torch.device, randomness: str) -> Tensor:
     """The keep mask of every sample of a vmapped call; no residual, so that a dropped element is zero in the sum."""
     sample = _sample(spec, device, p=0.5, rows=6, cols=40)
@@ -198,7 +207,8 @@ def _masks(spec: Spec, device: torch.device, randomness: str) -> Tensor:
     first = spec.tensors[0]
     rows = tensors.pop(first)
     assert rows is not None
-    function = lambda value: as_tuple(spec.call(**{first: value, "residual": None, **tensors}, **sample.options))[-1]  # noqa: E731
+    tensors |= _absent(spec)
+    function = lambda value: as_tuple(spec.call(**{first: value, **tensors}, **sample.options))[-1]  # noqa: E731
     return func.vmap(function, randomness=randomness)(torch.stack([rows, rows, rows])) != 0.0
 
 
@@ -237,7 +247,7 @@ def test_vmapped_gradient_has_the_forwards_mask(spec: Spec, randomness: str, dev
     weights = [torch.randn(rows.shape, generator=generator, dtype=torch.float64).to(device) for _ in range(2)]
 
     def loss(value: Tensor) -> tuple[Tensor, Tensor]:
-        outputs = as_tuple(spec.call(**{first: value, "residual": None, **tensors}, **sample.options))
+        outputs = as_tuple(spec.call(**{first: value, **tensors, **_absent(spec)}, **sample.options))
         return sum((o * w).sum() for o, w in zip(outputs, weights, strict=False)), outputs[-1]
 
     many = torch.stack([rows, rows * 2, rows - 3])
@@ -259,11 +269,11 @@ def test_batched_pullback(spec: Spec, randomness: str, device: torch.device) -> 
     _close(together, tuple(torch.stack(grads) for grads in zip(*apart, strict=True)))
 
 
-@droppers
-@pytest.mark.parametrize("mapped", ["rows", "residual"])
+@pytest.mark.parametrize(("spec", "mapped"), [(s, m) for s in DROPOUT_SPECS for m in ("rows", *_absent(s))],
+                         ids=lambda v: v.name if isinstance(v, Spec) else v)  # fmt: skip
 @pytest.mark.parametrize("randomness", ["different", "same"])
 def test_vmap_of_jvp_drops_as_the_forward(spec: Spec, mapped: str, randomness: str, device: torch.device) -> None:
-    """The sum's derivative along x is the scaled mask: zero exactly where its value has lost x."""
+    """The derivative along x is that of the scaled mask: zero exactly where the value has lost x."""
     sample = _sample(spec, device, p=0.5, rows=6, cols=40)
     tensors = dict(sample.tensors)
     first = spec.tensors[0]
@@ -271,7 +281,7 @@ def test_vmap_of_jvp_drops_as_the_forward(spec: Spec, mapped: str, randomness: s
     one = torch.ones_like(residual)
 
     def push(rows: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        values = {**tensors, first: rows, "residual": residual}
+        values = {**tensors, first: rows, **dict.fromkeys(_absent(spec), residual)}
         run = lambda x: as_tuple(spec.call(**{**values, first: x}, **sample.options))[-1]  # noqa: E731
         return func.jvp(run, (rows,), (one,))
 

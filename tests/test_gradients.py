@@ -124,8 +124,8 @@ def test_one_tensor_as_two_arguments(case: Case) -> None:
     """What is passed twice gets the sum of both gradients, whether or not the kernel made them one tensor."""
     spec, sample = case.spec, case.sample()
     tensors = tensors_of(spec, sample)
-    if "residual" in tensors:
-        tensors["residual"] = tensors[spec.tensors[0]]
+    for name in {"residual", "up"} & tensors.keys():
+        tensors[name] = tensors[spec.tensors[0]]
     if "ln_bias" in tensors:
         tensors["ln_bias"] = tensors["weight"]
     apart = check_gradients(spec, dataclasses.replace(sample, tensors={**sample.tensors, **tensors}))

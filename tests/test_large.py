@@ -111,6 +111,8 @@ def _check_parameter_gradients(spec: Spec, sample: Sample, cotangent: Tensor, gr
     """
     rows, cols = rows_of(spec, sample).shape
     names = [name for name, t in tensors_of(spec, sample).items() if t.dim() == 1]
+    if not names:
+        return
     totals = {name: torch.zeros(cols, dtype=torch.float64, device=DEVICE) for name in names}
     chunk = max(2**25 // cols, 1)
     for first in range(0, rows, chunk):

@@ -65,7 +65,7 @@ def _bias_act_gradient(dy, x, bias_row, dx, seed, offset, threshold, dy_stride, 
     dh *= DERIVATIVE(h)
     if dx is not None:
         tl.store(dx + rows[:, None] * N + cols[None, :], dh.to(dx.dtype.element_ty), mask=mask)
-    return dh, mask
+    return dh
 
 
 @triton.jit(do_not_specialize=["seed", "offset", "threshold", "M"])
@@ -110,13 +110,13 @@ def bias_act_backward_kernel(
         if seed is not None:
             seed, offset = load_seed(seed, offset)
         bias_row = load_row_vector(bias, cols, N, ACC)
-        total = tl.zeros((BLOCK_N,), ACC)
+        parts = tl.zeros((ROWS, BLOCK_N), ACC)
         tiles = tl.cdiv(M, ROWS).to(tl.int32)
         for step in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-            dh, mask = _bias_act_gradient(dy, x, bias_row, dx, seed, offset, threshold, dy_stride, x_stride,
-                                          tiles - 1 - step, first_col, M, DERIVATIVE, ACC, N, BLOCK_N, ROWS,
-                                          VECTOR)  # fmt: skip
-            total += tl.sum(dh, axis=0)
+            parts += _bias_act_gradient(dy, x, bias_row, dx, seed, offset, threshold, dy_stride, x_stride,
+                                        tiles - 1 - step, first_col, M, DERIVATIVE, ACC, N, BLOCK_N, ROWS,
+                                        VECTOR)  # fmt: skip
+        total = tl.sum(parts, axis=0)
         if tl.num_programs(0) == 1:
             tl.store(dbias + cols, total.to(dbias.dtype.element_ty), mask=cols < N)
         else:

@@ -143,7 +143,7 @@ def _bias_bad_samples(tensors: tuple[str, ...], options: tuple[str, ...] = ()) -
     return bad_samples
 
 
-def _bias_benchmark(*names: str, **options: Any) -> Callable[[Shape, torch.dtype, torch.device], Sample]:
+def _benchmark(*names: str, **options: Any) -> Callable[[Shape, torch.dtype, torch.device], Sample]:
     def benchmark(shape: Shape, dtype: torch.dtype, device: torch.device) -> Sample:
         rows, cols = map(int, shape)
         make = partial(torch.randn, dtype=dtype, device=device)
@@ -296,7 +296,7 @@ def _bias_gelu_spec(name: str, approximate: str) -> Spec:
         has_dropout=False,
         samples=_bias_samples(("x", "bias")),
         bad_samples=_bias_bad_samples(("x", "bias"), ("approximate",)),
-        benchmark=_bias_benchmark("x", "bias"),
+        benchmark=_benchmark("x", "bias"),
         passes=_BIAS_PASSES,
         launches=(1, 2),
         kept=0,
@@ -314,7 +314,7 @@ SPECS = (
         has_dropout=False,
         samples=_bias_samples(("input",), ("approximate",)),
         bad_samples=_bias_bad_samples(("input",), ("approximate",)),
-        benchmark=_bias_benchmark("input"),
+        benchmark=_benchmark("input"),
         passes=_BIAS_PASSES,
         launches=(1, 1),
         kept=0,
@@ -331,7 +331,7 @@ SPECS = (
         has_dropout=True,
         samples=_bias_samples(("x", "bias"), ("activation", "p")),
         bad_samples=_bias_bad_samples(("x", "bias"), ("activation", "p")),
-        benchmark=_bias_benchmark("x", "bias", activation="gelu", p=0.1),
+        benchmark=_benchmark("x", "bias", activation="gelu", p=0.1),
         passes=_BIAS_PASSES,
         launches=(1, 2),
         kept=0,
@@ -346,7 +346,7 @@ SPECS = (
         has_dropout=False,
         samples=_glu_samples("approximate", ("none", "tanh")),
         bad_samples=_glu_bad_samples("approximate"),
-        benchmark=_bias_benchmark("gate", "up", approximate="tanh"),
+        benchmark=_benchmark("gate", "up", approximate="tanh"),
         passes=_GLU_PASSES,
         launches=(1, 1),
         kept=0,
@@ -362,7 +362,7 @@ SPECS = (
         has_dropout=False,
         samples=_glu_samples(),
         bad_samples=_glu_bad_samples(),
-        benchmark=_bias_benchmark("gate", "up"),
+        benchmark=_benchmark("gate", "up"),
         passes=_GLU_PASSES,
         launches=(1, 1),
         kept=0,
@@ -378,7 +378,7 @@ SPECS = (
         has_dropout=False,
         samples=_glu_samples("activation", tuple(ACTIVATIONS)),
         bad_samples=_glu_bad_samples("activation"),
-        benchmark=_bias_benchmark("gate", "up", activation="silu"),
+        benchmark=_benchmark("gate", "up", activation="quick_gelu"),
         passes=_GLU_PASSES,
         launches=(1, 1),
         kept=0,
