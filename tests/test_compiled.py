@@ -6,11 +6,12 @@ binary. Interpreted kernels cannot be compiled, so this runs in the plain settin
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,7 @@ import pytest
 import torch
 
 from fusedops.core import launch, tuning
-from fusedops.norms import launching
-from fusedops.norms.operators import rule_of
-from support import INTERPRETED
+from support import ALL_SPECS, INTERPRETED
 
 triton = pytest.importorskip("triton")
 compiler = pytest.importorskip("triton.backends.compiler")
@@ -37,14 +36,24 @@ TARGETS = {
 }
 # Bytes of shared memory that a program may have; 89 has the least among what Triton still serves.
 SHARED = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}
-# kind, whether bias, dropout and residual take part, what is kept
-MEMBERS = {
-    "layer_norm": ("layer", False, "sum"),
-    "rms_norm": ("rms", False, "sum"),
-    "bias_dropout_add": ("none", True, "sum"),
-    "bias_dropout_add_ln": ("layer", True, "sum"),
-    "bias_dropout_add_rms_norm": ("rms", True, "sum"),
-}
+Plans = dict[str, Callable[[], object]]
+
+
+def plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> Plans:
+    """Functions that build all variants of an operator, by name, as each family's spec gives them.
+
+    ``other``, where given, is another dtype for the further tensors: then of each family the plans that move most.
+    """
+    found: Plans = {}
+    for spec_module in dict.fromkeys(spec.samples.__module__ for spec in ALL_SPECS):
+        family = importlib.import_module(spec_module)
+        if hasattr(family, "compiled_plans"):
+            found |= family.compiled_plans(cols, dtype, other)
+    return found
+
+
+MEMBERS = list(plans(64, torch.bfloat16))
+MIXED = list(plans(64, torch.bfloat16, torch.float32))
 NO_SPILL = 8192
 WIDTHS = (17, 256, 768, 1024, 2048, 4096, 8192, 16384, 65536)
 
@@ -88,18 +97,12 @@ def spilled(compiled: Any) -> int:
     return int(found[1])
 
 
-def build(member: str, cols: int, dtype: torch.dtype, target: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Builds a member's forward and backward for a target; what spilled."""
-    kind, adds, save = MEMBERS[member]
+def build(plan: Callable[[], object], target: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Builds an operator's forward and backward for a target; what spilled."""
     assert not INTERPRETED
     Built.target, Built.spilled = TARGETS[target], []
-    monkeypatch.setattr(launching, "Variant", Built)
-    added, normed = dtype if adds else None, dtype if kind != "none" else None
-    site = launching.site_of(rule_of(kind, 1e-5, 0.0, "once"), cols, 1, save, None, -1, dtype, added, added, normed,
-                             dtype if kind == "layer" else None)  # fmt: skip
-    seed = 1 if adds else 0
-    launching._plan_forward(site, seed, True, adds and kind != "none")
-    launching._plan_backward(site, (True, adds, adds, kind != "none", kind == "layer"), dtype, None, seed, True)
+    monkeypatch.setattr(launch, "Variant", Built)
+    plan()
     return Built.spilled
 
 
@@ -107,7 +110,7 @@ def build(member: str, cols: int, dtype: torch.dtype, target: str, monkeypatch: 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("member", MEMBERS)
 def test_compiles_for_hopper(member: str, dtype: torch.dtype, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = build(member, cols, dtype, "sm_90", monkeypatch)
+    found = build(plans(cols, dtype)[member], "sm_90", monkeypatch)
     assert cols > NO_SPILL or not found
 
 
@@ -117,7 +120,7 @@ def test_compiles_for_hopper(member: str, dtype: torch.dtype, cols: int, monkeyp
 @pytest.mark.parametrize("member", MEMBERS)
 def test_compiles_for_the_others(member: str, cols: int, dtype: torch.dtype, target: str,
                                  monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    found = build(member, cols, dtype, target, monkeypatch)
+    found = build(plans(cols, dtype)[member], target, monkeypatch)
     assert target == "gfx942" or not found
 
 
@@ -132,23 +135,35 @@ def _shipped() -> list[tuple[str, str, list[int]]]:
 
 @pytest.mark.parametrize(("kernel", "key", "config"), _shipped(), ids=lambda part: str(part).replace(" ", ""))
 def test_shipped_configs_compile(kernel: str, key: str, config: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, bits, drops, *_, cols = key.split("|")
-    member = next(name for name, (k, adds, _) in MEMBERS.items() if k == kind and adds == (drops == "dropout"))
-    monkeypatch.setitem(tuning._forced, kernel, tuning.Config(*config))
-    dtype = torch.bfloat16 if bits == "16bit" else torch.float32
-    found = build(member, int(cols), dtype, "sm_90", monkeypatch)
-    assert int(cols) > NO_SPILL or not found
+    """And each belongs to a variant: its key is one that some operator asks for."""
+    cols = int(key.rpartition("|")[2])
+    asked: set[tuple[str, str]] = set()
+    choose = tuning.choose
+
+    def observed(kernel: str, key: str, device_index: int, heuristic: Callable[[], tuning.Config]) -> tuning.Config:
+        asked.add((kernel, key))
+        return choose(kernel, key, device_index, heuristic)
+
+    monkeypatch.setattr(tuning, "choose", observed)
+    for dtype in (torch.bfloat16, torch.float32):
+        for plan in plans(cols, dtype).values():
+            monkeypatch.setattr(launch, "Variant", lambda *args, **kwargs: None)
+            asked.clear()
+            plan()
+            if (kernel, key) in asked:
+                monkeypatch.setitem(tuning._forced, kernel, tuning.Config(*config))
+                found = build(plan, "sm_90", monkeypatch)
+                assert cols > NO_SPILL or not found
+                return
+    pytest.fail("nothing asks for this entry")
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90"])
-@pytest.mark.parametrize("save", ["sum", "inputs", "output"])
-@pytest.mark.parametrize(("x", "residual"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float32),
-                                             (torch.float64, torch.float64)], ids=str)  # fmt: skip
+@pytest.mark.parametrize("member", MIXED)
+@pytest.mark.parametrize(("dtype", "other"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float32),
+                                              (torch.float64, torch.float64)], ids=str)  # fmt: skip
 @pytest.mark.parametrize("cols", [8192, 16384])
-def test_shared_memory_suffices(cols: int, x: torch.dtype, residual: torch.dtype, save: str, target: str,
+def test_shared_memory_suffices(cols: int, dtype: torch.dtype, other: torch.dtype, member: str, target: str,
                                 monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    """With mixed dtypes, a gradient of the sum, and everything kept: what one dtype's heuristic does not see."""
-    Built.target, Built.spilled = TARGETS[target], []
-    monkeypatch.setattr(launching, "Variant", Built)
-    site = launching.site_of(rule_of("layer", 1e-5, 0.0, "once"), cols, 1, save, None, -1, x, x, residual, x, x)
-    launching._plan_backward(site, (True,) * 5, site.y, site.z, 1, True)
+    """With mixed dtypes, and every tensor there and kept: what one dtype's heuristic does not see."""
+    build(plans(cols, dtype, other)[member], target, monkeypatch)

@@ -24,8 +24,11 @@ def _fitting(cols: int, most: int) -> int:
 
 def tile(cols: int, itemsize: int) -> Config:
     """Kernels without sums: any tile serves."""
+    if itemsize == 8:
+        block = _fitting(cols, 512)
+        return Config(block, max(1, 512 // block), 8)
     block = _fitting(cols, 1024)
-    return Config(block, max(1, _TILE // (2 if itemsize == 8 else 1) // block), 4)
+    return Config(block, max(1, _TILE // block), 4)
 
 
 def reduction(cols: int, itemsize: int) -> Config:

@@ -253,29 +253,38 @@ def _liger_geglu() -> Callable[..., Any]:
     return lambda gate, up, approximate: (liger_geglu(gate, up),)
 
 
-# --- what is compiled ahead, without a GPU, by the tests ------------------------------------------------------------
+# --- what the tests compile without a GPU ---------------------------------------------------------------------------
 
 
 def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> dict[str, Callable[[], object]]:
-    """By name, functions that build all variants of a member; ``other`` is the dtype of the second tensor."""
+    """Functions that build all variants of an operator, by name.
+
+    With ``other``, the dtype of the second tensor, those that move and keep most alone.
+    """
 
     def build(kind: launching.Kind, activation: str, second: torch.dtype | None, seed: int) -> None:
         site = launching.site_of(kind, activation, cols, -1, dtype, second)
-        needs = (True, second is not None)
-        packed: tuple[launching.Packed, ...] = {"bias": ("",), "glu": ("", "up"), "packed": ("gate",)}[kind]  # type: ignore[assignment]
+        packings: tuple[launching.Packed, ...] = ("gate",) if kind == "packed" else ("",)
+        if kind == "glu" and second is dtype:
+            packings = ("", "up")
         launching._plan_forward(site, seed, True)
-        for where in packed:
-            launching._plan_backward(site, needs, where, site.y, seed, True)
+        for packed in packings:
+            launching._plan_backward(site, (True, second is not None), packed, site.y, seed, True)
 
-    other = other or dtype
-    plans: dict[str, Callable[[], object]] = {}
-    for activation in ("gelu", "gelu_tanh", "silu"):
-        plans[f"{activation}"] = partial(build, "bias", activation, None, 0)
-        plans[f"bias_{activation}"] = partial(build, "bias", activation, other, 0)
-        plans[f"glu_{activation}"] = partial(build, "glu", activation, other, 0)
-    plans["bias_gelu_dropout"] = partial(build, "bias", "gelu", other, 1)
-    plans["glu_silu_packed"] = partial(build, "packed", "silu", None, 0)
-    return plans
+    mixed: dict[str, Callable[[], object]] = {
+        "bias_act, dropout": partial(build, "bias", "gelu", other or dtype, 1),
+        "geglu": partial(build, "glu", "gelu", other or dtype, 0),
+    }
+    if other is not None:
+        return mixed
+    return mixed | {
+        "gelu": partial(build, "bias", "gelu", None, 0),
+        "bias_gelu_erf": partial(build, "bias", "gelu", dtype, 0),
+        "bias_gelu_tanh": partial(build, "bias", "gelu_tanh", dtype, 0),
+        "geglu_tanh": partial(build, "glu", "gelu_tanh", dtype, 0),
+        "swiglu": partial(build, "glu", "silu", dtype, 0),
+        "swiglu, packed": partial(build, "packed", "silu", None, 0),
+    }
 
 
 _BF16, _FP32 = torch.bfloat16, torch.float32

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.spec import BadSample, Maker, Sample, Shape, Spec
-from . import ops, reference
-from .reference import NormRule
+from . import launching, ops, reference
+from .operators import rule_of
+from .reference import Kind, NormRule
 
-__all__ = ["SPECS"]
+__all__ = ["SPECS", "compiled_plans"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -329,6 +330,38 @@ def _liger_rms_norm() -> Callable[..., Any]:
 
     # Its "gemma" mode with no offset rounds once, at the end, as F.rms_norm does; its default rounds as Llama's module.
     return lambda input, normalized_shape, weight, eps: (liger_rms_norm(input, weight, eps, 0.0, "gemma"),)
+
+
+# --- what the tests compile without a GPU ---------------------------------------------------------------------------
+
+
+def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> dict[str, Callable[[], object]]:
+    """Functions that build all variants of an operator, by name.
+
+    With ``other``, the residual's dtype, the widest LayerNorm under each way to keep, with a gradient of the sum.
+    """
+
+    def build(kind: Kind, adds: bool, save: str, residual: torch.dtype, dsum: bool) -> None:
+        added, normed = dtype if adds else None, dtype if kind != "none" else None
+        ln_bias = dtype if kind == "layer" else None
+        site = launching.site_of(rule_of(kind, 1e-5, 0.0, "once"), cols, 1, save, None, -1, dtype, added,
+                                 residual if adds else None, normed, ln_bias)  # fmt: skip
+        seed = 1 if adds else 0
+        needs = (True, adds, adds, kind != "none", kind == "layer")
+        launching._plan_forward(site, seed, True, adds and kind != "none")
+        launching._plan_backward(site, needs, site.y, site.z if dsum else None, seed, True)
+
+    if other is not None:
+        return {f"bias_dropout_add_ln, save={save}": partial(build, "layer", True, save, other, True)
+                for save in ("sum", "inputs", "output")}  # fmt: skip
+    kinds: dict[str, tuple[Kind, bool]] = {
+        "layer_norm": ("layer", False),
+        "rms_norm": ("rms", False),
+        "bias_dropout_add": ("none", True),
+        "bias_dropout_add_ln": ("layer", True),
+        "bias_dropout_add_rms_norm": ("rms", True),
+    }
+    return {name: partial(build, *kind, "sum", dtype, False) for name, kind in kinds.items()}
 
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
