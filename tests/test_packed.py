@@ -174,12 +174,12 @@ def test_a_hook_on_a_half_that_is_gone(spec: Spec, device: torch.device) -> None
         return y
 
     call().sum().backward()
-    assert len(seen) == 1
+    assert len(seen) == 1 and seen[0] is not None and seen[0].any()
 
 
 @every
 def test_hooks_on_the_whole(spec: Spec, device: torch.device) -> None:
-    leaf, packed = _packed(device)
+    _, packed = _packed(device)
     seen: list[Tensor] = []
     packed.register_hook(lambda grad: seen.append(grad.clone()))
     packed.retain_grad()
@@ -310,6 +310,28 @@ def test_recomputed_and_moved(spec: Spec, way: str, device: torch.device) -> Non
     cotangent = torch.randn_like(y)
     y.backward(cotangent)
     assert torch.equal(leaf.grad, torch.cat(_halves_gradients(spec, packed, cotangent), -1) * 1.5)
+
+
+@every
+@pytest.mark.parametrize("way", ["not reentrant", "saved on the host"])
+def test_a_hook_on_a_half_that_was_saved_elsewhere(spec: Spec, way: str, device: torch.device) -> None:
+    """What the backward gets back is another tensor than the one that has the hook."""
+    leaf, _ = _packed(device)
+    seen: list[Tensor] = []
+
+    def function(t: Tensor) -> Tensor:
+        gate, up = (t * 1.5).chunk(2, -1)
+        y = spec.call(gate, up)
+        gate.register_hook(lambda grad: seen.append(grad))
+        return y
+
+    if way == "saved on the host":
+        with torch.autograd.graph.save_on_cpu():
+            y = function(leaf)
+    else:
+        y = checkpoint(function, leaf, use_reentrant=False)
+    y.sum().backward()
+    assert len(seen) == 1 and seen[0] is not None and seen[0].any()
 
 
 @every

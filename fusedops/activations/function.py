@@ -18,7 +18,7 @@ from ..core.rng import Seed
 from . import launching, reference
 from .launching import Packed, Site, site_of
 
-__all__ = ["ActivationFunction", "Call", "packing"]
+__all__ = ["ActivationFunction", "Call", "anchor", "packing"]
 
 
 class Call:
@@ -49,11 +49,11 @@ def packing(gate: Tensor, up: Tensor) -> Packed:
         return ""
     cols = gate.shape[-1]
     near, far = gate.storage_offset(), up.storage_offset()
-    if gate.stride() != up.stride() or abs(near - far) != cols or min(near, far) != base.storage_offset():
-        return ""
     if base.dtype is not gate.dtype or base.dtype is not up.dtype or not base.is_contiguous():
         return ""
-    if base.shape != (*gate.shape[:-1], 2 * cols) or gate.stride() != base.stride():
+    if base.shape != (*gate.shape[:-1], 2 * cols) or near - far not in (cols, -cols):
+        return ""
+    if gate.stride() != base.stride() or up.stride() != base.stride():
         return ""
     if _observed(gate) or _observed(up) or not (_cut_from(gate, base) and _cut_from(up, base)):
         return ""
@@ -82,8 +82,8 @@ def _cut_from(half: Tensor, base: Tensor) -> bool:
 
 
 @functools.cache
-def _anchor() -> tuple[Tensor, Any]:
-    """A leaf of nobody's, and its node in the graph."""
+def anchor() -> tuple[Tensor, Any]:
+    """A leaf of nobody's, and its node in the graph, which the engine visits when it visits all leaves."""
     with torch.enable_grad():
         leaf = torch.zeros((), requires_grad=True, device="cpu")
         return leaf, leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
@@ -92,7 +92,7 @@ def _anchor() -> tuple[Tensor, Any]:
 def _whole_graph_runs() -> bool:
     """Whether this backward is for all leaves, not for chosen tensors: then the engine visits the anchor too."""
     try:
-        return bool(torch._C._will_engine_execute_node(_anchor()[1]))
+        return bool(torch._C._will_engine_execute_node(anchor()[1]))
     except RuntimeError:  # the engine is not the one that runs
         return False
 
@@ -125,7 +125,7 @@ class ActivationFunction(torch.autograd.Function):
             ctx.save_for_forward(x, other, output)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor | None) -> Any:
         """Kernels at first order, the formula where the gradient is itself differentiated or batched."""
         if dy is None:
             return (None,) * 5

@@ -119,7 +119,7 @@ def forward(site: Site, x: Tensor, other: Tensor | None, seed: Seed | None, thre
     return y
 
 
-def backward(
+def backward(  # noqa: C901, one flat path a step, on purpose
     site: Site,
     dy: Tensor,
     x: Tensor,
@@ -160,9 +160,10 @@ def backward(
         plan = _backwards[key] = _plan_backward(*key)
     rows = dy.numel() // cols
     row_tiles = -(-rows // plan.rows)
+    dx = dother = None
     if site.kind != "bias":
         if packed:
-            dx, dother = dy.new_empty((*dy.shape[:-1], 2 * cols), dtype=site.x), None
+            dx = dy.new_empty((*dy.shape[:-1], 2 * cols), dtype=site.x)
         else:
             dx = empty(dy, site.x) if needs[0] else None
             dother = empty(dy, site.other) if needs[1] else None

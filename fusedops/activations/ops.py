@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from ..core import autograd, checks, launch, rng
 from ..core.activations import ACTIVATIONS
 from . import launching, reference
-from .function import ActivationFunction, Call, _anchor, packing
+from .function import ActivationFunction, Call, anchor, packing
 from .launching import Kind, Site
 from .operators import operator_call
 
@@ -215,14 +215,14 @@ def _call(op: str, kind: Kind, activation: str, x: Tensor, other: Tensor | None,
     if site is None or elements == 0:
         return _composite(kind, activation, x, other, p)
     if elements <= native_elements and p == 0.0 and site.native:
-        return site.activation.formula(x)
+        return F.gelu(x, approximate="none" if activation == "gelu" else "tanh")
 
     seed, threshold = (None, 0) if p == 0.0 else (rng.draw(x.device) if p < 1.0 else (0, 0), rng.threshold(p))
     if torch.is_grad_enabled() and (x.requires_grad or (other is not None and other.requires_grad)):
         if kind == "glu" and x._base is not None and not autograd.transforming():
             packed = packing(x, other)  # type: ignore[arg-type]
             if packed:
-                return autograd.apply(ActivationFunction, x, other, x._base, _anchor()[0],  # type: ignore[no-any-return]
+                return autograd.apply(ActivationFunction, x, other, x._base, anchor()[0],  # type: ignore[no-any-return]
                                       Call(site, seed, threshold, packed))  # fmt: skip
         return autograd.apply(ActivationFunction, x, other, None, None, Call(site, seed, threshold))  # type: ignore[no-any-return]
     if autograd.transforming():

@@ -110,11 +110,12 @@ def _bias_bad_samples(tensors: tuple[str, ...], options: tuple[str, ...] = ()) -
                 good["bias"] = torch.randn(8, device=device)
             return BadSample(name, {**good, **given}, options or {}, error, match)
 
-        yield bad("no tensor", TypeError, f"{first} must be a torch.Tensor, got list", **{first: [1.0]})
-        yield bad("integers", TypeError, rf"{first} has dtype torch\.int64",
-                  **{first: torch.ones(4, 8, dtype=torch.int64, device=device)})  # fmt: skip
-        yield bad("scalar", ValueError, f"{first} must have at least one dimension",
-                  **{first: torch.randn((), device=device)})  # fmt: skip
+        firsts: dict[str, Any] = {first: [1.0]}
+        yield bad("no tensor", TypeError, f"{first} must be a torch.Tensor, got list", **firsts)
+        firsts = {first: torch.ones(4, 8, dtype=torch.int64, device=device)}
+        yield bad("integers", TypeError, rf"{first} has dtype torch\.int64", **firsts)
+        firsts = {first: torch.randn((), device=device)}
+        yield bad("scalar", ValueError, f"{first} must have at least one dimension", **firsts)
         if biased:
             yield bad("bias of another width", ValueError, r"bias has shape \(5,\), expected \(8,\)",
                       bias=torch.randn(5, device=device))  # fmt: skip
@@ -161,12 +162,12 @@ def _glu_samples(option: str = "", values: tuple[str, ...] = ()) -> Samples:
 
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         def sample(name: str, shape: tuple[int, ...], packed: bool = False, other: torch.dtype | None = None,
-                   scale: float = 1.5, **options: Any) -> Sample:  # fmt: skip
+                   scale: float = 1.5, options: dict[str, Any] | None = None) -> Sample:  # fmt: skip
             make = Maker(name, device, dtype)
             made: dict[str, Tensor | None] = {"gate": make(*shape, shift=0.2, scale=scale), "up": None}
             if not packed:
                 made["up"] = make(*shape, dtype=other, shift=-0.1)
-            return Sample(name, made, options)
+            return Sample(name, made, options or {})
 
         for shape in (*_SHAPES, *_WIDE_SHAPES):
             yield sample(_name(shape), shape)
@@ -174,8 +175,8 @@ def _glu_samples(option: str = "", values: tuple[str, ...] = ()) -> Samples:
             yield sample("packed " + "x".join(map(str, shape)), shape, packed=True)
         yield sample("from tail to tail", (5, 80), scale=8.0)
         for value in values:
-            yield sample(f"{option} {value}", (6, 72), **{option: value})
-            yield sample(f"{option} {value}, packed", (6, 72), packed=True, **{option: value})
+            yield sample(f"{option} {value}", (6, 72), options={option: value})
+            yield sample(f"{option} {value}, packed", (6, 72), packed=True, options={option: value})
         if dtype in _HALF:
             yield sample("fp32 up", (6, 80), other=torch.float32)
             yield sample("fp32 up, wide", (2, 16500), other=torch.float32)
