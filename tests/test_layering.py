@@ -55,7 +55,7 @@ def _layer(name: str) -> int:
 
 
 def test_the_package_has_the_rooms() -> None:
-    assert "norms" in _families()
+    assert {"norms", "activations"} <= _families()
     assert {"fusedops.core.launch", "fusedops.core.device", "fusedops.norms.kernels"} <= set(MODULES)
 
 
@@ -125,7 +125,8 @@ def test_importing_is_light(interpret: str) -> None:
 
 def test_the_face_is_what_it_says() -> None:
     assert set(fusedops.__all__) >= {"layer_norm", "rms_norm", "bias_dropout_add", "bias_dropout_add_ln",
-                                     "bias_dropout_add_rms_norm", "nn", "__version__"}  # fmt: skip
+                                     "bias_dropout_add_rms_norm", "gelu", "bias_gelu", "bias_act", "geglu", "swiglu",
+                                     "glu", "nn", "__version__"}  # fmt: skip
     for face in (fusedops, fusedops.nn):
         for name in face.__all__:
             assert getattr(face, name) is not None

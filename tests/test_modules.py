@@ -16,11 +16,17 @@ from torch import Tensor, nn
 
 import fusedops
 from fusedops.nn import (
+    FusedBiasAct,
     FusedBiasDropoutAdd,
     FusedBiasDropoutAddLayerNorm,
     FusedBiasDropoutAddRMSNorm,
+    FusedBiasGELU,
+    FusedGEGLU,
+    FusedGELU,
+    FusedGLU,
     FusedLayerNorm,
     FusedRMSNorm,
+    FusedSwiGLU,
 )
 
 N = 24
@@ -39,6 +45,10 @@ class Pair:
         return self.fused(*self.shape, **self.options, **options), self.twin(*self.shape, **options)
 
     @property
+    def drops(self) -> bool:
+        return hasattr(self.build()[0], "p")
+
+    @property
     def with_residual(self) -> bool:
         return "residual" in inspect.signature(self.fused.forward).parameters
 
@@ -46,11 +56,15 @@ class Pair:
 PAIRS = [
     Pair(FusedLayerNorm, nn.LayerNorm, (N,), {}),
     Pair(FusedRMSNorm, nn.RMSNorm, (N,), {}),
+    Pair(FusedGELU, nn.GELU, (), {}),
+    Pair(FusedBiasGELU, nn.GELU, (), {}),
+    Pair(FusedBiasAct, nn.Dropout, (), {"activation": "identity", "p": 0.5}),
     Pair(FusedBiasDropoutAdd, nn.Dropout, (), {}),
     Pair(FusedBiasDropoutAddLayerNorm, nn.LayerNorm, (N,), {"p": 0.3}),
     Pair(FusedBiasDropoutAddRMSNorm, nn.RMSNorm, (N,), {"p": 0.3}),
 ]
 NORMS = [pair for pair in PAIRS if pair.shape]
+RESIDUALS = [pair for pair in PAIRS if pair.with_residual]
 
 
 def _id(pair: Pair) -> str:
@@ -70,14 +84,15 @@ def _randomise(module: nn.Module) -> nn.Module:
 
 
 def _inputs(pair: Pair, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    x, bias, residual = torch.randn(3, 5, N), torch.randn(N), torch.randn(3, 5, N)
-    tensors = (x, bias, residual) if pair.with_residual else (x,)
+    made = {"bias": torch.randn(N), "residual": torch.randn(3, 5, N)}
+    wanted = list(inspect.signature(pair.fused.forward).parameters)[2:]
+    tensors = (torch.randn(3, 5, N), *(made[name] for name in wanted))
     return tuple(t.to(device, dtype) for t in tensors)
 
 
 def _composite(module: nn.Module, twin: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
     """What torch.nn computes where nothing is dropped."""
-    z: Tensor = inputs[0] if len(inputs) == 1 else inputs[0] + inputs[1] + inputs[2]
+    z: Tensor = sum(inputs[1:], inputs[0])
     return z if isinstance(twin, nn.Dropout) else twin(z)
 
 
@@ -94,7 +109,7 @@ def test_is_the_torch_module(pair: Pair) -> None:
     assert [name for name, _ in module.named_parameters()] == [name for name, _ in twin.named_parameters()]
 
 
-@pytest.mark.parametrize("pair", PAIRS[:2], ids=_id)
+@pytest.mark.parametrize("pair", PAIRS[:3], ids=_id)
 def test_constructor_is_torchs(pair: Pair) -> None:
     """Same names, order and defaults; what is added is keyword-only."""
     ours, theirs = (list(inspect.signature(c).parameters.values()) for c in (pair.fused, pair.twin))
@@ -137,6 +152,8 @@ def _variants(pair: Pair) -> list[dict[str, Any]]:
     variants: list[dict[str, Any]] = [{}]
     if pair.shape:
         variants += [{"eps": 0.25}, {"elementwise_affine": False}]
+    if pair.twin is nn.GELU:
+        variants.append({"approximate": "tanh"})
     if pair.twin is nn.LayerNorm:
         variants.append({"bias": False})
     return variants
@@ -151,7 +168,7 @@ def test_values_are_the_composites(pair: Pair, options: dict[str, Any], device: 
     inputs = _inputs(pair, device)
     expected = _composite(module, twin, inputs)
     _close(module.eval()(*inputs), expected)
-    if pair.with_residual:
+    if pair.drops:
         module.train()
         module.p = 0.0
         _close(module(*inputs), expected)
@@ -173,7 +190,7 @@ def test_train_and_eval(pair: Pair, device: torch.device) -> None:
     """Dropout follows the module's mode."""
     module, _ = pair.build()
     module.to(device)
-    if not pair.with_residual:
+    if not pair.drops:
         return
     module.p = 0.5
     inputs = _inputs(pair, device)
@@ -184,7 +201,7 @@ def test_train_and_eval(pair: Pair, device: torch.device) -> None:
     assert not torch.equal(module(*inputs), module.eval()(*inputs))
 
 
-@pytest.mark.parametrize("pair", PAIRS[2:], ids=_id)
+@pytest.mark.parametrize("pair", RESIDUALS, ids=_id)
 def test_calls_its_functional(pair: Pair, device: torch.device) -> None:
     """Under one seed the module and the functional give the same bits, forward and backward."""
     module, _ = pair.build()
@@ -259,9 +276,9 @@ def test_device_and_dtype_arguments(pair: Pair, device: torch.device) -> None:
 def test_repr(pair: Pair) -> None:
     """torch.nn's line, then what differs from it."""
     module, twin = pair.build()
-    assert module.extra_repr().startswith(twin.extra_repr())
-    extra = module.extra_repr()[len(twin.extra_repr()) :]
-    assert extra == (", p=0.3" if "p" in pair.options else "")
+    before, line, extra = module.extra_repr().partition(twin.extra_repr())
+    assert line and before == ("'identity', " if "activation" in pair.options else "")
+    assert extra == (", p=0.3" if pair.options.get("p") == 0.3 else "")
 
 
 def test_repr_of_the_options() -> None:
@@ -329,6 +346,56 @@ def test_sum_returned(fused: type[nn.Module], device: torch.device) -> None:
 
 def pair_twin(fused: type[nn.Module]) -> type[nn.Module]:
     return next(pair.twin for pair in PAIRS if pair.fused is fused)
+
+
+# --- gated units: two inputs, or the halves of one, and no parameters -------------------------------------------------
+
+GATED = {
+    "FusedSwiGLU": (FusedSwiGLU(), fusedops.swiglu),
+    "FusedGEGLU": (FusedGEGLU(), fusedops.geglu),
+    "FusedGEGLU tanh": (FusedGEGLU("tanh"), lambda *halves: fusedops.geglu(*halves, approximate="tanh")),
+    "FusedGLU": (FusedGLU("relu"), lambda *halves: fusedops.glu(*halves, activation="relu")),
+}
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_gated_units(name: str, device: torch.device) -> None:
+    """Module and functional give the same bits, packed or apart; what there is of state survives a copy."""
+    module, functional = GATED[name]
+    packed = torch.randn(3, 5, 2 * N, device=device)
+    expected = functional(*packed.chunk(2, -1))
+    assert expected.any()
+    for copied in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(copied(*packed.chunk(2, -1)), expected)
+        assert torch.equal(copied(packed), expected)
+        assert repr(copied) == repr(module)
+    assert not module.state_dict()
+
+
+def test_gated_units_differ(device: torch.device) -> None:
+    packed = torch.randn(3, 2 * N, device=device)
+    outputs = [module(packed) for module, _ in GATED.values()]
+    assert all(not torch.equal(a, b) for i, a in enumerate(outputs) for b in outputs[i + 1 :])
+
+
+def test_bad_activations() -> None:
+    for build in (FusedGLU, FusedBiasAct):
+        with pytest.raises(ValueError, match=f"{build.__name__}: activation must be one of 'gelu', .*, got 'mish'"):
+            build("mish")
+    with pytest.raises(ValueError, match=r"FusedBiasAct: p must be in \[0, 1\], got 1.5"):
+        FusedBiasAct("relu", 1.5)
+    with pytest.raises(ValueError, match="approximate must be one of 'none', 'tanh', got 'fast'"):
+        FusedGEGLU("fast")
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_bias_act_calls_its_functional(activation: str, device: torch.device) -> None:
+    module, x, bias = FusedBiasAct(activation, 0.4), torch.randn(6, N, device=device), torch.randn(N, device=device)
+    torch.manual_seed(3)
+    ours = module(x, bias)
+    torch.manual_seed(3)
+    assert torch.equal(ours, fusedops.bias_act(x, bias, activation, p=0.4))
+    assert torch.equal(module.eval()(x, bias), fusedops.bias_act(x, bias, activation))
 
 
 @pytest.mark.parametrize("fused", [FusedBiasDropoutAddLayerNorm, FusedBiasDropoutAddRMSNorm])

@@ -155,7 +155,7 @@ def exponential(x, SCALE: tl.constexpr):
 def reciprocal(x):
     """``1 / x`` of positive numbers: in fp32 from a reciprocal square root, a quarter of a division's instructions.
 
-    Its error is some three units in the last place; that of an infinite x is zero.
+    Its error is some three units in the last place; an infinite x has the reciprocal zero.
     """
     if x.dtype == tl.float64:
         return 1.0 / x
@@ -207,7 +207,7 @@ def quick_gelu_derivative(x):
 
 @triton.jit
 def tanh(x):
-    far = 1.0 - 2.0 * reciprocal(1.0 + exponential(x, 2.0))
+    far = 1.0 - 2.0 / (1.0 + exponential(x, 2.0))
     square = x * x
     if x.dtype == tl.float64:
         # Taylor's series, exact to rounding where the other form cancels most.
@@ -221,8 +221,8 @@ def tanh(x):
 
 @triton.jit
 def tanh_derivative(x):
-    y = tanh(x)
-    return 1.0 - y * y
+    s, rest = logistic(exponential(x, -2.0))
+    return 4.0 * s * rest
 
 
 @triton.jit

@@ -1,0 +1,69 @@
+"""The table of activations: formula, derivative and device functions are one function, over the whole range."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusedops
+from fusedops.core.activations import ACTIVATIONS, Activation
+from tolerances import unit_roundoff
+
+every = pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+
+
+def _range(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """From the smallest numbers to far beyond where every activation is flat or straight, no kink among them."""
+    small = torch.logspace(-30, 2, 500, dtype=torch.float64)
+    x = torch.cat([torch.linspace(-20.0, 20.0, 6000, dtype=torch.float64), small, -small])
+    return x.to(device, dtype).view(-1, 100)
+
+
+def _exact(activation: Activation, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Value and first two derivatives in fp64, by autograd of the formula."""
+    x = x.double().requires_grad_()
+    derivatives = [activation.formula(x) + 0.0]
+    for _ in range(2):
+        last = derivatives[-1]
+        grad = torch.autograd.grad(last.sum(), x, create_graph=True)[0] if last.requires_grad else None
+        derivatives.append(torch.zeros_like(x) if grad is None else grad + 0.0 * x)
+    value, slope, bend = (d.detach() for d in derivatives)
+    return value, slope, bend
+
+
+@every
+def test_derivative_is_the_formulas(activation: Activation, device: torch.device) -> None:
+    x = _range(torch.float64, device)
+    _, slope, bend = _exact(activation, x)
+    torch.testing.assert_close(activation.derivative(x), slope, rtol=1e-10, atol=1e-12)
+    leaf = x.clone().requires_grad_()
+    written = activation.derivative(leaf)
+    if written.requires_grad:
+        torch.testing.assert_close(torch.autograd.grad(written.sum(), leaf)[0], bend, rtol=1e-8, atol=1e-10)
+    else:
+        assert not bend.any()
+
+
+@every
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_over_the_whole_range(activation: Activation, dtype: torch.dtype, device: torch.device) -> None:
+    """Backward error: the exact result for an x that is moved by a few units in the last place, and rounded so.
+
+    A value takes a power of two of a rounded exponent (u |x f'|), a reciprocal of a few u, and two or three products:
+    12 u in all. Where a mass near zero is one less another, and in the fit behind GELU (0.13 u), the error is one of
+    the mass: u |x|. A derivative is the sum of two such terms of order one, which may cancel. In fp64 the formula to
+    compare with has errors of its own, from such differences.
+    """
+    x = _range(dtype, device)
+    leaf = x.clone().requires_grad_()
+    y = fusedops.bias_act(leaf, None, activation.name)
+    (dx,) = torch.autograd.grad(y.sum(), leaf)
+    value, slope, bend = _exact(activation, x)
+    u, x = unit_roundoff(dtype), x.double()
+    own = 64 * u if dtype == torch.float64 else 0.0
+    room = 12 * u * (value.abs() + (x * slope).abs()) + u * x.abs() + own
+    assert ((y.detach().double() - value).abs() <= room).all()
+    room = 12 * u * (slope.abs() + (x * bend).abs()) + 16 * u + own
+    assert ((dx.double() - slope).abs() <= room).all()
