@@ -170,6 +170,21 @@ def test_as_many_as_the_profiler_sees(spec: Spec, device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+def test_a_small_gelu_is_pytorchs_own(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusedops.activations.ops.native_elements", 1024)
+    for approximate in ("none", "tanh"):
+        x = torch.randn(9, 128, device=device)
+        with launch.record() as names:
+            y = fusedops.gelu(x[:8], approximate)
+        assert names == []
+        assert torch.equal(y, torch.nn.functional.gelu(x[:8], approximate=approximate))
+        with launch.record() as names:
+            fusedops.gelu(x, approximate)
+            fusedops.bias_gelu(x[:8], x[8], approximate)
+        assert len(names) == 2
+
+
+@pytest.mark.gpu
 def test_small_norms_are_pytorchs_own(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """At few elements a norm alone goes to PyTorch's, in the cases that PyTorch has, and to the kernel above."""
     monkeypatch.setattr("fusedops.norms.ops.native_elements", 1024)

@@ -34,6 +34,11 @@ def _wider(t: Tensor) -> Tensor:
     return torch.cat((t, torch.full_like(t[..., :3], float("nan"))), -1)[..., :-3]
 
 
+def _padded(t: Tensor) -> Tensor:
+    """Rows padded so that each begins at a multiple of 16 bytes, which those of the other tensors need not."""
+    return torch.nn.functional.pad(t, (0, -t.shape[-1] % 16 + 16), value=float("nan"))[..., : t.shape[-1]]
+
+
 def _wide_aligned(t: Tensor) -> Tensor:
     """Half of a packed pair, as a fused projection yields it."""
     return torch.cat((torch.full_like(t, float("nan")), t), -1)[..., t.shape[-1] :]
@@ -75,7 +80,7 @@ def _overlapping(t: Tensor) -> Tensor:
 
 
 MATRIX_LAYOUTS: list[Layout] = [
-    _wider, _wide_aligned, _every_second_row, _expanded, _column, _transposed, _every_second_column, _unaligned,
+    _wider, _padded, _wide_aligned, _every_second_row, _expanded, _column, _transposed, _every_second_column, _unaligned,
     _overlapping,
 ]  # fmt: skip
 

@@ -103,8 +103,7 @@ def forward(site: Site, x: Tensor, other: Tensor | None, seed: Seed | None, thre
                 other = other.contiguous()
             else:
                 other, other_stride = as_rows(other, 1, cols)
-                bits |= other_stride << 1
-        bits |= other.data_ptr()
+        bits |= other.data_ptr() | (other_stride << 1)
     first, second = (seed, None) if seed is None or isinstance(seed, Tensor) else seed
     key = (site, 0 if seed is None else 1 if second is not None else 2, bits & 15 == 0)
     plan = _forwards.get(key)
@@ -150,8 +149,7 @@ def backward(  # noqa: C901, one flat path a step, on purpose
                 other = other.contiguous()
             else:
                 other, other_stride = as_rows(other, 1, cols)
-                bits |= other_stride << 1
-        bits |= other.data_ptr()
+        bits |= other.data_ptr() | (other_stride << 1)
     first, second = (seed, None) if seed is None or isinstance(seed, Tensor) else seed
     kind = 0 if seed is None else 1 if second is not None else 2
     key = (site, needs, packed, dy.dtype, kind, bits & 15 == 0)
