@@ -91,6 +91,8 @@ def anchor() -> tuple[Tensor, Any]:
 
 def _whole_graph_runs() -> bool:
     """Whether this backward is for all leaves, not for chosen tensors: then the engine visits the anchor too."""
+    if torch.compiler.is_compiling():
+        return False
     try:
         return bool(torch._C._will_engine_execute_node(anchor()[1]))
     except RuntimeError:  # the engine is not the one that runs
