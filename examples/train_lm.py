@@ -1,8 +1,8 @@
 """Train the same small language model with ``torch.nn`` and with ``fusedops.nn``, and compare.
 
 The model is a post-norm transformer over bytes; it learns the source text of Python's standard library. Both runs
-start from the same weights and see the same batches. Only one line of the block differs: ``TorchBlock.join`` against
-``FusedBlock.join``.
+start from the same weights and see the same batches. Only two lines of the block differ: ``join`` and ``expand`` of
+``TorchBlock`` against those of ``FusedBlock``.
 
     python examples/train_lm.py                  # sizes to suit the machine
     python examples/train_lm.py --steps 1000 --layers 12 --output curves.png
@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fusedops
 from fusedops.nn import FusedBiasDropoutAddLayerNorm
 
 VOCABULARY = 256  # bytes
@@ -72,12 +73,16 @@ class TorchBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, context, width)`` to the same shape."""
         x = self.join(self.attend(x), self.proj, self.attention_norm, residual=x)
-        return self.join(F.gelu(self.up(x)), self.down, self.mlp_norm, residual=x)
+        return self.join(self.expand(x), self.down, self.mlp_norm, residual=x)
 
     def attend(self, x: Tensor) -> Tensor:
         """Causal self-attention, without its output projection."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+
+    def expand(self, x: Tensor) -> Tensor:
+        """The first linear of the MLP and its activation: two operators."""
+        return F.gelu(self.up(x))
 
     def join(self, hidden: Tensor, linear: nn.Linear, norm: nn.LayerNorm, residual: Tensor) -> Tensor:
         """The last linear of a branch, then bias, dropout, the residual and the norm: four operators."""
@@ -86,12 +91,17 @@ class TorchBlock(nn.Module):
 
 
 class FusedBlock(TorchBlock):
-    """The same block, with the same parameters, where everything after the matrix product is one operator."""
+    """The same block, with the same parameters, where everything after a matrix product is one operator."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.attention_norm = FusedBiasDropoutAddLayerNorm(config.width, p=config.dropout)
         self.mlp_norm = FusedBiasDropoutAddLayerNorm(config.width, p=config.dropout)
+
+    def expand(self, x: Tensor) -> Tensor:
+        """The linear without its bias, which the activation adds; in the product's dtype, as under autocast."""
+        product = F.linear(x, self.up.weight)
+        return fusedops.bias_gelu(product, self.up.bias.to(product.dtype))
 
     def join(self, hidden: Tensor, linear: nn.Linear, norm: nn.LayerNorm, residual: Tensor) -> Tensor:
         """The linear without its bias, which the fused operator adds."""
