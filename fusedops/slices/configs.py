@@ -31,8 +31,8 @@ def forward(itemsize: int, widest: int) -> Config:
 
 def backward(itemsize: int, widest: int) -> Config:
     """The backward: few programs, each with a loop over tiles."""
-    lanes, rows, warps = _tile(itemsize, widest, 32 if itemsize < 8 else 16)
-    return Config(lanes, rows, warps, 3 if itemsize < 8 else 2, 2)
+    lanes, rows, warps = _tile(itemsize, widest, 16 if itemsize < 8 else 8)
+    return Config(lanes, rows, warps, 3, 4)
 
 
 def sum_partials() -> Config:

@@ -9,7 +9,8 @@ Absence is the flag: a pointer that is None takes its instructions with it. Slic
 as a table of int64 addresses; widths that differ as a table of int32: for each group its class and its first slot, and
 then for each slot the number of its slice, its first column and its width, zero for none. ``total`` is the sum of the
 widths. ``ALIGN`` is 0, or else all addresses are multiples of 16 bytes, and all columns, widths and distances between
-rows of that many elements.
+rows of so many elements. The arguments ``total`` and ``…_pitch``, a distance between rows, count in these units: what
+is multiplied by a constant is known to the compiler as its multiple.
 """
 
 import triton
@@ -22,16 +23,17 @@ _POWERS = tl.constexpr(14)
 
 
 @triton.jit
-def _slots(table, first, K, S: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr):
-    """For each slot its slice's number, first column and width, and whether there is such a slice."""
-    slots = first + tl.arange(0, S)
+def _slots(table, group, K, S: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr):
+    """For each of a group's slots its slice's number, first column and width, and whether there is such a slice."""
     if table is None:
+        slots = group * S + tl.arange(0, S)
         number = slots
         column = slots.to(tl.int64) * D
         width = tl.full((S,), D, tl.int32)
         taken = slots < K
     else:
-        entries = table + 2 * tl.num_programs(1) + 3 * slots
+        groups = tl.num_programs(1)
+        entries = table + 2 * groups + 3 * (tl.load(table + groups + group) + tl.arange(0, S))
         number = tl.load(entries)
         column = tl.load(entries + 1).to(tl.int64)
         width = tl.load(entries + 2)
@@ -47,7 +49,7 @@ def _starts(tensor, addresses, slots, pitch, K, M, DTYPE: tl.constexpr, APART: t
             ALIGN: tl.constexpr):  # fmt: skip
     """Where each slot's first row begins, and how far apart its rows are.
 
-    In one tensor, ``pitch`` apart; with ``APART`` in a buffer that holds one slice's rows after the other's; or where
+    In one tensor, ``pitch`` units apart; with ``APART`` in a buffer that holds one slice's rows after the other's; or where
     the table of addresses says, at the distances after them if ``STRIDED``.
     """
     number, column, width, taken = slots
@@ -57,6 +59,8 @@ def _starts(tensor, addresses, slots, pitch, K, M, DTYPE: tl.constexpr, APART: t
             start = tl.multiple_of(start, 16)
         if STRIDED:
             apart = tl.load(addresses + K + number, mask=taken, other=0)
+            if ALIGN > 1:
+                apart = tl.multiple_of(apart, ALIGN)
         else:
             apart = width.to(tl.int64)
     elif APART:
@@ -64,9 +68,7 @@ def _starts(tensor, addresses, slots, pitch, K, M, DTYPE: tl.constexpr, APART: t
         apart = width.to(tl.int64)
     else:
         start = tensor + column
-        apart = tl.full(column.shape, pitch, tl.int64)
-    if ALIGN > 1:
-        apart = tl.multiple_of(apart, ALIGN)
+        apart = tl.full(column.shape, pitch * ALIGN if ALIGN > 1 else pitch, tl.int64)
     return start, apart
 
 
@@ -135,14 +137,17 @@ def _forward_tile(x, y, w, b, tile, taken, inside, per_width, lanes, M, EPS: tl.
 
 
 @triton.jit
-def _forward_group(x, x_addresses, table, weight, bias, y, x_pitch, total, first, K, M, EPS: tl.constexpr,
-                   VALUE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr,
-                   APART: tl.constexpr, STRIDED: tl.constexpr, ALIGN: tl.constexpr, ACC: tl.constexpr, S: tl.constexpr,
-                   LANES: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PERSISTENT: tl.constexpr):  # fmt: skip
+def _forward_group(x, x_addresses, table, weight, bias, y, x_pitch, total, group, K, M, POWER: tl.constexpr,
+                   CLASSES: tl.constexpr, EPS: tl.constexpr, VALUE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
+                   D: tl.constexpr, SHARED: tl.constexpr, APART: tl.constexpr, STRIDED: tl.constexpr,
+                   ALIGN: tl.constexpr, ACC: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+                   STAGES: tl.constexpr, PERSISTENT: tl.constexpr):  # fmt: skip
     """One group's rows: a tile, or ``PERSISTENT``, tiles in a loop that takes the next rows' loads ahead."""
-    padded: tl.constexpr = D != LANES
-    lanes = tl.arange(0, LANES)
-    slots = _slots(table, first, K, S, D, ALIGN)
+    depth: tl.constexpr = ((CLASSES >> (4 * POWER)) & 15) - 1
+    tile_rows: tl.constexpr = (BLOCK_N * ROWS + (1 << (depth + POWER)) - 1) >> (depth + POWER)
+    padded: tl.constexpr = D != 1 << POWER
+    lanes = tl.arange(0, 1 << POWER)
+    slots = _slots(table, group, K, 1 << depth, D, ALIGN)
     x_starts = _starts(x, x_addresses, slots, x_pitch, K, M, X, False, STRIDED, ALIGN)
     y_starts = _starts(y, None, slots, total, K, M, Y, APART, False, ALIGN)
     inside = _inside(slots, lanes, padded)
@@ -150,13 +155,13 @@ def _forward_group(x, x_addresses, table, weight, bias, y, x_pitch, total, first
     w = _load_parameter(weight, slots, lanes, inside, SHARED, ACC)
     b = _load_parameter(bias, slots, lanes, inside, SHARED, ACC)
     if PERSISTENT:
-        tiles = tl.cdiv(M, ROWS).to(tl.int32)
+        tiles = tl.cdiv(M, tile_rows).to(tl.int32)
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
             _forward_tile(x_starts, y_starts, w, b, tile, slots[3], inside, per_width, lanes, M, EPS, VALUE, padded,
-                          ACC, Y, ROWS)  # fmt: skip
+                          ACC, Y, tile_rows)  # fmt: skip
     else:
         _forward_tile(x_starts, y_starts, w, b, tl.program_id(0), slots[3], inside, per_width, lanes, M, EPS, VALUE,
-                      padded, ACC, Y, ROWS)  # fmt: skip
+                      padded, ACC, Y, tile_rows)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["x_pitch", "total", "K", "M"])
@@ -191,26 +196,21 @@ def slices_forward_kernel(
     await_predecessor(OVERLAP)
     group = tl.program_id(1)
     for power in tl.static_range(_POWERS):
-        digit: tl.constexpr = (CLASSES >> (4 * power)) & 15
-        if digit > 0:
-            slots: tl.constexpr = 1 << (digit - 1)
-            lanes: tl.constexpr = 1 << power
-            rows: tl.constexpr = (BLOCK_N * ROWS + slots * lanes - 1) // (slots * lanes)
+        if (CLASSES >> (4 * power)) & 15 > 0:
             if table is None:
-                _forward_group(x, x_addresses, table, weight, bias, y, x_pitch, total, group * slots, K, M, EPS, VALUE,
-                               X, y.dtype.element_ty, D, SHARED, APART, STRIDED, ALIGN, ACC, slots, lanes, rows,
+                _forward_group(x, x_addresses, table, weight, bias, y, x_pitch, total, group, K, M, power, CLASSES, EPS,
+                               VALUE, X, y.dtype.element_ty, D, SHARED, APART, STRIDED, ALIGN, ACC, BLOCK_N, ROWS,
                                STAGES, PERSISTENT)  # fmt: skip
             else:
                 if tl.load(table + group) == power:
-                    first = tl.load(table + tl.num_programs(1) + group)
-                    _forward_group(x, x_addresses, table, weight, bias, y, x_pitch, total, first, K, M, EPS, VALUE, X,
-                                   y.dtype.element_ty, D, SHARED, APART, STRIDED, ALIGN, ACC, slots, lanes, rows,
-                                   STAGES, PERSISTENT)  # fmt: skip
+                    _forward_group(x, x_addresses, table, weight, bias, y, x_pitch, total, group, K, M, power, CLASSES,
+                                   EPS, VALUE, X, y.dtype.element_ty, D, SHARED, APART, STRIDED, ALIGN, ACC, BLOCK_N,
+                                   ROWS, STAGES, PERSISTENT)  # fmt: skip
 
 
 @triton.jit
 def _store_gradient(gradient, partials, value, slot, slots, numbers, lanes, inside, total, D: tl.constexpr,
-                    SHARED: tl.constexpr):  # fmt: skip
+                    SHARED: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
     """A group's sums over its rows: the gradient itself where no other program has a part in it, else a part."""
     number, column, width, taken = numbers
     if SHARED:
@@ -227,21 +227,23 @@ def _store_gradient(gradient, partials, value, slot, slots, numbers, lanes, insi
             tl.store(gradient + cols, value.to(gradient.dtype.element_ty), mask=inside)
         else:
             part = tl.program_id(0).to(tl.int64) * slots + slot
-            tl.store(partials + part * total + cols, value, mask=inside)
+            tl.store(partials + part * (total * ALIGN if ALIGN > 1 else total) + cols, value, mask=inside)
 
 
 @triton.jit
 def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, dweight, dbias, partials, dy_pitch,
-                    x_pitch, total, first, K, M, EPS: tl.constexpr, DERIVATIVE: tl.constexpr, DY: tl.constexpr,
-                    X: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr, DY_APART: tl.constexpr,
-                    DX_APART: tl.constexpr, DY_STRIDED: tl.constexpr, STRIDED: tl.constexpr, ALIGN: tl.constexpr,
-                    ACC: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+                    x_pitch, total, group, K, M, POWER: tl.constexpr, CLASSES: tl.constexpr, EPS: tl.constexpr,
+                    DERIVATIVE: tl.constexpr, DY: tl.constexpr, X: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr,
+                    DY_APART: tl.constexpr, DX_APART: tl.constexpr, DY_STRIDED: tl.constexpr, STRIDED: tl.constexpr,
+                    ALIGN: tl.constexpr, ACC: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
                     STAGES: tl.constexpr):  # fmt: skip
     """One group's gradients; the rows come from the last to the first: the L2 cache still holds what was made last."""
-    padded: tl.constexpr = D != LANES
+    depth: tl.constexpr = ((CLASSES >> (4 * POWER)) & 15) - 1
+    tile_rows: tl.constexpr = (BLOCK_N * ROWS + (1 << (depth + POWER)) - 1) >> (depth + POWER)
+    padded: tl.constexpr = D != 1 << POWER
     sums: tl.constexpr = (dweight is not None) + (dbias is not None)
-    lanes = tl.arange(0, LANES)
-    slots = _slots(table, first, K, S, D, ALIGN)
+    lanes = tl.arange(0, 1 << POWER)
+    slots = _slots(table, group, K, 1 << depth, D, ALIGN)
     taken = slots[3]
     dy_starts = _starts(dy, dy_addresses, slots, dy_pitch, K, M, DY, DY_APART, DY_STRIDED, ALIGN)
     x_starts = _starts(x, x_addresses, slots, x_pitch, K, M, X, False, STRIDED, ALIGN)
@@ -255,13 +257,13 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
     w = _load_parameter(weight, slots, lanes, inside, SHARED, ACC)
     b = _load_parameter(bias, slots, lanes, inside, SHARED, ACC)
     if dweight is not None:
-        dweight_sum = tl.zeros((S, LANES), ACC)
+        dweight_sum = tl.zeros((1 << depth, 1 << POWER), ACC)
     if dbias is not None:
-        dbias_sum = tl.zeros((S, LANES), ACC)
+        dbias_sum = tl.zeros((1 << depth, 1 << POWER), ACC)
 
-    tiles = tl.cdiv(M, ROWS).to(tl.int32)
+    tiles = tl.cdiv(M, tile_rows).to(tl.int32)
     for step in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-        rows = rows_of(tiles - 1 - step, ROWS)
+        rows = rows_of(tiles - 1 - step, tile_rows)
         in_rows = taken[:, None] & (rows < M)[None, :]
         mask = in_rows[:, :, None] & inside[:, None, :]
         if dy_addresses is not None:
@@ -284,9 +286,11 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
             tl.store(_at(dx_starts, rows, lanes), out.to(X), mask=mask)
 
     if dweight is not None:
-        _store_gradient(dweight, partials, dweight_sum, 0, sums, slots, lanes, inside, total, D, SHARED)
+        _store_gradient(dweight, partials, dweight_sum, 0, sums, slots, lanes, inside, total, D, SHARED,
+                        ALIGN)
     if dbias is not None:
-        _store_gradient(dbias, partials, dbias_sum, sums - 1, sums, slots, lanes, inside, total, D, SHARED)
+        _store_gradient(dbias, partials, dbias_sum, sums - 1, sums, slots, lanes, inside, total, D, SHARED,
+                        ALIGN)
 
 
 @triton.jit(do_not_specialize=["dy_pitch", "x_pitch", "total", "K", "M"])
@@ -331,23 +335,18 @@ def slices_backward_kernel(
     """
     group = tl.program_id(1)
     for power in tl.static_range(_POWERS):
-        digit: tl.constexpr = (CLASSES >> (4 * power)) & 15
-        if digit > 0:
-            slots: tl.constexpr = 1 << (digit - 1)
-            lanes: tl.constexpr = 1 << power
-            rows: tl.constexpr = (BLOCK_N * ROWS + slots * lanes - 1) // (slots * lanes)
+        if (CLASSES >> (4 * power)) & 15 > 0:
             if table is None:
                 _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, dweight, dbias, partials,
-                                dy_pitch, x_pitch, total, group * slots, K, M, EPS, DERIVATIVE, DY, X, D, SHARED,
-                                DY_APART, DX_APART, DY_STRIDED, STRIDED, ALIGN, ACC, slots, lanes, rows,
+                                dy_pitch, x_pitch, total, group, K, M, power, CLASSES, EPS, DERIVATIVE, DY, X, D,
+                                SHARED, DY_APART, DX_APART, DY_STRIDED, STRIDED, ALIGN, ACC, BLOCK_N, ROWS,
                                 STAGES)  # fmt: skip
             else:
                 if tl.load(table + group) == power:
-                    first = tl.load(table + tl.num_programs(1) + group)
                     _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, dweight, dbias,
-                                    partials, dy_pitch, x_pitch, total, first, K, M, EPS, DERIVATIVE, DY, X, D, SHARED,
-                                    DY_APART, DX_APART, DY_STRIDED, STRIDED, ALIGN, ACC, slots, lanes, rows,
-                                    STAGES)  # fmt: skip
+                                    partials, dy_pitch, x_pitch, total, group, K, M, power, CLASSES, EPS, DERIVATIVE,
+                                    DY, X, D, SHARED, DY_APART, DX_APART, DY_STRIDED, STRIDED, ALIGN, ACC, BLOCK_N,
+                                    ROWS, STAGES)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=[f"a{i}" for i in range(32)] + ["start", "count"])

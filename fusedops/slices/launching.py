@@ -167,7 +167,9 @@ def forward(site: Site, slices: Sequence[Tensor], weight: Tensor | None,
         x = _separate(slices, widths.sizes, site, first.device, None)
     weight = weight if weight is None or weight.is_contiguous() else weight.contiguous()
     bias = bias if bias is None or bias.is_contiguous() else bias.contiguous()
-    key = (site, _aligned(site, weight, bias, x), x.strided)
+    aligned = _aligned(site, weight, bias, x)
+    unit = widths.align if aligned else 1
+    key = (site, aligned, x.strided)
     plan = _forwards.get(key)
     if plan is None:
         plan = _forwards[key] = _plan_forward(*key, first.device)
@@ -178,8 +180,8 @@ def forward(site: Site, slices: Sequence[Tensor], weight: Tensor | None,
     else:
         y = layout.empty(first, site.y)
     grid_x = min(-(-rows // plan.rows), plan.programs)
-    plan.variant(grid_x, plan.groups, x.tensor, x.table, plan.table, weight, bias, y, x.pitch, widths.total,
-                 len(widths), rows)  # fmt: skip
+    plan.variant(grid_x, plan.groups, x.tensor, x.table, plan.table, weight, bias, y, x.pitch // unit,
+                 widths.total // unit, len(widths), rows)  # fmt: skip
     return y, x.addresses
 
 
@@ -229,7 +231,9 @@ def backward(
         dy_dtype = site.y
     weight = weight if weight is None or weight.is_contiguous() else weight.contiguous()
     bias = bias if bias is None or bias.is_contiguous() else bias.contiguous()
-    key = (site, needs, dy_dtype, g.addresses is not None, _aligned(site, weight, bias, x, g), x.strided, g.strided)
+    aligned = _aligned(site, weight, bias, x, g)
+    unit = widths.align if aligned else 1
+    key = (site, needs, dy_dtype, g.addresses is not None, aligned, x.strided, g.strided)
     plan = _backwards.get(key)
     if plan is None:
         plan = _backwards[key] = _plan_backward(*key, first.device)
@@ -249,7 +253,8 @@ def backward(
         partials = first.new_empty((parts, plan.sums, widths.uniform if site.shared else total), dtype=site.acc)
     unused = dweight if dbias is None else dbias
     plan.variant(programs, plan.groups, g.tensor, g.table, x.tensor, x.table, plan.table, weight, bias, dx, dweight,
-                 dbias, unused if partials is None else partials, g.pitch, x.pitch, total, len(widths), rows)  # fmt: skip
+                 dbias, unused if partials is None else partials, g.pitch // unit, x.pitch // unit,
+                 total // unit, len(widths), rows)  # fmt: skip
     if partials is not None:
         plan.reduce(-(-partials.shape[2] // plan.reduce_block), plan.sums, partials, dweight, dbias, None, parts,
                     0)  # type: ignore[misc]  # fmt: skip
