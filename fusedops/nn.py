@@ -7,8 +7,10 @@ from .norms.modules import (
     FusedLayerNorm,
     FusedRMSNorm,
 )
+from .slices.modules import FusedBatchedLayerNormTanh
 
 __all__ = [
+    "FusedBatchedLayerNormTanh",
     "FusedBiasDropoutAdd",
     "FusedBiasDropoutAddLayerNorm",
     "FusedBiasDropoutAddRMSNorm",

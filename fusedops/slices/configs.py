@@ -4,34 +4,36 @@ from __future__ import annotations
 
 from ..core.tuning import Config
 
-__all__ = ["WIDEST", "backward", "candidates", "forward", "sum_partials"]
-
-# The widest slice whose rows a program holds whole.
-WIDEST = 8192
+__all__ = ["backward", "candidates", "forward", "sum_partials", "widest"]
 
 
-def _tile(itemsize: int, widest: int, each: int) -> tuple[int, int, int]:
+def widest(itemsize: int) -> int:
+    """The widest slice whose rows a program holds whole."""
+    return 8192 if itemsize < 8 else 4096
+
+
+def _tile(itemsize: int, width: int, each: int) -> tuple[int, int, int]:
     """Lanes, rows and warps of a tile with ``each`` elements a thread.
 
     As many lanes as a row of threads loads with 16 bytes each: slices of ordinary width then stay within a warp.
     """
     vector = max(16 // itemsize, 2)
     warps = 4
-    while widest > 32 * warps * each:
+    while width > 32 * warps * each:
         warps *= 2
     lanes = 32 * warps * vector
     return lanes, max(1, each // vector), warps
 
 
-def forward(itemsize: int, widest: int) -> Config:
+def forward(itemsize: int, width: int) -> Config:
     """The forward: one tile a program."""
-    lanes, rows, warps = _tile(itemsize, widest, 32 if itemsize < 8 else 16)
+    lanes, rows, warps = _tile(itemsize, width, 32 if itemsize < 8 else 16)
     return Config(lanes, rows, warps)
 
 
-def backward(itemsize: int, widest: int) -> Config:
+def backward(itemsize: int, width: int) -> Config:
     """The backward: few programs, each with a loop over tiles."""
-    lanes, rows, warps = _tile(itemsize, widest, 16 if itemsize < 8 else 8)
+    lanes, rows, warps = _tile(itemsize, width, 16 if itemsize < 8 else 8)
     return Config(lanes, rows, warps, 3, 4)
 
 
@@ -40,11 +42,11 @@ def sum_partials() -> Config:
     return Config(32, 64, 4)
 
 
-def candidates(kernel: str, itemsize: int, widest: int) -> list[Config]:
+def candidates(kernel: str, itemsize: int, width: int) -> list[Config]:
     """Configs worth trying for a kernel."""
     vector = max(16 // itemsize, 2)
     tiles = [(32 * warps * vector * times, each // vector, warps) for warps in (2, 4, 8) for times in (1, 2)
-             for each in (8, 16, 32) if each >= vector and 32 * warps * each >= widest]  # fmt: skip
+             for each in (8, 16, 32) if each >= vector and 32 * warps * each >= width]  # fmt: skip
     if kernel == "slices_forward":
         return [Config(*tile, stages, per_sm) for tile in tiles for stages, per_sm in ((1, 0), (3, 4), (3, 8))]
     if kernel == "slices_backward":

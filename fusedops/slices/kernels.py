@@ -82,8 +82,8 @@ def _at(starts, rows, lanes):
 @triton.jit
 def _inside(slots, lanes, PADDED: tl.constexpr):
     """Which lanes of which slots hold features."""
-    number, column, width, taken = slots
-    inside = taken[:, None] & (lanes >= 0)[None, :]
+    width = slots[2]
+    inside = slots[3][:, None] & (lanes >= 0)[None, :]
     if PADDED:
         inside &= lanes[None, :] < width[:, None]
     return inside
@@ -93,16 +93,15 @@ def _inside(slots, lanes, PADDED: tl.constexpr):
 def _load_parameter(vector, slots, lanes, inside, SHARED: tl.constexpr, ACC: tl.constexpr):
     """Each slot's own part of a parameter, or the one that they share; None where it is absent."""
     if vector is not None:
-        number, column, width, taken = slots
+        column = slots[1]
         cols = (column * 0 if SHARED else column)[:, None] + lanes[None, :]
         return tl.load(vector + cols, mask=inside, other=0.0).to(ACC)[:, None, :]
 
 
 @triton.jit
-def _per_width(slots, D: tl.constexpr, ACC: tl.constexpr):
+def _per_width(slots, ACC: tl.constexpr):
     """What a sum over a slice's lanes is multiplied by to be their mean."""
-    number, column, width, taken = slots
-    return 1.0 / width.to(ACC)[:, None]
+    return 1.0 / slots[2].to(ACC)[:, None]
 
 
 @triton.jit
@@ -151,7 +150,7 @@ def _forward_group(x, x_addresses, table, weight, bias, y, x_pitch, total, group
     x_starts = _starts(x, x_addresses, slots, x_pitch, K, M, X, False, STRIDED, ALIGN)
     y_starts = _starts(y, None, slots, total, K, M, Y, APART, False, ALIGN)
     inside = _inside(slots, lanes, padded)
-    per_width = _per_width(slots, D, ACC)
+    per_width = _per_width(slots, ACC)
     w = _load_parameter(weight, slots, lanes, inside, SHARED, ACC)
     b = _load_parameter(bias, slots, lanes, inside, SHARED, ACC)
     if PERSISTENT:
@@ -209,10 +208,9 @@ def slices_forward_kernel(
 
 
 @triton.jit
-def _store_gradient(gradient, partials, value, slot, slots, numbers, lanes, inside, total, D: tl.constexpr,
+def _store_gradient(gradient, partials, value, slot, sums, slots, lanes, inside, total, D: tl.constexpr,
                     SHARED: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
     """A group's sums over its rows: the gradient itself where no other program has a part in it, else a part."""
-    number, column, width, taken = numbers
     if SHARED:
         value = tl.sum(value, axis=0)
         in_width = lanes < D
@@ -220,13 +218,13 @@ def _store_gradient(gradient, partials, value, slot, slots, numbers, lanes, insi
         if tl.num_programs(0) * tl.num_programs(1) == 1:
             tl.store(gradient + lanes, value.to(gradient.dtype.element_ty), mask=in_width)
         else:
-            tl.store(partials + (part * slots + slot) * D + lanes, value, mask=in_width)
+            tl.store(partials + (part * sums + slot) * D + lanes, value, mask=in_width)
     else:
-        cols = column[:, None] + lanes[None, :]
+        cols = slots[1][:, None] + lanes[None, :]
         if tl.num_programs(0) == 1:
             tl.store(gradient + cols, value.to(gradient.dtype.element_ty), mask=inside)
         else:
-            part = tl.program_id(0).to(tl.int64) * slots + slot
+            part = tl.program_id(0).to(tl.int64) * sums + slot
             tl.store(partials + part * (total * ALIGN if ALIGN > 1 else total) + cols, value, mask=inside)
 
 
@@ -253,7 +251,7 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
     if dy_addresses is not None:
         # Address zero stands for an output that nothing came of: its gradient is zero.
         given = tl.load(dy_addresses + slots[0], mask=taken, other=0) != 0
-    per_width = _per_width(slots, D, ACC)
+    per_width = _per_width(slots, ACC)
     w = _load_parameter(weight, slots, lanes, inside, SHARED, ACC)
     b = _load_parameter(bias, slots, lanes, inside, SHARED, ACC)
     if dweight is not None:
@@ -286,11 +284,9 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
             tl.store(_at(dx_starts, rows, lanes), out.to(X), mask=mask)
 
     if dweight is not None:
-        _store_gradient(dweight, partials, dweight_sum, 0, sums, slots, lanes, inside, total, D, SHARED,
-                        ALIGN)
+        _store_gradient(dweight, partials, dweight_sum, 0, sums, slots, lanes, inside, total, D, SHARED, ALIGN)
     if dbias is not None:
-        _store_gradient(dbias, partials, dbias_sum, sums - 1, sums, slots, lanes, inside, total, D, SHARED,
-                        ALIGN)
+        _store_gradient(dbias, partials, dbias_sum, sums - 1, sums, slots, lanes, inside, total, D, SHARED, ALIGN)
 
 
 @triton.jit(do_not_specialize=["dy_pitch", "x_pitch", "total", "K", "M"])

@@ -128,8 +128,9 @@ def _separate(slices: Sequence[Tensor | None], sizes: tuple[int, ...], site: Sit
               known: Addresses | None) -> _Rows:  # fmt: skip
     """A tensor for each slice; None, for a gradient that is zero, has the address 0."""
     pitches = None
-    if all([t is not None and t.is_contiguous() for t in slices]):
-        pointers = tuple([t.data_ptr() for t in slices])  # type: ignore[union-attr]
+    plain = [t for t in slices if t is not None and t.is_contiguous()]
+    if len(plain) == len(slices):
+        pointers = tuple([t.data_ptr() for t in plain])
     else:
         laid = [t if t is None else layout.as_rows(t, 1, size) for t, size in zip(slices, sizes, strict=True)]
         pointers = tuple([0 if t is None else t[0].data_ptr() for t in laid])
@@ -163,7 +164,7 @@ def forward(site: Site, slices: Sequence[Tensor], weight: Tensor | None,
         rows = first.numel() // widths.total
         x = _joint(first, site.dims, widths.total)
     else:
-        rows = first.shape[0]
+        rows = first.numel() // widths.sizes[0]
         x = _separate(slices, widths.sizes, site, first.device, None)
     weight = weight if weight is None or weight.is_contiguous() else weight.contiguous()
     bias = bias if bias is None or bias.is_contiguous() else bias.contiguous()
@@ -176,7 +177,7 @@ def forward(site: Site, slices: Sequence[Tensor], weight: Tensor | None,
     if site.apart:
         y = first.new_empty(rows * widths.total, dtype=site.y)
     elif site.concat and site.dims != 1:
-        y = first.new_empty((*first.shape[: 1 if site.dims == 0 else -2], widths.total), dtype=site.y)
+        y = first.new_empty((*first.shape[: -2 if site.dims else -1], widths.total), dtype=site.y)
     else:
         y = layout.empty(first, site.y)
     grid_x = min(-(-rows // plan.rows), plan.programs)
@@ -193,7 +194,7 @@ def apart(site: Site, buffer: Tensor, slices: Sequence[Tensor]) -> tuple[Tensor,
     """
     with torch._C._AutoDispatchBelowADInplaceOrView():  # type: ignore[attr-defined]
         if site.widths.uniform:
-            return buffer.view(len(slices), -1, site.widths.uniform).unbind(0)
+            return buffer.view(len(slices), *slices[0].shape).unbind(0)
         return tuple(torch._C._nn.unflatten_dense_tensors(buffer, slices))  # type: ignore[attr-defined]
 
 
@@ -220,7 +221,7 @@ def backward(
         rows = first.numel() // total
         x = _joint(first, site.dims, total)
     else:
-        rows = first.shape[0]
+        rows = first.numel() // widths.sizes[0]
         x = _separate(slices, widths.sizes, site, first.device, known)
     if isinstance(dy, Tensor):
         g = _joint(dy, 2 if site.dims == 2 and not site.concat else 1, dy.numel() if site.apart else total)

@@ -47,6 +47,11 @@ def _site(slices: list[Tensor], weight: Tensor | None, bias: Tensor | None, size
                    None if weight is None else weight.dtype, None if bias is None else bias.dtype)  # fmt: skip
 
 
+def _elements(first: Tensor, sizes: list[int]) -> int:
+    """Of all slices together, the first being one of them."""
+    return first.numel() // sizes[0] * sum(sizes)
+
+
 def _forward(slices: list[Tensor], weight: Tensor | None, bias: Tensor | None, *call: Any) -> Tensor:
     return launching.forward(_site(slices, weight, bias, *call), slices, weight, bias)[0]
 
@@ -57,7 +62,7 @@ def _fake_forward(slices: list[Tensor], weight: Tensor | None, bias: Tensor | No
     x = slices[0]
     dtype = out_dtype or x.dtype
     if dims == 0:
-        return x.new_empty((x.shape[0], sum(sizes)) if concat else x.shape[0] * sum(sizes), dtype=dtype)
+        return x.new_empty((*x.shape[:-1], sum(sizes)) if concat else _elements(x, sizes), dtype=dtype)
     if dims == 2 and concat:
         return x.new_empty((*x.shape[:-2], sum(sizes)), dtype=dtype)
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
@@ -66,7 +71,7 @@ def _fake_forward(slices: list[Tensor], weight: Tensor | None, bias: Tensor | No
 def _backward(dy: Tensor, slices: list[Tensor], weight: Tensor | None, bias: Tensor | None,
               *call: Any) -> tuple[Tensor, ...]:  # fmt: skip
     *rest, needs = call
-    grads = launching.backward(_site(slices, weight, bias, *rest), dy, slices, weight, bias, tuple(needs))  # type: ignore[arg-type]
+    grads = launching.backward(_site(slices, weight, bias, *rest), dy, slices, weight, bias, tuple(needs))
     return tuple(dy.new_empty(0) if grad is None else grad for grad in grads)
 
 
@@ -76,7 +81,7 @@ def _fake_backward(dy: Tensor, slices: list[Tensor], weight: Tensor | None, bias
     if not needs[0]:
         dx = dy.new_empty(0)
     elif dims == 0:
-        dx = x.new_empty(x.shape[0] * sum(sizes))
+        dx = x.new_empty(_elements(x, sizes))
     else:
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     return dx, *(

@@ -17,12 +17,12 @@ from .launching import Site
 from .operators import operator_call
 from .widths import Widths, equal_widths, widths_of
 
-__all__ = ["batched_layer_norm_tanh"]
+__all__ = ["ACTIVATION_NAMES", "batched_layer_norm_tanh", "check_sizes"]
 
 _OP = "batched_layer_norm_tanh"
 # Other names of activations.
 _ALIASES = {"none": "identity"}
-_NAMES = (*ACTIVATIONS, *_ALIASES)
+ACTIVATION_NAMES = (*ACTIVATIONS, *_ALIASES)
 
 
 def batched_layer_norm_tanh(
@@ -39,8 +39,8 @@ def batched_layer_norm_tanh(
 
     Args:
         slices: the K slices, fp16, bf16, fp32 or fp64, in one of three forms: one tensor ``(*, K, D)``; one tensor
-            ``(*, ΣD_k)`` with ``sizes``; or a sequence of K tensors ``(B, D_k)``, each where it is in memory, of one
-            dtype. Any strides.
+            ``(*, ΣD_k)`` with ``sizes``; or a sequence of K tensors ``(*, D_k)`` of one dtype, each where it is in
+            memory. Any strides.
         weight: of the norms, each slice its own: ``(ΣD_k,)``, or ``(K, D)`` where all widths are D; or one for all
             slices: ``(D,)``; or None for ones. Its dtype may differ from the slices'.
         bias: likewise, or None for zeros.
@@ -101,11 +101,11 @@ def batched_layer_norm_tanh(
         site is None
         or first.numel() == 0
         or autograd.transforming()
-        or (len(tensors) > 1 and any([t.is_neg() for t in tensors]))
+        or (call.dims == 0 and any(map(Tensor.is_neg, tensors)))
     ):
         return _composite(call, tensors, weight, bias, eps, activation, concat, out_dtype)
     if torch.is_grad_enabled() and (
-        any([t.requires_grad for t in tensors])
+        any(map(_LEARNS, tensors))
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
     ):
@@ -123,20 +123,21 @@ def _check_sequence(slices: Any) -> Sequence[Tensor]:
     return slices
 
 
-def _check_sizes(sizes: Any) -> tuple[int, ...]:
+def check_sizes(sizes: Any, op: str = _OP) -> tuple[int, ...]:
+    """The widths as a tuple of ints, each at least 1."""
     if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Sequence):
-        raise TypeError(f"{_OP}: sizes must be a sequence of ints, got {type(sizes).__name__}")
+        raise TypeError(f"{op}: sizes must be a sequence of ints, got {type(sizes).__name__}")
     if not sizes:
-        raise ValueError(f"{_OP}: sizes must name at least one slice, got an empty sequence")
+        raise ValueError(f"{op}: sizes must name at least one slice, got an empty sequence")
     for k, size in enumerate(sizes):
         if not isinstance(size, int) and not hasattr(size, "__index__"):
-            raise TypeError(f"{_OP}: sizes[{k}] must be an int, got {type(size).__name__}")
+            raise TypeError(f"{op}: sizes[{k}] must be an int, got {type(size).__name__}")
         if size < 1:
-            raise ValueError(f"{_OP}: sizes[{k}] must be at least 1, got {size}")
+            raise ValueError(f"{op}: sizes[{k}] must be at least 1, got {size}")
     return tuple([int(size) for size in sizes])
 
 
-def _check_one(x: Tensor, sizes: Any) -> tuple[int, ...]:
+def _check_one(x: Tensor, sizes: Sequence[int] | None) -> tuple[int, ...]:
     """The widths of the slices of one tensor."""
     checks.check_tensor(_OP, "slices", x)
     if sizes is None:
@@ -146,28 +147,28 @@ def _check_one(x: Tensor, sizes: Any) -> tuple[int, ...]:
         if count < 1 or size < 1:
             raise ValueError(f"{_OP}: slices has shape {tuple(x.shape)}, expected (*, K, D) with K and D at least 1")
         return (size,) * count
-    sizes = _check_sizes(sizes)
-    if x.dim() < 1 or x.shape[-1] != sum(sizes):
-        raise ValueError(f"{_OP}: the sizes of {len(sizes)} slices add up to {sum(sizes)}, but slices has shape "
+    widths = check_sizes(sizes)
+    if x.dim() < 1 or x.shape[-1] != sum(widths):
+        raise ValueError(f"{_OP}: the sizes of {len(widths)} slices add up to {sum(widths)}, but slices has shape "
                          f"{tuple(x.shape)}")  # fmt: skip
-    return sizes
+    return widths
 
 
 def _check_many(slices: Any, sizes: Any) -> tuple[int, ...]:
     """The widths of slices that are tensors of their own."""
     if not len(_check_sequence(slices)):
         raise ValueError(f"{_OP}: slices must hold at least one tensor, got an empty sequence")
-    wanted = None if sizes is None else _check_sizes(sizes)
+    wanted = None if sizes is None else check_sizes(sizes)
     if wanted is not None and len(wanted) != len(slices):
         raise ValueError(f"{_OP}: sizes names {len(wanted)} slices, but there are {len(slices)}")
     first = slices[0]
     for k, t in enumerate(slices):
         name = f"slice {k}"
         checks.check_tensor(_OP, name, t, first if k else None)
-        if t.dim() != 2 or t.shape[-1] < 1:
-            raise ValueError(f"{_OP}: {name} has shape {tuple(t.shape)}, expected (B, D) with D at least 1")
-        if t.shape[0] != first.shape[0]:
-            raise ValueError(f"{_OP}: {name} has shape {tuple(t.shape)}, expected ({first.shape[0]}, D) as slice 0")
+        if t.dim() < 1 or t.shape[-1] < 1:
+            raise ValueError(f"{_OP}: {name} has shape {tuple(t.shape)}, expected (*, D) with D at least 1")
+        if t.shape[:-1] != first.shape[:-1]:
+            raise ValueError(f"{_OP}: {name} has shape {tuple(t.shape)}, but slice 0 has {tuple(first.shape)}")
         if t.dtype != first.dtype:
             raise TypeError(f"{_OP}: {name} has dtype {t.dtype}, expected {first.dtype} as slice 0")
         if wanted is not None and t.shape[-1] != wanted[k]:
@@ -180,7 +181,7 @@ def _check(slices: Any, weight: Any, bias: Any, eps: Any, sizes: Any, activation
     one = isinstance(slices, Tensor)
     widths = _check_one(slices, sizes) if one else _check_many(slices, sizes)
     total, count, size = sum(widths), len(widths), widths[0]
-    equal = all([other == size for other in widths])
+    equal = all(other == size for other in widths)
     for name, value in (("weight", weight), ("bias", bias)):
         if value is not None:
             checks.check_tensor(_OP, name, value, slices if one else slices[0])
@@ -189,7 +190,7 @@ def _check(slices: Any, weight: Any, bias: Any, eps: Any, sizes: Any, activation
                 shapes = f"({total},), ({count}, {size}) or ({size},)" if equal else f"({total},)"
                 raise ValueError(f"{_OP}: {name} has shape {shape}, expected {shapes} for {count} slices")
     checks.check_eps(_OP, eps)
-    checks.check_choice(_OP, "activation", activation, _NAMES)
+    checks.check_choice(_OP, "activation", activation, ACTIVATION_NAMES)
     return widths
 
 
@@ -217,6 +218,7 @@ _admitted: dict[Any, _Call] = {}
 _MOST_ADMITTED = 8192
 # What the checks look at in a slice that is a tensor of its own.
 _FACTS = attrgetter("__class__", "dtype", "device", "shape")
+_LEARNS = attrgetter("requires_grad")
 # Tuples of sizes by their identity, so that a call need not read a thousand numbers; each holds its tuple alive.
 _seen_sizes: dict[int, tuple[tuple[int, ...], Widths]] = {}
 
@@ -225,7 +227,7 @@ def _known_sizes(sizes: Sequence[int]) -> Widths:
     found = _seen_sizes.get(id(sizes))
     if found is not None:
         return found[1]
-    widths = widths_of(_check_sizes(sizes))
+    widths = widths_of(check_sizes(sizes))
     if type(sizes) is tuple:
         if len(_seen_sizes) >= _MOST_ADMITTED:
             _seen_sizes.clear()
@@ -261,7 +263,11 @@ def _admit(key: Any, slices: Any, weight: Tensor | None, bias: Tensor | None, ep
     shared, spread = _sharing(weight, bias, checked)
     site = None
     # Tensors whose sign is still to be flipped (an imaginary part after conj) have other numbers in memory.
-    if launch.runs_kernels(first.device.type) and widths.widest <= configs.WIDEST and not first.is_neg():
+    if (
+        launch.runs_kernels(first.device.type)
+        and widths.widest <= configs.widest(first.dtype.itemsize)
+        and not first.is_neg()
+    ):
         site = launching.site_of(
             widths, dims, bool(concat), float(eps), _ALIASES.get(activation, activation), shared, out_dtype,
             first.get_device(), first.dtype, *(None if p is None else p.dtype for p in (weight, bias)),
@@ -287,8 +293,8 @@ def _observed(slices: Any, weight: Tensor | None, bias: Tensor | None, eps: floa
             p.expand(len(widths), -1) if p is not None and _is_shared(p, widths) else p for p in (weight, bias)
         )
     activation = _ALIASES.get(activation, activation)
-    uniform = widths[0] if all([size == widths[0] for size in widths]) else 0
-    if not launch.runs_kernels(tensors[0].device.type) or max(widths) > configs.WIDEST:
+    uniform = widths[0] if all(size == widths[0] for size in widths) else 0
+    if not launch.runs_kernels(tensors[0].device.type) or max(widths) > configs.widest(tensors[0].dtype.itemsize):
         return reference.composite(tensors, weight, bias, widths, uniform, dims, shared, concat, eps,
                                    ACTIVATIONS[activation].formula, out_dtype)  # fmt: skip
     return operator_call(tensors, weight, bias, widths, dims, concat, eps, activation, shared, out_dtype)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 __all__ = ["Groups", "Widths", "equal_widths", "widths_of"]
 
 
-
 @dataclass(frozen=True, eq=False)
 class Widths:
     """The widths of all slices; `widths_of` keeps one for each tuple, so identity is equality.
