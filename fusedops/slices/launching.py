@@ -192,10 +192,10 @@ def apart(site: Site, buffer: Tensor, slices: Sequence[Tensor]) -> tuple[Tensor,
     They share its memory, none of it twice, and nothing else: autograd is not to take them for views, whose change in
     place it would refuse, or take for a change of all.
     """
-    with torch._C._AutoDispatchBelowADInplaceOrView():  # type: ignore[attr-defined]
+    with torch._C._AutoDispatchBelowADInplaceOrView():
         if site.widths.uniform:
             return buffer.view(len(slices), *slices[0].shape).unbind(0)
-        return tuple(torch._C._nn.unflatten_dense_tensors(buffer, slices))  # type: ignore[attr-defined]
+        return tuple(torch._C._nn.unflatten_dense_tensors(buffer, list(slices)))
 
 
 def backward(

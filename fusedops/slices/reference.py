@@ -109,7 +109,9 @@ def composite_backward(dys: tuple[Tensor | None, ...], slices: tuple[Tensor, ...
     dxs = [dx for dx, _, _ in results]
     if dims:
         dxs = [(dxs[0].flatten(-2) if uniform else torch.cat(dxs, -1)).reshape(slices[0].shape)]
-    return dxs, *(_summed([r[i] for r in results], bool(dims and uniform), shared) for i in (1, 2))
+    dweights, dbiases = ([result[i] for result in results] for i in (1, 2))
+    together = bool(dims and uniform)
+    return dxs, _summed(dweights, together, shared), _summed(dbiases, together, shared)
 
 
 def _summed(parts: list[Tensor], together: bool, shared: bool) -> Tensor:
