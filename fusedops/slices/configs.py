@@ -9,7 +9,7 @@ __all__ = ["backward", "candidates", "forward", "sum_partials", "widest"]
 
 def widest(itemsize: int) -> int:
     """The widest slice whose rows a program holds whole."""
-    return 8192 if itemsize < 8 else 4096
+    return 4096 if itemsize < 8 else 2048
 
 
 def _tile(itemsize: int, width: int, each: int) -> tuple[int, int, int]:
@@ -31,9 +31,16 @@ def forward(itemsize: int, width: int) -> Config:
     return Config(lanes, rows, warps)
 
 
-def backward(itemsize: int, width: int) -> Config:
-    """The backward: few programs, each with a loop over tiles."""
-    lanes, rows, warps = _tile(itemsize, width, 16 if itemsize < 8 else 8)
+def backward(itemsize: int, width: int, align: int) -> Config:
+    """The backward: few programs, each with a loop over tiles.
+
+    Slices whose widths have no common factor, which ``align`` is then, load element by element: addresses and masks
+    take the registers of half a tile.
+    """
+    each = 16 if itemsize < 8 else 8
+    lanes, rows, warps = _tile(itemsize, width, each)
+    if align == 1:
+        rows = max(1, rows // 2)
     return Config(lanes, rows, warps, 3, 4)
 
 

@@ -17,9 +17,10 @@ from torch.nn import functional as F
 
 from ..core.activations import ACTIVATIONS
 from ..core.spec import BadSample, Maker, Sample, Shape, Spec
-from . import ops, reference
+from . import configs, launching, ops, reference
+from .widths import widths_of
 
-__all__ = ["SPECS"]
+__all__ = ["SPECS", "compiled_plans"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _MOST = 128  # slices of a sample that are tensors of their own
@@ -257,6 +258,35 @@ def _benchmark(apart: bool) -> Callable[[Shape, torch.dtype, torch.device], Samp
         return Sample(name, tensors | {"weight": make(total), "bias": make(total)}, {} if apart else {"sizes": sizes})
 
     return benchmark
+
+
+def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> dict[str, Callable[[], object]]:
+    """Functions that build all variants of the operator, by name; the widest slice has ``cols`` columns.
+
+    With ``other``, the parameters' dtype, those that keep most alone.
+    """
+    widest = min(cols, configs.widest(dtype.itemsize))
+
+    def build(sizes: tuple[int, ...], dims: int, shared: bool = False, concat: bool = False) -> None:
+        site = launching.site_of(widths_of(sizes), dims, concat, 1e-5, "tanh", shared, None, -1, dtype, other or dtype,
+                                 other or dtype)  # fmt: skip
+        separate, device = dims == 0 and not concat, torch.device("cpu")
+        launching._plan_forward(site, True, dims == 0, device)
+        launching._plan_backward(site, (True, True, True), dtype, separate, True, dims == 0, separate, device)
+
+    equal, unequal = (widest,) * 20, (max(1, widest // 5), widest, max(1, widest // 2), widest)
+    plans: dict[str, Callable[[], object]] = {
+        "slices of one width": partial(build, equal, 2),
+        "slices of several widths": partial(build, unequal, 1),
+    }
+    if other is not None:
+        return plans
+    return plans | {
+        "slices that share parameters": partial(build, equal, 2, shared=True),
+        "slices apart": partial(build, equal, 0),
+        "slices apart, of several widths": partial(build, unequal, 0),
+        "slices joined": partial(build, unequal, 0, concat=True),
+    }
 
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
