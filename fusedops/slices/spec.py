@@ -271,8 +271,8 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
         site = launching.site_of(widths_of(sizes), dims, concat, 1e-5, "tanh", shared, None, -1, dtype, other or dtype,
                                  other or dtype)  # fmt: skip
         separate, device = dims == 0 and not concat, torch.device("cpu")
-        launching._plan_forward(site, True, dims == 0, device)
-        launching._plan_backward(site, (True, True, True), dtype, separate, True, dims == 0, separate, device)
+        launching._plan_forward(site, True, False, device)
+        launching._plan_backward(site, (True, True, True), dtype, separate, True, False, False, device)
 
     equal, unequal = (widest,) * 20, (max(1, widest // 5), widest, max(1, widest // 2), widest)
     plans: dict[str, Callable[[], object]] = {
