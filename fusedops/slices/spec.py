@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from ..core.activations import ACTIVATIONS
 from ..core.spec import BadSample, Maker, Sample, Shape, Spec
 from . import configs, launching, ops, reference
+from .addresses import store_variant
 from .widths import widths_of
 
 __all__ = ["SPECS", "compiled_plans"]
@@ -155,6 +156,8 @@ def _samples(apart: bool) -> Callable[[torch.device, torch.dtype], Iterator[Samp
             yield sample("shape " + "x".join(map(str, shape)), shape, _widths(shape[-1]))
         for shape in ((6, 5, 8), (3, 33, 4), (70, 3, 32), (2, 3, 4, 24), (5, 20, 1), (4, 7, 3), (3, 1, 40)):
             yield sample("equal " + "x".join(map(str, shape)), shape)
+        if not apart:
+            yield sample("equal 2x1000x3", (2, 1000, 3))
         yield sample("from 1 to 1024", (5, 1200), (3, 128, 1, 1024, 44))
         yield sample("ten widths", (9, 220), (16, 4, 32, 17, 64, 1, 3, 7, 64, 12))
         yield sample("multiples of eight", (40, 136), (16, 8, 64, 8, 40))
@@ -284,6 +287,7 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
     return plans | {
         "slices that share parameters": partial(build, equal, 2, shared=True),
         "slices apart": partial(build, equal, 0),
+        "a table of addresses": partial(store_variant, -1),
         "slices apart, of several widths": partial(build, unequal, 0),
         "slices joined": partial(build, unequal, 0, concat=True),
     }
