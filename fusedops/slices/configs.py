@@ -31,17 +31,20 @@ def forward(itemsize: int, width: int) -> Config:
     return Config(lanes, rows, warps)
 
 
-def backward(itemsize: int, width: int, align: int) -> Config:
+def backward(itemsize: int, width: int, align: int, equal: bool) -> Config:
     """The backward: few programs, each with a loop over tiles.
 
     Slices whose widths have no common factor, which ``align`` is then, load element by element: addresses and masks
-    take the registers of half a tile.
+    take the registers of half a tile. For widths that are not ``equal`` the compiler, left alone, goes down to 128
+    registers by way of the stack; three programs of 168 fit as well.
     """
     each = 16 if itemsize < 8 else 8
     lanes, rows, warps = _tile(itemsize, width, each)
     if align == 1:
         rows = max(1, rows // 2)
-    return Config(lanes, rows, warps, 3, 4)
+    if equal or warps > 4:
+        return Config(lanes, rows, warps, 3, 4)
+    return Config(lanes, rows, warps, 3, 3, registers=168)
 
 
 def sum_partials() -> Config:

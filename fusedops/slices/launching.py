@@ -338,7 +338,8 @@ def _plan_backward(site: Site, needs: tuple[bool, bool, bool], dy: torch.dtype, 
     widths = site.widths
     needs_x, needs_weight, needs_bias = needs
     config = tuning.choose("slices_backward", _table_key(site), site.device_index,
-                           lambda: configs.backward(site.x.itemsize, widths.widest, widths.align))  # fmt: skip
+                           lambda: configs.backward(site.x.itemsize, widths.widest, widths.align,
+                                                    widths.uniform > 0))  # fmt: skip
     groups = _groups(widths, config)
     types, constants = _common(site, groups, aligned, strided)
     sums = needs_weight + needs_bias

@@ -277,7 +277,9 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
         launching._plan_forward(site, True, False, device)
         launching._plan_backward(site, (True, True, True), dtype, separate, True, False, False, device)
 
-    equal, unequal = (widest,) * 20, (max(1, widest // 5), widest, max(1, widest // 2), widest)
+    # Multiples of eight, as embeddings are as a rule: for odd widths the class waits on the stack till its turn.
+    eights = max(widest // 8, 1)
+    equal, unequal = (widest,) * 20, tuple(8 * max(part, 1) for part in (eights // 5, eights, eights // 2, eights))
     plans: dict[str, Callable[[], object]] = {
         "slices of one width": partial(build, equal, 2),
         "slices of several widths": partial(build, unequal, 1),
