@@ -42,7 +42,7 @@ def backward(itemsize: int, width: int, align: int, equal: bool) -> Config:
     lanes, rows, warps = _tile(itemsize, width, each)
     if align == 1:
         rows = max(1, rows // 2)
-    if equal or warps > 4:
+    if equal or width > 512 or itemsize == 8:
         return Config(lanes, rows, warps, 3, 4)
     return Config(lanes, rows, warps, 3, 3, registers=168)
 
