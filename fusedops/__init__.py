@@ -3,11 +3,13 @@
 from . import nn
 from .activations.ops import bias_act, bias_gelu, geglu, gelu, glu, swiglu
 from .norms.ops import bias_dropout_add, bias_dropout_add_ln, bias_dropout_add_rms_norm, layer_norm, rms_norm
+from .slices.ops import batched_layer_norm_tanh
 
 __version__ = "0.1.0"
 
 __all__ = [
     "__version__",
+    "batched_layer_norm_tanh",
     "bias_act",
     "bias_dropout_add",
     "bias_dropout_add_ln",

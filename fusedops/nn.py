@@ -8,8 +8,10 @@ from .norms.modules import (
     FusedLayerNorm,
     FusedRMSNorm,
 )
+from .slices.modules import FusedBatchedLayerNormTanh
 
 __all__ = [
+    "FusedBatchedLayerNormTanh",
     "FusedBiasAct",
     "FusedBiasDropoutAdd",
     "FusedBiasDropoutAddLayerNorm",

@@ -96,15 +96,18 @@ def test_disabled_inside(spec: Spec, low: torch.dtype, device: torch.device) -> 
 def test_after_a_linear(spec: Spec, low: torch.dtype, device: torch.device) -> None:
     """Mixed precision as in a model: a linear's output in the low dtype, parameters and the stream in fp32."""
     sample = _sample(spec, device, torch.float32, torch.float32)
-    linear = torch.nn.Linear(40, 40, device=device)
     first = spec.tensors[0]
+    width = sample.tensors[first].shape[-1]
+    linear = torch.nn.Linear(width, width, device=device)
 
     def step(fused: bool) -> tuple[Tensor, ...]:
         with torch.autocast(device.type, dtype=low):
             rows = linear(sample.tensors[first])
             assert rows.dtype == low
             call = spec.call if fused else eager(spec, sample)
-            values = {**sample.tensors, first: rows}
+            # Slices that are tensors of their own have one dtype.
+            slices = {name: t.to(low) for name, t in sample.tensors.items() if name.startswith("slice_")}
+            values = {**sample.tensors, **slices, first: rows}
             return as_tuple(call(**values, **sample.options)) if fused else as_tuple(call(values))
 
     ours, theirs = step(True), step(False)

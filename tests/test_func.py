@@ -143,15 +143,20 @@ def _loop(function: Callable[..., Any], values: list[Tensor], in_dims: list[int 
     return tuple(torch.stack(outputs) for outputs in zip(*(function(*one) for one in slices), strict=True))
 
 
+def _present(spec: Spec) -> list[Tensor]:
+    """The tensors that the samples here have."""
+    tensors = spec.benchmark((ROWS, COLS), torch.float64, torch.device("meta")).tensors
+    return [t for name in spec.tensors if (t := tensors.get(name)) is not None]
+
+
 def _matrices(spec: Spec) -> tuple[int, ...]:
     """All that is as large as the rows."""
-    tensors = spec.benchmark((2, 2), torch.float64, torch.device("meta")).tensors
-    return tuple(i for i, name in enumerate(spec.tensors) if tensors[name].dim() > 1)
+    return tuple(i for i, t in enumerate(_present(spec)) if t.dim() > 1)
 
 
 def _subsets(spec: Spec) -> list[tuple[int, ...]]:
     """Rows alone, all that is as large as they are, each argument alone, and everything."""
-    count = len(spec.tensors)
+    count = len(_present(spec))
     return list(dict.fromkeys([(0,), _matrices(spec), *((i,) for i in range(count)), tuple(range(count))]))
 
 

@@ -50,13 +50,12 @@ def test_every_subset_of_inputs(case: Case) -> None:
         for names in itertools.combinations(present, count):
             leaves = {name: t.clone().requires_grad_(name in names) for name, t in present.items()}
             outputs = function(leaves)
-            assert outputs[0].requires_grad == bool(names)
             # The sum hangs on no parameter of the norm, so it may need no gradient where the output does.
-            used = [output for output in outputs if output.requires_grad]
+            used = {o: c for o, c in zip(outputs, random_like(outputs), strict=True) if o.requires_grad}
+            assert bool(used) == bool(names)
             if not names:
-                assert not used
                 continue
-            torch.autograd.backward(used, random_like(used))
+            torch.autograd.backward(list(used), list(used.values()))
             assert {name for name, leaf in leaves.items() if leaf.grad is not None} == set(names)
             for name in names:
                 # The same terms, in another order at most: a few roundings of fp32.
@@ -65,10 +64,14 @@ def test_every_subset_of_inputs(case: Case) -> None:
                 )
 
 
-@cases((torch.float32, torch.bfloat16), lambda spec, sample: bool(sample.options.get("return_sum")))
-@pytest.mark.parametrize("used", [0, 1], ids=["output", "sum"])
-def test_one_of_two_outputs_used(case: Case, used: int) -> None:
-    """The unused output's gradient is zero, however it is handed over."""
+def _has_outputs(spec: Spec, sample: Sample) -> bool:
+    return bool(sample.options.get("return_sum")) or ("slice_2" in sample.tensors and sample.name == "shape 7x17")
+
+
+@cases((torch.float32, torch.bfloat16), _has_outputs)
+@pytest.mark.parametrize("used", [0, 1], ids=["first", "second"])
+def test_one_of_several_outputs_used(case: Case, used: int) -> None:
+    """The unused outputs' gradients are zero, however they are handed over."""
     spec, sample = case.spec, case.sample()
     tensors = tensors_of(spec, sample)
     outputs = call(spec, sample)({name: t.requires_grad_() for name, t in tensors.items()})
@@ -78,8 +81,25 @@ def test_one_of_two_outputs_used(case: Case, used: int) -> None:
     for (name, want), got in zip(both.items(), alone, strict=True):
         # The norm's own parameters have no part in the sum: autograd may say so by None.
         torch.testing.assert_close(torch.zeros_like(want) if got is None else got, want, msg=name)
-    if used == 1:
+    if used == 1 and "return_sum" in sample.options:
         assert not any(both[name].any() for name in ("weight", "ln_bias") if name in both)
+
+
+@pytest.mark.kernels
+@cases((torch.float32,), lambda spec, sample: spec.kept == 0 and sample.name == "shape 7x17")
+def test_an_output_changed_in_place(case: Case) -> None:
+    """Nothing of the backward hangs on an output where none is kept, nor does one output on another."""
+    spec, sample = case.spec, case.sample()
+    plain = check_gradients(spec, sample)
+    leaves = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
+    outputs = call(spec, sample)(leaves)
+    before = [output.detach().clone() for output in outputs]
+    cotangents = random_like(outputs)
+    outputs[0].mul_(2.0)
+    assert all(map(torch.equal, outputs[1:], before[1:]))
+    grads = torch.autograd.grad(outputs, list(leaves.values()), [cotangents[0] / 2.0, *cotangents[1:]])
+    for (name, want), got in zip(plain.items(), grads, strict=True):
+        assert torch.equal(got, want), name
 
 
 @cases((torch.float32, torch.bfloat16), _small)
@@ -167,4 +187,4 @@ def test_gradients_are_not_all_zero() -> None:
         with fixed_draw():
             outputs = as_tuple(eager(spec, sample, mask)(leaves))
         for grad in torch.autograd.grad(outputs, list(leaves.values()), random_like(outputs)):
-            assert grad.square().mean() > 0.1
+            assert grad.square().mean() > 0.01

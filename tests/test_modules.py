@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import fusedops
 from fusedops.nn import (
+    FusedBatchedLayerNormTanh,
     FusedBiasAct,
     FusedBiasDropoutAdd,
     FusedBiasDropoutAddLayerNorm,
@@ -407,3 +408,76 @@ def test_bad_arguments(fused: type[nn.Module]) -> None:
             fused(4, p=p)
     with pytest.raises(ValueError, match=r"x has shape \(2, 5\), expected \(\*, 4\)"):
         fused(4, elementwise_affine=False)(torch.randn(2, 5))
+
+
+# --- slices: one module in the place of many ----------------------------------------------------------------------
+
+SIZES = (4, 17, 1, 32)
+
+
+def _layers(sizes: tuple[int, ...] = SIZES, **options: Any) -> list[nn.LayerNorm]:
+    layers = [nn.LayerNorm(size, **options) for size in sizes]
+    for layer in layers:
+        _randomise(layer)
+    return layers
+
+
+@pytest.mark.parametrize("options", [{}, {"eps": 0.25}, {"elementwise_affine": False}, {"bias": False},
+                                     {"dtype": torch.float64}], ids=str)  # fmt: skip
+def test_slices_take_over_layers(options: dict[str, Any], device: torch.device) -> None:
+    """In each form of input; and what they give back are the layers that they took over."""
+    layers = [layer.to(device) for layer in _layers(**options)]
+    module = FusedBatchedLayerNormTanh.from_layers(layers)
+    slices = [torch.randn(5, size, device=device, dtype=options.get("dtype")) for size in SIZES]
+    expected = [layer(x).tanh() for layer, x in zip(layers, slices, strict=True)]
+    for ours, theirs in zip(module(slices), expected, strict=True):
+        _close(ours, theirs)
+    _close(module(torch.cat(slices, 1)), torch.cat(expected, 1))
+    module.concat = True
+    _close(module(slices), torch.cat(expected, 1))
+    for ours, theirs in zip(module.to_layers(), layers, strict=True):
+        assert repr(ours) == repr(theirs)
+        assert ours.state_dict().keys() == theirs.state_dict().keys()
+        assert all(map(torch.equal, ours.state_dict().values(), theirs.state_dict().values()))
+
+
+def test_slices_of_one_width(device: torch.device) -> None:
+    layers = [layer.to(device) for layer in _layers((8,) * 3)]
+    x = torch.randn(2, 5, 3, 8, device=device)
+    expected = torch.stack([layer(t).tanh() for layer, t in zip(layers, x.unbind(-2), strict=True)], -2)
+    _close(FusedBatchedLayerNormTanh.from_layers(layers)(x), expected)
+    joined = FusedBatchedLayerNormTanh.from_layers(layers, activation="relu", concat=True)(x)
+    _close(joined, torch.stack([layer(t).relu() for layer, t in zip(layers, x.unbind(-2), strict=True)], -2).flatten(2))
+
+
+def test_slices_keep_what_layers_are() -> None:
+    layers = [layer.eval().requires_grad_(False) for layer in _layers()]
+    module = FusedBatchedLayerNormTanh.from_layers(layers)
+    assert not module.training and not any(p.requires_grad for p in module.parameters())
+    assert not any(p.requires_grad for layer in module.to_layers() for p in layer.parameters())
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert repr(twin) == repr(module)
+        assert all(map(torch.equal, twin.parameters(), module.parameters()))
+    assert "4, 17, 1, 32" in repr(module) and "activation='tanh'" in repr(module)
+    assert "<20 slices, 60 columns>" in repr(FusedBatchedLayerNormTanh([3] * 20))
+    fresh = FusedBatchedLayerNormTanh(SIZES)
+    assert fresh.weight.eq(1).all() and fresh.bias.eq(0).all() and list(fresh.state_dict()) == ["weight", "bias"]
+
+
+def test_bad_layers() -> None:
+    build = FusedBatchedLayerNormTanh.from_layers
+    for layers, error, match in (
+        ([], ValueError, "must hold at least one"),
+        ([nn.LayerNorm(3), nn.RMSNorm(3)], TypeError, "layer 1 must be a torch.nn.LayerNorm, got RMSNorm"),
+        ([nn.LayerNorm((2, 3))], ValueError, r"layer 0 normalises \(2, 3\)"),
+        ([nn.LayerNorm(3), nn.LayerNorm(4, eps=0.1)], ValueError, "layer 1 has eps=0.1"),
+        ([nn.LayerNorm(3), nn.LayerNorm(4, bias=False)], ValueError, "layer 1 has .*no bias"),
+    ):
+        with pytest.raises(error, match=match):
+            build(layers)
+    with pytest.raises(ValueError, match="activation must be one of"):
+        FusedBatchedLayerNormTanh(SIZES, activation="tan")
+    with pytest.raises(ValueError, match=r"sizes\[1\] must be at least 1, got 0"):
+        FusedBatchedLayerNormTanh((2, 0))
+    with pytest.raises(ValueError, match=r"slices has shape \(2, 9\), expected \(\*, 54\) for the sizes of 4 slices"):
+        FusedBatchedLayerNormTanh(SIZES)(torch.randn(2, 9))

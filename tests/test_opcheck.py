@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from fusedops.core.spec import Sample, Spec
 from support import ALL_SPECS, Case, as_tuple, call, cases, random_like, tensors_of
@@ -34,7 +35,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "fusedops":
-            copies = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args)
+            copies = tree_map_only(Tensor, lambda t: t.detach().clone(), args)
             self.calls.append((func, copies, dict(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
@@ -69,11 +70,9 @@ def test_opcheck(case: Case, device: torch.device) -> None:
     calls = _record(case.spec, case.sample())
     assert [_is_backward(func) for func, _, _ in calls] == [False, True]
     for func, args, kwargs in calls:
-        differentiable = not _is_backward(func)
-        inputs = tuple(
-            a.requires_grad_() if differentiable and isinstance(a, Tensor) and a.is_floating_point() else a
-            for a in args
-        )
+        inputs = args
+        if not _is_backward(func):
+            inputs = tree_map_only(Tensor, lambda t: t.requires_grad_(t.is_floating_point()), args)
         # The dynamic tracing test runs the operator several times over: once an operator and kind of sample will do.
         checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
         if case.sample().name in ("shape 7x17", "sum returned", "save=inputs", "save=output"):

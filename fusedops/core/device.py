@@ -221,8 +221,9 @@ def tanh(x):
 
 @triton.jit
 def tanh_derivative(x):
-    s, rest = logistic(exponential(x, -2.0))
-    return 4.0 * s * rest
+    # Of |x|: 4 r (1 - r) with r = 1 / (1 + exp(2 |x|)) neither overflows nor is a difference of near equals.
+    r = reciprocal(1.0 + exponential(tl.abs(x), 2.0))
+    return 4.0 * (r - r * r)
 
 
 @triton.jit

@@ -1,0 +1,98 @@
+"""Tables of addresses on the device, for slices that are tensors of their own: gathered once, kept while they stay."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import launch
+from ..core.launch import Variant
+from ..core.tuning import Config
+
+__all__ = ["Addresses", "gather"]
+
+# Tables kept: a training step has two, one for the slices and one for their gradients.
+_MOST_TABLES = 64
+# Addresses that one launch of `store_addresses_kernel` takes.
+_STORED = 32
+_lock = threading.Lock()
+
+
+class Addresses:
+    """Where tensors lie: a table for the kernels, and what of it they were compiled for.
+
+    ``table`` is int64: the addresses, and after them the distances between rows if ``strided``. ``bits`` has a bit set
+    wherever an address has one, ``pitches`` wherever a distance has one.
+    """
+
+    __slots__ = ("bits", "key", "pitches", "strided", "table")
+
+    def __init__(self, key: Any, table: Tensor, pointers: tuple[int, ...], pitches: tuple[int, ...] | None) -> None:
+        self.key = key
+        self.table = table
+        self.strided = pitches is not None
+        self.bits = reduce(or_, pointers)
+        self.pitches = 0 if pitches is None else reduce(or_, pitches)
+
+
+_tables: OrderedDict[Any, Addresses] = OrderedDict()
+
+
+def gather(device_index: int, device: torch.device, pointers: tuple[int, ...], pitches: tuple[int, ...] | None,
+           known: Addresses | None = None) -> Addresses:  # fmt: skip
+    """The table of these addresses, ``known`` itself if it is that.
+
+    ``pitches`` are the distances between rows, None where they are the widths. A table belongs to the stream that it
+    was filled on. While a graph is captured it is filled by recorded kernels, and belongs to the graph: a replay needs
+    no memory of the host, and none that is kept here.
+    """
+    stream = torch._C._cuda_getCurrentRawStream(device_index) if device_index >= 0 else 0
+    recorded = device_index >= 0 and torch._C._cuda_isCurrentStreamCapturing()
+    key = (device_index, stream, recorded, pointers, pitches)
+    if known is not None and known.key == key:
+        return known
+    values = pointers if pitches is None else pointers + pitches
+    if recorded:
+        return Addresses(key, _recorded(device_index, device, values), pointers, pitches)
+    with _lock:
+        found = _tables.get(key)
+        if found is not None:
+            _tables.move_to_end(key)
+            return found
+    table = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=device_index >= 0)
+    found = Addresses(key, table.to(device, non_blocking=True), pointers, pitches)
+    with _lock:
+        _tables[key] = found
+        if len(_tables) > _MOST_TABLES:
+            _tables.popitem(last=False)
+    return found
+
+
+_store: dict[int, Variant] = {}
+
+
+def _recorded(device_index: int, device: torch.device, values: tuple[int, ...]) -> Tensor:
+    store = _store.get(device_index)
+    if store is None:
+        store = _store[device_index] = store_variant(device_index)
+    table = torch.empty(len(values), dtype=torch.int64, device=device)
+    for start in range(0, len(values), _STORED):
+        part = values[start : start + _STORED]
+        store(1, 1, table, start, len(part), *part, *(0,) * (_STORED - len(part)))
+    return table
+
+
+def store_variant(device_index: int) -> Variant:
+    """The kernel that writes addresses into a table."""
+    from .kernels import store_addresses_kernel
+
+    types: dict[str, str | None] = {"addresses": "*i64", "start": "i32", "count": "i32"}
+    types |= dict.fromkeys((f"a{i}" for i in range(_STORED)), "i64")
+    return launch.build(store_addresses_kernel, types, {}, Config(1, 1, 1), device_index=device_index,
+                        acc=torch.float32, cols=0, aligned=False)  # fmt: skip

@@ -1,0 +1,165 @@
+"""The slices family's module: the parameters of all slices' norms, and one functional call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.checks import check_choice
+from . import ops
+
+__all__ = ["FusedBatchedLayerNormTanh"]
+
+
+class FusedBatchedLayerNormTanh(nn.Module):
+    """``tanh(layer_norm(slice))`` on many slices of features at once, each with its own norm.
+
+    Stands in for a list of `torch.nn.LayerNorm`, one a slice, each followed by tanh; `from_layers` takes over such a
+    list's parameters and `to_layers` gives them back. ``weight`` and ``bias`` hold all slices' side by side, in one
+    tensor each.
+
+    Args:
+        sizes: the widths D_k of the slices.
+        eps: added to the variance.
+        elementwise_affine: whether ``weight`` and ``bias`` are learnt; they start at ones and zeros.
+        bias: whether there is a ``bias``; counts only with ``elementwise_affine``.
+        device: where the parameters live.
+        dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the slices'.
+        activation: what follows the norm; the names are those of `fusedops.batched_layer_norm_tanh`.
+        concat: return one tensor with the slices side by side, as the next linear takes it.
+    Shape:
+        slices: one tensor ``(*, ΣD_k)``; or ``(*, K, D)`` where all widths are D; or a sequence of K tensors
+        ``(*, D_k)``. The output has the form of the input, a tuple for a sequence; with ``concat`` ``(*, ΣD_k)``.
+    Raises:
+        ValueError: the slices' widths are not ``sizes``; a batch size differs; ``activation`` is unknown.
+        TypeError: a slice is no floating-point tensor, or the slices' dtypes differ.
+        RuntimeError: slices and parameters are on different devices.
+    Numerics: statistics in fp32, in fp64 for fp64 inputs; two-pass variance.
+    Source: Ba et al. 2016, arXiv:1607.06450.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: str = "tanh",
+        concat: bool = False,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        # A tuple that stays the same object is looked at once.
+        self.sizes = ops.check_sizes(sizes, name)
+        check_choice(name, "activation", activation, ops.ACTIVATION_NAMES)
+        self.eps = eps
+        self.elementwise_affine = elementwise_affine
+        self.activation = activation
+        self.concat = concat
+        total = sum(self.sizes)
+        for parameter, wanted in (("weight", elementwise_affine), ("bias", elementwise_affine and bias)):
+            value = nn.Parameter(torch.empty(total, device=device, dtype=dtype)) if wanted else None
+            self.register_parameter(parameter, value)
+        self.reset_parameters()
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def reset_parameters(self) -> None:
+        """Set the weight to ones and the bias to zeros, as `torch.nn.LayerNorm` does."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, slices: Tensor | Sequence[Tensor]) -> Any:
+        """Normalise and activate; see the class."""
+        sizes: tuple[int, ...] | None = self.sizes
+        if isinstance(slices, Tensor) and slices.shape[-1] != sum(self.sizes):
+            # Not side by side: then a slice is a row of the last two dimensions.
+            if slices.shape[-2:] != (len(self.sizes), self.sizes[0]) or len(set(self.sizes)) > 1:
+                raise ValueError(
+                    f"{type(self).__name__}: slices has shape {tuple(slices.shape)}, expected (*, {sum(self.sizes)}) "
+                    f"for the sizes of {len(self.sizes)} slices"
+                )
+            sizes = None
+        return ops.batched_layer_norm_tanh(slices, self.weight, self.bias, self.eps, sizes=sizes,
+                                           activation=self.activation, concat=self.concat)  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """The constructor's arguments, in the style of `torch.nn.LayerNorm`."""
+        sizes = str(self.sizes)
+        if len(self.sizes) > 8:
+            sizes = f"<{len(self.sizes)} slices, {sum(self.sizes)} columns>"
+        return (
+            f"{sizes}, eps={self.eps}, elementwise_affine={self.elementwise_affine}, bias={self.bias is not None}, "
+            f"activation={self.activation!r}, concat={self.concat}"
+        )
+
+    @classmethod
+    def from_layers(cls, layers: Iterable[nn.LayerNorm], *, activation: str = "tanh",
+                    concat: bool = False) -> FusedBatchedLayerNormTanh:  # fmt: skip
+        """The module with the parameters of these layers, one a slice, in copies.
+
+        Raises:
+            TypeError: a layer is no `torch.nn.LayerNorm`.
+            ValueError: there are none; a layer normalises several dimensions; or one differs from the first in what
+                they must have in common: eps, which parameters it has, their dtype, device, and whether they learn.
+        """
+        layers = list(layers)
+        name = cls.__name__
+        if not layers:
+            raise ValueError(f"{name}: layers must hold at least one torch.nn.LayerNorm, got none")
+        for k, layer in enumerate(layers):
+            if not isinstance(layer, nn.LayerNorm):
+                raise TypeError(f"{name}: layer {k} must be a torch.nn.LayerNorm, got {type(layer).__name__}")
+            if len(layer.normalized_shape) != 1:
+                raise ValueError(f"{name}: layer {k} normalises {layer.normalized_shape}, expected one dimension")
+            if _common(layer) != _common(layers[0]):
+                raise ValueError(f"{name}: layer {k} has {_common(layer)}, expected {_common(layers[0])} as layer 0")
+        first = layers[0]
+        like = first.weight
+        module = cls([layer.normalized_shape[0] for layer in layers], first.eps, first.elementwise_affine,
+                     first.bias is not None, None if like is None else like.device,
+                     None if like is None else like.dtype, activation=activation, concat=concat)  # fmt: skip
+        for parameter in ("weight", "bias"):
+            joined = getattr(module, parameter)
+            if joined is not None:
+                joined.requires_grad_(getattr(first, parameter).requires_grad)
+                with torch.no_grad():
+                    joined.copy_(torch.cat([getattr(layer, parameter) for layer in layers]))
+        return module.train(first.training)
+
+    def to_layers(self) -> list[nn.LayerNorm]:
+        """One `torch.nn.LayerNorm` a slice, with copies of its parameters; the activation is not among them."""
+        like = self.weight
+        layers = []
+        for k, size in enumerate(self.sizes):
+            layer = nn.LayerNorm(size, self.eps, self.elementwise_affine, self.bias is not None,
+                                 None if like is None else like.device, None if like is None else like.dtype)  # fmt: skip
+            for name, joined in self.named_parameters():
+                parameter = getattr(layer, name)
+                parameter.requires_grad_(joined.requires_grad)
+                with torch.no_grad():
+                    parameter.copy_(joined.split(self.sizes)[k])
+            layers.append(layer.train(self.training))
+        return layers
+
+
+def _common(layer: nn.LayerNorm) -> str:
+    """What layers must have in common to be one module, in words."""
+    facts = [f"eps={layer.eps}"]
+    for name in ("weight", "bias"):
+        parameter = getattr(layer, name)
+        if parameter is None:
+            facts.append(f"no {name}")
+        else:
+            frozen = "" if parameter.requires_grad else "frozen "
+            facts.append(f"a {frozen}{name} of {parameter.dtype} on {parameter.device}")
+    return ", ".join(facts)

@@ -1,0 +1,339 @@
+"""The slices family's samples, bad samples, bytes moved and benchmark shapes.
+
+One functional, two specs: slices in one tensor, and slices that are tensors of their own, whose names here are
+``slice_0``, ``slice_1`` and so on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..core.activations import ACTIVATIONS
+from ..core.spec import BadSample, Maker, Sample, Shape, Spec
+from . import configs, launching, ops, reference
+from .addresses import store_variant
+from .widths import widths_of
+
+__all__ = ["SPECS", "compiled_plans"]
+
+_HALF = (torch.float16, torch.bfloat16)
+_MOST = 128  # slices of a sample that are tensors of their own
+_SLICES = tuple(f"slice_{k}" for k in range(_MOST))
+
+# Widths of slices, for rows so wide: the benchmark's and most samples'.
+_CYCLE = (1024, 1000, 1024, 700)
+
+
+def _widths(cols: int) -> tuple[int, ...]:
+    """Unequal widths that add up to ``cols``: three where that is possible, more past a thousand."""
+    if cols <= 1024:
+        first, second = cols // 5, cols // 3
+        return tuple(width for width in (first, second, cols - first - second) if width)
+    widths = list(itertools.takewhile(lambda width: width, _cut(cols)))
+    return tuple(widths)
+
+
+def _cut(cols: int) -> Iterator[int]:
+    for width in itertools.cycle(_CYCLE):
+        yield min(width, cols)
+        cols -= min(width, cols)
+
+
+def _embeddings(cols: int) -> tuple[int, ...]:
+    """Widths from 16 to 256, multiples of 8, that add up to ``cols``, a multiple of 16."""
+    widths: list[int] = []
+    state = 7
+    while cols > 512:
+        state = (state * 1103515245 + 12345) % 2**31
+        widths.append(16 + 8 * (state // 65536 % 31))
+        cols -= widths[-1]
+    return (*widths, cols // 2, cols - cols // 2) if cols > 256 else (*widths, cols)
+
+
+# --- the formula, and what a user writes ---------------------------------------------------------------------------
+
+
+def _parts(parameter: Tensor | None, sizes: Sequence[int]) -> list[Tensor | None]:
+    """A parameter's part for each slice; one that is as wide as a slice is every slice's."""
+    if parameter is None or (parameter.dim() == 1 and parameter.shape[0] != sum(sizes)):
+        return [parameter] * len(sizes)
+    return list(parameter.reshape(-1).split(list(sizes)))
+
+
+def _each(rule: Callable[..., Tensor], slices: Sequence[Tensor], weight: Tensor | None,
+          bias: Tensor | None) -> list[Tensor]:  # fmt: skip
+    sizes = [t.shape[-1] for t in slices]
+    return [rule(*each) for each in zip(slices, _parts(weight, sizes), _parts(bias, sizes), strict=True)]
+
+
+def _one_by_one(rule: Callable[..., Tensor], slices: Tensor, weight: Tensor | None, bias: Tensor | None,
+                sizes: Sequence[int] | None, concat: bool) -> tuple[Tensor]:  # fmt: skip
+    """The operator on one tensor, slice by slice."""
+    if sizes is not None:
+        return (torch.cat(_each(rule, slices.split(list(sizes), -1), weight, bias), -1),)
+    outputs = _each(rule, slices.unbind(-2), weight, bias)
+    return (torch.cat(outputs, -1) if concat else torch.stack(outputs, -2),)
+
+
+def _formula(activation: str, eps: float) -> Callable[..., Tensor]:
+    rule = ACTIVATIONS["identity" if activation == "none" else activation].formula
+    return lambda x, w, b: reference.forward(x, w, b, eps, rule)
+
+
+def _written(activation: str, eps: float) -> Callable[..., Tensor]:
+    rule = ACTIVATIONS["identity" if activation == "none" else activation].formula
+    return lambda x, w, b: rule(F.layer_norm(x, x.shape[-1:], w, b, eps))
+
+
+def _one(make: Callable[[str, float], Callable[..., Tensor]], slices: Tensor, weight: Tensor | None = None,
+         bias: Tensor | None = None, eps: float = 1e-5, *, sizes: Sequence[int] | None = None,
+         activation: str = "tanh", concat: bool = False, keep: None = None,
+         keep_probability: float = 1.0) -> tuple[Tensor]:  # fmt: skip
+    return _one_by_one(make(activation, eps), slices, weight, bias, sizes, concat)
+
+
+def _combined(slices: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *,
+              sizes: Sequence[int] | None = None) -> tuple[Tensor]:  # fmt: skip
+    """All slices of one width at once, the norm's parameters outside of it."""
+    if sizes is not None:
+        return _one(_written, slices, weight, bias, eps, sizes=sizes)
+    y = F.layer_norm(slices, slices.shape[-1:], None, None, eps)
+    y = y if weight is None else y * weight
+    return (torch.tanh(y if bias is None else y + bias),)
+
+
+def _gathered(tensors: dict[str, Any]) -> list[Any]:
+    return [tensors[name] for name in _SLICES if tensors.get(name) is not None]
+
+
+def _call_sequence(weight: Tensor | None = None, bias: Tensor | None = None, **rest: Any) -> Any:
+    options = {name: value for name, value in rest.items() if not name.startswith("slice_")}
+    return ops.batched_layer_norm_tanh(_gathered(rest), weight, bias, **options)
+
+
+def _sequence(make: Callable[[str, float], Callable[..., Tensor]], weight: Tensor | None = None,
+              bias: Tensor | None = None, eps: float = 1e-5, *, activation: str = "tanh", concat: bool = False,
+              keep: None = None, keep_probability: float = 1.0, **slices: Tensor) -> tuple[Tensor, ...]:  # fmt: skip
+    outputs = _each(make(activation, eps), _gathered(slices), weight, bias)
+    return (torch.cat(outputs, -1),) if concat else tuple(outputs)
+
+
+# --- samples ------------------------------------------------------------------------------------------------------
+
+_SHAPES = [(6, 64), (5, 1), (1, 3), (7, 17), (4, 127), (3, 1000), (2, 3, 96), (129, 40), (1, 1024), (64,), (2, 20000)]
+
+
+def _tensors(make: Maker, shape: Sequence[int], sizes: Sequence[int] | None, apart: bool, params: str,
+             param_shape: tuple[int, ...], param_dtype: torch.dtype | None) -> dict[str, Tensor | None]:  # fmt: skip
+    tensors: dict[str, Tensor | None] = {"slices": make(*shape, shift=0.5, scale=1.5)}
+    if apart:
+        widths = sizes or (shape[-1],) * shape[-2]
+        lead = shape[:-1] if sizes else shape[:-2]
+        tensors = {f"slice_{k}": make(*lead, width, shift=0.5, scale=1.5) for k, width in enumerate(widths)}
+    tensors["weight"] = make(*param_shape, dtype=param_dtype) if "w" in params else None
+    tensors["bias"] = make(*param_shape, dtype=param_dtype) if "b" in params else None
+    return tensors
+
+
+def _samples(apart: bool) -> Callable[[torch.device, torch.dtype], Iterator[Sample]]:
+    def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        def sample(name: str, shape: tuple[int, ...], sizes: Sequence[int] | None = None, params: str = "wb",
+                   param_shape: tuple[int, ...] | None = None, param_dtype: torch.dtype | None = None,
+                   **options: Any) -> Sample:  # fmt: skip
+            flat = (sum(sizes),) if sizes else shape[-2:]
+            tensors = _tensors(Maker(name, device, dtype), shape, sizes, apart, params, param_shape or flat,
+                               param_dtype)  # fmt: skip
+            return Sample(name, tensors, {**({"sizes": tuple(sizes)} if sizes and not apart else {}), **options})
+
+        for shape in _SHAPES:
+            yield sample("shape " + "x".join(map(str, shape)), shape, _widths(shape[-1]))
+        for shape in ((6, 5, 8), (3, 33, 4), (70, 3, 32), (2, 3, 4, 24), (5, 20, 1), (4, 7, 3), (3, 1, 40)):
+            yield sample("equal " + "x".join(map(str, shape)), shape)
+        if not apart:
+            yield sample("equal 2x1000x3", (2, 1000, 3))
+        yield sample("from 1 to 1024", (5, 1200), (3, 128, 1, 1024, 44))
+        yield sample("ten widths", (9, 220), (16, 4, 32, 17, 64, 1, 3, 7, 64, 12))
+        yield sample("multiples of eight", (40, 136), (16, 8, 64, 8, 40))
+        for params in ("", "w", "b"):
+            yield sample(f"parameters {params or 'none'}", (9, 40), (9, 31), params)
+            yield sample(f"parameters {params or 'none'}, equal", (9, 5, 8), None, params)
+        for params in ("w", "b", "wb"):
+            yield sample(f"shared parameters {params}", (40, 5, 8), None, params, (8,))
+        yield sample("flat parameters", (4, 5, 8), None, param_shape=(40,))
+        yield sample("concatenated", (6, 44), (12, 32), concat=True)
+        yield sample("concatenated, equal", (6, 4, 16), concat=True)
+        yield sample("large eps", (5, 33), (11, 22), eps=0.3)
+        for activation in (*ACTIVATIONS, "none"):
+            if activation != "tanh":
+                yield sample(f"activation {activation}", (6, 44), (12, 32), activation=activation)
+        if dtype in _HALF:
+            yield sample("fp32 parameters", (6, 80), (16, 24, 40), param_dtype=torch.float32)
+
+    return samples
+
+
+def _bad_samples(apart: bool) -> Callable[[torch.device], Iterator[BadSample]]:
+    def bad_samples(device: torch.device) -> Iterator[BadSample]:
+        randn = partial(torch.randn, device=device)
+
+        def bad(name: str, error: type[Exception], match: str, *, options: dict[str, Any] | None = None,
+                **tensors: Any) -> BadSample:  # fmt: skip
+            good: dict[str, Any] = {"slices": randn(4, 8)}
+            if apart:
+                good = {"slice_0": randn(4, 1), "slice_1": randn(4, 2), "slice_2": randn(4, 5)}
+            good |= {"weight": randn(8), "bias": randn(8)}
+            sizes: dict[str, Any] = {} if apart else {"sizes": (1, 2, 5)}
+            return BadSample(name, {**good, **tensors}, {**sizes, **(options or {})}, error, match)
+
+        first = "slice_0" if apart else "slices"
+        said = "slice 0" if apart else "slices"
+        integers: dict[str, Any] = {first: torch.ones(4, 1 if apart else 8, dtype=torch.int64, device=device)}
+        yield bad("integer slices", TypeError, rf"{said} has dtype torch\.int64", options=None, **integers)
+        yield bad("weight of another width", ValueError, r"weight has shape \(9,\), expected \(8,\) for 3 slices",
+                  weight=randn(9))  # fmt: skip
+        yield bad("bias for one slice", ValueError, r"bias has shape \(5,\), expected \(8,\)", bias=randn(5))
+        yield bad("integer weight", TypeError, r"weight has dtype torch\.int32",
+                  weight=torch.ones(8, dtype=torch.int32, device=device))  # fmt: skip
+        yield bad("weight on another device", RuntimeError, "weight is on meta, expected",
+                  weight=torch.randn(8, device="meta"))  # fmt: skip
+        yield bad("negative eps", ValueError, "eps must be at least 0, got -1.0", options={"eps": -1.0})
+        yield bad("unknown activation", ValueError, "activation must be one of .*, got 'tan'",
+                  options={"activation": "tan"})  # fmt: skip
+        yield bad("sizes no numbers", TypeError, r"sizes\[1\] must be an int, got str",
+                  options={"sizes": (1, "2", 5)})  # fmt: skip
+        yield bad("a width of zero", ValueError, r"sizes\[1\] must be at least 1, got 0", options={"sizes": (1, 0, 7)})
+        if not apart:
+            yield bad("sizes that do not add up", ValueError,
+                      r"sizes of 3 slices add up to 9, but slices has shape \(4, 8\)", options={"sizes": (1, 2, 6)})  # fmt: skip
+            yield bad("no sizes", ValueError, "sizes must name at least one slice", options={"sizes": ()})
+            yield bad("one dimension and no sizes", ValueError, r"slices has shape \(8,\), expected \(\*, K, D\)",
+                      slices=randn(8), options={"sizes": None})  # fmt: skip
+            yield bad("slices of no width", ValueError, r"slices has shape \(4, 3, 0\), expected",
+                      slices=randn(4, 3, 0), options={"sizes": None})  # fmt: skip
+            yield bad("no tensor", TypeError, "slices must be a torch.Tensor or a sequence of them, got float",
+                      slices=1.0)  # fmt: skip
+            yield bad("empty sequence", ValueError, "slices must hold at least one tensor", slices=[],
+                      options={"sizes": None})  # fmt: skip
+            yield bad("a list of numbers", TypeError, r"slice 0 must be a torch\.Tensor, got float", slices=[1.0],
+                      options={"sizes": None})  # fmt: skip
+            return
+        yield bad("another batch size", ValueError, r"slice 1 has shape \(5, 2\), but slice 0 has \(4, 1\)",
+                  slice_1=randn(5, 2))  # fmt: skip
+        yield bad("another dtype", TypeError, r"slice 2 has dtype torch\.float16, expected torch\.float32 as slice 0",
+                  slice_2=randn(4, 5).half())  # fmt: skip
+        yield bad("another device", RuntimeError, "slice 2 is on meta, expected", slice_2=torch.randn(4, 5,
+                                                                                                   device="meta"))  # fmt: skip
+        yield bad("a scalar", ValueError, r"slice 1 has shape \(\), expected \(\*, D\)", slice_1=randn(()))
+        yield bad("a slice of no width", ValueError, r"slice 1 has shape \(4, 0\)", slice_1=randn(4, 0))
+        yield bad("no tensor", TypeError, r"slice 1 must be a torch\.Tensor, got float", slice_1=1.0)
+        yield bad("sizes of others", ValueError, r"slice 1 has shape \(4, 2\), but sizes\[1\] is 3",
+                  options={"sizes": (1, 3, 4)})  # fmt: skip
+        yield bad("sizes of fewer", ValueError, "sizes names 2 slices, but there are 3", options={"sizes": (1, 7)})
+
+    return bad_samples
+
+
+def _benchmark(apart: bool) -> Callable[[Shape, torch.dtype, torch.device], Sample]:
+    def benchmark(shape: Shape, dtype: torch.dtype, device: torch.device) -> Sample:
+        make = partial(torch.randn, dtype=dtype, device=device)
+        rows, cols = shape[0], shape[-1]
+        assert isinstance(rows, int)
+        name = "x".join(map(str, shape))
+        if len(shape) == 3:
+            count = shape[1]
+            assert isinstance(count, int) and isinstance(cols, int)
+            tensors: dict[str, Tensor | None] = {"slices": make(rows, count, cols)}
+            if apart:
+                tensors = {f"slice_{k}": make(rows, cols) for k in range(count)}
+            return Sample(name, tensors | {"weight": make(count, cols), "bias": make(count, cols)})
+        sizes = _widths(cols) if isinstance(cols, int) else _embeddings(int(cols.removeprefix("R")))
+        total = sum(sizes)
+        tensors = {"slices": make(rows, total)}
+        if apart:
+            tensors = {f"slice_{k}": make(rows, size) for k, size in enumerate(sizes)}
+        return Sample(name, tensors | {"weight": make(total), "bias": make(total)}, {} if apart else {"sizes": sizes})
+
+    return benchmark
+
+
+def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> dict[str, Callable[[], object]]:
+    """Functions that build all variants of the operator, by name; the widest slice has ``cols`` columns.
+
+    With ``other``, the parameters' dtype, those that keep most alone.
+    """
+    widest = min(cols, configs.widest(dtype.itemsize))
+
+    def build(sizes: tuple[int, ...], dims: int, shared: bool = False, concat: bool = False) -> None:
+        site = launching.site_of(widths_of(sizes), dims, concat, 1e-5, "tanh", shared, None, -1, dtype, other or dtype,
+                                 other or dtype)  # fmt: skip
+        separate, device = dims == 0 and not concat, torch.device("cpu")
+        launching._plan_forward(site, True, False, device)
+        launching._plan_backward(site, (True, True, True), dtype, separate, True, False, False, device)
+
+    # Multiples of eight, as embeddings are as a rule: for odd widths the class waits on the stack till its turn.
+    eights = max(widest // 8, 1)
+    equal, unequal = (widest,) * 20, tuple(8 * max(part, 1) for part in (eights // 5, eights, eights // 2, eights))
+    plans: dict[str, Callable[[], object]] = {
+        "slices of one width": partial(build, equal, 2),
+        "slices of several widths": partial(build, unequal, 1),
+    }
+    if other is not None:
+        return plans
+    return plans | {
+        "slices that share parameters": partial(build, equal, 2, shared=True),
+        "slices apart": partial(build, equal, 0),
+        "a table of addresses": partial(store_variant, -1),
+        "slices apart, of several widths": partial(build, unequal, 0),
+        "slices joined": partial(build, unequal, 0, concat=True),
+    }
+
+
+_BF16, _FP32 = torch.bfloat16, torch.float32
+
+SPECS = (
+    Spec(
+        name="batched_layer_norm_tanh",
+        call=ops.batched_layer_norm_tanh,
+        reference=partial(_one, _formula),
+        eager=partial(_one, _written),
+        tensors=("slices", "weight", "bias"),
+        has_dropout=False,
+        samples=_samples(apart=False),
+        bad_samples=_bad_samples(apart=False),
+        benchmark=_benchmark(apart=False),
+        passes={"fwd": 2, "fwd_bwd": 5},
+        launches=(1, 2),
+        kept=0,
+        shapes=(
+            ((4096, 16, 128), _FP32),
+            ((4096, 64, 64), _BF16),
+            ((8192, 200, 64), _BF16),
+            ((1024, 16, 64), _FP32),
+            ((4096, "R4096"), _BF16),
+        ),
+        combined=_combined,
+    ),
+    Spec(
+        name="batched_layer_norm_tanh_sequence",
+        call=_call_sequence,
+        reference=partial(_sequence, _formula),
+        eager=partial(_sequence, _written),
+        tensors=(*_SLICES, "weight", "bias"),
+        has_dropout=False,
+        samples=_samples(apart=True),
+        bad_samples=_bad_samples(apart=True),
+        benchmark=_benchmark(apart=True),
+        passes={"fwd": 2, "fwd_bwd": 5},
+        launches=(1, 2),
+        kept=0,
+        shapes=(((4096, 64, 64), _BF16), ((256, 64, 64), _BF16)),
+        functional="batched_layer_norm_tanh",
+    ),
+)
