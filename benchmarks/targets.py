@@ -68,6 +68,19 @@ TARGETS: tuple[Target, ...] = (
     Target("bias_dropout_add_ln", "8192x4096", "bf16", "fwd", 0.85),
     Target("layer_norm", "8x256", "bf16", "fwd_bwd", 1.15, "loop"),
     Target("bias_dropout_add_ln", "8x256", "bf16", "fwd_bwd", 0.60, "loop"),
+    *_both("bias_gelu_tanh", "bf16", {"8192x4096": 0.82, "8192x16384": 0.88}),
+    *_both("bias_gelu_tanh", "fp32", {"8192x4096": 0.88}),
+    *_both("bias_gelu_erf", "bf16", {"8192x4096": 0.80, "8192x16384": 0.85}),
+    *_both("bias_gelu_erf", "fp32", {"8192x4096": 0.88}),
+    *_both("swiglu", "bf16", {"8192x11008": 0.88}),
+    *_both("geglu", "bf16", {"8192x11008": 0.88}),
+    *_both("batched_layer_norm_tanh", "fp32", {"4096x16x128": 0.75}),
+    *_both("batched_layer_norm_tanh", "bf16", {"4096x64x64": 0.70, "8192x200x64": 0.80, "4096xR4096": 0.65}),
+    Target("batched_layer_norm_tanh", "1024x16x64", "fp32", "fwd_bwd", 15.0, "us"),
+    Target(
+        "batched_layer_norm_tanh_sequence", "4096x64x64", "bf16", "fwd_bwd", 1.15, "times", "batched_layer_norm_tanh"
+    ),
+    Target("batched_layer_norm_tanh_sequence", "256x64x64", "bf16", "fwd_bwd", 0.05, "loop"),
 )
 
 

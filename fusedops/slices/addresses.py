@@ -20,7 +20,7 @@ __all__ = ["Addresses", "gather"]
 # Tables kept: a training step has two, one for the slices and one for their gradients.
 _MOST_TABLES = 64
 # Addresses that one launch of `store_addresses_kernel` takes.
-_STORED = 32
+_STORED = 64
 _lock = threading.Lock()
 
 

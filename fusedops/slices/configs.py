@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..core.tuning import Config
 
 __all__ = ["backward", "candidates", "forward", "sum_partials", "widest"]
@@ -12,39 +14,35 @@ def widest(itemsize: int) -> int:
     return 4096 if itemsize < 8 else 2048
 
 
-def _tile(itemsize: int, width: int, each: int) -> tuple[int, int, int]:
-    """Lanes, rows and warps of a tile with ``each`` elements a thread.
+def _tile(itemsize: int, width: int, each: int, warps: int, *, equal: bool) -> Config:
+    """A tile with ``each`` elements a thread.
 
-    As many lanes as a row of threads loads with 16 bytes each: slices of ordinary width then stay within a warp.
+    As many lanes as a row of threads loads with 16 bytes each: slices of ordinary width then stay within a warp, and
+    slices of one width lie side by side. Slices of other widths than their neighbours' do not; fewer lanes leave fewer
+    of them without a slice, and the tile has more rows instead.
     """
     vector = max(16 // itemsize, 2)
-    warps = 4
     while width > 32 * warps * each:
         warps *= 2
-    lanes = 32 * warps * vector
-    return lanes, max(1, each // vector), warps
+    lanes = 32 * vector * (warps if equal else 1)
+    return Config(lanes, max(1, 32 * warps * each // lanes), warps)
 
 
-def forward(itemsize: int, width: int) -> Config:
-    """The forward: one tile a program."""
-    lanes, rows, warps = _tile(itemsize, width, 32 if itemsize < 8 else 16)
-    return Config(lanes, rows, warps)
+def forward(itemsize: int, width: int, *, equal: bool) -> Config:
+    """The forward: one tile a program. ``equal`` is whether all slices have one width, ``width`` the widest's."""
+    each = 8 if itemsize > 2 else 32 if equal else 16
+    return _tile(itemsize, width, each, 4, equal=equal)
 
 
-def backward(itemsize: int, width: int, align: int, equal: bool) -> Config:
+def backward(itemsize: int, width: int, align: int, *, equal: bool) -> Config:
     """The backward: few programs, each with a loop over tiles.
 
     Slices whose widths have no common factor, which ``align`` is then, load element by element: addresses and masks
-    take the registers of half a tile. For widths that are not ``equal`` the compiler, left alone, goes down to 128
-    registers by way of the stack; three programs of 168 fit as well.
+    take the registers of half a tile. A kernel for several widths has the registers of its largest part.
     """
-    each = 16 if itemsize < 8 else 8
-    lanes, rows, warps = _tile(itemsize, width, each)
-    if align == 1:
-        rows = max(1, rows // 2)
-    if equal or width > 512 or itemsize == 8:
-        return Config(lanes, rows, warps, 3, 4)
-    return Config(lanes, rows, warps, 3, 3, registers=168)
+    each = 16 if itemsize == 2 and equal and align > 1 else 8 if align > 1 else 4
+    tile = _tile(itemsize, width, each, 4 if equal else 2, equal=equal)
+    return replace(tile, stages=3, per_sm=max(1, 16 // tile.warps))
 
 
 def sum_partials() -> Config:
@@ -52,13 +50,13 @@ def sum_partials() -> Config:
     return Config(32, 64, 4)
 
 
-def candidates(kernel: str, itemsize: int, width: int) -> list[Config]:
+def candidates(kernel: str, itemsize: int, width: int, *, equal: bool) -> list[Config]:
     """Configs worth trying for a kernel."""
-    vector = max(16 // itemsize, 2)
-    tiles = [(32 * warps * vector * times, each // vector, warps) for warps in (2, 4, 8) for times in (1, 2)
-             for each in (8, 16, 32) if each >= vector and 32 * warps * each >= width]  # fmt: skip
+    tiles = [_tile(itemsize, width, each, warps, equal=equal) for warps in (2, 4, 8) for each in (4, 8, 16, 32)]
     if kernel == "slices_forward":
-        return [Config(*tile, stages, per_sm) for tile in tiles for stages, per_sm in ((1, 0), (3, 4), (3, 8))]
+        return [replace(tile, stages=stages, per_sm=per_sm) for tile in dict.fromkeys(tiles)
+                for stages, per_sm in ((1, 0), (3, 4), (3, 8))]  # fmt: skip
     if kernel == "slices_backward":
-        return [Config(*tile, stages, per_sm) for tile in tiles for stages in (1, 2, 3) for per_sm in (1, 2, 3, 4)]
+        return [replace(tile, stages=stages, per_sm=per_sm) for tile in dict.fromkeys(tiles) for stages in (1, 2, 3)
+                for per_sm in (2, 3, 4, 6, 8)]  # fmt: skip
     raise ValueError(f"no candidates for kernel {kernel!r}")

@@ -16,26 +16,38 @@ is multiplied by a constant is known to the compiler as its multiple.
 import triton
 import triton.language as tl
 
-from ..core.device import await_predecessor, rows_of
+from ..core.device import await_predecessor
 
 # Classes from 1 to 8192 lanes.
 _POWERS = tl.constexpr(14)
 
 
 @triton.jit
-def _slots(table, group, K, S: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr):
+def _deal(GROUPS: tl.constexpr, BESIDE: tl.constexpr):
+    """The group that a program serves, which of the group's programs it is, and how many these are.
+
+    With ``BESIDE``, neighbours in time serve neighbouring groups of the same rows, which lie side by side in memory.
+    """
+    if BESIDE:
+        number = tl.program_id(0)
+        return number % GROUPS, number // GROUPS, tl.num_programs(0) // GROUPS
+    else:
+        return tl.program_id(1), tl.program_id(0), tl.num_programs(0)
+
+
+@triton.jit
+def _slots(table, group, K, GROUPS: tl.constexpr, S: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr):
     """For each of a group's slots its slice's number, first column and width, and whether there is such a slice."""
     if table is None:
         slots = group * S + tl.arange(0, S)
         number = slots
-        column = slots.to(tl.int64) * D
+        column = slots * D
         width = tl.full((S,), D, tl.int32)
         taken = slots < K
     else:
-        groups = tl.num_programs(1)
-        entries = table + 2 * groups + 3 * (tl.load(table + groups + group) + tl.arange(0, S))
+        entries = table + 2 * GROUPS + 3 * (tl.load(table + GROUPS + group) + tl.arange(0, S))
         number = tl.load(entries)
-        column = tl.load(entries + 1).to(tl.int64)
+        column = tl.load(entries + 1)
         width = tl.load(entries + 2)
         if ALIGN > 1:
             column = tl.multiple_of(column, ALIGN)
@@ -45,38 +57,46 @@ def _slots(table, group, K, S: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexp
 
 
 @triton.jit
-def _starts(tensor, addresses, slots, pitch, K, M, DTYPE: tl.constexpr, APART: tl.constexpr, STRIDED: tl.constexpr,
-            ALIGN: tl.constexpr):  # fmt: skip
-    """Where each slot's first row begins, and how far apart its rows are.
+def _place(tensor, addresses, slots, pitch, lanes, K, M, DTYPE: tl.constexpr, APART: tl.constexpr,
+           STRIDED: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+           ROWS: tl.constexpr):  # fmt: skip
+    """Where a group's rows lie: the start, the distance between rows, and a tile's elements from its first row on.
 
-    In one tensor, ``pitch`` units apart; with ``APART`` in a buffer that holds one slice's rows after the other's; or where
-    the table of addresses says, at the distances after them if ``STRIDED``.
+    In one tensor, ``pitch`` units apart; with ``APART`` in a buffer that holds one slice's rows after the other's; or
+    where the table of addresses says, at the distances after them if ``STRIDED``. What is the same for all tiles is
+    taken once, in the narrow dtype ``INDEX``: a tile's own part is one product.
     """
     number, column, width, taken = slots
-    if addresses is not None:
-        start = tl.load(addresses + number, mask=taken, other=0).to(tl.pointer_type(DTYPE))
-        if ALIGN > 0:
-            start = tl.multiple_of(start, 16)
-        if STRIDED:
+    rows = tl.arange(0, ROWS)[None, :, None]
+    if addresses is None and not APART:
+        apart = pitch * ALIGN if ALIGN > 1 else pitch
+        local = column.to(INDEX)[:, None, None] + rows * apart.to(INDEX) + lanes[None, None, :]
+        return tensor, apart, local
+    else:
+        if addresses is not None:
+            start = tl.load(addresses + number, mask=taken, other=0).to(tl.pointer_type(DTYPE))
+            if ALIGN > 0:
+                start = tl.multiple_of(start, 16)
+        else:
+            start = tensor + M * column.to(tl.int64)
+        if STRIDED and addresses is not None:
             apart = tl.load(addresses + K + number, mask=taken, other=0)
             if ALIGN > 1:
                 apart = tl.multiple_of(apart, ALIGN)
+        elif D > 0:
+            apart = tl.full((1,), D, tl.int64)
         else:
             apart = width.to(tl.int64)
-    elif APART:
-        start = tensor + M * column
-        apart = width.to(tl.int64)
-    else:
-        start = tensor + column
-        apart = tl.full(column.shape, pitch * ALIGN if ALIGN > 1 else pitch, tl.int64)
-    return start, apart
+        apart = apart[:, None, None]
+        local = rows * apart.to(INDEX) + lanes[None, None, :]
+        return start[:, None, None], apart, local
 
 
 @triton.jit
-def _at(starts, rows, lanes):
-    """The addresses of a tile."""
-    start, apart = starts
-    return start[:, None, None] + (rows[None, :] * apart[:, None])[:, :, None] + lanes[None, None, :]
+def _at(place, first_row):
+    """The addresses of the tile from ``first_row`` on."""
+    start, apart, local = place
+    return start + first_row * apart + local
 
 
 @triton.jit
@@ -125,42 +145,43 @@ def _affine(hat, w, b):
 
 
 @triton.jit
-def _forward_tile(x, y, w, b, tile, taken, inside, per_width, lanes, M, EPS: tl.constexpr, VALUE: tl.constexpr,
+def _forward_tile(x, y, w, b, tile, taken, inside, per_width, M, EPS: tl.constexpr, VALUE: tl.constexpr,
                   PADDED: tl.constexpr, ACC: tl.constexpr, Y: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    rows = rows_of(tile, ROWS)
-    in_rows = taken[:, None] & (rows < M)[None, :]
+    first_row = tile.to(tl.int64) * ROWS
+    in_rows = taken[:, None] & (tl.arange(0, ROWS) < M - first_row)[None, :]
     mask = in_rows[:, :, None] & inside[:, None, :]
-    h = tl.load(_at(x, rows, lanes), mask=mask, other=0.0).to(ACC)
+    h = tl.load(_at(x, first_row), mask=mask, other=0.0).to(ACC)
     hat, _ = _standardize(h, in_rows, inside, per_width, EPS, PADDED)
-    tl.store(_at(y, rows, lanes), VALUE(_affine(hat, w, b)).to(Y), mask=mask)
+    tl.store(_at(y, first_row), VALUE(_affine(hat, w, b)).to(Y), mask=mask)
 
 
 @triton.jit
-def _forward_group(x, x_addresses, table, weight, bias, y, x_pitch, total, group, K, M, POWER: tl.constexpr,
-                   CLASSES: tl.constexpr, EPS: tl.constexpr, VALUE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
-                   D: tl.constexpr, SHARED: tl.constexpr, APART: tl.constexpr, STRIDED: tl.constexpr,
-                   ALIGN: tl.constexpr, ACC: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-                   STAGES: tl.constexpr, PERSISTENT: tl.constexpr):  # fmt: skip
+def _forward_group(x, x_addresses, table, weight, bias, y, x_pitch, total, group, part, programs, K, M,
+                   POWER: tl.constexpr, GROUPS: tl.constexpr, CLASSES: tl.constexpr, EPS: tl.constexpr,
+                   VALUE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr,
+                   APART: tl.constexpr, STRIDED: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+                   ACC: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+                   PERSISTENT: tl.constexpr):  # fmt: skip
     """One group's rows: a tile, or ``PERSISTENT``, tiles in a loop that takes the next rows' loads ahead."""
     depth: tl.constexpr = ((CLASSES >> (4 * POWER)) & 15) - 1
     tile_rows: tl.constexpr = (BLOCK_N * ROWS + (1 << (depth + POWER)) - 1) >> (depth + POWER)
     padded: tl.constexpr = D != 1 << POWER
     lanes = tl.arange(0, 1 << POWER)
-    slots = _slots(table, group, K, 1 << depth, D, ALIGN)
-    x_starts = _starts(x, x_addresses, slots, x_pitch, K, M, X, False, STRIDED, ALIGN)
-    y_starts = _starts(y, None, slots, total, K, M, Y, APART, False, ALIGN)
+    slots = _slots(table, group, K, GROUPS, 1 << depth, D, ALIGN)
+    x_place = _place(x, x_addresses, slots, x_pitch, lanes, K, M, X, False, STRIDED, D, ALIGN, INDEX, tile_rows)
+    y_place = _place(y, None, slots, total, lanes, K, M, Y, APART, False, D, ALIGN, INDEX, tile_rows)
     inside = _inside(slots, lanes, padded)
     per_width = _per_width(slots, ACC)
     w = _load_parameter(weight, slots, lanes, inside, SHARED, ACC)
     b = _load_parameter(bias, slots, lanes, inside, SHARED, ACC)
     if PERSISTENT:
         tiles = tl.cdiv(M, tile_rows).to(tl.int32)
-        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-            _forward_tile(x_starts, y_starts, w, b, tile, slots[3], inside, per_width, lanes, M, EPS, VALUE, padded,
-                          ACC, Y, tile_rows)  # fmt: skip
+        for tile in tl.range(part, tiles, programs, num_stages=STAGES):
+            _forward_tile(x_place, y_place, w, b, tile, slots[3], inside, per_width, M, EPS, VALUE, padded, ACC, Y,
+                          tile_rows)  # fmt: skip
     else:
-        _forward_tile(x_starts, y_starts, w, b, tl.program_id(0), slots[3], inside, per_width, lanes, M, EPS, VALUE,
-                      padded, ACC, Y, tile_rows)  # fmt: skip
+        _forward_tile(x_place, y_place, w, b, part, slots[3], inside, per_width, M, EPS, VALUE, padded,
+                      ACC, Y, tile_rows)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["x_pitch", "total", "K", "M"])
@@ -184,6 +205,9 @@ def slices_forward_kernel(
     APART: tl.constexpr,
     STRIDED: tl.constexpr,
     ALIGN: tl.constexpr,
+    INDEX: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BESIDE: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
@@ -193,47 +217,49 @@ def slices_forward_kernel(
 ):
     """``y = VALUE(layer_norm(x))``, slice by slice: programs share the rows along axis 0, the slices along axis 1."""
     await_predecessor(OVERLAP)
-    group = tl.program_id(1)
+    group, part, programs = _deal(GROUPS, BESIDE)
     for power in tl.static_range(_POWERS):
         if (CLASSES >> (4 * power)) & 15 > 0:
             if table is None:
-                _forward_group(x, x_addresses, table, weight, bias, y, x_pitch, total, group, K, M, power, CLASSES, EPS,
-                               VALUE, X, y.dtype.element_ty, D, SHARED, APART, STRIDED, ALIGN, ACC, BLOCK_N, ROWS,
-                               STAGES, PERSISTENT)  # fmt: skip
+                _forward_group(x, x_addresses, table, weight, bias, y, x_pitch, total, group, part, programs, K, M,
+                               power, GROUPS, CLASSES, EPS, VALUE, X, y.dtype.element_ty, D, SHARED, APART, STRIDED,
+                               ALIGN, INDEX, ACC, BLOCK_N, ROWS, STAGES, PERSISTENT)  # fmt: skip
             else:
                 if tl.load(table + group) == power:
-                    _forward_group(x, x_addresses, table, weight, bias, y, x_pitch, total, group, K, M, power, CLASSES,
-                                   EPS, VALUE, X, y.dtype.element_ty, D, SHARED, APART, STRIDED, ALIGN, ACC, BLOCK_N,
-                                   ROWS, STAGES, PERSISTENT)  # fmt: skip
+                    _forward_group(x, x_addresses, table, weight, bias, y, x_pitch, total, group, part, programs, K, M,
+                                   power, GROUPS, CLASSES, EPS, VALUE, X, y.dtype.element_ty, D, SHARED, APART, STRIDED,
+                                   ALIGN, INDEX, ACC, BLOCK_N, ROWS, STAGES, PERSISTENT)  # fmt: skip
 
 
 @triton.jit
-def _store_gradient(gradient, partials, value, slot, sums, slots, lanes, inside, total, D: tl.constexpr,
+def _store_gradient(gradient, partials, value, slot, sums, slots, lanes, inside, total, group, part, programs,
+                    GROUPS: tl.constexpr, D: tl.constexpr,
                     SHARED: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
     """A group's sums over its rows: the gradient itself where no other program has a part in it, else a part."""
     if SHARED:
         value = tl.sum(value, axis=0)
         in_width = lanes < D
-        part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-        if tl.num_programs(0) * tl.num_programs(1) == 1:
+        place = part.to(tl.int64) * GROUPS + group
+        if programs * GROUPS == 1:
             tl.store(gradient + lanes, value.to(gradient.dtype.element_ty), mask=in_width)
         else:
-            tl.store(partials + (part * sums + slot) * D + lanes, value, mask=in_width)
+            tl.store(partials + (place * sums + slot) * D + lanes, value, mask=in_width)
     else:
         cols = slots[1][:, None] + lanes[None, :]
-        if tl.num_programs(0) == 1:
+        if programs == 1:
             tl.store(gradient + cols, value.to(gradient.dtype.element_ty), mask=inside)
         else:
-            part = tl.program_id(0).to(tl.int64) * sums + slot
-            tl.store(partials + part * (total * ALIGN if ALIGN > 1 else total) + cols, value, mask=inside)
+            place = part.to(tl.int64) * sums + slot
+            tl.store(partials + place * (total * ALIGN if ALIGN > 1 else total) + cols, value, mask=inside)
 
 
 @triton.jit
 def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, dweight, dbias, partials, dy_pitch,
-                    x_pitch, total, group, K, M, POWER: tl.constexpr, CLASSES: tl.constexpr, EPS: tl.constexpr,
-                    DERIVATIVE: tl.constexpr, DY: tl.constexpr, X: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr,
-                    DY_APART: tl.constexpr, DX_APART: tl.constexpr, DY_STRIDED: tl.constexpr, STRIDED: tl.constexpr,
-                    ALIGN: tl.constexpr, ACC: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+                    x_pitch, total, group, part, programs, K, M, POWER: tl.constexpr, GROUPS: tl.constexpr,
+                    CLASSES: tl.constexpr, EPS: tl.constexpr, DERIVATIVE: tl.constexpr, DY: tl.constexpr,
+                    X: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr, DY_APART: tl.constexpr,
+                    DX_APART: tl.constexpr, DY_STRIDED: tl.constexpr, STRIDED: tl.constexpr, ALIGN: tl.constexpr,
+                    INDEX: tl.constexpr, ACC: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
                     STAGES: tl.constexpr):  # fmt: skip
     """One group's gradients; the rows come from the last to the first: the L2 cache still holds what was made last."""
     depth: tl.constexpr = ((CLASSES >> (4 * POWER)) & 15) - 1
@@ -241,12 +267,13 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
     padded: tl.constexpr = D != 1 << POWER
     sums: tl.constexpr = (dweight is not None) + (dbias is not None)
     lanes = tl.arange(0, 1 << POWER)
-    slots = _slots(table, group, K, 1 << depth, D, ALIGN)
+    slots = _slots(table, group, K, GROUPS, 1 << depth, D, ALIGN)
     taken = slots[3]
-    dy_starts = _starts(dy, dy_addresses, slots, dy_pitch, K, M, DY, DY_APART, DY_STRIDED, ALIGN)
-    x_starts = _starts(x, x_addresses, slots, x_pitch, K, M, X, False, STRIDED, ALIGN)
+    dy_place = _place(dy, dy_addresses, slots, dy_pitch, lanes, K, M, DY, DY_APART, DY_STRIDED, D, ALIGN, INDEX,
+                      tile_rows)  # fmt: skip
+    x_place = _place(x, x_addresses, slots, x_pitch, lanes, K, M, X, False, STRIDED, D, ALIGN, INDEX, tile_rows)
     if dx is not None:
-        dx_starts = _starts(dx, None, slots, total, K, M, X, DX_APART, False, ALIGN)
+        dx_place = _place(dx, None, slots, total, lanes, K, M, X, DX_APART, False, D, ALIGN, INDEX, tile_rows)
     inside = _inside(slots, lanes, padded)
     if dy_addresses is not None:
         # Address zero stands for an output that nothing came of: its gradient is zero.
@@ -255,38 +282,40 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
     w = _load_parameter(weight, slots, lanes, inside, SHARED, ACC)
     b = _load_parameter(bias, slots, lanes, inside, SHARED, ACC)
     if dweight is not None:
-        dweight_sum = tl.zeros((1 << depth, 1 << POWER), ACC)
+        dweight_sum = tl.zeros((1 << depth, tile_rows, 1 << POWER), ACC)
     if dbias is not None:
-        dbias_sum = tl.zeros((1 << depth, 1 << POWER), ACC)
+        dbias_sum = tl.zeros((1 << depth, tile_rows, 1 << POWER), ACC)
 
     tiles = tl.cdiv(M, tile_rows).to(tl.int32)
-    for step in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-        rows = rows_of(tiles - 1 - step, tile_rows)
-        in_rows = taken[:, None] & (rows < M)[None, :]
+    for step in tl.range(part, tiles, programs, num_stages=STAGES):
+        first_row = (tiles - 1 - step).to(tl.int64) * tile_rows
+        in_rows = taken[:, None] & (tl.arange(0, tile_rows) < M - first_row)[None, :]
         mask = in_rows[:, :, None] & inside[:, None, :]
         if dy_addresses is not None:
-            g = tl.load(_at(dy_starts, rows, lanes), mask=mask & given[:, None, None], other=0.0).to(ACC)
+            g = tl.load(_at(dy_place, first_row), mask=mask & given[:, None, None], other=0.0).to(ACC)
         else:
-            g = tl.load(_at(dy_starts, rows, lanes), mask=mask, other=0.0).to(ACC)
-        h = tl.load(_at(x_starts, rows, lanes), mask=mask, other=0.0).to(ACC)
+            g = tl.load(_at(dy_place, first_row), mask=mask, other=0.0).to(ACC)
+        h = tl.load(_at(x_place, first_row), mask=mask, other=0.0).to(ACC)
         hat, rstd = _standardize(h, in_rows, inside, per_width, EPS, padded)
         g *= DERIVATIVE(_affine(hat, w, b))
         if dweight is not None:
-            dweight_sum += tl.sum(g * hat, axis=1)
+            dweight_sum += g * hat
         if dbias is not None:
-            dbias_sum += tl.sum(g, axis=1)
+            dbias_sum += g
         if dx is not None:
             if w is not None:
                 g *= w
             along = tl.sum(g * hat, axis=2) * per_width
             mean = tl.sum(g, axis=2) * per_width
-            out = (g - mean[:, :, None] - hat * along[:, :, None]) * rstd[:, :, None]
-            tl.store(_at(dx_starts, rows, lanes), out.to(X), mask=mask)
+            out = g * rstd[:, :, None] - (hat * (along * rstd)[:, :, None] + (mean * rstd)[:, :, None])
+            tl.store(_at(dx_place, first_row), out.to(X), mask=mask)
 
     if dweight is not None:
-        _store_gradient(dweight, partials, dweight_sum, 0, sums, slots, lanes, inside, total, D, SHARED, ALIGN)
+        _store_gradient(dweight, partials, tl.sum(dweight_sum, axis=1), 0, sums, slots, lanes, inside, total, group,
+                        part, programs, GROUPS, D, SHARED, ALIGN)  # fmt: skip
     if dbias is not None:
-        _store_gradient(dbias, partials, dbias_sum, sums - 1, sums, slots, lanes, inside, total, D, SHARED, ALIGN)
+        _store_gradient(dbias, partials, tl.sum(dbias_sum, axis=1), sums - 1, sums, slots, lanes, inside, total, group,
+                        part, programs, GROUPS, D, SHARED, ALIGN)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["dy_pitch", "x_pitch", "total", "K", "M"])
@@ -319,6 +348,9 @@ def slices_backward_kernel(
     DY_STRIDED: tl.constexpr,
     STRIDED: tl.constexpr,
     ALIGN: tl.constexpr,
+    INDEX: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BESIDE: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
@@ -329,28 +361,36 @@ def slices_backward_kernel(
     Mean and scale are taken from x again: its rows are in registers anyway. A program sums its rows' parameter
     gradients in registers and stores them once, and takes the next rows' loads ahead.
     """
-    group = tl.program_id(1)
+    group, part, programs = _deal(GROUPS, BESIDE)
     for power in tl.static_range(_POWERS):
         if (CLASSES >> (4 * power)) & 15 > 0:
             if table is None:
                 _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, dweight, dbias, partials,
-                                dy_pitch, x_pitch, total, group, K, M, power, CLASSES, EPS, DERIVATIVE, DY, X, D,
-                                SHARED, DY_APART, DX_APART, DY_STRIDED, STRIDED, ALIGN, ACC, BLOCK_N, ROWS,
-                                STAGES)  # fmt: skip
+                                dy_pitch, x_pitch, total, group, part, programs, K, M, power, GROUPS, CLASSES, EPS,
+                                DERIVATIVE, DY, X, D, SHARED, DY_APART, DX_APART, DY_STRIDED, STRIDED, ALIGN, INDEX,
+                                ACC, BLOCK_N, ROWS, STAGES)  # fmt: skip
             else:
                 if tl.load(table + group) == power:
-                    _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, dweight, dbias,
-                                    partials, dy_pitch, x_pitch, total, group, K, M, power, CLASSES, EPS, DERIVATIVE,
-                                    DY, X, D, SHARED, DY_APART, DX_APART, DY_STRIDED, STRIDED, ALIGN, ACC, BLOCK_N,
-                                    ROWS, STAGES)  # fmt: skip
+                    _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, dweight, dbias, partials,
+                                    dy_pitch, x_pitch, total, group, part, programs, K, M, power, GROUPS, CLASSES, EPS,
+                                    DERIVATIVE, DY, X, D, SHARED, DY_APART, DX_APART, DY_STRIDED, STRIDED, ALIGN, INDEX,
+                                    ACC, BLOCK_N, ROWS, STAGES)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=[f"a{i}" for i in range(32)] + ["start", "count"])
-def store_addresses_kernel(addresses, start, count, a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14,
-                           a15, a16, a17, a18, a19, a20, a21, a22, a23, a24, a25, a26, a27, a28, a29, a30,
-                           a31):  # fmt: skip
+@triton.jit(do_not_specialize=[f"a{i}" for i in range(64)] + ["start", "count"])
+def store_addresses_kernel(
+    addresses, start, count,
+    a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15,
+    a16, a17, a18, a19, a20, a21, a22, a23, a24, a25, a26, a27, a28, a29, a30, a31,
+    a32, a33, a34, a35, a36, a37, a38, a39, a40, a41, a42, a43, a44, a45, a46, a47,
+    a48, a49, a50, a51, a52, a53, a54, a55, a56, a57, a58, a59, a60, a61, a62, a63,
+):  # fmt: skip
     """``addresses[start + i] = a<i>`` for ``i < count``: a table that a graph's replay makes from its own arguments."""
-    values = (a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15, a16, a17, a18, a19, a20, a21, a22,
-              a23, a24, a25, a26, a27, a28, a29, a30, a31)  # fmt: skip
-    for i in tl.static_range(32):
+    values = (
+        a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15,
+        a16, a17, a18, a19, a20, a21, a22, a23, a24, a25, a26, a27, a28, a29, a30, a31,
+        a32, a33, a34, a35, a36, a37, a38, a39, a40, a41, a42, a43, a44, a45, a46, a47,
+        a48, a49, a50, a51, a52, a53, a54, a55, a56, a57, a58, a59, a60, a61, a62, a63,
+    )  # fmt: skip
+    for i in tl.static_range(64):
         tl.store(addresses + start + i, values[i], mask=i < count)

@@ -170,7 +170,7 @@ def forward(site: Site, slices: Sequence[Tensor], weight: Tensor | None,
     bias = bias if bias is None or bias.is_contiguous() else bias.contiguous()
     aligned = _aligned(site, weight, bias, x)
     unit = widths.align if aligned else 1
-    key = (site, aligned, x.strided)
+    key = (site, aligned, x.strided, (x.pitches | widths.total) < _FAR)
     plan = _forwards.get(key)
     if plan is None:
         plan = _forwards[key] = _plan_forward(*key, first.device)
@@ -181,7 +181,8 @@ def forward(site: Site, slices: Sequence[Tensor], weight: Tensor | None,
     else:
         y = layout.empty(first, site.y)
     grid_x = min(-(-rows // plan.rows), plan.programs)
-    plan.variant(grid_x, plan.groups, x.tensor, x.table, plan.table, weight, bias, y, x.pitch // unit,
+    grid = (grid_x * plan.groups, 1) if site.dims else (grid_x, plan.groups)
+    plan.variant(*grid, x.tensor, x.table, plan.table, weight, bias, y, x.pitch // unit,
                  widths.total // unit, len(widths), rows)  # fmt: skip
     return y, x.addresses
 
@@ -234,7 +235,8 @@ def backward(
     bias = bias if bias is None or bias.is_contiguous() else bias.contiguous()
     aligned = _aligned(site, weight, bias, x, g)
     unit = widths.align if aligned else 1
-    key = (site, needs, dy_dtype, g.addresses is not None, aligned, x.strided, g.strided)
+    near = (x.pitches | g.pitches | total) < _FAR
+    key = (site, needs, dy_dtype, g.addresses is not None, aligned, x.strided, g.strided, near)
     plan = _backwards.get(key)
     if plan is None:
         plan = _backwards[key] = _plan_backward(*key, first.device)
@@ -253,7 +255,8 @@ def backward(
     if plan.reduce is not None and parts > 1:
         partials = first.new_empty((parts, plan.sums, widths.uniform if site.shared else total), dtype=site.acc)
     unused = dweight if dbias is None else dbias
-    plan.variant(programs, plan.groups, g.tensor, g.table, x.tensor, x.table, plan.table, weight, bias, dx, dweight,
+    grid = (programs * plan.groups, 1) if site.dims else (programs, plan.groups)
+    plan.variant(*grid, g.tensor, g.table, x.tensor, x.table, plan.table, weight, bias, dx, dweight,
                  dbias, unused if partials is None else partials, g.pitch // unit, x.pitch // unit,
                  total // unit, len(widths), rows)  # fmt: skip
     if partials is not None:
@@ -266,6 +269,8 @@ def backward(
 
 # The longest axis 1 of a CUDA grid.
 _MOST_GROUPS = 65535
+# Rows closer than this have all of a tile's elements, of which there are fewer than 2**15, within 32 bits.
+_FAR = 1 << 16
 
 
 def _table_key(site: Site) -> str:
@@ -288,7 +293,9 @@ def _group_table(groups: Groups, device: torch.device) -> Tensor | None:
     return torch.tensor(groups.table, dtype=torch.int32).to(device) if groups.table else None
 
 
-def _common(site: Site, groups: Groups, aligned: bool, strided: bool) -> tuple[dict[str, str | None], dict[str, Any]]:
+def _common(
+    site: Site, groups: Groups, aligned: bool, strided: bool, near: bool
+) -> tuple[dict[str, str | None], dict[str, Any]]:
     """Types and constants that both kernels have."""
     types: dict[str, str | None] = {
         "x": pointer_type(site.x) if site.dims else None,
@@ -306,19 +313,22 @@ def _common(site: Site, groups: Groups, aligned: bool, strided: bool) -> tuple[d
         "CLASSES": groups.classes,
         "SHARED": site.shared,
         "STRIDED": strided,
+        "GROUPS": groups.count,
+        "BESIDE": site.dims > 0,
+        "INDEX": triton_dtype(torch.int32 if near else torch.int64),
         "ALIGN": site.widths.align if aligned else 0,
     }
     return types, constants
 
 
-def _plan_forward(site: Site, aligned: bool, strided: bool, device: torch.device) -> _Forward:
+def _plan_forward(site: Site, aligned: bool, strided: bool, near: bool, device: torch.device) -> _Forward:
     from .kernels import slices_forward_kernel
 
     widths = site.widths
     config = tuning.choose("slices_forward", _table_key(site), site.device_index,
-                           lambda: configs.forward(site.x.itemsize, widths.widest))  # fmt: skip
+                           lambda: configs.forward(site.x.itemsize, widths.widest, equal=widths.uniform > 0))  # fmt: skip
     groups = _groups(widths, config)
-    types, constants = _common(site, groups, aligned, strided)
+    types, constants = _common(site, groups, aligned, strided, near)
     types["y"] = pointer_type(site.y)
     constants |= {"VALUE": device_functions(site.activation.name)[0], "APART": site.apart,
                   "PERSISTENT": config.per_sm > 0}  # fmt: skip
@@ -331,7 +341,7 @@ def _plan_forward(site: Site, aligned: bool, strided: bool, device: torch.device
 
 
 def _plan_backward(site: Site, needs: tuple[bool, bool, bool], dy: torch.dtype, separate: bool, aligned: bool,
-                   strided: bool, dy_strided: bool, device: torch.device) -> _Backward:  # fmt: skip
+                   strided: bool, dy_strided: bool, near: bool, device: torch.device) -> _Backward:  # fmt: skip
     from ..core.kernels import sum_partials_kernel
     from .kernels import slices_backward_kernel
 
@@ -339,9 +349,9 @@ def _plan_backward(site: Site, needs: tuple[bool, bool, bool], dy: torch.dtype, 
     needs_x, needs_weight, needs_bias = needs
     config = tuning.choose("slices_backward", _table_key(site), site.device_index,
                            lambda: configs.backward(site.x.itemsize, widths.widest, widths.align,
-                                                    widths.uniform > 0))  # fmt: skip
+                                                    equal=widths.uniform > 0))  # fmt: skip
     groups = _groups(widths, config)
-    types, constants = _common(site, groups, aligned, strided)
+    types, constants = _common(site, groups, aligned, strided, near)
     sums = needs_weight + needs_bias
     gradients = {"dweight": pointer_type(site.weight) if needs_weight else None,
                  "dbias": pointer_type(site.bias) if needs_bias else None}  # fmt: skip

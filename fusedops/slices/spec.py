@@ -158,6 +158,9 @@ def _samples(apart: bool) -> Callable[[torch.device, torch.dtype], Iterator[Samp
             yield sample("equal " + "x".join(map(str, shape)), shape)
         if not apart:
             yield sample("equal 2x1000x3", (2, 1000, 3))
+            far = sample("rows far apart", (5, 70016), (70000, 16))
+            parts = {name: None if t is None else t[..., -48:] for name, t in far.tensors.items()}
+            yield Sample(far.name, parts, {"sizes": (24, 8, 16)})
         yield sample("from 1 to 1024", (5, 1200), (3, 128, 1, 1024, 44))
         yield sample("ten widths", (9, 220), (16, 4, 32, 17, 64, 1, 3, 7, 64, 12))
         yield sample("multiples of eight", (40, 136), (16, 8, 64, 8, 40))
@@ -270,12 +273,12 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
     """
     widest = min(cols, configs.widest(dtype.itemsize))
 
-    def build(sizes: tuple[int, ...], dims: int, shared: bool = False, concat: bool = False) -> None:
+    def build(sizes: tuple[int, ...], dims: int, shared: bool = False, concat: bool = False, near: bool = True) -> None:
         site = launching.site_of(widths_of(sizes), dims, concat, 1e-5, "tanh", shared, None, -1, dtype, other or dtype,
                                  other or dtype)  # fmt: skip
         separate, device = dims == 0 and not concat, torch.device("cpu")
-        launching._plan_forward(site, True, False, device)
-        launching._plan_backward(site, (True, True, True), dtype, separate, True, False, False, device)
+        launching._plan_forward(site, True, False, near, device)
+        launching._plan_backward(site, (True, True, True), dtype, separate, True, False, False, near, device)
 
     # Multiples of eight, as embeddings are as a rule: for odd widths the class waits on the stack till its turn.
     eights = max(widest // 8, 1)
@@ -288,6 +291,7 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
         return plans
     return plans | {
         "slices that share parameters": partial(build, equal, 2, shared=True),
+        "rows far apart": partial(build, equal, 2, near=False),
         "slices apart": partial(build, equal, 0),
         "a table of addresses": partial(store_variant, -1),
         "slices apart, of several widths": partial(build, unequal, 0),
