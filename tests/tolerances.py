@@ -131,7 +131,7 @@ def assert_within(actual: Tensor, exact: Tensor, slack: Tensor, what: str) -> No
 def sum_dtype(spec: Spec, sample: Sample) -> torch.dtype:
     """PyTorch's promotion of what is summed, or the dtype of what is normalised as it is."""
     dtype = rows_of(spec, sample).dtype
-    for name in ("bias", "residual", "up") if "normalized_shape" not in sample.options else ():
+    for name in spec.promoted:
         other = sample.tensors.get(name)
         dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
     return dtype

@@ -76,6 +76,7 @@ class Spec:
         passes: ``(M, N)`` tensors that must move: ``{"fwd": …, "fwd_bwd": …}``, for the roofline.
         launches: kernels that one forward and one backward launch at ordinary sizes.
         kept: the number of ``(M, N)`` tensors that may live from forward to backward beyond the caller's own.
+        promoted: tensors whose dtypes take part, with the first's, in PyTorch's promotion of the output.
         combined: ``eager`` written for all slices at once, for operators that ``eager`` calls slice by slice; what
             torch.compile is then given too.
         liger: builds Liger-Kernel's twin as a callable with the eager signature, or None where it has none.
@@ -97,5 +98,6 @@ class Spec:
     kept: int
     shapes: tuple[tuple[Shape, torch.dtype], ...]
     liger: Callable[[], Callable[..., Any]] | None = None
+    promoted: tuple[str, ...] = ()
     combined: Callable[..., tuple[torch.Tensor, ...]] | None = None
     functional: str = ""
