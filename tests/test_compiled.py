@@ -52,8 +52,6 @@ def plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> Pl
     return found
 
 
-MEMBERS = list(plans(64, torch.bfloat16))
-MIXED = list(plans(64, torch.bfloat16, torch.float32))
 NO_SPILL = 8192
 WIDTHS = (17, 256, 768, 1024, 2048, 4096, 8192, 16384, 65536)
 
@@ -106,21 +104,25 @@ def build(plan: Callable[[], object], target: str, monkeypatch: pytest.MonkeyPat
     return Built.spilled
 
 
-@pytest.mark.parametrize("cols", WIDTHS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("member", MEMBERS)
-def test_compiles_for_hopper(member: str, dtype: torch.dtype, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def each_plan(*kinds: tuple[Any, ...]) -> pytest.MarkDecorator:
+    """Parametrises over ``member`` and ``kind``, the arguments of `plans`; a family may have no plan for some."""
+    found = [(member, kind) for kind in kinds for member in plans(*kind)]
+    return pytest.mark.parametrize(("member", "kind"), found, ids=lambda part: str(part).replace(" ", ""))
+
+
+@each_plan(*((cols, dtype) for cols in WIDTHS for dtype in (torch.bfloat16, torch.float32)))
+def test_compiles_for_hopper(member: str, kind: tuple[int, torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
+    cols, dtype = kind
     found = build(plans(cols, dtype)[member], "sm_90", monkeypatch)
     assert cols > NO_SPILL or not found
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
-@pytest.mark.parametrize(("cols", "dtype"), [(768, torch.float16), (4096, torch.bfloat16), (8192, torch.float32),
-                                             (8192, torch.bfloat16), (1024, torch.float64)], ids=str)  # fmt: skip
-@pytest.mark.parametrize("member", MEMBERS)
-def test_compiles_for_the_others(member: str, cols: int, dtype: torch.dtype, target: str,
+@each_plan((768, torch.float16), (4096, torch.bfloat16), (8192, torch.float32), (8192, torch.bfloat16),
+           (1024, torch.float64))  # fmt: skip
+def test_compiles_for_the_others(member: str, kind: tuple[int, torch.dtype], target: str,
                                  monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    found = build(plans(cols, dtype)[member], target, monkeypatch)
+    found = build(plans(*kind)[member], target, monkeypatch)
     assert target == "gfx942" or not found
 
 
@@ -159,11 +161,9 @@ def test_shipped_configs_compile(kernel: str, key: str, config: list[int], monke
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90"])
-@pytest.mark.parametrize("member", MIXED)
-@pytest.mark.parametrize(("dtype", "other"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float32),
-                                              (torch.float64, torch.float64)], ids=str)  # fmt: skip
-@pytest.mark.parametrize("cols", [8192, 16384])
-def test_shared_memory_suffices(cols: int, dtype: torch.dtype, other: torch.dtype, member: str, target: str,
+@each_plan(*((cols, dtype, other) for cols in (4096, 8192, 16384) for dtype, other in
+             ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64))))  # fmt: skip
+def test_shared_memory_suffices(member: str, kind: tuple[int, torch.dtype, torch.dtype], target: str,
                                 monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """With mixed dtypes, and every tensor there and kept: what one dtype's heuristic does not see."""
-    build(plans(cols, dtype, other)[member], target, monkeypatch)
+    build(plans(*kind)[member], target, monkeypatch)

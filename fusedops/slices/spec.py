@@ -269,9 +269,10 @@ def _benchmark(apart: bool) -> Callable[[Shape, torch.dtype, torch.device], Samp
 def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> dict[str, Callable[[], object]]:
     """Functions that build all variants of the operator, by name; the widest slice has ``cols`` columns.
 
-    With ``other``, the parameters' dtype, those that keep most alone.
+    With ``other``, the parameters' dtype, those that keep most alone. A few widths stand for each number of warps.
     """
-    widest = min(cols, configs.widest(dtype.itemsize))
+    if cols not in (17, 64, 256, 1024, 4096) or cols > configs.widest(dtype.itemsize):
+        return {}
 
     def build(sizes: tuple[int, ...], dims: int, shared: bool = False, concat: bool = False, near: bool = True) -> None:
         site = launching.site_of(widths_of(sizes), dims, concat, 1e-5, "tanh", shared, None, -1, dtype, other or dtype,
@@ -281,8 +282,8 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
         launching._plan_backward(site, (True, True, True), dtype, separate, True, False, False, near, device)
 
     # Multiples of eight, as embeddings are as a rule: for odd widths the class waits on the stack till its turn.
-    eights = max(widest // 8, 1)
-    equal, unequal = (widest,) * 20, tuple(8 * max(part, 1) for part in (eights // 5, eights, eights // 2, eights))
+    eights = max(cols // 8, 1)
+    equal, unequal = (cols,) * 20, tuple(8 * max(part, 1) for part in (eights // 5, eights, eights // 2, eights))
     plans: dict[str, Callable[[], object]] = {
         "slices of one width": partial(build, equal, 2),
         "slices of several widths": partial(build, unequal, 1),
