@@ -326,7 +326,8 @@ def _plan_forward(site: Site, aligned: bool, strided: bool, near: bool, device: 
 
     widths = site.widths
     config = tuning.choose("slices_forward", _table_key(site), site.device_index,
-                           lambda: configs.forward(site.x.itemsize, widths.widest, equal=widths.uniform > 0))  # fmt: skip
+                           lambda: configs.forward(site.x.itemsize, widths.widest, widths.align,
+                                                   equal=widths.uniform > 0))  # fmt: skip
     groups = _groups(widths, config)
     types, constants = _common(site, groups, aligned, strided, near)
     types["y"] = pointer_type(site.y)

@@ -271,7 +271,9 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
 
     With ``other``, the parameters' dtype, those that keep most alone. A few widths stand for each number of warps.
     """
-    if cols not in (17, 64, 256, 1024, 4096) or cols > configs.widest(dtype.itemsize):
+    if other is not None and cols == 8192:
+        cols = configs.widest(dtype.itemsize)
+    if cols not in (17, 64, 256, 1024, 2048, 4096) or cols > configs.widest(dtype.itemsize):
         return {}
 
     def build(sizes: tuple[int, ...], dims: int, shared: bool = False, concat: bool = False, near: bool = True) -> None:
