@@ -1,6 +1,6 @@
 """Fused operators for PyTorch in Triton: the functional face. The modules are in `fusedops.nn`."""
 
-from . import nn
+from . import nn as nn  # not in __all__: a star import must not put it in torch.nn's place
 from .activations.ops import bias_act, bias_gelu, geglu, gelu, glu, swiglu
 from .norms.ops import bias_dropout_add, bias_dropout_add_ln, bias_dropout_add_rms_norm, layer_norm, rms_norm
 from .slices.ops import batched_layer_norm_tanh
@@ -19,7 +19,6 @@ __all__ = [
     "gelu",
     "glu",
     "layer_norm",
-    "nn",
     "rms_norm",
     "swiglu",
 ]

@@ -481,3 +481,31 @@ def test_bad_layers() -> None:
         FusedBatchedLayerNormTanh((2, 0))
     with pytest.raises(ValueError, match=r"slices has shape \(2, 9\), expected \(\*, 54\) for the sizes of 4 slices"):
         FusedBatchedLayerNormTanh(SIZES)(torch.randn(2, 9))
+
+
+def test_layers_that_do_more_than_a_norm() -> None:
+    """A subclass's dropout would be lost; one that only computes faster is taken."""
+    with pytest.raises(TypeError, match=r"layer 1 must be a torch\.nn\.LayerNorm, got FusedBiasDropoutAddLayerNorm"):
+        FusedBatchedLayerNormTanh.from_layers([nn.LayerNorm(4), FusedBiasDropoutAddLayerNorm(4, p=0.5)])
+    assert FusedBatchedLayerNormTanh.from_layers([FusedLayerNorm(4), nn.LayerNorm(3)]).sizes == (4, 3)
+
+
+def test_slices_module_refuses() -> None:
+    with pytest.raises(ValueError, match="eps must be at least 0, got -1"):
+        FusedBatchedLayerNormTanh([4, 4], eps=-1.0)
+    with pytest.raises(ValueError, match=r"slices has shape \(\), expected \(\*, 8\)"):
+        FusedBatchedLayerNormTanh([4, 4])(torch.tensor(1.0))
+
+
+def test_normalized_shape_of_tensors(device: torch.device) -> None:
+    """As torch.nn takes it."""
+    x = torch.randn(3, 8, device=device)
+    for shape in (torch.tensor([8]), [torch.tensor(8)]):
+        torch.testing.assert_close(fusedops.layer_norm(x, shape), torch.nn.functional.layer_norm(x, (8,)))
+        torch.testing.assert_close(fusedops.rms_norm(x, shape), torch.nn.functional.rms_norm(x, (8,)))
+
+
+def test_a_star_import_leaves_nn_alone() -> None:
+    scope: dict[str, Any] = {"nn": nn}
+    exec("from fusedops import *", scope)
+    assert scope["nn"] is nn

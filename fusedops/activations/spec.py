@@ -134,6 +134,8 @@ def _bias_bad_samples(tensors: tuple[str, ...], options: tuple[str, ...] = ()) -
         if "activation" in options:
             yield bad("unknown activation", ValueError, "activation must be one of 'gelu', .*, got 'mish'",
                       options={"activation": "mish"})  # fmt: skip
+            yield bad("activation in a list", ValueError, r"activation must be one of 'gelu', .*, got \['relu'\]",
+                      options={"activation": ["relu"]})  # fmt: skip
         if "p" in options:
             yield bad("p above one", ValueError, r"p must be in \[0, 1\], got 1.5", options={"p": 1.5})
             yield bad("p is nan", ValueError, r"p must be in \[0, 1\], got nan", options={"p": float("nan")})

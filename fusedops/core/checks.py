@@ -56,7 +56,7 @@ def check_eps(op: str, eps: Any) -> None:
 
 def check_choice(op: str, name: str, value: Any, choices: Collection[str]) -> None:
     """``value`` is one of the choices."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 

@@ -270,7 +270,7 @@ def _shape(op: str, normalized_shape: Any) -> tuple[int, ...]:
     if isinstance(normalized_shape, numbers.Integral):
         return (int(normalized_shape),)
     try:
-        return tuple(normalized_shape)
+        return tuple([int(size) if isinstance(size, Tensor) else size for size in normalized_shape])
     except TypeError:
         got = type(normalized_shape).__name__
         raise TypeError(f"{op}: normalized_shape must be an int or a sequence of ints, got {got}") from None

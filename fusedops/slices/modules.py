@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core.checks import check_choice
+from ..core.checks import check_choice, check_eps
 from . import ops
 
 __all__ = ["FusedBatchedLayerNormTanh"]
@@ -57,6 +58,7 @@ class FusedBatchedLayerNormTanh(nn.Module):
         name = type(self).__name__
         # A tuple that stays the same object is looked at once.
         self.sizes = ops.check_sizes(sizes, name)
+        check_eps(name, eps)
         check_choice(name, "activation", activation, ops.ACTIVATION_NAMES)
         self.eps = eps
         self.elementwise_affine = elementwise_affine
@@ -81,7 +83,7 @@ class FusedBatchedLayerNormTanh(nn.Module):
     def forward(self, slices: Tensor | Sequence[Tensor]) -> Any:
         """Normalise and activate; see the class."""
         sizes: tuple[int, ...] | None = self.sizes
-        if isinstance(slices, Tensor) and slices.shape[-1] != sum(self.sizes):
+        if isinstance(slices, Tensor) and slices.shape[-1:] != (sum(self.sizes),):
             # Not side by side: then a slice is a row of the last two dimensions.
             if slices.shape[-2:] != (len(self.sizes), self.sizes[0]) or len(set(self.sizes)) > 1:
                 raise ValueError(
@@ -117,7 +119,8 @@ class FusedBatchedLayerNormTanh(nn.Module):
         if not layers:
             raise ValueError(f"{name}: layers must hold at least one torch.nn.LayerNorm, got none")
         for k, layer in enumerate(layers):
-            if not isinstance(layer, nn.LayerNorm):
+            # A subclass whose forward takes more than the input does more than a norm.
+            if not isinstance(layer, nn.LayerNorm) or len(signature(layer.forward).parameters) != 1:
                 raise TypeError(f"{name}: layer {k} must be a torch.nn.LayerNorm, got {type(layer).__name__}")
             if len(layer.normalized_shape) != 1:
                 raise ValueError(f"{name}: layer {k} normalises {layer.normalized_shape}, expected one dimension")

@@ -45,7 +45,8 @@ def batched_layer_norm_tanh(
             slices: ``(D,)``; or None for ones. Its dtype may differ from the slices'.
         bias: likewise, or None for zeros.
         eps: added to the variance, at least 0.
-        sizes: the widths D_k of the slices of one tensor ``(*, ΣD_k)``. A tuple is looked at once, as long as it is
+        sizes: the widths D_k of the slices of one tensor ``(*, ΣD_k)``; without it the last two dimensions are K and
+            D. A tuple is looked at once, as long as it is
             the same object.
         activation: what follows the norm: "tanh", "sigmoid", "relu", "relu_squared", "gelu", "gelu_tanh",
             "quick_gelu", "silu", or "identity" ("none").
@@ -137,7 +138,7 @@ def check_sizes(sizes: Any, op: str = _OP) -> tuple[int, ...]:
     return tuple([int(size) for size in sizes])
 
 
-def _check_one(x: Tensor, sizes: Sequence[int] | None) -> tuple[int, ...]:
+def _check_one(x: Tensor, sizes: Sequence[int] | None, *parameters: Any) -> tuple[int, ...]:
     """The widths of the slices of one tensor."""
     checks.check_tensor(_OP, "slices", x)
     if sizes is None:
@@ -146,6 +147,10 @@ def _check_one(x: Tensor, sizes: Sequence[int] | None) -> tuple[int, ...]:
         count, size = x.shape[-2:]
         if count < 1 or size < 1:
             raise ValueError(f"{_OP}: slices has shape {tuple(x.shape)}, expected (*, K, D) with K and D at least 1")
+        if x.dim() == 2 and any(isinstance(t, Tensor) and t.dim() == 1 and t.shape[0] == size for t in parameters):
+            # Rows of slices side by side, their sizes forgotten, look like one row of slices that share a parameter.
+            raise ValueError(f"{_OP}: slices has shape {tuple(x.shape)}, expected sizes with it, or (*, K, D) of three "
+                             "dimensions at least")  # fmt: skip
         return (size,) * count
     widths = check_sizes(sizes)
     if x.dim() < 1 or x.shape[-1] != sum(widths):
@@ -179,7 +184,7 @@ def _check_many(slices: Any, sizes: Any) -> tuple[int, ...]:
 def _check(slices: Any, weight: Any, bias: Any, eps: Any, sizes: Any, activation: Any) -> tuple[int, ...]:
     """All that can be wrong; the widths of the slices."""
     one = isinstance(slices, Tensor)
-    widths = _check_one(slices, sizes) if one else _check_many(slices, sizes)
+    widths = _check_one(slices, sizes, weight, bias) if one else _check_many(slices, sizes)
     total, count, size = sum(widths), len(widths), widths[0]
     equal = all(other == size for other in widths)
     for name, value in (("weight", weight), ("bias", bias)):

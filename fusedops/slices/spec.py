@@ -215,6 +215,8 @@ def _bad_samples(apart: bool) -> Callable[[torch.device], Iterator[BadSample]]:
         if not apart:
             yield bad("sizes that do not add up", ValueError,
                       r"sizes of 3 slices add up to 9, but slices has shape \(4, 8\)", options={"sizes": (1, 2, 6)})  # fmt: skip
+            yield bad("sizes forgotten", ValueError, r"slices has shape \(4, 8\), expected sizes with it",
+                      options={"sizes": None})  # fmt: skip
             yield bad("no sizes", ValueError, "sizes must name at least one slice", options={"sizes": ()})
             yield bad("one dimension and no sizes", ValueError, r"slices has shape \(8,\), expected \(\*, K, D\)",
                       slices=randn(8), options={"sizes": None})  # fmt: skip
