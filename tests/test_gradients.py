@@ -188,3 +188,17 @@ def test_gradients_are_not_all_zero() -> None:
             outputs = as_tuple(eager(spec, sample, mask)(leaves))
         for grad in torch.autograd.grad(outputs, list(leaves.values()), random_like(outputs)):
             assert grad.square().mean() > 0.01
+
+
+@cases((torch.float32,), lambda spec, sample: sample.name in ("shape 7x17", "sum returned"))
+def test_a_gradient_whose_sign_is_still_to_be_flipped(case: Case) -> None:
+    """As a view of a conjugated tensor's imaginary part has it: its memory holds other numbers."""
+    sample = case.sample()
+    leaves = [t.requires_grad_() for t in tensors_of(case.spec, sample).values()]
+    outputs = call(case.spec, sample)(sample.tensors)
+    cotangents = random_like(outputs)
+    flipped = [torch._neg_view(-c) for c in cotangents]
+    assert all(c.is_neg() for c in flipped)
+    grads = torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True)
+    for ours, theirs in zip(torch.autograd.grad(outputs, leaves, flipped), grads, strict=True):
+        assert torch.equal(ours, theirs)

@@ -136,6 +136,7 @@ class ActivationFunction(torch.autograd.Function):
         needs = ctx.needs_input_grad
         if torch.is_grad_enabled() or autograd.batched(dy):
             return (*_formula(dy, x, other, like, call, needs), None, None, None)
+        dy = autograd.settled(dy)
         if call.packed and all(needs[:3]) and _unobserved(ctx, x, other) and _whole_graph_runs():
             dbase, _ = launching.backward(call.site, dy, x, other, None, 0, (True, True), call.packed)
             return None, None, dbase, None, None

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["apply", "autocast_dtype", "batched", "forward_mode", "plain", "transforming", "transforms_active"]
+__all__ = [
+    "apply",
+    "autocast_dtype",
+    "batched",
+    "forward_mode",
+    "plain",
+    "settled",
+    "transforming",
+    "transforms_active",
+]
+
+_Gradient = TypeVar("_Gradient", bound=Tensor | None)
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
@@ -42,6 +53,14 @@ def batched(gradient: Tensor | None) -> bool:
     Besides torch.func, ``torch.autograd.grad(…, is_grads_batched=True)`` maps, in an older way.
     """
     return transforms_active() or (gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient))
+
+
+def settled(gradient: _Gradient) -> _Gradient:
+    """The gradient with the sign that a view of PyTorch's may leave to be flipped: in memory are other numbers.
+
+    Imaginary parts of conjugated tensors are such views.
+    """
+    return gradient.resolve_neg() if gradient is not None and gradient.is_neg() else gradient  # type: ignore[return-value]
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:

@@ -92,6 +92,7 @@ class NormFunction(torch.autograd.Function):
         needs = ctx.needs_input_grad[:5]
         if torch.is_grad_enabled() or autograd.batched(dy if dy is not None else dsum):
             return (*_formula(dy, dsum, kept, bias, residual, weight, ln_bias, like, call, needs), None)
+        dy, dsum = autograd.settled(dy), autograd.settled(dsum)
         return (*launching.backward(call.site, dy, dsum, kept, bias, residual, weight, ln_bias, stats, call.seed,
                                     call.threshold, needs), None)  # fmt: skip
 

@@ -42,7 +42,8 @@ class SliceFunction(torch.autograd.Function):
         if torch.is_grad_enabled() or autograd.batched(given):
             return _formula(site, dys, weight, bias, tuple(slices), needs)
         needs_slices = needs[3:]
-        dx, dweight, dbias = launching.backward(site, dys if site.apart else given, slices, weight, bias,
+        settled = [autograd.settled(dy) for dy in dys] if site.apart else autograd.settled(given)
+        dx, dweight, dbias = launching.backward(site, settled, slices, weight, bias,
                                                 (any(needs_slices), needs[1], needs[2]), ctx.addresses)  # fmt: skip
         if dx is None or site.dims:
             return None, dweight, dbias, *((dx,) if site.dims else (None,) * len(slices))
