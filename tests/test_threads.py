@@ -84,6 +84,7 @@ def test_masks_are_all_different(spec: Spec, device: torch.device) -> None:
 
 @pytest.mark.kernels
 def test_no_state_is_drawn_twice(device: torch.device) -> None:
+    device = torch.empty(0, device=device).device  # with its index, as tensors have it
     draws = [draw for many in _together(lambda i: [rng.draw(device) for _ in range(200)]) for draw in many]
     assert len(set(draws)) == len(draws) == 200 * THREADS
 
