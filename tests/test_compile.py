@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import fusedops
 from fusedops.core.spec import Sample, Spec
 from support import (
     ALL_SPECS,
@@ -204,3 +205,18 @@ def test_modes_share_no_graph(spec: Spec, device: torch.device) -> None:
     assert not inference[0].requires_grad
     for ours, theirs in zip(inference, as_tuple(function(*tensors)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.kernels
+def test_an_output_of_several_changed_in_place(device: torch.device) -> None:
+    """As eagerly: a ReLU in place on one slice is no affair of the others."""
+
+    def step(*slices: Tensor) -> Tensor:
+        first, second = fusedops.batched_layer_norm_tanh(slices)
+        return (torch.relu_(first).sum() + (second * 2.0).sum()) * 3.0
+
+    slices = [torch.randn(4, size, device=device, requires_grad=True) for size in (5, 8)]
+    expected = torch.autograd.grad(step(*slices), slices)
+    compiled = torch.autograd.grad(torch.compile(step, backend="aot_eager", fullgraph=True)(*slices), slices)
+    for ours, theirs in zip(compiled, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)

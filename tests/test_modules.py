@@ -509,3 +509,33 @@ def test_a_star_import_leaves_nn_alone() -> None:
     scope: dict[str, Any] = {"nn": nn}
     exec("from fusedops import *", scope)
     assert scope["nn"] is nn
+
+
+def test_slices_that_nothing_came_of(device: torch.device) -> None:
+    """They get no gradient, as layers that were not used get none, and a NaN in one of them is nobody's."""
+    slices = [torch.randn(5, size, device=device, requires_grad=True) for size in (3, 8, 4)]
+    module = FusedBatchedLayerNormTanh((3, 8, 4), device=device)
+    with torch.no_grad():
+        slices[1].fill_(float("nan"))
+    module(slices)[0].square().sum().backward()
+    assert slices[0].grad is not None
+    assert slices[1].grad is None
+    assert slices[2].grad is None
+    for parameter in (module.weight, module.bias):
+        assert parameter.grad.isfinite().all()
+        assert parameter.grad[:3].any()
+        assert not parameter.grad[3:].any()
+
+
+def test_forgotten_sizes_are_seen_after_a_call_like_it(device: torch.device) -> None:
+    weight = torch.randn(8, device=device)
+    fusedops.batched_layer_norm_tanh(torch.randn(2, 3, 8, device=device), weight)
+    with pytest.raises(ValueError, match="expected sizes with it"):
+        fusedops.batched_layer_norm_tanh(torch.randn(3, 8, device=device), weight)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_the_identitys_derivative_is_one_everywhere(value: float, device: torch.device) -> None:
+    x = torch.tensor([[1.0, value]], device=device, requires_grad=True)
+    fusedops.bias_act(x, None, "identity").backward(torch.ones(1, 2, device=device))
+    assert torch.equal(x.grad, torch.ones_like(x))

@@ -184,6 +184,8 @@ _MOST_ADMITTED = 8192
 # An activation alone over at most so many elements is PyTorch's own on a GPU: both take a few microseconds there, and
 # a native autograd node costs tens of microseconds less on the host than a Python one.
 native_elements = 65536
+# The longest last dimension that the tiles of a grid can cover; the formula serves longer ones.
+_LONGEST = 1 << 23
 _UNSEEN: Any = object()
 
 
@@ -238,7 +240,7 @@ def _admit(key: Any, kind: Kind, activation: str, x: Tensor, other: Tensor | Non
     site = None
     # Tensors whose sign is still to be flipped (an imaginary part after conj) have other numbers in memory.
     lazy = x.is_neg() or (other is not None and other.is_neg())
-    if launch.runs_kernels(x.device.type) and not lazy:
+    if launch.runs_kernels(x.device.type) and not lazy and x.shape[-1] <= _LONGEST:
         site = launching.site_of(kind, activation, _cols(kind, x), x.get_device(), x.dtype,
                                  None if other is None else other.dtype)  # fmt: skip
     if key is not None:
@@ -251,7 +253,7 @@ def _admit(key: Any, kind: Kind, activation: str, x: Tensor, other: Tensor | Non
 def _observed(op: str, kind: Kind, activation: str, x: Tensor, other: Tensor | None, p: float) -> Tensor:
     """Under torch.compile, a dispatch mode or a tensor subclass: one registered operator, which they can see."""
     _check(op, kind, activation, x, other, p)
-    if not launch.runs_kernels(x.device.type) or x.shape[-1] == 0:
+    if not launch.runs_kernels(x.device.type) or not 0 < x.shape[-1] <= _LONGEST:
         return _composite(kind, activation, x, other, p)
     seed = None if p == 0.0 else rng.draw(x.device) if p < 1.0 else (0, 0)
     return operator_call(x, other, seed, rng.threshold(p), kind, activation, _cols(kind, x))

@@ -119,7 +119,7 @@ def identity(x):
 
 @triton.jit
 def identity_derivative(x):
-    return x * 0.0 + 1.0
+    return tl.full(x.shape, 1.0, x.dtype)
 
 
 @triton.jit
@@ -168,8 +168,8 @@ def reciprocal(x):
 def logistic(e):
     """From ``e = exp(-x)`` the logistic function of x, and one less it, which for large x is no difference of ones."""
     s = reciprocal(1.0 + e)
-    # An infinite e has s = 0, and so has the largest power of two that is kept in its place.
-    return s, s * tl.minimum(e, 8.507059173023462e37)
+    # An infinite e has s = 0, and so have the large numbers that are kept in its place.
+    return s, s * tl.minimum(e, 8e307 if e.dtype == tl.float64 else 8.507059173023462e37)
 
 
 @triton.jit
@@ -202,7 +202,7 @@ def quick_gelu(x):
 @triton.jit
 def quick_gelu_derivative(x):
     s, rest = logistic(exponential(x, -1.702))
-    return s + s * (1.702 * x * rest)
+    return s + 1.702 * (s * (x * rest))
 
 
 @triton.jit

@@ -168,7 +168,7 @@ class Variant:
         self._kernel = kernel
         self._constants = dict(constants)
         self._options: dict[str, int] = {"num_warps": config.warps, "num_stages": config.stages}
-        if config.registers:
+        if config.registers and torch.version.hip is None:
             self._options["maxnreg"] = config.registers
         if constants.get("OVERLAP"):
             self._options["launch_pdl"] = True

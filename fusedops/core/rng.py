@@ -69,13 +69,13 @@ def _draw_captured(device: torch.device) -> torch.Tensor:
         return _draw_tensor(device)
     with _lock:
         key = (capture, stream)
-        if _captured is None or _captured[:2] != (key, device.index) or _captured[3] == _POOL:
-            with torch._C._DisableFuncTorch():  # one for the whole call, whatever is being mapped
+        with torch._C._DisableFuncTorch():  # one state for the whole call, whatever is being mapped
+            if _captured is None or _captured[:2] != (key, device.index) or _captured[3] == _POOL:
                 states = torch.randint(0, 2**62, (_POOL, 2), dtype=torch.int64, device=device)
-            _captured = (key, device.index, states, 0)
-        _, index, states, taken = _captured
-        _captured = (key, index, states, taken + 1)
-    return states[taken]
+                _captured = (key, device.index, states, 0)
+            _, index, states, taken = _captured
+            _captured = (key, index, states, taken + 1)
+            return states[taken]
 
 
 @functools.cache

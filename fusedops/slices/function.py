@@ -5,6 +5,7 @@ Under torch.func transforms and in forward mode the functional takes the formula
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class SliceFunction(torch.autograd.Function):
         if given is None:
             return (None,) * len(needs)
         weight, bias, *slices = ctx.saved_tensors
-        if torch.is_grad_enabled() or autograd.batched(given):
+        if torch.is_grad_enabled() or any(autograd.batched(dy) for dy in dys):
             return _formula(site, dys, weight, bias, tuple(slices), needs)
         needs_slices = needs[3:]
         settled = [autograd.settled(dy) for dy in dys] if site.apart else autograd.settled(given)
@@ -48,9 +49,15 @@ class SliceFunction(torch.autograd.Function):
         if dx is None or site.dims:
             return None, dweight, dbias, *((dx,) if site.dims else (None,) * len(slices))
         dxs = launching.apart(site, dx, slices)
-        if not all(needs_slices):
-            return None, dweight, dbias, *(t if n else None for t, n in zip(dxs, needs_slices, strict=True))
-        return None, dweight, dbias, *dxs
+        return None, dweight, dbias, *_wanted(site, dxs, dys, needs_slices)
+
+
+def _wanted(site: Site, dxs: Sequence[Tensor | None], dys: Sequence[Tensor | None],
+            needs: Sequence[bool]) -> Sequence[Tensor | None]:  # fmt: skip
+    """The slices' gradients without those that nobody asked for, and those of slices of which nothing came."""
+    if site.apart and any(dy is None for dy in dys):
+        return [dx if n and dy is not None else None for dx, dy, n in zip(dxs, dys, needs, strict=True)]
+    return dxs if all(needs) else [dx if n else None for dx, n in zip(dxs, needs, strict=True)]
 
 
 def _formula(site: Site, dys: tuple[Tensor | None, ...], weight: Tensor | None, bias: Tensor | None,
@@ -61,7 +68,8 @@ def _formula(site: Site, dys: tuple[Tensor | None, ...], weight: Tensor | None, 
                                               site.shared, site.concat, site.eps, site.activation.derivative)  # fmt: skip
     grads = [None if p is None else d.reshape(p.shape) for d, p in zip(sums, (weight, bias), strict=True)]
     dtypes = (site.weight, site.bias, *(site.x,) * len(slices))
+    wanted = _wanted(site, dxs, dys, needs[3:]) if site.dims == 0 else dxs
     return None, *(
         None if d is None or not needed else d.to(dtype)
-        for d, needed, dtype in zip((*grads, *dxs), needs[1:], dtypes, strict=True)
+        for d, needed, dtype in zip((*grads, *wanted), needs[1:], dtypes, strict=True)
     )

@@ -292,9 +292,9 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
         in_rows = taken[:, None] & (tl.arange(0, tile_rows) < M - first_row)[None, :]
         mask = in_rows[:, :, None] & inside[:, None, :]
         if dy_addresses is not None:
-            g = tl.load(_at(dy_place, first_row), mask=mask & given[:, None, None], other=0.0).to(ACC)
-        else:
-            g = tl.load(_at(dy_place, first_row), mask=mask, other=0.0).to(ACC)
+            # Nor is such a slice read: a NaN in it is nobody's.
+            mask &= given[:, None, None]
+        g = tl.load(_at(dy_place, first_row), mask=mask, other=0.0).to(ACC)
         h = tl.load(_at(x_place, first_row), mask=mask, other=0.0).to(ACC)
         hat, rstd = _standardize(h, in_rows, inside, per_width, EPS, padded)
         g *= DERIVATIVE(_affine(hat, w, b))

@@ -282,21 +282,21 @@ def _table_key(site: Site) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _groups(widths: Widths, config: tuning.Config) -> Groups:
-    groups = Groups.of(widths, config.block_n, config.rows)
-    if groups.count > _MOST_GROUPS:
-        raise ValueError(f"fusedops: {len(widths)} slices make {groups.count} groups, expected at most {_MOST_GROUPS}")
-    return groups
+    return Groups.of(widths, config.block_n, config.rows)
 
 
 @functools.lru_cache(maxsize=1024)
 def _group_table(groups: Groups, device: torch.device) -> Tensor | None:
-    return torch.tensor(groups.table, dtype=torch.int32).to(device) if groups.table else None
+    return torch.tensor(groups.table, dtype=torch.int32, device="cpu").to(device) if groups.table else None
 
 
 def _common(
     site: Site, groups: Groups, aligned: bool, strided: bool, near: bool
 ) -> tuple[dict[str, str | None], dict[str, Any]]:
     """Types and constants that both kernels have."""
+    if site.dims == 0 and groups.count > _MOST_GROUPS:
+        raise ValueError(f"fusedops: {len(site.widths)} slices make {groups.count} groups, "
+                         f"expected at most {_MOST_GROUPS}")  # fmt: skip
     types: dict[str, str | None] = {
         "x": pointer_type(site.x) if site.dims else None,
         "x_addresses": None if site.dims else pointer_type(torch.int64),

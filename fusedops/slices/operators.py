@@ -6,6 +6,7 @@ other, which PyTorch's own operators then take apart, as they join the gradients
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -23,8 +24,10 @@ _CALL = (
     "Tensor[] slices, Tensor? weight, Tensor? bias, int[] sizes, int dims, bool concat, float eps, str activation, "
     "bool shared, ScalarType? out_dtype"
 )
-_LIBRARY.define(f"slices_forward({_CALL}) -> Tensor")
-_LIBRARY.define(f"slices_backward(Tensor dy, {_CALL}, bool[] needs) -> (Tensor, Tensor, Tensor)")
+# Tables of addresses and widths outlive a call, which memory that a graph tree manages must not.
+_TAGS = tuple(tag for name in ("cudagraph_unsafe",) if (tag := getattr(torch.Tag, name, None)) is not None)
+_LIBRARY.define(f"slices_forward({_CALL}) -> Tensor", tags=_TAGS)
+_LIBRARY.define(f"slices_backward(Tensor dy, {_CALL}, bool[] needs) -> (Tensor, Tensor, Tensor)", tags=_TAGS)
 
 
 def operator_call(slices: tuple[Tensor, ...], weight: Tensor | None, bias: Tensor | None, sizes: tuple[int, ...],
@@ -37,7 +40,9 @@ def operator_call(slices: tuple[Tensor, ...], weight: Tensor | None, bias: Tenso
 
 
 def _split(buffer: Tensor, slices: Any) -> list[Tensor]:
-    return [part.view(t.shape) for part, t in zip(buffer.split([t.numel() for t in slices]), slices, strict=True)]
+    # One view each: of several views from one operator none may be changed in place.
+    ends = itertools.accumulate(t.numel() for t in slices)
+    return [buffer.narrow(0, end - t.numel(), t.numel()).view(t.shape) for end, t in zip(ends, slices, strict=True)]
 
 
 def _site(slices: list[Tensor], weight: Tensor | None, bias: Tensor | None, sizes: list[int], dims: int, concat: bool,

@@ -79,7 +79,7 @@ def batched_layer_norm_tanh(
         if isinstance(slices, Tensor):
             known = sizes if sizes is None else _known_sizes(sizes)
             facts: Any = (type(slices), slices.dtype, slices.device, slices.is_neg(), known,
-                          slices.shape[-1 if sizes is not None else -2 :])  # fmt: skip
+                          slices.shape[-1:] if sizes is not None else (slices.dim() == 2, slices.shape[-2:]))  # fmt: skip
         else:
             facts = (sizes if sizes is None else _known_sizes(sizes), *map(_FACTS, tensors))
         key = (
@@ -267,11 +267,12 @@ def _admit(key: Any, slices: Any, weight: Tensor | None, bias: Tensor | None, ep
     widths = equal_widths(len(checked), checked[0]) if dims == 2 else widths_of(checked)
     shared, spread = _sharing(weight, bias, checked)
     site = None
-    # Tensors whose sign is still to be flipped (an imaginary part after conj) have other numbers in memory.
+    # A tensor whose sign is still to be flipped (an imaginary part after conj) has other numbers in memory. The key
+    # knows it of one tensor; those of a sequence are looked at in each call.
     if (
         launch.runs_kernels(first.device.type)
         and widths.widest <= configs.widest(first.dtype.itemsize)
-        and not first.is_neg()
+        and not (one and first.is_neg())
     ):
         site = launching.site_of(
             widths, dims, bool(concat), float(eps), _ALIASES.get(activation, activation), shared, out_dtype,
