@@ -186,17 +186,6 @@ def backward(  # noqa: C901, one flat path a step, on purpose
 
 # --- the variants behind the keys ---------------------------------------------------------------------------------
 
-# The longest axis 1 of a CUDA grid.
-_MOST_TILES = 65535
-
-
-def _column_tiles(cols: int, block_n: int) -> int:
-    """Tiles along axis 1 of the grid."""
-    tiles = -(-cols // block_n)
-    if tiles > _MOST_TILES:
-        raise ValueError(f"fusedops: the last dimension has {cols} elements, expected at most {_MOST_TILES * block_n}")
-    return tiles
-
 
 def _table_key(site: Site, *parts: str) -> str:
     """The variant's name in the shipped table; dtypes of one width share an entry."""
@@ -223,7 +212,7 @@ def _plan_forward(site: Site, seed: int, aligned: bool) -> _Plan:
     config = tuning.choose(name, key, site.device_index, lambda: configs.tile(site.cols, site.acc.itemsize))
     variant = launch.build(kernel, types, constants, config, device_index=site.device_index, acc=site.acc,
                            cols=site.cols, aligned=aligned)  # fmt: skip
-    return _Plan(variant, config.rows, _column_tiles(site.cols, config.block_n))
+    return _Plan(variant, config.rows, launch.column_tiles(site.cols, config.block_n))
 
 
 def _plan_backward(site: Site, needs: tuple[bool, bool], packed: Packed, dy: torch.dtype, seed: int,
@@ -254,7 +243,7 @@ def _plan_backward(site: Site, needs: tuple[bool, bool], packed: Packed, dy: tor
         return launch.build(kernel, types, constants, config, device_index=site.device_index, acc=site.acc,
                             cols=site.cols, aligned=aligned)  # fmt: skip
 
-    tiles = _column_tiles(site.cols, config.block_n)
+    tiles = launch.column_tiles(site.cols, config.block_n)
     variant = build(kernel, config, constants)
     if not sums:
         return _Plan(variant, config.rows, tiles)

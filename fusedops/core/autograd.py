@@ -47,12 +47,12 @@ def transforming() -> bool:
     return transforms_active() or forward_ad._current_level >= 0
 
 
-def batched(gradient: Tensor | None) -> bool:
-    """Whether a gradient is, or may be, a batch in disguise, with no memory that a kernel could read.
+def batched(*gradients: Tensor) -> bool:
+    """Whether one of the gradients is, or may be, a batch in disguise, with no memory that a kernel could read.
 
     Besides torch.func, ``torch.autograd.grad(…, is_grads_batched=True)`` maps, in an older way.
     """
-    return transforms_active() or (gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient))
+    return transforms_active() or any(map(torch._C._functorch.is_legacy_batchedtensor, gradients))
 
 
 def settled(gradient: _Gradient) -> _Gradient:

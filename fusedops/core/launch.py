@@ -21,9 +21,11 @@ import torch
 from .tuning import Config
 
 __all__ = [
+    "MOST_TILES",
     "SEED_TYPES",
     "Variant",
     "build",
+    "column_tiles",
     "compile_kernel",
     "current_device",
     "interpreting",
@@ -131,6 +133,18 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     import triton.language as tl
 
     return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+# The longest axis 1 of a CUDA grid.
+MOST_TILES = 65535
+
+
+def column_tiles(cols: int, block_n: int) -> int:
+    """Tiles along axis 1 of the grid."""
+    tiles = -(-cols // block_n)
+    if tiles > MOST_TILES:
+        raise ValueError(f"fusedops: the last dimension has {cols} elements, expected at most {MOST_TILES * block_n}")
+    return tiles
 
 
 def vector_width(*dtypes: torch.dtype | None) -> int:

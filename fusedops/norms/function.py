@@ -90,7 +90,7 @@ class NormFunction(torch.autograd.Function):
         call: Call = ctx.call
         kept, bias, residual, weight, ln_bias, stats, like = ctx.saved_tensors
         needs = ctx.needs_input_grad[:5]
-        if torch.is_grad_enabled() or autograd.batched(dy if dy is not None else dsum):
+        if torch.is_grad_enabled() or autograd.batched(*[d for d in (dy, dsum) if d is not None]):
             return (*_formula(dy, dsum, kept, bias, residual, weight, ln_bias, like, call, needs), None)
         dy, dsum = autograd.settled(dy), autograd.settled(dsum)
         return (*launching.backward(call.site, dy, dsum, kept, bias, residual, weight, ln_bias, stats, call.seed,

@@ -259,22 +259,11 @@ def backward(  # noqa: C901, one flat path a step, on purpose
 
 # --- the variants behind the keys ---------------------------------------------------------------------------------
 
-# The longest axis 1 of a CUDA grid.
-_MOST_TILES = 65535
-
 
 def _table_key(site: Site, drops: bool, *parts: int) -> str:
     """The variant's name in the shipped table; dtypes of one width share an entry."""
     return "|".join(map(str, (site.rule.kind, f"{site.x.itemsize * 8}bit", "dropout" if drops else "plain", *parts,
                               site.cols)))  # fmt: skip
-
-
-def _column_tiles(cols: int, block_n: int) -> int:
-    """Tiles along axis 1 of the grid."""
-    tiles = -(-cols // block_n)
-    if tiles > _MOST_TILES:
-        raise ValueError(f"fusedops: the last dimension has {cols} elements, expected at most {_MOST_TILES * block_n}")
-    return tiles
 
 
 def _build(kernel: Any, types: dict[str, str | None], constants: dict[str, Any], config: tuning.Config, site: Site,
@@ -302,7 +291,7 @@ def _plan_forward(site: Site, seed: int, aligned: bool, store_sum: bool) -> _For
     if not site.normalizes:
         config = tuning.choose("dropout_add", key, site.device_index, lambda: configs.dropout_add(cols))
         variant = _build(kernels.dropout_add_kernel, types, {"VECTOR": width}, config, site, aligned)
-        return _Forward(variant, config.rows, _column_tiles(cols, config.block_n), 2**31 - 1)
+        return _Forward(variant, config.rows, launch.column_tiles(cols, config.block_n), 2**31 - 1)
     config = tuning.choose("norm_forward", key, site.device_index,
                            lambda: configs.forward(cols, site.x.itemsize, site.residual is not None))  # fmt: skip
     constants = {
@@ -379,8 +368,8 @@ def _plan_backward(site: Site, needs: tuple[bool, ...], dy: _Dtype, dsum: _Dtype
         return _build(kernel, types | gradients, constants | more, config, site, aligned)
 
     processors = launch.processors(site.device_index)
-    tiles = 1 if normalizes else _column_tiles(cols, config.block_n)
-    rest_tiles = _column_tiles(cols - config.block_n, rest_config.block_n) if cut else 1
+    tiles = 1 if normalizes else launch.column_tiles(cols, config.block_n)
+    rest_tiles = launch.column_tiles(cols - config.block_n, rest_config.block_n) if cut else 1
     return _Backward(
         variant=build(kernels.norm_backward_kernel, config),
         rows=config.rows,

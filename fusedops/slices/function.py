@@ -36,15 +36,18 @@ class SliceFunction(torch.autograd.Function):
         """Kernels at first order, the formula where the gradient is itself differentiated or batched."""
         site: Site = ctx.site
         needs = ctx.needs_input_grad
-        given = next((dy for dy in dys if dy is not None), None)
-        if given is None:
+        given = [dy for dy in dys if dy is not None]
+        if not given:
             return (None,) * len(needs)
         weight, bias, *slices = ctx.saved_tensors
-        if torch.is_grad_enabled() or any(autograd.batched(dy) for dy in dys):
+        if torch.is_grad_enabled() or autograd.batched(*given):
             return _formula(site, dys, weight, bias, tuple(slices), needs)
         needs_slices = needs[3:]
-        settled = [autograd.settled(dy) for dy in dys] if site.apart else autograd.settled(given)
-        dx, dweight, dbias = launching.backward(site, settled, slices, weight, bias,
+        if any(map(Tensor.is_neg, given)):
+            dys = tuple([autograd.settled(dy) for dy in dys])
+        gradient = dys if site.apart else dys[0]
+        assert gradient is not None
+        dx, dweight, dbias = launching.backward(site, gradient, slices, weight, bias,
                                                 (any(needs_slices), needs[1], needs[2]), ctx.addresses)  # fmt: skip
         if dx is None or site.dims:
             return None, dweight, dbias, *((dx,) if site.dims else (None,) * len(slices))

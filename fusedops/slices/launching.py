@@ -267,8 +267,6 @@ def backward(
 
 # --- the variants behind the keys ---------------------------------------------------------------------------------
 
-# The longest axis 1 of a CUDA grid.
-_MOST_GROUPS = 65535
 # Rows closer than this have all of a tile's elements, of which there are fewer than 2**15, within 32 bits.
 _FAR = 1 << 16
 
@@ -294,9 +292,9 @@ def _common(
     site: Site, groups: Groups, aligned: bool, strided: bool, near: bool
 ) -> tuple[dict[str, str | None], dict[str, Any]]:
     """Types and constants that both kernels have."""
-    if site.dims == 0 and groups.count > _MOST_GROUPS:
+    if site.dims == 0 and groups.count > launch.MOST_TILES:
         raise ValueError(f"fusedops: {len(site.widths)} slices make {groups.count} groups, "
-                         f"expected at most {_MOST_GROUPS}")  # fmt: skip
+                         f"expected at most {launch.MOST_TILES}")  # fmt: skip
     types: dict[str, str | None] = {
         "x": pointer_type(site.x) if site.dims else None,
         "x_addresses": None if site.dims else pointer_type(torch.int64),
