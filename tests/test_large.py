@@ -63,7 +63,7 @@ def _blocks(rows: int, cols: int) -> Iterator[tuple[int, int]]:
 
 def _part(spec: Spec, sample: Sample, first: int, last: int) -> tuple[dict[str, Tensor], Mask]:
     rows = rows_of(spec, sample)
-    part = {name: t[first:last] if t.shape == rows.shape else t for name, t in tensors_of(spec, sample).items()}
+    part = {name: t[first:last] if len(t) == len(rows) else t for name, t in tensors_of(spec, sample).items()}
     if not spec.has_dropout:
         return part, Mask()
     p = sample.p
@@ -77,23 +77,23 @@ def test_past_32_bits(spec: Spec, rows: int, cols: int) -> None:
     sample = _sample(spec, rows, cols)
     tensors = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
     with fixed_draw():
-        (output,) = as_tuple(spec.call(**{**sample.tensors, **tensors}, **sample.options))
-    assert output.numel() > LIMIT
-    cotangent = torch.randn_like(output)
-    grads = dict(zip(tensors, torch.autograd.grad(output, list(tensors.values()), cotangent), strict=True))
-    output = output.detach()
+        outputs = as_tuple(spec.call(**{**sample.tensors, **tensors}, **sample.options))
+    assert sum(output.numel() for output in outputs) > LIMIT
+    cotangents = [torch.randn_like(output) for output in outputs]
+    grads = dict(zip(tensors, torch.autograd.grad(outputs, list(tensors.values()), cotangents), strict=True))
+    outputs = tuple(output.detach() for output in outputs)
 
     for first, last in _blocks(rows, cols):
         part, mask = _part(spec, sample, first, last)
         exactly = oracle(spec, sample, mask)
         where = f"rows {first} to {last}"
         # Two roundings of bf16 at most, one of them of the sum kept for the backward: 2 · 2**-8 of the row's largest.
-        (want,) = exactly(part)
-        _close(output[first:last], want, f"output, {where}")
-        for name, want in gradients(exactly, part, [cotangent[first:last].double()]).items():
+        for i, (output, want) in enumerate(zip(outputs, exactly(part), strict=True)):
+            _close(output[first:last], want, f"output {i}, {where}")
+        for name, want in gradients(exactly, part, [c[first:last].double() for c in cotangents]).items():
             if want.shape[0] == last - first and want.dim() > 1 and cols > 1:
                 _close(grads[name][first:last], want, f"gradient of {name}, {where}")
-    _check_parameter_gradients(spec, sample, cotangent, grads)
+    _check_parameter_gradients(spec, sample, cotangents, grads)
 
 
 def _close(got: Tensor, want: Tensor, what: str) -> None:
@@ -103,24 +103,24 @@ def _close(got: Tensor, want: Tensor, what: str) -> None:
     assert worst <= 0, f"{what}: beyond the bound by {worst:.3g}"
 
 
-def _check_parameter_gradients(spec: Spec, sample: Sample, cotangent: Tensor, grads: dict[str, Tensor]) -> None:
+def _check_parameter_gradients(spec: Spec, sample: Sample, cotangents: list[Tensor], grads: dict[str, Tensor]) -> None:
     """The column sums over all rows, chunk by chunk in fp64: a row left out or read twice shows.
 
     Rounding errors of random sign grow as the square root of the rows, as do these sums themselves, so the bound stays
     two roundings of bf16 of the largest column (the kept sum's and the result's) with a factor two for their spread.
     """
-    rows, cols = rows_of(spec, sample).shape
-    names = [name for name, t in tensors_of(spec, sample).items() if t.dim() == 1]
-    if not names:
+    rows = len(rows_of(spec, sample))
+    parameters = {name: t for name, t in tensors_of(spec, sample).items() if len(t) != rows}
+    if not parameters:
         return
-    totals = {name: torch.zeros(cols, dtype=torch.float64, device=DEVICE) for name in names}
-    chunk = max(2**25 // cols, 1)
+    totals = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in parameters.items()}
+    chunk = max(2**25 // sum(c.shape[-1] for c in cotangents), 1)
     for first in range(0, rows, chunk):
         last = min(first + chunk, rows)
         part, mask = _part(spec, sample, first, last)
-        along = [cotangent[first:last].double()]
+        along = [c[first:last].double() for c in cotangents]
         wide = {name: t.double() for name, t in part.items()}  # else each chunk's sum would be rounded to bf16
-        for name, part_sum in gradients(oracle(spec, sample, mask), wide, along, names).items():
+        for name, part_sum in gradients(oracle(spec, sample, mask), wide, along, list(parameters)).items():
             totals[name] += part_sum
     for name, total in totals.items():
         # Terms of order one and random sign: their sum is of order sqrt(rows), unless all of them vanish.

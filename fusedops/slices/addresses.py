@@ -28,15 +28,17 @@ class Addresses:
     """Where tensors lie: a table for the kernels, and what of it they were compiled for.
 
     ``table`` is int64: the addresses, and after them the distances between rows if ``strided``. ``bits`` has a bit set
-    wherever an address has one, ``pitches`` wherever a distance has one.
+    wherever an address has one, ``pitches`` wherever a distance has one; ``absent`` is whether an address is 0, which
+    stands for no tensor.
     """
 
-    __slots__ = ("bits", "key", "pitches", "strided", "table")
+    __slots__ = ("absent", "bits", "key", "pitches", "strided", "table")
 
     def __init__(self, key: Any, table: Tensor, pointers: tuple[int, ...], pitches: tuple[int, ...] | None) -> None:
         self.key = key
         self.table = table
         self.strided = pitches is not None
+        self.absent = 0 in pointers
         self.bits = reduce(or_, pointers)
         self.pitches = 0 if pitches is None else reduce(or_, pitches)
 

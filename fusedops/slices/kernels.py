@@ -258,8 +258,8 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
                     x_pitch, total, group, part, programs, K, M, POWER: tl.constexpr, GROUPS: tl.constexpr,
                     CLASSES: tl.constexpr, EPS: tl.constexpr, DERIVATIVE: tl.constexpr, DY: tl.constexpr,
                     X: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr, DY_APART: tl.constexpr,
-                    DX_APART: tl.constexpr, DY_STRIDED: tl.constexpr, STRIDED: tl.constexpr, ALIGN: tl.constexpr,
-                    INDEX: tl.constexpr, ACC: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+                    DX_APART: tl.constexpr, DY_STRIDED: tl.constexpr, UNUSED: tl.constexpr, STRIDED: tl.constexpr,
+                    ALIGN: tl.constexpr, INDEX: tl.constexpr, ACC: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
                     STAGES: tl.constexpr):  # fmt: skip
     """One group's gradients; the rows come from the last to the first: the L2 cache still holds what was made last."""
     depth: tl.constexpr = ((CLASSES >> (4 * POWER)) & 15) - 1
@@ -275,7 +275,7 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
     if dx is not None:
         dx_place = _place(dx, None, slots, total, lanes, K, M, X, DX_APART, False, D, ALIGN, INDEX, tile_rows)
     inside = _inside(slots, lanes, padded)
-    if dy_addresses is not None:
+    if UNUSED and dy_addresses is not None:
         # Address zero stands for an output that nothing came of: its gradient is zero.
         given = tl.load(dy_addresses + slots[0], mask=taken, other=0) != 0
     per_width = _per_width(slots, ACC)
@@ -291,7 +291,7 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
         first_row = (tiles - 1 - step).to(tl.int64) * tile_rows
         in_rows = taken[:, None] & (tl.arange(0, tile_rows) < M - first_row)[None, :]
         mask = in_rows[:, :, None] & inside[:, None, :]
-        if dy_addresses is not None:
+        if UNUSED and dy_addresses is not None:
             # Nor is such a slice read: a NaN in it is nobody's.
             mask &= given[:, None, None]
         g = tl.load(_at(dy_place, first_row), mask=mask, other=0.0).to(ACC)
@@ -307,7 +307,8 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
                 g *= w
             along = tl.sum(g * hat, axis=2) * per_width
             mean = tl.sum(g, axis=2) * per_width
-            out = g * rstd[:, :, None] - (hat * (along * rstd)[:, :, None] + (mean * rstd)[:, :, None])
+            # The mean first: where it is all there is to g, as in a slice of one column, exactly nothing remains.
+            out = (g - mean[:, :, None] - hat * along[:, :, None]) * rstd[:, :, None]
             tl.store(_at(dx_place, first_row), out.to(X), mask=mask)
 
     if dweight is not None:
@@ -346,6 +347,7 @@ def slices_backward_kernel(
     DY_APART: tl.constexpr,
     DX_APART: tl.constexpr,
     DY_STRIDED: tl.constexpr,
+    UNUSED: tl.constexpr,
     STRIDED: tl.constexpr,
     ALIGN: tl.constexpr,
     INDEX: tl.constexpr,
@@ -367,14 +369,14 @@ def slices_backward_kernel(
             if table is None:
                 _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, dweight, dbias, partials,
                                 dy_pitch, x_pitch, total, group, part, programs, K, M, power, GROUPS, CLASSES, EPS,
-                                DERIVATIVE, DY, X, D, SHARED, DY_APART, DX_APART, DY_STRIDED, STRIDED, ALIGN, INDEX,
-                                ACC, BLOCK_N, ROWS, STAGES)  # fmt: skip
+                                DERIVATIVE, DY, X, D, SHARED, DY_APART, DX_APART, DY_STRIDED, UNUSED, STRIDED, ALIGN,
+                                INDEX, ACC, BLOCK_N, ROWS, STAGES)  # fmt: skip
             else:
                 if tl.load(table + group) == power:
                     _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, dweight, dbias, partials,
                                     dy_pitch, x_pitch, total, group, part, programs, K, M, power, GROUPS, CLASSES, EPS,
-                                    DERIVATIVE, DY, X, D, SHARED, DY_APART, DX_APART, DY_STRIDED, STRIDED, ALIGN, INDEX,
-                                    ACC, BLOCK_N, ROWS, STAGES)  # fmt: skip
+                                    DERIVATIVE, DY, X, D, SHARED, DY_APART, DX_APART, DY_STRIDED, UNUSED, STRIDED, ALIGN,
+                                    INDEX, ACC, BLOCK_N, ROWS, STAGES)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=[f"a{i}" for i in range(64)] + ["start", "count"])

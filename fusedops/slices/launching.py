@@ -236,7 +236,9 @@ def backward(
     aligned = _aligned(site, weight, bias, x, g)
     unit = widths.align if aligned else 1
     near = (x.pitches | g.pitches | total) < _FAR
-    key = (site, needs, dy_dtype, g.addresses is not None, aligned, x.strided, g.strided, near)
+    # 1 for a table of gradients, 2 for one with gaps.
+    separate = 0 if g.addresses is None else 1 + g.addresses.absent
+    key = (site, needs, dy_dtype, separate, aligned, x.strided, g.strided, near)
     plan = _backwards.get(key)
     if plan is None:
         plan = _backwards[key] = _plan_backward(*key, first.device)
@@ -339,7 +341,7 @@ def _plan_forward(site: Site, aligned: bool, strided: bool, near: bool, device: 
     return _Forward(variant, groups.shortest, groups.count, programs, _group_table(groups, device))
 
 
-def _plan_backward(site: Site, needs: tuple[bool, bool, bool], dy: torch.dtype, separate: bool, aligned: bool,
+def _plan_backward(site: Site, needs: tuple[bool, bool, bool], dy: torch.dtype, separate: int, aligned: bool,
                    strided: bool, dy_strided: bool, near: bool, device: torch.device) -> _Backward:  # fmt: skip
     from ..core.kernels import sum_partials_kernel
     from .kernels import slices_backward_kernel
@@ -362,7 +364,7 @@ def _plan_backward(site: Site, needs: tuple[bool, bool, bool], dy: torch.dtype, 
     }
     constants |= {"DERIVATIVE": device_functions(site.activation.name)[1], "DY": triton_dtype(dy),
                   "DY_APART": site.apart and not separate, "DX_APART": site.dims == 0,
-                  "DY_STRIDED": dy_strided}  # fmt: skip
+                  "DY_STRIDED": dy_strided, "UNUSED": separate == 2}  # fmt: skip
 
     def build(kernel: Any, config: tuning.Config, cols: int, **more: Any) -> Variant:
         return launch.build(kernel, types | more, constants | {"REST_COL": cols}, config,

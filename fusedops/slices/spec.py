@@ -278,10 +278,11 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
     if cols not in (17, 64, 256, 1024, 2048, 4096) or cols > configs.widest(dtype.itemsize):
         return {}
 
-    def build(sizes: tuple[int, ...], dims: int, shared: bool = False, concat: bool = False, near: bool = True) -> None:
+    def build(sizes: tuple[int, ...], dims: int, shared: bool = False, concat: bool = False, near: bool = True,
+              unused: bool = False) -> None:  # fmt: skip
         site = launching.site_of(widths_of(sizes), dims, concat, 1e-5, "tanh", shared, None, -1, dtype, other or dtype,
                                  other or dtype)  # fmt: skip
-        separate, device = dims == 0 and not concat, torch.device("cpu")
+        separate, device = 0 if dims or concat else 1 + unused, torch.device("cpu")
         launching._plan_forward(site, True, False, near, device)
         launching._plan_backward(site, (True, True, True), dtype, separate, True, False, False, near, device)
 
@@ -298,6 +299,7 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
         "slices that share parameters": partial(build, equal, 2, shared=True),
         "rows far apart": partial(build, equal, 2, near=False),
         "slices apart": partial(build, equal, 0),
+        "slices apart, some unused": partial(build, unequal, 0, unused=True),
         "a table of addresses": partial(store_variant, -1),
         "slices apart, of several widths": partial(build, unequal, 0),
         "slices joined": partial(build, unequal, 0, concat=True),
