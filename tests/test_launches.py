@@ -106,6 +106,20 @@ def test_another_probability_builds_no_variant(spec: Spec, device: torch.device)
 
 @every
 @pytest.mark.kernels
+def test_more_tiles_than_an_axis_holds(spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grid's axis ends at 65535; with a shorter one, rows must not get lost. Two roundings of fp32 each way."""
+    if spec.has_dropout:
+        return
+    sample = _sample(spec, ROWS, 64, device)
+    expected = as_tuple(spec.eager(**sample.tensors, **sample.options))
+    monkeypatch.setattr(launch, "MOST_TILES", 2)
+    outputs = as_tuple(spec.call(**sample.tensors, **sample.options))
+    for output, want in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(output, want, rtol=1e-5, atol=1e-5)
+
+
+@every
+@pytest.mark.kernels
 def test_another_width_or_dtype_builds_its_own(spec: Spec, device: torch.device) -> None:
     """The key is not too coarse either; and a variant is built once."""
     _launches(spec, _sample(spec, 5, 36, device))

@@ -135,7 +135,7 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
-# The longest axis 1 of a CUDA grid.
+# The longest axis 1 of a CUDA grid, and axis 2.
 MOST_TILES = 65535
 
 
@@ -198,17 +198,24 @@ class Variant:
             _variants += 1
 
     def __call__(self, grid_x: int, grid_y: int, *arguments: Any) -> None:
-        """Launches on the current stream of the device it was built for."""
+        """Launches on the current stream of the device it was built for.
+
+        What is too long for axis 1 goes on along axis 2; a kernel whose caller lets that happen looks at both.
+        """
+        grid_z = 1
+        if grid_y > MOST_TILES:
+            grid_z = -(-grid_y // MOST_TILES)
+            grid_y = -(-grid_y // grid_z)
         if _observers:
             for names in _observers:
                 names.append(self.name)
         if self._launch is not None:
-            self._launch(grid_x, grid_y, arguments)
+            self._launch(grid_x, grid_y, grid_z, arguments)
         else:
             given = [a if here else None for a, here in zip(arguments, self._present, strict=True)]
             # Triton's interpreter keeps its place in the grid in globals.
             with _interpreter_lock if interpreting() else nullcontext():
-                self._kernel[(grid_x, grid_y)](*given, **self._constants, **self._options)
+                self._kernel[(grid_x, grid_y, grid_z)](*given, **self._constants, **self._options)
 
 
 def build(
@@ -316,11 +323,11 @@ def _bind(compiled: Any, device_index: int, pointers: tuple[int, ...], constants
     stream_of = torch._C._cuda_getCurrentRawStream
     filler = (None,) * constants
 
-    def call(grid_x: int, grid_y: int, arguments: Sequence[Any]) -> None:
+    def call(grid_x: int, grid_y: int, grid_z: int, arguments: Sequence[Any]) -> None:
         addresses = list(arguments)
         for i in pointers:
             addresses[i] = arguments[i].data_ptr()
-        launch(grid_x, grid_y, 1, stream_of(device_index), function, cooperative, pdl, None, None, packed, None, None,
-               None, *addresses, *filler)  # fmt: skip
+        launch(grid_x, grid_y, grid_z, stream_of(device_index), function, cooperative, pdl, None, None, packed, None,
+               None, None, *addresses, *filler)  # fmt: skip
 
     return call

@@ -2,8 +2,9 @@
 
 A tile is ``(slots, rows, lanes)``: a slot holds one slice's rows, a row as many lanes as the next power of two of the
 slice's width. Slots of one tile belong to one *width class*, that power of two; ``CLASSES`` holds for each class, four
-bits each, one plus the logarithm of its number of slots, zero where the class does not occur. Axis 1 of the grid is
-the *group*: as many slices as a tile has slots.
+bits each, one plus the logarithm of its number of slots, zero where the class does not occur. Axis 0 of the grid is
+the *group*: as many slices as a tile has slots. The programs of a group, along axis 1, share the rows. So neighbours in
+time serve the same rows of neighbouring slices, which lie side by side in memory.
 
 Absence is the flag: a pointer that is None takes its instructions with it. Slices that are tensors of their own come
 as a table of int64 addresses; widths that differ as a table of int32: for each group its class and its first slot, and
@@ -23,16 +24,13 @@ _POWERS = tl.constexpr(14)
 
 
 @triton.jit
-def _deal(GROUPS: tl.constexpr, BESIDE: tl.constexpr):
+def _deal():
     """The group that a program serves, which of the group's programs it is, and how many these are.
 
-    With ``BESIDE``, neighbours in time serve neighbouring groups of the same rows, which lie side by side in memory.
+    More programs than axis 1 of a grid takes go on along axis 2.
     """
-    if BESIDE:
-        number = tl.program_id(0)
-        return number % GROUPS, number // GROUPS, tl.num_programs(0) // GROUPS
-    else:
-        return tl.program_id(1), tl.program_id(0), tl.num_programs(0)
+    part = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
+    return tl.program_id(0), part, tl.num_programs(1) * tl.num_programs(2)
 
 
 @triton.jit
@@ -207,7 +205,6 @@ def slices_forward_kernel(
     ALIGN: tl.constexpr,
     INDEX: tl.constexpr,
     GROUPS: tl.constexpr,
-    BESIDE: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
@@ -215,9 +212,9 @@ def slices_forward_kernel(
     PERSISTENT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """``y = VALUE(layer_norm(x))``, slice by slice: programs share the rows along axis 0, the slices along axis 1."""
+    """``y = VALUE(layer_norm(x))``, slice by slice: the grid is (groups of slices, shares of the rows)."""
     await_predecessor(OVERLAP)
-    group, part, programs = _deal(GROUPS, BESIDE)
+    group, part, programs = _deal()
     for power in tl.static_range(_POWERS):
         if (CLASSES >> (4 * power)) & 15 > 0:
             if table is None:
@@ -352,18 +349,17 @@ def slices_backward_kernel(
     ALIGN: tl.constexpr,
     INDEX: tl.constexpr,
     GROUPS: tl.constexpr,
-    BESIDE: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """All gradients, slice by slice, from dy and x alone; programs share the rows along axis 0, the slices along 1.
+    """All gradients, slice by slice, from dy and x alone; the grid is (groups, shares of the rows).
 
     Mean and scale are taken from x again: its rows are in registers anyway. A program sums its rows' parameter
     gradients in registers and stores them once, and takes the next rows' loads ahead.
     """
-    group, part, programs = _deal(GROUPS, BESIDE)
+    group, part, programs = _deal()
     for power in tl.static_range(_POWERS):
         if (CLASSES >> (4 * power)) & 15 > 0:
             if table is None:

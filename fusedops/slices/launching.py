@@ -180,9 +180,8 @@ def forward(site: Site, slices: Sequence[Tensor], weight: Tensor | None,
         y = first.new_empty((*first.shape[: -2 if site.dims else -1], widths.total), dtype=site.y)
     else:
         y = layout.empty(first, site.y)
-    grid_x = min(-(-rows // plan.rows), plan.programs)
-    grid = (grid_x * plan.groups, 1) if site.dims else (grid_x, plan.groups)
-    plan.variant(*grid, x.tensor, x.table, plan.table, weight, bias, y, x.pitch // unit,
+    programs = min(-(-rows // plan.rows), plan.programs)
+    plan.variant(plan.groups, programs, x.tensor, x.table, plan.table, weight, bias, y, x.pitch // unit,
                  widths.total // unit, len(widths), rows)  # fmt: skip
     return y, x.addresses
 
@@ -257,8 +256,7 @@ def backward(
     if plan.reduce is not None and parts > 1:
         partials = first.new_empty((parts, plan.sums, widths.uniform if site.shared else total), dtype=site.acc)
     unused = dweight if dbias is None else dbias
-    grid = (programs * plan.groups, 1) if site.dims else (programs, plan.groups)
-    plan.variant(*grid, g.tensor, g.table, x.tensor, x.table, plan.table, weight, bias, dx, dweight,
+    plan.variant(plan.groups, programs, g.tensor, g.table, x.tensor, x.table, plan.table, weight, bias, dx, dweight,
                  dbias, unused if partials is None else partials, g.pitch // unit, x.pitch // unit,
                  total // unit, len(widths), rows)  # fmt: skip
     if partials is not None:
@@ -294,9 +292,6 @@ def _common(
     site: Site, groups: Groups, aligned: bool, strided: bool, near: bool
 ) -> tuple[dict[str, str | None], dict[str, Any]]:
     """Types and constants that both kernels have."""
-    if site.dims == 0 and groups.count > launch.MOST_TILES:
-        raise ValueError(f"fusedops: {len(site.widths)} slices make {groups.count} groups, "
-                         f"expected at most {launch.MOST_TILES}")  # fmt: skip
     types: dict[str, str | None] = {
         "x": pointer_type(site.x) if site.dims else None,
         "x_addresses": None if site.dims else pointer_type(torch.int64),
@@ -314,7 +309,6 @@ def _common(
         "SHARED": site.shared,
         "STRIDED": strided,
         "GROUPS": groups.count,
-        "BESIDE": site.dims > 0,
         "INDEX": triton_dtype(torch.int32 if near else torch.int64),
         "ALIGN": site.widths.align if aligned else 0,
     }
