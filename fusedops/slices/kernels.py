@@ -304,8 +304,12 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
                 g *= w
             along = tl.sum(g * hat, axis=2) * per_width
             mean = tl.sum(g, axis=2) * per_width
-            # The mean first: where it is all there is to g, as in a slice of one column, exactly nothing remains.
-            out = (g - mean[:, :, None] - hat * along[:, :, None]) * rstd[:, :, None]
+            if POWER == 0:
+                # One column is its own mean, and nothing remains of g. The difference would be another number: g is a
+                # product, which a fused multiply-add takes as it was before it was rounded, but the mean after that.
+                out = g * hat
+            else:
+                out = (g - mean[:, :, None] - hat * along[:, :, None]) * rstd[:, :, None]
             tl.store(_at(dx_place, first_row), out.to(X), mask=mask)
 
     if dweight is not None:
