@@ -8,7 +8,7 @@ a constant; M, the strides and the dropout threshold are not. Rows are int64 whe
 import triton
 import triton.language as tl
 
-from ..core.device import await_predecessor, keep_scale, load_row_vector, load_seed, rows_of
+from ..core.device import await_predecessor, keep_scale, load_row_vector, load_seed, place_along_rows, rows_of
 
 
 @triton.jit(do_not_specialize=["seed", "offset", "threshold", "M"])
@@ -31,8 +31,9 @@ def bias_act_forward_kernel(
 ):
     """``y = activation(x + bias) * keep_scale``, one tile a program."""
     await_predecessor(OVERLAP)
-    rows = rows_of(tl.program_id(0), ROWS)
-    first_col = tl.program_id(1) * BLOCK_N
+    tile, _ = place_along_rows()
+    rows = rows_of(tile, ROWS)
+    first_col = tl.program_id(0) * BLOCK_N
     cols = first_col + tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     if seed is not None:
@@ -91,20 +92,21 @@ def bias_act_backward_kernel(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Gradients of x and bias. Column tiles lie along axis 1 of the grid.
+    """Gradients of x and bias.
 
-    Without a bias gradient a program takes one tile. With one, the programs of axis 0 share the rows: each sums its
-    columns in registers and stores them once, and takes the next rows' loads ahead. They go from the last row to the
-    first, since of dy the L2 cache still holds what was written last.
+    Without a bias gradient a program takes one tile. With one, few programs share the rows: each sums its columns in
+    registers and stores them once, and takes the next rows' loads ahead. They go from the last row to the first, since
+    of dy the L2 cache still holds what was written last.
     """
-    first_col = tl.program_id(1) * BLOCK_N
+    place, programs = place_along_rows()
+    first_col = tl.program_id(0) * BLOCK_N
     cols = first_col + tl.arange(0, BLOCK_N)
     if dbias is None:
         await_predecessor(OVERLAP)
         if seed is not None:
             seed, offset = load_seed(seed, offset)
         bias_row = load_row_vector(bias, cols, N, ACC)
-        _bias_act_gradient(dy, x, bias_row, dx, seed, offset, threshold, dy_stride, x_stride, tl.program_id(0),
+        _bias_act_gradient(dy, x, bias_row, dx, seed, offset, threshold, dy_stride, x_stride, place,
                            first_col, M, DERIVATIVE, ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
     else:
         if seed is not None:
@@ -112,15 +114,15 @@ def bias_act_backward_kernel(
         bias_row = load_row_vector(bias, cols, N, ACC)
         parts = tl.zeros((ROWS, BLOCK_N), ACC)
         tiles = tl.cdiv(M, ROWS).to(tl.int32)
-        for step in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        for step in tl.range(place, tiles, programs, num_stages=STAGES):
             parts += _bias_act_gradient(dy, x, bias_row, dx, seed, offset, threshold, dy_stride, x_stride,
                                         tiles - 1 - step, first_col, M, DERIVATIVE, ACC, N, BLOCK_N, ROWS,
                                         VECTOR)  # fmt: skip
         total = tl.sum(parts, axis=0)
-        if tl.num_programs(0) == 1:
+        if programs == 1:
             tl.store(dbias + cols, total.to(dbias.dtype.element_ty), mask=cols < N)
         else:
-            tl.store(partials + tl.program_id(0).to(tl.int64) * N + cols, total, mask=cols < N)
+            tl.store(partials + place.to(tl.int64) * N + cols, total, mask=cols < N)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -140,8 +142,9 @@ def glu_forward_kernel(
 ):
     """``y = activation(gate) * up``, one tile a program; up None stands behind gate in the same rows."""
     await_predecessor(OVERLAP)
-    rows = rows_of(tl.program_id(0), ROWS)[:, None]
-    cols = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    tile, _ = place_along_rows()
+    rows = rows_of(tile, ROWS)[:, None]
+    cols = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     mask = (rows < M) & (cols < N)
     g = tl.load(gate + rows * gate_stride + cols, mask=mask, other=0.0).to(ACC)
     if up is None:
@@ -177,8 +180,9 @@ def glu_backward_kernel(
     the gate's half first, "up" for the same with the gate's half second.
     """
     await_predecessor(OVERLAP)
-    rows = rows_of(tl.program_id(0), ROWS)[:, None]
-    cols = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    tile, _ = place_along_rows()
+    rows = rows_of(tile, ROWS)[:, None]
+    cols = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     mask = (rows < M) & (cols < N)
     d = tl.load(dy + rows * dy_stride + cols, mask=mask, other=0.0).to(ACC)
     g = tl.load(gate + rows * gate_stride + cols, mask=mask, other=0.0).to(ACC)

@@ -112,9 +112,9 @@ def forward(site: Site, x: Tensor, other: Tensor | None, seed: Seed | None, thre
     y = _halved(x, cols) if packed else empty(x, site.y)
     rows = y.numel() // cols
     if site.kind == "bias":
-        plan.variant(-(-rows // plan.rows), plan.tiles, x, other, y, first, second, threshold, x_stride, rows)
+        plan.variant(plan.tiles, -(-rows // plan.rows), x, other, y, first, second, threshold, x_stride, rows)
     else:
-        plan.variant(-(-rows // plan.rows), plan.tiles, x, other, y, x_stride, other_stride, rows)
+        plan.variant(plan.tiles, -(-rows // plan.rows), x, other, y, x_stride, other_stride, rows)
     return y
 
 
@@ -165,7 +165,7 @@ def backward(  # noqa: C901, one flat path a step, on purpose
         else:
             dx = empty(dy, site.x) if needs[0] else None
             dother = empty(dy, site.other) if needs[1] else None
-        plan.variant(row_tiles, plan.tiles, dy, x, other, dx, dother, dy_stride, x_stride, other_stride, rows)
+        plan.variant(plan.tiles, row_tiles, dy, x, other, dx, dother, dy_stride, x_stride, other_stride, rows)
         return dx, dother
     dx = empty(dy, site.x) if needs[0] else None
     dbias = partials = None
@@ -177,7 +177,7 @@ def backward(  # noqa: C901, one flat path a step, on purpose
         if row_tiles > 2:
             programs = min(row_tiles, plan.programs)
             partials = dy.new_empty((programs, cols), dtype=site.acc)
-    plan.variant(programs, plan.tiles, dy, x, other, dx, dbias, dy if partials is None else partials, first, second,
+    plan.variant(plan.tiles, programs, dy, x, other, dx, dbias, dy if partials is None else partials, first, second,
                  threshold, dy_stride, x_stride, rows)  # fmt: skip
     if partials is not None:
         plan.reduce(-(-cols // plan.reduce_block), 1, partials, dbias, None, None, programs, programs)  # type: ignore[misc]
@@ -212,7 +212,7 @@ def _plan_forward(site: Site, seed: int, aligned: bool) -> _Plan:
     config = tuning.choose(name, key, site.device_index, lambda: configs.tile(site.cols, site.acc.itemsize))
     variant = launch.build(kernel, types, constants, config, device_index=site.device_index, acc=site.acc,
                            cols=site.cols, aligned=aligned)  # fmt: skip
-    return _Plan(variant, config.rows, launch.column_tiles(site.cols, config.block_n))
+    return _Plan(variant, config.rows, -(-site.cols // config.block_n))
 
 
 def _plan_backward(site: Site, needs: tuple[bool, bool], packed: Packed, dy: torch.dtype, seed: int,
@@ -243,7 +243,7 @@ def _plan_backward(site: Site, needs: tuple[bool, bool], packed: Packed, dy: tor
         return launch.build(kernel, types, constants, config, device_index=site.device_index, acc=site.acc,
                             cols=site.cols, aligned=aligned)  # fmt: skip
 
-    tiles = launch.column_tiles(site.cols, config.block_n)
+    tiles = -(-site.cols // config.block_n)
     variant = build(kernel, config, constants)
     if not sums:
         return _Plan(variant, config.rows, tiles)

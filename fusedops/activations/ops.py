@@ -184,7 +184,8 @@ _MOST_ADMITTED = 8192
 # An activation alone over at most so many elements is PyTorch's own on a GPU: both take a few microseconds there, and
 # a native autograd node costs tens of microseconds less on the host than a Python one.
 native_elements = 65536
-# The longest last dimension that the tiles of a grid can cover; the formula serves longer ones.
+# A kernel is compiled for each length of the last dimension. Longer ones are vectors rather than rows of features, and
+# the formula serves them.
 _LONGEST = 1 << 23
 _UNSEEN: Any = object()
 

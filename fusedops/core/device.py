@@ -23,6 +23,17 @@ def await_predecessor(OVERLAP: tl.constexpr):
 
 
 @triton.jit
+def place_along_rows():
+    """Which of the programs along the rows this is, and how many these are.
+
+    Columns, or groups of slices, lie along axis 0 of the grid, so that neighbours in time are neighbours in memory:
+    the other way round a gated unit's forward takes 131 µs, not 125 (8192x11008 bf16). Axis 1 ends at 65535; what is
+    longer goes on along axis 2, as `launch.Variant` arranges, so the last programs may have no rows.
+    """
+    return tl.program_id(1) + tl.program_id(2) * tl.num_programs(1), tl.num_programs(1) * tl.num_programs(2)
+
+
+@triton.jit
 def rows_of(tile, ROWS: tl.constexpr):
     """The numbers of a tile's rows, in the width that products with strides need."""
     return tl.full((ROWS,), tile, tl.int64) * ROWS + tl.arange(0, ROWS)

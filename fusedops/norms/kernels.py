@@ -8,7 +8,7 @@ Rows are int64 wherever they are multiplied by a stride.
 import triton
 import triton.language as tl
 
-from ..core.device import await_predecessor, keep_scale, load_row_vector, load_seed, rows_of
+from ..core.device import await_predecessor, keep_scale, load_row_vector, load_seed, place_along_rows, rows_of
 
 
 @triton.jit
@@ -212,8 +212,9 @@ def dropout_add_kernel(
 ):
     """``y = (x + bias) * keep_scale + residual``, one tile a program: the forward of the member without a norm."""
     await_predecessor(OVERLAP)
-    rows = rows_of(tl.program_id(0), ROWS)
-    first_col = tl.program_id(1) * BLOCK_N
+    tile, _ = place_along_rows()
+    rows = rows_of(tile, ROWS)
+    first_col = tl.program_id(0) * BLOCK_N
     cols = first_col + tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     if seed is not None:

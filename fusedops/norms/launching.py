@@ -158,7 +158,7 @@ def forward(
     if grid_x > plan.programs:
         grid_x = plan.programs
     if site.rule.kind == "none":
-        plan.variant(grid_x, plan.tiles, x, bias, residual, y, first, second, threshold, x_stride, residual_stride,
+        plan.variant(plan.tiles, grid_x, x, bias, residual, y, first, second, threshold, x_stride, residual_stride,
                      rows)  # fmt: skip
         return y, None, None
     z = empty(x, site.z) if store_sum else None
@@ -291,7 +291,7 @@ def _plan_forward(site: Site, seed: int, aligned: bool, store_sum: bool) -> _For
     if not site.normalizes:
         config = tuning.choose("dropout_add", key, site.device_index, lambda: configs.dropout_add(cols))
         variant = _build(kernels.dropout_add_kernel, types, {"VECTOR": width}, config, site, aligned)
-        return _Forward(variant, config.rows, launch.column_tiles(cols, config.block_n), 2**31 - 1)
+        return _Forward(variant, config.rows, -(-cols // config.block_n), 2**31 - 1)
     config = tuning.choose("norm_forward", key, site.device_index,
                            lambda: configs.forward(cols, site.x.itemsize, site.residual is not None))  # fmt: skip
     constants = {

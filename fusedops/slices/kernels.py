@@ -17,20 +17,10 @@ is multiplied by a constant is known to the compiler as its multiple.
 import triton
 import triton.language as tl
 
-from ..core.device import await_predecessor
+from ..core.device import await_predecessor, place_along_rows
 
 # Classes from 1 to 8192 lanes.
 _POWERS = tl.constexpr(14)
-
-
-@triton.jit
-def _deal():
-    """The group that a program serves, which of the group's programs it is, and how many these are.
-
-    More programs than axis 1 of a grid takes go on along axis 2.
-    """
-    part = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
-    return tl.program_id(0), part, tl.num_programs(1) * tl.num_programs(2)
 
 
 @triton.jit
@@ -214,7 +204,8 @@ def slices_forward_kernel(
 ):
     """``y = VALUE(layer_norm(x))``, slice by slice: the grid is (groups of slices, shares of the rows)."""
     await_predecessor(OVERLAP)
-    group, part, programs = _deal()
+    group = tl.program_id(0)
+    part, programs = place_along_rows()
     for power in tl.static_range(_POWERS):
         if (CLASSES >> (4 * power)) & 15 > 0:
             if table is None:
@@ -363,7 +354,8 @@ def slices_backward_kernel(
     Mean and scale are taken from x again: its rows are in registers anyway. A program sums its rows' parameter
     gradients in registers and stores them once, and takes the next rows' loads ahead.
     """
-    group, part, programs = _deal()
+    group = tl.program_id(0)
+    part, programs = place_along_rows()
     for power in tl.static_range(_POWERS):
         if (CLASSES >> (4 * power)) & 15 > 0:
             if table is None:
