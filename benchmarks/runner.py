@@ -131,6 +131,7 @@ def measure_all(work: Sequence[sweep.Work], machine: Machine, book: Book, *, job
             book.add(rows)
             missing += sum(p == "fusedops" for _, p in item.pairs) - sum(row.provider == "fusedops" for row in rows)
             count += 1
+        print(f"torch.compile: {warm.loaded()}", flush=True)
     return count, missing
 
 

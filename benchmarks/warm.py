@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import suppress
@@ -25,7 +26,7 @@ from .cases import DTYPES, Case, discover
 from .providers import build, fresh_compiler
 from .sweep import Work
 
-__all__ = ["Task", "compile_ahead", "settle_compiler", "tasks"]
+__all__ = ["Task", "compile_ahead", "loaded", "settle_compiler", "tasks", "workers"]
 
 _NOTHING_TO_COMPILE = ("eager", "eager_combined")
 
@@ -59,6 +60,9 @@ def settle_compiler() -> None:
     """
     # Inductor moves Triton's cache once it has compiled; kernels from before would not be found after.
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
+    # Both caches' keys are pickles, and pickle names a constant of torch after the first module that holds it. In a
+    # worker that would be this process's main module under another name.
+    sys.modules.pop("__mp_main__", None)
     # The environment too, as a worker may import Inductor, which starts as many processes as this says, before.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     import torch._inductor.config as config
@@ -74,14 +78,30 @@ def compile_ahead(todo: Sequence[Task], *, jobs: int, device: torch.device, seco
     """
     if not todo:
         return 0
-    settle_compiler()
-    # Forked from a server that has imported torch but not touched CUDA, so that each worker starts at once.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch._inductor.compile_fx"])
-    with ProcessPoolExecutor(min(jobs, len(todo)), context, _begin, (device,)) as pool:
+    with workers(min(jobs, len(todo)), device) as pool:
         done, _ = wait([pool.submit(_compile, task, device) for task in todo], timeout=seconds)
         pool.shutdown(cancel_futures=True)  # what has begun is let finish
     return sum(future.exception() is None for future in done)
+
+
+def loaded() -> str:
+    """How many graphs this process found compiled so far, and how many it did not, for the terminal."""
+    from torch._dynamo.utils import counters
+
+    seen = counters["inductor"]
+    return f"{seen['fxgraph_cache_hit']} graphs found compiled, {seen['fxgraph_cache_miss']} compiled here"
+
+
+def workers(jobs: int, device: torch.device) -> ProcessPoolExecutor:
+    """Processes that compile as this one does.
+
+    They are forked from a server that has imported torch but not touched CUDA, so that each starts at once; torch
+    before all else, as `settle_compiler` says why.
+    """
+    settle_compiler()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", __name__, "torch._inductor.compile_fx"])
+    return ProcessPoolExecutor(jobs, context, _begin, (device,))
 
 
 def _begin(device: torch.device) -> None:
