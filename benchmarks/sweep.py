@@ -72,10 +72,7 @@ def plan(specs: Iterable[Spec], axes: Collection[str] = AXES, dtypes: Sequence[s
             for x, sides in line.points:
                 for turn, dtype in enumerate(dtypes):
                     case = Case(spec, sides, DTYPES[dtype])
-                    entry = (_rank(line.axis, x), turn, case)
-                    known = ranked.setdefault((case.op, case.shape, dtype), entry)
-                    if entry[0] < known[0]:
-                        ranked[case.op, case.shape, dtype] = entry
+                    ranked.setdefault((case.op, case.shape, dtype), (_rank(line.axis, x), turn, case))
     return [case for _, _, case in sorted(ranked.values(), key=lambda entry: entry[:2])]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import random
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
@@ -42,13 +41,12 @@ class Task:
 
 
 def tasks(work: Iterable[Work]) -> list[Task]:
-    """What there is to compile, in an order that keeps the largest cases from meeting in the GPU's memory."""
+    """What there is to compile."""
     found = []
     for item in work:
         pairs = tuple((mode, name) for mode, name in item.pairs if name not in _NOTHING_TO_COMPILE)
         if pairs:
             found.append(Task(item.case.op, item.case.sides, item.case.dtype_name, pairs))
-    random.Random(0).shuffle(found)
     return found
 
 
@@ -95,12 +93,11 @@ def loaded() -> str:
 def workers(jobs: int, device: torch.device) -> ProcessPoolExecutor:
     """Processes that compile as this one does.
 
-    They are forked from a server that has imported torch but not touched CUDA, so that each starts at once; torch
-    before all else, as `settle_compiler` says why.
+    They are forked from a server that has imported torch but not touched CUDA, so that each starts at once.
     """
     settle_compiler()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", __name__, "torch._inductor.compile_fx"])
+    context.set_forkserver_preload([__name__, "torch._inductor.compile_fx"])
     return ProcessPoolExecutor(jobs, context, _begin, (device,))
 
 

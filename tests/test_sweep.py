@@ -175,12 +175,11 @@ def test_only_what_compiles_is_compiled_ahead():
     todo = warm.tasks(work)
     assert {(t.op, t.sides, t.dtype) for t in todo} == {(c.op, c.sides, c.dtype_name) for c in cases}
     assert all(set(t.pairs) == {(m, n) for m in ("fwd", "fwd_bwd") for n in ("fusedops", "compile")} for t in todo)
-    assert todo == warm.tasks(work)
     assert not warm.tasks(sweep.remaining(cases, ("fwd",), ("eager", "eager_combined"), []))
 
 
-def test_large_cases_are_spread():
-    """No stretch of as many tasks as there are workers holds more than a third of the largest cases."""
+def test_workers_do_not_meet_in_the_gpus_memory():
+    """Of any 16 tasks in a row, at most 5 are of the largest: some ten tensors of a gibibyte each."""
     cases = sweep.plan(SPECS.values())
     todo = warm.tasks(sweep.Work(case, (("fwd_bwd", "compile"),)) for case in cases)
     sizes = [math.prod(t.sides) * DTYPES[t.dtype].itemsize for t in todo]
@@ -225,5 +224,4 @@ def test_workers_make_the_keys_that_the_measuring_process_looks_for(tmp_path):
     paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parent.parent)])
     run = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths},
                          capture_output=True, text=True, timeout=300, check=True)  # fmt: skip
-    assert run.stdout.split()[:2] == ["same", "1"], run.stdout + run.stderr
-    assert run.stdout.split()[2] in ("0", "1")
+    assert run.stdout.split() == ["same", "1", "0"], run.stdout + run.stderr
