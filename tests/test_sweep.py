@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import made_up
 import pytest
 import torch
 
+import made_up
 from benchmarks import __main__ as command
 from benchmarks import results, runner, sweep, timing, warm
 from benchmarks.cases import DTYPES, Case
