@@ -225,7 +225,8 @@ def data_of(rows, dtype="bf16"):
 
 
 def test_a_picture_of_lines_has_a_panel_a_line_the_roofline_and_one_legend(drawn, tmp_path):
-    rows = made_up.rows(axes=("hidden",), ops=("layer_norm", "bias_dropout_add_ln"))
+    swept = made_up.rows(axes=("hidden",), ops=("layer_norm", "bias_dropout_add_ln"))
+    rows = [replace(row, loop_us=2.0 * row.gpu_us) for row in swept]
     assert figures.bandwidth(data_of(rows), ("hidden", "slices"), tmp_path / "picture.png")
     (figure,) = drawn
     assert [axis.get_title(loc="left") for axis in figure.axes] == ["layer_norm", "bias_dropout_add_ln"]

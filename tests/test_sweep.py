@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,29 @@ def test_what_was_measured_is_written_though_a_later_case_breaks(measuring):
     with pytest.raises(RuntimeError), results.Book(path) as book:
         runner.measure_all([work[0], broken], machine, book, jobs=0, ends=math.inf)
     assert {row.shape for row in results.read(path)} == {work[0].case.shape}
+
+
+def test_sweep_command(measuring, monkeypatch, capsys):
+    machine, path = measuring
+    monkeypatch.setattr(sweep, "_ROWS", (1, 4))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(runner, "this_machine", lambda: ("CPU", machine))
+    every = ["sweep", "--op", "gelu", "--op", "rms_norm", "--axis", "rows", "--dtype", "fp32", "--provider", "fusedops",
+             "--jobs", "0", "--output", str(path)]  # fmt: skip
+    assert command.main([*every, "--budget", "0"]) == 0
+    assert "0 cases in" in capsys.readouterr().out and not path.exists()
+    assert command.main(every) == 0
+    shapes = {(row.op, row.shape) for row in results.read(path)}
+    assert shapes == {("gelu", f"{m}x4096") for m in (1, 4)} | {("rms_norm", f"{m}x{n}") for m in (1, 4)
+                                                               for n in (1024, 4096)}  # fmt: skip
+    capsys.readouterr()
+    assert command.main([*every, "--resume"]) == 0
+    assert "0 of 6 cases" in capsys.readouterr().out
+    assert command.main([*every, "--resume", "--provider", "eager"]) == 0
+    assert "6 of 6 cases" in capsys.readouterr().out
+    monkeypatch.setattr(runner, "this_machine", lambda: ("CPU", replace(machine, commit="fedcba9")))
+    assert command.main([*every, "--resume"]) == 0
+    assert "6 of 6 cases" in capsys.readouterr().out
 
 
 def test_sweeping_without_a_gpu_is_refused(monkeypatch, capsys):
