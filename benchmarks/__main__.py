@@ -1,8 +1,14 @@
-"""``python -m benchmarks run`` measures, ``plot`` draws, ``table`` tabulates, ``check`` compares with the goals."""
+"""What the library costs and saves: measured, tabulated, drawn, and compared.
+
+``run`` measures the shapes that have goals and ``check`` compares with those; ``sweep`` measures along lines of hidden
+sizes and of rows; ``plot``, ``table`` and ``report`` show what was measured; ``compare`` names regressions.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -10,11 +16,14 @@ from pathlib import Path
 
 import torch
 
-from . import results, targets, timing
+from fusedops.core.spec import Spec
+
+from . import comparing, results, sweep, targets, timing
 from .cases import DTYPES, MODES, Case, cases, discover
 from .providers import PROVIDERS, build, worthwhile
 
-_RESULTS = Path(__file__).resolve().parent / "results"
+_ROOT = Path(__file__).resolve().parent.parent
+_RESULTS = _ROOT / "benchmarks" / "results"
 _DEFAULT = _RESULTS / "nvidia_h200.csv"
 _QUICK = timing.Effort(replay_ms=15.0, warmup_ms=5.0, blocks=3, block_ms=5.0, launch_bound_calls=200)
 
@@ -29,24 +38,12 @@ def run(options: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print("benchmarks: needs a GPU; without one nothing is timed", file=sys.stderr)
         return 2
-    import triton
-
-    from .runner import Machine, Plan, run_case
+    from .runner import Plan, run_case, this_machine
 
     started = time.perf_counter()
-    device = torch.device("cuda", torch.cuda.current_device())
-    properties = torch.cuda.get_device_properties(device)
-    path = _output(options, properties.name)
-    bandwidth = timing.copy_bandwidth(device)
-    torch.cuda.empty_cache()
-    machine = Machine(
-        device, properties.L2_cache_size, bandwidth, results.commit(), torch.__version__, triton.__version__
-    )
-    print(
-        f"{properties.name}, torch {machine.torch}, Triton {machine.triton}, commit {machine.commit}: copies at "
-        f"{bandwidth / 1e12:.3f} TB/s, L2 {machine.l2_bytes / 2**20:.0f} MiB; results to {path or 'the terminal only'}",
-        flush=True,
-    )
+    name, machine = this_machine()
+    path = _output(options, name)
+    print(f"{machine.described(name)}; results to {path or 'the terminal only'}", flush=True)
     rows: list[results.Row] = []
     expected = 0
     for case in _cases(options):
@@ -68,9 +65,59 @@ def run(options: argparse.Namespace) -> int:
     seen = {row.key for row in rows}
     print(targets.report(v for v in targets.compare(rows) if (*_place(v.target), "fusedops") in seen))
     if path is not None and rows:
-        _draw(path, properties.name)
+        _draw(path, name)
     # What we failed to time, or refused to, is our fault; a peer's is not.
     return 0 if sum(row.provider == "fusedops" for row in rows) == expected else 1
+
+
+def sweep_all(options: argparse.Namespace) -> int:
+    """Measures along lines of hidden sizes, of slices and of rows; compiles ahead on all cores."""
+    if not torch.cuda.is_available():
+        print("benchmarks: needs a GPU; without one nothing is timed", file=sys.stderr)
+        return 2
+    from .runner import measure_all, this_machine
+
+    started = time.perf_counter()
+    name, machine = this_machine()
+    path = options.output or _RESULTS / f"sweep_{results.device_slug(name)}.csv"
+    done = [row for row in results.read(path) if row.commit == machine.commit] if options.resume else []
+    cases = sweep.plan(_specs(options), options.axis or sweep.AXES, options.dtype or sweep.DEFAULT_DTYPES)
+    work = sweep.remaining(cases, options.mode or ("fwd_bwd",), options.provider, done)
+    print(f"{machine.described(name)}; {len(work)} of {len(cases)} cases to {path}", flush=True)
+    ends = started + (math.inf if options.budget is None else options.budget)
+    jobs = (os.cpu_count() or 1) if options.jobs is None else options.jobs
+    with results.Book(path) as book:
+        count, missing = measure_all(work, machine, book, jobs=jobs, ends=ends)
+    took, left = time.perf_counter() - started, len(work) - count
+    print(f"{count} cases in {took:.0f} s, {missing} of fusedops' failed, {left} left for --resume")
+    return 1 if missing else 0
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Compares two results files, and fails if fusedops became slower, or needs more memory, beyond the threshold."""
+    try:
+        verdict = comparing.compare(results.read(options.old), results.read(options.new), options.threshold / 100.0)
+    except ValueError as error:
+        print(f"nothing to compare: {error}", file=sys.stderr)
+        return 2
+    print(comparing.report(verdict, _device_of(options.old), _device_of(options.new)))
+    return 1 if verdict.regressions else 0
+
+
+def report(options: argparse.Namespace) -> int:
+    """Writes the report, and draws its pictures, from the results files."""
+    from . import report as reporting
+
+    path = options.output or _DEFAULT
+    try:
+        options.page.write_text(reporting.markdown(path.parent, path.stem), encoding="utf-8")
+        print(f"wrote {options.page}")
+        for picture in () if options.text_only else reporting.draw(path.parent, path.stem, options.page.parent):
+            print(f"wrote {picture}")
+    except (ImportError, OSError, ValueError) as error:
+        print(f"no report: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def plot(options: argparse.Namespace) -> int:
@@ -127,9 +174,34 @@ def _parser() -> argparse.ArgumentParser:
     tables.add_argument("--mode", choices=MODES, default="fwd_bwd")
     tables.add_argument("--write", type=Path, metavar="PAGE", help="fill the page between <!-- figures --> and "
                         "<!-- /figures --> instead of printing")  # fmt: skip
+    _add_sweep(commands.add_parser("sweep", help=sweep_all.__doc__))
+    compares = commands.add_parser("compare", help=compare.__doc__)
+    compares.set_defaults(command=compare)
+    compares.add_argument("old", type=Path)
+    compares.add_argument("new", type=Path)
+    compares.add_argument("--threshold", type=float, default=3.0, metavar="PERCENT", help="default: 3")
+    reports = commands.add_parser("report", parents=[output], help=report.__doc__)
+    reports.set_defaults(command=report)
+    reports.add_argument("--page", type=Path, default=_ROOT / "docs" / "report.md", help="default: docs/report.md")
+    reports.add_argument("--text-only", action="store_true", help="leave the pictures as they are")
     for name, command in (("plot", plot), ("check", check)):
         commands.add_parser(name, parents=[output], help=command.__doc__).set_defaults(command=command)
     return parser
+
+
+def _add_sweep(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=sweep_all)
+    parser.add_argument("--op", action="append", metavar="NAME", help="only this operator; may be repeated")
+    parser.add_argument("--axis", action="append", choices=sweep.AXES, help="only this axis; may be repeated")
+    parser.add_argument("--dtype", action="append", choices=sorted(DTYPES),
+                        help=f"default: {', '.join(sweep.DEFAULT_DTYPES)}")  # fmt: skip
+    parser.add_argument("--mode", action="append", choices=MODES, help="default: fwd_bwd")
+    parser.add_argument("--provider", action="append", choices=list(PROVIDERS), help="default: all but max-autotune")
+    parser.add_argument("--jobs", type=int, metavar="J", help="processes that compile ahead, 0 for none (default: one a "
+                        "core)")  # fmt: skip
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no new case after this long")
+    parser.add_argument("--resume", action="store_true", help="skip what the file has at this commit")
+    parser.add_argument("--output", type=Path, metavar="CSV", help="default: results/sweep_<device>.csv")
 
 
 def _output(options: argparse.Namespace, device: str) -> Path | None:
@@ -141,14 +213,20 @@ def _output(options: argparse.Namespace, device: str) -> Path | None:
 
 def _device_of(path: Path) -> str:
     """A results file's device, from its name."""
-    return path.stem.replace("_", " ").upper()
+    return path.stem.removeprefix("sweep_").replace("_", " ").upper()
 
 
-def _cases(options: argparse.Namespace) -> list[Case]:
+def _specs(options: argparse.Namespace) -> list[Spec]:
+    """The named operators' specs, or all."""
     specs = discover()
     for name in options.op or ():
         if name not in {spec.name for spec in specs}:
             raise SystemExit(f"no operator {name!r}; there are: {', '.join(spec.name for spec in specs)}")
+    return [spec for spec in specs if not options.op or spec.name in options.op]
+
+
+def _cases(options: argparse.Namespace) -> list[Case]:
+    specs = _specs(options)
     found = list(cases(specs, options.op, options.shape, options.dtype))
     if options.quick and not (options.op or options.shape or options.dtype):
         asked = {(t.op, t.shape, t.dtype) for t in targets.TARGETS}

@@ -6,28 +6,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .results import Row, elements, sides
+from .columns import COLOURS, MODE_NAMES, PROVIDER_NAMES, every, launch_bound
+from .figures import save
+from .results import Row, sides
 from .targets import asked_fraction
 
 __all__ = ["draw"]
 
-_COLOURS = {  # Okabe and Ito's, which colour-blind readers can tell apart
-    "fusedops": "#D55E00",
-    "eager": "#999999",
+_COLOURS = {
+    "fusedops": COLOURS["fusedops"],
+    "eager": COLOURS["eager"],
     "eager_combined": "#CCCCCC",
-    "compile": "#0072B2",
+    "compile": COLOURS["torch.compile"],
     "compile_max_autotune": "#56B4E9",
-    "liger": "#009E73",
+    "liger": COLOURS["Liger-Kernel"],
 }
-_LABELS = {
-    "eager": "PyTorch eager",
-    "eager_combined": "PyTorch eager, all slices at once",
-    "compile": "torch.compile",
-    "compile_max_autotune": "torch.compile, max-autotune",
-    "liger": "Liger-Kernel",
-}
-_MODES = {"fwd": "forward", "fwd_bwd": "forward + backward"}
-_LAUNCH_BOUND = 1 << 16
 
 
 def draw(rows: Iterable[Row], path: Path, device: str) -> None:
@@ -37,11 +30,11 @@ def draw(rows: Iterable[Row], path: Path, device: str) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    shown = [row for row in rows if elements(row.shape) > _LAUNCH_BOUND]
+    shown = [row for row in rows if not launch_bound(row)]
     if not shown:
         raise ValueError("nothing to draw: no row is larger than the launch-bound shapes")
     ops = list(dict.fromkeys(row.op for row in shown))
-    modes = [mode for mode in reversed(_MODES) if any(row.mode == mode for row in shown)]
+    modes = [mode for mode in reversed(MODE_NAMES) if any(row.mode == mode for row in shown)]
     size = (9.5 * len(modes), 2.7 * len(ops) + 1.4)
     figure, grid = plt.subplots(len(ops), len(modes), figsize=size, squeeze=False, sharey=True, layout="constrained")
     for line, op in zip(grid, ops, strict=True):
@@ -52,9 +45,7 @@ def draw(rows: Iterable[Row], path: Path, device: str) -> None:
     handles = {name: bar for axes in grid.flat for bar, name in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
     figure.suptitle(_title(shown, device))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(figure, path)
 
 
 def _panel(axes: Any, op: str, mode: str, rows: list[Row]) -> None:
@@ -66,7 +57,7 @@ def _panel(axes: Any, op: str, mode: str, rows: list[Row]) -> None:
         offset = (place - (len(names) - 1) / 2) * width
         at = [(x + offset, seen[(*group, name)]) for x, group in enumerate(groups) if (*group, name) in seen]
         xs, heights = [x for x, _ in at], [height for _, height in at]
-        axes.bar(xs, heights, width * 0.94, color=_COLOURS[name], label=_LABELS.get(name, name))
+        axes.bar(xs, heights, width * 0.94, color=_COLOURS[name], label=PROVIDER_NAMES[name])
         for x, height in at:
             axes.text(x, height + 0.015, f"{height:.2f}".lstrip("0"), ha="center", va="bottom", fontsize=6.5)
     for x, (dtype, shape) in enumerate(groups):
@@ -75,15 +66,12 @@ def _panel(axes: Any, op: str, mode: str, rows: list[Row]) -> None:
             axes.hlines(asked, x - 0.46, x + 0.46, colors="black", linestyles="dashed", linewidth=1, label="goal")
     axes.set_xticks(range(len(groups)), [f"{shape.replace('x', '×')}\n{dtype}" for dtype, shape in groups], fontsize=8)  # noqa: RUF001
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_title(f"{op}, {_MODES[mode]}", fontsize=10, loc="left")
+    axes.set_title(f"{op}, {MODE_NAMES[mode]}", fontsize=10, loc="left")
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _title(rows: list[Row], device: str) -> str:
-    def every(field: str) -> str:
-        return ", ".join(dict.fromkeys(getattr(row, field) for row in rows))
-
     what = "Bytes that must move ÷ measured copy bandwidth ÷ GPU time (1 is the roofline; taller is better)"
-    return f"{what}\n{device}, torch {every('torch')}, Triton {every('triton')}, commit {every('commit')}"
+    return f"{what}\n{device}, torch {every(rows, 'torch')}, Triton {every(rows, 'triton')}, commit {every(rows, 'commit')}"

@@ -6,12 +6,13 @@ import csv
 import math
 import os
 import subprocess
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-__all__ = ["COLUMNS", "Key", "Row", "commit", "device_slug", "elements", "merge", "read", "sides", "write"]
+__all__ = ["COLUMNS", "Book", "Key", "Row", "commit", "device_slug", "elements", "merge", "read", "sides", "write"]
 
 Key = tuple[str, str, str, str, str]
 _ROOT = Path(__file__).resolve().parent.parent
@@ -88,6 +89,33 @@ def write(path: Path, rows: Iterable[Row]) -> None:
             record = asdict(row)
             writer.writerow(record | {name: f"{record[name]:.3f}" for name in _NUMBERS})
     scratch.replace(path)
+
+
+class Book:
+    """Rows on their way to a file that many cases share: written every few seconds, as each writing merges all."""
+
+    def __init__(self, path: Path, every: float = 5.0) -> None:
+        self.path, self.every = path, every
+        self._rows: list[Row] = []
+        self._written = time.monotonic()
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Takes a case's rows."""
+        self._rows += rows
+        if time.monotonic() - self._written >= self.every:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what is not written yet."""
+        if self._rows:
+            write(self.path, self._rows)
+        self._rows, self._written = [], time.monotonic()
+
+    def __enter__(self) -> Book:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.flush()
 
 
 def commit() -> str:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import floors, providers, timing
+from . import floors, providers, sweep, timing, warm
 from .cases import Case
-from .results import Row
+from .results import Book, Row, commit
 from .values import Oracle
 
-__all__ = ["Machine", "Plan", "run_case"]
+__all__ = ["Machine", "Plan", "measure_all", "run_case", "this_machine"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,26 @@ class Machine:
     commit: str
     torch: str
     triton: str
+
+    def described(self, name: str) -> str:
+        """One line for the terminal."""
+        return (
+            f"{name}, torch {self.torch}, Triton {self.triton}, commit {self.commit}: copies at "
+            f"{self.bandwidth / 1e12:.3f} TB/s, L2 {self.l2_bytes / 2**20:.0f} MiB"
+        )
+
+
+def this_machine() -> tuple[str, Machine]:
+    """The name of the current GPU, and the machine around it, its copy bandwidth measured."""
+    import triton
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(device)
+    bandwidth = timing.copy_bandwidth(device)
+    torch.cuda.empty_cache()
+    return properties.name, Machine(
+        device, properties.L2_cache_size, bandwidth, commit(), torch.__version__, triton.__version__
+    )
 
 
 @dataclass(frozen=True)
@@ -83,6 +103,36 @@ def run_case(case: Case, plan: Plan, machine: Machine) -> list[Row]:
         with timing.mode_context(mode):
             rows += _run_mode(case, mode, right, inputs, plan, machine)
     return rows
+
+
+def measure_all(work: Sequence[sweep.Work], machine: Machine, book: Book, *, jobs: int, ends: float) -> tuple[int, int]:
+    """A sweep's cases into the book, until all are done or the clock (`time.perf_counter`) shows ``ends``.
+
+    What comes next is compiled by ``jobs`` processes, then measured while these are gone, and so on.
+
+    Returns:
+        how many cases were measured, and how many rows of fusedops are missing from them.
+    """
+    warm.settle_compiler()
+    count = missing = 0
+    for chunk in sweep.chunks(work, 8 * max(1, jobs)):
+        begun = time.perf_counter()
+        if jobs and begun < ends:
+            todo = warm.tasks(chunk)
+            done = warm.compile_ahead(todo, jobs=jobs, device=machine.device, seconds=min(ends - begun, 3600.0))
+            print(f"compiled {done} of {len(todo)} cases ahead in {time.perf_counter() - begun:.0f} s", flush=True)
+        gc.collect()
+        gc.freeze()  # each case collects its garbage, which would go through all of the compiler's objects too
+        for item in chunk:
+            if time.perf_counter() > ends:
+                return count, missing
+            print(item.case, flush=True)
+            rows = run_case(item.case, Plan(item.pairs, sweep.EFFORT), machine)
+            book.add(rows)
+            missing += sum(p == "fusedops" for _, p in item.pairs) - sum(row.provider == "fusedops" for row in rows)
+            count += 1
+        print(f"torch.compile: {warm.loaded()}", flush=True)
+    return count, missing
 
 
 def _judged(case: Case, plan: Plan, machine: Machine) -> dict[str, _Contender]:

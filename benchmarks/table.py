@@ -5,19 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from .results import Row, elements
+from .columns import COLUMNS, best, every, launch_bound
+from .results import Row
 
 __all__ = ["fill", "markdown"]
 
-# A column is the best of its providers.
-_COLUMNS = {
-    "fusedops": ("fusedops",),
-    "eager": ("eager", "eager_combined"),
-    "torch.compile": ("compile", "compile_max_autotune"),
-    "Liger-Kernel": ("liger",),
-}
 _MODES = {"fwd": "Forward", "fwd_bwd": "Forward + backward"}
-_LAUNCH_BOUND = 1 << 16
 _BEGIN, _END = "<!-- figures -->", "<!-- /figures -->"
 
 
@@ -26,20 +19,20 @@ def markdown(rows: Iterable[Row], device: str, mode: str = "fwd_bwd") -> str:
     shown = [row for row in rows if row.mode == mode]
     if not shown:
         raise ValueError(f"no row of mode {mode}")
-    large = [row for row in shown if elements(row.shape) > _LAUNCH_BOUND]
-    small = [row for row in shown if elements(row.shape) <= _LAUNCH_BOUND]
+    large = [row for row in shown if not launch_bound(row)]
+    small = [row for row in shown if launch_bound(row)]
     parts = []
     if large:
         parts += [
             f"{_MODES[mode]}: GPU time in µs, and in brackets the fraction of the floor.",
-            _table(large, ("floor", *_COLUMNS), _gpu_cells),
+            _table(large, ("floor", *COLUMNS), _gpu_cells),
         ]
     if small:
         parts += [
             f"{_MODES[mode]} of small tensors, where the host decides: µs a call in a plain Python loop.",
-            _table(small, tuple(_COLUMNS), _loop_cells),
+            _table(small, tuple(COLUMNS), _loop_cells),
         ]
-    versions = f"torch {_every(shown, 'torch')}, Triton {_every(shown, 'triton')}, commit {_every(shown, 'commit')}"
+    versions = f"torch {every(shown, 'torch')}, Triton {every(shown, 'triton')}, commit {every(shown, 'commit')}"
     parts.append(
         f"{device}, {versions}. The column torch.compile is the faster of its default mode and, where that was "
         "measured, max-autotune without CUDA graphs."
@@ -72,16 +65,12 @@ def _table(rows: list[Row], columns: tuple[str, ...], cells: Callable[[dict[str,
 
 def _gpu_cells(seen: dict[str, Row]) -> list[str]:
     cells = [f"{next(iter(seen.values())).floor_us:.1f}"]
-    for providers in _COLUMNS.values():
-        best = min((seen[p] for p in providers if p in seen), key=lambda row: row.gpu_us, default=None)
-        cells.append("" if best is None else f"{best.gpu_us:.1f} ({best.fraction:.2f})")
+    for column in COLUMNS:
+        row = best(seen, column)
+        cells.append("" if row is None else f"{row.gpu_us:.1f} ({row.fraction:.2f})")
     return cells
 
 
 def _loop_cells(seen: dict[str, Row]) -> list[str]:
-    times = (min((seen[p].loop_us for p in providers if p in seen), default=None) for providers in _COLUMNS.values())
-    return ["" if time is None else f"{time:.1f}" for time in times]
-
-
-def _every(rows: list[Row], field: str) -> str:
-    return ", ".join(dict.fromkeys(getattr(row, field) for row in rows))
+    rows = (best(seen, column, "loop_us") for column in COLUMNS)
+    return ["" if row is None else f"{row.loop_us:.1f}" for row in rows]

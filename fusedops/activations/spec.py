@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.activations import ACTIVATIONS
-from ..core.spec import BadSample, Maker, Sample, Shape, Spec
+from ..core.spec import BadSample, Maker, Sample, Shape, Spec, Sweep
 from . import launching, ops, reference
 
 __all__ = ["SPECS", "compiled_plans"]
@@ -300,6 +300,8 @@ _BIAS_BENCHMARKS = (((8, 256), _BF16), ((8192, 4096), _BF16), ((8192, 4096), _FP
 _GLU_BENCHMARKS = (((8, 256), _BF16), ((8192, 11008), _BF16))
 _BIAS_PASSES = {"fwd": 2, "fwd_bwd": 5}
 _GLU_PASSES = {"fwd": 3, "fwd_bwd": 8}
+# Elementwise: a row's width matters little, so that powers of two and one line of rows will do.
+_SWEEP = Sweep(hidden=tuple((1 << k,) for k in range(8, 17)), rows=((4096,),))
 
 
 def _bias_gelu_spec(name: str, approximate: str) -> Spec:
@@ -319,6 +321,7 @@ def _bias_gelu_spec(name: str, approximate: str) -> Spec:
         launches=(1, 2),
         kept=0,
         shapes=_BIAS_BENCHMARKS,
+        sweep=_SWEEP,
     )
 
 
@@ -337,6 +340,7 @@ SPECS = (
         launches=(1, 1),
         kept=0,
         shapes=_BIAS_BENCHMARKS[:2],
+        sweep=_SWEEP,
     ),
     _bias_gelu_spec("bias_gelu_erf", "none"),
     _bias_gelu_spec("bias_gelu_tanh", "tanh"),
@@ -355,6 +359,7 @@ SPECS = (
         launches=(1, 2),
         kept=0,
         shapes=_BIAS_BENCHMARKS[:2],
+        sweep=_SWEEP,
     ),
     Spec(
         name="geglu",
@@ -371,6 +376,7 @@ SPECS = (
         launches=(1, 1),
         kept=0,
         shapes=_GLU_BENCHMARKS,
+        sweep=_SWEEP,
         liger=_liger_geglu,
     ),
     Spec(
@@ -388,6 +394,7 @@ SPECS = (
         launches=(1, 1),
         kept=0,
         shapes=_GLU_BENCHMARKS,
+        sweep=_SWEEP,
         liger=_liger_swiglu,
     ),
     Spec(
@@ -405,5 +412,6 @@ SPECS = (
         launches=(1, 1),
         kept=0,
         shapes=_GLU_BENCHMARKS[:1],
+        sweep=_SWEEP,
     ),
 )

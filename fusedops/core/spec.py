@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["BadSample", "Maker", "Sample", "Shape", "Spec"]
+__all__ = ["BadSample", "Maker", "Sample", "Shape", "Spec", "Sweep"]
 
 # Rows and columns; a family may take more dimensions, or name a shape: (4096, "R4096").
 Shape = tuple[int | str, ...]
@@ -59,6 +59,23 @@ class BadSample:
 
 
 @dataclass(frozen=True)
+class Sweep:
+    """Along which lines the benchmark varies a shape. A tail is all of a shape's sides but the first, the rows.
+
+    Attributes:
+        hidden: tails of different widths, each with as many rows as make one and the same number of elements.
+        slices: tails of different numbers of slices, likewise.
+        rows: tails at which the number of rows varies.
+    """
+
+    hidden: tuple[tuple[int, ...], ...] = tuple(
+        (cols,) for cols in (256, 512, 768, 1024, 1536, 2048, 4096, 5120, 8192, 11008, 16384, 32768, 65536)
+    )
+    slices: tuple[tuple[int, ...], ...] = ()
+    rows: tuple[tuple[int, ...], ...] = ((1024,), (4096,))
+
+
+@dataclass(frozen=True)
 class Spec:
     """One public operator.
 
@@ -82,6 +99,7 @@ class Spec:
         liger: builds Liger-Kernel's twin as a callable with the eager signature, or None where it has none.
         shapes: the shapes and dtypes that the benchmark times.
         functional: the functional's name, where it is not ``name``.
+        sweep: the lines along which the benchmark's sweeps vary the shape.
     """
 
     name: str
@@ -101,3 +119,4 @@ class Spec:
     promoted: tuple[str, ...] = ()
     combined: Callable[..., tuple[torch.Tensor, ...]] | None = None
     functional: str = ""
+    sweep: Sweep = Sweep()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.activations import ACTIVATIONS
-from ..core.spec import BadSample, Maker, Sample, Shape, Spec
+from ..core.spec import BadSample, Maker, Sample, Shape, Spec, Sweep
 from . import configs, launching, ops, reference
 from .addresses import store_variant
 from .widths import widths_of
@@ -329,6 +329,11 @@ SPECS = (
             ((1024, 16, 64), _FP32),
             ((4096, "R4096"), _BF16),
         ),
+        sweep=Sweep(
+            hidden=tuple((64, 1 << k) for k in range(4, 11)),
+            slices=tuple((1 << k, 64) for k in range(0, 9, 2)),
+            rows=((64, 64),),
+        ),
         combined=_combined,
     ),
     Spec(
@@ -345,6 +350,10 @@ SPECS = (
         launches=(1, 2),
         kept=0,
         shapes=(((4096, 64, 64), _BF16), ((256, 64, 64), _BF16)),
+        # torch.compile unrolls the slices: with more of them it takes minutes a shape.
+        sweep=Sweep(
+            hidden=((16, 16), (16, 64), (16, 256), (16, 1024)), slices=((1, 64), (4, 64), (16, 64)), rows=((16, 64),)
+        ),
         functional="batched_layer_norm_tanh",
     ),
 )

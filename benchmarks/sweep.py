@@ -1,0 +1,110 @@
+"""The sweeps: each operator along lines of hidden sizes, of slices and of rows; what there is to time, in which order.
+
+Measuring is `runner`'s. Here is no GPU, and nothing is timed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from fusedops.core.spec import Spec
+
+from . import timing
+from .cases import DTYPES, Case
+from .providers import build
+from .results import Row
+
+__all__ = ["AXES", "DEFAULT_DTYPES", "EFFORT", "ELEMENTS", "Line", "Work", "chunks", "lines", "plan", "remaining"]
+
+AXES = ("hidden", "slices", "rows")
+DEFAULT_DTYPES = ("bf16", "fp32", "fp16")  # in the order of measuring
+PROVIDERS = ("fusedops", "eager", "eager_combined", "compile", "liger")
+ELEMENTS = 1 << 25  # along a line of hidden sizes: twice the L2 in 16 bits, and the floor stays the same
+EFFORT = timing.Effort(replay_ms=8.0, warmup_ms=3.0, blocks=3, block_ms=3.0, launch_bound_calls=80)
+_ROWS = tuple(4**k for k in range(10))  # 1 to 262,144
+_MOST = 1 << 28  # elements along a line of rows
+_ODD = 2  # the rank of what is no power of two
+
+Pairs = tuple[tuple[str, str], ...]  # (mode, provider)
+
+
+@dataclass(frozen=True)
+class Line:
+    """An operator's shapes along one axis: the number that varies, and the shape there."""
+
+    op: str
+    axis: str
+    tail: tuple[int, ...]  # what stays the same; empty for hidden sizes alone
+    points: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Work:
+    """One case and what of it is to be timed."""
+
+    case: Case
+    pairs: Pairs
+
+
+def lines(spec: Spec, axes: Collection[str] = AXES) -> Iterator[Line]:
+    """The lines along which an operator is swept."""
+    sweep = spec.sweep
+    if "hidden" in axes and sweep.hidden:
+        yield Line(spec.name, "hidden", sweep.hidden[0][:-1], tuple((t[-1], _filled(t)) for t in sweep.hidden))
+    if "slices" in axes and sweep.slices:
+        yield Line(spec.name, "slices", sweep.slices[0][1:], tuple((t[0], _filled(t)) for t in sweep.slices))
+    for tail in sweep.rows if "rows" in axes else ():
+        counts = (rows for rows in _ROWS if rows * math.prod(tail) <= _MOST)
+        yield Line(spec.name, "rows", tail, tuple((rows, (rows, *tail)) for rows in counts))
+
+
+def plan(specs: Iterable[Spec], axes: Collection[str] = AXES, dtypes: Sequence[str] = DEFAULT_DTYPES) -> list[Case]:
+    """Every case once, the coarsest first: a run that is cut short leaves each line with a few points.
+
+    Coarse are the powers of four of the hidden sizes, and of sixteen of the rows; then the other powers of two, and
+    last what is none. Each round takes the dtypes in turn.
+    """
+    ranked: dict[tuple[str, str, str], tuple[int, int, Case]] = {}
+    for spec in specs:
+        for line in lines(spec, axes):
+            for x, sides in line.points:
+                for turn, dtype in enumerate(dtypes):
+                    case = Case(spec, sides, DTYPES[dtype])
+                    ranked.setdefault((case.op, case.shape, dtype), (_rank(line.axis, x), turn, case))
+    return [case for _, _, case in sorted(ranked.values(), key=lambda entry: entry[:2])]
+
+
+def remaining(
+    cases: Iterable[Case], modes: Sequence[str], names: Sequence[str] | None, done: Iterable[Row]
+) -> list[Work]:
+    """What of the cases is still to be timed: each mode and provider that the operator has, unless a row has it."""
+    have = {row.key for row in done}
+    present: dict[str, list[str]] = {}
+    work = []
+    for case in cases:
+        if case.op not in present:
+            present[case.op] = [name for name in names or PROVIDERS if build(name, case.spec) is not None]
+        wanted = ((mode, name) for mode in modes for name in present[case.op])
+        pairs = tuple(pair for pair in wanted if (case.op, case.shape, case.dtype_name, *pair) not in have)
+        if pairs:
+            work.append(Work(case, pairs))
+    return work
+
+
+def chunks(work: Sequence[Work], size: int) -> Iterator[Sequence[Work]]:
+    """The work in its order, so much at a time."""
+    for start in range(0, len(work), size):
+        yield work[start : start + size]
+
+
+def _filled(tail: tuple[int, ...]) -> tuple[int, ...]:
+    return (ELEMENTS // math.prod(tail), *tail)
+
+
+def _rank(axis: str, x: int) -> int:
+    power = x.bit_length() - 1
+    if x != 1 << power:
+        return _ODD
+    return int(power % (4 if axis == "rows" else 2) != 0)
