@@ -259,6 +259,9 @@ def _liger_geglu() -> Callable[..., Any]:
 # --- what the tests compile without a GPU ---------------------------------------------------------------------------
 
 
+_BUCKET = 3  # of the rows: some thousands
+
+
 def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> dict[str, Callable[[], object]]:
     """Functions that build all variants of an operator, by name.
 
@@ -275,9 +278,9 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
         packings: tuple[launching.Packed, ...] = ("gate",) if kind == "packed" else ("",)
         if kind == "glu" and second is dtype:
             packings = ("", "up")
-        launching._plan_forward(site, seed, True)
+        launching._plan_forward(site, seed, True, _BUCKET)
         for packed in packings:
-            launching._plan_backward(site, (True, second is not None), packed, site.y, seed, True)
+            launching._plan_backward(site, (True, second is not None), packed, site.y, seed, True, _BUCKET)
 
     mixed: dict[str, Callable[[], object]] = {
         "bias_act, dropout": partial(build, "bias", "gelu", other or dtype, 1),

@@ -335,6 +335,9 @@ def _liger_rms_norm() -> Callable[..., Any]:
 # --- what the tests compile without a GPU ---------------------------------------------------------------------------
 
 
+_BUCKET = 3  # of the rows: some thousands
+
+
 def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> dict[str, Callable[[], object]]:
     """Functions that build all variants of an operator, by name.
 
@@ -348,8 +351,8 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
                                  residual if adds else None, normed, ln_bias)  # fmt: skip
         seed = 1 if adds else 0
         needs = (True, adds, adds, kind != "none", kind == "layer")
-        launching._plan_forward(site, seed, True, adds and kind != "none")
-        launching._plan_backward(site, needs, site.y, site.z if dsum else None, seed, True)
+        launching._plan_forward(site, seed, True, adds and kind != "none", _BUCKET)
+        launching._plan_backward(site, needs, site.y, site.z if dsum else None, seed, True, _BUCKET)
 
     if other is not None:
         return {f"bias_dropout_add_ln, save={save}": partial(build, "layer", True, save, other, True)

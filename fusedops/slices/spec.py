@@ -268,6 +268,9 @@ def _benchmark(apart: bool) -> Callable[[Shape, torch.dtype, torch.device], Samp
     return benchmark
 
 
+_BUCKET = 3  # of the rows: some thousands
+
+
 def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> dict[str, Callable[[], object]]:
     """Functions that build all variants of the operator, by name; the widest slice has ``cols`` columns.
 
@@ -282,8 +285,9 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
         site = launching.site_of(widths_of(sizes), dims, concat, 1e-5, "tanh", shared, None, -1, dtype, other or dtype,
                                  other or dtype)  # fmt: skip
         separate, device = dims == 0 and not concat, torch.device("cpu")
-        launching._plan_forward(site, True, False, near, device)
-        launching._plan_backward(site, (True, True, True), dtype, separate, True, False, False, near, device)
+        launching._plan_forward(site, True, False, near, _BUCKET, device)
+        launching._plan_backward(site, (True, True, True), dtype, separate, True, False, False, near, _BUCKET,
+                                 device)  # fmt: skip
 
     # Multiples of eight, as embeddings are as a rule: for odd widths the class waits on the stack till its turn.
     eights = max(cols // 8, 1)
