@@ -194,7 +194,8 @@ tuning.register(configs, "bias_act_forward", "bias_act_backward", "glu_forward",
 
 def _question(site: Site, half: str, bucket: int, seed: int, other: torch.dtype, *parts: str) -> Question:
     """``half`` is forward or backward, ``other`` the dtype of what comes out or back: of packed rows as of others."""
-    family, variant = "glu", (site.activation.name,)
+    family = "glu"
+    variant: tuple[str, ...] = (site.activation.name,)
     if site.kind == "bias":
         given = ("dropout" if seed else "plain", "alone" if site.other is None else "bias")
         family, variant = "bias_act", (*variant, *given, *parts)

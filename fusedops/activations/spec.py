@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.activations import ACTIVATIONS
+from ..core.question import Grid
 from ..core.spec import BadSample, Maker, Sample, Shape, Spec
 from . import launching, ops, reference
 
-__all__ = ["SPECS", "compiled_plans"]
+__all__ = ["GRID", "SPECS", "compiled_plans"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _SHAPES = [(6, 64), (5, 1), (1, 3), (7, 17), (4, 127), (3, 1000), (2, 3, 96), (129, 40), (1, 1024), (64,)]
@@ -324,6 +325,9 @@ def _bias_gelu_spec(name: str, approximate: str) -> Spec:
         shapes=_BIAS_BENCHMARKS,
     )
 
+
+# Elementwise: neither width nor number of rows matters much.
+GRID = Grid(tuple((1 << k,) for k in (7, 9, 11, 13, 15, 16)), ((1024,), (16384,)), (1, 3))
 
 SPECS = (
     Spec(

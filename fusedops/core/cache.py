@@ -23,15 +23,15 @@ from typing import Any
 from .question import Config, Question, fingerprint, valid
 from .version import __version__
 
-__all__ = ["SCRATCH", "Unusable", "check", "directory", "entries", "path_of", "read", "slug", "write"]
+__all__ = ["SCRATCH", "EntryError", "check", "directory", "entries", "path_of", "read", "slug", "write"]
 
 # What a file is called until it is whole.
 SCRATCH = ".writing-"
 _said: set[str] = set()
 
 
-class Unusable(Exception):
-    """An entry that cannot be used: `kind` is ``torn``, ``foreign`` or ``stale``."""
+class EntryError(Exception):
+    """An entry that cannot be used: `kind` is ``torn``, ``foreign``, ``stale`` or ``another version's``."""
 
     def __init__(self, kind: str, why: str) -> None:
         super().__init__(why)
@@ -83,7 +83,7 @@ def read(question: Question, device: str) -> Config | None:
         if path is None or not path.exists():
             return None
         return check(path, _key(question, device))
-    except Unusable as problem:
+    except EntryError as problem:
         _say_once("read", f"ignored {path}, which is {problem.kind} ({problem})", "delete it, or that whole directory")
     except OSError as error:
         _say_once("read", f"cannot read {path} ({error.strerror})", "make it readable")
@@ -91,11 +91,10 @@ def read(question: Question, device: str) -> Config | None:
 
 
 def check(path: Path, key: Mapping[str, Any] | None = None) -> Config:
-    """The config that a file holds.
+    """The config that a file holds: the entry for ``key``, or for what it says itself.
 
     Raises:
-        Unusable: it is not whole, is not the entry for ``key`` (default: for what it says itself), or was chosen from
-            other configs than there are now.
+        EntryError: it is not whole, belongs elsewhere, or was chosen from other configs than there are now.
         OSError: it cannot be read.
     """
     try:
@@ -104,13 +103,15 @@ def check(path: Path, key: Mapping[str, Any] | None = None) -> Config:
         parts = {**found, "variant": tuple(found["variant"])}
         question = Question(*(parts[name] for name in Question.__dataclass_fields__))
         config = Config(*numbers)
-        expected = _key(question, found["device"]) if key is None else key
+        own, right = _key(question, found["device"]), path_of(question, found["device"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Unusable("torn", f"not a whole entry: {type(error).__name__}") from None
-    if dict(found) != dict(expected):
-        raise Unusable("foreign", "another device's, version's or kernel's")
+        raise EntryError("torn", f"not a whole entry: {type(error).__name__}") from None
+    if key is None and found != own:
+        raise EntryError("another version's", "not for this version of fusedops or Triton")
+    if path != right if key is None else found != dict(key):
+        raise EntryError("foreign", "another device's, version's or kernel's")
     if space != fingerprint(question) or not valid(question, config):
-        raise Unusable("stale", "chosen from other configs than there are now")
+        raise EntryError("stale", "chosen from other configs than there are now")
     return config
 
 
@@ -156,8 +157,10 @@ def _key(question: Question, device: str) -> dict[str, Any]:
 
 @functools.cache
 def _triton_version() -> str:
-    import triton
-
+    try:
+        import triton
+    except ImportError:
+        return "none"
     return str(triton.__version__)
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "column_tiles",
     "compile_kernel",
     "current_device",
+    "fast_launcher_known",
     "interpreting",
     "overlaps",
     "pointer_type",
@@ -124,7 +125,7 @@ current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda:
 @functools.cache
 def overlaps(device_index: int) -> bool:
     """Whether a kernel may be launched while its predecessor drains (programmatic dependent launch, from Hopper on)."""
-    if device_index < 0 or not _fast_launcher_known():
+    if device_index < 0 or not fast_launcher_known():
         return False
     return torch.cuda.get_device_capability(device_index) >= (9, 0)
 
@@ -225,7 +226,7 @@ class Variant:
         # Where the compiled launcher reads an address: tensors are handed to it as plain integers.
         self._pointers = tuple(i for i, name in enumerate(types) if (types[name] or "").startswith("*"))
         self._launch: Callable[..., None] | None = None
-        if device_index >= 0 and _fast_launcher_known():
+        if device_index >= 0 and fast_launcher_known():
             compiled = compile_fitting(request, shared_memory(device_index))
             self._launch = _bind(compiled, device_index, self._pointers, len(self._constants))
         _variants += 1
@@ -299,7 +300,8 @@ def shared_memory(device_index: int) -> int:
 
 
 @functools.cache
-def _fast_launcher_known() -> bool:
+def fast_launcher_known() -> bool:
+    """Whether this Triton's compiled launcher takes the arguments that a `Variant` passes."""
     import triton
 
     return triton.__version__.startswith(_KNOWN_LAUNCHERS) and torch.version.hip is None

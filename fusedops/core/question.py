@@ -11,6 +11,7 @@ __all__ = [
     "BUCKETS",
     "Config",
     "Family",
+    "Grid",
     "Question",
     "around",
     "family_of",
@@ -85,6 +86,21 @@ class Question:
     def __str__(self) -> str:
         end = BUCKETS[self.bucket + 1] - 1 if self.bucket + 1 < len(BUCKETS) else ""
         return f"{self.kernel} {self.group} N={self.cols} M={BUCKETS[self.bucket]}..{end}"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What a shipped table holds of a family.
+
+    Attributes:
+        tails: the shapes, without their first side, the rows.
+        coarse: fewer of them, for fp64.
+        buckets: the buckets of rows to measure; others take the nearest's entry.
+    """
+
+    tails: tuple[tuple[int | str, ...], ...]
+    coarse: tuple[tuple[int | str, ...], ...]
+    buckets: tuple[int, ...]
 
 
 class Family(Protocol):

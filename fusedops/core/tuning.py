@@ -12,7 +12,6 @@ import os
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import astuple
 from importlib import resources
 from typing import Any, Literal
 
@@ -20,10 +19,11 @@ import torch
 
 from . import cache
 from .cache import slug
-from .question import BUCKET, Config, Question, family_of, register, valid, widths
+from .question import BUCKET, BUCKETS, Config, Question, family_of, register, valid, widths
 
 __all__ = [
     "BUCKET",
+    "BUCKETS",
     "Config",
     "Question",
     "Source",
@@ -47,7 +47,7 @@ _forced: dict[str, Config] = {}
 _asked: list[dict[Question, None]] = []
 _caches: list[dict[Any, Any]] = []
 # A hidden size that the table lacks takes the entry of the next larger one, if that is at most so many times as large.
-_NEAR = 2
+_NEAR = 4
 
 
 def register_cache(plans: dict[Any, Any]) -> dict[Any, Any]:
@@ -160,5 +160,6 @@ def table(device: str) -> Mapping[str, Mapping[str, Mapping[int, list[Config | N
         for key, row in groups.items():
             group, _, cols = key.rpartition("|")
             sizes = found.setdefault(kernel, {}).setdefault(group, {})
-            sizes[int(cols)] = [Config(*numbers) if numbers else None for numbers in row]
+            # What stands behind the buckets tells the tuner what the row was measured with.
+            sizes[int(cols)] = [Config(*numbers) if numbers else None for numbers in row[: len(BUCKETS)]]
     return found

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..core.question import Grid
 from ..core.spec import BadSample, Maker, Sample, Shape, Spec
 from . import launching, ops, reference
 from .operators import rule_of
 from .reference import Kind, NormRule
 
-__all__ = ["SPECS", "compiled_plans"]
+__all__ = ["GRID", "SPECS", "compiled_plans"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -378,6 +379,10 @@ _NORM_BENCHMARKS = (
     ((1024, 32768), _BF16),
 )
 _FUSED_BENCHMARKS = (*_NORM_BENCHMARKS, ((16384, 768), _FP16))
+
+# Rows of one program each: 2^k and 3*2^(k-1), which differ in how much of a block they fill.
+_TUNED = tuple(cols for k in range(8, 18) for cols in (1 << (k - 1), 3 << (k - 2)) if cols <= 65536)
+GRID = Grid(tuple((cols,) for cols in _TUNED), tuple((1 << k,) for k in (8, 10, 12, 14, 16)), (0, 1, 2, 3, 4))
 
 SPECS = (
     Spec(

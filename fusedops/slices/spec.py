@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.activations import ACTIVATIONS
+from ..core.question import Grid
 from ..core.spec import BadSample, Maker, Sample, Shape, Spec
 from . import configs, launching, ops, reference
 from .addresses import store_variant
 from .widths import widths_of
 
-__all__ = ["SPECS", "compiled_plans"]
+__all__ = ["GRID", "SPECS", "compiled_plans"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _MOST = 128  # slices of a sample that are tensors of their own
@@ -309,6 +310,10 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
 
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
+
+# Slices of one width each, about 4096 columns in all; of several, with and without a common factor.
+_EQUAL = tuple((min(64, 4096 >> k), 1 << k) for k in range(3, 13))
+GRID = Grid((*_EQUAL, ("R4096",), (240,), (2048,), (1000,)), ((64, 64), (16, 256), ("R4096",)), (1, 2, 3))
 
 SPECS = (
     Spec(
