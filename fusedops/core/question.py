@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from typing import Protocol
 
@@ -96,11 +97,13 @@ class Grid:
         tails: the shapes, without their first side, the rows.
         coarse: fewer of them, for fp64.
         buckets: the buckets of rows to measure; others take the nearest's entry.
+        asking: the shapes, likewise, that may ask a question with so many columns.
     """
 
     tails: tuple[tuple[int | str, ...], ...]
     coarse: tuple[tuple[int | str, ...], ...]
     buckets: tuple[int, ...]
+    asking: Callable[[int], tuple[tuple[int | str, ...], ...]] = lambda cols: ((cols,),)
 
 
 class Family(Protocol):

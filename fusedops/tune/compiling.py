@@ -64,7 +64,7 @@ class Pool:
     def _compile(self, message: str) -> Usage:
         """Each thread has a worker of its own, and gets another if that one dies."""
         worker = self._workers.get(threading.get_ident())
-        if worker is None or worker.poll() is not None:
+        if worker is None:
             worker = self._workers[threading.get_ident()] = self._start()
         assert worker.stdin is not None and worker.stdout is not None
         try:
@@ -74,6 +74,8 @@ class Pool:
             answer = ""
         if not answer:
             worker.kill()
+            worker.wait()
+            self._workers.pop(threading.get_ident(), None)
             return Usage(error="the compiler died")
         return Usage(**json.loads(answer))
 

@@ -67,15 +67,21 @@ def _ask(message: dict[str, Any]) -> dict[str, Any]:
     """One line to the tuner and one back; it is started with the first, and ends with this process."""
     global _server
     try:
-        if _server is None or _server.poll() is not None:
+        if _server is None:
             _server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                        env=child_environment())  # fmt: skip
         assert _server.stdin is not None and _server.stdout is not None
         print(json.dumps(message), file=_server.stdin, flush=True)
-        line = _server.stdout.readline()
-        return dict(json.loads(line)) if line else {"error": "the tuner died"}
+        if line := _server.stdout.readline():
+            return dict(json.loads(line))
+        problem = "the tuner died"
     except (OSError, ValueError) as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        problem = f"{type(error).__name__}: {error}"
+    if _server is not None:  # the next question gets another
+        _server.kill()
+        _server.wait()
+        _server = None
+    return {"error": problem}
 
 
 def _agreed(question: Question, device_index: int, config: Config, origin: tuning.Source) -> Config:

@@ -170,7 +170,8 @@ class Sweeper:
     def _compile(self, workload: Workload, question: Question, config: Config,
                  settled: Settled) -> list[Future[Usage]]:  # fmt: skip
         """Submits all kernels that the workload then needs; what those with the config will take."""
-        forced = {**settled, question.kernel: config}
+        forced = {kernel: c for kernel, c in settled.items() if question.kernel.startswith(f"{kernel}_")}
+        forced[question.kernel] = config
         key = (str(workload.at(4)), tuple(forced.items()))
         if key not in self._submitted:
             with _all_forced(forced), launch.collecting() as requests:

@@ -21,7 +21,7 @@ from .sweep import Outcome
 __all__ = ["RAW_COLUMNS", "Table", "commit", "compare", "mark", "raw_rows", "read_raw", "summary", "write_raw"]
 
 _CONFIG = tuple(field.name for field in fields(Config))
-RAW_COLUMNS = ("kernel", "group", "cols", "bucket", "rows", "workload", *_CONFIG, "regs", "spills", "us", "dropped",
+RAW_COLUMNS = ("kernel", "group", "cols", "bucket", "M", "workload", *_CONFIG, "regs", "spills", "us", "dropped",
                "heuristic", "best")  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def raw_rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
             "group": question.group,
             "cols": question.cols,
             "bucket": question.bucket,
-            "rows": outcome.workload.rows,
+            "M": outcome.workload.rows,
             "workload": str(outcome.workload),
             **{name: getattr(one.config, name) for name in _CONFIG},
             "regs": one.registers,

@@ -231,20 +231,13 @@ def _plausible(question: Question) -> Iterator[Workload]:
     by_width = {dtype.itemsize * 8: dtype for dtype in reversed(DTYPES.values())}
     rows = _ROWS[question.bucket]
     for family in _families():
-        for spec, tail in itertools.product(family.SPECS, _tails(family.GRID, question.cols)):
+        for spec, tail in itertools.product(family.SPECS, family.GRID.asking(question.cols)):
             most = _MOST_ELEMENTS // elements_per_row(spec, tail)
             if most < BUCKETS[question.bucket]:
                 continue
             fitting = min(rows, most)
             for options, absent, recast in _variations(spec, [by_width[b] for b in dict.fromkeys(bits)]):
                 yield Workload(spec, (fitting, *tail), by_width[min(bits)], options, absent, recast)
-
-
-def _tails(shapes: Grid, cols: int) -> list[Shape]:
-    """Rows of so many columns; in a family of other shapes, those of its grid with that side, and slices so wide."""
-    if all(len(tail) == 1 for tail in shapes.tails):
-        return [(cols,)]
-    return [(max(1, min(64, 4096 // cols)), cols), *[tail for tail in shapes.tails if len(tail) == 1]]
 
 
 def _variations(spec: Spec, dtypes: list[torch.dtype]) -> Iterator[
