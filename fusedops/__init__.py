@@ -2,10 +2,9 @@
 
 from . import nn as nn  # not in __all__: a star import must not put it in torch.nn's place
 from .activations.ops import bias_act, bias_gelu, geglu, gelu, glu, swiglu
+from .core.version import __version__
 from .norms.ops import bias_dropout_add, bias_dropout_add_ln, bias_dropout_add_rms_norm, layer_norm, rms_norm
 from .slices.ops import batched_layer_norm_tanh
-
-__version__ = "0.1.0"
 
 __all__ = [
     "__version__",

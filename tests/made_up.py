@@ -1,47 +1,96 @@
-"""Results as a sweep would give them, from a simple model in place of a GPU."""
+"""A tuner that times nothing: costs are made up, the same for all processes. As a script it tunes over and over.
+
+Everything else is the real one, on the CPU: the script runs itself under Triton's interpreter.
+"""
 
 from __future__ import annotations
 
-import math
+import argparse
+import contextlib
+import io
+import sys
+import zlib
+from concurrent.futures import Future
+from typing import Any
 
-from benchmarks import sweep
-from benchmarks.cases import discover
-from benchmarks.floors import bytes_moved, floor_us
-from benchmarks.results import Row
+import torch
 
-SPECS = {spec.name: spec for spec in discover()}
-_BANDWIDTH = 4.26e12
-# Fraction of the bandwidth on large shapes, µs a kernel cannot go below, host µs a call, tensors held at the peak.
-_MODELS = {
-    "fusedops": (0.88, 6.0, 90.0, 2.0),
-    "eager": (0.42, 14.0, 80.0, 4.0),
-    "eager_combined": (0.35, 16.0, 110.0, 5.0),
-    "compile": (0.66, 8.0, 210.0, 3.0),
-    "liger": (0.55, 9.0, 220.0, 2.0),
-}
+from fusedops.core import tuning
+from fusedops.core.launch import Request
+from fusedops.core.question import Config, Question
+from fusedops.tune import command
+from fusedops.tune.sweep import Sweeper
+from fusedops.tune.usage import Usage, limits_of
+from fusedops.tune.workloads import Workload, discover, kernels_alone
 
+__all__ = ["NAME", "Bench", "Pool", "Timer", "cost", "sweeper", "workloads"]
 
-def row(case, provider, mode="fwd_bwd", **changes):
-    """One made-up row."""
-    fraction, least, host, tensors = _MODELS[provider]
-    if provider == "eager" and case.spec.combined is not None:
-        fraction /= 12.0  # slice by slice
-    floor = floor_us(bytes_moved(case.spec, case.elements, case.dtype, mode), _BANDWIDTH)
-    wide = math.prod(case.sides[1:])
-    fraction *= 1.0 - 0.08 * abs(math.log2(wide / 4096)) * (1.5 if wide > 8192 else 0.6)
-    gpu = least + floor / max(fraction, 0.05)
-    size = case.elements * case.dtype.itemsize / 2**20
-    values = {"gpu_us": gpu, "loop_us": max(host, gpu), "floor_us": floor, "peak_mib": tensors * size} | changes
-    return Row(case.op, case.shape, case.dtype_name, mode, provider, **values, commit="abc1234",
-               torch="2.11.0", triton="3.6.0")  # fmt: skip
+NAME = "Test GPU"
+CPU = torch.device("cpu")
 
 
-def rows(*, axes=sweep.AXES, dtypes=("bf16",), modes=("fwd_bwd",), ops=None):
-    """A whole sweep."""
-    specs = [spec for spec in SPECS.values() if ops is None or spec.name in ops]
-    found = []
-    for case in sweep.plan(specs, axes, dtypes):
-        peers = ["fusedops", "eager", "compile"]
-        peers += ["eager_combined"] * (case.spec.combined is not None) + ["liger"] * (case.spec.liger is not None)
-        found += [row(case, provider, mode) for mode in modes for provider in peers]
-    return found
+def cost(question: Question, config: Config) -> float:
+    """Microseconds, from 10 to 20."""
+    return 10.0 + zlib.crc32(f"{question} {config}".encode()) % 1000 / 100.0
+
+
+class Pool:
+    """Every kernel compiles at once, and takes little; or what ``usages`` says for a config."""
+
+    def __init__(self, usages: dict[Config, Usage] | None = None) -> None:
+        self.usages, self.requests = usages or {}, list[Request]()
+
+    def submit(self, request: Request, *, fit: bool = False) -> Future[Usage]:
+        self.requests.append(request)
+        done: Future[Usage] = Future()
+        done.set_result(self.usages.get(request.config, Usage(registers=32)))
+        return done
+
+
+class Bench:
+    """Notes what it is asked to time."""
+
+    def __init__(self, timer: Timer, workload: Workload) -> None:
+        self.timer, self.workload = timer, workload
+
+    def us(self, question: Question, config: Config, *, careful: bool) -> float:
+        self.timer.timed.append((question, config, careful))
+        return self.timer.costs.get(config, cost(question, config))
+
+    def agree(self, question: Question, one: Config, other: Config) -> bool:
+        return other not in self.timer.wrong
+
+
+class Timer:
+    """Costs are made up, or ``costs``; the results of configs that are ``wrong`` are."""
+
+    def __init__(self, costs: dict[Config, float] | None = None, wrong: tuple[Config, ...] = ()) -> None:
+        self.costs, self.wrong = costs or {}, wrong
+        self.timed: list[tuple[Question, Config, bool]] = []
+
+    def open(self, workload: Workload) -> Bench:
+        return Bench(self, workload)
+
+
+def sweeper(pool: Any = None, timer: Timer | None = None) -> Sweeper:
+    return Sweeper(pool or Pool(), timer or Timer(), CPU, name="", limits=limits_of(CPU))
+
+
+def workloads(*names: str, shape: tuple[int, ...] = (20, 64)) -> list[Workload]:
+    return [Workload(spec, shape, torch.float32) for spec in discover() if not names or spec.name in names]
+
+
+def main(rounds: int) -> None:
+    tuning.device_name = lambda index: NAME  # type: ignore[assignment]
+    options, todo = argparse.Namespace(raw=None), workloads("rms_norm", "bias_dropout_add_ln")
+    keep = command._Cache(options, torch.device("cuda", 0))
+    with kernels_alone():
+        for count in range(rounds):
+            with contextlib.redirect_stdout(io.StringIO()):
+                command._sweep(sweeper(), todo, keep, 1e9, lambda outcome: "")
+            if not count:
+                print("begun", flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

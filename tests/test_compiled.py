@@ -7,19 +7,18 @@ binary. Interpreted kernels cannot be compiled, so this runs in the plain settin
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
-from importlib import resources
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fusedops.core import launch, tuning
+from fusedops.core import launch
 from support import ALL_SPECS, INTERPRETED
 
 triton = pytest.importorskip("triton")
@@ -62,21 +61,18 @@ class Built:
     target: Any = None
     spilled: list[str]
 
-    def __init__(self, kernel: Any, types: Mapping[str, str | None], constants: Mapping[str, Any],
-                 config: tuning.Config, *, device_index: int, divisible: Mapping[str, int]) -> None:  # fmt: skip
-        options = {"num_warps": config.warps, "num_stages": config.stages}
-        constants = dict(constants)
-        if Built.target.backend == "cuda":
-            if config.registers:
-                options["maxnreg"] = config.registers
-            if "OVERLAP" in constants and Built.target.arch >= 90 and not constants.get("PERSISTENT"):
-                constants["OVERLAP"] = True
-                options["launch_pdl"] = True
+    def __init__(self, request: launch.Request, device_index: int) -> None:
+        constants = dict(request.constants)
+        cuda = Built.target.backend == "cuda"
+        if cuda and "OVERLAP" in constants and Built.target.arch >= 90 and not constants.get("PERSISTENT"):
+            constants["OVERLAP"] = True
+        config = request.config if cuda else replace(request.config, registers=0)
+        request = replace(request, constants=constants, config=config)
         limit = SHARED.get(Built.target.arch, 0)
-        compiled = launch.compile_fitting(kernel, types, constants, options, divisible, limit, Built.target)
-        assert compiled.metadata.shared <= limit or not limit, f"{kernel.fn.__name__} {config}"
+        compiled = launch.compile_fitting(request, limit, Built.target)
+        assert compiled.metadata.shared <= limit or not limit, request
         if spilled(compiled):
-            Built.spilled.append(f"{kernel.fn.__name__} {config}: {spilled(compiled)}")
+            Built.spilled.append(f"{request.kernel.fn.__name__} {config}: {spilled(compiled)}")
 
 
 def spilled(compiled: Any) -> int:
@@ -100,6 +96,7 @@ def build(plan: Callable[[], object], target: str, monkeypatch: pytest.MonkeyPat
     assert not INTERPRETED
     Built.target, Built.spilled = TARGETS[target], []
     monkeypatch.setattr(launch, "Variant", Built)
+    monkeypatch.setattr(launch, "_built", {})
     plan()
     return Built.spilled
 
@@ -124,40 +121,6 @@ def test_compiles_for_the_others(member: str, kind: tuple[int, torch.dtype], tar
                                  monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     found = build(plans(*kind)[member], target, monkeypatch)
     assert target == "gfx942" or not found
-
-
-def _shipped() -> list[tuple[str, str, list[int]]]:
-    entries = []
-    for file in (resources.files("fusedops") / "tuned").iterdir():
-        if file.name.endswith(".json"):
-            table = json.loads(file.read_text())["configs"]
-            entries += [(kernel, key, config) for kernel, keys in table.items() for key, config in keys.items()]
-    return entries
-
-
-@pytest.mark.parametrize(("kernel", "key", "config"), _shipped(), ids=lambda part: str(part).replace(" ", ""))
-def test_shipped_configs_compile(kernel: str, key: str, config: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And each belongs to a variant: its key is one that some operator asks for."""
-    cols = int(key.rpartition("|")[2])
-    asked: set[tuple[str, str]] = set()
-    choose = tuning.choose
-
-    def observed(kernel: str, key: str, device_index: int, heuristic: Callable[[], tuning.Config]) -> tuning.Config:
-        asked.add((kernel, key))
-        return choose(kernel, key, device_index, heuristic)
-
-    monkeypatch.setattr(tuning, "choose", observed)
-    for dtype in (torch.bfloat16, torch.float32):
-        for plan in plans(cols, dtype).values():
-            monkeypatch.setattr(launch, "Variant", lambda *args, **kwargs: None)
-            asked.clear()
-            plan()
-            if (kernel, key) in asked:
-                monkeypatch.setitem(tuning._forced, kernel, tuning.Config(*config))
-                found = build(plan, "sm_90", monkeypatch)
-                assert cols > NO_SPILL or not found
-                return
-    pytest.fail("nothing asks for this entry")
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import made_up
+import made_up_results as made_up
 from benchmarks import __main__ as command
 from benchmarks import comparing, figures, report, results
 from benchmarks.cases import Case

@@ -1,11 +1,11 @@
-"""The sweeps' cases, their order, what is left of them, and compiling ahead. Nothing here needs a GPU."""
+"""The sweep: what is compiled, dropped, timed and chosen; the shipped table that comes of it. Times are made up."""
 
 from __future__ import annotations
 
+import csv
+import json
 import math
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,239 +13,353 @@ import pytest
 import torch
 
 import made_up
-from benchmarks import __main__ as command
-from benchmarks import results, runner, sweep, timing, warm
-from benchmarks.cases import DTYPES, Case
+from fusedops.core import launch, tuning
+from fusedops.core.question import BUCKETS, Config, Question, family_of
+from fusedops.tune import table as tables
+from fusedops.tune.compiling import Pool
+from fusedops.tune.sweep import Measured, Outcome
+from fusedops.tune.usage import Limits, Usage, reason_to_drop
+from fusedops.tune.worker import decode, encode
+from fusedops.tune.workloads import (
+    DTYPES,
+    Workload,
+    discover,
+    elements_per_row,
+    floor_us,
+    grid,
+    questions_of,
+    workload_for,
+)
+from questions import every_question, plans
+from support import ALL_SPECS, DEVICE
 
-SPECS = made_up.SPECS
-CPU = torch.device("cpu")
-
-
-def keys(cases):
-    return [(case.op, case.shape, case.dtype_name) for case in cases]
-
-
-# --- which cases --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("axis", ["hidden", "rows"])
-def test_every_operator_is_swept_in_every_dtype(axis):
-    found = {(case.op, case.dtype_name) for case in sweep.plan(SPECS.values(), (axis,))}
-    assert found == {(op, dtype) for op in SPECS for dtype in ("bf16", "fp16", "fp32")}
-
-
-def test_no_case_comes_twice():
-    every = keys(sweep.plan(SPECS.values()))
-    assert len(set(every)) == len(every)
-
-
-@pytest.mark.parametrize("op", sorted(SPECS))
-def test_lines_of_hidden_sizes_and_of_slices_move_the_same_bytes(op):
-    for line in sweep.lines(SPECS[op], ("hidden", "slices")):
-        for x, sides in line.points:
-            assert 0 <= sweep.ELEMENTS - math.prod(sides) < math.prod(sides[1:])
-            assert x == sides[-1 if line.axis == "hidden" else 1]
-        assert len({sides for _, sides in line.points}) == len(line.points) > 1
+every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
+LIMITS = Limits(shared=232_448, shared_in_all=233_472)
+QUESTION = Question("norm_forward", ("rms", "plain", "alone"), "16bit", 1024, 3)
 
 
-@pytest.mark.parametrize("op", sorted(SPECS))
-def test_lines_of_rows_go_from_one_to_as_many_as_fit(op):
-    found = list(sweep.lines(SPECS[op], ("rows",)))
-    assert found
-    for line in found:
-        rows = [x for x, _ in line.points]
-        assert rows == [4**k for k in range(len(rows))]
-        most = rows[-1] * math.prod(line.tail)
-        assert most <= 1 << 28 and (rows[-1] == 262144 or most * 4 > 1 << 28)
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No cache or table of this machine's takes part."""
+    monkeypatch.setattr(tuning, "device_name", lambda index: "")
+    tuning.forget()
+    yield
+    tuning.forget()
 
 
-def test_hidden_sizes_span_what_is_asked():
-    (line,) = sweep.lines(SPECS["bias_dropout_add_ln"], ("hidden",))
-    assert [x for x, _ in line.points] == [
-        256, 512, 768, 1024, 1536, 2048, 4096, 5120, 8192, 11008, 16384, 32768, 65536
-    ]  # fmt: skip
-    assert dict(line.points)[768] == (43690, 768)
-    assert {x for x, _ in next(sweep.lines(SPECS["swiglu"], ("hidden",))).points} == {1 << k for k in range(8, 17)}
+def family(question: Question) -> object:
+    found = family_of(question.kernel)
+    assert found is not None
+    return found
 
 
-def test_a_run_cut_short_leaves_coarse_lines_whole():
-    every = keys(sweep.plan(SPECS.values()))
-    coarse = {(256, "hidden"), (4096, "hidden"), (65536, "hidden"), (1, "rows"), (256, "rows"), (65536, "rows")}
-    fine = {(512, "hidden"), (8192, "hidden"), (4, "rows"), (1024, "rows")}
-    places = {}
-    for line in sweep.lines(SPECS["rms_norm"]):
-        for x, sides in line.points:
-            rank = 0 if (x, line.axis) in coarse else 1 if (x, line.axis) in fine else 2 if x in (768, 11008) else None
-            for dtype in ("bf16", "fp16", "fp32"):
-                places.setdefault(rank, []).append(every.index(("rms_norm", "x".join(map(str, sides)), dtype)))
-    assert max(places[0]) < min(places[1]) and max(places[1]) < min(places[2])
-    # Within a rank, one dtype after the other.
-    assert [key[2] for key in every[:100]] == ["bf16"] * 100
+def only(name: str, **options: object) -> Workload:
+    (workload,) = made_up.workloads(name, **options)  # type: ignore[arg-type]
+    return workload
 
 
-@pytest.mark.parametrize("op", sorted(SPECS))
-def test_small_cases_run(op):
-    for case in sweep.plan([SPECS[op]], ("rows",), ("fp32",)):
-        if case.elements <= 1 << 14:
-            sample = case.spec.benchmark(case.sides, case.dtype, CPU)
-            assert sum(out.numel() for out in case.spec.eager(**sample.tensors, **sample.options)) == case.elements
+def tuned(timer: made_up.Timer, pool: object = None, name: str = "rms_norm") -> list[Outcome]:
+    return list(made_up.sweeper(pool, timer).sweep([only(name)]))
 
 
-# --- what is left of them -----------------------------------------------------------------------------------------
+# --- questions and workloads ---------------------------------------------------------------------------------------
 
 
-def test_what_has_a_row_is_not_timed_again():
-    cases = sweep.plan([SPECS["layer_norm"]], ("hidden",), ("bf16",))[:2]
-    names = ["fusedops", "eager"]
-    done = [made_up.row(cases[0], "fusedops"), made_up.row(cases[0], "eager"), made_up.row(cases[1], "eager")]
-    (left,) = sweep.remaining(cases, ("fwd_bwd",), names, done)
-    assert (left.case, left.pairs) == (cases[1], (("fwd_bwd", "fusedops"),))
-    both = sweep.remaining(cases, ("fwd_bwd", "fwd"), names, done)
-    assert both[0].pairs == (("fwd", "fusedops"), ("fwd", "eager"))
-    assert not sweep.remaining(cases, ("fwd_bwd",), names, [*done, made_up.row(cases[1], "fusedops")])
+@every
+@pytest.mark.kernels
+def test_every_question_leads_back_to_a_workload(spec: object) -> None:
+    """What an operator asks at any number of rows can be tuned by the question alone."""
+    workload = only(spec.name)  # type: ignore[attr-defined]
+    for rows in (3, 20, 9000):
+        asked = questions_of(workload.at(rows), DEVICE)
+        assert asked
+        for question in asked:
+            found = workload_for(question, DEVICE)
+            assert found is not None, question
+            assert question in questions_of(found, DEVICE)
 
 
-def test_providers_that_an_operator_lacks_are_not_wanted():
-    (slices,) = sweep.remaining(sweep.plan([SPECS["batched_layer_norm_tanh"]])[:1], ("fwd",), None, [])
-    assert {name for _, name in slices.pairs} == {"fusedops", "eager", "eager_combined", "compile"}
-    (gelu,) = sweep.remaining(sweep.plan([SPECS["gelu"]])[:1], ("fwd",), None, [])
-    assert {name for _, name in gelu.pairs} == {"fusedops", "eager", "compile"}
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("kernel", "variant", "widths"),
+    [
+        ("norm_forward", ("rms", "plain", "adds"), "16bit"),
+        ("norm_backward", ("layer", "plain", "3 sums", "3 moved"), "16bit"),
+        ("norm_backward", ("rms", "dropout", "1 sums", "4 moved"), "32bit"),
+        ("norm_forward", ("layer", "dropout", "adds"), "16-32-32bit"),
+        ("norm_forward", ("layer", "plain", "alone"), "16-16-32bit"),
+        ("bias_act_backward", ("gelu", "dropout", "bias", "1 sums"), "16bit"),
+    ],
+)
+def test_questions_of_calls_that_no_benchmark_makes(kernel: str, variant: tuple[str, ...], widths: str) -> None:
+    """Without some tensors, without dropout, with mixed dtypes."""
+    assert workload_for(Question(kernel, variant, widths, 64, 2), DEVICE) is not None
 
 
-@pytest.fixture
-def measuring(monkeypatch, tmp_path):
-    """A machine and a book for runs whose every measurement is a constant."""
-    monkeypatch.setattr(timing, "gpu_us", lambda steps, effort, **kwargs: [step() for step in steps] and 50.0)
-    monkeypatch.setattr(timing, "peak_mib", lambda step: 1.0)
-    monkeypatch.setattr(timing, "loop_us", lambda steps, effort, **kwargs: dict.fromkeys(steps, 70.0))
-    monkeypatch.setattr(warm, "settle_compiler", lambda: None)  # this process is not the measuring one
-    return runner.Machine(CPU, 1 << 16, 1e9, "abc1234", "2.11.0", "3.6.0"), tmp_path / "sweep.csv"
+@pytest.mark.kernels
+def test_nobody_asks_this() -> None:
+    assert workload_for(replace(QUESTION, variant=("rms", "sideways")), DEVICE) is None
 
 
-def small_work(names=("fusedops", "eager")):
-    cases = [Case(SPECS[op], (rows, 64), torch.float32) for op in ("layer_norm", "rms_norm") for rows in (4, 16)]
-    return cases, sweep.remaining(cases, ("fwd_bwd",), names, [])
+def test_the_grid_covers_every_operator_in_order() -> None:
+    found = grid(discover(), [DTYPES[name] for name in ("bf16", "fp32", "fp64")])
+    assert len(set(map(str, found))) == len(found)
+    assert {workload.spec.name for workload in found} == {spec.name for spec in ALL_SPECS}
+    assert found[0].dtype == torch.bfloat16 and 4096 <= found[0].rows < 65536
+    assert found[-1].dtype == torch.float64
+    for workload in found:
+        assert workload.rows * elements_per_row(workload.spec, workload.shape[1:]) <= 2**28
+    norms = [w for w in found if w.spec.name == "layer_norm" and w.dtype == torch.bfloat16]
+    assert {w.shape[1] for w in norms} >= {128, 768, 1024, 4096, 6144, 65536}
+    assert {tuning.BUCKET[w.rows.bit_length()] for w in norms} == set(range(len(BUCKETS)))
 
 
-def test_a_sweep_goes_on_where_the_budget_ended_it(measuring, monkeypatch):
-    machine, path = measuring
-    cases, work = small_work()
-    clock = iter(range(1000))
-    monkeypatch.setattr(runner.time, "perf_counter", lambda: float(next(clock)))
-    run_case = runner.run_case
-    monkeypatch.setattr(runner, "run_case", lambda *a: [next(clock) for _ in range(100)] and run_case(*a))
-    with results.Book(path) as book:
-        assert runner.measure_all(work, machine, book, jobs=0, ends=150.0) == (2, 0)
-    rest = sweep.remaining(cases, ("fwd_bwd",), ("fusedops", "eager"), results.read(path))
-    assert [item.case for item in rest] == cases[2:]
-    with results.Book(path) as book:
-        assert runner.measure_all(rest, machine, book, jobs=0, ends=math.inf) == (2, 0)
-    assert not sweep.remaining(cases, ("fwd_bwd",), ("fusedops", "eager"), results.read(path))
+def test_floor() -> None:
+    """By hand: 2 passes forward and 3 backward over 8192 x 4096 x 2 bytes, at 4 TB/s."""
+    workload = replace(only("layer_norm", shape=(8192, 4096)), dtype=torch.bfloat16)
+    assert floor_us(workload, QUESTION, 4e12) == pytest.approx(2 * 8192 * 4096 * 2 / 4e6)
+    backward = replace(QUESTION, kernel="norm_backward")
+    assert floor_us(workload, backward, 4e12) == pytest.approx(3 * 8192 * 4096 * 2 / 4e6)
 
 
-def test_a_row_that_is_missing_from_our_own_is_counted(measuring, monkeypatch):
-    machine, path = measuring
-    _, work = small_work()
-    run_case = runner.run_case
-    monkeypatch.setattr(runner, "run_case", lambda *a: [r for r in run_case(*a) if r.provider != "fusedops"])
-    with results.Book(path) as book:
-        assert runner.measure_all(work, machine, book, jobs=0, ends=math.inf) == (4, 4)
+# --- the sweep ------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_measured_is_written_though_a_later_case_breaks(measuring):
-    machine, path = measuring
-    _, work = small_work()
-    broken = sweep.Work(Case(SPECS["layer_norm"], (4, -1), torch.float32), work[0].pairs)
-    with pytest.raises(RuntimeError), results.Book(path) as book:
-        runner.measure_all([work[0], broken], machine, book, jobs=0, ends=math.inf)
-    assert {row.shape for row in results.read(path)} == {work[0].case.shape}
+@every
+@pytest.mark.kernels
+def test_the_fastest_is_chosen(spec: object) -> None:
+    """With the made-up costs it is known which; each question is answered once, the forward's first."""
+    timer = made_up.Timer()
+    outcomes = tuned(timer, name=spec.name)  # type: ignore[attr-defined]
+    assert [outcome.question for outcome in outcomes] == questions_of(only(spec.name), DEVICE)  # type: ignore[attr-defined]
+    for outcome in outcomes:
+        question = outcome.question
+        times = {one.config: made_up.cost(question, one.config) for one in outcome.measured}
+        assert list(times) == family(question).candidates(question)  # type: ignore[attr-defined]
+        best, first = min(times, key=lambda config: times[config]), outcome.heuristic
+        assert outcome.best == (best if times[best] < 0.99 * times[first] else first)
+        assert outcome.gain == pytest.approx(times[first] / times[outcome.best] - 1.0)
 
 
-def test_sweep_command(measuring, monkeypatch, capsys):
-    machine, path = measuring
-    monkeypatch.setattr(sweep, "_ROWS", (1, 4))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(runner, "this_machine", lambda: ("CPU", machine))
-    every = ["sweep", "--op", "gelu", "--op", "rms_norm", "--axis", "rows", "--dtype", "fp32", "--provider", "fusedops",
-             "--jobs", "0", "--output", str(path)]  # fmt: skip
-    assert command.main([*every, "--budget", "0"]) == 0
-    assert "0 cases in" in capsys.readouterr().out and not path.exists()
-    assert command.main(every) == 0
-    shapes = {(row.op, row.shape) for row in results.read(path)}
-    assert shapes == {("gelu", f"{m}x4096") for m in (1, 4)} | {("rms_norm", f"{m}x{n}") for m in (1, 4)
-                                                               for n in (1024, 4096)}  # fmt: skip
-    capsys.readouterr()
-    assert command.main([*every, "--resume"]) == 0
-    assert "0 of 6 cases" in capsys.readouterr().out
-    assert command.main([*every, "--resume", "--provider", "eager"]) == 0
-    assert "6 of 6 cases" in capsys.readouterr().out
-    monkeypatch.setattr(runner, "this_machine", lambda: ("CPU", replace(machine, commit="fedcba9")))
-    assert command.main([*every, "--resume"]) == 0
-    assert "6 of 6 cases" in capsys.readouterr().out
+@pytest.mark.kernels
+@pytest.mark.parametrize(("faster", "yields"), [(0.995, False), (0.985, True)])
+def test_the_heuristic_yields_to_more_than_noise(faster: float, yields: bool) -> None:
+    candidates = family(QUESTION).candidates(replace(QUESTION, cols=64, widths="32bit"))  # type: ignore[attr-defined]
+    costs = dict.fromkeys(candidates, 20.0) | {candidates[0]: 10.0, candidates[-1]: 10.0 * faster}
+    outcome = tuned(made_up.Timer(costs))[0]
+    assert outcome.best == (candidates[-1] if yields else candidates[0])
 
 
-def test_sweeping_without_a_gpu_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert command.main(["sweep"]) == 2
-    assert "needs a GPU" in capsys.readouterr().err
+@pytest.mark.kernels
+def test_a_second_round_among_the_best() -> None:
+    timer = made_up.Timer()
+    outcomes = tuned(timer)
+    for outcome in outcomes:
+        quick = [c for q, c, careful in timer.timed if q == outcome.question and not careful]
+        careful = [c for q, c, careful in timer.timed if q == outcome.question and careful]
+        assert quick == [one.config for one in outcome.measured]
+        assert len(careful) <= 3 and (not careful or careful[0] == outcome.heuristic)
 
 
-# --- compiling ahead ----------------------------------------------------------------------------------------------
+@pytest.mark.kernels
+def test_a_config_with_other_results_is_not_chosen() -> None:
+    winner = tuned(made_up.Timer())[0].best
+    assert tuned(made_up.Timer(wrong=(winner,)))[0].best != winner
 
 
-def test_only_what_compiles_is_compiled_ahead():
-    cases, _ = small_work()
-    work = sweep.remaining(cases, ("fwd_bwd", "fwd"), ("fusedops", "eager", "compile"), [])
-    todo = warm.tasks(work)
-    assert {(t.op, t.sides, t.dtype) for t in todo} == {(c.op, c.sides, c.dtype_name) for c in cases}
-    assert all(set(t.pairs) == {(m, n) for m in ("fwd", "fwd_bwd") for n in ("fusedops", "compile")} for t in todo)
-    assert not warm.tasks(sweep.remaining(cases, ("fwd",), ("eager", "eager_combined"), []))
+@pytest.mark.kernels
+def test_what_takes_too_much_is_not_timed() -> None:
+    candidates = family(QUESTION).candidates(replace(QUESTION, cols=64, widths="32bit"))  # type: ignore[attr-defined]
+    spills = made_up.Pool(dict.fromkeys(candidates, Usage(registers=32, spills=999)))
+    timer = made_up.Timer()
+    outcome = tuned(timer, spills)[0]
+    # Where all spill alike, as the heuristic's does, all are timed; where it does not, none that does is.
+    assert not any(one.dropped for one in outcome.measured)
+    spills.usages[candidates[0]] = Usage(registers=32)
+    timer.timed.clear()
+    outcome = tuned(timer, spills)[0]
+    assert [config for question, config, _ in timer.timed if question == outcome.question] == [candidates[0]]
+    assert [bool(one.dropped) for one in outcome.measured] == [False] + [True] * (len(candidates) - 1)
 
 
-def test_workers_do_not_meet_in_the_gpus_memory():
-    """Of any 16 tasks in a row, at most 5 are of the largest: some ten tensors of a gibibyte each."""
-    cases = sweep.plan(SPECS.values())
-    todo = warm.tasks(sweep.Work(case, (("fwd_bwd", "compile"),)) for case in cases)
-    sizes = [math.prod(t.sides) * DTYPES[t.dtype].itemsize for t in todo]
-    largest = [size >= 1 << 30 for size in sizes]
-    assert sum(largest) > 8
-    assert max(sum(largest[i : i + 16]) for i in range(len(largest))) <= 5
+@pytest.mark.parametrize(
+    ("config", "usage", "reason"),
+    [
+        (Config(1024, 4, 4), Usage(64), ""),
+        (Config(1024, 4, 4), Usage(64, spills=128), ""),
+        (Config(1024, 4, 4), Usage(64, spills=136), "spills 136"),
+        (Config(1024, 4, 4), Usage(64, shared=232_448), ""),
+        (Config(1024, 4, 4), Usage(64, shared=232_449), "shared memory"),
+        (Config(1024, 4, 4, 3, 2), Usage(64, shared=116_736), ""),
+        (Config(1024, 4, 4, 3, 2), Usage(64, shared=116_737), "shared memory for 2 programs"),
+        (Config(1024, 4, 8, 3, 2), Usage(128), ""),
+        (Config(1024, 4, 8, 3, 2), Usage(129), "69632 registers for 2 programs"),  # they come by the eight
+        (Config(1024, 4, 4), Usage(error="does not compile: X"), "does not compile"),
+    ],
+)
+def test_reasons_to_drop(config: Config, usage: Usage, reason: str) -> None:
+    found = reason_to_drop(config, [usage], [Usage(64)], LIMITS)
+    assert reason in found and bool(found) == bool(reason)
 
 
-_WORKERS = """
-import torch
-import probe
-from benchmarks import warm
-
-if __name__ == "__main__":
-    with warm.workers(1, torch.device("cpu")) as pool:
-        theirs = pool.submit(probe.key).result()
-    print("same" if theirs == probe.key() else "different")
-    todo = [warm.Task("layer_norm", (4, 8), "fp32", (("fwd", "fusedops"),)), warm.Task("gone", (4, 8), "fp32", ())]
-    print(warm.compile_ahead(todo, jobs=2, device=torch.device("cpu"), seconds=300.0))
-    print(warm.compile_ahead(todo, jobs=1, device=torch.device("cpu"), seconds=0.0))
-"""
-_PROBE = """
-import torch
+@pytest.mark.kernels
+def test_it_stops_between_questions() -> None:
+    """And what is not wanted is neither compiled nor timed."""
+    left = iter([True, True, False])
+    found = list(made_up.sweeper().sweep(made_up.workloads("rms_norm", "layer_norm"), goes_on=lambda: next(left)))
+    assert len(found) == 2
+    pool = made_up.Pool()
+    assert not list(made_up.sweeper(pool).sweep(made_up.workloads(), wanted=lambda question: False))
+    assert not pool.requests
 
 
-def key():
-    from torch._inductor import config
-    from torch._inductor.codecache import FxGraphCachePickler
+@pytest.mark.kernels
+def test_what_a_settled_config_leaves_is_tuned_too() -> None:
+    """Wide rows: where the backward's config cuts them, the rest is a question of its own, asked under that config."""
+    workload = only("rms_norm", shape=(20, 8192))
+    candidates = family(QUESTION).candidates(  # type: ignore[attr-defined]
+        Question("norm_backward", ("rms", "plain", "1 sums", "3 moved"), "32bit", 8192, 1))  # fmt: skip
+    for cut in (True, False):
+        costs = {config: 1.0 if (config.block_n < 8192) == cut else 50.0 for config in candidates}
+        outcomes = list(made_up.sweeper(timer=made_up.Timer(costs)).sweep([workload]))
+        kernels = [outcome.question.kernel for outcome in outcomes]
+        assert ("norm_backward_rest" in kernels) == cut
 
-    pickler = FxGraphCachePickler(torch.fx.GraphModule({}, torch.fx.Graph()))
-    return pickler.get_hash([torch.contiguous_format, torch.strided, torch.float32, config.save_config_portable()])
-"""
+
+# --- compiling, for real --------------------------------------------------------------------------------------------
 
 
-def test_workers_make_the_keys_that_the_measuring_process_looks_for(tmp_path):
-    """As a program of its own, as the key depends on which modules a process has, in which order.
+def test_requests_survive_the_journey() -> None:
+    seen = 0
+    for cols, dtype in ((1024, torch.bfloat16), (256, torch.float64)):
+        for plan in plans(cols, dtype).values():
+            with tuning.asked(), launch.collecting() as requests:
+                plan()
+            tuning.forget()
+            for request in requests:
+                again = decode(json.loads(json.dumps(encode(request))))
+                assert again.kernel is request.kernel and again.key == request.key
+                seen += 1
+    assert seen > 30
 
-    And a task that fails, or has no time, is not counted, and stops nothing.
-    """
-    (tmp_path / "probe.py").write_text(_PROBE)
-    (tmp_path / "program.py").write_text(_WORKERS)
-    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parent.parent)])
-    run = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths},
-                         capture_output=True, text=True, timeout=300, check=True)  # fmt: skip
-    assert run.stdout.split() == ["same", "1", "0"], run.stdout + run.stderr
+
+# One for each kernel, with as many tensors as it takes.
+COMPILED = {
+    "bias_dropout_add_ln": (1024, torch.bfloat16),
+    "bias_dropout_add": (1024, torch.bfloat16),
+    "bias_gelu_erf": (1024, torch.float32),
+    "slices of one width": (64, torch.bfloat16),
+}
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("member", COMPILED)
+def test_candidates_compile_or_are_dropped(member: str) -> None:
+    """In worker processes, for sm_90 and without a GPU; some is left to time, the heuristic's among it."""
+    compiler = pytest.importorskip("triton.backends.compiler")
+    plan = plans(*COMPILED[member])[member]
+    with tuning.asked() as asked, launch.collecting():
+        plan()
+    with Pool(2, compiler.GPUTarget("cuda", 90, 32), LIMITS.shared) as pool:
+        for question in asked:
+            candidates = family(question).candidates(question)  # type: ignore[attr-defined]
+            pending = {}
+            for config in candidates:
+                with tuning.forced(question.kernel, config), launch.collecting() as requests:
+                    plan()
+                pending[config] = [pool.submit(r, fit=not pending) for r in requests if r.config == config]
+                assert pending[config]
+            usages = {config: [future.result() for future in futures] for config, futures in pending.items()}
+            assert all(u.registers and not u.error for each in usages.values() for u in each), (question, usages)
+            first = usages[candidates[0]]
+            left = [c for c in candidates if not reason_to_drop(c, usages[c], first, LIMITS)]
+            assert left[0] == candidates[0] and len(left) >= 3, question
+
+
+@pytest.mark.compiled
+def test_a_worker_that_dies_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = pytest.importorskip("triton.backends.compiler")
+    with launch.collecting() as requests:
+        plans(256, torch.bfloat16)["rms_norm"]()
+    tuning.forget()
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import pathlib, sys\nfor line in sys.stdin:\n"
+        f"    flag = pathlib.Path({str(tmp_path / 'died')!r})\n"
+        "    if not flag.exists():\n        flag.touch()\n        sys.exit(1)\n"
+        "    print('{\"registers\": 7}', flush=True)\n"
+    )
+    monkeypatch.setattr(Pool, "command", (Pool.command[0], str(script)))
+    with Pool(1, compiler.GPUTarget("cuda", 90, 32), LIMITS.shared) as pool:
+        first, second = pool.submit(requests[0]), pool.submit(requests[1])
+        assert first.result().error == "the compiler died"
+        assert second.result() == Usage(registers=7)
+        assert pool.submit(requests[0]) is first
+
+
+# --- the shipped table ------------------------------------------------------------------------------------------------
+
+
+def outcome(question: Question, *times: float) -> Outcome:
+    """The candidates' times, infinite for one that was dropped; the heuristic's is the first."""
+    configs = family(question).candidates(question)[: len(times)]  # type: ignore[attr-defined]
+    measured = tuple(
+        Measured(config, 32, 0, us, "spills" if math.isinf(us) else "")
+        for config, us in zip(configs, times, strict=True)
+    )
+    best = min(measured, key=lambda one: one.us).config
+    return Outcome(question, only("rms_norm", shape=(8192, 1024)), configs[0], best, measured)
+
+
+def test_a_table_is_written_merged_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "test_gpu.json"
+    table = tables.Table(path)
+    table.about = {"device": "Test GPU", "commit": "abc"}
+    wide = replace(QUESTION, cols=16384)
+    for question, config in ((QUESTION, Config(1024, 2, 2)), (wide, Config(4096, 1, 8))):
+        assert question not in table
+        table.put(question, config)
+    table.save()
+    text = path.read_text()
+    assert json.loads(text)["device"] == "Test GPU"
+    assert [line.strip()[:22] for line in text.splitlines() if "[[" in line or "[null" in line] == [
+        '"rms|plain|alone|16bit', '"rms|plain|alone|16bit']  # fmt: skip
+    again = tables.Table(path)
+    assert QUESTION in again and wide in again and replace(QUESTION, bucket=1) not in again
+    again.put(replace(QUESTION, bucket=1), Config(1024, 1, 2))
+    again.save()
+    assert len(path.read_text().splitlines()) == len(text.splitlines())
+    # A table measured with other kernels, or from other configs, is measured again, and its row begins anew.
+    monkeypatch.setattr(tables, "fingerprint", lambda question: "another")
+    later = tables.Table(path)
+    assert QUESTION not in later
+    later.put(QUESTION, Config(1024, 4, 4))
+    later.save()
+    row = json.loads(path.read_text())["configs"]["norm_forward"]["rms|plain|alone|16bit|1024"]
+    assert row[:5] == [None, None, None, [1024, 4, 4, 1, 0, 0], None]
+
+
+def test_raw_timings_and_the_distance_of_the_heuristic(tmp_path: Path) -> None:
+    path = tmp_path / "raw.csv"
+    other = replace(QUESTION, kernel="norm_backward", variant=("rms", "plain", "1 sums", "3 moved"))
+    for one in (outcome(QUESTION, 11.0, 10.0, math.inf), outcome(replace(QUESTION, cols=2048), 40.0, 10.0),
+                outcome(other, 10.0, 12.0)):  # fmt: skip
+        tables.write_raw(path, tables.raw_rows(one))
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 7 and list(rows[0]) == list(tables.RAW_COLUMNS)
+    assert [row["us"] for row in rows[:3]] == ["11.000", "10.000", ""]
+    found = tables.summary(tables.read_raw(path))
+    assert found["norm_forward"]["geometric_mean"] == pytest.approx(math.sqrt(1.1 * 4.0), abs=1e-3)
+    assert found["norm_forward"]["worst"] == 4.0 and "N=2048" in found["norm_forward"]["worst_at"]
+    assert found["norm_backward"]["geometric_mean"] == 1.0
+    assert found["all"]["questions"] == 3
+    # A question measured again counts as it was last.
+    tables.write_raw(path, tables.raw_rows(outcome(replace(QUESTION, cols=2048), 20.0, 10.0)))
+    assert tables.summary(tables.read_raw(path))["norm_forward"]["worst"] == 2.0
+    assert "geometric mean" in tables.compare(tables.read_raw(path))
+
+
+def test_every_family_has_sources_for_its_mark() -> None:
+    marks = {question: tables.mark(question) for question in every_question() if question.bucket == 0}
+    assert len(set(marks.values())) > 10

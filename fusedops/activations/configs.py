@@ -1,13 +1,13 @@
-"""How the activation kernels cut their work where no table knows better."""
+"""How the activation kernels cut their work: heuristics, and what is worth measuring."""
 
 from __future__ import annotations
 
-from ..core.tuning import Config
+from ..core.question import Config, Question, around
 
-__all__ = ["candidates", "reduction", "sum_partials", "tile"]
+__all__ = ["candidates", "heuristic", "sum_partials", "valid"]
 
 # Elements of a tile: sixteen for each thread of four warps.
-_TILE = 2048
+_ELEMENTS = 2048
 
 
 def _block(cols: int) -> int:
@@ -22,19 +22,19 @@ def _fitting(cols: int, most: int) -> int:
     return block
 
 
-def tile(cols: int, itemsize: int) -> Config:
+def _tile(cols: int, itemsize: int) -> Config:
     """Kernels without sums: any tile serves."""
     if itemsize == 8:
         block = _fitting(cols, 512)
         return Config(block, max(1, 512 // block), 8)
     block = _fitting(cols, 1024)
-    return Config(block, max(1, _TILE // block), 4)
+    return Config(block, max(1, _ELEMENTS // block), 4)
 
 
-def reduction(cols: int, itemsize: int) -> Config:
+def _reduction(cols: int, itemsize: int) -> Config:
     """The backward with a bias gradient: column tiles, several rows at a time, the next rows' loads taken ahead."""
     block = _fitting(cols, 1024)
-    return Config(block, max(1, _TILE // (2 if itemsize == 8 else 1) // block), 4, 3, 4)
+    return Config(block, max(1, _ELEMENTS // (2 if itemsize == 8 else 1) // block), 4, 3, 4)
 
 
 def sum_partials(block_n: int) -> Config:
@@ -42,13 +42,27 @@ def sum_partials(block_n: int) -> Config:
     return Config(min(32, block_n), 64, 4)
 
 
-def candidates(kernel: str, cols: int) -> list[Config]:
-    """Configs worth trying for a kernel at a row length."""
-    blocks = [b for b in (64, 256, 512, 1024, 2048) if b <= _block(cols)] or [_block(cols)]
-    if kernel == "bias_act_backward":
-        return [Config(b, rows, warps, stages, per_sm) for b in blocks for rows in (1, 2, 4, 8) for warps in (4, 8)
-                for stages in (2, 3, 4) for per_sm in (2, 3, 4, 6) if 8 <= rows * b // (32 * warps) <= 32]  # fmt: skip
-    if kernel in ("bias_act_forward", "glu_forward", "glu_backward"):
-        return [Config(b, rows, warps) for b in blocks for rows in (1, 2, 4, 8, 16) for warps in (2, 4, 8)
-                if 8 <= rows * b // (32 * warps) <= 32]  # fmt: skip
-    raise ValueError(f"no candidates for kernel {kernel!r}")
+def heuristic(question: Question) -> Config:
+    """The config where nobody measured."""
+    rule = _reduction if "1 sums" in question.variant else _tile
+    return rule(question.cols, question.itemsize)
+
+
+def valid(question: Question, config: Config) -> bool:
+    """Any tile serves that leaves little of a row's last one empty."""
+    cols, block = question.cols, config.block_n
+    return 16 <= block <= _block(cols) and (block <= 256 or -(-cols // block) * block * 16 <= cols * 17)
+
+
+def candidates(question: Question) -> list[Config]:
+    """The heuristic's config, and others worth measuring."""
+    first = heuristic(question)
+    block, rows = first.block_n, first.rows
+    if "1 sums" in question.variant:
+        moved = ((block // 2, rows * 2), (block * 2, max(rows // 2, 1)))
+        others = around(first) + [Config(b, r, first.warps, 3, first.per_sm) for b, r in moved]
+    else:
+        tiles = ((block, rows), (block, rows * 2), (block, max(rows // 2, 1)), (block // 2, rows * 2),
+                 (block * 2, max(rows // 2, 1)))  # fmt: skip
+        others = [Config(b, r, warps) for b, r in tiles for warps in (2, 4, 8) if 8 <= b * r // (32 * warps) <= 32]
+    return list(dict.fromkeys(c for c in (first, *others) if valid(question, c)))

@@ -1,7 +1,8 @@
 """From tensors to launches: builds the variant a call needs, allocates its outputs, launches.
 
 Nothing here knows about autograd; `function` and `operators` do. A variant depends on dtypes, absences, row length,
-alignment and device, never on the number of rows. These functions run at every step: they count nanoseconds.
+alignment and device, never on the number of rows; a plan also on the rows' bucket, in which the best config may be
+another. These functions run at every step: they count nanoseconds.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ..core.activations import ACTIVATIONS, Activation, device_functions
 from ..core.launch import SEED_TYPES, Variant, pointer_type, vector_width
 from ..core.layout import as_rows, empty
 from ..core.rng import Seed
+from ..core.tuning import BUCKET, Question, widths
 from . import configs
 from .reference import accumulator
 
@@ -105,12 +107,12 @@ def forward(site: Site, x: Tensor, other: Tensor | None, seed: Seed | None, thre
                 other, other_stride = as_rows(other, 1, cols)
         bits |= other.data_ptr() | (other_stride << 1)
     first, second = (seed, None) if seed is None or isinstance(seed, Tensor) else seed
-    key = (site, 0 if seed is None else 1 if second is not None else 2, bits & 15 == 0)
+    rows = x.numel() // (2 * cols if packed else cols)
+    key = (site, 0 if seed is None else 1 if second is not None else 2, bits & 15 == 0, BUCKET[rows.bit_length()])
     plan = _forwards.get(key)
     if plan is None:
         plan = _forwards[key] = _plan_forward(*key)
     y = _halved(x, cols) if packed else empty(x, site.y)
-    rows = y.numel() // cols
     if site.kind == "bias":
         plan.variant(plan.tiles, -(-rows // plan.rows), x, other, y, first, second, threshold, x_stride, rows)
     else:
@@ -152,11 +154,11 @@ def backward(  # noqa: C901, one flat path a step, on purpose
         bits |= other.data_ptr() | (other_stride << 1)
     first, second = (seed, None) if seed is None or isinstance(seed, Tensor) else seed
     kind = 0 if seed is None else 1 if second is not None else 2
-    key = (site, needs, packed, dy.dtype, kind, bits & 15 == 0)
+    rows = dy.numel() // cols
+    key = (site, needs, packed, dy.dtype, kind, bits & 15 == 0, BUCKET[rows.bit_length()])
     plan = _backwards.get(key)
     if plan is None:
         plan = _backwards[key] = _plan_backward(*key)
-    rows = dy.numel() // cols
     row_tiles = -(-rows // plan.rows)
     dx = dother = None
     if site.kind != "bias":
@@ -187,9 +189,17 @@ def backward(  # noqa: C901, one flat path a step, on purpose
 # --- the variants behind the keys ---------------------------------------------------------------------------------
 
 
-def _table_key(site: Site, *parts: str) -> str:
-    """The variant's name in the shipped table; dtypes of one width share an entry."""
-    return "|".join((site.activation.name, f"{site.x.itemsize * 8}bit", *parts, str(site.cols)))
+tuning.register(configs, "bias_act_forward", "bias_act_backward", "glu_forward", "glu_backward")
+
+
+def _question(site: Site, half: str, bucket: int, seed: int, other: torch.dtype, *parts: str) -> Question:
+    """``half`` is forward or backward, ``other`` the dtype of what comes out or back: of packed rows as of others."""
+    family = "glu"
+    variant: tuple[str, ...] = (site.activation.name,)
+    if site.kind == "bias":
+        given = ("dropout" if seed else "plain", "alone" if site.other is None else "bias")
+        family, variant = "bias_act", (*variant, *given, *parts)
+    return Question(f"{family}_{half}", variant, widths(site.x.itemsize, other.itemsize), site.cols, bucket)
 
 
 def _types(site: Site, seed: int) -> dict[str, str | None]:
@@ -199,24 +209,21 @@ def _types(site: Site, seed: int) -> dict[str, str | None]:
     return {"x": x, "gate": x, "bias": other, "up": other, **SEED_TYPES[seed], "threshold": "i32", **strides}
 
 
-def _plan_forward(site: Site, seed: int, aligned: bool) -> _Plan:
+def _plan_forward(site: Site, seed: int, aligned: bool, bucket: int) -> _Plan:
     from . import kernels
 
     types = _types(site, seed) | {"y": pointer_type(site.y)}
     value, _ = device_functions(site.activation.name)
     constants = {"VALUE": value, "VECTOR": vector_width(site.x)}
-    name, kernel = "glu_forward", kernels.glu_forward_kernel
-    if site.kind == "bias":
-        name, kernel = "bias_act_forward", kernels.bias_act_forward_kernel
-    key = _table_key(site, "dropout" if seed else "plain")
-    config = tuning.choose(name, key, site.device_index, lambda: configs.tile(site.cols, site.acc.itemsize))
+    kernel = kernels.bias_act_forward_kernel if site.kind == "bias" else kernels.glu_forward_kernel
+    config = tuning.choose(_question(site, "forward", bucket, seed, site.y), site.device_index)
     variant = launch.build(kernel, types, constants, config, device_index=site.device_index, acc=site.acc,
                            cols=site.cols, aligned=aligned)  # fmt: skip
     return _Plan(variant, config.rows, -(-site.cols // config.block_n))
 
 
 def _plan_backward(site: Site, needs: tuple[bool, bool], packed: Packed, dy: torch.dtype, seed: int,
-                   aligned: bool) -> _Plan:  # fmt: skip
+                   aligned: bool, bucket: int) -> _Plan:  # fmt: skip
     from ..core.kernels import sum_partials_kernel
     from . import kernels
 
@@ -231,13 +238,9 @@ def _plan_backward(site: Site, needs: tuple[bool, bool], packed: Packed, dy: tor
                  "REST_COL": site.cols, "PERSISTENT": sums}  # fmt: skip
     if packed:
         types["dup"] = None
-    name, kernel = "glu_backward", kernels.glu_backward_kernel
-    if site.kind == "bias":
-        name, kernel = "bias_act_backward", kernels.bias_act_backward_kernel
-    itemsize = site.acc.itemsize
-    heuristic = configs.reduction if sums else configs.tile
-    key = _table_key(site, "dropout" if seed else "plain", "sum" if sums else "tile")
-    config = tuning.choose(name, key, site.device_index, lambda: heuristic(site.cols, itemsize))
+    kernel = kernels.bias_act_backward_kernel if site.kind == "bias" else kernels.glu_backward_kernel
+    question = _question(site, "backward", bucket, seed, dy, f"{int(sums)} sums")
+    config = tuning.choose(question, site.device_index)
 
     def build(kernel: Any, config: tuning.Config, constants: dict[str, Any]) -> Variant:
         return launch.build(kernel, types, constants, config, device_index=site.device_index, acc=site.acc,

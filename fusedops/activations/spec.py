@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.activations import ACTIVATIONS
+from ..core.question import Grid
 from ..core.spec import BadSample, Maker, Sample, Shape, Spec, Sweep
 from . import launching, ops, reference
 
-__all__ = ["SPECS", "compiled_plans"]
+__all__ = ["GRID", "SPECS", "compiled_plans"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _SHAPES = [(6, 64), (5, 1), (1, 3), (7, 17), (4, 127), (3, 1000), (2, 3, 96), (129, 40), (1, 1024), (64,)]
@@ -259,6 +260,9 @@ def _liger_geglu() -> Callable[..., Any]:
 # --- what the tests compile without a GPU ---------------------------------------------------------------------------
 
 
+_BUCKET = 3  # of the rows: some thousands
+
+
 def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> dict[str, Callable[[], object]]:
     """Functions that build all variants of an operator, by name.
 
@@ -275,9 +279,9 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
         packings: tuple[launching.Packed, ...] = ("gate",) if kind == "packed" else ("",)
         if kind == "glu" and second is dtype:
             packings = ("", "up")
-        launching._plan_forward(site, seed, True)
+        launching._plan_forward(site, seed, True, _BUCKET)
         for packed in packings:
-            launching._plan_backward(site, (True, second is not None), packed, site.y, seed, True)
+            launching._plan_backward(site, (True, second is not None), packed, site.y, seed, True, _BUCKET)
 
     mixed: dict[str, Callable[[], object]] = {
         "bias_act, dropout": partial(build, "bias", "gelu", other or dtype, 1),
@@ -324,6 +328,9 @@ def _bias_gelu_spec(name: str, approximate: str) -> Spec:
         sweep=_SWEEP,
     )
 
+
+# Elementwise: neither width nor number of rows matters much.
+GRID = Grid(tuple((1 << k,) for k in (7, 9, 11, 13, 15, 16)), ((1024,), (16384,)), (1, 3))
 
 SPECS = (
     Spec(

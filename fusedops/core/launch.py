@@ -3,6 +3,7 @@
 A plain ``kernel[grid](…)`` with twenty arguments costs about 28 µs of host time, most of it spent finding out again
 what the arguments are. Here the caller derives a key from what the compiled code depends on (dtypes, absences,
 constants, alignment, device), builds a `Variant` once, and afterwards hands addresses to the compiled launcher.
+Plans that differ in nothing that is compiled share one `Variant`.
 Triton versions whose launcher this file does not know go through ``kernel[grid](…)``, as does Triton's interpreter.
 """
 
@@ -14,20 +15,24 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from .tuning import Config
+from .question import Config
 
 __all__ = [
     "MOST_TILES",
     "SEED_TYPES",
+    "Request",
     "Variant",
     "build",
+    "collecting",
     "column_tiles",
     "compile_kernel",
     "current_device",
+    "fast_launcher_known",
     "interpreting",
     "overlaps",
     "pointer_type",
@@ -51,6 +56,8 @@ _POINTERS = {
 }
 
 _observers: list[list[str]] = []
+_collectors: list[list[Request]] = []
+_built: dict[Any, Variant] = {}
 _variants = 0
 _build_lock = threading.Lock()
 _interpreter_lock = threading.RLock()
@@ -118,7 +125,7 @@ current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda:
 @functools.cache
 def overlaps(device_index: int) -> bool:
     """Whether a kernel may be launched while its predecessor drains (programmatic dependent launch, from Hopper on)."""
-    if device_index < 0 or not _fast_launcher_known():
+    if device_index < 0 or not fast_launcher_known():
         return False
     return torch.cuda.get_device_capability(device_index) >= (9, 0)
 
@@ -160,6 +167,48 @@ SEED_TYPES: tuple[dict[str, str | None], ...] = (
 )
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a `Variant` is compiled from: a kernel, its argument types and constants, and the config."""
+
+    kernel: Any
+    types: Mapping[str, str | None]
+    constants: Mapping[str, Any]
+    config: Config
+    divisible: Mapping[str, int]
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The compiler's options."""
+        options = {"num_warps": self.config.warps, "num_stages": self.config.stages}
+        if self.config.registers and torch.version.hip is None:
+            options["maxnreg"] = self.config.registers
+        if self.constants.get("OVERLAP"):
+            options["launch_pdl"] = True
+        return options
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells apart what is compiled."""
+        parts = (self.types, self.constants, self.options, self.divisible)
+        return (self.kernel.fn, *[tuple(part.items()) for part in parts])
+
+
+@contextmanager
+def collecting() -> Iterator[list[Request]]:
+    """Inside the block nothing is compiled or launched: what would be compiled is collected, in order.
+
+    Results inside are whatever the memory held, and so is what a plan launches that was made there: the caller drops
+    all plans before and after (`tuning.forced` does).
+    """
+    requests: list[Request] = []
+    _collectors.append(requests)
+    try:
+        yield requests
+    finally:
+        _collectors[:] = [other for other in _collectors if other is not requests]
+
+
 class Variant:
     """One kernel, specialised and ready to launch: ``variant(grid_x, grid_y, *arguments)``.
 
@@ -167,35 +216,20 @@ class Variant:
     caller holds the device current and guarantees that tensors and integers fit the types it was built with.
     """
 
-    def __init__(
-        self,
-        kernel: Any,
-        types: Mapping[str, str | None],
-        constants: Mapping[str, Any],
-        config: Config,
-        *,
-        device_index: int,
-        divisible: Mapping[str, int],
-    ) -> None:
+    def __init__(self, request: Request, device_index: int) -> None:
         global _variants
-        self.name: str = kernel.fn.__name__
-        self._kernel = kernel
-        self._constants = dict(constants)
-        self._options: dict[str, int] = {"num_warps": config.warps, "num_stages": config.stages}
-        if config.registers and torch.version.hip is None:
-            self._options["maxnreg"] = config.registers
-        if constants.get("OVERLAP"):
-            self._options["launch_pdl"] = True
-        self._present = [types[name] is not None for name in kernel.arg_names if name in types]
+        self.name: str = request.kernel.fn.__name__
+        self._kernel, types = request.kernel, request.types
+        self._constants = dict(request.constants)
+        self._options = request.options
+        self._present = [types[name] is not None for name in self._kernel.arg_names if name in types]
         # Where the compiled launcher reads an address: tensors are handed to it as plain integers.
         self._pointers = tuple(i for i, name in enumerate(types) if (types[name] or "").startswith("*"))
         self._launch: Callable[..., None] | None = None
-        if device_index >= 0 and _fast_launcher_known():
-            limit = torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin  # type: ignore[attr-defined]
-            compiled = compile_fitting(kernel, types, constants, self._options, divisible, limit)
-            self._launch = _bind(compiled, device_index, self._pointers, len(constants))
-        with _build_lock:
-            _variants += 1
+        if device_index >= 0 and fast_launcher_known():
+            compiled = compile_fitting(request, shared_memory(device_index))
+            self._launch = _bind(compiled, device_index, self._pointers, len(self._constants))
+        _variants += 1
 
     def __call__(self, grid_x: int, grid_y: int, *arguments: Any) -> None:
         """Launches on the current stream of the device it was built for.
@@ -216,6 +250,14 @@ class Variant:
             # Triton's interpreter keeps its place in the grid in globals.
             with _interpreter_lock if interpreting() else nullcontext():
                 self._kernel[(grid_x, grid_y, grid_z)](*given, **self._constants, **self._options)
+
+
+class _Collected(Variant):
+    """Stands in for a variant whose request was only to be collected, and launches nothing."""
+
+    def __init__(self) -> None: ...
+
+    def __call__(self, grid_x: int, grid_y: int, *arguments: Any) -> None: ...
 
 
 def build(
@@ -240,31 +282,39 @@ def build(
     every = dict(constants) | {"ACC": triton_dtype(acc), "N": cols, "BLOCK_N": config.block_n, "ROWS": config.rows,
                                "STAGES": config.stages}  # fmt: skip
     every["OVERLAP"] = not every.get("PERSISTENT", False) and overlaps(device_index)
-    return Variant(
+    request = Request(
         kernel,
         {name: types[name] for name in kernel.arg_names if name in types},
         {name: every[name] for name in kernel.arg_names if name in every},
         config,
-        device_index=device_index,
-        divisible=divisible,
+        divisible,
     )
+    if _collectors:
+        _collectors[-1].append(request)
+        return _Collected()
+    key = (device_index, *request.key)
+    with _build_lock:
+        variant = _built.get(key)
+        if variant is None:
+            variant = _built[key] = Variant(request, device_index)
+        return variant
 
 
 @functools.cache
-def _fast_launcher_known() -> bool:
+def shared_memory(device_index: int) -> int:
+    """Bytes of shared memory that a program may have."""
+    return int(torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def fast_launcher_known() -> bool:
+    """Whether this Triton's compiled launcher takes the arguments that a `Variant` passes."""
     import triton
 
     return triton.__version__.startswith(_KNOWN_LAUNCHERS) and torch.version.hip is None
 
 
-def compile_kernel(
-    kernel: Any,
-    types: Mapping[str, str | None],
-    constants: Mapping[str, Any],
-    options: Mapping[str, int],
-    divisible: Mapping[str, int],
-    target: Any = None,
-) -> Any:
+def compile_kernel(request: Request, target: Any = None) -> Any:
     """Compiles a kernel for exactly these argument types, with no GPU needed where ``target`` is given.
 
     ``types`` maps each run-time argument to Triton's type name, None where the argument is absent; ``divisible``
@@ -273,7 +323,7 @@ def compile_kernel(
     import triton
     from triton.compiler import ASTSource
 
-    names = kernel.arg_names
+    names, types, constants = request.kernel.arg_names, request.types, request.constants
     signature: dict[str, str] = {}
     constexprs: dict[tuple[int], Any] = {}
     for index, name in enumerate(names):
@@ -286,30 +336,23 @@ def compile_kernel(
         else:
             signature[name] = str(types[name])
     attrs = {
-        (index,): [["tt.divisibility", divisible[name]]]
+        (index,): [["tt.divisibility", request.divisible[name]]]
         for index, name in enumerate(names)
-        if name in divisible and types.get(name) is not None
+        if name in request.divisible and types.get(name) is not None
     }
-    source = ASTSource(kernel, signature, constexprs, attrs)
-    return triton.compile(source, target=target, options=dict(options))
+    source = ASTSource(request.kernel, signature, constexprs, attrs)
+    return triton.compile(source, target=target, options=request.options)
 
 
-def compile_fitting(
-    kernel: Any,
-    types: Mapping[str, str | None],
-    constants: Mapping[str, Any],
-    options: Mapping[str, int],
-    divisible: Mapping[str, int],
-    limit: int,
-    target: Any = None,
-) -> Any:
+def compile_fitting(request: Request, limit: int, target: Any = None) -> Any:
     """`compile_kernel`, with fewer tiles taken ahead while they exceed ``limit`` bytes of shared memory."""
     while True:
-        compiled = compile_kernel(kernel, types, constants, options, divisible, target)
-        if compiled.metadata.shared <= limit or constants.get("STAGES", 1) == 1:
+        compiled = compile_kernel(request, target)
+        stages = request.constants.get("STAGES", 1)
+        if compiled.metadata.shared <= limit or stages == 1:
             return compiled
-        constants = {**constants, "STAGES": constants["STAGES"] - 1}
-        options = {**options, "num_stages": options["num_stages"] - 1}
+        config = replace(request.config, stages=request.config.stages - 1)
+        request = replace(request, constants={**request.constants, "STAGES": stages - 1}, config=config)
 
 
 def _bind(compiled: Any, device_index: int, pointers: tuple[int, ...], constants: int) -> Callable[..., None]:

@@ -1,10 +1,10 @@
-"""How the norm kernels cut their work where no table knows better: heuristics from hidden size and register need."""
+"""How the norm kernels cut their work: heuristics from hidden size and register need, and what is worth measuring."""
 
 from __future__ import annotations
 
-from ..core.tuning import Config
+from ..core.question import Config, Question, around
 
-__all__ = ["backward", "backward_rest", "candidates", "dropout_add", "forward", "sum_partials"]
+__all__ = ["candidates", "heuristic", "sum_partials", "valid"]
 
 # The widest row that a forward program holds whole.
 _WHOLE_FORWARD = 16384
@@ -21,11 +21,11 @@ def _block(cols: int) -> int:
     return max(_power_of_two(cols), 16)
 
 
-def _warps(elements: int, each: int) -> int:
-    return min(max(_power_of_two(elements // (32 * each)), 1), 16)
+def _warps(elements: int, each: int, most: int = 16) -> int:
+    return min(max(_power_of_two(elements // (32 * each)), 1), most)
 
 
-def forward(cols: int, itemsize: int, adds: bool) -> Config:
+def _forward(cols: int, itemsize: int, adds: bool) -> Config:
     """The forward: a whole row a program where it fits, tile by tile beyond.
 
     ``adds`` is whether a residual comes in, a second tensor in flight.
@@ -39,13 +39,13 @@ def forward(cols: int, itemsize: int, adds: bool) -> Config:
     return Config(block, rows, _warps(block * rows, 16))
 
 
-def dropout_add(cols: int) -> Config:
+def _dropout_add(cols: int) -> Config:
     """The forward without a norm: any tile serves."""
     block = min(_block(cols), 2048)
     return Config(block, max(1, 2048 // block), 4)
 
 
-def backward(cols: int, itemsize: int, sums: int, normalizes: bool) -> Config:
+def _backward(cols: int, itemsize: int, sums: int, normalizes: bool) -> Config:
     """The backward: whole rows while the column sums fit in registers, else the first columns and the row means.
 
     ``sums`` is the number of parameter gradients, ``normalizes`` whether the member has a norm.
@@ -66,7 +66,7 @@ def backward(cols: int, itemsize: int, sums: int, normalizes: bool) -> Config:
     return Config(block, min(max(1, each * 32 * warps // block), 16), warps, 3, 2)
 
 
-def backward_rest(itemsize: int) -> Config:
+def _backward_rest(itemsize: int) -> Config:
     """The columns that the backward's first launch left: short tiles, several rows at a time."""
     return Config(1024, 4 if itemsize == 2 else 2 if itemsize == 4 else 1, 4, 3, 2)
 
@@ -76,16 +76,59 @@ def sum_partials(rest_col: int) -> Config:
     return Config(min(32, rest_col), 64, 4)
 
 
-def candidates(kernel: str, cols: int) -> list[Config]:
-    """Configs worth trying for a kernel at a hidden size."""
+def heuristic(question: Question) -> Config:
+    """The config where nobody measured."""
+    cols, itemsize, variant = question.cols, question.itemsize, question.variant
+    if question.kernel == "norm_forward":
+        return _forward(cols, itemsize, "adds" in variant)
+    if question.kernel == "norm_backward":
+        return _backward(cols, itemsize, int(variant[2].partition(" ")[0]), variant[0] != "none")
+    return _dropout_add(cols) if question.kernel == "dropout_add" else _backward_rest(itemsize)
+
+
+def valid(question: Question, config: Config) -> bool:
+    """A program takes a whole row, in the one block that just holds it, or tiles of one."""
+    return 16 <= config.block_n <= _block(question.cols)
+
+
+def candidates(question: Question) -> list[Config]:
+    """The heuristic's config, and others worth measuring."""
+    first = heuristic(question)
+    if question.kernel == "norm_forward":
+        others = _forwards(question.cols, question.itemsize)
+    elif question.kernel == "dropout_add":
+        block = min(first.block_n, 1024)
+        others = [Config(b, max(1, elements // b), warps) for b in (block // 2, block, first.block_n, 4096)
+                  for elements, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 8))]  # fmt: skip
+    elif question.kernel == "norm_backward":
+        others = around(first) + _wide_backwards(question.cols, question.variant[0] != "none")
+    else:
+        others = [*around(first), Config(2048, 1, 8, 4, 2), Config(2048, 2, 8, 4, 2), Config(1024, 2, 4, 4, 2)]
+    return list(dict.fromkeys(c for c in (first, *others) if valid(question, c)))
+
+
+def _forwards(cols: int, itemsize: int) -> list[Config]:
+    """Whole rows, with few or many elements a thread, one tile a program or several; tiles of wide rows."""
     block = _block(cols)
-    if kernel == "norm_forward":
-        whole = [Config(block, rows, warps, stages, per_sm) for rows in (1, 2, 4) for warps in (1, 2, 4, 8, 16, 32)
-                 for stages, per_sm in ((1, 0), (3, 1), (3, 4)) if 4 <= rows * block // (32 * warps) <= 32]  # fmt: skip
-        return whole + [Config(b, 1, 8, stages) for b in (1024, 4096) for stages in (1, 3) if b < cols]
-    if kernel == "norm_backward":
-        tiles = [b for b in (256, 1024, 4096, 8192, block) if b <= block]
-        return [Config(b, rows, warps, stages, per_sm) for b in dict.fromkeys(tiles) for rows in (1, 2, 4)
-                for warps in (2, 4, 8, 16) for stages in (1, 3) for per_sm in (1, 2)
-                if 8 <= rows * b // (32 * warps) <= 32]  # fmt: skip
-    raise ValueError(f"no candidates for kernel {kernel!r}")
+    found = []
+    if block <= _WHOLE_FORWARD // (itemsize // 2):
+        once = max(1, 1024 // block)
+        for rows in dict.fromkeys((once, 2 * once, 4 * once if block <= 1024 else 1, 1)):
+            each = (8, 16, 32) if itemsize == 2 else (4, 8, 16)
+            found += [Config(block, rows, _warps(block * rows, e, 32)) for e in each if block * rows >= e * 32]
+        warps = _warps(block * once, each[1], 16)
+        found += [Config(block, once, warps, 3, per_sm) for per_sm in (1, 4)]
+        if block == _WHOLE_FORWARD:
+            found.append(Config(block, 1, 32, registers=64))
+    tiles = ((2048, 4, 3), (4096, 8, 1), (4096, 8, 3), (8192, 16, 1), (8192, 8, 1), (16384, 16, 1))
+    return found + [Config(b, 1, warps, stages) for b, warps, stages in tiles if 4096 < cols > b]
+
+
+def _wide_backwards(cols: int, normalizes: bool) -> list[Config]:
+    """Of rows that may be cut: more columns at once, or fewer and their loads further ahead."""
+    if not normalizes:
+        return [Config(512, 4, 4, 3, 4), Config(2048, 1, 4, 3, 4), Config(2048, 1, 8, 3, 2)]
+    if cols <= 4096:
+        return []
+    return [Config(2048, 1, 4, 4, 2), Config(4096, 1, 8, 2, 2), Config(4096, 1, 8, 3, 1), Config(8192, 1, 8, 3, 1),
+            Config(8192, 1, 16, 2, 1), Config(16384, 1, 8, 1, 1), Config(16384, 1, 16, 1, 1)]  # fmt: skip

@@ -1,14 +1,15 @@
 """From tensors to launches: builds the variant a call needs, allocates its outputs, launches.
 
 Nothing here knows about autograd; `function` and `operators` do. A variant depends on dtypes, absences, hidden size,
-alignment and device, never on the number of rows. These functions run at every step: they count nanoseconds.
+alignment and device, never on the number of rows; a plan also on the rows' bucket, in which the best config may be
+another. These functions run at every step: they count nanoseconds.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ..core import launch, tuning
 from ..core.launch import SEED_TYPES, Variant, pointer_type, triton_dtype, vector_width
 from ..core.layout import as_rows, empty
 from ..core.rng import Seed
+from ..core.tuning import BUCKET, Question, widths
 from . import configs
 from .reference import NormRule, accumulator
 
@@ -147,12 +149,12 @@ def forward(
         bits |= ln_bias.data_ptr()
     first, second = (seed, None) if seed is None or isinstance(seed, Tensor) else seed
     kind = 0 if seed is None else 1 if second is not None else 2
-    key = (site, kind, bits & 15 == 0, store_sum)
+    rows = x.numel() // cols
+    key = (site, kind, bits & 15 == 0, store_sum, BUCKET[rows.bit_length()])
     plan = _forwards.get(key)
     if plan is None:
         plan = _forwards[key] = _plan_forward(*key)
 
-    rows = x.numel() // cols
     y = empty(x, site.y)
     grid_x = -(-rows // plan.rows)
     if grid_x > plan.programs:
@@ -218,13 +220,14 @@ def backward(  # noqa: C901, one flat path a step, on purpose
         bits |= ln_bias.data_ptr()
     first, second = (seed, None) if seed is None or isinstance(seed, Tensor) else seed
     kind = 0 if seed is None else 1 if second is not None else 2
-    key = (site, needs, None if dy is None else dy.dtype, None if dsum is None else dsum.dtype, kind, bits & 15 == 0)
+    like: Tensor = dy if dy is not None else dsum  # type: ignore[assignment]
+    rows = like.numel() // cols
+    key = (site, needs, None if dy is None else dy.dtype, None if dsum is None else dsum.dtype, kind, bits & 15 == 0,
+           BUCKET[rows.bit_length()])  # fmt: skip
     plan = _backwards.get(key)
     if plan is None:
         plan = _backwards[key] = _plan_backward(*key)
 
-    like: Tensor = dy if dy is not None else dsum  # type: ignore[assignment]
-    rows = like.numel() // cols
     needs_x, needs_bias, needs_residual, needs_weight, needs_ln_bias = needs
     if dy is None:
         needs_weight = needs_ln_bias = False  # only the sum has a gradient, and they did not make it
@@ -260,10 +263,7 @@ def backward(  # noqa: C901, one flat path a step, on purpose
 # --- the variants behind the keys ---------------------------------------------------------------------------------
 
 
-def _table_key(site: Site, drops: bool, *parts: int) -> str:
-    """The variant's name in the shipped table; dtypes of one width share an entry."""
-    return "|".join(map(str, (site.rule.kind, f"{site.x.itemsize * 8}bit", "dropout" if drops else "plain", *parts,
-                              site.cols)))  # fmt: skip
+tuning.register(configs, "norm_forward", "dropout_add", "norm_backward", "norm_backward_rest")
 
 
 def _build(kernel: Any, types: dict[str, str | None], constants: dict[str, Any], config: tuning.Config, site: Site,
@@ -272,7 +272,7 @@ def _build(kernel: Any, types: dict[str, str | None], constants: dict[str, Any],
                         aligned=aligned)  # fmt: skip
 
 
-def _plan_forward(site: Site, seed: int, aligned: bool, store_sum: bool) -> _Forward:
+def _plan_forward(site: Site, seed: int, aligned: bool, store_sum: bool, bucket: int) -> _Forward:
     from . import kernels
 
     rule, cols = site.rule, site.cols
@@ -286,14 +286,15 @@ def _plan_forward(site: Site, seed: int, aligned: bool, store_sum: bool) -> _For
         "residual_stride": "i64",
         "M": "i64",
     }
-    key = _table_key(site, seed > 0)
+    # The sum, written or not, is in registers anyhow: inference and training share an entry.
+    parts = ("dropout" if seed else "plain", "alone" if site.residual is None else "adds")
+    moved = widths(site.x.itemsize, site.z.itemsize, site.y.itemsize)
     width = vector_width(site.x, site.residual)
     if not site.normalizes:
-        config = tuning.choose("dropout_add", key, site.device_index, lambda: configs.dropout_add(cols))
+        config = tuning.choose(Question("dropout_add", parts, moved, cols, bucket), site.device_index)
         variant = _build(kernels.dropout_add_kernel, types, {"VECTOR": width}, config, site, aligned)
         return _Forward(variant, config.rows, -(-cols // config.block_n), 2**31 - 1)
-    config = tuning.choose("norm_forward", key, site.device_index,
-                           lambda: configs.forward(cols, site.x.itemsize, site.residual is not None))  # fmt: skip
+    config = tuning.choose(Question("norm_forward", (rule.kind, *parts), moved, cols, bucket), site.device_index)
     constants = {
         "KIND": rule.kind,
         "EPS": float(rule.eps),
@@ -309,8 +310,17 @@ def _plan_forward(site: Site, seed: int, aligned: bool, store_sum: bool) -> _For
     return _Forward(variant, config.rows, 1, programs)
 
 
-def _plan_backward(site: Site, needs: tuple[bool, ...], dy: _Dtype, dsum: _Dtype, seed: int,
-                   aligned: bool) -> _Backward:  # fmt: skip
+def _backward_question(site: Site, seed: int, sums: int, bucket: int, moved: tuple[_Dtype, ...]) -> Question:
+    """``moved`` are the dtypes of the large tensors, in and out: what a backward's traffic is."""
+    there = [dtype for dtype in moved if dtype is not None]
+    # Without dy there is nothing to normalise, whatever the forward did.
+    kind = "none" if moved[0] is None else site.rule.kind
+    parts = (kind, "dropout" if seed else "plain", f"{sums} sums", f"{len(there)} moved")
+    return Question("norm_backward", parts, widths(*sorted({d.itemsize for d in there})), site.cols, bucket)
+
+
+def _plan_backward(site: Site, needs: tuple[bool, ...], dy: _Dtype, dsum: _Dtype, seed: int, aligned: bool,
+                   bucket: int) -> _Backward:  # fmt: skip
     from ..core.kernels import sum_partials_kernel
     from . import kernels
 
@@ -321,15 +331,15 @@ def _plan_backward(site: Site, needs: tuple[bool, ...], dy: _Dtype, dsum: _Dtype
     sums = needs_bias + (needs_weight + needs_ln_bias if dy is not None else 0)
     kept = {"sum": site.z, "output": site.y, "inputs": site.x}[site.save] if normalizes else None
     inputs = normalizes and site.save == "inputs"
-    widths = [d for d in (dy, dsum, kept) if d is not None]
-    itemsize = max(d.itemsize for d in widths)
-    key = _table_key(site, seed > 0, sums)
-    config = tuning.choose("norm_backward", key, site.device_index,
-                           lambda: configs.backward(cols, itemsize, sums, normalizes))  # fmt: skip
-    rest_config = tuning.choose("norm_backward_rest", key, site.device_index,
-                                lambda: configs.backward_rest(itemsize))  # fmt: skip
-    reduce_config = configs.sum_partials(config.block_n)
+    read = [d for d in (dy, dsum, kept) if d is not None]
+    question = _backward_question(site, seed, sums, bucket, (
+        dy, dsum, kept, site.residual if inputs else None, site.x if needs_x and not shared else None,
+        site.residual if needs_residual else None))  # fmt: skip
+    config = rest_config = tuning.choose(question, site.device_index)
     cut = normalizes and config.block_n < cols
+    if cut:
+        rest_config = tuning.choose(replace(question, kernel="norm_backward_rest"), site.device_index)
+    reduce_config = configs.sum_partials(config.block_n)
     pointers = site.pointers
     types: dict[str, str | None] = {
         "dy": pointer_type(dy),
@@ -359,7 +369,7 @@ def _plan_backward(site: Site, needs: tuple[bool, ...], dy: _Dtype, dsum: _Dtype
         "SAVED": site.save,
         "SUM": triton_dtype(site.z),
         "WEIGHT_OFFSET": float(rule.weight_offset),
-        "VECTOR": vector_width(*widths),
+        "VECTOR": vector_width(*read),
         "FIRST_COL": 0,
         "REST_COL": config.block_n if cut else cols,
     }

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..core.question import Grid
 from ..core.spec import BadSample, Maker, Sample, Shape, Spec
 from . import launching, ops, reference
 from .operators import rule_of
 from .reference import Kind, NormRule
 
-__all__ = ["SPECS", "compiled_plans"]
+__all__ = ["GRID", "SPECS", "compiled_plans"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -335,6 +336,9 @@ def _liger_rms_norm() -> Callable[..., Any]:
 # --- what the tests compile without a GPU ---------------------------------------------------------------------------
 
 
+_BUCKET = 3  # of the rows: some thousands
+
+
 def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> dict[str, Callable[[], object]]:
     """Functions that build all variants of an operator, by name.
 
@@ -348,8 +352,8 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
                                  residual if adds else None, normed, ln_bias)  # fmt: skip
         seed = 1 if adds else 0
         needs = (True, adds, adds, kind != "none", kind == "layer")
-        launching._plan_forward(site, seed, True, adds and kind != "none")
-        launching._plan_backward(site, needs, site.y, site.z if dsum else None, seed, True)
+        launching._plan_forward(site, seed, True, adds and kind != "none", _BUCKET)
+        launching._plan_backward(site, needs, site.y, site.z if dsum else None, seed, True, _BUCKET)
 
     if other is not None:
         return {f"bias_dropout_add_ln, save={save}": partial(build, "layer", True, save, other, True)
@@ -375,6 +379,10 @@ _NORM_BENCHMARKS = (
     ((1024, 32768), _BF16),
 )
 _FUSED_BENCHMARKS = (*_NORM_BENCHMARKS, ((16384, 768), _FP16))
+
+# Rows of one program each: 2^k and 3*2^(k-1), which differ in how much of a block they fill.
+_TUNED = tuple(cols for k in range(8, 18) for cols in (1 << (k - 1), 3 << (k - 2)) if cols <= 65536)
+GRID = Grid(tuple((cols,) for cols in _TUNED), tuple((1 << k,) for k in (8, 10, 12, 14, 16)), (0, 1, 2, 3, 4))
 
 SPECS = (
     Spec(

@@ -1,12 +1,12 @@
-"""How the slices kernels cut their work where no table knows better: heuristics from dtype and widest slice."""
+"""How the slices kernels cut their work: heuristics from dtype and widest slice, and what is worth measuring."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ..core.tuning import Config
+from ..core.question import Config, Question, around
 
-__all__ = ["backward", "candidates", "forward", "sum_partials", "widest"]
+__all__ = ["backward", "candidates", "forward", "heuristic", "sum_partials", "valid", "widest"]
 
 
 def widest(itemsize: int) -> int:
@@ -55,13 +55,28 @@ def sum_partials() -> Config:
     return Config(32, 64, 4)
 
 
-def candidates(kernel: str, itemsize: int, width: int, *, equal: bool) -> list[Config]:
-    """Configs worth trying for a kernel."""
-    tiles = [_tile(itemsize, width, each, warps, equal=equal) for warps in (2, 4, 8) for each in (4, 8, 16, 32)]
-    if kernel == "slices_forward":
-        return [replace(tile, stages=stages, per_sm=per_sm) for tile in dict.fromkeys(tiles)
-                for stages, per_sm in ((1, 0), (3, 4), (3, 8))]  # fmt: skip
-    if kernel == "slices_backward":
-        return [replace(tile, stages=stages, per_sm=per_sm) for tile in dict.fromkeys(tiles) for stages in (1, 2, 3)
-                for per_sm in (2, 3, 4, 6, 8)]  # fmt: skip
-    raise ValueError(f"no candidates for kernel {kernel!r}")
+def heuristic(question: Question) -> Config:
+    """The config where nobody measured."""
+    rule = forward if question.kernel == "slices_forward" else backward
+    align = 2 if "vectors" in question.variant else 1
+    return rule(question.itemsize, question.cols, align, equal="equal" in question.variant)
+
+
+def valid(question: Question, config: Config) -> bool:
+    """A tile holds a row of the widest slice."""
+    return config.block_n >= 16 and config.block_n * config.rows >= 1 << (question.cols - 1).bit_length()
+
+
+def candidates(question: Question) -> list[Config]:
+    """The heuristic's config, and others worth measuring."""
+    first = heuristic(question)
+    each, equal = first.block_n * first.rows // (32 * first.warps), "equal" in question.variant
+    sizes = [
+        (e, warps) for e in (each // 2, each, each * 2) for warps in (first.warps // 2, first.warps, first.warps * 2)
+    ]
+    tiles = [_tile(question.itemsize, question.cols, e, warps, equal=equal) for e, warps in sizes if e >= 2 and warps]
+    if question.kernel == "slices_forward":
+        others = [*tiles, *[replace(first, stages=3, per_sm=per_sm) for per_sm in (4, 8)]]
+    else:
+        others = around(first, least=2) + [replace(t, stages=3, per_sm=max(1, 16 // t.warps)) for t in tiles]
+    return list(dict.fromkeys(c for c in (first, *others) if c.warps <= 16 and valid(question, c)))

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..core import launch, layout, tuning
 from ..core.activations import ACTIVATIONS, Activation, device_functions
 from ..core.launch import Variant, pointer_type, triton_dtype
+from ..core.tuning import BUCKET
 from . import configs
 from .addresses import Addresses, gather
 from .reference import accumulator
@@ -170,7 +171,7 @@ def forward(site: Site, slices: Sequence[Tensor], weight: Tensor | None,
     bias = bias if bias is None or bias.is_contiguous() else bias.contiguous()
     aligned = _aligned(site, weight, bias, x)
     unit = widths.align if aligned else 1
-    key = (site, aligned, x.strided, (x.pitches | widths.total) < _FAR)
+    key = (site, aligned, x.strided, (x.pitches | widths.total) < _FAR, BUCKET[rows.bit_length()])
     plan = _forwards.get(key)
     if plan is None:
         plan = _forwards[key] = _plan_forward(*key, first.device)
@@ -237,7 +238,7 @@ def backward(
     near = (x.pitches | g.pitches | total) < _FAR
     # 1 for a table of gradients, 2 for one with gaps.
     separate = 0 if g.addresses is None else 1 + g.addresses.absent
-    key = (site, needs, dy_dtype, separate, aligned, x.strided, g.strided, near)
+    key = (site, needs, dy_dtype, separate, aligned, x.strided, g.strided, near, BUCKET[rows.bit_length()])
     plan = _backwards.get(key)
     if plan is None:
         plan = _backwards[key] = _plan_backward(*key, first.device)
@@ -271,11 +272,15 @@ def backward(
 _FAR = 1 << 16
 
 
-def _table_key(site: Site) -> str:
-    """The variant's name in the shipped table; dtypes of one width share an entry."""
+tuning.register(configs, "slices_forward", "slices_backward")
+
+
+def _question(site: Site, kernel: str, bucket: int) -> tuning.Question:
+    """The widest slice stands for the columns."""
     widths = site.widths
-    kind = "one" if site.dims else "sequence"
-    return "|".join((kind, f"{site.x.itemsize * 8}bit", "equal" if widths.uniform else "mixed", str(widths.widest)))
+    variant = ("one" if site.dims else "sequence", "equal" if widths.uniform else "mixed",
+               "vectors" if widths.align > 1 else "elements")  # fmt: skip
+    return tuning.Question(kernel, variant, tuning.widths(site.x.itemsize), widths.widest, bucket)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -315,13 +320,12 @@ def _common(
     return types, constants
 
 
-def _plan_forward(site: Site, aligned: bool, strided: bool, near: bool, device: torch.device) -> _Forward:
+def _plan_forward(site: Site, aligned: bool, strided: bool, near: bool, bucket: int,
+                  device: torch.device) -> _Forward:  # fmt: skip
     from .kernels import slices_forward_kernel
 
     widths = site.widths
-    config = tuning.choose("slices_forward", _table_key(site), site.device_index,
-                           lambda: configs.forward(site.x.itemsize, widths.widest, widths.align,
-                                                   equal=widths.uniform > 0))  # fmt: skip
+    config = tuning.choose(_question(site, "slices_forward", bucket), site.device_index)
     groups = _groups(widths, config)
     types, constants = _common(site, groups, aligned, strided, near)
     types["y"] = pointer_type(site.y)
@@ -336,15 +340,14 @@ def _plan_forward(site: Site, aligned: bool, strided: bool, near: bool, device: 
 
 
 def _plan_backward(site: Site, needs: tuple[bool, bool, bool], dy: torch.dtype, separate: int, aligned: bool,
-                   strided: bool, dy_strided: bool, near: bool, device: torch.device) -> _Backward:  # fmt: skip
+                   strided: bool, dy_strided: bool, near: bool, bucket: int,
+                   device: torch.device) -> _Backward:  # fmt: skip
     from ..core.kernels import sum_partials_kernel
     from .kernels import slices_backward_kernel
 
     widths = site.widths
     needs_x, needs_weight, needs_bias = needs
-    config = tuning.choose("slices_backward", _table_key(site), site.device_index,
-                           lambda: configs.backward(site.x.itemsize, widths.widest, widths.align,
-                                                    equal=widths.uniform > 0))  # fmt: skip
+    config = tuning.choose(_question(site, "slices_backward", bucket), site.device_index)
     groups = _groups(widths, config)
     types, constants = _common(site, groups, aligned, strided, near)
     sums = needs_weight + needs_bias

@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.activations import ACTIVATIONS
+from ..core.question import Grid
 from ..core.spec import BadSample, Maker, Sample, Shape, Spec, Sweep
 from . import configs, launching, ops, reference
 from .addresses import store_variant
 from .widths import widths_of
 
-__all__ = ["SPECS", "compiled_plans"]
+__all__ = ["GRID", "SPECS", "compiled_plans"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _MOST = 128  # slices of a sample that are tensors of their own
@@ -55,6 +56,24 @@ def _embeddings(cols: int) -> tuple[int, ...]:
         widths.append(16 + 8 * (state // 65536 % 31))
         cols -= widths[-1]
     return (*widths, cols // 2, cols - cols // 2) if cols > 256 else (*widths, cols)
+
+
+def _named(name: str) -> tuple[int, ...]:
+    """``R4096``: embeddings of so many columns. ``W96``, ``O96``: slices up to so wide, with and without a common factor."""
+    number = int(name[1:])
+    if name[0] == "R":
+        return _embeddings(number)
+    return _up_to(number, min(number & -number, 8) if name[0] == "W" else 0)
+
+
+def _up_to(widest: int, step: int) -> tuple[int, ...]:
+    """Widths of which one is ``widest``, about 4096 in all; the others are odd, or multiples of ``step`` if not 0."""
+    widths = [widest]
+    parts = itertools.cycle((6, 4, 7, 5, 3))
+    while sum(widths) < 4096 and len(widths) < 64:
+        width = widest * next(parts) // 8
+        widths.append(max(width // step * step, step) if step else width | 1)
+    return tuple(widths)
 
 
 # --- the formula, and what a user writes ---------------------------------------------------------------------------
@@ -258,7 +277,7 @@ def _benchmark(apart: bool) -> Callable[[Shape, torch.dtype, torch.device], Samp
             if apart:
                 tensors = {f"slice_{k}": make(rows, cols) for k in range(count)}
             return Sample(name, tensors | {"weight": make(count, cols), "bias": make(count, cols)})
-        sizes = _widths(cols) if isinstance(cols, int) else _embeddings(int(cols.removeprefix("R")))
+        sizes = _widths(cols) if isinstance(cols, int) else _named(cols)
         total = sum(sizes)
         tensors = {"slices": make(rows, total)}
         if apart:
@@ -266,6 +285,9 @@ def _benchmark(apart: bool) -> Callable[[Shape, torch.dtype, torch.device], Samp
         return Sample(name, tensors | {"weight": make(total), "bias": make(total)}, {} if apart else {"sizes": sizes})
 
     return benchmark
+
+
+_BUCKET = 3  # of the rows: some thousands
 
 
 def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> dict[str, Callable[[], object]]:
@@ -283,8 +305,9 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
         site = launching.site_of(widths_of(sizes), dims, concat, 1e-5, "tanh", shared, None, -1, dtype, other or dtype,
                                  other or dtype)  # fmt: skip
         separate, device = 0 if dims or concat else 1 + unused, torch.device("cpu")
-        launching._plan_forward(site, True, False, near, device)
-        launching._plan_backward(site, (True, True, True), dtype, separate, True, False, False, near, device)
+        launching._plan_forward(site, True, False, near, _BUCKET, device)
+        launching._plan_backward(site, (True, True, True), dtype, separate, True, False, False, near, _BUCKET,
+                                 device)  # fmt: skip
 
     # Multiples of eight, as embeddings are as a rule: for odd widths the class waits on the stack till its turn.
     eights = max(cols // 8, 1)
@@ -307,6 +330,16 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
 
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
+
+# Slices of one width each, about 4096 columns in all; of several, with and without a common factor.
+_EQUAL = tuple((min(64, 4096 >> k), 1 << k) for k in range(3, 13))
+_MIXED = (("R4096",), ("W32",), ("W64",), ("W1024",), ("O64",), ("O512",))
+GRID = Grid(
+    (*_EQUAL, *_MIXED),
+    ((64, 64), (16, 256), ("R4096",)),
+    (1, 2, 3),
+    lambda cols: ((max(1, min(64, 4096 // cols)), cols), (f"W{cols}",), (f"O{cols}",)),
+)
 
 SPECS = (
     Spec(

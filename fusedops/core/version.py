@@ -1,0 +1,5 @@
+"""The package's version: part of every tuning key, so below the face that shows it."""
+
+__all__ = ["__version__"]
+
+__version__ = "0.1.0"

@@ -1,0 +1,239 @@
+"""``fusedops tune``: from a command line to workloads, and from outcomes to the cache or the shipped table."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import difflib
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from importlib import resources
+from pathlib import Path
+
+import torch
+
+from ..core import cache, tuning
+from ..core.question import Config, Question
+from ..core.spec import Shape, Spec
+from ..core.version import __version__
+from . import table as tables
+from .compiling import Pool
+from .progress import Progress
+from .sweep import Outcome, Sweeper
+from .timing import GraphTimer, Timer, copy_bandwidth
+from .usage import limits_of
+from .workloads import DTYPES, Workload, discover, floor_us, grid, kernels_alone, runs_natively
+
+__all__ = ["UsageError", "add_parser", "line", "run", "sweeper_for"]
+
+_SHIPPED_DTYPES = ("bf16", "fp32", "fp64")
+
+
+class UsageError(Exception):
+    """What is wrong with a command line."""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """``tune`` and its options."""
+    parser = commands.add_parser(
+        "tune", help="measure which configs are fastest on this GPU",
+        description="Measures which configs are fastest on this GPU and keeps them in the user's cache.",
+    )  # fmt: skip
+    parser.set_defaults(command=run)
+    parser.add_argument("--op", action="append", metavar="NAME", help="only this operator; may be repeated")
+    parser.add_argument("--shape", action="append", metavar="MxN", help="rows and columns (slices: rows, slices and "
+                        "columns); may be repeated; by default the shapes that the benchmark times")  # fmt: skip
+    parser.add_argument("--dtype", action="append", metavar="D", help=f"one of {', '.join(DTYPES)}; may be repeated")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile")
+    parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="stop after this long")
+    parser.add_argument("--ship", action="store_true", help="measure the whole grid of shapes, for the table that the "
+                        "package carries, instead of the cache")  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="with --ship: skip what the table has from these sources")
+    parser.add_argument("--output", type=Path, metavar="JSON", help="with --ship: the table (default: the package's)")
+    parser.add_argument("--raw", type=Path, metavar="CSV", help="append the time of every candidate to this file")
+    parser.add_argument("--compare", type=Path, metavar="CSV", help="measure nothing: print how far today's heuristics "
+                        "are from the best in a file of --raw")  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    """Tunes; 2 without a GPU and for a wrong command line."""
+    specs = _specs(options.op or ())
+    shapes, dtypes = [_shape(text) for text in options.shape or ()], [_dtype(name) for name in options.dtype or ()]
+    if options.jobs < 1:
+        raise UsageError(f"--jobs must be at least 1, got {options.jobs}")
+    if options.compare is not None:
+        if not options.compare.is_file():
+            raise UsageError(f"no such file: {options.compare}")
+        print(tables.compare(tables.read_raw(options.compare)))
+        return 0
+    if not torch.cuda.is_available():
+        raise UsageError("needs a GPU; without one nothing can be timed")
+    device = torch.device("cuda", torch.cuda.current_device())
+    workloads = _workloads(options, specs, shapes, dtypes, device)
+    with ExitStack() as stack:
+        pool = stack.enter_context(pool_for(device, options.jobs))
+        stack.enter_context(kernels_alone())
+        sweeper = sweeper_for(device, pool, GraphTimer(device))
+        bandwidth = copy_bandwidth(device)
+        print(f"{tuning.device_name(device.index)}: {len(workloads)} workloads, copies at {bandwidth / 1e12:.2f} TB/s")
+        keep = _Ship(options, device) if options.ship else _Cache(options, device)
+        return _sweep(sweeper, workloads, keep, options.budget, lambda outcome: line(outcome, bandwidth))
+
+
+def pool_for(device: torch.device, jobs: int) -> Pool:
+    """Compilers for a GPU."""
+    import triton
+
+    return Pool(jobs, triton.runtime.driver.active.get_current_target(), limits_of(device).shared)
+
+
+def sweeper_for(device: torch.device, pool: Pool, timer: Timer) -> Sweeper:
+    """A sweeper for a GPU."""
+    return Sweeper(pool, timer, device, name=tuning.device_name(device.index), limits=limits_of(device))
+
+
+class _Cache:
+    """Winners go to the user's cache at once, so that a run that is killed loses nothing that was done."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self._raw, self._device = options.raw, tuning.device_name(device.index)
+
+    def wanted(self, question: Question) -> bool:
+        return True
+
+    def put(self, outcome: Outcome) -> None:
+        times = {"best": outcome.us_of(outcome.best), "heuristic": outcome.us_of(outcome.heuristic)}
+        cache.write(outcome.question, self._device, outcome.best, times)
+        if self._raw is not None:
+            tables.write_raw(self._raw, tables.raw_rows(outcome))
+
+    def close(self) -> str:
+        return f"the cache is {cache.directory()}"
+
+
+class _Ship:
+    """Winners go to the shipped table, which is written every few seconds."""
+
+    _EVERY = 5.0
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        import triton
+
+        name = tuning.device_name(device.index)
+        path = options.output or Path(str(resources.files("fusedops"))) / "tuned" / f"{tuning.slug(name)}.json"
+        self._table, self._resume = tables.Table(path), options.resume
+        self._raw, self._rows = options.raw, tables.read_raw(options.raw) if _is_file(options.raw) else []
+        self._table.about = {
+            "device": name, "fusedops": __version__, "torch": torch.__version__, "triton": triton.__version__,
+            "commit": tables.commit(), "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        }  # fmt: skip
+        self._saved = time.monotonic()
+
+    def wanted(self, question: Question) -> bool:
+        return not self._resume or question not in self._table
+
+    def put(self, outcome: Outcome) -> None:
+        self._table.put(outcome.question, outcome.best)
+        rows = list(tables.raw_rows(outcome))
+        self._rows += rows
+        if self._raw is not None:
+            tables.write_raw(self._raw, rows)
+        if time.monotonic() - self._saved > self._EVERY:
+            self._table.save()
+            self._saved = time.monotonic()
+
+    def close(self) -> str:
+        self._table.summary = tables.summary(self._rows)
+        self._table.save()
+        return f"the table is {self._table.path}\n{tables.compare(self._rows)}"
+
+
+def _is_file(path: Path | None) -> bool:
+    return path is not None and path.is_file()
+
+
+def _sweep(sweeper: Sweeper, workloads: Sequence[Workload], keep: _Cache | _Ship, budget: float,
+           describe: Callable[[Outcome], str]) -> int:  # fmt: skip
+    places = {str(workload): place for place, workload in enumerate(workloads)}
+    progress, ends, count = Progress(len(workloads)), time.monotonic() + budget, 0
+    try:
+        for outcome in sweeper.sweep(workloads, wanted=keep.wanted, goes_on=lambda: time.monotonic() < ends):
+            keep.put(outcome)
+            count += 1
+            progress.line(describe(outcome))
+            progress.at(places[str(outcome.workload)], str(outcome.workload))
+    finally:
+        progress.close()
+        print(f"{count} questions answered; {keep.close()}")
+    if time.monotonic() >= ends:
+        print(f"stopped: the budget of {budget:.0f} s is spent")
+    return 0
+
+
+def line(outcome: Outcome, bandwidth: float) -> str:
+    """What came of a question: the predicted floor, the best, the heuristic's choice, and the gain."""
+    best, heuristic = outcome.us_of(outcome.best), outcome.us_of(outcome.heuristic)
+    timed = sum(not one.dropped for one in outcome.measured)
+    return (f"{outcome.question}: floor {floor_us(outcome.workload, outcome.question, bandwidth):.1f} us, "
+            f"best {best:.1f} {_short(outcome.best)}, heuristic {heuristic:.1f} {_short(outcome.heuristic)}, "
+            f"gain {100 * outcome.gain:.1f}%, {timed} of {len(outcome.measured)} timed")  # fmt: skip
+
+
+def _short(config: Config) -> str:
+    text = f"{config.rows}x{config.block_n} {config.warps}w {config.stages}s"
+    text += f" {config.per_sm}/sm" if config.per_sm else ""
+    return f"({text}{f' {config.registers}r' if config.registers else ''})"
+
+
+def _specs(names: Sequence[str]) -> list[Spec]:
+    """The named operators, by their own or their functional's name; all for none."""
+    every = discover()
+    known = {spec.name for spec in every} | {spec.functional for spec in every if spec.functional}
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(sorted(known))}"
+            raise UsageError(f"no operator {name!r}; {hint}")
+    return [spec for spec in every if not names or spec.name in names or spec.functional in names]
+
+
+def _shape(text: str) -> Shape:
+    sides = text.lower().replace("×", "x").split("x")  # noqa: RUF001 - as the documentation writes it
+    numbers = [int(side) if side.isdecimal() else 0 for side in sides]
+    if len(sides) not in (2, 3) or min(numbers) < 1:
+        raise UsageError(f"--shape must be rows x columns, such as 8192x4096, got {text!r}")
+    return tuple(numbers)
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        near = difflib.get_close_matches(name, [*DTYPES, "bfloat16", "float16", "float32", "float64"], 1)
+        long = {str(dtype).removeprefix("torch."): short for short, dtype in DTYPES.items()}
+        hint = f"did you mean {long.get(near[0], near[0])}?" if near else f"there are: {', '.join(DTYPES)}"
+        raise UsageError(f"no dtype {name!r}; {hint}")
+    return DTYPES[name]
+
+
+def _workloads(options: argparse.Namespace, specs: Sequence[Spec], shapes: Sequence[Shape],
+               dtypes: Sequence[torch.dtype], device: torch.device) -> list[Workload]:  # fmt: skip
+    if options.ship:
+        found = grid(specs, dtypes or [DTYPES[name] for name in _SHIPPED_DTYPES])
+    else:
+        pairs = [(spec, shape, dtype) for spec in specs for shape, dtype in _pairs(spec, shapes, dtypes)]
+        found = [Workload(*pair) for pair in pairs]
+        found += [Workload(*pair, (("p", 0.0),)) for pair in pairs if pair[0].has_dropout]
+    if not found:
+        raise UsageError("none of these operators takes such a shape")
+    return [workload for workload in found if not runs_natively(workload, device)]
+
+
+def _pairs(spec: Spec, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> list[tuple[Shape, torch.dtype]]:
+    """Shapes and dtypes to tune: those asked for, or those that the spec's benchmark times."""
+    if shapes:
+        sides = {len(shape) for shape, _ in spec.shapes}
+        return [(shape, dtype) for shape in shapes if len(shape) in sides for dtype in dtypes or [torch.bfloat16]]
+    timed = [shape for shape, _ in spec.shapes]
+    return [(s, d) for s in dict.fromkeys(timed) for d in dtypes] if dtypes else list(spec.shapes)

@@ -1,0 +1,150 @@
+"""How a config is timed: many calls in one CUDA graph, on sets of inputs that together exceed the L2.
+
+A graph leaves the host out, and no call finds its inputs in the cache. Importable without a GPU; timing needs one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..core import tuning
+from ..core.question import Config, Question
+from .workloads import Step, Workload
+
+__all__ = ["Bench", "GraphTimer", "Timer", "copy_bandwidth"]
+
+_CACHES = 4  # the sets' total, in sizes of the L2
+_CALLS = 16  # the least calls in a graph, so that the gap before it is spread thin
+_QUICK_MS, _CAREFUL_MS = 2.0, 8.0
+# How much further two configs' results may lie apart than the roundings of their dtype: their sums' orders differ.
+_ROUNDINGS = 8.0
+
+
+class Bench(Protocol):
+    """A workload, ready to be timed."""
+
+    def us(self, question: Question, config: Config, *, careful: bool) -> float:
+        """Microseconds of the forward, or of the backward if the question is a backward's, under a config."""
+
+    def agree(self, question: Question, one: Config, other: Config) -> bool:
+        """Whether two configs give the same results, up to the order of sums."""
+
+
+class Timer(Protocol):
+    """Makes workloads ready."""
+
+    def open(self, workload: Workload) -> Bench:
+        """The workload's bench."""
+
+
+def copy_bandwidth(device: torch.device, gib: float = 1.0) -> float:
+    """Bytes a second, read and written, of a large copy within the device."""
+    source = torch.empty(int(gib * 2**30), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    ms = _events(lambda: target.copy_(source), 10)
+    return 2 * source.numel() / (statistics.median(ms) * 1e-3)
+
+
+class GraphTimer:
+    """Times on one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def open(self, workload: Workload) -> Bench:
+        """Inputs and a stream; what was allocated for the workload before goes."""
+        torch.cuda.empty_cache()
+        first = Step(workload, self._device)
+        l2 = torch.cuda.get_device_properties(self._device).L2_cache_size
+        count = max(2 if first.nbytes > l2 else 3, min(64, math.ceil(_CACHES * l2 / first.nbytes)))
+        steps = [first, *[Step(workload, self._device) for _ in range(count - 1)]]
+        return _GraphBench(steps, self._stream, self._memory)
+
+
+class _GraphBench:
+    def __init__(self, steps: list[Step], stream: torch.cuda.Stream, memory: Any) -> None:
+        self._steps, self._stream, self._memory = steps, stream, memory
+        self._outputs: list[tuple[Tensor, ...]] = []
+
+    def us(self, question: Question, config: Config, *, careful: bool) -> float:
+        with tuning.forced(question.kernel, config), self._on_stream():
+            calls = self._calls("backward" in question.kernel)
+            calls[0]()
+            estimate = max(1e-3, _events(calls[0], 1)[0])
+            rounds = 1 if estimate * len(calls) > 1.0 else math.ceil(_CALLS / len(calls))
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
+                for _ in range(rounds):
+                    # Held until the round ends: an output put where the last one lay would be overwritten in the L2.
+                    held = [call() for call in calls]
+                    del held
+            try:
+                return _replay(graph, careful) * 1e3 / (rounds * len(calls))
+            finally:
+                graph.reset()
+
+    def agree(self, question: Question, one: Config, other: Config) -> bool:
+        results = []
+        for config in (one, other):
+            torch.manual_seed(0)
+            with tuning.forced(question.kernel, config), self._on_stream():
+                outputs = self._steps[0].forward()
+                results.append((*outputs, *self._steps[0].backward(outputs)))
+        torch.cuda.synchronize()
+        return all(_close(a, b) for a, b in zip(*results, strict=True))
+
+    def _calls(self, backward: bool) -> list[Callable[[], object]]:
+        if not backward:
+            return [step.forward for step in self._steps]
+        if not self._outputs:  # they depend on no config of the backward
+            self._outputs = [step.forward() for step in self._steps]
+            for step, outputs in zip(self._steps, self._outputs, strict=True):
+                step.backward(outputs)  # makes the cotangents
+        pairs = zip(self._steps, self._outputs, strict=True)
+        return [lambda step=step, out=out: step.backward(out) for step, out in pairs]  # type: ignore[misc]
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """A backward runs on the stream of its forward, so all of them on the one that is captured."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, careful: bool) -> float:
+    """Milliseconds of a replay, the median of few or many."""
+    graph.replay()
+    estimate = max(1e-3, _events(graph.replay, 1)[0])
+    wanted = _CAREFUL_MS if careful else _QUICK_MS
+    return statistics.median(_events(graph.replay, max(5 if careful else 3, min(200, math.ceil(wanted / estimate)))))
+
+
+def _events(work: Callable[[], object], repeats: int) -> list[float]:
+    """Milliseconds of each repeat."""
+    pairs = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        work()
+        end.record()
+        pairs.append((start, end))
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in pairs]
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    """Within some roundings of the largest value, or of fp32's where the sums are taken."""
+    rounding = max(torch.finfo(one.dtype).eps, torch.finfo(torch.float32).eps if one.dtype != torch.float64 else 0.0)
+    scale = float(one.double().abs().max())
+    return float((one.double() - other.double()).abs().max()) <= _ROUNDINGS * rounding * max(scale, 1e-30)

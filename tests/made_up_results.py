@@ -1,0 +1,47 @@
+"""Results as a sweep would give them, from a simple model in place of a GPU."""
+
+from __future__ import annotations
+
+import math
+
+from benchmarks import sweep
+from benchmarks.cases import discover
+from benchmarks.floors import bytes_moved, floor_us
+from benchmarks.results import Row
+
+SPECS = {spec.name: spec for spec in discover()}
+_BANDWIDTH = 4.26e12
+# Fraction of the bandwidth on large shapes, µs a kernel cannot go below, host µs a call, tensors held at the peak.
+_MODELS = {
+    "fusedops": (0.88, 6.0, 90.0, 2.0),
+    "eager": (0.42, 14.0, 80.0, 4.0),
+    "eager_combined": (0.35, 16.0, 110.0, 5.0),
+    "compile": (0.66, 8.0, 210.0, 3.0),
+    "liger": (0.55, 9.0, 220.0, 2.0),
+}
+
+
+def row(case, provider, mode="fwd_bwd", **changes):
+    """One made-up row."""
+    fraction, least, host, tensors = _MODELS[provider]
+    if provider == "eager" and case.spec.combined is not None:
+        fraction /= 12.0  # slice by slice
+    floor = floor_us(bytes_moved(case.spec, case.elements, case.dtype, mode), _BANDWIDTH)
+    wide = math.prod(case.sides[1:])
+    fraction *= 1.0 - 0.08 * abs(math.log2(wide / 4096)) * (1.5 if wide > 8192 else 0.6)
+    gpu = least + floor / max(fraction, 0.05)
+    size = case.elements * case.dtype.itemsize / 2**20
+    values = {"gpu_us": gpu, "loop_us": max(host, gpu), "floor_us": floor, "peak_mib": tensors * size} | changes
+    return Row(case.op, case.shape, case.dtype_name, mode, provider, **values, commit="abc1234",
+               torch="2.11.0", triton="3.6.0")  # fmt: skip
+
+
+def rows(*, axes=sweep.AXES, dtypes=("bf16",), modes=("fwd_bwd",), ops=None):
+    """A whole sweep."""
+    specs = [spec for spec in SPECS.values() if ops is None or spec.name in ops]
+    found = []
+    for case in sweep.plan(specs, axes, dtypes):
+        peers = ["fusedops", "eager", "compile"]
+        peers += ["eager_combined"] * (case.spec.combined is not None) + ["liger"] * (case.spec.liger is not None)
+        found += [row(case, provider, mode) for mode in modes for provider in peers]
+    return found

@@ -1,0 +1,243 @@
+"""The command line: what is wrong is said in one line with exit code 2; the doctor's exit code tells of faults."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusedops
+import made_up
+from fusedops import doctor
+from fusedops.__main__ import main
+from fusedops.core import cache, launch, tuning
+from fusedops.core.question import Config, Question
+from fusedops.tune import command
+from fusedops.tune.progress import Progress
+from fusedops.tune.table import Table
+
+QUESTION = Question("norm_forward", ("rms", "plain", "alone"), "16bit", 1024, 3)
+
+
+@pytest.fixture(autouse=True)
+def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "_said", set())
+    return tmp_path / "cache"
+
+
+# --- tune -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--op", "layernorm"], "no operator 'layernorm'; did you mean layer_norm?"),
+        (["--op", "xyzzy"], "no operator 'xyzzy'; there are: batched_layer_norm_tanh,"),
+        (["--shape", "8192"], "--shape must be rows x columns, such as 8192x4096, got '8192'"),
+        (["--shape", "8192x0"], "got '8192x0'"),
+        (["--shape", "8192x-1"], "got '8192x-1'"),
+        (["--dtype", "float32"], "no dtype 'float32'; did you mean fp32?"),
+        (["--dtype", "bf61"], "no dtype 'bf61'; did you mean bf16?"),
+        (["--dtype", "int4"], "no dtype 'int4'"),
+        (["--jobs", "0"], "--jobs must be at least 1, got 0"),
+        (["--compare", "/nowhere.csv"], "no such file: /nowhere.csv"),
+    ],
+)
+def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", *arguments]) == 2
+    said = capsys.readouterr()
+    assert message in said.err and said.err.count("\n") == 1 and not said.out
+
+
+@pytest.mark.parametrize("arguments", [[], ["tunes"], ["tune", "--budget", "x"], ["doctor", "--x"]])
+def test_wrong_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert "usage: fusedops" in capsys.readouterr().err
+
+
+def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["tune", "--op", "layer_norm"]) == 2
+    assert capsys.readouterr().err == "fusedops: needs a GPU; without one nothing can be timed\n"
+
+
+def test_version_and_module() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-m", "fusedops", "--version"], capture_output=True, text=True,
+                          env=environment, timeout=120)  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, f"fusedops {fusedops.__version__}\n")
+
+
+def options(**changes: object) -> argparse.Namespace:
+    given = {"op": None, "shape": None, "dtype": None, "ship": False, "raw": None, "resume": False, "output": None}
+    return argparse.Namespace(**{**given, **changes})
+
+
+def test_shapes_and_dtypes() -> None:
+    """Those asked for, where an operator takes them; else those of its benchmark. Dropout also without."""
+    cpu = torch.device("cpu")
+    specs = {spec.name: spec for spec in command._specs(())}
+    chosen = [specs["layer_norm"], specs["bias_dropout_add"], specs["batched_layer_norm_tanh"]]
+    found = command._workloads(options(), chosen, [(300, 4096)], [torch.float16], cpu)
+    assert [str(workload) for workload in found] == [
+        "layer_norm 300x4096 fp16", "bias_dropout_add 300x4096 fp16", "batched_layer_norm_tanh 300x4096 fp16",
+        "bias_dropout_add 300x4096 fp16 p=0.0",
+    ]  # fmt: skip
+    (only,) = command._workloads(options(), chosen, [(300, 64, 64)], [torch.float16], cpu)
+    assert only.spec.name == "batched_layer_norm_tanh"
+    with pytest.raises(command.UsageError, match="none of these operators"):
+        command._workloads(options(), chosen[:1], [(300, 64, 64)], [torch.float16], cpu)
+    assert {w.shape for w in command._workloads(options(), chosen[:1], [], [], cpu)} >= {(8192, 4096), (1024, 32768)}
+    assert {spec.name for spec in command._specs(["bias_gelu"])} == {"bias_gelu_erf", "bias_gelu_tanh"}
+
+
+@pytest.fixture
+def gpu_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "device_name", lambda index: made_up.NAME)
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("gpu_name")
+def test_winners_go_to_the_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    todo = made_up.workloads("rms_norm", "swiglu")
+    raw = tmp_path / "raw.csv"
+    keep = command._Cache(options(raw=raw), torch.device("cuda", 0))
+    timer = made_up.Timer()
+    assert command._sweep(made_up.sweeper(timer=timer), todo, keep, 1e9, lambda out: command.line(out, 4e12)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"4 questions answered; the cache is {cache.directory()}"
+    for said in lines[:-1]:
+        assert all(word in said for word in ("floor", "best", "heuristic", "gain", "timed")), said
+    for question in {question for question, _, _ in timer.timed}:
+        assert cache.read(question, made_up.NAME) is not None
+        assert tuning.source(question, 0) == "cache"
+    assert len(raw.read_text().splitlines()) > 20
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("gpu_name")
+def test_ship_writes_a_table_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A budget stops between questions; what is in the table is not measured again."""
+    path, raw, todo = tmp_path / "test_gpu.json", tmp_path / "raw.csv", made_up.workloads("rms_norm", "swiglu")
+    given, device = options(output=path, raw=raw, resume=True), torch.device("cuda", 0)
+    moments = iter([0.0, 0.0, 1.0, 1.0] + [9.0] * 99)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "time", types.SimpleNamespace(monotonic=lambda: next(moments)))
+        keep = command._Ship(given, device)
+        assert command._sweep(made_up.sweeper(), todo, keep, 5.0, str) == 0
+    assert "1 questions answered" in capsys.readouterr().out
+    assert command._sweep(made_up.sweeper(), todo, command._Ship(given, device), 1e9, str) == 0
+    assert "3 questions answered" in capsys.readouterr().out
+    assert command._sweep(made_up.sweeper(), todo, command._Ship(given, device), 1e9, str) == 0
+    said = capsys.readouterr().out
+    assert "0 questions answered" in said and "geometric mean" in said
+    table = Table(path)
+    assert table.about["device"] == made_up.NAME and table.summary["all"]["questions"] == 4
+    assert not list(cache.entries())
+
+
+def test_a_bar_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = Progress(4)
+    plain.at(1, "first")
+    plain.line("done")
+    plain.close()
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("done\n", "")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    bar = Progress(4)
+    bar.at(2, "second")
+    bar.close()
+    assert "2/4" in capsys.readouterr().err
+
+
+# --- doctor ---------------------------------------------------------------------------------------------------------
+
+
+def diagnosed(capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    code = main(["doctor"])
+    return code, capsys.readouterr().out.splitlines()
+
+
+def test_nothing_wrong(capsys: pytest.CaptureFixture[str], kernel_path: bool) -> None:
+    code, lines = diagnosed(capsys)
+    assert code == 0 and not any(line.startswith("WRONG") for line in lines)
+    starts = ("versions: fusedops", "device: ", "launcher: ", "layer_norm: ", "bias_gelu: ", "configs: ", "cache: ",
+              "entries: none")  # fmt: skip
+    for start in starts:
+        assert sum(line.startswith(start) for line in lines) == 1, start
+    path = next(line for line in lines if line.startswith("swiglu: "))
+    expected = "kernel" if torch.cuda.is_available() else "interpreter" if kernel_path else "reference (no GPU)"
+    assert expected in path
+
+
+def test_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor, "_device", lambda: "Test GPU")
+    monkeypatch.setattr(doctor, "_triton_version", lambda: "")
+    code, lines = diagnosed(capsys)
+    assert code == 1
+    assert "WRONG  launcher: none, as Triton is not installed" in lines
+    assert "layer_norm: reference (Triton is not installed)" in lines
+
+
+def test_another_triton_is_slow_but_right(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor, "_device", lambda: "Test GPU")
+    monkeypatch.setattr(doctor, "_configs", lambda gpu, path: "configs: some")
+    monkeypatch.setattr(launch, "fast_launcher_known", lambda: False)
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    monkeypatch.setattr(doctor, "_triton_version", lambda: "3.2.0")
+    code, lines = diagnosed(capsys)
+    assert code == 0
+    assert any("that of 3.2.0 is not known" in line for line in lines)
+    assert "layer_norm: kernel" in lines
+
+
+def test_spoilt_entries(root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache.write(QUESTION, "Test GPU", Config(1024, 4, 4), {})
+    (path,) = cache.entries()
+    assert diagnosed(capsys)[0] == 0
+    with monkeypatch.context() as patch:  # another version's are no fault
+        patch.setattr(cache, "__version__", "9.9")
+        code, lines = diagnosed(capsys)
+        assert code == 0 and "entries: 1 another version's" in lines
+    copied = path.with_name("0123.json")
+    copied.write_bytes(path.read_bytes())
+    code, lines = diagnosed(capsys)
+    assert code == 1 and lines[-1].startswith("WRONG  entries: 1 foreign, 1 good")
+    copied.unlink()
+    path.write_bytes(path.read_bytes()[:40])
+    code, lines = diagnosed(capsys)
+    assert code == 1 and lines[-1].startswith("WRONG  entries: 1 torn; delete")
+    path.unlink()
+    path.mkdir()
+    code, lines = diagnosed(capsys)
+    assert code == 1 and "unreadable" in lines[-1]
+
+
+def test_a_cache_that_cannot_be_written(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root.write_text("a file")
+    code, lines = diagnosed(capsys)
+    assert code == 1
+    assert f"WRONG  cache: {root}, NOT writable" in lines
+
+
+@pytest.mark.kernels
+def test_where_configs_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: how many of the benchmark's questions each source answers. Here a stand-in for it."""
+    monkeypatch.setattr(tuning, "device_name", lambda index: "Test GPU")
+    monkeypatch.setattr(tuning, "table", lambda device: {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(doctor, "questions_of", lambda case, device: [QUESTION, QUESTION])
+    assert "no table is shipped" in doctor._configs(True, "kernel")
+    assert doctor._configs(True, "kernel").endswith("1 from the heuristic")
+    assert cache.write(QUESTION, "Test GPU", Config(1024, 4, 4), {})
+    assert doctor._configs(True, "kernel").endswith("1 from the cache")
