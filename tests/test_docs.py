@@ -76,9 +76,9 @@ def _commands() -> list[object]:
         lines = [line for b in blocks(text) if b.language not in (*_PYTHON, "math") for line in b.text.splitlines()]
         for line in (*lines, *spans(text)):
             match = _COMMAND.match(line.strip())
-            # The library's own name, in prose.
-            if match and match[2] != "fusedops":
-                found.setdefault(line.strip(), pytest.param(name, match[1].split(), match[2], id=f"{name}: {line}"))
+            command = match[2].partition(" #")[0].strip() if match else "fusedops"
+            if match and command != "fusedops":  # the library's own name, in prose
+                found.setdefault(command, pytest.param(name, match[1].split(), command, id=f"{name}: {command}"))
     return list(found.values())
 
 
