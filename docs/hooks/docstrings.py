@@ -7,6 +7,7 @@ import inspect
 import re
 from typing import Any
 
+import torch
 from griffe import Class, Extension, Function, Object, Parameter, ParameterKind, Parameters
 
 # Google's parser wants an empty line before a section; the others it does not know.
@@ -30,7 +31,7 @@ class Docstrings(Extension):
         real = getattr(importlib.import_module(cls.module.path), cls.name)
         base = next(c for c in real.__mro__ if c.__module__.startswith("torch.nn."))
         cls.bases = [f"torch.nn.{base.__name__}"]
-        if "__init__" not in cls.members:
+        if "__init__" not in cls.members and real.__init__ is not torch.nn.Module.__init__:
             cls.set_member("__init__", Function("__init__", parameters=_parameters(real.__init__)))
 
 
