@@ -78,7 +78,8 @@ def _commands() -> list[object]:
             match = _COMMAND.match(line.strip())
             command = match[2].partition(" #")[0].strip() if match else "fusedops"
             if match and command != "fusedops":  # the library's own name, in prose
-                found.setdefault(command, pytest.param(name, match[1].split(), command, id=f"{name}: {command}"))
+                whole = match[1] + command
+                found.setdefault(whole, pytest.param(name, match[1].split(), command, id=f"{name}: {whole}"))
     return list(found.values())
 
 
@@ -103,19 +104,14 @@ def _help(how: str, *words: str) -> str | None:
 
 def _check_program(how: str, arguments: list[str]) -> None:
     """Subcommand and options are in the help that the program prints."""
-    top = _help(how)
-    assert top is not None, f"{how} has no --help"
-    subcommands = re.search(r"\{([\w,-]+)\}", top)
     given = [a for a in arguments if a != "…" and not a.startswith("[")]
-    words = []
-    if subcommands and given and not given[0].startswith("-"):
-        words = given[:1]
-        assert set(words[0].split("|")) <= set(subcommands[1].split(",")), f"{how} has no subcommand {words[0]}"
-        words = words[0].split("|")[:1]
-    text = _help(how, *words) or ""
-    known = set(re.findall(r"(?<![\w-])--?[\w-]+", text)) | set(re.findall(r"(?<![\w-])--?[\w-]+", top))
-    for option in (a.partition("=")[0] for a in given if a.startswith("-")):
-        assert option in known, f"{how} {' '.join(words)} has no option {option}"
+    subcommands = given[0].split("|") if given and not given[0].startswith("-") else [""]
+    for subcommand in subcommands:
+        text = _help(how, *filter(None, [subcommand]))
+        assert text is not None, f"{how} has no subcommand {subcommand!r}"
+        known = set(re.findall(r"(?<![\w-])--?[\w-]+", text))
+        for option in (a.partition("=")[0] for a in given if a.startswith("-")):
+            assert option in known, f"{how} {subcommand} has no option {option}"
 
 
 def _check_make(arguments: list[str]) -> None:
