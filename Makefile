@@ -13,10 +13,12 @@ ARGS ?=
 ifeq ($(VENV),system)
 PY := $(PYTHON)
 READY :=
+DOCS_READY :=
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PY := $(VENV)/bin/python
 READY := $(VENV)/.installed
+DOCS_READY := $(VENV)/.installed-docs
 endif
 
 # Without pytest-xdist (a GPU machine with VENV=system, say) the tests run one after the other.
@@ -25,13 +27,15 @@ PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n $(JOBS)")
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest tests $(PARALLEL) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-plain test-interpret lint format clean
+.PHONY: help venv demo test test-plain test-interpret lint format docs wheel clean
 
 help:
 	@echo "make demo    train a small language model with torch.nn and with fusedops.nn, and compare"
 	@echo "make test    all tests; those that need a GPU are skipped where there is none"
 	@echo "make lint    ruff, mypy, codespell"
 	@echo "make format  let ruff rewrite the code"
+	@echo "make docs    the site, into site/; a warning is an error"
+	@echo "make wheel   source archive and wheel, into dist/"
 	@echo "make venv    only make the virtual environment"
 	@echo "make clean   remove it and all caches"
 
@@ -41,6 +45,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --upgrade pip  # old ones download whole wheels only to read what they depend on
 	$(PY) -m pip install -e ".[demo,test,lint]" -c constraints.txt
+	touch $@
+
+# Apart from the rest: nobody who only tests needs the site's tools, and they need a newer Python.
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PY) -m pip install -e ".[docs]" -c constraints.txt
 	touch $@
 
 demo: $(READY)
@@ -65,6 +74,15 @@ format: $(READY)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+# The variable silences a notice of the theme's about its successor.
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
+# The wheel is built from the source archive, and so holds nothing that the archive lacks.
+wheel: $(READY)
+	rm -rf build dist
+	$(PY) -m build --no-isolation
+
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache demo.png
+	rm -rf .venv build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache demo.png
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -18,6 +18,10 @@ if INTERPRETED:
     interpreter.install()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--built", metavar="DIR", help="test the archive and the wheel in DIR instead of building them")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "compiled: compiles kernels, which interpreted ones cannot be")
     config.addinivalue_line("markers", "kernels: needs the Triton kernels, on a GPU or through the interpreter")

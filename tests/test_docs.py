@@ -1,39 +1,218 @@
-"""Every Python example in the documentation runs as it stands."""
+"""The documentation does not drift: examples run, commands and links lead to something, every name has its entry."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib.util
+import inspect
+import io
 import re
+import runpy
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
-PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))) if page.exists()]
-_FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+import fusedops
+from pages import PAGES, ROOT, anchors, blocks, links, spans
+
+TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
+
+# --- Python examples ----------------------------------------------------------------------------------------------
+
+_PYTHON = ("python", "py", "python3", "pycon")
 
 
-def _blocks() -> list[object]:
-    blocks = []
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        for match in _FENCE.finditer(text):
-            line = text.count("\n", 0, match.start()) + 2
-            blocks.append(pytest.param(page, line, match.group(1), id=f"{page.name}:{line}"))
-    return blocks
+def _examples() -> list[object]:
+    return [
+        pytest.param(name, block.line, block.text, id=f"{name}:{block.line}")
+        for name, text in TEXTS.items()
+        for block in blocks(text)
+        if block.language in _PYTHON
+    ]
+
+
+def test_every_fence_is_seen() -> None:
+    """In a list, with a title, with tildes, after a longer fence: none escapes, and the lines are the page's own."""
+    page = "# A\n\n- b\n\n  ```python title='x'\n  one = 1\n  ```\n\n~~~py\ntwo = 2\n~~~\n\n````text\n```\n````\n"
+    assert [(b.line, b.language, b.text) for b in blocks(page)] == [
+        (6, "python", "one = 1\n"),
+        (10, "py", "two = 2\n"),
+        (14, "text", "```\n"),
+    ]
+    for name, text in TEXTS.items():
+        opened = [line for line in text.splitlines() if re.match(r"\s*(`{3,}|~{3,})", line)]
+        assert len(opened) == 2 * len(list(blocks(text))), f"{name}: a fence that is not closed, or not seen"
 
 
 def test_there_are_examples() -> None:
-    assert (ROOT / "README.md").exists()
-    assert _blocks(), "no page has a Python example"
+    with_examples = {example.values[0] for example in _examples()}  # type: ignore[attr-defined]
+    assert {"README.md", "docs/quickstart.md", "docs/operators.md", "docs/norms.md"} <= with_examples
 
 
-@pytest.mark.parametrize(("page", "line", "source"), _blocks())
-def test_example_runs(page: Path, line: int, source: str, device: torch.device,
+@pytest.mark.parametrize(("page", "line", "source"), _examples())
+def test_example_runs(page: str, line: int, source: str, device: torch.device,
                       monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # fmt: skip
     """In a namespace of its own, on the device at hand: an example may not lean on the one before it."""
     monkeypatch.chdir(tmp_path)
     # Blank lines in front make a traceback name the page's own line.
-    code = compile("\n" * (line - 1) + source, str(page), "exec")
+    code = compile("\n" * (line - 1) + source, str(ROOT / page), "exec")
     with torch.random.fork_rng(), torch.device(device):
-        exec(code, {"__name__": f"example_{page.stem}_{line}"})
+        exec(code, {"__name__": f"example_{Path(page).stem}_{line}"})
+
+
+# --- commands -----------------------------------------------------------------------------------------------------
+
+_COMMAND = re.compile(r"^(?:\$ )?((?:[A-Z][A-Z_]+=\S+ )*)((?:make|fusedops|python|pip|pre-commit)(?: .*)?)$")
+
+
+def _commands() -> list[object]:
+    """The command lines of all blocks that are not Python, and the inline code that starts as one."""
+    found = {}
+    for name, text in TEXTS.items():
+        lines = [line for b in blocks(text) if b.language not in (*_PYTHON, "math") for line in b.text.splitlines()]
+        for line in (*lines, *spans(text)):
+            match = _COMMAND.match(line.strip())
+            command = match[2].partition(" #")[0].strip() if match else "fusedops"
+            if match and command != "fusedops":  # the library's own name, in prose
+                whole = match[1] + command
+                found.setdefault(whole, pytest.param(name, match[1].split(), command, id=f"{name}: {whole}"))
+    return list(found.values())
+
+
+@functools.cache
+def _help(how: str, *words: str) -> str | None:
+    """What a module (``-m name``) or a script prints for ``--help`` after these words; None if it knows them not."""
+    printed, argv = io.StringIO(), sys.argv
+    module = how.removeprefix("-m ")
+    try:
+        sys.argv = [how, *words, "--help"]
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            if module != how:
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(str(ROOT / how), run_name="__main__")
+    except SystemExit as end:
+        return printed.getvalue() if not end.code else None
+    finally:
+        sys.argv = argv
+    raise AssertionError(f"{how} --help went on")
+
+
+def _check_program(how: str, arguments: list[str]) -> None:
+    """Subcommand and options are in the help that the program prints."""
+    given = [a for a in arguments if a != "…" and not a.startswith("[")]
+    subcommands = given[0].split("|") if given and not given[0].startswith("-") else [""]
+    for subcommand in subcommands:
+        text = _help(how, *filter(None, [subcommand]))
+        assert text is not None, f"{how} has no subcommand {subcommand!r}"
+        known = set(re.findall(r"(?<![\w-])--?[\w-]+", text))
+        for option in (a.partition("=")[0] for a in given if a.startswith("-")):
+            assert option in known, f"{how} {subcommand} has no option {option}"
+
+
+def _check_make(arguments: list[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for argument in arguments:
+        name, is_variable, _ = argument.partition("=")
+        pattern = rf"^{re.escape(name)} \?=" if is_variable else rf"^{re.escape(name)}:"
+        assert re.search(pattern, makefile, re.MULTILINE), f"the Makefile knows no {name}"
+
+
+def _check_pip(arguments: list[str]) -> None:
+    """Extras that are asked of the project exist; the rest is pip's affair."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    known = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    for argument in arguments:
+        match = re.fullmatch(r"(?:\.|fusedops)\[([\w,-]+)\]", argument)
+        for extra in match[1].split(",") if match else ():
+            assert re.search(rf"^{re.escape(extra)} = ", known, re.MULTILINE), f"there is no extra {extra}"
+
+
+@pytest.mark.parametrize(("page", "environment", "command"), _commands())
+def test_command_exists(page: str, environment: list[str], command: str) -> None:
+    """Targets, subcommands, options, extras, scripts and environment variables are there."""
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "fusedops").rglob("*.py"))
+    for setting in environment:
+        assert setting.partition("=")[0] in sources, f"nothing reads {setting}"
+    program, *arguments = shlex.split(command, comments=True)
+    if program == "make":
+        _check_make(arguments)
+    elif program == "pip":
+        _check_pip(arguments)
+    elif program == "fusedops":
+        assert importlib.util.find_spec("fusedops.__main__"), "there is no command line"
+        _check_program("-m fusedops", arguments)
+    elif program == "python" and arguments[:1] == ["-m"] and (ROOT / arguments[1]).is_dir():
+        _check_program(f"-m {arguments[1]}", arguments[2:])
+    elif program == "python" and arguments and (ROOT / arguments[0]).is_file():
+        _check_program(arguments[0], arguments[1:])
+    elif program == "pre-commit":
+        assert (ROOT / ".pre-commit-config.yaml").exists()
+    else:
+        # A user's own script or module. A path with a folder would be one of ours.
+        assert not any("/" in argument for argument in arguments[:1]), f"there is no {arguments[0]}"
+
+
+# --- links --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_links_lead_somewhere(page: str) -> None:
+    """On GitHub; `mkdocs build --strict` holds the same for the site."""
+    for link in links(TEXTS[page]):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.resolve().is_relative_to(ROOT) and target.exists(), f"{page}: {link} leads nowhere"
+        name = target.resolve().relative_to(ROOT).as_posix()
+        if anchor and name in TEXTS:
+            assert anchor in anchors(TEXTS[name]), f"{page}: {name} has no heading #{anchor}"
+
+
+def test_every_page_can_be_found() -> None:
+    """In the site's navigation, and from the README, directly or by way of other pages."""
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    reached, waiting = set(), ["README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page in reached or page not in TEXTS:
+            continue
+        reached.add(page)
+        for link in links(TEXTS[page]):
+            target = ((ROOT / page).parent / link.partition("#")[0]).resolve()
+            if target.is_relative_to(ROOT):
+                waiting.append(target.relative_to(ROOT).as_posix())
+    for page in TEXTS:
+        if page.startswith("docs/"):
+            assert f": {page.removeprefix('docs/')}\n" in navigation, f"mkdocs.yml does not name {page}"
+            assert page in reached, f"no link leads to {page}"
+
+
+# --- reference ----------------------------------------------------------------------------------------------------
+
+FACES = {"fusedops": (fusedops, "docs/api/functional.md"), "fusedops.nn": (fusedops.nn, "docs/api/nn.md")}
+NAMES = [(face, name) for face, (module, _) in FACES.items() for name in module.__all__ if name != "__version__"]
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_every_name_has_its_entry(face: str) -> None:
+    module, page = FACES[face]
+    entries = re.findall(r"^::: ([\w.]+)$", TEXTS[page], re.MULTILINE)
+    assert sorted(entries) == sorted(f"{face}.{name}" for name in module.__all__ if name != "__version__")
+
+
+@pytest.mark.parametrize(("face", "name"), NAMES)
+def test_docstring_names_the_arguments(face: str, name: str) -> None:
+    """Those of the real signature, in its order; of a module that is its constructor's, inherited ones included."""
+    thing = getattr(FACES[face][0], name)
+    text = inspect.getdoc(thing) or ""
+    section = text.partition("\nArgs:\n")[2]
+    section = re.split(r"^\S", section, maxsplit=1, flags=re.MULTILINE)[0]
+    named = [n for names in re.findall(r"^    (\w[\w, ]*):", section, re.MULTILINE) for n in names.split(", ")]
+    parameters = inspect.signature(thing).parameters.values()
+    assert named == [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

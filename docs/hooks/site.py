@@ -1,0 +1,105 @@
+"""What the site needs beside the pages in docs/: the pages of the root, files outside docs/, figures, formulas.
+
+Links are written as GitHub follows them. Here those that leave docs/ are led to their page on the site, or to a copy.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from latex2mathml.converter import convert
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[2]
+# Pages of the root, and where they are on the site.
+ROOT_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+
+_LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+_CODE = re.compile(r"(^ *```.*?^ *```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
+_FIGURES = re.compile(r"<!-- figures: (.*?) -->")
+_FORMULA = re.compile(r'<div class="arithmatex">\s*\\\[(.*?)\\\]\s*</div>', re.DOTALL)
+
+
+def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
+    """Adds the pages of the root."""
+    for name, page in ROOT_PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files, **_: Any) -> str:
+    """Leads links on, and puts a family's figures where its page asks for them."""
+    here = PurePosixPath(page.file.src_uri)
+    origin = next((ROOT / name for name, target in ROOT_PAGES.items() if target == str(here)), ROOT / "docs" / here)
+
+    def lead(match: re.Match[str]) -> str:
+        target, _, anchor = match[2].partition("#")
+        if not target or ":" in target:
+            return match[0]
+        on_site = _on_site(origin, target, config, files)
+        link = os.path.relpath(on_site, here.parent) + (f"#{anchor}" if anchor else "")
+        return match[1] + link + match[3]
+
+    markdown = _FIGURES.sub(lambda match: _figures(match[1].split()), markdown)
+    parts = _CODE.split(markdown)
+    return "".join(part if i % 2 else _LINK.sub(lead, part) for i, part in enumerate(parts))
+
+
+def on_page_content(html_text: str, **_: Any) -> str:
+    """Formulas become MathML."""
+    return _FORMULA.sub(lambda match: _mathml(html.unescape(match[1])), html_text)
+
+
+def _on_site(origin: Path, target: str, config: MkDocsConfig, files: Files) -> str:
+    """Where the file that a page names is on the site; files outside docs/ are copied there when first named."""
+    path = (origin.parent / target).resolve()
+    if not path.is_relative_to(ROOT) or not path.exists():
+        raise PluginError(f"{origin.relative_to(ROOT)}: the link {target} leads nowhere")
+    if path.is_relative_to(ROOT / "docs"):
+        return path.relative_to(ROOT / "docs").as_posix()
+    inside = path.relative_to(ROOT).as_posix()
+    if inside in ROOT_PAGES:
+        return ROOT_PAGES[inside]
+    copy = f"source/{inside}"
+    if files.get_file_from_path(copy) is None:
+        files.append(File.generated(config, copy, content=path.read_bytes()))
+    return copy
+
+
+def _figures(operators: list[str]) -> str:
+    """The lines of the README's tables about these operators, under the tables' own captions."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text.partition("<!-- figures -->")[2].partition("<!-- /figures -->")[0]
+    blocks = []
+    for block in section.strip().split("\n\n"):
+        if not block.startswith("| operator"):
+            blocks.append(block)
+            continue
+        head, rule, *rows = block.splitlines()
+        kept, wanted = [], False
+        for row in rows:
+            named = re.match(r"\| `(\w+)` ", row)
+            wanted = named[1] in operators if named else wanted
+            if wanted:
+                kept.append(row)
+        if kept:
+            blocks.append("\n".join((head, rule, *kept)))
+        else:
+            blocks.pop()  # the caption of an empty table
+    if not any(block.startswith("| operator") for block in blocks):
+        raise PluginError(f"README.md has no figures of {', '.join(operators)}")
+    return "\n\n".join(blocks)
+
+
+def _mathml(tex: str) -> str:
+    formula = convert(tex.strip(), display="block")
+    if "\\" in formula or "&amp;" in formula:
+        raise PluginError(f"a formula has a command that is not understood: {tex}")
+    return f'<div class="formula">{formula}</div>'
