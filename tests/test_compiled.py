@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusedops.core import launch
+from fusedops.core import cache, launch, tuning
 from support import ALL_SPECS, INTERPRETED
 
 triton = pytest.importorskip("triton")
@@ -121,6 +121,14 @@ def test_compiles_for_the_others(member: str, kind: tuple[int, torch.dtype], tar
                                  monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     found = build(plans(*kind)[member], target, monkeypatch)
     assert target == "gfx942" or not found
+
+
+@each_plan(*((cols, dtype) for cols in (1024, 4096, 8192, 16384, 32768) for dtype in (torch.bfloat16, torch.float32)))
+def test_shipped_configs_compile(member: str, kind: tuple[int, torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the table answers, and where the heuristic does beside it."""
+    monkeypatch.setattr(tuning, "device_name", lambda index: "NVIDIA H200")
+    monkeypatch.setattr(cache, "read", lambda question, device: None)
+    build(plans(*kind)[member], "sm_90", monkeypatch)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90"])

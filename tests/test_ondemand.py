@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import io
+import json
 import os
 import subprocess
 import sys
@@ -178,11 +180,9 @@ def test_a_process_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.kernels
-def test_the_server_answers_what_it_cannot_tune() -> None:
+def test_the_server_answers_what_it_cannot_tune(monkeypatch: pytest.MonkeyPatch) -> None:
     """With an error, and goes on to the next."""
-    import io
-    import json
-
+    monkeypatch.setattr(tuning, "on_demand", lambda: "")
     strange = {**asdict(QUESTION), "variant": ["rms", "sideways"]}
     lines = [json.dumps({"question": q, "device": -1}) for q in (strange, asdict(QUESTION))] + ["not json"]
     answers = io.StringIO()

@@ -203,6 +203,22 @@ def test_reasons_to_drop(config: Config, usage: Usage, reason: str) -> None:
 
 
 @pytest.mark.kernels
+def test_a_workload_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer, opened = made_up.Timer(), made_up.Timer.open
+
+    def scarce(self: made_up.Timer, workload: Workload) -> made_up.Bench:
+        if workload.spec.name == "rms_norm":
+            raise torch.OutOfMemoryError("out of memory\nand more")
+        return opened(self, workload)
+
+    monkeypatch.setattr(made_up.Timer, "open", scarce)
+    sweeper = made_up.sweeper(timer=timer)
+    found = {outcome.workload.spec.name for outcome in sweeper.sweep(made_up.workloads("rms_norm", "layer_norm"))}
+    assert found == {"layer_norm"}
+    assert sweeper.failures == ["rms_norm 20x64 fp32: out of memory"]
+
+
+@pytest.mark.kernels
 def test_it_stops_between_questions() -> None:
     """And what is not wanted is neither compiled nor timed."""
     left = iter([True, True, False])

@@ -7,6 +7,7 @@ import datetime
 import difflib
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -170,7 +171,9 @@ def _sweep(sweeper: Sweeper, workloads: Sequence[Workload], keep: _Cache | _Ship
         print(f"{count} questions answered; {keep.close()}")
     if time.monotonic() >= ends:
         print(f"stopped: the budget of {budget:.0f} s is spent")
-    return 0
+    for failure in sweeper.failures:
+        print(f"fusedops: left out {failure}", file=sys.stderr)
+    return 1 if sweeper.failures else 0
 
 
 def line(outcome: Outcome, bandwidth: float) -> str:

@@ -73,6 +73,7 @@ class Sweeper:
 
     def __init__(self, pool: Pool, timer: Timer, device: torch.device, *, name: str, limits: Limits) -> None:
         self._pool, self._timer, self._device, self._name, self._limits = pool, timer, device, name, limits
+        self.failures: list[str] = []
         # What is asked and compiled does not depend on the rows, so it is found out once for all of a shape's.
         self._asked: dict[Any, list[Question]] = {}
         self._submitted: dict[Any, list[Future[Usage]]] = {}
@@ -109,8 +110,12 @@ class Sweeper:
             while questions := todo(workload, settled):
                 if not goes_on():
                     return
-                bench = bench or self._timer.open(workload)
-                outcome = self._tune(workload, questions[0], settled, bench)
+                try:
+                    bench = bench or self._timer.open(workload)
+                    outcome = self._tune(workload, questions[0], settled, bench)
+                except RuntimeError as error:  # out of memory, say: the rest of a long run is not to go with it
+                    self.failures.append(f"{workload}: {str(error).splitlines()[0]}")
+                    break
                 done.add(outcome.question)
                 settled[outcome.question.kernel] = outcome.best
                 yield outcome
