@@ -6,8 +6,9 @@ from ..core.question import Config, Question, around
 
 __all__ = ["candidates", "heuristic", "sum_partials", "valid"]
 
-# Elements of a tile: sixteen for each thread of four warps.
+# Elements of a tile: sixteen for each thread of four warps; half as many where there are few rows, up to 255.
 _ELEMENTS = 2048
+_FEW = 1
 
 
 def _block(cols: int) -> int:
@@ -22,19 +23,22 @@ def _fitting(cols: int, most: int) -> int:
     return block
 
 
-def _tile(cols: int, itemsize: int) -> Config:
+def _tile(cols: int, itemsize: int, bucket: int) -> Config:
     """Kernels without sums: any tile serves."""
     if itemsize == 8:
         block = _fitting(cols, 512)
         return Config(block, max(1, 512 // block), 8)
     block = _fitting(cols, 1024)
-    return Config(block, max(1, _ELEMENTS // block), 4)
+    return Config(block, max(1, (_ELEMENTS // 2 if bucket <= _FEW else _ELEMENTS) // block), 4)
 
 
-def _reduction(cols: int, itemsize: int) -> Config:
+def _reduction(cols: int, itemsize: int, bucket: int) -> Config:
     """The backward with a bias gradient: column tiles, several rows at a time, the next rows' loads taken ahead."""
     block = _fitting(cols, 1024)
-    return Config(block, max(1, _ELEMENTS // (2 if itemsize == 8 else 1) // block), 4, 3, 4)
+    if bucket <= _FEW and itemsize < 8:
+        return Config(block, max(1, _ELEMENTS // 2 // block), *((4, 3, 4) if block == 1024 else (2, 3, 8)))
+    rows = max(1, _ELEMENTS // (2 if itemsize == 8 else 1) // block)
+    return Config(block, rows, 4, 3, 4 if block == 1024 or itemsize == 8 else 2)
 
 
 def sum_partials(block_n: int) -> Config:
@@ -45,7 +49,7 @@ def sum_partials(block_n: int) -> Config:
 def heuristic(question: Question) -> Config:
     """The config where nobody measured."""
     rule = _reduction if "1 sums" in question.variant else _tile
-    return rule(question.cols, question.itemsize)
+    return rule(question.cols, question.itemsize, question.bucket)
 
 
 def valid(question: Question, config: Config) -> bool:

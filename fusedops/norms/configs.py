@@ -11,6 +11,8 @@ _WHOLE_FORWARD = 16384
 # What a backward program keeps in registers: column sums, and bytes of the rows it takes ahead in shared memory.
 _SUMS = 24576
 _AHEAD_BYTES = 128 * 1024
+# Buckets of rows: up to 255; up to 4095; up to 65535.
+_FEW, _SOME, _MANY = 1, 2, 3
 
 
 def _power_of_two(n: int) -> int:
@@ -25,12 +27,40 @@ def _warps(elements: int, each: int, most: int = 16) -> int:
     return min(max(_power_of_two(elements // (32 * each)), 1), most)
 
 
-def _forward(cols: int, itemsize: int, adds: bool) -> Config:
+def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Config:
     """The forward: a whole row a program where it fits, tile by tile beyond.
 
-    ``adds`` is whether a residual comes in, a second tensor in flight.
+    ``adds`` is whether a residual comes in, a second tensor in flight. With few rows a program must be quick; with many
+    a thread has more elements, most of all where a quarter of them is padding.
     """
     block = _block(cols)
+    if itemsize > 2:
+        return _wide_dtype_forward(block, itemsize, adds)
+    if block > _WHOLE_FORWARD:
+        return Config(_WHOLE_FORWARD, 1, 16)
+    if block == _WHOLE_FORWARD:
+        if adds:
+            return Config(block, 1, 32, registers=64) if cols == block else Config(block, 1, 16)
+        return Config(block, 1, 16, 3, 1) if bucket >= _SOME and cols == block else Config(block, 1, 16)
+    if adds and bucket <= _FEW and block >= 1024:
+        return Config(block, 1, _warps(block, 8 if rms else 16))
+    if block >= 2048:
+        each = (
+            32 if 4 * cols <= 3 * block or (block == 8192 and not adds) or (block == 4096 and bucket >= _MANY) else 16
+        )
+        return Config(block, 1, _warps(block, each))
+    if adds and block <= 128:
+        return Config(block, 2048 // block, 8)
+    rows = max(1, (2048 if bucket >= _MANY and not adds else 1024) // block)
+    if adds and bucket <= _SOME:
+        rows = 1
+    each = 32 if bucket >= _SOME else 16
+    if rows == 1:
+        each = 8 if block <= 512 else 16
+    return Config(block, rows, _warps(block * rows, each))
+
+
+def _wide_dtype_forward(block: int, itemsize: int, adds: bool) -> Config:
     if block > _WHOLE_FORWARD or (itemsize == 8 and block > 4096):
         return Config(4096, 1, 8)
     if block == _WHOLE_FORWARD:
@@ -39,31 +69,50 @@ def _forward(cols: int, itemsize: int, adds: bool) -> Config:
     return Config(block, rows, _warps(block * rows, 16))
 
 
-def _dropout_add(cols: int) -> Config:
-    """The forward without a norm: any tile serves."""
+def _dropout_add(cols: int, bucket: int) -> Config:
+    """The forward without a norm: any tile serves, and many short ones serve few rows."""
+    if bucket <= _SOME:
+        block = min(_block(cols), 1024)
+        return Config(block, max(1, 1024 // block), 4)
     block = min(_block(cols), 2048)
-    return Config(block, max(1, 2048 // block), 4)
+    return Config(block, max(1, 2048 // block), 8 if block == 2048 else 4)
 
 
-def _backward(cols: int, itemsize: int, sums: int, normalizes: bool) -> Config:
+def _backward(cols: int, itemsize: int, bucket: int, sums: int) -> Config:
     """The backward: whole rows while the column sums fit in registers, else the first columns and the row means.
 
-    ``sums`` is the number of parameter gradients, ``normalizes`` whether the member has a norm.
+    ``sums`` is the number of parameter gradients.
     """
     block = _block(cols)
-    if not normalizes:
-        return Config(min(block, 1024), max(1, 2048 // min(block, 1024)), 4, 3, 4)
+    half = itemsize == 2
+    if half and bucket <= _FEW and cols > 8192:
+        return Config(2048, 1, 4, 4, 2)
+    if half and sums == 1 and block == 16384:
+        return Config(block, 1, 8, 1, 1)
     limit = _power_of_two(_SUMS // max(sums, 1) // 2 + 1)
-    block = min(block, limit, 8192 if block <= 16384 and itemsize == 2 else 4096 if itemsize <= 4 else 2048)
-    if block == 8192 and itemsize == 2:
-        return Config(block, 1, 16, 3 if cols * itemsize * 4 < _AHEAD_BYTES else 2, 1)
+    block = min(block, limit, 8192 if block <= 16384 and half else 4096 if itemsize <= 4 else 2048)
+    if half and block == 8192:
+        return Config(block, 1, 16 if sums > 2 else 8, 3, 1)
+    if half and block == 2048 and bucket >= _MANY:
+        return Config(block, 2, 4, 3, 2)
     if block >= 2048:
-        rows = 2 if itemsize == 2 else 1
+        rows = 2 if half and (block == 2048 or bucket >= _SOME) else 1
         ahead = cols * itemsize * 2 * rows
         return Config(block, rows, 8, 3 if ahead * 2 <= _AHEAD_BYTES else 2 if ahead <= _AHEAD_BYTES else 1, 1)
     warps = _warps(block, 8)
-    each = 32 if itemsize == 2 else 16  # elements a thread, in registers thrice: dy, the row, and their sums
-    return Config(block, min(max(1, each * 32 * warps // block), 16), warps, 3, 2)
+    # Elements a thread, in registers thrice: dy, the row, and their sums.
+    each = 32 if half and bucket >= _SOME else 16
+    rows = min(max(1, each * 32 * warps // block), 16)
+    return Config(block, rows, warps, 3, 4 if half and bucket > _MANY and block <= 512 else 2)
+
+
+def _backward_of_sum(cols: int, bucket: int) -> Config:
+    """The backward without a norm: any tile serves."""
+    block = min(_block(cols), 1024)
+    if block == 1024:
+        return Config(block, 4 if bucket == _SOME and cols <= block else 2, 4, 3, 4)
+    few = bucket <= _FEW
+    return Config(block, (1024 if few else 2048) // block, 2, 3, 8 if few else 4)
 
 
 def _backward_rest(itemsize: int) -> Config:
@@ -78,12 +127,16 @@ def sum_partials(rest_col: int) -> Config:
 
 def heuristic(question: Question) -> Config:
     """The config where nobody measured."""
-    cols, itemsize, variant = question.cols, question.itemsize, question.variant
+    cols, itemsize, bucket, variant = question.cols, question.itemsize, question.bucket, question.variant
     if question.kernel == "norm_forward":
-        return _forward(cols, itemsize, "adds" in variant)
-    if question.kernel == "norm_backward":
-        return _backward(cols, itemsize, int(variant[2].partition(" ")[0]), variant[0] != "none")
-    return _dropout_add(cols) if question.kernel == "dropout_add" else _backward_rest(itemsize)
+        return _forward(cols, itemsize, bucket, "adds" in variant, "rms" in variant)
+    if question.kernel == "dropout_add":
+        return _dropout_add(cols, bucket)
+    if question.kernel == "norm_backward_rest":
+        return _backward_rest(itemsize)
+    if "none" in variant:
+        return _backward_of_sum(cols, bucket)
+    return _backward(cols, itemsize, bucket, int(variant[2].partition(" ")[0]))
 
 
 def valid(question: Question, config: Config) -> bool:
