@@ -82,11 +82,22 @@ def test_the_reference_knows_only_torch(name: str) -> None:
         assert target.split(".")[0] != "triton" and not target.startswith("fusedops"), target
 
 
+# What runs as a command, or in a process of its own, and is imported by nothing else.
+COMMANDS = ("fusedops.tune", "fusedops.doctor", "fusedops.__main__")
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith(COMMANDS)])
+def test_nobody_imports_the_commands(name: str) -> None:
+    for other, path in MODULES.items():
+        if not other.startswith(COMMANDS):
+            assert name not in set(_imports(path)), f"{other} imports {name}"
+
+
 @pytest.mark.parametrize("name", [name for name in MODULES if name.endswith(".spec")])
 def test_nobody_imports_the_specs(name: str) -> None:
-    """Samples and bad samples are for the tests and the benchmarks; a user's import does not pay for them."""
+    """Samples and bad samples are for tests, benchmarks and commands; a user's import does not pay for them."""
     for other, path in MODULES.items():
-        if not other.endswith(".spec"):
+        if not other.endswith(".spec") and not other.startswith(COMMANDS):
             assert name not in set(_imports(path)), f"{other} imports {name}"
 
 
@@ -109,6 +120,9 @@ os.environ = environment
 assert _torch_loads_triton or "triton" not in sys.modules, "triton was imported"
 assert not torch.cuda.is_initialized(), "CUDA was initialised"
 assert not seen, f"the environment was read: {seen}"
+heavy = [name for name in sys.modules if name.startswith(("fusedops.tune", "fusedops.doctor")) or name.endswith(".spec")
+         and name.startswith("fusedops")]
+assert not heavy, f"imported: {heavy}"
 assert fusedops.nn.FusedLayerNorm
 """
 
