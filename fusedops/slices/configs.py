@@ -6,7 +6,10 @@ from dataclasses import replace
 
 from ..core.question import Config, Question, around
 
-__all__ = ["backward", "candidates", "forward", "heuristic", "sum_partials", "valid", "widest"]
+__all__ = ["candidates", "heuristic", "sum_partials", "valid", "widest"]
+
+# Buckets of rows: up to 255, and up to 4095.
+_FEW, _SOME = 1, 2
 
 
 def widest(itemsize: int) -> int:
@@ -28,26 +31,43 @@ def _tile(itemsize: int, width: int, each: int, warps: int, *, equal: bool) -> C
     return Config(lanes, max(1, 32 * warps * each // lanes), warps)
 
 
-def forward(itemsize: int, width: int, align: int, *, equal: bool) -> Config:
-    """The forward: one tile a program.
+def _forward(itemsize: int, width: int, bucket: int, *, equal: bool, vectors: bool, apart: bool) -> Config:
+    """The forward: one tile a program, and short ones for few rows.
 
-    ``width`` is the widest slice's, ``align`` a factor that all widths have, ``equal`` whether all are the same.
+    ``width`` is the widest slice's, ``equal`` whether all are as wide, ``vectors`` whether all widths have a factor,
+    ``apart`` whether the slices are tensors of their own.
     """
-    each = 8 if itemsize > 2 else 32 if equal and align > 1 else 16
-    return _tile(itemsize, width, each, 4, equal=equal)
+    few = bucket <= (_SOME if equal else _FEW)
+    each = 8 if itemsize > 2 else 32 if equal and vectors else 16
+    if itemsize == 2 and (few or (apart and equal and width <= 64) or (not vectors and width <= 64)):
+        each = min(each, 16) if equal else 8
+    return _tile(itemsize, width, each, 2 if few and equal and width <= 8 else 4, equal=equal)
 
 
-def backward(itemsize: int, width: int, align: int, *, equal: bool) -> Config:
+def _backward(itemsize: int, width: int, bucket: int, *, equal: bool, vectors: bool) -> Config:
     """The backward: few programs, each with a loop over tiles.
 
-    Slices whose widths have no common factor, which ``align`` is then, load element by element: addresses and masks
-    take the registers of half a tile. A kernel for several widths has the registers of its largest part.
+    Slices whose widths have no common factor load element by element: addresses and masks take the registers of half
+    a tile. A kernel for several widths has the registers of its largest part.
     """
-    each = 16 if itemsize == 2 and equal and align > 1 else 8 if align > 1 else 4
-    tile = _tile(itemsize, width, each, 4 if equal else 2, equal=equal)
-    # Left alone, the compiler gets this one down to 128 registers by way of the stack.
-    registers = 168 if tile.warps == 8 and not equal else 0
-    return replace(tile, stages=3, per_sm=max(1, 16 // tile.warps), registers=registers)
+    if itemsize > 2:
+        tile = _tile(itemsize, width, 8 if vectors else 4, 4 if equal else 2, equal=equal)
+        return replace(tile, stages=3, per_sm=max(1, 16 // tile.warps))
+    if equal:
+        each, warps = (32 if width > 1024 else 16, 2) if width > 256 else (16, 4)
+        if bucket <= _FEW and width <= 256:
+            each, warps = 8, 2
+        tile = _tile(itemsize, width, each if vectors else 4, warps, equal=True)
+        crowd = 8 if (bucket > _FEW and width <= 16) or each == 32 else 16
+        return replace(tile, stages=3, per_sm=max(1, crowd // tile.warps))
+    if not vectors:
+        return (
+            Config(256, 1, 4, 3, 8) if width <= 256 else Config(256, max(2, width // 256), max(2, width // 256), 3, 8)
+        )
+    if width <= 256:
+        return Config(256, 2 if width > 128 and bucket > _SOME else 1, 1, 3, 16)
+    tile = _tile(itemsize, width, 16, 2, equal=False)
+    return replace(tile, stages=3, per_sm=max(1, 8 // tile.warps))
 
 
 def sum_partials() -> Config:
@@ -57,9 +77,11 @@ def sum_partials() -> Config:
 
 def heuristic(question: Question) -> Config:
     """The config where nobody measured."""
-    rule = forward if question.kernel == "slices_forward" else backward
-    align = 2 if "vectors" in question.variant else 1
-    return rule(question.itemsize, question.cols, align, equal="equal" in question.variant)
+    width, bucket, variant = question.cols, question.bucket, question.variant
+    equal, vectors = "equal" in variant, "vectors" in variant
+    if question.kernel == "slices_forward":
+        return _forward(question.itemsize, width, bucket, equal=equal, vectors=vectors, apart="sequence" in variant)
+    return _backward(question.itemsize, width, bucket, equal=equal, vectors=vectors)
 
 
 def valid(question: Question, config: Config) -> bool:
