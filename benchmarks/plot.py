@@ -18,6 +18,7 @@ _COLOURS = {  # Okabe and Ito's, which colour-blind readers can tell apart
     "compile": "#0072B2",
     "compile_max_autotune": "#56B4E9",
     "liger": "#009E73",
+    "transformers": "#CC79A7",
 }
 _LABELS = {
     "eager": "PyTorch eager",
@@ -25,6 +26,7 @@ _LABELS = {
     "compile": "torch.compile",
     "compile_max_autotune": "torch.compile, max-autotune",
     "liger": "Liger-Kernel",
+    "transformers": "Hugging Face transformers",
 }
 _MODES = {"fwd": "forward", "fwd_bwd": "forward + backward"}
 _LAUNCH_BOUND = 1 << 16
@@ -37,7 +39,8 @@ def draw(rows: Iterable[Row], path: Path, device: str) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    shown = [row for row in rows if elements(row.shape) > _LAUNCH_BOUND]
+    # A floor of zero, where nothing of the shape's size must move, has no fraction.
+    shown = [row for row in rows if elements(row.shape) > _LAUNCH_BOUND and row.floor_us]
     if not shown:
         raise ValueError("nothing to draw: no row is larger than the launch-bound shapes")
     ops = list(dict.fromkeys(row.op for row in shown))

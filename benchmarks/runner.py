@@ -15,7 +15,7 @@ from torch import Tensor
 from . import floors, providers, timing
 from .cases import Case
 from .results import Row
-from .values import Oracle
+from .values import oracle_of
 
 __all__ = ["Machine", "Plan", "run_case"]
 
@@ -86,7 +86,7 @@ def run_case(case: Case, plan: Plan, machine: Machine) -> list[Row]:
 
 
 def _judged(case: Case, plan: Plan, machine: Machine) -> dict[str, _Contender]:
-    oracle = Oracle(case, machine.device)
+    oracle = oracle_of(case, machine.device)
     contenders: dict[str, _Contender] = {}
     for name, modes in plan.modes().items():
         start = time.perf_counter()

@@ -82,6 +82,9 @@ class Spec:
         liger: builds Liger-Kernel's twin as a callable with the eager signature, or None where it has none.
         shapes: the shapes and dtypes that the benchmark times.
         functional: the functional's name, where it is not ``name``.
+        exact: nothing is computed with floating-point numbers, they are only moved or replaced: outputs are compared bit
+            for bit, and there is no backward to launch or to time.
+        transformers: builds the callable of Hugging Face's transformers, as ``liger`` does.
     """
 
     name: str
@@ -101,3 +104,5 @@ class Spec:
     promoted: tuple[str, ...] = ()
     combined: Callable[..., tuple[torch.Tensor, ...]] | None = None
     functional: str = ""
+    exact: bool = False
+    transformers: Callable[[], Callable[..., Any]] | None = None
