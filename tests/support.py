@@ -27,10 +27,10 @@ from fusedops.core.spec import Sample, Spec
 
 __all__ = [
     "ALL_SPECS",
-    "EVERY_SPEC",
-    "EXACT_SPECS",
     "DEVICE",
     "DTYPES",
+    "EVERY_SPEC",
+    "EXACT_SPECS",
     "HALF",
     "INTERPRETED",
     "KERNEL_PATH",

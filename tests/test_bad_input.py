@@ -7,7 +7,7 @@ import torch
 
 from fusedops.core import launch
 from fusedops.core.spec import BadSample, Spec
-from support import EVERY_SPEC, DEVICE
+from support import DEVICE, EVERY_SPEC
 
 BAD = [(spec, bad) for spec in EVERY_SPEC for bad in spec.bad_samples(DEVICE)]
 

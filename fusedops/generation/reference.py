@@ -25,7 +25,7 @@ def banned(input_ids: Tensor, cols: int, ngram_size: int, *, window: int | None 
     tokens = input_ids[:, last:].long()
     same = (tokens >= 0) & (tokens < cols)
     for behind in range(1, ngram_size):
-        same = same & (input_ids[:, last - behind : length - behind] == input_ids[:, length - behind, None])
+        same = same & (input_ids[:, last - behind : length - behind] == input_ids[:, -behind, None])
     if pad_token_id is not None:
         # Windows that begin with padding: all tokens up to their first are pad.
         same = same & (input_ids != pad_token_id).cumsum(1)[:, start : start + count].bool()

@@ -44,7 +44,7 @@ def _padded(ids: Tensor, pad: int) -> Tensor:
 _SHAPES = [(1, 1, 7), (2, 2, 1), (5, 3, 17), (4, 40, 17), (3, 41, 1000), (6, 9, 64), (33, 20, 131), (2, 100, 9001)]
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:  # noqa: C901, a table
+def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     def sample(name: str, shape: tuple[int, int, int], n: int, pad: int | None = None, allowed: float = 0.0,
                tokens: torch.dtype = torch.int64, **options: Any) -> Sample:  # fmt: skip
         """``shape`` is rows, length and vocabulary; ``allowed`` the part of the vocabulary that is."""
@@ -54,8 +54,9 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:  # n
         ids = _tokens(make, rows, length, cols)
         if pad is not None:
             ids, options = _padded(ids, pad), {**options, "pad_token_id": pad}
-        may = torch.rand(cols, generator=make.generator) < allowed if allowed else None
-        tensors = {"scores": scores, "input_ids": ids.to(device, tokens), "allowed": may if may is None else may.to(device)}
+        tensors: dict[str, Tensor | None] = {"scores": scores, "input_ids": ids.to(device, tokens), "allowed": None}
+        if allowed:
+            tensors["allowed"] = (torch.rand(cols, generator=make.generator) < allowed).to(device)
         return Sample(name, tensors, {"ngram_size": n, **options})
 
     for shape in _SHAPES:
