@@ -143,14 +143,14 @@ def test_compiled_processor() -> None:
 def _decoder() -> Any:
     transformers = _peers()
     config = transformers.GPT2Config(vocab_size=30, n_embd=16, n_layer=1, n_head=2, n_positions=64, bos_token_id=0,
-                                     eos_token_id=29, pad_token_id=0)  # fmt: skip
+                                     eos_token_id=None, pad_token_id=0)  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
 
 
 def _encoder_decoder() -> Any:
     transformers = _peers()
     config = transformers.T5Config(vocab_size=30, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2,
-                                   decoder_start_token_id=0, eos_token_id=29, pad_token_id=0)  # fmt: skip
+                                   decoder_start_token_id=0, eos_token_id=None, pad_token_id=0)  # fmt: skip
     return transformers.T5ForConditionalGeneration(config)
 
 
@@ -180,8 +180,7 @@ def test_generates_what_transformers_generates(build: Callable[[], Any], way: st
 
     def generate(**options: Any) -> Any:
         torch.manual_seed(3)
-        return model.generate(ids, attention_mask=mask, min_new_tokens=steps, max_new_tokens=steps, **WAYS[way],
-                              **options)  # fmt: skip
+        return model.generate(ids, attention_mask=mask, max_new_tokens=steps, **WAYS[way], **options)
 
     free, want = generate(), generate(no_repeat_ngram_size=2)
     with launch.record() as names:
@@ -207,7 +206,7 @@ def test_options_within_generate() -> None:
 
     def generate(**options: Any) -> list[int]:
         processor = FusedNoRepeatNGramLogitsProcessor(1, **options)
-        output = model.generate(ids, min_new_tokens=9, max_new_tokens=9, do_sample=False, logits_processor=[processor])
+        output = model.generate(ids, max_new_tokens=9, do_sample=False, logits_processor=[processor])
         return output[0, 20:].tolist()
 
     assert not set(generate()) & set(range(1, 21))

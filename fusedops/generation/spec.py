@@ -33,6 +33,14 @@ def _tokens(make: Maker, rows: int, length: int, vocabulary: int) -> Tensor:
     return spread[ids]
 
 
+def _planted(make: Maker, length: int, cols: int, n: int, at: tuple[int, ...]) -> Tensor:
+    """Rows without any repetition but one, in each row at another place."""
+    ids = torch.stack([torch.randperm(cols, generator=make.generator)[:length] for _ in at])
+    for row, place in zip(ids, at, strict=True):
+        row[length - n + 1 :] = row[place : place + n - 1].clone()
+    return ids
+
+
 def _padded(ids: Tensor, pad: int) -> Tensor:
     """The first rows padded on the left, each by another length, the very first altogether."""
     rows, length = ids.shape
@@ -69,8 +77,14 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     # Around the tiles: 4096 columns, 2048 windows.
     for cols in (4095, 4096, 4097, 50257):
         yield sample(f"{cols} columns", (3, 30, cols), 2)
-    for length in (2047, 2048, 2050, 6000):
+    for length in (2047, 2048, 2050):
         yield sample(f"length {length}", (2, length, 90), 3)
+    for n in (2, 16):
+        places = (0, 1, 2047, 2048, 4095, 4096, 5000, 5983)
+        planted = sample(f"one repetition, n={n}", (len(places), 1, 6100), n)
+        make = Maker(planted.name, device, dtype)
+        planted.tensors["input_ids"] = _planted(make, 6000, 6100, n, places).to(device)
+        yield planted
     yield sample("int32 tokens", (4, 40, 50), 3, tokens=torch.int32)
     yield sample("int32 tokens, padded", (4, 40, 50), 2, tokens=torch.int32, pad=49)
     for window in (1, 3, 4, 20, 100):
@@ -89,7 +103,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     outside = sample("tokens outside of the vocabulary", (6, 60, 8), 2)
     ids = outside.tensors["input_ids"]
     assert ids is not None
-    outside.tensors["input_ids"] = torch.where(ids == 7, 8, torch.where(ids == ids[:1, :1], -1, ids))
+    outside.tensors["input_ids"] = torch.where(ids == 7, 11, torch.where(ids == ids[:1, :1], -1, ids))
     yield outside
 
 
@@ -127,7 +141,7 @@ def _eager(scores: Tensor, input_ids: Tensor, ngram_size: int, *, window: int | 
 def _bad_samples(device: torch.device) -> Iterator[BadSample]:
     def bad(name: str, error: type[Exception], match: str, *, options: dict[str, Any] | None = None,
             **given: Any) -> BadSample:  # fmt: skip
-        good = {"scores": torch.randn(4, 8, device=device), "input_ids": ids, "allowed": allowed}
+        good = {"scores": torch.randn(4, 8, device=device), "input_ids": ids}
         return BadSample(name, {**good, **given}, {"ngram_size": 2, **(options or {})}, error, match)
 
     ids = torch.ones(4, 6, dtype=torch.int64, device=device)
