@@ -242,7 +242,7 @@ def _wanted(case: Case, options: argparse.Namespace) -> tuple[tuple[str, str], .
         names = [n for n in PROVIDERS if not options.quick or n == "fusedops" or (n == "eager" and case.launch_bound)]
     named = options.provider is not None
     present = [name for name in names if build(name, case.spec) is not None]
-    modes = options.mode or MODES
+    modes = [mode for mode in options.mode or MODES if mode in case.modes]
     return tuple((m, n) for m in modes for n in present if worthwhile(n, case, m, named=named))
 
 

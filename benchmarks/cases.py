@@ -50,6 +50,11 @@ class Case:
         return dtype_name(self.dtype)
 
     @property
+    def modes(self) -> tuple[str, ...]:
+        """The modes there are to time."""
+        return MODES[:1] if self.spec.exact else MODES
+
+    @property
     def elements(self) -> int:
         """How many elements the shape has."""
         return elements(self.shape)

@@ -27,6 +27,7 @@ PROVIDER_NAMES = {
     "compile": "torch.compile",
     "compile_max_autotune": "torch.compile, max-autotune",
     "liger": "Liger-Kernel",
+    "transformers": "transformers",
 }
 MODE_NAMES = {"fwd": "forward", "fwd_bwd": "forward + backward"}
 

@@ -20,6 +20,7 @@ _COLOURS = {
     "compile": COLOURS["torch.compile"],
     "compile_max_autotune": "#56B4E9",
     "liger": COLOURS["Liger-Kernel"],
+    "transformers": "#CC79A7",
 }
 
 
@@ -30,7 +31,8 @@ def draw(rows: Iterable[Row], path: Path, device: str) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    shown = [row for row in rows if not launch_bound(row)]
+    # A floor of zero, where nothing of the shape's size must move, has no fraction.
+    shown = [row for row in rows if not launch_bound(row) and row.floor_us]
     if not shown:
         raise ValueError("nothing to draw: no row is larger than the launch-bound shapes")
     ops = list(dict.fromkeys(row.op for row in shown))

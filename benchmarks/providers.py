@@ -44,12 +44,20 @@ def _compile_max_autotune(spec: Spec) -> Call:
 
 
 def _liger(spec: Spec) -> Call | None:
-    if spec.liger is None:
+    return _peer("liger", spec.liger)
+
+
+def _transformers(spec: Spec) -> Call | None:
+    return _peer("transformers", spec.transformers)
+
+
+def _peer(name: str, make: Callable[[], Call] | None) -> Call | None:
+    if make is None:
         return None
     try:
-        return spec.liger()
+        return make()
     except ImportError as error:
-        _warn_once(f"liger: left out, {error}")
+        _warn_once(f"{name}: left out, {error}")
         return None
 
 
@@ -60,6 +68,7 @@ PROVIDERS: dict[str, Callable[[Spec], Call | None]] = {
     "compile": _compile,
     "compile_max_autotune": _compile_max_autotune,
     "liger": _liger,
+    "transformers": _transformers,
 }
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from . import floors, providers, sweep, timing, warm
 from .cases import Case
 from .results import Book, Row, commit
-from .values import Oracle
+from .values import oracle_of
 
 __all__ = ["Machine", "Plan", "measure_all", "run_case", "this_machine"]
 
@@ -136,7 +136,7 @@ def measure_all(work: Sequence[sweep.Work], machine: Machine, book: Book, *, job
 
 
 def _judged(case: Case, plan: Plan, machine: Machine) -> dict[str, _Contender]:
-    oracle = Oracle(case, machine.device)
+    oracle = oracle_of(case, machine.device)
     contenders: dict[str, _Contender] = {}
     for name, modes in plan.modes().items():
         start = time.perf_counter()

@@ -18,7 +18,7 @@ from torch import Tensor
 from .cases import MODES, Case
 from .providers import Call
 
-__all__ = ["Oracle", "Verdict"]
+__all__ = ["ExactOracle", "Oracle", "Verdict", "oracle_of"]
 
 _SEED = 2027
 
@@ -147,6 +147,33 @@ class Oracle:
             if not error <= allowed:  # so that NaN fails
                 return f"{name} is off by {error:.3g}, allowed {allowed:.3g} (eager: {self.eager_error[name]:.3g})"
         return ""
+
+
+class ExactOracle:
+    """For operators that compute nothing with floating-point numbers: outputs are the reference's, or wrong."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        torch.manual_seed(_SEED)
+        sample = case.spec.benchmark(case.sides, case.dtype, device)
+        self.tensors, self.options = sample.tensors, sample.options
+        self.exact = self._run(case.spec.reference)
+
+    def judge(self, provider: str, call: Call, modes: Sequence[str] = ("fwd",)) -> Verdict:
+        """Runs the provider on a copy of the inputs, as it may write to them."""
+        for i, (seen, exact) in enumerate(zip(self._run(call), self.exact, strict=True)):
+            if seen.dtype != exact.dtype or not torch.equal(seen, exact):
+                return Verdict({"fwd": f"output {i} is not the reference's"})
+        return Verdict()
+
+    def _run(self, call: Call) -> tuple[Tensor, ...]:
+        tensors = {name: None if tensor is None else tensor.clone() for name, tensor in self.tensors.items()}
+        with torch.no_grad():
+            return _tuple(call(**tensors, **self.options))
+
+
+def oracle_of(case: Case, device: torch.device) -> Oracle | ExactOracle:
+    """The oracle that suits the case's operator."""
+    return ExactOracle(case, device) if case.spec.exact else Oracle(case, device)
 
 
 def _roundoff(dtype: torch.dtype) -> float:

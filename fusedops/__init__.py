@@ -3,6 +3,7 @@
 from . import nn as nn  # not in __all__: a star import must not put it in torch.nn's place
 from .activations.ops import bias_act, bias_gelu, geglu, gelu, glu, swiglu
 from .core.version import __version__
+from .generation.ops import no_repeat_ngram
 from .norms.ops import bias_dropout_add, bias_dropout_add_ln, bias_dropout_add_rms_norm, layer_norm, rms_norm
 from .slices.ops import batched_layer_norm_tanh
 
@@ -18,6 +19,7 @@ __all__ = [
     "gelu",
     "glu",
     "layer_norm",
+    "no_repeat_ngram",
     "rms_norm",
     "swiglu",
 ]

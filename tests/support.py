@@ -29,6 +29,8 @@ __all__ = [
     "ALL_SPECS",
     "DEVICE",
     "DTYPES",
+    "EVERY_SPEC",
+    "EXACT_SPECS",
     "HALF",
     "INTERPRETED",
     "KERNEL_PATH",
@@ -72,7 +74,10 @@ def _discover() -> tuple[Spec, ...]:
     return tuple(specs)
 
 
-ALL_SPECS = _discover()
+EVERY_SPEC = _discover()
+# Most properties are of floating-point arithmetic and its gradients; operators without have theirs in test_exact.py.
+ALL_SPECS = tuple(spec for spec in EVERY_SPEC if not spec.exact)
+EXACT_SPECS = tuple(spec for spec in EVERY_SPEC if spec.exact)
 
 
 # --- cases ---------------------------------------------------------------------------------------------------------
@@ -96,7 +101,7 @@ class Case:
 
 @cache
 def _catalogue(spec_name: str, dtype: torch.dtype) -> tuple[Sample, ...]:
-    spec = next(spec for spec in ALL_SPECS if spec.name == spec_name)
+    spec = next(spec for spec in EVERY_SPEC if spec.name == spec_name)
     samples = tuple(spec.samples(torch.device("meta"), dtype))
     assert len({sample.name for sample in samples}) == len(samples), f"{spec_name}: two samples of one name"
     return samples
@@ -112,15 +117,17 @@ def _affordable(spec: Spec, sample: Sample, dtype: torch.dtype) -> bool:
 
 
 def cases(
-    dtypes: Sequence[torch.dtype] = DTYPES, select: Callable[[Spec, Sample], bool] | None = None
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    select: Callable[[Spec, Sample], bool] | None = None,
+    specs: Sequence[Spec] = ALL_SPECS,
 ) -> pytest.MarkDecorator:
-    """Parametrises a test over ``case``: all specs, ``dtypes`` and those samples that ``select`` accepts.
+    """Parametrises a test over ``case``: all ``specs``, ``dtypes`` and those samples that ``select`` accepts.
 
     ``select`` sees the sample on the meta device: shapes, dtypes and options, no values.
     """
     found = [
         Case(spec, dtype, sample.name)
-        for spec in ALL_SPECS
+        for spec in specs
         for dtype in dtypes
         for sample in _catalogue(spec.name, dtype)
         if _affordable(spec, sample, dtype)

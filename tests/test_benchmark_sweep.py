@@ -17,7 +17,7 @@ from benchmarks import __main__ as command
 from benchmarks import results, runner, sweep, timing, warm
 from benchmarks.cases import DTYPES, Case
 
-SPECS = made_up.SPECS
+SPECS = {name: spec for name, spec in made_up.SPECS.items() if not spec.exact}
 CPU = torch.device("cpu")
 
 

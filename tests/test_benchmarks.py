@@ -9,11 +9,12 @@ from benchmarks import __main__ as command
 from benchmarks import floors, providers, results, runner, targets, timing
 from benchmarks.cases import Case, cases, discover
 from benchmarks.results import Row
-from benchmarks.values import Oracle
+from benchmarks.values import ExactOracle, Oracle, oracle_of
 from fusedops.core.spec import Spec
 
 CPU = torch.device("cpu")
 SPECS = {spec.name: spec for spec in discover()}
+EXACT = sorted(name for name, spec in SPECS.items() if spec.exact)
 
 
 def row(provider="fusedops", gpu=100.0, loop=200.0, *, op="layer_norm", shape="8192x4096", mode="fwd_bwd", **changes):
@@ -229,7 +230,7 @@ DROPOUT = ("bias_dropout_add", "bias_dropout_add_ln", "bias_dropout_add_rms_norm
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("op", sorted(SPECS))
 def test_right_providers_pass(op, dtype):
-    oracle = Oracle(case_of(op, dtype=dtype), CPU)
+    oracle = oracle_of(case_of(op, dtype=dtype), CPU)
     for name in ("fusedops", "eager"):
         verdict = oracle.judge(name, providers.build(name, SPECS[op]))
         assert not verdict.wrong
@@ -271,7 +272,7 @@ class _Skewed(torch.autograd.Function):
         return dy
 
 
-@pytest.mark.parametrize("op", sorted(SPECS))
+@pytest.mark.parametrize("op", sorted(SPECS.keys() - EXACT))
 def test_wrong_gradients_are_refused_and_right_outputs_still_timed(op):
     spec = SPECS[op]
 
@@ -340,6 +341,28 @@ def test_a_vanishing_gradient_does_not_hide_the_mask():
     oracle = Oracle(case, CPU)
     oracle.cotangents = tuple(c.masked_fill(torch.rand_like(c) < 0.01, 0.0) for c in oracle.cotangents)
     assert not oracle.judge("eager", case.spec.eager).wrong
+
+
+@pytest.mark.parametrize("op", EXACT)
+def test_exact_operators_are_held_to_the_bit(op):
+    """One wrong element, a last bit, another dtype; what writes to its inputs does not spoil them for the next."""
+    oracle = oracle_of(case_of(op), CPU)
+    assert isinstance(oracle, ExactOracle)
+    for change in (lambda out: out.index_fill(1, torch.tensor([5]), -torch.inf), lambda out: out.double(),
+                   lambda out: torch.nextafter(out, out + 1.0)):  # fmt: skip
+        assert oracle.judge("eager", altered(SPECS[op], change)).wrong == {"fwd": "output 0 is not the reference's"}
+    for name in providers.PROVIDERS:
+        call = providers.build(name, SPECS[op]) if not name.startswith("compile") else None
+        assert call is None or not oracle.judge(name, call).wrong, name
+
+
+@pytest.mark.parametrize("op", EXACT)
+def test_exact_operators_have_no_backward_to_time(op):
+    (case, *_) = cases([SPECS[op]])
+    assert case.modes == ("fwd",)
+    options = command._parser().parse_args(["run", "--provider", "fusedops"])
+    assert command._wanted(case, options) == (("fwd", "fusedops"),)
+    assert case_of("layer_norm").modes == ("fwd", "fwd_bwd")
 
 
 # --- one case, its timing replaced --------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from fusedops.core import cache, launch, tuning
-from support import ALL_SPECS, INTERPRETED
+from support import EVERY_SPEC, INTERPRETED
 
 triton = pytest.importorskip("triton")
 compiler = pytest.importorskip("triton.backends.compiler")
@@ -44,7 +44,7 @@ def plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> Pl
     ``other``, where given, is another dtype for the further tensors: then of each family the plans that move most.
     """
     found: Plans = {}
-    for spec_module in dict.fromkeys(spec.samples.__module__ for spec in ALL_SPECS):
+    for spec_module in dict.fromkeys(spec.samples.__module__ for spec in EVERY_SPEC):
         family = importlib.import_module(spec_module)
         if hasattr(family, "compiled_plans"):
             found |= family.compiled_plans(cols, dtype, other)

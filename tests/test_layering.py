@@ -118,6 +118,7 @@ os.getenv = lambda key, default=None: seen.append(key) or environment.get(key, d
 import fusedops
 os.environ = environment
 assert _torch_loads_triton or "triton" not in sys.modules, "triton was imported"
+assert "transformers" not in sys.modules, "transformers was imported"
 assert not torch.cuda.is_initialized(), "CUDA was initialised"
 assert not seen, f"the environment was read: {seen}"
 heavy = [name for name in sys.modules if name.startswith(("fusedops.tune", "fusedops.doctor")) or name.endswith(".spec")

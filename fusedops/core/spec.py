@@ -100,6 +100,9 @@ class Spec:
         shapes: the shapes and dtypes that the benchmark times.
         functional: the functional's name, where it is not ``name``.
         sweep: the lines along which the benchmark's sweeps vary the shape.
+        exact: nothing is computed with floating-point numbers, they are only moved or replaced: outputs are compared bit
+            for bit, and there is no backward to launch or to time.
+        transformers: builds the callable of Hugging Face's transformers, as ``liger`` does.
     """
 
     name: str
@@ -120,3 +123,5 @@ class Spec:
     combined: Callable[..., tuple[torch.Tensor, ...]] | None = None
     functional: str = ""
     sweep: Sweep = Sweep()
+    exact: bool = False
+    transformers: Callable[[], Callable[..., Any]] | None = None

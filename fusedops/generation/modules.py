@@ -1,0 +1,79 @@
+"""A logits processor for `transformers`' ``generate``; it needs nothing of that library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ops
+
+__all__ = ["FusedNoRepeatNGramLogitsProcessor"]
+
+_NAME = "FusedNoRepeatNGramLogitsProcessor"
+
+
+class FusedNoRepeatNGramLogitsProcessor:
+    """No n-gram twice: a drop-in for `transformers.NoRepeatNGramLogitsProcessor`.
+
+    ``model.generate(…, logits_processor=[FusedNoRepeatNGramLogitsProcessor(3)])``, in place of
+    ``no_repeat_ngram_size=3``.
+
+    Args:
+        ngram_size: n, at least 1.
+        window: only n-grams within the last ``window`` tokens count; None for all.
+        allowed: ids of tokens that are never banned.
+        prompt_length: n-grams that touch the first ``prompt_length`` tokens do not count; with padded prompts, the
+            padding is part of it.
+        pad_token_id: n-grams that touch padding at the beginning do not count; None to take it for text.
+        inplace: write to the scores that come in. In ``generate`` that is right unless ``output_logits`` asks for them.
+    Shape:
+        input_ids: ``(B, L)``; scores: ``(B, V)``. Returns ``(B, V)``.
+    Raises:
+        ValueError: an argument is out of range, or a shape does not fit.
+        TypeError: an argument is of another type or dtype.
+        RuntimeError: the tensors are on different devices.
+    Numerics: nothing is computed with the scores.
+    Source: as `fusedops.no_repeat_ngram`, which it calls.
+    """
+
+    def __init__(self, ngram_size: int, *, window: int | None = None, allowed: Iterable[int] = (),
+                 prompt_length: int = 0, pad_token_id: int | None = None, inplace: bool = False) -> None:  # fmt: skip
+        ops.check_rule(_NAME, ngram_size, window, prompt_length, pad_token_id)
+        self.ngram_size, self.window, self.prompt_length = ngram_size, window, prompt_length
+        self.pad_token_id, self.inplace = pad_token_id, inplace
+        self.allowed = tuple(allowed)
+        if not all(isinstance(token, int) and token >= 0 for token in self.allowed):
+            raise ValueError(f"{_NAME}: allowed must hold token ids, got {self.allowed}")
+        self._masks: dict[tuple[int, torch.device], Tensor] = {}
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The scores with minus infinity for every token that would repeat an n-gram; see the class."""
+        return ops.no_repeat_ngram(
+            input_ids, scores, self.ngram_size, window=self.window,
+            allowed=self._mask(scores.shape[-1], scores.device) if self.allowed else None,
+            prompt_length=self.prompt_length, pad_token_id=self.pad_token_id, inplace=self.inplace,
+        )  # fmt: skip
+
+    def _mask(self, cols: int, device: torch.device) -> Tensor:
+        """The allowed tokens among ``cols``, made once for a device."""
+        mask = self._masks.get((cols, device))
+        if mask is None:
+            if max(self.allowed) >= cols:
+                raise ValueError(f"{_NAME}: allowed holds token {max(self.allowed)}, expected less than {cols}")
+            mask = torch.zeros(cols, dtype=torch.bool)
+            mask[list(self.allowed)] = True
+            mask = self._masks[cols, device] = mask.to(device)
+        return mask
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the masks, which are made again where they are needed."""
+        return {**self.__dict__, "_masks": {}}
+
+    def __repr__(self) -> str:
+        given = {"window": None, "allowed": (), "prompt_length": 0, "pad_token_id": None, "inplace": False}
+        options = [f"{name}={getattr(self, name)!r}" for name, default in given.items()
+                   if getattr(self, name) != default]  # fmt: skip
+        return f"{_NAME}({', '.join([str(self.ngram_size), *options])})"

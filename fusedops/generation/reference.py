@@ -1,0 +1,47 @@
+"""The generation family in plain torch: the CPU path, the tests' oracle, and what gradients go through."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["banned", "first_window", "no_repeat_ngram"]
+
+
+def first_window(length: int, window: int | None, prompt_length: int) -> int:
+    """Where the first n-gram that counts may begin."""
+    return prompt_length if window is None else max(prompt_length, length - window)
+
+
+def banned(input_ids: Tensor, cols: int, ngram_size: int, *, window: int | None = None, allowed: Tensor | None = None,
+           prompt_length: int = 0, pad_token_id: int | None = None) -> Tensor | None:  # fmt: skip
+    """``(B, cols)``, True for the tokens that would repeat an n-gram; None where the rows are too short for any."""
+    length = input_ids.shape[1]
+    start = first_window(length, window, prompt_length)
+    count = length - ngram_size + 1 - start
+    if count <= 0:
+        return None
+    last = start + ngram_size - 1
+    tokens = input_ids[:, last:].long()
+    same = (tokens >= 0) & (tokens < cols)
+    for behind in range(1, ngram_size):
+        same = same & (input_ids[:, last - behind : length - behind] == input_ids[:, -behind, None])
+    if pad_token_id is not None:
+        # Windows that begin with padding: all tokens up to their first are pad.
+        same = same & (input_ids != pad_token_id).cumsum(1)[:, start : start + count].bool()
+    # What is not banned goes to one more column, so that the number of bans need not be known.
+    column = torch.where(same, tokens, cols)
+    mask = torch.zeros(input_ids.shape[0], cols + 1, dtype=torch.bool, device=input_ids.device)
+    mask = mask.scatter(1, column, True)[:, :cols]
+    return mask if allowed is None else mask & ~allowed
+
+
+def no_repeat_ngram(input_ids: Tensor, scores: Tensor, ngram_size: int, *, window: int | None = None,
+                    allowed: Tensor | None = None, prompt_length: int = 0, pad_token_id: int | None = None,
+                    inplace: bool = False) -> Tensor:  # fmt: skip
+    """The scores with minus infinity for the banned tokens."""
+    mask = banned(input_ids, scores.shape[1], ngram_size, window=window, allowed=allowed, prompt_length=prompt_length,
+                  pad_token_id=pad_token_id)  # fmt: skip
+    if mask is None:
+        return scores if inplace else scores.clone()
+    return scores.masked_fill_(mask, -torch.inf) if inplace else scores.masked_fill(mask, -torch.inf)

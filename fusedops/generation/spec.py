@@ -1,0 +1,243 @@
+"""The generation family's samples, bad samples, bytes moved and benchmark shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.spec import BadSample, Maker, Sample, Shape, Spec, Sweep
+from . import launching, ops, reference
+
+__all__ = ["SPECS", "compiled_plans"]
+
+
+# --- samples ------------------------------------------------------------------------------------------------------
+
+
+def _tokens(make: Maker, rows: int, length: int, vocabulary: int) -> Tensor:
+    """Rows of which every second repeats itself, with periods of 1 to 5 tokens, and the others are random.
+
+    Tokens are few, but spread over the whole vocabulary, so that bans are as well.
+    """
+    few = min(vocabulary, 5)
+    spread = torch.randperm(vocabulary, generator=make.generator)[:few]
+    spread[-1] = vocabulary - 1
+    ids = torch.randint(few, (rows, length), generator=make.generator)
+    at = torch.arange(length)
+    for row in range(0, rows, 2):
+        ids[row] = ids[row][at % (row // 2 % 5 + 1)] if length else ids[row]
+    return spread[ids]
+
+
+def _planted(make: Maker, length: int, cols: int, n: int, at: tuple[int, ...]) -> Tensor:
+    """Rows without any repetition but one, in each row at another place."""
+    ids = torch.stack([torch.randperm(cols, generator=make.generator)[:length] for _ in at])
+    for row, place in zip(ids, at, strict=True):
+        row[length - n + 1 :] = row[place : place + n - 1].clone()
+    return ids
+
+
+def _padded(ids: Tensor, pad: int) -> Tensor:
+    """The first rows padded on the left, each by another length, the very first altogether."""
+    rows, length = ids.shape
+    for row in range(rows - 1):
+        ids[row, : length - row * length // max(rows, 1)] = pad
+    return ids
+
+
+_SHAPES = [(1, 1, 7), (2, 2, 1), (5, 3, 17), (4, 40, 17), (3, 41, 1000), (6, 9, 64), (33, 20, 131), (2, 100, 9001)]
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def sample(name: str, shape: tuple[int, int, int], n: int, pad: int | None = None, allowed: float = 0.0,
+               tokens: torch.dtype = torch.int64, **options: Any) -> Sample:  # fmt: skip
+        """``shape`` is rows, length and vocabulary; ``allowed`` the part of the vocabulary that is."""
+        rows, length, cols = shape
+        make = Maker(name, device, dtype)
+        scores = make(rows, cols)
+        ids = _tokens(make, rows, length, cols)
+        if pad is not None:
+            ids, options = _padded(ids, pad), {**options, "pad_token_id": pad}
+        tensors: dict[str, Tensor | None] = {"scores": scores, "input_ids": ids.to(device, tokens), "allowed": None}
+        if allowed:
+            tensors["allowed"] = (torch.rand(cols, generator=make.generator) < allowed).to(device)
+        return Sample(name, tensors, {"ngram_size": n, **options})
+
+    for shape in _SHAPES:
+        for n in (1, 2, 3):
+            yield sample(f"shape {'x'.join(map(str, shape))}, n={n}", shape, n)
+    for n in (4, 8, 15, 16):
+        yield sample(f"n={n}", (9, 60, 70), n)
+    for length in (0, 15, 16, 17):
+        yield sample(f"n=16, length {length}", (10, length, 33), 16)
+    # Around the tiles: 4096 columns, 2048 windows.
+    for cols in (4095, 4096, 4097, 50257):
+        yield sample(f"{cols} columns", (3, 30, cols), 2)
+    for length in (2047, 2048, 2050):
+        yield sample(f"length {length}", (2, length, 90), 3)
+    for n in (2, 16):
+        places = (0, 1, 2047, 2048, 4095, 4096, 5000, 5983)
+        planted = sample(f"one repetition, n={n}", (len(places), 1, 6100), n)
+        make = Maker(planted.name, device, dtype)
+        planted.tensors["input_ids"] = _planted(make, 6000, 6100, n, places).to(device)
+        yield planted
+    yield sample("int32 tokens", (4, 40, 50), 3, tokens=torch.int32)
+    yield sample("int32 tokens, padded", (4, 40, 50), 2, tokens=torch.int32, pad=49)
+    for window in (1, 3, 4, 20, 100):
+        yield sample(f"window {window}", (6, 60, 40), 3, window=window)
+    for prompt in (1, 37, 58, 60, 99):
+        yield sample(f"prompt {prompt}", (6, 60, 40), 3, prompt_length=prompt)
+    yield sample("window and prompt", (6, 60, 40), 2, window=30, prompt_length=25)
+    for n in (1, 2, 5):
+        yield sample(f"padded, n={n}", (8, 40, 30), n, pad=29)
+    yield sample("padded with a token that no row has", (8, 40, 30), 2, pad=-100)
+    yield sample("padded, window and prompt", (8, 40, 30), 2, pad=29, window=25, prompt_length=5)
+    yield sample("padded by more than a tile", (3, 4500, 30), 2, pad=29)
+    for part in (0.5, 1.0):
+        yield sample(f"{part} allowed", (6, 60, 8), 1, allowed=part)
+    yield sample("allowed, padded", (6, 60, 8), 2, allowed=0.5, pad=7)
+    outside = sample("tokens outside of the vocabulary", (6, 60, 8), 2)
+    ids = outside.tensors["input_ids"]
+    assert ids is not None
+    outside.tensors["input_ids"] = torch.where(ids == 7, 11, torch.where(ids == ids[:1, :1], -1, ids))
+    yield outside
+
+
+def _few_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """For what differs from another operator in the benchmark alone."""
+    yield from (sample for sample in _samples(device, dtype) if sample.name.startswith("shape 33x20x131"))
+
+
+def _reference(scores: Tensor, input_ids: Tensor, ngram_size: int, **options: Any) -> tuple[Tensor]:
+    return (reference.no_repeat_ngram(input_ids, scores, ngram_size, **options),)
+
+
+def _eager(scores: Tensor, input_ids: Tensor, ngram_size: int, *, window: int | None = None,
+           allowed: Tensor | None = None, prompt_length: int = 0, pad_token_id: int | None = None,
+           inplace: bool = False) -> tuple[Tensor]:  # fmt: skip
+    """The definition, row by row on the host."""
+    out = scores if inplace else scores.clone()
+    never = set() if allowed is None else set(allowed.nonzero().flatten().tolist())
+    for row, tokens in enumerate(input_ids.tolist()):
+        first = prompt_length if window is None else max(prompt_length, len(tokens) - window)
+        padding = 0
+        while padding < len(tokens) and tokens[padding] == pad_token_id:
+            padding += 1
+        counted = tokens[max(first, padding) :]
+        prefix = counted[len(counted) - ngram_size + 1 :]
+        ngrams = (counted[i : i + ngram_size] for i in range(len(counted) - ngram_size + 1))
+        banned = {ngram[-1] for ngram in ngrams if ngram[:-1] == prefix} - never
+        out[row, [token for token in banned if 0 <= token < scores.shape[1]]] = -torch.inf
+    return (out,)
+
+
+# --- bad samples --------------------------------------------------------------------------------------------------
+
+
+def _bad_samples(device: torch.device) -> Iterator[BadSample]:
+    def bad(name: str, error: type[Exception], match: str, *, options: dict[str, Any] | None = None,
+            **given: Any) -> BadSample:  # fmt: skip
+        good = {"scores": torch.randn(4, 8, device=device), "input_ids": ids}
+        return BadSample(name, {**good, **given}, {"ngram_size": 2, **(options or {})}, error, match)
+
+    ids = torch.ones(4, 6, dtype=torch.int64, device=device)
+    allowed = torch.zeros(8, dtype=torch.bool, device=device)
+    yield bad("n of zero", ValueError, "ngram_size must be at least 1, got 0", options={"ngram_size": 0})
+    yield bad("fractional n", TypeError, "ngram_size must be an integer, got float", options={"ngram_size": 2.0})
+    yield bad("window of zero", ValueError, "window must be at least 1, got 0", options={"window": 0})
+    yield bad("window is no number", TypeError, "window must be an integer, got str", options={"window": "8"})
+    yield bad("negative prompt", ValueError, "prompt_length must be at least 0, got -1", options={"prompt_length": -1})
+    yield bad("prompt is None", TypeError, "prompt_length must be an integer, got NoneType",
+              options={"prompt_length": None})  # fmt: skip
+    yield bad("pad token is a tensor", TypeError, "pad_token_id must be an integer or None, got Tensor",
+              options={"pad_token_id": ids[0, 0]})  # fmt: skip
+    yield bad("scores are no tensor", TypeError, "scores must be a torch.Tensor, got list", scores=[[1.0]])
+    yield bad("integer scores", TypeError, r"scores has dtype torch\.int64", scores=torch.ones_like(ids))
+    yield bad("scores of one dimension", ValueError, r"scores has shape \(8,\), expected two dimensions",
+              scores=torch.randn(8, device=device))  # fmt: skip
+    yield bad("tokens are no tensor", TypeError, "input_ids must be a torch.Tensor, got list", input_ids=[[1, 2]])
+    yield bad("floating-point tokens", TypeError, r"input_ids has dtype torch\.float32, expected torch\.int64",
+              input_ids=ids.float())  # fmt: skip
+    yield bad("tokens of 16 bits", TypeError, r"input_ids has dtype torch\.int16", input_ids=ids.short())
+    yield bad("tokens of one dimension", ValueError, r"input_ids has shape \(6,\), expected two", input_ids=ids[0])
+    yield bad("rows that differ", ValueError, "input_ids has 3 rows, expected 4 as scores", input_ids=ids[:3])
+    yield bad("tokens on another device", RuntimeError, "input_ids is on meta, expected", input_ids=ids.to("meta"))
+    yield bad("allowed is a list", TypeError, "allowed must be a torch.Tensor, got list", allowed=[3])
+    yield bad("allowed tokens by number", TypeError, r"allowed has dtype torch\.int64, expected torch\.bool",
+              allowed=ids[0])  # fmt: skip
+    yield bad("allowed of another width", ValueError, r"allowed has shape \(7,\), expected \(8,\)",
+              allowed=allowed[:7])  # fmt: skip
+    yield bad("allowed on another device", RuntimeError, "allowed is on meta, expected", allowed=allowed.to("meta"))
+    yield bad("in place on expanded rows", ValueError, r"scores is expanded, with strides \(0, 1\)",
+              scores=torch.randn(1, 8, device=device).expand(4, 8), options={"inplace": True})  # fmt: skip
+
+
+# --- benchmarks ---------------------------------------------------------------------------------------------------
+
+
+def _benchmark(shape: Shape, dtype: torch.dtype, device: torch.device, *, length: int = 1024) -> Sample:
+    """Random tokens of a vocabulary so small that about a tenth of all rows have something to ban."""
+    rows, cols = map(int, shape)
+    few = min(max(int((10 * length) ** 0.5), 1), cols)
+    ids = torch.randint(few, (rows, length), device=device)
+    tensors = {"scores": torch.randn(rows, cols, dtype=dtype, device=device), "input_ids": ids}
+    return Sample(f"{rows}x{cols}", dict(tensors), {"ngram_size": 3})
+
+
+def _transformers() -> Callable[..., Any]:
+    from transformers import NoRepeatNGramLogitsProcessor
+
+    return lambda scores, input_ids, ngram_size: (NoRepeatNGramLogitsProcessor(ngram_size)(input_ids, scores),)
+
+
+def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> dict[str, Callable[[], object]]:
+    """Functions that build all variants; these know no width, so that one width has them all."""
+    if other is not None or cols not in (1024, 4096):
+        return {}
+
+    def build(tokens: torch.dtype, inplace: bool) -> None:
+        for options in (True, False):
+            launching._plan(launching.site_of(-1, tokens, dtype, options, options, inplace), not inplace)
+
+    return {
+        "no_repeat_ngram": partial(build, torch.int64, False),
+        "no_repeat_ngram, int32": partial(build, torch.int32, False),
+        "no_repeat_ngram, in place": partial(build, torch.int64, True),
+    }
+
+
+def _spec(name: str, length: int, shapes: tuple[Shape, ...], inplace: bool = False) -> Spec:
+    return Spec(
+        name=name,
+        functional="no_repeat_ngram",
+        call=partial(ops.no_repeat_ngram, inplace=True) if inplace else ops.no_repeat_ngram,
+        reference=_reference,
+        eager=_eager,
+        combined=_reference,
+        tensors=("scores", "input_ids", "allowed"),
+        has_dropout=False,
+        exact=True,
+        samples=_samples if length == 1024 else _few_samples,
+        bad_samples=_bad_samples,
+        benchmark=partial(_benchmark, length=length),
+        passes={"fwd": 0 if inplace else 2},
+        launches=(1, 0),
+        sweep=Sweep(hidden=(), rows=()),
+        kept=0,
+        shapes=tuple((shape, torch.float32) for shape in shapes),
+        transformers=_transformers,
+    )
+
+
+# What a step of a generation sees: GPT-2's vocabulary and T5's, after 1024 and 32,768 tokens.
+_SHAPES_TIMED: tuple[Shape, ...] = ((256, 50257), (256, 32128), (8, 50257))
+SPECS = (
+    _spec("no_repeat_ngram", 1024, _SHAPES_TIMED),
+    _spec("no_repeat_ngram_32k", 32768, _SHAPES_TIMED[2:]),
+    _spec("no_repeat_ngram_inplace", 1024, _SHAPES_TIMED, inplace=True),
+    _spec("no_repeat_ngram_inplace_32k", 32768, _SHAPES_TIMED[2:], inplace=True),
+)

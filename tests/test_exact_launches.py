@@ -1,0 +1,252 @@
+"""Operators that compute nothing with floating-point numbers: one launch, no waiting, and one node in any graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from exact import copies, every, expected, inplace, same, sized
+from fusedops.core import launch
+from fusedops.core.spec import Sample, Spec
+from support import DEVICE, EXACT_SPECS, Case, as_tuple, cases
+
+# --- launches -----------------------------------------------------------------------------------------------------
+
+
+@cases((torch.float32,), specs=EXACT_SPECS)
+@pytest.mark.kernels
+def test_at_most_as_many_launches_as_the_spec_says(case: Case) -> None:
+    sample = case.sample()
+    with launch.record() as names:
+        outputs = as_tuple(case.spec.call(**sample.tensors, **sample.options))
+    assert len(outputs) == 1
+    # In place nothing need be launched where no token can be banned.
+    assert len(names) == case.spec.launches[0] or (inplace(case.spec) and not names)
+
+
+@every
+def test_the_plain_cpu_launches_nothing(spec: Spec, kernel_path: bool) -> None:
+    """And the kernel path does: no silent fall-back in either direction."""
+    sample = sized(spec, (5, 40))
+    with launch.record() as names:
+        spec.call(**sample.tensors, **sample.options)
+    assert len(names) == (spec.launches[0] if kernel_path else 0)
+
+
+@every
+@pytest.mark.kernels
+def test_new_sizes_build_no_variant(spec: Spec) -> None:
+    """Rows grow by a token a step: no size is in any key, but whether rows are aligned."""
+
+    def run(rows: int, cols: int, length: int, n: int) -> None:
+        sample = sized(spec, (rows, cols))
+        ids = sample.tensors["input_ids"][:, :length].contiguous()
+        spec.call(**{**sample.tensors, "input_ids": ids}, **{**sample.options, "ngram_size": n})
+
+    run(4, 48, 9, 3)
+    run(4, 49, 9, 3)
+    built = launch.variants()
+    for rows, cols in ((1, 48), (16, 16), (2, 5001), (1, 1), (2, 8192)):
+        for length, n in ((1, 1), (2, 1), (16, 16), (100, 2)):
+            run(rows, cols, length, n)
+    assert launch.variants() == built
+
+
+@every
+@pytest.mark.kernels
+def test_no_elements_launch_nothing(spec: Spec) -> None:
+    for shape in ((0, 48), (4, 0)):
+        scores = torch.randn(shape, device=DEVICE)
+        ids = torch.zeros(shape[0], 9, dtype=torch.int64, device=DEVICE)
+        with launch.record() as names:
+            (output,) = as_tuple(spec.call(scores=scores, input_ids=ids, ngram_size=2))
+        assert names == []
+        assert output.shape == shape
+
+
+@every
+@pytest.mark.gpu
+def test_one_kernel_and_no_waiting(spec: Spec) -> None:
+    """On the GPU nothing else runs, no hidden copy or fill, and the host does not wait for the device."""
+    sample = sized(spec, (64, 32128))
+    torch.use_deterministic_algorithms(False)  # the poison of fresh memory is itself a kernel
+    spec.call(**sample.tensors, **sample.options)
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            spec.call(**sample.tensors, **sample.options)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(kernels) == 1, kernels
+
+
+@every
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(40, 50257), (300, 4096), (2, 70001)], ids=str)
+def test_under_races(spec: Spec, shape: tuple[int, int]) -> None:
+    """Copy and bans meet in one launch: at many programs, and again and again, no copy lands on a ban."""
+    sample = sized(spec, shape)
+    sample.tensors["input_ids"] = torch.randint(4, sample.tensors["input_ids"].shape, device=DEVICE) * (shape[1] // 4)
+    (want,) = spec.reference(**copies(sample.tensors), **sample.options)
+    for _ in range(50):
+        assert torch.equal(as_tuple(spec.call(**copies(sample.tensors), **sample.options))[0], want)
+
+
+@every
+@pytest.mark.gpu
+def test_graph_capture(spec: Spec) -> None:
+    """A replay sees the tokens that are there at the time."""
+    sample = sized(spec, (8, 1000))
+    ids, scores = sample.tensors["input_ids"], sample.tensors["scores"]
+    clean = scores.clone()
+    spec.call(**sample.tensors, **sample.options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (output,) = as_tuple(spec.call(**sample.tensors, **sample.options))
+    for tokens in (3, 30):
+        scores.copy_(clean)
+        ids.random_(0, tokens)
+        graph.replay()
+        assert torch.equal(output, spec.eager(clean.clone(), ids, **sample.options)[0])
+
+
+@every
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("current", [0, 1])
+def test_another_device(spec: Spec, current: int) -> None:
+    sample = spec.benchmark((8, 1000), torch.float32, torch.device("cuda", 1 - current))
+    wanted = expected(spec, sample)
+    with torch.cuda.device(current):
+        outputs = as_tuple(spec.call(**sample.tensors, **sample.options))
+        assert torch.cuda.current_device() == current
+    assert all(map(same, outputs, wanted))
+
+
+@every
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_past_32_bits(spec: Spec) -> None:
+    rows = 2**31 // 50257 + 9
+    sample = spec.benchmark((rows, 50257), torch.bfloat16, DEVICE)
+    parts = [slice(0, 2), slice(2**31 // 50257 - 2, 2**31 // 50257 + 2), slice(rows - 2, rows)]
+    ids = sample.tensors["input_ids"]
+    for part in parts:
+        ids[part] = torch.randint(3, ids[part].shape, device=DEVICE) * 25000
+    wanted = [spec.eager(sample.tensors["scores"][part].clone(), ids[part], **sample.options)[0] for part in parts]
+    (output,) = as_tuple(spec.call(**sample.tensors, **sample.options))
+    for part, want in zip(parts, wanted, strict=True):
+        assert want.isinf().any()
+        assert same(output[part], want)
+
+
+# --- tracing ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def _function(spec: Spec, sample: Sample) -> Callable[..., Any]:
+    return lambda *tensors: spec.call(**dict(zip(spec.tensors, tensors, strict=True)), **sample.options)
+
+
+def _traced(spec: Spec, sample: Sample) -> bool:
+    return sample.name in ("shape 6x9x64, n=2", "allowed, padded", "padded, window and prompt", "n=16, length 15")
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@cases((torch.float32,), _traced, EXACT_SPECS)
+def test_compiled(case: Case) -> None:
+    """One graph; an operator in place changes its argument there too."""
+    spec, sample = case.spec, case.sample()
+    wanted = expected(spec, sample)
+    backend = "inductor" if DEVICE.type == "cuda" else "aot_eager"
+    compiled = torch.compile(_function(spec, sample), fullgraph=True, backend=backend)
+    tensors = [sample.tensors.get(name) for name in spec.tensors]
+    before = tensors[0].clone()
+    (output,) = as_tuple(compiled(*tensors))
+    assert same(output, wanted[0])
+    assert same(tensors[0], wanted[0] if inplace(spec) else before)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@every
+def test_new_lengths_do_not_recompile(spec: Spec) -> None:
+    """A generation adds a token a step: the second step makes the graph dynamic, for good."""
+    counter = CompileCounterWithBackend("aot_eager")
+    sample = sized(spec, (3, 20))
+    compiled = torch.compile(_function(spec, sample), fullgraph=True, backend=counter)
+    for length in range(10, 20):
+        tensors = {**copies(sample.tensors), "input_ids": sample.tensors["input_ids"][:, :length].contiguous()}
+        compiled(*(tensors.get(name) for name in spec.tensors))
+    assert counter.frame_count == 2
+
+
+class _Recorder(TorchDispatchMode):
+    """Keeps every call of the library's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "fusedops":
+            self.calls.append((func, tuple(a.clone() if isinstance(a, Tensor) else a for a in args)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.kernels
+@cases((torch.float32,), _traced, EXACT_SPECS)
+def test_opcheck(case: Case) -> None:
+    sample = case.sample()
+    wanted = expected(case.spec, sample)
+    with _Recorder() as recorder:
+        outputs = as_tuple(case.spec.call(**sample.tensors, **sample.options))
+    assert all(map(same, outputs, wanted))
+    ((func, args),) = recorder.calls
+    torch.library.opcheck(func, args)
+
+
+@every
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx(spec: Spec, mode: str, kernel_path: bool) -> None:
+    sample = sized(spec, (6, 40))
+    tensors = [t for t in sample.tensors.values() if t is not None]
+    names = [name for name, t in sample.tensors.items() if t is not None]
+    wanted = expected(spec, sample)
+    graph = make_fx(lambda *values: as_tuple(spec.call(**dict(zip(names, values, strict=True)), **sample.options)),
+                    tracing_mode=mode)(*(t.clone() for t in tensors))  # fmt: skip
+    if kernel_path:
+        assert sum("fusedops" in str(node.target) for node in graph.graph.nodes) == 1
+    assert all(map(same, graph(*tensors), wanted))
+
+
+@every
+def test_fake_outputs_look_real(spec: Spec) -> None:
+    sample = sized(spec, (6, 40))
+    for layout in (torch.clone, lambda t: t.t().contiguous().t()):
+        tensors = {name: layout(t) for name, t in sample.tensors.items()}
+        (real,) = as_tuple(spec.call(**tensors, **sample.options))
+        tensors = {name: layout(t) for name, t in sample.tensors.items()}
+        with FakeTensorMode() as mode, launch.record() as launched:
+            tensors = {name: mode.from_tensor(t) for name, t in tensors.items()}
+            (fake,) = as_tuple(spec.call(**tensors, **sample.options))
+        assert launched == []
+        assert (real.shape, real.dtype, real.device) == (fake.shape, fake.dtype, fake.device)
+        assert real.stride() == fake.stride()
