@@ -2,6 +2,7 @@
 
 from . import nn as nn  # not in __all__: a star import must not put it in torch.nn's place
 from .activations.ops import bias_act, bias_gelu, geglu, gelu, glu, swiglu
+from .models import fuse_model, unfuse_model
 from .norms.ops import bias_dropout_add, bias_dropout_add_ln, bias_dropout_add_rms_norm, layer_norm, rms_norm
 from .slices.ops import batched_layer_norm_tanh
 
@@ -15,10 +16,12 @@ __all__ = [
     "bias_dropout_add_ln",
     "bias_dropout_add_rms_norm",
     "bias_gelu",
+    "fuse_model",
     "geglu",
     "gelu",
     "glu",
     "layer_norm",
     "rms_norm",
     "swiglu",
+    "unfuse_model",
 ]
