@@ -38,14 +38,17 @@ def fused_class(original: type[nn.Module], rule: Rule) -> type[nn.Module]:
             "_fusedops_rule": rule,
             **rule.methods,
         }
-        _classes[key] = types.new_class(original.__name__, (original,), exec_body=lambda namespace: namespace.update(body))
+        _classes[key] = types.new_class(
+            original.__name__, (original,), exec_body=lambda namespace: namespace.update(body)
+        )
     return _classes[key]
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
     """The class that the module was made of."""
-    cls = type(module)
-    return vars(cls).get("_fusedops_original", cls)
+    cls: Any = type(module)
+    original: type[nn.Module] = vars(cls).get("_fusedops_original", cls)
+    return original
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -78,7 +81,7 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
     reduced = cls._fusedops_original.__reduce_ex__(self, max(2, int(protocol)))
     if not is_fused(self) or reduced[:2] != (_new_object, (cls,)):
         return reduced
-    rule = cls._fusedops_rule
+    rule: Rule = cls._fusedops_rule
     return (_rebuild, (cls._fusedops_original, rule.name if _builtin(rule.name) is rule else rule), *reduced[2:])
 
 

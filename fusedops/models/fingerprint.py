@@ -62,9 +62,9 @@ def _read(function: Callable[..., Any] | None) -> str:
     except (OSError, SyntaxError, TypeError):
         return ""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id in _MEANINGS:
-            if function.__globals__.get(node.id) is not _MEANINGS[node.id]:
-                return ""
+        name = node.id if isinstance(node, ast.Name) else ""
+        if name in _MEANINGS and function.__globals__.get(name) is not _MEANINGS[name]:
+            return ""
     return canonical(tree.body)
 
 

@@ -24,7 +24,7 @@ Method = Callable[..., Any]
 def _gate(activation: Any, gate: Tensor, up: Tensor) -> Tensor:
     """``activation(gate) * up``."""
     name = activation_name(activation)
-    return activation(gate) * up if name is None or gate.shape != up.shape else glu(gate, up, name)  # type: ignore[no-any-return]
+    return activation(gate) * up if name is None or gate.shape != up.shape else glu(gate, up, name)
 
 
 def _gated(self: Any, x: Tensor) -> Any:

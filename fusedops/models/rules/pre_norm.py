@@ -63,15 +63,18 @@ def _opt_layer(
     end, _ = branch(self.self_attn, hidden_states=x, past_key_values=past_key_values, position_ids=position_ids,
                     attention_mask=attention_mask, **kwargs)  # fmt: skip
     end = drop(end, self.dropout, training=self.training)
+    shape, rows = hidden_states.shape, (-1, hidden_states.shape[-1])  # the second half works on rows
     if before:
-        x, residual = add_norm(end, hidden_states, self.final_layer_norm)
+        end = end._replace(product=end.product.reshape(rows))
+        x, residual = add_norm(end, hidden_states.reshape(rows), self.final_layer_norm)
     else:
-        x = residual = add_norm(end, hidden_states, self.self_attn_layer_norm, return_sum=False)
+        x = residual = add_norm(end, hidden_states, self.self_attn_layer_norm, return_sum=False).reshape(rows)
     end = linear(self.fc2, activate(linear(self.fc1, x), self.activation_fn))
     end = drop(end, self.dropout, training=self.training)
     if before:
-        return add(end, residual)
-    return add_norm(end, residual, self.final_layer_norm, return_sum=False)  # type: ignore[no-any-return]
+        return add(end, residual).view(shape)
+    end = end._replace(product=end.product.view(shape))
+    return add_norm(end, residual.view(shape), self.final_layer_norm, return_sum=False)  # type: ignore[no-any-return]
 
 
 def _llama_layer(
