@@ -15,11 +15,7 @@ from torch import nn
 
 import fusedops
 from fusedops.models.spec import ModelSpec
-from support import INTERPRETED
 from zoo import SAMPLES, build, every, inputs, run, transformers_only
-
-if INTERPRETED:
-    pytest.skip("says nothing of kernels", allow_module_level=True)
 
 
 def _state(model: nn.Module) -> dict[str, Any]:

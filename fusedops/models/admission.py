@@ -33,8 +33,7 @@ def _obstacle(module: nn.Module) -> str:
     if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
         return "is compiled; fuse the model before torch.compile, or pass compile_rest=True instead of compiling"
     bases = [f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__]
-    if any(base.startswith("torch.distributed.fsdp.") or base.startswith("torch.distributed._composable.")
-           for base in bases):  # fmt: skip
+    if any(base.startswith(("torch.distributed.fsdp.", "torch.distributed._composable.")) for base in bases):
         return "is wrapped in FSDP; fuse the model before it is wrapped"
     if bases[0].startswith(_QUANTIZED) or getattr(module, "is_quantized", False) is True:
         return "is quantised; fuse the model before it is quantised, or load it unquantised"

@@ -26,6 +26,7 @@ class ModelSpec:
         build: makes it, with random weights.
         inputs: keyword arguments of a call.
         rules: for the classes that must be fused, the rule that must fuse them.
+        calls: how often each operator is called in one forward in training.
         transformers: whether it needs Transformers installed.
     """
 
@@ -33,6 +34,7 @@ class ModelSpec:
     build: Callable[[], nn.Module]
     inputs: Callable[[], dict[str, Any]]
     rules: dict[str, str]
+    calls: dict[str, int]
     transformers: bool = True
 
 
@@ -62,14 +64,17 @@ def _encoded(tokens: torch.Tensor) -> torch.Tensor:
     return _noise(*tokens.shape, _WIDTH)
 
 
-def _from_config(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
+def _hf(name: str, model: str, config: str, options: dict[str, Any], rules: dict[str, str],
+        inputs: Callable[[], dict[str, Any]] | None = None, **calls: int) -> ModelSpec:  # fmt: skip
+    """A model of Transformers, from its config."""
+
     def build() -> nn.Module:
         import transformers
 
         made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**options))
         return randomised(made)
 
-    return build
+    return ModelSpec(name, build, inputs or _tokens(), rules, calls)
 
 
 def randomised(model: nn.Module) -> nn.Module:
@@ -175,10 +180,9 @@ _TORCH_RULES = {"TransformerEncoderLayer": "encoder_layer", "TransformerDecoderL
                 "MultiheadAttention": "multihead_attention", "LayerNorm": "layer_norm"}  # fmt: skip
 
 
-def _torch(name: str, **options: Any) -> ModelSpec:
-    return ModelSpec(
-        name, lambda: randomised(_Transformer(batch_first=True, **options)), _sequences, _TORCH_RULES, False
-    )
+def _torch(name: str, options: dict[str, Any], **calls: int) -> ModelSpec:
+    return ModelSpec(name, lambda: randomised(_Transformer(batch_first=True, **options)), _sequences, _TORCH_RULES, calls,
+                     transformers=False)  # fmt: skip
 
 
 class _Activations(nn.Module):
@@ -196,71 +200,88 @@ class _Activations(nn.Module):
         return torch.stack([layer(x) for layer in self.layers.values()])
 
 
+def _same(tokens: torch.Tensor) -> torch.Tensor:
+    return tokens
+
+
+_VIT: dict[str, Any] = {
+    "hidden_size": _WIDTH, "num_hidden_layers": _LAYERS, "num_attention_heads": _HEADS, "intermediate_size": 2 * _WIDTH,
+    "image_size": 16, "patch_size": 8, "hidden_dropout_prob": 0.1,
+}  # fmt: skip
+_DISTILBERT: dict[str, Any] = {
+    "vocab_size": _VOCABULARY, "dim": _WIDTH, "n_layers": _LAYERS, "n_heads": _HEADS, "hidden_dim": 2 * _WIDTH,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+_DECODER = {"is_decoder": True, "add_cross_attention": True}
+_GPT2_RULES = {"GPT2Block": "gpt2_block", "GPT2Attention": "gpt2_attention", "GPT2MLP": "gpt2_mlp",
+               "NewGELUActivation": "new_gelu", "LayerNorm": "layer_norm"}  # fmt: skip
+_OPT_RULES = {"OPTDecoderLayer": "opt_layer", "OPTAttention": "bart_attention"}
+
 MODELS = (
     ModelSpec("leaves", lambda: randomised(_Leaves()), lambda: {"x": _noise(5, 12)},
-              {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm", "GELU": "gelu"}, False),
-    _torch("torch_post_norm"),
-    _torch("torch_pre_norm", norm_first=True, activation="gelu"),
-    _torch("torch_unbiased", bias=False, activation=nn.GELU("tanh")),
-    ModelSpec("activations", lambda: randomised(_Activations()),
-              lambda: {"x": _noise(5, 12)},
+              {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm", "GELU": "gelu"},
+              {"layer_norm": 4, "rms_norm": 2, "gelu": 2}, transformers=False),
+    _torch("torch_post_norm", {}, bias_act=4, bias_dropout_add_ln=10, layer_norm=2),
+    _torch("torch_pre_norm", {"norm_first": True, "activation": "gelu"}, bias_act=4, bias_dropout_add=4,
+           bias_dropout_add_ln=6, layer_norm=6),
+    _torch("torch_unbiased", {"bias": False}, bias_act=4, bias_dropout_add_ln=10, layer_norm=2),
+    ModelSpec("activations", lambda: randomised(_Activations()), lambda: {"x": _noise(5, 12)},
               {"GELUActivation": "gelu_activation", "GELUTanh": "gelu_tanh", "NewGELUActivation": "new_gelu",
                "FastGELUActivation": "new_gelu", "AccurateGELUActivation": "accurate_gelu",
-               "QuickGELUActivation": "quick_gelu", "ReLUSquaredActivation": "relu_squared"}),
-    ModelSpec("bert", _from_config("BertForMaskedLM", "BertConfig", **_BERT_LIKE), _tokens(), _bert_like("Bert")),
-    ModelSpec("bert_decoder",
-              _from_config("BertLMHeadModel", "BertConfig", is_decoder=True, add_cross_attention=True, **_BERT_LIKE),
-              _tokens(encoder_hidden_states=_encoded),
-              _bert_like("Bert")),
-    ModelSpec("roberta", _from_config("RobertaForMaskedLM", "RobertaConfig", **_BERT_LIKE), _tokens(),
-              _bert_like("Roberta")),
-    ModelSpec("electra", _from_config("ElectraForPreTraining", "ElectraConfig", embedding_size=16, **_BERT_LIKE),
-              _tokens(), _bert_like("Electra")),
-    ModelSpec("distilbert",
-              _from_config("DistilBertForMaskedLM", "DistilBertConfig", vocab_size=_VOCABULARY, dim=_WIDTH,
-                           n_layers=_LAYERS, n_heads=_HEADS, hidden_dim=2 * _WIDTH, max_position_embeddings=32),
-              _tokens(), {"TransformerBlock": "distilbert_block", "FFN": "distilbert_ffn",
-                          "DistilBertSelfAttention": "distilbert_attention"}),
-    ModelSpec("bart", _from_config("BartForConditionalGeneration", "BartConfig", **_BART_LIKE), _tokens(),
-              {"BartEncoderLayer": "bart_encoder_layer", "BartDecoderLayer": "bart_decoder_layer",
-               "BartAttention": "bart_attention"}),
-    ModelSpec("marian", _from_config("MarianMTModel", "MarianConfig", **_BART_LIKE), _tokens(decoder_input_ids=lambda t: t),
-              {"MarianEncoderLayer": "bart_encoder_layer", "MarianDecoderLayer": "bart_decoder_layer"}),
-    ModelSpec("gpt2", _from_config("GPT2LMHeadModel", "GPT2Config", **_GPT2), _tokens(),
-              {"GPT2Block": "gpt2_block", "GPT2Attention": "gpt2_attention", "GPT2MLP": "gpt2_mlp",
-               "NewGELUActivation": "new_gelu", "LayerNorm": "layer_norm"}),
-    ModelSpec("gpt2_decoder", _from_config("GPT2LMHeadModel", "GPT2Config", add_cross_attention=True, **_GPT2),
-              _tokens(encoder_hidden_states=_encoded),
-              {"GPT2Block": "gpt2_block"}),
-    ModelSpec("opt", _from_config("OPTForCausalLM", "OPTConfig", **_OPT), _tokens(),
-              {"OPTDecoderLayer": "opt_layer", "OPTAttention": "bart_attention"}),
-    ModelSpec("opt_post_norm", _from_config("OPTForCausalLM", "OPTConfig", do_layer_norm_before=False, **_OPT), _tokens(),
-              {"OPTDecoderLayer": "opt_layer"}),
-    ModelSpec("vit",
-              _from_config("ViTForImageClassification", "ViTConfig", hidden_size=_WIDTH, num_hidden_layers=_LAYERS,
-                           num_attention_heads=_HEADS, intermediate_size=2 * _WIDTH, image_size=16, patch_size=8,
-                           hidden_dropout_prob=0.1),
-              lambda: {"pixel_values": _noise(2, 3, 16, 16)}, {"ViTLayer": "vit_layer", "ViTAttention": "vit_attention", "ViTMLP": "vit_mlp"}),
-    ModelSpec("t5", _from_config("T5ForConditionalGeneration", "T5Config", **_T5), _tokens(decoder_input_ids=lambda t: t),
-              {**_T5_RULES, "T5DenseActDense": "t5_dense"}),
-    ModelSpec("t5_gated",
-              _from_config("T5ForConditionalGeneration", "T5Config", feed_forward_proj="gated-gelu", **_T5),
-              _tokens(decoder_input_ids=lambda t: t), {**_T5_RULES, "T5DenseGatedActDense": "t5_gated_dense"}),
-    ModelSpec("llama", _from_config("LlamaForCausalLM", "LlamaConfig", **_LLAMA_LIKE), _tokens(), _LLAMA_RULES),
-    ModelSpec("llama_biased",
-              _from_config("LlamaForCausalLM", "LlamaConfig", mlp_bias=True, attention_bias=True, **_LLAMA_LIKE), _tokens(),
-              _LLAMA_RULES),
-    ModelSpec("mistral", _from_config("MistralForCausalLM", "MistralConfig", **_LLAMA_LIKE), _tokens(),
-              _renamed(_LLAMA_RULES, "Llama", "Mistral")),
-    ModelSpec("qwen2", _from_config("Qwen2ForCausalLM", "Qwen2Config", **_LLAMA_LIKE), _tokens(),
-              _renamed(_LLAMA_RULES, "Llama", "Qwen2")),
-    ModelSpec("qwen3", _from_config("Qwen3ForCausalLM", "Qwen3Config", head_dim=16, **_LLAMA_LIKE), _tokens(),
-              _renamed(_LLAMA_RULES, "Llama", "Qwen3")),
-    ModelSpec("phi3", _from_config("Phi3ForCausalLM", "Phi3Config", **_LLAMA_LIKE), _tokens(),
-              {"Phi3RMSNorm": "llama_rms_norm", "Phi3MLP": "packed_mlp"}),
-    ModelSpec("olmo2", _from_config("Olmo2ForCausalLM", "Olmo2Config", **_LLAMA_LIKE), _tokens(),
-              {"Olmo2RMSNorm": "olmo_rms_norm", "Olmo2MLP": "gated_mlp"}),
-    ModelSpec("gemma", _from_config("GemmaForCausalLM", "GemmaConfig", head_dim=16, **_LLAMA_LIKE), _tokens(),
-              {"GemmaRMSNorm": "gemma_rms_norm", "GemmaMLP": "gated_mlp", "GemmaDecoderLayer": "llama_layer",
-               "GELUTanh": "gelu_tanh"}),
+               "QuickGELUActivation": "quick_gelu", "ReLUSquaredActivation": "relu_squared"},
+              {"gelu": 7, "bias_act": 2}),
+    _hf("bert", "BertForMaskedLM", "BertConfig", _BERT_LIKE, _bert_like("Bert"),
+        bias_act=2, bias_dropout_add_ln=4, gelu=1, layer_norm=2),
+    _hf("bert_decoder", "BertLMHeadModel", "BertConfig", {**_BERT_LIKE, **_DECODER}, _bert_like("Bert"),
+        _tokens(encoder_hidden_states=_encoded), bias_act=2, bias_dropout_add_ln=6, gelu=1, layer_norm=2),
+    _hf("roberta", "RobertaForMaskedLM", "RobertaConfig", _BERT_LIKE, _bert_like("Roberta"),
+        bias_act=2, bias_dropout_add_ln=4, layer_norm=2),
+    _hf("electra", "ElectraForPreTraining", "ElectraConfig", {"embedding_size": 16, **_BERT_LIKE},
+        _bert_like("Electra"), bias_act=2, bias_dropout_add_ln=4, gelu=1, layer_norm=1),
+    _hf("distilbert", "DistilBertForMaskedLM", "DistilBertConfig", _DISTILBERT,
+        {"TransformerBlock": "distilbert_block", "FFN": "distilbert_ffn",
+         "DistilBertSelfAttention": "distilbert_attention"},
+        bias_act=2, bias_dropout_add_ln=4, gelu=1, layer_norm=2),
+    _hf("bart", "BartForConditionalGeneration", "BartConfig", _BART_LIKE,
+        {"BartEncoderLayer": "bart_encoder_layer", "BartDecoderLayer": "bart_decoder_layer",
+         "BartAttention": "bart_attention"},
+        bias_act=4, bias_dropout_add_ln=10, layer_norm=2),
+    _hf("marian", "MarianMTModel", "MarianConfig", _BART_LIKE,
+        {"MarianEncoderLayer": "bart_encoder_layer", "MarianDecoderLayer": "bart_decoder_layer"},
+        _tokens(decoder_input_ids=_same), bias_act=4, bias_dropout_add_ln=10),
+    _hf("gpt2", "GPT2LMHeadModel", "GPT2Config", _GPT2, _GPT2_RULES,
+        bias_act=2, bias_dropout_add=2, bias_dropout_add_ln=2, layer_norm=3),
+    _hf("gpt2_decoder", "GPT2LMHeadModel", "GPT2Config", {"add_cross_attention": True, **_GPT2}, _GPT2_RULES,
+        _tokens(encoder_hidden_states=_encoded), bias_act=2, bias_dropout_add=2, bias_dropout_add_ln=4, layer_norm=3),
+    _hf("opt", "OPTForCausalLM", "OPTConfig", _OPT, _OPT_RULES,
+        bias_act=2, bias_dropout_add=2, bias_dropout_add_ln=2, layer_norm=3),
+    _hf("opt_post_norm", "OPTForCausalLM", "OPTConfig", {"do_layer_norm_before": False, **_OPT}, _OPT_RULES,
+        bias_act=2, bias_dropout_add_ln=4),
+    _hf("vit", "ViTForImageClassification", "ViTConfig", _VIT,
+        {"ViTLayer": "vit_layer", "ViTAttention": "vit_attention", "ViTMLP": "vit_mlp"},
+        lambda: {"pixel_values": _noise(2, 3, 16, 16)},
+        bias_act=2, bias_dropout_add=2, bias_dropout_add_ln=2, layer_norm=3),
+    _hf("t5", "T5ForConditionalGeneration", "T5Config", _T5, {**_T5_RULES, "T5DenseActDense": "t5_dense"},
+        _tokens(decoder_input_ids=_same), bias_act=4, bias_dropout_add=4, bias_dropout_add_rms_norm=6, rms_norm=6),
+    _hf("t5_gated", "T5ForConditionalGeneration", "T5Config", {"feed_forward_proj": "gated-gelu", **_T5},
+        {**_T5_RULES, "T5DenseGatedActDense": "t5_gated_dense"}, _tokens(decoder_input_ids=_same),
+        bias_dropout_add=4, bias_dropout_add_rms_norm=6, glu=4, rms_norm=6),
+    _hf("llama", "LlamaForCausalLM", "LlamaConfig", _LLAMA_LIKE, _LLAMA_RULES,
+        bias_dropout_add_rms_norm=2, glu=2, rms_norm=3),
+    _hf("llama_biased", "LlamaForCausalLM", "LlamaConfig", {"mlp_bias": True, "attention_bias": True, **_LLAMA_LIKE},
+        _LLAMA_RULES, bias_dropout_add_rms_norm=2, glu=2, rms_norm=3),
+    _hf("mistral", "MistralForCausalLM", "MistralConfig", _LLAMA_LIKE, _renamed(_LLAMA_RULES, "Llama", "Mistral"),
+        bias_dropout_add_rms_norm=2, glu=2, rms_norm=3),
+    _hf("qwen2", "Qwen2ForCausalLM", "Qwen2Config", _LLAMA_LIKE, _renamed(_LLAMA_RULES, "Llama", "Qwen2"),
+        bias_dropout_add_rms_norm=2, glu=2, rms_norm=3),
+    _hf("qwen3", "Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 16, **_LLAMA_LIKE},
+        _renamed(_LLAMA_RULES, "Llama", "Qwen3"), bias_dropout_add_rms_norm=2, glu=2, rms_norm=7),
+    _hf("phi3", "Phi3ForCausalLM", "Phi3Config", _LLAMA_LIKE, {"Phi3RMSNorm": "llama_rms_norm", "Phi3MLP": "packed_mlp"},
+        glu=2, rms_norm=5),
+    _hf("olmo2", "Olmo2ForCausalLM", "Olmo2Config", _LLAMA_LIKE, {"Olmo2RMSNorm": "olmo_rms_norm", "Olmo2MLP": "gated_mlp"},
+        glu=2, rms_norm=9),
+    _hf("gemma", "GemmaForCausalLM", "GemmaConfig", {"head_dim": 16, **_LLAMA_LIKE},
+        {"GemmaRMSNorm": "gemma_rms_norm", "GemmaMLP": "gated_mlp", "GemmaDecoderLayer": "llama_layer",
+         "GELUTanh": "gelu_tanh"},
+        bias_dropout_add_rms_norm=2, glu=2, rms_norm=3),
 )  # fmt: skip
