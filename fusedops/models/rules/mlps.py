@@ -93,7 +93,7 @@ RULES = (
         name="gated_mlp",  # Llama, Mistral, Qwen, Gemma, and about a hundred more
         calls="glu",
         methods={"forward": _gated},
-        fingerprints=("87c336a18dbf", "930a7a00a395"),
+        fingerprints=("87c336a18dbf",),
         names=("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "GemmaMLP", "Gemma2MLP", "Gemma3MLP"),
     ),
     Rule(
