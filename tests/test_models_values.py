@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import fusedops
 from fusedops.core import launch
-from fusedops.models.spec import ModelSpec
+from fusedops.models.spec import MODELS, ModelSpec
 from support import INTERPRETED, KERNEL_PATH
 from tolerances import unit_roundoff
-from zoo import SAMPLES, build, counted, every, inputs, run
+from zoo import HAS_TRANSFORMERS, SAMPLES, build, counted, every, inputs, run
 
 # How many roundings lie between two uses of parameters, which the sensitivity below counts as one: of T5's gated unit
 # by tanh, the longest such stretch, eleven elementwise steps and a sum.
@@ -245,3 +245,55 @@ def test_fp16(spec: ModelSpec) -> None:
     assert torch.isfinite(eager).equal(torch.isfinite(found))
     bound = 16 * torch.finfo(torch.float16).eps * float(eager.nan_to_num(0, 0, 0).abs().max())
     torch.testing.assert_close(found, eager, rtol=0, atol=bound, equal_nan=True)
+
+
+_ROUNDED = ("llama_rms_norm", "olmo_rms_norm", "t5_layer_norm", "gemma_rms_norm")
+
+
+@pytest.mark.parametrize("rule", _ROUNDED if HAS_TRANSFORMERS else [])
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16),
+                                    (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)],
+                         ids=lambda dtypes: "-".join(str(d).removeprefix("torch.") for d in dtypes))  # fmt: skip
+def test_norms_round_where_transformers_does(
+    rule: str, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device
+) -> None:
+    """The same dtype, and the same bits but for a few, where the statistics' last bit tips a rounding."""
+    spec = next(s for s in MODELS if rule in s.rules.values())
+    model = build(spec)
+    norm = next(m for m in model.modules() if spec.rules.get(type(m).__name__) == rule).to(dtypes[1])
+    x = torch.randn(256, norm.weight.shape[0], device=device).to(dtypes[0])
+    eager = norm(x)
+    (line,) = fusedops.fuse_model(norm)
+    assert line.rule == rule
+    found = norm(x)
+    assert found.dtype == eager.dtype
+    if eager.dtype == torch.float32:
+        torch.testing.assert_close(found, eager)
+    else:
+        assert float((found != eager).float().mean()) < 2e-3
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_the_fast_path_is_taken_as_before(
+    norm_first: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In evaluation with no gradient, on a padded batch too; not where a gradient is asked for, nor in training."""
+    taken = []
+    original = torch._transformer_encoder_layer_fwd
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *args: taken.append(1) or original(*args))
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first).to(device)
+    x, padding = torch.randn(2, 5, 16, device=device), torch.zeros(2, 5, dtype=torch.bool, device=device)
+    padding[1, 3:] = True
+    counts, results = [], []
+    for fuse in (False, True):
+        if fuse:
+            fusedops.fuse_model(layer)
+        for training, grad in ((False, False), (False, True), (True, False)):
+            layer.train(training)
+            with torch.set_grad_enabled(grad):
+                results.append((layer(x), layer(x, src_key_padding_mask=padding)[0]))
+            counts.append(len(taken))
+            taken.clear()
+    assert counts == [2, 0, 0, 2, 0, 0]
+    for before, after in zip(results[:3], results[3:], strict=True):
+        torch.testing.assert_close(after, before)
