@@ -239,6 +239,8 @@ def test_fp16(spec: ModelSpec) -> None:
         for module in model.modules():
             if isinstance(module, nn.Linear):
                 module.weight *= 30.0
+            elif isinstance(module, nn.LayerNorm):
+                module.weight *= 3e4
         eager = model(**arguments)[0]
         fusedops.fuse_model(model)
         found = model(**arguments)[0]
@@ -284,16 +286,43 @@ def test_the_fast_path_is_taken_as_before(
     layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first).to(device)
     x, padding = torch.randn(2, 5, 16, device=device), torch.zeros(2, 5, dtype=torch.bool, device=device)
     padding[1, 3:] = True
-    counts, results = [], []
+    counts, results, fused = [], [], []
     for fuse in (False, True):
         if fuse:
             fusedops.fuse_model(layer)
         for training, grad in ((False, False), (False, True), (True, False)):
             layer.train(training)
-            with torch.set_grad_enabled(grad):
+            with torch.set_grad_enabled(grad), counted() as calls:
                 results.append((layer(x), layer(x, src_key_padding_mask=padding)[0]))
             counts.append(len(taken))
+            fused.append(calls["bias_dropout_add_ln"] > 0)
             taken.clear()
     assert counts == [2, 0, 0, 2, 0, 0]
+    assert fused == [False, False, False, False, True, True]
     for before, after in zip(results[:3], results[3:], strict=True):
         torch.testing.assert_close(after, before)
+
+
+def test_a_frozen_attention_in_evaluation(device: torch.device) -> None:
+    """PyTorch's attention then takes a fast path of its own, which needs its last bias."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True).to(device).eval()
+    layer.self_attn.requires_grad_(False)
+    x = torch.randn(2, 5, 16, device=device)
+    before = layer(x)
+    fusedops.fuse_model(layer)
+    torch.testing.assert_close(layer(x), before)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_narrow_stream_stays_narrow(norm_first: bool, device: torch.device) -> None:
+    """Under autocast, with a residual stream in bf16: the fp32 bias that the block takes over does not widen it."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first).to(device)
+    x = torch.randn(2, 5, 16, device=device, dtype=torch.bfloat16)
+    seen = []
+    with torch.autocast(device.type, torch.bfloat16):
+        for fuse in (False, True):
+            if fuse:
+                fusedops.fuse_model(layer)
+            seen.append(layer(x))
+    assert seen[0].dtype == seen[1].dtype
+    torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=8 * 2.0**-8 * float(seen[0].detach().float().abs().max()))
