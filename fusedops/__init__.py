@@ -4,6 +4,7 @@ from . import nn as nn  # not in __all__: a star import must not put it in torch
 from .activations.ops import bias_act, bias_gelu, geglu, gelu, glu, swiglu
 from .core.version import __version__
 from .generation.ops import no_repeat_ngram
+from .models import fuse_model, unfuse_model
 from .norms.ops import bias_dropout_add, bias_dropout_add_ln, bias_dropout_add_rms_norm, layer_norm, rms_norm
 from .slices.ops import batched_layer_norm_tanh
 
@@ -15,6 +16,7 @@ __all__ = [
     "bias_dropout_add_ln",
     "bias_dropout_add_rms_norm",
     "bias_gelu",
+    "fuse_model",
     "geglu",
     "gelu",
     "glu",
@@ -22,4 +24,5 @@ __all__ = [
     "no_repeat_ngram",
     "rms_norm",
     "swiglu",
+    "unfuse_model",
 ]

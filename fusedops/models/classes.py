@@ -1,0 +1,102 @@
+"""Fused classes: a subclass of a module's own class, and the module turned into one of it.
+
+Only ``module.__class__`` changes. So the parameters stay the same objects under the same ``state_dict`` keys; hooks,
+buffers, ``requires_grad``, dtype, device, training mode, tied weights and optimizers do not notice; ``isinstance``
+stays true; and giving the class back undoes it exactly. There is one fused class for each original class and rule. It
+carries the original's name, by which other libraries recognise classes, and says "Fused" where a model is printed.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import types
+import warnings
+from typing import Any
+
+from torch import nn
+
+from .rule import Rule
+
+__all__ = ["fuse", "fused_class", "is_fused", "original_class", "unfuse"]
+
+# What `object.__reduce_ex__` makes new objects with.
+_new_object: Any = copyreg.__newobj__  # type: ignore[attr-defined]
+_classes: dict[tuple[type, Rule], type[nn.Module]] = {}
+
+
+def fused_class(original: type[nn.Module], rule: Rule) -> type[nn.Module]:
+    """The subclass of ``original`` that does as the rule says."""
+    key = (original, rule)
+    if key not in _classes:
+        body = {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            "__reduce_ex__": _reduce,
+            "_get_name": _get_name,
+            "_fusedops_original": original,
+            "_fusedops_rule": rule,
+            **rule.methods,
+        }
+        _classes[key] = types.new_class(
+            original.__name__, (original,), exec_body=lambda namespace: namespace.update(body)
+        )
+    return _classes[key]
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the module was made of."""
+    cls: Any = type(module)
+    original: type[nn.Module] = vars(cls).get("_fusedops_original", cls)
+    return original
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether the module's class is a fused one, with nothing put on top of it since."""
+    return "_fusedops_original" in vars(type(module))
+
+
+def fuse(module: nn.Module, rule: Rule) -> None:
+    """Turn the module into one of its fused class."""
+    module.__class__ = fused_class(type(module), rule)
+
+
+def unfuse(module: nn.Module) -> None:
+    """Give the module its own class back."""
+    module.__class__ = original_class(module)
+
+
+# --- methods of every fused class -----------------------------------------------------------------------------------
+
+
+def _get_name(self: nn.Module) -> str:
+    """What ``print(model)`` shows."""
+    return "Fused" + type(self).__name__
+
+
+def _reduce(self: nn.Module, protocol: Any) -> Any:
+    """As any module, but for the class, which pickle could not import: it is made again from the original."""
+    cls: Any = type(self)
+    # From protocol 2 on, an object is its class and its state.
+    reduced = cls._fusedops_original.__reduce_ex__(self, max(2, int(protocol)))
+    if not is_fused(self) or reduced[:2] != (_new_object, (cls,)):
+        return reduced
+    rule: Rule = cls._fusedops_rule
+    return (_rebuild, (cls._fusedops_original, rule.name if _builtin(rule.name) is rule else rule), *reduced[2:])
+
+
+def _builtin(name: str) -> Rule | None:
+    from .rules import RULES
+
+    return next((rule for rule in RULES if rule.name == name), None)
+
+
+def _rebuild(original: type[nn.Module], rule: Rule | str) -> nn.Module:
+    """An empty module of the fused class; of the original if this release has no such rule or this class other code."""
+    found = _builtin(rule) if isinstance(rule, str) else rule
+    if found is None or not found.knows(original):
+        warnings.warn(f"fusedops: {original.__name__} was saved fused and is loaded as it was before: no rule "
+                      f"{rule if isinstance(rule, str) else rule.name} for it here", stacklevel=2)  # fmt: skip
+        return original.__new__(original)
+    cls = fused_class(original, found)
+    return cls.__new__(cls)

@@ -1,0 +1,105 @@
+"""`fuse_model` and `unfuse_model`: which rule takes each module, and the change of class."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from . import admission, classes
+from .report import FusionReport, ModuleReport
+from .rule import Rule, Verdict, judge
+from .rules import RULES
+
+__all__ = ["fuse_model", "unfuse_model"]
+
+# The models that ``compile_rest`` compiled, so that `unfuse_model` undoes that and no compilation of the user's.
+_compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def fuse_model(
+    model: nn.Module,
+    *,
+    exclude: Sequence[str | type[nn.Module]] = (),
+    rules: Sequence[Rule] | None = None,
+    dry_run: bool = False,
+    check: Any = False,
+    compile_rest: bool = False,
+) -> FusionReport:
+    """Make a model use the fused operators, in place.
+
+    Every module that a rule knows gets a subclass of its own class as its class, and nothing else changes: parameters
+    stay the same objects, and ``state_dict`` keys, hooks, dtype, device, training mode, tied weights and optimizers
+    are as before. `unfuse_model` undoes it. A module that is fused already is left.
+
+    Args:
+        model: any model of PyTorch or Transformers; modules that no rule knows are left as they are.
+        exclude: names of modules, patterns of names with ``*``, names of classes, or classes; the modules named, and
+            all in them, are left.
+        rules: further rules, asked before those of the library.
+        dry_run: report, and change nothing.
+        check: example inputs (a tensor, a tuple of arguments or a dict of keyword arguments), or True for the model's
+            own ``dummy_inputs``. The model and each fused module run on them in evaluation mode before and after,
+            forward and backward; a module that differs by more than rounding is restored, and the report says so.
+        compile_rest: compile the model with torch.compile afterwards, in place; the fused operators stay whole in it.
+    Returns:
+        What was replaced by what, and what was left and why; it prints as a table.
+    Raises:
+        TypeError: the model is no module; an entry of exclude is neither a name nor a class; check asks for inputs
+            that the model does not have.
+        ValueError: the model is compiled, scripted, quantised or wrapped in FSDP; a name in exclude is unknown.
+    """
+    admission.check_model(model)
+    left = admission.excluded(model, exclude)
+    table = (*(rules or ()), *RULES)
+    verdicts = {module: _judge(module, table, left) for module in model.modules()}
+    names = {module: name for name, module in model.named_modules()}
+    report = FusionReport(tuple(_line(name, module, verdicts[module]) for module, name in names.items()))
+    if dry_run:
+        return report
+    planned = {module: verdict.rule for module, verdict in verdicts.items() if verdict.rule is not None}
+    if check is not False:
+        from .check import fuse_and_check
+
+        report = fuse_and_check(model, planned, report, check)
+    else:
+        for module, rule in planned.items():
+            classes.fuse(module, rule)
+    if compile_rest:
+        model.compile()
+        _compiled.add(model)
+    return report
+
+
+def unfuse_model(model: nn.Module) -> None:
+    """Give every module that `fuse_model` changed its own class back, and take ``compile_rest`` back.
+
+    Raises:
+        ValueError: something else changed a fused module's class since (FSDP, a parametrization), and must be undone
+            first; then nothing is changed.
+    """
+    for name, module in model.named_modules():
+        if not classes.is_fused(module) and hasattr(type(module), "_fusedops_original"):
+            raise ValueError(f"unfuse_model: the class of module {name!r} was changed after it was fused, to "
+                             f"{type(module).__name__}; undo that first")  # fmt: skip
+    for module in model.modules():
+        classes.unfuse(module)
+        if module in _compiled:
+            _compiled.remove(module)
+            vars(module).pop("_compiled_call_impl", None)
+
+
+def _judge(module: nn.Module, rules: tuple[Rule, ...], left: set[nn.Module]) -> Verdict:
+    if module in left:
+        return Verdict(None, "excluded")
+    if hasattr(type(module), "_fusedops_original"):
+        return Verdict(None, "fused already")
+    return judge(module, rules)
+
+
+def _line(name: str, module: nn.Module, verdict: Verdict) -> ModuleReport:
+    rule = verdict.rule
+    return ModuleReport(name, type(module).__name__, rule.name if rule else "", rule.calls if rule else "",
+                        verdict.reason)  # fmt: skip

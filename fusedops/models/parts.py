@@ -1,0 +1,205 @@
+"""What the forwards of fused blocks are made of: the ends of residual branches, still to be finished.
+
+A branch of a transformer ends in a linear layer and a dropout, and its sum with the residual stream is normalised. A
+fused block asks each module of the branch for what it may leave to the block (`branch`, `linear`), and hands that to
+one operator (`add_norm`, `add`, `activate`). A module leaves nothing to the block unless it is exactly of the known
+kind and nobody watches it. Otherwise it is called as ever, and only the rest is fused. So it does not matter whether a
+child was hooked, excluded, parametrized, or replaced by an adapter, before or after the model was fused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..activations.ops import bias_act
+from ..norms.ops import bias_dropout_add
+
+__all__ = ["Branch", "activate", "activation_name", "add", "add_norm", "branch", "drop", "dropped", "finished", "folded",
+           "linear", "unwatched", "without"]  # fmt: skip
+
+
+class Branch(NamedTuple):
+    """``dropout(product + bias)``, as far as it is computed."""
+
+    product: Tensor
+    bias: Tensor | None = None
+    p: float = 0.0
+    training: bool = False
+
+    @property
+    def drops(self) -> bool:
+        """Whether dropout is still to come."""
+        return self.training and self.p > 0.0
+
+
+def unwatched(module: nn.Module) -> bool:
+    """Whether calling the module does nothing but run its class's forward."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+# --- modules that leave something to their parent -------------------------------------------------------------------
+
+
+def _is_conv1d(cls: type) -> bool:
+    """Transformers' linear layer with a transposed weight; known by its name, as it may not be installed."""
+    return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
+
+
+def _is_linear(module: nn.Module) -> bool:
+    cls = type(module)
+    return cls is nn.Linear or cls is nn.modules.linear.NonDynamicallyQuantizableLinear or _is_conv1d(cls)
+
+
+def product(layer: Any, x: Tensor) -> Tensor:
+    """What a linear layer computes before its bias is added."""
+    return torch.matmul(x, layer.weight) if _is_conv1d(type(layer)) else F.linear(x, layer.weight)
+
+
+def linear(layer: nn.Module, x: Tensor) -> Branch:
+    """A linear layer's product, its bias left to the caller."""
+    if _is_linear(layer) and layer.bias is not None and unwatched(layer):
+        return Branch(product(layer, x), layer.bias)  # type: ignore[arg-type]
+    return Branch(layer(x))
+
+
+def dropped(end: Branch, dropout: nn.Module) -> Branch:
+    """A dropout behind the branch, left to the caller too."""
+    if type(dropout) is nn.Dropout and unwatched(dropout) and not end.drops:
+        return end._replace(p=dropout.p, training=dropout.training)
+    return Branch(dropout(finished(end)))
+
+
+def drop(end: Branch, p: float, *, training: bool) -> Branch:
+    """A dropout with no module of its own behind the branch, left to the caller too."""
+    return (Branch(finished(end)) if end.drops else end)._replace(p=p, training=training)
+
+
+def branch(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
+    """A module's output, which its class may leave to the caller to finish, and its other outputs."""
+    method = getattr(type(module), "_fusedops_branch", None)
+    if method is not None and unwatched(module):
+        return method(module, *args, **kwargs)  # type: ignore[no-any-return]
+    output = module(*args, **kwargs)
+    if isinstance(output, tuple):
+        return Branch(output[0]), output[1:]
+    return Branch(output), ()
+
+
+class _Without:
+    """A module as its own forward sees it, but with other attributes in some places."""
+
+    def __init__(self, module: nn.Module, instead: dict[str, Any]) -> None:
+        self._module = module
+        self.__dict__.update(instead)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _Product:
+    """A linear layer without its bias."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+        self.weight, self.bias = layer.weight, None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return product(self._layer, x)
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+def without(module: Any, output: str, dropout: str | None, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
+    """The module's own forward, but for its last steps: the linear layer ``output``'s bias, and ``dropout``.
+
+    For modules whose forward is known to end in them, and which nobody watches (see `branch`).
+    """
+    layer, last = module._modules[output], None if dropout is None else module._modules[dropout]
+    instead: dict[str, Any] = {}
+    bias, p, training = None, 0.0, False
+    if last is None or (type(last) is nn.Dropout and unwatched(last)):
+        if last is not None:
+            p, training = last.p, last.training
+            instead[dropout] = _identity  # type: ignore[index]
+        if _is_linear(layer) and unwatched(layer) and layer.bias is not None:
+            bias = layer.bias
+            instead[output] = _Product(layer)
+    result = type(module).forward(_Without(module, instead), *args, **kwargs)
+    if isinstance(result, tuple):
+        return Branch(result[0], bias, p, training), result[1:]
+    return Branch(result, bias, p, training), ()
+
+
+# --- what a block does with them ------------------------------------------------------------------------------------
+
+
+def folded(end: Branch, residual: Tensor | None = None) -> Tensor | None:
+    """The bias in a dtype that leaves the sum's dtype as it is where autocast made the product narrower."""
+    bias, dtype = end.bias, end.product.dtype
+    if bias is None or bias.dtype == dtype or (residual is not None and residual.dtype == bias.dtype):
+        return bias
+    return bias.to(dtype)
+
+
+def finished(end: Branch) -> Tensor:
+    """The branch with all that was left."""
+    if end.bias is None and not end.drops:
+        return end.product
+    return bias_dropout_add(end.product, folded(end), None, p=end.p, training=end.training)
+
+
+def add(end: Branch, residual: Tensor) -> Tensor:
+    """The branch added to the residual stream."""
+    if (end.bias is None and not end.drops) or residual.shape != end.product.shape:
+        return residual + finished(end)
+    return bias_dropout_add(end.product, folded(end, residual), residual, p=end.p, training=end.training)
+
+
+def add_norm(end: Branch, residual: Tensor, norm: nn.Module, *, return_sum: bool = True) -> Any:
+    """``norm(branch + residual)``, and the sum as well unless told otherwise."""
+    method = getattr(type(norm), "_fusedops_add_norm", None)
+    if method is not None and unwatched(norm) and residual.shape == end.product.shape:
+        return method(norm, end, residual, return_sum)
+    z = add(end, residual)
+    return (norm(z), z) if return_sum else norm(z)
+
+
+# Activations that have one kernel in PyTorch already, so that nothing is gained by fusing them alone.
+_NATIVE = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Tanh: "tanh", nn.Sigmoid: "sigmoid", nn.Identity: "identity"}
+_FUNCTIONS = {F.relu: "relu", F.gelu: "gelu", F.silu: "silu", torch.tanh: "tanh", torch.sigmoid: "sigmoid"}
+
+
+def activation_name(activation: Any) -> str | None:
+    """The name under which the operators know an activation, a module or a function; None if they do not."""
+    if not isinstance(activation, nn.Module):
+        return next((name for function, name in _FUNCTIONS.items() if activation is function), None)
+    if not unwatched(activation):
+        return None
+    cls = type(activation)
+    method = getattr(cls, "_fusedops_activation", None)
+    if method is not None:
+        return method(activation)  # type: ignore[no-any-return]
+    if cls.__name__ == "SiLUActivation" and cls.__module__ == "transformers.activations":
+        return "silu"
+    return _NATIVE.get(cls)
+
+
+def activate(end: Branch, activation: Any, p: float = 0.0, *, training: bool = False) -> Tensor:
+    """``dropout(activation(branch))``."""
+    name = activation_name(activation)
+    if name is None or end.drops or (end.bias is None and not (training and p > 0.0)):
+        y: Tensor = activation(finished(end))
+        return F.dropout(y, p, training) if training and p > 0.0 else y
+    return bias_act(end.product, folded(end), name, p=p, training=training)

@@ -1,0 +1,80 @@
+"""A rule: which classes it knows, and the methods that a fused class has in place of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from .fingerprint import fingerprint
+
+__all__ = ["Rule", "Verdict", "judge"]
+
+
+def _always(module: nn.Module) -> str:
+    return ""
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """How the modules of a kind are fused.
+
+    A class is known by its code: by inheriting the ``known`` methods of a class of torch.nn unchanged (``base``), or
+    by a fingerprint of those methods. Its name decides nothing; ``names`` are there for the report to say of a class of
+    that name why it was left.
+
+    Attributes:
+        name: what the report calls it.
+        calls: what a fused module calls, for the report.
+        methods: what a fused class has in place of the original's methods, and besides them. A ``forward`` must do
+            right whatever the module's children have become: see `fusedops.models.parts`.
+        base: the class of torch.nn that the rule was written for.
+        fingerprints: of the ``known`` methods, for classes from elsewhere.
+        names: classes from elsewhere that the rule was written for.
+        known: the methods that decide whether a class is known.
+        fits: says why a module of a known class is left after all; "" if it is not.
+    """
+
+    name: str
+    calls: str
+    methods: Mapping[str, Callable[..., Any]]
+    base: type[nn.Module] | None = None
+    fingerprints: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    known: tuple[str, ...] = ("forward",)
+    fits: Callable[[nn.Module], str] = field(default=_always)
+
+    def knows(self, cls: type) -> bool:
+        """Whether a class's code is what the rule was written for."""
+        if self.base is not None and issubclass(cls, self.base):
+            return all(getattr(cls, name) is getattr(self.base, name) for name in self.known)
+        return bool(self.fingerprints) and fingerprint(cls, self.known) in self.fingerprints
+
+    def resembles(self, cls: type) -> bool:
+        """Whether one would expect the rule to know the class, by its name or its base."""
+        return cls.__name__ in self.names or (self.base is not None and issubclass(cls, self.base))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The rule for a module, or the reason why there is none."""
+
+    rule: Rule | None
+    reason: str = ""
+
+
+def judge(module: nn.Module, rules: tuple[Rule, ...]) -> Verdict:
+    """The first rule that knows the module's class and fits the module."""
+    cls = type(module)
+    rule = next((rule for rule in rules if rule.knows(cls)), None)
+    if rule is None:
+        alike = next((rule for rule in rules if rule.resembles(cls)), None)
+        return Verdict(None, f"its forward is not the one that rule {alike.name} knows" if alike else "no rule")
+    if "forward" in vars(module):
+        return Verdict(None, "its forward was replaced on the instance")
+    if "parametrizations" in module._modules:
+        return Verdict(None, "its parameters are parametrized")
+    reason = rule.fits(module)
+    return Verdict(None, reason) if reason else Verdict(rule)

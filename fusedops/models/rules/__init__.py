@@ -1,0 +1,16 @@
+"""The table of rules: which modules `fusedops.fuse_model` knows. Adding one is an entry here and a model in the spec."""
+
+from . import activations, attentions, mlps, norms, post_norm, pre_norm, t5, torch_nn
+
+__all__ = ["RULES"]
+
+RULES = (
+    *norms.RULES,
+    *activations.RULES,
+    *mlps.RULES,
+    *attentions.RULES,
+    *post_norm.RULES,
+    *pre_norm.RULES,
+    *t5.RULES,
+    *torch_nn.RULES,
+)

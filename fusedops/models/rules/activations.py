@@ -1,0 +1,115 @@
+"""Activations alone: torch.nn's GELU, and those of Transformers that take several kernels or a slower one.
+
+Each gets a forward, and ``_fusedops_activation``, the name under which a fused block hands it to an operator.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...activations.ops import bias_act, gelu
+from ..rule import Rule
+
+__all__ = ["RULES"]
+
+_APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
+
+
+def _gelu(self: Any, input: Tensor) -> Tensor:
+    return gelu(input, self.approximate)
+
+
+def _gelu_name(self: Any) -> str | None:
+    return {"none": "gelu", "tanh": "gelu_tanh"}.get(self.approximate)
+
+
+def _named(activation: str) -> dict[str, Callable[..., Any]]:
+    """The methods of a module that is one activation and nothing else."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        approximate = _APPROXIMATE.get(activation)
+        return bias_act(input, None, activation) if approximate is None else gelu(input, approximate)
+
+    def name(self: Any) -> str:
+        return activation
+
+    return {"forward": forward, "_fusedops_activation": name}
+
+
+def _calls_gelu(approximate: str, own: str) -> Callable[[nn.Module], str]:
+    """Whether ``module.act`` is what the constructor of Transformers' GELU put there: PyTorch's, or its own formula."""
+
+    def fits(module: nn.Module) -> str:
+        act: Any = getattr(module, "act", None)
+        options = {}
+        if isinstance(act, functools.partial):
+            act, options = act.func, act.keywords
+        if act is F.gelu and options.get("approximate", "none") == approximate:
+            return ""
+        if getattr(act, "__func__", None) is getattr(type(module), own, None) is not None:
+            return ""
+        return "its act is not a GELU"
+
+    return fits
+
+
+RULES = (
+    Rule(
+        name="gelu",
+        calls="gelu",
+        methods={"forward": _gelu, "_fusedops_activation": _gelu_name},
+        base=nn.GELU,
+    ),
+    Rule(
+        name="gelu_activation",
+        calls="gelu",
+        methods=_named("gelu"),
+        fingerprints=("16ab37a0cb65",),
+        names=("GELUActivation",),
+        known=("forward", "_gelu_python"),
+        fits=_calls_gelu("none", "_gelu_python"),
+    ),
+    Rule(
+        name="gelu_tanh",
+        calls="gelu, tanh",
+        methods=_named("gelu_tanh"),
+        fingerprints=("15c95ccfbf96",),
+        names=("GELUTanh", "PytorchGELUTanh"),
+        known=("forward", "_gelu_tanh_python"),
+        fits=_calls_gelu("tanh", "_gelu_tanh_python"),
+    ),
+    Rule(
+        name="new_gelu",
+        calls="gelu, tanh",
+        methods=_named("gelu_tanh"),
+        fingerprints=("7ec693e91a18", "43a2727fd0c0"),
+        names=("NewGELUActivation", "FastGELUActivation"),
+    ),
+    Rule(
+        name="accurate_gelu",
+        calls="gelu, tanh",
+        methods=_named("gelu_tanh"),
+        fingerprints=("8883550bde4d",),
+        names=("AccurateGELUActivation",),
+        known=("__init__", "forward"),
+    ),
+    Rule(
+        name="quick_gelu",
+        calls="bias_act, quick_gelu",
+        methods=_named("quick_gelu"),
+        fingerprints=("0f9db460620f",),
+        names=("QuickGELUActivation",),
+    ),
+    Rule(
+        name="relu_squared",
+        calls="bias_act, relu_squared",
+        methods=_named("relu_squared"),
+        fingerprints=("0718ab36107d",),
+        names=("ReLUSquaredActivation",),
+    ),
+)

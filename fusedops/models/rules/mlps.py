@@ -1,0 +1,149 @@
+"""Feed-forward parts: gated MLPs, and linear layers with an activation between or behind them.
+
+The linear layers of a gated MLP are called as they are; what lies between them is one operator. Where a linear layer
+has a bias, the activation behind it takes the bias along, whose gradient then costs no pass of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...activations.ops import glu
+from ..parts import Branch, activate, activation_name, dropped, finished, linear, unwatched
+from ..rule import Rule
+
+__all__ = ["RULES"]
+
+Method = Callable[..., Any]
+
+
+def _gate(activation: Any, gate: Tensor, up: Tensor) -> Tensor:
+    """``activation(gate) * up``."""
+    name = activation_name(activation)
+    return activation(gate) * up if name is None or gate.shape != up.shape else glu(gate, up, name)
+
+
+def _gated(self: Any, x: Tensor) -> Any:
+    return self.down_proj(_gate(self.act_fn, self.gate_proj(x), self.up_proj(x)))
+
+
+def _packed(self: Any, hidden_states: Tensor) -> Any:
+    gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
+    return self.down_proj(_gate(self.activation_fn, gate, up))
+
+
+def _cast_and_call(layer: Any, x: Tensor) -> Any:
+    """T5's last linear layer, which may be kept in fp32 in a model of half precision."""
+    weight = layer.weight
+    if isinstance(weight, Tensor) and x.dtype != weight.dtype and weight.dtype != torch.int8:
+        x = x.to(weight.dtype)
+    return layer(x)
+
+
+def _t5_gated(self: Any, hidden_states: Tensor) -> Any:
+    x = _gate(self.act, self.wi_0(hidden_states), self.wi_1(hidden_states))
+    return _cast_and_call(self.wo, self.dropout(x))
+
+
+def _t5_dense(self: Any, hidden_states: Tensor) -> Any:
+    dropout = self.dropout
+    if type(dropout) is nn.Dropout and unwatched(dropout):
+        x = activate(linear(self.wi, hidden_states), self.act, dropout.p, training=dropout.training)
+    else:
+        x = dropout(self.act(self.wi(hidden_states)))
+    return _cast_and_call(self.wo, x)
+
+
+def _dense_act(self: Any, hidden_states: Tensor) -> Tensor:
+    return activate(linear(self.dense, hidden_states), self.intermediate_act_fn)
+
+
+def _two_layers(first: str, activation: str, second: str, dropout: str = "") -> dict[str, Method]:
+    """The methods of linear, activation, linear, and the dropout behind them if there is one."""
+
+    def branch(self: Any, x: Tensor) -> tuple[Branch, tuple[Any, ...]]:
+        end = linear(getattr(self, second), activate(linear(getattr(self, first), x), getattr(self, activation)))
+        return (dropped(end, getattr(self, dropout)) if dropout else end), ()
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        return finished(branch(self, hidden_states)[0])
+
+    return {"forward": forward, "_fusedops_branch": branch}
+
+
+_distilbert = _two_layers("lin1", "activation", "lin2", "dropout")
+
+
+def _distilbert_branch(self: Any, x: Tensor) -> tuple[Branch, tuple[Any, ...]]:
+    if self.chunk_size_feed_forward:
+        return Branch(self(x)), ()
+    return _distilbert["_fusedops_branch"](self, x)  # type: ignore[no-any-return]
+
+
+def _distilbert_chunk(self: Any, input: Tensor) -> Tensor:
+    return _distilbert["forward"](self, input)  # type: ignore[no-any-return]
+
+
+RULES = (
+    Rule(
+        name="gated_mlp",  # Llama, Mistral, Qwen, Gemma, and about a hundred more
+        calls="glu",
+        methods={"forward": _gated},
+        fingerprints=("87c336a18dbf",),
+        names=("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "GemmaMLP", "Gemma2MLP", "Gemma3MLP"),
+    ),
+    Rule(
+        name="packed_mlp",  # and GLM, Dia
+        calls="glu",
+        methods={"forward": _packed},
+        fingerprints=("66129a0fb47c",),
+        names=("Phi3MLP",),
+    ),
+    Rule(
+        name="t5_gated_dense",  # and MT5, UMT5, Pix2Struct
+        calls="glu",
+        methods={"forward": _t5_gated},
+        fingerprints=("1f778d977330",),
+        names=("T5DenseGatedActDense", "MT5DenseGatedActDense", "UMT5DenseGatedActDense"),
+    ),
+    Rule(
+        name="t5_dense",
+        calls="bias_act with dropout",
+        methods={"forward": _t5_dense},
+        fingerprints=("389a87093bdf",),
+        names=("T5DenseActDense", "MT5DenseActDense", "UMT5DenseActDense"),
+    ),
+    Rule(
+        name="dense_act",  # BERT's, and that of its many relatives
+        calls="bias_act",
+        methods={"forward": _dense_act},
+        fingerprints=("d6fb3cc61037",),
+        names=("BertIntermediate", "RobertaIntermediate", "ElectraIntermediate"),
+    ),
+    Rule(
+        name="gpt2_mlp",
+        calls="bias_act, bias_dropout_add",
+        methods=_two_layers("c_fc", "act", "c_proj", "dropout"),
+        fingerprints=("ff86ff105b48",),
+        names=("GPT2MLP",),
+    ),
+    Rule(
+        name="vit_mlp",  # and CLIP, SigLIP, BEiT, BLIP
+        calls="bias_act",
+        methods=_two_layers("fc1", "activation_fn", "fc2"),
+        fingerprints=("c173c28fb10e",),
+        names=("ViTMLP", "CLIPMLP"),
+    ),
+    Rule(
+        name="distilbert_ffn",
+        calls="bias_act, bias_dropout_add",
+        methods={"ff_chunk": _distilbert_chunk, "_fusedops_branch": _distilbert_branch},
+        fingerprints=("6b0d1cb67a21",),
+        names=("FFN",),
+        known=("forward", "ff_chunk"),
+    ),
+)

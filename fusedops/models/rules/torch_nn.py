@@ -1,0 +1,105 @@
+"""torch.nn's transformer layers, in both norm orders.
+
+An encoder layer in evaluation may take PyTorch's own fast path, one operator for the whole layer. Where it may, the
+original forward is called, and decides.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..parts import Branch, activate, add, add_norm, branch, dropped, linear, unwatched
+from ..rule import Rule
+
+__all__ = ["RULES"]
+
+
+def _attention(attention: nn.Module, dropout: nn.Module, x: Tensor, memory: Tensor, mask: Tensor | None,
+               padding: Tensor | None, is_causal: bool) -> Branch:  # fmt: skip
+    end, _ = branch(attention, x, memory, memory, attn_mask=mask, key_padding_mask=padding, is_causal=is_causal,
+                    need_weights=False)  # fmt: skip
+    return dropped(end, dropout)
+
+
+def _feed_forward(self: Any, x: Tensor, last: nn.Module) -> Branch:
+    inner, dropout = linear(self.linear1, x), self.dropout
+    if type(dropout) is nn.Dropout and unwatched(dropout):
+        y = activate(inner, self.activation, dropout.p, training=dropout.training)
+    else:
+        y = dropout(activate(inner, self.activation))
+    return dropped(linear(self.linear2, y), last)
+
+
+def _may_take_the_fast_path(self: Any, src: Tensor) -> bool:
+    return not self.training and (src.is_nested or not (torch.is_grad_enabled() and _differentiates(self, src)))
+
+
+def _differentiates(self: Any, src: Tensor) -> bool:
+    return src.requires_grad or any(parameter.requires_grad for parameter in self.parameters())
+
+
+def _encoder_layer(
+    self: Any,
+    src: Tensor,
+    src_mask: Tensor | None = None,
+    src_key_padding_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Any:
+    if _may_take_the_fast_path(self, src):
+        return type(self)._fusedops_original.forward(self, src, src_mask, src_key_padding_mask, is_causal)
+    before = self.norm_first
+    x = self.norm1(src) if before else src
+    end = _attention(self.self_attn, self.dropout1, x, x, src_mask, src_key_padding_mask, is_causal)
+    if before:
+        x, residual = add_norm(end, src, self.norm2)
+        return add(_feed_forward(self, x, self.dropout2), residual)
+    x = add_norm(end, src, self.norm1, return_sum=False)
+    return add_norm(_feed_forward(self, x, self.dropout2), x, self.norm2, return_sum=False)
+
+
+def _decoder_layer(
+    self: Any,
+    tgt: Tensor,
+    memory: Tensor,
+    tgt_mask: Tensor | None = None,
+    memory_mask: Tensor | None = None,
+    tgt_key_padding_mask: Tensor | None = None,
+    memory_key_padding_mask: Tensor | None = None,
+    tgt_is_causal: bool = False,
+    memory_is_causal: bool = False,
+) -> Any:
+    before = self.norm_first
+    x = self.norm1(tgt) if before else tgt
+    end = _attention(self.self_attn, self.dropout1, x, x, tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+    if before:
+        x, residual = add_norm(end, tgt, self.norm2)
+    else:
+        x = residual = add_norm(end, tgt, self.norm1, return_sum=False)
+    end = _attention(self.multihead_attn, self.dropout2, x, memory, memory_mask, memory_key_padding_mask,
+                     memory_is_causal)  # fmt: skip
+    if before:
+        x, residual = add_norm(end, residual, self.norm3)
+        return add(_feed_forward(self, x, self.dropout3), residual)
+    x = add_norm(end, residual, self.norm2, return_sum=False)
+    return add_norm(_feed_forward(self, x, self.dropout3), x, self.norm3, return_sum=False)
+
+
+RULES = (
+    Rule(
+        name="encoder_layer",
+        calls="bias_act, bias_dropout_add_ln",
+        methods={"forward": _encoder_layer},
+        base=nn.TransformerEncoderLayer,
+        known=("forward", "_sa_block", "_ff_block"),
+    ),
+    Rule(
+        name="decoder_layer",
+        calls="bias_act, bias_dropout_add_ln",
+        methods={"forward": _decoder_layer},
+        base=nn.TransformerDecoderLayer,
+        known=("forward", "_sa_block", "_mha_block", "_ff_block"),
+    ),
+)

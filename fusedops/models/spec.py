@@ -1,0 +1,287 @@
+"""Sample models for the tests: tiny ones, of every architecture that a rule was written for.
+
+Adding a rule is an entry in `fusedops.models.rules` and a model here that has such a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["MODELS", "ModelSpec"]
+
+_VOCABULARY, _WIDTH, _HEADS, _LAYERS = 61, 32, 2, 2
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One sample model.
+
+    Attributes:
+        name: its name in tests.
+        build: makes it, with random weights.
+        inputs: keyword arguments of a call.
+        rules: for the classes that must be fused, the rule that must fuse them.
+        calls: how often each operator is called in one forward in training.
+        transformers: whether it needs Transformers installed.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], dict[str, Any]]
+    rules: dict[str, str]
+    calls: dict[str, int]
+    transformers: bool = True
+
+
+def _tokens(**others: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], dict[str, Any]]:
+    """Two rows of tokens, the second padded at its end, and what is made of them."""
+
+    def inputs() -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(5)
+        tokens = torch.randint(3, _VOCABULARY, (2, 9), generator=generator)
+        mask = torch.ones_like(tokens)
+        mask[1, -3:] = 0
+        return {
+            "input_ids": tokens,
+            "attention_mask": mask,
+            **{k: v(tokens) if callable(v) else v for k, v in others.items()},
+        }
+
+    return inputs
+
+
+def _noise(*shape: int, seed: int = 5) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _encoded(tokens: torch.Tensor) -> torch.Tensor:
+    """An encoder's states for a decoder alone."""
+    return _noise(*tokens.shape, _WIDTH)
+
+
+def _hf(name: str, model: str, config: str, options: dict[str, Any], rules: dict[str, str],
+        inputs: Callable[[], dict[str, Any]] | None = None, **calls: int) -> ModelSpec:  # fmt: skip
+    """A model of Transformers, from its config."""
+
+    def build() -> nn.Module:
+        import transformers
+
+        made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**options))
+        return randomised(made)
+
+    return ModelSpec(name, build, inputs or _tokens(), rules, calls)
+
+
+def randomised(model: nn.Module) -> nn.Module:
+    """The model with no weight or bias left at one or zero, where a wrong one would not show."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+_BERT_LIKE: dict[str, Any] = {
+    "vocab_size": _VOCABULARY, "hidden_size": _WIDTH, "num_hidden_layers": _LAYERS, "num_attention_heads": _HEADS,
+    "intermediate_size": 2 * _WIDTH, "max_position_embeddings": 32, "pad_token_id": 1,
+}  # fmt: skip
+_BART_LIKE: dict[str, Any] = {
+    "vocab_size": _VOCABULARY, "d_model": _WIDTH, "encoder_layers": _LAYERS, "decoder_layers": _LAYERS,
+    "encoder_attention_heads": _HEADS, "decoder_attention_heads": _HEADS, "encoder_ffn_dim": 2 * _WIDTH,
+    "decoder_ffn_dim": 2 * _WIDTH, "max_position_embeddings": 32, "activation_dropout": 0.1, "pad_token_id": 1,
+    "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": 2,
+}  # fmt: skip
+_LLAMA_LIKE: dict[str, Any] = {
+    "vocab_size": _VOCABULARY, "hidden_size": _WIDTH, "intermediate_size": 2 * _WIDTH, "num_hidden_layers": _LAYERS,
+    "num_attention_heads": _HEADS, "num_key_value_heads": 1, "max_position_embeddings": 32, "pad_token_id": 1,
+    "bos_token_id": 0, "eos_token_id": 2,
+}  # fmt: skip
+_GPT2: dict[str, Any] = {
+    "vocab_size": _VOCABULARY, "n_embd": _WIDTH, "n_layer": _LAYERS, "n_head": _HEADS, "n_positions": 32,
+    "bos_token_id": 0, "eos_token_id": 2,
+}  # fmt: skip
+_T5: dict[str, Any] = {
+    "vocab_size": _VOCABULARY, "d_model": _WIDTH, "d_kv": 8, "d_ff": 2 * _WIDTH, "num_layers": _LAYERS,
+    "num_heads": _HEADS, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
+}  # fmt: skip
+_OPT: dict[str, Any] = {
+    "vocab_size": _VOCABULARY, "hidden_size": _WIDTH, "num_hidden_layers": _LAYERS, "ffn_dim": 2 * _WIDTH,
+    "num_attention_heads": _HEADS, "max_position_embeddings": 32, "word_embed_proj_dim": _WIDTH, "pad_token_id": 1,
+    "bos_token_id": 0, "eos_token_id": 2,
+}  # fmt: skip
+_LLAMA_RULES = {"LlamaRMSNorm": "llama_rms_norm", "LlamaMLP": "gated_mlp", "LlamaDecoderLayer": "llama_layer"}
+_T5_RULES = {"T5LayerNorm": "t5_layer_norm", "T5LayerSelfAttention": "t5_self_attention",
+             "T5LayerCrossAttention": "t5_cross_attention", "T5LayerFF": "t5_feed_forward",
+             "T5Block": "t5_block"}  # fmt: skip
+
+
+def _renamed(rules: dict[str, str], old: str, new: str) -> dict[str, str]:
+    return {name.replace(old, new): rule for name, rule in rules.items()}
+
+
+def _bert_like(prefix: str) -> dict[str, str]:
+    return {f"{prefix}SelfOutput": "bert_output", f"{prefix}Output": "bert_output",
+            f"{prefix}Intermediate": "dense_act", "LayerNorm": "layer_norm", "GELUActivation": "gelu_activation"}  # fmt: skip
+
+
+# --- models of torch.nn -----------------------------------------------------------------------------------------------
+
+
+class _Leaves(nn.Module):
+    """One of each norm and activation of torch.nn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(12, 24),
+            nn.LayerNorm(24),
+            nn.GELU(),
+            nn.LayerNorm(24, elementwise_affine=False),
+            nn.RMSNorm(24, eps=1e-5),
+            nn.GELU("tanh"),
+            nn.LayerNorm((24,), bias=False),
+            nn.Unflatten(-1, (4, 6)),
+            nn.LayerNorm((4, 6)),
+            nn.RMSNorm((4, 6)),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers(x)
+        return y
+
+
+class _Transformer(nn.Module):
+    """An encoder and a decoder of torch.nn."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.transformer = nn.Transformer(_WIDTH, _HEADS, _LAYERS, _LAYERS, 2 * _WIDTH, **options)
+
+    def forward(self, src: torch.Tensor, tgt: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(tgt.shape[1])
+        y: torch.Tensor = self.transformer(src, tgt, tgt_mask=mask, tgt_is_causal=True)
+        return y
+
+
+def _sequences() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(5)
+    return {
+        "src": torch.randn(2, 7, _WIDTH, generator=generator),
+        "tgt": torch.randn(2, 5, _WIDTH, generator=generator),
+    }
+
+
+_TORCH_RULES = {"TransformerEncoderLayer": "encoder_layer", "TransformerDecoderLayer": "decoder_layer",
+                "MultiheadAttention": "multihead_attention", "LayerNorm": "layer_norm"}  # fmt: skip
+
+
+def _torch(name: str, options: dict[str, Any], **calls: int) -> ModelSpec:
+    return ModelSpec(name, lambda: randomised(_Transformer(batch_first=True, **options)), _sequences, _TORCH_RULES, calls,
+                     transformers=False)  # fmt: skip
+
+
+class _Activations(nn.Module):
+    """Each of Transformers' activations that a rule knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers.activations import ACT2FN
+
+        names = ("gelu", "gelu_python", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh",
+                 "gelu_python_tanh", "quick_gelu", "relu2")  # fmt: skip
+        self.layers = nn.ModuleDict({name: nn.Sequential(nn.Linear(12, 12), ACT2FN[name]) for name in names})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(x) for layer in self.layers.values()])
+
+
+def _same(tokens: torch.Tensor) -> torch.Tensor:
+    return tokens
+
+
+_VIT: dict[str, Any] = {
+    "hidden_size": _WIDTH, "num_hidden_layers": _LAYERS, "num_attention_heads": _HEADS, "intermediate_size": 2 * _WIDTH,
+    "image_size": 16, "patch_size": 8, "hidden_dropout_prob": 0.1,
+}  # fmt: skip
+_DISTILBERT: dict[str, Any] = {
+    "vocab_size": _VOCABULARY, "dim": _WIDTH, "n_layers": _LAYERS, "n_heads": _HEADS, "hidden_dim": 2 * _WIDTH,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+_DECODER = {"is_decoder": True, "add_cross_attention": True}
+_GPT2_RULES = {"GPT2Block": "gpt2_block", "GPT2Attention": "gpt2_attention", "GPT2MLP": "gpt2_mlp",
+               "NewGELUActivation": "new_gelu", "LayerNorm": "layer_norm"}  # fmt: skip
+_OPT_RULES = {"OPTDecoderLayer": "opt_layer", "OPTAttention": "bart_attention"}
+
+MODELS = (
+    ModelSpec("leaves", lambda: randomised(_Leaves()), lambda: {"x": _noise(5, 12)},
+              {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm", "GELU": "gelu"},
+              {"layer_norm": 4, "rms_norm": 2, "gelu": 2}, transformers=False),
+    _torch("torch_post_norm", {}, bias_act=4, bias_dropout_add_ln=10, layer_norm=2),
+    _torch("torch_pre_norm", {"norm_first": True, "activation": "gelu"}, bias_act=4, bias_dropout_add=4,
+           bias_dropout_add_ln=6, layer_norm=6),
+    _torch("torch_unbiased", {"bias": False}, bias_act=4, bias_dropout_add_ln=10, layer_norm=2),
+    ModelSpec("activations", lambda: randomised(_Activations()), lambda: {"x": _noise(5, 12)},
+              {"GELUActivation": "gelu_activation", "GELUTanh": "gelu_tanh", "NewGELUActivation": "new_gelu",
+               "FastGELUActivation": "new_gelu", "AccurateGELUActivation": "accurate_gelu",
+               "QuickGELUActivation": "quick_gelu", "ReLUSquaredActivation": "relu_squared"},
+              {"gelu": 7, "bias_act": 2}),
+    _hf("bert", "BertForMaskedLM", "BertConfig", _BERT_LIKE, _bert_like("Bert"),
+        bias_act=2, bias_dropout_add_ln=4, gelu=1, layer_norm=2),
+    _hf("bert_decoder", "BertLMHeadModel", "BertConfig", {**_BERT_LIKE, **_DECODER}, _bert_like("Bert"),
+        _tokens(encoder_hidden_states=_encoded), bias_act=2, bias_dropout_add_ln=6, gelu=1, layer_norm=2),
+    _hf("roberta", "RobertaForMaskedLM", "RobertaConfig", _BERT_LIKE, _bert_like("Roberta"),
+        bias_act=2, bias_dropout_add_ln=4, layer_norm=2),
+    _hf("electra", "ElectraForPreTraining", "ElectraConfig", {"embedding_size": 16, **_BERT_LIKE},
+        _bert_like("Electra"), bias_act=2, bias_dropout_add_ln=4, gelu=1, layer_norm=1),
+    _hf("distilbert", "DistilBertForMaskedLM", "DistilBertConfig", _DISTILBERT,
+        {"TransformerBlock": "distilbert_block", "FFN": "distilbert_ffn",
+         "DistilBertSelfAttention": "distilbert_attention"},
+        bias_act=2, bias_dropout_add_ln=4, gelu=1, layer_norm=2),
+    _hf("bart", "BartForConditionalGeneration", "BartConfig", _BART_LIKE,
+        {"BartEncoderLayer": "bart_encoder_layer", "BartDecoderLayer": "bart_decoder_layer",
+         "BartAttention": "bart_attention"},
+        bias_act=4, bias_dropout_add_ln=10, layer_norm=2),
+    _hf("marian", "MarianMTModel", "MarianConfig", _BART_LIKE,
+        {"MarianEncoderLayer": "bart_encoder_layer", "MarianDecoderLayer": "bart_decoder_layer"},
+        _tokens(decoder_input_ids=_same), bias_act=4, bias_dropout_add_ln=10),
+    _hf("gpt2", "GPT2LMHeadModel", "GPT2Config", _GPT2, _GPT2_RULES,
+        bias_act=2, bias_dropout_add=2, bias_dropout_add_ln=2, layer_norm=3),
+    _hf("gpt2_decoder", "GPT2LMHeadModel", "GPT2Config", {"add_cross_attention": True, **_GPT2}, _GPT2_RULES,
+        _tokens(encoder_hidden_states=_encoded), bias_act=2, bias_dropout_add=2, bias_dropout_add_ln=4, layer_norm=3),
+    _hf("opt", "OPTForCausalLM", "OPTConfig", _OPT, _OPT_RULES,
+        bias_act=2, bias_dropout_add=2, bias_dropout_add_ln=2, layer_norm=3),
+    _hf("opt_post_norm", "OPTForCausalLM", "OPTConfig", {"do_layer_norm_before": False, **_OPT}, _OPT_RULES,
+        bias_act=2, bias_dropout_add_ln=4),
+    _hf("vit", "ViTForImageClassification", "ViTConfig", _VIT,
+        {"ViTLayer": "vit_layer", "ViTAttention": "vit_attention", "ViTMLP": "vit_mlp"},
+        lambda: {"pixel_values": _noise(2, 3, 16, 16)},
+        bias_act=2, bias_dropout_add=2, bias_dropout_add_ln=2, layer_norm=3),
+    _hf("t5", "T5ForConditionalGeneration", "T5Config", _T5, {**_T5_RULES, "T5DenseActDense": "t5_dense"},
+        _tokens(decoder_input_ids=_same), bias_act=4, bias_dropout_add=4, bias_dropout_add_rms_norm=6, rms_norm=6),
+    _hf("t5_gated", "T5ForConditionalGeneration", "T5Config", {"feed_forward_proj": "gated-gelu", **_T5},
+        {**_T5_RULES, "T5DenseGatedActDense": "t5_gated_dense"}, _tokens(decoder_input_ids=_same),
+        bias_dropout_add=4, bias_dropout_add_rms_norm=6, glu=4, rms_norm=6),
+    _hf("llama", "LlamaForCausalLM", "LlamaConfig", _LLAMA_LIKE, _LLAMA_RULES,
+        bias_dropout_add_rms_norm=2, glu=2, rms_norm=3),
+    _hf("llama_biased", "LlamaForCausalLM", "LlamaConfig", {"mlp_bias": True, "attention_bias": True, **_LLAMA_LIKE},
+        _LLAMA_RULES, bias_dropout_add_rms_norm=2, glu=2, rms_norm=3),
+    _hf("mistral", "MistralForCausalLM", "MistralConfig", _LLAMA_LIKE, _renamed(_LLAMA_RULES, "Llama", "Mistral"),
+        bias_dropout_add_rms_norm=2, glu=2, rms_norm=3),
+    _hf("qwen2", "Qwen2ForCausalLM", "Qwen2Config", _LLAMA_LIKE, _renamed(_LLAMA_RULES, "Llama", "Qwen2"),
+        bias_dropout_add_rms_norm=2, glu=2, rms_norm=3),
+    _hf("qwen3", "Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 16, **_LLAMA_LIKE},
+        _renamed(_LLAMA_RULES, "Llama", "Qwen3"), bias_dropout_add_rms_norm=2, glu=2, rms_norm=7),
+    _hf("phi3", "Phi3ForCausalLM", "Phi3Config", _LLAMA_LIKE, {"Phi3RMSNorm": "llama_rms_norm", "Phi3MLP": "packed_mlp"},
+        glu=2, rms_norm=5),
+    _hf("olmo2", "Olmo2ForCausalLM", "Olmo2Config", _LLAMA_LIKE, {"Olmo2RMSNorm": "olmo_rms_norm", "Olmo2MLP": "gated_mlp"},
+        glu=2, rms_norm=9),
+    _hf("gemma", "GemmaForCausalLM", "GemmaConfig", {"head_dim": 16, **_LLAMA_LIKE},
+        {"GemmaRMSNorm": "gemma_rms_norm", "GemmaMLP": "gated_mlp", "GemmaDecoderLayer": "llama_layer",
+         "GELUTanh": "gelu_tanh"},
+        bias_dropout_add_rms_norm=2, glu=2, rms_norm=3),
+)  # fmt: skip

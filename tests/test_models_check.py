@@ -1,0 +1,148 @@
+"""``check``: what it compares, what it restores, and that it leaves no trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedops
+from fusedops.models import FusionReport, Rule
+from fusedops.models.spec import ModelSpec
+from zoo import build, every, inputs, run, transformers_only
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_passes_what_is_right(spec: ModelSpec, dtype: torch.dtype) -> None:
+    model = build(spec, dtype)
+    dry = fusedops.fuse_model(model, dry_run=True)
+    report = fusedops.fuse_model(model, check=inputs(spec, dtype))
+    assert [(m.name, m.rule) for m in report] == [(m.name, m.rule) for m in dry]
+    assert report.difference is not None and report.difference.passes, report.difference
+    checked = [m for m in report if m.difference is not None]
+    assert len(checked) >= len(report) - 2  # torch.nn.TransformerDecoderLayer forgets an activation when copied
+    assert all(m.difference is not None and m.difference.passes for m in checked)
+
+
+def _method(change: Any) -> Any:
+    def forward(self: Any, input: Tensor) -> Tensor:
+        return change(self, input)  # type: ignore[no-any-return]
+
+    return forward
+
+
+class _Backward(torch.autograd.Function):
+    """The identity, with a gradient that is a thousandth too large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy * 1.001
+
+
+# Forwards of LayerNorm and GELU that are wrong by as little as one may make them by mistake.
+_WRONG = {
+    "eps": (
+        nn.LayerNorm,
+        lambda self, x: nn.functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, 1e-3),
+    ),
+    "unbiased": (nn.LayerNorm, lambda self, x: nn.functional.layer_norm(x, self.normalized_shape, self.weight)),
+    "approximate": (nn.GELU, lambda self, x: nn.functional.gelu(x, approximate="tanh")),
+    "gradient": (nn.LayerNorm, lambda self, x: nn.LayerNorm.forward(self, _Backward.apply(x))),
+    "detached": (nn.LayerNorm, lambda self, x: nn.LayerNorm.forward(self, x.detach())),
+    "dtype": (nn.GELU, lambda self, x: nn.functional.gelu(x).bfloat16().float()),
+    "nan": (nn.GELU, lambda self, x: nn.functional.gelu(x) * torch.tensor(float("nan"))),
+    "shape": (nn.GELU, lambda self, x: nn.functional.gelu(x)[:, :1]),
+}
+
+
+@pytest.mark.parametrize("name", _WRONG)
+def test_restores_what_is_wrong(name: str, device: torch.device) -> None:
+    """The module of the wrong rule alone, and the report says so."""
+    base, change = _WRONG[name]
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.RMSNorm(8)).to(device)
+    with torch.no_grad():
+        model[1].bias.add_(0.3)
+    x = torch.randn(5, 8, device=device)
+    before = model(x)
+    rule = Rule(name="wrong", calls="what is wrong", methods={"forward": _method(change)}, base=base)
+    report = fusedops.fuse_model(model, rules=[rule], check=(x,))
+    torch.testing.assert_close(model(x), before)
+    place = next(str(index) for index, module in enumerate(model) if isinstance(module, base))
+    assert type(model[int(place)]) is base
+    (wrong,) = [m for m in report.left if m.reason != "no rule"]
+    assert (wrong.name, wrong.reason) == (place, "wrong differs from it")
+    assert wrong.difference is not None and not wrong.difference.passes
+    assert f"left: wrong differs from it ({wrong.difference})" in str(report)
+    assert len(report) == 2
+    assert report.difference is not None and report.difference.passes
+
+
+def test_a_block_around_a_module_that_was_restored(device: torch.device) -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True).to(device)
+    rule = Rule(name="wrong", calls="", methods={"forward": _method(lambda self, x: 2 * nn.LayerNorm.forward(self, x))},
+                base=nn.LayerNorm)  # fmt: skip
+    x = torch.randn(2, 3, 16, device=device)
+    report = fusedops.fuse_model(layer, rules=[rule], check=x)
+    assert sorted(m.rule for m in report) == ["encoder_layer", "multihead_attention"]
+    assert type(layer.norm1) is nn.LayerNorm
+
+
+@every
+def test_leaves_no_trace(spec: ModelSpec) -> None:
+    """Neither a gradient, nor another mode, nor a hook, nor a step of the generator."""
+    model = build(spec).train()
+    next(model.children()).eval()
+    modes = [m.training for m in model.modules()]
+    state = torch.get_rng_state()
+    arguments = inputs(spec)
+    kept = {name: value.clone() for name, value in arguments.items()}
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    fusedops.fuse_model(model, check=arguments)
+    assert [m.training for m in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, kept[name]) and not value.requires_grad for name, value in arguments.items())
+    fusedops.unfuse_model(model)
+    run(model, arguments)
+
+
+@pytest.mark.parametrize("form", ["tensor", "tuple", "list", "dict"])
+def test_forms_of_inputs(form: str) -> None:
+    x = torch.randn(3, 4)
+    check: Any = {"tensor": x, "tuple": (x,), "list": [x], "dict": {"input": x}}[form]
+    report = fusedops.fuse_model(nn.Sequential(nn.LayerNorm(4)), check=check)
+    assert isinstance(report, FusionReport)
+    assert report.difference is not None
+
+
+def test_modules_that_the_inputs_do_not_reach() -> None:
+    class Idle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.idle = nn.LayerNorm(4), nn.LayerNorm(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.used(x)
+            return y
+
+    report = fusedops.fuse_model(Idle(), check=torch.randn(2, 4))
+    assert {m.name: m.difference is None for m in report} == {"used": False, "idle": True}
+
+
+@transformers_only
+def test_the_models_own_inputs() -> None:
+    import transformers
+
+    config = transformers.BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+                                     vocab_size=100)  # fmt: skip
+    report = fusedops.fuse_model(transformers.BertModel(config), check=True)
+    assert report.difference is not None and report.difference.passes

@@ -1,0 +1,114 @@
+"""Fused models under torch.compile: one graph, the operators whole in it; and compile_rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fusedops
+from fusedops.models.spec import ModelSpec
+from support import KERNEL_PATH
+from zoo import SAMPLES, build, counted, inputs, outputs
+
+_NAMES = ("leaves", "torch_post_norm", "torch_pre_norm", "bert", "distilbert", "bart", "gpt2", "opt", "vit", "t5", "t5_gated",
+          "llama", "gemma")  # fmt: skip
+some = pytest.mark.parametrize("spec", [spec for spec in SAMPLES if spec.name in _NAMES], ids=lambda spec: spec.name)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+class _Recorder:
+    """A backend that runs graphs as they are, and keeps the operators in them."""
+
+    def __init__(self) -> None:
+        self.targets: list[str] = []
+        self.graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, example: list[Any]) -> Any:
+        self.graphs += 1
+        self.targets += [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        return graph.forward
+
+
+def _arguments(spec: ModelSpec) -> dict[str, Any]:
+    # A cache is a Python object that Transformers fills on the way; without it there is less to trace.
+    return {
+        **inputs(spec),
+        **({"use_cache": False} if spec.transformers and spec.name not in ("bert", "distilbert", "vit") else {}),
+    }
+
+
+@some
+def test_one_graph(spec: ModelSpec) -> None:
+    """In training mode; dropout off, so that there is something to compare with."""
+    model, arguments = build(spec).train(), _arguments(spec)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "dropout", None), float):
+            module.dropout = module.activation_dropout = 0.0
+    fusedops.fuse_model(model)
+    with counted() as calls:
+        expected = outputs(model(**arguments))
+    recorder = _Recorder()
+    found = outputs(torch.compile(model, backend=recorder, fullgraph=True)(**arguments))
+    assert recorder.graphs == 1
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-5 * float(a.abs().max()))
+    if KERNEL_PATH:
+        whole = [name for name in recorder.targets if name.startswith("fusedops.")]
+        assert len(whole) == sum(calls.values()), whole
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SAMPLES if spec.name in ("torch_pre_norm", "bert", "gpt2")],
+                         ids=lambda spec: spec.name)  # fmt: skip
+def test_compile_rest(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole model is compiled in place, forward and backward; unfuse_model takes that back."""
+    recorder = _Recorder()
+    monkeypatch.setattr(nn.Module, "compile", _with_backend(recorder))
+    model, arguments = build(spec), _arguments(spec)
+    twin = build(spec)
+    expected = outputs(twin(**arguments))
+    report = fusedops.fuse_model(model, compile_rest=True)
+    assert report
+    assert type(model).__name__ == type(twin).__name__
+    found = outputs(model(**arguments))
+    assert recorder.graphs >= 1
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-5 * float(a.abs().max()))
+    sum(y.sum() for y in found).backward()
+    graphs = recorder.graphs
+    fusedops.unfuse_model(model)
+    assert vars(model).keys() == vars(twin).keys()
+    assert all(map(torch.equal, outputs(model(**arguments)), expected))
+    assert recorder.graphs == graphs
+
+
+def _with_backend(backend: Any) -> Any:
+    original = nn.Module.compile
+
+    def compile(self: nn.Module) -> None:  # noqa: A001, the method's name
+        original(self, backend=backend)
+
+    return compile
+
+
+def test_a_compilation_of_the_users_is_kept() -> None:
+    model = nn.Sequential(nn.LayerNorm(4))
+    fusedops.fuse_model(model)
+    model.compile(backend="eager")
+    fusedops.unfuse_model(model)
+    assert type(model[0]) is nn.LayerNorm
+    assert model._compiled_call_impl is not None
+
+
+def test_a_dry_run_compiles_nothing() -> None:
+    model = nn.Sequential(nn.LayerNorm(4))
+    fusedops.fuse_model(model, dry_run=True, compile_rest=True)
+    assert model._compiled_call_impl is None

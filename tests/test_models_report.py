@@ -1,0 +1,131 @@
+"""The report of fuse_model, and the arguments that say what is to be left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fusedops
+from fusedops.models.spec import ModelSpec
+from zoo import build, every, inputs, run
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.act = nn.GELU()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(self.act(self.norm(x)))
+        return y
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(_Block(), _Block(), nn.RMSNorm(4))
+
+
+def _fused(report: Any) -> list[str]:
+    return [module.name for module in report]
+
+
+@every
+def test_lists_every_module(spec: ModelSpec) -> None:
+    model = build(spec)
+    modules = dict(model.named_modules())
+    report = fusedops.fuse_model(model)
+    assert [m.name for m in report.modules] == list(modules)
+    assert [m.type for m in report.modules] == [type(module).__name__ for module in modules.values()]
+    for line in report.modules:
+        assert bool(line.rule) == bool(line.calls) == (line.reason == "") == line.fused
+        assert line.fused == hasattr(type(modules[line.name]), "_fusedops_original")
+    assert {m.name for m in report.replaced} | {m.name for m in report.left} == set(modules)
+    assert len(report) == len(report.replaced) > 0
+
+
+def test_prints_as_a_table() -> None:
+    text = str(fusedops.fuse_model(_model(), exclude=["1"]))
+    lines = text.splitlines()
+    assert lines[0].split() == ["module", "type", "replaced", "by,", "or", "why", "left"]
+    assert lines[1].split() == ["(the", "model)", "Sequential", "left:", "no", "rule"]
+    assert lines[3].split() == ["0.norm", "LayerNorm", "layer_norm"]
+    assert lines[7].split() == ["1.norm", "LayerNorm", "left:", "excluded"]
+    assert lines[-1] == "3 of 10 modules fused"
+    assert len({line.index(word) for line, word in zip(lines[2:5], ("_Block", "LayerNorm", "GELU"), strict=True)}) == 1
+
+
+def test_nothing_to_fuse() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    types = [type(m) for m in model.modules()]
+    report = fusedops.fuse_model(model)
+    assert not report
+    assert len(report) == 0
+    assert list(report) == []
+    assert [m.reason for m in report.left] == 3 * ["no rule"]
+    assert [type(m) for m in model.modules()] == types
+
+
+@every
+def test_a_dry_run_changes_nothing(spec: ModelSpec) -> None:
+    model = build(spec)
+    types, before = [type(m) for m in model.modules()], run(model, inputs(spec))
+    dry = fusedops.fuse_model(model, dry_run=True)
+    assert [type(m) for m in model.modules()] == types
+    assert all(map(torch.equal, before[0], run(model, inputs(spec))[0]))
+    assert dry == fusedops.fuse_model(model)
+
+
+@pytest.mark.parametrize("exclude, left", [
+    ((), ["0.norm", "0.act", "1.norm", "1.act", "2"]),
+    (["1"], ["0.norm", "0.act", "2"]),
+    (["0.norm", "2"], ["0.act", "1.norm", "1.act"]),
+    (["*.act"], ["0.norm", "1.norm", "2"]),
+    (["?.norm"], ["0.act", "1.act", "2"]),
+    (["LayerNorm"], ["0.act", "1.act", "2"]),
+    (["_Block"], ["2"]),
+    ([nn.LayerNorm, nn.GELU], ["2"]),
+    ([_Block], ["2"]),
+    (["0", nn.RMSNorm], ["1.norm", "1.act"]),
+    ([""], []),
+    ([nn.BatchNorm1d], ["0.norm", "0.act", "1.norm", "1.act", "2"]),
+])  # fmt: skip
+def test_exclude(exclude: Any, left: list[str]) -> None:
+    model = _model()
+    report = fusedops.fuse_model(model, exclude=exclude)
+    assert _fused(report) == left
+    modules = dict(model.named_modules())
+    assert [name for name, m in modules.items() if hasattr(type(m), "_fusedops_original")] == left
+    assert {m.reason for m in report.left} <= {"no rule", "excluded"}
+
+
+@pytest.mark.parametrize("exclude, error, match", [
+    (["0.nrom"], ValueError, "exclude names '0.nrom'.*did you mean '0.norm'"),
+    (["LayerNrom"], ValueError, "did you mean 'LayerNorm'"),
+    (["encoder.*"], ValueError, "exclude names 'encoder.\\*', which is no module"),
+    (["completely different"], ValueError, "which is no module of this model and no class in it$"),
+    ("0.norm", TypeError, "exclude must be a sequence"),
+    (nn.LayerNorm, TypeError, "exclude must be a sequence"),
+    (3, TypeError, "exclude must be a sequence"),
+    ([3], TypeError, "exclude takes names and subclasses"),
+    ([int], TypeError, "exclude takes names and subclasses"),
+])  # fmt: skip
+def test_bad_exclude(exclude: Any, error: type[Exception], match: str) -> None:
+    model = _model()
+    with pytest.raises(error, match=match):
+        fusedops.fuse_model(model, exclude=exclude)
+    assert not any(hasattr(type(m), "_fusedops_original") for m in model.modules())
+
+
+@every
+def test_a_block_without_its_norms(spec: ModelSpec) -> None:
+    """A fused block calls what was excluded from it as it is."""
+    model, twin = build(spec), build(spec)
+    norms = [name for name, m in model.named_modules() if "norm" in type(m).__name__.lower()]
+    fusedops.fuse_model(model, exclude=norms)
+    expected = run(twin, inputs(spec))[0]
+    for a, b in zip(expected, run(model, inputs(spec))[0], strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-5 * float(a.abs().max()))

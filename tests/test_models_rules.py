@@ -1,0 +1,288 @@
+"""Which classes the rules know: all that they were written for, and no look-alike."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedops
+from fusedops.models.fingerprint import canonical, fingerprint
+from fusedops.models.rule import Rule
+from fusedops.models.rules import RULES
+from fusedops.models.spec import MODELS
+from zoo import HAS_TRANSFORMERS, SAMPLES
+
+# Every class that the rules are meant for, by the module of Transformers that has it.
+_CLASSES = {
+    "activations": {
+        "GELUActivation": "gelu_activation", "NewGELUActivation": "new_gelu", "FastGELUActivation": "new_gelu",
+        "QuickGELUActivation": "quick_gelu", "AccurateGELUActivation": "accurate_gelu", "GELUTanh": "gelu_tanh",
+        "PytorchGELUTanh": "gelu_tanh",
+    },
+    "models.bert.modeling_bert": {"BertSelfOutput": "bert_output", "BertOutput": "bert_output",
+                                  "BertIntermediate": "dense_act"},
+    "models.roberta.modeling_roberta": {"RobertaSelfOutput": "bert_output", "RobertaOutput": "bert_output",
+                                        "RobertaIntermediate": "dense_act"},
+    "models.electra.modeling_electra": {"ElectraSelfOutput": "bert_output", "ElectraOutput": "bert_output",
+                                        "ElectraIntermediate": "dense_act"},
+    "models.distilbert.modeling_distilbert": {"TransformerBlock": "distilbert_block", "FFN": "distilbert_ffn",
+                                              "DistilBertSelfAttention": "distilbert_attention"},
+    "models.bart.modeling_bart": {"BartEncoderLayer": "bart_encoder_layer", "BartDecoderLayer": "bart_decoder_layer",
+                                  "BartAttention": "bart_attention"},
+    "models.gpt2.modeling_gpt2": {"GPT2Block": "gpt2_block", "GPT2Attention": "gpt2_attention", "GPT2MLP": "gpt2_mlp"},
+    "models.opt.modeling_opt": {"OPTDecoderLayer": "opt_layer", "OPTAttention": "bart_attention"},
+    "models.vit.modeling_vit": {"ViTLayer": "vit_layer", "ViTAttention": "vit_attention", "ViTMLP": "vit_mlp"},
+    "models.t5.modeling_t5": {
+        "T5LayerNorm": "t5_layer_norm", "T5Block": "t5_block", "T5LayerFF": "t5_feed_forward",
+        "T5LayerSelfAttention": "t5_self_attention", "T5LayerCrossAttention": "t5_cross_attention",
+        "T5DenseActDense": "t5_dense", "T5DenseGatedActDense": "t5_gated_dense",
+    },
+    "models.llama.modeling_llama": {"LlamaRMSNorm": "llama_rms_norm", "LlamaMLP": "gated_mlp",
+                                    "LlamaDecoderLayer": "llama_layer"},
+    "models.mistral.modeling_mistral": {"MistralRMSNorm": "llama_rms_norm", "MistralMLP": "gated_mlp",
+                                        "MistralDecoderLayer": "llama_layer"},
+    "models.qwen2.modeling_qwen2": {"Qwen2RMSNorm": "llama_rms_norm", "Qwen2MLP": "gated_mlp",
+                                    "Qwen2DecoderLayer": "llama_layer"},
+    "models.qwen3.modeling_qwen3": {"Qwen3RMSNorm": "llama_rms_norm", "Qwen3MLP": "gated_mlp"},
+    "models.gemma.modeling_gemma": {"GemmaRMSNorm": "gemma_rms_norm", "GemmaMLP": "gated_mlp",
+                                    "GemmaDecoderLayer": "llama_layer"},
+    "models.gemma2.modeling_gemma2": {"Gemma2RMSNorm": "gemma_rms_norm", "Gemma2MLP": "gated_mlp"},
+    "models.gemma3.modeling_gemma3": {"Gemma3RMSNorm": "gemma_rms_norm", "Gemma3MLP": "gated_mlp"},
+    "models.olmo2.modeling_olmo2": {"Olmo2RMSNorm": "olmo_rms_norm"},
+    "models.phi3.modeling_phi3": {"Phi3RMSNorm": "llama_rms_norm", "Phi3MLP": "packed_mlp"},
+}  # fmt: skip
+_NAMED = [(module, name, rule) for module, names in _CLASSES.items() for name, rule in names.items()]
+
+
+def _known_by(cls: type) -> list[str]:
+    return [rule.name for rule in RULES if rule.knows(cls)]
+
+
+@pytest.mark.parametrize("module, name, rule", _NAMED if HAS_TRANSFORMERS else [], ids=lambda value: str(value))
+def test_the_installed_transformers_is_known(module: str, name: str, rule: str) -> None:
+    """No class that a rule is meant for is left: neither untouched in silence, nor taken by two rules."""
+    cls = getattr(importlib.import_module(f"transformers.{module}"), name)
+    assert _known_by(cls) == [rule]
+
+
+@pytest.mark.parametrize("cls, rule", [
+    (nn.LayerNorm, "layer_norm"), (nn.RMSNorm, "rms_norm"), (nn.GELU, "gelu"),
+    (nn.MultiheadAttention, "multihead_attention"), (nn.TransformerEncoderLayer, "encoder_layer"),
+    (nn.TransformerDecoderLayer, "decoder_layer"),
+])  # fmt: skip
+def test_torch_nn_is_known(cls: type, rule: str) -> None:
+    assert _known_by(cls) == [rule]
+
+
+def test_every_rule_has_a_model() -> None:
+    """Whoever adds a rule adds a sample that it fuses."""
+    assert {rule.name for rule in RULES} == {name for spec in MODELS for name in spec.rules.values()}
+    assert len({rule.name for rule in RULES}) == len(RULES)
+
+
+def test_each_fingerprint_is_met() -> None:
+    """None is left of a class that nobody has: each is that of a class in the sample models, or named above."""
+    classes = {type(module) for spec in SAMPLES for module in spec.build().modules()}
+    classes |= {getattr(importlib.import_module(f"transformers.{module}"), name) for module, name, _ in _NAMED
+                if HAS_TRANSFORMERS}  # fmt: skip
+    for rule in RULES:
+        if rule.base is None and HAS_TRANSFORMERS:
+            assert set(rule.fingerprints) - _OLDER <= {fingerprint(cls, rule.known) for cls in classes}, rule.name
+
+
+# Fingerprints of classes that other releases of Transformers have, or models without a sample.
+_OLDER = {"8af8710d7503"}  # Helium's norm
+
+
+@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="Transformers is not installed")
+def test_how_far_it_reaches() -> None:
+    """The Llama norm is that of most models of Transformers: a change of its text must not go by unseen."""
+    known = 0
+    for module in (
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen3",
+        "phi3",
+        "granite",
+        "cohere2",
+        "deepseek_v3",
+        "smollm3",
+    ):
+        path = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+        known += any(
+            _known_by(cls) == ["llama_rms_norm"] for name, cls in vars(path).items() if name.endswith("RMSNorm")
+        )
+    assert known == 9
+
+
+# --- look-alikes --------------------------------------------------------------------------------------------------------
+
+
+class LlamaRMSNorm(nn.Module):
+    """As Transformers' of that name, but for a mean that is subtracted."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = 1e-6
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32) - hidden_states.mean()
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+class MyNorm(nn.Module):
+    """Of another name, with other words in its documentation and other annotations, but the same code."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = 1e-6
+
+    def forward(self, hidden_states):
+        """Normalise."""
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        # What the mean square is called is part of the code; what a comment says is not.
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+class Doubled(nn.LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class Renamed(nn.LayerNorm):
+    """A subclass that does what its base does."""
+
+
+class GELU(nn.Module):
+    def forward(self, input: Tensor) -> Tensor:
+        return input
+
+
+def _reasons(*modules: nn.Module) -> list[str]:
+    model = nn.Sequential(*modules)
+    x = torch.randn(3, 4)
+    before = model(x)
+    report = fusedops.fuse_model(model)
+    assert torch.allclose(model(x), before, atol=1e-6)
+    return [module.reason for module in report.modules[1:]]
+
+
+def test_another_forward_under_the_same_name() -> None:
+    assert _reasons(LlamaRMSNorm(4)) == ["its forward is not the one that rule llama_rms_norm knows"]
+    assert _reasons(GELU()) == ["no rule"]
+
+
+def test_the_same_forward_under_another_name() -> None:
+    assert _reasons(MyNorm(4)) == [""]
+
+
+def test_subclasses() -> None:
+    assert _reasons(Doubled(4)) == ["its forward is not the one that rule layer_norm knows"]
+    assert _reasons(Renamed(4)) == [""]
+
+
+def test_a_forward_of_the_instance() -> None:
+    module = nn.LayerNorm(4)
+    module.forward = lambda input: input + 1  # type: ignore[method-assign]
+    assert _reasons(module) == ["its forward was replaced on the instance"]
+
+
+def test_a_patched_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MyNorm, "forward", LlamaRMSNorm.forward)
+    fingerprint.cache_clear()
+    assert _reasons(MyNorm(4)) == ["no rule"]
+    monkeypatch.undo()
+    fingerprint.cache_clear()
+    assert _reasons(MyNorm(4)) == [""]
+
+
+def test_parametrized() -> None:
+    module = torch.nn.utils.parametrize.register_parametrization(nn.LayerNorm(4), "weight", nn.Softplus())
+    assert _reasons(module) == ["its parameters are parametrized", *3 * ["no rule"]]
+
+
+def test_a_class_without_source() -> None:
+    namespace: dict[str, Any] = {"nn": nn}
+    exec("class Norm(nn.Module):\n    def forward(self, x):\n        return x", namespace)
+    assert fingerprint(namespace["Norm"]) == ""
+    assert _reasons(namespace["Norm"]()) == ["no rule"]
+
+
+def test_names_that_mean_something_else(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same text, but its ``torch`` is another: not the same code."""
+    source = re.search(r"class MyNorm.*?\n\n\n", open(__file__).read(), re.DOTALL)  # noqa: SIM115, PTH123
+    assert source is not None
+    (tmp_path / "other_torch.py").write_text(
+        f"from torch import Tensor, nn\nimport torch as real\nclass torch:\n    float32 = real.float64\n    ones = real.ones\n"
+        f"    rsqrt = real.sqrt\n{source[0]}")  # fmt: skip
+    monkeypatch.syspath_prepend(tmp_path)
+    other = importlib.import_module("other_torch").MyNorm
+    assert fingerprint(MyNorm) != ""
+    assert fingerprint(other) == ""
+
+
+@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="Transformers is not installed")
+def test_an_activation_whose_function_was_exchanged() -> None:
+    from transformers.activations import GELUActivation, GELUTanh
+
+    for made in (GELUActivation(), GELUTanh()):
+        made.act = torch.sin
+        assert _reasons(made) == ["its act is not a GELU"]
+
+
+# --- fingerprints ---------------------------------------------------------------------------------------------------------
+
+
+def _text(source: str) -> str:
+    return canonical(ast.parse(source).body)
+
+
+def test_what_a_fingerprint_overlooks() -> None:
+    plain = _text("def forward(self, x):\n    return x + 1")
+    assert _text("def forward(self, x: Tensor) -> Tensor:\n    '''Doc.'''\n    # why\n    return x+1") == plain
+    assert _text("def f():\n    raise ValueError('a')") == _text("def f():\n    raise ValueError(f'b{c}')")
+
+
+@pytest.mark.parametrize("source", [
+    "def forward(self, x):\n    return x + 2", "def forward(self, x):\n    return x - 1",
+    "def forward(self, y):\n    return y + 1", "def forward(self, x, z=1):\n    return x + 1",
+    "@wrapped\ndef forward(self, x):\n    return x + 1", "def forward(self, x):\n    x = x\n    return x + 1",
+    "def forward(self, x):\n    return x + 1.0", "def forward(self, x):\n    return self.x + 1",
+])  # fmt: skip
+def test_what_it_sees(source: str) -> None:
+    assert _text(source) != _text("def forward(self, x):\n    return x + 1")
+
+
+# --- rules of one's own -----------------------------------------------------------------------------------------------------
+
+
+def _tripled(self: Any, input: Tensor) -> Tensor:
+    return 3 * nn.GELU.forward(self, input)
+
+
+def test_a_rule_of_the_users_comes_first() -> None:
+    rule = Rule(name="triple", calls="nothing", methods={"forward": _tripled}, base=nn.GELU)
+    model = nn.Sequential(nn.GELU(), nn.LayerNorm(4))
+    x = torch.randn(2, 4)
+    expected = model[1](3 * nn.functional.gelu(x))
+    report = fusedops.fuse_model(model, rules=[rule])
+    assert [m.rule for m in report] == ["triple", "layer_norm"]
+    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(model))(x), expected)

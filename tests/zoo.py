@@ -1,0 +1,80 @@
+"""What the tests of `fusedops.fuse_model` share: the sample models that this machine can build, and runs of them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fusedops.models.spec import MODELS, ModelSpec
+from support import DEVICE, INTERPRETED
+
+__all__ = ["HAS_TRANSFORMERS", "SAMPLES", "build", "counted", "every", "inputs", "outputs", "run", "transformers_only"]
+
+HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
+_PRESENT = [spec for spec in MODELS if HAS_TRANSFORMERS or not spec.transformers]
+# The interpreter takes seconds a model: there, one of each kind of block.
+_INTERPRETED = {"leaves", "activations", "torch_pre_norm", "bert", "distilbert", "gpt2", "vit", "t5_gated", "llama"}
+SAMPLES = [spec for spec in _PRESENT if not INTERPRETED or spec.name in _INTERPRETED]
+
+every = pytest.mark.parametrize("spec", SAMPLES, ids=lambda spec: spec.name)
+transformers_only = pytest.mark.skipif(not HAS_TRANSFORMERS, reason="Transformers is not installed")
+
+
+def build(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The same weights at each call."""
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        return spec.build().to(DEVICE, dtype).eval()
+
+
+def inputs(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    return {name: value.to(DEVICE, dtype if value.is_floating_point() else None) if isinstance(value, Tensor) else value
+            for name, value in spec.inputs().items()}  # fmt: skip
+
+
+def outputs(value: Any) -> list[Tensor]:
+    """The floating-point tensors in a model's result; caches are left out."""
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() else []
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    return [tensor for inner in values for tensor in outputs(inner)]
+
+
+def run(model: nn.Module, arguments: dict[str, Any], seed: int = 0) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Outputs, and the parameters' gradients by name, of one random sum of the outputs."""
+    torch.manual_seed(seed)
+    results = outputs(model(**arguments))
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y) for y in results]
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    total = sum((y * w).sum().double() for y, w in zip(results, weights, strict=True))
+    found = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
+    gradients = {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
+    return [y.detach().clone() for y in results], gradients
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """The names of the operators that are called."""
+    calls: Counter[str] = Counter()
+    with mock.patch("fusedops.norms.ops._call", _counting("fusedops.norms.ops", calls)), \
+            mock.patch("fusedops.activations.ops._call", _counting("fusedops.activations.ops", calls)):  # fmt: skip
+        yield calls
+
+
+def _counting(module: str, calls: Counter[str]) -> Any:
+    original = importlib.import_module(module)._call  # type: ignore[attr-defined]
+
+    def call(op: str, *args: Any, **kwargs: Any) -> Any:
+        calls[op] += 1
+        return original(op, *args, **kwargs)
+
+    return call
