@@ -76,6 +76,9 @@ def fuse_model(
 def unfuse_model(model: nn.Module) -> None:
     """Give every module that `fuse_model` changed its own class back, and take ``compile_rest`` back.
 
+    Args:
+        model: the model, or a part of it; changed in place.
+
     Raises:
         ValueError: something else changed a fused module's class since (FSDP, a parametrization), and must be undone
             first; then nothing is changed.
