@@ -115,6 +115,18 @@ def test_leaves_no_trace(spec: ModelSpec) -> None:
     run(model, arguments)
 
 
+def test_a_rule_that_fails_leaves_the_model_as_it_was() -> None:
+    def fails(self: Any, input: Tensor) -> Tensor:
+        raise KeyError("a rule's own mistake")
+
+    model = nn.Sequential(nn.LayerNorm(4), nn.GELU(), nn.LayerNorm(4)).train()
+    rule = Rule(name="fails", calls="", methods={"forward": fails}, base=nn.GELU)
+    with pytest.raises(KeyError, match="own mistake"):
+        fusedops.fuse_model(model, rules=[rule], check=torch.randn(2, 4))
+    assert [type(m) for m in model] == [nn.LayerNorm, nn.GELU, nn.LayerNorm]
+    assert model[1].training
+
+
 @pytest.mark.parametrize("form", ["tensor", "tuple", "list", "dict"])
 def test_forms_of_inputs(form: str) -> None:
     x = torch.randn(3, 4)

@@ -14,7 +14,7 @@ from fusedops.core import launch
 from fusedops.models.spec import MODELS, ModelSpec
 from support import INTERPRETED, KERNEL_PATH
 from tolerances import unit_roundoff
-from zoo import HAS_TRANSFORMERS, SAMPLES, build, counted, every, inputs, run
+from zoo import HAS_TRANSFORMERS, SAMPLES, build, counted, every, inputs, outputs, run
 
 # How many roundings lie between two uses of parameters, which the sensitivity below counts as one: of T5's gated unit
 # by tanh, the longest such stretch, eleven elementwise steps and a sum.
@@ -231,22 +231,30 @@ def test_checkpointed(spec: ModelSpec) -> None:
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()), msg=name)
 
 
-@pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in ("t5_gated", "bart")], ids=lambda spec: spec.name)
-def test_fp16(spec: ModelSpec) -> None:
-    """T5 and BART clamp fp16's infinities in their forwards: so do the fused ones."""
-    model, arguments = build(spec, torch.float16), inputs(spec, torch.float16)
+@pytest.mark.parametrize(
+    "name, layer, part, factor, size",
+    [
+        ("t5_gated", "T5Block", "layer.0.SelfAttention.o", 2e3, 6e4),
+        ("bart", "BartEncoderLayer", "final_layer_norm", 3e4, 1.0),
+    ][: 2 * HAS_TRANSFORMERS],
+)
+def test_fp16(name: str, layer: str, part: str, factor: float, size: float, device: torch.device) -> None:
+    """T5's blocks and BART's encoder layers clamp fp16's infinities: so do the fused ones."""
+    spec = next(s for s in MODELS if s.name == name)
+    module = next(m for m in build(spec, torch.float16).modules() if type(m).__name__ == layer)
+    x = (torch.randn(2, 5, 32, device=device).sign() * size).half()
+    results = []
     with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                module.weight *= 30.0
-            elif isinstance(module, nn.LayerNorm):
-                module.weight *= 3e4
-        eager = model(**arguments)[0]
-        fusedops.fuse_model(model)
-        found = model(**arguments)[0]
-    assert torch.isfinite(eager).equal(torch.isfinite(found))
-    bound = 16 * torch.finfo(torch.float16).eps * float(eager.nan_to_num(0, 0, 0).abs().max())
-    torch.testing.assert_close(found, eager, rtol=0, atol=bound, equal_nan=True)
+        module.get_submodule(part).weight.mul_(factor)
+        for fuse in (False, True):
+            if fuse:
+                assert any(line.name == "" for line in fusedops.fuse_model(module))
+            results.append(outputs(module(x, attention_mask=None))[0])
+    assert torch.isfinite(results[0]).all()
+    assert (results[0].abs() >= 64504).any()
+    assert results[0].unique().numel() > 10
+    bound = 16 * torch.finfo(torch.float16).eps * 65504
+    torch.testing.assert_close(results[1].float(), results[0].float(), rtol=0, atol=bound)
 
 
 _ROUNDED = ("llama_rms_norm", "olmo_rms_norm", "t5_layer_norm", "gemma_rms_norm")
