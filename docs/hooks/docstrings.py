@@ -29,7 +29,9 @@ class Docstrings(Extension):
         if not cls.name.startswith("Fused"):
             return
         real = getattr(importlib.import_module(cls.module.path), cls.name)
-        base = next(c for c in real.__mro__ if c.__module__.startswith("torch.nn."))
+        base = next((c for c in real.__mro__ if c.__module__.startswith("torch.nn.")), None)
+        if base is None:
+            return
         cls.bases = [f"torch.nn.{base.__name__}"]
         if "__init__" not in cls.members and real.__init__ is not torch.nn.Module.__init__:
             cls.set_member("__init__", Function("__init__", parameters=_parameters(real.__init__)))
