@@ -38,7 +38,9 @@ def _forward(itemsize: int, width: int, bucket: int, *, equal: bool, vectors: bo
     ``apart`` whether the slices are tensors of their own.
     """
     few = bucket <= (_SOME if equal else _FEW)
-    each = 8 if itemsize > 2 else 32 if equal and vectors else 16
+    each = 32 if equal and vectors else 16
+    if itemsize > 2:
+        each = 8 if itemsize == 4 or equal else 4  # in fp64 a kernel for several widths spills with more
     if itemsize == 2 and (few or (apart and equal and width <= 64) or (not vectors and width <= 64)):
         each = min(each, 16) if equal else 8
     return _tile(itemsize, width, each, 2 if few and equal and width <= 8 else 4, equal=equal)

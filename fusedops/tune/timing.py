@@ -109,7 +109,8 @@ class _GraphBench:
         for config in (one, other):
             with tuning.forced(question.kernel, config), self._ready():
                 outputs = self._steps[0].forward()
-                results.append((*outputs, *self._steps[0].backward(outputs)))
+                gradients = self._steps[0].backward(outputs)
+                results.append([t.detach() for t in (*outputs, *gradients)])
         torch.cuda.synchronize()
         return all(_close(a, b) for a, b in zip(*results, strict=True))
 
