@@ -46,10 +46,15 @@ def canonical(node: Any) -> str:
     return f"({type(node).__name__} {' '.join(fields)})"
 
 
-@functools.lru_cache(maxsize=4096)
 def fingerprint(cls: type, methods: tuple[str, ...] = ("forward",)) -> str:
     """The digest of the class's methods; empty where their source cannot be had or its names mean something else."""
-    parts = [_read(getattr(cls, name, None)) for name in methods]
+    return _digest(tuple(getattr(cls, name, None) for name in methods))
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest(functions: tuple[Any, ...]) -> str:
+    # By the functions, not the class: a class may be patched later.
+    parts = list(map(_read, functions))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12] if all(parts) else ""
 
 
