@@ -30,7 +30,7 @@ class Rule:
         calls: what a fused module calls, for the report.
         methods: what a fused class has in place of the original's methods, and besides them. A ``forward`` must do
             right whatever the module's children have become: see `fusedops.models.parts`.
-        base: the class of torch.nn that the rule was written for.
+        base: the class that the rule was written for: of torch.nn, or the full name of one from elsewhere.
         fingerprints: of the ``known`` methods, for classes from elsewhere.
         names: classes from elsewhere that the rule was written for.
         known: the methods that decide whether a class is known.
@@ -40,7 +40,7 @@ class Rule:
     name: str
     calls: str
     methods: Mapping[str, Callable[..., Any]]
-    base: type[nn.Module] | None = None
+    base: type[nn.Module] | str | None = None
     fingerprints: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     known: tuple[str, ...] = ("forward",)
@@ -48,13 +48,20 @@ class Rule:
 
     def knows(self, cls: type) -> bool:
         """Whether a class's code is what the rule was written for."""
-        if self.base is not None and issubclass(cls, self.base):
-            return all(getattr(cls, name) is getattr(self.base, name) for name in self.known)
+        base = self._base_of(cls)
+        if base is not None:
+            return all(getattr(cls, name) is getattr(base, name) for name in self.known)
         return bool(self.fingerprints) and fingerprint(cls, self.known) in self.fingerprints
 
     def resembles(self, cls: type) -> bool:
         """Whether one would expect the rule to know the class, by its name or its base."""
-        return cls.__name__ in self.names or (self.base is not None and issubclass(cls, self.base))
+        return cls.__name__ in self.names or self._base_of(cls) is not None
+
+    def _base_of(self, cls: type) -> type | None:
+        """The rule's base, if the class inherits from it."""
+        if isinstance(self.base, str):
+            return next((c for c in cls.__mro__ if f"{c.__module__}.{c.__qualname__}" == self.base), None)
+        return self.base if self.base is not None and issubclass(cls, self.base) else None
 
 
 @dataclass(frozen=True)

@@ -249,7 +249,7 @@ MODELS = (
     _hf("marian", "MarianMTModel", "MarianConfig", _BART_LIKE,
         {"MarianEncoderLayer": "bart_encoder_layer", "MarianDecoderLayer": "bart_decoder_layer"},
         _tokens(decoder_input_ids=_same), bias_act=4, bias_dropout_add_ln=10),
-    _hf("gpt2", "GPT2LMHeadModel", "GPT2Config", _GPT2, _GPT2_RULES,
+    _hf("gpt2", "GPT2LMHeadModel", "GPT2Config", _GPT2, {**_GPT2_RULES, "GPT2LMHeadModel": "generation"},
         bias_act=2, bias_dropout_add=2, bias_dropout_add_ln=2, layer_norm=3),
     _hf("gpt2_decoder", "GPT2LMHeadModel", "GPT2Config", {"add_cross_attention": True, **_GPT2}, _GPT2_RULES,
         _tokens(encoder_hidden_states=_encoded), bias_act=2, bias_dropout_add=2, bias_dropout_add_ln=4, layer_norm=3),
