@@ -14,7 +14,7 @@ import torch
 
 from .core import cache, launch, tuning
 from .core.version import __version__
-from .tune.workloads import Workload, discover, questions_of
+from .tune.workloads import Workload, discover, operators, questions_of
 
 __all__ = ["add_parser", "run"]
 
@@ -43,7 +43,7 @@ def _lines() -> Iterator[tuple[str, bool]]:
     yield f"device: {_device() if gpu else 'no GPU'}", False
     yield _launcher(gpu, triton)
     path, why = _path(gpu, triton)
-    for name in sorted({spec.functional or spec.name for spec in discover()}):
+    for name in operators():
         yield f"{name}: {path}{f' ({why})' if why else ''}", False
     yield _configs(gpu, path), False
     yield from _cache()

@@ -169,9 +169,12 @@ def diagnosed(capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
 def test_nothing_wrong(capsys: pytest.CaptureFixture[str], kernel_path: bool) -> None:
     code, lines = diagnosed(capsys)
     assert code == 0 and not any(line.startswith("WRONG") for line in lines)
-    starts = ("versions: fusedops", "device: ", "launcher: ", "layer_norm: ", "bias_gelu: ", "configs: ", "cache: ",
+    starts = ("versions: fusedops", "device: ", "launcher: ", "configs: ", "cache: ",
               "entries: none")  # fmt: skip
-    for start in starts:
+    operators = tuple(
+        f"{name}: " for name in fusedops.__all__ if name not in ("__version__", "fuse_model", "unfuse_model")
+    )
+    for start in starts + operators:
         assert sum(line.startswith(start) for line in lines) == 1, start
     path = next(line for line in lines if line.startswith("swiglu: "))
     expected = "kernel" if torch.cuda.is_available() else "interpreter" if kernel_path else "reference (no GPU)"

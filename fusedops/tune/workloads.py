@@ -31,6 +31,7 @@ __all__ = [
     "floor_us",
     "grid",
     "kernels_alone",
+    "operators",
     "questions_of",
     "runs_natively",
     "workload_for",
@@ -46,15 +47,25 @@ _SMALL = 1 << 16
 
 @cache
 def _families() -> tuple[ModuleType, ...]:
-    """The spec modules of the families that have something to tune; a new family is tuned without a line here."""
+    """The spec modules of all families, found by name: a new family needs no line here."""
     names = [f"fusedops.{module.name}.spec" for module in pkgutil.iter_modules(fusedops.__path__) if module.ispkg]
     found = [importlib.import_module(name) for name in names if importlib.util.find_spec(name) is not None]
-    return tuple(module for module in found if hasattr(module, "GRID"))
+    return tuple(module for module in found if hasattr(module, "SPECS"))
+
+
+def _tunable() -> tuple[ModuleType, ...]:
+    """Those that say which shapes to tune."""
+    return tuple(family for family in _families() if hasattr(family, "GRID"))
+
+
+def operators() -> list[str]:
+    """The functionals of all families."""
+    return sorted({spec.functional or spec.name for family in _families() for spec in family.SPECS})
 
 
 def discover() -> tuple[Spec, ...]:
-    """The specs of all families."""
-    return tuple(spec for family in _families() for spec in family.SPECS)
+    """The operators that have something to tune."""
+    return tuple(spec for family in _tunable() for spec in family.SPECS)
 
 
 @dataclass(frozen=True)
@@ -132,7 +143,7 @@ class Step:
 @contextmanager
 def kernels_alone() -> Iterator[None]:
     """Inside the block small calls run the kernels too, where PyTorch's own operators would take them."""
-    changed: list[Any] = [module for family in _families()
+    changed: list[Any] = [module for family in _tunable()
                if hasattr(module := importlib.import_module(family.__name__.removesuffix("spec") + "ops"),
                           "native_elements")]  # fmt: skip
     before = [module.native_elements for module in changed]
@@ -183,7 +194,7 @@ def grid(specs: Iterable[Spec], dtypes: Iterable[torch.dtype]) -> list[Workload]
     """Every operator, with and without dropout, over the shapes of its family: what is most common first."""
     names, dtypes = {spec.name for spec in specs}, tuple(dtypes)
     found = []
-    for family in _families():
+    for family in _tunable():
         shapes: Grid = family.GRID
         for spec, dtype in itertools.product(family.SPECS, dtypes):
             if spec.name in names:
@@ -230,7 +241,7 @@ def _plausible(question: Question) -> Iterator[Workload]:
     bits = [int(part) for part in question.widths.removesuffix("bit").split("-")]
     by_width = {dtype.itemsize * 8: dtype for dtype in reversed(DTYPES.values())}
     rows = _ROWS[question.bucket]
-    for family in _families():
+    for family in _tunable():
         for spec, tail in itertools.product(family.SPECS, family.GRID.asking(question.cols)):
             most = _MOST_ELEMENTS // elements_per_row(spec, tail)
             if most < BUCKETS[question.bucket]:
