@@ -24,7 +24,7 @@ from support import ALL_SPECS, DEVICE, INTERPRETED, as_tuple, random_like, tenso
 
 DEVICE_NAME = "Test GPU"
 QUESTION = Question("norm_forward", ("layer", "plain", "alone"), "16bit", 1024, 3)
-CACHED, TABLED, FORCED = Config(1024, 4, 4), Config(1024, 2, 2), Config(1024, 8, 8)
+CACHED, TABLED, FORCED = Config(1024, 4, 4), Config(1024, 1, 2), Config(1024, 8, 8)
 
 every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
 
@@ -83,11 +83,11 @@ def test_the_interpreter_takes_the_heuristic(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("entries", "expected"),
     [
-        (((1536, 3, Config(1024, 2, 2)),), TABLED),  # the next larger
+        (((1536, 3, TABLED),), TABLED),  # the next larger
         (((1536, 3, CACHED), (1024, 3, TABLED)), TABLED),  # not beside the exact one
         (((512, 3, TABLED),), None),  # never a smaller one
-        (((8192, 3, Config(512, 1, 4)),), None),  # nor one that is eight times as large
-        (((4096, 3, Config(512, 1, 4)),), Config(512, 1, 4)),
+        (((3072, 3, Config(512, 1, 4)),), None),  # nor one that is three times as large
+        (((2048, 3, Config(512, 1, 4)),), Config(512, 1, 4)),
         (((1536, 3, Config(2048, 1, 4)),), None),  # a block that holds 1536 columns is twice what 1024 need
         (((1024, 1, TABLED), (1024, 4, CACHED)), TABLED),  # fewer rows rather than more
         (((1024, 1, CACHED), (1024, 2, TABLED)), TABLED),  # the nearest
@@ -188,7 +188,7 @@ def test_candidates_hold_the_heuristic_and_are_valid() -> None:
         assert candidates[0] == family.heuristic(question), question
         assert len(set(candidates)) == len(candidates) <= 20, question
         assert all(valid(question, config) for config in candidates), question
-        assert candidates == family.candidates(replace(question, bucket=0)), "compiled once for all rows"
+        assert set(candidates) == set(family.candidates(replace(question, bucket=0))), "compiled once for all rows"
 
 
 def test_there_is_something_to_choose_from() -> None:

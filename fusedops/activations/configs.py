@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from ..core.question import Config, Question, around
+from ..core.question import Config, Question, around, in_buckets
 
 __all__ = ["candidates", "heuristic", "sum_partials", "valid"]
 
-# Elements of a tile: sixteen for each thread of four warps; half as many where there are few rows, up to 255.
+# Elements of a tile: sixteen for each thread of four warps; half as many where there are few rows.
 _ELEMENTS = 2048
-_FEW = 1
+# Buckets of rows: up to 255; from 4096 on.
+_FEW, _MANY = 1, 3
 
 
 def _block(cols: int) -> int:
@@ -59,8 +60,9 @@ def valid(question: Question, config: Config) -> bool:
 
 
 def candidates(question: Question) -> list[Config]:
-    """The heuristic's config, and others worth measuring."""
-    first = heuristic(question)
+    """The heuristic's config, and others worth measuring: the same for any number of rows."""
+    heuristics = in_buckets(heuristic, question)
+    first = heuristics[_MANY]
     block, rows = first.block_n, first.rows
     if "1 sums" in question.variant:
         moved = ((block // 2, rows * 2), (block * 2, max(rows // 2, 1)))
@@ -69,4 +71,4 @@ def candidates(question: Question) -> list[Config]:
         tiles = ((block, rows), (block, rows * 2), (block, max(rows // 2, 1)), (block // 2, rows * 2),
                  (block * 2, max(rows // 2, 1)))  # fmt: skip
         others = [Config(b, r, warps) for b, r in tiles for warps in (2, 4, 8) if 8 <= b * r // (32 * warps) <= 32]
-    return list(dict.fromkeys(c for c in (first, *others) if valid(question, c)))
+    return list(dict.fromkeys(c for c in (heuristics[question.bucket], *heuristics, *others) if valid(question, c)))

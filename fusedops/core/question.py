@@ -17,6 +17,7 @@ __all__ = [
     "around",
     "family_of",
     "fingerprint",
+    "in_buckets",
     "register",
     "valid",
     "widths",
@@ -136,6 +137,11 @@ def around(config: Config, *, least: int = 4, most: int = 64) -> list[Config]:
         if near == config or (whole and least <= near.block_n * near.rows // (32 * near.warps) <= most):
             found.append(near)
     return found
+
+
+def in_buckets(rule: Callable[[Question], Config], question: Question) -> list[Config]:
+    """A heuristic's config for each bucket of rows: candidates that are the same for all are compiled once."""
+    return [rule(replace(question, bucket=bucket)) for bucket in range(len(BUCKETS))]
 
 
 _families: dict[str, Family] = {}

@@ -47,7 +47,7 @@ _forced: dict[str, Config] = {}
 _asked: list[dict[Question, None]] = []
 _caches: list[dict[Any, Any]] = []
 # A hidden size that the table lacks takes the entry of the next larger one, if that is at most so many times as large.
-_NEAR = 4
+_NEAR = 2
 
 
 def register_cache(plans: dict[Any, Any]) -> dict[Any, Any]:

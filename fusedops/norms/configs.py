@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.question import Config, Question, around
+from ..core.question import Config, Question, around, in_buckets
 
 __all__ = ["candidates", "heuristic", "sum_partials", "valid"]
 
@@ -145,8 +145,9 @@ def valid(question: Question, config: Config) -> bool:
 
 
 def candidates(question: Question) -> list[Config]:
-    """The heuristic's config, and others worth measuring."""
-    first = heuristic(question)
+    """The heuristic's config, and others worth measuring: the same for any number of rows."""
+    heuristics = in_buckets(heuristic, question)
+    first = heuristics[_MANY]
     if question.kernel == "norm_forward":
         others = _forwards(question.cols, question.itemsize)
     elif question.kernel == "dropout_add":
@@ -157,7 +158,7 @@ def candidates(question: Question) -> list[Config]:
         others = around(first) + _wide_backwards(question.cols, question.variant[0] != "none")
     else:
         others = [*around(first), Config(2048, 1, 8, 4, 2), Config(2048, 2, 8, 4, 2), Config(1024, 2, 4, 4, 2)]
-    return list(dict.fromkeys(c for c in (first, *others) if valid(question, c)))
+    return list(dict.fromkeys(c for c in (heuristics[question.bucket], *heuristics, *others) if valid(question, c)))
 
 
 def _forwards(cols: int, itemsize: int) -> list[Config]:

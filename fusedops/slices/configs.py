@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..core.question import Config, Question, around
+from ..core.question import Config, Question, around, in_buckets
 
 __all__ = ["candidates", "heuristic", "sum_partials", "valid", "widest"]
 
-# Buckets of rows: up to 255, and up to 4095.
-_FEW, _SOME = 1, 2
+# Buckets of rows: up to 255; up to 4095; up to 65535.
+_FEW, _SOME, _MANY = 1, 2, 3
 
 
 def widest(itemsize: int) -> int:
@@ -92,8 +92,9 @@ def valid(question: Question, config: Config) -> bool:
 
 
 def candidates(question: Question) -> list[Config]:
-    """The heuristic's config, and others worth measuring."""
-    first = heuristic(question)
+    """The heuristic's config, and others worth measuring: the same for any number of rows."""
+    heuristics = in_buckets(heuristic, question)
+    first = heuristics[_MANY]
     each, equal = first.block_n * first.rows // (32 * first.warps), "equal" in question.variant
     sizes = [
         (e, warps) for e in (each // 2, each, each * 2) for warps in (first.warps // 2, first.warps, first.warps * 2)
@@ -103,4 +104,8 @@ def candidates(question: Question) -> list[Config]:
         others = [*tiles, *[replace(first, stages=3, per_sm=per_sm) for per_sm in (4, 8)]]
     else:
         others = around(first, least=2) + [replace(t, stages=3, per_sm=max(1, 16 // t.warps)) for t in tiles]
-    return list(dict.fromkeys(c for c in (first, *others) if c.warps <= 16 and valid(question, c)))
+    return list(
+        dict.fromkeys(
+            c for c in (heuristics[question.bucket], *heuristics, *others) if c.warps <= 16 and valid(question, c)
+        )
+    )
