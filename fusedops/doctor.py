@@ -87,10 +87,10 @@ def _launcher(gpu: bool, triton: str) -> tuple[str, bool]:
 
 def _path(gpu: bool, triton: str) -> tuple[str, str]:
     """Which path every operator takes, and why not another."""
-    if gpu and triton:
-        return "kernel", ""
     if launch.interpreting() and triton:
         return "interpreter", "TRITON_INTERPRET is set"
+    if gpu and triton:
+        return "kernel", ""
     return "reference", "Triton is not installed" if gpu else "no GPU"
 
 

@@ -275,6 +275,7 @@ def build(
 
     With ``aligned`` every address is a multiple of 16 and every stride of 8.
     """
+    types = {name: types[name] for name in kernel.arg_names if name in types}
     divisible = {}
     if aligned:
         divisible = {name: 16 for name, kind in types.items() if kind is not None and kind[0] == "*"}
@@ -284,7 +285,7 @@ def build(
     every["OVERLAP"] = not every.get("PERSISTENT", False) and overlaps(device_index)
     request = Request(
         kernel,
-        {name: types[name] for name in kernel.arg_names if name in types},
+        types,
         {name: every[name] for name in kernel.arg_names if name in every},
         config,
         divisible,
@@ -311,7 +312,7 @@ def fast_launcher_known() -> bool:
     """Whether this Triton's compiled launcher takes the arguments that a `Variant` passes."""
     import triton
 
-    return triton.__version__.startswith(_KNOWN_LAUNCHERS) and torch.version.hip is None
+    return not interpreting() and triton.__version__.startswith(_KNOWN_LAUNCHERS) and torch.version.hip is None
 
 
 def compile_kernel(request: Request, target: Any = None) -> Any:

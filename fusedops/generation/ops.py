@@ -55,7 +55,7 @@ def no_repeat_ngram(input_ids: Tensor, scores: Tensor, ngram_size: int, *, windo
         key = (
             inplace, pad_token_id is None, type(input_ids), input_ids.dtype, input_ids.device, input_ids.dim(),
             type(scores), scores.dtype, scores.device, scores.dim(), scores.is_neg(),
-            input_ids.shape[0] == scores.shape[0], inplace and 0 in scores.stride(),
+            input_ids.shape[0] == scores.shape[0], inplace and _overlaps(scores),
             None if allowed is None else (type(allowed), allowed.dtype, allowed.device,
                                           allowed.shape == scores.shape[1:]),
         )  # fmt: skip
@@ -105,8 +105,19 @@ def _check(input_ids: Tensor, scores: Tensor, allowed: Tensor | None, inplace: b
     if allowed is not None:
         _check_other("allowed", allowed, (torch.bool,), scores)
         checks.check_shape(_OP, "allowed", allowed, tuple(scores.shape[1:]))
-    if inplace and any(size > 1 and stride == 0 for size, stride in zip(scores.shape, scores.stride(), strict=True)):
-        raise ValueError(f"{_OP}: scores is expanded, with strides {scores.stride()}: it cannot be changed in place")
+    if inplace and _overlaps(scores):
+        raise ValueError(f"{_OP}: scores has overlapping rows, with strides {scores.stride()}: it cannot be changed in "
+                         "place")  # fmt: skip
+
+
+def _overlaps(scores: Tensor) -> bool:
+    """Whether two of the elements share memory, for tensors of two dimensions."""
+    if scores.is_contiguous():
+        return False
+    sides = sorted((stride, size) for size, stride in zip(scores.shape, scores.stride(), strict=True) if size > 1)
+    if any(stride == 0 for stride, _ in sides):
+        return True
+    return len(sides) == 2 and sides[0][0] * (sides[0][1] - 1) >= sides[1][0]
 
 
 def _check_other(name: str, value: Any, dtypes: tuple[torch.dtype, ...], scores: Tensor) -> None:

@@ -172,7 +172,7 @@ def _bad_samples(device: torch.device) -> Iterator[BadSample]:
     yield bad("allowed of another width", ValueError, r"allowed has shape \(7,\), expected \(8,\)",
               allowed=allowed[:7])  # fmt: skip
     yield bad("allowed on another device", RuntimeError, "allowed is on meta, expected", allowed=allowed.to("meta"))
-    yield bad("in place on expanded rows", ValueError, r"scores is expanded, with strides \(0, 1\)",
+    yield bad("in place on expanded rows", ValueError, r"scores has overlapping rows, with strides \(0, 1\)",
               scores=torch.randn(1, 8, device=device).expand(4, 8), options={"inplace": True})  # fmt: skip
 
 

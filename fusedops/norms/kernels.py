@@ -1,7 +1,7 @@
 """The norm family's kernels: one forward, with and without a norm, and one backward.
 
 Absence is the flag: a pointer that is None takes its instructions with it. ``ACC`` is the dtype of statistics and
-sums. ``N`` is a constant; M, the strides and the dropout threshold are not, so a new batch size compiles nothing.
+sums. ``N`` is a constant; M, the strides and the dropout threshold are not: kernels do not depend on the batch size.
 Rows are int64 wherever they are multiplied by a stride.
 """
 

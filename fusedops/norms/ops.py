@@ -286,6 +286,8 @@ def _off(p: float) -> float:
 # The calls seen to be right, by all that checks and choice of kernel depend on; None for those the formula serves.
 _admitted: dict[Any, Site | None] = {}
 _MOST_ADMITTED = 8192
+# A kernel is compiled for each hidden size. Longer rows are vectors rather than rows, and the formula serves them.
+_LONGEST = 1 << 23
 # A norm alone over at most so many elements is PyTorch's own on a GPU: both take a few microseconds there, and a
 # native autograd node costs tens of microseconds less on the host than a Python one.
 native_elements = 65536
@@ -371,10 +373,10 @@ def _admit(key: Any, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias:
     site = None
     # Tensors whose sign is still to be flipped (an imaginary part after conj) have other numbers in memory.
     lazy = x.is_neg() or (residual is not None and residual.is_neg())
-    if launch.runs_kernels(x.device.type) and not lazy:
+    cols = x.shape[-1] if shape is None else math.prod(shape)
+    if launch.runs_kernels(x.device.type) and not lazy and cols <= _LONGEST:
         if eps is None:
             eps = default_eps(reference.sum_dtype(x, bias, residual))
-        cols = x.shape[-1] if shape is None else math.prod(shape)
         site = launching.site_of(
             rule_of(kind, eps, weight_offset, rounding), cols, 1 if shape is None else len(shape), save, out_dtype,
             x.get_device(), x.dtype, *(None if t is None else t.dtype for t in (bias, residual, weight, ln_bias)),
@@ -393,12 +395,12 @@ def _observed(op: str, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bia
     """Under torch.compile, a dispatch mode or a tensor subclass: one registered operator, which they can see."""
     checks.check_p(op, p)
     _check(op, shape, x, bias, residual, weight, ln_bias, eps, weight_offset, rounding, save, out_dtype)
-    if not launch.runs_kernels(x.device.type) or x.shape[-1] == 0:
+    cols = x.shape[-1] if shape is None else math.prod(shape)
+    if not launch.runs_kernels(x.device.type) or not 0 < cols <= _LONGEST:
         return _composite(kind, shape, x, bias, residual, weight, ln_bias, p, eps, weight_offset, rounding, out_dtype)
     if eps is None:
         eps = default_eps(reference.sum_dtype(x, bias, residual))
     seed = None if p == 0.0 else rng.draw(x.device) if p < 1.0 else (0, 0)
-    cols = x.shape[-1] if shape is None else math.prod(shape)
     return operator_call(x, bias, residual, weight, ln_bias, seed, rng.threshold(p),
                          NormRule(kind, eps, weight_offset, rounding), cols, 1 if shape is None else len(shape), save,
                          _stores_sum(kind, save, return_sum, bias, residual, seed), out_dtype)  # fmt: skip

@@ -289,8 +289,8 @@ def _groups(widths: Widths, config: tuning.Config) -> Groups:
 
 
 @functools.lru_cache(maxsize=1024)
-def _group_table(groups: Groups, device: torch.device) -> Tensor | None:
-    return torch.tensor(groups.table, dtype=torch.int32, device="cpu").to(device) if groups.table else None
+def _group_table(table: tuple[int, ...], device: torch.device) -> Tensor | None:
+    return torch.tensor(table, dtype=torch.int32, device="cpu").to(device) if table else None
 
 
 def _common(
@@ -336,7 +336,7 @@ def _plan_forward(site: Site, aligned: bool, strided: bool, near: bool, bucket: 
     programs = 2**31 - 1
     if config.per_sm:
         programs = max(1, launch.processors(site.device_index) * config.per_sm // groups.count)
-    return _Forward(variant, groups.shortest, groups.count, programs, _group_table(groups, device))
+    return _Forward(variant, groups.shortest, groups.count, programs, _group_table(groups.table, device))
 
 
 def _plan_backward(site: Site, needs: tuple[bool, bool, bool], dy: torch.dtype, separate: int, aligned: bool,
@@ -376,7 +376,7 @@ def _plan_backward(site: Site, needs: tuple[bool, bool, bool], dy: torch.dtype, 
         rows=groups.shortest,
         groups=groups.count,
         programs=max(2, launch.processors(site.device_index) * config.per_sm // groups.count),
-        table=_group_table(groups, device),
+        table=_group_table(groups.table, device),
         reduce=build(sum_partials_kernel, reduce_config, reduced, **more) if sums else None,
         reduce_block=reduce_config.block_n,
         sums=sums,

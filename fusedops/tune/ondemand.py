@@ -77,11 +77,20 @@ def _ask(message: dict[str, Any]) -> dict[str, Any]:
         problem = "the tuner died"
     except (OSError, ValueError) as error:
         problem = f"{type(error).__name__}: {error}"
-    if _server is not None:  # the next question gets another
+    except BaseException:  # its answer would be taken for that to the next question
+        _drop()
+        raise
+    _drop()
+    return {"error": problem}
+
+
+def _drop() -> None:
+    """Ends the tuner; the next question gets another."""
+    global _server
+    if _server is not None:
         _server.kill()
         _server.wait()
         _server = None
-    return {"error": problem}
 
 
 def _agreed(question: Question, device_index: int, config: Config, origin: tuning.Source) -> Config:

@@ -50,8 +50,11 @@ def answer(message: Mapping[str, Any], sweeper: Callable[[int], Sweeper]) -> Out
     if workload is None:
         raise LookupError("no workload asks this")
     with kernels_alone():
-        outcomes = sweeper(index).sweep([workload], wanted=question.__eq__)
-        outcome = next(found for found in outcomes if found.question == question)
+        tuner = sweeper(index)
+        outcomes = tuner.sweep([workload], wanted=question.__eq__)
+        outcome = next((found for found in outcomes if found.question == question), None)
+    if outcome is None:
+        raise RuntimeError("; ".join(map(str, tuner.failures)) or "nothing came of it")
     times = {"best": outcome.us_of(outcome.best), "heuristic": outcome.us_of(outcome.heuristic)}
     cache.write(question, tuning.device_name(index), outcome.best, times)
     return outcome
