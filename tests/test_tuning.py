@@ -157,7 +157,7 @@ def test_buckets_share_what_they_compile(spec: Spec, monkeypatch: pytest.MonkeyP
     choose = tuning.choose
 
     def by_bucket(question: Question, device_index: int) -> Config:
-        config = choose(question, device_index)
+        config = choose(replace(question, bucket=3), device_index)  # the heuristic's own may differ
         return (
             other.setdefault(question.kernel, replace(config, warps=config.warps * 2))
             if question.bucket == 1
