@@ -106,9 +106,11 @@ def _backward(cols: int, itemsize: int, bucket: int, sums: int) -> Config:
     return Config(block, rows, warps, 3, 4 if half and bucket > _MANY and block <= 512 else 2)
 
 
-def _backward_of_sum(cols: int, bucket: int) -> Config:
+def _backward_of_sum(cols: int, itemsize: int, bucket: int) -> Config:
     """The backward without a norm: any tile serves."""
     block = min(_block(cols), 1024)
+    if itemsize > 2:
+        return Config(block, max(1, 2048 // block), 4, 3, 4)
     if block == 1024:
         return Config(block, 4 if bucket == _SOME and cols <= block else 2, 4, 3, 4)
     few = bucket <= _FEW
@@ -135,7 +137,7 @@ def heuristic(question: Question) -> Config:
     if question.kernel == "norm_backward_rest":
         return _backward_rest(itemsize)
     if "none" in variant:
-        return _backward_of_sum(cols, bucket)
+        return _backward_of_sum(cols, itemsize, bucket)
     return _backward(cols, itemsize, bucket, int(variant[2].partition(" ")[0]))
 
 

@@ -42,8 +42,8 @@ def _forward(itemsize: int, width: int, bucket: int, *, equal: bool, vectors: bo
     if itemsize > 2:
         each = 8 if itemsize == 4 or equal else 4  # in fp64 a kernel for several widths spills with more
     if itemsize == 2 and (few or (apart and equal and width <= 64) or (not vectors and width <= 64)):
-        each = min(each, 16) if equal else 8
-    return _tile(itemsize, width, each, 2 if few and equal and width <= 8 else 4, equal=equal)
+        each = 16 if equal and vectors else 8
+    return _tile(itemsize, width, each, 2 if few and equal and itemsize == 2 else 4, equal=equal)
 
 
 def _backward(itemsize: int, width: int, bucket: int, *, equal: bool, vectors: bool) -> Config:
