@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fusedops
-from fusedops.core import launch
+from fusedops.core import launch, tuning
 from fusedops.core.spec import Sample, Spec
 from support import ALL_SPECS, INTERPRETED, as_tuple, random_like, tensors_of
 
@@ -120,8 +120,12 @@ def test_more_tiles_than_an_axis_holds(spec: Spec, device: torch.device, monkeyp
 
 @every
 @pytest.mark.kernels
-def test_another_width_or_dtype_builds_its_own(spec: Spec, device: torch.device) -> None:
+def test_another_width_or_dtype_builds_its_own(
+    spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The key is not too coarse either; and a variant is built once."""
+    monkeypatch.setattr(launch, "_built", {})  # whatever other tests have built
+    tuning.forget()
     _launches(spec, _sample(spec, 5, 36, device))
     counts = [launch.variants()]
     for cols, dtype in ((37, torch.float32), (36, torch.float16), (36, torch.float64), (36, torch.float16)):
