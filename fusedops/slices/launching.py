@@ -1,7 +1,8 @@
 """From tensors to launches: builds the variant a call needs, allocates its outputs, launches.
 
 Nothing here knows about autograd; `function` and `operators` do. A variant depends on dtypes, absences, widths,
-alignment and device, never on the number of rows. These functions run at every step: they count nanoseconds.
+alignment and device, never on the number of rows; a plan also on the rows' bucket, in which the best config may be
+another. These functions run at every step: they count nanoseconds.
 """
 
 from __future__ import annotations
