@@ -10,6 +10,7 @@ import contextlib
 import io
 import sys
 import zlib
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -55,6 +56,7 @@ class Bench:
 
     def us(self, question: Question, config: Config, *, careful: bool) -> float:
         self.timer.timed.append((question, config, careful))
+        self.timer.watch(question)
         return self.timer.costs.get(config, cost(question, config))
 
     def agree(self, question: Question, one: Config, other: Config) -> bool:
@@ -67,6 +69,7 @@ class Timer:
     def __init__(self, costs: dict[Config, float] | None = None, wrong: tuple[Config, ...] = ()) -> None:
         self.costs, self.wrong = costs or {}, wrong
         self.timed: list[tuple[Question, Config, bool]] = []
+        self.watch: Callable[[Question], object] = lambda question: None  # called at each timing
 
     def open(self, workload: Workload) -> Bench:
         return Bench(self, workload)

@@ -231,15 +231,21 @@ def test_it_stops_between_questions() -> None:
 
 @pytest.mark.kernels
 def test_what_a_settled_config_leaves_is_tuned_too() -> None:
-    """Wide rows: where the backward's config cuts them, the rest is a question of its own, asked under that config."""
+    """Wide rows: where the backward's config cuts them, the rest is a question of its own, asked under that config.
+
+    It is timed under it too.
+    """
     workload = only("rms_norm", shape=(20, 8192))
     candidates = family(QUESTION).candidates(  # type: ignore[attr-defined]
-        Question("norm_backward", ("rms", "plain", "1 sums", "3 moved"), "32bit", 8192, 1))  # fmt: skip
+        first := Question("norm_backward", ("rms", "plain", "1 sums", "3 moved"), "32bit", 8192, 1))  # fmt: skip
     for cut in (True, False):
         costs = {config: 1.0 if (config.block_n < 8192) == cut else 50.0 for config in candidates}
-        outcomes = list(made_up.sweeper(timer=made_up.Timer(costs)).sweep([workload]))
-        kernels = [outcome.question.kernel for outcome in outcomes]
-        assert ("norm_backward_rest" in kernels) == cut
+        beside: dict[str, Config] = {}
+        timer = made_up.Timer(costs)
+        timer.watch = lambda question, seen=beside: seen.update({question.kernel: tuning.choose(first, -1)})
+        outcomes = {outcome.question.kernel: outcome for outcome in made_up.sweeper(timer=timer).sweep([workload])}
+        assert ("norm_backward_rest" in outcomes) == cut
+        assert not cut or beside["norm_backward_rest"] == outcomes["norm_backward"].best
 
 
 # --- compiling, for real --------------------------------------------------------------------------------------------

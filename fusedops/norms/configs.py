@@ -35,9 +35,9 @@ def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Co
     """
     block = _block(cols)
     if itemsize > 2:
-        return _wide_dtype_forward(block, itemsize, adds)
+        return _wide_dtype_forward(block, itemsize, bucket, adds)
     if block > _WHOLE_FORWARD:
-        return Config(_WHOLE_FORWARD, 1, 16)
+        return Config(4096, 1, 8, 3) if adds and bucket >= _SOME else Config(_WHOLE_FORWARD, 1, 16)
     if block == _WHOLE_FORWARD:
         if adds:
             return Config(block, 1, 32, registers=64) if cols == block else Config(block, 1, 16)
@@ -60,22 +60,32 @@ def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Co
     return Config(block, rows, _warps(block * rows, each))
 
 
-def _wide_dtype_forward(block: int, itemsize: int, adds: bool) -> Config:
+def _wide_dtype_forward(block: int, itemsize: int, bucket: int, adds: bool) -> Config:
+    """In fp32 and fp64: fewer elements a thread, and rows that are cut sooner."""
     if block > _WHOLE_FORWARD or (itemsize == 8 and block > 4096):
-        return Config(4096, 1, 8)
+        if adds:
+            return Config(4096, 1, 8, 3) if itemsize == 4 else Config(2048, 1, 4, 3)
+        return Config(_WHOLE_FORWARD, 1, 16) if itemsize == 4 else Config(8192, 1, 16)
     if block == _WHOLE_FORWARD:
         return Config(block, 1, 32, registers=64) if adds else Config(block, 1, 16)
+    if bucket >= _MANY and block <= 256:
+        return Config(block, 8, _warps(block * 8, 4) if adds else 4)
+    if block <= 2048 and bucket <= _SOME and (adds or bucket == _SOME):
+        return Config(block, 1, _warps(block, 4 if adds and block > 256 else 8))
     rows = max(1, 1024 // block)
     return Config(block, rows, _warps(block * rows, 16))
 
 
 def _dropout_add(cols: int, bucket: int) -> Config:
     """The forward without a norm: any tile serves, and many short ones serve few rows."""
+    if _block(cols) <= 256:
+        block = min(_block(cols), 128)
+        return Config(block, 2048 // block, 8)
     if bucket <= _SOME:
         block = min(_block(cols), 1024)
-        return Config(block, max(1, 1024 // block), 4)
+        return Config(block, 1024 // block, 4)
     block = min(_block(cols), 2048)
-    return Config(block, max(1, 2048 // block), 8 if block == 2048 else 4)
+    return Config(block, 2048 // block, 8 if block == 2048 else 4)
 
 
 def _backward(cols: int, itemsize: int, bucket: int, sums: int) -> Config:
@@ -84,42 +94,81 @@ def _backward(cols: int, itemsize: int, bucket: int, sums: int) -> Config:
     ``sums`` is the number of parameter gradients.
     """
     block = _block(cols)
-    half = itemsize == 2
-    if half and bucket <= _FEW and cols > 8192:
-        return Config(2048, 1, 4, 4, 2)
-    if half and sums == 1 and block == 16384:
-        return Config(block, 1, 8, 1, 1)
     limit = _power_of_two(_SUMS // max(sums, 1) // 2 + 1)
-    block = min(block, limit, 8192 if block <= 16384 and half else 4096 if itemsize <= 4 else 2048)
-    if half and block == 8192:
+    if itemsize > 2:
+        return _wide_dtype_backward(block, itemsize, bucket, sums, limit)
+    if sums == 1 and block == 16384 and bucket > 0:
+        return Config(block, 1, 8, 1, 1)
+    if sums == 1 and block > 16384:
+        return Config(8192, 1, 16, 2, 1) if block == 32768 else Config(8192, 1, 8, 3, 1)
+    if block > 16384 or (bucket <= _FEW and cols > 8192):
+        return Config(2048, 1, 4, 4, 2)
+    block = min(block, limit, 8192)
+    if block == 8192:
         return Config(block, 1, 16 if sums > 2 else 8, 3, 1)
-    if half and block == 2048 and bucket >= _MANY:
+    if block == 4096 and bucket >= _MANY:
+        return Config(block, 1, 4, 3, 2)
+    if block == 2048 and bucket >= _MANY:
         return Config(block, 2, 4, 3, 2)
     if block >= 2048:
-        rows = 2 if half and (block == 2048 or bucket >= _SOME) else 1
-        ahead = cols * itemsize * 2 * rows
-        return Config(block, rows, 8, 3 if ahead * 2 <= _AHEAD_BYTES else 2 if ahead <= _AHEAD_BYTES else 1, 1)
+        rows = 2 if block == 2048 or bucket >= _SOME else 1
+        return Config(block, rows, 8, _stages(cols * itemsize * rows), 1)
     warps = _warps(block, 8)
-    # Elements a thread, in registers thrice: dy, the row, and their sums.
-    each = 32 if half and bucket >= _SOME else 16
-    rows = min(max(1, each * 32 * warps // block), 16)
-    return Config(block, rows, warps, 3, 4 if half and bucket > _MANY and block <= 512 else 2)
+    rows = _rows(block, warps, 16 if bucket == _FEW else 32)
+    crowded = (bucket > _MANY and block <= 512) or (bucket == _MANY and block == 256)
+    return Config(block, rows, warps, 3, 4 if crowded else 2)
+
+
+def _wide_dtype_backward(block: int, itemsize: int, bucket: int, sums: int, limit: int) -> Config:
+    """In fp32 and fp64: half as much at a time."""
+    if itemsize == 4 and block > 16384:
+        return Config(4096, 1, 8, 3, 1)
+    if itemsize == 4 and block == 16384:
+        if sums == 1 and bucket > 0:
+            return Config(block, 1, 16, 1, 1)
+        return Config(2048, 1, 4, 4, 2) if bucket <= _FEW else Config(8192, 1, 16, 2, 1)
+    if itemsize == 8 and block > 4096:
+        return Config(2048, 1, 8 if sums > 2 else 16, 1, 1)
+    cut = min(block, limit, 8192 if itemsize == 4 else 2048)
+    if cut == 2048 and itemsize == 4 and bucket >= _SOME:
+        return Config(cut, 1, 4, 3, 2) if bucket >= _MANY else Config(cut, 2, 8, 3, 1)
+    if cut >= 2048:
+        return Config(cut, 1, 8, _stages(block * itemsize) if cut < 8192 else 3, 1)
+    many = bucket > _MANY and block <= 512
+    warps = _warps(block, 8 if many or block > 512 else 4)
+    rows = _rows(block, warps, 8 if bucket == _FEW and block <= 512 else 16)
+    return Config(block, rows, warps, 3, 4 if many else 1 if itemsize == 8 and block > 512 and bucket >= _SOME else 2)
+
+
+def _rows(block: int, warps: int, each: int) -> int:
+    """Rows of a tile with so many elements a thread, which are in registers thrice: dy, the row, and their sums."""
+    return min(max(1, each * 32 * warps // block), 16)
+
+
+def _stages(nbytes: int) -> int:
+    """How deep to load ahead two tensors' tiles of so many bytes."""
+    ahead = 2 * nbytes
+    return 3 if ahead * 2 <= _AHEAD_BYTES else 2 if ahead <= _AHEAD_BYTES else 1
 
 
 def _backward_of_sum(cols: int, itemsize: int, bucket: int) -> Config:
     """The backward without a norm: any tile serves."""
-    block = min(_block(cols), 1024)
+    block = min(_block(cols), 1024 if itemsize != 4 else 512)
+    few = bucket <= _FEW
     if itemsize > 2:
-        return Config(block, max(1, 2048 // block), 4, 3, 4)
+        if few and block <= 256:
+            return Config(block, 1024 // block, 2, 3, 8)
+        return Config(block, 2048 // block, 4, 3, 2 if bucket == _MANY and cols <= 512 else 4)
     if block == 1024:
         return Config(block, 4 if bucket == _SOME and cols <= block else 2, 4, 3, 4)
-    few = bucket <= _FEW
     return Config(block, (1024 if few else 2048) // block, 2, 3, 8 if few else 4)
 
 
-def _backward_rest(itemsize: int) -> Config:
+def _backward_rest(itemsize: int, bucket: int) -> Config:
     """The columns that the backward's first launch left: short tiles, several rows at a time."""
-    return Config(1024, 4 if itemsize == 2 else 2 if itemsize == 4 else 1, 4, 3, 2)
+    if itemsize == 8:
+        return Config(1024, 1, 4, 3, 1)
+    return Config(1024, 4 if itemsize == 2 and bucket > _FEW else 2, 4, 3, 2)
 
 
 def sum_partials(rest_col: int) -> Config:
@@ -135,7 +184,7 @@ def heuristic(question: Question) -> Config:
     if question.kernel == "dropout_add":
         return _dropout_add(cols, bucket)
     if question.kernel == "norm_backward_rest":
-        return _backward_rest(itemsize)
+        return _backward_rest(itemsize, bucket)
     if "none" in variant:
         return _backward_of_sum(cols, itemsize, bucket)
     return _backward(cols, itemsize, bucket, int(variant[2].partition(" ")[0]))

@@ -112,7 +112,8 @@ class Sweeper:
                     return
                 try:
                     bench = bench or self._timer.open(workload)
-                    outcome = self._tune(workload, questions[0], settled, bench)
+                    with _all_forced(settled):  # what remains of rows is timed beside the first launch as it will be
+                        outcome = self._tune(workload, questions[0], settled, bench)
                 except RuntimeError as error:  # out of memory, say: the rest of a long run is not to go with it
                     self.failures.append(f"{workload}: {str(error).splitlines()[0]}")
                     break
