@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from concurrent.futures import wait
-from contextlib import suppress
 
 import torch
 
 from .. import providers as operator_providers
 from .. import warm
+from . import measuring
 from .providers import COMPILING, contender
 from .runner import Work
 from .text import Text
@@ -42,19 +43,22 @@ def compile_ahead(work: Sequence[Work], *, jobs: int, device: torch.device, seco
 def _compile(workload: Workload, name: str, device: torch.device) -> None:
     """One step as the measuring process will run it; where memory is short, later again."""
     for left in reversed(range(_TRIES)):
-        operator_providers.fresh_compiler()
         try:
-            made = contender(name, workload, device, Text(device))
-            with made.in_force():
-                made.step()
+            _step(workload, name, device)
             return
         except torch.OutOfMemoryError:
             if not left:
                 raise
         finally:
-            with suppress(NameError):
-                del made
+            gc.collect()
             if device.type == "cuda":
-                torch.cuda.synchronize()
                 torch.cuda.empty_cache()
         time.sleep(_PAUSE_S)
+
+
+def _step(workload: Workload, name: str, device: torch.device) -> None:
+    operator_providers.fresh_compiler()
+    made = contender(name, workload, device, Text(device))
+    with made.in_force():
+        made.step()
+    measuring.synchronize(device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from . import measuring
@@ -27,12 +27,14 @@ def profiled(name: str, workload: Workload, setting: Setting, top: int = 25) -> 
         for _ in range(_STEPS):
             made.step()
         measuring.synchronize(device)
-    events = [event for event in run.key_averages() if (event.device_type == torch.autograd.DeviceType.CUDA) == on_gpu]
+    events = [event for event in run.key_averages() if (event.device_type == DeviceType.CUDA) == on_gpu]
     seen = [((event.self_device_time_total if on_gpu else event.self_cpu_time_total) / _STEPS, event.count / _STEPS, event.key)
             for event in events]  # fmt: skip
     busy = sum(us for us, *_ in seen) or 1.0
     lines = [f"{'us':>10}{'count':>9}{'share':>8}  kernel"]
-    lines += [f"{us:10.1f}{count:9.1f}{us / busy:8.1%}  {key[:_WIDTH]}" for us, count, key in sorted(seen, reverse=True)[:top]]
+    lines += [
+        f"{us:10.1f}{count:9.1f}{us / busy:8.1%}  {key[:_WIDTH]}" for us, count, key in sorted(seen, reverse=True)[:top]
+    ]
     lines.append(f"{busy / 1e3:.2f} ms busy of {wall:.2f} ms a step, {sum(count for _, count, _ in seen):.0f} launches; "
                  f"host {warm.host_ms:.2f} ms")  # fmt: skip
     return "\n".join(lines)

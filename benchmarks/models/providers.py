@@ -19,7 +19,7 @@ from .workloads import Workload
 
 __all__ = ["COMPILING", "PROVIDERS", "Contender", "contender", "offered", "prepare"]
 
-InForce = Callable[[], AbstractContextManager[Any]]
+Context = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Contender:
     """
 
     model: nn.Module
-    in_force: InForce
+    in_force: Context
     step: Callable[[], object]
 
     def clear(self) -> None:
@@ -60,7 +60,7 @@ def contender(name: str, workload: Workload, device: torch.device, text: Text) -
     return Contender(model, in_force, lambda: _generate(model, batch, new))
 
 
-def prepare(name: str, model: nn.Module) -> InForce:
+def prepare(name: str, model: nn.Module) -> Context:
     """Lets the provider change the model; returns the context in which it runs."""
     return PROVIDERS[name](model)
 
@@ -91,28 +91,28 @@ def _generate(model: Any, batch: dict[str, Any], new: int) -> Any:
     return model.generate(**batch, do_sample=False, no_repeat_ngram_size=3, min_new_tokens=new, max_new_tokens=new)
 
 
-def _eager(model: nn.Module) -> InForce:
+def _eager(model: nn.Module) -> Context:
     return nullcontext
 
 
-def _fused(model: nn.Module) -> InForce:
+def _fused(model: nn.Module) -> Context:
     if not fusedops.fuse_model(model):
         raise RuntimeError("fuse_model found nothing to fuse")
     return nullcontext
 
 
-def _compile(model: nn.Module) -> InForce:
+def _compile(model: nn.Module) -> Context:
     model.compile()
     return nullcontext
 
 
-def _fused_compile(model: nn.Module) -> InForce:
+def _fused_compile(model: nn.Module) -> Context:
     if not fusedops.fuse_model(model, compile_rest=True):
         raise RuntimeError("fuse_model found nothing to fuse")
     return nullcontext
 
 
-def _liger(model: nn.Module) -> InForce:
+def _liger(model: nn.Module) -> Context:
     """Liger-Kernel's patch of an instance; what it also sets in the model's module is in force only for its steps."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
@@ -129,7 +129,7 @@ def _has_liger(workload: Workload) -> bool:
     return workload.name == "llama" and workload.mode != "generate"
 
 
-PROVIDERS: dict[str, Callable[[nn.Module], InForce]] = {
+PROVIDERS: dict[str, Callable[[nn.Module], Context]] = {
     "eager": _eager,
     "fused": _fused,
     "liger": _liger,

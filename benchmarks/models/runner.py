@@ -29,7 +29,7 @@ class Setting:
 
     device: torch.device
     text: Text
-    effort: Effort = Effort()
+    effort: Effort
     seeds: tuple[int, ...] = (0, 1, 2)
     steps: int = 100  # of the short training
 
@@ -91,26 +91,30 @@ def run_work(work: Work, setting: Setting) -> list[Row]:
 
 
 def _timed(work: Work, setting: Setting) -> list[Row]:
-    contenders: dict[str, Contender] = {}
-    warm: dict[str, Warm] = {}
-    for name in work.providers:
-        try:
-            # The text is seeded anew, so that all have the same batch.
-            made = contender(name, work.workload, setting.device, setting.text.reseeded(0))
-            warm[name] = measuring.warm_up(made, setting.effort, setting.device)
-            contenders[name] = made
-        except Exception as error:  # noqa: BLE001 - a provider may fail in any way; the others are still to be timed
-            _say(f"{work.workload} {name}: left out, {type(error).__name__}: {_first_line(error)}")
-            _free(setting.device)
+    warm = {name: begun for name in work.providers if (begun := _begin(name, work.workload, setting)) is not None}
+    contenders = {name: made for name, (made, _) in warm.items()}
+    singles = {name: single for name, (_, single) in warm.items()}
     rows = []
-    for name, seen in measuring.blocks(contenders, warm, setting.effort, setting.device).items():
-        single = warm[name]
+    for name, seen in measuring.blocks(contenders, singles, setting.effort, setting.device).items():
+        single = singles[name]
         peak = "" if single.peak_mib is None else f"  peak {single.peak_mib:9.0f} MiB"
         print(f"  {name:<14}{seen.ms:10.2f} ms ± {seen.spread:5.2f}  host {single.host_ms:9.2f} ms{peak}"
               f"  (first step {single.first_s:.1f} s)", flush=True)  # fmt: skip
         rows.append(replace(setting.row(work.workload, name), ms=seen.ms, spread=seen.spread, host_ms=single.host_ms,
                             peak_mib=single.peak_mib))  # fmt: skip
     return rows
+
+
+def _begin(name: str, workload: Workload, setting: Setting) -> tuple[Contender, Warm] | None:
+    """A provider's model, warm; None if it fails."""
+    try:
+        # The text is seeded anew, so that all have the same batch.
+        made = contender(name, workload, setting.device, setting.text.reseeded(0))
+        return made, measuring.warm_up(made, setting.effort, setting.device)
+    except Exception as error:  # noqa: BLE001 - a provider may fail in any way; the others are still to be timed
+        _say(f"{workload} {name}: left out, {type(error).__name__}: {_first_line(error)}")
+        _free(setting.device)
+        return None
 
 
 def _learned(work: Work, setting: Setting) -> list[Row]:

@@ -34,9 +34,7 @@ def learn(
     return Learned(statistics.fmean(losses), max(losses) - min(losses))
 
 
-def final_loss(
-    provider: str, workload: Workload, text: Text, device: torch.device, *, seed: int, steps: int
-) -> float:
+def final_loss(provider: str, workload: Workload, text: Text, device: torch.device, *, seed: int, steps: int) -> float:
     """The mean loss of the last steps of AdamW, in bf16 autocast with dropout on.
 
     The seed decides the weights and, by ``text``, the batches; both are the same for every provider.
