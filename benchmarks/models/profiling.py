@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from . import measuring
@@ -27,7 +26,7 @@ def profiled(name: str, workload: Workload, setting: Setting, top: int = 25) -> 
         for _ in range(_STEPS):
             made.step()
         measuring.synchronize(device)
-    events = [event for event in run.key_averages() if (event.device_type == DeviceType.CUDA) == on_gpu]
+    events = [event for event in run.key_averages() if (event.device_type.name == "CUDA") == on_gpu]
     seen = [((event.self_device_time_total if on_gpu else event.self_cpu_time_total) / _STEPS, event.count / _STEPS, event.key)
             for event in events]  # fmt: skip
     busy = sum(us for us, *_ in seen) or 1.0
