@@ -1,7 +1,8 @@
 """What the library costs and saves: measured, tabulated, drawn, and compared.
 
 ``run`` measures the shapes that have goals and ``check`` compares with those; ``sweep`` measures along lines of hidden
-sizes and of rows; ``plot``, ``table`` and ``report`` show what was measured; ``compare`` names regressions.
+sizes and of rows; ``models`` measures whole models; ``plot``, ``table`` and ``report`` show what was measured;
+``compare`` names regressions.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fusedops.core.spec import Spec
 
 from . import comparing, results, sweep, targets, timing
 from .cases import DTYPES, MODES, Case, cases, discover
+from .models import command as whole_models
 from .providers import PROVIDERS, build, worthwhile
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -175,6 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     tables.add_argument("--write", type=Path, metavar="PAGE", help="fill the page between <!-- figures --> and "
                         "<!-- /figures --> instead of printing")  # fmt: skip
     _add_sweep(commands.add_parser("sweep", help=sweep_all.__doc__))
+    whole_models.add_options(commands.add_parser("models", help=whole_models.run.__doc__))
     compares = commands.add_parser("compare", help=compare.__doc__)
     compares.set_defaults(command=compare)
     compares.add_argument("old", type=Path)

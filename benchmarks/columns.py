@@ -50,6 +50,6 @@ def best(seen: dict[str, Row], column: str, by: str = "gpu_us") -> Row | None:
     return min((seen[p] for p in COLUMNS[column] if p in seen), key=operator.attrgetter(by), default=None)
 
 
-def every(rows: Iterable[Row], field: str) -> str:
+def every(rows: Iterable[object], field: str) -> str:
     """All values of a field, in order of appearance."""
     return ", ".join(dict.fromkeys(str(getattr(row, field)) for row in rows))

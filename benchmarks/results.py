@@ -7,12 +7,26 @@ import math
 import os
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-__all__ = ["COLUMNS", "Book", "Key", "Row", "commit", "device_slug", "elements", "merge", "read", "sides", "write"]
+__all__ = [
+    "COLUMNS",
+    "Book",
+    "Key",
+    "Row",
+    "commit",
+    "device_slug",
+    "elements",
+    "merge",
+    "read",
+    "read_records",
+    "sides",
+    "write",
+    "write_records",
+]
 
 Key = tuple[str, str, str, str, str]
 _ROOT = Path(__file__).resolve().parent.parent
@@ -62,13 +76,18 @@ _NUMBERS = ("gpu_us", "loop_us", "floor_us", "peak_mib")
 
 def read(path: Path) -> list[Row]:
     """The rows of a results file; none where there is no file."""
+    return [_row(record) for record in read_records(path, COLUMNS)]
+
+
+def read_records(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
+    """The lines of a file with these columns and no others; none where there is no file."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
-        if tuple(reader.fieldnames or ()) != COLUMNS:
-            raise ValueError(f"{path} has the columns {reader.fieldnames}, expected {list(COLUMNS)}")
-        return [_row(record) for record in reader]
+        if list(reader.fieldnames or ()) != list(columns):
+            raise ValueError(f"{path} has the columns {reader.fieldnames}, expected {list(columns)}")
+        return list(reader)
 
 
 def merge(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
@@ -78,16 +97,19 @@ def merge(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
-    """Merges the rows into the file, which is replaced as a whole so that a cut run leaves no torn one."""
+    """Merges the rows into the file."""
+    records = [asdict(row) for row in merge(read(path), rows)]
+    write_records(path, COLUMNS, [r | {name: f"{r[name]:.3f}" for name in _NUMBERS} for r in records])
+
+
+def write_records(path: Path, columns: Sequence[str], records: Iterable[Mapping[str, Any]]) -> None:
+    """Replaces the file as a whole, so that a cut run leaves no torn one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    merged = merge(read(path), rows)
     scratch = path.with_name(path.name + ".new")
     with scratch.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
-        for row in merged:
-            record = asdict(row)
-            writer.writerow(record | {name: f"{record[name]:.3f}" for name in _NUMBERS})
+        writer.writerows(records)
     scratch.replace(path)
 
 

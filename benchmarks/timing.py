@@ -120,7 +120,7 @@ def copy_bandwidth(device: torch.device, gib: float = 4.0, repeats: int = 10) ->
     return 2 * source.numel() / (statistics.median(ms) * 1e-3)
 
 
-def peak_mib(step: Step) -> float:
+def peak_mib(step: Callable[[], object]) -> float:
     """The most memory that one warm call held at once beyond what was held before it."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

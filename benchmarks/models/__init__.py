@@ -1,0 +1,1 @@
+"""Whole models, from config with random weights: what `fuse_model` gains, beside what else a user could do to them."""

@@ -1,0 +1,155 @@
+"""The command ``python -m benchmarks models``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from .. import results as operator_results
+from . import ahead, page, profiling, results
+from .measuring import Effort
+from .providers import PROVIDERS
+from .runner import Setting, Work, run_work, stages, without
+from .text import Text
+from .workloads import MODELS, MODES, Workload, loss_workloads, named, workloads
+
+__all__ = ["add_options", "run"]
+
+_ROOT = Path(__file__).resolve().parent.parent.parent
+_RESULTS = _ROOT / "benchmarks" / "results"
+_DEFAULT = _RESULTS / "models_nvidia_h200.csv"
+_TINY = Effort(rounds=3, block_s=0.01, singles=1)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.set_defaults(command=run)
+    parser.add_argument("--model", action="append", metavar="NAME", help=f"only this one of {', '.join(MODELS)}; may be "
+                        "repeated")  # fmt: skip
+    parser.add_argument("--mode", action="append", metavar="MODE", help=f"only this one of {', '.join(MODES)}; may be "
+                        "repeated")  # fmt: skip
+    parser.add_argument("--provider", action="append", metavar="NAME", help=f"only this one of {', '.join(PROVIDERS)}; may "
+                        "be repeated")  # fmt: skip
+    parser.add_argument("--loss", action="store_true", help="instead of timing, train for a short while")
+    parser.add_argument("--seeds", type=int, default=3, help="of --loss: how many trainings (default: 3)")
+    parser.add_argument("--steps", type=int, default=100, help="of --loss: the steps of each (default: 100)")
+    parser.add_argument(
+        "--profile", action="store_true", help="instead of timing, print the kernels with the most time"
+    )
+    parser.add_argument("--jobs", type=int, default=6, metavar="J", help="processes that compile ahead on a GPU, 0 for "
+                        "none; each holds a model (default: 6)")  # fmt: skip
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no new workload after this long")
+    parser.add_argument("--resume", action="store_true", help="skip what the file has at this commit")
+    parser.add_argument("--device", default="auto", help="cpu or cuda[:index] (default: a GPU where there is one)")
+    parser.add_argument("--tiny", action="store_true", help="shrunken models, to try the command; writes no file unless "
+                        "--output names one")  # fmt: skip
+    parser.add_argument(
+        "--output", type=Path, metavar="CSV", help="default: results/models_<device>.csv; on a CPU none"
+    )
+    parser.add_argument("--table", action="store_true", help="only print the table of the results file")
+    parser.add_argument("--page", type=Path, nargs="?", const=_ROOT / "docs" / "model_figures.md",
+                        help="only write the page of the results file (default: docs/model_figures.md)")  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures whole models: eager, fused, compiled, both, and Liger-Kernel's patch."""
+    try:
+        return _show(options) if options.table or options.page is not None else _work(options)
+    except (OSError, ValueError) as error:
+        print(f"models: {error}", file=sys.stderr)
+        return 2
+
+
+def _show(options: argparse.Namespace) -> int:
+    """From the results file alone."""
+    path = options.output or _DEFAULT
+    if options.page is None:
+        print(page.table(results.read(path)))
+    else:
+        options.page.write_text(page.markdown(path), encoding="utf-8")
+        print(f"wrote {options.page}")
+    return 0
+
+
+def _work(options: argparse.Namespace) -> int:
+    models, modes = options.model or (), options.mode or ()
+    wanted = [named("provider", name, PROVIDERS) for name in options.provider or ()]
+    chosen = loss_workloads(models, tiny=options.tiny) if options.loss else workloads(models, modes, tiny=options.tiny)
+    automatic = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(automatic if options.device == "auto" else options.device)
+    setting = Setting(
+        device, Text(device), _TINY if options.tiny else Effort(), tuple(range(options.seeds)), options.steps
+    )
+    if options.profile:
+        return _profile(chosen, wanted or ["eager", "fused"], setting)
+    return _measure(stages(chosen, wanted), setting, options)
+
+
+def _profile(chosen: list[Workload], wanted: list[str], setting: Setting) -> int:
+    for workload in chosen:
+        for name in wanted:
+            print(f"{workload} {name}\n{profiling.profiled(name, workload, setting)}\n", flush=True)
+    return 0
+
+
+def _measure(plan: list[list[Work]], setting: Setting, options: argparse.Namespace) -> int:
+    name = torch.cuda.get_device_name(setting.device) if setting.device.type == "cuda" else "CPU"
+    path = options.output
+    if path is None and setting.device.type == "cuda" and not options.tiny:
+        path = _RESULTS / f"models_{operator_results.device_slug(name)}.csv"
+    print(f"{name}, torch {torch.__version__}; results to {path or 'the terminal only'}", flush=True)
+    rows, missing = _run_all(plan, setting, options, path)
+    print(page.table(rows if path is None else results.read(path)))
+    # What we failed to time is our fault; a peer's is not.
+    return 1 if missing else 0
+
+
+def _run_all(plan: list[list[Work]], setting: Setting, options: argparse.Namespace,
+             path: Path | None) -> tuple[list[results.Row], int]:  # fmt: skip
+    """The rows, which are in the file too, and how many of fusedops' are missing."""
+    ends = time.perf_counter() + (math.inf if options.budget is None else options.budget)
+    rows: list[results.Row] = []
+    missing = 0
+    for stage in plan:
+        work = without(stage, _done(path)) if options.resume and path is not None else stage
+        if setting.device.type == "cuda" and options.jobs:
+            _compile_ahead(work, setting.device, options.jobs, ends)
+        for item in work:
+            begun = time.perf_counter()
+            if begun > ends:
+                print(
+                    f"stopped before {item.workload}: the budget of {options.budget:.0f} s is spent; --resume goes on"
+                )
+                return rows, missing
+            print(item.workload, flush=True)
+            new = run_work(item, setting)
+            rows += new
+            missing += sum(n.startswith("fused") for n in item.providers) - sum(
+                r.provider.startswith("fused") for r in new
+            )
+            if path is not None:
+                results.write(path, new)
+            print(f"  {time.perf_counter() - begun:.1f} s", flush=True)
+    return rows, missing
+
+
+def _compile_ahead(work: Sequence[Work], device: torch.device, jobs: int, ends: float) -> None:
+    begun = time.perf_counter()
+    if begun > ends:
+        return
+    # Half of the time is left to measure what was compiled.
+    seconds = min((ends - begun) / 2, 3600.0)
+    done, todo = ahead.compile_ahead(work, jobs=jobs, device=device, seconds=seconds)
+    if todo:
+        print(f"compiled {done} of {todo} ahead in {time.perf_counter() - begun:.0f} s", flush=True)
+
+
+def _done(path: Path) -> set[results.Key]:
+    commit = operator_results.commit()
+    return {row.key for row in results.read(path) if row.commit == commit}

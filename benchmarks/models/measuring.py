@@ -1,0 +1,110 @@
+"""Time and memory of steps: wall-clock, as a model is used, the host's time included."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .. import timing
+from .providers import Contender
+
+__all__ = ["Effort", "Measured", "Warm", "blocks", "synchronize", "warm_up"]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How hard to measure: rounds of blocks, each of so many seconds' steps, and single steps for the host's time."""
+
+    rounds: int = 5
+    block_s: float = 0.2
+    singles: int = 3
+
+
+@dataclass(frozen=True)
+class Warm:
+    """What single steps of a warm model showed."""
+
+    first_s: float  # of the first step, which compiles
+    step_s: float
+    host_ms: float
+    peak_mib: float | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Milliseconds a step over all blocks."""
+
+    ms: float
+    spread: float
+
+
+def warm_up(contender: Contender, effort: Effort, device: torch.device) -> Warm:
+    """Runs steps until all is compiled and loaded, then takes memory and the host's time from single ones."""
+    with contender.in_force():
+        first = _seconds(contender.step, device)[1]
+        contender.step()
+        contender.clear()
+        peak = _peak_mib(contender, device)
+        singles = [_seconds(contender.step, device) for _ in range(effort.singles)]
+        contender.clear()
+    returned = statistics.median(host for host, _ in singles)
+    return Warm(first, statistics.median(whole for _, whole in singles), returned * 1e3, peak)
+
+
+def blocks(
+    contenders: dict[str, Contender], warm: dict[str, Warm], effort: Effort, device: torch.device
+) -> dict[str, Measured]:
+    """Blocks of steps back to back, the contenders in turn, so that a drift of the clocks meets all alike."""
+    seen: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(effort.rounds):
+        for name, contender in contenders.items():
+            steps = max(1, math.ceil(effort.block_s / warm[name].step_s))
+            with contender.in_force():
+                seen[name].append(_block(contender.step, steps, device) * 1e3)
+            contender.clear()
+    return {name: Measured(statistics.median(times), _quartile_range(times)) for name, times in seen.items()}
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done all that it was asked to."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _block(step: Callable[[], object], steps: int, device: torch.device) -> float:
+    """Seconds a step."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    synchronize(device)
+    return (time.perf_counter() - start) / steps
+
+
+def _seconds(step: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Until the step returns, the queue empty at its start, and until the device is done."""
+    synchronize(device)
+    start = time.perf_counter()
+    step()
+    returned = time.perf_counter()
+    synchronize(device)
+    return returned - start, time.perf_counter() - start
+
+
+def _peak_mib(contender: Contender, device: torch.device) -> float | None:
+    """Of one step, above nothing: what it allocates, and the model's own; other models on the device do not count."""
+    if device.type != "cuda":
+        return None
+    return timing.peak_mib(contender.step) + contender.own_bytes / 2**20
+
+
+def _quartile_range(times: list[float]) -> float:
+    if len(times) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
+    return high - low

@@ -1,0 +1,167 @@
+"""The results as tables: in the terminal, and as a page of the documentation, from the results file alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from ..columns import every
+from .results import Place, Row, by_place, read
+from .workloads import MODELS, MODES
+
+__all__ = ["markdown", "table"]
+
+_NAMES = {
+    "eager": "eager",
+    "fused": "fused",
+    "liger": "Liger-Kernel",
+    "compile": "torch.compile",
+    "fused_compile": "fused + torch.compile",
+}
+_MODE_TITLES = {
+    "train": "## Training step\n\nForward and backward, bf16 autocast over fp32 weights, dropout on.",
+    "generate": "## Generation\n\n64 tokens, greedy, after prompts of 64, with `no_repeat_ngram_size=3`, bf16 weights.",
+    "infer": "## Inference\n\nThe forward in evaluation mode, without gradients, bf16 weights.",
+}
+_MODEL_NAMES = {
+    "bert": "BERT-base",
+    "gpt2": "GPT-2",
+    "t5": "T5-base",
+    "llama": "Llama-like, 1B",
+    "vit": "ViT-B/16",
+}
+
+_HEAD = """# Whole models: figures
+
+What [`fuse_model`](models.md) gains on models of Transformers, built from config with random weights. The page is
+written by `python -m benchmarks models --page` from the results file, and holds no figure that it does not."""
+
+_HOW = """## How it is measured
+
+ms are wall-clock time a step, the host's included: steps run back to back, and the device is waited for only around a
+block of them. A figure is the median of blocks, in which the contenders take turns; the figure behind ± is the
+interquartile range. In brackets is the speed-up over eager: above 1 is faster. "host" is the time until a step's Python
+returns, where nothing was queued before it. Peak memory is all that a step holds at once: weights, gradients and
+activations. Contenders that compile are measured after the others, in turns among themselves; compilation is not in any
+figure.
+
+All attention is PyTorch's `scaled_dot_product_attention`, Transformers' default. Dropout is 0.1 where the model has any:
+Llama has none, and ViT's config, whose default is 0, is set to 0.1. A training step has no optimizer, and a forward
+returns no keys and values. `torch.compile` is used in its default mode on the whole model; fused + torch.compile is
+`fuse_model(model, compile_rest=True)`. Generation is not compiled: its cache grows by a token a step, and
+`torch.compile` would compile again and again. Liger-Kernel patches Llama, and none of the other models.
+
+The loss is the mean of the last 5 of 100 steps of AdamW at a rate of 1e-4, in batches of 8, again with dropout and
+autocast, as a mean over three seeds; a seed gives all contenders the same weights and batches. The text is the source of
+Python's standard library, byte by byte. BERT guesses 15% of the tokens, masked; T5 continues 128 bytes by 64. There is
+no text for ViT, so its pictures are windows of the text's bytes, and their class is the byte that follows.
+
+To measure it all again, on a GPU, with `pip install .[bench,hf]`:
+
+```
+python -m benchmarks models --provider eager --provider fused --provider liger
+python -m benchmarks models --provider compile --provider fused_compile --jobs 8
+python -m benchmarks models --loss
+python -m benchmarks models --page                             # this page
+python -m benchmarks models --profile --model gpt2 --mode train --provider fused    # where the time goes
+```"""
+
+
+Places = list[tuple[Place, dict[str, Row]]]
+Cell = Callable[[Row, "Row | None"], str]  # of a row, beside eager's
+
+
+def table(rows: Iterable[Row]) -> str:
+    """One line a workload, in plain text: each provider's ms, in brackets its speed-up over eager, its peak in MiB."""
+    places = _ordered(rows)
+    columns = _columns(places)
+    lines = [["model", "mode", "shape", *columns]]
+    lines += [[*place, *_cells(seen, columns, _plain)] for place, seen in places]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+                     for line in lines)  # fmt: skip
+
+
+def markdown(path: Path) -> str:
+    """The page, from a results file; where there is none, the page says so."""
+    rows = read(path)
+    if not rows:
+        return f"{_HEAD}\n\nNothing has been measured yet.\n\n{_HOW}\n"
+    parts = [_HEAD, _source(path, rows)]
+    for mode in MODES:
+        places = _ordered(row for row in rows if row.mode == mode)
+        if places:
+            parts += [_MODE_TITLES[mode], "ms a step:", _grid(places, _time)]
+            parts += ["Of these, until the host is done, ms:", _grid(places, _host)]
+            parts += ["Peak memory, MiB, and in brackets the part of eager's:", _grid(places, _memory)]
+    losses = _ordered(row for row in rows if row.mode == "loss")
+    if losses:
+        text = "## Loss after 100 steps\n\nIn brackets the greatest less the least of the seeds' losses."
+        parts += [text, _grid(losses, _loss)]
+    return "\n\n".join([*parts, _HOW]) + "\n"
+
+
+def _time(row: Row, eager: Row | None) -> str:
+    if row.ms is None:
+        return ""
+    spread = "" if row.spread is None else f" ± {row.spread:.2f}"
+    times = "" if eager is None or eager is row or eager.ms is None else f" ({eager.ms / row.ms:.2f})"
+    return f"{row.ms:.2f}{spread}{times}"
+
+
+def _host(row: Row, eager: Row | None) -> str:
+    return "" if row.host_ms is None else f"{row.host_ms:.2f}"
+
+
+def _memory(row: Row, eager: Row | None) -> str:
+    if row.peak_mib is None:
+        return ""
+    part = "" if eager is None or eager is row or eager.peak_mib is None else f" ({row.peak_mib / eager.peak_mib:.2f})"
+    return f"{row.peak_mib:.0f}{part}"
+
+
+def _loss(row: Row, eager: Row | None) -> str:
+    if row.loss is None:
+        return ""
+    return f"{row.loss:.4f}" + ("" if row.loss_spread is None else f" ({row.loss_spread:.4f})")
+
+
+def _plain(row: Row, eager: Row | None) -> str:
+    if row.ms is None:
+        return f"loss {_loss(row, eager)}"
+    times = "" if eager is None or eager is row or eager.ms is None else f" ({eager.ms / row.ms:.2f}x)"
+    peak = "" if row.peak_mib is None else f" {row.peak_mib:.0f} MiB"
+    return f"{row.ms:.2f} ms{times}{peak}"
+
+
+def _ordered(rows: Iterable[Row]) -> Places:
+    """The workloads in the order in which they are measured."""
+    modes, models = [*MODES, "loss"], list(MODELS)
+    return sorted(by_place(rows).items(), key=lambda entry: (modes.index(entry[0][1]), models.index(entry[0][0])))
+
+
+def _columns(places: Places) -> list[str]:
+    """The providers that have a row, in a fixed order."""
+    return [name for name in _NAMES if any(name in seen for _, seen in places)]
+
+
+def _cells(seen: dict[str, Row], columns: list[str], cell: Cell) -> list[str]:
+    return [cell(seen[name], seen.get("eager")) if name in seen else "" for name in columns]
+
+
+def _grid(places: Places, cell: Cell) -> str:
+    columns = _columns(places)
+    lines = ["| model | shape | " + " | ".join(_NAMES[name] for name in columns) + " |",
+             "|---|---|" + "--:|" * len(columns)]  # fmt: skip
+    for (model, _, shape), seen in places:
+        named = f"{_MODEL_NAMES[model]} | {shape.replace('x', ' × ').replace('+', ' + ')}"  # noqa: RUF001
+        lines.append(f"| {named} | {' | '.join(_cells(seen, columns, cell))} |")
+    return "\n".join(lines)
+
+
+def _source(path: Path, rows: list[Row]) -> str:
+    fields = ("torch", "triton", "transformers", "commit")
+    versions = " | ".join(every(rows, field) for field in fields)
+    device = path.stem.removeprefix("models_").replace("_", " ").upper()
+    return ("| file | device | torch | Triton | Transformers | commit | rows |\n|---|---|---|---|---|---|--:|\n"
+            f"| `benchmarks/results/{path.name}` | {device} | {versions} | {len(rows)} |")  # fmt: skip

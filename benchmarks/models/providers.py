@@ -1,0 +1,139 @@
+"""The contenders: the model as it is, and what a user could do to it. Each changes one instance, in place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+import fusedops
+
+from .text import Text
+from .workloads import Workload
+
+__all__ = ["COMPILING", "PROVIDERS", "Contender", "contender", "offered", "prepare"]
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A model that a provider has changed, and its step.
+
+    Attributes:
+        in_force: a context within which the step must run; it holds what a provider changes besides the instance.
+        step: the whole step, asynchronous.
+        clear: frees what a step leaves.
+    """
+
+    model: nn.Module
+    in_force: Context
+    step: Callable[[], object]
+
+    def clear(self) -> None:
+        """Frees the gradients."""
+        self.model.zero_grad(set_to_none=True)
+
+    @property
+    def own_bytes(self) -> int:
+        """Its parameters and buffers."""
+        tensors = {id(t): t.nbytes for t in (*self.model.parameters(), *self.model.buffers())}
+        return sum(tensors.values())
+
+
+def contender(name: str, workload: Workload, device: torch.device, text: Text) -> Contender:
+    """The provider's model with its step, the batch drawn from a text that was just seeded."""
+    model = workload.build(device)
+    in_force = prepare(name, model)
+    batch = workload.batch(text)
+    if workload.mode == "train":
+        return Contender(model, in_force, lambda: _train(model, batch, device))
+    if workload.mode == "infer":
+        return Contender(model, in_force, lambda: _infer(model, batch))
+    new = workload.sizes[-1]
+    return Contender(model, in_force, lambda: _generate(model, batch, new))
+
+
+def prepare(name: str, model: nn.Module) -> Context:
+    """Lets the provider change the model; returns the context in which it runs."""
+    return PROVIDERS[name](model)
+
+
+def offered(workload: Workload) -> list[str]:
+    """The providers that are measured there unless others are named.
+
+    Generation is not compiled: its cache grows by a token a step, and the graphs are compiled again and again. A short
+    training is not either, as its sizes are others than those that were compiled.
+    """
+    names = [name for name in PROVIDERS if name != "liger" or _has_liger(workload)]
+    return [name for name in names if name not in COMPILING or workload.mode in ("train", "infer")]
+
+
+def _train(model: nn.Module, batch: dict[str, Any], device: torch.device) -> None:
+    model.zero_grad(set_to_none=True)
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = model(**batch).loss
+    loss.backward()
+
+
+@torch.no_grad()
+def _infer(model: nn.Module, batch: dict[str, Any]) -> None:
+    model(**batch)
+
+
+def _generate(model: Any, batch: dict[str, Any], new: int) -> Any:
+    return model.generate(**batch, do_sample=False, no_repeat_ngram_size=3, min_new_tokens=new, max_new_tokens=new)
+
+
+def _eager(model: nn.Module) -> Context:
+    return nullcontext
+
+
+def _fused(model: nn.Module) -> Context:
+    if not fusedops.fuse_model(model):
+        raise RuntimeError("fuse_model found nothing to fuse")
+    return nullcontext
+
+
+def _compile(model: nn.Module) -> Context:
+    model.compile()
+    return nullcontext
+
+
+def _fused_compile(model: nn.Module) -> Context:
+    if not fusedops.fuse_model(model, compile_rest=True):
+        raise RuntimeError("fuse_model found nothing to fuse")
+    return nullcontext
+
+
+def _liger(model: nn.Module) -> Context:
+    """Liger-Kernel's patch of an instance; what it also sets in the model's module is in force only for its steps."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    module = sys.modules[type(model).__module__]
+    before = dict(vars(module))
+    apply_liger_kernel_to_llama(model=model)
+    changed = {name: value for name, value in vars(module).items() if before.get(name) is not value}
+    for name in changed:
+        setattr(module, name, before[name])
+    return lambda: mock.patch.multiple(module, **changed)
+
+
+def _has_liger(workload: Workload) -> bool:
+    return workload.name == "llama" and workload.mode != "generate"
+
+
+PROVIDERS: dict[str, Callable[[nn.Module], Context]] = {
+    "eager": _eager,
+    "fused": _fused,
+    "liger": _liger,
+    "compile": _compile,
+    "fused_compile": _fused_compile,
+}
+COMPILING = ("compile", "fused_compile")

@@ -1,0 +1,441 @@
+"""The benchmark of whole models, with tiny ones: what it measures, what it writes, and what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks.models import measuring, page, results, runner, text, training, workloads
+from benchmarks.models import command as models_command
+from benchmarks.models import providers as contenders
+from benchmarks.models.providers import COMPILING, PROVIDERS, Contender, contender, offered
+from benchmarks.models.results import Row
+from zoo import counted, transformers_only
+
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+ISSUED = "model,mode,provider,ms,peak_mib,loss,commit,torch,triton".split(",")
+NAMES = {"bert", "gpt2", "t5", "llama", "vit"}
+TEXT = text.Text(CPU)
+LIGHT = measuring.Effort(rounds=2, block_s=0.001, singles=1)
+SETTING = runner.Setting(CPU, TEXT, LIGHT, seeds=(0, 1), steps=6)
+every_tiny = pytest.mark.parametrize("workload", workloads.workloads(tiny=True), ids=str)
+
+
+def row(provider="eager", ms=10.0, peak=1000.0, *, model="bert", mode="train", shape="32x512", **changes):
+    base = Row(model, mode, provider, ms, peak, None, "abc1234", "2.11.0", "3.6.0", shape, 0.1, 5.0, None, "5.17.0")
+    return replace(base, **changes)
+
+
+# --- what is measured ---------------------------------------------------------------------------------------------
+
+
+def test_every_named_model_is_there_in_every_mode():
+    found = {(w.name, w.mode) for w in workloads.workloads()}
+    assert found == {(name, mode) for name in NAMES for mode in ("train", "infer")} | {
+        ("gpt2", "generate"), ("t5", "generate")
+    }  # fmt: skip
+    assert {w.name for w in workloads.loss_workloads()} == NAMES
+
+
+def test_the_most_telling_come_first():
+    assert [str(w) for w in workloads.workloads()][:3] == [
+        "bert train 32x512",
+        "gpt2 train 16x1024",
+        "t5 train 16x512+128",
+    ]
+
+
+@transformers_only
+@pytest.mark.parametrize(
+    ("name", "millions"), [("bert", 110), ("gpt2", 124), ("t5", 223), ("llama", 1039), ("vit", 87)]
+)
+def test_the_models_are_of_the_sizes_that_they_are_called_by(name, millions):
+    model = workloads.Workload(name, "train", ()).build(torch.device("meta"))
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@transformers_only
+@pytest.mark.parametrize("name", sorted(NAMES - {"llama"}))
+def test_dropout_is_on_in_training(name):
+    """Llama has none."""
+    model = workloads.Workload(name, "train", (), tiny=True).build(CPU)
+    assert any(isinstance(m, torch.nn.Dropout) and m.p == 0.1 and m.training for m in model.modules())
+
+
+@transformers_only
+@every_tiny
+def test_a_workload_is_what_its_mode_says(workload):
+    model, batch = workload.build(CPU), workload.batch(TEXT.reseeded(0))
+    training = workload.mode == "train"
+    assert model.training == training
+    assert {p.dtype for p in model.parameters()} == {torch.float32 if training else torch.bfloat16}
+    assert ("labels" in batch) == training
+    other = workload.build(CPU)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(torch.equal(batch[k], v) for k, v in workload.batch(TEXT.reseeded(0)).items())
+
+
+@transformers_only
+def test_labels_ask_for_what_the_inputs_do_not_say():
+    bert = workloads.Workload("bert", "train", (8, 64)).batch(TEXT)
+    masked = bert["labels"] != -100
+    assert torch.equal(masked, bert["input_ids"] == text.MASK)
+    assert 0.1 < masked.float().mean() < 0.2
+    vit = workloads.Workload("vit", "train", (4, 3, 16, 16)).batch(TEXT)
+    assert vit["pixel_values"].shape == (4, 3, 16, 16) and vit["pixel_values"].abs().max() <= 1.0
+    assert vit["labels"].max() < 256
+
+
+def test_text_is_text():
+    tokens = TEXT.reseeded(3).tokens(2, 50)
+    assert all(bytes((row - 3).tolist()).decode("latin-1").isprintable() or 13 in row for row in tokens)
+    assert not torch.equal(tokens, TEXT.reseeded(4).tokens(2, 50))
+
+
+@transformers_only
+@every_tiny
+def test_a_step_does_the_whole_thing(workload, monkeypatch):
+    made = contender("eager", workload, CPU, TEXT.reseeded(0))
+    if workload.mode == "generate":
+        lengths = []
+        processed = sys.modules["transformers"].NoRepeatNGramLogitsProcessor.__call__
+        monkeypatch.setattr("transformers.NoRepeatNGramLogitsProcessor.__call__",
+                            lambda self, ids, scores: lengths.append(ids.shape[1]) or processed(self, ids, scores))  # fmt: skip
+        made.step()
+        assert len(lengths) == workload.sizes[-1]
+        return
+    with counted() as calls:
+        made.step()
+    assert not calls
+    with_gradient = [p for p in made.model.parameters() if p.grad is not None]
+    assert bool(with_gradient) == (workload.mode == "train")
+    made.clear()
+    assert all(p.grad is None for p in made.model.parameters())
+
+
+# --- providers ----------------------------------------------------------------------------------------------------
+
+
+@transformers_only
+@every_tiny
+def test_fused_is_fused(workload, monkeypatch):
+    blocked = []
+    from fusedops.generation import FusedNoRepeatNGramLogitsProcessor as Fused
+
+    original = Fused.__call__
+    monkeypatch.setattr(Fused, "__call__", lambda self, *args: blocked.append(1) or original(self, *args))
+    made = contender("fused", workload, CPU, TEXT.reseeded(0))
+    with counted() as calls:
+        made.step()
+    assert sum(calls.values()) >= 4, calls  # two layers, each with at least two operators
+    assert len(blocked) == (workload.sizes[-1] if workload.mode == "generate" else 0)
+
+
+@pytest.mark.parametrize("name", ["fused", "fused_compile"])
+def test_a_model_that_is_not_fused_is_not_measured_as_fused(name):
+    with pytest.raises(RuntimeError, match="nothing to fuse"):
+        contenders.prepare(name, torch.nn.Linear(2, 2))
+
+
+@transformers_only
+@pytest.mark.parametrize(("name", "fused"), [("compile", False), ("fused_compile", True)])
+def test_compiled_is_compiled(name, fused):
+    workload = workloads.workloads(["bert"], ["train"], tiny=True)[0]
+    model = workload.build(CPU)
+    contenders.prepare(name, model)
+    assert model._compiled_call_impl is not None
+    assert any(hasattr(type(m), "_fusedops_original") for m in model.modules()) == fused
+
+
+def test_what_is_offered():
+    train, generate = (workloads.workloads(["gpt2"], [mode])[0] for mode in ("train", "generate"))
+    llama = workloads.workloads(["llama"], ["train"])[0]
+    assert offered(train) == ["eager", "fused", "compile", "fused_compile"]
+    assert offered(generate) == ["eager", "fused"]
+    assert offered(llama) == list(PROVIDERS)
+
+
+@transformers_only
+def test_ligers_patch_is_in_force_for_its_own_steps_alone(monkeypatch):
+    """Its function sets names in the model's module, for all instances."""
+    from transformers.models.llama import modeling_llama
+
+    def patch(model):
+        modeling_llama.apply_rotary_pos_emb = "theirs"
+        modeling_llama.LlamaRMSNorm = "theirs"
+        model.patched = True
+
+    stub = types.ModuleType("liger_kernel.transformers")
+    stub.apply_liger_kernel_to_llama = patch
+    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", stub)
+    before = dict(vars(modeling_llama))
+    model = workloads.workloads(["llama"], ["train"], tiny=True)[0].build(CPU)
+    context = contenders.prepare("liger", model)
+    assert model.patched and vars(modeling_llama) == before
+    for _ in range(2):
+        with context():
+            assert modeling_llama.apply_rotary_pos_emb == modeling_llama.LlamaRMSNorm == "theirs"
+        assert vars(modeling_llama) == before
+
+
+@transformers_only
+@pytest.mark.parametrize("mode", ["train", "generate"])
+def test_providers_leave_no_state_behind(mode):
+    """A model that is built after a measurement is as one that was built before."""
+    from transformers.models.gpt2 import modeling_gpt2
+
+    workload = workloads.workloads(["gpt2"], [mode], tiny=True)[0]
+    batch = workload.batch(TEXT.reseeded(0))
+
+    def state():
+        classes = {type(m) for m in workload.build(CPU).modules()}
+        return {cls: dict(vars(cls)) for cls in classes}, dict(vars(modeling_gpt2)), torch.is_grad_enabled()
+
+    def output():
+        torch.manual_seed(0)
+        return workload.build(CPU).eval()(input_ids=batch["input_ids"]).logits
+
+    before, expected = state(), output()
+    assert len(runner.run_work(runner.Work(workload, ("eager", "fused")), SETTING)) == 2
+    assert state() == before
+    assert torch.equal(output(), expected)
+
+
+# --- measuring ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only steps move."""
+    now = [0.0]
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def stepping(clock, name, order, seconds, model=None):
+    def step():
+        order.append(name)
+        clock[0] += seconds[min(len(order), len(seconds)) - 1]
+
+    return Contender(model or torch.nn.Linear(1, 1), contextlib.nullcontext, step)
+
+
+def test_contenders_take_turns(clock):
+    order = []
+    both = {"a": stepping(clock, "a", order, [0.1]), "b": stepping(clock, "b", order, [0.3])}
+    warm = {name: measuring.Warm(0.0, seconds, 1.0, None) for name, seconds in (("a", 0.1), ("b", 0.3))}
+    found = measuring.blocks(both, warm, measuring.Effort(rounds=3, block_s=0.25), CPU)
+    assert "".join(order) == "aaab" * 3
+    assert found["a"].ms == pytest.approx(100.0) and found["b"].ms == pytest.approx(300.0)
+    assert found["a"].spread == pytest.approx(0.0, abs=1e-9)
+
+
+def test_ms_is_the_median_and_spread_the_quartiles_range(clock):
+    order = []
+    alone = {"a": stepping(clock, "a", order, [0.010, 0.020, 0.030, 0.040, 9.0])}
+    found = measuring.blocks(alone, {"a": measuring.Warm(0.0, 1.0, 1.0, None)}, measuring.Effort(5, 0.1), CPU)
+    assert found["a"].ms == pytest.approx(30.0)
+    assert found["a"].spread == pytest.approx(20.0)
+
+
+def test_warming_up_is_not_timed(clock):
+    """The first step compiles; the singles are what counts."""
+    order = []
+    warm = measuring.warm_up(stepping(clock, "a", order, [60.0, 1.0, 0.5]), measuring.Effort(singles=3), CPU)
+    assert warm == measuring.Warm(60.0, 0.5, 500.0, None)
+
+
+def test_own_bytes_count_tied_weights_once():
+    first = torch.nn.Linear(4, 4, bias=False)
+    both = torch.nn.Sequential(first, torch.nn.Linear(4, 4, bias=False))
+    both[1].weight = first.weight
+    assert stepping([0.0], "a", [], [0.0], both).own_bytes == 64
+
+
+@transformers_only
+def test_losses_fall_and_hardly_differ():
+    """Dropout draws the same on a CPU: fused and eager learn the same, and another seed learns something else."""
+    workload = workloads.loss_workloads(["gpt2"], tiny=True)[0]
+    eager, fused = (training.learn(name, workload, TEXT, CPU, seeds=(0, 1), steps=25) for name in ("eager", "fused"))
+    assert eager.spread > 0
+    assert fused.mean == pytest.approx(eager.mean, rel=1e-3)
+    assert eager.mean < training.learn("eager", workload, TEXT, CPU, seeds=(0, 1), steps=1).mean - 0.02
+
+
+# --- rows and runs ------------------------------------------------------------------------------------------------
+
+
+def run(*arguments):
+    return command.main(["models", "--tiny", "--device", "cpu", *map(str, arguments)])
+
+
+@transformers_only
+def test_a_run_writes_rows_with_the_issues_columns_first(tmp_path, capsys):
+    path = tmp_path / "models.csv"
+    assert run("--model", "gpt2", "--provider", "eager", "--provider", "fused", "--output", path) == 0
+    with path.open() as file:
+        reader = csv.DictReader(file)
+        lines = list(reader)
+    assert reader.fieldnames[: len(ISSUED)] == ISSUED and "shape" in reader.fieldnames
+    assert {(x["mode"], x["provider"]) for x in lines} == {
+        (mode, provider) for mode in ("train", "infer", "generate") for provider in ("eager", "fused")
+    }
+    for line in lines:
+        assert float(line["ms"]) > 0 and float(line["host_ms"]) > 0 and line["peak_mib"] == line["loss"] == ""
+        assert line["torch"] == torch.__version__ and line["commit"] and line["transformers"]
+    assert "gpt2   generate  2x8+6  " in capsys.readouterr().out
+
+
+@transformers_only
+def test_a_loss_is_a_row_of_its_own(tmp_path):
+    path = tmp_path / "models.csv"
+    assert run("--loss", "--model", "vit", "--seeds", 2, "--steps", 5, "--output", path) == 0
+    for line in results.read(path):
+        assert (line.mode, line.ms, line.shape) == ("loss", None, "2x3x32x32")
+        assert line.loss > 0 and line.loss_spread > 0
+    assert [line.provider for line in results.read(path)] == ["eager", "fused"]
+
+
+def test_stages_put_compilers_last():
+    stages = runner.stages(workloads.workloads())
+    assert [set(p for work in stage for p in work.providers) & set(COMPILING) for stage in stages] == [
+        set(),
+        set(COMPILING),
+    ]
+    assert all(set(work.providers) <= set(COMPILING) for work in stages[1])
+    assert [str(work.workload) for work in stages[1]][:2] == ["bert train 32x512", "gpt2 train 16x1024"]
+    assert not [work for work in runner.stages(workloads.workloads(["bert"]), ["liger"])]
+
+
+def test_a_killed_run_loses_nothing_and_is_resumed(tmp_path, monkeypatch):
+    path, asked = tmp_path / "models.csv", []
+
+    def measured(work, setting):
+        asked.append((str(work.workload), work.providers))
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return [replace(setting.row(work.workload, name), ms=1.0) for name in work.providers]
+
+    monkeypatch.setattr(models_command, "run_work", measured)
+    monkeypatch.setenv("FUSEDOPS_COMMIT", "abc1234")
+    with pytest.raises(KeyboardInterrupt):
+        run("--model", "bert", "--model", "gpt2", "--output", path)
+    first, second, cut = asked[:3]
+    assert len(results.read(path)) == 4
+    results.write(path, [replace(results.read(path)[0], commit="other")])  # is measured again
+    run("--model", "bert", "--model", "gpt2", "--output", path, "--resume")
+    assert asked[3] == (first[0], ("eager",)) or asked[3] == (second[0], ("eager",))
+    assert asked[4] == cut
+    assert len(set(line.key for line in results.read(path))) == len(results.read(path)) == 18
+
+
+def test_the_budget_starts_nothing_new(tmp_path, capsys):
+    path = tmp_path / "models.csv"
+    assert run("--budget", 0, "--output", path) == 0
+    assert "stopped before bert train 2x16" in capsys.readouterr().out
+    assert not path.exists()
+
+
+@transformers_only
+def test_a_failing_provider_is_left_out_and_ours_fails_the_run(monkeypatch, capsys):
+    def fails(model):
+        raise RuntimeError("no such thing\nand more")
+
+    monkeypatch.setitem(PROVIDERS, "eager", fails)
+    assert run("--model", "bert", "--mode", "infer", "--provider", "eager", "--provider", "fused") == 0
+    assert "bert infer 2x16 eager: left out, RuntimeError: no such thing\n" in capsys.readouterr().err
+    monkeypatch.setitem(PROVIDERS, "fused", fails)
+    assert run("--model", "bert", "--mode", "infer", "--provider", "fused") == 1
+    assert run("--model", "bert", "--loss", "--provider", "fused") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "near"), [("model", "brt", "bert"), ("mode", "trian", "train"), ("provider", "fusd", "fused")]
+)
+def test_unknown_names_are_refused_with_near_ones(option, given, near, capsys):
+    assert run(f"--{option}", given) == 2
+    assert f"no {option} '{given}'; did you mean {near}" in capsys.readouterr().err
+    assert run(f"--{option}", "zzzzz") == 2
+    assert "there are: " in capsys.readouterr().err
+
+
+@transformers_only
+def test_a_profile_has_the_steps_operators(capsys):
+    assert run("--profile", "--model", "bert", "--mode", "infer", "--provider", "eager") == 0
+    said = capsys.readouterr().out
+    assert "bert infer 2x16 eager" in said and "aten::addmm" in said
+    (line,) = [line for line in said.splitlines() if "aten::native_layer_norm" in line]
+    # Two in each of two layers, one behind the embeddings, one in the head.
+    assert float(line.split()[1]) == 6
+
+
+# --- the file and what is made of it ------------------------------------------------------------------------------
+
+
+def test_rows_come_back_as_they_were_written(tmp_path):
+    path = tmp_path / "models.csv"
+    rows = [row(), row("fused", 7.5, None), row(mode="loss", ms=None, peak=None, loss=2.5, loss_spread=0.25)]
+    results.write(path, rows)
+    assert sorted(results.read(path), key=repr) == sorted(rows, key=repr)
+    results.write(path, [row(ms=9.0)])
+    assert len(results.read(path)) == 3 and {r.ms for r in results.read(path)} == {9.0, 7.5, None}
+    path.write_text(path.read_text().replace("host_ms", "host"))
+    with pytest.raises(ValueError, match="has the columns"):
+        results.read(path)
+
+
+def test_table():
+    rows = [
+        row("fused", 8.0, 700.0),
+        row(),
+        row("compile", 12.5, None),
+        row("fused", 3.0, 1.0, model="t5", shape="1x2+3"),
+    ]
+    assert page.table(rows).splitlines() == [
+        "model  mode   shape   eager              fused                    compile",
+        "bert   train  32x512  10.00 ms 1000 MiB  8.00 ms (1.25x) 700 MiB  12.50 ms (0.80x)",
+        "t5     train  1x2+3                      3.00 ms 1 MiB",
+    ]
+
+
+def test_page(tmp_path):
+    path = tmp_path / "models_nvidia_h200.csv"
+    losses = [row(name, None, None, mode="loss", loss=loss, loss_spread=0.01, shape="8x128")
+              for name, loss in (("eager", 2.5), ("fused", 2.4))]  # fmt: skip
+    results.write(path, [row("fused", 8.0, 700.0), row(), *losses])
+    text = page.markdown(path)
+    assert "| NVIDIA H200 | 2.11.0 | 3.6.0 | 5.17.0 | abc1234 | 4 |" in text
+    for cells in (
+        "10.00 ± 0.10 | 8.00 ± 0.10 (1.25)",
+        "1000 | 700 (0.70)",
+        "5.00 | 5.00",
+        "2.5000 (0.0100) | 2.4000 (0.0100)",
+    ):
+        assert f" | {cells} |\n" in text
+    assert "## Generation" not in text and "torch.compile |" not in text
+
+
+def test_the_committed_page_is_what_its_results_give():
+    """If this fails, run ``python -m benchmarks models --page`` and commit what it wrote."""
+    text = page.markdown(ROOT / "benchmarks" / "results" / "models_nvidia_h200.csv")
+    assert (ROOT / "docs" / "model_figures.md").read_text(encoding="utf-8") == text
+
+
+def test_the_command_writes_the_page_and_prints_the_table(tmp_path, capsys):
+    path, written = tmp_path / "models_nvidia_h200.csv", tmp_path / "page.md"
+    results.write(path, [row(), row("fused", 8.0)])
+    assert run("--page", written, "--output", path) == 0
+    assert written.read_text(encoding="utf-8") == page.markdown(path)
+    assert run("--table", "--output", path) == 0
+    assert page.table(results.read(path)) in capsys.readouterr().out
