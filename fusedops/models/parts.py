@@ -17,9 +17,11 @@ from torch.nn import functional as F
 
 from ..activations.ops import bias_act
 from ..norms.ops import bias_dropout_add
+from .autocast import low_dtype, narrowed, normed
+from .watching import is_conv1d, is_linear, unwatched
 
 __all__ = ["Branch", "activate", "activation_name", "add", "add_norm", "branch", "drop", "dropped", "finished", "folded",
-           "linear", "unwatched", "without"]  # fmt: skip
+           "linear", "narrowed", "normed", "unwatched", "without"]  # fmt: skip
 
 
 class Branch(NamedTuple):
@@ -36,38 +38,17 @@ class Branch(NamedTuple):
         return self.training and self.p > 0.0
 
 
-def unwatched(module: nn.Module) -> bool:
-    """Whether calling the module does nothing but run its class's forward."""
-    return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-    )
-
-
 # --- modules that leave something to their parent -------------------------------------------------------------------
-
-
-def _is_conv1d(cls: type) -> bool:
-    """Transformers' linear layer with a transposed weight; known by its name, as it may not be installed."""
-    return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
-
-
-def _is_linear(module: nn.Module) -> bool:
-    cls = type(module)
-    return cls is nn.Linear or cls is nn.modules.linear.NonDynamicallyQuantizableLinear or _is_conv1d(cls)
 
 
 def product(layer: Any, x: Tensor) -> Tensor:
     """What a linear layer computes before its bias is added."""
-    return torch.matmul(x, layer.weight) if _is_conv1d(type(layer)) else F.linear(x, layer.weight)
+    return torch.matmul(x, layer.weight) if is_conv1d(type(layer)) else F.linear(x, layer.weight)
 
 
 def linear(layer: nn.Module, x: Tensor) -> Branch:
     """A linear layer's product, its bias left to the caller."""
-    if _is_linear(layer) and layer.bias is not None and unwatched(layer):
+    if is_linear(layer) and layer.bias is not None and unwatched(layer):
         return Branch(product(layer, x), layer.bias)  # type: ignore[arg-type]
     return Branch(layer(x))
 
@@ -133,10 +114,10 @@ def without(module: Any, output: str, dropout: str | None, *args: Any, **kwargs:
         if last is not None:
             p, training = last.p, last.training
             instead[dropout] = _identity  # type: ignore[index]
-        if _is_linear(layer) and unwatched(layer) and layer.bias is not None:
+        if is_linear(layer) and unwatched(layer) and layer.bias is not None:
             bias = layer.bias
             instead[output] = _Product(layer)
-    result = type(module).forward(_Without(module, instead), *args, **kwargs)
+    result = type(module).forward(_Without(module, instead) if instead else module, *args, **kwargs)
     if isinstance(result, tuple):
         return Branch(result[0], bias, p, training), result[1:]
     return Branch(result, bias, p, training), ()
@@ -167,11 +148,14 @@ def add(end: Branch, residual: Tensor) -> Tensor:
     return bias_dropout_add(end.product, folded(end, residual), residual, p=end.p, training=end.training)
 
 
-def add_norm(end: Branch, residual: Tensor, norm: nn.Module, *, return_sum: bool = True) -> Any:
-    """``norm(branch + residual)``, and the sum as well unless told otherwise."""
+def add_norm(end: Branch, residual: Tensor, norm: nn.Module, *modules: nn.Module, return_sum: bool = True) -> Any:
+    """``norm(branch + residual)``, and the sum as well unless told otherwise.
+
+    Where the norm's output goes to ``modules`` and nowhere else, it is in the dtype that they take under autocast.
+    """
     method = getattr(type(norm), "_fusedops_add_norm", None)
     if method is not None and unwatched(norm) and residual.shape == end.product.shape:
-        return method(norm, end, residual, return_sum)
+        return method(norm, end, residual, return_sum, low_dtype(residual, modules))
     z = add(end, residual)
     return (norm(z), z) if return_sum else norm(z)
 

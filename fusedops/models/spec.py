@@ -114,10 +114,11 @@ _OPT: dict[str, Any] = {
     "num_attention_heads": _HEADS, "max_position_embeddings": 32, "word_embed_proj_dim": _WIDTH, "pad_token_id": 1,
     "bos_token_id": 0, "eos_token_id": 2,
 }  # fmt: skip
-_LLAMA_RULES = {"LlamaRMSNorm": "llama_rms_norm", "LlamaMLP": "gated_mlp", "LlamaDecoderLayer": "llama_layer"}
+_LLAMA_RULES = {"LlamaRMSNorm": "llama_rms_norm", "LlamaMLP": "gated_mlp", "LlamaDecoderLayer": "llama_layer",
+                "LlamaAttention": "llama_attention"}  # fmt: skip
 _T5_RULES = {"T5LayerNorm": "t5_layer_norm", "T5LayerSelfAttention": "t5_self_attention",
              "T5LayerCrossAttention": "t5_cross_attention", "T5LayerFF": "t5_feed_forward",
-             "T5Block": "t5_block"}  # fmt: skip
+             "T5Block": "t5_block", "T5Attention": "t5_attention"}  # fmt: skip
 
 
 def _renamed(rules: dict[str, str], old: str, new: str) -> dict[str, str]:
@@ -126,7 +127,7 @@ def _renamed(rules: dict[str, str], old: str, new: str) -> dict[str, str]:
 
 def _bert_like(prefix: str) -> dict[str, str]:
     return {f"{prefix}SelfOutput": "bert_output", f"{prefix}Output": "bert_output",
-            f"{prefix}Intermediate": "dense_act", "LayerNorm": "layer_norm", "GELUActivation": "gelu_activation"}  # fmt: skip
+            f"{prefix}Intermediate": "dense_act", f"{prefix}SelfAttention": "bert_self_attention", "LayerNorm": "layer_norm", "GELUActivation": "gelu_activation"}  # fmt: skip
 
 
 # --- models of torch.nn -----------------------------------------------------------------------------------------------
@@ -215,6 +216,42 @@ _DISTILBERT: dict[str, Any] = {
 _DECODER = {"is_decoder": True, "add_cross_attention": True}
 _GPT2_RULES = {"GPT2Block": "gpt2_block", "GPT2Attention": "gpt2_attention", "GPT2MLP": "gpt2_mlp",
                "NewGELUActivation": "new_gelu", "LayerNorm": "layer_norm"}  # fmt: skip
+_GPT_NEO: dict[str, Any] = {
+    "vocab_size": _VOCABULARY, "hidden_size": _WIDTH, "num_layers": _LAYERS, "num_heads": _HEADS,
+    "attention_types": [[["global", "local"], 1]], "window_size": 4, "max_position_embeddings": 32, "embed_dropout": 0.1,
+    "resid_dropout": 0.1, "attention_dropout": 0.1, "bos_token_id": 0, "eos_token_id": 2,
+}  # fmt: skip
+_GPTJ: dict[str, Any] = {
+    "vocab_size": _VOCABULARY, "n_embd": _WIDTH, "n_layer": _LAYERS, "n_head": _HEADS, "n_positions": 32, "rotary_dim": 8,
+    "resid_pdrop": 0.1, "bos_token_id": 0, "eos_token_id": 2,
+}  # fmt: skip
+_TOWER: dict[str, Any] = {
+    "hidden_size": _WIDTH, "num_hidden_layers": _LAYERS, "num_attention_heads": _HEADS, "intermediate_size": 2 * _WIDTH,
+    "attention_dropout": 0.1,
+}  # fmt: skip
+_TEXT = {"vocab_size": _VOCABULARY, "max_position_embeddings": 32, "pad_token_id": 1, "bos_token_id": 0,
+         "eos_token_id": 2, **_TOWER}  # fmt: skip
+_TOWERS: dict[str, Any] = {"text_config": _TEXT, "vision_config": {"image_size": 16, "patch_size": 8, **_TOWER}}
+_CLIP_RULES = {"CLIPEncoderLayer": "clip_layer", "CLIPAttention": "bart_attention", "CLIPMLP": "vit_mlp"}
+_MBART_RULES = {"MBartEncoderLayer": "mbart_encoder_layer", "MBartDecoderLayer": "mbart_decoder_layer",
+                "MBartAttention": "bart_attention"}  # fmt: skip
+_WHISPER: dict[str, Any] = {
+    **_BART_LIKE,
+    "num_mel_bins": 8,
+    "max_source_positions": 12,
+    "max_target_positions": 32,
+    "dropout": 0.1,
+}
+
+
+def _images(tokens: torch.Tensor) -> torch.Tensor:
+    return _noise(len(tokens), 3, 16, 16)
+
+
+def _speech() -> dict[str, Any]:
+    return {"input_features": _noise(2, 8, 24), "decoder_input_ids": _tokens()()["input_ids"]}
+
+
 _OPT_RULES = {"OPTDecoderLayer": "opt_layer", "OPTAttention": "bart_attention"}
 
 MODELS = (
@@ -261,6 +298,21 @@ MODELS = (
         {"ViTLayer": "vit_layer", "ViTAttention": "vit_attention", "ViTMLP": "vit_mlp"},
         lambda: {"pixel_values": _noise(2, 3, 16, 16)},
         bias_act=2, bias_dropout_add=2, bias_dropout_add_ln=2, layer_norm=3),
+    _hf("mbart", "MBartForConditionalGeneration", "MBartConfig", _BART_LIKE, _MBART_RULES,
+        bias_act=4, bias_dropout_add=4, bias_dropout_add_ln=6, layer_norm=8),
+    _hf("whisper", "WhisperForConditionalGeneration", "WhisperConfig", _WHISPER,
+        _renamed(_MBART_RULES, "MBart", "Whisper"), _speech,
+        bias_act=4, bias_dropout_add=4, bias_dropout_add_ln=6, layer_norm=6),
+    _hf("clip", "CLIPModel", "CLIPConfig", _TOWERS, _CLIP_RULES, _tokens(pixel_values=_images),
+        bias_act=4, bias_dropout_add=4, bias_dropout_add_ln=4, layer_norm=7),
+    _hf("siglip", "SiglipModel", "SiglipConfig", _TOWERS, _renamed(_CLIP_RULES, "CLIP", "Siglip"),
+        _tokens(pixel_values=_images), bias_act=5, bias_dropout_add=5, bias_dropout_add_ln=4, layer_norm=7),
+    _hf("gpt_neo", "GPTNeoForCausalLM", "GPTNeoConfig", _GPT_NEO,
+        {"GPTNeoBlock": "gpt_neo_block", "GPTNeoAttention": "gpt_neo_attention",
+         "GPTNeoSelfAttention": "gpt_neo_self_attention", "GPTNeoMLP": "gpt2_mlp"},
+        bias_act=2, bias_dropout_add=2, bias_dropout_add_ln=2, layer_norm=3),
+    _hf("gptj", "GPTJForCausalLM", "GPTJConfig", _GPTJ, {"GPTJMLP": "gptj_mlp"},
+        bias_act=2, bias_dropout_add=2, layer_norm=3),
     _hf("t5", "T5ForConditionalGeneration", "T5Config", _T5, {**_T5_RULES, "T5DenseActDense": "t5_dense"},
         _tokens(decoder_input_ids=_same), bias_act=4, bias_dropout_add=4, bias_dropout_add_rms_norm=6, rms_norm=6),
     _hf("t5_gated", "T5ForConditionalGeneration", "T5Config", {"feed_forward_proj": "gated-gelu", **_T5},

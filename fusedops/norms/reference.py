@@ -120,16 +120,17 @@ def normalize(z: Tensor, weight: Tensor | None, ln_bias: Tensor | None, rule: No
     rms = rule.kind == "rms"
     acc = accumulator(z_dtype)
     weight_dtype = None if weight is None else weight.dtype
-    dtypes = {z_dtype, out_dtype or z_dtype, *(t.dtype for t in (weight, ln_bias) if t is not None)}
+    dtypes = {z_dtype, *(t.dtype for t in (weight, ln_bias) if t is not None)}
+    if out_dtype not in (None, z_dtype):
+        dtypes.add(acc)  # only then is there one rounding, the last
     # A bias without a weight has a wrong second derivative in F.layer_norm (torch 2.13).
     native = len(dtypes) == 1 and (ln_bias is None or (weight is not None and not rms))
     # Under vmap the parameters may carry batch dimensions, which F.layer_norm does not take.
     native = native and all(t is None or t.dim() == 1 for t in (weight, ln_bias))
     if native and rule.rounding == "once" and rule.weight_offset == 0.0:
         shape = z.shape[-1:]
-        if rms:
-            return F.rms_norm(z, shape, weight, rule.eps)
-        return F.layer_norm(z, shape, weight, ln_bias, rule.eps)
+        y = F.rms_norm(z, shape, weight, rule.eps) if rms else F.layer_norm(z, shape, weight, ln_bias, rule.eps)
+        return y if out_dtype is None else y.to(out_dtype)
     hat, _ = _standardize(z.to(acc), rule)
     if weight is not None:
         hat_dtype = rule.hat_dtype(z_dtype, weight_dtype)

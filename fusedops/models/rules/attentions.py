@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from ..parts import Branch, without
+from ..autocast import narrowed, takers
+from ..parts import Branch, branch, without
 from ..rule import Rule
 
 __all__ = ["RULES"]
@@ -17,13 +18,18 @@ __all__ = ["RULES"]
 _CALLS = "leaves its last bias to the block"
 
 
-def _ends_in(output: str, dropout: str | None = None) -> dict[str, Any]:
-    """The method of a module whose forward ends in these children."""
+def _attention(*inputs: str, output: str, dropout: str | None = None) -> dict[str, Any]:
+    """The methods of a module whose rows go to ``inputs`` only, and whose forward ends in ``output`` and ``dropout``."""
 
     def branch(self: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
         return without(self, output, dropout, *args, **kwargs)
 
-    return {"_fusedops_branch": branch}
+    return {"_fusedops_branch": branch, **takers(*inputs)}
+
+
+def _multihead_takers(self: Any) -> tuple[nn.Module, ...] | None:
+    # Its weights are its own. In evaluation it may take PyTorch's fast path, which is asked for rows of its dtype.
+    return () if self.training else None
 
 
 def _multihead_branch(self: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
@@ -33,38 +39,96 @@ def _multihead_branch(self: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tup
     return Branch(result[0]), result[1:]
 
 
+def _bert_self_attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    # The caller keeps the rows for the residual, in their own dtype.
+    rows = narrowed(hidden_states, self.query, self.key, self.value)
+    return type(self)._fusedops_original.forward(self, rows, *args, **kwargs)
+
+
+def _gpt_neo_branch(self: Any, hidden_states: Tensor, layer_past: Any = None, attention_mask: Tensor | None = None,
+                    use_cache: bool = False, output_attentions: bool = False,
+                    **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:  # fmt: skip
+    return branch(self.attention, hidden_states, attention_mask=attention_mask, layer_past=layer_past,
+                  use_cache=use_cache, output_attentions=output_attentions)  # fmt: skip
+
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+
 RULES = (
     Rule(
         name="multihead_attention",
         calls=_CALLS,
-        methods={"_fusedops_branch": _multihead_branch},
+        methods={"_fusedops_branch": _multihead_branch, "_fusedops_takers": _multihead_takers},
         base=nn.MultiheadAttention,
     ),
     Rule(
         name="gpt2_attention",
         calls=_CALLS + ", and its dropout",
-        methods=_ends_in("c_proj", "resid_dropout"),
+        methods=_attention("c_attn", "q_attn", output="c_proj", dropout="resid_dropout"),
         fingerprints=("4baf42142fd2",),
         names=("GPT2Attention",),
     ),
     Rule(
-        name="bart_attention",  # and MBart, Marian, Pegasus, OPT
+        name="bart_attention",  # and MBart, Marian, Pegasus; OPT, Whisper, CLIP, SigLIP
         calls=_CALLS,
-        methods=_ends_in("out_proj"),
-        fingerprints=("f434310b8181", "3099567ec98b"),
-        names=("BartAttention", "OPTAttention"),
+        methods=_attention(*_QKV, output="out_proj"),
+        fingerprints=("f434310b8181", "3099567ec98b", "79e198db90db", "280db448c0ae", "06f537010e90"),
+        names=(
+            "BartAttention",
+            "MBartAttention",
+            "MarianAttention",
+            "OPTAttention",
+            "WhisperAttention",
+            "CLIPAttention",
+            "SiglipAttention",
+        ),
     ),
     Rule(
         name="vit_attention",  # and DeiT, BEiT, DINOv2
         calls=_CALLS,
-        methods=_ends_in("o_proj"),
+        methods=_attention(*_QKV, output="o_proj"),
         fingerprints=("9c1503232895",),
         names=("ViTAttention",),
     ),
     Rule(
+        name="llama_attention",  # and Gemma, Mistral, Mixtral, Qwen 2 and 3, and about forty more
+        calls=_CALLS,
+        methods=_attention(*_QKV, output="o_proj"),
+        fingerprints=("2545ae739b8a", "3669e8161ac0", "0617b06c2aea", "0da1dc222f80"),
+        names=("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "GemmaAttention"),
+    ),
+    Rule(
+        name="t5_attention",  # and MT5, LongT5, UDOP
+        calls=_CALLS,
+        methods=_attention("q", "k", "v", output="o"),
+        fingerprints=("12564b5b1c2f",),
+        names=("T5Attention", "MT5Attention"),
+    ),
+    Rule(
+        name="gpt_neo_attention",
+        calls=_CALLS + ", and its dropout",
+        methods={"_fusedops_branch": _gpt_neo_branch, **takers("attention")},
+        fingerprints=("ae0ddfa4b3f7",),
+        names=("GPTNeoAttention",),
+    ),
+    Rule(
+        name="gpt_neo_self_attention",
+        calls=_CALLS + ", and its dropout",
+        methods=_attention(*_QKV, output="out_proj", dropout="resid_dropout"),
+        fingerprints=("fa3301864d88",),
+        names=("GPTNeoSelfAttention",),
+    ),
+    Rule(
+        name="bert_self_attention",  # and that of about twenty relatives
+        calls="casts its input once under autocast",
+        methods={"forward": _bert_self_attention},
+        fingerprints=("5280870db47f",),
+        names=("BertSelfAttention", "RobertaSelfAttention", "ElectraSelfAttention"),
+    ),
+    Rule(
         name="distilbert_attention",
         calls=_CALLS,
-        methods=_ends_in("out_lin"),
+        methods=_attention("q_lin", "k_lin", "v_lin", output="out_lin"),
         fingerprints=("7888d8c7ae34",),
         names=("DistilBertSelfAttention",),
     ),

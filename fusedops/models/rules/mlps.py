@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...activations.ops import glu
+from ..autocast import takers
 from ..parts import Branch, activate, activation_name, dropped, finished, linear, unwatched
 from ..rule import Rule
 
@@ -72,7 +73,7 @@ def _two_layers(first: str, activation: str, second: str, dropout: str = "") -> 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         return finished(branch(self, hidden_states)[0])
 
-    return {"forward": forward, "_fusedops_branch": branch}
+    return {"forward": forward, "_fusedops_branch": branch, **takers(first)}
 
 
 _distilbert = _two_layers("lin1", "activation", "lin2", "dropout")
@@ -92,28 +93,28 @@ RULES = (
     Rule(
         name="gated_mlp",  # Llama, Mistral, Qwen, Gemma, and about a hundred more
         calls="glu",
-        methods={"forward": _gated},
+        methods={"forward": _gated, **takers("gate_proj", "up_proj")},
         fingerprints=("87c336a18dbf",),
         names=("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "GemmaMLP", "Gemma2MLP", "Gemma3MLP"),
     ),
     Rule(
         name="packed_mlp",  # and GLM, Dia
         calls="glu",
-        methods={"forward": _packed},
+        methods={"forward": _packed, **takers("gate_up_proj")},
         fingerprints=("66129a0fb47c",),
         names=("Phi3MLP",),
     ),
     Rule(
         name="t5_gated_dense",  # and MT5, UMT5, Pix2Struct
         calls="glu",
-        methods={"forward": _t5_gated},
+        methods={"forward": _t5_gated, **takers("wi_0", "wi_1")},
         fingerprints=("1f778d977330",),
         names=("T5DenseGatedActDense", "MT5DenseGatedActDense", "UMT5DenseGatedActDense"),
     ),
     Rule(
         name="t5_dense",
         calls="bias_act with dropout",
-        methods={"forward": _t5_dense},
+        methods={"forward": _t5_dense, **takers("wi")},
         fingerprints=("389a87093bdf",),
         names=("T5DenseActDense", "MT5DenseActDense", "UMT5DenseActDense"),
     ),
@@ -125,11 +126,18 @@ RULES = (
         names=("BertIntermediate", "RobertaIntermediate", "ElectraIntermediate"),
     ),
     Rule(
-        name="gpt2_mlp",
+        name="gpt2_mlp",  # and GPT-Neo, GPTBigCode
         calls="bias_act, bias_dropout_add",
         methods=_two_layers("c_fc", "act", "c_proj", "dropout"),
         fingerprints=("ff86ff105b48",),
         names=("GPT2MLP",),
+    ),
+    Rule(
+        name="gptj_mlp",  # and CodeGen
+        calls="bias_act, bias_dropout_add",
+        methods=_two_layers("fc_in", "act", "fc_out", "dropout"),
+        fingerprints=("e6f02c05c436",),
+        names=("GPTJMLP", "CodeGenMLP"),
     ),
     Rule(
         name="vit_mlp",  # and CLIP, SigLIP, BEiT, BLIP

@@ -1,6 +1,7 @@
 """Norms: LayerNorm and RMSNorm of torch.nn, and the RMSNorms of Transformers, which differ in where they round.
 
-Each gets a forward, and ``_fusedops_add_norm``, by which a fused block hands it a branch and the residual stream.
+Each gets a forward, ``_fusedops_norm``, by which a fused block names the dtype that it wants, and
+``_fusedops_add_norm``, by which it hands the norm a branch and the residual stream.
 """
 
 from __future__ import annotations
@@ -21,78 +22,102 @@ Rounding = Literal["once", "llama", "t5", "gemma"]
 Method = Callable[..., Any]
 
 
-def _layer_norm(self: Any, input: Tensor) -> Tensor:
-    return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+def _narrowed(dtype: torch.dtype, low: torch.dtype | None) -> torch.dtype | None:
+    """The output's dtype where all that takes it would cast it to ``low``; None for the operator's own choice."""
+    return low if dtype in (torch.float32, low) else None
 
 
-def _add_layer_norm(self: Any, end: Branch, residual: Tensor, return_sum: bool) -> Any:
-    if len(self.normalized_shape) != 1:
-        z = add(end, residual)
-        return (self(z), z) if return_sum else self(z)
-    return bias_dropout_add_ln(end.product, folded(end, residual), residual, self.weight, self.bias, p=end.p,
-                               training=end.training, eps=self.eps, return_sum=return_sum)  # fmt: skip
+def _methods(norm: Method, add_norm: Method, argument: str) -> dict[str, Method]:
+    """The methods of a norm: its forward, whose argument has that name, and what a fused block calls."""
+
+    def forward_input(self: Any, input: Tensor) -> Tensor:
+        return norm(self, input, None)  # type: ignore[no-any-return]
+
+    def forward_x(self: Any, x: Tensor) -> Tensor:
+        return norm(self, x, None)  # type: ignore[no-any-return]
+
+    def forward_hidden_states(self: Any, hidden_states: Tensor) -> Tensor:
+        return norm(self, hidden_states, None)  # type: ignore[no-any-return]
+
+    forward = {"input": forward_input, "x": forward_x, "hidden_states": forward_hidden_states}[argument]
+    return {"forward": forward, "_fusedops_norm": norm, "_fusedops_add_norm": add_norm}
 
 
-def _rms_norm(self: Any, x: Tensor) -> Tensor:
-    return rms_norm(x, self.normalized_shape, self.weight, self.eps)
+def _layer_norm(self: Any, x: Tensor, low: torch.dtype | None) -> Tensor:
+    return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps, out_dtype=_narrowed(x.dtype, low))
 
 
-def _add_rms_norm(self: Any, end: Branch, residual: Tensor, return_sum: bool) -> Any:
-    if len(self.normalized_shape) != 1:
-        z = add(end, residual)
-        return (self(z), z) if return_sum else self(z)
-    return bias_dropout_add_rms_norm(end.product, folded(end, residual), residual, self.weight, p=end.p,
-                                     training=end.training, eps=self.eps, return_sum=return_sum)  # fmt: skip
+def _rms_norm(self: Any, x: Tensor, low: torch.dtype | None) -> Tensor:
+    return rms_norm(x, self.normalized_shape, self.weight, self.eps, out_dtype=_narrowed(x.dtype, low))
 
 
-def _output_dtype(x: torch.dtype, weight: torch.dtype, rounding: Rounding) -> torch.dtype:
-    """The dtype that a module of Transformers gives: it computes its norm out of autocast's sight."""
+def _of_one_dimension(call: Method) -> Method:
+    """The method that adds and normalises; over several dimensions, which the operators do not take, in two steps."""
+
+    def add_norm(self: Any, end: Branch, residual: Tensor, return_sum: bool, low: torch.dtype | None) -> Any:
+        if len(self.normalized_shape) != 1:
+            z = add(end, residual)
+            return (self(z), z) if return_sum else self(z)
+        dtype = torch.promote_types(end.product.dtype, residual.dtype)
+        return call(self, end.product, folded(end, residual), residual, p=end.p, training=end.training, eps=self.eps,
+                    return_sum=return_sum, out_dtype=_narrowed(dtype, low))  # fmt: skip
+
+    return add_norm
+
+
+def _add_layer_norm(self: Any, x: Tensor, bias: Tensor | None, residual: Tensor, **options: Any) -> Any:
+    return bias_dropout_add_ln(x, bias, residual, self.weight, self.bias, **options)
+
+
+def _add_rms_norm(self: Any, x: Tensor, bias: Tensor | None, residual: Tensor, **options: Any) -> Any:
+    return bias_dropout_add_rms_norm(x, bias, residual, self.weight, **options)
+
+
+def _output_dtype(x: torch.dtype, weight: torch.dtype, rounding: Rounding, low: torch.dtype | None) -> torch.dtype:
+    """The dtype that a module of Transformers gives: it computes its norm out of autocast's sight.
+
+    Or ``low``, to which it would be cast; through another half dtype on the way it would round twice.
+    """
     if rounding == "llama":
-        return torch.promote_types(x, weight)
-    if rounding == "t5":
-        return weight if weight in (torch.float16, torch.bfloat16) else torch.promote_types(weight, torch.float32)
-    return x
+        x = torch.promote_types(x, weight)
+    elif rounding == "t5":
+        x = weight if weight in (torch.float16, torch.bfloat16) else torch.promote_types(weight, torch.float32)
+    return x if low is None or x != torch.float32 else low
 
 
 def _rounded(rounding: Rounding) -> dict[str, Method]:
     """The methods of a norm of Transformers with one weight."""
-    offset, eps = (1.0, "eps") if rounding == "gemma" else (0.0, "variance_epsilon")
+    offset, eps, argument = (1.0, "eps", "x") if rounding == "gemma" else (0.0, "variance_epsilon", "hidden_states")
 
-    def normed(self: Any, x: Tensor) -> Tensor:
+    def norm(self: Any, x: Tensor, low: torch.dtype | None) -> Tensor:
         weight = self.weight
         return rms_norm(x, weight.shape[0], weight, getattr(self, eps), weight_offset=offset, rounding=rounding,
-                        out_dtype=_output_dtype(x.dtype, weight.dtype, rounding))  # fmt: skip
+                        out_dtype=_output_dtype(x.dtype, weight.dtype, rounding, low))  # fmt: skip
 
-    def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        return normed(self, hidden_states)
-
-    def forward_gemma(self: Any, x: Tensor) -> Tensor:
-        return normed(self, x)
-
-    def add_norm(self: Any, end: Branch, residual: Tensor, return_sum: bool) -> Any:
+    def add_norm(self: Any, end: Branch, residual: Tensor, return_sum: bool, low: torch.dtype | None) -> Any:
         weight = self.weight
         dtype = torch.promote_types(end.product.dtype, residual.dtype)
         return bias_dropout_add_rms_norm(
             end.product, folded(end, residual), residual, weight, p=end.p, training=end.training,
             eps=getattr(self, eps), weight_offset=offset, rounding=rounding, return_sum=return_sum,
-            out_dtype=_output_dtype(dtype, weight.dtype, rounding),
+            out_dtype=_output_dtype(dtype, weight.dtype, rounding, low),
         )  # fmt: skip
 
-    return {"forward": forward_gemma if rounding == "gemma" else forward, "_fusedops_add_norm": add_norm}
+    return _methods(norm, add_norm, argument)
 
 
 RULES = (
     Rule(
         name="layer_norm",
         calls="layer_norm",
-        methods={"forward": _layer_norm, "_fusedops_add_norm": _add_layer_norm},
+        methods=_methods(_layer_norm, _of_one_dimension(_add_layer_norm), "input"),
         base=nn.LayerNorm,
         names=("LayerNorm",),
     ),
     Rule(
         name="rms_norm",
         calls="rms_norm",
-        methods={"forward": _rms_norm, "_fusedops_add_norm": _add_rms_norm},
+        methods=_methods(_rms_norm, _of_one_dimension(_add_rms_norm), "x"),
         base=nn.RMSNorm,
         names=("RMSNorm",),
     ),

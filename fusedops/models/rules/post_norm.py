@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..parts import activate, add_norm, branch, drop, dropped, linear
+from ..parts import activate, add_norm, branch, drop, dropped, linear, narrowed
 from ..rule import Rule
 
 __all__ = ["RULES"]
@@ -19,7 +19,7 @@ def _bert_output(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tens
 
 
 def _distilbert_block(self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
-    end, _ = branch(self.attention, hidden_states, attention_mask=attention_mask, **kwargs)
+    end, _ = branch(self.attention, narrowed(hidden_states, self.attention), attention_mask=attention_mask, **kwargs)
     attention = add_norm(end, hidden_states, self.sa_layer_norm, return_sum=False)
     end, _ = branch(self.ffn, attention)
     return add_norm(end, attention, self.output_layer_norm, return_sum=False)  # type: ignore[no-any-return]
@@ -32,7 +32,7 @@ def _bart_feed_forward(self: Any, x: Tensor) -> Tensor:
 
 
 def _bart_encoder_layer(self: Any, hidden_states: Tensor, attention_mask: Tensor, **kwargs: Any) -> Tensor:
-    end, _ = branch(self.self_attn, hidden_states, attention_mask=attention_mask, **kwargs)
+    end, _ = branch(self.self_attn, narrowed(hidden_states, self.self_attn), attention_mask=attention_mask, **kwargs)
     end = drop(end, self.dropout, training=self.training)
     x = add_norm(end, hidden_states, self.self_attn_layer_norm, return_sum=False)
     x = _bart_feed_forward(self, x)
@@ -52,8 +52,8 @@ def _bart_decoder_layer(
     use_cache: bool | None = True,
     **kwargs: Any,
 ) -> Tensor:
-    end, _ = branch(self.self_attn, hidden_states, past_key_values=past_key_values, attention_mask=attention_mask,
-                    **kwargs)  # fmt: skip
+    end, _ = branch(self.self_attn, narrowed(hidden_states, self.self_attn), past_key_values=past_key_values,
+                    attention_mask=attention_mask, **kwargs)  # fmt: skip
     end = drop(end, self.dropout, training=self.training)
     x = add_norm(end, hidden_states, self.self_attn_layer_norm, return_sum=False)
     if encoder_hidden_states is not None:

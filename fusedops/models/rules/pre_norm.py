@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..parts import activate, add, add_norm, branch, drop, dropped, linear
+from ..parts import Branch, activate, add, add_norm, branch, drop, dropped, linear, narrowed, normed
 from ..rule import Rule
 
 __all__ = ["RULES"]
@@ -27,24 +28,25 @@ def _gpt2_block(
     **kwargs: Any,
 ) -> Tensor:
     residual = hidden_states
-    end, _ = branch(self.attn, self.ln_1(residual), past_key_values=past_key_values, attention_mask=attention_mask,
-                    use_cache=use_cache, **kwargs)  # fmt: skip
+    end, _ = branch(self.attn, normed(self.ln_1, residual, self.attn), past_key_values=past_key_values,
+                    attention_mask=attention_mask, use_cache=use_cache, **kwargs)  # fmt: skip
     if encoder_hidden_states is not None:
         if not hasattr(self, "crossattention"):
             raise ValueError("encoder_hidden_states were given, but the block was made without cross-attention; "
                              "set config.add_cross_attention=True")  # fmt: skip
-        x, residual = add_norm(end, residual, self.ln_cross_attn)
+        x, residual = add_norm(end, residual, self.ln_cross_attn, self.crossattention)
         end, _ = branch(self.crossattention, x, past_key_values=past_key_values, attention_mask=attention_mask,
                         encoder_hidden_states=encoder_hidden_states,
                         encoder_attention_mask=encoder_attention_mask)  # fmt: skip
-    x, residual = add_norm(end, residual, self.ln_2)
+    x, residual = add_norm(end, residual, self.ln_2, self.mlp)
     end, _ = branch(self.mlp, x)
     return add(end, residual)
 
 
 def _vit_layer(self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
-    end, _ = branch(self.attention, self.layernorm_before(hidden_states), attention_mask, **kwargs)
-    x, residual = add_norm(dropped(end, self.dropout), hidden_states, self.layernorm_after)
+    x = normed(self.layernorm_before, hidden_states, self.attention)
+    end, _ = branch(self.attention, x, attention_mask, **kwargs)
+    x, residual = add_norm(dropped(end, self.dropout), hidden_states, self.layernorm_after, self.mlp)
     end, _ = branch(self.mlp, x)
     return add(dropped(end, self.dropout), residual)
 
@@ -58,15 +60,15 @@ def _opt_layer(
     position_ids: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    before = self.do_layer_norm_before
-    x = self.self_attn_layer_norm(hidden_states) if before else hidden_states
-    end, _ = branch(self.self_attn, hidden_states=x, past_key_values=past_key_values, position_ids=position_ids,
+    before, attention = self.do_layer_norm_before, self.self_attn
+    x = normed(self.self_attn_layer_norm, hidden_states, attention) if before else narrowed(hidden_states, attention)
+    end, _ = branch(attention, hidden_states=x, past_key_values=past_key_values, position_ids=position_ids,
                     attention_mask=attention_mask, **kwargs)  # fmt: skip
     end = drop(end, self.dropout, training=self.training)
     shape, rows = hidden_states.shape, (-1, hidden_states.shape[-1])  # the second half works on rows
     if before:
         end = end._replace(product=end.product.reshape(rows))
-        x, residual = add_norm(end, hidden_states.reshape(rows), self.final_layer_norm)
+        x, residual = add_norm(end, hidden_states.reshape(rows), self.final_layer_norm, self.fc1)
     else:
         x = residual = add_norm(end, hidden_states, self.self_attn_layer_norm, return_sum=False).reshape(rows)
     end = linear(self.fc2, activate(linear(self.fc1, x), self.activation_fn))
@@ -87,12 +89,71 @@ def _llama_layer(
     position_embeddings: Any = None,
     **kwargs: Any,
 ) -> Tensor:
-    end, _ = branch(self.self_attn, hidden_states=self.input_layernorm(hidden_states), attention_mask=attention_mask,
-                    position_ids=position_ids, past_key_values=past_key_values, use_cache=use_cache,
-                    position_embeddings=position_embeddings, **kwargs)  # fmt: skip
-    x, residual = add_norm(end, hidden_states, self.post_attention_layernorm)
+    x = normed(self.input_layernorm, hidden_states, self.self_attn)
+    end, _ = branch(self.self_attn, hidden_states=x, attention_mask=attention_mask, position_ids=position_ids,
+                    past_key_values=past_key_values, use_cache=use_cache, position_embeddings=position_embeddings,
+                    **kwargs)  # fmt: skip
+    x, residual = add_norm(end, hidden_states, self.post_attention_layernorm, self.mlp)
     end, _ = branch(self.mlp, x)
     return add(end, residual)
+
+
+def _clip_layer(self: Any, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
+    x = normed(self.layer_norm1, hidden_states, self.self_attn)
+    end, _ = branch(self.self_attn, hidden_states=x, attention_mask=attention_mask, **kwargs)
+    x, residual = add_norm(end, hidden_states, self.layer_norm2, self.mlp)
+    end, _ = branch(self.mlp, x)
+    return add(end, residual)
+
+
+def _gpt_neo_block(self: Any, hidden_states: Tensor, layer_past: Any = None, attention_mask: Tensor | None = None,
+                   use_cache: bool = False, output_attentions: bool = False,
+                   **kwargs: Any) -> tuple[Tensor, Any]:  # fmt: skip
+    x = normed(self.ln_1, hidden_states, self.attn)
+    end, others = branch(self.attn, x, layer_past=layer_past, attention_mask=attention_mask, use_cache=use_cache,
+                         output_attentions=output_attentions)  # fmt: skip
+    x, residual = add_norm(end, hidden_states, self.ln_2, self.mlp)
+    end, _ = branch(self.mlp, x)
+    return add(end, residual), others[0]
+
+
+def _mbart_feed_forward(self: Any, end: Branch, residual: Tensor) -> Tensor:
+    """From the end of the attention before it: its sum, norm, and the feed-forward part."""
+    x, residual = add_norm(end, residual, self.final_layer_norm, self.fc1)
+    inner = activate(linear(self.fc1, x), self.activation_fn, self.activation_dropout, training=self.training)
+    return add(drop(linear(self.fc2, inner), self.dropout, training=self.training), residual)
+
+
+def _mbart_encoder_layer(self: Any, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
+    x = normed(self.self_attn_layer_norm, hidden_states, self.self_attn)
+    end, _ = branch(self.self_attn, hidden_states=x, attention_mask=attention_mask, **kwargs)
+    y = _mbart_feed_forward(self, drop(end, self.dropout, training=self.training), hidden_states)
+    if y.dtype == torch.float16:
+        largest = torch.finfo(y.dtype).max - 1000
+        y = torch.clamp(y, min=-largest, max=largest)
+    return y
+
+
+def _mbart_decoder_layer(
+    self: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    encoder_hidden_states: Tensor | None = None,
+    encoder_attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    use_cache: bool | None = True,
+    **kwargs: Any,
+) -> Tensor:
+    residual, x = hidden_states, normed(self.self_attn_layer_norm, hidden_states, self.self_attn)
+    end, _ = branch(self.self_attn, hidden_states=x, past_key_values=past_key_values, attention_mask=attention_mask,
+                    **kwargs)  # fmt: skip
+    end = drop(end, self.dropout, training=self.training)
+    if encoder_hidden_states is not None:
+        x, residual = add_norm(end, residual, self.encoder_attn_layer_norm, self.encoder_attn)
+        end, _ = branch(self.encoder_attn, hidden_states=x, key_value_states=encoder_hidden_states,
+                        attention_mask=encoder_attention_mask, past_key_values=past_key_values, **kwargs)  # fmt: skip
+        end = drop(end, self.dropout, training=self.training)
+    return _mbart_feed_forward(self, end, residual)
 
 
 RULES = (
@@ -116,6 +177,34 @@ RULES = (
         methods={"forward": _opt_layer},
         fingerprints=("723b1a9a74f8",),
         names=("OPTDecoderLayer",),
+    ),
+    Rule(
+        name="clip_layer",  # and SigLIP, OWL-ViT, CLIPSeg, Idefics; text and vision
+        calls="bias_dropout_add_ln, bias_dropout_add",
+        methods={"forward": _clip_layer},
+        fingerprints=("d590178acce0", "1e26cac1b74b"),
+        names=("CLIPEncoderLayer", "SiglipEncoderLayer"),
+    ),
+    Rule(
+        name="gpt_neo_block",
+        calls="bias_dropout_add_ln, bias_dropout_add",
+        methods={"forward": _gpt_neo_block},
+        fingerprints=("58f450abb13f",),
+        names=("GPTNeoBlock",),
+    ),
+    Rule(
+        name="mbart_encoder_layer",  # and Whisper, Pegasus, M2M100, Blenderbot
+        calls="bias_act, bias_dropout_add_ln, bias_dropout_add",
+        methods={"forward": _mbart_encoder_layer},
+        fingerprints=("55a4ab7b3ec5",),
+        names=("MBartEncoderLayer", "WhisperEncoderLayer", "PegasusEncoderLayer"),
+    ),
+    Rule(
+        name="mbart_decoder_layer",
+        calls="bias_act, bias_dropout_add_ln, bias_dropout_add",
+        methods={"forward": _mbart_decoder_layer},
+        fingerprints=("0a2c57b2092d", "70de13187e98"),
+        names=("MBartDecoderLayer", "WhisperDecoderLayer", "PegasusDecoderLayer"),
     ),
     Rule(
         name="llama_layer",  # Mistral, Qwen, Gemma, DeepSeek, and about sixty more

@@ -2,71 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..parts import Branch, add, add_norm, branch, dropped, unwatched
+from ..parts import Branch, add, add_norm, branch, dropped, normed, unwatched
 from ..rule import Rule
 
 __all__ = ["RULES"]
 
+Method = Callable[..., Any]
+
 # --- layers: a norm, something, and the sum -------------------------------------------------------------------------
 
 
-def _self_attention_inner(self: Any, normed: Tensor, attention_mask: Tensor | None = None,
-                          position_bias: Tensor | None = None, past_key_values: Any = None,
-                          **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:  # fmt: skip
-    """All between the layer's norm and its sum."""
-    end, others = branch(self.SelfAttention, normed, mask=attention_mask, position_bias=position_bias,
-                         past_key_values=past_key_values, **kwargs)  # fmt: skip
-    return dropped(end, self.dropout), others
+def _self_attention(self: Any, x: Tensor, attention_mask: Tensor | None = None, position_bias: Tensor | None = None,
+                    past_key_values: Any = None, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:  # fmt: skip
+    return branch(self.SelfAttention, x, mask=attention_mask, position_bias=position_bias,
+                  past_key_values=past_key_values, **kwargs)  # fmt: skip
 
 
-def _cross_attention_inner(self: Any, normed: Tensor, key_value_states: Tensor, attention_mask: Tensor | None = None,
-                           position_bias: Tensor | None = None, past_key_values: Any = None,
-                           **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:  # fmt: skip
-    end, others = branch(self.EncDecAttention, normed, mask=attention_mask, key_value_states=key_value_states,
-                         position_bias=position_bias, past_key_values=past_key_values, **kwargs)  # fmt: skip
-    return dropped(end, self.dropout), others
+def _cross_attention(self: Any, x: Tensor, key_value_states: Tensor, attention_mask: Tensor | None = None,
+                     position_bias: Tensor | None = None, past_key_values: Any = None,
+                     **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:  # fmt: skip
+    return branch(self.EncDecAttention, x, mask=attention_mask, key_value_states=key_value_states,
+                  position_bias=position_bias, past_key_values=past_key_values, **kwargs)  # fmt: skip
 
 
-def _feed_forward_inner(self: Any, normed: Tensor) -> tuple[Branch, tuple[Any, ...]]:
-    end, _ = branch(self.DenseReluDense, normed)
-    return dropped(end, self.dropout), ()
+def _feed_forward(self: Any, x: Tensor) -> tuple[Branch, tuple[Any, ...]]:
+    return branch(self.DenseReluDense, x)
 
 
-def _self_attention(
-    self: Any,
-    hidden_states: Tensor,
-    attention_mask: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    past_key_values: Any = None,
-    **kwargs: Any,
-) -> tuple[Any, ...]:
-    end, others = _self_attention_inner(self, self.layer_norm(hidden_states), attention_mask, position_bias,
-                                        past_key_values, **kwargs)  # fmt: skip
-    return add(end, hidden_states), *others
+def _layer(child: str, call: Method) -> dict[str, Method]:
+    """The methods of a layer around a child: its forward, and all between its norm and its sum."""
 
+    def inner(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
+        end, others = call(self, x, *args, **kwargs)
+        return dropped(end, self.dropout), others
 
-def _cross_attention(
-    self: Any,
-    hidden_states: Tensor,
-    key_value_states: Tensor,
-    attention_mask: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    past_key_values: Any = None,
-    **kwargs: Any,
-) -> tuple[Any, ...]:
-    end, others = _cross_attention_inner(self, self.layer_norm(hidden_states), key_value_states, attention_mask,
-                                         position_bias, past_key_values, **kwargs)  # fmt: skip
-    return add(end, hidden_states), *others
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        x = normed(self.layer_norm, hidden_states, self._modules[child])
+        end, others = inner(self, x, *args, **kwargs)
+        return add(end, hidden_states) if call is _feed_forward else (add(end, hidden_states), *others)
 
+    def taker(self: Any) -> Any:
+        return self._modules[child]
 
-def _feed_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    end, _ = _feed_forward_inner(self, self.layer_norm(hidden_states))
-    return add(end, hidden_states)
+    return {"forward": forward, "_fusedops_inner": inner, "_fusedops_taker": taker}
 
 
 # --- the block: its layers in a row ---------------------------------------------------------------------------------
@@ -95,42 +79,34 @@ def _block(
             self, hidden_states, attention_mask, position_bias, encoder_hidden_states, encoder_attention_mask,
             encoder_decoder_position_bias, past_key_values, **kwargs)  # fmt: skip
     first, last = self.layer[0], self.layer[-1]
-    end, others = inner[0](first, first.layer_norm(hidden_states), attention_mask, position_bias, past_key_values,
-                           **kwargs)  # fmt: skip
+    x = normed(first.layer_norm, hidden_states, first._fusedops_taker())
+    end, others = inner[0](first, x, attention_mask, position_bias, past_key_values, **kwargs)
     residual, self_bias, cross_bias = hidden_states, others[0], None
     if self.is_decoder and encoder_hidden_states is not None:
         cross = self.layer[1]
-        x, residual = add_norm(end, residual, cross.layer_norm)
+        x, residual = add_norm(end, residual, cross.layer_norm, cross._fusedops_taker())
         end, others = inner[1](cross, x, encoder_hidden_states, encoder_attention_mask, encoder_decoder_position_bias,
                                past_key_values, **kwargs)  # fmt: skip
         cross_bias = others[0]
-    x, residual = add_norm(end, residual, last.layer_norm)
+    x, residual = add_norm(end, residual, last.layer_norm, last._fusedops_taker())
     end, _ = inner[-1](last, x)
     return add(end, residual), self_bias, cross_bias
 
 
+def _layer_rule(name: str, fingerprint: str, suffix: str, child: str, call: Method) -> Rule:
+    return Rule(
+        name=name,
+        calls="bias_dropout_add",
+        methods=_layer(child, call),
+        fingerprints=(fingerprint,),
+        names=("T5Layer" + suffix, "MT5Layer" + suffix),
+    )
+
+
 RULES = (
-    Rule(
-        name="t5_self_attention",
-        calls="bias_dropout_add",
-        methods={"forward": _self_attention, "_fusedops_inner": _self_attention_inner},
-        fingerprints=("867f0a59cdd9",),
-        names=("T5LayerSelfAttention", "MT5LayerSelfAttention"),
-    ),
-    Rule(
-        name="t5_cross_attention",
-        calls="bias_dropout_add",
-        methods={"forward": _cross_attention, "_fusedops_inner": _cross_attention_inner},
-        fingerprints=("3ace0c45d839",),
-        names=("T5LayerCrossAttention", "MT5LayerCrossAttention"),
-    ),
-    Rule(
-        name="t5_feed_forward",
-        calls="bias_dropout_add",
-        methods={"forward": _feed_forward, "_fusedops_inner": _feed_forward_inner},
-        fingerprints=("493046debaeb",),
-        names=("T5LayerFF", "MT5LayerFF"),
-    ),
+    _layer_rule("t5_self_attention", "867f0a59cdd9", "SelfAttention", "SelfAttention", _self_attention),
+    _layer_rule("t5_cross_attention", "3ace0c45d839", "CrossAttention", "EncDecAttention", _cross_attention),
+    _layer_rule("t5_feed_forward", "493046debaeb", "FF", "DenseReluDense", _feed_forward),
     Rule(
         name="t5_block",
         calls="bias_dropout_add_rms_norm, bias_dropout_add",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..parts import Branch, activate, add, add_norm, branch, dropped, linear, unwatched
+from ..parts import Branch, activate, add, add_norm, branch, dropped, linear, normed, unwatched
 from ..rule import Rule
 
 __all__ = ["RULES"]
@@ -51,10 +51,10 @@ def _encoder_layer(
     if _may_take_the_fast_path(self, src):
         return type(self)._fusedops_original.forward(self, src, src_mask, src_key_padding_mask, is_causal)
     before = self.norm_first
-    x = self.norm1(src) if before else src
+    x = normed(self.norm1, src, self.self_attn) if before else src
     end = _attention(self.self_attn, self.dropout1, x, x, src_mask, src_key_padding_mask, is_causal)
     if before:
-        x, residual = add_norm(end, src, self.norm2)
+        x, residual = add_norm(end, src, self.norm2, self.linear1)
         return add(_feed_forward(self, x, self.dropout2), residual)
     x = add_norm(end, src, self.norm1, return_sum=False)
     return add_norm(_feed_forward(self, x, self.dropout2), x, self.norm2, return_sum=False)
@@ -72,16 +72,16 @@ def _decoder_layer(
     memory_is_causal: bool = False,
 ) -> Any:
     before = self.norm_first
-    x = self.norm1(tgt) if before else tgt
+    x = normed(self.norm1, tgt, self.self_attn) if before else tgt
     end = _attention(self.self_attn, self.dropout1, x, x, tgt_mask, tgt_key_padding_mask, tgt_is_causal)
     if before:
-        x, residual = add_norm(end, tgt, self.norm2)
+        x, residual = add_norm(end, tgt, self.norm2, self.multihead_attn)
     else:
         x = residual = add_norm(end, tgt, self.norm1, return_sum=False)
     end = _attention(self.multihead_attn, self.dropout2, x, memory, memory_mask, memory_key_padding_mask,
                      memory_is_causal)  # fmt: skip
     if before:
-        x, residual = add_norm(end, residual, self.norm3)
+        x, residual = add_norm(end, residual, self.norm3, self.linear1)
         return add(_feed_forward(self, x, self.dropout3), residual)
     x = add_norm(end, residual, self.norm2, return_sum=False)
     return add_norm(_feed_forward(self, x, self.dropout3), x, self.norm3, return_sum=False)

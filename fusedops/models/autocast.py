@@ -1,0 +1,64 @@
+"""Under autocast: rows that only linear layers take, given to them in the dtype to which each would cast them.
+
+Autocast computes norms in fp32, and each linear layer behind one casts its output for itself: forward, a pass for each;
+backward, a pass for each gradient, and their sum in fp32. Where a fused block knows that nothing but linear layers
+takes the rows, it asks the norm for autocast's dtype (`normed`), or casts them once (`narrowed`). The layers then
+multiply the very same numbers, each rounded once from the same fp32 number.
+
+What a module takes is known by its rule: ``_fusedops_takers`` gives the linear layers that its first argument goes to,
+if it goes nowhere else, or None. A module that is watched, and one with a linear layer that is watched, or that is no
+plain one (an adapter, say), gets what it got.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .watching import is_linear, unwatched
+
+__all__ = ["low_dtype", "narrowed", "normed", "takers"]
+
+Takers = Callable[[nn.Module], tuple[nn.Module, ...] | None]
+
+
+def takers(*names: str) -> dict[str, Takers]:
+    """The method of a module whose input goes to these children only, as far as it has them."""
+
+    def method(self: nn.Module) -> tuple[nn.Module, ...] | None:
+        return tuple(child for name in names if (child := self._modules.get(name)) is not None)
+
+    return {"_fusedops_takers": method}
+
+
+def low_dtype(x: Tensor, modules: tuple[nn.Module, ...]) -> torch.dtype | None:
+    """The dtype to which all that the modules do with rows would cast them; None where there is no such dtype."""
+    device = x.device.type
+    if not modules or not torch.is_autocast_enabled(device) or not all(map(_multiplies, modules)):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether the module's input goes to linear layers and nowhere else, and nobody else sees it."""
+    if is_linear(module):
+        return unwatched(module)
+    method = getattr(type(module), "_fusedops_takers", None)
+    children = method(module) if method is not None and unwatched(module) else None
+    return children is not None and all(map(_multiplies, children))
+
+
+def narrowed(x: Tensor, *modules: nn.Module) -> Tensor:
+    """Rows for these modules, cast once for all of them."""
+    dtype = low_dtype(x, modules)
+    return x if dtype is None or x.dtype != torch.float32 else x.to(dtype)
+
+
+def normed(norm: nn.Module, x: Tensor, *modules: nn.Module) -> Any:
+    """``norm(x)`` for these modules."""
+    dtype = low_dtype(x, modules)
+    method = None if dtype is None else getattr(type(norm), "_fusedops_norm", None)
+    return norm(x) if method is None or not unwatched(norm) else method(norm, x, dtype)

@@ -1,0 +1,29 @@
+"""Whether anybody watches a module, and which modules are linear layers and nothing else."""
+
+from __future__ import annotations
+
+from torch import nn
+
+__all__ = ["is_conv1d", "is_linear", "unwatched"]
+
+
+def unwatched(module: nn.Module) -> bool:
+    """Whether calling the module does nothing but run its class's forward."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+def is_conv1d(cls: type) -> bool:
+    """Transformers' linear layer with a transposed weight; known by its name, as it may not be installed."""
+    return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether the module is a linear layer of exactly a known class."""
+    cls = type(module)
+    return cls is nn.Linear or cls is nn.modules.linear.NonDynamicallyQuantizableLinear or is_conv1d(cls)

@@ -1,0 +1,296 @@
+"""Fused models under autocast: rows that only linear layers take come in their dtype, with the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedops
+from fusedops.models import autocast
+from fusedops.models.parts import normed
+from fusedops.models.spec import MODELS, ModelSpec
+from support import INTERPRETED
+from tolerances import unit_roundoff
+from zoo import HAS_TRANSFORMERS, SAMPLES, build, inputs, outputs, run
+
+LOW = torch.bfloat16
+# For each pre-norm model, how many norms of a layer give low rows, and how many layers there are: encoder, decoder.
+_NARROW = {"torch_pre_norm": 2 * 2 + 3 * 2, "gpt2": 2 * 2, "gpt2_decoder": 3 * 2, "opt": 2 * 2, "vit": 2 * 2, "mbart": 2 * 2 + 3 * 2,
+           "whisper": 2 * 2 + 3 * 2, "clip": 2 * 2 + 2 * 2, "siglip": 2 * 2 + 2 * 2, "gpt_neo": 2 * 2, "t5": 2 * 2 + 3 * 2,
+           "t5_gated": 2 * 2 + 3 * 2, "llama": 2 * 2, "llama_biased": 2 * 2, "mistral": 2 * 2, "qwen2": 2 * 2, "qwen3": 2 * 2,
+           "gemma": 2 * 2}  # fmt: skip
+pre_norm = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in _NARROW], ids=lambda spec: spec.name)
+_CAST_ONCE = ("bert", "roberta", "distilbert", "bart", "marian", "opt_post_norm")
+post_norm = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in _CAST_ONCE], ids=lambda spec: spec.name)
+
+
+def _fused(spec: ModelSpec) -> nn.Module:
+    """In training, so that PyTorch's fast paths are out of play; nothing is dropped."""
+    model = build(spec).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("dropout", "activation_dropout", "attention_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    assert fusedops.fuse_model(model)
+    return model
+
+
+@contextmanager
+def _wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Rows as the unfused modules get them: each linear layer casts for itself."""
+    with monkeypatch.context() as patch:
+        for module in ("autocast", "parts"):
+            patch.setattr(f"fusedops.models.{module}.low_dtype", lambda x, modules: None)
+        yield
+
+
+@contextmanager
+def _low_norms() -> Iterator[list[torch.dtype]]:
+    """The output dtypes that norms are asked for while nothing but autocast asks for one."""
+    seen: list[torch.dtype] = []
+    patch = pytest.MonkeyPatch()
+    original = fusedops.norms.ops._call  # type: ignore[attr-defined]
+
+    def call(*args: Any) -> Any:
+        seen.append(args[-1])
+        return original(*args)
+
+    patch.setattr("fusedops.norms.ops._call", call)
+    try:
+        yield seen
+    finally:
+        patch.undo()
+
+
+def _narrow(seen: list[Any]) -> int:
+    return sum(dtype == LOW for dtype in seen)
+
+
+@pre_norm
+def test_the_same_bits(spec: ModelSpec, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with fp32 rows that the linear layers cast; and so it is in evaluation."""
+    model, arguments = _fused(spec), inputs(spec)
+    for training in (True, False):
+        model.train(training)
+        with torch.autocast(device.type, LOW):
+            found = outputs(model(**arguments))
+            with _wide(monkeypatch), _low_norms() as seen:
+                expected = outputs(model(**arguments))
+        assert not _narrow(seen)
+        assert [y.dtype for y in found] == [y.dtype for y in expected]
+        assert all(map(torch.equal, found, expected))
+
+
+@pre_norm
+def test_each_norm_of_a_block_is_narrow(spec: ModelSpec, device: torch.device) -> None:
+    """Those before attention and those before the feed-forward part; not a model's last norm, nor any without autocast."""
+    model, arguments = _fused(spec), inputs(spec)
+    with _low_norms() as seen:
+        model(**arguments)
+    assert not _narrow(seen)
+    with torch.autocast(device.type, LOW), _low_norms() as seen:
+        model(**arguments)
+    assert _narrow(seen) == _NARROW[spec.name]
+    with torch.autocast(device.type, LOW, enabled=False), _low_norms() as seen:
+        model(**arguments)
+    assert not _narrow(seen)
+
+
+def _casts(model: nn.Module, arguments: dict[str, Any], device: torch.device) -> int:
+    """How many activations are cast to the low dtype in one forward."""
+    with torch.autocast(device.type, LOW), torch.profiler.profile(record_shapes=True) as profile:
+        model(**arguments)
+    return sum(event.name == "aten::_to_copy" and len(event.input_shapes[0]) == 3 for event in profile.events())
+
+
+@post_norm
+def test_rows_are_cast_once(spec: ModelSpec, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For q, k and v together, where the rows stay fp32 for the residual: two casts a self-attention less."""
+    model, arguments = _fused(spec), inputs(spec)
+    found = _casts(model, arguments, device)
+    with torch.autocast(device.type, LOW):
+        y = outputs(model(**arguments))
+    with _wide(monkeypatch):
+        expected = _casts(model, arguments, device)
+        with torch.autocast(device.type, LOW):
+            assert all(map(torch.equal, y, outputs(model(**arguments))))
+    layers = sum("SelfAttention" in type(m).__name__ or name.endswith("self_attn") for name, m in model.named_modules())
+    assert layers >= 2
+    assert expected - found == 2 * layers
+
+
+# --- who else looks -------------------------------------------------------------------------------------------------
+
+
+def _seen_by(module: nn.Module) -> list[torch.dtype]:
+    seen: list[torch.dtype] = []
+    module.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    return seen
+
+
+def _last(model: nn.Module, name: str) -> nn.Module:
+    return next(module for path, module in reversed(list(model.named_modules())) if path.split(".")[-1] == name)
+
+
+# Of the layers, one each: the linear layers, or what holds them, behind the first norm and behind the second.
+_TAKERS = {"gpt2": ("c_attn", "mlp"), "t5": ("q", "wi"), "t5_gated": ("SelfAttention", "wi_1"), "vit": ("k_proj", "fc1"),
+           "llama": ("v_proj", "up_proj"), "torch_pre_norm": ("self_attn", "linear1")}  # fmt: skip
+_WATCHED = [(s, name) for s in SAMPLES for name in _TAKERS.get(s.name, ())]
+
+
+@pytest.mark.parametrize("spec, name", _WATCHED, ids=lambda value: getattr(value, "name", value))
+def test_who_watches_sees_fp32(spec: ModelSpec, name: str, device: torch.device) -> None:
+    """A hook on whoever takes the rows switches it off for that norm, and for no other."""
+    model, arguments = _fused(spec), inputs(spec)
+    seen = _seen_by(_last(model, name)) if name != "SelfAttention" else []
+    if name == "SelfAttention":  # its rows come by keyword or by position
+        _last(model, name).register_forward_hook(lambda module, args, output: seen.append(args[0].dtype))
+    with torch.autocast(device.type, LOW), _low_norms() as norms:
+        model(**arguments)
+    assert seen == [torch.float32]
+    assert _narrow(norms) == _NARROW[spec.name] - 1
+
+
+class _Adapter(nn.Linear):
+    """No plain linear layer: it looks at its input's dtype."""
+
+    seen: torch.dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.seen = input.dtype
+        return super().forward(input)
+
+
+@pytest.mark.parametrize("name", ["q_proj", "gate_proj"] if HAS_TRANSFORMERS else [])
+def test_an_adapter_sees_fp32(name: str, device: torch.device) -> None:
+    spec = next(s for s in MODELS if s.name == "llama")
+    model = _fused(spec)
+    layer = _last(model, name)
+    layer.__class__ = _Adapter
+    with torch.autocast(device.type, LOW):
+        model(**inputs(spec))
+    assert layer.seen == torch.float32
+
+
+def test_a_norm_alone_stays_fp32(device: torch.device) -> None:
+    """Who takes its output is not known there."""
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)).to(device)
+    fusedops.fuse_model(model)
+    with torch.autocast(device.type, LOW):
+        assert model[0](torch.randn(3, 8, device=device)).dtype == torch.float32
+
+
+# --- dtypes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["layer_norm", "rms_norm", "llama_rms_norm", "t5_layer_norm", "gemma_rms_norm"])
+@pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_never_rounded_twice_otherwise(
+    rule: str, stream: torch.dtype, weight: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the dtypes: the same numbers as by way of the norm's own dtype, also where that is another half one."""
+    specs = [s for s in SAMPLES if rule in s.rules.values()]
+    if not specs:
+        pytest.skip("no sample of it here")
+    names = {name for name, known in specs[0].rules.items() if known == rule}
+    norm = next(m for m in build(specs[0]).modules() if type(m).__name__ in names).to(device, weight)
+    fusedops.fuse_model(norm)
+    linear = nn.Linear(norm.weight.shape[-1], 3, device=device)
+    x = torch.randn(64, norm.weight.shape[-1], device=device).to(stream)
+    results = []
+    with torch.autocast(device.type, LOW):
+        for low in (True, False):
+            rows = normed(norm, x, linear) if low else norm(x)
+            results.append(rows if rows.dtype == torch.float64 else rows.to(LOW))
+    assert torch.equal(*results)
+
+
+# --- gradients ------------------------------------------------------------------------------------------------------
+
+
+def _gradients(
+    norm: nn.Module, layers: list[nn.Linear], x: Tensor, dys: list[Tensor], rows: Callable[[Tensor], Tensor]
+) -> Any:
+    x = x.detach().requires_grad_()
+    with torch.autocast(x.device.type, LOW):
+        y = rows(x)
+        results = [layer(y) for layer in layers]
+    return torch.autograd.grad(results, [x, norm.weight, norm.bias], dys)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_gradients(count: int, device: torch.device) -> None:
+    """The gradients of the rows are added in the low dtype: count - 1 roundings, each of a partial sum.
+
+    So the rows' gradient differs by no more than (count - 1) u times the sum of their magnitudes (and u² of it, which
+    the factor 1.1 covers), and what the norm makes of it by the magnitudes of its derivative times that; and by eight
+    fp32 roundings of the same, as the norm's backward adds the same numbers in fp32.
+    """
+    norm = nn.LayerNorm(16).to(device)
+    with torch.no_grad():
+        norm.weight.add_(torch.randn_like(norm.weight))
+    layers = [nn.Linear(16, 24, device=device) for _ in range(count)]
+    x = torch.randn(40, 16, device=device)
+    dys = [torch.randn(40, 24, device=device, dtype=LOW) for _ in layers]
+    fusedops.fuse_model(norm)
+    wide = _gradients(norm, layers, x, dys, norm)
+    low = _gradients(norm, layers, x, dys, lambda x: normed(norm, x, *layers))
+    each = [(dy @ layer.weight.to(LOW)).double() for dy, layer in zip(dys, layers, strict=True)]
+    total = torch.stack(each).abs().sum(0)
+    error = (1.1 * (count - 1) * unit_roundoff(LOW) + 8 * unit_roundoff(torch.float32) * 40) * total
+    twin = nn.LayerNorm(16).to(device, torch.float64)
+    twin.load_state_dict(norm.state_dict())
+    jacobian = torch.stack([torch.autograd.functional.jacobian(twin, row) for row in x.double()]).abs()
+    hat = nn.functional.layer_norm(x.double(), (16,)).abs()
+    bounds = [torch.einsum("rij,ri->rj", jacobian, error), (error * hat).sum(0), error.sum(0)]
+    for found, expected, bound in zip(low, wide, bounds, strict=True):
+        assert found.dtype == expected.dtype == torch.float32
+        assert ((found - expected).double().abs() <= bound).all()
+    if count > 1:
+        assert not torch.equal(low[0], wide[0])
+
+
+@pre_norm
+def test_gradients_of_models(spec: ModelSpec, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No further from fp32's than twice what fp32 rows give: in the norm of all gradients together."""
+    model, arguments = _fused(spec), inputs(spec)
+    exact = run(model, arguments)[1]
+    errors = []
+    with torch.autocast(device.type, LOW):
+        with _wide(monkeypatch):
+            wide = run(model, arguments)[1]
+        for result in (wide, run(model, arguments)[1]):
+            errors.append(sum(float((result[n] - g).double().square().sum()) for n, g in exact.items()) ** 0.5)
+    assert 0.0 < errors[1] <= 2 * errors[0]
+
+
+@pytest.mark.parametrize("name", ["torch_pre_norm", "gpt2", "bert", *(["llama"] * (not INTERPRETED))])
+def test_one_graph(name: str, device: torch.device) -> None:
+    """Under torch.compile too, with no graph break."""
+    spec = next((s for s in SAMPLES if s.name == name), None)
+    if spec is None:
+        pytest.skip("Transformers is not installed")
+    model = _fused(spec)
+    arguments = {**inputs(spec), **({"use_cache": False} if name in ("gpt2", "llama") else {})}
+    torch._dynamo.reset()
+    with torch.autocast(device.type, LOW):
+        expected = outputs(model(**arguments))
+        found = outputs(torch.compile(model, backend="eager", fullgraph=True)(**arguments))
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=8 * unit_roundoff(LOW) * float(a.abs().max()))
+
+
+def test_low_dtype_asks_for_takers(device: torch.device) -> None:
+    """With nobody named there is nothing to know."""
+    with torch.autocast(device.type, LOW):
+        assert autocast.low_dtype(torch.ones(1, device=device), ()) is None
+        assert autocast.low_dtype(torch.ones(1, device=device), (nn.Linear(1, 1), nn.ReLU())) is None
+        assert autocast.low_dtype(torch.ones(1, device=device), (nn.Linear(1, 1),)) == LOW
