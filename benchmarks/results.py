@@ -12,10 +12,28 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-__all__ = ["COLUMNS", "Book", "Key", "Row", "commit", "device_slug", "elements", "merge", "read", "sides", "write"]
+__all__ = [
+    "COLUMNS",
+    "Book",
+    "Key",
+    "Row",
+    "UnreadableError",
+    "commit",
+    "device_slug",
+    "elements",
+    "load",
+    "merge",
+    "read",
+    "sides",
+    "write",
+]
 
 Key = tuple[str, str, str, str, str]
 _ROOT = Path(__file__).resolve().parent.parent
+
+
+class UnreadableError(Exception):
+    """A file that holds no results."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +78,29 @@ COLUMNS = tuple(field.name for field in fields(Row))
 _NUMBERS = ("gpu_us", "loop_us", "floor_us", "peak_mib")
 
 
+def load(path: Path) -> list[Row]:
+    """The rows of a results file that must be there.
+
+    Raises:
+        UnreadableError: there is none, or it holds something else.
+    """
+    if not path.is_file():
+        raise UnreadableError(f"no such file: {path}")
+    return read(path)
+
+
 def read(path: Path) -> list[Row]:
-    """The rows of a results file; none where there is no file."""
+    """The rows of a results file; none where there is no file.
+
+    Raises:
+        UnreadableError: it holds something else.
+    """
     if not path.exists():
         return []
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
         if tuple(reader.fieldnames or ()) != COLUMNS:
-            raise ValueError(f"{path} has the columns {reader.fieldnames}, expected {list(COLUMNS)}")
+            raise UnreadableError(f"{path} has the columns {reader.fieldnames}, expected {list(COLUMNS)}")
         return [_row(record) for record in reader]
 
 

@@ -163,9 +163,16 @@ class _Distance:
 
 
 def read_raw(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file."""
+    """The rows of a file.
+
+    Raises:
+        ValueError: it was not written by `write_raw`.
+    """
     with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+        reader = csv.DictReader(file)
+        if tuple(reader.fieldnames or ()) != RAW_COLUMNS:
+            raise ValueError(f"its columns are not {', '.join(RAW_COLUMNS)}")
+        return list(reader)
 
 
 def summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
