@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core import autograd, checks, launch
+from ..core.admission import UNSEEN, keep
 from . import launching, reference
 from .launching import Rule, Site
 from .operators import operator_call
@@ -59,11 +60,11 @@ def no_repeat_ngram(input_ids: Tensor, scores: Tensor, ngram_size: int, *, windo
             None if allowed is None else (type(allowed), allowed.dtype, allowed.device,
                                           allowed.shape == scores.shape[1:]),
         )  # fmt: skip
-        site = _admitted.get(key, _UNSEEN)
+        site = _admitted.get(key, UNSEEN)
     except (AttributeError, IndexError, TypeError, RuntimeError):
-        key, site = None, _UNSEEN  # something is wrong, and the checks say what; or a subclass that hides its device
+        key, site = None, UNSEEN  # something is wrong, and the checks say what; or a subclass that hides its device
     check_rule(_OP, *rule)
-    if site is _UNSEEN or torch._C._len_torch_dispatch_stack() > 0:
+    if site is UNSEEN or torch._C._len_torch_dispatch_stack() > 0:
         _check(input_ids, scores, allowed, inplace)
         if not autograd.plain(input_ids, scores, allowed):
             return _observed(input_ids, scores, allowed, rule, inplace)
@@ -133,8 +134,6 @@ def _check_other(name: str, value: Any, dtypes: tuple[torch.dtype, ...], scores:
 
 # The calls seen to be right, by all that checks and choice of kernel depend on; None for those the formula serves.
 _admitted: dict[Any, Site | None] = {}
-_MOST_ADMITTED = 8192
-_UNSEEN: Any = object()
 
 
 def _admit(key: Any, input_ids: Tensor, scores: Tensor, allowed: Tensor | None, pad_token_id: int | None,
@@ -144,11 +143,7 @@ def _admit(key: Any, input_ids: Tensor, scores: Tensor, allowed: Tensor | None, 
     if launch.runs_kernels(scores.device.type) and not scores.is_neg():
         site = launching.site_of(scores.get_device(), input_ids.dtype, scores.dtype, allowed is not None,
                                  pad_token_id is not None, inplace)  # fmt: skip
-    if key is not None:
-        if len(_admitted) >= _MOST_ADMITTED:
-            _admitted.clear()
-        _admitted[key] = site
-    return site
+    return keep(_admitted, key, site)
 
 
 def _differentiated(scores: Tensor) -> bool:

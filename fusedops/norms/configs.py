@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.question import Config, Question, around, in_buckets
+from ..core.question import Config, Question, around, block_holding, in_buckets
 
 __all__ = ["candidates", "heuristic", "sum_partials", "valid"]
 
@@ -19,10 +19,6 @@ def _power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _block(cols: int) -> int:
-    return max(_power_of_two(cols), 16)
-
-
 def _warps(elements: int, each: int, most: int = 16) -> int:
     return min(max(_power_of_two(elements // (32 * each)), 1), most)
 
@@ -33,7 +29,7 @@ def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Co
     ``adds`` is whether a residual comes in, a second tensor in flight. With few rows a program must be quick; with many
     a thread has more elements, most of all where a quarter of them is padding.
     """
-    block = _block(cols)
+    block = block_holding(cols)
     if itemsize > 2:
         return _wide_dtype_forward(block, itemsize, adds)
     if block > _WHOLE_FORWARD:
@@ -72,9 +68,9 @@ def _wide_dtype_forward(block: int, itemsize: int, adds: bool) -> Config:
 def _dropout_add(cols: int, bucket: int) -> Config:
     """The forward without a norm: any tile serves, and many short ones serve few rows."""
     if bucket <= _SOME:
-        block = min(_block(cols), 1024)
+        block = min(block_holding(cols), 1024)
         return Config(block, max(1, 1024 // block), 4)
-    block = min(_block(cols), 2048)
+    block = min(block_holding(cols), 2048)
     return Config(block, max(1, 2048 // block), 8 if block == 2048 else 4)
 
 
@@ -83,7 +79,7 @@ def _backward(cols: int, itemsize: int, bucket: int, sums: int) -> Config:
 
     ``sums`` is the number of parameter gradients.
     """
-    block = _block(cols)
+    block = block_holding(cols)
     half = itemsize == 2
     if half and bucket <= _FEW and cols > 8192:
         return Config(2048, 1, 4, 4, 2)
@@ -108,7 +104,7 @@ def _backward(cols: int, itemsize: int, bucket: int, sums: int) -> Config:
 
 def _backward_of_sum(cols: int, itemsize: int, bucket: int) -> Config:
     """The backward without a norm: any tile serves."""
-    block = min(_block(cols), 1024)
+    block = min(block_holding(cols), 1024)
     if itemsize > 2:
         return Config(block, max(1, 2048 // block), 4, 3, 4)
     if block == 1024:
@@ -143,7 +139,7 @@ def heuristic(question: Question) -> Config:
 
 def valid(question: Question, config: Config) -> bool:
     """A program takes a whole row, in the one block that just holds it, or tiles of one."""
-    return 16 <= config.block_n <= _block(question.cols)
+    return 16 <= config.block_n <= block_holding(question.cols)
 
 
 def candidates(question: Question) -> list[Config]:
@@ -165,7 +161,7 @@ def candidates(question: Question) -> list[Config]:
 
 def _forwards(cols: int, itemsize: int) -> list[Config]:
     """Whole rows, with few or many elements a thread, one tile a program or several; tiles of wide rows."""
-    block = _block(cols)
+    block = block_holding(cols)
     found = []
     if block <= _WHOLE_FORWARD // (itemsize // 2):
         once = max(1, 1024 // block)
