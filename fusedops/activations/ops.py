@@ -16,10 +16,10 @@ from .function import ActivationFunction, Call, anchor, packing
 from .launching import Kind, Site
 from .operators import operator_call
 
-__all__ = ["bias_act", "bias_gelu", "geglu", "gelu", "glu", "swiglu"]
+__all__ = ["APPROXIMATIONS", "bias_act", "bias_gelu", "geglu", "gelu", "glu", "swiglu"]
 
 # F.gelu's argument, and the table's names.
-_APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
+APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
@@ -155,9 +155,9 @@ def glu(gate: Tensor, up: Tensor | None = None, activation: str = "silu") -> Ten
 
 
 def _approximation(op: str, approximate: Any) -> str:
-    name = _APPROXIMATIONS.get(approximate) if isinstance(approximate, str) else None
+    name = APPROXIMATIONS.get(approximate) if isinstance(approximate, str) else None
     if name is None:
-        checks.check_choice(op, "approximate", approximate, tuple(_APPROXIMATIONS))
+        checks.check_choice(op, "approximate", approximate, tuple(APPROXIMATIONS))
         raise AssertionError("a choice that is none")
     return name
 

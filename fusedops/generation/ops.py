@@ -32,7 +32,7 @@ def no_repeat_ngram(input_ids: Tensor, scores: Tensor, ngram_size: int, *, windo
             compared like any other token, and never banned.
         scores: ``(B, V)``, fp16, bf16, fp32 or fp64: each row's scores of the next token; any strides.
         ngram_size: n, at least 1.
-        window: only n-grams within a row's last ``window`` tokens count; None for all.
+        window: only n-grams within a row's last ``window`` tokens count, at least ``ngram_size``; None for all.
         allowed: ``(V,)``, boolean: True for tokens that are never banned; or None.
         prompt_length: n-grams that touch a row's first ``prompt_length`` tokens do not count.
         pad_token_id: n-grams that touch the run of this token at a row's beginning do not count; None if rows are not
@@ -82,6 +82,8 @@ def check_rule(op: str, ngram_size: Any, window: Any, prompt_length: Any, pad_to
     _check_integer(op, "ngram_size", ngram_size, 1)
     if window is not None:
         _check_integer(op, "window", window, 1)
+        if window < ngram_size:
+            raise ValueError(f"{op}: window must be at least {ngram_size} as ngram_size, got {window}")
     _check_integer(op, "prompt_length", prompt_length, 0)
     if pad_token_id is not None and not isinstance(pad_token_id, int):
         raise TypeError(f"{op}: pad_token_id must be an integer or None, got {type(pad_token_id).__name__}")

@@ -23,6 +23,8 @@ __all__ = [
     "bias_dropout_add",
     "bias_dropout_add_ln",
     "bias_dropout_add_rms_norm",
+    "check_constants",
+    "check_sizes",
     "default_eps",
     "layer_norm",
     "rms_norm",
@@ -247,8 +249,6 @@ def _check(op: str, shape: tuple[int, ...] | None, x: Tensor, bias: Tensor | Non
         tail: tuple[int, ...] = tuple(x.shape[-1:])
     else:
         tail = shape
-        if not tail:
-            raise ValueError(f"{op}: normalized_shape must name at least one dimension, got ()")
         if tuple(x.shape[-len(tail) :]) != tail:
             wanted = ", ".join(map(str, tail))
             raise ValueError(f"{op}: input has shape {tuple(x.shape)}, expected (*, {wanted})")
@@ -259,22 +259,44 @@ def _check(op: str, shape: tuple[int, ...] | None, x: Tensor, bias: Tensor | Non
         if value is not None:
             checks.check_tensor(op, name, value, x)
             checks.check_shape(op, name, value, tail)
-    if eps is not None or "rms" not in op:
+    check_constants(op, "rms" if "rms" in op else "layer", eps, weight_offset, rounding, save)
+    checks.check_out_dtype(op, out_dtype)
+
+
+def check_constants(op: str, kind: Kind, eps: Any, weight_offset: Any = 0.0, rounding: Any = "once",
+                    save: Any = "sum") -> None:  # fmt: skip
+    """What stays the same from call to call, but p; an RMSNorm's eps may be None."""
+    if eps is not None or kind != "rms":
         checks.check_eps(op, eps)
     checks.check_number(op, "weight_offset", weight_offset)
     checks.check_choice(op, "rounding", rounding, _ROUNDINGS)
     checks.check_choice(op, "save", save, _SAVES)
-    checks.check_out_dtype(op, out_dtype)
+
+
+def check_sizes(op: str, normalized_shape: Any) -> list[int]:
+    """The sizes of a normalised shape that no tensor is there to be compared with yet."""
+    shape = _shape(op, normalized_shape)
+    for size in shape:
+        # numbers.Integral as torch.nn: NumPy's integers are no int.
+        if not isinstance(size, numbers.Integral):
+            got = type(size).__name__
+            raise TypeError(f"{op}: normalized_shape must be an int or a sequence of ints, got one of {got}")
+        if size < 0:
+            raise ValueError(f"{op}: normalized_shape must hold no negative size, got {shape}")
+    return [int(size) for size in shape]
 
 
 def _shape(op: str, normalized_shape: Any) -> tuple[int, ...]:
     if isinstance(normalized_shape, numbers.Integral):
         return (int(normalized_shape),)
     try:
-        return tuple([int(size) if isinstance(size, Tensor) else size for size in normalized_shape])
+        shape = tuple([int(size) if isinstance(size, Tensor) else size for size in normalized_shape])
     except TypeError:
         got = type(normalized_shape).__name__
         raise TypeError(f"{op}: normalized_shape must be an int or a sequence of ints, got {got}") from None
+    if not shape:
+        raise ValueError(f"{op}: normalized_shape must name at least one dimension, got ()")
+    return shape
 
 
 def _off(p: float) -> float:
