@@ -32,7 +32,11 @@ _QUICK = timing.Effort(replay_ms=15.0, warmup_ms=5.0, blocks=3, block_ms=5.0, la
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    return int(options.command(options))
+    try:
+        return int(options.command(options))
+    except results.UnreadableError as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 2
 
 
 def run(options: argparse.Namespace) -> int:
@@ -98,7 +102,7 @@ def sweep_all(options: argparse.Namespace) -> int:
 def compare(options: argparse.Namespace) -> int:
     """Compares two results files, and fails if fusedops became slower, or needs more memory, beyond the threshold."""
     try:
-        verdict = comparing.compare(results.read(options.old), results.read(options.new), options.threshold / 100.0)
+        verdict = comparing.compare(results.load(options.old), results.load(options.new), options.threshold / 100.0)
     except ValueError as error:
         print(f"nothing to compare: {error}", file=sys.stderr)
         return 2
@@ -134,7 +138,7 @@ def table(options: argparse.Namespace) -> int:
 
     path = options.output or _DEFAULT
     try:
-        text = tables.markdown(results.read(path), _device_of(path), options.mode)
+        text = tables.markdown(results.load(path), _device_of(path), options.mode)
         if options.write is None:
             print(text)
         else:
@@ -148,7 +152,7 @@ def table(options: argparse.Namespace) -> int:
 
 def check(options: argparse.Namespace) -> int:
     """Prints each figure asked beside what was seen; fails if one is missed or absent."""
-    verdicts = targets.compare(results.read(options.output or _DEFAULT))
+    verdicts = targets.compare(results.load(options.output or _DEFAULT))
     print(targets.report(verdicts))
     return 0 if all(verdict.met for verdict in verdicts) else 1
 
@@ -262,7 +266,7 @@ def _draw(path: Path, device: str) -> int:
     from . import plot as plotting
 
     try:
-        plotting.draw(results.read(path), path.with_suffix(".png"), device)
+        plotting.draw(results.load(path), path.with_suffix(".png"), device)
     except (ImportError, ValueError) as error:
         print(f"no plot: {error}", file=sys.stderr)
         return 1

@@ -47,7 +47,7 @@ python -m benchmarks compare OLD.csv NEW.csv     # regressions, before a release
 
 def markdown(folder: Path, device: str) -> str:
     """The page, from ``<device>.csv`` and, where there is one, ``sweep_<device>.csv``."""
-    main, swept = results.read(folder / f"{device}.csv"), results.read(folder / f"sweep_{device}.csv")
+    main, swept = results.load(folder / f"{device}.csv"), results.read(folder / f"sweep_{device}.csv")
     if not main:
         raise ValueError(f"{folder / f'{device}.csv'} holds no rows")
     both = results.merge(swept, main)
@@ -59,7 +59,7 @@ def markdown(folder: Path, device: str) -> str:
 
 def draw(folder: Path, device: str, docs: Path) -> list[Path]:
     """Draws the pictures that the page shows, beside it; needs matplotlib."""
-    main, swept = results.read(folder / f"{device}.csv"), results.read(folder / f"sweep_{device}.csv")
+    main, swept = results.load(folder / f"{device}.csv"), results.read(folder / f"sweep_{device}.csv")
     specs = discover()
     drawn = [docs / _image(device, "fractions")]
     plot.draw(main, drawn[0], device.replace("_", " ").upper())

@@ -17,9 +17,11 @@ __all__ = [
     "Book",
     "Key",
     "Row",
+    "UnreadableError",
     "commit",
     "device_slug",
     "elements",
+    "load",
     "merge",
     "read",
     "read_records",
@@ -30,6 +32,10 @@ __all__ = [
 
 Key = tuple[str, str, str, str, str]
 _ROOT = Path(__file__).resolve().parent.parent
+
+
+class UnreadableError(Exception):
+    """A file that holds no results."""
 
 
 @dataclass(frozen=True)
@@ -74,19 +80,38 @@ COLUMNS = tuple(field.name for field in fields(Row))
 _NUMBERS = ("gpu_us", "loop_us", "floor_us", "peak_mib")
 
 
+def load(path: Path) -> list[Row]:
+    """The rows of a results file that must be there.
+
+    Raises:
+        UnreadableError: there is none, or it holds something else.
+    """
+    if not path.is_file():
+        raise UnreadableError(f"no such file: {path}")
+    return read(path)
+
+
 def read(path: Path) -> list[Row]:
-    """The rows of a results file; none where there is no file."""
+    """The rows of a results file; none where there is no file.
+
+    Raises:
+        UnreadableError: it holds something else.
+    """
     return [_row(record) for record in read_records(path, COLUMNS)]
 
 
 def read_records(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
-    """The lines of a file with these columns and no others; none where there is no file."""
+    """The lines of a file with these columns and no others; none where there is no file.
+
+    Raises:
+        UnreadableError: it holds something else.
+    """
     if not path.exists():
         return []
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
         if list(reader.fieldnames or ()) != list(columns):
-            raise ValueError(f"{path} has the columns {reader.fieldnames}, expected {list(columns)}")
+            raise UnreadableError(f"{path} has the columns {reader.fieldnames}, expected {list(columns)}")
         return list(reader)
 
 

@@ -45,7 +45,7 @@ def this_machine() -> tuple[str, Machine]:
 
     device = torch.device("cuda", torch.cuda.current_device())
     properties = torch.cuda.get_device_properties(device)
-    bandwidth = timing.copy_bandwidth(device)
+    bandwidth = timing.copy_bandwidth(device, gib=4.0)
     torch.cuda.empty_cache()
     return properties.name, Machine(
         device, properties.L2_cache_size, bandwidth, commit(), torch.__version__, triton.__version__

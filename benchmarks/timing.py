@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fusedops.tune.timing import copy_bandwidth, events, set_count
+
 __all__ = [
     "Effort",
     "Forward",
@@ -32,7 +34,6 @@ __all__ = [
     "uncaptured_us",
 ]
 
-_CACHES = 4  # the sets' total, in sizes of the L2
 _CALLS = 16  # the least calls in one graph, so that the gap before it is spread thin
 
 
@@ -105,21 +106,6 @@ def mode_context(mode: str) -> AbstractContextManager[Any]:
     return torch.no_grad() if mode == "fwd" else nullcontext()
 
 
-def set_count(input_bytes: int, l2_bytes: int, *, least: int = 3, most: int = 64) -> int:
-    """How many sets of inputs of that size are several times the L2; bounded for very small and very large ones."""
-    return max(least, min(most, math.ceil(_CACHES * l2_bytes / max(1, input_bytes))))
-
-
-def copy_bandwidth(device: torch.device, gib: float = 4.0, repeats: int = 10) -> float:
-    """Bytes a second, read and written, of a large copy within the device."""
-    source = torch.empty(int(gib * 2**30), dtype=torch.uint8, device=device).random_()
-    target = torch.empty_like(source)
-    for _ in range(3):
-        target.copy_(source)
-    ms = _events(lambda: target.copy_(source), repeats)
-    return 2 * source.numel() / (statistics.median(ms) * 1e-3)
-
-
 def peak_mib(step: Callable[[], object]) -> float:
     """The most memory that one warm call held at once beyond what was held before it."""
     torch.cuda.synchronize()
@@ -152,11 +138,11 @@ def gpu_us(
     graph = _capture(steps, rounds, split)
     try:
         graph.replay()
-        estimate = max(1e-3, _events(graph.replay, 1)[0])
+        estimate = max(1e-3, events(graph.replay, 1)[0])
         for _ in range(math.ceil(effort.warmup_ms / estimate)):
             graph.replay()
         replays = max(5, min(500, math.ceil(effort.replay_ms / estimate)))
-        return statistics.median(_events(graph.replay, replays, between)) * 1e3 / (rounds * len(steps))
+        return statistics.median(events(graph.replay, replays, between)) * 1e3 / (rounds * len(steps))
     finally:
         graph.reset()  # frees the outputs that it holds
 
@@ -169,9 +155,9 @@ def uncaptured_us(steps: Sequence[Step], effort: Effort) -> float:
             step()
 
     every()
-    estimate = max(1e-3, _events(every, 1)[0])
+    estimate = max(1e-3, events(every, 1)[0])
     repeats = max(3, min(100, math.ceil(effort.replay_ms / estimate)))
-    return statistics.median(_events(every, repeats)) * 1e3 / len(steps)
+    return statistics.median(events(every, repeats)) * 1e3 / len(steps)
 
 
 def loop_us(contenders: dict[str, Sequence[Step]], effort: Effort, *, launch_bound: bool) -> dict[str, float]:
@@ -226,18 +212,3 @@ def _capture(steps: Sequence[Step], rounds: int, split: bool) -> torch.cuda.CUDA
                 held = [step() for step in steps]
             del held
     return graph
-
-
-def _events(work: Callable[[], object], repeats: int, between: Callable[[], object] | None = None) -> list[float]:
-    """Milliseconds of each repeat."""
-    pairs = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        if between is not None:
-            between()
-        start.record()
-        work()
-        end.record()
-        pairs.append((start, end))
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in pairs]

@@ -7,11 +7,12 @@ a bad call, or one for another path, ride on a good one that came before.
 from __future__ import annotations
 
 import contextlib
+import importlib
 
 import pytest
 import torch
 
-from fusedops.core import launch
+from fusedops.core import admission, launch
 from fusedops.core.spec import BadSample, Spec
 from support import EVERY_SPEC, as_tuple
 
@@ -65,3 +66,16 @@ def test_shapes_after_other_shapes(spec: Spec, device: torch.device) -> None:
         outputs = as_tuple(spec.call(**sample.tensors, **sample.options))
         assert all(output.shape[0] == rows for output in outputs)
         assert sum(output.shape[1] for output in outputs) == cols
+
+
+@every
+def test_what_is_remembered_is_bounded(spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ever new shapes fill no memory; and a call after its entry was dropped is checked again, and right."""
+    ops = importlib.import_module(spec.samples.__module__.removesuffix("spec") + "ops")
+    monkeypatch.setattr(ops, "_admitted", {})
+    monkeypatch.setattr(admission, "_MOST", 3)
+    for cols in (*range(8, 15), 8):
+        sample = spec.benchmark((4, cols), torch.float32, device)
+        outputs = as_tuple(spec.call(**sample.tensors, **sample.options))
+        assert sum(output.shape[1] for output in outputs) == cols
+        assert 1 <= len(ops._admitted) <= 3

@@ -110,7 +110,7 @@ def test_shapes_are_ordered_as_numbers():
 def test_a_file_with_other_columns_is_refused_and_left_alone(tmp_path):
     path = tmp_path / "device.csv"
     path.write_text("op,time\nlayer_norm,3\n")
-    with pytest.raises(ValueError, match=r"has the columns \['op', 'time'\], expected \['op', 'shape'"):
+    with pytest.raises(results.UnreadableError, match=r"has the columns \['op', 'time'\], expected \['op', 'shape'"):
         results.write(path, [row()])
     assert path.read_text() == "op,time\nlayer_norm,3\n"
 
@@ -169,6 +169,7 @@ def test_an_absent_figure_is_not_met():
 
 def test_check_fails_until_every_figure_is_met(tmp_path, capsys):
     path = tmp_path / "device.csv"
+    results.write(path, [row(op="layer_norm", shape="3x5")])
     assert command.main(["check", "--output", str(path)]) == 1
     # Ten microseconds of a floor of 9.5, and a hundredth of eager's loop.
     good = [
@@ -199,6 +200,7 @@ def test_plot(tmp_path):
 
 
 def test_plot_of_nothing_says_so(tmp_path, capsys):
+    results.write(tmp_path / "none.csv", [])
     assert command.main(["plot", "--output", str(tmp_path / "none.csv")]) == 1
     assert "nothing to draw" in capsys.readouterr().err
 

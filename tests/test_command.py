@@ -48,6 +48,9 @@ def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         (["--dtype", "int4"], "no dtype 'int4'"),
         (["--jobs", "0"], "--jobs must be at least 1, got 0"),
         (["--compare", "/nowhere.csv"], "no such file: /nowhere.csv"),
+        (["--compare", __file__], f"{__file__} is not a file of --raw: its columns are not kernel, group,"),
+        (["--raw", __file__], f"{__file__} is not a file of --raw"),
+        (["--op", "no_repeat_ngram"], "no_repeat_ngram has nothing to tune"),
     ],
 )
 def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fusedops
+from fusedops.generation import FusedNoRepeatNGramLogitsProcessor
 from fusedops.nn import (
     FusedBatchedLayerNormTanh,
     FusedBiasAct,
@@ -408,6 +410,68 @@ def test_bad_arguments(fused: type[nn.Module]) -> None:
             fused(4, p=p)
     with pytest.raises(ValueError, match=r"x has shape \(2, 5\), expected \(\*, 4\)"):
         fused(4, elementwise_affine=False)(torch.randn(2, 5))
+
+
+# --- constants: what the call would refuse is refused when the module is built ----------------------------------------
+
+X = torch.randn(2, 4)
+# A constructor, a call with the same wrong constant, and what that raises.
+REFUSED: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
+    (lambda: FusedLayerNorm(4, eps=-1.0), lambda: fusedops.layer_norm(X, 4, eps=-1.0)),
+    (lambda: FusedLayerNorm(4, eps="1"), lambda: fusedops.layer_norm(X, 4, eps="1")),
+    (lambda: FusedLayerNorm(4, eps=None), lambda: fusedops.layer_norm(X, 4, eps=None)),
+    (lambda: FusedLayerNorm(()), lambda: fusedops.layer_norm(X, ())),
+    (lambda: FusedLayerNorm(4.0), lambda: fusedops.layer_norm(X, 4.0)),
+    (lambda: FusedRMSNorm(4, eps=-1.0), lambda: fusedops.rms_norm(X, 4, eps=-1.0)),
+    (lambda: FusedRMSNorm(()), lambda: fusedops.rms_norm(X, ())),
+    (lambda: FusedRMSNorm(4, weight_offset=float("inf")), lambda: fusedops.rms_norm(X, 4, weight_offset=float("inf"))),
+    (lambda: FusedRMSNorm(4, weight_offset="1"), lambda: fusedops.rms_norm(X, 4, weight_offset="1")),
+    (lambda: FusedRMSNorm(4, rounding="gpt"), lambda: fusedops.rms_norm(X, 4, rounding="gpt")),
+    *[(lambda p=p: FusedBiasDropoutAdd(p), lambda p=p: fusedops.bias_dropout_add(X, None, None, p=p))
+      for p in (-0.1, 1.1, float("nan"), "0.1")],
+    *[(lambda o=o: FusedBiasDropoutAddLayerNorm(4, **{"p": 0.1} | o),
+       lambda o=o: fusedops.bias_dropout_add_ln(X, None, None, None, None, **{"p": 0.1} | o))
+      for o in ({"p": 2.0}, {"eps": -1.0}, {"eps": None}, {"save": "all"})],
+    *[(lambda o=o: FusedBiasDropoutAddRMSNorm(4, **{"p": 0.1} | o),
+       lambda o=o: fusedops.bias_dropout_add_rms_norm(X, None, None, None, **{"p": 0.1} | o))
+      for o in ({"p": "x"}, {"eps": -1.0}, {"save": None}, {"rounding": "gpt"}, {"weight_offset": float("nan")})],
+    (lambda: FusedGELU("fast"), lambda: fusedops.gelu(X, "fast")),
+    (lambda: FusedBiasGELU(None), lambda: fusedops.bias_gelu(X, None, None)),
+    (lambda: FusedGEGLU("fast"), lambda: fusedops.geglu(X, X, "fast")),
+    (lambda: FusedGLU("mish"), lambda: fusedops.glu(X, X, "mish")),
+    (lambda: FusedBiasAct("mish"), lambda: fusedops.bias_act(X, None, "mish")),
+    (lambda: FusedBiasAct("relu", -1.0), lambda: fusedops.bias_act(X, None, "relu", p=-1.0)),
+    *[(lambda o=o: FusedBatchedLayerNormTanh(**{"sizes": (1, 3)} | o),
+       lambda o=o: fusedops.batched_layer_norm_tanh(X, **{"sizes": (1, 3)} | o))
+      for o in ({"sizes": (4, 0)}, {"sizes": ()}, {"sizes": 4}, {"sizes": (4, 0.5)}, {"eps": -1.0},
+                {"activation": "mish"})],
+    *[(lambda o=o: FusedNoRepeatNGramLogitsProcessor(**{"ngram_size": 3} | o),
+       lambda o=o: fusedops.no_repeat_ngram(X.long(), X, **{"ngram_size": 3} | o))
+      for o in ({"ngram_size": 0}, {"ngram_size": 2.0}, {"window": 2}, {"window": "8"}, {"prompt_length": -1},
+                {"pad_token_id": 0.5})],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", range(len(REFUSED)))
+def test_constants_are_refused_as_the_call_refuses_them(place: int) -> None:
+    """The same type and words, under the module's name."""
+    build, call = REFUSED[place]
+    with pytest.raises((TypeError, ValueError)) as expected:
+        call()
+    with pytest.raises(type(expected.value)) as caught:
+        build()
+    name, _, words = str(caught.value).partition(": ")
+    assert name.startswith("Fused") and words == str(expected.value).partition(": ")[2]
+
+
+@pytest.mark.parametrize("norm", [FusedLayerNorm, FusedRMSNorm, FusedBiasDropoutAddLayerNorm])
+def test_sizes_that_no_tensor_has(norm: type[nn.Module]) -> None:
+    """A call has a tensor to compare them with."""
+    with pytest.raises(ValueError, match=rf"{norm.__name__}: normalized_shape must hold no negative size, got \(-1,\)"):
+        norm(-1)
+    with pytest.raises(TypeError, match=r"normalized_shape must be an int or a sequence of ints, got one of float"):
+        norm([4.0])
+    assert norm([np.int64(4)]).weight.shape == norm(torch.tensor([4])).weight.shape == (4,)
 
 
 # --- slices: one module in the place of many ----------------------------------------------------------------------

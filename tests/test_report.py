@@ -91,8 +91,26 @@ def test_compare_command(tmp_path, capsys):
     assert "GPU time: new over old 1.020 (geometric mean of 1 cases)" in said
     assert command.main(["compare", str(old), str(new), "--threshold", "1"]) == 1
     assert re.search(r"1 regressions beyond 1%:\n  rms_norm .* \+2\.0%", capsys.readouterr().out)
+    results.write(tmp_path / "none.csv", [])
     assert command.main(["compare", str(old), str(tmp_path / "none.csv")]) == 2
     assert "no case of fusedops in common" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["check", "compare", "plot", "report", "table"])
+@pytest.mark.parametrize(
+    ("text", "said"), [(None, "no such file: {}"), ("a,b\n1,2\n", "{} has the columns ['a', 'b']")]
+)
+def test_a_file_that_holds_no_results(verb, text, said, tmp_path, capsys):
+    """One line, exit code 2, and nothing written."""
+    path, page = tmp_path / "nvidia_h200.csv", tmp_path / "report.md"
+    if text is not None:
+        path.write_text(text)
+    arguments = [str(path)] * 2 if verb == "compare" else ["--output", str(path)]
+    arguments += ["--page", str(page)] if verb == "report" else []
+    assert command.main([verb, *arguments]) == 2
+    seen = capsys.readouterr()
+    assert seen.err.startswith(f"benchmarks: {said.format(path)}") and seen.err.count("\n") == 1 and not seen.out
+    assert not page.exists()
 
 
 # --- the report ---------------------------------------------------------------------------------------------------
@@ -184,6 +202,7 @@ def test_goals_are_stated_as_met_missed_or_not_measured(tmp_path):
 
 
 def test_a_report_of_nothing_says_so(tmp_path, capsys):
+    results.write(tmp_path / "none.csv", [])
     nothing = ["report", "--output", str(tmp_path / "none.csv"), "--page", str(tmp_path / "report.md")]
     assert command.main(nothing) == 1
     assert "holds no rows" in capsys.readouterr().err

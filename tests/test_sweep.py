@@ -385,3 +385,55 @@ def test_raw_timings_and_the_distance_of_the_heuristic(tmp_path: Path) -> None:
 def test_every_family_has_sources_for_its_mark() -> None:
     marks = {question: tables.mark(question) for question in every_question() if question.bucket == 0}
     assert len(set(marks.values())) > 10
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "same"),
+    [
+        ("acc * scale", "acc  *  scale  # why", True),
+        ('    """Doc."""\n', "", True),
+        ("f(x, n)", "f(\n    x,\n    n,\n)", True),
+        ("acc * scale", "scale * acc", False),
+        ("16", "16.0", False),
+        ("'mean'", "'sum'", False),
+        ("if n:", "if not n:", False),
+    ],
+)
+def test_a_digest_of_code_alone(old: str, new: str, same: bool) -> None:
+    lines = (
+        "def f(x, n):",
+        '    """Doc."""',
+        "    if n:",
+        "        x = load(x, 16, 'mean')",
+        "    return acc * scale",
+        "f(x, n)",
+    )
+    source = "\n".join((*lines, ""))
+    assert source.count(old)
+    assert (tables.code(source.replace(old, new)) == tables.code(source)) is same
+
+
+def test_comments_leave_a_table_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is said of kernels does not count in their entries' mark, what they do does, in both files."""
+    package = Path(tables.__file__).parent.parent
+    files = [tmp_path / folder / name for folder, name in (("norms", "kernels.py"), ("core", "device.py"))]
+    for file in files:
+        file.parent.mkdir()
+        file.write_bytes((package / file.relative_to(tmp_path)).read_bytes())
+
+    def mark() -> str:
+        tables._sources.cache_clear()
+        return tables.mark(QUESTION)
+
+    marks = [mark()]
+    monkeypatch.setattr(tables.resources, "files", lambda name: tmp_path)
+    try:
+        for file in files:
+            text = file.read_text()
+            file.write_text(text.replace(":\n", ":  # said\n"))
+            assert mark() == marks[-1], file
+            file.write_text(text + "\nMORE = 1\n")
+            marks.append(mark())
+    finally:
+        tables._sources.cache_clear()
+    assert len(set(marks)) == 3

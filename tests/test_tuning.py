@@ -16,7 +16,7 @@ import torch
 
 import fusedops
 from fusedops.core import cache, launch, tuning
-from fusedops.core.question import BUCKET, BUCKETS, Config, Question, family_of, valid
+from fusedops.core.question import BUCKET, BUCKETS, Config, Question, block_holding, family_of, valid
 from fusedops.core.spec import Spec
 from fusedops.tune.workloads import workload_for
 from questions import every_question
@@ -108,6 +108,13 @@ def test_buckets_of_rows() -> None:
     """The bucket that the launches look up is the last whose least number of rows is there."""
     for rows in (*range(1, 300), 4095, 4096, 4097, 65535, 65536, 2**20, 2**31, 2**40):
         assert BUCKET[rows.bit_length()] == sum(rows >= least for least in BUCKETS) - 1, rows
+
+
+def test_the_block_that_holds_a_row() -> None:
+    for cols in (1, 15, 16, 17, 255, 256, 257, 11008, 65536, 65537):
+        block = block_holding(cols)
+        assert block in {1 << bits for bits in range(4, 32)}
+        assert block >= cols and (block == 16 or block < 2 * cols), cols
 
 
 # --- what asks, and how often -------------------------------------------------------------------------------------

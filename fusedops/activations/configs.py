@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.question import Config, Question, around, in_buckets
+from ..core.question import Config, Question, around, block_holding, in_buckets
 
 __all__ = ["candidates", "heuristic", "sum_partials", "valid"]
 
@@ -12,13 +12,9 @@ _ELEMENTS = 2048
 _FEW, _MANY = 1, 3
 
 
-def _block(cols: int) -> int:
-    return max(1 << max(cols - 1, 0).bit_length(), 16)
-
-
 def _fitting(cols: int, most: int) -> int:
     """The widest tile that leaves little of a row's last tile empty: 11,008 is 43 times 256, not 11 times 1024."""
-    block = min(_block(cols), most)
+    block = min(block_holding(cols), most)
     while block > 256 and -(-cols // block) * block * 16 > cols * 17:
         block //= 2
     return block
@@ -56,7 +52,7 @@ def heuristic(question: Question) -> Config:
 def valid(question: Question, config: Config) -> bool:
     """Any tile serves that leaves little of a row's last one empty."""
     cols, block = question.cols, config.block_n
-    return 16 <= block <= _block(cols) and (block <= 256 or -(-cols // block) * block * 16 <= cols * 17)
+    return 16 <= block <= block_holding(cols) and (block <= 256 or -(-cols // block) * block * 16 <= cols * 17)
 
 
 def candidates(question: Question) -> list[Config]:

@@ -19,11 +19,15 @@ class FusedGELU(nn.GELU):
     Shape:
         input and output: ``(*, N)``, in the input's dtype (fp16, bf16, fp32 or fp64).
     Raises:
-        ValueError: ``approximate`` is unknown (at the call, as torch.nn has it).
+        ValueError: ``approximate`` is unknown.
         TypeError: the input is no floating-point tensor.
     Numerics: computed in fp32, in fp64 for fp64 inputs.
     Source: Hendrycks and Gimpel 2016, arXiv:1606.08415.
     """
+
+    def __init__(self, approximate: str = "none") -> None:
+        check_choice(type(self).__name__, "approximate", approximate, ops.APPROXIMATIONS)
+        super().__init__(approximate)
 
     def forward(self, input: Tensor) -> Tensor:
         """Activate ``input``; see the class."""
@@ -44,6 +48,10 @@ class FusedBiasGELU(nn.GELU):
     Numerics: computed in fp32, in fp64 for fp64 inputs.
     Source: Hendrycks and Gimpel 2016, arXiv:1606.08415.
     """
+
+    def __init__(self, approximate: str = "none") -> None:
+        check_choice(type(self).__name__, "approximate", approximate, ops.APPROXIMATIONS)
+        super().__init__(approximate)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Add ``bias`` and activate; see the class."""
@@ -66,8 +74,8 @@ class FusedBiasAct(nn.Dropout):
     """
 
     def __init__(self, activation: str = "gelu", p: float = 0.0) -> None:
-        check_choice("FusedBiasAct", "activation", activation, ACTIVATIONS)
-        check_p("FusedBiasAct", p)
+        check_choice(type(self).__name__, "activation", activation, ACTIVATIONS)
+        check_p(type(self).__name__, p)
         super().__init__(p)
         self.activation = activation
 
@@ -147,7 +155,7 @@ class FusedGEGLU(nn.Module):
 
     def __init__(self, approximate: str = "none") -> None:
         super().__init__()
-        check_choice("FusedGEGLU", "approximate", approximate, ("none", "tanh"))
+        check_choice(type(self).__name__, "approximate", approximate, ops.APPROXIMATIONS)
         self.approximate = approximate
 
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:

@@ -10,15 +10,16 @@ from torch.nn import functional as F
 
 from ..core import autograd, checks, launch, rng
 from ..core.activations import ACTIVATIONS
+from ..core.admission import UNSEEN, keep
 from . import launching, reference
 from .function import ActivationFunction, Call, anchor, packing
 from .launching import Kind, Site
 from .operators import operator_call
 
-__all__ = ["bias_act", "bias_gelu", "geglu", "gelu", "glu", "swiglu"]
+__all__ = ["APPROXIMATIONS", "bias_act", "bias_gelu", "geglu", "gelu", "glu", "swiglu"]
 
 # F.gelu's argument, and the table's names.
-_APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
+APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
@@ -154,9 +155,9 @@ def glu(gate: Tensor, up: Tensor | None = None, activation: str = "silu") -> Ten
 
 
 def _approximation(op: str, approximate: Any) -> str:
-    name = _APPROXIMATIONS.get(approximate) if isinstance(approximate, str) else None
+    name = APPROXIMATIONS.get(approximate) if isinstance(approximate, str) else None
     if name is None:
-        checks.check_choice(op, "approximate", approximate, tuple(_APPROXIMATIONS))
+        checks.check_choice(op, "approximate", approximate, tuple(APPROXIMATIONS))
         raise AssertionError("a choice that is none")
     return name
 
@@ -180,14 +181,9 @@ def _check(op: str, kind: Kind, activation: str, x: Tensor, other: Tensor | None
 
 # The calls seen to be right, by all that checks and choice of kernel depend on; None for those the formula serves.
 _admitted: dict[Any, Site | None] = {}
-_MOST_ADMITTED = 8192
 # An activation alone over at most so many elements is PyTorch's own on a GPU: both take a few microseconds there, and
 # a native autograd node costs tens of microseconds less on the host than a Python one.
 native_elements = 65536
-# A kernel is compiled for each length of the last dimension. Longer ones are vectors rather than rows of features, and
-# the formula serves them.
-_LONGEST = 1 << 23
-_UNSEEN: Any = object()
 
 
 def _call(op: str, kind: Kind, activation: str, x: Tensor, other: Tensor | None, p: float = 0.0) -> Tensor:
@@ -204,10 +200,10 @@ def _call(op: str, kind: Kind, activation: str, x: Tensor, other: Tensor | None,
             None if other is None else (type(other), other.dtype, other.device, other.is_neg(),
                                         other.shape if kind == "bias" else other.shape == x.shape),
         )  # fmt: skip
-        site = _admitted.get(key, _UNSEEN)
+        site = _admitted.get(key, UNSEEN)
     except (AttributeError, IndexError, TypeError, RuntimeError):
-        key, site = None, _UNSEEN  # something is wrong, and the checks say what; or a subclass that hides its device
-    if site is _UNSEEN or torch._C._len_torch_dispatch_stack() > 0:
+        key, site = None, UNSEEN  # something is wrong, and the checks say what; or a subclass that hides its device
+    if site is UNSEEN or torch._C._len_torch_dispatch_stack() > 0:
         _check(op, kind, activation, x, other, p)
         if not autograd.plain(x, other):
             return _observed(op, kind, activation, x, other, p)
@@ -241,20 +237,16 @@ def _admit(key: Any, kind: Kind, activation: str, x: Tensor, other: Tensor | Non
     site = None
     # Tensors whose sign is still to be flipped (an imaginary part after conj) have other numbers in memory.
     lazy = x.is_neg() or (other is not None and other.is_neg())
-    if launch.runs_kernels(x.device.type) and not lazy and x.shape[-1] <= _LONGEST:
+    if launch.runs_kernels(x.device.type) and not lazy and x.shape[-1] <= launch.LONGEST_ROW:
         site = launching.site_of(kind, activation, _cols(kind, x), x.get_device(), x.dtype,
                                  None if other is None else other.dtype)  # fmt: skip
-    if key is not None:
-        if len(_admitted) >= _MOST_ADMITTED:
-            _admitted.clear()
-        _admitted[key] = site
-    return site
+    return keep(_admitted, key, site)
 
 
 def _observed(op: str, kind: Kind, activation: str, x: Tensor, other: Tensor | None, p: float) -> Tensor:
     """Under torch.compile, a dispatch mode or a tensor subclass: one registered operator, which they can see."""
     _check(op, kind, activation, x, other, p)
-    if not launch.runs_kernels(x.device.type) or not 0 < x.shape[-1] <= _LONGEST:
+    if not launch.runs_kernels(x.device.type) or not 0 < x.shape[-1] <= launch.LONGEST_ROW:
         return _composite(kind, activation, x, other, p)
     seed = None if p == 0.0 else rng.draw(x.device) if p < 1.0 else (0, 0)
     return operator_call(x, other, seed, rng.threshold(p), kind, activation, _cols(kind, x))

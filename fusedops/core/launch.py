@@ -23,6 +23,7 @@ import torch
 from .question import Config
 
 __all__ = [
+    "LONGEST_ROW",
     "MOST_TILES",
     "SEED_TYPES",
     "Request",
@@ -142,6 +143,9 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
+# A kernel is compiled for each length of a row. Longer ones are vectors rather than rows of features, and the formula
+# serves them.
+LONGEST_ROW = 1 << 23
 # The longest axis 1 of a CUDA grid, and axis 2.
 MOST_TILES = 65535
 

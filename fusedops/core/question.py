@@ -15,6 +15,7 @@ __all__ = [
     "Grid",
     "Question",
     "around",
+    "block_holding",
     "family_of",
     "fingerprint",
     "in_buckets",
@@ -137,6 +138,11 @@ def around(config: Config, *, least: int = 4, most: int = 64) -> list[Config]:
         if near == config or (whole and least <= near.block_n * near.rows // (32 * near.warps) <= most):
             found.append(near)
     return found
+
+
+def block_holding(cols: int) -> int:
+    """The narrowest block that holds a row: a power of two, at least 16."""
+    return 1 << max(cols - 1, 15).bit_length()
 
 
 def in_buckets(rule: Callable[[Question], Config], question: Question) -> list[Config]:

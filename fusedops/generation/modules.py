@@ -23,7 +23,7 @@ class FusedNoRepeatNGramLogitsProcessor:
 
     Args:
         ngram_size: n, at least 1.
-        window: only n-grams within the last ``window`` tokens count; None for all.
+        window: only n-grams within the last ``window`` tokens count, at least ``ngram_size``; None for all.
         allowed: ids of tokens that are never banned.
         prompt_length: n-grams that touch the first ``prompt_length`` tokens do not count; with padded prompts, the
             padding is part of it.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core import autograd, checks, launch
+from ..core.admission import UNSEEN, keep
 from . import launching, reference
 from .launching import Rule, Site
 from .operators import operator_call
@@ -31,7 +32,7 @@ def no_repeat_ngram(input_ids: Tensor, scores: Tensor, ngram_size: int, *, windo
             compared like any other token, and never banned.
         scores: ``(B, V)``, fp16, bf16, fp32 or fp64: each row's scores of the next token; any strides.
         ngram_size: n, at least 1.
-        window: only n-grams within a row's last ``window`` tokens count; None for all.
+        window: only n-grams within a row's last ``window`` tokens count, at least ``ngram_size``; None for all.
         allowed: ``(V,)``, boolean: True for tokens that are never banned; or None.
         prompt_length: n-grams that touch a row's first ``prompt_length`` tokens do not count.
         pad_token_id: n-grams that touch the run of this token at a row's beginning do not count; None if rows are not
@@ -59,11 +60,11 @@ def no_repeat_ngram(input_ids: Tensor, scores: Tensor, ngram_size: int, *, windo
             None if allowed is None else (type(allowed), allowed.dtype, allowed.device,
                                           allowed.shape == scores.shape[1:]),
         )  # fmt: skip
-        site = _admitted.get(key, _UNSEEN)
+        site = _admitted.get(key, UNSEEN)
     except (AttributeError, IndexError, TypeError, RuntimeError):
-        key, site = None, _UNSEEN  # something is wrong, and the checks say what; or a subclass that hides its device
+        key, site = None, UNSEEN  # something is wrong, and the checks say what; or a subclass that hides its device
     check_rule(_OP, *rule)
-    if site is _UNSEEN or torch._C._len_torch_dispatch_stack() > 0:
+    if site is UNSEEN or torch._C._len_torch_dispatch_stack() > 0:
         _check(input_ids, scores, allowed, inplace)
         if not autograd.plain(input_ids, scores, allowed):
             return _observed(input_ids, scores, allowed, rule, inplace)
@@ -81,6 +82,8 @@ def check_rule(op: str, ngram_size: Any, window: Any, prompt_length: Any, pad_to
     _check_integer(op, "ngram_size", ngram_size, 1)
     if window is not None:
         _check_integer(op, "window", window, 1)
+        if window < ngram_size:
+            raise ValueError(f"{op}: window must be at least {ngram_size} as ngram_size, got {window}")
     _check_integer(op, "prompt_length", prompt_length, 0)
     if pad_token_id is not None and not isinstance(pad_token_id, int):
         raise TypeError(f"{op}: pad_token_id must be an integer or None, got {type(pad_token_id).__name__}")
@@ -133,8 +136,6 @@ def _check_other(name: str, value: Any, dtypes: tuple[torch.dtype, ...], scores:
 
 # The calls seen to be right, by all that checks and choice of kernel depend on; None for those the formula serves.
 _admitted: dict[Any, Site | None] = {}
-_MOST_ADMITTED = 8192
-_UNSEEN: Any = object()
 
 
 def _admit(key: Any, input_ids: Tensor, scores: Tensor, allowed: Tensor | None, pad_token_id: int | None,
@@ -144,11 +145,7 @@ def _admit(key: Any, input_ids: Tensor, scores: Tensor, allowed: Tensor | None, 
     if launch.runs_kernels(scores.device.type) and not scores.is_neg():
         site = launching.site_of(scores.get_device(), input_ids.dtype, scores.dtype, allowed is not None,
                                  pad_token_id is not None, inplace)  # fmt: skip
-    if key is not None:
-        if len(_admitted) >= _MOST_ADMITTED:
-            _admitted.clear()
-        _admitted[key] = site
-    return site
+    return keep(_admitted, key, site)
 
 
 def _differentiated(scores: Tensor) -> bool:

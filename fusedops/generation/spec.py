@@ -87,7 +87,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         yield planted
     yield sample("int32 tokens", (4, 40, 50), 3, tokens=torch.int32)
     yield sample("int32 tokens, padded", (4, 40, 50), 2, tokens=torch.int32, pad=49)
-    for window in (1, 3, 4, 20, 100):
+    for window in (3, 4, 20, 100):
         yield sample(f"window {window}", (6, 60, 40), 3, window=window)
     for prompt in (1, 37, 58, 60, 99):
         yield sample(f"prompt {prompt}", (6, 60, 40), 3, prompt_length=prompt)
@@ -149,6 +149,8 @@ def _bad_samples(device: torch.device) -> Iterator[BadSample]:
     yield bad("n of zero", ValueError, "ngram_size must be at least 1, got 0", options={"ngram_size": 0})
     yield bad("fractional n", TypeError, "ngram_size must be an integer, got float", options={"ngram_size": 2.0})
     yield bad("window of zero", ValueError, "window must be at least 1, got 0", options={"window": 0})
+    yield bad("window of less than an n-gram", ValueError, "window must be at least 3 as ngram_size, got 2",
+              options={"ngram_size": 3, "window": 2})  # fmt: skip
     yield bad("window is no number", TypeError, "window must be an integer, got str", options={"window": "8"})
     yield bad("negative prompt", ValueError, "prompt_length must be at least 0, got -1", options={"prompt_length": -1})
     yield bad("prompt is None", TypeError, "prompt_length must be an integer, got NoneType",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.question import Config, Question, around, in_buckets
+from ..core.question import Config, Question, around, block_holding, in_buckets
 
 __all__ = ["candidates", "heuristic", "sum_partials", "valid"]
 
@@ -19,10 +19,6 @@ def _power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _block(cols: int) -> int:
-    return max(_power_of_two(cols), 16)
-
-
 def _warps(elements: int, each: int, most: int = 16) -> int:
     return min(max(_power_of_two(elements // (32 * each)), 1), most)
 
@@ -33,7 +29,7 @@ def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Co
     ``adds`` is whether a residual comes in, a second tensor in flight. With few rows a program must be quick; with many
     a thread has more elements, most of all where a quarter of them is padding.
     """
-    block = _block(cols)
+    block = block_holding(cols)
     if itemsize > 2:
         return _wide_dtype_forward(block, itemsize, bucket, adds)
     if block > _WHOLE_FORWARD:
@@ -78,13 +74,13 @@ def _wide_dtype_forward(block: int, itemsize: int, bucket: int, adds: bool) -> C
 
 def _dropout_add(cols: int, bucket: int) -> Config:
     """The forward without a norm: any tile serves, and many short ones serve few rows."""
-    if _block(cols) <= 256:
-        block = min(_block(cols), 128)
+    if block_holding(cols) <= 256:
+        block = min(block_holding(cols), 128)
         return Config(block, 2048 // block, 8)
     if bucket <= _SOME:
-        block = min(_block(cols), 1024)
+        block = min(block_holding(cols), 1024)
         return Config(block, 1024 // block, 4)
-    block = min(_block(cols), 2048)
+    block = min(block_holding(cols), 2048)
     return Config(block, 2048 // block, 8 if block == 2048 else 4)
 
 
@@ -93,7 +89,7 @@ def _backward(cols: int, itemsize: int, bucket: int, sums: int) -> Config:
 
     ``sums`` is the number of parameter gradients.
     """
-    block = _block(cols)
+    block = block_holding(cols)
     limit = _power_of_two(_SUMS // max(sums, 1) // 2 + 1)
     if itemsize > 2:
         return _wide_dtype_backward(block, itemsize, bucket, sums, limit)
@@ -153,7 +149,7 @@ def _stages(nbytes: int) -> int:
 
 def _backward_of_sum(cols: int, itemsize: int, bucket: int) -> Config:
     """The backward without a norm: any tile serves."""
-    block = min(_block(cols), 1024 if itemsize != 4 else 512)
+    block = min(block_holding(cols), 1024 if itemsize != 4 else 512)
     few = bucket <= _FEW
     if itemsize > 2:
         if few and block <= 256:
@@ -192,7 +188,7 @@ def heuristic(question: Question) -> Config:
 
 def valid(question: Question, config: Config) -> bool:
     """A program takes a whole row, in the one block that just holds it, or tiles of one."""
-    return 16 <= config.block_n <= _block(question.cols)
+    return 16 <= config.block_n <= block_holding(question.cols)
 
 
 def candidates(question: Question) -> list[Config]:
@@ -214,7 +210,7 @@ def candidates(question: Question) -> list[Config]:
 
 def _forwards(cols: int, itemsize: int) -> list[Config]:
     """Whole rows, with few or many elements a thread, one tile a program or several; tiles of wide rows."""
-    block = _block(cols)
+    block = block_holding(cols)
     found = []
     if block <= _WHOLE_FORWARD // (itemsize // 2):
         once = max(1, 1024 // block)

@@ -6,7 +6,6 @@ values and their ``state_dict`` keys are the same, and weights load both ways.
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -41,12 +40,25 @@ class FusedLayerNorm(nn.LayerNorm):
     Shape:
         input and output: ``(*, *normalized_shape)``, in the input's dtype (fp32 under CUDA autocast).
     Raises:
-        ValueError: the input's trailing dimensions are not ``normalized_shape``.
+        ValueError: ``eps`` or a size is negative; the input's trailing dimensions are not ``normalized_shape``.
         TypeError: the input is no floating-point tensor.
         RuntimeError: input and parameters are on different devices.
     Numerics: statistics in fp32, in fp64 for fp64 inputs; two-pass variance.
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        name = type(self).__name__
+        ops.check_constants(name, "layer", eps)
+        super().__init__(ops.check_sizes(name, normalized_shape), eps, elementwise_affine, bias, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input``; see the class."""
@@ -73,7 +85,9 @@ class _RoundedRMSNorm(nn.RMSNorm):
         weight_offset: float = 0.0,
         rounding: Rounding = "once",
     ) -> None:
-        super().__init__(_shape(normalized_shape), eps, elementwise_affine, device, dtype)
+        name = type(self).__name__
+        ops.check_constants(name, "rms", eps, weight_offset, rounding)
+        super().__init__(ops.check_sizes(name, normalized_shape), eps, elementwise_affine, device, dtype)
         self.rounding = rounding
         self.weight_offset = weight_offset
         if weight_offset:
@@ -104,7 +118,8 @@ class FusedRMSNorm(_RoundedRMSNorm):
         input and output: ``(*, *normalized_shape)``, in the input's dtype ("llama" and
         "t5" widen it to a wider weight's dtype).
     Raises:
-        ValueError: the input's trailing dimensions are not ``normalized_shape``; ``rounding`` is unknown.
+        ValueError: ``eps`` or a size is negative, ``rounding`` is unknown; the input's trailing dimensions are not
+            ``normalized_shape``.
         TypeError: the input is no floating-point tensor.
         RuntimeError: input and parameters are on different devices.
     Numerics: statistics in fp32, in fp64 for fp64 inputs.
@@ -135,6 +150,7 @@ class FusedBiasDropoutAdd(nn.Dropout):
     """
 
     def __init__(self, p: float = 0.5) -> None:
+        check_p(type(self).__name__, p)
         super().__init__(p)
 
     def forward(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
@@ -162,7 +178,8 @@ class FusedBiasDropoutAddLayerNorm(nn.LayerNorm):
         x and residual: ``(..., N)``; bias: ``(N,)``. bias and residual may each be None.
         Returns ``(..., N)`` in the promotion of the dtypes of x, bias and residual (fp32 under CUDA autocast).
     Raises:
-        ValueError: a shape does not fit; ``p`` lies outside [0, 1]; ``normalized_shape`` has several dimensions.
+        ValueError: a shape does not fit; ``p`` lies outside [0, 1]; ``normalized_shape`` has several dimensions;
+            another constant is out of range.
         TypeError: an input is no floating-point tensor.
         RuntimeError: inputs and parameters are on different devices.
     Numerics: statistics in fp32, in fp64 for fp64 inputs; the backward regenerates the mask from the seed.
@@ -182,8 +199,10 @@ class FusedBiasDropoutAddLayerNorm(nn.LayerNorm):
         return_sum: bool = False,
         save: Save = "sum",
     ) -> None:
-        super().__init__(_width(normalized_shape), eps, elementwise_affine, bias, device, dtype)
-        check_p(type(self).__name__, p)
+        name = type(self).__name__
+        ops.check_constants(name, "layer", eps, save=save)
+        check_p(name, p)
+        super().__init__(_width(name, normalized_shape), eps, elementwise_affine, bias, device, dtype)
         self.p = p
         self.return_sum = return_sum
         self.save = save
@@ -220,7 +239,8 @@ class FusedBiasDropoutAddRMSNorm(_RoundedRMSNorm):
         x and residual: ``(..., N)``; bias: ``(N,)``. bias and residual may each be None.
         Returns ``(..., N)`` in the promotion of the dtypes of x, bias and residual.
     Raises:
-        ValueError: a shape does not fit; ``p`` lies outside [0, 1]; ``normalized_shape`` has several dimensions.
+        ValueError: a shape does not fit; ``p`` lies outside [0, 1]; ``normalized_shape`` has several dimensions;
+            another constant is out of range.
         TypeError: an input is no floating-point tensor.
         RuntimeError: inputs and parameters are on different devices.
     Numerics: statistics in fp32, in fp64 for fp64 inputs; the backward regenerates the mask from the seed.
@@ -241,9 +261,11 @@ class FusedBiasDropoutAddRMSNorm(_RoundedRMSNorm):
         return_sum: bool = False,
         save: Save = "sum",
     ) -> None:
-        super().__init__(_width(normalized_shape), eps, elementwise_affine, device, dtype,
+        name = type(self).__name__
+        ops.check_constants(name, "rms", eps, save=save)
+        check_p(name, p)
+        super().__init__(_width(name, normalized_shape), eps, elementwise_affine, device, dtype,
                          weight_offset=weight_offset, rounding=rounding)  # fmt: skip
-        check_p(type(self).__name__, p)
         self.p = p
         self.return_sum = return_sum
         self.save = save
@@ -260,18 +282,11 @@ class FusedBiasDropoutAddRMSNorm(_RoundedRMSNorm):
         return f"{super().extra_repr()}, p={self.p}" + _differences(self, return_sum=False, save="sum")
 
 
-def _shape(normalized_shape: int | Sequence[int]) -> list[int]:
-    # numbers.Integral as torch.nn: NumPy's integers are no int.
-    if isinstance(normalized_shape, numbers.Integral):
-        return [int(normalized_shape)]
-    return list(normalized_shape)  # type: ignore[arg-type]
-
-
-def _width(normalized_shape: int | Sequence[int]) -> int:
+def _width(name: str, normalized_shape: int | Sequence[int]) -> int:
     """The hidden size; the operators with a bias and a residual normalise one dimension."""
-    shape = _shape(normalized_shape)
+    shape = ops.check_sizes(name, normalized_shape)
     if len(shape) != 1:
-        raise ValueError(f"normalized_shape must have one dimension, got {tuple(shape)}")
+        raise ValueError(f"{name}: normalized_shape must have one dimension, got {tuple(shape)}")
     return shape[0]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core import autograd, checks, launch, rng
+from ..core.admission import UNSEEN, keep
 from . import launching, reference
 from .function import Call, NormFunction
 from .launching import Site
@@ -22,6 +23,8 @@ __all__ = [
     "bias_dropout_add",
     "bias_dropout_add_ln",
     "bias_dropout_add_rms_norm",
+    "check_constants",
+    "check_sizes",
     "default_eps",
     "layer_norm",
     "rms_norm",
@@ -246,8 +249,6 @@ def _check(op: str, shape: tuple[int, ...] | None, x: Tensor, bias: Tensor | Non
         tail: tuple[int, ...] = tuple(x.shape[-1:])
     else:
         tail = shape
-        if not tail:
-            raise ValueError(f"{op}: normalized_shape must name at least one dimension, got ()")
         if tuple(x.shape[-len(tail) :]) != tail:
             wanted = ", ".join(map(str, tail))
             raise ValueError(f"{op}: input has shape {tuple(x.shape)}, expected (*, {wanted})")
@@ -258,22 +259,44 @@ def _check(op: str, shape: tuple[int, ...] | None, x: Tensor, bias: Tensor | Non
         if value is not None:
             checks.check_tensor(op, name, value, x)
             checks.check_shape(op, name, value, tail)
-    if eps is not None or "rms" not in op:
+    check_constants(op, "rms" if "rms" in op else "layer", eps, weight_offset, rounding, save)
+    checks.check_out_dtype(op, out_dtype)
+
+
+def check_constants(op: str, kind: Kind, eps: Any, weight_offset: Any = 0.0, rounding: Any = "once",
+                    save: Any = "sum") -> None:  # fmt: skip
+    """What stays the same from call to call, but p; an RMSNorm's eps may be None."""
+    if eps is not None or kind != "rms":
         checks.check_eps(op, eps)
     checks.check_number(op, "weight_offset", weight_offset)
     checks.check_choice(op, "rounding", rounding, _ROUNDINGS)
     checks.check_choice(op, "save", save, _SAVES)
-    checks.check_out_dtype(op, out_dtype)
+
+
+def check_sizes(op: str, normalized_shape: Any) -> list[int]:
+    """The sizes of a normalised shape that no tensor is there to be compared with yet."""
+    shape = _shape(op, normalized_shape)
+    for size in shape:
+        # numbers.Integral as torch.nn: NumPy's integers are no int.
+        if not isinstance(size, numbers.Integral):
+            got = type(size).__name__
+            raise TypeError(f"{op}: normalized_shape must be an int or a sequence of ints, got one of {got}")
+        if size < 0:
+            raise ValueError(f"{op}: normalized_shape must hold no negative size, got {shape}")
+    return [int(size) for size in shape]
 
 
 def _shape(op: str, normalized_shape: Any) -> tuple[int, ...]:
     if isinstance(normalized_shape, numbers.Integral):
         return (int(normalized_shape),)
     try:
-        return tuple([int(size) if isinstance(size, Tensor) else size for size in normalized_shape])
+        shape = tuple([int(size) if isinstance(size, Tensor) else size for size in normalized_shape])
     except TypeError:
         got = type(normalized_shape).__name__
         raise TypeError(f"{op}: normalized_shape must be an int or a sequence of ints, got {got}") from None
+    if not shape:
+        raise ValueError(f"{op}: normalized_shape must name at least one dimension, got ()")
+    return shape
 
 
 def _off(p: float) -> float:
@@ -285,13 +308,9 @@ def _off(p: float) -> float:
 
 # The calls seen to be right, by all that checks and choice of kernel depend on; None for those the formula serves.
 _admitted: dict[Any, Site | None] = {}
-_MOST_ADMITTED = 8192
-# A kernel is compiled for each hidden size. Longer rows are vectors rather than rows, and the formula serves them.
-_LONGEST = 1 << 23
 # A norm alone over at most so many elements is PyTorch's own on a GPU: both take a few microseconds there, and a
 # native autograd node costs tens of microseconds less on the host than a Python one.
 native_elements = 65536
-_UNSEEN: Any = object()
 
 
 def _call(op: str, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias: Tensor | None, residual: Tensor | None,
@@ -318,10 +337,10 @@ def _call(op: str, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias: T
             None if weight is None else (type(weight), weight.dtype, weight.device, weight.shape),
             None if ln_bias is None else (type(ln_bias), ln_bias.dtype, ln_bias.device, ln_bias.shape),
         )  # fmt: skip
-        site = _admitted.get(key, _UNSEEN)
+        site = _admitted.get(key, UNSEEN)
     except (AttributeError, IndexError, TypeError, RuntimeError):
-        key, site = None, _UNSEEN  # something is wrong, and the checks say what; or a subclass that hides its device
-    if site is _UNSEEN or torch._C._len_torch_dispatch_stack() > 0:
+        key, site = None, UNSEEN  # something is wrong, and the checks say what; or a subclass that hides its device
+    if site is UNSEEN or torch._C._len_torch_dispatch_stack() > 0:
         checks.check_p(op, p)
         _check(op, shape, x, bias, residual, weight, ln_bias, eps, weight_offset, rounding, save, out_dtype)
         if not autograd.plain(x, bias, residual, weight, ln_bias):
@@ -374,18 +393,14 @@ def _admit(key: Any, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias:
     # Tensors whose sign is still to be flipped (an imaginary part after conj) have other numbers in memory.
     lazy = x.is_neg() or (residual is not None and residual.is_neg())
     cols = x.shape[-1] if shape is None else math.prod(shape)
-    if launch.runs_kernels(x.device.type) and not lazy and cols <= _LONGEST:
+    if launch.runs_kernels(x.device.type) and not lazy and cols <= launch.LONGEST_ROW:
         if eps is None:
             eps = default_eps(reference.sum_dtype(x, bias, residual))
         site = launching.site_of(
             rule_of(kind, eps, weight_offset, rounding), cols, 1 if shape is None else len(shape), save, out_dtype,
             x.get_device(), x.dtype, *(None if t is None else t.dtype for t in (bias, residual, weight, ln_bias)),
         )  # fmt: skip
-    if key is not None:
-        if len(_admitted) >= _MOST_ADMITTED:
-            _admitted.clear()
-        _admitted[key] = site
-    return site
+    return keep(_admitted, key, site)
 
 
 def _observed(op: str, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias: Tensor | None,
@@ -396,7 +411,7 @@ def _observed(op: str, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bia
     checks.check_p(op, p)
     _check(op, shape, x, bias, residual, weight, ln_bias, eps, weight_offset, rounding, save, out_dtype)
     cols = x.shape[-1] if shape is None else math.prod(shape)
-    if not launch.runs_kernels(x.device.type) or not 0 < cols <= _LONGEST:
+    if not launch.runs_kernels(x.device.type) or not 0 < cols <= launch.LONGEST_ROW:
         return _composite(kind, shape, x, bias, residual, weight, ln_bias, p, eps, weight_offset, rounding, out_dtype)
     if eps is None:
         eps = default_eps(reference.sum_dtype(x, bias, residual))

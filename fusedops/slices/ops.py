@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..core import autograd, checks, launch
 from ..core.activations import ACTIVATIONS
+from ..core.admission import keep
 from . import configs, launching, reference
 from .function import SliceFunction
 from .launching import Site
@@ -220,7 +221,6 @@ class _Call:
 
 # The calls seen to be right, by all that checks and choice of kernel depend on.
 _admitted: dict[Any, _Call] = {}
-_MOST_ADMITTED = 8192
 # What the checks look at in a slice that is a tensor of its own.
 _FACTS = attrgetter("__class__", "dtype", "device", "shape")
 _LEARNS = attrgetter("requires_grad")
@@ -234,9 +234,7 @@ def _known_sizes(sizes: Sequence[int]) -> Widths:
         return found[1]
     widths = widths_of(check_sizes(sizes))
     if type(sizes) is tuple:
-        if len(_seen_sizes) >= _MOST_ADMITTED:
-            _seen_sizes.clear()
-        _seen_sizes[id(sizes)] = (sizes, widths)
+        keep(_seen_sizes, id(sizes), (sizes, widths))
     return widths
 
 
@@ -278,12 +276,7 @@ def _admit(key: Any, slices: Any, weight: Tensor | None, bias: Tensor | None, ep
             widths, dims, bool(concat), float(eps), _ALIASES.get(activation, activation), shared, out_dtype,
             first.get_device(), first.dtype, *(None if p is None else p.dtype for p in (weight, bias)),
         )  # fmt: skip
-    call = _Call(site, widths, dims, shared, spread)
-    if key is not None:
-        if len(_admitted) >= _MOST_ADMITTED:
-            _admitted.clear()
-        _admitted[key] = call
-    return call
+    return keep(_admitted, key, _Call(site, widths, dims, shared, spread))
 
 
 def _observed(slices: Any, weight: Tensor | None, bias: Tensor | None, eps: float, sizes: Any, activation: str,

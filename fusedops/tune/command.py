@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ from .progress import Progress
 from .sweep import Outcome, Sweeper
 from .timing import GraphTimer, Timer, copy_bandwidth
 from .usage import limits_of
-from .workloads import DTYPES, Workload, discover, floor_us, grid, kernels_alone, runs_natively
+from .workloads import DTYPES, Workload, discover, floor_us, grid, kernels_alone, operators, runs_natively
 
 __all__ = ["UsageError", "add_parser", "line", "run", "sweeper_for"]
 
@@ -68,8 +69,10 @@ def run(options: argparse.Namespace) -> int:
     if options.compare is not None:
         if not options.compare.is_file():
             raise UsageError(f"no such file: {options.compare}")
-        print(tables.compare(tables.read_raw(options.compare)))
+        print(tables.compare(_raw(options.compare)))
         return 0
+    if _is_file(options.raw):
+        _raw(options.raw)  # rows are not appended to another kind of file
     if not torch.cuda.is_available():
         raise UsageError("needs a GPU; without one nothing can be timed")
     device = torch.device("cuda", torch.cuda.current_device())
@@ -126,7 +129,7 @@ class _Ship:
         name = tuning.device_name(device.index)
         path = options.output or Path(str(resources.files("fusedops"))) / "tuned" / f"{tuning.slug(name)}.json"
         self._table, self._resume = tables.Table(path), options.resume
-        self._raw, self._rows = options.raw, tables.read_raw(options.raw) if _is_file(options.raw) else []
+        self._raw, self._rows = options.raw, _raw(options.raw) if _is_file(options.raw) else []
         self._table.about = {
             "device": name, "fusedops": __version__, "torch": torch.__version__, "triton": triton.__version__,
             "commit": tables.commit(), "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
@@ -150,6 +153,13 @@ class _Ship:
         self._table.summary = tables.summary(self._rows)
         self._table.save()
         return f"the table is {self._table.path}\n{tables.compare(self._rows)}"
+
+
+def _raw(path: Path) -> list[dict[str, Any]]:
+    try:
+        return tables.read_raw(path)
+    except ValueError as error:
+        raise UsageError(f"{path} is not a file of --raw: {error}") from None
 
 
 def _is_file(path: Path | None) -> bool:
@@ -197,6 +207,8 @@ def _specs(names: Sequence[str]) -> list[Spec]:
     known = {spec.name for spec in every} | {spec.functional for spec in every if spec.functional}
     for name in names:
         if name not in known:
+            if name in operators():
+                raise UsageError(f"{name} has nothing to tune: its kernel has one config for all sizes")
             near = difflib.get_close_matches(name, known, 3)
             hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(sorted(known))}"
             raise UsageError(f"no operator {name!r}; {hint}")

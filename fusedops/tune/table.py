@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import hashlib
 import json
@@ -18,7 +19,7 @@ from typing import Any
 from ..core.question import BUCKETS, Config, Question, family_of, fingerprint
 from .sweep import Outcome
 
-__all__ = ["RAW_COLUMNS", "Table", "commit", "compare", "mark", "raw_rows", "read_raw", "summary", "write_raw"]
+__all__ = ["RAW_COLUMNS", "Table", "code", "commit", "compare", "mark", "raw_rows", "read_raw", "summary", "write_raw"]
 
 _CONFIG = tuple(field.name for field in fields(Config))
 RAW_COLUMNS = ("kernel", "group", "cols", "bucket", "M", "workload", *_CONFIG, "regs", "spills", "us", "dropped",
@@ -29,12 +30,32 @@ RAW_COLUMNS = ("kernel", "group", "cols", "bucket", "M", "workload", *_CONFIG, "
 def _sources(family: str) -> str:
     """A digest of the kernels that a family launches."""
     package = resources.files("fusedops")
-    texts = [(package / folder / name).read_bytes() for folder, name in ((family, "kernels.py"), ("core", "device.py"))]
-    return hashlib.sha256(b"".join(texts)).hexdigest()
+    texts = [(package / folder / name).read_text("utf-8") for folder, name in ((family, "kernels.py"),
+                                                                               ("core", "device.py"))]  # fmt: skip
+    return hashlib.sha256("".join(map(code, texts)).encode()).hexdigest()
+
+
+def code(source: str) -> str:
+    """What a source does, without comments, docstrings and layout; the same text from every Python that reads it."""
+    return _tree(ast.parse(source))
+
+
+def _tree(node: Any) -> str:
+    if isinstance(node, list):
+        return f"[{','.join(_tree(item) for item in node if not _is_docstring(item))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    # Pythons differ in which empty fields a node has.
+    known = [(name, value) for name, value in ast.iter_fields(node) if value is not None and value != []]
+    return f"{type(node).__name__}({','.join(f'{name}={_tree(value)}' for name, value in known)})"
+
+
+def _is_docstring(node: Any) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def mark(question: Question) -> str:
-    """What an entry was measured with: the configs there were to choose from, and the kernels' sources."""
+    """What an entry was measured with: the configs there were to choose from, and the kernels' code."""
     module = str(getattr(family_of(question.kernel), "__name__", "")).split(".")[-2]
     return hashlib.sha256(f"{fingerprint(question)} {_sources(module)}".encode()).hexdigest()[:8]
 
@@ -142,9 +163,16 @@ class _Distance:
 
 
 def read_raw(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file."""
+    """The rows of a file.
+
+    Raises:
+        ValueError: it was not written by `write_raw`.
+    """
     with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+        reader = csv.DictReader(file)
+        if tuple(reader.fieldnames or ()) != RAW_COLUMNS:
+            raise ValueError(f"its columns are not {', '.join(RAW_COLUMNS)}")
+        return list(reader)
 
 
 def summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -18,7 +18,7 @@ from ..core import rng, tuning
 from ..core.question import Config, Question
 from .workloads import Step, Workload
 
-__all__ = ["Bench", "GraphTimer", "Timer", "copy_bandwidth"]
+__all__ = ["Bench", "GraphTimer", "Timer", "copy_bandwidth", "events", "set_count"]
 
 _CACHES = 4  # the sets' total, in sizes of the L2
 _CALLS = 16  # the least calls in a graph, so that the gap before it is spread thin
@@ -44,13 +44,34 @@ class Timer(Protocol):
         """The workload's bench."""
 
 
+def set_count(input_bytes: int, l2_bytes: int, *, least: int = 3, most: int = 64) -> int:
+    """How many sets of inputs of that size are several times the L2; bounded for very small and very large ones."""
+    return max(least, min(most, math.ceil(_CACHES * l2_bytes / max(1, input_bytes))))
+
+
 def copy_bandwidth(device: torch.device, gib: float = 1.0) -> float:
     """Bytes a second, read and written, of a large copy within the device."""
-    source = torch.empty(int(gib * 2**30), dtype=torch.uint8, device=device)
+    source = torch.empty(int(gib * 2**30), dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
-    target.copy_(source)
-    ms = _events(lambda: target.copy_(source), 10)
+    for _ in range(3):
+        target.copy_(source)
+    ms = events(lambda: target.copy_(source), 10)
     return 2 * source.numel() / (statistics.median(ms) * 1e-3)
+
+
+def events(work: Callable[[], object], repeats: int, between: Callable[[], object] | None = None) -> list[float]:
+    """Milliseconds of each repeat; ``between`` is done before each, untimed."""
+    pairs = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if between is not None:
+            between()
+        start.record()
+        work()
+        end.record()
+        pairs.append((start, end))
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in pairs]
 
 
 class GraphTimer:
@@ -73,7 +94,7 @@ class GraphTimer:
             torch.cuda.empty_cache()
         first = Step(workload, self._device)
         l2 = properties.L2_cache_size
-        count = max(2 if first.nbytes > l2 else 3, min(64, math.ceil(_CACHES * l2 / first.nbytes)))
+        count = set_count(first.nbytes, l2, least=2 if first.nbytes > l2 else 3)
         steps = [first, *[Step(workload, self._device) for _ in range(count - 1)]]
         return _GraphBench(steps, self._stream, self._memory)
 
@@ -87,7 +108,7 @@ class _GraphBench:
         with tuning.forced(question.kernel, config), self._ready():
             calls = self._calls("backward" in question.kernel)
             calls[0]()
-            estimate = max(1e-3, _events(calls[0], 1)[0])
+            estimate = max(1e-3, events(calls[0], 1)[0])
             rounds = 1 if estimate * len(calls) > 1.0 else math.ceil(_CALLS / len(calls))
             graph = torch.cuda.CUDAGraph()
             # Not by `torch.cuda.graph`, which gives all cached memory back to the system each time.
@@ -144,22 +165,9 @@ class _GraphBench:
 def _replay(graph: torch.cuda.CUDAGraph, careful: bool) -> float:
     """Milliseconds of a replay, the median of few or many."""
     graph.replay()
-    estimate = max(1e-3, _events(graph.replay, 1)[0])
+    estimate = max(1e-3, events(graph.replay, 1)[0])
     wanted = _CAREFUL_MS if careful else _QUICK_MS
-    return statistics.median(_events(graph.replay, max(5 if careful else 3, min(200, math.ceil(wanted / estimate)))))
-
-
-def _events(work: Callable[[], object], repeats: int) -> list[float]:
-    """Milliseconds of each repeat."""
-    pairs = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        work()
-        end.record()
-        pairs.append((start, end))
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in pairs]
+    return statistics.median(events(graph.replay, max(5 if careful else 3, min(200, math.ceil(wanted / estimate)))))
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
