@@ -66,7 +66,7 @@ def _bias_samples(tensors: tuple[str, ...], options: tuple[str, ...] = ()) -> Sa
         if "p" in options:
             for p in (0.0, 0.9, 1.0):
                 yield sample(f"p={p}", (9, 56), p=p)
-            yield Sample("not training", sample("p=0.0", (5, 24)).tensors, {"p": 0.5, "training": False})
+            yield Sample("not training", sample("not training", (5, 24)).tensors, {"p": 0.5, "training": False})
 
     return samples
 

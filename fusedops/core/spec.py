@@ -8,27 +8,44 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["BadSample", "Maker", "Sample", "Shape", "Spec", "Sweep"]
+__all__ = ["BadSample", "Maker", "Sample", "Shape", "Spec", "Sweep", "only_sample"]
 
 # Rows and columns; a family may take more dimensions, or name a shape: (4096, "R4096").
 Shape = tuple[int | str, ...]
+
+
+_only: list[str] = []
+
+
+@contextmanager
+def only_sample(name: str) -> Iterator[None]:
+    """Inside the block the samples of other names have no values: their tensors lie on the meta device."""
+    _only.append(name)
+    try:
+        yield
+    finally:
+        _only.pop()
 
 
 class Maker:
     """Random tensors that depend on the sample's name alone, so that one sample is the same in every test."""
 
     def __init__(self, name: str, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
+        self.device = torch.device("meta") if _only and _only[-1] != name else device
+        self.dtype = dtype
         self.generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
 
     def __call__(self, *shape: int, dtype: torch.dtype | None = None, shift: float = 0.0, scale: float = 1.0) -> Tensor:
         """A normal tensor of that shape, in the maker's dtype if none is given."""
+        if self.device.type == "meta":
+            return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         values = torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale + shift
         return values.to(device=self.device, dtype=dtype or self.dtype)
 
