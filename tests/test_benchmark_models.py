@@ -13,16 +13,17 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks.models import measuring, page, results, runner, text, training, workloads
 from benchmarks.models import command as models_command
+from benchmarks.models import measuring, page, results, runner, text, training, workloads
 from benchmarks.models import providers as contenders
 from benchmarks.models.providers import COMPILING, PROVIDERS, Contender, contender, offered
 from benchmarks.models.results import Row
 from zoo import counted, transformers_only
 
 ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.plain
 CPU = torch.device("cpu")
-ISSUED = "model,mode,provider,ms,peak_mib,loss,commit,torch,triton".split(",")
+ISSUED = ["model", "mode", "provider", "ms", "peak_mib", "loss", "commit", "torch", "triton"]
 NAMES = {"bert", "gpt2", "t5", "llama", "vit"}
 TEXT = text.Text(CPU)
 LIGHT = measuring.Effort(rounds=2, block_s=0.001, singles=1)
@@ -309,13 +310,13 @@ def test_a_loss_is_a_row_of_its_own(tmp_path):
 
 def test_stages_put_compilers_last():
     stages = runner.stages(workloads.workloads())
-    assert [set(p for work in stage for p in work.providers) & set(COMPILING) for stage in stages] == [
+    assert [{p for work in stage for p in work.providers} & set(COMPILING) for stage in stages] == [
         set(),
         set(COMPILING),
     ]
     assert all(set(work.providers) <= set(COMPILING) for work in stages[1])
     assert [str(work.workload) for work in stages[1]][:2] == ["bert train 32x512", "gpt2 train 16x1024"]
-    assert not [work for work in runner.stages(workloads.workloads(["bert"]), ["liger"])]
+    assert not list(runner.stages(workloads.workloads(["bert"]), ["liger"]))
 
 
 def test_a_killed_run_loses_nothing_and_is_resumed(tmp_path, monkeypatch):
@@ -337,7 +338,7 @@ def test_a_killed_run_loses_nothing_and_is_resumed(tmp_path, monkeypatch):
     run("--model", "bert", "--model", "gpt2", "--output", path, "--resume")
     assert asked[3] == (first[0], ("eager",)) or asked[3] == (second[0], ("eager",))
     assert asked[4] == cut
-    assert len(set(line.key for line in results.read(path))) == len(results.read(path)) == 18
+    assert len({line.key for line in results.read(path)}) == len(results.read(path)) == 18
 
 
 def test_the_budget_starts_nothing_new(tmp_path, capsys):
@@ -361,7 +362,7 @@ def test_a_failing_provider_is_left_out_and_ours_fails_the_run(monkeypatch, caps
 
 
 @pytest.mark.parametrize(
-    ("option", "given", "near"), [("model", "brt", "bert"), ("mode", "trian", "train"), ("provider", "fusd", "fused")]
+    ("option", "given", "near"), [("model", "brt", "bert"), ("mode", "tain", "train"), ("provider", "fusd", "fused")]
 )
 def test_unknown_names_are_refused_with_near_ones(option, given, near, capsys):
     assert run(f"--{option}", given) == 2
