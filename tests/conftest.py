@@ -25,10 +25,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "compiled: compiles kernels, which interpreted ones cannot be")
     config.addinivalue_line("markers", "kernels: needs the Triton kernels, on a GPU or through the interpreter")
+    config.addinivalue_line("markers", "plain: of whole models or programs, which the interpreter is too slow for")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    absent = {"compiled": INTERPRETED, "gpu": DEVICE.type != "cuda", "kernels": not KERNEL_PATH}
+    absent = {"compiled": INTERPRETED, "plain": INTERPRETED, "gpu": DEVICE.type != "cuda", "kernels": not KERNEL_PATH}
     dropped = [item for item in items if any(absent[m.name] for m in item.iter_markers() if m.name in absent)]
     if dropped:
         config.hook.pytest_deselected(items=dropped)

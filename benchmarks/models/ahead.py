@@ -30,7 +30,8 @@ def compile_ahead(work: Sequence[Work], *, jobs: int, device: torch.device, seco
     Returns:
         how many were compiled, of how many. The measuring process compiles the others, and reports what fails.
     """
-    todo = [(item.workload, name) for item in work for name in item.providers if name in COMPILING]
+    timed = [item for item in work if item.workload.mode in ("train", "infer")]  # only these keep their shapes
+    todo = [(item.workload, name) for item in timed for name in item.providers if name in COMPILING]
     if not todo:
         return 0, 0
     with warm.workers(min(jobs, len(todo)), device) as pool:

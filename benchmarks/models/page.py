@@ -60,7 +60,7 @@ To measure it all again, on a GPU, with `pip install .[bench,hf]`:
 
 ```
 python -m benchmarks models --provider eager --provider fused --provider liger
-python -m benchmarks models --provider compile --provider fused_compile --jobs 8
+python -m benchmarks models --provider compile --provider fused_compile
 python -m benchmarks models --loss
 python -m benchmarks models --page                             # this page
 python -m benchmarks models --profile --model gpt2 --mode train --provider fused    # where the time goes
