@@ -53,7 +53,7 @@ def _recorded(device_index: int) -> bool:
     """Whether work is being captured or traced: a benchmark would become part of it, or break it."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True
-    return device_index >= 0 and torch.cuda.is_current_stream_capturing()
+    return tuning.capturing(device_index)
 
 
 def _tuned(question: Question, device_index: int, config: Config, origin: tuning.Source) -> Config:
