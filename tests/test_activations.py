@@ -67,3 +67,10 @@ def test_over_the_whole_range(activation: Activation, dtype: torch.dtype, device
     assert ((y.detach().double() - value).abs() <= room).all()
     room = 12 * u * (slope.abs() + (x * bend).abs()) + 16 * u + own
     assert ((dx.double() - slope).abs() <= room).all()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_the_identitys_derivative_is_one_everywhere(value: float, device: torch.device) -> None:
+    x = torch.tensor([[1.0, value]], device=device, requires_grad=True)
+    fusedops.bias_act(x, None, "identity").backward(torch.ones(1, 2, device=device))
+    assert torch.equal(x.grad, torch.ones_like(x))

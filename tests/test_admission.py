@@ -12,6 +12,7 @@ import importlib
 import pytest
 import torch
 
+import fusedops
 from fusedops.core import admission, launch
 from fusedops.core.spec import BadSample, Spec
 from support import EVERY_SPEC, as_tuple
@@ -79,3 +80,10 @@ def test_what_is_remembered_is_bounded(spec: Spec, device: torch.device, monkeyp
         outputs = as_tuple(spec.call(**sample.tensors, **sample.options))
         assert sum(output.shape[1] for output in outputs) == cols
         assert 1 <= len(ops._admitted) <= 3
+
+
+def test_forgotten_sizes_are_seen_after_a_call_like_it(device: torch.device) -> None:
+    weight = torch.randn(8, device=device)
+    fusedops.batched_layer_norm_tanh(torch.randn(2, 3, 8, device=device), weight)
+    with pytest.raises(ValueError, match="expected sizes with it"):
+        fusedops.batched_layer_norm_tanh(torch.randn(3, 8, device=device), weight)

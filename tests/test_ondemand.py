@@ -179,6 +179,29 @@ def test_a_process_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
         assert tuning.choose(QUESTION, -1) != FOUND
 
 
+def test_a_process_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is waited for once, ended, and no other is started."""
+    start_real(monkeypatch, "import time; time.sleep(600)")
+    monkeypatch.setattr(ondemand, "patience", datetime.timedelta(seconds=0.2))
+    started: list[subprocess.Popen[str]] = []
+    drop = ondemand._drop
+
+    def dropped() -> None:
+        assert ondemand._server is not None
+        started.append(ondemand._server)
+        drop()
+
+    monkeypatch.setattr(ondemand, "_drop", dropped)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for cols in (64, 32, 16):
+            assert tuning.choose(replace(QUESTION, cols=cols), -1) != FOUND
+    (one,) = said
+    assert "did not answer for norm_forward within 0:00:00.2" in str(one.message)
+    (process,) = started
+    assert process.poll() is not None and ondemand._server is None
+
+
 @pytest.mark.kernels
 def test_the_server_answers_what_it_cannot_tune(monkeypatch: pytest.MonkeyPatch) -> None:
     """With an error, and goes on to the next."""
@@ -234,13 +257,18 @@ def test_ranks_agree_on_what_rank_0_has(ranks: threading.local, asked: list[dict
     assert not asked
 
 
+MILLISECONDS = datetime.timedelta(milliseconds=50)
+
+
 def test_a_rank_that_waits_in_vain(ranks: threading.local, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ondemand, "timeout", datetime.timedelta(milliseconds=50))
+    """For a question that rank 0 does not ask: once, and not as long as for one that is being tuned."""
+    monkeypatch.setattr(ondemand, "reach", MILLISECONDS)
+    monkeypatch.setattr(ondemand, "patience", datetime.timedelta(days=1))
     ranks.rank = 1
-    with pytest.warns(RuntimeWarning, match="rank 0 did not say"):
+    with pytest.warns(RuntimeWarning, match="rank 0 did not name"):
         assert tuning.choose(QUESTION, -1) != FOUND
     # It waits no more, but reads what comes.
-    monkeypatch.setattr(ondemand, "timeout", datetime.timedelta(days=1))
+    monkeypatch.setattr(ondemand, "reach", datetime.timedelta(days=1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert tuning.choose(replace(QUESTION, cols=32), -1) != FOUND
@@ -249,6 +277,62 @@ def test_a_rank_that_waits_in_vain(ranks: threading.local, monkeypatch: pytest.M
         tuning.choose(replace(QUESTION, cols=63), -1)
         ranks.rank = 1
         assert tuning.choose(replace(QUESTION, cols=63), -1) == FOUND
+
+
+def test_ranks_agree_on_what_one_went_on_with(
+    ranks: threading.local, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0, reaching the question later, tunes nothing, and a third takes the same, whatever its cache says."""
+    monkeypatch.setattr(ondemand, "reach", MILLISECONDS)
+    ranks.rank = 1
+    with pytest.warns(RuntimeWarning, match="rank 0 did not name"):
+        gone_on_with = tuning.choose(QUESTION, -1)
+    assert gone_on_with != FOUND
+    monkeypatch.setattr(ondemand, "_said", set())
+    ranks.rank = 0
+    assert tuning.choose(QUESTION, -1) == gone_on_with
+    assert not asked
+    assert cache.write(QUESTION, made_up.NAME, Config(64, 4, 1), {})
+    ranks.rank = 2
+    assert tuning.choose(QUESTION, -1) == gone_on_with
+
+
+def test_an_answer_that_comes_late_is_not_used(ranks: threading.local, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is still tuning when another rank goes on."""
+    began, given_up, late = threading.Event(), threading.Event(), list[Config]()
+
+    def answer(message: dict[str, Any]) -> dict[str, Any]:
+        began.set()
+        given_up.wait(30)
+        return {"config": [64, 8, 2, 1, 0, 0]}
+
+    def first() -> None:
+        ranks.rank = 0
+        late.append(tuning.choose(QUESTION, -1))
+
+    monkeypatch.setattr(ondemand, "_ask", answer)
+    monkeypatch.setattr(ondemand, "patience", MILLISECONDS)
+    monkeypatch.setattr(ondemand, "reach", MILLISECONDS)
+    tuner = threading.Thread(target=first)
+    tuner.start()
+    assert began.wait(30)
+    ranks.rank = 1
+    with pytest.warns(RuntimeWarning, match="rank 0 did not name"):
+        gone_on_with = tuning.choose(QUESTION, -1)
+    given_up.set()
+    tuner.join(30)
+    assert late == [gone_on_with] != [FOUND]
+
+
+def test_a_store_that_fails(ranks: threading.local, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("connection reset")
+
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", Broken)
+    ranks.rank = 0
+    with pytest.warns(RuntimeWarning, match="store failed .connection reset"):
+        assert tuning.choose(QUESTION, -1) != FOUND
 
 
 _RANK = """

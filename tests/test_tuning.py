@@ -185,6 +185,37 @@ def test_buckets_share_what_they_compile(spec: Spec, monkeypatch: pytest.MonkeyP
     assert other
 
 
+@every
+@pytest.mark.kernels
+def test_capture_compiles_nothing_that_another_bucket_has(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other's config serves, with the same results; the call after the capture gets its own."""
+    choose = tuning.choose
+
+    def by_bucket(question: Question, device_index: int) -> Config:
+        config = choose(replace(question, bucket=3), device_index)
+        return replace(config, warps=config.warps * 2) if question.bucket == 1 else config
+
+    monkeypatch.setattr(launch, "_built", {})
+    monkeypatch.setattr(tuning, "choose", by_bucket)
+    sample = spec.benchmark((20, 56), torch.float32, DEVICE)
+    leaves = [t.requires_grad_() for t in tensors_of(spec, sample).values()]
+
+    def results() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        outputs = as_tuple(spec.call(**sample.tensors, **sample.options))
+        return [*outputs, *torch.autograd.grad(outputs, leaves, random_like(outputs))]
+
+    run(spec, 300, cols=56)
+    built = launch.variants()
+    with monkeypatch.context() as patch:
+        patch.setattr(tuning, "capturing", lambda device_index: True)
+        captured = results()
+    assert launch.variants() == built
+    # Sums of 20 fp32 numbers of order one, in another order.
+    torch.testing.assert_close(captured, results(), rtol=1e-5, atol=1e-5)
+    assert launch.variants() > built
+
+
 # --- candidates, and the shipped tables ------------------------------------------------------------------------------
 
 

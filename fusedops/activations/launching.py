@@ -111,7 +111,7 @@ def forward(site: Site, x: Tensor, other: Tensor | None, seed: Seed | None, thre
     key = (site, 0 if seed is None else 1 if second is not None else 2, bits & 15 == 0, BUCKET[rows.bit_length()])
     plan = _forwards.get(key)
     if plan is None:
-        plan = _forwards[key] = _plan_forward(*key)
+        plan = tuning.plan(_forwards, key, _plan_forward)
     y = _halved(x, cols) if packed else empty(x, site.y)
     if site.kind == "bias":
         plan.variant(plan.tiles, -(-rows // plan.rows), x, other, y, first, second, threshold, x_stride, rows)
@@ -158,7 +158,7 @@ def backward(  # noqa: C901, one flat path a step, on purpose
     key = (site, needs, packed, dy.dtype, kind, bits & 15 == 0, BUCKET[rows.bit_length()])
     plan = _backwards.get(key)
     if plan is None:
-        plan = _backwards[key] = _plan_backward(*key)
+        plan = tuning.plan(_backwards, key, _plan_backward)
     row_tiles = -(-rows // plan.rows)
     dx = dother = None
     if site.kind != "bias":

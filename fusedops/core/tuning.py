@@ -10,10 +10,10 @@ import importlib
 import json
 import os
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -28,11 +28,13 @@ __all__ = [
     "Question",
     "Source",
     "asked",
+    "capturing",
     "choose",
     "device_name",
     "forced",
     "forget",
     "on_demand",
+    "plan",
     "register",
     "register_cache",
     "shipped",
@@ -42,6 +44,7 @@ __all__ = [
 ]
 
 Source = Literal["forced", "cache", "table", "heuristic"]
+_Plan = TypeVar("_Plan")
 
 _forced: dict[str, Config] = {}
 _asked: list[dict[Question, None]] = []
@@ -54,6 +57,26 @@ def register_cache(plans: dict[Any, Any]) -> dict[Any, Any]:
     """A family's plans, kept by key; they are dropped where what a key stands for changes."""
     _caches.append(plans)
     return plans
+
+
+def plan(plans: dict[Any, _Plan], key: tuple[Any, ...], make: Callable[..., _Plan], *more: Any) -> _Plan:
+    """The plan for a key that has none; the key begins with the call's site and ends with the bucket of its rows.
+
+    A bucket's config is only the best one: every plan is right for any number of rows. So while a CUDA graph is captured,
+    which is no time to compile and load a kernel, the plan of the nearest bucket that has one serves, for that call.
+    """
+    if capturing(key[0].device_index):
+        *same, bucket = key
+        for other in sorted(range(len(BUCKETS)), key=lambda other: abs(other - bucket)):
+            if (near := plans.get((*same, other))) is not None:
+                return near
+    made = plans[key] = make(*key, *more)
+    return made
+
+
+def capturing(device_index: int) -> bool:
+    """Whether the current stream's work is being captured into a CUDA graph."""
+    return device_index >= 0 and torch.cuda.is_current_stream_capturing()
 
 
 def forget() -> None:

@@ -153,7 +153,7 @@ def forward(
     key = (site, kind, bits & 15 == 0, store_sum, BUCKET[rows.bit_length()])
     plan = _forwards.get(key)
     if plan is None:
-        plan = _forwards[key] = _plan_forward(*key)
+        plan = tuning.plan(_forwards, key, _plan_forward)
 
     y = empty(x, site.y)
     grid_x = -(-rows // plan.rows)
@@ -226,7 +226,7 @@ def backward(  # noqa: C901, one flat path a step, on purpose
            BUCKET[rows.bit_length()])  # fmt: skip
     plan = _backwards.get(key)
     if plan is None:
-        plan = _backwards[key] = _plan_backward(*key)
+        plan = tuning.plan(_backwards, key, _plan_backward)
 
     needs_x, needs_bias, needs_residual, needs_weight, needs_ln_bias = needs
     if dy is None:

@@ -175,7 +175,7 @@ def forward(site: Site, slices: Sequence[Tensor], weight: Tensor | None,
     key = (site, aligned, x.strided, (x.pitches | widths.total) < _FAR, BUCKET[rows.bit_length()])
     plan = _forwards.get(key)
     if plan is None:
-        plan = _forwards[key] = _plan_forward(*key, first.device)
+        plan = tuning.plan(_forwards, key, _plan_forward, first.device)
     if site.apart:
         y = first.new_empty(rows * widths.total, dtype=site.y)
     elif site.concat and site.dims != 1:
@@ -242,7 +242,7 @@ def backward(
     key = (site, needs, dy_dtype, separate, aligned, x.strided, g.strided, near, BUCKET[rows.bit_length()])
     plan = _backwards.get(key)
     if plan is None:
-        plan = _backwards[key] = _plan_backward(*key, first.device)
+        plan = tuning.plan(_backwards, key, _plan_backward, first.device)
 
     needs_x, needs_weight, needs_bias = needs
     dx = None

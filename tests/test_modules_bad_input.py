@@ -1,0 +1,143 @@
+"""What the modules refuse: constants when they are built, in the words of the call; layers and inputs that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fusedops
+from fusedops.generation import FusedNoRepeatNGramLogitsProcessor
+from fusedops.nn import (
+    FusedBatchedLayerNormTanh,
+    FusedBiasAct,
+    FusedBiasDropoutAdd,
+    FusedBiasDropoutAddLayerNorm,
+    FusedBiasDropoutAddRMSNorm,
+    FusedBiasGELU,
+    FusedGEGLU,
+    FusedGELU,
+    FusedGLU,
+    FusedLayerNorm,
+    FusedRMSNorm,
+)
+
+SIZES = (4, 17, 1, 32)
+
+
+def test_bad_activations() -> None:
+    for build in (FusedGLU, FusedBiasAct):
+        with pytest.raises(ValueError, match=f"{build.__name__}: activation must be one of 'gelu', .*, got 'mish'"):
+            build("mish")
+    with pytest.raises(ValueError, match=r"FusedBiasAct: p must be in \[0, 1\], got 1.5"):
+        FusedBiasAct("relu", 1.5)
+    with pytest.raises(ValueError, match="approximate must be one of 'none', 'tanh', got 'fast'"):
+        FusedGEGLU("fast")
+
+
+@pytest.mark.parametrize("fused", [FusedBiasDropoutAddLayerNorm, FusedBiasDropoutAddRMSNorm])
+def test_bad_arguments(fused: type[nn.Module]) -> None:
+    with pytest.raises(ValueError, match=r"normalized_shape must have one dimension, got \(2, 3\)"):
+        fused((2, 3))
+    for p in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match=r"p must be in \[0, 1\]"):
+            fused(4, p=p)
+    with pytest.raises(ValueError, match=r"x has shape \(2, 5\), expected \(\*, 4\)"):
+        fused(4, elementwise_affine=False)(torch.randn(2, 5))
+
+
+X = torch.randn(2, 4)
+# A constructor, a call with the same wrong constant, and what that raises.
+REFUSED: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
+    (lambda: FusedLayerNorm(4, eps=-1.0), lambda: fusedops.layer_norm(X, 4, eps=-1.0)),
+    (lambda: FusedLayerNorm(4, eps="1"), lambda: fusedops.layer_norm(X, 4, eps="1")),
+    (lambda: FusedLayerNorm(4, eps=None), lambda: fusedops.layer_norm(X, 4, eps=None)),
+    (lambda: FusedLayerNorm(()), lambda: fusedops.layer_norm(X, ())),
+    (lambda: FusedLayerNorm(4.0), lambda: fusedops.layer_norm(X, 4.0)),
+    (lambda: FusedRMSNorm(4, eps=-1.0), lambda: fusedops.rms_norm(X, 4, eps=-1.0)),
+    (lambda: FusedRMSNorm(()), lambda: fusedops.rms_norm(X, ())),
+    (lambda: FusedRMSNorm(4, weight_offset=float("inf")), lambda: fusedops.rms_norm(X, 4, weight_offset=float("inf"))),
+    (lambda: FusedRMSNorm(4, weight_offset="1"), lambda: fusedops.rms_norm(X, 4, weight_offset="1")),
+    (lambda: FusedRMSNorm(4, rounding="gpt"), lambda: fusedops.rms_norm(X, 4, rounding="gpt")),
+    *[(lambda p=p: FusedBiasDropoutAdd(p), lambda p=p: fusedops.bias_dropout_add(X, None, None, p=p))
+      for p in (-0.1, 1.1, float("nan"), "0.1")],
+    *[(lambda o=o: FusedBiasDropoutAddLayerNorm(4, **{"p": 0.1} | o),
+       lambda o=o: fusedops.bias_dropout_add_ln(X, None, None, None, None, **{"p": 0.1} | o))
+      for o in ({"p": 2.0}, {"eps": -1.0}, {"eps": None}, {"save": "all"})],
+    *[(lambda o=o: FusedBiasDropoutAddRMSNorm(4, **{"p": 0.1} | o),
+       lambda o=o: fusedops.bias_dropout_add_rms_norm(X, None, None, None, **{"p": 0.1} | o))
+      for o in ({"p": "x"}, {"eps": -1.0}, {"save": None}, {"rounding": "gpt"}, {"weight_offset": float("nan")})],
+    (lambda: FusedGELU("fast"), lambda: fusedops.gelu(X, "fast")),
+    (lambda: FusedBiasGELU(None), lambda: fusedops.bias_gelu(X, None, None)),
+    (lambda: FusedGEGLU("fast"), lambda: fusedops.geglu(X, X, "fast")),
+    (lambda: FusedGLU("mish"), lambda: fusedops.glu(X, X, "mish")),
+    (lambda: FusedBiasAct("mish"), lambda: fusedops.bias_act(X, None, "mish")),
+    (lambda: FusedBiasAct("relu", -1.0), lambda: fusedops.bias_act(X, None, "relu", p=-1.0)),
+    *[(lambda o=o: FusedBatchedLayerNormTanh(**{"sizes": (1, 3)} | o),
+       lambda o=o: fusedops.batched_layer_norm_tanh(X, **{"sizes": (1, 3)} | o))
+      for o in ({"sizes": (4, 0)}, {"sizes": ()}, {"sizes": 4}, {"sizes": (4, 0.5)}, {"eps": -1.0},
+                {"activation": "mish"})],
+    *[(lambda o=o: FusedNoRepeatNGramLogitsProcessor(**{"ngram_size": 3} | o),
+       lambda o=o: fusedops.no_repeat_ngram(X.long(), X, **{"ngram_size": 3} | o))
+      for o in ({"ngram_size": 0}, {"ngram_size": 2.0}, {"window": 2}, {"window": "8"}, {"prompt_length": -1},
+                {"pad_token_id": 0.5})],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", range(len(REFUSED)))
+def test_constants_are_refused_as_the_call_refuses_them(place: int) -> None:
+    """The same type and words, under the module's name."""
+    build, call = REFUSED[place]
+    with pytest.raises((TypeError, ValueError)) as expected:
+        call()
+    with pytest.raises(type(expected.value)) as caught:
+        build()
+    name, _, words = str(caught.value).partition(": ")
+    assert name.startswith("Fused") and words == str(expected.value).partition(": ")[2]
+
+
+@pytest.mark.parametrize("norm", [FusedLayerNorm, FusedRMSNorm, FusedBiasDropoutAddLayerNorm])
+def test_sizes_that_no_tensor_has(norm: type[nn.Module]) -> None:
+    """A call has a tensor to compare them with."""
+    with pytest.raises(ValueError, match=rf"{norm.__name__}: normalized_shape must hold no negative size, got \(-1,\)"):
+        norm(-1)
+    with pytest.raises(TypeError, match=r"normalized_shape must be an int or a sequence of ints, got one of float"):
+        norm([4.0])
+    assert norm([np.int64(4)]).weight.shape == norm(torch.tensor([4])).weight.shape == (4,)
+
+
+def test_bad_layers() -> None:
+    build = FusedBatchedLayerNormTanh.from_layers
+    for layers, error, match in (
+        ([], ValueError, "must hold at least one"),
+        ([nn.LayerNorm(3), nn.RMSNorm(3)], TypeError, "layer 1 must be a torch.nn.LayerNorm, got RMSNorm"),
+        ([nn.LayerNorm((2, 3))], ValueError, r"layer 0 normalises \(2, 3\)"),
+        ([nn.LayerNorm(3), nn.LayerNorm(4, eps=0.1)], ValueError, "layer 1 has eps=0.1"),
+        ([nn.LayerNorm(3), nn.LayerNorm(4, bias=False)], ValueError, "layer 1 has .*no bias"),
+    ):
+        with pytest.raises(error, match=match):
+            build(layers)
+    with pytest.raises(ValueError, match="activation must be one of"):
+        FusedBatchedLayerNormTanh(SIZES, activation="tan")
+    with pytest.raises(ValueError, match=r"sizes\[1\] must be at least 1, got 0"):
+        FusedBatchedLayerNormTanh((2, 0))
+    with pytest.raises(ValueError, match=r"slices has shape \(2, 9\), expected \(\*, 54\) for the sizes of 4 slices"):
+        FusedBatchedLayerNormTanh(SIZES)(torch.randn(2, 9))
+
+
+def test_layers_that_do_more_than_a_norm() -> None:
+    """A subclass's dropout would be lost; one that only computes faster is taken."""
+    with pytest.raises(TypeError, match=r"layer 1 must be a torch\.nn\.LayerNorm, got FusedBiasDropoutAddLayerNorm"):
+        FusedBatchedLayerNormTanh.from_layers([nn.LayerNorm(4), FusedBiasDropoutAddLayerNorm(4, p=0.5)])
+    assert FusedBatchedLayerNormTanh.from_layers([FusedLayerNorm(4), nn.LayerNorm(3)]).sizes == (4, 3)
+
+
+def test_slices_module_refuses() -> None:
+    with pytest.raises(ValueError, match="eps must be at least 0, got -1"):
+        FusedBatchedLayerNormTanh([4, 4], eps=-1.0)
+    with pytest.raises(ValueError, match=r"slices has shape \(\), expected \(\*, 8\)"):
+        FusedBatchedLayerNormTanh([4, 4])(torch.tensor(1.0))

@@ -1,0 +1,126 @@
+"""Modules that torch.nn has none of: gated units and slices compute what their functionals, and the layers before, do."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fusedops
+from fusedops.nn import (
+    FusedBatchedLayerNormTanh,
+    FusedBiasAct,
+    FusedGEGLU,
+    FusedGLU,
+    FusedSwiGLU,
+)
+from modules import N, close, randomise
+
+GATED = {
+    "FusedSwiGLU": (FusedSwiGLU(), fusedops.swiglu),
+    "FusedGEGLU": (FusedGEGLU(), fusedops.geglu),
+    "FusedGEGLU tanh": (FusedGEGLU("tanh"), lambda *halves: fusedops.geglu(*halves, approximate="tanh")),
+    "FusedGLU": (FusedGLU("relu"), lambda *halves: fusedops.glu(*halves, activation="relu")),
+}
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_gated_units(name: str, device: torch.device) -> None:
+    """Module and functional give the same bits, packed or apart; what there is of state survives a copy."""
+    module, functional = GATED[name]
+    packed = torch.randn(3, 5, 2 * N, device=device)
+    expected = functional(*packed.chunk(2, -1))
+    assert expected.any()
+    for copied in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(copied(*packed.chunk(2, -1)), expected)
+        assert torch.equal(copied(packed), expected)
+        assert repr(copied) == repr(module)
+    assert not module.state_dict()
+
+
+def test_gated_units_differ(device: torch.device) -> None:
+    packed = torch.randn(3, 2 * N, device=device)
+    outputs = [module(packed) for module, _ in GATED.values()]
+    assert all(not torch.equal(a, b) for i, a in enumerate(outputs) for b in outputs[i + 1 :])
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_bias_act_calls_its_functional(activation: str, device: torch.device) -> None:
+    module, x, bias = FusedBiasAct(activation, 0.4), torch.randn(6, N, device=device), torch.randn(N, device=device)
+    torch.manual_seed(3)
+    ours = module(x, bias)
+    torch.manual_seed(3)
+    assert torch.equal(ours, fusedops.bias_act(x, bias, activation, p=0.4))
+    assert torch.equal(module.eval()(x, bias), fusedops.bias_act(x, bias, activation))
+
+
+SIZES = (4, 17, 1, 32)
+
+
+def _layers(sizes: tuple[int, ...] = SIZES, **options: Any) -> list[nn.LayerNorm]:
+    layers = [nn.LayerNorm(size, **options) for size in sizes]
+    for layer in layers:
+        randomise(layer)
+    return layers
+
+
+@pytest.mark.parametrize("options", [{}, {"eps": 0.25}, {"elementwise_affine": False}, {"bias": False},
+                                     {"dtype": torch.float64}], ids=str)  # fmt: skip
+def test_slices_take_over_layers(options: dict[str, Any], device: torch.device) -> None:
+    """In each form of input; and what they give back are the layers that they took over."""
+    layers = [layer.to(device) for layer in _layers(**options)]
+    module = FusedBatchedLayerNormTanh.from_layers(layers)
+    slices = [torch.randn(5, size, device=device, dtype=options.get("dtype")) for size in SIZES]
+    expected = [layer(x).tanh() for layer, x in zip(layers, slices, strict=True)]
+    for ours, theirs in zip(module(slices), expected, strict=True):
+        close(ours, theirs)
+    close(module(torch.cat(slices, 1)), torch.cat(expected, 1))
+    module.concat = True
+    close(module(slices), torch.cat(expected, 1))
+    for ours, theirs in zip(module.to_layers(), layers, strict=True):
+        assert repr(ours) == repr(theirs)
+        assert ours.state_dict().keys() == theirs.state_dict().keys()
+        assert all(map(torch.equal, ours.state_dict().values(), theirs.state_dict().values()))
+
+
+def test_slices_of_one_width(device: torch.device) -> None:
+    layers = [layer.to(device) for layer in _layers((8,) * 3)]
+    x = torch.randn(2, 5, 3, 8, device=device)
+    expected = torch.stack([layer(t).tanh() for layer, t in zip(layers, x.unbind(-2), strict=True)], -2)
+    close(FusedBatchedLayerNormTanh.from_layers(layers)(x), expected)
+    joined = FusedBatchedLayerNormTanh.from_layers(layers, activation="relu", concat=True)(x)
+    close(joined, torch.stack([layer(t).relu() for layer, t in zip(layers, x.unbind(-2), strict=True)], -2).flatten(2))
+
+
+def test_slices_keep_what_layers_are() -> None:
+    layers = [layer.eval().requires_grad_(False) for layer in _layers()]
+    module = FusedBatchedLayerNormTanh.from_layers(layers)
+    assert not module.training and not any(p.requires_grad for p in module.parameters())
+    assert not any(p.requires_grad for layer in module.to_layers() for p in layer.parameters())
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert repr(twin) == repr(module)
+        assert all(map(torch.equal, twin.parameters(), module.parameters()))
+    assert "4, 17, 1, 32" in repr(module) and "activation='tanh'" in repr(module)
+    assert "<20 slices, 60 columns>" in repr(FusedBatchedLayerNormTanh([3] * 20))
+    fresh = FusedBatchedLayerNormTanh(SIZES)
+    assert fresh.weight.eq(1).all() and fresh.bias.eq(0).all() and list(fresh.state_dict()) == ["weight", "bias"]
+
+
+def test_slices_that_nothing_came_of(device: torch.device) -> None:
+    """They get no gradient, as layers that were not used get none, and a NaN in one of them is nobody's."""
+    slices = [torch.randn(5, size, device=device, requires_grad=True) for size in (3, 8, 4)]
+    module = FusedBatchedLayerNormTanh((3, 8, 4), device=device)
+    with torch.no_grad():
+        slices[1].fill_(float("nan"))
+    module(slices)[0].square().sum().backward()
+    assert slices[0].grad is not None
+    assert slices[1].grad is None
+    assert slices[2].grad is None
+    for parameter in (module.weight, module.bias):
+        assert parameter.grad.isfinite().all()
+        assert parameter.grad[:3].any()
+        assert not parameter.grad[3:].any()
