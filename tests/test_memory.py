@@ -149,7 +149,10 @@ def test_memory_between_the_passes(spec: Spec, dtype: torch.dtype, device: torch
 @every
 @pytest.mark.gpu
 def test_peak_of_forward_and_backward(spec: Spec, device: torch.device) -> None:
-    """Peak memory of a step is no higher than eager's."""
+    """Peak memory of a step is no higher than eager's, the partial sums of the parameters' gradients apart.
+
+    Of these there are at most four in fp32 for each multiprocessor.
+    """
     sample = spec.benchmark((8192, 2048), torch.bfloat16, device)
     leaves = [t.requires_grad_() for t in tensors_of(spec, sample).values()]
     cotangents = random_like(as_tuple(spec.call(**sample.tensors, **sample.options)))
@@ -162,4 +165,6 @@ def test_peak_of_forward_and_backward(spec: Spec, device: torch.device) -> None:
             torch.autograd.grad(as_tuple(function(**sample.tensors, **sample.options)), leaves, cotangents)
         return torch.cuda.max_memory_allocated(device) - before
 
-    assert peak(spec.call) <= peak(spec.eager)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    sums = sum(t.dim() == 1 for t in leaves)
+    assert peak(spec.call) <= peak(spec.eager) + 4 * processors * sums * 2048 * 4

@@ -434,7 +434,11 @@ def norm_backward_kernel(
                         if KIND == "layer":
                             tl.store(moments + M + rows, total, mask=in_rows)
                 if KIND == "layer":
-                    dz -= total[:, None]
+                    if N == 1:
+                        # Exactly zero: dz is a product, which a subtraction would take unrounded, and total rounded.
+                        dz *= hat
+                    else:
+                        dz -= total[:, None]
                 dz = (dz - hat * along[:, None]) * rstd[:, None]
             if dsum is not None:
                 dz += tl.load(dsum + rows[:, None] * dsum_stride + cols[None, :], mask=mask, other=0.0).to(ACC)

@@ -322,7 +322,7 @@ def _call(op: str, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias: T
     A call whose key was admitted before is not checked again: the key holds every shape, dtype, type and device that
     the checks look at.
     """
-    if out_dtype is None and torch.is_autocast_enabled("cuda"):
+    if out_dtype is None and kind != "none" and torch.is_autocast_enabled("cuda"):
         out_dtype = autograd.autocast_dtype(f"aten::{kind}_norm", x, bias, residual)
     if torch.compiler.is_compiling():
         return _observed(op, kind, shape, x, bias, residual, weight, ln_bias, p, eps, weight_offset, rounding, save,
