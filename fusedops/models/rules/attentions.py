@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..autocast import narrowed, takers
@@ -40,9 +41,10 @@ def _multihead_branch(self: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tup
 
 
 def _bert_self_attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    # The caller keeps the rows for the residual, in their own dtype.
-    rows = narrowed(hidden_states, self.query, self.key, self.value)
-    return type(self)._fusedops_original.forward(self, rows, *args, **kwargs)
+    if torch.is_autocast_enabled(hidden_states.device.type):
+        # The caller keeps the rows for the residual, in their own dtype.
+        hidden_states = narrowed(hidden_states, self.query, self.key, self.value)
+    return type(self)._fusedops_original.forward(self, hidden_states, *args, **kwargs)
 
 
 def _gpt_neo_branch(self: Any, hidden_states: Tensor, layer_past: Any = None, attention_mask: Tensor | None = None,
