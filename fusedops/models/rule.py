@@ -27,7 +27,8 @@ class Rule:
 
     Attributes:
         name: what the report calls it.
-        calls: what a fused module calls, for the report.
+        calls: the operators that a fused module calls, for the report; "" if it calls none itself.
+        helps: what a module does otherwise than it did, if it calls no operator itself; for the report.
         methods: what a fused class has in place of the original's methods, and besides them. A ``forward`` must do
             right whatever the module's children have become: see `fusedops.models.parts`.
         base: the class that the rule was written for: of torch.nn, or the full name of one from elsewhere.
@@ -45,6 +46,7 @@ class Rule:
     names: tuple[str, ...] = ()
     known: tuple[str, ...] = ("forward",)
     fits: Callable[[nn.Module], str] = field(default=_always)
+    helps: str = ""
 
     def knows(self, cls: type) -> bool:
         """Whether a class's code is what the rule was written for."""
@@ -72,10 +74,12 @@ class Verdict:
     reason: str = ""
 
 
-def judge(module: nn.Module, rules: tuple[Rule, ...]) -> Verdict:
-    """The first rule that knows the module's class and fits the module."""
+def judge(module: nn.Module, rules: tuple[Rule, ...], excluded: frozenset[str] = frozenset()) -> Verdict:
+    """The first rule that knows the module's class and fits the module, unless it is one of those excluded by name."""
     cls = type(module)
     rule = next((rule for rule in rules if rule.knows(cls)), None)
+    if rule is not None and rule.name in excluded:
+        return Verdict(None, "excluded")
     if rule is None:
         alike = next((rule for rule in rules if rule.resembles(cls)), None)
         return Verdict(None, f"its forward is not the one that rule {alike.name} knows" if alike else "no rule")
