@@ -14,7 +14,6 @@ import fusedops
 from fusedops.models import autocast
 from fusedops.models.parts import normed
 from fusedops.models.spec import MODELS, ModelSpec
-from support import INTERPRETED
 from tolerances import unit_roundoff
 from zoo import HAS_TRANSFORMERS, SAMPLES, build, inputs, outputs, run
 
@@ -194,18 +193,23 @@ def test_a_norm_alone_stays_fp32(device: torch.device) -> None:
 # --- dtypes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["layer_norm", "rms_norm", "llama_rms_norm", "t5_layer_norm", "gemma_rms_norm"])
+_NORMS = (
+    "layer_norm",
+    "rms_norm",
+    *(("llama_rms_norm", "t5_layer_norm", "gemma_rms_norm") if HAS_TRANSFORMERS else ()),
+)
+
+
+@pytest.mark.parametrize("rule", _NORMS)
 @pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_never_rounded_twice_otherwise(
-    rule: str, stream: torch.dtype, weight: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    rule: str, stream: torch.dtype, weight: torch.dtype, device: torch.device
 ) -> None:
     """Whatever the dtypes: the same numbers as by way of the norm's own dtype, also where that is another half one."""
-    specs = [s for s in SAMPLES if rule in s.rules.values()]
-    if not specs:
-        pytest.skip("no sample of it here")
-    names = {name for name, known in specs[0].rules.items() if known == rule}
-    norm = next(m for m in build(specs[0]).modules() if type(m).__name__ in names).to(device, weight)
+    spec = next(s for s in MODELS if rule in s.rules.values())
+    names = {name for name, known in spec.rules.items() if known == rule}
+    norm = next(m for m in build(spec).modules() if type(m).__name__ in names).to(device, weight)
     fusedops.fuse_model(norm)
     linear = nn.Linear(norm.weight.shape[-1], 3, device=device)
     x = torch.randn(64, norm.weight.shape[-1], device=device).to(stream)
@@ -276,14 +280,12 @@ def test_gradients_of_models(spec: ModelSpec, device: torch.device, monkeypatch:
     assert 0.0 < error <= 2 * allowed
 
 
-@pytest.mark.parametrize("name", ["torch_pre_norm", "gpt2", "bert", *(["llama"] * (not INTERPRETED))])
-def test_one_graph(name: str, device: torch.device) -> None:
+@pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in ("torch_pre_norm", "gpt2", "bert", "llama")],
+                         ids=lambda spec: spec.name)  # fmt: skip
+def test_one_graph(spec: ModelSpec, device: torch.device) -> None:
     """Under torch.compile too, with no graph break."""
-    spec = next((s for s in SAMPLES if s.name == name), None)
-    if spec is None:
-        pytest.skip("Transformers is not installed")
     model = _fused(spec)
-    arguments = {**inputs(spec), **({"use_cache": False} if name in ("gpt2", "llama") else {})}
+    arguments = {**inputs(spec), **({"use_cache": False} if spec.name in ("gpt2", "llama") else {})}
     torch._dynamo.reset()
     with torch.autocast(device.type, LOW):
         expected = outputs(model(**arguments))

@@ -18,7 +18,7 @@ from fusedops.models.fingerprint import canonical, fingerprint
 from fusedops.models.rule import Rule
 from fusedops.models.rules import RULES
 from fusedops.models.spec import MODELS
-from zoo import HAS_TRANSFORMERS, SAMPLES
+from zoo import HAS_TRANSFORMERS, SAMPLES, transformers_only
 
 # Every class that the rules are meant for, by the module of Transformers that has it.
 _CLASSES = {
@@ -88,7 +88,9 @@ _LEFT = {
 }  # fmt: skip
 _BLOCKS = re.compile(r"(Norm|MLP|FFN|Attention|Output|Intermediate|Layer|LayerFF|Block|Dense|GELU\w*)$")
 # A class may be absent from a release; then there is nothing to leave.
-_NAMED = [(module, name, rule) for module, names in _CLASSES.items() for name, rule in names.items()]
+_NAMED = [(module, name, rule) for module, names in _CLASSES.items() for name, rule in names.items()
+          if HAS_TRANSFORMERS]  # fmt: skip
+named = pytest.mark.parametrize("module, name, rule", _NAMED, ids=str)
 
 
 def _release() -> tuple[int, ...]:
@@ -100,7 +102,7 @@ def _known_by(cls: type) -> list[str]:
     return [rule.name for rule in RULES if rule.knows(cls)]
 
 
-@pytest.mark.parametrize("module, name, rule", _NAMED if HAS_TRANSFORMERS else [], ids=lambda value: str(value))
+@named
 def test_the_installed_transformers_is_known(module: str, name: str, rule: str) -> None:
     """No class that a rule is meant for is left: neither untouched in silence, nor taken by two rules."""
     cls = getattr(importlib.import_module(f"transformers.{module}"), name, None)
@@ -108,7 +110,7 @@ def test_the_installed_transformers_is_known(module: str, name: str, rule: str) 
         assert _known_by(cls) == [rule]
 
 
-@pytest.mark.parametrize("module, name, rule", _NAMED if HAS_TRANSFORMERS else [], ids=lambda value: str(value))
+@named
 @pytest.mark.parametrize("as_it_is", [True, False], ids=["", "reads differently"])
 def test_none_is_left_in_silence(
     module: str, name: str, rule: str, as_it_is: bool, monkeypatch: pytest.MonkeyPatch
@@ -157,8 +159,7 @@ def test_every_rule_has_a_model() -> None:
 def test_each_fingerprint_is_met() -> None:
     """None is left of a class that nobody has: each is that of a class in the sample models, or named above."""
     classes = {type(module) for spec in SAMPLES for module in spec.build().modules()}
-    classes |= {getattr(importlib.import_module(f"transformers.{module}"), name) for module, name, _ in _NAMED
-                if HAS_TRANSFORMERS}  # fmt: skip
+    classes |= {getattr(importlib.import_module(f"transformers.{module}"), name, None) for module, name, _ in _NAMED}
     for rule in RULES:
         if rule.base is None and HAS_TRANSFORMERS:
             assert set(rule.fingerprints) - _OLDER <= {fingerprint(cls, rule.known) for cls in classes}, rule.name
@@ -168,7 +169,7 @@ def test_each_fingerprint_is_met() -> None:
 _OLDER = {"8af8710d7503"}  # Helium's norm
 
 
-@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="Transformers is not installed")
+@transformers_only
 def test_how_far_it_reaches() -> None:
     """The Llama norm is that of most models of Transformers: a change of its text must not go by unseen."""
     known = 0
@@ -194,24 +195,8 @@ def test_how_far_it_reaches() -> None:
 # --- look-alikes --------------------------------------------------------------------------------------------------------
 
 
-class LlamaRMSNorm(nn.Module):
-    """As Transformers' of that name, but for a mean that is subtracted."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.variance_epsilon = 1e-6
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        input_dtype = hidden_states.dtype
-        hidden_states = hidden_states.to(torch.float32) - hidden_states.mean()
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-        return self.weight * hidden_states.to(input_dtype)
-
-
 class MyNorm(nn.Module):
-    """Of another name, with other words in its documentation and other annotations, but the same code."""
+    """Llama's norm under another name, with other words in its documentation and other annotations."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -223,6 +208,17 @@ class MyNorm(nn.Module):
         input_dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)
         # What the mean square is called is part of the code; what a comment says is not.
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+class LlamaRMSNorm(MyNorm):
+    """As Transformers' of that name, but for a mean that is subtracted."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32) - hidden_states.mean()
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
         hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
         return self.weight * hidden_states.to(input_dtype)
@@ -304,7 +300,7 @@ def test_names_that_mean_something_else(tmp_path: Any, monkeypatch: pytest.Monke
     assert fingerprint(other) == ""
 
 
-@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="Transformers is not installed")
+@transformers_only
 def test_an_activation_whose_function_was_exchanged() -> None:
     from transformers.activations import GELUActivation, GELUTanh
 

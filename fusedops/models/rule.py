@@ -17,7 +17,7 @@ def _always(module: nn.Module) -> str:
     return ""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Rule:
     """How the modules of a kind are fused.
 
@@ -39,14 +39,14 @@ class Rule:
     """
 
     name: str
-    calls: str
     methods: Mapping[str, Callable[..., Any]]
+    calls: str = ""
+    helps: str = ""
     base: type[nn.Module] | str | None = None
     fingerprints: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     known: tuple[str, ...] = ("forward",)
     fits: Callable[[nn.Module], str] = field(default=_always)
-    helps: str = ""
 
     def knows(self, cls: type) -> bool:
         """Whether a class's code is what the rule was written for."""

@@ -59,14 +59,12 @@ _QKV = ("q_proj", "k_proj", "v_proj")
 RULES = (
     Rule(
         name="multihead_attention",
-        calls="",
         helps=_HELPS,
         methods={"_fusedops_branch": _multihead_branch, "_fusedops_takers": _multihead_takers},
         base=nn.MultiheadAttention,
     ),
     Rule(
         name="gpt2_attention",
-        calls="",
         helps=_HELPS + ", and its dropout",
         methods=_attention("c_attn", "q_attn", output="c_proj", dropout="resid_dropout"),
         fingerprints=("4baf42142fd2",),
@@ -74,23 +72,14 @@ RULES = (
     ),
     Rule(
         name="bart_attention",  # and MBart, Marian, Pegasus; OPT, Whisper, CLIP, SigLIP
-        calls="",
         helps=_HELPS,
         methods=_attention(*_QKV, output="out_proj"),
         fingerprints=("f434310b8181", "3099567ec98b", "79e198db90db", "280db448c0ae", "06f537010e90"),
-        names=(
-            "BartAttention",
-            "MBartAttention",
-            "MarianAttention",
-            "OPTAttention",
-            "WhisperAttention",
-            "CLIPAttention",
-            "SiglipAttention",
-        ),
+        names=("BartAttention", "MBartAttention", "MarianAttention", "OPTAttention", "WhisperAttention", "CLIPAttention",
+               "SiglipAttention"),
     ),
     Rule(
         name="vit_attention",  # and DeiT, BEiT, DINOv2
-        calls="",
         helps=_HELPS,
         methods=_attention(*_QKV, output="o_proj"),
         fingerprints=("9c1503232895",),
@@ -98,7 +87,6 @@ RULES = (
     ),
     Rule(
         name="llama_attention",  # and Gemma, Mistral, Mixtral, Qwen 2 and 3, and about forty more
-        calls="",
         helps=_HELPS,
         methods=_attention(*_QKV, output="o_proj"),
         fingerprints=("2545ae739b8a", "3669e8161ac0", "0617b06c2aea", "0da1dc222f80"),
@@ -106,7 +94,6 @@ RULES = (
     ),
     Rule(
         name="t5_attention",  # and MT5, LongT5, UDOP
-        calls="",
         helps=_HELPS,
         methods=_attention("q", "k", "v", output="o"),
         fingerprints=("12564b5b1c2f",),
@@ -114,7 +101,6 @@ RULES = (
     ),
     Rule(
         name="gpt_neo_attention",
-        calls="",
         helps=_HELPS + ", and its dropout",
         methods={"_fusedops_branch": _gpt_neo_branch, **takers("attention")},
         fingerprints=("ae0ddfa4b3f7",),
@@ -122,15 +108,13 @@ RULES = (
     ),
     Rule(
         name="gpt_neo_self_attention",
-        calls="",
         helps=_HELPS + ", and its dropout",
         methods=_attention(*_QKV, output="out_proj", dropout="resid_dropout"),
         fingerprints=("fa3301864d88",),
         names=("GPTNeoSelfAttention",),
     ),
     Rule(
-        name="bert_self_attention",  # and that of about twenty relatives
-        calls="",
+        name="bert_self_attention",  # and that of twelve relatives
         helps="casts its input once under autocast",
         methods={"forward": _bert_self_attention},
         fingerprints=("5280870db47f",),
@@ -138,10 +122,9 @@ RULES = (
     ),
     Rule(
         name="distilbert_attention",
-        calls="",
         helps=_HELPS,
         methods=_attention("q_lin", "k_lin", "v_lin", output="out_lin"),
         fingerprints=("7888d8c7ae34",),
         names=("DistilBertSelfAttention",),
     ),
-)
+)  # fmt: skip
