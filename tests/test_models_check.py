@@ -148,6 +148,23 @@ def test_modules_that_the_inputs_do_not_reach() -> None:
 
     report = fusedops.fuse_model(Idle(), check=torch.randn(2, 4))
     assert {m.name: m.difference is None for m in report} == {"used": False, "idle": True}
+    assert [m.name for m in report.unchecked] == ["idle"]
+    lines = str(report).splitlines()
+    assert lines[3].split() == ["idle", "LayerNorm", "layer_norm", "(not", "checked)"]
+    assert lines[-1] == "not checked, as the inputs do not reach them: 1"
+    assert not fusedops.fuse_model(Idle()).unchecked
+
+
+def test_a_dry_run_checks_and_changes_nothing() -> None:
+    """The differences of what would be fused, and what would be restored."""
+    model = nn.Sequential(nn.LayerNorm(8), nn.GELU())
+    wrong = Rule(name="wrong", calls="what is wrong", methods={"forward": _method(lambda self, x: 2 * x)}, base=nn.GELU)
+    report = fusedops.fuse_model(model, rules=[wrong], check=torch.randn(5, 8), dry_run=True, compile_rest=True)
+    assert [type(m) for m in model] == [nn.LayerNorm, nn.GELU]
+    assert model._compiled_call_impl is None
+    assert [m.name for m in report] == ["0"]
+    assert report.difference is not None and report.difference.passes
+    assert report.modules[2].reason == "wrong differs from it"
 
 
 @transformers_only

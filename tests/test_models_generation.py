@@ -9,7 +9,7 @@ import torch
 
 import fusedops
 from fusedops.generation import FusedNoRepeatNGramLogitsProcessor
-from zoo import SAMPLES, build, inputs
+from zoo import SAMPLES, build, inputs, transformers_only
 
 _NAMES = ("gpt2", "bart", "t5", "t5_gated", "llama")
 
@@ -35,3 +35,11 @@ def test_the_same_tokens(spec: Any, options: dict[str, Any], monkeypatch: pytest
     fusedops.unfuse_model(model)
     assert torch.equal(model.generate(**arguments, max_new_tokens=10, do_sample=False, **options), expected)
     assert not made
+
+
+@transformers_only
+def test_it_can_be_left_by_itself() -> None:
+    spec = next(s for s in SAMPLES if s.name == "gpt2")
+    report = fusedops.fuse_model(build(spec), exclude=["generation"])
+    assert report.modules[0].reason == "excluded"
+    assert {m.rule for m in report} >= {"gpt2_block", "layer_norm"}

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fusedops
+from fusedops.models import Rule
 from fusedops.models.spec import ModelSpec
 from zoo import build, every, inputs, run
 
@@ -41,8 +42,9 @@ def test_lists_every_module(spec: ModelSpec) -> None:
     assert [m.name for m in report.modules] == list(modules)
     assert [m.type for m in report.modules] == [type(module).__name__ for module in modules.values()]
     for line in report.modules:
-        assert bool(line.rule) == bool(line.calls) == (line.reason == "") == line.fused
-        assert line.fused == hasattr(type(modules[line.name]), "_fusedops_original")
+        assert bool(line.rule) == (bool(line.calls) != bool(line.helps)) == (line.reason == "") == line.replaced
+        assert line.fused == bool(line.calls)
+        assert line.replaced == hasattr(type(modules[line.name]), "_fusedops_original")
     assert {m.name for m in report.replaced} | {m.name for m in report.left} == set(modules)
     assert len(report) == len(report.replaced) > 0
 
@@ -87,6 +89,9 @@ def test_a_dry_run_changes_nothing(spec: ModelSpec) -> None:
     (["?.norm"], ["0.act", "1.act", "2"]),
     (["LayerNorm"], ["0.act", "1.act", "2"]),
     (["_Block"], ["2"]),
+    (["layer_norm"], ["0.act", "1.act", "2"]),
+    (["gelu", "1"], ["0.norm", "2"]),
+    (["generation"], ["0.norm", "0.act", "1.norm", "1.act", "2"]),
     ([nn.LayerNorm, nn.GELU], ["2"]),
     ([_Block], ["2"]),
     (["0", nn.RMSNorm], ["1.norm", "1.act"]),
@@ -106,7 +111,8 @@ def test_exclude(exclude: Any, left: list[str]) -> None:
     (["0.nrom"], ValueError, "exclude names '0.nrom'.*did you mean '0.norm'"),
     (["LayerNrom"], ValueError, "did you mean 'LayerNorm'"),
     (["encoder.*"], ValueError, "exclude names 'encoder.\\*', which is no module"),
-    (["completely different"], ValueError, "which is no module of this model and no class in it$"),
+    (["completely different"], ValueError, "which is no module of this model, no class in it and no rule$"),
+    (["layer_nrom"], ValueError, "did you mean 'layer_norm'"),
     ("0.norm", TypeError, "exclude must be a sequence"),
     (nn.LayerNorm, TypeError, "exclude must be a sequence"),
     (3, TypeError, "exclude must be a sequence"),
@@ -129,3 +135,28 @@ def test_a_block_without_its_norms(spec: ModelSpec) -> None:
     expected = run(twin, inputs(spec))[0]
     for a, b in zip(expected, run(model, inputs(spec))[0], strict=True):
         torch.testing.assert_close(b, a, rtol=0, atol=1e-5 * float(a.abs().max()))
+
+
+def test_modules_that_only_help_are_not_counted() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    report = fusedops.fuse_model(layer)
+    (attention,) = (m for m in report if m.rule == "multihead_attention")
+    assert not attention.fused
+    assert attention.replaced
+    assert len(report) == 4
+    assert str(report).splitlines()[-1] == "3 of 10 modules fused, 1 more help them"
+    assert "MultiheadAttention               leaves its last bias to the block" in str(report)
+
+
+@pytest.mark.parametrize("rules", [3, "layer_norm", ["layer_norm"], [nn.LayerNorm], nn.LayerNorm], ids=str)
+def test_bad_rules(rules: Any) -> None:
+    model = _model()
+    with pytest.raises(TypeError, match="fuse_model: rules must"):
+        fusedops.fuse_model(model, rules=rules)
+    assert type(model[2]) is nn.RMSNorm
+
+
+def test_one_rule_that_is_no_sequence() -> None:
+    rule = Rule(name="mine", calls="", methods={}, base=nn.GELU)
+    with pytest.raises(TypeError, match="rules must be a sequence of Rule, got Rule"):
+        fusedops.fuse_model(_model(), rules=rule)  # type: ignore[arg-type]

@@ -236,10 +236,11 @@ def test_checkpointed(spec: ModelSpec) -> None:
     [
         ("t5_gated", "T5Block", "layer.0.SelfAttention.o", 2e3, 6e4),
         ("bart", "BartEncoderLayer", "final_layer_norm", 3e4, 1.0),
-    ][: 2 * HAS_TRANSFORMERS],
+        ("mbart", "MBartEncoderLayer", "fc2", 2e3, 6e4),
+    ][: 3 * HAS_TRANSFORMERS],
 )
 def test_fp16(name: str, layer: str, part: str, factor: float, size: float, device: torch.device) -> None:
-    """T5's blocks and BART's encoder layers clamp fp16's infinities: so do the fused ones."""
+    """T5's blocks, and BART's and MBart's encoder layers clamp fp16's infinities: so do the fused ones."""
     spec = next(s for s in MODELS if s.name == name)
     module = next(m for m in build(spec, torch.float16).modules() if type(m).__name__ == layer)
     x = (torch.randn(2, 5, 32, device=device).sign() * size).half()

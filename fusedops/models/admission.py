@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["check_model", "excluded"]
+from .rule import Rule
+
+__all__ = ["check_model", "check_rules", "excluded"]
 
 _QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized", "bitsandbytes.",
               "torchao.", "auto_gptq.", "gptqmodel.", "awq.")  # fmt: skip
@@ -40,35 +42,55 @@ def _obstacle(module: nn.Module) -> str:
     return ""
 
 
-def excluded(model: nn.Module, exclude: Any) -> set[nn.Module]:
-    """The modules that ``exclude`` names, and all modules in them.
+def check_rules(rules: Any) -> tuple[Rule, ...]:
+    """The user's rules: a sequence of `Rule`, or None."""
+    if rules is None:
+        return ()
+    if isinstance(rules, (str, Rule)) or not isinstance(rules, Iterable):
+        raise TypeError(f"fuse_model: rules must be a sequence of Rule, got {type(rules).__name__}")
+    found = tuple(rules)
+    for rule in found:
+        if not isinstance(rule, Rule):
+            raise TypeError(f"fuse_model: rules must hold instances of Rule, got {rule!r}")
+    return found
+
+
+def excluded(model: nn.Module, exclude: Any, rules: frozenset[str]) -> tuple[set[nn.Module], frozenset[str]]:
+    """The modules that ``exclude`` names, with all modules in them; and the names of rules in it.
 
     Raises:
         TypeError: an entry is neither a string nor a class of modules.
-        ValueError: a string is no module's name, no class's name in the model, and no pattern that matches a name.
+        ValueError: a string is no module's name, no class's name in the model, no pattern that matches a name, and no
+            rule's name.
     """
     if isinstance(exclude, (str, type)) or not isinstance(exclude, Iterable):
         raise TypeError(f"fuse_model: exclude must be a sequence of names and types, got {exclude!r}")
     modules = dict(model.named_modules(remove_duplicate=False))
     named: list[nn.Module] = []
+    names: set[str] = set()
     for entry in exclude:
         if isinstance(entry, type) and issubclass(entry, nn.Module):
             named += [module for module in modules.values() if isinstance(module, entry)]
-        elif isinstance(entry, str):
-            named += _named(entry, modules)
-        else:
+        elif not isinstance(entry, str):
             raise TypeError(f"fuse_model: exclude takes names and subclasses of torch.nn.Module, got {entry!r}")
-    return {inner for module in named for inner in module.modules()}
+        elif found := _named(entry, modules):
+            named += found
+        elif entry in rules:
+            names.add(entry)
+        else:
+            raise ValueError(_unknown(entry, modules, rules))
+    return {inner for module in named for inner in module.modules()}, frozenset(names)
 
 
 def _named(entry: str, modules: dict[str, nn.Module]) -> list[nn.Module]:
     if entry in modules:
         return [modules[entry]]
     found = [module for name, module in modules.items() if fnmatch.fnmatchcase(name, entry)]
-    found = found or [m for m in modules.values() if any(cls.__name__ == entry for cls in type(m).__mro__)]
-    if found:
-        return found
-    names = {*modules, *(type(module).__name__ for module in modules.values())}
+    return found or [m for m in modules.values() if any(cls.__name__ == entry for cls in type(m).__mro__)]
+
+
+def _unknown(entry: str, modules: dict[str, nn.Module], rules: frozenset[str]) -> str:
+    names = {*modules, *(type(module).__name__ for module in modules.values()), *rules}
     near = difflib.get_close_matches(entry, sorted(filter(None, names)), n=3)
     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-    raise ValueError(f"fuse_model: exclude names {entry!r}, which is no module of this model and no class in it{hint}")
+    return f"fuse_model: exclude names {entry!r}, which is no module of this model, no class in it and no rule{hint}"

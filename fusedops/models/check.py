@@ -64,7 +64,7 @@ def fuse_and_check(
     for line in report.modules:
         difference = found.get(line.name)
         if difference is not None and not difference.passes:
-            line = replace(line, rule="", calls="", reason=f"{line.rule} differs from it")
+            line = replace(line, rule="", calls="", helps="", reason=f"{line.rule} differs from it")
         modules.append(replace(line, difference=difference))
     return FusionReport(tuple(modules), whole)
 

@@ -37,9 +37,10 @@ def fuse_model(
     Args:
         model: any model of PyTorch or Transformers; modules that no rule knows are left as they are.
         exclude: names of modules, patterns of names with ``*``, names of classes, or classes; the modules named, and
-            all in them, are left.
+            all in them, are left. A name that is none of these may be a rule's, which is then not used; what is in
+            the modules that it would take is not left.
         rules: further rules, asked before those of the library.
-        dry_run: report, and change nothing.
+        dry_run: report, and change nothing; with ``check``, the report has the differences too.
         check: example inputs (a tensor, a tuple of arguments or a dict of keyword arguments), or True for the model's
             own ``dummy_inputs``. The model and each fused module run on them in evaluation mode before and after,
             forward and backward; a module that differs by more than rounding is restored, and the report says so.
@@ -48,26 +49,29 @@ def fuse_model(
         What was replaced by what, and what was left and why; it prints as a table.
     Raises:
         TypeError: the model is no module; an entry of exclude is neither a name nor a class; check asks for inputs
-            that the model does not have.
+            that the model does not have; rules is no sequence of rules.
         ValueError: the model is compiled, scripted, quantised or wrapped in FSDP; a name in exclude is unknown.
     """
     admission.check_model(model)
-    left = admission.excluded(model, exclude)
-    table = (*(rules or ()), *RULES)
-    verdicts = {module: _judge(module, table, left) for module in model.modules()}
+    table = (*admission.check_rules(rules), *RULES)
+    left, off = admission.excluded(model, exclude, frozenset(rule.name for rule in table))
+    verdicts = {
+        module: Verdict(None, "excluded") if module in left else _judge(module, table, off)
+        for module in model.modules()
+    }
     names = {module: name for name, module in model.named_modules()}
     report = FusionReport(tuple(_line(name, module, verdicts[module]) for module, name in names.items()))
-    if dry_run:
-        return report
     planned = {module: verdict.rule for module, verdict in verdicts.items() if verdict.rule is not None}
     if check is not False:
         from .check import fuse_and_check
 
         report = fuse_and_check(model, planned, report, check)
-    else:
+        for module in planned if dry_run else ():
+            classes.unfuse(module)
+    elif not dry_run:
         for module, rule in planned.items():
             classes.fuse(module, rule)
-    if compile_rest:
+    if compile_rest and not dry_run:
         model.compile()
         _compiled.add(model)
     return report
@@ -94,15 +98,14 @@ def unfuse_model(model: nn.Module) -> None:
             vars(module).pop("_compiled_call_impl", None)
 
 
-def _judge(module: nn.Module, rules: tuple[Rule, ...], left: set[nn.Module]) -> Verdict:
-    if module in left:
-        return Verdict(None, "excluded")
+def _judge(module: nn.Module, rules: tuple[Rule, ...], excluded: frozenset[str]) -> Verdict:
     if hasattr(type(module), "_fusedops_original"):
         return Verdict(None, "fused already")
-    return judge(module, rules)
+    return judge(module, rules, excluded)
 
 
 def _line(name: str, module: nn.Module, verdict: Verdict) -> ModuleReport:
     rule = verdict.rule
-    return ModuleReport(name, type(module).__name__, rule.name if rule else "", rule.calls if rule else "",
-                        verdict.reason)  # fmt: skip
+    if rule is None:
+        return ModuleReport(name, type(module).__name__, reason=verdict.reason)
+    return ModuleReport(name, type(module).__name__, rule.name, rule.calls, rule.helps)

@@ -43,12 +43,13 @@ class Branch(NamedTuple):
 
 def product(layer: Any, x: Tensor) -> Tensor:
     """What a linear layer computes before its bias is added."""
-    return torch.matmul(x, layer.weight) if is_conv1d(type(layer)) else F.linear(x, layer.weight)
+    cls = type(layer)
+    return torch.matmul(x, layer.weight) if cls is not nn.Linear and is_conv1d(cls) else F.linear(x, layer.weight)
 
 
 def linear(layer: nn.Module, x: Tensor) -> Branch:
     """A linear layer's product, its bias left to the caller."""
-    if is_linear(layer) and layer.bias is not None and unwatched(layer):
+    if is_linear(layer) and unwatched(layer):
         return Branch(product(layer, x), layer.bias)  # type: ignore[arg-type]
     return Branch(layer(x))
 
@@ -56,13 +57,13 @@ def linear(layer: nn.Module, x: Tensor) -> Branch:
 def dropped(end: Branch, dropout: nn.Module) -> Branch:
     """A dropout behind the branch, left to the caller too."""
     if type(dropout) is nn.Dropout and unwatched(dropout) and not end.drops:
-        return end._replace(p=dropout.p, training=dropout.training)
+        return Branch(end.product, end.bias, dropout.p, dropout.training)
     return Branch(dropout(finished(end)))
 
 
 def drop(end: Branch, p: float, *, training: bool) -> Branch:
     """A dropout with no module of its own behind the branch, left to the caller too."""
-    return (Branch(finished(end)) if end.drops else end)._replace(p=p, training=training)
+    return Branch(finished(end), None, p, training) if end.drops else Branch(end.product, end.bias, p, training)
 
 
 def branch(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
@@ -77,11 +78,17 @@ def branch(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[
 
 
 class _Without:
-    """A module as its own forward sees it, but with other attributes in some places."""
+    """A module as its own forward sees it, but with other attributes in some places.
+
+    What is the module's own is found here at once, its methods and its class's attributes through the module.
+    """
 
     def __init__(self, module: nn.Module, instead: dict[str, Any]) -> None:
-        self._module = module
-        self.__dict__.update(instead)
+        own = self.__dict__
+        own.update(vars(module))
+        own.update(module._modules)
+        own.update(instead)
+        own["_module"] = module
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)

@@ -40,8 +40,9 @@ class ModuleReport:
     Attributes:
         name: as in ``named_modules``; "" is the model itself.
         type: its class's name.
-        rule: the rule that it was fused by, "" if it was left.
-        calls: the operators that a fused module calls.
+        rule: the rule that it was replaced by, "" if it was left.
+        calls: the operators that it calls, "" if it was left or only helps its block.
+        helps: what it does for its block, if it calls no operator itself.
         reason: why a module was left.
         difference: what ``check`` found; None if it did not look at the module.
     """
@@ -50,13 +51,19 @@ class ModuleReport:
     type: str
     rule: str = ""
     calls: str = ""
+    helps: str = ""
     reason: str = ""
     difference: Difference | None = None
 
     @property
-    def fused(self) -> bool:
-        """Whether the module was, or in a dry run would be, fused."""
+    def replaced(self) -> bool:
+        """Whether the module's class was, or in a dry run would be, replaced."""
         return bool(self.rule)
+
+    @property
+    def fused(self) -> bool:
+        """Whether that makes it call an operator itself."""
+        return bool(self.calls)
 
 
 @dataclass(frozen=True)
@@ -75,13 +82,20 @@ class FusionReport:
 
     @property
     def replaced(self) -> tuple[ModuleReport, ...]:
-        """The modules that were fused."""
-        return tuple(module for module in self.modules if module.fused)
+        """The modules whose class was replaced: those that were fused, and those that help their block."""
+        return tuple(module for module in self.modules if module.replaced)
 
     @property
     def left(self) -> tuple[ModuleReport, ...]:
         """The others, each with its reason."""
-        return tuple(module for module in self.modules if not module.fused)
+        return tuple(module for module in self.modules if not module.replaced)
+
+    @property
+    def unchecked(self) -> tuple[ModuleReport, ...]:
+        """The replaced modules that ``check`` did not run, as its inputs do not reach them; empty without a check."""
+        if self.difference is None:
+            return ()
+        return tuple(module for module in self.replaced if module.difference is None)
 
     def __iter__(self) -> Iterator[ModuleReport]:
         return iter(self.replaced)
@@ -91,15 +105,20 @@ class FusionReport:
 
     def __str__(self) -> str:
         rows = [("module", "type", "replaced by, or why left")]
-        rows += [(module.name or "(the model)", module.type, _outcome(module)) for module in self.modules]
+        unchecked = set(self.unchecked)
+        rows += [(m.name or "(the model)", m.type, _outcome(m, unchecked=m in unchecked)) for m in self.modules]
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines = [f"{name:{widths[0]}}  {kind:{widths[1]}}  {outcome}".rstrip() for name, kind, outcome in rows]
-        lines.append(f"{len(self)} of {len(self.modules)} modules fused")
+        fused = sum(module.fused for module in self.modules)
+        helping = f", {len(self) - fused} more help them" if len(self) > fused else ""
+        lines.append(f"{fused} of {len(self.modules)} modules fused{helping}")
         if self.difference is not None:
             lines.append(f"largest difference: {self.difference}")
+        if unchecked:
+            lines.append(f"not checked, as the inputs do not reach them: {len(unchecked)}")
         return "\n".join(lines)
 
 
-def _outcome(module: ModuleReport) -> str:
-    found = "" if module.difference is None else f" ({module.difference})"
-    return f"{module.calls}{found}" if module.fused else f"left: {module.reason}{found}"
+def _outcome(module: ModuleReport, *, unchecked: bool) -> str:
+    found = " (not checked)" if unchecked else "" if module.difference is None else f" ({module.difference})"
+    return f"{module.calls or module.helps}{found}" if module.replaced else f"left: {module.reason}{found}"

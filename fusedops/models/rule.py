@@ -17,7 +17,7 @@ def _always(module: nn.Module) -> str:
     return ""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Rule:
     """How the modules of a kind are fused.
 
@@ -27,7 +27,8 @@ class Rule:
 
     Attributes:
         name: what the report calls it.
-        calls: what a fused module calls, for the report.
+        calls: the operators that a fused module calls, for the report; "" if it calls none itself.
+        helps: what a module does otherwise than it did, if it calls no operator itself; for the report.
         methods: what a fused class has in place of the original's methods, and besides them. A ``forward`` must do
             right whatever the module's children have become: see `fusedops.models.parts`.
         base: the class that the rule was written for: of torch.nn, or the full name of one from elsewhere.
@@ -38,8 +39,9 @@ class Rule:
     """
 
     name: str
-    calls: str
     methods: Mapping[str, Callable[..., Any]]
+    calls: str = ""
+    helps: str = ""
     base: type[nn.Module] | str | None = None
     fingerprints: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
@@ -72,10 +74,12 @@ class Verdict:
     reason: str = ""
 
 
-def judge(module: nn.Module, rules: tuple[Rule, ...]) -> Verdict:
-    """The first rule that knows the module's class and fits the module."""
+def judge(module: nn.Module, rules: tuple[Rule, ...], excluded: frozenset[str] = frozenset()) -> Verdict:
+    """The first rule that knows the module's class and fits the module, unless it is one of those excluded by name."""
     cls = type(module)
     rule = next((rule for rule in rules if rule.knows(cls)), None)
+    if rule is not None and rule.name in excluded:
+        return Verdict(None, "excluded")
     if rule is None:
         alike = next((rule for rule in rules if rule.resembles(cls)), None)
         return Verdict(None, f"its forward is not the one that rule {alike.name} knows" if alike else "no rule")

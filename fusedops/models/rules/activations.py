@@ -58,6 +58,15 @@ def _calls_gelu(approximate: str, own: str) -> Callable[[nn.Module], str]:
     return fits
 
 
+_CALLS = {"gelu": "gelu", "gelu_tanh": "gelu, tanh"}
+
+
+def _rule(name: str, activation: str, *fingerprints: str, **options: Any) -> Rule:
+    """The rule for classes of Transformers that are this activation."""
+    calls = _CALLS.get(activation, f"bias_act, {activation}")
+    return Rule(name=name, calls=calls, methods=_named(activation), fingerprints=fingerprints, **options)
+
+
 RULES = (
     Rule(
         name="gelu",
@@ -65,51 +74,12 @@ RULES = (
         methods={"forward": _gelu, "_fusedops_activation": _gelu_name},
         base=nn.GELU,
     ),
-    Rule(
-        name="gelu_activation",
-        calls="gelu",
-        methods=_named("gelu"),
-        fingerprints=("16ab37a0cb65",),
-        names=("GELUActivation",),
-        known=("forward", "_gelu_python"),
-        fits=_calls_gelu("none", "_gelu_python"),
-    ),
-    Rule(
-        name="gelu_tanh",
-        calls="gelu, tanh",
-        methods=_named("gelu_tanh"),
-        fingerprints=("15c95ccfbf96",),
-        names=("GELUTanh", "PytorchGELUTanh"),
-        known=("forward", "_gelu_tanh_python"),
-        fits=_calls_gelu("tanh", "_gelu_tanh_python"),
-    ),
-    Rule(
-        name="new_gelu",
-        calls="gelu, tanh",
-        methods=_named("gelu_tanh"),
-        fingerprints=("7ec693e91a18", "43a2727fd0c0"),
-        names=("NewGELUActivation", "FastGELUActivation"),
-    ),
-    Rule(
-        name="accurate_gelu",
-        calls="gelu, tanh",
-        methods=_named("gelu_tanh"),
-        fingerprints=("8883550bde4d",),
-        names=("AccurateGELUActivation",),
-        known=("__init__", "forward"),
-    ),
-    Rule(
-        name="quick_gelu",
-        calls="bias_act, quick_gelu",
-        methods=_named("quick_gelu"),
-        fingerprints=("0f9db460620f",),
-        names=("QuickGELUActivation",),
-    ),
-    Rule(
-        name="relu_squared",
-        calls="bias_act, relu_squared",
-        methods=_named("relu_squared"),
-        fingerprints=("0718ab36107d",),
-        names=("ReLUSquaredActivation",),
-    ),
-)
+    _rule("gelu_activation", "gelu", "16ab37a0cb65", names=("GELUActivation",), known=("forward", "_gelu_python"),
+          fits=_calls_gelu("none", "_gelu_python")),
+    _rule("gelu_tanh", "gelu_tanh", "15c95ccfbf96", names=("GELUTanh", "PytorchGELUTanh"),
+          known=("forward", "_gelu_tanh_python"), fits=_calls_gelu("tanh", "_gelu_tanh_python")),
+    _rule("new_gelu", "gelu_tanh", "7ec693e91a18", "43a2727fd0c0", names=("NewGELUActivation", "FastGELUActivation")),
+    _rule("accurate_gelu", "gelu_tanh", "8883550bde4d", names=("AccurateGELUActivation",), known=("__init__", "forward")),
+    _rule("quick_gelu", "quick_gelu", "0f9db460620f", names=("QuickGELUActivation",)),
+    _rule("relu_squared", "relu_squared", "0718ab36107d", names=("ReLUSquaredActivation",)),
+)  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..autocast import narrowed, takers
@@ -15,7 +16,7 @@ from ..rule import Rule
 
 __all__ = ["RULES"]
 
-_CALLS = "leaves its last bias to the block"
+_HELPS = "leaves its last bias to the block"
 
 
 def _attention(*inputs: str, output: str, dropout: str | None = None) -> dict[str, Any]:
@@ -40,9 +41,10 @@ def _multihead_branch(self: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tup
 
 
 def _bert_self_attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    # The caller keeps the rows for the residual, in their own dtype.
-    rows = narrowed(hidden_states, self.query, self.key, self.value)
-    return type(self)._fusedops_original.forward(self, rows, *args, **kwargs)
+    if torch.is_autocast_enabled(hidden_states.device.type):
+        # The caller keeps the rows for the residual, in their own dtype.
+        hidden_states = narrowed(hidden_states, self.query, self.key, self.value)
+    return type(self)._fusedops_original.forward(self, hidden_states, *args, **kwargs)
 
 
 def _gpt_neo_branch(self: Any, hidden_states: Tensor, layer_past: Any = None, attention_mask: Tensor | None = None,
@@ -57,79 +59,72 @@ _QKV = ("q_proj", "k_proj", "v_proj")
 RULES = (
     Rule(
         name="multihead_attention",
-        calls=_CALLS,
+        helps=_HELPS,
         methods={"_fusedops_branch": _multihead_branch, "_fusedops_takers": _multihead_takers},
         base=nn.MultiheadAttention,
     ),
     Rule(
         name="gpt2_attention",
-        calls=_CALLS + ", and its dropout",
+        helps=_HELPS + ", and its dropout",
         methods=_attention("c_attn", "q_attn", output="c_proj", dropout="resid_dropout"),
         fingerprints=("4baf42142fd2",),
         names=("GPT2Attention",),
     ),
     Rule(
         name="bart_attention",  # and MBart, Marian, Pegasus; OPT, Whisper, CLIP, SigLIP
-        calls=_CALLS,
+        helps=_HELPS,
         methods=_attention(*_QKV, output="out_proj"),
         fingerprints=("f434310b8181", "3099567ec98b", "79e198db90db", "280db448c0ae", "06f537010e90"),
-        names=(
-            "BartAttention",
-            "MBartAttention",
-            "MarianAttention",
-            "OPTAttention",
-            "WhisperAttention",
-            "CLIPAttention",
-            "SiglipAttention",
-        ),
+        names=("BartAttention", "MBartAttention", "MarianAttention", "OPTAttention", "WhisperAttention", "CLIPAttention",
+               "SiglipAttention"),
     ),
     Rule(
         name="vit_attention",  # and DeiT, BEiT, DINOv2
-        calls=_CALLS,
+        helps=_HELPS,
         methods=_attention(*_QKV, output="o_proj"),
         fingerprints=("9c1503232895",),
         names=("ViTAttention",),
     ),
     Rule(
         name="llama_attention",  # and Gemma, Mistral, Mixtral, Qwen 2 and 3, and about forty more
-        calls=_CALLS,
+        helps=_HELPS,
         methods=_attention(*_QKV, output="o_proj"),
         fingerprints=("2545ae739b8a", "3669e8161ac0", "0617b06c2aea", "0da1dc222f80"),
         names=("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "GemmaAttention"),
     ),
     Rule(
         name="t5_attention",  # and MT5, LongT5, UDOP
-        calls=_CALLS,
+        helps=_HELPS,
         methods=_attention("q", "k", "v", output="o"),
         fingerprints=("12564b5b1c2f",),
         names=("T5Attention", "MT5Attention"),
     ),
     Rule(
         name="gpt_neo_attention",
-        calls=_CALLS + ", and its dropout",
+        helps=_HELPS + ", and its dropout",
         methods={"_fusedops_branch": _gpt_neo_branch, **takers("attention")},
         fingerprints=("ae0ddfa4b3f7",),
         names=("GPTNeoAttention",),
     ),
     Rule(
         name="gpt_neo_self_attention",
-        calls=_CALLS + ", and its dropout",
+        helps=_HELPS + ", and its dropout",
         methods=_attention(*_QKV, output="out_proj", dropout="resid_dropout"),
         fingerprints=("fa3301864d88",),
         names=("GPTNeoSelfAttention",),
     ),
     Rule(
-        name="bert_self_attention",  # and that of about twenty relatives
-        calls="casts its input once under autocast",
+        name="bert_self_attention",  # and that of twelve relatives
+        helps="casts its input once under autocast",
         methods={"forward": _bert_self_attention},
         fingerprints=("5280870db47f",),
         names=("BertSelfAttention", "RobertaSelfAttention", "ElectraSelfAttention"),
     ),
     Rule(
         name="distilbert_attention",
-        calls=_CALLS,
+        helps=_HELPS,
         methods=_attention("q_lin", "k_lin", "v_lin", output="out_lin"),
         fingerprints=("7888d8c7ae34",),
         names=("DistilBertSelfAttention",),
     ),
-)
+)  # fmt: skip

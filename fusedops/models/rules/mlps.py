@@ -95,7 +95,7 @@ RULES = (
         calls="glu",
         methods={"forward": _gated, **takers("gate_proj", "up_proj")},
         fingerprints=("87c336a18dbf",),
-        names=("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "GemmaMLP", "Gemma2MLP", "Gemma3MLP"),
+        names=("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "GemmaMLP", "Gemma2MLP", "Gemma3MLP", "Olmo2MLP"),
     ),
     Rule(
         name="packed_mlp",  # and GLM, Dia
@@ -130,7 +130,7 @@ RULES = (
         calls="bias_act, bias_dropout_add",
         methods=_two_layers("c_fc", "act", "c_proj", "dropout"),
         fingerprints=("ff86ff105b48",),
-        names=("GPT2MLP",),
+        names=("GPT2MLP", "GPTNeoMLP"),
     ),
     Rule(
         name="gptj_mlp",  # and CodeGen
@@ -144,7 +144,7 @@ RULES = (
         calls="bias_act",
         methods=_two_layers("fc1", "activation_fn", "fc2"),
         fingerprints=("c173c28fb10e",),
-        names=("ViTMLP", "CLIPMLP"),
+        names=("ViTMLP", "CLIPMLP", "SiglipMLP"),
     ),
     Rule(
         name="distilbert_ffn",

@@ -6,6 +6,7 @@ Each gets a forward, ``_fusedops_norm``, by which a fused block names the dtype 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -22,9 +23,14 @@ Rounding = Literal["once", "llama", "t5", "gemma"]
 Method = Callable[..., Any]
 
 
-def _narrowed(dtype: torch.dtype, low: torch.dtype | None) -> torch.dtype | None:
-    """The output's dtype where all that takes it would cast it to ``low``; None for the operator's own choice."""
-    return low if dtype in (torch.float32, low) else None
+def _narrowed(low: torch.dtype | None, *dtypes: torch.dtype) -> torch.dtype | None:
+    """The output's dtype where all that takes it would cast it to ``low``; None for the operator's own choice.
+
+    From another half dtype, which may be what the norm gives, it would be rounded twice.
+    """
+    if low is None:
+        return None
+    return low if functools.reduce(torch.promote_types, dtypes) in (torch.float32, low) else None
 
 
 def _methods(norm: Method, add_norm: Method, argument: str) -> dict[str, Method]:
@@ -44,11 +50,11 @@ def _methods(norm: Method, add_norm: Method, argument: str) -> dict[str, Method]
 
 
 def _layer_norm(self: Any, x: Tensor, low: torch.dtype | None) -> Tensor:
-    return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps, out_dtype=_narrowed(x.dtype, low))
+    return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps, out_dtype=_narrowed(low, x.dtype))
 
 
 def _rms_norm(self: Any, x: Tensor, low: torch.dtype | None) -> Tensor:
-    return rms_norm(x, self.normalized_shape, self.weight, self.eps, out_dtype=_narrowed(x.dtype, low))
+    return rms_norm(x, self.normalized_shape, self.weight, self.eps, out_dtype=_narrowed(low, x.dtype))
 
 
 def _of_one_dimension(call: Method) -> Method:
@@ -58,9 +64,8 @@ def _of_one_dimension(call: Method) -> Method:
         if len(self.normalized_shape) != 1:
             z = add(end, residual)
             return (self(z), z) if return_sum else self(z)
-        dtype = torch.promote_types(end.product.dtype, residual.dtype)
         return call(self, end.product, folded(end, residual), residual, p=end.p, training=end.training, eps=self.eps,
-                    return_sum=return_sum, out_dtype=_narrowed(dtype, low))  # fmt: skip
+                    return_sum=return_sum, out_dtype=_narrowed(low, end.product.dtype, residual.dtype))  # fmt: skip
 
     return add_norm
 

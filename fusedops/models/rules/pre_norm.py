@@ -27,8 +27,8 @@ def _gpt2_block(
     use_cache: bool | None = False,
     **kwargs: Any,
 ) -> Tensor:
-    residual = hidden_states
-    end, _ = branch(self.attn, normed(self.ln_1, residual, self.attn), past_key_values=past_key_values,
+    residual, attention, mlp = hidden_states, self.attn, self.mlp
+    end, _ = branch(attention, normed(self.ln_1, residual, attention), past_key_values=past_key_values,
                     attention_mask=attention_mask, use_cache=use_cache, **kwargs)  # fmt: skip
     if encoder_hidden_states is not None:
         if not hasattr(self, "crossattention"):
@@ -38,17 +38,17 @@ def _gpt2_block(
         end, _ = branch(self.crossattention, x, past_key_values=past_key_values, attention_mask=attention_mask,
                         encoder_hidden_states=encoder_hidden_states,
                         encoder_attention_mask=encoder_attention_mask)  # fmt: skip
-    x, residual = add_norm(end, residual, self.ln_2, self.mlp)
-    end, _ = branch(self.mlp, x)
+    x, residual = add_norm(end, residual, self.ln_2, mlp)
+    end, _ = branch(mlp, x)
     return add(end, residual)
 
 
 def _vit_layer(self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
-    x = normed(self.layernorm_before, hidden_states, self.attention)
-    end, _ = branch(self.attention, x, attention_mask, **kwargs)
-    x, residual = add_norm(dropped(end, self.dropout), hidden_states, self.layernorm_after, self.mlp)
-    end, _ = branch(self.mlp, x)
-    return add(dropped(end, self.dropout), residual)
+    attention, mlp, dropout = self.attention, self.mlp, self.dropout
+    end, _ = branch(attention, normed(self.layernorm_before, hidden_states, attention), attention_mask, **kwargs)
+    x, residual = add_norm(dropped(end, dropout), hidden_states, self.layernorm_after, mlp)
+    end, _ = branch(mlp, x)
+    return add(dropped(end, dropout), residual)
 
 
 def _opt_layer(
@@ -89,31 +89,34 @@ def _llama_layer(
     position_embeddings: Any = None,
     **kwargs: Any,
 ) -> Tensor:
-    x = normed(self.input_layernorm, hidden_states, self.self_attn)
-    end, _ = branch(self.self_attn, hidden_states=x, attention_mask=attention_mask, position_ids=position_ids,
+    attention, mlp = self.self_attn, self.mlp
+    x = normed(self.input_layernorm, hidden_states, attention)
+    end, _ = branch(attention, hidden_states=x, attention_mask=attention_mask, position_ids=position_ids,
                     past_key_values=past_key_values, use_cache=use_cache, position_embeddings=position_embeddings,
                     **kwargs)  # fmt: skip
-    x, residual = add_norm(end, hidden_states, self.post_attention_layernorm, self.mlp)
-    end, _ = branch(self.mlp, x)
+    x, residual = add_norm(end, hidden_states, self.post_attention_layernorm, mlp)
+    end, _ = branch(mlp, x)
     return add(end, residual)
 
 
 def _clip_layer(self: Any, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
-    x = normed(self.layer_norm1, hidden_states, self.self_attn)
-    end, _ = branch(self.self_attn, hidden_states=x, attention_mask=attention_mask, **kwargs)
-    x, residual = add_norm(end, hidden_states, self.layer_norm2, self.mlp)
-    end, _ = branch(self.mlp, x)
+    attention, mlp = self.self_attn, self.mlp
+    x = normed(self.layer_norm1, hidden_states, attention)
+    end, _ = branch(attention, hidden_states=x, attention_mask=attention_mask, **kwargs)
+    x, residual = add_norm(end, hidden_states, self.layer_norm2, mlp)
+    end, _ = branch(mlp, x)
     return add(end, residual)
 
 
 def _gpt_neo_block(self: Any, hidden_states: Tensor, layer_past: Any = None, attention_mask: Tensor | None = None,
                    use_cache: bool = False, output_attentions: bool = False,
                    **kwargs: Any) -> tuple[Tensor, Any]:  # fmt: skip
-    x = normed(self.ln_1, hidden_states, self.attn)
-    end, others = branch(self.attn, x, layer_past=layer_past, attention_mask=attention_mask, use_cache=use_cache,
+    attention, mlp = self.attn, self.mlp
+    x = normed(self.ln_1, hidden_states, attention)
+    end, others = branch(attention, x, layer_past=layer_past, attention_mask=attention_mask, use_cache=use_cache,
                          output_attentions=output_attentions)  # fmt: skip
-    x, residual = add_norm(end, hidden_states, self.ln_2, self.mlp)
-    end, _ = branch(self.mlp, x)
+    x, residual = add_norm(end, hidden_states, self.ln_2, mlp)
+    end, _ = branch(mlp, x)
     return add(end, residual), others[0]
 
 
