@@ -93,12 +93,10 @@ def loaded() -> str:
 def workers(jobs: int, device: torch.device) -> ProcessPoolExecutor:
     """Processes that compile as this one does.
 
-    They are forked from a server that has imported torch but not touched CUDA, so that each starts at once.
+    Each imports torch for itself: importing Inductor may touch CUDA, which no fork survives.
     """
     settle_compiler()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch._inductor.compile_fx"])
-    return ProcessPoolExecutor(jobs, context, _begin, (device,))
+    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _begin, (device,))
 
 
 def _begin(device: torch.device) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import fusedops
+from fusedops.models.classes import original_class
 from fusedops.models.spec import ModelSpec
 from zoo import SAMPLES, build, every, inputs, run, transformers_only
 
@@ -183,7 +184,7 @@ def test_adapters_are_heeded(spec: ModelSpec) -> None:
     for each in (twin, model):
         for module in list(each.modules()):
             for name, child in list(module.named_children()):
-                if type(child) is nn.Linear and not isinstance(module, (_Scaled, nn.TransformerEncoderLayer)):
+                if original_class(child) is nn.Linear and not isinstance(module, (_Scaled, nn.TransformerEncoderLayer)):
                     setattr(module, name, _Scaled(child))
     expected, found = run(twin, inputs(spec))[0], run(model, inputs(spec))[0]
     for a, b in zip(expected, found, strict=True):

@@ -259,6 +259,8 @@ MODELS = (
     ModelSpec("leaves", lambda: randomised(_Leaves()), lambda: {"x": _noise(5, 12)},
               {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm", "GELU": "gelu"},
               {"layer_norm": 4, "rms_norm": 2, "gelu": 2}, transformers=False),
+    ModelSpec("vocabulary", lambda: randomised(nn.Sequential(nn.Linear(12, 4099))), lambda: {"input": _noise(5, 12)},
+              {"Linear": "padded_linear"}, {}, transformers=False),
     _torch("torch_post_norm", {}, bias_act=4, bias_dropout_add_ln=10, layer_norm=2),
     _torch("torch_pre_norm", {"norm_first": True, "activation": "gelu"}, bias_act=4, bias_dropout_add=4,
            bias_dropout_add_ln=6, layer_norm=6),

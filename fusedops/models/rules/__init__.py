@@ -1,6 +1,6 @@
 """The table of rules: which modules `fusedops.fuse_model` knows. Adding one is an entry here and a model in the spec."""
 
-from . import activations, attentions, generation, mlps, norms, post_norm, pre_norm, t5, torch_nn
+from . import activations, attentions, generation, linears, mlps, norms, post_norm, pre_norm, t5, torch_nn
 
 __all__ = ["RULES"]
 
@@ -13,5 +13,6 @@ RULES = (
     *pre_norm.RULES,
     *t5.RULES,
     *torch_nn.RULES,
+    *linears.RULES,
     *generation.RULES,
 )

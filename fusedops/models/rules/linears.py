@@ -1,0 +1,76 @@
+"""Linear layers with very many outputs whose number is odd: vocabularies of 50257 or 30522 words, say.
+
+In half precision, matrix products on tensor cores load 16 bytes at once, and so want rows whose length is a multiple
+of eight; with others cuBLAS falls back to kernels that take several times as long. Here the weight gets rows of zeros
+up to the next multiple of 64, and the columns that come of them are cut off again. The product is the same; what it
+costs is a copy of the weight, and one of the gradient in backward. torch.compile pads by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..rule import Rule
+
+__all__ = ["RULES", "padded_linear"]
+
+_MULTIPLE = 64
+_ALIGNED = 8
+# Below so many outputs, or rows of input, there is nothing to win.
+_LEAST_OUTPUTS = 4096
+_LEAST_ROWS = 1024
+
+
+def padded_linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``F.linear`` in ``dtype`` with rows of the output that are aligned: the first columns of a wider tensor.
+
+    Args:
+        input: of shape (..., K).
+        weight: of shape (N, K).
+        bias: of shape (N,), or None.
+        dtype: of the product.
+    """
+    columns = weight.shape[0]
+    more = -columns % _MULTIPLE
+    weight = F.pad(weight.to(dtype), (0, 0, 0, more))
+    bias = None if bias is None else F.pad(bias.to(dtype), (0, more))
+    return F.linear(input.to(dtype), weight, bias)[..., :columns]
+
+
+def _product_dtype(input: Tensor, weight: Tensor) -> torch.dtype | None:
+    """The half precision that the product is in, where padding gains; None where it does not."""
+    if not input.is_cuda or input.shape[-1] % _ALIGNED or torch.compiler.is_compiling():
+        return None
+    if input.numel() < _LEAST_ROWS * input.shape[-1]:
+        return None
+    autocast = torch.is_autocast_enabled("cuda")
+    dtype = torch.get_autocast_dtype("cuda") if autocast else weight.dtype
+    plain = input.dtype == weight.dtype if not autocast else torch.float64 not in (input.dtype, weight.dtype)
+    return dtype if plain and dtype in (torch.float16, torch.bfloat16) else None
+
+
+def _linear(self: Any, input: Tensor) -> Tensor:
+    dtype = _product_dtype(input, self.weight)
+    if dtype is None:
+        return F.linear(input, self.weight, self.bias)
+    return padded_linear(input, self.weight, self.bias, dtype)
+
+
+def _fits(module: nn.Module) -> str:
+    outputs = int(module.out_features)  # type: ignore[arg-type]
+    return "" if outputs >= _LEAST_OUTPUTS and outputs % _ALIGNED else "no rule"
+
+
+RULES = (
+    Rule(
+        name="padded_linear",
+        helps="pads its output's rows",
+        methods={"forward": _linear},
+        base=nn.Linear,
+        fits=_fits,
+    ),
+)
