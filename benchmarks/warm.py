@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -72,13 +73,16 @@ def settle_compiler() -> None:
 def compile_ahead(todo: Sequence[Task], *, jobs: int, device: torch.device, seconds: float) -> int:
     """Compiles in ``jobs`` processes until all is done or the seconds are over; returns how many cases were done.
 
-    What a worker cannot compile the measuring process meets again, and reports.
+    What a worker cannot compile, or all of them if they cannot start, the measuring process meets again, and reports.
     """
     if not todo:
         return 0
-    with workers(min(jobs, len(todo)), device) as pool:
-        done, _ = wait([pool.submit(_compile, task, device) for task in todo], timeout=seconds)
-        pool.shutdown(cancel_futures=True)  # what has begun is let finish
+    try:
+        with workers(min(jobs, len(todo)), device) as pool:
+            done, _ = wait([pool.submit(_compile, task, device) for task in todo], timeout=seconds)
+            pool.shutdown(cancel_futures=True)  # what has begun is let finish
+    except BrokenProcessPool:
+        return 0
     return sum(future.exception() is None for future in done)
 
 

@@ -131,7 +131,7 @@ _TINY_BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 
 MODELS = {
     "bert": Model(
         "BertForMaskedLM", "BertConfig", _SPECIAL, {"vocab_size": TOKENS, **_TINY_BERT}, _masked,
-        sizes=((32, 512), (32, 128)), tiny_sizes=(2, 16), loss_sizes=(8, 128),
+        sizes=((32, 512), (64, 512), (32, 128)), tiny_sizes=(2, 16), loss_sizes=(8, 128),
     ),
     "gpt2": Model(
         "GPT2LMHeadModel", "GPT2Config", _SPECIAL | {"bos_token_id": EOS},
