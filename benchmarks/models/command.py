@@ -83,6 +83,8 @@ def _work(options: argparse.Namespace) -> int:
     chosen = loss_workloads(models, tiny=options.tiny) if options.loss else workloads(models, modes, tiny=options.tiny)
     automatic = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(automatic if options.device == "auto" else options.device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     setting = Setting(
         device, Text(device), _TINY if options.tiny else Effort(), tuple(range(options.seeds)), options.steps
     )

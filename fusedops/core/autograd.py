@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -74,10 +73,15 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
-@functools.cache
+# No functools.cache: torch.compile looks through it, with a warning.
+_widening: dict[str, bool] = {}
+
+
 def _widens(operator: str) -> bool:
     """Whether this PyTorch's GPU autocast has an operator on its fp32 list (rms_norm: from 2.12 on)."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator, "AutocastCUDA"))
+    if operator not in _widening:
+        _widening[operator] = bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator, "AutocastCUDA"))
+    return _widening[operator]
 
 
 def autocast_dtype(operator: str, *tensors: Tensor | None) -> torch.dtype | None:

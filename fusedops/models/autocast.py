@@ -29,7 +29,8 @@ def takers(*names: str) -> dict[str, Takers]:
     """The method of a module whose input goes to these children only, as far as it has them."""
 
     def method(self: nn.Module) -> tuple[nn.Module, ...] | None:
-        return tuple(child for name in names if (child := self._modules.get(name)) is not None)
+        children = [self._modules.get(name) for name in names]  # torch.compile looks through lists better
+        return tuple([child for child in children if child is not None])
 
     return {"_fusedops_takers": method}
 

@@ -78,17 +78,15 @@ def branch(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[
 
 
 class _Without:
-    """A module as its own forward sees it, but with other attributes in some places.
-
-    What is the module's own is found here at once, its methods and its class's attributes through the module.
-    """
+    """A module as its own forward sees it, but with other attributes in some places."""
 
     def __init__(self, module: nn.Module, instead: dict[str, Any]) -> None:
-        own = self.__dict__
-        own.update(vars(module))
-        own.update(module._modules)
-        own.update(instead)
-        own["_module"] = module
+        if not torch.compiler.is_compiling():  # which looks through neither vars nor __dict__
+            self.__dict__.update(vars(module))
+            self.__dict__.update(module._modules)  # found at once, not through `__getattr__`
+        self._module = module
+        for name, value in instead.items():
+            setattr(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
