@@ -208,6 +208,10 @@ class Mask:
     keep: Tensor | None = None
     probability: float = 1.0
 
+    def cpu(self) -> Mask:
+        """The same on the CPU."""
+        return self if self.keep is None else Mask(self.keep.cpu(), self.probability)
+
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         """`F.dropout` with this mask, rounding as it does: the scaled mask is formed first, in the input's dtype."""
         if self.keep is None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusedops
+from fusedops.core import autograd
 from fusedops.core.spec import Sample, Spec
 from support import (
     ALL_SPECS,
@@ -181,15 +182,23 @@ def test_leading_dimensions_are_dynamic_too(spec: Spec, device: torch.device) ->
 
 
 @every
-def test_compiling_does_not_warn(spec: Spec, device: torch.device) -> None:
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+def test_compiling_neither_breaks_nor_warns(spec: Spec, autocast: bool, device: torch.device) -> None:
     """Dynamo warns of what it traces on a guess; nobody who compiles a model should hear of that from a library."""
     sample = spec.benchmark((6, 40), torch.float32, device)
     compiled = torch.compile(_function(spec, sample), fullgraph=True, backend="eager")
     # Dynamo gives some of its warnings once a process: whichever test came first would have had them.
     torch._dynamo.utils.warn_once_cache.clear()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         warnings.filterwarnings("error", message=".*Dynamo")
         compiled(*(sample.tensors.get(name) for name in spec.tensors))
+
+
+def test_what_a_gpus_autocast_asks_for_does_not_break_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autograd, "_on_gpu", lambda t: True)
+    compiled = torch.compile(lambda x: x.to(autograd.autocast_dtype("aten::layer_norm", x)), fullgraph=True,
+                             backend="eager")  # fmt: skip
+    assert compiled(torch.zeros(2, dtype=torch.bfloat16)).dtype == torch.float32
 
 
 @every

@@ -73,20 +73,22 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
-# No functools.cache: torch.compile looks through it, with a warning.
-_widening: dict[str, bool] = {}
+def _has_autocast(operator: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator, "AutocastCUDA"))
 
 
-def _widens(operator: str) -> bool:
-    """Whether this PyTorch's GPU autocast has an operator on its fp32 list (rms_norm: from 2.12 on)."""
-    if operator not in _widening:
-        _widening[operator] = bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator, "AutocastCUDA"))
-    return _widening[operator]
+# The operators that this PyTorch's GPU autocast has on its fp32 list (rms_norm: from 2.12 on). A constant, as
+# torch.compile cannot look into the question.
+_WIDENED = frozenset(name for name in ("aten::layer_norm", "aten::rms_norm") if _has_autocast(name))
+
+
+def _on_gpu(t: Tensor) -> bool:
+    return bool(getattr(t, "is_cuda", False))
 
 
 def autocast_dtype(operator: str, *tensors: Tensor | None) -> torch.dtype | None:
     """The output dtype that GPU autocast asks of PyTorch's operator: fp32, never of fp64; None leaves it alone."""
     given = [t for t in tensors if t is not None]
-    if all(getattr(t, "is_cuda", False) and t.dtype != torch.float64 for t in given) and _widens(operator):
+    if all(_on_gpu(t) and t.dtype != torch.float64 for t in given) and operator in _WIDENED:
         return torch.float32
     return None
