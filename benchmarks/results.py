@@ -34,7 +34,7 @@ Key = tuple[str, str, str, str, str]
 _ROOT = Path(__file__).resolve().parent.parent
 
 
-class UnreadableError(ValueError):
+class UnreadableError(Exception):
     """A file that holds no results."""
 
 

@@ -18,6 +18,7 @@ from benchmarks.models import measuring, page, results, runner, text, training, 
 from benchmarks.models import providers as contenders
 from benchmarks.models.providers import COMPILING, PROVIDERS, Contender, contender, offered
 from benchmarks.models.results import Row
+from benchmarks.results import UnreadableError
 from zoo import counted, transformers_only
 
 ROOT = Path(__file__).parent.parent
@@ -396,7 +397,7 @@ def test_rows_come_back_as_they_were_written(tmp_path):
     results.write(path, [row(ms=9.0)])
     assert len(results.read(path)) == 3 and {r.ms for r in results.read(path)} == {9.0, 7.5, None}
     path.write_text(path.read_text().replace("host_ms", "host"))
-    with pytest.raises(ValueError, match="has the columns"):
+    with pytest.raises(UnreadableError, match="has the columns"):
         results.read(path)
 
 

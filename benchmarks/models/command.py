@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     """Measures whole models: eager, fused, compiled, both, and Liger-Kernel's patch."""
     try:
         return _show(options) if options.table or options.page is not None else _work(options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, operator_results.UnreadableError) as error:
         print(f"models: {error}", file=sys.stderr)
         return 2
 
