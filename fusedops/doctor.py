@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import platform
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,14 +108,22 @@ def _configs(gpu: bool, path: str) -> str:
     return f"configs: {table}; of the benchmark's shapes, {', '.join(parts)}"
 
 
+def _takes_a_directory(base: Path) -> bool:
+    try:
+        Path(tempfile.mkdtemp(prefix=".fusedops", dir=base)).rmdir()
+    except OSError:
+        return False
+    return True
+
+
 def _cache() -> Iterator[tuple[str, bool]]:
     root = cache.directory()
     if root is None:
         yield "cache: no home directory for it; set FUSEDOPS_CACHE_DIR", True
         return
-    # A directory that does not exist yet is made in the nearest one that does.
+    # A directory that does not exist yet is made in the nearest one that does; there are some that take none (/proc).
     base = next((path for path in (root, *root.parents) if path.exists()), root)
-    writable = base.is_dir() and os.access(base, os.W_OK | os.X_OK)
+    writable = base.is_dir() and _takes_a_directory(base)
     yield f"cache: {root}, {'writable' if writable else 'NOT writable'}", not writable
     counts = Counter(_health(path) for path in cache.entries()) if base == root and root.is_dir() else Counter()
     parts = [f"{count} {kind}" for kind, count in sorted(counts.items())]

@@ -445,3 +445,21 @@ def test_the_command_writes_the_page_and_prints_the_table(tmp_path, capsys):
     assert written.read_text(encoding="utf-8") == page.markdown(path)
     assert run("--table", "--output", path) == 0
     assert page.table(results.read(path)) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, match",
+    [
+        (["--device", "tpu"], "no device 'tpu' here"),
+        (["--device", "cuda"], "no device 'cuda' here"),
+        (["--table", "--output", "none.csv"], "no such file: none.csv"),
+        (["--page", "page.md", "--output", "none.csv"], "no such file: none.csv"),
+        ([], "needs a GPU; on a CPU try --tiny"),
+    ],
+)
+def test_what_is_not_there(arguments, match, monkeypatch, capsys):
+    """One line and 2; no model is begun on a CPU by mistake."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(models_command, "_measure", None)
+    assert command.main(["models", *arguments]) == 2
+    assert match in capsys.readouterr().err

@@ -227,3 +227,29 @@ def test_small_norms_are_pytorchs_own(device: torch.device, monkeypatch: pytest.
         fusedops.rms_norm(x[:2], (128,), weight, weight_offset=1.0)
         fusedops.layer_norm(x[:2], (128,), weight.half())
     assert len(names) == 2
+
+
+def test_where_shared_memory_is_short_less_is_taken_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the ordinary launcher too; and where nothing is taken ahead any more, the error is the user's to see."""
+    errors = pytest.importorskip("triton.runtime.errors")
+    tried: list[int] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            def run(*_: object, STAGES: int) -> None:
+                tried.append(STAGES)
+                if least < STAGES:
+                    raise errors.OutOfResources(300_000, 232_448, "shared memory")
+
+            return run
+
+    variant = object.__new__(launch.Variant)
+    variant.name, variant._launch, variant._present, variant._options = "kernel", None, [], {}
+    variant._kernel, least = Kernel(), 2
+    variant._constants = {"STAGES": 4}
+    variant(1, 1)
+    variant(1, 1)
+    assert tried == [4, 3, 2, 2]
+    least, variant._constants = 0, {"STAGES": 2}
+    with pytest.raises(errors.OutOfResources):
+        variant(1, 1)

@@ -308,3 +308,17 @@ def test_what_autocast_leaves_is_left(device: torch.device) -> None:
     with torch.autocast(device.type, LOW):
         for dtype, expected in ((torch.float32, LOW), (LOW, LOW), (torch.float64, torch.float64)):
             assert autocast.narrowed(torch.ones(1, 2, device=device, dtype=dtype), linear).dtype == expected
+
+
+def test_weights_with_ways_of_their_own_get_what_they_got() -> None:
+    """A quantised weight, say, sees its rows before autocast does."""
+
+    class Own(torch.Tensor):
+        pass
+
+    layer, x = nn.Linear(8, 8), torch.randn(2, 8)
+    with torch.autocast("cpu", LOW):
+        assert autocast.low_dtype(x, (layer,)) == LOW
+        layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Own))
+        assert type(layer.weight) is not nn.Parameter
+        assert autocast.low_dtype(x, (layer,)) is None

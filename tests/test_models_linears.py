@@ -1,6 +1,9 @@
-"""Linear layers with an odd number of outputs: padded where tensor cores want it, with the same results."""
+"""Linear layers whose number of outputs is no multiple of eight: padded where tensor cores want it, with the same results."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedops
+from fusedops.models import parts
 from fusedops.models.rules import linears
 from fusedops.models.rules.linears import padded_linear
 from support import DEVICE
@@ -66,40 +70,72 @@ def test_which_layers(outputs: int, fused: bool) -> None:
 
 
 def test_elsewhere_it_is_the_layer_that_it_was() -> None:
-    """On the CPU, of few rows, in full precision: bit for bit, and contiguous."""
+    """On the CPU: bit for bit, and contiguous."""
     model = nn.Sequential(_layer(device=torch.device("cpu")))
     rows = _rows(2 * linears._LEAST_ROWS, device=torch.device("cpu"))
     before = model(rows)
     assert fusedops.fuse_model(model)
     assert torch.equal(model(rows), before) and model(rows).is_contiguous()
-    assert linears._product_dtype(rows, model[0].weight) is None
+    assert linears._product_dtype(rows, model[0].weight, model[0].bias) is None
 
 
-class _OnGpu(Tensor):
-    """A tensor that says that it is on a GPU."""
+class _Somewhere:
+    """What is asked of a tensor before anything is computed, said to be on a GPU."""
 
-    is_cuda = True  # type: ignore[assignment]
+    is_cuda = True
+
+    def __init__(self, dtype: torch.dtype, *shape: int) -> None:
+        self.dtype, self.shape = dtype, shape
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+HALF, FULL = torch.bfloat16, torch.float32
 
 
 @pytest.mark.parametrize(
-    "count, dtype, weights, autocast, expected",
+    "rows, inner, dtypes, autocast, expected",
     [
-        (1024, torch.bfloat16, torch.bfloat16, None, torch.bfloat16),
-        (1024, torch.float16, torch.float16, None, torch.float16),
-        (1022, torch.bfloat16, torch.bfloat16, None, None),
-        (1024, torch.float32, torch.float32, None, None),
-        (1024, torch.bfloat16, torch.float32, None, None),  # an error, which is the layer's to raise
-        (1024, torch.float32, torch.float32, torch.bfloat16, torch.bfloat16),
-        (1024, torch.bfloat16, torch.float32, torch.float16, torch.float16),
-        (1024, torch.float64, torch.float64, torch.bfloat16, None),
+        (1024, 24, (HALF, HALF, HALF), None, HALF),
+        (1024, 24, (torch.float16, torch.float16, torch.float16), None, torch.float16),
+        (1023, 24, (HALF, HALF, HALF), None, None),
+        (1024, 20, (HALF, HALF, HALF), None, None),  # rows of the input are not aligned either
+        (1024, 24, (FULL, FULL, FULL), None, None),
+        (1024, 24, (HALF, FULL, FULL), None, None),  # an error, which is the layer's to raise
+        (1024, 24, (HALF, HALF, FULL), None, None),
+        (1024, 24, (FULL, FULL, FULL), HALF, HALF),
+        (1024, 24, (HALF, FULL, HALF), torch.float16, torch.float16),
+        (1024, 24, (torch.float64, FULL, FULL), HALF, None),
+        (1024, 24, (FULL, FULL, torch.complex64), HALF, None),
+        (1024, 24, (torch.int32, FULL, FULL), HALF, None),
     ],
 )
-def test_when_it_pads(count: int, dtype: torch.dtype, weights: torch.dtype, autocast: torch.dtype | None,
+def test_when_it_pads(rows: int, inner: int, dtypes: tuple[torch.dtype, ...], autocast: torch.dtype | None,
                       expected: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: autocast is not None)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: autocast)
-    rows = _rows(count, dtype, torch.device("cpu")).as_subclass(_OnGpu)
-    assert linears._product_dtype(rows, _layer(weights, device=torch.device("cpu")).weight) == expected
+    monkeypatch.setattr(linears, "is_plain", lambda t: True)
+    given: list[Any] = [_Somewhere(dtype, *shape) for dtype, shape in
+                        zip(dtypes, ((rows, inner), (OUTPUTS, inner), (OUTPUTS,)), strict=True)]  # fmt: skip
+    assert linears._product_dtype(*given) == expected
+    if len({*dtypes[:2]}) == 1 and dtypes[2] != dtypes[0] and not autocast:
+        assert linears._product_dtype(*given[:2], None) == (dtypes[0] if dtypes[0] == HALF else None)
+    if expected is not None:
+        for special in range(3):  # quantised, distributed: tensors with ways of their own
+            monkeypatch.setattr(linears, "is_plain", lambda t, one=given[special]: t is not one)
+            assert linears._product_dtype(*given) is None
+        monkeypatch.setattr(linears, "is_plain", lambda t: True)
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert linears._product_dtype(*given) is None
+
+
+def test_in_a_block_it_is_the_linear_layer_that_it_was() -> None:
+    """The block takes its bias along, as it takes any linear layer's."""
+    model = nn.TransformerEncoderLayer(16, 2, OUTPUTS, norm_first=True)
+    fusedops.fuse_model(model)
+    end = parts.linear(model.linear1, torch.randn(3, 16))
+    assert end.bias is model.linear1.bias and end.product.shape == (3, OUTPUTS)
 
 
 @pytest.mark.gpu
@@ -113,8 +149,8 @@ def test_on_the_gpu(autocast: bool) -> None:
         before = _step(layer, rows, model(rows))
         report = fusedops.fuse_model(model)
         after = _step(layer, rows, model(rows))
-    assert "pads its output's rows" in str(report)
-    assert not before[0].is_contiguous() or before[0].stride(-2) == OUTPUTS
+    assert "a view of padded rows" in str(report)
+    assert before[0].is_contiguous()
     assert after[0].stride(-2) == 4160
     for one, other in zip(before, after, strict=True):
         assert one.dtype == other.dtype

@@ -257,6 +257,24 @@ def test_ranks_agree_on_what_rank_0_has(ranks: threading.local, asked: list[dict
     assert not asked
 
 
+def test_what_goes_wrong_in_tuning_is_no_fault_of_the_store(
+    ranks: threading.local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of the user's own, which a synchronisation meets, is raised as it is; and nobody waits for rank 0."""
+
+    def broken(*_: object) -> Config:
+        raise RuntimeError("device-side assert")
+
+    monkeypatch.setattr(ondemand, "_tuned", broken)
+    ranks.rank = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            tuning.choose(QUESTION, -1)
+        ranks.rank = 1
+        assert tuning.choose(QUESTION, -1) == tuning.family_of(QUESTION.kernel).heuristic(QUESTION)  # type: ignore[union-attr]
+
+
 MILLISECONDS = datetime.timedelta(milliseconds=50)
 
 

@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Sequence
 from concurrent.futures import wait
+from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
@@ -34,10 +35,13 @@ def compile_ahead(work: Sequence[Work], *, jobs: int, device: torch.device, seco
     todo = [(item.workload, name) for item in timed for name in item.providers if name in COMPILING]
     if not todo:
         return 0, 0
-    with warm.workers(min(jobs, len(todo)), device) as pool:
-        futures = [pool.submit(_compile, workload, name, device) for workload, name in todo]
-        done, _ = wait(futures, timeout=seconds)
-        pool.shutdown(cancel_futures=True)  # what has begun is let finish
+    try:
+        with warm.workers(min(jobs, len(todo)), device) as pool:
+            futures = [pool.submit(_compile, workload, name, device) for workload, name in todo]
+            done, _ = wait(futures, timeout=seconds)
+            pool.shutdown(cancel_futures=True)  # what has begun is let finish
+    except BrokenProcessPool:  # they could not start: the measuring process compiles
+        return 0, len(todo)
     return sum(not future.cancelled() and future.exception() is None for future in done), len(todo)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -69,6 +70,8 @@ def run(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace) -> int:
     """From the results file alone."""
     path = options.output or _DEFAULT
+    if not path.is_file():
+        raise operator_results.UnreadableError(f"no such file: {path}")
     if options.page is None:
         print(page.table(results.read(path)))
     else:
@@ -81,16 +84,30 @@ def _work(options: argparse.Namespace) -> int:
     models, modes = options.model or (), options.mode or ()
     wanted = [named("provider", name, PROVIDERS) for name in options.provider or ()]
     chosen = loss_workloads(models, tiny=options.tiny) if options.loss else workloads(models, modes, tiny=options.tiny)
-    automatic = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(automatic if options.device == "auto" else options.device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = _device(options)
     setting = Setting(
         device, Text(device), _TINY if options.tiny else Effort(), tuple(range(options.seeds)), options.steps
     )
     if options.profile:
         return _profile(chosen, wanted or ["eager", "fused"], setting)
     return _measure(stages(chosen, wanted), setting, options)
+
+
+def _device(options: argparse.Namespace) -> torch.device:
+    """The device asked for; by default a GPU, and a CPU for tiny models alone.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    name, has_gpu = options.device, torch.cuda.is_available()
+    if name == "auto":
+        if not has_gpu and not options.tiny:
+            raise ValueError("needs a GPU; on a CPU try --tiny, or --device cpu if it is meant")
+        name = "cuda" if has_gpu else "cpu"
+    if name != "cpu" and not (has_gpu and re.fullmatch(r"cuda(:\d)?", name)):
+        raise ValueError(f"no device {name!r} here; there is cpu" + (", and cuda[:index]" if has_gpu else ""))
+    device = torch.device(name)
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else device
 
 
 def _profile(chosen: list[Workload], wanted: list[str], setting: Setting) -> int:

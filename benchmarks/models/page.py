@@ -40,21 +40,17 @@ _HOW = """## How it is measured
 
 ms are wall-clock time a step, the host's included: steps run back to back, and the device is waited for only around a
 block of them. A figure is the median of blocks, in which the contenders take turns; the figure behind ± is the
-interquartile range. In brackets is the speed-up over eager: above 1 is faster. "host" is the time until a step's Python
-returns, where nothing was queued before it. Peak memory is all that a step holds at once: weights, gradients and
-activations. Contenders that compile are measured after the others, in turns among themselves; compilation is not in any
-figure.
+interquartile range. In brackets is the speed-up over eager, where both were measured at one commit: above 1 is faster.
+The host's time is a median of single steps, each begun with nothing queued; where it is the longer one, it was a slower
+moment of the host's. Peak memory is all that a step holds at once: weights, gradients and activations. The text that
+batches are made of is the source of Python's standard library, byte by byte. Contenders that compile are measured after
+the others, in turns among themselves; compilation is not in any figure.
 
 All attention is PyTorch's `scaled_dot_product_attention`, Transformers' default. Dropout is 0.1 where the model has any:
 Llama has none, and ViT's config, whose default is 0, is set to 0.1. A training step has no optimizer, and a forward
 returns no keys and values. `torch.compile` is used in its default mode on the whole model; fused + torch.compile is
 `fuse_model(model, compile_rest=True)`. Generation is not compiled: its cache grows by a token a step, and
 `torch.compile` would compile again and again. Liger-Kernel patches Llama, and none of the other models.
-
-The loss is the mean of the last 5 of 100 steps of AdamW at a rate of 1e-4, in batches of 8, again with dropout and
-autocast, as a mean over three seeds; a seed gives all contenders the same weights and batches. The text is the source of
-Python's standard library, byte by byte. BERT guesses 15% of the tokens, masked; T5 continues 128 bytes by 64. There is
-no text for ViT, so its pictures are windows of the text's bytes, and their class is the byte that follows.
 
 To measure it all again, on a GPU, with `pip install .[bench,hf]`:
 
@@ -65,6 +61,13 @@ python -m benchmarks models --loss
 python -m benchmarks models --page                             # this page
 python -m benchmarks models --profile --model gpt2 --mode train --provider fused    # where the time goes
 ```"""
+
+_LOSS = """## Loss after 100 steps
+
+The mean of the last 5 of 100 steps of AdamW at a rate of 1e-4, in batches of 8, again with dropout and autocast, as a
+mean over three seeds, and in brackets the greatest less the least of them; a seed gives all contenders the same weights
+and batches. BERT guesses 15% of the tokens, masked; T5 continues 128 bytes by 64. There is no text for ViT, so its
+pictures are windows of the text's bytes, and their class is the byte that follows."""
 
 
 Places = list[tuple[Place, dict[str, Row]]]
@@ -92,12 +95,11 @@ def markdown(path: Path) -> str:
         places = _ordered(row for row in rows if row.mode == mode)
         if places:
             parts += [_MODE_TITLES[mode], "ms a step:", _grid(places, _time)]
-            parts += ["Of these, until the host is done, ms:", _grid(places, _host)]
+            parts += ["The host's time, until the step's Python returns, ms:", _grid(places, _host)]
             parts += ["Peak memory, MiB, and in brackets the part of eager's:", _grid(places, _memory)]
     losses = _ordered(row for row in rows if row.mode == "loss")
     if losses:
-        text = "## Loss after 100 steps\n\nIn brackets the greatest less the least of the seeds' losses."
-        parts += [text, _grid(losses, _loss)]
+        parts += [_LOSS, _grid(losses, _loss)]
     return "\n\n".join([*parts, _HOW]) + "\n"
 
 
@@ -105,8 +107,15 @@ def _time(row: Row, eager: Row | None) -> str:
     if row.ms is None:
         return ""
     spread = "" if row.spread is None else f" ± {row.spread:.2f}"
-    times = "" if eager is None or eager is row or eager.ms is None else f" ({eager.ms / row.ms:.2f})"
-    return f"{row.ms:.2f}{spread}{times}"
+    times = _times(row, eager)
+    return f"{row.ms:.2f}{spread}" + ("" if times is None else f" ({times:.2f})")
+
+
+def _times(row: Row, eager: Row | None) -> float | None:
+    """How many times as fast as eager, if that was measured at the same commit."""
+    if eager is None or eager is row or eager.ms is None or row.ms is None or eager.commit != row.commit:
+        return None
+    return eager.ms / row.ms
 
 
 def _host(row: Row, eager: Row | None) -> str:
@@ -129,7 +138,7 @@ def _loss(row: Row, eager: Row | None) -> str:
 def _plain(row: Row, eager: Row | None) -> str:
     if row.ms is None:
         return f"loss {_loss(row, eager)}"
-    times = "" if eager is None or eager is row or eager.ms is None else f" ({eager.ms / row.ms:.2f}x)"
+    times = "" if (ratio := _times(row, eager)) is None else f" ({ratio:.2f}x)"
     peak = "" if row.peak_mib is None else f" {row.peak_mib:.0f} MiB"
     return f"{row.ms:.2f} ms{times}{peak}"
 

@@ -253,7 +253,20 @@ class Variant:
             given = [a if here else None for a, here in zip(arguments, self._present, strict=True)]
             # Triton's interpreter keeps its place in the grid in globals.
             with _interpreter_lock if interpreting() else nullcontext():
-                self._kernel[(grid_x, grid_y, grid_z)](*given, **self._constants, **self._options)
+                self._launch_ordinarily((grid_x, grid_y, grid_z), given)
+
+    def _launch_ordinarily(self, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
+        """Past no binder; with fewer tiles taken ahead while they exceed the shared memory."""
+        from triton.runtime.errors import OutOfResources
+
+        while True:
+            try:
+                self._kernel[grid](*arguments, **self._constants, **self._options)
+                return
+            except OutOfResources:  # noqa: PERF203 - each turn is a compilation
+                if self._constants.get("STAGES", 1) == 1:
+                    raise
+                self._constants["STAGES"] -= 1
 
 
 class _Collected(Variant):

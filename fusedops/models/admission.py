@@ -93,4 +93,5 @@ def _unknown(entry: str, modules: dict[str, nn.Module], rules: frozenset[str]) -
     names = {*modules, *(type(module).__name__ for module in modules.values()), *rules}
     near = difflib.get_close_matches(entry, sorted(filter(None, names)), n=3)
     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    hint = hint or "; the report's last line has the rules"
     return f"fuse_model: exclude names {entry!r}, which is no module of this model, no class in it and no rule{hint}"

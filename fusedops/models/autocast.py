@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .watching import is_linear, unwatched
+from .watching import is_linear, is_plain, unwatched
 
-__all__ = ["low_dtype", "narrowed", "normed", "takers"]
+__all__ = ["low_dtype", "narrowed", "normed", "takers", "under_autocast"]
 
 Takers = Callable[[nn.Module], tuple[nn.Module, ...] | None]
 
@@ -37,16 +37,22 @@ def takers(*names: str) -> dict[str, Takers]:
 
 def low_dtype(x: Tensor, modules: tuple[nn.Module, ...]) -> torch.dtype | None:
     """The dtype to which all that the modules do with rows would cast them; None where there is no such dtype."""
-    device = x.device.type
-    if not modules or not torch.is_autocast_enabled(device) or not all(map(_multiplies, modules)):
+    if not modules or not under_autocast(x) or not all(map(_multiplies, modules)):
         return None
-    return torch.get_autocast_dtype(device)
+    return torch.get_autocast_dtype(x.device.type)
+
+
+def under_autocast(x: Tensor) -> bool:
+    """Whether autocast is on where the tensor is; some devices (meta) have none."""
+    device = x.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _multiplies(module: nn.Module) -> bool:
     """Whether the module's input goes to linear layers and nowhere else, and nobody else sees it."""
     if is_linear(module):
-        return unwatched(module)
+        # Another kind of tensor (a quantised one, say) may do as it likes with the rows.
+        return unwatched(module) and is_plain(module.weight)
     method = getattr(type(module), "_fusedops_takers", None)
     children = method(module) if method is not None and unwatched(module) else None
     return children is not None and all(map(_multiplies, children))

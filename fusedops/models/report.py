@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -112,6 +113,10 @@ class FusionReport:
         fused = sum(module.fused for module in self.modules)
         helping = f", {len(self) - fused} more help them" if len(self) > fused else ""
         lines.append(f"{fused} of {len(self.modules)} modules fused{helping}")
+        if self:
+            lines.append("modules left inside a fused one are called by it as they are, or it does their work")
+            counts = Counter(module.rule for module in self.replaced)
+            lines.append("rules: " + ", ".join(f"{rule} ({count})" for rule, count in sorted(counts.items())))
         if self.difference is not None:
             lines.append(f"largest difference: {self.difference}")
         if unchecked:

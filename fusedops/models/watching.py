@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["is_conv1d", "is_linear", "unwatched"]
+__all__ = ["is_conv1d", "is_linear", "is_plain", "unwatched"]
 
 
 def unwatched(module: nn.Module) -> bool:
@@ -24,6 +24,13 @@ def is_conv1d(cls: type) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether the module is a linear layer of exactly a known class."""
+    """Whether the module is a linear layer of exactly a known class, or one that a rule made of it."""
     cls = type(module)
-    return cls is nn.Linear or cls is nn.modules.linear.NonDynamicallyQuantizableLinear or is_conv1d(cls)
+    if cls is nn.Linear or cls is nn.modules.linear.NonDynamicallyQuantizableLinear:
+        return True
+    return is_conv1d(cls) or "_fusedops_multiplies" in vars(cls)
+
+
+def is_plain(t: object) -> bool:
+    """Whether this is a tensor of no special kind: not quantised, distributed, or otherwise with ways of its own."""
+    return type(t) in (Tensor, nn.Parameter)

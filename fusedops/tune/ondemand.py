@@ -124,11 +124,15 @@ def _agreed(question: Question, device_index: int, config: Config, origin: tunin
     store = dist.distributed_c10d._get_default_store()
     key = f"fusedops_tune {tuning.device_name(device_index)} {question}"
     reached = f"{key} reached"
+    problem: Exception | None = None
     try:
         if dist.get_rank() == 0:
             if not store.check([key]):
                 store.set(reached, "")
-                config = _tuned(question, device_index, config, origin)
+                try:
+                    config = _tuned(question, device_index, config, origin)
+                except Exception as error:  # noqa: BLE001 - the user's own, from the device, say; raised below
+                    problem = error  # the others are not to wait for it
         elif "wait" not in _said:
             _wait(store, question, reached, key)
         named = store.compare_set(key, "", json.dumps(dataclasses.astuple(config)))
@@ -139,6 +143,8 @@ def _agreed(question: Question, device_index: int, config: Config, origin: tunin
     except RuntimeError as error:
         found = None
         _say_once("store", f"the ranks' store failed ({str(error).splitlines()[0][:200]})")
+    if problem is not None:
+        raise problem
     return found or config
 
 

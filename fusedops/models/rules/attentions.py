@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ..autocast import narrowed, takers
+from ..autocast import narrowed, takers, under_autocast
 from ..parts import Branch, branch, without
 from ..rule import Rule
+from ..watching import is_plain
 
 __all__ = ["RULES"]
 
@@ -29,8 +29,9 @@ def _attention(*inputs: str, output: str, dropout: str | None = None) -> dict[st
 
 
 def _multihead_takers(self: Any) -> tuple[nn.Module, ...] | None:
-    # Its weights are its own. In evaluation it may take PyTorch's fast path, which is asked for rows of its dtype.
-    return () if self.training else None
+    # Its weights are its own. PyTorch's fast path, which would not cast, is not taken under autocast.
+    weights = (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+    return () if all(weight is None or is_plain(weight) for weight in weights) else None
 
 
 def _multihead_branch(self: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
@@ -41,7 +42,7 @@ def _multihead_branch(self: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tup
 
 
 def _bert_self_attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    if torch.is_autocast_enabled(hidden_states.device.type):
+    if under_autocast(hidden_states):
         # The caller keeps the rows for the residual, in their own dtype.
         hidden_states = narrowed(hidden_states, self.query, self.key, self.value)
     return type(self)._fusedops_original.forward(self, hidden_states, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Linear layers with very many outputs whose number is odd: vocabularies of 50257 or 30522 words, say.
+"""Linear layers with very many outputs whose number is no multiple of eight: vocabularies of 50257 or 30522 words, say.
 
 In half precision, matrix products on tensor cores load 16 bytes at once, and so want rows whose length is a multiple
 of eight; with others cuBLAS falls back to kernels that take several times as long. Here the weight gets rows of zeros
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..rule import Rule
+from ..watching import is_plain
 
 __all__ = ["RULES", "padded_linear"]
 
@@ -23,6 +24,7 @@ _ALIGNED = 8
 # Below so many outputs, or rows of input, there is nothing to win.
 _LEAST_OUTPUTS = 4096
 _LEAST_ROWS = 1024
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def padded_linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -41,20 +43,22 @@ def padded_linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
     return F.linear(input.to(dtype), weight, bias)[..., :columns]
 
 
-def _product_dtype(input: Tensor, weight: Tensor) -> torch.dtype | None:
-    """The half precision that the product is in, where padding gains; None where it does not."""
-    if not input.is_cuda or input.shape[-1] % _ALIGNED or torch.compiler.is_compiling():
+def _product_dtype(input: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
+    """The half precision that the product is in, where padding gains; None where it does not, or might do otherwise."""
+    if not input.is_cuda or torch.compiler.is_compiling() or input.shape[-1] % _ALIGNED:
         return None
-    if input.numel() < _LEAST_ROWS * input.shape[-1]:
+    given = (input, weight) if bias is None else (input, weight, bias)
+    if input.numel() < _LEAST_ROWS * input.shape[-1] or not all(map(is_plain, given)):
         return None
-    autocast = torch.is_autocast_enabled("cuda")
-    dtype = torch.get_autocast_dtype("cuda") if autocast else weight.dtype
-    plain = input.dtype == weight.dtype if not autocast else torch.float64 not in (input.dtype, weight.dtype)
-    return dtype if plain and dtype in (torch.float16, torch.bfloat16) else None
+    dtypes = {t.dtype for t in given}
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        return dtype if dtype in _HALF and dtypes <= {*_HALF, torch.float32} else None
+    return weight.dtype if dtypes == {weight.dtype} and weight.dtype in _HALF else None
 
 
 def _linear(self: Any, input: Tensor) -> Tensor:
-    dtype = _product_dtype(input, self.weight)
+    dtype = _product_dtype(input, self.weight, self.bias)
     if dtype is None:
         return F.linear(input, self.weight, self.bias)
     return padded_linear(input, self.weight, self.bias, dtype)
@@ -68,8 +72,9 @@ def _fits(module: nn.Module) -> str:
 RULES = (
     Rule(
         name="padded_linear",
-        helps="pads its output's rows",
-        methods={"forward": _linear},
+        helps="its output is a view of padded rows",
+        # To a block it is the linear layer that it was, whose bias the block may take.
+        methods={"forward": _linear, "_fusedops_multiplies": lambda self: True},
         base=nn.Linear,
         fits=_fits,
     ),
