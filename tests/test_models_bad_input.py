@@ -139,3 +139,8 @@ def test_fused_and_then_sharded() -> None:
     torch.testing.assert_close(model(x), twin(x))
     with pytest.raises(ValueError, match="module '1' was changed after it was fused, to FSDP"):
         fusedops.unfuse_model(model)
+
+
+def test_unfuse_takes_modules() -> None:
+    with pytest.raises(TypeError, match=r"unfuse_model: model must be a torch\.nn\.Module, got str"):
+        fusedops.unfuse_model("model")  # type: ignore[arg-type]

@@ -44,9 +44,12 @@ class FusedNoRepeatNGramLogitsProcessor:
         ops.check_rule(_NAME, ngram_size, window, prompt_length, pad_token_id)
         self.ngram_size, self.window, self.prompt_length = ngram_size, window, prompt_length
         self.pad_token_id, self.inplace = pad_token_id, inplace
+        if not isinstance(allowed, Iterable):
+            raise TypeError(f"{_NAME}: allowed must be token ids, got {type(allowed).__name__}")
         self.allowed = tuple(allowed)
-        if not all(isinstance(token, int) and token >= 0 for token in self.allowed):
-            raise ValueError(f"{_NAME}: allowed must hold token ids, got {self.allowed}")
+        for token in self.allowed:
+            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+                raise ValueError(f"{_NAME}: allowed must hold token ids (a mask is for no_repeat_ngram), got {token!r}")
         self._masks: dict[tuple[int, torch.device], Tensor] = {}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

@@ -34,7 +34,8 @@ def _obstacle(module: nn.Module) -> str:
         return "is scripted or traced; fuse the model before torch.jit.script or torch.jit.trace"
     bases = [f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__]
     if "torch._dynamo.eval_frame.OptimizedModule" in bases or module._compiled_call_impl is not None:
-        return "is compiled; fuse the model before torch.compile, or pass compile_rest=True instead of compiling"
+        return ("is compiled; fuse the model before torch.compile, or pass compile_rest=True instead of compiling "
+                "(after that, unfuse_model first)")  # fmt: skip
     if any(base.startswith(("torch.distributed.fsdp.", "torch.distributed._composable.")) for base in bases):
         return "is wrapped in FSDP; fuse the model before it is wrapped"
     if bases[0].startswith(_QUANTIZED) or getattr(module, "is_quantized", False) is True:

@@ -84,9 +84,12 @@ def unfuse_model(model: nn.Module) -> None:
         model: the model, or a part of it; changed in place.
 
     Raises:
+        TypeError: the model is no module.
         ValueError: something else changed a fused module's class since (FSDP, a parametrization), and must be undone
             first; then nothing is changed.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"unfuse_model: model must be a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
         if not classes.is_fused(module) and hasattr(type(module), "_fusedops_original"):
             raise ValueError(f"unfuse_model: the class of module {name!r} was changed after it was fused, to "
