@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +21,26 @@ if INTERPRETED:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--built", metavar="DIR", help="test the archive and the wheel in DIR instead of building them")
+    parser.addoption("--failures", metavar="FILE", help="append each failure to FILE as it comes: a run that is cut "
+                     "short, on a borrowed GPU say, loses none")  # fmt: skip
+
+
+class _Failures:
+    """Writes down what fails, at once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(f"{report.nodeid} ({report.when})\n{report.longreprtext}\n\n")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--failures")
+    if path and not hasattr(config, "workerinput"):  # all reports come together in the process that began the run
+        config.pluginmanager.register(_Failures(Path(path)))
     config.addinivalue_line("markers", "compiled: compiles kernels, which interpreted ones cannot be")
     config.addinivalue_line("markers", "kernels: needs the Triton kernels, on a GPU or through the interpreter")
     config.addinivalue_line("markers", "plain: of whole models or programs, which the interpreter is too slow for")
