@@ -36,6 +36,8 @@ from support import ALL_SPECS, DEVICE
 every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
 LIMITS = Limits(shared=232_448, shared_in_all=233_472)
 QUESTION = Question("norm_forward", ("rms", "plain", "alone"), "16bit", 1024, 3)
+# What the made-up workload of 20 rows asks first.
+ASKED = replace(QUESTION, cols=64, widths="32bit", bucket=1)
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +146,7 @@ def test_the_fastest_is_chosen(spec: object) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize(("faster", "yields"), [(0.995, False), (0.985, True)])
 def test_the_heuristic_yields_to_more_than_noise(faster: float, yields: bool) -> None:
-    candidates = family(QUESTION).candidates(replace(QUESTION, cols=64, widths="32bit"))  # type: ignore[attr-defined]
+    candidates = family(ASKED).candidates(ASKED)  # type: ignore[attr-defined]
     costs = dict.fromkeys(candidates, 20.0) | {candidates[0]: 10.0, candidates[-1]: 10.0 * faster}
     outcome = tuned(made_up.Timer(costs))[0]
     assert outcome.best == (candidates[-1] if yields else candidates[0])
@@ -169,7 +171,7 @@ def test_a_config_with_other_results_is_not_chosen() -> None:
 
 @pytest.mark.kernels
 def test_what_takes_too_much_is_not_timed() -> None:
-    candidates = family(QUESTION).candidates(replace(QUESTION, cols=64, widths="32bit"))  # type: ignore[attr-defined]
+    candidates = family(ASKED).candidates(ASKED)  # type: ignore[attr-defined]
     spills = made_up.Pool(dict.fromkeys(candidates, Usage(registers=32, spills=999)))
     timer = made_up.Timer()
     outcome = tuned(timer, spills)[0]
