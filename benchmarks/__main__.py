@@ -39,10 +39,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _lacks_gpu() -> bool:
+    """Says so if it is."""
+    if torch.cuda.is_available():
+        return False
+    print("benchmarks: needs a GPU; without one nothing is timed", file=sys.stderr)
+    return True
+
+
 def run(options: argparse.Namespace) -> int:
     """Measures, and writes each case's rows as soon as it is done."""
-    if not torch.cuda.is_available():
-        print("benchmarks: needs a GPU; without one nothing is timed", file=sys.stderr)
+    if _lacks_gpu():
         return 2
     from .runner import Plan, run_case, this_machine
 
@@ -78,8 +85,7 @@ def run(options: argparse.Namespace) -> int:
 
 def sweep_all(options: argparse.Namespace) -> int:
     """Measures along lines of hidden sizes, of slices and of rows; compiles ahead on all cores."""
-    if not torch.cuda.is_available():
-        print("benchmarks: needs a GPU; without one nothing is timed", file=sys.stderr)
+    if _lacks_gpu():
         return 2
     from .runner import measure_all, this_machine
 

@@ -236,7 +236,8 @@ def test_where_shared_memory_is_short_less_is_taken_ahead(monkeypatch: pytest.Mo
 
     class Kernel:
         def __getitem__(self, grid: tuple[int, ...]) -> object:
-            def run(*_: object, STAGES: int) -> None:
+            def run(*_: object, STAGES: int, num_stages: int) -> None:
+                assert num_stages == STAGES
                 tried.append(STAGES)
                 if least < STAGES:
                     raise errors.OutOfResources(300_000, 232_448, "shared memory")
@@ -244,12 +245,12 @@ def test_where_shared_memory_is_short_less_is_taken_ahead(monkeypatch: pytest.Mo
             return run
 
     variant = object.__new__(launch.Variant)
-    variant.name, variant._launch, variant._present, variant._options = "kernel", None, [], {}
+    variant.name, variant._launch, variant._present, variant._options = "kernel", None, [], {"num_stages": 4}
     variant._kernel, least = Kernel(), 2
     variant._constants = {"STAGES": 4}
     variant(1, 1)
     variant(1, 1)
     assert tried == [4, 3, 2, 2]
-    least, variant._constants = 0, {"STAGES": 2}
+    least, variant._constants, variant._options = 0, {"STAGES": 2}, {"num_stages": 2}
     with pytest.raises(errors.OutOfResources):
         variant(1, 1)

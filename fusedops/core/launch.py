@@ -256,17 +256,18 @@ class Variant:
                 self._launch_ordinarily((grid_x, grid_y, grid_z), given)
 
     def _launch_ordinarily(self, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
-        """Past no binder; with fewer tiles taken ahead while they exceed the shared memory."""
-        from triton.runtime.errors import OutOfResources
-
+        """Through Triton's own binder; as `compile_fitting`, with fewer tiles taken ahead while shared memory is short."""
         while True:
             try:
                 self._kernel[grid](*arguments, **self._constants, **self._options)
                 return
-            except OutOfResources:  # noqa: PERF203 - each turn is a compilation
-                if self._constants.get("STAGES", 1) == 1:
+            except Exception as error:  # noqa: PERF203 - each turn is a compilation
+                from triton.runtime.errors import OutOfResources
+
+                if not isinstance(error, OutOfResources) or self._constants.get("STAGES", 1) == 1:
                     raise
                 self._constants["STAGES"] -= 1
+                self._options = {**self._options, "num_stages": self._constants["STAGES"]}
 
 
 class _Collected(Variant):
