@@ -92,7 +92,8 @@ def sweep_all(options: argparse.Namespace) -> int:
     started = time.perf_counter()
     name, machine = this_machine()
     path = options.output or _RESULTS / f"sweep_{results.device_slug(name)}.csv"
-    done = [row for row in results.read(path) if row.commit == machine.commit] if options.resume else []
+    there = () if options.resume is None else (machine.commit, *options.resume)
+    done = [row for row in results.read(path) if row.commit in there]
     cases = sweep.plan(_specs(options), options.axis or sweep.AXES, options.dtype or sweep.DEFAULT_DTYPES)
     work = sweep.remaining(cases, options.mode or ("fwd_bwd",), options.provider, done)
     print(f"{machine.described(name)}; {len(work)} of {len(cases)} cases to {path}", flush=True)
@@ -213,7 +214,8 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, metavar="J", help="processes that compile ahead, 0 for none (default: one a "
                         "core)")  # fmt: skip
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no new case after this long")
-    parser.add_argument("--resume", action="store_true", help="skip what the file has at this commit")
+    parser.add_argument("--resume", nargs="*", metavar="COMMIT", help="skip what the file has at this commit, or at one "
+                        "of these, whose kernels are the same")  # fmt: skip
     parser.add_argument("--output", type=Path, metavar="CSV", help="default: results/sweep_<device>.csv")
 
 
