@@ -299,6 +299,7 @@ def eager(spec: Spec, sample: Sample, mask: Mask | None = None) -> Function:
     mask = dropout_mask(spec, sample) if mask is None else mask
     options = resolved(spec, sample)
     out_dtype, offset = options.pop("out_dtype", None), options.pop("weight_offset", 0.0)
+    has_twin = options.pop("twin_dtype", None) is not None
     options.pop("save", None)
     rounding = options.pop("rounding", "once")
     patches = {"dropout": mask.dropout}
@@ -314,7 +315,8 @@ def eager(spec: Spec, sample: Sample, mask: Mask | None = None) -> Function:
             tensors = {name: None if t is None else t.to(wide) for name, t in tensors.items()}
         with mock.patch.multiple(F, **patches):
             outputs = spec.eager(**tensors, **options)
-        return (outputs[0].to(out_dtype), *outputs[1:]) if out_dtype else outputs
+        outputs = (outputs[0].to(out_dtype), *outputs[1:]) if out_dtype else outputs
+        return (*outputs, outputs[0].clone()) if has_twin else outputs
 
     return function
 

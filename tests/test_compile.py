@@ -66,7 +66,8 @@ def _worth_a_graph(spec: Spec, sample: Sample) -> bool:
     if not _deterministic(spec, sample) or any(t.shape[-1] > 10000 for t in tensors):
         return False
     if tensors[0].dtype == torch.bfloat16:
-        return len({t.dtype for t in tensors}) > 1 or bool({"rounding", "out_dtype"} & sample.options.keys())
+        apart = {"rounding", "out_dtype", "twin_dtype"}
+        return len({t.dtype for t in tensors}) > 1 or not apart.isdisjoint(sample.options)
     few_absent = sum(t is None for t in sample.tensors.values()) in (0, 1, len(sample.tensors) - 1)
     return few_absent and sample.name.removeprefix("shape ") in (sample.name, "7x17", "2x3x96", "64")
 

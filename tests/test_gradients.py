@@ -33,8 +33,8 @@ def test_gradients(case: Case) -> None:
 
 
 def _small(spec: Spec, sample: Sample) -> bool:
-    """One ordinary sample with every tensor, and the one that returns the sum, where there is one."""
-    return sample.name in ("shape 7x17", "sum returned")
+    """One ordinary sample with every tensor, and those that return the sum, and a twin, where there are any."""
+    return sample.name in ("shape 7x17", "sum returned", "twin, sum returned")
 
 
 @cases((torch.float32,), lambda spec, sample: _small(spec, sample) or sample.name == "shape 129x40")
@@ -65,23 +65,24 @@ def test_every_subset_of_inputs(case: Case) -> None:
 
 
 def _has_outputs(spec: Spec, sample: Sample) -> bool:
-    return bool(sample.options.get("return_sum")) or ("slice_2" in sample.tensors and sample.name == "shape 7x17")
+    several = not sample.options.keys().isdisjoint({"return_sum", "twin_dtype"})
+    return several or ("slice_2" in sample.tensors and sample.name == "shape 7x17")
 
 
 @cases((torch.float32, torch.bfloat16), _has_outputs)
-@pytest.mark.parametrize("used", [0, 1], ids=["first", "second"])
+@pytest.mark.parametrize("used", [0, 1, -1], ids=["first", "second", "last"])
 def test_one_of_several_outputs_used(case: Case, used: int) -> None:
     """The unused outputs' gradients are zero, however they are handed over."""
     spec, sample = case.spec, case.sample()
     tensors = tensors_of(spec, sample)
     outputs = call(spec, sample)({name: t.requires_grad_() for name, t in tensors.items()})
-    cotangents = [c * (index == used) for index, c in enumerate(random_like(outputs))]
+    cotangents = [c * (index == used % len(outputs)) for index, c in enumerate(random_like(outputs))]
     alone = torch.autograd.grad(outputs[used], list(tensors.values()), cotangents[used], allow_unused=True)
     both = check_gradients(spec, case.sample(), cotangents)
     for (name, want), got in zip(both.items(), alone, strict=True):
         # The norm's own parameters have no part in the sum: autograd may say so by None.
         torch.testing.assert_close(torch.zeros_like(want) if got is None else got, want, msg=name)
-    if used == 1 and "return_sum" in sample.options:
+    if used == 1 and sample.options.get("return_sum"):
         assert not any(both[name].any() for name in ("weight", "ln_bias") if name in both)
 
 

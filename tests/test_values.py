@@ -48,12 +48,20 @@ def test_values(case: Case) -> None:
 def test_output_is_the_norm_of_the_returned_sum(case: Case) -> None:
     """Of the very numbers that are returned, rounded once: no second, unrounded sum hides behind them."""
     spec, sample = case.spec, case.sample()
-    y, z = call(spec, sample)(tensors_of(spec, sample))
+    y, z, *_ = call(spec, sample)(tensors_of(spec, sample))
     alone = {**sample.tensors, "bias": None, "residual": None, spec.tensors[0]: z}
     exactly = oracle(spec, dataclasses.replace(sample, tensors=alone), Mask())
-    (move, _), _ = sensitivity(exactly, {name: t for name, t in alone.items() if t is not None})
+    (move, *_), _ = sensitivity(exactly, {name: t for name, t in alone.items() if t is not None})
     unit = depth(z.shape[-1]) * unit_roundoff(torch.promote_types(z.dtype, torch.float32))
     assert_within(y, exactly(alone)[0], 2 * unit * move, "output")
+
+
+@cases(select=lambda spec, sample: "twin_dtype" in sample.options)
+def test_a_twin_is_the_output_in_another_dtype(case: Case) -> None:
+    """To the last bit; and it is the output itself, not a copy, if that has its dtype."""
+    y, *_, twin = call(case.spec, case.sample())(tensors_of(case.spec, case.sample()))
+    assert torch.equal(twin, y.to(twin.dtype))
+    assert (twin is y) == (twin.dtype == y.dtype)
 
 
 @cases((torch.float64,))

@@ -60,7 +60,7 @@ def check_choice(op: str, name: str, value: Any, choices: Collection[str]) -> No
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
-def check_out_dtype(op: str, out_dtype: Any) -> None:
+def check_out_dtype(op: str, out_dtype: Any, name: str = "out_dtype") -> None:
     """``out_dtype`` is None or a floating-point dtype that the kernels know."""
     if out_dtype is not None and out_dtype not in DTYPES:
-        raise TypeError(f"{op}: out_dtype must be one of {_DTYPE_NAMES}, got {out_dtype}")
+        raise TypeError(f"{op}: {name} must be one of {_DTYPE_NAMES}, got {out_dtype}")

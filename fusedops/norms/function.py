@@ -57,21 +57,21 @@ def kept_tensors(x: Tensor, bias: Tensor | None, residual: Tensor | None, y: Ten
 
 
 class NormFunction(torch.autograd.Function):
-    """``(y, z, statistics)`` of `launching.forward`; z is an output so that it is differentiable in its own right."""
+    """``(y, z, twin, statistics)`` of `launching.forward`; z is an output to be differentiable in its own right."""
 
     @staticmethod
     def forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None,
                 ln_bias: Tensor | None, call: Call) -> Any:  # fmt: skip
         """One launch."""
-        y, z, stats = launching.forward(call.site, x, bias, residual, weight, ln_bias, call.seed, call.threshold,
-                                        call.store_sum)  # fmt: skip
-        return y, z, _Stats(stats)
+        y, z, twin, stats = launching.forward(call.site, x, bias, residual, weight, ln_bias, call.seed, call.threshold,
+                                              call.store_sum)  # fmt: skip
+        return y, z, twin, _Stats(stats)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         """Keeps what the backward needs, as `kept_tensors` says."""
         x, bias, residual, weight, ln_bias, call = inputs
-        y, z, stats = output
+        y, z, _, stats = output
         site = call.site
         kept, kept_bias, kept_residual = kept_tensors(x, bias, residual, y, z, site.rule.kind, site.save)
         # Under transforms the mask is drawn again for a tensor that is batched as the forward was: the output.
@@ -83,17 +83,20 @@ class NormFunction(torch.autograd.Function):
             ctx.save_for_forward(x, bias, residual, weight, ln_bias, y)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None, _: Any) -> Any:
+    def backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None, dtwin: Tensor | None, _: Any) -> Any:
         """Kernels at first order, the formula where the gradient is itself differentiated or batched."""
-        if dy is None and dsum is None:
+        given = [d for d in (dy, dsum, dtwin) if d is not None]
+        if not given:
             return (None,) * 6
         call: Call = ctx.call
         kept, bias, residual, weight, ln_bias, stats, like = ctx.saved_tensors
         needs = ctx.needs_input_grad[:5]
-        if torch.is_grad_enabled() or autograd.batched(*[d for d in (dy, dsum) if d is not None]):
+        if torch.is_grad_enabled() or autograd.batched(*given):
+            if dtwin is not None:
+                dy = dtwin if dy is None else dy + dtwin
             return (*_formula(dy, dsum, kept, bias, residual, weight, ln_bias, like, call, needs), None)
-        dy, dsum = autograd.settled(dy), autograd.settled(dsum)
-        return (*launching.backward(call.site, dy, dsum, kept, bias, residual, weight, ln_bias, stats, call.seed,
+        dy, dsum, dtwin = autograd.settled(dy), autograd.settled(dsum), autograd.settled(dtwin)
+        return (*launching.backward(call.site, dy, dsum, dtwin, kept, bias, residual, weight, ln_bias, stats, call.seed,
                                     call.threshold, needs), None)  # fmt: skip
 
     @staticmethod
@@ -114,7 +117,8 @@ class NormFunction(torch.autograd.Function):
         site = call.site
         flat = functools.partial(_flat, dims=site.dims)
         dy = reference.tangent(flat(dz), flat(dweight), flat(dln_bias), flat(z), flat(weight), site.rule)
-        return dy.view(y.shape).to(site.y), dz.to(site.z) if call.store_sum else None, None
+        dy = dy.view(y.shape).to(site.y)
+        return dy, dz.to(site.z) if call.store_sum else None, None if site.twin is None else dy.to(site.twin), None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -134,8 +138,8 @@ class NormFunction(torch.autograd.Function):
             residual = residual.expand(info.batch_size, *residual.shape)
         same = draws and info.randomness == "same"
         if not same and bias_dim is None and weight_dim is None and ln_bias_dim is None:
-            y, z, stats = autograd.apply(NormFunction, x, bias, residual, weight, ln_bias, call)
-            return (y, z, stats), (0, None if z is None else 0, None)
+            outputs = autograd.apply(NormFunction, x, bias, residual, weight, ln_bias, call)
+            return outputs, tuple(0 if isinstance(output, Tensor) else None for output in outputs)
         scale = _keep_scale(x[0] if same else x, call)
         dims = site.dims
         bias, weight, ln_bias = (
@@ -148,7 +152,8 @@ class NormFunction(torch.autograd.Function):
         if site.normalizes:
             y = reference.normalize(_flat(rounded, dims), _flat(weight, dims), _flat(ln_bias, dims), site.rule,
                                     site.y).view(x.shape)  # fmt: skip
-        return (y, rounded if call.store_sum else None, _Stats(None)), (0, 0 if call.store_sum else None, None)
+        outputs = (y, rounded if call.store_sum else None, None if site.twin is None else y.to(site.twin), _Stats(None))
+        return outputs, tuple(0 if isinstance(output, Tensor) else None for output in outputs)
 
 
 def _flat(t: Any, dims: int) -> Any:
@@ -163,7 +168,7 @@ def _keep_scale(like: Tensor, call: Call) -> Tensor | None:
     site = site_of(_MASK_RULE, call.site.cols, call.site.dims, "sum", None, call.site.device_index, dtype, None, None,
                    None, None)  # fmt: skip
     ones = torch.ones_like(like, dtype=dtype, memory_format=torch.contiguous_format)
-    y, _, _ = autograd.apply(NormFunction, ones, None, None, None, None, Call(site, call.seed, call.threshold, False))
+    y, *_ = autograd.apply(NormFunction, ones, None, None, None, None, Call(site, call.seed, call.threshold, False))
     return y  # type: ignore[no-any-return]
 
 

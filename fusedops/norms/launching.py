@@ -40,6 +40,7 @@ class Site:
         device_index: the GPU, -1 under the interpreter.
         x, bias, residual, weight, ln_bias: the arguments' dtypes, None where absent.
         y, z, acc: the dtypes of output, sum and statistics.
+        twin: the dtype of the output's twin, None for no twin.
     """
 
     rule: NormRule
@@ -55,12 +56,14 @@ class Site:
     y: torch.dtype
     z: torch.dtype
     acc: torch.dtype
+    twin: _Dtype
 
     @functools.cached_property
     def pointers(self) -> dict[str, str | None]:
         """Triton's pointer types of the arguments."""
         return {
-            name: pointer_type(getattr(self, name)) for name in ("x", "bias", "residual", "weight", "ln_bias", "y", "z")
+            name: pointer_type(getattr(self, name))
+            for name in ("x", "bias", "residual", "weight", "ln_bias", "y", "z", "twin")
         }
 
     @functools.cached_property
@@ -79,14 +82,15 @@ class Site:
 
 @functools.lru_cache(maxsize=4096)
 def site_of(rule: NormRule, cols: int, dims: int, save: str, out_dtype: _Dtype, device_index: int, x: torch.dtype,
-            bias: _Dtype, residual: _Dtype, weight: _Dtype, ln_bias: _Dtype) -> Site:  # fmt: skip
-    """The one site for these choices."""
+            bias: _Dtype, residual: _Dtype, weight: _Dtype, ln_bias: _Dtype, twin: _Dtype = None) -> Site:  # fmt: skip
+    """The one site for these choices; an output that has the twin's dtype is its own twin."""
     z = x
     for other in (bias, residual):
         if other is not None:
             z = torch.promote_types(z, other)
     y = out_dtype or rule.output_dtype(z, weight)
-    return Site(rule, cols, dims, save, device_index, x, bias, residual, weight, ln_bias, y, z, accumulator(z))
+    return Site(rule, cols, dims, save, device_index, x, bias, residual, weight, ln_bias, y, z, accumulator(z),
+                twin if twin is not y else None)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -125,8 +129,11 @@ def forward(
     seed: Seed | None,
     threshold: int,
     store_sum: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """``(y, z, stats)`` from one launch; z is None unless ``store_sum``, stats None for no norm."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """``(y, z, twin, stats)`` from one launch.
+
+    z is None unless ``store_sum``, the twin unless the site has one, stats for no norm.
+    """
     if site.device_index >= 0 and site.device_index != launch.current_device():
         with torch.cuda.device(site.device_index):
             return forward(site, x, bias, residual, weight, ln_bias, seed, threshold, store_sum)
@@ -162,18 +169,20 @@ def forward(
     if site.rule.kind == "none":
         plan.variant(plan.tiles, grid_x, x, bias, residual, y, first, second, threshold, x_stride, residual_stride,
                      rows)  # fmt: skip
-        return y, None, None
+        return y, None, None, None
     z = empty(x, site.z) if store_sum else None
+    twin = None if site.twin is None else empty(x, site.twin)
     stats = x.new_empty((2 if site.rule.kind == "layer" else 1, rows), dtype=site.acc)
-    plan.variant(grid_x, 1, x, bias, residual, weight, ln_bias, y, z, stats, first, second, threshold, x_stride,
+    plan.variant(grid_x, 1, x, bias, residual, weight, ln_bias, y, twin, z, stats, first, second, threshold, x_stride,
                  residual_stride, rows)  # fmt: skip
-    return y, z, stats
+    return y, z, twin, stats
 
 
 def backward(  # noqa: C901, one flat path a step, on purpose
     site: Site,
     dy: Tensor | None,
     dsum: Tensor | None,
+    dtwin: Tensor | None,
     kept: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -187,11 +196,14 @@ def backward(  # noqa: C901, one flat path a step, on purpose
     """``(dx, dbias, dresidual, dweight, dln_bias)``, None where not needed.
 
     ``kept`` is the sum, the output or x, as ``site.save`` says; ``bias`` and ``residual`` are given where it is x.
+    ``dy`` and ``dtwin`` are gradients of the same numbers.
     """
+    if dy is None:
+        dy, dtwin = dtwin, None
     if site.device_index >= 0 and site.device_index != launch.current_device():
         with torch.cuda.device(site.device_index):
-            return backward(site, dy, dsum, kept, bias, residual, weight, ln_bias, stats, seed, threshold, needs)
-    cols = dy_stride = dsum_stride = kept_stride = residual_stride = site.cols
+            return backward(site, dy, dsum, dtwin, kept, bias, residual, weight, ln_bias, stats, seed, threshold, needs)
+    cols = dy_stride = dsum_stride = dtwin_stride = kept_stride = residual_stride = site.cols
     bits = 0
     if dy is not None:
         if not dy.is_contiguous():
@@ -201,6 +213,10 @@ def backward(  # noqa: C901, one flat path a step, on purpose
         if not dsum.is_contiguous():
             dsum, dsum_stride = as_rows(dsum, site.dims, cols)
         bits |= dsum.data_ptr() | (dsum_stride << 1)
+    if dtwin is not None:
+        if not dtwin.is_contiguous():
+            dtwin, dtwin_stride = as_rows(dtwin, site.dims, cols)
+        bits |= dtwin.data_ptr() | (dtwin_stride << 1)
     if kept is not None:
         if not kept.is_contiguous():
             kept, kept_stride = as_rows(kept, site.dims, cols)
@@ -222,8 +238,8 @@ def backward(  # noqa: C901, one flat path a step, on purpose
     kind = 0 if seed is None else 1 if second is not None else 2
     like: Tensor = dy if dy is not None else dsum  # type: ignore[assignment]
     rows = like.numel() // cols
-    key = (site, needs, None if dy is None else dy.dtype, None if dsum is None else dsum.dtype, kind, bits & 15 == 0,
-           BUCKET[rows.bit_length()])  # fmt: skip
+    key = (site, needs, None if dy is None else dy.dtype, None if dsum is None else dsum.dtype,
+           None if dtwin is None else dtwin.dtype, kind, bits & 15 == 0, BUCKET[rows.bit_length()])  # fmt: skip
     plan = _backwards.get(key)
     if plan is None:
         plan = tuning.plan(_backwards, key, _plan_backward)
@@ -248,9 +264,9 @@ def backward(  # noqa: C901, one flat path a step, on purpose
             partials = like.new_empty((max(programs, rest_programs), plan.sums, cols), dtype=site.acc)
     if plan.rest is not None:
         moments = torch.empty_like(stats)  # type: ignore[arg-type]
-    arguments = (dy, dsum, kept, bias, residual, weight, ln_bias, stats, moments, dx, dresidual, dbias, dweight, dln_bias,
-                 partials if partials is not None else like, first, second, threshold, dy_stride, dsum_stride,
-                 kept_stride, residual_stride, rows)  # fmt: skip
+    arguments = (dy, dtwin, dsum, kept, bias, residual, weight, ln_bias, stats, moments, dx, dresidual, dbias, dweight,
+                 dln_bias, partials if partials is not None else like, first, second, threshold, dy_stride,
+                 dtwin_stride, dsum_stride, kept_stride, residual_stride, rows)  # fmt: skip
     plan.variant(programs, plan.tiles, *arguments)
     if plan.rest is not None:
         plan.rest(rest_programs, plan.rest_tiles, *arguments)
@@ -319,8 +335,8 @@ def _backward_question(site: Site, seed: int, sums: int, bucket: int, moved: tup
     return Question("norm_backward", parts, widths(*sorted({d.itemsize for d in there})), site.cols, bucket)
 
 
-def _plan_backward(site: Site, needs: tuple[bool, ...], dy: _Dtype, dsum: _Dtype, seed: int, aligned: bool,
-                   bucket: int) -> _Backward:  # fmt: skip
+def _plan_backward(site: Site, needs: tuple[bool, ...], dy: _Dtype, dsum: _Dtype, dtwin: _Dtype, seed: int,
+                   aligned: bool, bucket: int) -> _Backward:  # fmt: skip
     from ..core.kernels import sum_partials_kernel
     from . import kernels
 
@@ -331,9 +347,9 @@ def _plan_backward(site: Site, needs: tuple[bool, ...], dy: _Dtype, dsum: _Dtype
     sums = needs_bias + (needs_weight + needs_ln_bias if dy is not None else 0)
     kept = {"sum": site.z, "output": site.y, "inputs": site.x}[site.save] if normalizes else None
     inputs = normalizes and site.save == "inputs"
-    read = [d for d in (dy, dsum, kept) if d is not None]
+    read = [d for d in (dy, dtwin, dsum, kept) if d is not None]
     question = _backward_question(site, seed, sums, bucket, (
-        dy, dsum, kept, site.residual if inputs else None, site.x if needs_x and not shared else None,
+        dy, dtwin, dsum, kept, site.residual if inputs else None, site.x if needs_x and not shared else None,
         site.residual if needs_residual else None))  # fmt: skip
     config = rest_config = tuning.choose(question, site.device_index)
     cut = normalizes and config.block_n < cols
@@ -343,6 +359,7 @@ def _plan_backward(site: Site, needs: tuple[bool, ...], dy: _Dtype, dsum: _Dtype
     pointers = site.pointers
     types: dict[str, str | None] = {
         "dy": pointer_type(dy),
+        "dtwin": pointer_type(dtwin),
         "dsum": pointer_type(dsum),
         "kept": pointer_type(kept),
         "bias": pointers["bias"] if inputs else None,
@@ -359,7 +376,7 @@ def _plan_backward(site: Site, needs: tuple[bool, ...], dy: _Dtype, dsum: _Dtype
         "partials": pointer_type(site.acc),
         **SEED_TYPES[seed],
         "threshold": "i32",
-        **dict.fromkeys(("dy_stride", "dsum_stride", "kept_stride", "residual_stride", "M"), "i64"),
+        **dict.fromkeys(("dy_stride", "dtwin_stride", "dsum_stride", "kept_stride", "residual_stride", "M"), "i64"),
         **dict.fromkeys(("programs", "rest_programs"), "i32"),
     }
     gradients = {place: types[name] for place, name in

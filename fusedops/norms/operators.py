@@ -65,7 +65,7 @@ def _forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Te
              out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     site = site_of(rule_of(kind, eps, weight_offset, rounding), cols, dims, save, out_dtype, x.get_device(), x.dtype,
                    _dtype(bias), _dtype(residual), _dtype(weight), _dtype(ln_bias))  # fmt: skip
-    y, z, stats = launching.forward(site, x, bias, residual, weight, ln_bias, seed, threshold, store_sum)
+    y, z, _, stats = launching.forward(site, x, bias, residual, weight, ln_bias, seed, threshold, store_sum)
     return y, _absent(x) if z is None else z, _absent(x) if stats is None else stats
 
 
@@ -93,7 +93,7 @@ def _backward(dy: Tensor | None, dsum: Tensor | None, kept: Tensor | None, bias:
     like: Tensor = dy if dy is not None else dsum  # type: ignore[assignment]
     site = site_of(rule_of(kind, eps, weight_offset, rounding), cols, dims, save, out_dtype, like.get_device(), x_dtype,
                    bias_dtype, residual_dtype, _dtype(weight), _dtype(ln_bias))  # fmt: skip
-    grads = launching.backward(site, dy, dsum, kept, bias, residual, weight, ln_bias, stats, seed, threshold,
+    grads = launching.backward(site, dy, dsum, None, kept, bias, residual, weight, ln_bias, stats, seed, threshold,
                                tuple(needs))  # type: ignore[arg-type]  # fmt: skip
     dx, *others = (_absent(like) if grad is None else grad for grad in grads)
     if needs[0] and needs[2] and dx is others[1]:

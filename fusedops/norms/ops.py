@@ -71,7 +71,7 @@ def layer_norm(
     """
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else _shape("layer_norm", normalized_shape)
     return _call("layer_norm", "layer", shape, input, None, None, weight, bias, 0.0, eps, 0.0, "once", "sum", False,
-                 out_dtype)[0]  # fmt: skip
+                 out_dtype, None)[0]  # fmt: skip
 
 
 def rms_norm(
@@ -107,7 +107,7 @@ def rms_norm(
     """
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else _shape("rms_norm", normalized_shape)
     return _call("rms_norm", "rms", shape, input, None, None, weight, None, 0.0, eps, weight_offset, rounding, "sum",
-                 False, out_dtype)[0]  # fmt: skip
+                 False, out_dtype, None)[0]  # fmt: skip
 
 
 def bias_dropout_add(
@@ -139,7 +139,7 @@ def bias_dropout_add(
     Source: Srivastava et al. 2014, "Dropout"; Salmon et al. 2011 for the mask's generator, Philox.
     """
     return _call("bias_dropout_add", "none", None, x, bias, residual, None, None, p if training else _off(p), 0.0, 0.0,
-                 "once", "sum", False, out_dtype)[0]  # fmt: skip
+                 "once", "sum", False, out_dtype, None)[0]  # fmt: skip
 
 
 def bias_dropout_add_ln(
@@ -155,6 +155,7 @@ def bias_dropout_add_ln(
     return_sum: bool = False,
     save: Save = "sum",
     out_dtype: torch.dtype | None = None,
+    twin_dtype: torch.dtype | None = None,
 ) -> Any:
     """``layer_norm(dropout(x + bias) + residual)`` in one pass.
 
@@ -173,8 +174,11 @@ def bias_dropout_add_ln(
             is zero get no weight gradient, small weights lose precision, and the output must not be changed in place.
             "inputs" keeps x, bias and residual.
         out_dtype: the output's dtype; None for the sum's, or fp32 under GPU autocast.
+        twin_dtype: also return the output in this dtype, from the same pass: rows of a post-norm block, say, go to the
+            next residual in fp32 and to linear layers in bf16. Both have gradients, which the backward adds.
     Returns:
-        x's shape, in the promoted dtype of x, bias and residual; with ``return_sum`` also the sum, a tuple.
+        x's shape, in the promoted dtype of x, bias and residual. With ``return_sum`` and ``twin_dtype`` a tuple: the
+        output, the sum, the twin, as far as they are asked for. An output that is of the twin's dtype is its twin.
     Raises:
         ValueError: a shape does not fit, p or eps is out of range; the message names it.
         TypeError: an argument is no floating-point tensor.
@@ -184,9 +188,12 @@ def bias_dropout_add_ln(
     Kept for backward: one tensor of x's size (see ``save``), and two numbers a row.
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
-    y, z = _call("bias_dropout_add_ln", "layer", None, x, bias, residual, weight, ln_bias, p if training else _off(p),
-                 eps, 0.0, "once", save, return_sum, out_dtype)  # fmt: skip
-    return (y, z) if return_sum else y
+    y, z, twin = _call("bias_dropout_add_ln", "layer", None, x, bias, residual, weight, ln_bias,
+                       p if training else _off(p), eps, 0.0, "once", save, return_sum, out_dtype,
+                       twin_dtype)  # fmt: skip
+    if twin is None:
+        return (y, z) if return_sum else y
+    return (y, z, twin) if return_sum else (y, twin)
 
 
 def bias_dropout_add_rms_norm(
@@ -203,6 +210,7 @@ def bias_dropout_add_rms_norm(
     return_sum: bool = False,
     save: Save = "sum",
     out_dtype: torch.dtype | None = None,
+    twin_dtype: torch.dtype | None = None,
 ) -> Any:
     """``rms_norm(dropout(x + bias) + residual)`` in one pass.
 
@@ -219,8 +227,9 @@ def bias_dropout_add_rms_norm(
         return_sum: also return the sum before the norm, as pre-norm blocks need.
         save: as in `bias_dropout_add_ln`.
         out_dtype: the output's dtype; None for the sum's (see ``rounding``).
+        twin_dtype: also return the output in this dtype, as `bias_dropout_add_ln` does.
     Returns:
-        x's shape, in the promoted dtype of x, bias and residual; with ``return_sum`` also the sum, a tuple.
+        As `bias_dropout_add_ln`.
     Raises:
         ValueError: a shape does not fit, p or eps is out of range, rounding unknown; the message names it.
         TypeError: an argument is no floating-point tensor.
@@ -229,9 +238,12 @@ def bias_dropout_add_rms_norm(
     Kept for backward: one tensor of x's size (see ``save``), and one number a row.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    y, z = _call("bias_dropout_add_rms_norm", "rms", None, x, bias, residual, weight, None,
-                 p if training else _off(p), eps, weight_offset, rounding, save, return_sum, out_dtype)  # fmt: skip
-    return (y, z) if return_sum else y
+    y, z, twin = _call("bias_dropout_add_rms_norm", "rms", None, x, bias, residual, weight, None,
+                       p if training else _off(p), eps, weight_offset, rounding, save, return_sum, out_dtype,
+                       twin_dtype)  # fmt: skip
+    if twin is None:
+        return (y, z) if return_sum else y
+    return (y, z, twin) if return_sum else (y, twin)
 
 
 # --- checks -------------------------------------------------------------------------------------------------------
@@ -239,7 +251,7 @@ def bias_dropout_add_rms_norm(
 
 def _check(op: str, shape: tuple[int, ...] | None, x: Tensor, bias: Tensor | None, residual: Tensor | None,
            weight: Tensor | None, ln_bias: Tensor | None, eps: float | None, weight_offset: float, rounding: str,
-           save: str, out_dtype: torch.dtype | None) -> None:  # fmt: skip
+           save: str, out_dtype: torch.dtype | None, twin: torch.dtype | None) -> None:  # fmt: skip
     """All that can be wrong but p; ``shape`` is the normalised shape of a norm alone."""
     first, last = ("x", "ln_bias") if shape is None else ("input", "bias")
     checks.check_tensor(op, first, x)
@@ -261,6 +273,7 @@ def _check(op: str, shape: tuple[int, ...] | None, x: Tensor, bias: Tensor | Non
             checks.check_shape(op, name, value, tail)
     check_constants(op, "rms" if "rms" in op else "layer", eps, weight_offset, rounding, save)
     checks.check_out_dtype(op, out_dtype)
+    checks.check_out_dtype(op, twin, "twin_dtype")
 
 
 def check_constants(op: str, kind: Kind, eps: Any, weight_offset: Any = 0.0, rounding: Any = "once",
@@ -315,9 +328,9 @@ native_elements = 65536
 
 def _call(op: str, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias: Tensor | None, residual: Tensor | None,
           weight: Tensor | None, ln_bias: Tensor | None, p: float, eps: float | None, weight_offset: float,
-          rounding: Rounding, save: str, return_sum: bool,
-          out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Any member of the family: ``(y, z)``, z None unless ``return_sum``.
+          rounding: Rounding, save: str, return_sum: bool, out_dtype: torch.dtype | None,
+          twin: torch.dtype | None) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Any member of the family: ``(y, z, y in the dtype twin)``, None what is not asked for.
 
     A call whose key was admitted before is not checked again: the key holds every shape, dtype, type and device that
     the checks look at.
@@ -326,10 +339,10 @@ def _call(op: str, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias: T
         out_dtype = autograd.autocast_dtype(f"aten::{kind}_norm", x, bias, residual)
     if torch.compiler.is_compiling():
         return _observed(op, kind, shape, x, bias, residual, weight, ln_bias, p, eps, weight_offset, rounding, save,
-                         return_sum, out_dtype)  # fmt: skip
+                         return_sum, out_dtype, twin)  # fmt: skip
     try:
         key = (
-            op, kind, shape, eps, weight_offset, rounding, save, out_dtype, type(x), x.dtype, x.device, x.is_neg(),
+            op, kind, shape, eps, weight_offset, rounding, save, out_dtype, twin, type(x), x.dtype, x.device, x.is_neg(),
             x.shape[-1] if shape is None or len(shape) == 1 else x.shape[-len(shape) :],
             None if bias is None else (type(bias), bias.dtype, bias.device, bias.shape),
             None if residual is None else (type(residual), residual.dtype, residual.device, residual.shape == x.shape,
@@ -342,22 +355,24 @@ def _call(op: str, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias: T
         key, site = None, UNSEEN  # something is wrong, and the checks say what; or a subclass that hides its device
     if site is UNSEEN or torch._C._len_torch_dispatch_stack() > 0:
         checks.check_p(op, p)
-        _check(op, shape, x, bias, residual, weight, ln_bias, eps, weight_offset, rounding, save, out_dtype)
+        _check(op, shape, x, bias, residual, weight, ln_bias, eps, weight_offset, rounding, save, out_dtype,
+               twin)  # fmt: skip
         if not autograd.plain(x, bias, residual, weight, ln_bias):
             return _observed(op, kind, shape, x, bias, residual, weight, ln_bias, p, eps, weight_offset, rounding,
-                             save, return_sum, out_dtype)  # fmt: skip
+                             save, return_sum, out_dtype, twin)  # fmt: skip
         site = _admit(key, kind, shape, x, bias, residual, weight, ln_bias, eps, weight_offset, rounding, save,
-                      out_dtype)  # fmt: skip
+                      out_dtype, twin)  # fmt: skip
     if p != 0.0 and not (type(p) is float and 0.0 <= p <= 1.0):
         checks.check_p(op, p)
     elements = x.numel()
     if site is None or elements == 0:
-        return _composite(kind, shape, x, bias, residual, weight, ln_bias, p, eps, weight_offset, rounding, out_dtype)
+        return _composite(kind, shape, x, bias, residual, weight, ln_bias, p, eps, weight_offset, rounding, out_dtype,
+                          twin)  # fmt: skip
 
     if shape is not None and elements <= native_elements and site.native and not torch.is_autocast_enabled("cuda"):
         if kind == "layer":
-            return F.layer_norm(x, shape, weight, ln_bias, eps), None  # type: ignore[arg-type]
-        return F.rms_norm(x, shape, weight, eps), None
+            return F.layer_norm(x, shape, weight, ln_bias, eps), None, None  # type: ignore[arg-type]
+        return F.rms_norm(x, shape, weight, eps), None, None
 
     seed, threshold = (None, 0) if p == 0.0 else (rng.draw(x.device) if p < 1.0 else (0, 0), rng.threshold(p))
     if (
@@ -371,11 +386,11 @@ def _call(op: str, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias: T
         )
     ) or autograd.transforming():
         store_sum = _stores_sum(kind, save, return_sum, bias, residual, seed)
-        y, z, _ = autograd.apply(NormFunction, x, bias, residual, weight, ln_bias,
-                                 Call(site, seed, threshold, store_sum))  # fmt: skip
+        y, z, low, _ = autograd.apply(NormFunction, x, bias, residual, weight, ln_bias,
+                                      Call(site, seed, threshold, store_sum))  # fmt: skip
     else:
-        y, z, _ = launching.forward(site, x, bias, residual, weight, ln_bias, seed, threshold, return_sum)
-    return y, z
+        y, z, low, _ = launching.forward(site, x, bias, residual, weight, ln_bias, seed, threshold, return_sum)
+    return y, z, y if low is None and twin is not None else low
 
 
 def _stores_sum(kind: str, save: str, return_sum: bool, bias: Tensor | None, residual: Tensor | None,
@@ -388,7 +403,8 @@ def _stores_sum(kind: str, save: str, return_sum: bool, bias: Tensor | None, res
 
 def _admit(key: Any, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias: Tensor | None,
            residual: Tensor | None, weight: Tensor | None, ln_bias: Tensor | None, eps: float | None,
-           weight_offset: float, rounding: Rounding, save: str, out_dtype: torch.dtype | None) -> Site | None:  # fmt: skip
+           weight_offset: float, rounding: Rounding, save: str, out_dtype: torch.dtype | None,
+           twin: torch.dtype | None) -> Site | None:  # fmt: skip
     site = None
     # Tensors whose sign is still to be flipped (an imaginary part after conj) have other numbers in memory.
     lazy = x.is_neg() or (residual is not None and residual.is_neg())
@@ -398,7 +414,7 @@ def _admit(key: Any, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias:
             eps = default_eps(reference.sum_dtype(x, bias, residual))
         site = launching.site_of(
             rule_of(kind, eps, weight_offset, rounding), cols, 1 if shape is None else len(shape), save, out_dtype,
-            x.get_device(), x.dtype, *(None if t is None else t.dtype for t in (bias, residual, weight, ln_bias)),
+            x.get_device(), x.dtype, *(None if t is None else t.dtype for t in (bias, residual, weight, ln_bias)), twin,
         )  # fmt: skip
     return keep(_admitted, key, site)
 
@@ -406,24 +422,31 @@ def _admit(key: Any, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias:
 def _observed(op: str, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias: Tensor | None,
               residual: Tensor | None, weight: Tensor | None, ln_bias: Tensor | None, p: float, eps: float | None,
               weight_offset: float, rounding: Rounding, save: str, return_sum: bool,
-              out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Under torch.compile, a dispatch mode or a tensor subclass: one registered operator, which they can see."""
+              out_dtype: torch.dtype | None,
+              twin: torch.dtype | None) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Under torch.compile, a dispatch mode or a tensor subclass: one registered operator, which they can see.
+
+    And a cast for the twin, which they can see too, and torch.compile fuses with what follows.
+    """
     checks.check_p(op, p)
-    _check(op, shape, x, bias, residual, weight, ln_bias, eps, weight_offset, rounding, save, out_dtype)
+    _check(op, shape, x, bias, residual, weight, ln_bias, eps, weight_offset, rounding, save, out_dtype, twin)
     cols = x.shape[-1] if shape is None else math.prod(shape)
     if not launch.runs_kernels(x.device.type) or not 0 < cols <= launch.LONGEST_ROW:
-        return _composite(kind, shape, x, bias, residual, weight, ln_bias, p, eps, weight_offset, rounding, out_dtype)
+        return _composite(kind, shape, x, bias, residual, weight, ln_bias, p, eps, weight_offset, rounding, out_dtype,
+                          twin)  # fmt: skip
     if eps is None:
         eps = default_eps(reference.sum_dtype(x, bias, residual))
     seed = None if p == 0.0 else rng.draw(x.device) if p < 1.0 else (0, 0)
-    return operator_call(x, bias, residual, weight, ln_bias, seed, rng.threshold(p),
+    y, z = operator_call(x, bias, residual, weight, ln_bias, seed, rng.threshold(p),
                          NormRule(kind, eps, weight_offset, rounding), cols, 1 if shape is None else len(shape), save,
                          _stores_sum(kind, save, return_sum, bias, residual, seed), out_dtype)  # fmt: skip
+    return y, z, None if twin is None else y.to(twin)
 
 
 def _composite(kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias: Tensor | None, residual: Tensor | None,
                weight: Tensor | None, ln_bias: Tensor | None, p: float, eps: float | None, weight_offset: float,
-               rounding: Rounding, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+               rounding: Rounding, out_dtype: torch.dtype | None,
+               twin: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """The formula in PyTorch's operators, with the keep mask that `F.dropout` would draw on the CPU."""
     keep = None
     if p >= 1.0:
@@ -442,4 +465,5 @@ def _composite(kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias: Tenso
                              out_dtype=out_dtype)  # fmt: skip
     # As from the kernels: neither is ever the caller's own tensor.
     y, z = (t.clone() if t is x else t for t in (y, z))
-    return y.view(x.shape) if flat is not x else y, z
+    y = y.view(x.shape) if flat is not x else y
+    return y, z, None if twin is None else y.to(twin)

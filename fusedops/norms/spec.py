@@ -198,6 +198,15 @@ def _fused_samples(kind: str) -> Callable[[torch.device, torch.dtype], Iterator[
                 yield sample(f"save={save}", (6, 48), p=0.25, save=save)
                 yield sample(f"save={save}, p=0", (6, 48), save=save)
                 yield sample(f"save={save}, wide", (2, 20000), p=0.25, save=save)
+            # The twin is rounded from the output, which is the wider one here: the output's rounding is lost in its own.
+            low: dict[str, Any] = {"twin_dtype": torch.float32}
+            if dtype != torch.float64:
+                low = {"out_dtype": torch.float32, "twin_dtype": torch.bfloat16}
+            yield sample("twin", (6, 48), p=0.25, **low)
+            yield sample("twin, sum returned", (6, 48), p=0.25, return_sum=True, **low)
+            yield sample("twin, save=output", (6, 48), p=0.25, save="output", **low)
+            yield sample("twin, wide", (2, 20000), p=0.25, **low)
+            yield sample("twin of the same dtype", (6, 48), p=0.25, twin_dtype=dtype)
         if kind == "rms":
             yield sample("weight offset", (6, 72), p=0.1, weight_offset=1.0)
             for rounding in ("llama", "t5", "gemma"):
@@ -227,26 +236,32 @@ def _bda_reference(x: Tensor, bias: Tensor | None, residual: Tensor | None, *, p
                              out_dtype=out_dtype)[:1]  # fmt: skip
 
 
+def _outputs(y: Tensor, z: Tensor, return_sum: bool, twin_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+    """What is asked for; the twin in the output's dtype, which is exact where that is."""
+    return (y, *((z,) if return_sum else ()), *(() if twin_dtype is None else (y.clone(),)))
+
+
 def _bda_ln_reference(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None,
                       ln_bias: Tensor | None, *, p: float, training: bool = True, eps: float = 1e-5,
                       return_sum: bool = False, save: str = "sum", keep: Tensor | None = None,
-                      keep_probability: float = 1.0, out_dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:  # fmt: skip
+                      keep_probability: float = 1.0, out_dtype: torch.dtype | None = None,
+                      twin_dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:  # fmt: skip
     rule = NormRule("layer", eps)
     y, z = reference.forward(x, bias, residual, weight, ln_bias, rule, keep=keep, keep_probability=keep_probability,
                              out_dtype=out_dtype)  # fmt: skip
-    return (y, z) if return_sum else (y,)
+    return _outputs(y, z, return_sum, twin_dtype)
 
 
 def _bda_rms_reference(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, *, p: float,
                        training: bool = True, eps: float | None = None, weight_offset: float = 0.0,
                        rounding: Any = "once", return_sum: bool = False, save: str = "sum",
-                       keep: Tensor | None = None, keep_probability: float = 1.0,
-                       out_dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:  # fmt: skip
+                       keep: Tensor | None = None, keep_probability: float = 1.0, out_dtype: torch.dtype | None = None,
+                       twin_dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:  # fmt: skip
     eps = ops.default_eps(reference.sum_dtype(x, bias, residual)) if eps is None else eps
     rule = NormRule("rms", eps, weight_offset, rounding)
     y, z = reference.forward(x, bias, residual, weight, None, rule, keep=keep, keep_probability=keep_probability,
                              out_dtype=out_dtype)  # fmt: skip
-    return (y, z) if return_sum else (y,)
+    return _outputs(y, z, return_sum, twin_dtype)
 
 
 def _bda_eager(x: Tensor, bias: Tensor | None, residual: Tensor | None, *, p: float,
@@ -300,6 +315,8 @@ def _fused_bad_samples(kind: str) -> Callable[[torch.device], Iterator[BadSample
                       weight=torch.randn(9, device=device))  # fmt: skip
             yield bad("negative eps", ValueError, "eps must be at least 0, got -0.5", options={"eps": -0.5})
             yield bad("unknown save", ValueError, "save must be one of .*, got 'mask'", options={"save": "mask"})
+            yield bad("integer twin_dtype", TypeError, r"twin_dtype must be one of .*, got torch\.int8",
+                      options={"twin_dtype": torch.int8})  # fmt: skip
 
     return bad_samples
 
@@ -342,22 +359,25 @@ _BUCKET = 3  # of the rows: some thousands
 def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> dict[str, Callable[[], object]]:
     """Functions that build all variants of an operator, by name.
 
-    With ``other``, the residual's dtype, the widest LayerNorm under each way to keep, with a gradient of the sum.
+    With ``other``, the residual's dtype, the widest LayerNorm under each way to keep, with a gradient of the sum; and
+    that with a twin.
     """
 
-    def build(kind: Kind, adds: bool, save: str, residual: torch.dtype, dsum: bool) -> None:
+    def build(kind: Kind, adds: bool, save: str, residual: torch.dtype, dsum: bool,
+              twin: torch.dtype | None = None) -> None:  # fmt: skip
         added, normed = dtype if adds else None, dtype if kind != "none" else None
         ln_bias = dtype if kind == "layer" else None
         site = launching.site_of(rule_of(kind, 1e-5, 0.0, "once"), cols, 1, save, None, -1, dtype, added,
-                                 residual if adds else None, normed, ln_bias)  # fmt: skip
+                                 residual if adds else None, normed, ln_bias, twin)  # fmt: skip
         seed = 1 if adds else 0
         needs = (True, adds, adds, kind != "none", kind == "layer")
         launching._plan_forward(site, seed, True, adds and kind != "none", _BUCKET)
-        launching._plan_backward(site, needs, site.y, site.z if dsum else None, seed, True, _BUCKET)
+        launching._plan_backward(site, needs, site.y, site.z if dsum else None, site.twin, seed, True, _BUCKET)
 
     if other is not None:
-        return {f"bias_dropout_add_ln, save={save}": partial(build, "layer", True, save, other, True)
-                for save in ("sum", "inputs", "output")}  # fmt: skip
+        plans = {f"bias_dropout_add_ln, save={save}": partial(build, "layer", True, save, other, True)
+                 for save in ("sum", "inputs", "output")}  # fmt: skip
+        return plans | {"bias_dropout_add_ln, twin": partial(build, "layer", True, "sum", other, False, dtype)}
     kinds: dict[str, tuple[Kind, bool]] = {
         "layer_norm": ("layer", False),
         "rms_norm": ("rms", False),
