@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ import fusedops
 from fusedops.models import autocast
 from fusedops.models.parts import normed
 from fusedops.models.spec import MODELS, ModelSpec
+from support import KERNEL_PATH
 from tolerances import unit_roundoff
 from zoo import HAS_TRANSFORMERS, SAMPLES, build, inputs, outputs, run
 
@@ -28,8 +30,15 @@ _NARROW = {
     "gpt2_decoder": 3 * 2,
 }
 pre_norm = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in _NARROW], ids=lambda spec: spec.name)
+# For each post-norm model, how many norms give their rows twice, low ones to linear layers beside the residual stream.
+_TWINS = {
+    **dict.fromkeys(("bert", "roberta", "electra", "distilbert", "opt_post_norm"), 2),
+    **dict.fromkeys(("bart", "marian", "torch_post_norm"), 2 + 2 * 2),
+    "bert_decoder": 2,
+}
+post_norm = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in _TWINS], ids=lambda spec: spec.name)
 _CAST_ONCE = ("bert", "roberta", "distilbert", "bart", "marian", "opt_post_norm")
-post_norm = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in _CAST_ONCE], ids=lambda spec: spec.name)
+cast_once = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in _CAST_ONCE], ids=lambda spec: spec.name)
 
 
 def _fused(spec: ModelSpec) -> nn.Module:
@@ -55,14 +64,14 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @contextmanager
-def _low_norms() -> Iterator[list[torch.dtype]]:
-    """The output dtypes that norms are asked for while nothing but autocast asks for one."""
+def _low_norms(twins: bool = False) -> Iterator[list[torch.dtype]]:
+    """The output dtypes that norms are asked for while nothing but autocast asks for one; or those of twins."""
     seen: list[torch.dtype] = []
     patch = pytest.MonkeyPatch()
     original = fusedops.norms.ops._call  # type: ignore[attr-defined]
 
     def call(*args: Any) -> Any:
-        seen.append(args[-1])
+        seen.append(args[-1 if twins else -2])
         return original(*args)
 
     patch.setattr("fusedops.norms.ops._call", call)
@@ -107,13 +116,14 @@ def test_each_norm_of_a_block_is_narrow(spec: ModelSpec, device: torch.device) -
 
 
 def _casts(model: nn.Module, arguments: dict[str, Any], device: torch.device) -> int:
-    """How many activations are cast to the low dtype in one forward."""
+    """How often rows are cast to the low dtype in one forward."""
     with torch.autocast(device.type, LOW), torch.profiler.profile(record_shapes=True) as profile:
         model(**arguments)
-    return sum(event.name == "aten::_to_copy" and len(event.input_shapes[0]) == 3 for event in profile.events())
+    rows, casts = arguments["input_ids"].numel(), [e for e in profile.events() if e.name == "aten::_to_copy"]
+    return sum(len(e.input_shapes[0]) > 1 and math.prod(e.input_shapes[0][:-1]) == rows for e in casts)
 
 
-@post_norm
+@cast_once
 def test_rows_are_cast_once(spec: ModelSpec, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """For q, k and v together, where the rows stay fp32 for the residual: two casts a self-attention less."""
     model, arguments = _fused(spec), inputs(spec)
@@ -126,7 +136,18 @@ def test_rows_are_cast_once(spec: ModelSpec, device: torch.device, monkeypatch: 
             assert all(map(torch.equal, y, outputs(model(**arguments))))
     layers = sum("SelfAttention" in type(m).__name__ or name.endswith("self_attn") for name, m in model.named_modules())
     assert layers >= 2
-    assert expected - found == 2 * layers
+    # A kernel gives a twin without a cast.
+    assert expected - found == 2 * layers + KERNEL_PATH * _TWINS[spec.name]
+
+
+@post_norm
+def test_each_norm_within_a_block_has_a_twin(spec: ModelSpec, device: torch.device) -> None:
+    """Its linear layers get their rows from the norm; the residual stream, and what leaves the block, stays fp32."""
+    model, arguments = _fused(spec), inputs(spec)
+    for enabled in (True, False):
+        with torch.autocast(device.type, LOW, enabled=enabled), _low_norms(twins=True) as seen:
+            model(**arguments)
+        assert _narrow(seen) == (_TWINS[spec.name] if enabled else 0)
 
 
 # --- who else looks -------------------------------------------------------------------------------------------------
@@ -159,6 +180,38 @@ def test_who_watches_sees_fp32(spec: ModelSpec, name: str, device: torch.device)
         model(**arguments)
     assert seen == [torch.float32]
     assert _narrow(norms) == _NARROW[spec.name] - 1
+
+
+_BERT = [s for s in SAMPLES if s.name == "bert"]
+
+
+@pytest.mark.parametrize("spec", _BERT, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("path", ["attention", "attention.output", "attention.output.LayerNorm", "intermediate",
+                                  "intermediate.dense"])  # fmt: skip
+def test_who_watches_has_no_twin_behind_its_back(spec: ModelSpec, path: str, device: torch.device) -> None:
+    """Else the gradient that a hook on a tensor sees would lack the twin's."""
+    model, arguments = _fused(spec), inputs(spec)
+    watched = model.get_submodule(f"bert.encoder.layer.1.{path}")
+    tensors: list[Tensor] = []
+
+    def watch(module: nn.Module, args: Any, output: Any) -> None:
+        tensors.append(
+            args[0] if path.startswith("intermediate") else output[0] if isinstance(output, tuple) else output
+        )
+        tensors[-1].retain_grad()
+
+    watched.register_forward_hook(watch)
+    gradients = []
+    for low in (True, False):
+        tensors.clear()
+        with torch.autocast(device.type, LOW, enabled=low), _low_norms(twins=True) as seen:
+            total = sum(y.float().square().sum() for y in outputs(model(**arguments)))
+        assert _narrow(seen) == (_TWINS["bert"] - 1 if low else 0)
+        assert tensors[0].dtype == torch.float32
+        total.backward()
+        gradients.append(tensors[0].grad)
+    # A fifth of it is lost without the feed-forward part's.
+    assert (gradients[0] - gradients[1]).norm() < 0.05 * gradients[1].norm()
 
 
 class _Adapter(nn.Linear):
@@ -266,7 +319,7 @@ def test_gradients(count: int, device: torch.device) -> None:
         assert not torch.equal(low[0], wide[0])
 
 
-@pre_norm
+@pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in {*_NARROW, *_TWINS}], ids=lambda spec: spec.name)
 def test_gradients_of_models(spec: ModelSpec, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """No further from fp32's than twice what fp32 rows give: in the norm of all gradients together."""
     model, arguments = _fused(spec), inputs(spec)
@@ -291,7 +344,7 @@ def test_one_graph(spec: ModelSpec, device: torch.device) -> None:
         expected = outputs(model(**arguments))
         found = outputs(torch.compile(model, backend="eager", fullgraph=True)(**arguments))
     for a, b in zip(expected, found, strict=True):
-        torch.testing.assert_close(b, a, rtol=0, atol=8 * unit_roundoff(LOW) * float(a.abs().max()))
+        torch.testing.assert_close(b, a, rtol=0, atol=8 * unit_roundoff(LOW) * float(a.detach().abs().max()))
 
 
 def test_low_dtype_asks_for_takers(device: torch.device) -> None:

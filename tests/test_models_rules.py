@@ -29,15 +29,15 @@ _CLASSES = {
     },
     "models.bert.modeling_bert": {
         "BertSelfOutput": "bert_output", "BertOutput": "bert_output", "BertIntermediate": "dense_act",
-        "BertSelfAttention": "bert_self_attention",
+        "BertSelfAttention": "bert_self_attention", "BertAttention": "bert_attention", "BertLayer": "bert_layer",
     },
     "models.roberta.modeling_roberta": {
         "RobertaSelfOutput": "bert_output", "RobertaOutput": "bert_output", "RobertaIntermediate": "dense_act",
-        "RobertaSelfAttention": "bert_self_attention",
+        "RobertaSelfAttention": "bert_self_attention", "RobertaAttention": "bert_attention", "RobertaLayer": "bert_layer",
     },
     "models.electra.modeling_electra": {
         "ElectraSelfOutput": "bert_output", "ElectraOutput": "bert_output", "ElectraIntermediate": "dense_act",
-        "ElectraSelfAttention": "bert_self_attention",
+        "ElectraSelfAttention": "bert_self_attention", "ElectraAttention": "bert_attention", "ElectraLayer": "bert_layer",
     },
     "models.distilbert.modeling_distilbert": {"TransformerBlock": "distilbert_block", "FFN": "distilbert_ffn",
                                               "DistilBertSelfAttention": "distilbert_attention"},
@@ -78,8 +78,7 @@ _CLASSES = {
 }  # fmt: skip
 # What these modules have besides that a rule could be about, and why there is none.
 _LEFT = {
-    "BertLayer", "BertAttention", "BertCrossAttention", "RobertaLayer", "RobertaAttention", "RobertaCrossAttention",
-    "ElectraLayer", "ElectraAttention", "ElectraCrossAttention",  # they only call their parts
+    "BertCrossAttention", "RobertaCrossAttention", "ElectraCrossAttention",  # attention alone
     "GPTJBlock", "GPTJAttention",  # attention and MLP side by side, no norm between them
     "Gemma2DecoderLayer", "Gemma2Attention", "Gemma3DecoderLayer", "Gemma3Attention",  # norms before the sums
     "Olmo2DecoderLayer", "Olmo2Attention",

@@ -20,7 +20,7 @@ from ..norms.ops import bias_dropout_add
 from .autocast import low_dtype, narrowed, normed
 from .watching import is_conv1d, is_linear, unwatched
 
-__all__ = ["Branch", "activate", "activation_name", "add", "add_norm", "branch", "drop", "dropped", "finished", "folded",
+__all__ = ["Branch", "activate", "activation_name", "add", "add_norm", "add_norm_twin", "branch", "drop", "dropped", "finished", "folded",
            "linear", "narrowed", "normed", "unwatched", "without"]  # fmt: skip
 
 
@@ -163,6 +163,20 @@ def add_norm(end: Branch, residual: Tensor, norm: nn.Module, *modules: nn.Module
         return method(norm, end, residual, return_sum, low_dtype(residual, modules))
     z = add(end, residual)
     return (norm(z), z) if return_sum else norm(z)
+
+
+def add_norm_twin(end: Branch, residual: Tensor, norm: nn.Module, *modules: nn.Module) -> tuple[Tensor, Tensor]:
+    """``norm(branch + residual)`` for a post-norm block: as ``modules`` take it, and as the residual stream goes on.
+
+    Under autocast these are two tensors, from one pass. The caller hands the first to ``modules`` and nowhere else.
+    """
+    method = getattr(type(norm), "_fusedops_add_norm", None)
+    low = low_dtype(residual, modules)
+    if low is None or method is None or not unwatched(norm) or residual.shape != end.product.shape:
+        y = add_norm(end, residual, norm, return_sum=False)
+        return y, y
+    y = method(norm, end, residual, False, low, twin=True)
+    return (y[1], y[0]) if isinstance(y, tuple) else (y, y)
 
 
 # Activations that have one kernel in PyTorch already, so that nothing is gained by fusing them alone.

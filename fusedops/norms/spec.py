@@ -375,8 +375,10 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
         launching._plan_backward(site, needs, site.y, site.z if dsum else None, site.twin, seed, True, _BUCKET)
 
     if other is not None:
-        plans = {f"bias_dropout_add_ln, save={save}": partial(build, "layer", True, save, other, True)
-                 for save in ("sum", "inputs", "output")}  # fmt: skip
+        plans: dict[str, Callable[[], object]] = {
+            f"bias_dropout_add_ln, save={save}": partial(build, "layer", True, save, other, True)
+            for save in ("sum", "inputs", "output")
+        }
         return plans | {"bias_dropout_add_ln, twin": partial(build, "layer", True, "sum", other, False, dtype)}
     kinds: dict[str, tuple[Kind, bool]] = {
         "layer_norm": ("layer", False),

@@ -121,7 +121,7 @@ RULES = (
     Rule(
         name="dense_act",  # BERT's, and that of its many relatives
         calls="bias_act",
-        methods={"forward": _dense_act},
+        methods={"forward": _dense_act, **takers("dense")},
         fingerprints=("d6fb3cc61037",),
         names=("BertIntermediate", "RobertaIntermediate", "ElectraIntermediate"),
     ),
@@ -149,7 +149,7 @@ RULES = (
     Rule(
         name="distilbert_ffn",
         calls="bias_act, bias_dropout_add",
-        methods={"ff_chunk": _distilbert_chunk, "_fusedops_branch": _distilbert_branch},
+        methods={"ff_chunk": _distilbert_chunk, "_fusedops_branch": _distilbert_branch, **takers("lin1")},
         fingerprints=("6b0d1cb67a21",),
         names=("FFN",),
         known=("forward", "ff_chunk"),

@@ -1,7 +1,8 @@
 """Norms: LayerNorm and RMSNorm of torch.nn, and the RMSNorms of Transformers, which differ in where they round.
 
 Each gets a forward, ``_fusedops_norm``, by which a fused block names the dtype that it wants, and
-``_fusedops_add_norm``, by which it hands the norm a branch and the residual stream.
+``_fusedops_add_norm``, by which it hands the norm a branch and the residual stream, and may ask for that dtype besides
+the norm's own.
 """
 
 from __future__ import annotations
@@ -60,12 +61,14 @@ def _rms_norm(self: Any, x: Tensor, low: torch.dtype | None) -> Tensor:
 def _of_one_dimension(call: Method) -> Method:
     """The method that adds and normalises; over several dimensions, which the operators do not take, in two steps."""
 
-    def add_norm(self: Any, end: Branch, residual: Tensor, return_sum: bool, low: torch.dtype | None) -> Any:
+    def add_norm(self: Any, end: Branch, residual: Tensor, return_sum: bool, low: torch.dtype | None,
+                 twin: bool = False) -> Any:  # fmt: skip
         if len(self.normalized_shape) != 1:
             z = add(end, residual)
             return (self(z), z) if return_sum else self(z)
+        low = _narrowed(low, end.product.dtype, residual.dtype)
         return call(self, end.product, folded(end, residual), residual, p=end.p, training=end.training, eps=self.eps,
-                    return_sum=return_sum, out_dtype=_narrowed(low, end.product.dtype, residual.dtype))  # fmt: skip
+                    return_sum=return_sum, **{"twin_dtype" if twin else "out_dtype": low})  # fmt: skip
 
     return add_norm
 
@@ -99,13 +102,15 @@ def _rounded(rounding: Rounding) -> dict[str, Method]:
         return rms_norm(x, weight.shape[0], weight, getattr(self, eps), weight_offset=offset, rounding=rounding,
                         out_dtype=_output_dtype(x.dtype, weight.dtype, rounding, low))  # fmt: skip
 
-    def add_norm(self: Any, end: Branch, residual: Tensor, return_sum: bool, low: torch.dtype | None) -> Any:
+    def add_norm(self: Any, end: Branch, residual: Tensor, return_sum: bool, low: torch.dtype | None,
+                 twin: bool = False) -> Any:  # fmt: skip
         weight = self.weight
         dtype = torch.promote_types(end.product.dtype, residual.dtype)
+        dtype, low = (_output_dtype(dtype, weight.dtype, rounding, d) for d in (None, low))
         return bias_dropout_add_rms_norm(
             end.product, folded(end, residual), residual, weight, p=end.p, training=end.training,
             eps=getattr(self, eps), weight_offset=offset, rounding=rounding, return_sum=return_sum,
-            out_dtype=_output_dtype(dtype, weight.dtype, rounding, low),
+            out_dtype=dtype if twin else low, twin_dtype=low if twin else None,
         )  # fmt: skip
 
     return _methods(norm, add_norm, argument)

@@ -5,37 +5,94 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..parts import activate, add_norm, branch, drop, dropped, linear, narrowed
+from ..parts import Branch, activate, add_norm, add_norm_twin, branch, drop, dropped, linear, narrowed, unwatched
 from ..rule import Rule
 
 __all__ = ["RULES"]
 
 
+def _bert_end(self: Any, hidden_states: Tensor) -> Branch:
+    return dropped(linear(self.dense, hidden_states), self.dropout)
+
+
 def _bert_output(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-    end = dropped(linear(self.dense, hidden_states), self.dropout)
+    end = _bert_end(self, hidden_states)
     return add_norm(end, input_tensor, self.LayerNorm, return_sum=False)  # type: ignore[no-any-return]
+
+
+def _bert_attend(
+    self: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    encoder_hidden_states: Tensor | None = None,
+    encoder_attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> Tensor:
+    """What an attention hands to its output module."""
+    mask = encoder_attention_mask if self.is_cross_attention else attention_mask
+    attended: Tensor = self.self(hidden_states, encoder_hidden_states=encoder_hidden_states, attention_mask=mask,
+                                 past_key_values=past_key_values, **kwargs)[0]  # fmt: skip
+    return attended
+
+
+def _attended(attention: Any, modules: tuple[nn.Module, ...], hidden_states: Tensor, *args: Any,
+              **kwargs: Any) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """An attention's output: as ``modules`` take it, and as the residual stream goes on."""
+    attend = getattr(type(attention), "_fusedops_attend", None)
+    if attend is not None and unwatched(attention):
+        output = attention.output
+        end_of = getattr(type(output), "_fusedops_end", None)
+        if end_of is not None and unwatched(output):
+            end = end_of(output, attend(attention, hidden_states, *args, **kwargs))
+            return add_norm_twin(end, hidden_states, output.LayerNorm, *modules)
+    y = attention(hidden_states, *args, **kwargs)[0]
+    return y, y
+
+
+def _bert_layer(
+    self: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    encoder_hidden_states: Tensor | None = None,
+    encoder_attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> Tensor:
+    crosses = self.is_decoder and encoder_hidden_states is not None
+    if self.chunk_size_feed_forward or "feed_forward_chunk" in vars(self) or (crosses and not self.add_cross_attention):
+        return type(self)._fusedops_original.forward(  # type: ignore[no-any-return]
+            self, hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, past_key_values,
+            **kwargs)  # fmt: skip
+    takers = (self.intermediate,)
+    x, y = _attended(self.attention, () if crosses else takers, hidden_states, attention_mask,
+                     past_key_values=past_key_values, **kwargs)  # fmt: skip
+    if crosses:
+        x, y = _attended(self.crossattention, takers, y, None, encoder_hidden_states, encoder_attention_mask,
+                         past_key_values=past_key_values, **kwargs)  # fmt: skip
+    return self.output(self.intermediate(x), y)  # type: ignore[no-any-return]
 
 
 def _distilbert_block(self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
     end, _ = branch(self.attention, narrowed(hidden_states, self.attention), attention_mask=attention_mask, **kwargs)
-    attention = add_norm(end, hidden_states, self.sa_layer_norm, return_sum=False)
-    end, _ = branch(self.ffn, attention)
-    return add_norm(end, attention, self.output_layer_norm, return_sum=False)  # type: ignore[no-any-return]
+    x, y = add_norm_twin(end, hidden_states, self.sa_layer_norm, self.ffn)
+    end, _ = branch(self.ffn, x)
+    return add_norm(end, y, self.output_layer_norm, return_sum=False)  # type: ignore[no-any-return]
 
 
-def _bart_feed_forward(self: Any, x: Tensor) -> Tensor:
+def _bart_feed_forward(self: Any, x: Tensor, residual: Tensor) -> Tensor:
     inner = activate(linear(self.fc1, x), self.activation_fn, self.activation_dropout, training=self.training)
     end = drop(linear(self.fc2, inner), self.dropout, training=self.training)
-    return add_norm(end, x, self.final_layer_norm, return_sum=False)  # type: ignore[no-any-return]
+    return add_norm(end, residual, self.final_layer_norm, return_sum=False)  # type: ignore[no-any-return]
 
 
 def _bart_encoder_layer(self: Any, hidden_states: Tensor, attention_mask: Tensor, **kwargs: Any) -> Tensor:
     end, _ = branch(self.self_attn, narrowed(hidden_states, self.self_attn), attention_mask=attention_mask, **kwargs)
     end = drop(end, self.dropout, training=self.training)
-    x = add_norm(end, hidden_states, self.self_attn_layer_norm, return_sum=False)
-    x = _bart_feed_forward(self, x)
+    x, y = add_norm_twin(end, hidden_states, self.self_attn_layer_norm, self.fc1)
+    x = _bart_feed_forward(self, x, y)
     if x.dtype == torch.float16 and not torch.isfinite(x).all():
         largest = torch.finfo(x.dtype).max - 1000
         x = torch.clamp(x, min=-largest, max=largest)
@@ -55,13 +112,14 @@ def _bart_decoder_layer(
     end, _ = branch(self.self_attn, narrowed(hidden_states, self.self_attn), past_key_values=past_key_values,
                     attention_mask=attention_mask, **kwargs)  # fmt: skip
     end = drop(end, self.dropout, training=self.training)
-    x = add_norm(end, hidden_states, self.self_attn_layer_norm, return_sum=False)
-    if encoder_hidden_states is not None:
+    crosses = encoder_hidden_states is not None
+    x, y = add_norm_twin(end, hidden_states, self.self_attn_layer_norm, self.encoder_attn if crosses else self.fc1)
+    if crosses:
         end, _ = branch(self.encoder_attn, x, key_value_states=encoder_hidden_states,
                         attention_mask=encoder_attention_mask, past_key_values=past_key_values, **kwargs)  # fmt: skip
         end = drop(end, self.dropout, training=self.training)
-        x = add_norm(end, x, self.encoder_attn_layer_norm, return_sum=False)
-    return _bart_feed_forward(self, x)
+        x, y = add_norm_twin(end, y, self.encoder_attn_layer_norm, self.fc1)
+    return _bart_feed_forward(self, x, y)
 
 
 _CALLS = "bias_dropout_add_ln"
@@ -70,10 +128,25 @@ RULES = (
     Rule(
         name="bert_output",  # and about forty models more
         calls=_CALLS,
-        methods={"forward": _bert_output},
+        methods={"forward": _bert_output, "_fusedops_end": _bert_end},
         fingerprints=("ab006922443d",),
         names=("BertSelfOutput", "BertOutput", "RobertaSelfOutput", "RobertaOutput", "ElectraSelfOutput",
                "ElectraOutput"),
+    ),
+    Rule(
+        name="bert_attention",
+        helps="leaves its last sum and norm to the layer",
+        methods={"_fusedops_attend": _bert_attend},
+        fingerprints=("f1adf76ab4fc",),
+        names=("BertAttention", "RobertaAttention", "ElectraAttention"),
+    ),
+    Rule(
+        name="bert_layer",
+        calls=_CALLS,
+        methods={"forward": _bert_layer},
+        fingerprints=("0b57e6dd92b0",),
+        names=("BertLayer", "RobertaLayer", "ElectraLayer"),
+        known=("forward", "feed_forward_chunk"),
     ),
     Rule(
         name="distilbert_block",

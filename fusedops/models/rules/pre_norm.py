@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..parts import Branch, activate, add, add_norm, branch, drop, dropped, linear, narrowed, normed
+from ..parts import Branch, activate, add, add_norm, add_norm_twin, branch, drop, dropped, linear, narrowed, normed
 from ..rule import Rule
 
 __all__ = ["RULES"]
@@ -70,7 +70,8 @@ def _opt_layer(
         end = end._replace(product=end.product.reshape(rows))
         x, residual = add_norm(end, hidden_states.reshape(rows), self.final_layer_norm, self.fc1)
     else:
-        x = residual = add_norm(end, hidden_states, self.self_attn_layer_norm, return_sum=False).reshape(rows)
+        x, y = add_norm_twin(end, hidden_states, self.self_attn_layer_norm, self.fc1)
+        x, residual = x.reshape(rows), y.reshape(rows)
     end = linear(self.fc2, activate(linear(self.fc1, x), self.activation_fn))
     end = drop(end, self.dropout, training=self.training)
     if before:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..parts import Branch, activate, add, add_norm, branch, dropped, linear, normed, unwatched
+from ..parts import Branch, activate, add, add_norm, add_norm_twin, branch, dropped, linear, normed, unwatched
 from ..rule import Rule
 
 __all__ = ["RULES"]
@@ -56,8 +56,8 @@ def _encoder_layer(
     if before:
         x, residual = add_norm(end, src, self.norm2, self.linear1)
         return add(_feed_forward(self, x, self.dropout2), residual)
-    x = add_norm(end, src, self.norm1, return_sum=False)
-    return add_norm(_feed_forward(self, x, self.dropout2), x, self.norm2, return_sum=False)
+    x, y = add_norm_twin(end, src, self.norm1, self.linear1)
+    return add_norm(_feed_forward(self, x, self.dropout2), y, self.norm2, return_sum=False)
 
 
 def _decoder_layer(
@@ -77,14 +77,14 @@ def _decoder_layer(
     if before:
         x, residual = add_norm(end, tgt, self.norm2, self.multihead_attn)
     else:
-        x = residual = add_norm(end, tgt, self.norm1, return_sum=False)
+        x, residual = add_norm_twin(end, tgt, self.norm1, self.multihead_attn)
     end = _attention(self.multihead_attn, self.dropout2, x, memory, memory_mask, memory_key_padding_mask,
                      memory_is_causal)  # fmt: skip
     if before:
         x, residual = add_norm(end, residual, self.norm3, self.linear1)
         return add(_feed_forward(self, x, self.dropout3), residual)
-    x = add_norm(end, residual, self.norm2, return_sum=False)
-    return add_norm(_feed_forward(self, x, self.dropout3), x, self.norm3, return_sum=False)
+    x, y = add_norm_twin(end, residual, self.norm2, self.linear1)
+    return add_norm(_feed_forward(self, x, self.dropout3), y, self.norm3, return_sum=False)
 
 
 RULES = (
