@@ -20,8 +20,8 @@ from ..norms.ops import bias_dropout_add
 from .autocast import low_dtype, narrowed, normed
 from .watching import is_conv1d, is_linear, unwatched
 
-__all__ = ["Branch", "activate", "activation_name", "add", "add_norm", "add_norm_twin", "branch", "drop", "dropped", "finished", "folded",
-           "linear", "narrowed", "normed", "unwatched", "without"]  # fmt: skip
+__all__ = ["Branch", "activate", "activation_name", "add", "add_norm", "add_norm_twin", "branch", "drop", "dropped",
+           "finished", "folded", "linear", "narrowed", "normed", "unwatched", "without"]  # fmt: skip
 
 
 class Branch(NamedTuple):

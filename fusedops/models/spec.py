@@ -128,7 +128,8 @@ def _renamed(rules: dict[str, str], old: str, new: str) -> dict[str, str]:
 def _bert_like(prefix: str) -> dict[str, str]:
     return {f"{prefix}SelfOutput": "bert_output", f"{prefix}Output": "bert_output",
             f"{prefix}Intermediate": "dense_act", f"{prefix}SelfAttention": "bert_self_attention",
-            f"{prefix}Attention": "bert_attention", f"{prefix}Layer": "bert_layer", "LayerNorm": "layer_norm", "GELUActivation": "gelu_activation"}  # fmt: skip
+            f"{prefix}Attention": "bert_attention", f"{prefix}Layer": "bert_layer",
+            "LayerNorm": "layer_norm", "GELUActivation": "gelu_activation"}  # fmt: skip
 
 
 # --- models of torch.nn -----------------------------------------------------------------------------------------------
