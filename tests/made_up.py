@@ -1,6 +1,7 @@
 """A tuner that times nothing: costs are made up, the same for all processes. As a script it tunes over and over.
 
-Everything else is the real one, on the CPU: the script runs itself under Triton's interpreter.
+Everything else is the real one, on the GPU where there is one; what runs the script does so under Triton's interpreter,
+on the CPU.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ __all__ = ["NAME", "Bench", "Pool", "Timer", "cost", "sweeper", "workloads"]
 
 NAME = "Test GPU"
 CPU = torch.device("cpu")
+# Where workloads are planned: kernels are there on a GPU, and on the CPU only under the interpreter.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def cost(question: Question, config: Config) -> float:
@@ -75,8 +78,8 @@ class Timer:
         return Bench(self, workload)
 
 
-def sweeper(pool: Any = None, timer: Timer | None = None) -> Sweeper:
-    return Sweeper(pool or Pool(), timer or Timer(), CPU, name="", limits=limits_of(CPU))
+def sweeper(pool: Any = None, timer: Timer | None = None, *, device: torch.device = DEVICE) -> Sweeper:
+    return Sweeper(pool or Pool(), timer or Timer(), device, name="", limits=limits_of(CPU))
 
 
 def workloads(*names: str, shape: tuple[int, ...] = (20, 64)) -> list[Workload]:
@@ -90,7 +93,7 @@ def main(rounds: int) -> None:
     with kernels_alone():
         for count in range(rounds):
             with contextlib.redirect_stdout(io.StringIO()):
-                command._sweep(sweeper(), todo, keep, 1e9, lambda outcome: "")
+                command._sweep(sweeper(device=CPU), todo, keep, 1e9, lambda outcome: "")
             if not count:
                 print("begun", flush=True)
 

@@ -49,6 +49,10 @@ def test_one_graph(spec: ModelSpec) -> None:
     """In training mode; dropout off, so that there is something to compare with."""
     model, arguments = build(spec).train(), _arguments(spec)
     for module in model.modules():
+        if hasattr(module, "layerdrop"):
+            # A stack that may leave out layers. In training some releases of Transformers draw for it at a chance of
+            # zero too, which no graph holds, fused or not. Its layers, where all that is fused is, go on training.
+            module.training = False
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         elif isinstance(getattr(module, "dropout", None), float):

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 import fusedops
-from fusedops.models import Rule
-from fusedops.models.spec import ModelSpec
-from zoo import build, every, inputs, run
+from fusedops.models import Rule, parts
+from fusedops.models.rules import attentions
+from fusedops.models.spec import MODELS, ModelSpec
+from zoo import build, every, inputs, run, transformers_only
 
 
 class _Block(nn.Module):
@@ -97,7 +98,6 @@ def test_a_dry_run_changes_nothing(spec: ModelSpec) -> None:
     ([_Block], ["2"]),
     (["0", nn.RMSNorm], ["1.norm", "1.act"]),
     ([""], []),
-    ([nn.BatchNorm1d], ["0.norm", "0.act", "1.norm", "1.act", "2"]),
 ])  # fmt: skip
 def test_exclude(exclude: Any, left: list[str]) -> None:
     model = _model()
@@ -105,7 +105,16 @@ def test_exclude(exclude: Any, left: list[str]) -> None:
     assert _fused(report) == left
     modules = dict(model.named_modules())
     assert [name for name, m in modules.items() if hasattr(type(m), "_fusedops_original")] == left
-    assert {m.reason for m in report.left} <= {"no rule", "excluded"}
+    assert {m.reason for m in report.left} <= {"no rule", "excluded", "excluded, with rule layer_norm",
+                                               "excluded, with rule gelu"}  # fmt: skip
+
+
+def test_says_which_rule_was_excluded() -> None:
+    report = fusedops.fuse_model(_model(), exclude=["1", "layer_norm", "gelu"])
+    reasons = {m.name: m.reason for m in report.left}
+    assert reasons["0.norm"] == "excluded, with rule layer_norm" and reasons["0.act"] == "excluded, with rule gelu"
+    assert reasons["1.norm"] == "excluded"
+    assert "left: excluded, with rule layer_norm\n" in str(report)
 
 
 @pytest.mark.parametrize("exclude, error, match", [
@@ -119,6 +128,7 @@ def test_exclude(exclude: Any, left: list[str]) -> None:
     (3, TypeError, "exclude must be a sequence"),
     ([3], TypeError, "exclude takes names and subclasses"),
     ([int], TypeError, "exclude takes names and subclasses"),
+    ([nn.LayerNorm, nn.BatchNorm1d], ValueError, r"the class torch\.nn\.modules\.batchnorm\.BatchNorm1d, of which this model"),
 ])  # fmt: skip
 def test_bad_exclude(exclude: Any, error: type[Exception], match: str) -> None:
     model = _model()
@@ -147,6 +157,75 @@ def test_modules_that_only_help_are_not_counted() -> None:
     assert len(report) == 4
     assert str(report).splitlines()[-3] == "3 of 10 modules fused, 1 more help them"
     assert "MultiheadAttention               leaves its last bias to the block" in str(report)
+
+
+class _Left:
+    """What modules leave to their blocks in a forward, by module."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: dict[nn.Module, str] = {}
+        original = parts.without
+
+        def without(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            result = original(module, *args, **kwargs)
+            end = result[0]
+            self.found[module] = " and ".join(["its last bias"] * (end.bias is not None) + ["its dropout"] * end.drops)
+            return result
+
+        monkeypatch.setattr(attentions, "without", without)
+
+
+def _said_to_be_left(report: Any, model: nn.Module) -> dict[nn.Module, str]:
+    modules = dict(model.named_modules())
+    return {modules[line.name]: line.helps.removeprefix("leaves ").removesuffix(" to the block")
+            for line in report if line.helps.startswith("leaves ")}  # fmt: skip
+
+
+@every
+@pytest.mark.parametrize("watched", [False, True], ids=["", "watched"])
+def test_says_what_is_left_to_the_block(spec: ModelSpec, watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A last bias, a dropout, both or neither: as in a forward. Nothing of a linear layer that is watched."""
+    model, left = build(spec).train(), _Left(monkeypatch)
+    for name, module in model.named_modules():
+        if watched and name.endswith(("attention.out_proj", "attn.out_proj", "c_proj", ".o_proj", "out_lin")):
+            module.register_forward_hook(lambda *args: None)
+        if isinstance(module, nn.Dropout):
+            module.p = 0.25
+    report = fusedops.fuse_model(model)
+    model(**inputs(spec))
+    said = _said_to_be_left(report, model)
+    assert {module: said.get(module, "") for module in left.found} == left.found
+    for module in said.keys() - left.found.keys():
+        if type(module).__name__ == "GPTNeoAttention":
+            assert said[module] == said[module.attention]  # it hands on what that leaves
+        else:
+            assert spec.name == "siglip" and type(module).__name__ == "MultiheadAttention"  # no fused block has it
+
+
+def test_says_that_a_watched_attention_helps_nobody() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    layer.self_attn.register_forward_hook(lambda *args: None)
+    (attention,) = (m for m in fusedops.fuse_model(layer) if m.rule == "multihead_attention")
+    assert attention.helps == "nothing for the block while it is watched"
+
+
+@transformers_only
+def test_says_what_an_attention_without_a_bias_does() -> None:
+    spec = next(spec for spec in MODELS if spec.name == "t5")
+    model = build(spec)
+    model.encoder.block[1].layer[0].SelfAttention.q.register_forward_hook(lambda *args: None)
+    helps = {m.name: m.helps for m in fusedops.fuse_model(model) if m.rule == "t5_attention"}
+    assert helps["encoder.block.0.layer.0.SelfAttention"] == "takes its rows in autocast's dtype"
+    assert helps["encoder.block.1.layer.0.SelfAttention"] == "nothing for the block as its layers are"
+
+
+@pytest.mark.parametrize("name", ["dry_run", "compile_rest"])
+@pytest.mark.parametrize("value", ["no", {}, 1, None], ids=repr)
+def test_flags_are_true_or_false(name: str, value: Any) -> None:
+    model = _model()
+    with pytest.raises(TypeError, match=f"fuse_model: {name} must be True or False, got {value!r}"):
+        fusedops.fuse_model(model, **{name: value})
+    assert type(model[2]) is nn.RMSNorm and model._compiled_call_impl is None
 
 
 @pytest.mark.parametrize("rules", [3, "layer_norm", ["layer_norm"], [nn.LayerNorm], nn.LayerNorm], ids=str)

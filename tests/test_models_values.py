@@ -344,13 +344,13 @@ _LOOKS = ("bart", "mbart", "marian")
 @pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name not in _LOOKS], ids=lambda spec: spec.name)
 def test_on_the_meta_device(spec: ModelSpec) -> None:
     """Shapes without values, as for an estimate of a model's size: the fused model gives those of the original."""
-
-    def shapes(fused: bool) -> list[torch.Size]:
-        model = build(spec).to("meta")
-        if fused:
-            fusedops.fuse_model(model)
-        # Transformers looks into masks.
-        given = {k: v.to("meta") for k, v in inputs(spec).items() if isinstance(v, Tensor) and "mask" not in k}
-        return [t.shape for t in outputs(model(**given))]
-
-    assert shapes(fused=True) == shapes(fused=False)
+    model = build(spec).to("meta")
+    # Transformers looks into masks.
+    given = {k: v.to("meta") for k, v in inputs(spec).items() if isinstance(v, Tensor) and "mask" not in k}
+    try:
+        model(**given)
+    except RuntimeError:  # it makes itself the mask that it is not given; nobody looks into one for eager attention
+        model.set_attn_implementation("eager")
+    expected = [t.shape for t in outputs(model(**given))]
+    assert fusedops.fuse_model(model)
+    assert [t.shape for t in outputs(model(**given))] == expected

@@ -24,6 +24,7 @@ import made_up
 from fusedops.core import cache, tuning
 from fusedops.core.question import Config, Question
 from fusedops.tune import ondemand, server
+from support import DEVICE
 
 QUESTION = Question("norm_forward", ("rms", "plain", "alone"), "32bit", 64, 1)
 FOUND, GIVEN = Config(64, 8, 2), Config(64, 16, 4)
@@ -120,7 +121,7 @@ def test_a_tuner_that_fails_costs_one_warning(answer: dict[str, Any], monkeypatc
 
 # --- the process that tunes -------------------------------------------------------------------------------------------
 
-# The real one but for times and compilers, on the CPU under the interpreter; two-norm rows are beyond it.
+# The real one but for times and compilers, on the GPU or under the interpreter as this process is.
 _SERVER = """
 import sys
 import made_up
@@ -134,7 +135,7 @@ server.serve(sys.stdin, sys.stdout, lambda index: made_up.sweeper())
 
 def start_real(monkeypatch: pytest.MonkeyPatch, code: str = _SERVER) -> None:
     environment = ondemand.child_environment()
-    environment |= {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path), "FUSEDOPS_TUNE": ""}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "FUSEDOPS_TUNE": ""}
     monkeypatch.setattr(ondemand, "child_environment", lambda: environment)
     monkeypatch.setattr(ondemand, "command", (sys.executable, "-c", code))
 
@@ -142,7 +143,7 @@ def start_real(monkeypatch: pytest.MonkeyPatch, code: str = _SERVER) -> None:
 @pytest.mark.kernels
 def test_tuned_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward, in a process of its own: results, random state, gradients and modes are the caller's."""
-    x, weight = torch.randn(20, 64, requires_grad=True), torch.randn(64, requires_grad=True)
+    x, weight = (torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((20, 64), (64,)))
     expected = torch.nn.functional.rms_norm(x, (64,), weight, 1e-6)
     wanted = torch.autograd.grad(expected.square().sum(), (x, weight))
     start_real(monkeypatch)
@@ -207,7 +208,8 @@ def test_the_server_answers_what_it_cannot_tune(monkeypatch: pytest.MonkeyPatch)
     """With an error, and goes on to the next."""
     monkeypatch.setattr(tuning, "on_demand", lambda: "")
     strange = {**asdict(QUESTION), "variant": ["rms", "sideways"]}
-    lines = [json.dumps({"question": q, "device": -1}) for q in (strange, asdict(QUESTION))] + ["not json"]
+    index = -1 if DEVICE.type == "cpu" else torch.cuda.current_device()
+    lines = [json.dumps({"question": q, "device": index}) for q in (strange, asdict(QUESTION))] + ["not json"]
     answers = io.StringIO()
     server.serve(io.StringIO("\n".join(lines)), answers, lambda index: made_up.sweeper())
     first, second, third = map(json.loads, answers.getvalue().splitlines())

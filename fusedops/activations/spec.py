@@ -40,9 +40,9 @@ def _bias_samples(tensors: tuple[str, ...], options: tuple[str, ...] = ()) -> Sa
 
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         def sample(name: str, shape: tuple[int, ...], absent: bool = False, other: torch.dtype | None = None,
-                   scale: float = 1.5, **given: Any) -> Sample:  # fmt: skip
+                   scale: float = 1.5, shift: float = 0.2, **given: Any) -> Sample:  # fmt: skip
             make = Maker(name, device, dtype)
-            made: dict[str, Tensor | None] = {first: make(*shape, shift=0.2, scale=scale)}
+            made: dict[str, Tensor | None] = {first: make(*shape, shift=shift, scale=scale)}
             if biased:
                 made["bias"] = None if absent else make(shape[-1], dtype=other)
             return Sample(name, made, {key: value for key, value in given.items() if key in options})
@@ -50,6 +50,8 @@ def _bias_samples(tensors: tuple[str, ...], options: tuple[str, ...] = ()) -> Sa
         for shape in (*_SHAPES, *_WIDE_SHAPES) if "activation" in options else _FEW_SHAPES:
             yield sample(_name(shape), shape, p=0.2)
         yield sample("from tail to tail", (5, 80), scale=8.0)
+        # GELU's minimum: what moves x moves nothing, while the formula rounds as everywhere.
+        yield sample("where it is flat", (64, 4), absent=True, shift=-0.7518, scale=1e-3, p=0.1)
         if biased:
             yield sample("without bias", (9, 48), absent=True)
             yield sample("without bias, wide", (2, 20000), absent=True, p=0.3)

@@ -12,7 +12,7 @@ from torch import nn
 
 from .rule import Rule
 
-__all__ = ["check_model", "check_rules", "excluded"]
+__all__ = ["check_flags", "check_model", "check_rules", "excluded"]
 
 _QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized", "bitsandbytes.",
               "torchao.", "auto_gptq.", "gptqmodel.", "awq.")  # fmt: skip
@@ -43,6 +43,13 @@ def _obstacle(module: nn.Module) -> str:
     return ""
 
 
+def check_flags(**flags: Any) -> None:
+    """Each is True or False: of other values, "no" say, nobody knows which."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"fuse_model: {name} must be True or False, got {value!r}")
+
+
 def check_rules(rules: Any) -> tuple[Rule, ...]:
     """The user's rules: a sequence of `Rule`, or None."""
     if rules is None:
@@ -62,7 +69,7 @@ def excluded(model: nn.Module, exclude: Any, rules: frozenset[str]) -> tuple[set
     Raises:
         TypeError: an entry is neither a string nor a class of modules.
         ValueError: a string is no module's name, no class's name in the model, no pattern that matches a name, and no
-            rule's name.
+            rule's name; or the model has no module of a class.
     """
     if isinstance(exclude, (str, type)) or not isinstance(exclude, Iterable):
         raise TypeError(f"fuse_model: exclude must be a sequence of names and types, got {exclude!r}")
@@ -71,7 +78,11 @@ def excluded(model: nn.Module, exclude: Any, rules: frozenset[str]) -> tuple[set
     names: set[str] = set()
     for entry in exclude:
         if isinstance(entry, type) and issubclass(entry, nn.Module):
-            named += [module for module in modules.values() if isinstance(module, entry)]
+            found = [module for module in modules.values() if isinstance(module, entry)]
+            if not found:
+                raise ValueError(f"fuse_model: exclude has the class {entry.__module__}.{entry.__qualname__}, of which "
+                                 "this model has no module")  # fmt: skip
+            named += found
         elif not isinstance(entry, str):
             raise TypeError(f"fuse_model: exclude takes names and subclasses of torch.nn.Module, got {entry!r}")
         elif found := _named(entry, modules):

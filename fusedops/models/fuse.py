@@ -49,10 +49,12 @@ def fuse_model(
         What was replaced by what, and what was left and why; it prints as a table.
     Raises:
         TypeError: the model is no module; an entry of exclude is neither a name nor a class; check asks for inputs
-            that the model does not have; rules is no sequence of rules.
-        ValueError: the model is compiled, scripted, quantised or wrapped in FSDP; a name in exclude is unknown.
+            that the model does not have; rules is no sequence of rules; dry_run or compile_rest is no bool.
+        ValueError: the model is compiled, scripted, quantised or wrapped in FSDP; a name in exclude is unknown, or a
+            class in it has no module in the model.
     """
     admission.check_model(model)
+    admission.check_flags(dry_run=dry_run, compile_rest=compile_rest)
     table = (*admission.check_rules(rules), *RULES)
     left, off = admission.excluded(model, exclude, frozenset(rule.name for rule in table))
     verdicts = {
@@ -111,4 +113,5 @@ def _line(name: str, module: nn.Module, verdict: Verdict) -> ModuleReport:
     rule = verdict.rule
     if rule is None:
         return ModuleReport(name, type(module).__name__, reason=verdict.reason)
-    return ModuleReport(name, type(module).__name__, rule.name, rule.calls, rule.helps)
+    helps = rule.helps if isinstance(rule.helps, str) else rule.helps(module)
+    return ModuleReport(name, type(module).__name__, rule.name, rule.calls, helps)

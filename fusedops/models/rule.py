@@ -28,7 +28,8 @@ class Rule:
     Attributes:
         name: what the report calls it.
         calls: the operators that a fused module calls, for the report; "" if it calls none itself.
-        helps: what a module does otherwise than it did, if it calls no operator itself; for the report.
+        helps: what a module does otherwise than it did, if it calls no operator itself; for the report. A function
+            where that hangs on the module.
         methods: what a fused class has in place of the original's methods, and besides them. A ``forward`` must do
             right whatever the module's children have become: see `fusedops.models.parts`.
         base: the class that the rule was written for: of torch.nn, or the full name of one from elsewhere.
@@ -41,7 +42,7 @@ class Rule:
     name: str
     methods: Mapping[str, Callable[..., Any]]
     calls: str = ""
-    helps: str = ""
+    helps: str | Callable[[nn.Module], str] = ""
     base: type[nn.Module] | str | None = None
     fingerprints: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
@@ -79,7 +80,7 @@ def judge(module: nn.Module, rules: tuple[Rule, ...], excluded: frozenset[str] =
     cls = type(module)
     rule = next((rule for rule in rules if rule.knows(cls)), None)
     if rule is not None and rule.name in excluded:
-        return Verdict(None, "excluded")
+        return Verdict(None, f"excluded, with rule {rule.name}")
     if rule is None:
         alike = next((rule for rule in rules if rule.resembles(cls)), None)
         return Verdict(None, f"its forward is not the one that rule {alike.name} knows" if alike else "no rule")

@@ -12,26 +12,54 @@ from torch import Tensor, nn
 from ..autocast import narrowed, takers, under_autocast
 from ..parts import Branch, branch, without
 from ..rule import Rule
-from ..watching import is_plain
+from ..watching import is_linear, is_plain, unwatched
 
 __all__ = ["RULES"]
 
-_HELPS = "leaves its last bias to the block"
-
 
 def _attention(*inputs: str, output: str, dropout: str | None = None) -> dict[str, Any]:
-    """The methods of a module whose rows go to ``inputs`` only, and whose forward ends in ``output`` and ``dropout``."""
+    """What a rule says of a module whose rows go to ``inputs`` only, and whose forward ends in ``output`` and ``dropout``."""
 
     def branch(self: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
         return without(self, output, dropout, *args, **kwargs)
 
-    return {"_fusedops_branch": branch, **takers(*inputs)}
+    def helps(module: nn.Module) -> str:
+        layers = [layer for name in inputs if (layer := module._modules.get(name)) is not None]
+        return _said(module, _left(module, output, dropout), bool(layers) and all(map(_multiplies, layers)))
+
+    return {"methods": {"_fusedops_branch": branch, **takers(*inputs)}, "helps": helps}
+
+
+def _left(module: nn.Module, output: str, dropout: str | None) -> list[str]:
+    """What `without` then leaves to the block."""
+    layer, last = module._modules.get(output), None if dropout is None else module._modules.get(dropout)
+    if last is not None and not (type(last) is nn.Dropout and unwatched(last)):
+        return []
+    biased = layer is not None and is_linear(layer) and unwatched(layer) and layer.bias is not None
+    return ["its last bias"] * biased + ["its dropout"] * (last is not None)
+
+
+def _multiplies(layer: nn.Module) -> bool:
+    return is_linear(layer) and unwatched(layer) and is_plain(layer.weight)
+
+
+def _said(module: nn.Module, left: list[str], narrow: bool) -> str:
+    """For the report: what the block has of the module, ``narrow`` being whether its rows may come in another dtype."""
+    if not unwatched(module):
+        return "nothing for the block while it is watched"
+    if left:
+        return f"leaves {' and '.join(left)} to the block"
+    return "takes its rows in autocast's dtype" if narrow else "nothing for the block as its layers are"
 
 
 def _multihead_takers(self: Any) -> tuple[nn.Module, ...] | None:
     # Its weights are its own. PyTorch's fast path, which would not cast, is not taken under autocast.
     weights = (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
     return () if all(weight is None or is_plain(weight) for weight in weights) else None
+
+
+def _multihead_helps(module: nn.Module) -> str:
+    return _said(module, _left(module, "out_proj", None), _multihead_takers(module) is not None)
 
 
 def _multihead_branch(self: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
@@ -48,6 +76,11 @@ def _bert_self_attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs:
     return type(self)._fusedops_original.forward(self, hidden_states, *args, **kwargs)
 
 
+def _gpt_neo_helps(module: nn.Module) -> str:
+    inner = module._modules.get("attention")
+    return _said(module, [], False) if inner is None or not unwatched(module) else _NEO_SELF["helps"](inner)
+
+
 def _gpt_neo_branch(self: Any, hidden_states: Tensor, layer_past: Any = None, attention_mask: Tensor | None = None,
                     use_cache: bool = False, output_attentions: bool = False,
                     **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:  # fmt: skip
@@ -56,61 +89,56 @@ def _gpt_neo_branch(self: Any, hidden_states: Tensor, layer_past: Any = None, at
 
 
 _QKV = ("q_proj", "k_proj", "v_proj")
+_NEO_SELF = _attention(*_QKV, output="out_proj", dropout="resid_dropout")
 
 RULES = (
     Rule(
         name="multihead_attention",
-        helps=_HELPS,
+        helps=_multihead_helps,
         methods={"_fusedops_branch": _multihead_branch, "_fusedops_takers": _multihead_takers},
         base=nn.MultiheadAttention,
     ),
     Rule(
         name="gpt2_attention",
-        helps=_HELPS + ", and its dropout",
-        methods=_attention("c_attn", "q_attn", output="c_proj", dropout="resid_dropout"),
+        **_attention("c_attn", "q_attn", output="c_proj", dropout="resid_dropout"),
         fingerprints=("4baf42142fd2",),
         names=("GPT2Attention",),
     ),
     Rule(
         name="bart_attention",  # and MBart, Marian, Pegasus; OPT, Whisper, CLIP, SigLIP
-        helps=_HELPS,
-        methods=_attention(*_QKV, output="out_proj"),
+        **_attention(*_QKV, output="out_proj"),
         fingerprints=("f434310b8181", "3099567ec98b", "79e198db90db", "280db448c0ae", "06f537010e90"),
         names=("BartAttention", "MBartAttention", "MarianAttention", "OPTAttention", "WhisperAttention", "CLIPAttention",
                "SiglipAttention"),
     ),
     Rule(
         name="vit_attention",  # and DeiT, BEiT, DINOv2
-        helps=_HELPS,
-        methods=_attention(*_QKV, output="o_proj"),
+        **_attention(*_QKV, output="o_proj"),
         fingerprints=("9c1503232895",),
         names=("ViTAttention",),
     ),
     Rule(
         name="llama_attention",  # and Gemma, Mistral, Mixtral, Qwen 2 and 3, and about forty more
-        helps=_HELPS,
-        methods=_attention(*_QKV, output="o_proj"),
+        **_attention(*_QKV, output="o_proj"),
         fingerprints=("2545ae739b8a", "3669e8161ac0", "0617b06c2aea", "0da1dc222f80"),
         names=("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "GemmaAttention"),
     ),
     Rule(
         name="t5_attention",  # and MT5, LongT5, UDOP
-        helps=_HELPS,
-        methods=_attention("q", "k", "v", output="o"),
+        **_attention("q", "k", "v", output="o"),
         fingerprints=("12564b5b1c2f",),
         names=("T5Attention", "MT5Attention"),
     ),
     Rule(
         name="gpt_neo_attention",
-        helps=_HELPS + ", and its dropout",
+        helps=_gpt_neo_helps,
         methods={"_fusedops_branch": _gpt_neo_branch, **takers("attention")},
         fingerprints=("ae0ddfa4b3f7",),
         names=("GPTNeoAttention",),
     ),
     Rule(
         name="gpt_neo_self_attention",
-        helps=_HELPS + ", and its dropout",
-        methods=_attention(*_QKV, output="out_proj", dropout="resid_dropout"),
+        **_NEO_SELF,
         fingerprints=("fa3301864d88",),
         names=("GPTNeoSelfAttention",),
     ),
@@ -123,8 +151,7 @@ RULES = (
     ),
     Rule(
         name="distilbert_attention",
-        helps=_HELPS,
-        methods=_attention("q_lin", "k_lin", "v_lin", output="out_lin"),
+        **_attention("q_lin", "k_lin", "v_lin", output="out_lin"),
         fingerprints=("7888d8c7ae34",),
         names=("DistilBertSelfAttention",),
     ),
