@@ -94,13 +94,6 @@ RULES = (
         names=("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "GemmaAttention"),
     ),
     Rule(
-        name="t5_attention",  # and MT5, LongT5, UDOP
-        helps=_HELPS,
-        methods=_attention("q", "k", "v", output="o"),
-        fingerprints=("12564b5b1c2f",),
-        names=("T5Attention", "MT5Attention"),
-    ),
-    Rule(
         name="gpt_neo_attention",
         helps=_HELPS + ", and its dropout",
         methods={"_fusedops_branch": _gpt_neo_branch, **takers("attention")},
