@@ -26,8 +26,8 @@ from ..watching import unwatched
 
 __all__ = ["RULES"]
 
-# `sdpa_attention_forward` of Transformers with its `create_position_bias_mask`: for one query both attend under the sum
-# of mask and position bias.
+# Transformers' `sdpa_attention_forward` with its `create_position_bias_mask`, in 5.17 and 5.23: for one query they call
+# PyTorch's attention under the sum of mask and position bias, and nothing else.
 _SDPA = ("6b854b7295d1", "4eceba25d5ea")
 # PyTorch's memory-efficient attention copies a mask whose rows are no multiple of so many elements apart, in each layer.
 _ALIGNED = 8
@@ -49,7 +49,7 @@ def _branch(
 ) -> tuple[Branch, tuple[Any, ...]]:
     weights = None
     if not kwargs and past_key_values is not None and hidden_states.shape[1] == 1:
-        weights = _weights(self, key_value_states is not None, past_key_values)
+        weights = _weights(self, key_value_states is not None, past_key_values, position_bias is not None)
     if weights is None:
         return without(self, "o", None, hidden_states, mask, key_value_states, position_bias, past_key_values, **kwargs)
     return _next_token(self, hidden_states, mask, key_value_states is not None, position_bias, past_key_values, weights)
@@ -58,14 +58,14 @@ def _branch(
 # --- the next token -------------------------------------------------------------------------------------------------
 
 
-def _weights(self: Any, cross: bool, cache: Any) -> tuple[Tensor, ...] | None:
+def _weights(self: Any, cross: bool, cache: Any, biased: bool) -> tuple[Tensor, ...] | None:
     """The weights of q, k, v and o if this is a step of a generation in which nothing is out of the ordinary."""
-    if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not _attends_by_sdpa(self):
+    if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not _keeps_both(cache):
         return None
-    layer = self.layer_idx
-    if not _keeps_both(type(cache)) or type(cache.get_seq_length(layer)) is not int:
+    # A static cache gives its length as a tensor, and its masks are of its full size.
+    if not biased and type(cache.get_seq_length(self.layer_idx)) is not int:
         return None
-    if cross and not cache.is_updated.get(layer):
+    if cross and not cache.is_updated.get(self.layer_idx):
         return None
     children = self._modules
     linears = [children["q"], children["k"], children["v"], children["o"]]
@@ -75,26 +75,10 @@ def _weights(self: Any, cross: bool, cache: Any) -> tuple[Tensor, ...] | None:
     return tuple([linear._parameters["weight"] for linear in linears])
 
 
-def _attends_by_sdpa(self: Any) -> bool:
-    """Whether attention is PyTorch's, by the function that Transformers registers for it."""
-    implementation = self.config._attn_implementation
-    if implementation != "sdpa":
-        return False
-    functions = type(self)._fusedops_original.forward.__globals__["ALL_ATTENTION_FUNCTIONS"]
-    return _is_sdpa(functions.get_interface(implementation, None))
-
-
-@functools.lru_cache(maxsize=16)
-def _is_sdpa(function: Callable[..., Any]) -> bool:
-    names = getattr(function, "__globals__", {})
-    known = digest(function, names.get("create_position_bias_mask")) in _SDPA
-    return known and not names["_is_torch_npu_available"]
-
-
-@functools.lru_cache(maxsize=16)
-def _keeps_both(cache: type) -> bool:
-    """Whether caches of the class are Transformers' own with a part for each of the two attentions."""
-    return cache.__name__ == "EncoderDecoderCache" and cache.__module__ == "transformers.cache_utils"
+def _keeps_both(cache: Any) -> bool:
+    """Whether the cache is Transformers' own with a part for each of the two attentions."""
+    cls = type(cache)
+    return cls.__name__ == "EncoderDecoderCache" and cls.__module__ == "transformers.cache_utils"
 
 
 def _next_token(self: Any, x: Tensor, mask: Tensor | None, cross: bool, position_bias: Tensor | None, cache: Any,
@@ -113,8 +97,28 @@ def _next_token(self: Any, x: Tensor, mask: Tensor | None, cross: bool, position
             F.linear(rows, k).view(heads), F.linear(rows, v).view(heads), layer)  # fmt: skip
     if position_bias is None:
         position_bias = _bias(self, query, keys.shape[2], seen)
-    y = F.scaled_dot_product_attention(query, keys, values, _masked(position_bias, mask, keys.dtype), scale=self.scaling)
-    return Branch(F.linear(y.reshape(count, -1), o).unsqueeze(1)), (position_bias, None)
+    y, attention = _attended(self, query, keys, values, mask, position_bias)
+    return Branch(F.linear(y.reshape(count, -1), o).unsqueeze(1)), (position_bias, attention)
+
+
+def _attended(self: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
+              position_bias: Tensor) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """What the query attends to, and the attention weights if the model's kind of attention tells them."""
+    scope = type(self)._fusedops_original.forward.__globals__
+    function = scope["ALL_ATTENTION_FUNCTIONS"].get_interface(
+        self.config._attn_implementation, scope["eager_attention_forward"])  # fmt: skip
+    if _is_sdpa(function):
+        both = position_bias if mask is None else _masked(position_bias, mask, keys.dtype)
+        return F.scaled_dot_product_attention(query, keys, values, both, scale=self.scaling), None
+    return function(self, query, keys, values, mask, dropout=0.0, scaling=self.scaling,  # type: ignore[no-any-return]
+                    position_bias=position_bias)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=16)
+def _is_sdpa(function: Callable[..., Any]) -> bool:
+    names = getattr(function, "__globals__", {})
+    known = digest(function, names.get("create_position_bias_mask")) in _SDPA
+    return known and not names["_is_torch_npu_available"]
 
 
 def _bias(self: Any, query: Tensor, length: int, seen: int) -> Tensor:
@@ -124,15 +128,13 @@ def _bias(self: Any, query: Tensor, length: int, seen: int) -> Tensor:
     return _aligned(self.compute_bias(1, length, device=query.device, past_seen_tokens=seen))
 
 
-def _masked(bias: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _masked(bias: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Mask and position bias in one, made once for all layers that share both."""
-    if mask is None:
-        return bias
-    known = bias.__dict__.get("_fusedops_masked")
+    known: tuple[Tensor, torch.dtype, Tensor] | None = bias.__dict__.get("_fusedops_masked")
     if known is None or known[0] is not mask or known[1] is not dtype:
         both = torch.where(mask, bias, torch.finfo(dtype).min) if mask.dtype == torch.bool else bias + mask
         known = bias._fusedops_masked = (mask, dtype, _aligned(both))  # type: ignore[attr-defined]
-    return known[2]  # type: ignore[no-any-return]
+    return known[2]
 
 
 def _aligned(bias: Tensor) -> Tensor:
