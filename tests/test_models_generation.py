@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
 from fusedops.generation import FusedNoRepeatNGramLogitsProcessor
+from fusedops.models.rules import t5_attention
+from support import DEVICE
 from zoo import SAMPLES, build, inputs, transformers_only
 
 _NAMES = ("gpt2", "bart", "t5", "t5_gated", "llama")
@@ -43,3 +51,206 @@ def test_it_can_be_left_by_itself() -> None:
     report = fusedops.fuse_model(build(spec), exclude=["generation"])
     assert report.modules[0].reason == "excluded"
     assert {m.rule for m in report} >= {"gpt2_block", "layer_norm"}
+
+
+# --- T5's attention, which takes a short way for one token --------------------------------------------------------------
+
+_T5 = [s for s in SAMPLES if "t5_attention" in s.rules.values()]
+_LAYERS, _STEPS = 2, 12
+t5 = pytest.mark.parametrize("spec", _T5, ids=lambda spec: spec.name)
+
+
+def _generate(model: Any, spec: Any, **options: Any) -> Any:
+    arguments = {name: value for name, value in inputs(spec).items() if not name.startswith("decoder")}
+    torch.manual_seed(3)
+    arguments |= {"do_sample": False, "output_logits": True, "return_dict_in_generate": True, **options}
+    return model.generate(**arguments, min_new_tokens=_STEPS, max_new_tokens=_STEPS)
+
+
+@contextmanager
+def _short_ways() -> Iterator[Counter[Any]]:
+    """How often each attention module took the short way."""
+    taken: Counter[Any] = Counter()
+    original = t5_attention._next_token
+
+    def counting(self: Any, *args: Any) -> Any:
+        taken[self] += 1
+        return original(self, *args)
+
+    with mock.patch.object(t5_attention, "_next_token", counting):
+        yield taken
+
+
+def _fused_but_for_norms(model: nn.Module) -> None:
+    """So that what remains fused computes the very same numbers."""
+    assert fusedops.fuse_model(model, exclude=["t5_layer_norm", "t5_gated_dense", "new_gelu"])
+
+
+_WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 2},
+    "sampled": {"do_sample": True},
+    "static cache": {"cache_implementation": "static", "disable_compile": True},
+    "attention weights": {"output_attentions": True},
+}
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="there PyTorch may choose another attention by a mask's strides")
+@pytest.mark.parametrize("way", _WAYS)
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "autocast"], ids=["fp32", "bf16", "autocast"])
+@t5
+def test_t5_attends_to_the_same_bits(spec: Any, dtype: Any, padded: bool, way: str) -> None:
+    autocast = dtype == "autocast"
+    model = build(spec, torch.float32 if autocast else dtype)
+    options = _WAYS[way] | ({} if padded else {"attention_mask": None})
+    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+        expected = _generate(model, spec, **options)
+        _fused_but_for_norms(model)
+        with _short_ways() as taken:
+            found = _generate(model, spec, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert all(map(torch.equal, found.logits, expected.logits))
+    # The first step fills the cross-attention's cache.
+    times = {
+        "attention weights": [],  # there are hooks
+        "static cache": [1, _STEPS - 1, _STEPS],  # whose length the first layer needs, a tensor but for the first step
+    }.get(way, [_STEPS - 1] * _LAYERS + [_STEPS] * _LAYERS)
+    assert sorted(taken.values()) == times
+
+
+def _hook(attention: Any, model: Any) -> None:
+    attention.q.register_forward_hook(lambda *_: None)
+
+
+def _another_linear(attention: Any, model: Any) -> None:
+    attention.v.__class__ = type("Adapter", (nn.Linear,), {})
+
+
+def _training(attention: Any, model: Any) -> None:
+    attention.train()
+
+
+def _biased(attention: Any, model: Any) -> None:
+    attention.o.bias = nn.Parameter(torch.ones_like(attention.o.weight[:, 0]))
+
+
+@pytest.mark.parametrize("change", [_hook, _another_linear, _training, _biased], ids=lambda change: change.__name__)
+@t5
+def test_t5_takes_no_short_way_past_anything(spec: Any, change: Callable[..., None]) -> None:
+    """A module that is watched or of another kind is called as ever, and the others do not mind."""
+    model = build(spec)
+    _fused_but_for_norms(model)
+    changed = model.decoder.block[1].layer[0].SelfAttention
+    changed.dropout = 0.0
+    change(changed, model)
+    seen = []
+    changed.q.register_forward_hook(lambda module, args, output: seen.append(args[0].dim()))
+    with _short_ways() as taken:
+        found = _generate(model, spec)
+    assert changed not in taken
+    assert len(taken) == 2 * _LAYERS - 1
+    assert seen == [3] * _STEPS
+    fusedops.unfuse_model(model)
+    assert torch.equal(_generate(model, spec).sequences, found.sequences)
+
+
+@t5
+def test_t5_asks_for_gradients_the_long_way(spec: Any) -> None:
+    model = build(spec)
+    _fused_but_for_norms(model)
+    tokens = inputs(spec)["input_ids"]
+    with torch.no_grad():
+        cache = model(input_ids=tokens, decoder_input_ids=tokens[:, :3], use_cache=True).past_key_values
+    with _short_ways() as taken:
+        loss = model(input_ids=tokens, decoder_input_ids=tokens[:, 3:4], past_key_values=cache).logits.sum()
+    assert not taken
+    loss.backward()
+    assert all(p.grad is not None for p in model.decoder.block[0].layer[0].SelfAttention.parameters())
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@t5
+def test_t5_attends_by_the_function_asked_for(spec: Any, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's own kind of attention, and a function that a user registered for it."""
+    modeling = pytest.importorskip("transformers.models.t5.modeling_t5")
+    model = build(spec)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = implementation
+    functions = modeling.ALL_ATTENTION_FUNCTIONS
+    own = functions.get_interface(implementation, modeling.eager_attention_forward)
+    assert t5_attention._is_sdpa(own) == (implementation == "sdpa")
+    calls = []
+
+    def doubled(module: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(module)
+        y, weights = own(module, *args, **kwargs)
+        return 2 * y, weights
+
+    expected = _generate(model, spec)
+    _fused_but_for_norms(model)
+    with _short_ways() as taken:
+        found = _generate(model, spec)
+    assert sum(taken.values()) == _LAYERS * (2 * _STEPS - 1)
+    torch.testing.assert_close(found.logits, expected.logits)
+    monkeypatch.setitem(functions, implementation, doubled)
+    again = _generate(model, spec)
+    assert len(calls) == _LAYERS + 2 * _LAYERS * _STEPS
+    fusedops.unfuse_model(model)
+    torch.testing.assert_close(again.logits, _generate(model, spec).logits)
+    assert not torch.allclose(again.logits[-1], expected.logits[-1])
+
+
+class _Calls(TorchDispatchMode):
+    """Counts PyTorch's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@t5
+def test_t5_asks_less_of_the_host(spec: Any) -> None:
+    """A step makes the mask once for all layers, and transposes and folds nothing in attention."""
+    model = build(spec)
+    _fused_but_for_norms(model)
+    layers = len(model.decoder.block)
+    cache = model(**inputs(spec), use_cache=True).past_key_values
+    step = {**inputs(spec), "decoder_input_ids": inputs(spec)["input_ids"][:, :1], "past_key_values": cache}
+    step["encoder_outputs"] = model.encoder(inputs(spec)["input_ids"])
+    counts = []
+    for unfuse in (False, True):
+        if unfuse:
+            fusedops.unfuse_model(model)
+        with torch.no_grad(), _Calls() as calls:
+            model(**step)
+        counts.append(calls.counts)
+    fewer = counts[1] - counts[0]
+    assert fewer["where"] == layers - 1  # the mask of the cross-attention
+    # Heads of queries, outputs, new keys and values; the rows of the six linear layers.
+    assert fewer["transpose"] == layers * (2 * 2 + 2)
+    assert fewer["_unsafe_view"] == layers * 6
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@t5
+def test_t5_lays_its_position_bias_out(spec: Any, gradients: bool) -> None:
+    """PyTorch's fused attention on GPUs wants a mask whose last stride is one; with gradients all is as it was."""
+    model = build(spec)
+    fusedops.fuse_model(model)
+    attention = model.encoder.block[0].layer[0].SelfAttention
+    with torch.set_grad_enabled(gradients):
+        found = attention.compute_bias(5, 5)
+        fusedops.unfuse_model(model)
+        expected = attention.compute_bias(5, 5)
+    assert torch.equal(found, expected)
+    assert not expected.is_contiguous()
+    assert found.is_contiguous() == (not gradients)
+    short = t5_attention._aligned(found[..., :3])
+    assert torch.equal(short, expected[..., :3])
+    assert all(stride % 8 == 0 for stride in short.stride()[:-1])

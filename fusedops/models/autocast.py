@@ -37,7 +37,10 @@ def takers(*names: str) -> dict[str, Takers]:
 
 def low_dtype(x: Tensor, modules: tuple[nn.Module, ...]) -> torch.dtype | None:
     """The dtype to which all that the modules do with rows would cast them; None where there is no such dtype."""
-    if not modules or not under_autocast(x) or not all(map(_multiplies, modules)):
+    # The first question is the cheapest: most calls are under no autocast at all.
+    if not torch._C._is_any_autocast_enabled() or not modules or not under_autocast(x):
+        return None
+    if not all(map(_multiplies, modules)):
         return None
     return torch.get_autocast_dtype(x.device.type)
 
@@ -67,6 +70,5 @@ def narrowed(x: Tensor, *modules: nn.Module) -> Tensor:
 
 def normed(norm: nn.Module, x: Tensor, *modules: nn.Module) -> Any:
     """``norm(x)`` for these modules."""
-    dtype = low_dtype(x, modules)
-    method = None if dtype is None else getattr(type(norm), "_fusedops_norm", None)
-    return norm(x) if method is None or not unwatched(norm) else method(norm, x, dtype)
+    method = getattr(type(norm), "_fusedops_norm", None)
+    return norm(x) if method is None or not unwatched(norm) else method(norm, x, low_dtype(x, modules))

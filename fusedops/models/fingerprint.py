@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["canonical", "fingerprint"]
+__all__ = ["canonical", "digest", "fingerprint"]
 
 # What says nothing about behaviour, or differs between Python releases for the same source.
 _SKIPPED = frozenset({"annotation", "returns", "type_comment", "type_params", "ctx", "kind"})
@@ -48,12 +48,12 @@ def canonical(node: Any) -> str:
 
 def fingerprint(cls: type, methods: tuple[str, ...] = ("forward",)) -> str:
     """The digest of the class's methods; empty where their source cannot be had or its names mean something else."""
-    return _digest(tuple(getattr(cls, name, None) for name in methods))
+    return digest(*[getattr(cls, name, None) for name in methods])
 
 
 @functools.lru_cache(maxsize=4096)
-def _digest(functions: tuple[Any, ...]) -> str:
-    # By the functions, not the class: a class may be patched later.
+def digest(*functions: Any) -> str:
+    """The digest of functions, by which a class that is patched later is another; empty as `fingerprint`'s."""
     parts = list(map(_read, functions))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12] if all(parts) else ""
 

@@ -201,8 +201,9 @@ def activation_name(activation: Any) -> str | None:
 
 def activate(end: Branch, activation: Any, p: float = 0.0, *, training: bool = False) -> Tensor:
     """``dropout(activation(branch))``."""
-    name = activation_name(activation)
-    if name is None or end.drops or (end.bias is None and not (training and p > 0.0)):
+    plain = end.bias is None and not (training and p > 0.0)
+    name = None if plain or end.drops else activation_name(activation)
+    if name is None:
         y: Tensor = activation(finished(end))
         return F.dropout(y, p, training) if training and p > 0.0 else y
     return bias_act(end.product, folded(end), name, p=p, training=training)

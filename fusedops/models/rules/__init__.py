@@ -1,6 +1,6 @@
 """The table of rules: which modules `fusedops.fuse_model` knows. Adding one is an entry here and a model in the spec."""
 
-from . import activations, attentions, generation, linears, mlps, norms, post_norm, pre_norm, t5, torch_nn
+from . import activations, attentions, generation, linears, mlps, norms, post_norm, pre_norm, t5, t5_attention, torch_nn
 
 __all__ = ["RULES"]
 
@@ -12,6 +12,7 @@ RULES = (
     *post_norm.RULES,
     *pre_norm.RULES,
     *t5.RULES,
+    *t5_attention.RULES,
     *torch_nn.RULES,
     *linears.RULES,
     *generation.RULES,

@@ -124,12 +124,6 @@ RULES = (
         names=("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "GemmaAttention"),
     ),
     Rule(
-        name="t5_attention",  # and MT5, LongT5, UDOP
-        **_attention("q", "k", "v", output="o"),
-        fingerprints=("12564b5b1c2f",),
-        names=("T5Attention", "MT5Attention"),
-    ),
-    Rule(
         name="gpt_neo_attention",
         helps=_gpt_neo_helps,
         methods={"_fusedops_branch": _gpt_neo_branch, **takers("attention")},

@@ -37,26 +37,35 @@ def _packed(self: Any, hidden_states: Tensor) -> Any:
     return self.down_proj(_gate(self.activation_fn, gate, up))
 
 
-def _cast_and_call(layer: Any, x: Tensor) -> Any:
+def _cast_and_multiplied(layer: Any, x: Tensor) -> Branch:
     """T5's last linear layer, which may be kept in fp32 in a model of half precision."""
     weight = layer.weight
     if isinstance(weight, Tensor) and x.dtype != weight.dtype and weight.dtype != torch.int8:
         x = x.to(weight.dtype)
-    return layer(x)
+    return linear(layer, x)
 
 
-def _t5_gated(self: Any, hidden_states: Tensor) -> Any:
+def _t5_gated(self: Any, hidden_states: Tensor) -> tuple[Branch, tuple[Any, ...]]:
     x = _gate(self.act, self.wi_0(hidden_states), self.wi_1(hidden_states))
-    return _cast_and_call(self.wo, self.dropout(x))
+    return _cast_and_multiplied(self.wo, self.dropout(x)), ()
 
 
-def _t5_dense(self: Any, hidden_states: Tensor) -> Any:
+def _t5_dense(self: Any, hidden_states: Tensor) -> tuple[Branch, tuple[Any, ...]]:
     dropout = self.dropout
     if type(dropout) is nn.Dropout and unwatched(dropout):
         x = activate(linear(self.wi, hidden_states), self.act, dropout.p, training=dropout.training)
     else:
         x = dropout(self.act(self.wi(hidden_states)))
-    return _cast_and_call(self.wo, x)
+    return _cast_and_multiplied(self.wo, x), ()
+
+
+def _finishing(branch: Method) -> dict[str, Method]:
+    """The methods of a module that leaves the end of its branch to the caller."""
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        return finished(branch(self, hidden_states)[0])
+
+    return {"forward": forward, "_fusedops_branch": branch}
 
 
 def _dense_act(self: Any, hidden_states: Tensor) -> Tensor:
@@ -70,10 +79,7 @@ def _two_layers(first: str, activation: str, second: str, dropout: str = "") -> 
         end = linear(getattr(self, second), activate(linear(getattr(self, first), x), getattr(self, activation)))
         return (dropped(end, getattr(self, dropout)) if dropout else end), ()
 
-    def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        return finished(branch(self, hidden_states)[0])
-
-    return {"forward": forward, "_fusedops_branch": branch, **takers(first)}
+    return {**_finishing(branch), **takers(first)}
 
 
 _distilbert = _two_layers("lin1", "activation", "lin2", "dropout")
@@ -107,14 +113,14 @@ RULES = (
     Rule(
         name="t5_gated_dense",  # and MT5, UMT5, Pix2Struct
         calls="glu",
-        methods={"forward": _t5_gated, **takers("wi_0", "wi_1")},
+        methods={**_finishing(_t5_gated), **takers("wi_0", "wi_1")},
         fingerprints=("1f778d977330",),
         names=("T5DenseGatedActDense", "MT5DenseGatedActDense", "UMT5DenseGatedActDense"),
     ),
     Rule(
         name="t5_dense",
         calls="bias_act with dropout",
-        methods={"forward": _t5_dense, **takers("wi")},
+        methods={**_finishing(_t5_dense), **takers("wi")},
         fingerprints=("389a87093bdf",),
         names=("T5DenseActDense", "MT5DenseActDense", "UMT5DenseActDense"),
     ),

@@ -73,17 +73,18 @@ def _block(
     **kwargs: Any,
 ) -> tuple[Any, ...]:
     # In fp16 the original clamps each layer's sum before the next norm.
-    inner = [_inner(layer) for layer in self.layer]
+    layers = list(self.layer)
+    inner = [_inner(layer) for layer in layers]
     if hidden_states.dtype == torch.float16 or None in inner:
         return type(self)._fusedops_original.forward(  # type: ignore[no-any-return]
             self, hidden_states, attention_mask, position_bias, encoder_hidden_states, encoder_attention_mask,
             encoder_decoder_position_bias, past_key_values, **kwargs)  # fmt: skip
-    first, last = self.layer[0], self.layer[-1]
+    first, last = layers[0], layers[-1]
     x = normed(first.layer_norm, hidden_states, first._fusedops_taker())
     end, others = inner[0](first, x, attention_mask, position_bias, past_key_values, **kwargs)
     residual, self_bias, cross_bias = hidden_states, others[0], None
     if self.is_decoder and encoder_hidden_states is not None:
-        cross = self.layer[1]
+        cross = layers[1]
         x, residual = add_norm(end, residual, cross.layer_norm, cross._fusedops_taker())
         end, others = inner[1](cross, x, encoder_hidden_states, encoder_attention_mask, encoder_decoder_position_bias,
                                past_key_values, **kwargs)  # fmt: skip

@@ -1,0 +1,154 @@
+"""T5's attention: its own forward, and a short way through it for the next token of a generation.
+
+A generation's step is so little work that a GPU waits for the host. For one token no head needs a transposition, and
+rows of one token need no folding for a linear layer: the same products and the same attention are then about half as
+many calls. What is not the known case goes through the module's own forward, before anything is changed.
+
+A position bias comes out of its embedding with the heads innermost, and PyTorch's fused attention on GPUs takes no mask
+whose last dimension has strides. For inference it is laid out once, in the first layer, for all that follow.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..autocast import takers
+from ..fingerprint import digest
+from ..parts import Branch, without
+from ..rule import Rule
+from ..watching import unwatched
+
+__all__ = ["RULES"]
+
+# Transformers' `sdpa_attention_forward` with its `create_position_bias_mask`, in 5.17 and 5.23: for one query they call
+# PyTorch's attention under the sum of mask and position bias, and nothing else.
+_SDPA = ("6b854b7295d1", "4eceba25d5ea")
+# PyTorch's memory-efficient attention copies a mask whose rows are no multiple of so many elements apart, in each layer.
+_ALIGNED = 8
+
+
+def _compute_bias(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    bias: Tensor = type(self)._fusedops_original.compute_bias(self, *args, **kwargs)
+    return bias if self.training or bias.requires_grad else bias.contiguous()
+
+
+def _branch(
+    self: Any,
+    hidden_states: Tensor,
+    mask: Tensor | None = None,
+    key_value_states: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Branch, tuple[Any, ...]]:
+    weights = None
+    if not kwargs and past_key_values is not None and hidden_states.shape[1] == 1:
+        weights = _weights(self, key_value_states is not None, past_key_values, position_bias is not None)
+    if weights is None:
+        return without(self, "o", None, hidden_states, mask, key_value_states, position_bias, past_key_values, **kwargs)
+    return _next_token(self, hidden_states, mask, key_value_states is not None, position_bias, past_key_values, weights)
+
+
+# --- the next token -------------------------------------------------------------------------------------------------
+
+
+def _weights(self: Any, cross: bool, cache: Any, biased: bool) -> tuple[Tensor, ...] | None:
+    """The weights of q, k, v and o if this is a step of a generation in which nothing is out of the ordinary."""
+    if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not _keeps_both(cache):
+        return None
+    # A static cache gives its length as a tensor, and its masks are of its full size.
+    if not biased and type(cache.get_seq_length(self.layer_idx)) is not int:
+        return None
+    if cross and not cache.is_updated.get(self.layer_idx):
+        return None
+    children = self._modules
+    linears = [children["q"], children["k"], children["v"], children["o"]]
+    for linear in linears:
+        if type(linear) is not nn.Linear or not unwatched(linear) or linear._parameters["bias"] is not None:
+            return None
+    return tuple([linear._parameters["weight"] for linear in linears])
+
+
+def _keeps_both(cache: Any) -> bool:
+    """Whether the cache is Transformers' own with a part for each of the two attentions."""
+    cls = type(cache)
+    return cls.__name__ == "EncoderDecoderCache" and cls.__module__ == "transformers.cache_utils"
+
+
+def _next_token(self: Any, x: Tensor, mask: Tensor | None, cross: bool, position_bias: Tensor | None, cache: Any,
+                weights: tuple[Tensor, ...]) -> tuple[Branch, tuple[Any, ...]]:  # fmt: skip
+    q, k, v, o = weights
+    count, layer = x.shape[0], self.layer_idx
+    heads = (count, -1, 1, self.key_value_proj_dim)
+    rows = x.reshape(count, -1)
+    seen = cache.get_seq_length(layer) if position_bias is None else 0
+    query = F.linear(rows, q).view(heads)
+    if cross:
+        kept = cache.cross_attention_cache.layers[layer]
+        keys, values = kept.keys, kept.values
+    else:
+        keys, values = cache.self_attention_cache.update(
+            F.linear(rows, k).view(heads), F.linear(rows, v).view(heads), layer)  # fmt: skip
+    if position_bias is None:
+        position_bias = _bias(self, query, keys.shape[2], seen)
+    y, attention = _attended(self, query, keys, values, mask, position_bias)
+    return Branch(F.linear(y.reshape(count, -1), o).unsqueeze(1)), (position_bias, attention)
+
+
+def _attended(self: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
+              position_bias: Tensor) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """What the query attends to, and the attention weights if the model's kind of attention tells them."""
+    scope = type(self)._fusedops_original.forward.__globals__
+    function = scope["ALL_ATTENTION_FUNCTIONS"].get_interface(
+        self.config._attn_implementation, scope["eager_attention_forward"])  # fmt: skip
+    if _is_sdpa(function):
+        both = position_bias if mask is None else _masked(position_bias, mask, keys.dtype)
+        return F.scaled_dot_product_attention(query, keys, values, both, scale=self.scaling), None
+    return function(self, query, keys, values, mask, dropout=0.0, scaling=self.scaling,  # type: ignore[no-any-return]
+                    position_bias=position_bias)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=16)
+def _is_sdpa(function: Callable[..., Any]) -> bool:
+    names = getattr(function, "__globals__", {})
+    known = digest(function, names.get("create_position_bias_mask")) in _SDPA
+    return known and not names["_is_torch_npu_available"]
+
+
+def _bias(self: Any, query: Tensor, length: int, seen: int) -> Tensor:
+    """The position bias of one query, which the layers after this one take too."""
+    if not self.has_relative_attention_bias:
+        return _aligned(query.new_zeros(1, self.n_heads, 1, length))
+    return _aligned(self.compute_bias(1, length, device=query.device, past_seen_tokens=seen))
+
+
+def _masked(bias: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Mask and position bias in one, made once for all layers that share both."""
+    known: tuple[Tensor, torch.dtype, Tensor] | None = bias.__dict__.get("_fusedops_masked")
+    if known is None or known[0] is not mask or known[1] is not dtype:
+        both = torch.where(mask, bias, torch.finfo(dtype).min) if mask.dtype == torch.bool else bias + mask
+        known = bias._fusedops_masked = (mask, dtype, _aligned(both))  # type: ignore[attr-defined]
+    return known[2]
+
+
+def _aligned(bias: Tensor) -> Tensor:
+    """The same numbers, rows a multiple of `_ALIGNED` elements apart."""
+    length = bias.shape[-1]
+    return F.pad(bias, (0, -length % _ALIGNED))[..., :length] if length % _ALIGNED else bias.contiguous()
+
+
+RULES = (
+    Rule(
+        name="t5_attention",  # and MT5, LongT5, UDOP, Switch Transformers, Pop2Piano
+        helps="lays its position bias out once, and takes a short way for one token",
+        methods={"compute_bias": _compute_bias, "_fusedops_branch": _branch, **takers("q", "k", "v")},
+        fingerprints=("12564b5b1c2f",),
+        names=("T5Attention", "MT5Attention"),
+    ),
+)
