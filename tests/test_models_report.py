@@ -211,12 +211,12 @@ def test_says_that_a_watched_attention_helps_nobody() -> None:
 
 @transformers_only
 def test_says_what_an_attention_without_a_bias_does() -> None:
-    spec = next(spec for spec in MODELS if spec.name == "t5")
+    spec = next(spec for spec in MODELS if spec.name == "llama")
     model = build(spec)
-    model.encoder.block[1].layer[0].SelfAttention.q.register_forward_hook(lambda *args: None)
-    helps = {m.name: m.helps for m in fusedops.fuse_model(model) if m.rule == "t5_attention"}
-    assert helps["encoder.block.0.layer.0.SelfAttention"] == "takes its rows in autocast's dtype"
-    assert helps["encoder.block.1.layer.0.SelfAttention"] == "nothing for the block as its layers are"
+    model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *args: None)
+    helps = {m.name: m.helps for m in fusedops.fuse_model(model) if m.rule == "llama_attention"}
+    assert helps["model.layers.0.self_attn"] == "takes its rows in autocast's dtype"
+    assert helps["model.layers.1.self_attn"] == "nothing for the block as its layers are"
 
 
 @pytest.mark.parametrize("name", ["dry_run", "compile_rest"])

@@ -135,7 +135,7 @@ RULES = (
     ),
     Rule(
         name="bert_attention",
-        helps="leaves its last sum and norm to the layer",
+        helps="hands its last sum and norm to the layer",
         methods={"_fusedops_attend": _bert_attend},
         fingerprints=("f1adf76ab4fc",),
         names=("BertAttention", "RobertaAttention", "ElectraAttention"),

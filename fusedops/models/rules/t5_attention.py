@@ -5,7 +5,7 @@ rows of one token need no folding for a linear layer: the same products and the 
 many calls. What is not the known case goes through the module's own forward, before anything is changed.
 
 A position bias comes out of its embedding with the heads innermost, and PyTorch's fused attention on GPUs takes no mask
-whose last dimension has strides. For inference it is laid out once, in the first layer, for all that follow.
+whose last dimension has strides. Here it is laid out once, in the first layer, for all that follow.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ALIGNED = 8
 
 def _compute_bias(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     bias: Tensor = type(self)._fusedops_original.compute_bias(self, *args, **kwargs)
-    return bias if self.training or bias.requires_grad else bias.contiguous()
+    return bias.contiguous()
 
 
 def _branch(
