@@ -450,6 +450,22 @@ def test_the_command_writes_the_page_and_prints_the_table(tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments, match",
     [
+        (["--steps", "0"], "models: --steps must be at least 1, got 0"),
+        (["--seeds", "0"], "--seeds must be at least 1, got 0"),
+        (["--jobs", "-1"], "--jobs must be at least 0, got -1"),
+        (["--budget", "-1"], "--budget must be at least 0 seconds, got -1"),
+    ],
+)
+def test_numbers_that_mean_nothing(arguments, match, monkeypatch, capsys):
+    monkeypatch.setattr(models_command, "_measure", None)
+    assert run("--loss", *arguments) == 2
+    said = capsys.readouterr()
+    assert match in said.err and said.err.count("\n") == 1 and not said.out
+
+
+@pytest.mark.parametrize(
+    "arguments, match",
+    [
         (["--device", "tpu"], "no device 'tpu' here"),
         (["--device", "cuda"], "no device 'cuda' here"),
         (["--table", "--output", "none.csv"], "no such file: none.csv"),

@@ -47,6 +47,8 @@ def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         (["--dtype", "bf61"], "no dtype 'bf61'; did you mean bf16?"),
         (["--dtype", "int4"], "no dtype 'int4'"),
         (["--jobs", "0"], "--jobs must be at least 1, got 0"),
+        (["--budget", "-1"], "--budget must be at least 0 seconds, got -1"),
+        (["--budget", "nan"], "--budget must be at least 0 seconds, got nan"),
         (["--compare", "/nowhere.csv"], "no such file: /nowhere.csv"),
         (["--compare", __file__], f"{__file__} is not a file of --raw: its columns are not kernel, group,"),
         (["--raw", __file__], f"{__file__} is not a file of --raw"),

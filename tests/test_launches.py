@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -81,24 +79,24 @@ def test_inference_launches_the_forward_alone(spec: Spec, device: torch.device) 
 @every
 @pytest.mark.kernels
 @pytest.mark.parametrize("cols", [48, 520])
-def test_new_row_counts_build_no_variant(
-    spec: Spec, cols: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_row_counts_build_no_variant(spec: Spec, cols: int, device: torch.device) -> None:
     """A batch size is no part of any key; 1 and multiples of 16 are what Triton would specialise on by itself.
 
-    Which config is chosen may depend on the bucket of rows, so here all buckets have one's.
+    Which config is chosen may depend on the bucket of rows: a new bucket builds at most one set, the variants that a
+    forward and a backward launch, and the reduction, which the first number of rows may do without.
     """
-    choose = tuning.choose
-    monkeypatch.setattr(tuning, "choose", lambda question, index: choose(replace(question, bucket=2), index))
     tuning.forget()
-    # Enough rows for several programs and so for the reduction, under the interpreter with its four processors too.
-    _launches(spec, _sample(spec, 7, cols, device))
-    _launches(spec, _sample(spec, ROWS, cols, device))
-    built = launch.variants()
-    few = INTERPRETED or cols > 100
-    for rows in (1, 16, 65) if few else (1, 16, 64, 1000, 1001):
-        _launches(spec, _sample(spec, rows, cols, device))
-    assert launch.variants() == built
+    buckets = ((7, 1), (65, 16)) if INTERPRETED else ((7, 1, 3), (65, 16, 100), (1001, 256, 1000), (5000, 4096, 4099))
+    for first, *others in buckets:
+        assert len({tuning.BUCKET[rows.bit_length()] for rows in (first, *others)}) == 1
+        before = launch.variants()
+        forward, backward = _launches(spec, _sample(spec, first, cols, device))
+        built = launch.variants()
+        one_more = spec.launches[1] > 1 and "sum_partials_kernel" not in backward
+        assert built - before <= len(forward) + len(backward) + one_more
+        for rows in others:
+            _launches(spec, _sample(spec, rows, cols, device))
+        assert launch.variants() == built
 
 
 @every

@@ -80,15 +80,19 @@ def test_what_is_known_is_not_tuned(asked: list[dict[str, Any]], monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("value", "on"), [(None, ""), ("", ""), ("0", ""), ("off", ""), ("1", "1"), ("force", "force")]
+    ("value", "on"),
+    [(None, ""), ("", ""), ("0", ""), ("off", ""), ("1", "1"), ("On", "1"), ("force", "force"), ("banana", "")],
 )
 def test_the_switch(value: str | None, on: str) -> None:
+    """Read once; what is none of its values is off, and said once with what they are."""
     environment = {name: text for name, text in os.environ.items() if name != "FUSEDOPS_TUNE"}
-    code = "from fusedops.core import tuning; print(repr(tuning.on_demand()))"
+    code = "from fusedops.core import tuning; tuning.on_demand(); print(repr(tuning.on_demand()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True,
                           env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)}
                           | ({} if value is None else {"FUSEDOPS_TUNE": value}))  # fmt: skip
     assert done.stdout.strip() == repr(on)
+    said = "FUSEDOPS_TUNE is 'banana', expected 1 (tune what nobody measured), force (tune what the shipped table has too) or 0"
+    assert done.stderr.count(said) == (value == "banana") and ("Warning" in done.stderr) == (value == "banana")
 
 
 def test_never_while_recording(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:

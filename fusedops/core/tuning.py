@@ -9,6 +9,7 @@ import functools
 import importlib
 import json
 import os
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -147,7 +148,13 @@ def _answer(question: Question, device_index: int) -> tuple[Config, Source]:
 def on_demand() -> str:
     """``FUSEDOPS_TUNE`` as it was at the first call: empty for off, ``1``, or ``force`` to tune what a table has too."""
     value = os.environ.get("FUSEDOPS_TUNE", "").lower()
-    return "" if value in ("0", "false", "off", "no", "n") else value
+    if value in ("1", "true", "on", "yes", "y"):
+        return "1"
+    if value not in ("force", "", "0", "false", "off", "no", "n"):
+        warnings.warn(f"fusedops: FUSEDOPS_TUNE is {value!r}, expected 1 (tune what nobody measured), force (tune what the "
+                      "shipped table has too) or 0; nothing is tuned.", RuntimeWarning, stacklevel=2)  # fmt: skip
+        return ""
+    return value if value == "force" else ""
 
 
 @functools.cache

@@ -66,6 +66,8 @@ def run(options: argparse.Namespace) -> int:
     shapes, dtypes = [_shape(text) for text in options.shape or ()], [_dtype(name) for name in options.dtype or ()]
     if options.jobs < 1:
         raise UsageError(f"--jobs must be at least 1, got {options.jobs}")
+    if not options.budget >= 0.0:
+        raise UsageError(f"--budget must be at least 0 seconds, got {options.budget:g}")
     if options.compare is not None:
         if not options.compare.is_file():
             raise UsageError(f"no such file: {options.compare}")
