@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
@@ -119,40 +119,43 @@ def test_t5_attends_to_the_same_bits(spec: Any, dtype: Any, padded: bool, way: s
     assert sorted(taken.values()) == times
 
 
-def _hook(attention: Any, model: Any) -> None:
-    attention.q.register_forward_hook(lambda *_: None)
+def _another_linear(attention: Any) -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    attention.v.__class__ = Doubled
 
 
-def _another_linear(attention: Any, model: Any) -> None:
-    attention.v.__class__ = type("Adapter", (nn.Linear,), {})
+def _hooked(attention: Any) -> None:
+    attention.o.register_forward_hook(lambda module, args, output: output + float(args[0].dim() == 3))
 
 
-def _training(attention: Any, model: Any) -> None:
-    attention.train()
-
-
-def _biased(attention: Any, model: Any) -> None:
+def _biased(attention: Any) -> None:
     attention.o.bias = nn.Parameter(torch.ones_like(attention.o.weight[:, 0]))
 
 
-@pytest.mark.parametrize("change", [_hook, _another_linear, _training, _biased], ids=lambda change: change.__name__)
+def _dropping(attention: Any) -> None:
+    attention.dropout = 1.0
+    attention.train()
+
+
+@pytest.mark.parametrize("change", [_another_linear, _hooked, _biased, _dropping], ids=lambda change: change.__name__)
 @t5
-def test_t5_takes_no_short_way_past_anything(spec: Any, change: Callable[..., None]) -> None:
-    """A module that is watched or of another kind is called as ever, and the others do not mind."""
+def test_t5_takes_no_short_way_past_anything(spec: Any, change: Callable[[Any], None]) -> None:
+    """A module that is not quite as the rule knows it is called as ever, and the others do not mind."""
     model = build(spec)
-    _fused_but_for_norms(model)
+    before = _generate(model, spec)
     changed = model.decoder.block[1].layer[0].SelfAttention
-    changed.dropout = 0.0
-    change(changed, model)
-    seen = []
-    changed.q.register_forward_hook(lambda module, args, output: seen.append(args[0].dim()))
+    change(changed)
+    expected = _generate(model, spec)
+    assert not torch.allclose(expected.logits[-1], before.logits[-1])
+    _fused_but_for_norms(model)
     with _short_ways() as taken:
         found = _generate(model, spec)
     assert changed not in taken
     assert len(taken) == 2 * _LAYERS - 1
-    assert seen == [3] * _STEPS
-    fusedops.unfuse_model(model)
-    assert torch.equal(_generate(model, spec).sequences, found.sequences)
+    torch.testing.assert_close(found.logits, expected.logits)
 
 
 @t5
@@ -254,3 +257,16 @@ def test_t5_lays_its_position_bias_out(spec: Any, gradients: bool) -> None:
     short = t5_attention._aligned(found[..., :3])
     assert torch.equal(short, expected[..., :3])
     assert all(stride % 8 == 0 for stride in short.stride()[:-1])
+
+
+def test_t5_joins_each_mask_to_its_bias() -> None:
+    """Once for a mask, and again for another mask or dtype."""
+    bias = torch.randn(1, 2, 1, 5, device=DEVICE)
+    first, second = (torch.tensor([True] * n + [False] * (5 - n), device=DEVICE)[None, None, None] for n in (3, 4))
+    lowest = torch.finfo(torch.float32).min
+    for mask in (first, second):
+        both = t5_attention._masked(bias, mask, torch.float32)
+        assert torch.equal(both, bias.masked_fill(~mask, lowest))
+        assert t5_attention._masked(bias, mask, torch.float32) is both
+    assert t5_attention._masked(bias, mask, torch.bfloat16).min() == torch.finfo(torch.bfloat16).min
+    assert torch.equal(t5_attention._masked(bias, bias.sin(), torch.float32), bias + bias.sin())

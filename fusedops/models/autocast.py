@@ -46,10 +46,17 @@ def low_dtype(x: Tensor, modules: tuple[nn.Module, ...]) -> torch.dtype | None:
 
 
 def under_autocast(x: Tensor) -> bool:
-    """Whether autocast is on where the tensor is."""
+    """Whether autocast is on where the tensor is; some devices (meta) have none."""
     device = x.device.type
-    # There is no autocast for meta, and asking is an error. torch.compile need not trace torch.amp.is_autocast_available.
-    return device != "meta" and torch.is_autocast_enabled(device)
+    return _has_autocast(device) and torch.is_autocast_enabled(device)
+
+
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
+
+
+# As for `core.launch.runs_kernels`: a constant to torch.compile, which up to 2.11 does not know the question.
+_has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _multiplies(module: nn.Module) -> bool:
