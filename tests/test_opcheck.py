@@ -161,3 +161,19 @@ def test_tensor_subclasses(spec: Spec, device: torch.device) -> None:
         for ours, theirs in zip((*outputs, *grads), expected, strict=True):
             assert isinstance(ours, TwoTensor)
             torch.testing.assert_close(getattr(ours, which), theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.kernels
+@every
+def test_no_double_backward(spec: Spec, device: torch.device) -> None:
+    """Said, not computed wrongly: the operators' gradients are not differentiable themselves."""
+    sample = spec.benchmark((6, 40), torch.float32, device)
+    tensors = {name: t.requires_grad_() for name, t in sample.tensors.items() if t is not None}
+    with _Recorder() as recorder:
+        outputs = call(spec, sample)(dict(tensors))
+        cotangents = [cotangent.requires_grad_() for cotangent in random_like(outputs)]
+        grads = torch.autograd.grad(outputs, list(tensors.values()), cotangents, create_graph=True)
+        total = sum(grad.square().sum() for grad in grads)
+        with pytest.raises(RuntimeError, match="no double backward under"):
+            torch.autograd.grad(total, [*tensors.values(), *cotangents], allow_unused=True)
+    assert len(recorder.calls) == 2

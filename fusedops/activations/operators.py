@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core import autograd
 from ..core.rng import Seed
 from . import launching
 from .launching import Kind, Packed, site_of
@@ -73,14 +74,8 @@ def _autograd_backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
     x, other, seed = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:2])
     packed = "gate" if ctx.call[1] == "packed" else ""
-    dx, dother = torch.ops.fusedops.activation_backward(dy, x, other, needs, packed, seed, *ctx.call)
+    dx, dother = autograd.once(torch.ops.fusedops.activation_backward, dy, x, other, needs, packed, seed, *ctx.call)
     return dx if needs[0] else None, dother if needs[1] else None, *rest
-
-
-def _no_double_backward(ctx: Any, *_: Any) -> Any:
-    raise RuntimeError(
-        "fusedops: no double backward under torch.compile, dispatch modes or tensor subclasses; call outside of them"
-    )
 
 
 _LIBRARY.impl("activation_forward", _forward, "CompositeExplicitAutograd")
@@ -90,4 +85,3 @@ torch.library.register_fake("fusedops::activation_backward", _fake_backward, lib
 torch.library.register_autograd(
     "fusedops::activation_forward", _autograd_backward, setup_context=_setup_context, lib=_LIBRARY
 )
-torch.library.register_autograd("fusedops::activation_backward", _no_double_backward, lib=_LIBRARY)

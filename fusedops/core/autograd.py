@@ -8,12 +8,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "apply",
     "autocast_dtype",
     "batched",
     "forward_mode",
+    "once",
     "plain",
     "settled",
     "transforming",
@@ -60,6 +62,30 @@ def settled(gradient: _Gradient) -> _Gradient:
     Imaginary parts of conjugated tensors are such views.
     """
     return gradient.resolve_neg() if gradient is not None and gradient.is_neg() else gradient  # type: ignore[return-value]
+
+
+class _Once(torch.autograd.Function):
+    """What an operator computes from the tensors, with a derivative that is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: Callable[..., Any], args: tuple[Any, ...], *tensors: Tensor) -> Any:
+        return tuple(operator(*args))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError("fusedops: no double backward under torch.compile, dispatch modes or tensor subclasses; "
+                           "call outside of them")  # fmt: skip
+
+
+def once(operator: Callable[..., Any], *args: Any) -> tuple[Tensor, ...]:
+    """The gradients that a registered operator gives, which is not differentiable itself: an error if that is asked.
+
+    An autograd formula of the operator's that only raises it would cost every call as much as the launch.
+    """
+    if not torch.is_grad_enabled():
+        return tuple(operator(*args))
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    return _Once.apply(operator, args, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:

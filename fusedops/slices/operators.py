@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core import autograd
 from . import launching
 from .launching import Site, site_of
 from .widths import widths_of
@@ -105,18 +106,12 @@ def _autograd_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     dims = ctx.call[1]
     of_slices = list(ctx.needs_input_grad[0])
     needs = [any(of_slices), *ctx.needs_input_grad[1:3]]
-    dx, *grads = torch.ops.fusedops.slices_backward(dy, slices, weight, bias, *ctx.call, needs)
+    dx, *grads = autograd.once(torch.ops.fusedops.slices_backward, dy, slices, weight, bias, *ctx.call, needs)
     dxs: list[Tensor | None] = [None] * len(slices)
     if needs[0]:
         dxs = [dx] if dims else [d if n else None for d, n in zip(_split(dx, slices), of_slices, strict=True)]
     return (dxs, *(grad if needed else None for grad, needed in zip(grads, needs[1:], strict=True)),
             *(None,) * len(ctx.call))  # fmt: skip
-
-
-def _no_double_backward(ctx: Any, *_: Any) -> Any:
-    raise RuntimeError(
-        "fusedops: no double backward under torch.compile, dispatch modes or tensor subclasses; call outside of them"
-    )
 
 
 _LIBRARY.impl("slices_forward", _forward, "CompositeExplicitAutograd")
@@ -126,4 +121,3 @@ torch.library.register_fake("fusedops::slices_backward", _fake_backward, lib=_LI
 torch.library.register_autograd(
     "fusedops::slices_forward", _autograd_backward, setup_context=_setup_context, lib=_LIBRARY
 )
-torch.library.register_autograd("fusedops::slices_backward", _no_double_backward, lib=_LIBRARY)
