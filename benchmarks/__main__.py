@@ -214,8 +214,8 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, metavar="J", help="processes that compile ahead, 0 for none (default: one a "
                         "core)")  # fmt: skip
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no new case after this long")
-    parser.add_argument("--resume", nargs="*", metavar="COMMIT", help="skip what the file has at this commit, or at one "
-                        "of these, whose kernels are the same")  # fmt: skip
+    parser.add_argument("--resume", nargs="*", metavar="COMMIT", help="skip what the file has at this commit, or at these "
+                        "as the file writes them, if no kernel changed since")  # fmt: skip
     parser.add_argument("--output", type=Path, metavar="CSV", help="default: results/sweep_<device>.csv")
 
 

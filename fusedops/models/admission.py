@@ -72,7 +72,8 @@ def excluded(model: nn.Module, exclude: Any, rules: frozenset[str]) -> tuple[set
             rule's name; or the model has no module of a class.
     """
     if isinstance(exclude, (str, type)) or not isinstance(exclude, Iterable):
-        raise TypeError(f"fuse_model: exclude must be a sequence of names and types, got {exclude!r}")
+        one = f"; for this one alone, pass [{_shown(exclude)}]" if isinstance(exclude, (str, type)) else ""
+        raise TypeError(f"fuse_model: exclude must be a sequence of names and classes, got {_shown(exclude)}{one}")
     modules = dict(model.named_modules(remove_duplicate=False))
     named: list[nn.Module] = []
     names: set[str] = set()
@@ -94,6 +95,10 @@ def excluded(model: nn.Module, exclude: Any, rules: frozenset[str]) -> tuple[set
     return {inner for module in named for inner in module.modules()}, frozenset(names)
 
 
+def _shown(given: Any) -> str:
+    return given.__name__ if isinstance(given, type) else repr(given)
+
+
 def _named(entry: str, modules: dict[str, nn.Module]) -> list[nn.Module]:
     if entry in modules:
         return [modules[entry]]
@@ -105,5 +110,5 @@ def _unknown(entry: str, modules: dict[str, nn.Module], rules: frozenset[str]) -
     names = {*modules, *(type(module).__name__ for module in modules.values()), *rules}
     near = difflib.get_close_matches(entry, sorted(filter(None, names)), n=3)
     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-    hint = hint or "; the report's last line has the rules"
+    hint = hint or "; the report of a dry_run has the names"
     return f"fuse_model: exclude names {entry!r}, which is no module of this model, no class in it and no rule{hint}"

@@ -43,7 +43,7 @@ class ModuleReport:
         type: its class's name.
         rule: the rule that it was replaced by, "" if it was left.
         calls: the operators that it calls, "" if it was left or only helps its block.
-        helps: what it does for its block, if it calls no operator itself.
+        helps: what it does otherwise than before, as a rule for its block, if it calls no operator itself.
         reason: why a module was left.
         difference: what ``check`` found; None if it did not look at the module.
     """
