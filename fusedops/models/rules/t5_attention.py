@@ -69,10 +69,15 @@ def _weights(self: Any, cross: bool, cache: Any, biased: bool) -> tuple[Tensor, 
         return None
     children = self._modules
     linears = [children["q"], children["k"], children["v"], children["o"]]
+    weights = []
     for linear in linears:
-        if type(linear) is not nn.Linear or not unwatched(linear) or linear._parameters["bias"] is not None:
+        if type(linear) is not nn.Linear or not unwatched(linear) or linear._parameters.get("bias") is not None:
             return None
-    return tuple([linear._parameters["weight"] for linear in linears])
+        weight = linear._parameters.get("weight")
+        if weight is None:  # in DataParallel's replicas parameters are plain attributes
+            return None
+        weights.append(weight)
+    return tuple(weights)
 
 
 def _keeps_both(cache: Any) -> bool:
