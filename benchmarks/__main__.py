@@ -121,7 +121,8 @@ def _rows_at(path: Path, here: str, others: list[str]) -> list[results.Row]:
     for other in others:
         same = {commit for commit in found if _same_commit(commit, other)}
         if not same:
-            raise ValueError(f"{path} has no rows at commit {other!r}; it has {', '.join(sorted(found)) or 'none at all'}")
+            has = ", ".join(sorted(found)) or "none at all"
+            raise ValueError(f"{path} has no rows at commit {other!r}; it has {has}")
         there |= same
     return [row for row in rows if row.commit in there]
 
