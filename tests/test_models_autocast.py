@@ -187,7 +187,7 @@ _BERT = [s for s in SAMPLES if s.name == "bert"]
 
 @pytest.mark.parametrize("spec", _BERT, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("path", ["attention", "attention.output", "attention.output.LayerNorm", "intermediate",
-                                  "intermediate.dense"])  # fmt: skip
+                                  "intermediate.dense", "output"])  # fmt: skip
 def test_who_watches_has_no_twin_behind_its_back(spec: ModelSpec, path: str, device: torch.device) -> None:
     """Else the gradient that a hook on a tensor sees would lack the twin's."""
     model, arguments = _fused(spec), inputs(spec)
@@ -195,9 +195,8 @@ def test_who_watches_has_no_twin_behind_its_back(spec: ModelSpec, path: str, dev
     tensors: list[Tensor] = []
 
     def watch(module: nn.Module, args: Any, output: Any) -> None:
-        tensors.append(
-            args[0] if path.startswith("intermediate") else output[0] if isinstance(output, tuple) else output
-        )
+        rows = output[0] if isinstance(output, tuple) else output
+        tensors.append(args[0] if path.startswith("intermediate") else args[1] if path == "output" else rows)
         tensors[-1].retain_grad()
 
     watched.register_forward_hook(watch)
