@@ -55,6 +55,12 @@ def _branch(
     return _next_token(self, hidden_states, mask, key_value_states is not None, position_bias, past_key_values, weights)
 
 
+def _helps(module: Any) -> str:
+    said = ["lays its position bias out once"] * module.has_relative_attention_bias
+    said += ["takes a short way for one token"] * (unwatched(module) and _plain_weights(module) is not None)
+    return ", and ".join(said) or "nothing while it is watched, or as its layers are"
+
+
 # --- the next token -------------------------------------------------------------------------------------------------
 
 
@@ -67,6 +73,11 @@ def _weights(self: Any, cross: bool, cache: Any, biased: bool) -> tuple[Tensor, 
         return None
     if cross and not cache.is_updated.get(self.layer_idx):
         return None
+    return _plain_weights(self)
+
+
+def _plain_weights(self: Any) -> tuple[Tensor, ...] | None:
+    """The weights of q, k, v and o if these are linear layers without biases, and nobody watches them."""
     children = self._modules
     linears = [children["q"], children["k"], children["v"], children["o"]]
     weights = []
@@ -151,7 +162,7 @@ def _aligned(bias: Tensor) -> Tensor:
 RULES = (
     Rule(
         name="t5_attention",  # and MT5, LongT5, UDOP, Switch Transformers, Pop2Piano
-        helps="lays its position bias out once, and takes a short way for one token",
+        helps=_helps,
         methods={"compute_bias": _compute_bias, "_fusedops_branch": _branch, **takers("q", "k", "v")},
         fingerprints=("12564b5b1c2f",),
         names=("T5Attention", "MT5Attention"),
