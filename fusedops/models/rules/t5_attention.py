@@ -56,7 +56,7 @@ def _branch(
 
 
 def _helps(module: Any) -> str:
-    said = ["lays its position bias out once"] * module.has_relative_attention_bias
+    said = ["lays its position bias out once"] * ("relative_attention_bias" in module._modules)
     said += ["takes a short way for one token"] * (unwatched(module) and _plain_weights(module) is not None)
     return ", and ".join(said) or "nothing while it is watched, or as its layers are"
 
@@ -79,7 +79,7 @@ def _weights(self: Any, cross: bool, cache: Any, biased: bool) -> tuple[Tensor, 
 def _plain_weights(self: Any) -> tuple[Tensor, ...] | None:
     """The weights of q, k, v and o if these are linear layers without biases, and nobody watches them."""
     children = self._modules
-    linears = [children["q"], children["k"], children["v"], children["o"]]
+    linears = [children.get("q"), children.get("k"), children.get("v"), children.get("o")]
     weights = []
     for linear in linears:
         if type(linear) is not nn.Linear or not unwatched(linear) or linear._parameters.get("bias") is not None:
