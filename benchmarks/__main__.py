@@ -92,8 +92,11 @@ def sweep_all(options: argparse.Namespace) -> int:
     started = time.perf_counter()
     name, machine = this_machine()
     path = options.output or _RESULTS / f"sweep_{results.device_slug(name)}.csv"
-    there = () if options.resume is None else (machine.commit, *options.resume)
-    done = [row for row in results.read(path) if row.commit in there]
+    try:
+        done = [] if options.resume is None else _rows_at(path, machine.commit, options.resume)
+    except ValueError as error:
+        print(f"sweep: --resume: {error}", file=sys.stderr)
+        return 2
     cases = sweep.plan(_specs(options), options.axis or sweep.AXES, options.dtype or sweep.DEFAULT_DTYPES)
     work = sweep.remaining(cases, options.mode or ("fwd_bwd",), options.provider, done)
     print(f"{machine.described(name)}; {len(work)} of {len(cases)} cases to {path}", flush=True)
@@ -104,6 +107,30 @@ def sweep_all(options: argparse.Namespace) -> int:
     took, left = time.perf_counter() - started, len(work) - count
     print(f"{count} cases in {took:.0f} s, {missing} of fusedops' failed, {left} left for --resume")
     return 1 if missing else 0
+
+
+def _rows_at(path: Path, here: str, others: list[str]) -> list[results.Row]:
+    """The file's rows at this commit, and at others, which may be cut shorter or longer than the file has them.
+
+    Raises:
+        ValueError: the file has no row at one of the others.
+    """
+    rows = results.read(path)
+    found = {row.commit for row in rows}
+    there = {here}
+    for other in others:
+        same = {commit for commit in found if _same_commit(commit, other)}
+        if not same:
+            has = ", ".join(sorted(found)) or "none at all"
+            raise ValueError(f"{path} has no rows at commit {other!r}; it has {has}")
+        there |= same
+    return [row for row in rows if row.commit in there]
+
+
+def _same_commit(one: str, other: str) -> bool:
+    """Whether one hash begins as the other, and neither tree or both differed from it."""
+    (long, _, state), (short, _, other_state) = sorted((one.partition("+"), other.partition("+")), reverse=True)
+    return bool(short) and long.startswith(short) and state == other_state
 
 
 def compare(options: argparse.Namespace) -> int:

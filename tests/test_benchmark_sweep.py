@@ -180,6 +180,13 @@ def test_sweep_command(measuring, monkeypatch, capsys):
     assert command.main([*every, "--resume", "--provider", "eager"]) == 0
     assert "6 of 6 cases" in capsys.readouterr().out
     monkeypatch.setattr(runner, "this_machine", lambda: ("CPU", replace(machine, commit="fedcba9")))
+    for before in (machine.commit, machine.commit[:4], machine.commit + "0123"):
+        assert command.main([*every, "--resume", before]) == 0
+        assert "0 of 6 cases" in capsys.readouterr().out
+    for other in ("0a0a0a0", machine.commit + "+dirty", ""):
+        assert command.main([*every, "--resume", other]) == 2
+        said = capsys.readouterr()
+        assert f"has no rows at commit {other!r}; it has {machine.commit}" in said.err and not said.out
     assert command.main([*every, "--resume"]) == 0
     assert "6 of 6 cases" in capsys.readouterr().out
 

@@ -187,7 +187,7 @@ _BERT = [s for s in SAMPLES if s.name == "bert"]
 
 @pytest.mark.parametrize("spec", _BERT, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("path", ["attention", "attention.output", "attention.output.LayerNorm", "intermediate",
-                                  "intermediate.dense"])  # fmt: skip
+                                  "intermediate.dense", "output"])  # fmt: skip
 def test_who_watches_has_no_twin_behind_its_back(spec: ModelSpec, path: str, device: torch.device) -> None:
     """Else the gradient that a hook on a tensor sees would lack the twin's."""
     model, arguments = _fused(spec), inputs(spec)
@@ -195,9 +195,8 @@ def test_who_watches_has_no_twin_behind_its_back(spec: ModelSpec, path: str, dev
     tensors: list[Tensor] = []
 
     def watch(module: nn.Module, args: Any, output: Any) -> None:
-        tensors.append(
-            args[0] if path.startswith("intermediate") else output[0] if isinstance(output, tuple) else output
-        )
+        rows = output[0] if isinstance(output, tuple) else output
+        tensors.append(args[0] if path.startswith("intermediate") else args[1] if path == "output" else rows)
         tensors[-1].retain_grad()
 
     watched.register_forward_hook(watch)
@@ -212,6 +211,27 @@ def test_who_watches_has_no_twin_behind_its_back(spec: ModelSpec, path: str, dev
         gradients.append(tensors[0].grad)
     # A fifth of it is lost without the feed-forward part's.
     assert (gradients[0] - gradients[1]).norm() < 0.05 * gradients[1].norm()
+
+
+_TAKERS = {"opt_post_norm": "model.decoder.layers.1.fc1", "bart": "model.decoder.layers.1.fc1",
+           "distilbert": "distilbert.transformer.layer.1.ffn.lin1",
+           "torch_post_norm": "transformer.decoder.layers.1.linear1"}  # fmt: skip
+takers = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in _TAKERS], ids=lambda spec: spec.name)
+
+
+@takers
+def test_who_watches_a_taker_sees_the_residuals_gradient_too(spec: ModelSpec, device: torch.device) -> None:
+    """A linear layer that is watched takes the residual itself, as in the original, and no view of it."""
+    model, arguments = build(spec), inputs(spec)
+    path, tensors = _TAKERS[spec.name], list[Tensor]()
+    model.get_submodule(path).register_forward_pre_hook(lambda module, args: tensors.append(args[0]))
+    gradients = []
+    for fuse in (False, True):
+        assert not fuse or fusedops.fuse_model(model)
+        tensors.clear()
+        total = sum(y.square().sum() for y in outputs(model(**arguments)))
+        gradients += torch.autograd.grad(total, tensors)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-3 * float(gradients[0].abs().max()))
 
 
 class _Adapter(nn.Linear):

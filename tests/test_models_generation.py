@@ -172,6 +172,21 @@ def test_t5_asks_for_gradients_the_long_way(spec: Any) -> None:
     assert all(p.grad is not None for p in model.decoder.block[0].layer[0].SelfAttention.parameters())
 
 
+@t5
+def test_t5_in_replicas(spec: Any) -> None:
+    """DataParallel runs copies of modules whose parameters are no longer registered: they go the long way."""
+    model = build(spec)
+    arguments = {**inputs(spec), "decoder_input_ids": inputs(spec)["input_ids"][:, :1], "use_cache": True}
+    expected = model(**arguments).logits
+    _fused_but_for_norms(model)
+    for module in [m for m in model.modules() if type(m) is nn.Linear]:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            delattr(module, name)
+            setattr(module, name, parameter.detach())
+    with torch.no_grad():
+        torch.testing.assert_close(model(**arguments).logits, expected)
+
+
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @t5
 def test_t5_attends_by_the_function_asked_for(spec: Any, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:

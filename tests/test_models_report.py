@@ -219,6 +219,23 @@ def test_says_what_an_attention_without_a_bias_does() -> None:
     assert helps["model.layers.1.self_attn"] == "nothing for the block as its layers are"
 
 
+@transformers_only
+def test_says_which_of_t5s_attentions_take_the_short_way() -> None:
+    model = build(next(spec for spec in MODELS if spec.name == "t5"))
+    blocks = model.decoder.block
+    blocks[0].layer[0].SelfAttention.o.register_forward_hook(lambda *args: None)
+    blocks[1].layer[1].EncDecAttention.register_forward_hook(lambda *args: None)
+    helps = {
+        m.name.removeprefix("decoder.block."): m.helps for m in fusedops.fuse_model(model) if m.rule == "t5_attention"
+    }
+    assert helps["encoder.block.0.layer.0.SelfAttention"] == (
+        "lays its position bias out once, and takes a short way for one token"
+    )
+    assert helps["0.layer.0.SelfAttention"] == "lays its position bias out once"
+    assert helps["0.layer.1.EncDecAttention"] == helps["1.layer.0.SelfAttention"] == "takes a short way for one token"
+    assert helps["1.layer.1.EncDecAttention"] == "nothing while it is watched, or as its layers are"
+
+
 @pytest.mark.parametrize("name", ["dry_run", "compile_rest"])
 @pytest.mark.parametrize("value", ["no", {}, 1, None], ids=repr)
 def test_flags_are_true_or_false(name: str, value: Any) -> None:

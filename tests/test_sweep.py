@@ -88,6 +88,7 @@ def test_every_question_leads_back_to_a_workload(spec: object) -> None:
         ("norm_forward", ("rms", "plain", "adds"), "16bit"),
         ("norm_backward", ("layer", "plain", "3 sums", "3 moved"), "16bit"),
         ("norm_backward", ("rms", "dropout", "1 sums", "4 moved"), "32bit"),
+        ("norm_backward", ("layer", "dropout", "3 sums", "5 moved"), "16-32bit"),  # with a twin
         ("norm_forward", ("layer", "dropout", "adds"), "16-32-32bit"),
         ("norm_forward", ("layer", "plain", "alone"), "16-16-32bit"),
         ("bias_act_backward", ("gelu", "dropout", "bias", "1 sums"), "16bit"),

@@ -263,6 +263,9 @@ def _variations(spec: Spec, dtypes: list[torch.dtype]) -> Iterator[
     outs: list[tuple[tuple[str, Any], ...]] = [()]
     if len(dtypes) > 1:
         outs += [(("out_dtype", dtype),) for dtype in dtypes]
+        # Post-norm blocks under autocast: rows that are fp32, or become so, and their twin of half precision.
+        low, high = (pick(dtypes, key=lambda d: d.itemsize) for pick in (min, max))
+        outs += [(("twin_dtype", low),), (("out_dtype", high), ("twin_dtype", low))]
     for recast, absent, drop, out in itertools.product(recasts, absences, drops, outs):
         yield drop + out, absent, recast
 

@@ -66,7 +66,8 @@ def _bert_layer(
         return type(self)._fusedops_original.forward(  # type: ignore[no-any-return]
             self, hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, past_key_values,
             **kwargs)  # fmt: skip
-    takers = (self.intermediate,)
+    # Who watches the output module gets the residual, whose gradient would lack the twin's.
+    takers = (self.intermediate,) if unwatched(self.output) else ()
     x, y = _attended(self.attention, () if crosses else takers, hidden_states, attention_mask,
                      past_key_values=past_key_values, **kwargs)  # fmt: skip
     if crosses:

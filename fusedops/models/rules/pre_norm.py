@@ -71,7 +71,9 @@ def _opt_layer(
         x, residual = add_norm(end, hidden_states.reshape(rows), self.final_layer_norm, self.fc1)
     else:
         x, y = add_norm_twin(end, hidden_states, self.self_attn_layer_norm, self.fc1)
-        x, residual = x.reshape(rows), y.reshape(rows)
+        residual = y.reshape(rows)
+        # One tensor, if it is one, so that who looks at it sees the whole of its gradient.
+        x = residual if x is y else x.reshape(rows)
     end = linear(self.fc2, activate(linear(self.fc1, x), self.activation_fn))
     end = drop(end, self.dropout, training=self.training)
     if before:

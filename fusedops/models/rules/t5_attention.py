@@ -55,6 +55,12 @@ def _branch(
     return _next_token(self, hidden_states, mask, key_value_states is not None, position_bias, past_key_values, weights)
 
 
+def _helps(module: Any) -> str:
+    said = ["lays its position bias out once"] * ("relative_attention_bias" in module._modules)
+    said += ["takes a short way for one token"] * (unwatched(module) and _plain_weights(module) is not None)
+    return ", and ".join(said) or "nothing while it is watched, or as its layers are"
+
+
 # --- the next token -------------------------------------------------------------------------------------------------
 
 
@@ -67,12 +73,22 @@ def _weights(self: Any, cross: bool, cache: Any, biased: bool) -> tuple[Tensor, 
         return None
     if cross and not cache.is_updated.get(self.layer_idx):
         return None
+    return _plain_weights(self)
+
+
+def _plain_weights(self: Any) -> tuple[Tensor, ...] | None:
+    """The weights of q, k, v and o if these are linear layers without biases, and nobody watches them."""
     children = self._modules
-    linears = [children["q"], children["k"], children["v"], children["o"]]
+    linears = [children.get("q"), children.get("k"), children.get("v"), children.get("o")]
+    weights = []
     for linear in linears:
-        if type(linear) is not nn.Linear or not unwatched(linear) or linear._parameters["bias"] is not None:
+        if type(linear) is not nn.Linear or not unwatched(linear) or linear._parameters.get("bias") is not None:
             return None
-    return tuple([linear._parameters["weight"] for linear in linears])
+        weight = linear._parameters.get("weight")
+        if weight is None:  # in DataParallel's replicas parameters are plain attributes
+            return None
+        weights.append(weight)
+    return tuple(weights)
 
 
 def _keeps_both(cache: Any) -> bool:
@@ -146,7 +162,7 @@ def _aligned(bias: Tensor) -> Tensor:
 RULES = (
     Rule(
         name="t5_attention",  # and MT5, LongT5, UDOP, Switch Transformers, Pop2Piano
-        helps="lays its position bias out once, and takes a short way for one token",
+        helps=_helps,
         methods={"compute_bias": _compute_bias, "_fusedops_branch": _branch, **takers("q", "k", "v")},
         fingerprints=("12564b5b1c2f",),
         names=("T5Attention", "MT5Attention"),
