@@ -277,6 +277,7 @@ def test_t5_lays_its_position_bias_out(spec: Any, gradients: bool) -> None:
 def test_t5_joins_each_mask_to_its_bias() -> None:
     """Once for a mask, and again for another mask or dtype."""
     bias = torch.randn(1, 2, 1, 5, device=DEVICE)
+    setattr(bias, t5_attention._JOINED, (None, None, None))
     first, second = (torch.tensor([True] * n + [False] * (5 - n), device=DEVICE)[None, None, None] for n in (3, 4))
     lowest = torch.finfo(torch.float32).min
     for mask in (first, second):
@@ -285,3 +286,8 @@ def test_t5_joins_each_mask_to_its_bias() -> None:
         assert t5_attention._masked(bias, mask, torch.float32) is both
     assert t5_attention._masked(bias, mask, torch.bfloat16).min() == torch.finfo(torch.bfloat16).min
     assert torch.equal(t5_attention._masked(bias, bias.sin(), torch.float32), bias + bias.sin())
+    # A bias that a caller gives may be used again with a mask that has changed.
+    given = bias.clone()
+    assert torch.equal(t5_attention._masked(given, first, torch.float32), given.masked_fill(~first, lowest))
+    first.fill_(True)
+    assert torch.equal(t5_attention._masked(given, first, torch.float32), given)

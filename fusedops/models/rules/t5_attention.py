@@ -137,20 +137,30 @@ def _is_sdpa(function: Callable[..., Any]) -> bool:
     return known and not names["_is_torch_npu_available"]
 
 
+# What a bias that `_bias` made keeps by this name: the last mask it was joined with, the dtype, and both in one.
+_JOINED = "_fusedops_joined"
+
+
 def _bias(self: Any, query: Tensor, length: int, seen: int) -> Tensor:
     """The position bias of one query, which the layers after this one take too."""
-    if not self.has_relative_attention_bias:
-        return _aligned(query.new_zeros(1, self.n_heads, 1, length))
-    return _aligned(self.compute_bias(1, length, device=query.device, past_seen_tokens=seen))
+    if self.has_relative_attention_bias:
+        bias = _aligned(self.compute_bias(1, length, device=query.device, past_seen_tokens=seen))
+    else:
+        bias = _aligned(query.new_zeros(1, self.n_heads, 1, length))
+    setattr(bias, _JOINED, (None, None, None))
+    return bias
 
 
 def _masked(bias: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mask and position bias in one, made once for all layers that share both."""
-    known: tuple[Tensor, torch.dtype, Tensor] | None = bias.__dict__.get("_fusedops_masked")
-    if known is None or known[0] is not mask or known[1] is not dtype:
-        both = torch.where(mask, bias, torch.finfo(dtype).min) if mask.dtype == torch.bool else bias + mask
-        known = bias._fusedops_masked = (mask, dtype, _aligned(both))  # type: ignore[attr-defined]
-    return known[2]
+    """Mask and position bias in one, made once for all layers of a step; a bias of the caller's may be used again."""
+    known = bias.__dict__.get(_JOINED)
+    if known is not None and known[0] is mask and known[1] is dtype:
+        return known[2]  # type: ignore[no-any-return]
+    joined = torch.where(mask, bias, torch.finfo(dtype).min) if mask.dtype == torch.bool else bias + mask
+    joined = _aligned(joined)
+    if known is not None:
+        setattr(bias, _JOINED, (mask, dtype, joined))
+    return joined
 
 
 def _aligned(bias: Tensor) -> Tensor:
