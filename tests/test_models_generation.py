@@ -17,6 +17,7 @@ import fusedops
 from fusedops.generation import FusedNoRepeatNGramLogitsProcessor
 from fusedops.models.rules import t5_attention
 from support import DEVICE
+from tolerances import unit_roundoff
 from zoo import SAMPLES, build, inputs, transformers_only
 
 _NAMES = ("gpt2", "bart", "t5", "t5_gated", "llama")
@@ -119,6 +120,37 @@ def test_t5_attends_to_the_same_bits(spec: Any, dtype: Any, padded: bool, way: s
     assert sorted(taken.values()) == times
 
 
+def _steps(model: Any, spec: Any) -> Tensor:
+    """The logits of one token after the other, the tokens being given."""
+    given = inputs(spec)
+    tokens, cache, logits = given["input_ids"], None, []
+    with torch.no_grad():
+        encoded = model.encoder(input_ids=tokens, attention_mask=given["attention_mask"])
+        for place in range(tokens.shape[1]):
+            result = model(encoder_outputs=encoded, attention_mask=given["attention_mask"], use_cache=True,
+                           decoder_input_ids=tokens[:, place : place + 1], past_key_values=cache)  # fmt: skip
+            cache = result.past_key_values
+            logits.append(result.logits.double())
+    return torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, "autocast"], ids=str)
+@t5
+def test_t5_attends_to_the_same_numbers(spec: Any, dtype: Any) -> None:
+    """Whichever attention PyTorch takes: from fp64's no further than twice what the original is, and eight roundings."""
+    exact = _steps(build(spec).double(), spec)
+    low = torch.bfloat16 if dtype == "autocast" else dtype
+    model = build(spec).to(torch.float32 if dtype == "autocast" else dtype)
+    errors = []
+    for fuse in (False, True):
+        if fuse:
+            fusedops.fuse_model(model)
+        with _short_ways() as taken, torch.autocast(DEVICE.type, torch.bfloat16, enabled=dtype == "autocast"):
+            errors.append(float((_steps(model, spec) - exact).abs().max()))
+    assert len(taken) == 2 * _LAYERS
+    assert errors[1] <= 2 * errors[0] + 8 * unit_roundoff(low) * float(exact.abs().max())
+
+
 def _another_linear(attention: Any) -> None:
     class Doubled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -135,12 +167,15 @@ def _biased(attention: Any) -> None:
     attention.o.bias = nn.Parameter(torch.ones_like(attention.o.weight[:, 0]))
 
 
-def _dropping(attention: Any) -> None:
-    attention.dropout = 1.0
+def _training(attention: Any) -> None:
+    # Nothing is dropped: which numbers are depends on the attention that PyTorch takes.
+    attention.dropout = 0.0
     attention.train()
+    with torch.no_grad():
+        attention.o.weight.mul_(2.0)
 
 
-@pytest.mark.parametrize("change", [_another_linear, _hooked, _biased, _dropping], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", [_another_linear, _hooked, _biased, _training], ids=lambda change: change.__name__)
 @t5
 def test_t5_takes_no_short_way_past_anything(spec: Any, change: Callable[[Any], None]) -> None:
     """A module that is not quite as the rule knows it is called as ever, and the others do not mind."""
@@ -251,8 +286,9 @@ def test_t5_asks_less_of_the_host(spec: Any) -> None:
     fewer = counts[1] - counts[0]
     assert fewer["where"] == layers - 1  # the mask of the cross-attention
     # Heads of queries, outputs, new keys and values; the rows of the six linear layers.
-    assert fewer["transpose"] == layers * (2 * 2 + 2)
-    assert fewer["_unsafe_view"] == layers * 6
+    # On a GPU the original's attention, of separate operators, has some more.
+    assert fewer["transpose"] >= layers * (2 * 2 + 2)
+    assert fewer["_unsafe_view"] >= layers * 6
 
 
 @pytest.mark.parametrize("gradients", [False, True])
