@@ -27,6 +27,11 @@ def _affordable(spec: Spec, sample: Sample) -> bool:
     return sample.name in _PICKED if INTERPRETED else _elements(spec, sample) <= _SMALL
 
 
+def _smooth(spec: Spec, sample: Sample) -> bool:
+    """No output is narrower than fp64: the steps of finite differences would drown in its roundings."""
+    return _affordable(spec, sample) and sample.options.get("twin_dtype") in (None, torch.float64)
+
+
 def _leaves(case: Case) -> tuple[list[str], list[Tensor]]:
     tensors = tensors_of(case.spec, case.sample())
     return list(tensors), [t.requires_grad_() for t in tensors.values()]
@@ -37,14 +42,14 @@ def _function(case: Case, names: list[str]):
     return lambda *tensors: function(dict(zip(names, tensors, strict=True)))
 
 
-@cases((torch.float64,), _affordable)
+@cases((torch.float64,), _smooth)
 def test_gradcheck(case: Case) -> None:
     names, leaves = _leaves(case)
     fast = FAST or sum(leaf.numel() for leaf in leaves) > _TINY
     torch.autograd.gradcheck(_function(case, names), leaves, fast_mode=fast, **TIGHT)
 
 
-@cases((torch.float64,), _affordable)
+@cases((torch.float64,), _smooth)
 def test_forward_mode(case: Case) -> None:
     names, leaves = _leaves(case)
     fast = FAST or sum(leaf.numel() for leaf in leaves) > _TINY
@@ -52,12 +57,21 @@ def test_forward_mode(case: Case) -> None:
     torch.autograd.gradcheck(function, leaves, fast_mode=fast, check_forward_ad=True, check_backward_ad=False, **TIGHT)
 
 
+@cases((torch.float64,), lambda spec, sample: "twin_dtype" in sample.options)
+def test_a_twins_tangent_is_the_outputs(case: Case) -> None:
+    """In its own dtype."""
+    names, leaves = _leaves(case)
+    tensors = tuple(leaf.detach() for leaf in leaves)
+    outputs, tangents = torch.func.jvp(_function(case, names), tensors, tuple(map(torch.randn_like, tensors)))
+    assert torch.equal(tangents[-1], tangents[0].to(outputs[-1].dtype))
+
+
 def _twice(spec: Spec, sample: Sample) -> bool:
     """Keeping the output alone has no second derivative on the kernel path; that refusal has its own test below."""
     return _affordable(spec, sample) and not (KERNEL_PATH and sample.options.get("save") == "output")
 
 
-@cases((torch.float64,), _twice)
+@cases((torch.float64,), lambda spec, sample: _twice(spec, sample) and _smooth(spec, sample))
 def test_gradgradcheck(case: Case) -> None:
     """Cotangents require gradients too, so this also differentiates along them."""
     names, leaves = _leaves(case)
