@@ -80,7 +80,7 @@ class _Once(torch.autograd.Function):
 def once(operator: Callable[..., Any], *args: Any) -> tuple[Tensor, ...]:
     """The gradients that a registered operator gives, which is not differentiable itself: an error if that is asked.
 
-    An autograd formula of the operator's that only raises it would cost every call as much as the launch.
+    An autograd formula of the operator's own that only raises it would take every call through the dispatcher twice.
     """
     if not torch.is_grad_enabled():
         return tuple(operator(*args))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core import autograd
+from ..core.checks import DTYPES
 from ..core.rng import Seed
 from . import launching
 from .function import kept_tensors
@@ -32,13 +33,7 @@ _LIBRARY.define(
     "norm_backward(Tensor? dy, Tensor? dsum, Tensor? kept, Tensor? bias, Tensor? residual, Tensor? weight, "
     f"Tensor? ln_bias, Tensor? stats, str needs, str dtypes, {_CALL}) -> Tensor[]"
 )
-_NAMES: dict[torch.dtype | None, str] = {
-    None: "none",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-}
+_NAMES: dict[torch.dtype | None, str] = {None: "none", **{d: str(d).removeprefix("torch.") for d in DTYPES}}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 

@@ -1,8 +1,8 @@
 """T5's attention: its own forward, and a short way through it for the next token of a generation.
 
 A generation's step is so little work that a GPU waits for the host. For one token no head needs a transposition, and
-rows of one token need no folding for a linear layer: the same products and the same attention are then about half as
-many calls. What is not the known case goes through the module's own forward, before anything is changed.
+rows of one token need no folding for a linear layer: the same products and the same attention take fewer calls. What is
+not the known case goes through the module's own forward, before anything is changed.
 
 A position bias comes out of its embedding with the heads innermost, and PyTorch's fused attention on GPUs takes no mask
 whose last dimension has strides. Here it is laid out once, in the first layer, for all that follow.
@@ -56,8 +56,11 @@ def _branch(
 
 
 def _helps(module: Any) -> str:
-    said = ["lays its position bias out once"] * ("relative_attention_bias" in module._modules)
-    said += ["takes a short way for one token"] * (unwatched(module) and _plain_weights(module) is not None)
+    said = []
+    if "relative_attention_bias" in module._modules:
+        said.append("lays its position bias out once")
+    if unwatched(module) and _plain_weights(module) is not None:
+        said.append("takes a short way for one token")
     return ", and ".join(said) or "nothing while it is watched, or as its layers are"
 
 
