@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core import autograd
+from ..core.operators import implement
 from ..core.rng import Seed
 from . import launching
 from .launching import Kind, Packed, site_of
@@ -78,10 +79,8 @@ def _autograd_backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
     return dx if needs[0] else None, dother if needs[1] else None, *rest
 
 
-_LIBRARY.impl("activation_forward", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("activation_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("fusedops::activation_forward", _fake_forward, lib=_LIBRARY)
-torch.library.register_fake("fusedops::activation_backward", _fake_backward, lib=_LIBRARY)
+implement(_LIBRARY, "activation_forward", _forward, _fake_forward)
+implement(_LIBRARY, "activation_backward", _backward, _fake_backward)
 torch.library.register_autograd(
     "fusedops::activation_forward", _autograd_backward, setup_context=_setup_context, lib=_LIBRARY
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..core.operators import implement
 from . import launching
 from .launching import Rule, site_of
 
@@ -47,7 +48,5 @@ def _fake_forward_inplace(input_ids: Tensor, scores: Tensor, allowed: Tensor | N
     return None
 
 
-_LIBRARY.impl("no_repeat_ngram_forward", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("no_repeat_ngram_forward_", _forward_inplace, "CompositeExplicitAutograd")
-torch.library.register_fake("fusedops::no_repeat_ngram_forward", _fake_forward, lib=_LIBRARY)
-torch.library.register_fake("fusedops::no_repeat_ngram_forward_", _fake_forward_inplace, lib=_LIBRARY)
+implement(_LIBRARY, "no_repeat_ngram_forward", _forward, _fake_forward)
+implement(_LIBRARY, "no_repeat_ngram_forward_", _forward_inplace, _fake_forward_inplace)

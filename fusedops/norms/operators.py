@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core import autograd
 from ..core.checks import DTYPES
+from ..core.operators import implement
 from ..core.rng import Seed
 from . import launching
 from .function import kept_tensors
@@ -180,10 +181,8 @@ def _autograd_backward(ctx: Any, dy: Tensor | None, dz: Tensor | None, _: Tensor
     return (*found, *rest)
 
 
-_LIBRARY.impl("norm_forward", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("norm_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("fusedops::norm_forward", _fake_forward, lib=_LIBRARY)
-torch.library.register_fake("fusedops::norm_backward", _fake_backward, lib=_LIBRARY)
+implement(_LIBRARY, "norm_forward", _forward, _fake_forward)
+implement(_LIBRARY, "norm_backward", _backward, _fake_backward)
 torch.library.register_autograd(
     "fusedops::norm_forward", _autograd_backward, setup_context=_setup_context, lib=_LIBRARY
 )

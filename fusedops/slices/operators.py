@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core import autograd
+from ..core.operators import implement
 from . import launching
 from .launching import Site, site_of
 from .widths import widths_of
@@ -114,10 +115,8 @@ def _autograd_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
             *(None,) * len(ctx.call))  # fmt: skip
 
 
-_LIBRARY.impl("slices_forward", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("slices_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("fusedops::slices_forward", _fake_forward, lib=_LIBRARY)
-torch.library.register_fake("fusedops::slices_backward", _fake_backward, lib=_LIBRARY)
+implement(_LIBRARY, "slices_forward", _forward, _fake_forward)
+implement(_LIBRARY, "slices_backward", _backward, _fake_backward)
 torch.library.register_autograd(
     "fusedops::slices_forward", _autograd_backward, setup_context=_setup_context, lib=_LIBRARY
 )
