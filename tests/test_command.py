@@ -184,7 +184,7 @@ def diagnosed(capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
 def test_nothing_wrong(capsys: pytest.CaptureFixture[str], kernel_path: bool) -> None:
     code, lines = diagnosed(capsys)
     assert code == 0 and not any(line.startswith("WRONG") for line in lines)
-    starts = ("versions: fusedops", "device: ", "launcher: ", "configs: ", "cache: ",
+    starts = ("versions: fusedops", "device: ", "launcher: ", "configs: ", "tuning at first use: ", "cache: ",
               "entries: none")  # fmt: skip
     operators = tuple(
         f"{name}: " for name in fusedops.__all__ if name not in ("__version__", "fuse_model", "unfuse_model")
@@ -194,6 +194,26 @@ def test_nothing_wrong(capsys: pytest.CaptureFixture[str], kernel_path: bool) ->
     path = next(line for line in lines if line.startswith("swiglu: "))
     expected = "kernel" if torch.cuda.is_available() else "interpreter" if kernel_path else "reference (no GPU)"
     assert expected in path
+
+
+@pytest.mark.parametrize(
+    ("value", "line", "fault"),
+    [
+        (None, "tuning at first use: off", 0),
+        ("", "tuning at first use: off", 0),
+        ("off", "tuning at first use: off, as FUSEDOPS_TUNE is off", 0),
+        ("Yes", "tuning at first use: of what nobody measured, as FUSEDOPS_TUNE is Yes", 0),
+        ("force", "tuning at first use: of what the shipped table has too, as FUSEDOPS_TUNE is force", 0),
+        ("2", "WRONG  tuning at first use: off, as FUSEDOPS_TUNE is '2', expected 1, force or 0", 1),
+    ],
+)
+def test_whether_it_tunes(value: str | None, line: str, fault: int, monkeypatch: pytest.MonkeyPatch,
+                          capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    monkeypatch.delenv("FUSEDOPS_TUNE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("FUSEDOPS_TUNE", value)
+    code, lines = diagnosed(capsys)
+    assert code == fault and [said for said in lines if "first use" in said] == [line]
 
 
 def test_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

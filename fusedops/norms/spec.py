@@ -319,6 +319,8 @@ def _fused_bad_samples(kind: str) -> Callable[[torch.device], Iterator[BadSample
             yield bad("unknown save", ValueError, "save must be one of .*, got 'mask'", options={"save": "mask"})
             yield bad("integer twin_dtype", TypeError, r"twin_dtype must be one of .*, got torch\.int8",
                       options={"twin_dtype": torch.int8})  # fmt: skip
+            yield bad("list of an out_dtype", TypeError, r"out_dtype must be one of .*, got \[1\]",
+                      options={"out_dtype": [1]})  # fmt: skip
             yield bad("list of a twin_dtype", TypeError, r"twin_dtype must be one of .*, got \[1\]",
                       options={"twin_dtype": [1]})  # fmt: skip
 
