@@ -19,7 +19,7 @@ import torch
 
 from fusedops.core.spec import Spec
 
-from . import comparing, results, sweep, targets, timing
+from . import comparing, limits, results, sweep, targets, timing
 from .cases import DTYPES, MODES, Case, cases, discover
 from .models import command as whole_models
 from .providers import PROVIDERS, build, worthwhile
@@ -32,6 +32,11 @@ _QUICK = timing.Effort(replay_ms=15.0, warmup_ms=5.0, blocks=3, block_ms=5.0, la
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    try:
+        limits.check(options)
+    except ValueError as error:
+        print(f"{options.name}: {error}", file=sys.stderr)
+        return 2
     try:
         return int(options.command(options))
     except results.UnreadableError as error:
@@ -193,7 +198,7 @@ def check(options: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
-    commands = parser.add_subparsers(required=True)
+    commands = parser.add_subparsers(dest="name", required=True)
     output = argparse.ArgumentParser(add_help=False)
     output.add_argument("--output", type=Path, metavar="CSV", help="the results file (default: results/<device>.csv)")
     runs = commands.add_parser("run", parents=[output], help=run.__doc__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import platform
 import tempfile
 from collections import Counter
@@ -46,6 +47,7 @@ def _lines() -> Iterator[tuple[str, bool]]:
     for name in operators():
         yield f"{name}: {path}{f' ({why})' if why else ''}", False
     yield _configs(gpu, path), False
+    yield _on_demand()
     yield from _cache()
 
 
@@ -106,6 +108,16 @@ def _configs(gpu: bool, path: str) -> str:
     counts = Counter(str(tuning.source(question, device.index)) for question in questions)
     parts = [f"{counts[kind]} from the {kind}" for kind in ("cache", "table", "heuristic") if counts[kind]]
     return f"configs: {table}; of the benchmark's shapes, {', '.join(parts)}"
+
+
+def _on_demand() -> tuple[str, bool]:
+    """Whether questions are tuned at first use; a value that nobody knows is a fault, as the user meant something."""
+    value = os.environ.get("FUSEDOPS_TUNE", "")
+    meant = tuning.switch(value)
+    if meant is None:
+        return f"tuning at first use: off, as FUSEDOPS_TUNE is {value!r}, expected 1, force or 0", True
+    told = {"": "off", "1": "of what nobody measured", "force": "of what the shipped table has too"}[meant]
+    return f"tuning at first use: {told}{f', as FUSEDOPS_TUNE is {value}' if value else ''}", False
 
 
 def _takes_a_directory(base: Path) -> bool:

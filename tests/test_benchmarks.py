@@ -218,6 +218,26 @@ def test_max_autotune_is_spared_where_nothing_asks_for_it():
     assert wanted("compile", not_asked, "fwd", named=False)
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["run", "--budget", "-1"], "run: --budget must be at least 0 seconds, got -1"),
+        (["run", "--budget", "nan"], "run: --budget must be at least 0 seconds, got nan"),
+        (["sweep", "--budget", "-0.5"], "sweep: --budget must be at least 0 seconds, got -0.5"),
+        (["sweep", "--jobs", "-3"], "sweep: --jobs must be at least 0, got -3"),
+        (
+            ["compare", "old.csv", "new.csv", "--threshold", "-5"],
+            "compare: --threshold must be at least 0 percent, got -5",
+        ),
+    ],
+)
+def test_numbers_that_mean_nothing(arguments, message, capsys):
+    """Said in one line before a GPU or a file is looked for."""
+    assert command.main(arguments) == 2
+    said = capsys.readouterr()
+    assert said.err == f"{message}\n" and not said.out
+
+
 def test_running_without_a_gpu_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command.main(["run"]) == 2

@@ -93,8 +93,8 @@ def test_shapes_and_dtypes() -> None:
     chosen = [specs["layer_norm"], specs["bias_dropout_add"], specs["batched_layer_norm_tanh"]]
     found = command._workloads(options(), chosen, [(300, 4096)], [torch.float16], cpu)
     assert [str(workload) for workload in found] == [
-        "layer_norm 300x4096 fp16", "bias_dropout_add 300x4096 fp16", "batched_layer_norm_tanh 300x4096 fp16",
-        "bias_dropout_add 300x4096 fp16 p=0.0",
+        "layer_norm 300x4096 fp16", "bias_dropout_add 300x4096 fp16", "bias_dropout_add 300x4096 fp16 p=0.0",
+        "batched_layer_norm_tanh 300x4096 fp16",
     ]  # fmt: skip
     (only,) = command._workloads(options(), chosen, [(300, 64, 64)], [torch.float16], cpu)
     assert only.spec.name == "batched_layer_norm_tanh"
@@ -102,6 +102,16 @@ def test_shapes_and_dtypes() -> None:
         command._workloads(options(), chosen[:1], [(300, 64, 64)], [torch.float16], cpu)
     assert {w.shape for w in command._workloads(options(), chosen[:1], [], [], cpu)} >= {(8192, 4096), (1024, 32768)}
     assert {spec.name for spec in command._specs(["bias_gelu"])} == {"bias_gelu_erf", "bias_gelu_tanh"}
+
+
+@pytest.mark.kernels
+def test_inference_where_it_asks_a_question_of_its_own() -> None:
+    specs = command._specs(["bias_dropout_add_ln"])
+    found = command._workloads(options(), specs, [(300, 16384), (300, 32768)], [torch.float16], made_up.DEVICE)
+    assert [str(workload).removeprefix("bias_dropout_add_ln ") for workload in found] == [
+        "300x16384 fp16", "300x16384 fp16 p=0.0", "300x32768 fp16", "300x32768 fp16 inference", "300x32768 fp16 p=0.0",
+        "300x32768 fp16 p=0.0 inference",
+    ]  # fmt: skip
 
 
 @pytest.fixture
@@ -174,7 +184,7 @@ def diagnosed(capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
 def test_nothing_wrong(capsys: pytest.CaptureFixture[str], kernel_path: bool) -> None:
     code, lines = diagnosed(capsys)
     assert code == 0 and not any(line.startswith("WRONG") for line in lines)
-    starts = ("versions: fusedops", "device: ", "launcher: ", "configs: ", "cache: ",
+    starts = ("versions: fusedops", "device: ", "launcher: ", "configs: ", "tuning at first use: ", "cache: ",
               "entries: none")  # fmt: skip
     operators = tuple(
         f"{name}: " for name in fusedops.__all__ if name not in ("__version__", "fuse_model", "unfuse_model")
@@ -184,6 +194,26 @@ def test_nothing_wrong(capsys: pytest.CaptureFixture[str], kernel_path: bool) ->
     path = next(line for line in lines if line.startswith("swiglu: "))
     expected = "kernel" if torch.cuda.is_available() else "interpreter" if kernel_path else "reference (no GPU)"
     assert expected in path
+
+
+@pytest.mark.parametrize(
+    ("value", "line", "fault"),
+    [
+        (None, "tuning at first use: off", 0),
+        ("", "tuning at first use: off", 0),
+        ("off", "tuning at first use: off, as FUSEDOPS_TUNE is off", 0),
+        ("Yes", "tuning at first use: of what nobody measured, as FUSEDOPS_TUNE is Yes", 0),
+        ("force", "tuning at first use: of what the shipped table has too, as FUSEDOPS_TUNE is force", 0),
+        ("2", "WRONG  tuning at first use: off, as FUSEDOPS_TUNE is '2', expected 1, force or 0", 1),
+    ],
+)
+def test_whether_it_tunes(value: str | None, line: str, fault: int, monkeypatch: pytest.MonkeyPatch,
+                          capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    monkeypatch.delenv("FUSEDOPS_TUNE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("FUSEDOPS_TUNE", value)
+    code, lines = diagnosed(capsys)
+    assert code == fault and [said for said in lines if "first use" in said] == [line]
 
 
 def test_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import fusedops
 import made_up
-from fusedops.core import cache, tuning
+from fusedops.core import cache, launch, tuning
 from fusedops.core.question import Config, Question
 from fusedops.tune import ondemand, server
 from support import DEVICE
@@ -101,6 +101,8 @@ def test_never_while_recording(asked: list[dict[str, Any]], monkeypatch: pytest.
         patch.setattr(torch.cuda, "synchronize", lambda index: pytest.fail("synchronised under capture"))
         assert tuning.choose(QUESTION, 0) != FOUND
     with torch._subclasses.FakeTensorMode():
+        assert tuning.choose(QUESTION, -1) != FOUND
+    with launch.collecting():  # as `fusedops doctor` and the tuner plan calls that they do not make
         assert tuning.choose(QUESTION, -1) != FOUND
     with monkeypatch.context() as patch:
         patch.setattr(torch.compiler, "is_compiling", lambda: True)

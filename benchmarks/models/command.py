@@ -80,17 +80,7 @@ def _show(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_numbers(options: argparse.Namespace) -> None:
-    """Raises ValueError for a number that means nothing."""
-    for name, least in (("seeds", 1), ("steps", 1), ("jobs", 0)):
-        if getattr(options, name) < least:
-            raise ValueError(f"--{name} must be at least {least}, got {getattr(options, name)}")
-    if options.budget is not None and not options.budget >= 0.0:
-        raise ValueError(f"--budget must be at least 0 seconds, got {options.budget:g}")
-
-
 def _work(options: argparse.Namespace) -> int:
-    _check_numbers(options)
     models, modes = options.model or (), options.mode or ()
     wanted = [named("provider", name, PROVIDERS) for name in options.provider or ()]
     chosen = loss_workloads(models, tiny=options.tiny) if options.loss else workloads(models, modes, tiny=options.tiny)

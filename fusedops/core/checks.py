@@ -62,5 +62,5 @@ def check_choice(op: str, name: str, value: Any, choices: Collection[str]) -> No
 
 def check_out_dtype(op: str, out_dtype: Any, name: str = "out_dtype") -> None:
     """``out_dtype`` is None or a floating-point dtype that the kernels know."""
-    if out_dtype is not None and out_dtype not in DTYPES:
+    if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype in DTYPES):
         raise TypeError(f"{op}: {name} must be one of {_DTYPE_NAMES}, got {out_dtype}")

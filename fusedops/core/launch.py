@@ -30,6 +30,7 @@ __all__ = [
     "Variant",
     "build",
     "collecting",
+    "collects",
     "column_tiles",
     "compile_kernel",
     "current_device",
@@ -211,6 +212,11 @@ def collecting() -> Iterator[list[Request]]:
         yield requests
     finally:
         _collectors[:] = [other for other in _collectors if other is not requests]
+
+
+def collects() -> bool:
+    """Whether a block of `collecting` is in force."""
+    return bool(_collectors)
 
 
 class Variant:

@@ -41,6 +41,7 @@ __all__ = [
     "shipped",
     "slug",
     "source",
+    "switch",
     "widths",
 ]
 
@@ -148,13 +149,21 @@ def _answer(question: Question, device_index: int) -> tuple[Config, Source]:
 def on_demand() -> str:
     """``FUSEDOPS_TUNE`` as it was at the first call: empty for off, ``1``, or ``force`` to tune what a table has too."""
     value = os.environ.get("FUSEDOPS_TUNE", "").lower()
-    if value in ("1", "true", "on", "yes", "y"):
-        return "1"
-    if value not in ("force", "", "0", "false", "off", "no", "n"):
+    meant = switch(value)
+    if meant is None:
         warnings.warn(f"fusedops: FUSEDOPS_TUNE is {value!r}, expected 1 (tune what nobody measured), force (tune what the "
                       "shipped table has too) or 0; nothing is tuned.", RuntimeWarning, stacklevel=2)  # fmt: skip
+    return meant or ""
+
+
+def switch(value: str) -> str | None:
+    """What a value of ``FUSEDOPS_TUNE`` stands for: empty, ``1`` or ``force``; None for nothing that is known."""
+    value = value.lower()
+    if value in ("1", "true", "on", "yes", "y"):
+        return "1"
+    if value in ("", "0", "false", "off", "no", "n"):
         return ""
-    return value if value == "force" else ""
+    return value if value == "force" else None
 
 
 @functools.cache

@@ -128,6 +128,8 @@ def _norm_bad_samples(layer: bool) -> Callable[[torch.device], Iterator[BadSampl
         yield bad("negative eps", ValueError, "eps must be at least 0, got -1.0", options={"eps": -1.0})
         yield bad("integer out_dtype", TypeError, r"out_dtype must be one of .*, got torch\.int32",
                   options={"out_dtype": torch.int32})  # fmt: skip
+        yield bad("list of an out_dtype", TypeError, r"out_dtype must be one of .*, got \[torch\.float32\]",
+                  options={"out_dtype": [torch.float32]})  # fmt: skip
         yield bad("weight on another device", RuntimeError, "weight is on meta, expected",
                   weight=torch.randn(8, device="meta"))  # fmt: skip
         if layer:
@@ -317,6 +319,10 @@ def _fused_bad_samples(kind: str) -> Callable[[torch.device], Iterator[BadSample
             yield bad("unknown save", ValueError, "save must be one of .*, got 'mask'", options={"save": "mask"})
             yield bad("integer twin_dtype", TypeError, r"twin_dtype must be one of .*, got torch\.int8",
                       options={"twin_dtype": torch.int8})  # fmt: skip
+            yield bad("list of an out_dtype", TypeError, r"out_dtype must be one of .*, got \[1\]",
+                      options={"out_dtype": [1]})  # fmt: skip
+            yield bad("list of a twin_dtype", TypeError, r"twin_dtype must be one of .*, got \[1\]",
+                      options={"twin_dtype": [1]})  # fmt: skip
 
     return bad_samples
 

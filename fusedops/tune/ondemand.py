@@ -22,7 +22,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from ..core import tuning
+from ..core import launch, tuning
 from ..core.question import Config, Question, valid
 from .compiling import child_environment
 
@@ -50,8 +50,8 @@ def improve(question: Question, device_index: int, config: Config, origin: tunin
 
 
 def _recorded(device_index: int) -> bool:
-    """Whether work is being captured or traced: a benchmark would become part of it, or break it."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    """Whether work is captured or traced, of which a benchmark would become part, or planned and never done."""
+    if launch.collects() or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True
     return tuning.capturing(device_index)
 

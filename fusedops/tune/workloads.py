@@ -27,6 +27,7 @@ __all__ = [
     "DTYPES",
     "Step",
     "Workload",
+    "alternatives",
     "discover",
     "floor_us",
     "grid",
@@ -79,6 +80,7 @@ class Workload:
         options: options that differ from the benchmark's.
         absent: tensors left out.
         recast: tensors in another dtype.
+        inference: no gradient is wanted, so that the forward keeps nothing and there is no backward.
     """
 
     spec: Spec
@@ -87,6 +89,7 @@ class Workload:
     options: tuple[tuple[str, Any], ...] = ()
     absent: tuple[str, ...] = ()
     recast: tuple[tuple[str, torch.dtype], ...] = ()
+    inference: bool = False
 
     @property
     def rows(self) -> int:
@@ -102,11 +105,12 @@ class Workload:
         extras = [f"{name}={value}" for name, value in self.options]
         extras += [f"no {name}" for name in self.absent]
         extras += [f"{name} {str(other).removeprefix('torch.')}" for name, other in self.recast]
+        extras += ["inference"] if self.inference else []
         return " ".join((self.spec.name, "x".join(map(str, self.shape)), dtype, *extras))
 
 
 class Step:
-    """One call on one set of random inputs, forward and backward."""
+    """One call on one set of random inputs: forward and, apart from inference, backward."""
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
         sample = workload.spec.benchmark(workload.shape, workload.dtype, device)
@@ -116,7 +120,8 @@ class Step:
         tensors |= dict.fromkeys(workload.absent)
         self._call = workload.spec.call
         self._arguments = {**tensors, **sample.options, **dict(workload.options)}
-        self._leaves = [t.requires_grad_() for t in tensors.values() if t is not None]
+        self._trains = not workload.inference
+        self._leaves = [t.requires_grad_(self._trains) for t in tensors.values() if t is not None]
         self._cotangents: list[Tensor] = []
 
     @property
@@ -130,7 +135,9 @@ class Step:
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
     def backward(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The gradients of all tensors, along random ones that are made once; may be called again."""
+        """The gradients of all tensors, along random ones that are made once; may be called again. None at inference."""
+        if not self._trains:
+            return ()
         if not self._cotangents:
             self._cotangents = [torch.randn_like(out) for out in outputs]
         return torch.autograd.grad(outputs, self._leaves, self._cotangents, retain_graph=True)
@@ -190,8 +197,8 @@ def _elements(name: str, tail: Shape) -> int:
 # --- the table that is shipped ------------------------------------------------------------------------------------
 
 
-def grid(specs: Iterable[Spec], dtypes: Iterable[torch.dtype]) -> list[Workload]:
-    """Every operator, with and without dropout, over the shapes of its family: what is most common first."""
+def grid(specs: Iterable[Spec], dtypes: Iterable[torch.dtype], device: torch.device) -> list[Workload]:
+    """Every operator, in its `alternatives`, over the shapes of its family: what is most common first."""
     names, dtypes = {spec.name for spec in specs}, tuple(dtypes)
     found = []
     for family in _tunable():
@@ -199,18 +206,29 @@ def grid(specs: Iterable[Spec], dtypes: Iterable[torch.dtype]) -> list[Workload]
         for spec, dtype in itertools.product(family.SPECS, dtypes):
             if spec.name in names:
                 tails = shapes.coarse if dtype == torch.float64 else shapes.tails
-                found += [w for tail in tails for w in _cells(spec, tail, dtype, shapes.buckets)]
+                forms = [Workload(spec, (1, *tail), dtype) for tail in tails]
+                found += [w for form in forms for w in _cells(form, shapes.buckets, device)]
     return sorted(found, key=_rank)
 
 
-def _cells(spec: Spec, tail: Shape, dtype: torch.dtype, buckets: tuple[int, ...]) -> Iterator[Workload]:
-    most = _MOST_ELEMENTS // elements_per_row(spec, tail)
+def _cells(form: Workload, buckets: tuple[int, ...], device: torch.device) -> Iterator[Workload]:
+    most = _MOST_ELEMENTS // elements_per_row(form.spec, form.shape[1:])
+    found = alternatives(form, device)
     for bucket in buckets:
         rows = min(_ROWS[bucket], most)
         if rows >= BUCKETS[bucket]:
-            yield Workload(spec, (rows, *tail), dtype)
-            if spec.has_dropout:
-                yield Workload(spec, (rows, *tail), dtype, (("p", 0.0),))
+            yield from (each.at(rows) for each in found)
+
+
+def alternatives(workload: Workload, device: torch.device) -> list[Workload]:
+    """With and without dropout; and each without gradients, where the forward then asks a question of its own."""
+    trained = [workload, replace(workload, options=(("p", 0.0),))] if workload.spec.has_dropout else [workload]
+    found = []
+    for each in trained:
+        alone = replace(each, inference=True)
+        more = set(questions_of(alone, device)) - set(questions_of(each, device))
+        found += [each, alone] if more else [each]
+    return found
 
 
 def _rank(workload: Workload) -> tuple[int, int, int]:
@@ -237,7 +255,7 @@ def _asks(workload: Workload, question: Question, device: torch.device) -> bool:
 
 
 def _plausible(question: Question) -> Iterator[Workload]:
-    """Operators of the kernel's family with tensors left out, with and without dropout, in the question's dtypes."""
+    """All operators with tensors left out, with and without dropout and gradients, in the question's dtypes."""
     bits = [int(part) for part in question.widths.removesuffix("bit").split("-")]
     by_width = {dtype.itemsize * 8: dtype for dtype in reversed(DTYPES.values())}
     rows = _ROWS[question.bucket]
@@ -248,7 +266,8 @@ def _plausible(question: Question) -> Iterator[Workload]:
                 continue
             fitting = min(rows, most)
             for options, absent, recast in _variations(spec, [by_width[b] for b in dict.fromkeys(bits)]):
-                yield Workload(spec, (fitting, *tail), by_width[min(bits)], options, absent, recast)
+                trained = Workload(spec, (fitting, *tail), by_width[min(bits)], options, absent, recast)
+                yield from (trained, replace(trained, inference=True))
 
 
 def _variations(spec: Spec, dtypes: list[torch.dtype]) -> Iterator[
