@@ -36,7 +36,7 @@ def _shortened(dispatched: Callable[..., Any], function: Callable[..., Any]) -> 
     """
     modes, function_mode = torch._C._len_torch_dispatch_stack, torch._C._is_torch_function_mode_enabled
     grad_mode, transforms = torch.is_grad_enabled, torch._C._are_functorch_transforms_active
-    profiled, batched = torch.autograd._profiler_enabled, torch._C._functorch.is_legacy_batchedtensor
+    profiled, batched = torch._C._autograd._profiler_enabled, torch._C._functorch.is_legacy_batchedtensor
 
     def call(*args: Any, **named: Any) -> Any:
         watched = (
