@@ -20,8 +20,10 @@ _LIBRARY = torch.library.Library("fusedops", "FRAGMENT")
 
 _CALL = "Tensor? seed, int threshold, str kind, str activation, int cols"
 _LIBRARY.define(f"activation_forward(Tensor x, Tensor? other, {_CALL}) -> Tensor")
+# The gradients that are needed.
 _LIBRARY.define(
-    f"activation_backward(Tensor dy, Tensor x, Tensor? other, bool[] needs, str packed, {_CALL}) -> (Tensor, Tensor)"
+    f"activation_backward(Tensor dy, Tensor x, Tensor? other, bool needs_x, bool needs_other, str packed, "
+    f"{_CALL}) -> Tensor[]"
 )
 
 
@@ -44,21 +46,17 @@ def _fake_forward(x: Tensor, other: Tensor | None, seed: Tensor | None, threshol
     return x.new_empty((*x.shape[:-1], cols), dtype=promoted(x, other))
 
 
-def _backward(dy: Tensor, x: Tensor, other: Tensor | None, needs: list[bool], packed: Packed, seed: Tensor | None,
-              threshold: int, kind: Any, activation: str, cols: int) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _backward(dy: Tensor, x: Tensor, other: Tensor | None, needs_x: bool, needs_other: bool, packed: Packed,
+              seed: Tensor | None, threshold: int, kind: Any, activation: str, cols: int) -> list[Tensor]:  # fmt: skip
     site = site_of(kind, activation, cols, x.get_device(), x.dtype, None if other is None else other.dtype)
-    dx, dother = launching.backward(site, dy, x, other, seed, threshold, (needs[0], needs[1]), packed)
-    return dy.new_empty(0) if dx is None else dx, dy.new_empty(0) if dother is None else dother
+    grads = launching.backward(site, dy, x, other, seed, threshold, (needs_x, needs_other), packed)
+    return [grad for grad in grads if grad is not None]
 
 
-def _fake_backward(dy: Tensor, x: Tensor, other: Tensor | None, needs: list[bool], packed: str, seed: Tensor | None,
-                   threshold: int, kind: str, activation: str, cols: int) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dx, dother = dy.new_empty(0), dy.new_empty(0)
-    if needs[0] or packed:
-        dx = x.new_empty(x.shape)
-    if needs[1] and other is not None and not packed:
-        dother = other.new_empty(other.shape)
-    return dx, dother
+def _fake_backward(dy: Tensor, x: Tensor, other: Tensor | None, needs_x: bool, needs_other: bool, packed: str,
+                   seed: Tensor | None, threshold: int, kind: str, activation: str, cols: int) -> list[Tensor]:  # fmt: skip
+    needed = ((x, needs_x), (other, needs_other))
+    return [t.new_empty(t.shape) for t, need in needed if t is not None and need]
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -73,10 +71,10 @@ def _autograd_backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
     if dy is None:
         return None, None, *rest
     x, other, seed = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:2])
+    needs = ctx.needs_input_grad[:2]
     packed = "gate" if ctx.call[1] == "packed" else ""
-    dx, dother = autograd.once(torch.ops.fusedops.activation_backward, dy, x, other, needs, packed, seed, *ctx.call)
-    return dx if needs[0] else None, dother if needs[1] else None, *rest
+    grads = iter(autograd.once(torch.ops.fusedops.activation_backward, dy, x, other, *needs, packed, seed, *ctx.call))
+    return *[next(grads) if need else None for need in needs], *rest
 
 
 implement(_LIBRARY, "activation_forward", _forward, _fake_forward)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core import autograd
 from ..core.checks import DTYPES
+from ..core.layout import allocate
 from ..core.operators import implement
 from ..core.rng import Seed
 from . import launching
@@ -49,7 +50,7 @@ def _dtype(t: Tensor | None) -> torch.dtype | None:
 
 
 def _absent(like: Tensor) -> Tensor:
-    return like.new_empty(0)
+    return allocate(like, (0,), None)
 
 
 def _call_name(rule: NormRule, save: str, store_sum: bool, out_dtype: torch.dtype | None) -> str:
