@@ -22,6 +22,7 @@ from support import ALL_SPECS, as_tuple, random_like
 
 every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
 
+
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()

@@ -20,7 +20,9 @@ _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _PLAIN = _TENSORS | {type(None), str, int, float, bool}
 
 
-def implement(library: torch.library.Library, name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def implement(
+    library: torch.library.Library, name: str, function: Callable[..., Any], fake: Callable[..., Any]
+) -> None:
     """Gives the operator ``fusedops::name`` its implementation for every device, and the fake one for tracers."""
     library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fusedops::{name}", fake, lib=library)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..core import autograd
 from ..core.checks import DTYPES
-from ..core.layout import allocate
 from ..core.operators import implement
 from ..core.rng import Seed
 from . import launching
@@ -47,10 +46,6 @@ def rule_of(kind: Kind, eps: float, weight_offset: float, rounding: Rounding) ->
 
 def _dtype(t: Tensor | None) -> torch.dtype | None:
     return None if t is None else t.dtype
-
-
-def _absent(like: Tensor) -> Tensor:
-    return allocate(like, (0,), None)
 
 
 def _call_name(rule: NormRule, save: str, store_sum: bool, out_dtype: torch.dtype | None) -> str:
@@ -91,7 +86,7 @@ def _forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Te
     site, store_sum = _site(call, eps, weight_offset, cols, dims, x.get_device(), x.dtype, _dtype(bias),
                             _dtype(residual), _dtype(weight), _dtype(ln_bias))  # fmt: skip
     y, z, _, stats = launching.forward(site, x, bias, residual, weight, ln_bias, seed, threshold, store_sum)
-    return y, _absent(x) if z is None else z, _absent(x) if stats is None else stats
+    return y, x.new_empty(0) if z is None else z, x.new_empty(0) if stats is None else stats
 
 
 def _fake_forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None,
@@ -101,9 +96,9 @@ def _fake_forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, weigh
                             _dtype(weight), _dtype(ln_bias))  # fmt: skip
     y = torch.empty_like(x, dtype=site.y, memory_format=torch.contiguous_format)
     stored = store_sum and site.normalizes
-    z = torch.empty_like(x, dtype=site.z, memory_format=torch.contiguous_format) if stored else _absent(x)
+    z = torch.empty_like(x, dtype=site.z, memory_format=torch.contiguous_format) if stored else x.new_empty(0)
     stats = x.new_empty((2 if site.rule.kind == "layer" else 1, x.numel() // cols), dtype=site.acc)
-    return y, z, stats if site.normalizes else _absent(x)
+    return y, z, stats if site.normalizes else x.new_empty(0)
 
 
 def _backward(dy: Tensor | None, dsum: Tensor | None, kept: Tensor | None, bias: Tensor | None,
