@@ -178,7 +178,11 @@ class _Scaled(nn.Module):
 
 @every
 def test_adapters_are_heeded(spec: ModelSpec) -> None:
-    """A linear layer that is replaced in a fused model takes part as what it is then."""
+    """A linear layer that is replaced in a fused model takes part as what it is then.
+
+    One that does not halves its branch. The doubled branches make more of roundings than the model's own would, and on
+    a GPU T5's attention is another kernel than the original's.
+    """
     twin, model = build(spec), build(spec)
     fusedops.fuse_model(model)
     for each in (twin, model):
@@ -188,7 +192,7 @@ def test_adapters_are_heeded(spec: ModelSpec) -> None:
                     setattr(module, name, _Scaled(child))
     expected, found = run(twin, inputs(spec))[0], run(model, inputs(spec))[0]
     for a, b in zip(expected, found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(a.abs().max()))
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(a.abs().max()))
 
 
 @transformers_only
