@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fusedops
 from fusedops.core import launch, operators
 from fusedops.core.spec import Spec
 from support import ALL_SPECS, as_tuple, random_like
@@ -60,6 +62,26 @@ def _profile() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _profile_elsewhere() -> Iterator[None]:
+    """Another thread profiles, perhaps all threads."""
+    on, off = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with _profile():
+            on.set()
+            off.wait(60.0)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        assert on.wait(60.0)
+        yield
+    finally:
+        off.set()
+        thread.join()
+
+
 def _way(*args: Any, **named: Any) -> str:
     def dispatched(*_: Any, **__: Any) -> str:
         return _DISPATCHER
@@ -79,7 +101,8 @@ def test_ordinary_arguments_go_the_short_way() -> None:
 
 
 @pytest.mark.parametrize(
-    "watch", [torch.enable_grad, _DispatchMode, _FunctionMode, FakeTensorMode, _within_vmap, _profile, forward_ad.dual_level],
+    "watch", [torch.enable_grad, _DispatchMode, _FunctionMode, FakeTensorMode, _within_vmap, _profile, _profile_elsewhere,
+              forward_ad.dual_level],
     ids=lambda watch: watch.__name__,
 )  # fmt: skip
 def test_who_watches_sees_the_call(watch: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
@@ -90,15 +113,40 @@ def test_who_watches_sees_the_call(watch: Callable[[], contextlib.AbstractContex
         assert _way(t, 3) == _OURS
 
 
+def test_a_trace_has_the_call() -> None:
+    seen: list[str] = []
+
+    def body(t: Tensor) -> Tensor:
+        seen.append(_way(t, 3))
+        return t + 1.0
+
+    with torch.no_grad():
+        torch.jit.trace(body, (torch.randn(3),), check_trace=False)
+    assert seen == [_DISPATCHER]
+
+
 def _negative() -> Tensor:
     return torch.randn(3, dtype=torch.complex64).conj().imag
+
+
+def _left_by_a_transform() -> Tensor:
+    left: list[Tensor] = []
+
+    def body(t: Tensor) -> Tensor:
+        left.append(t * 2.0)
+        return t.sum()
+
+    with torch.enable_grad():
+        torch.func.grad(body)(torch.randn(3))
+    return left[0]
 
 
 @pytest.mark.parametrize(
     "make",
     [_negative, lambda: torch.empty(3, device="meta"), lambda: TwoTensor(torch.randn(3), torch.randn(3)),
-     lambda: [torch.randn(3)], lambda: torch.float32],
-    ids=["negative", "meta", "subclass", "list", "dtype"],
+     lambda: torch._efficientzerotensor(3), lambda: torch._to_functional_tensor(torch.randn(3)), _left_by_a_transform,
+     lambda: torch.eye(3).to_sparse(), lambda: [torch.randn(3)], lambda: torch.float32],
+    ids=["negative", "meta", "subclass", "zeros", "functional", "left", "sparse", "list", "dtype"],
 )  # fmt: skip
 @pytest.mark.parametrize("place", [0, 1])
 def test_what_is_no_plain_memory_is_dispatched(make: Callable[[], Any], place: int) -> None:
@@ -154,6 +202,32 @@ def test_compiled_code_goes_the_short_way(spec: Spec, device: torch.device, monk
     with launch.record() as names:
         step()
     assert names and met == []
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("packed", ["", "gate"])
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True), (False, False)], ids=str)
+def test_unneeded_gradients(packed: str, needs: tuple[bool, bool], device: torch.device) -> None:
+    """The fake gradients are as many, and of the shapes, that the kernels return: of a packed unit always one."""
+    if packed and needs[1]:
+        pytest.skip("a packed unit has no second tensor")
+    dy, x = torch.randn(6, 20, device=device), torch.randn(6, 40 if packed else 20, device=device)
+    other = None if packed else torch.randn(6, 20, device=device)
+    kind = "packed" if packed else "glu"
+    given = (dy, x, other, *needs, packed, None, 0, kind, "silu", 20)
+    made = torch.ops.fusedops.activation_backward(*given)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = torch.ops.fusedops.activation_backward(*given)
+    assert [t.shape for t in made] == [t.shape for t in fake]
+
+
+@pytest.mark.kernels
+def test_a_gradient_of_zeros_without_memory(device: torch.device) -> None:
+    """The dispatcher makes them; there is nothing at their address."""
+    x = torch.randn(6, 40, device=device, requires_grad=True)
+    y = torch.compile(fusedops.gelu, fullgraph=True, backend="aot_eager")(x)
+    (dx,) = torch.autograd.grad(y, [x], torch._efficientzerotensor(6, 40, device=device))
+    assert torch.equal(dx, torch.zeros_like(x))
 
 
 def _dispatcher_of(operator: Any) -> Any:

@@ -55,7 +55,7 @@ def _backward(dy: Tensor, x: Tensor, other: Tensor | None, needs_x: bool, needs_
 
 def _fake_backward(dy: Tensor, x: Tensor, other: Tensor | None, needs_x: bool, needs_other: bool, packed: str,
                    seed: Tensor | None, threshold: int, kind: str, activation: str, cols: int) -> list[Tensor]:  # fmt: skip
-    needed = ((x, needs_x), (other, needs_other))
+    needed = ((x, needs_x or packed), (other, needs_other))
     return [t.new_empty(t.shape) for t, need in needed if t is not None and need]
 
 

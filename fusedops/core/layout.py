@@ -42,5 +42,5 @@ def allocate(like: Tensor, sizes: tuple[int, ...], dtype: torch.dtype | None) ->
     strides, step = [], 1
     for size in reversed(sizes):
         strides.append(step)
-        step *= size
+        step *= size or 1
     return _strided_on_gpu(sizes, tuple(reversed(strides)), dtype or like.dtype)  # type: ignore[no-any-return]

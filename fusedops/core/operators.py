@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 
 __all__ = ["implement"]
 
@@ -38,18 +38,23 @@ def _shortened(dispatched: Callable[..., Any], function: Callable[..., Any]) -> 
     """
     modes, function_mode = torch._C._len_torch_dispatch_stack, torch._C._is_torch_function_mode_enabled
     grad_mode, transforms = torch.is_grad_enabled, torch._C._are_functorch_transforms_active
-    profiled, batched = torch._C._autograd._profiler_enabled, torch._C._functorch.is_legacy_batchedtensor
+    profiled, traced = torch._C._autograd._profiler_enabled, torch._C._is_tracing
 
     def call(*args: Any, **named: Any) -> Any:
         watched = (
-            grad_mode() or modes() or function_mode() or transforms() or profiled() or forward_ad._current_level >= 0
-        )
+            grad_mode() or modes() or function_mode() or transforms() or profiled() or traced()
+            or forward_ad._current_level >= 0
+            or profiler._is_profiler_enabled  # perhaps by another thread, of all threads
+        )  # fmt: skip
         if watched or named or not _PLAIN.issuperset(map(type, args)):
             return dispatched(*args, **named)
-        for arg in args:
-            # Memory is not all that these are, or they have none.
-            if type(arg) in _TENSORS and (batched(arg) or arg.is_neg() or arg.is_meta):
-                return dispatched(*args)
-        return function(*args)
+        try:
+            for arg in args:
+                # Without memory, or with other numbers in it than the tensor's.
+                if type(arg) in _TENSORS and (not arg.data_ptr() or arg.is_neg()):
+                    watched = True
+        except RuntimeError:  # no storage either: batches in disguise, what a transform has left, sparse layouts
+            watched = True
+        return dispatched(*args) if watched else function(*args)
 
     return call
