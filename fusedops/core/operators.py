@@ -34,7 +34,8 @@ def implement(
 def _shortened(dispatched: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
     """``dispatched``, or ``function`` where the dispatcher would do nothing but call that.
 
-    The questions are in one flat function: each is asked at every call.
+    The questions are in one flat function: each is asked at every call. What cannot be asked is missed: an execution
+    trace that is taken without a profiler, and what others register for these operators, which are private.
     """
     modes, function_mode = torch._C._len_torch_dispatch_stack, torch._C._is_torch_function_mode_enabled
     grad_mode, transforms = torch.is_grad_enabled, torch._C._are_functorch_transforms_active
