@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from fusedops.core import launch, tuning
 from fusedops.core.question import BUCKETS, Config, Question, family_of
 from fusedops.core.spec import Spec
 from fusedops.tune import table as tables
+from fusedops.tune import timing
 from fusedops.tune.compiling import Pool
 from fusedops.tune.sweep import Measured, Outcome
 from fusedops.tune.usage import Limits, Usage, reason_to_drop
@@ -29,6 +30,7 @@ from fusedops.tune.workloads import (
     elements_per_row,
     floor_us,
     grid,
+    kernels_alone,
     questions_of,
     workload_for,
 )
@@ -83,6 +85,36 @@ def test_every_question_leads_back_to_a_workload(spec: object) -> None:
             assert question in questions_of(found, DEVICE)
 
 
+@every
+@pytest.mark.kernels
+def test_inference_asks_what_training_asks(spec: Spec) -> None:
+    """One config for both, so that outputs have the same bits; also of rows that are read twice."""
+    for shape in [(4, 64), (4, 20000)] if len(spec.shapes[0][0]) == 2 else [(4, 2, 64)]:
+        step = Step(Workload(spec, shape, torch.float32), DEVICE)
+        with kernels_alone(), tuning.asked() as trained, launch.collecting():
+            step.forward()
+        tuning.forget()
+        with kernels_alone(), tuning.asked() as inferred, launch.collecting():
+            assert not any(out.requires_grad for out in step.infer())
+        tuning.forget()
+        assert trained and inferred == trained
+
+
+def test_training_and_inference_are_timed() -> None:
+    """All forwards and then all of inference: none finds in the L2 what another has just read."""
+    done: list[str] = []
+
+    class _Step:
+        def __init__(self, name: str) -> None:
+            self.forward = lambda: done.append(f"forward {name}")
+            self.infer = lambda: done.append(f"infer {name}")
+
+    bench = timing._GraphBench([_Step("a"), _Step("b")], None, None)  # type: ignore[arg-type, list-item]
+    for call in bench._calls(backward=False):
+        call()
+    assert done == ["forward a", "forward b", "infer a", "infer b"]
+
+
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     ("kernel", "variant", "widths"),
@@ -107,7 +139,7 @@ def test_nobody_asks_this() -> None:
 
 
 def test_the_grid_covers_every_operator_in_order() -> None:
-    found = grid(discover(), [DTYPES[name] for name in ("bf16", "fp32", "fp64")], DEVICE)
+    found = grid(discover(), [DTYPES[name] for name in ("bf16", "fp32", "fp64")])
     assert len(set(map(str, found))) == len(found)
     assert {workload.spec.name for workload in found} == {spec.name for spec in ALL_SPECS}
     assert found[0].dtype == torch.bfloat16 and 4096 <= found[0].rows < 65536
@@ -117,68 +149,6 @@ def test_the_grid_covers_every_operator_in_order() -> None:
     norms = [w for w in found if w.spec.name == "layer_norm" and w.dtype == torch.bfloat16]
     assert {w.shape[1] for w in norms} >= {128, 768, 1024, 4096, 6144, 65536}
     assert {tuning.BUCKET[w.rows.bit_length()] for w in norms} == set(range(len(BUCKETS)))
-
-
-def asked_in(found: Iterable[Workload]) -> dict[Question, list[Workload]]:
-    """What the workloads ask, and which ask it."""
-    asked: dict[Question, list[Workload]] = {}
-    for workload in found:
-        for question in questions_of(workload, DEVICE):
-            asked.setdefault(question, []).append(workload)
-    return asked
-
-
-@every
-@pytest.mark.kernels
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-def test_inference_asks_as_training_does_while_rows_are_held_whole(spec: Spec, dtype: torch.dtype) -> None:
-    """Where no config holds them, a second pass waits for the sum to be written, or not: two questions, both tunable."""
-    for cols in (4096, 4104, 8192, 8200, 16384, 16392, 32768):
-        trained = Workload(spec, (20, cols), dtype)
-        alone = replace(trained, inference=True)
-        (first, *_), asked = questions_of(trained, DEVICE), questions_of(alone, DEVICE)
-        blocks = [config.block_n for config in family(first).candidates(first)]  # type: ignore[attr-defined]
-        if first.kernel != "norm_forward" or "adds" not in first.variant or max(blocks) >= cols:
-            assert asked == [first]
-            continue
-        kept = first.variant[:-1]
-        assert (first.variant, asked) == ((*kept, "stores"), [replace(first, variant=(*kept, "drops"))])
-        # It is the sum that counts, not the gradient.
-        inputs, both = (replace(at, options=(option,)) for at, option in
-                        ((trained, ("save", "inputs")), (alone, ("return_sum", True))))  # fmt: skip
-        assert questions_of(inputs, DEVICE)[0] == asked[0] and questions_of(both, DEVICE) == [first]
-        found = workload_for(asked[0], DEVICE)
-        assert found is not None and asked[0] in questions_of(found, DEVICE)
-
-
-@pytest.mark.kernels
-def test_the_grid_asks_what_inference_asks() -> None:
-    """Wherever training asks with the sum stored, and with no workload that asks nothing of its own."""
-    found = grid(discover(), [DTYPES[name] for name in ("bf16", "fp32", "fp64")], DEVICE)
-    asked = asked_in(found)
-    groups: dict[str, set[Question]] = {"stores": set(), "drops": set()}
-    for question in asked:
-        if question.variant[-1] in groups:
-            groups[question.variant[-1]].add(replace(question, variant=question.variant[:-1]))
-    assert groups["stores"] == groups["drops"]
-    assert {question.cols for question in groups["drops"]} == {16384, 24576, 32768, 49152, 65536}
-    alone = {
-        str(workload) for question, askers in asked.items() if all(w.inference for w in askers) for workload in askers
-    }
-    assert alone == {str(workload) for workload in found if workload.inference}
-    assert len(alone) == len(groups["drops"])
-
-
-@pytest.mark.kernels
-def test_inference_is_tuned_without_a_backward() -> None:
-    workload = replace(only("bias_dropout_add_ln", shape=(20, 32768)), inference=True)
-    timer = made_up.Timer()
-    (outcome,) = made_up.sweeper(timer=timer).sweep([workload])
-    assert outcome.question.variant == ("layer", "dropout", "adds", "drops")
-    assert {question for question, _, _ in timer.timed} == {outcome.question}
-    step = Step(workload.at(2), DEVICE)
-    outputs = step.forward()
-    assert not any(out.requires_grad for out in outputs) and step.backward(outputs) == ()
 
 
 def test_floor() -> None:

@@ -272,20 +272,6 @@ def test_shipped_tables_answer_what_is_asked(name: str, content: dict[str, objec
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("inference", [False, True])
-def test_inference_of_wide_rows_has_an_entry_of_its_own(inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored, dropped = Config(2048, 1, 4, 3), Config(8192, 1, 16)
-    groups = {f"rms|plain|adds|{name}|32bit": {32768: [config] * len(BUCKETS)}
-              for name, config in (("stores", stored), ("drops", dropped))}  # fmt: skip
-    monkeypatch.setattr(tuning, "table", lambda device: {"norm_forward": groups})
-    x, residual = (torch.randn(2, 20000, device=DEVICE, requires_grad=not inference) for _ in range(2))
-    with launch.collecting() as requests:
-        fusedops.bias_dropout_add_rms_norm(x, None, residual, None, p=0.0)
-    tuning.forget()
-    assert [request.config for request in requests] == [dropped if inference else stored]
-
-
-@pytest.mark.kernels
 @pytest.mark.skipif(not INTERPRETED, reason="changes the table that this device has")
 def test_results_under_cached_configs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache's config is what runs, and gives what the heuristic's gives."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ..core.question import Config, Question, around, block_holding, in_buckets
 
-__all__ = ["candidates", "heuristic", "holds_whole", "sum_partials", "valid"]
+__all__ = ["candidates", "heuristic", "sum_partials", "valid"]
 
-# The widest row that a forward program holds whole, and the widest in fp64.
-_WHOLE_FORWARD, _WHOLE_FORWARD_FP64 = 16384, 4096
+# The widest row that a forward program holds whole.
+_WHOLE_FORWARD = 16384
 # What a backward program keeps in registers: column sums, and bytes of the rows it takes ahead in shared memory.
 _SUMS = 24576
 _AHEAD_BYTES = 128 * 1024
@@ -23,11 +23,6 @@ def _warps(elements: int, each: int, most: int = 16) -> int:
     return min(max(_power_of_two(elements // (32 * each)), 1), most)
 
 
-def holds_whole(cols: int, itemsize: int) -> bool:
-    """Whether any config of a forward that adds a residual holds the whole row; if none does, the row is read twice."""
-    return block_holding(cols) <= (_WHOLE_FORWARD if itemsize < 8 else _WHOLE_FORWARD_FP64)
-
-
 def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Config:
     """The forward: a whole row a program where it fits, tile by tile beyond.
 
@@ -36,8 +31,8 @@ def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Co
     """
     block = block_holding(cols)
     if itemsize > 2:
-        return _wide_dtype_forward(cols, itemsize, bucket, adds)
-    if not holds_whole(cols, itemsize):
+        return _wide_dtype_forward(block, itemsize, bucket, adds)
+    if block > _WHOLE_FORWARD:
         return Config(4096, 1, 8, 3) if adds and bucket >= _SOME else Config(_WHOLE_FORWARD, 1, 16)
     if block == _WHOLE_FORWARD:
         if adds:
@@ -61,10 +56,9 @@ def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Co
     return Config(block, rows, _warps(block * rows, each))
 
 
-def _wide_dtype_forward(cols: int, itemsize: int, bucket: int, adds: bool) -> Config:
+def _wide_dtype_forward(block: int, itemsize: int, bucket: int, adds: bool) -> Config:
     """In fp32 and fp64: fewer elements a thread, and rows that are cut sooner."""
-    block = block_holding(cols)
-    if not holds_whole(cols, itemsize):
+    if block > _WHOLE_FORWARD or (itemsize == 8 and block > 4096):
         if adds:
             return Config(4096, 1, 8, 3) if itemsize == 4 else Config(2048, 1, 4, 3)
         return Config(_WHOLE_FORWARD, 1, 16) if itemsize == 4 else Config(8192, 1, 16)

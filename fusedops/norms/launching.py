@@ -302,6 +302,7 @@ def _plan_forward(site: Site, seed: int, aligned: bool, store_sum: bool, bucket:
         "residual_stride": "i64",
         "M": "i64",
     }
+    # Whether the sum is written is not asked: training and inference take one config, and so compute the same bits.
     parts = ("dropout" if seed else "plain", "alone" if site.residual is None else "adds")
     moved = widths(site.x.itemsize, site.z.itemsize, site.y.itemsize)
     width = vector_width(site.x, site.residual)
@@ -309,11 +310,7 @@ def _plan_forward(site: Site, seed: int, aligned: bool, store_sum: bool, bucket:
         config = tuning.choose(Question("dropout_add", parts, moved, cols, bucket), site.device_index)
         variant = _build(kernels.dropout_add_kernel, types, {"VECTOR": width}, config, site, aligned)
         return _Forward(variant, config.rows, -(-cols // config.block_n), 2**31 - 1)
-    question = Question("norm_forward", (rule.kind, *parts), moved, cols, bucket)
-    # In a row that is held whole the sum, written or not, is in registers anyhow: inference and training share an entry.
-    if site.residual is not None and not configs.holds_whole(cols, question.itemsize):
-        question = replace(question, variant=(*question.variant, "stores" if store_sum else "drops"))
-    config = tuning.choose(question, site.device_index)
+    config = tuning.choose(Question("norm_forward", (rule.kind, *parts), moved, cols, bucket), site.device_index)
     constants = {
         "KIND": rule.kind,
         "EPS": float(rule.eps),

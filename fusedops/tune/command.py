@@ -27,17 +27,7 @@ from .progress import Progress
 from .sweep import Outcome, Sweeper
 from .timing import GraphTimer, Timer, copy_bandwidth
 from .usage import limits_of
-from .workloads import (
-    DTYPES,
-    Workload,
-    alternatives,
-    discover,
-    floor_us,
-    grid,
-    kernels_alone,
-    operators,
-    runs_natively,
-)
+from .workloads import DTYPES, Workload, discover, floor_us, grid, kernels_alone, operators, runs_natively
 
 __all__ = ["UsageError", "add_parser", "line", "run", "sweeper_for"]
 
@@ -247,10 +237,11 @@ def _dtype(name: str) -> torch.dtype:
 def _workloads(options: argparse.Namespace, specs: Sequence[Spec], shapes: Sequence[Shape],
                dtypes: Sequence[torch.dtype], device: torch.device) -> list[Workload]:  # fmt: skip
     if options.ship:
-        found = grid(specs, dtypes or [DTYPES[name] for name in _SHIPPED_DTYPES], device)
+        found = grid(specs, dtypes or [DTYPES[name] for name in _SHIPPED_DTYPES])
     else:
-        asked = [Workload(spec, shape, dtype) for spec in specs for shape, dtype in _pairs(spec, shapes, dtypes)]
-        found = [each for workload in asked for each in alternatives(workload, device)]
+        pairs = [(spec, shape, dtype) for spec in specs for shape, dtype in _pairs(spec, shapes, dtypes)]
+        found = [Workload(*pair) for pair in pairs]
+        found += [Workload(*pair, (("p", 0.0),)) for pair in pairs if pair[0].has_dropout]
     if not found:
         raise UsageError("none of these operators takes such a shape")
     return [workload for workload in found if not runs_natively(workload, device)]

@@ -27,7 +27,6 @@ __all__ = [
     "DTYPES",
     "Step",
     "Workload",
-    "alternatives",
     "discover",
     "floor_us",
     "grid",
@@ -80,7 +79,6 @@ class Workload:
         options: options that differ from the benchmark's.
         absent: tensors left out.
         recast: tensors in another dtype.
-        inference: no gradient is wanted, so that the forward keeps nothing and there is no backward.
     """
 
     spec: Spec
@@ -89,7 +87,6 @@ class Workload:
     options: tuple[tuple[str, Any], ...] = ()
     absent: tuple[str, ...] = ()
     recast: tuple[tuple[str, torch.dtype], ...] = ()
-    inference: bool = False
 
     @property
     def rows(self) -> int:
@@ -105,12 +102,11 @@ class Workload:
         extras = [f"{name}={value}" for name, value in self.options]
         extras += [f"no {name}" for name in self.absent]
         extras += [f"{name} {str(other).removeprefix('torch.')}" for name, other in self.recast]
-        extras += ["inference"] if self.inference else []
         return " ".join((self.spec.name, "x".join(map(str, self.shape)), dtype, *extras))
 
 
 class Step:
-    """One call on one set of random inputs: forward and, apart from inference, backward."""
+    """One call on one set of random inputs, forward and backward; and the forward of inference."""
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
         sample = workload.spec.benchmark(workload.shape, workload.dtype, device)
@@ -120,8 +116,7 @@ class Step:
         tensors |= dict.fromkeys(workload.absent)
         self._call = workload.spec.call
         self._arguments = {**tensors, **sample.options, **dict(workload.options)}
-        self._trains = not workload.inference
-        self._leaves = [t.requires_grad_(self._trains) for t in tensors.values() if t is not None]
+        self._leaves = [t.requires_grad_() for t in tensors.values() if t is not None]
         self._cotangents: list[Tensor] = []
 
     @property
@@ -134,16 +129,20 @@ class Step:
         outputs = self._call(**self._arguments)
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
+    @torch.no_grad()
+    def infer(self) -> tuple[Tensor, ...]:
+        """The outputs where nothing is kept for a backward."""
+        return self.forward()
+
     def backward(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The gradients of all tensors, along random ones that are made once; may be called again. None at inference."""
-        if not self._trains:
-            return ()
+        """The gradients of all tensors, along random ones that are made once; may be called again."""
         if not self._cotangents:
             self._cotangents = [torch.randn_like(out) for out in outputs]
         return torch.autograd.grad(outputs, self._leaves, self._cotangents, retain_graph=True)
 
     def __call__(self) -> None:
-        """Both."""
+        """All of them."""
+        self.infer()
         self.backward(self.forward())
 
 
@@ -197,8 +196,8 @@ def _elements(name: str, tail: Shape) -> int:
 # --- the table that is shipped ------------------------------------------------------------------------------------
 
 
-def grid(specs: Iterable[Spec], dtypes: Iterable[torch.dtype], device: torch.device) -> list[Workload]:
-    """Every operator, in its `alternatives`, over the shapes of its family: what is most common first."""
+def grid(specs: Iterable[Spec], dtypes: Iterable[torch.dtype]) -> list[Workload]:
+    """Every operator, with and without dropout, over the shapes of its family: what is most common first."""
     names, dtypes = {spec.name for spec in specs}, tuple(dtypes)
     found = []
     for family in _tunable():
@@ -206,29 +205,18 @@ def grid(specs: Iterable[Spec], dtypes: Iterable[torch.dtype], device: torch.dev
         for spec, dtype in itertools.product(family.SPECS, dtypes):
             if spec.name in names:
                 tails = shapes.coarse if dtype == torch.float64 else shapes.tails
-                forms = [Workload(spec, (1, *tail), dtype) for tail in tails]
-                found += [w for form in forms for w in _cells(form, shapes.buckets, device)]
+                found += [w for tail in tails for w in _cells(spec, tail, dtype, shapes.buckets)]
     return sorted(found, key=_rank)
 
 
-def _cells(form: Workload, buckets: tuple[int, ...], device: torch.device) -> Iterator[Workload]:
-    most = _MOST_ELEMENTS // elements_per_row(form.spec, form.shape[1:])
-    found = alternatives(form, device)
+def _cells(spec: Spec, tail: Shape, dtype: torch.dtype, buckets: tuple[int, ...]) -> Iterator[Workload]:
+    most = _MOST_ELEMENTS // elements_per_row(spec, tail)
     for bucket in buckets:
         rows = min(_ROWS[bucket], most)
         if rows >= BUCKETS[bucket]:
-            yield from (each.at(rows) for each in found)
-
-
-def alternatives(workload: Workload, device: torch.device) -> list[Workload]:
-    """With and without dropout; and each without gradients, where the forward then asks a question of its own."""
-    trained = [workload, replace(workload, options=(("p", 0.0),))] if workload.spec.has_dropout else [workload]
-    found = []
-    for each in trained:
-        alone = replace(each, inference=True)
-        more = set(questions_of(alone, device)) - set(questions_of(each, device))
-        found += [each, alone] if more else [each]
-    return found
+            yield Workload(spec, (rows, *tail), dtype)
+            if spec.has_dropout:
+                yield Workload(spec, (rows, *tail), dtype, (("p", 0.0),))
 
 
 def _rank(workload: Workload) -> tuple[int, int, int]:
@@ -255,7 +243,7 @@ def _asks(workload: Workload, question: Question, device: torch.device) -> bool:
 
 
 def _plausible(question: Question) -> Iterator[Workload]:
-    """All operators with tensors left out, with and without dropout and gradients, in the question's dtypes."""
+    """Operators of the kernel's family with tensors left out, with and without dropout, in the question's dtypes."""
     bits = [int(part) for part in question.widths.removesuffix("bit").split("-")]
     by_width = {dtype.itemsize * 8: dtype for dtype in reversed(DTYPES.values())}
     rows = _ROWS[question.bucket]
@@ -266,8 +254,7 @@ def _plausible(question: Question) -> Iterator[Workload]:
                 continue
             fitting = min(rows, most)
             for options, absent, recast in _variations(spec, [by_width[b] for b in dict.fromkeys(bits)]):
-                trained = Workload(spec, (fitting, *tail), by_width[min(bits)], options, absent, recast)
-                yield from (trained, replace(trained, inference=True))
+                yield Workload(spec, (fitting, *tail), by_width[min(bits)], options, absent, recast)
 
 
 def _variations(spec: Spec, dtypes: list[torch.dtype]) -> Iterator[
