@@ -84,6 +84,16 @@ def test_restores_what_is_wrong(name: str, device: torch.device) -> None:
     assert report.difference is not None and report.difference.passes
 
 
+def test_sums_in_another_order_pass(device: torch.device) -> None:
+    """A norm's bias gradient is a sum over the rows of what comes from behind, whatever the rows are."""
+    exact = _method(lambda self, x: nn.functional.layer_norm(
+        x.double(), self.normalized_shape, self.weight.double(), self.bias.double(), self.eps).float())  # fmt: skip
+    rule = Rule(name="exact", calls="", methods={"forward": exact}, base=nn.LayerNorm)
+    report = fusedops.fuse_model(nn.LayerNorm(8).to(device), rules=[rule], check=torch.randn(500, 8, device=device))
+    (line,) = report
+    assert line.difference is not None and line.difference.gradient > 0.0, "nothing was summed in another order"
+
+
 def test_a_block_around_a_module_that_was_restored(device: torch.device) -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True).to(device)
     rule = Rule(name="wrong", calls="", methods={"forward": _method(lambda self, x: 2 * nn.LayerNorm.forward(self, x))},

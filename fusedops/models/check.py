@@ -1,10 +1,11 @@
 """``check``: each fused module, and the model, before and after on the same inputs, forward and backward.
 
 How far two ways to compute the same may differ depends on the module and on the inputs, so it is measured. All inputs
-and parameters of the original are moved by one unit in the last place, up or down at random. That moves its results as
-one rounding at every one of its inputs would. A fused operator rounds less often than what it stands for, which takes
-eight elementwise steps at most (T5's gated unit by tanh) and as many sums; so both may differ from the exact result by
-eight such movements, and from each other by sixteen, and by the rounding of the result itself.
+and parameters of the original, and the gradients of its outputs, are moved by one unit in the last place, up or down at
+random. That moves its results as one rounding at every one of its inputs would. A fused operator rounds less often than
+what it stands for, which takes eight elementwise steps at most (T5's gated unit by tanh) and as many sums; so both may
+differ from the exact result by eight such movements, and from each other by sixteen, and by the rounding of the result
+itself.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def _run(module: nn.Module, call: _Call, move: Callable[[Tensor], Tensor] = Tens
         outputs = list(_tensors(result))
         by = [*inputs, *(p for p in used.values() if p.requires_grad)]
         generator = torch.Generator().manual_seed(0)
-        terms = [(y * torch.randn(y.shape, generator=generator).to(y)).sum() for y in outputs if y.requires_grad]
+        terms = [(y * move(torch.randn(y.shape, generator=generator).to(y))).sum() for y in outputs if y.requires_grad]
         gradients: list[Tensor | None] = [None] * len(by)
         if terms and by:
             gradients = list(torch.autograd.grad(torch.stack([t.double() for t in terms]).sum(), by, allow_unused=True))
