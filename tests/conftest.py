@@ -71,6 +71,14 @@ def kernel_path() -> bool:
     return KERNEL_PATH
 
 
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Nothing compiled before, and nothing left."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed(request: pytest.FixtureRequest) -> None:
     """Another seed for every test, the same in every run."""

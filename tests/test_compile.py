@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,14 +28,8 @@ from support import (
     tensors_of,
 )
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def _backend(device: torch.device) -> str:

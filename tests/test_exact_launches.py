@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -153,13 +153,6 @@ def test_past_32_bits(spec: Spec) -> None:
 
 
 # --- tracing ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def _function(spec: Spec, sample: Sample) -> Callable[..., Any]:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedops.core.layout import allocate, empty
 from fusedops.core.spec import Sample, Spec
 from support import ALL_SPECS, DEVICE, INTERPRETED, Case, call, cases, eager, random_like, rows_of, tensors_of
 from tolerances import check_gradients, check_values
@@ -219,17 +218,3 @@ def test_many_rows(spec: Spec) -> None:
 @pytest.mark.parametrize("shape", [(6,), (1, 6), (2, 1, 3, 6), (1, 1, 1, 1, 6)], ids=str)
 def test_leading_dimensions(spec: Spec, shape: tuple[int, ...]) -> None:
     _check(spec, _resized(spec, torch.float32, shape))
-
-
-@pytest.mark.parametrize("sizes", [(7,), (3, 5), (2, 3, 4), (0,), (2, 0, 4), (1, 6)])
-def test_allocations(sizes: tuple[int, ...], device: torch.device) -> None:
-    """What the launchers allocate, by a way of their own on a GPU, is what PyTorch allocates."""
-    like = torch.randn(4, 6, device=device)
-    for dtype in (torch.bfloat16, torch.float64, None):
-        made, wanted = allocate(like, sizes, dtype), torch.empty(sizes, dtype=dtype or like.dtype, device=device)
-        assert (made.shape, made.stride(), made.dtype) == (sizes, wanted.stride(), wanted.dtype)
-        assert made.device == wanted.device
-        for shaped in (like, like.t(), like[:, :3]):
-            made, wanted = empty(shaped, dtype), torch.empty(shaped.shape, dtype=dtype or like.dtype, device=device)
-            assert (made.shape, made.stride(), made.dtype) == (shaped.shape, wanted.stride(), wanted.dtype)
-            assert made.device == like.device and not made.requires_grad

@@ -15,12 +15,8 @@ from zoo import SAMPLES, build, counted, inputs, outputs
 
 _NAMES = ("leaves", "torch_post_norm", "torch_pre_norm", "bert", "distilbert", "bart", "gpt2", "opt", "vit", "t5", "t5_gated",
           "llama", "gemma")  # fmt: skip
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 some = pytest.mark.parametrize("spec", [spec for spec in SAMPLES if spec.name in _NAMES], ids=lambda spec: spec.name)
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> None:
-    torch._dynamo.reset()
 
 
 class _Recorder:

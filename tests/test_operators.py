@@ -22,15 +22,8 @@ from fusedops.core import launch, operators
 from fusedops.core.spec import Spec
 from support import ALL_SPECS, as_tuple, random_like
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
 
 _OURS, _DISPATCHER = "implementation", "dispatcher"
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..core import launch, tuning
 from ..core.activations import ACTIVATIONS, Activation, device_functions
 from ..core.launch import SEED_TYPES, Variant, pointer_type, vector_width
-from ..core.layout import allocate, as_rows, empty
+from ..core.layout import as_rows, empty
 from ..core.rng import Seed
 from ..core.tuning import BUCKET, Question, widths
 from . import configs
@@ -85,7 +85,7 @@ _backwards: dict[Any, _Plan] = tuning.register_cache({})
 
 def _halved(packed: Tensor, cols: int) -> Tensor:
     """An uninitialised output for packed rows: half as wide."""
-    return allocate(packed, (*packed.shape[:-1], cols), packed.dtype)
+    return packed.new_empty((*packed.shape[:-1], cols))
 
 
 def forward(site: Site, x: Tensor, other: Tensor | None, seed: Seed | None, threshold: int) -> Tensor:
@@ -163,7 +163,7 @@ def backward(  # noqa: C901, one flat path a step, on purpose
     dx = dother = None
     if site.kind != "bias":
         if packed:
-            dx = allocate(dy, (*dy.shape[:-1], 2 * cols), site.x)
+            dx = dy.new_empty((*dy.shape[:-1], 2 * cols), dtype=site.x)
         else:
             dx = empty(dy, site.x) if needs[0] else None
             dother = empty(dy, site.other) if needs[1] else None
@@ -173,12 +173,12 @@ def backward(  # noqa: C901, one flat path a step, on purpose
     dbias = partials = None
     programs = row_tiles
     if plan.reduce is not None:
-        dbias = allocate(dy, (cols,), site.other)
+        dbias = dy.new_empty(cols, dtype=site.other)
         # Few rows are one program's work: it stores the sums itself.
         programs = 1
         if row_tiles > 2:
             programs = min(row_tiles, plan.programs)
-            partials = allocate(dy, (programs, cols), site.acc)
+            partials = dy.new_empty((programs, cols), dtype=site.acc)
     plan.variant(plan.tiles, programs, dy, x, other, dx, dbias, dy if partials is None else partials, first, second,
                  threshold, dy_stride, x_stride, rows)  # fmt: skip
     if partials is not None:

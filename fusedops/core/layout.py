@@ -7,10 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-__all__ = ["allocate", "as_rows", "empty"]
-
-# What the code that torch.compile generates allocates with: it takes the host less time than `torch.empty_like`.
-_strided_on_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+__all__ = ["as_rows", "empty"]
 
 
 def as_rows(t: Tensor, dims: int, cols: int) -> tuple[Tensor, int]:
@@ -26,21 +23,7 @@ def as_rows(t: Tensor, dims: int, cols: int) -> tuple[Tensor, int]:
 
 
 def empty(like: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A contiguous tensor in the shape of ``like``, which is on the current device; None for its dtype too."""
-    dtype = dtype or like.dtype
-    if not like.is_contiguous():
-        return allocate(like, tuple(like.shape), dtype)
-    if _strided_on_gpu is not None and like.is_cuda:
-        return _strided_on_gpu(tuple(like.shape), like.stride(), dtype)  # type: ignore[no-any-return]
-    return torch.empty_like(like, dtype=dtype)
-
-
-def allocate(like: Tensor, sizes: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
-    """A contiguous tensor of these sizes where ``like`` is, which is the current device; None for its dtype too."""
-    if _strided_on_gpu is None or not like.is_cuda:
-        return like.new_empty(sizes, dtype=dtype)
-    strides, step = [], 1
-    for size in reversed(sizes):
-        strides.append(step)
-        step *= size or 1
-    return _strided_on_gpu(sizes, tuple(reversed(strides)), dtype or like.dtype)  # type: ignore[no-any-return]
+    """A contiguous tensor in the shape of ``like``."""
+    if like.dtype is dtype and like.is_contiguous():
+        return torch.empty_like(like)
+    return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core import launch, tuning
 from ..core.launch import SEED_TYPES, Variant, pointer_type, triton_dtype, vector_width
-from ..core.layout import allocate, as_rows, empty
+from ..core.layout import as_rows, empty
 from ..core.rng import Seed
 from ..core.tuning import BUCKET, Question, widths
 from . import configs
@@ -172,7 +172,7 @@ def forward(
         return y, None, None, None
     z = empty(x, site.z) if store_sum else None
     twin = None if site.twin is None else empty(x, site.twin)
-    stats = allocate(x, (2 if site.rule.kind == "layer" else 1, rows), site.acc)
+    stats = x.new_empty((2 if site.rule.kind == "layer" else 1, rows), dtype=site.acc)
     plan.variant(grid_x, 1, x, bias, residual, weight, ln_bias, y, twin, z, stats, first, second, threshold, x_stride,
                  residual_stride, rows)  # fmt: skip
     return y, z, twin, stats
@@ -251,9 +251,9 @@ def backward(  # noqa: C901, one flat path a step, on purpose
     shared = needs_residual and seed is None and site.x is site.residual
     dx = empty(like, site.x) if needs_x and not shared else None
     dresidual = empty(like, site.residual) if needs_residual else None
-    dbias = allocate(like, (cols,), site.bias) if needs_bias else None
-    dweight = empty(weight, site.weight) if needs_weight else None  # type: ignore[arg-type]
-    dln_bias = empty(ln_bias, site.ln_bias) if needs_ln_bias else None  # type: ignore[arg-type]
+    dbias = like.new_empty(cols, dtype=site.bias) if needs_bias else None
+    dweight = torch.empty_like(weight) if needs_weight else None  # type: ignore[arg-type]
+    dln_bias = torch.empty_like(ln_bias) if needs_ln_bias else None  # type: ignore[arg-type]
     moments = partials = None
     row_tiles = -(-rows // plan.rows)
     programs = rest_programs = 1
@@ -261,9 +261,9 @@ def backward(  # noqa: C901, one flat path a step, on purpose
     if row_tiles > 2:
         programs, rest_programs = min(row_tiles, plan.programs), plan.rest_programs
         if plan.reduce is not None:
-            partials = allocate(like, (max(programs, rest_programs), plan.sums, cols), site.acc)
+            partials = like.new_empty((max(programs, rest_programs), plan.sums, cols), dtype=site.acc)
     if plan.rest is not None:
-        moments = empty(stats, site.acc)  # type: ignore[arg-type]
+        moments = torch.empty_like(stats)  # type: ignore[arg-type]
     arguments = (dy, dtwin, dsum, kept, bias, residual, weight, ln_bias, stats, moments, dx, dresidual, dbias, dweight,
                  dln_bias, partials if partials is not None else like, first, second, threshold, dy_stride,
                  dtwin_stride, dsum_stride, kept_stride, residual_stride, rows)  # fmt: skip

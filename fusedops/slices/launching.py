@@ -177,9 +177,9 @@ def forward(site: Site, slices: Sequence[Tensor], weight: Tensor | None,
     if plan is None:
         plan = tuning.plan(_forwards, key, _plan_forward, first.device)
     if site.apart:
-        y = layout.allocate(first, (rows * widths.total,), site.y)
+        y = first.new_empty(rows * widths.total, dtype=site.y)
     elif site.concat and site.dims != 1:
-        y = layout.allocate(first, (*first.shape[: -2 if site.dims else -1], widths.total), site.y)
+        y = first.new_empty((*first.shape[: -2 if site.dims else -1], widths.total), dtype=site.y)
     else:
         y = layout.empty(first, site.y)
     programs = min(-(-rows // plan.rows), plan.programs)
@@ -247,16 +247,16 @@ def backward(
     needs_x, needs_weight, needs_bias = needs
     dx = None
     if needs_x:
-        dx = layout.empty(first, site.x) if site.dims else layout.allocate(first, (rows * total,), first.dtype)
-    dweight = layout.empty(weight, None) if needs_weight else None  # type: ignore[arg-type]
-    dbias = layout.empty(bias, None) if needs_bias else None  # type: ignore[arg-type]
+        dx = layout.empty(first, site.x) if site.dims else first.new_empty(rows * total)
+    dweight = torch.empty_like(weight) if needs_weight else None  # type: ignore[arg-type]
+    dbias = torch.empty_like(bias) if needs_bias else None  # type: ignore[arg-type]
     row_tiles = -(-rows // plan.rows)
     # Few rows are one program's work: it stores the parameter gradients itself.
     programs = min(row_tiles, plan.programs) if row_tiles > 2 else 1
     parts = programs * plan.groups if site.shared else programs
     partials = None
     if plan.reduce is not None and parts > 1:
-        partials = layout.allocate(first, (parts, plan.sums, widths.uniform if site.shared else total), site.acc)
+        partials = first.new_empty((parts, plan.sums, widths.uniform if site.shared else total), dtype=site.acc)
     unused = dweight if dbias is None else dbias
     plan.variant(plan.groups, programs, g.tensor, g.table, x.tensor, x.table, plan.table, weight, bias, dx, dweight,
                  dbias, unused if partials is None else partials, g.pitch // unit, x.pitch // unit,

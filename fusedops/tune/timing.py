@@ -110,7 +110,7 @@ class _GraphBench:
     def us(self, question: Question, config: Config, *, careful: bool) -> float:
         with tuning.forced(question.kernel, config), self._ready():
             calls = self._calls("backward" in question.kernel)
-            calls[-1]()
+            calls[-1]()  # of the other kind, if there are two: nothing is to be loaded while a graph is captured
             calls[0]()
             estimate = max(1e-3, events(calls[0], 1)[0])
             rounds = 1 if estimate * len(calls) > 1.0 else math.ceil(_CALLS / len(calls))
