@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
@@ -19,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
 from fusedops.core import launch, operators
-from fusedops.core.spec import Spec
-from support import ALL_SPECS, as_tuple, random_like
+from fusedops.core.spec import Sample, Spec
+from support import ALL_SPECS, Case, as_tuple, cases, random_like
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
@@ -75,14 +78,14 @@ def _profile_elsewhere() -> Iterator[None]:
         thread.join()
 
 
-def _way(*args: Any, **named: Any) -> str:
+def _way(*args: Any, read: int | None = None, **named: Any) -> str:
     def dispatched(*_: Any, **__: Any) -> str:
         return _DISPATCHER
 
     def function(*_: Any) -> str:
         return _OURS
 
-    return str(operators._shortened(dispatched, function)(*args, **named))
+    return str(operators._shortened(dispatched, function, len(args) if read is None else read)(*args, **named))
 
 
 def test_ordinary_arguments_go_the_short_way() -> None:
@@ -169,18 +172,47 @@ def test_names_are_dispatched() -> None:
         assert _way(torch.randn(3), p=3) == _DISPATCHER
 
 
+def test_only_what_is_read_is_looked_into() -> None:
+    """What is written has whatever in it; but what kind of thing it is matters as everywhere."""
+    with torch.no_grad():
+        assert _way(torch.randn(3), _negative(), read=1) == _OURS
+        assert _way(torch.randn(3), TwoTensor(torch.randn(3), torch.randn(3)), read=1) == _DISPATCHER
+
+
 def _registered() -> list[Any]:
     names = [name.removeprefix("fusedops::") for name in torch._C._dispatch_get_all_op_names() if "fusedops::" in name]
     return [getattr(torch.ops.fusedops, name).default for name in names]
 
 
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, the compiler makes the outputs, whatever the device."""
+    monkeypatch.setattr(operators, "_planned", lambda tensors: True)
+
+
+def _planner(seen: list[str]) -> Callable[..., Any]:
+    """A backend that does of Inductor's work what concerns calls that write, with no compiler of another language.
+
+    What runs in the end is put into ``seen``.
+    """
+
+    def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+        decompose_auto_functionalized(graph.graph)
+        graph.recompile()
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=compiler)
+
+
 @every
 @pytest.mark.kernels
+@pytest.mark.usefixtures("plans")
 def test_compiled_code_goes_the_short_way(spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """One forward and one backward of a compiled call: no operator is dispatched, but for those with lists of tensors."""
     sample = spec.benchmark((6, 40), torch.float32, device)
     tensors = {name: t if t is None else t.requires_grad_() for name, t in sample.tensors.items()}
-    backend = "inductor" if device.type == "cuda" else "aot_eager"
+    backend = "inductor" if device.type == "cuda" else _planner([])
     compiled = torch.compile(lambda **given: spec.call(**given, **sample.options), fullgraph=True, backend=backend)
 
     def step() -> None:
@@ -190,11 +222,90 @@ def test_compiled_code_goes_the_short_way(spec: Spec, device: torch.device, monk
     step()  # traces, the backward too
     met: list[str] = []
     for operator in _registered():
-        if not operator._schema.is_mutable and "Tensor[]" not in str(operator._schema).partition("->")[0]:
-            monkeypatch.setattr(_dispatcher_of(operator), "cell_contents", _noting(operator, met))
+        if "Tensor[]" in str(operator._schema).partition("->")[0]:
+            continue
+        if inspect.isbuiltin(operator._op):
+            monkeypatch.setattr(operator, "_op", _noting(operator, operator._op, met))
+        else:
+            cell = _dispatcher_of(operator)
+            monkeypatch.setattr(cell, "cell_contents", _noting(operator, cell.cell_contents, met))
     with launch.record() as names:
         step()
     assert names and met == []
+
+
+def _small(spec: Spec, sample: Sample) -> bool:
+    """Every argument absent and present, every mode and mixture of dtypes, at one small size."""
+    tensors = [t for t in sample.tensors.values() if t is not None]
+    if tensors[0].dtype == torch.bfloat16 and len({t.dtype for t in tensors}) == 1:
+        return False  # without a mixture as any other dtype
+    few_absent = sum(t is None for t in sample.tensors.values()) in (0, len(sample.tensors) - 1)
+    return few_absent and sample.name.removeprefix("shape ") in (sample.name, "7x17") and tensors[0].numel() < 4096
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("plans")
+@cases((torch.float32, torch.bfloat16), _small)
+def test_outputs_made_by_the_compiler(case: Case, device: torch.device) -> None:
+    """The same bits, shapes and strides as of an eager call, from calls that all write into what they are given."""
+    spec, sample, seen = case.spec, case.sample(), list[str]()
+    options = {**sample.options, **({"p": 0.0} if spec.has_dropout else {})}  # compiled calls draw other states
+    torch._dynamo.reset()
+
+    def results(function: Callable[..., Any]) -> list[Tensor]:
+        tensors = {name: t if t is None else t.detach().requires_grad_() for name, t in sample.tensors.items()}
+        outputs = as_tuple(function(**tensors))
+        leaves = [t for t in tensors.values() if t is not None]
+        cotangents = [torch.linspace(-1.0, 1.0, y.numel(), device=device).view(y.shape).to(y.dtype) for y in outputs]
+        return [*outputs, *torch.autograd.grad(outputs, leaves, cotangents)]
+
+    def function(**given: Any) -> Any:
+        return spec.call(**given, **options)
+
+    found = results(torch.compile(function, fullgraph=True, backend=_planner(seen)))
+    for a, b in zip(found, results(function), strict=True):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+        assert torch.equal(a, b)
+    ours = [target for target in seen if target.startswith("fusedops.") and "slices" not in target]
+    assert all("_out" in target for target in ours)
+
+
+@every
+@pytest.mark.kernels
+@pytest.mark.usefixtures("plans")
+def test_an_exported_program_keeps_the_operators_that_return(spec: Spec, device: torch.device) -> None:
+    sample = spec.benchmark((6, 40), torch.float32, device)
+    names = [name for name, t in sample.tensors.items() if t is not None]
+
+    class Module(torch.nn.Module):
+        def forward(self, *values: Tensor) -> Any:
+            given = {**dict.fromkeys(sample.tensors), **dict(zip(names, values, strict=True))}
+            return spec.call(**given, **sample.options)
+
+    program = torch.export.export(Module(), tuple(sample.tensors[name] for name in names))
+    for graph in (program.graph, program.run_decompositions().graph):
+        targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+        assert any("_forward" in target for target in targets)
+        assert not any("_out" in target or "auto_functionalized" in target for target in targets)
+
+
+@every
+def test_a_release_has_its_own_constants(spec: Spec, monkeypatch: pytest.MonkeyPatch, kernel_path: bool) -> None:
+    """PyTorch keeps compiled functions on disk by the forward's graph: another release's must not be found there."""
+    sample = spec.benchmark((6, 40), torch.float32, torch.device("cpu"))
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    for version in ("1.0", "1.0", "1.1"):
+        for family in (fusedops.norms, fusedops.activations, fusedops.slices):
+            monkeypatch.setattr(family.operators, "__version__", version)
+        torch._dynamo.reset()
+        torch.compile(lambda: spec.call(**sample.tensors, **sample.options), fullgraph=True, backend=backend)()
+    assert graphs[0] == graphs[1]
+    assert not kernel_path or graphs[1] != graphs[2]
 
 
 @pytest.mark.kernels
@@ -211,7 +322,7 @@ def test_unneeded_gradients(packed: str, needs: tuple[bool, bool], device: torch
     dy, x = torch.randn(6, 20, device=device), torch.randn(6, 40 if packed else 20, device=device)
     other = None if packed else torch.randn(6, 20, device=device)
     kind = "packed" if packed else "glu"
-    given = (dy, x, other, *needs, packed, None, 0, kind, "silu", 20)
+    given = (dy, x, other, None, *needs, packed, 0, f"{kind} silu 0", 20)
     made = torch.ops.fusedops.activation_backward(*given)
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = torch.ops.fusedops.activation_backward(*given)
@@ -222,7 +333,7 @@ def test_unneeded_gradients(packed: str, needs: tuple[bool, bool], device: torch
 def test_a_gradient_of_zeros_without_memory(device: torch.device) -> None:
     """The dispatcher makes them; there is nothing at their address."""
     x = torch.randn(6, 40, device=device, requires_grad=True)
-    y = torch.compile(fusedops.gelu, fullgraph=True, backend="aot_eager")(x)
+    y = torch.compile(fusedops.gelu, fullgraph=True, backend=_planner([]))(x)
     (dx,) = torch.autograd.grad(y, [x], torch._efficientzerotensor(6, 40, device=device))
     assert torch.equal(dx, torch.zeros_like(x))
 
@@ -233,17 +344,14 @@ def _dispatcher_of(operator: Any) -> Any:
     return cells["dispatched"]
 
 
-def _noting(operator: Any, met: list[str]) -> Callable[..., Any]:
-    dispatched = _dispatcher_of(operator).cell_contents
-
+def _noting(operator: Any, way: Callable[..., Any], met: list[str]) -> Callable[..., Any]:
     def note(*args: Any, **named: Any) -> Any:
         met.append(str(operator))
-        return dispatched(*args, **named)
+        return way(*args, **named)
 
     return note
 
 
-def test_operators_that_write_into_their_arguments_are_dispatched() -> None:
+def test_operators_that_write_into_what_is_not_theirs_are_dispatched() -> None:
     """The dispatcher counts the versions of what is written."""
-    for operator in _registered():
-        assert inspect.isbuiltin(operator._op) == operator._schema.is_mutable, operator
+    assert inspect.isbuiltin(torch.ops.fusedops.no_repeat_ngram_forward_.default._op)

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
+import fusedops
 from fusedops.core.spec import Spec
 from masks import DROPOUT_SPECS, Problem, Run
-from support import random_like
+from support import as_tuple, random_like
 
 every = pytest.mark.parametrize("spec", DROPOUT_SPECS, ids=lambda spec: spec.name)
 
@@ -189,3 +192,68 @@ def test_compiled_without_dropout_draws_nothing(spec: Spec, compiled: Callable[.
     _same(problem.run(0.0, call), problem.run(0.0, call))
     assert problem.run(0.5, call, training=False).forward.all()
     assert not problem.run(1.0, call).forward.any()
+
+
+def _draws() -> tuple[Callable[..., Any], list[int]]:
+    """A backend, and how many random operators each of its graphs has."""
+    counts: list[int] = []
+
+    def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+        counts.append(sum("randint" in str(node.target) for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=compiler), counts
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("calls", "draws"), [(0, 0), (1, 1), (64, 1), (65, 2)])
+def test_a_compiled_graph_draws_for_many_calls(calls: int, draws: int, device: torch.device) -> None:
+    """Once for 64 of them, and none drops what another drops."""
+    torch._dynamo.reset()
+    backend, counts = _draws()
+    x = torch.ones(4, 64, device=device, requires_grad=True)
+
+    def function(x: Tensor) -> list[Tensor]:
+        return [x.sin()] + [fusedops.bias_dropout_add(x, None, None, p=0.5) for _ in range(calls)]
+
+    masks = [y != 0.0 for y in torch.compile(function, fullgraph=True, backend=backend)(x)[1:]]
+    assert counts[0] == draws
+    for i, mask in enumerate(masks):
+        assert all(not torch.equal(mask, other) for other in masks[i + 1 :])
+
+
+@every
+@pytest.mark.parametrize("before", [False, True])
+def test_compiled_checkpoint_changes_nothing(
+    spec: Spec, before: bool, compiled: Callable[..., Any], device: torch.device
+) -> None:
+    """Two parts that are recomputed, whose states one operator draws: in the first part, or before it."""
+    problem = Problem(spec, 6, 40, device)
+    name = spec.tensors[0]
+
+    def part(rows: Tensor) -> Tensor:
+        first = problem.forward(0.5)[0]
+        options = {**problem.options, "p": 0.3}
+        # The square is what needs recomputing where the operator itself keeps nothing.
+        given = {**problem.tensors, name: rows + first.square()}
+        return as_tuple(spec.call(**given, **problem.absent, **options))[0].reshape(first.shape)
+
+    def run(around: Callable[..., Tensor]) -> list[Tensor]:
+        def function(rows: Tensor) -> Tensor:
+            if before:
+                rows = rows + fusedops.bias_dropout_add(rows, None, None, p=0.5)
+            y = around(part, rows)
+            z = around(part, rows * y.mean())
+            return y + z * fusedops.bias_dropout_add(y, None, None, p=0.5)
+
+        torch._dynamo.reset()
+        torch.manual_seed(21)
+        output = compiled(function)(problem.rows)
+        leaves = [tensor for tensor in problem.tensors.values() if tensor is not None]
+        return [output, *torch.autograd.grad(output.square().sum(), leaves)]
+
+    plain = run(lambda function, rows: function(rows))
+    recomputed = run(lambda function, rows: checkpoint(function, rows, use_reentrant=False))
+    for a, b in zip(recomputed, plain, strict=True):
+        scale = b.double().abs().max().item()
+        assert (a.double() - b.double()).abs().max().item() <= 64 * torch.finfo(b.dtype).eps * scale

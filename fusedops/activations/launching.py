@@ -88,11 +88,12 @@ def _halved(packed: Tensor, cols: int) -> Tensor:
     return packed.new_empty((*packed.shape[:-1], cols))
 
 
-def forward(site: Site, x: Tensor, other: Tensor | None, seed: Seed | None, threshold: int) -> Tensor:
-    """The output, from one launch."""
+def forward(site: Site, x: Tensor, other: Tensor | None, seed: Seed | None, threshold: int,
+            y: Tensor | None = None) -> Tensor:  # fmt: skip
+    """The output, from one launch; into ``y`` where the caller has made it."""
     if site.device_index >= 0 and site.device_index != launch.current_device():
         with torch.cuda.device(site.device_index):
-            return forward(site, x, other, seed, threshold)
+            return forward(site, x, other, seed, threshold, y)
     cols = site.cols
     packed = site.kind == "packed"
     x_stride = other_stride = cols * 2 if packed else cols
@@ -112,7 +113,8 @@ def forward(site: Site, x: Tensor, other: Tensor | None, seed: Seed | None, thre
     plan = _forwards.get(key)
     if plan is None:
         plan = tuning.plan(_forwards, key, _plan_forward)
-    y = _halved(x, cols) if packed else empty(x, site.y)
+    if y is None:
+        y = _halved(x, cols) if packed else empty(x, site.y)
     if site.kind == "bias":
         plan.variant(plan.tiles, -(-rows // plan.rows), x, other, y, first, second, threshold, x_stride, rows)
     else:
@@ -129,14 +131,17 @@ def backward(  # noqa: C901, one flat path a step, on purpose
     threshold: int,
     needs: tuple[bool, bool],
     packed: Packed = "",
+    outs: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """``(dx, dother)``; with ``packed`` dx is one contiguous tensor for both, in rows twice as wide.
+    """``(dx, dother)``, into ``outs`` where the caller has made them.
+
+    With ``packed`` dx is one contiguous tensor for both, in rows twice as wide.
 
     One launch, and for a bias gradient of more than a few rows a second that sums its parts.
     """
     if site.device_index >= 0 and site.device_index != launch.current_device():
         with torch.cuda.device(site.device_index):
-            return backward(site, dy, x, other, seed, threshold, needs, packed)
+            return backward(site, dy, x, other, seed, threshold, needs, packed, outs)
     cols = site.cols
     x_stride = other_stride = cols * 2 if site.kind == "packed" else cols
     dy_stride = cols
@@ -160,30 +165,31 @@ def backward(  # noqa: C901, one flat path a step, on purpose
     if plan is None:
         plan = tuning.plan(_backwards, key, _plan_backward)
     row_tiles = -(-rows // plan.rows)
-    dx = dother = None
+    if outs is not None:
+        dx, dother = outs
+    elif packed:
+        dx, dother = dy.new_empty((*dy.shape[:-1], 2 * cols), dtype=site.x), None
+    else:
+        dx = empty(dy, site.x) if needs[0] else None
+        dother = None
+        if needs[1]:
+            dother = dy.new_empty(cols, dtype=site.other) if site.kind == "bias" else empty(dy, site.other)
     if site.kind != "bias":
-        if packed:
-            dx = dy.new_empty((*dy.shape[:-1], 2 * cols), dtype=site.x)
-        else:
-            dx = empty(dy, site.x) if needs[0] else None
-            dother = empty(dy, site.other) if needs[1] else None
         plan.variant(plan.tiles, row_tiles, dy, x, other, dx, dother, dy_stride, x_stride, other_stride, rows)
         return dx, dother
-    dx = empty(dy, site.x) if needs[0] else None
-    dbias = partials = None
+    partials = None
     programs = row_tiles
     if plan.reduce is not None:
-        dbias = dy.new_empty(cols, dtype=site.other)
         # Few rows are one program's work: it stores the sums itself.
         programs = 1
         if row_tiles > 2:
             programs = min(row_tiles, plan.programs)
             partials = dy.new_empty((programs, cols), dtype=site.acc)
-    plan.variant(plan.tiles, programs, dy, x, other, dx, dbias, dy if partials is None else partials, first, second,
+    plan.variant(plan.tiles, programs, dy, x, other, dx, dother, dy if partials is None else partials, first, second,
                  threshold, dy_stride, x_stride, rows)  # fmt: skip
     if partials is not None:
-        plan.reduce(-(-cols // plan.reduce_block), 1, partials, dbias, None, None, programs, programs)  # type: ignore[misc]
-    return dx, dbias
+        plan.reduce(-(-cols // plan.reduce_block), 1, partials, dother, None, None, programs, programs)  # type: ignore[misc]
+    return dx, dother
 
 
 # --- the variants behind the keys ---------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 Eagerly on a GPU the state is the device generator's own (seed, offset), and the offset moves on as `F.dropout` moves
 it: `torch.manual_seed`, `torch.get_rng_state` and activation checkpointing see and restore it, at no kernel's cost.
 Under CUDA-graph capture and torch.compile numbers would freeze, so there the state is a tensor filled by a recorded
-random operator: every replay and every call draws anew. A captured graph has one such operator for many calls.
+random operator: every replay and every call draws anew. A captured or compiled graph has one such operator for many
+calls.
 """
 
 from __future__ import annotations
@@ -11,9 +12,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+import weakref
 from typing import Any
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from .operators import exporting
 
 __all__ = ["Seed", "draw", "keep_probability", "threshold"]
 
@@ -38,7 +44,9 @@ def keep_probability(p: float) -> float:
 
 def draw(device: torch.device) -> Seed:
     """The next random state: ``(seed, offset)``, or an int64 tensor of both where the call is being recorded."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    if torch.compiler.is_compiling():
+        return torch.ops.fusedops.random_state(device)  # type: ignore[no-any-return]
+    if torch._C._len_torch_dispatch_stack() > 0:
         return _draw_tensor(device)
     if device.type != "cuda":
         # Outside any torch.func transform: the state is one for the whole call, whatever is being mapped.
@@ -55,8 +63,20 @@ def draw(device: torch.device) -> Seed:
     return seed - 2**64 if seed >= 2**63 else seed, offset  # the same 64 bits, as the kernels' signed integer
 
 
-# States drawn by one recorded kernel for the calls that one stream captures: (capture, device, states, taken).
+def _draw_tensor(device: torch.device) -> torch.Tensor:
+    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
+
+
+# --- many states from one recorded kernel -------------------------------------------------------------------------------
+
 _POOL = 64
+
+
+def _draw_pool(device: torch.device) -> torch.Tensor:
+    return torch.randint(0, 2**62, (_POOL, 2), dtype=torch.int64, device=device)
+
+
+# States for the calls that one stream captures: (capture, device, states, taken).
 _captured: tuple[tuple[int, int], int, torch.Tensor, int] | None = None
 
 
@@ -71,8 +91,7 @@ def _draw_captured(device: torch.device) -> torch.Tensor:
         key = (capture, stream)
         with torch._C._DisableFuncTorch():  # one state for the whole call, whatever is being mapped
             if _captured is None or _captured[:2] != (key, device.index) or _captured[3] == _POOL:
-                states = torch.randint(0, 2**62, (_POOL, 2), dtype=torch.int64, device=device)
-                _captured = (key, device.index, states, 0)
+                _captured = (key, device.index, _draw_pool(device), 0)
             _, index, states, taken = _captured
             _captured = (key, index, states, taken + 1)
             return states[taken]
@@ -101,5 +120,32 @@ def _capture_id(stream: int) -> int | None:
     return identity.value
 
 
-def _draw_tensor(device: torch.device) -> torch.Tensor:
-    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
+# States for the calls of the graph that a tracer writes: the device's (states, taken).
+_traced: weakref.WeakKeyDictionary[Any, dict[torch.device, tuple[torch.Tensor, int]]] = weakref.WeakKeyDictionary()
+
+# What torch.compile sees first: one state, drawn when it runs. It becomes one of many where the graph is made
+# functional: what lies in one such graph is computed together, and recomputed together.
+_LIBRARY = torch.library.Library("fusedops", "FRAGMENT")
+_LIBRARY.define("random_state(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+_LIBRARY.impl("random_state", _draw_tensor, "CompositeExplicitAutograd")
+
+
+def _fake_state(device: torch.device) -> torch.Tensor:
+    return torch.empty(2, dtype=torch.int64, device=device)
+
+
+def _functional_state(mode: Any, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    proxies = get_proxy_mode()
+    with mode:
+        if proxies is None or exporting():
+            return _draw_tensor(*args)
+        pools = _traced.setdefault(proxies.tracer, {})
+        states, taken = pools.get(args[0], (None, _POOL))
+        if states is None or taken == _POOL:
+            states, taken = _draw_pool(*args), 0
+        pools[args[0]] = states, taken + 1
+        return states[taken]
+
+
+torch.library.register_fake("fusedops::random_state", _fake_state, lib=_LIBRARY)
+torch.library.register_torch_dispatch("fusedops::random_state", FunctionalTensorMode, _functional_state, lib=_LIBRARY)

@@ -129,14 +129,15 @@ def forward(
     seed: Seed | None,
     threshold: int,
     store_sum: bool,
+    outs: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """``(y, z, twin, stats)`` from one launch.
+    """``(y, z, twin, stats)`` from one launch, into ``outs`` where the caller has made them.
 
     z is None unless ``store_sum``, the twin unless the site has one, stats for no norm.
     """
     if site.device_index >= 0 and site.device_index != launch.current_device():
         with torch.cuda.device(site.device_index):
-            return forward(site, x, bias, residual, weight, ln_bias, seed, threshold, store_sum)
+            return forward(site, x, bias, residual, weight, ln_bias, seed, threshold, store_sum, outs)
     cols = x_stride = residual_stride = site.cols
     if not x.is_contiguous():
         x, x_stride = as_rows(x, site.dims, cols)
@@ -162,17 +163,21 @@ def forward(
     if plan is None:
         plan = tuning.plan(_forwards, key, _plan_forward)
 
-    y = empty(x, site.y)
     grid_x = -(-rows // plan.rows)
     if grid_x > plan.programs:
         grid_x = plan.programs
     if site.rule.kind == "none":
+        y = empty(x, site.y) if outs is None else outs[0]
         plan.variant(plan.tiles, grid_x, x, bias, residual, y, first, second, threshold, x_stride, residual_stride,
                      rows)  # fmt: skip
         return y, None, None, None
-    z = empty(x, site.z) if store_sum else None
-    twin = None if site.twin is None else empty(x, site.twin)
-    stats = x.new_empty((2 if site.rule.kind == "layer" else 1, rows), dtype=site.acc)
+    if outs is None:
+        y = empty(x, site.y)
+        z = empty(x, site.z) if store_sum else None
+        twin = None if site.twin is None else empty(x, site.twin)
+        stats = x.new_empty((2 if site.rule.kind == "layer" else 1, rows), dtype=site.acc)
+    else:
+        y, z, twin, stats = outs  # type: ignore[assignment]
     plan.variant(grid_x, 1, x, bias, residual, weight, ln_bias, y, twin, z, stats, first, second, threshold, x_stride,
                  residual_stride, rows)  # fmt: skip
     return y, z, twin, stats
@@ -192,9 +197,11 @@ def backward(  # noqa: C901, one flat path a step, on purpose
     seed: Seed | None,
     threshold: int,
     needs: tuple[bool, bool, bool, bool, bool],
+    outs: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """``(dx, dbias, dresidual, dweight, dln_bias)``, None where not needed.
+    """``(dx, dbias, dresidual, dweight, dln_bias)``, None where not needed; into ``outs`` where the caller made them.
 
+    What x and residual share is dresidual's place in ``outs``.
     ``kept`` is the sum, the output or x, as ``site.save`` says; ``bias`` and ``residual`` are given where it is x.
     ``dy`` and ``dtwin`` are gradients of the same numbers.
     """
@@ -202,7 +209,8 @@ def backward(  # noqa: C901, one flat path a step, on purpose
         dy, dtwin = dtwin, None
     if site.device_index >= 0 and site.device_index != launch.current_device():
         with torch.cuda.device(site.device_index):
-            return backward(site, dy, dsum, dtwin, kept, bias, residual, weight, ln_bias, stats, seed, threshold, needs)
+            return backward(site, dy, dsum, dtwin, kept, bias, residual, weight, ln_bias, stats, seed, threshold, needs,
+                            outs)  # fmt: skip
     cols = dy_stride = dsum_stride = dtwin_stride = kept_stride = residual_stride = site.cols
     bits = 0
     if dy is not None:
@@ -245,15 +253,17 @@ def backward(  # noqa: C901, one flat path a step, on purpose
         plan = tuning.plan(_backwards, key, _plan_backward)
 
     needs_x, needs_bias, needs_residual, needs_weight, needs_ln_bias = needs
-    if dy is None:
-        needs_weight = needs_ln_bias = False  # only the sum has a gradient, and they did not make it
     # Without dropout x and residual get the same gradient; equal dtypes share one tensor, as in PyTorch's add.
     shared = needs_residual and seed is None and site.x is site.residual
-    dx = empty(like, site.x) if needs_x and not shared else None
-    dresidual = empty(like, site.residual) if needs_residual else None
-    dbias = like.new_empty(cols, dtype=site.bias) if needs_bias else None
-    dweight = torch.empty_like(weight) if needs_weight else None  # type: ignore[arg-type]
-    dln_bias = torch.empty_like(ln_bias) if needs_ln_bias else None  # type: ignore[arg-type]
+    if outs is None:
+        dx = empty(like, site.x) if needs_x and not shared else None
+        dresidual = empty(like, site.residual) if needs_residual else None
+        dbias = like.new_empty(cols, dtype=site.bias) if needs_bias else None
+        # Where only the sum has a gradient, the norm's parameters did not make it.
+        dweight = torch.empty_like(weight) if needs_weight and dy is not None else None  # type: ignore[arg-type]
+        dln_bias = torch.empty_like(ln_bias) if needs_ln_bias and dy is not None else None  # type: ignore[arg-type]
+    else:
+        dx, dbias, dresidual, dweight, dln_bias = outs
     moments = partials = None
     row_tiles = -(-rows // plan.rows)
     programs = rest_programs = 1

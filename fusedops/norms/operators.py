@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..core import autograd
-from ..core.checks import DTYPES
-from ..core.operators import implement
+from ..core.operators import NAMES, Calls, define, named
 from ..core.rng import Seed
+from ..core.version import __version__
 from . import launching
 from .function import kept_tensors
 from .launching import Site, site_of
@@ -21,21 +21,8 @@ __all__ = ["operator_call"]
 
 _LIBRARY = torch.library.Library("fusedops", "FRAGMENT")
 
-# A call's constants in few arguments, as each costs the dispatcher time: ``call`` is what `_call_name` makes of them,
-# and `_site` reads.
-_CALL = "Tensor? seed, int threshold, str call, float eps, float weight_offset, int cols, int dims"
-_LIBRARY.define(
-    "norm_forward(Tensor x, Tensor? bias, Tensor? residual, Tensor? weight, Tensor? ln_bias, "
-    f"{_CALL}) -> (Tensor, Tensor, Tensor)"
-)
-# ``needs`` is one digit for each gradient, 1 if it is wanted; those are returned. ``dtypes`` are those of x, bias and
-# residual.
-_LIBRARY.define(
-    "norm_backward(Tensor? dy, Tensor? dsum, Tensor? kept, Tensor? bias, Tensor? residual, Tensor? weight, "
-    f"Tensor? ln_bias, Tensor? stats, str needs, str dtypes, {_CALL}) -> Tensor[]"
-)
-_NAMES: dict[torch.dtype | None, str] = {None: "none", **{d: str(d).removeprefix("torch.") for d in DTYPES}}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+# ``call`` is what `_call_name` makes of a call's constants, and `_site` reads.
+_CALL = "int threshold, str call, float eps, float weight_offset, int cols, int dims"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -49,23 +36,19 @@ def _dtype(t: Tensor | None) -> torch.dtype | None:
 
 
 def _call_name(rule: NormRule, save: str, store_sum: bool, out_dtype: torch.dtype | None) -> str:
-    return f"{rule.kind} {rule.rounding} {save} {'stores' if store_sum else 'drops'} {_NAMES[out_dtype]}"
+    stored = "stores" if store_sum else "drops"
+    # PyTorch keeps compiled functions on disk by the names and constants in them: the version tells one release's apart.
+    return f"{rule.kind} {rule.rounding} {save} {stored} {NAMES[out_dtype]} {__version__}"
 
 
-@functools.lru_cache(maxsize=4096)
-def _site(call: str, eps: float, weight_offset: float, cols: int, dims: int, device_index: int,
-          *dtypes: torch.dtype | None) -> tuple[Site, bool]:  # fmt: skip
-    """The site, and whether the sum is stored; ``dtypes`` are those of x, bias, residual, weight and ln_bias."""
-    kind, rounding, save, stored, out_dtype = call.split()
+def _site(constants: tuple[Any, ...], device_index: int, dtypes: tuple[torch.dtype | None, ...]) -> Site:
+    """From the constants behind the threshold, and the dtypes of x, bias, residual, weight and ln_bias."""
+    call, eps, weight_offset, cols, dims = constants
+    kind, rounding, save, _, out_dtype, _ = call.split()
     rule = rule_of(kind, eps, weight_offset, rounding)
     x, *others = dtypes
     assert x is not None
-    return site_of(rule, cols, dims, save, _DTYPES[out_dtype], device_index, x, *others), stored == "stores"
-
-
-@functools.lru_cache(maxsize=4096)
-def _gradients(needs: str, dtypes: str) -> tuple[tuple[bool, ...], tuple[torch.dtype | None, ...]]:
-    return tuple([digit == "1" for digit in needs]), tuple([_DTYPES[name] for name in dtypes.split()])
+    return site_of(rule, cols, dims, save, named(out_dtype), device_index, x, *others)
 
 
 def operator_call(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None,
@@ -80,76 +63,101 @@ def operator_call(x: Tensor, bias: Tensor | None, residual: Tensor | None, weigh
     return y, z if store_sum else None
 
 
+# --- forward ------------------------------------------------------------------------------------------------------------
+
+
+def _prepare_forward(device_index: int, dtypes: tuple[torch.dtype | None, ...], threshold: int,
+                     *call: Any) -> tuple[Site, int]:  # fmt: skip
+    return _site(call, device_index, dtypes[:5]), threshold
+
+
+_forwards = Calls(_prepare_forward)
+
+
 def _forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, ln_bias: Tensor | None,
+             seed: Tensor | None, y: Tensor, z: Tensor | None, stats: Tensor | None, call: str) -> None:  # fmt: skip
+    site, threshold = _forwards[call, x.get_device()]
+    launching.forward(site, x, bias, residual, weight, ln_bias, seed, threshold, z is not None, (y, z, None, stats))
+
+
+def _outputs(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, ln_bias: Tensor | None,
              seed: Tensor | None, threshold: int, call: str, eps: float, weight_offset: float, cols: int,
-             dims: int) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    site, store_sum = _site(call, eps, weight_offset, cols, dims, x.get_device(), x.dtype, _dtype(bias),
-                            _dtype(residual), _dtype(weight), _dtype(ln_bias))  # fmt: skip
-    y, z, _, stats = launching.forward(site, x, bias, residual, weight, ln_bias, seed, threshold, store_sum)
-    return y, x.new_empty(0) if z is None else z, x.new_empty(0) if stats is None else stats
-
-
-def _fake_forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None,
-                  ln_bias: Tensor | None, seed: Tensor | None, threshold: int, call: str, eps: float,
-                  weight_offset: float, cols: int, dims: int) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    site, store_sum = _site(call, eps, weight_offset, cols, dims, -1, x.dtype, _dtype(bias), _dtype(residual),
-                            _dtype(weight), _dtype(ln_bias))  # fmt: skip
+             dims: int) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    dtypes = (x.dtype, _dtype(bias), _dtype(residual), _dtype(weight), _dtype(ln_bias))
+    site = _site((call, eps, weight_offset, cols, dims), -1, dtypes)
     y = torch.empty_like(x, dtype=site.y, memory_format=torch.contiguous_format)
-    stored = store_sum and site.normalizes
-    z = torch.empty_like(x, dtype=site.z, memory_format=torch.contiguous_format) if stored else x.new_empty(0)
-    stats = x.new_empty((2 if site.rule.kind == "layer" else 1, x.numel() // cols), dtype=site.acc)
-    return y, z, stats if site.normalizes else x.new_empty(0)
+    if not site.normalizes:
+        return y, None, None
+    z = torch.empty_like(x, dtype=site.z, memory_format=torch.contiguous_format) if _stores(call) else None
+    return y, z, x.new_empty((2 if site.rule.kind == "layer" else 1, x.numel() // cols), dtype=site.acc)
+
+
+def _stores(call: str) -> bool:
+    return call.split()[3] == "stores"
+
+
+# --- backward -----------------------------------------------------------------------------------------------------------
+
+
+def _needed(needs: str) -> tuple[bool, ...]:
+    return tuple([digit == "1" for digit in needs])
+
+
+def _inputs(dtypes: str) -> tuple[torch.dtype | None, ...]:
+    return tuple([named(name) for name in dtypes.split()])
+
+
+def _shared(needs: tuple[bool, ...], seed: Any, x: torch.dtype | None, residual: torch.dtype | None) -> bool:
+    """Whether x and residual have one gradient; an operator returns it once, as its outputs may not alias."""
+    return needs[0] and needs[2] and seed is None and x is residual
+
+
+def _prepare_backward(device_index: int, dtypes: tuple[torch.dtype | None, ...], needs: str, inputs: str,
+                      threshold: int, *call: Any) -> tuple[Site, int, tuple[bool, ...]]:  # fmt: skip
+    return _site(call, device_index, (*_inputs(inputs), *dtypes[5:7])), threshold, _needed(needs)
+
+
+_backwards = Calls(_prepare_backward)
 
 
 def _backward(dy: Tensor | None, dsum: Tensor | None, kept: Tensor | None, bias: Tensor | None,
               residual: Tensor | None, weight: Tensor | None, ln_bias: Tensor | None, stats: Tensor | None,
-              needs: str, dtypes: str, seed: Tensor | None, threshold: int, call: str, eps: float,
-              weight_offset: float, cols: int, dims: int) -> list[Tensor]:  # fmt: skip
+              seed: Tensor | None, dx: Tensor | None, dbias: Tensor | None, dresidual: Tensor | None,
+              dweight: Tensor | None, dln_bias: Tensor | None, call: str) -> None:  # fmt: skip
     like: Tensor = dy if dy is not None else dsum  # type: ignore[assignment]
-    needed, (x_dtype, bias_dtype, residual_dtype) = _gradients(needs, dtypes)
-    site, _ = _site(call, eps, weight_offset, cols, dims, like.get_device(), x_dtype, bias_dtype, residual_dtype,
-                    _dtype(weight), _dtype(ln_bias))  # fmt: skip
-    grads = launching.backward(site, dy, dsum, None, kept, bias, residual, weight, ln_bias, stats, seed, threshold,
-                               needed)  # type: ignore[arg-type]  # fmt: skip
-    # An operator's outputs may not alias; `_autograd_backward` puts the shared gradient back.
-    first = _shared(needed, seed, x_dtype, residual_dtype)
-    return [grad for grad in grads[first:] if grad is not None]
+    site, threshold, needs = _backwards[call, like.get_device()]
+    launching.backward(site, dy, dsum, None, kept, bias, residual, weight, ln_bias, stats, seed, threshold, needs,
+                       (dx, dbias, dresidual, dweight, dln_bias))  # fmt: skip
 
 
-def _shared(needs: tuple[bool, ...], seed: Tensor | None, x: torch.dtype | None, residual: torch.dtype | None) -> bool:
-    """Whether x and residual have one gradient."""
-    return needs[0] and needs[2] and seed is None and x is residual
-
-
-def _fake_backward(dy: Tensor | None, dsum: Tensor | None, kept: Tensor | None, bias: Tensor | None,
-                   residual: Tensor | None, weight: Tensor | None, ln_bias: Tensor | None, stats: Tensor | None,
-                   needs: str, dtypes: str, seed: Tensor | None, threshold: int, call: str, eps: float,
-                   weight_offset: float, cols: int, dims: int) -> list[Tensor]:  # fmt: skip
+def _gradients(dy: Tensor | None, dsum: Tensor | None, kept: Tensor | None, bias: Tensor | None,
+               residual: Tensor | None, weight: Tensor | None, ln_bias: Tensor | None, stats: Tensor | None,
+               seed: Tensor | None, needs: str, inputs: str, threshold: int, call: str, eps: float,
+               weight_offset: float, cols: int, dims: int) -> tuple[Tensor | None, ...]:  # fmt: skip
     like = dy if dy is not None else dsum
     assert like is not None
-    needed, (x_dtype, bias_dtype, residual_dtype) = _gradients(needs, dtypes)
+    needed, (x_dtype, bias_dtype, residual_dtype) = _needed(needs), _inputs(inputs)
 
     def full(dtype: torch.dtype | None) -> Tensor:
         return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
-    grads: list[Tensor] = []
-    if needed[0] and not _shared(needed, seed, x_dtype, residual_dtype):
-        grads.append(full(x_dtype))
-    if needed[1]:
-        grads.append(like.new_empty(cols, dtype=bias_dtype))
-    if needed[2]:
-        grads.append(full(residual_dtype))
-    for need, parameter in zip(needed[3:], (weight, ln_bias), strict=True):
-        if need:
-            grads.append(torch.empty_like(parameter, memory_format=torch.contiguous_format))  # type: ignore[arg-type]
-    return grads
+    def alike(need: bool, parameter: Tensor | None) -> Tensor | None:
+        return torch.empty_like(parameter, memory_format=torch.contiguous_format) if need else None  # type: ignore[arg-type]
+
+    return (
+        full(x_dtype) if needed[0] and not _shared(needed, seed, x_dtype, residual_dtype) else None,
+        like.new_empty(cols, dtype=bias_dtype) if needed[1] else None,
+        full(residual_dtype) if needed[2] else None,
+        alike(needed[3], weight),
+        alike(needed[4], ln_bias),
+    )
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     x, bias, residual, weight, ln_bias, seed, threshold, call, *constants = inputs
     y, z, stats = output
-    kind, _, save, stored, _ = call.split()
-    ctx.stored = stored == "stores"
+    kind, _, save, *_ = call.split()
+    ctx.stored = _stores(call)
     kept, kept_bias, kept_residual = kept_tensors(x, bias, residual, y, z if ctx.stored else None, kind, save)
     ctx.save_for_backward(kept, kept_bias, kept_residual, weight, ln_bias, stats if kind != "none" else None, seed)
     ctx.set_materialize_grads(False)
@@ -166,9 +174,9 @@ def _autograd_backward(ctx: Any, dy: Tensor | None, dz: Tensor | None, _: Tensor
     needs = tuple(ctx.needs_input_grad[:5])
     if dy is None:
         needs = (*needs[:3], False, False)  # only the sum has a gradient, and the norm's parameters did not make it
-    names = " ".join([_NAMES[dtype] for dtype in ctx.dtypes])
+    names = " ".join([NAMES[dtype] for dtype in ctx.dtypes])
     digits = "".join([str(int(need)) for need in needs])
-    grads = iter(autograd.once(torch.ops.fusedops.norm_backward, dy, dsum, *saved, digits, names, seed, *ctx.call))
+    grads = iter(autograd.once(torch.ops.fusedops.norm_backward, dy, dsum, *saved, seed, digits, names, *ctx.call))
     x_dtype, _, residual_dtype = ctx.dtypes
     shared = _shared(needs, seed, x_dtype, residual_dtype)
     found = [next(grads) if need and not (place == 0 and shared) else None for place, need in enumerate(needs)]
@@ -177,8 +185,28 @@ def _autograd_backward(ctx: Any, dy: Tensor | None, dz: Tensor | None, _: Tensor
     return (*found, *rest)
 
 
-implement(_LIBRARY, "norm_forward", _forward, _fake_forward)
-implement(_LIBRARY, "norm_backward", _backward, _fake_backward)
+define(
+    _LIBRARY,
+    "norm_forward",
+    tensors="Tensor x, Tensor? bias, Tensor? residual, Tensor? weight, Tensor? ln_bias, Tensor? seed",
+    constants=_CALL,
+    outputs=("y", "z", "stats"),
+    returns="(Tensor, Tensor, Tensor)",
+    allocate=_outputs,
+    write=_forward,
+)
+define(
+    _LIBRARY,
+    "norm_backward",
+    tensors="Tensor? dy, Tensor? dsum, Tensor? kept, Tensor? bias, Tensor? residual, Tensor? weight, Tensor? ln_bias, "
+    "Tensor? stats, Tensor? seed",
+    # ``needs`` is one digit for each gradient, 1 if it is wanted; ``inputs`` the dtypes of x, bias and residual.
+    constants=f"str needs, str inputs, {_CALL}",
+    outputs=("dx", "dbias", "dresidual", "dweight", "dln_bias"),
+    returns="Tensor[]",
+    allocate=_gradients,
+    write=_backward,
+)
 torch.library.register_autograd(
     "fusedops::norm_forward", _autograd_backward, setup_context=_setup_context, lib=_LIBRARY
 )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..core import autograd
 from ..core.operators import implement
+from ..core.version import __version__
 from . import launching
 from .launching import Site, site_of
 from .widths import widths_of
@@ -36,7 +37,9 @@ def operator_call(slices: tuple[Tensor, ...], weight: Tensor | None, bias: Tenso
                   dims: int, concat: bool, eps: float, activation: str, shared: bool,
                   out_dtype: torch.dtype | None) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """The forward as one registered operator."""
-    y: Tensor = torch.ops.fusedops.slices_forward(slices, weight, bias, sizes, dims, concat, eps, activation, shared,
+    # PyTorch keeps compiled functions on disk by the names and constants in them: the version tells one release's apart.
+    name = f"{activation} {__version__}"
+    y: Tensor = torch.ops.fusedops.slices_forward(slices, weight, bias, sizes, dims, concat, eps, name, shared,
                                                   out_dtype)  # fmt: skip
     return tuple(_split(y, slices)) if dims == 0 and not concat else y
 
@@ -49,8 +52,8 @@ def _split(buffer: Tensor, slices: Any) -> list[Tensor]:
 
 def _site(slices: list[Tensor], weight: Tensor | None, bias: Tensor | None, sizes: list[int], dims: int, concat: bool,
           eps: float, activation: str, shared: bool, out_dtype: torch.dtype | None) -> Site:  # fmt: skip
-    x = slices[0]
-    return site_of(widths_of(tuple(sizes)), dims, concat, eps, activation, shared, out_dtype, x.get_device(), x.dtype,
+    x, name = slices[0], activation.partition(" ")[0]
+    return site_of(widths_of(tuple(sizes)), dims, concat, eps, name, shared, out_dtype, x.get_device(), x.dtype,
                    None if weight is None else weight.dtype, None if bias is None else bias.dtype)  # fmt: skip
 
 
