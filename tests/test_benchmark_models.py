@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 ISSUED = ["model", "mode", "provider", "ms", "peak_mib", "loss", "commit", "torch", "triton"]
 NAMES = {"bert", "gpt2", "t5", "llama", "vit"}
 TEXT = text.Text(CPU)
-LIGHT = measuring.Effort(rounds=2, block_s=0.001, singles=1)
+LIGHT = measuring.Effort(rounds=2, block_s=0.001, singles=1, most=2)
 SETTING = runner.Setting(CPU, TEXT, LIGHT, seeds=(0, 1), steps=6)
 every_tiny = pytest.mark.parametrize("workload", workloads.workloads(tiny=True), ids=str)
 
@@ -247,9 +247,22 @@ def test_contenders_take_turns(clock):
 def test_ms_is_the_median_and_spread_the_quartiles_range(clock):
     order = []
     alone = {"a": stepping(clock, "a", order, [0.010, 0.020, 0.030, 0.040, 9.0])}
-    found = measuring.blocks(alone, {"a": measuring.Warm(0.0, 1.0, 1.0, None)}, measuring.Effort(5, 0.1), CPU)
+    found = measuring.blocks(alone, {"a": measuring.Warm(0.0, 1.0, 1.0, None)}, measuring.Effort(5, 0.1, most=5), CPU)
     assert found["a"].ms == pytest.approx(30.0)
     assert found["a"].spread == pytest.approx(20.0)
+
+
+def test_rounds_go_on_while_times_differ(clock):
+    """Until the median is known, or patience ends; all contenders get as many."""
+    order = []
+    calm = {"a": stepping(clock, "a", order, [1.0, 1.5, 1.0, 1.0, 1.0, 1.0, 1.0])}
+    warm = {name: measuring.Warm(0.0, 1.0, 1.0, None) for name in "ab"}
+    assert measuring.blocks(calm, warm, measuring.Effort(2, 0.1, most=20), CPU)["a"].ms == pytest.approx(1000.0)
+    assert 2 < len(order) < 7
+    order.clear()
+    both = {"a": stepping(clock, "a", order, [1.0]), "b": stepping(clock, "b", order, [0.0, 1.0, 0.0, 2.0] * 2)}
+    measuring.blocks(both, warm, measuring.Effort(2, 0.1, most=4), CPU)
+    assert "".join(order) == "ab" * 4
 
 
 def test_warming_up_is_not_timed(clock):

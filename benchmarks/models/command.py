@@ -25,7 +25,7 @@ __all__ = ["add_options", "run"]
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _RESULTS = _ROOT / "benchmarks" / "results"
 _DEFAULT = _RESULTS / "models_nvidia_h200.csv"
-_TINY = Effort(rounds=3, block_s=0.01, singles=1)
+_TINY = Effort(rounds=3, block_s=0.01, singles=1, most=3)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -18,11 +18,15 @@ __all__ = ["Effort", "Measured", "Warm", "blocks", "synchronize", "warm_up"]
 
 @dataclass(frozen=True)
 class Effort:
-    """How hard to measure: rounds of blocks, each of so many seconds' steps, and single steps for the host's time."""
+    """How hard to measure: rounds of blocks, each of so many seconds' steps, and single steps for the host's time.
+
+    Rounds go on, to ``most`` of them, while a contender's quartiles lie too far apart for so few.
+    """
 
     rounds: int = 5
     block_s: float = 0.2
     singles: int = 3
+    most: int = 20
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,9 @@ def blocks(
 ) -> dict[str, Measured]:
     """Blocks of steps back to back, the contenders in turn, so that a drift of the clocks meets all alike."""
     seen: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(effort.rounds):
+    for done in range(max(effort.rounds, effort.most)):
+        if done >= effort.rounds and all(map(_settled, seen.values())):
+            break
         for name, contender in contenders.items():
             steps = max(1, math.ceil(effort.block_s / warm[name].step_s))
             with contender.in_force():
@@ -101,6 +107,11 @@ def _peak_mib(contender: Contender, device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     return timing.peak_mib(contender.step) + contender.own_bytes / 2**20
+
+
+def _settled(times: list[float]) -> bool:
+    """Whether the median is good to about one in a hundred: the quartiles' distance over the root of the count."""
+    return _quartile_range(times) <= 0.01 * statistics.median(times) * math.sqrt(len(times))
 
 
 def _quartile_range(times: list[float]) -> float:
