@@ -134,19 +134,15 @@ def _bits(spec: Spec, sample: Sample, tensors: dict[str, Tensor]) -> list[Tensor
 @pytest.mark.kernels
 @cases((torch.float32,), _covers_the_schema)
 def test_a_dispatch_mode_changes_no_bit(case: Case, device: torch.device) -> None:
-    """The operators and the light path beside them are two ways to the same kernels.
-
-    A twin is a cast behind the operator there: rows of gradients are then added up in another order.
-    """
+    """The operators and the light path beside them are two ways to the same kernels."""
     sample = case.sample()
     tensors = {name: t.requires_grad_() for name, t in tensors_of(case.spec, sample).items()}
     plain = _bits(case.spec, sample, tensors)
     with _Recorder() as recorder:
         observed = _bits(case.spec, sample, tensors)
     assert len(recorder.calls) == 2
-    tolerance = 1e-5 if "twin_dtype" in sample.options else 0.0
     for a, b in zip(plain, observed, strict=True):
-        torch.testing.assert_close(b, a, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(b, a, rtol=0.0, atol=0.0)
 
 
 @every

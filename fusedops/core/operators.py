@@ -36,7 +36,7 @@ _Dtype = torch.dtype | None
 exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 
 # What an operator returns of its outputs: the one, each (with an empty tensor for what is absent), those that are there.
-Returns = Literal["Tensor", "(Tensor, Tensor, Tensor)", "Tensor[]"]
+Returns = Literal["Tensor", "(Tensor, Tensor, Tensor, Tensor)", "Tensor[]"]
 
 # Dtypes as operators take them: an argument of its own kind costs more than a word in a string.
 NAMES: dict[_Dtype, str] = {None: "none", **{d: str(d).removeprefix("torch.") for d in DTYPES}}

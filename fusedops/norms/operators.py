@@ -35,32 +35,35 @@ def _dtype(t: Tensor | None) -> torch.dtype | None:
     return None if t is None else t.dtype
 
 
-def _call_name(rule: NormRule, save: str, store_sum: bool, out_dtype: torch.dtype | None) -> str:
+def _call_name(rule: NormRule, save: str, store_sum: bool, out_dtype: torch.dtype | None,
+               twin: torch.dtype | None) -> str:  # fmt: skip
     stored = "stores" if store_sum else "drops"
     # PyTorch keeps compiled functions on disk by the names and constants in them: the version tells one release's apart.
-    return f"{rule.kind} {rule.rounding} {save} {stored} {NAMES[out_dtype]} {__version__}"
+    return f"{rule.kind} {rule.rounding} {save} {stored} {NAMES[out_dtype]} {NAMES[twin]} {__version__}"
 
 
 def _site(constants: tuple[Any, ...], device_index: int, dtypes: tuple[torch.dtype | None, ...]) -> Site:
     """From the constants behind the threshold, and the dtypes of x, bias, residual, weight and ln_bias."""
     call, eps, weight_offset, cols, dims = constants
-    kind, rounding, save, _, out_dtype, _ = call.split()
+    kind, rounding, save, _, out_dtype, twin, _ = call.split()
     rule = rule_of(kind, eps, weight_offset, rounding)
-    x, *others = dtypes
+    x, bias, residual, weight, ln_bias = dtypes
     assert x is not None
-    return site_of(rule, cols, dims, save, named(out_dtype), device_index, x, *others)
+    return site_of(rule, cols, dims, save, named(out_dtype), device_index, x, bias, residual, weight, ln_bias,
+                   named(twin))  # fmt: skip
 
 
 def operator_call(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None,
                   ln_bias: Tensor | None, seed: Seed | None, threshold: int, rule: NormRule, cols: int, dims: int,
-                  save: str, store_sum: bool, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The forward as one registered operator; ``(y, z)``."""
+                  save: str, store_sum: bool, out_dtype: torch.dtype | None,
+                  twin: torch.dtype | None) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """The forward as one registered operator; ``(y, z, y in the dtype twin)``, None what is not asked for."""
     if isinstance(seed, tuple):
         seed = torch.tensor(seed, dtype=torch.int64, device=x.device)
-    y, z, _ = torch.ops.fusedops.norm_forward(x, bias, residual, weight, ln_bias, seed, threshold,
-                                              _call_name(rule, save, store_sum, out_dtype), rule.eps,
-                                              rule.weight_offset, cols, dims)  # fmt: skip
-    return y, z if store_sum else None
+    y, z, low, _ = torch.ops.fusedops.norm_forward(x, bias, residual, weight, ln_bias, seed, threshold,
+                                                   _call_name(rule, save, store_sum, out_dtype, twin), rule.eps,
+                                                   rule.weight_offset, cols, dims)  # fmt: skip
+    return y, z if store_sum else None, None if twin is None else y if y.dtype is twin else low
 
 
 # --- forward ------------------------------------------------------------------------------------------------------------
@@ -75,21 +78,25 @@ _forwards = Calls(_prepare_forward)
 
 
 def _forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, ln_bias: Tensor | None,
-             seed: Tensor | None, y: Tensor, z: Tensor | None, stats: Tensor | None, call: str) -> None:  # fmt: skip
+             seed: Tensor | None, y: Tensor, z: Tensor | None, twin: Tensor | None, stats: Tensor | None,
+             call: str) -> None:  # fmt: skip
     site, threshold = _forwards[call, x.get_device()]
-    launching.forward(site, x, bias, residual, weight, ln_bias, seed, threshold, z is not None, (y, z, None, stats))
+    launching.forward(site, x, bias, residual, weight, ln_bias, seed, threshold, z is not None, (y, z, twin, stats))
 
 
 def _outputs(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, ln_bias: Tensor | None,
              seed: Tensor | None, threshold: int, call: str, eps: float, weight_offset: float, cols: int,
-             dims: int) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+             dims: int) -> tuple[Tensor | None, ...]:  # fmt: skip
     dtypes = (x.dtype, _dtype(bias), _dtype(residual), _dtype(weight), _dtype(ln_bias))
     site = _site((call, eps, weight_offset, cols, dims), -1, dtypes)
-    y = torch.empty_like(x, dtype=site.y, memory_format=torch.contiguous_format)
+
+    def full(dtype: torch.dtype | None) -> Tensor:
+        return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
     if not site.normalizes:
-        return y, None, None
-    z = torch.empty_like(x, dtype=site.z, memory_format=torch.contiguous_format) if _stores(call) else None
-    return y, z, x.new_empty((2 if site.rule.kind == "layer" else 1, x.numel() // cols), dtype=site.acc)
+        return full(site.y), None, None, None
+    stats = x.new_empty((2 if site.rule.kind == "layer" else 1, x.numel() // cols), dtype=site.acc)
+    return full(site.y), full(site.z) if _stores(call) else None, None if site.twin is None else full(site.twin), stats
 
 
 def _stores(call: str) -> bool:
@@ -114,27 +121,27 @@ def _shared(needs: tuple[bool, ...], seed: Any, x: torch.dtype | None, residual:
 
 def _prepare_backward(device_index: int, dtypes: tuple[torch.dtype | None, ...], needs: str, inputs: str,
                       threshold: int, *call: Any) -> tuple[Site, int, tuple[bool, ...]]:  # fmt: skip
-    return _site(call, device_index, (*_inputs(inputs), *dtypes[5:7])), threshold, _needed(needs)
+    return _site(call, device_index, (*_inputs(inputs), *dtypes[6:8])), threshold, _needed(needs)
 
 
 _backwards = Calls(_prepare_backward)
 
 
-def _backward(dy: Tensor | None, dsum: Tensor | None, kept: Tensor | None, bias: Tensor | None,
+def _backward(dy: Tensor | None, dsum: Tensor | None, dtwin: Tensor | None, kept: Tensor | None, bias: Tensor | None,
               residual: Tensor | None, weight: Tensor | None, ln_bias: Tensor | None, stats: Tensor | None,
               seed: Tensor | None, dx: Tensor | None, dbias: Tensor | None, dresidual: Tensor | None,
               dweight: Tensor | None, dln_bias: Tensor | None, call: str) -> None:  # fmt: skip
-    like: Tensor = dy if dy is not None else dsum  # type: ignore[assignment]
-    site, threshold, needs = _backwards[call, like.get_device()]
-    launching.backward(site, dy, dsum, None, kept, bias, residual, weight, ln_bias, stats, seed, threshold, needs,
+    given: Tensor = dy if dy is not None else dsum if dsum is not None else dtwin  # type: ignore[assignment]
+    site, threshold, needs = _backwards[call, given.get_device()]
+    launching.backward(site, dy, dsum, dtwin, kept, bias, residual, weight, ln_bias, stats, seed, threshold, needs,
                        (dx, dbias, dresidual, dweight, dln_bias))  # fmt: skip
 
 
-def _gradients(dy: Tensor | None, dsum: Tensor | None, kept: Tensor | None, bias: Tensor | None,
-               residual: Tensor | None, weight: Tensor | None, ln_bias: Tensor | None, stats: Tensor | None,
-               seed: Tensor | None, needs: str, inputs: str, threshold: int, call: str, eps: float,
-               weight_offset: float, cols: int, dims: int) -> tuple[Tensor | None, ...]:  # fmt: skip
-    like = dy if dy is not None else dsum
+def _gradients(dy: Tensor | None, dsum: Tensor | None, dtwin: Tensor | None, kept: Tensor | None,
+               bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, ln_bias: Tensor | None,
+               stats: Tensor | None, seed: Tensor | None, needs: str, inputs: str, threshold: int, call: str,
+               eps: float, weight_offset: float, cols: int, dims: int) -> tuple[Tensor | None, ...]:  # fmt: skip
+    like = dy if dy is not None else dsum if dsum is not None else dtwin
     assert like is not None
     needed, (x_dtype, bias_dtype, residual_dtype) = _needed(needs), _inputs(inputs)
 
@@ -155,7 +162,7 @@ def _gradients(dy: Tensor | None, dsum: Tensor | None, kept: Tensor | None, bias
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     x, bias, residual, weight, ln_bias, seed, threshold, call, *constants = inputs
-    y, z, stats = output
+    y, z, _, stats = output
     kind, _, save, *_ = call.split()
     ctx.stored = _stores(call)
     kept, kept_bias, kept_residual = kept_tensors(x, bias, residual, y, z if ctx.stored else None, kind, save)
@@ -165,18 +172,19 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.call = (threshold, call, *constants)
 
 
-def _autograd_backward(ctx: Any, dy: Tensor | None, dz: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+def _autograd_backward(ctx: Any, dy: Tensor | None, dz: Tensor | None, dtwin: Tensor | None,
+                       _: Tensor | None) -> tuple[Any, ...]:  # fmt: skip
     *saved, seed = ctx.saved_tensors
     rest = (None,) * 7
     dsum = dz if ctx.stored else None
-    if dy is None and dsum is None:
+    if dy is None and dsum is None and dtwin is None:
         return (None,) * 5 + rest
     needs = tuple(ctx.needs_input_grad[:5])
-    if dy is None:
+    if dy is None and dtwin is None:
         needs = (*needs[:3], False, False)  # only the sum has a gradient, and the norm's parameters did not make it
     names = " ".join([NAMES[dtype] for dtype in ctx.dtypes])
     digits = "".join([str(int(need)) for need in needs])
-    grads = iter(autograd.once(torch.ops.fusedops.norm_backward, dy, dsum, *saved, seed, digits, names, *ctx.call))
+    grads = iter(autograd.once(torch.ops.fusedops.norm_backward, dy, dsum, dtwin, *saved, seed, digits, names, *ctx.call))
     x_dtype, _, residual_dtype = ctx.dtypes
     shared = _shared(needs, seed, x_dtype, residual_dtype)
     found = [next(grads) if need and not (place == 0 and shared) else None for place, need in enumerate(needs)]
@@ -190,16 +198,16 @@ define(
     "norm_forward",
     tensors="Tensor x, Tensor? bias, Tensor? residual, Tensor? weight, Tensor? ln_bias, Tensor? seed",
     constants=_CALL,
-    outputs=("y", "z", "stats"),
-    returns="(Tensor, Tensor, Tensor)",
+    outputs=("y", "z", "twin", "stats"),
+    returns="(Tensor, Tensor, Tensor, Tensor)",
     allocate=_outputs,
     write=_forward,
 )
 define(
     _LIBRARY,
     "norm_backward",
-    tensors="Tensor? dy, Tensor? dsum, Tensor? kept, Tensor? bias, Tensor? residual, Tensor? weight, Tensor? ln_bias, "
-    "Tensor? stats, Tensor? seed",
+    tensors="Tensor? dy, Tensor? dsum, Tensor? dtwin, Tensor? kept, Tensor? bias, Tensor? residual, Tensor? weight, "
+    "Tensor? ln_bias, Tensor? stats, Tensor? seed",
     # ``needs`` is one digit for each gradient, 1 if it is wanted; ``inputs`` the dtypes of x, bias and residual.
     constants=f"str needs, str inputs, {_CALL}",
     outputs=("dx", "dbias", "dresidual", "dweight", "dln_bias"),

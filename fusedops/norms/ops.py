@@ -424,10 +424,7 @@ def _observed(op: str, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bia
               weight_offset: float, rounding: Rounding, save: str, return_sum: bool,
               out_dtype: torch.dtype | None,
               twin: torch.dtype | None) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Under torch.compile, a dispatch mode or a tensor subclass: one registered operator, which they can see.
-
-    And a cast for the twin, which they can see too, and torch.compile fuses with what follows.
-    """
+    """Under torch.compile, a dispatch mode or a tensor subclass: one registered operator, which they can see."""
     checks.check_p(op, p)
     _check(op, shape, x, bias, residual, weight, ln_bias, eps, weight_offset, rounding, save, out_dtype, twin)
     cols = x.shape[-1] if shape is None else math.prod(shape)
@@ -437,10 +434,9 @@ def _observed(op: str, kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bia
     if eps is None:
         eps = default_eps(reference.sum_dtype(x, bias, residual))
     seed = None if p == 0.0 else rng.draw(x.device) if p < 1.0 else (0, 0)
-    y, z = operator_call(x, bias, residual, weight, ln_bias, seed, rng.threshold(p),
+    return operator_call(x, bias, residual, weight, ln_bias, seed, rng.threshold(p),
                          NormRule(kind, eps, weight_offset, rounding), cols, 1 if shape is None else len(shape), save,
-                         _stores_sum(kind, save, return_sum, bias, residual, seed), out_dtype)  # fmt: skip
-    return y, z, None if twin is None else y.to(twin)
+                         _stores_sum(kind, save, return_sum, bias, residual, seed), out_dtype, twin)  # fmt: skip
 
 
 def _composite(kind: Kind, shape: tuple[int, ...] | None, x: Tensor, bias: Tensor | None, residual: Tensor | None,
