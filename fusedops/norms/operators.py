@@ -184,7 +184,8 @@ def _autograd_backward(ctx: Any, dy: Tensor | None, dz: Tensor | None, dtwin: Te
         needs = (*needs[:3], False, False)  # only the sum has a gradient, and the norm's parameters did not make it
     names = " ".join([NAMES[dtype] for dtype in ctx.dtypes])
     digits = "".join([str(int(need)) for need in needs])
-    grads = iter(autograd.once(torch.ops.fusedops.norm_backward, dy, dsum, dtwin, *saved, seed, digits, names, *ctx.call))
+    given = (dy, dsum, dtwin, *saved, seed, digits, names, *ctx.call)
+    grads = iter(autograd.once(torch.ops.fusedops.norm_backward, *given))
     x_dtype, _, residual_dtype = ctx.dtypes
     shared = _shared(needs, seed, x_dtype, residual_dtype)
     found = [next(grads) if need and not (place == 0 and shared) else None for place, need in enumerate(needs)]
