@@ -290,9 +290,11 @@ def test_an_exported_program_keeps_the_operators_that_return(spec: Spec, device:
 
 
 @every
-def test_a_release_has_its_own_constants(spec: Spec, monkeypatch: pytest.MonkeyPatch, kernel_path: bool) -> None:
+def test_a_release_has_its_own_constants(
+    spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch, kernel_path: bool
+) -> None:
     """PyTorch keeps compiled functions on disk by the forward's graph: another release's must not be found there."""
-    sample = spec.benchmark((6, 40), torch.float32, torch.device("cpu"))
+    sample = spec.benchmark((6, 40), torch.float32, device)
     graphs: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:

@@ -163,8 +163,9 @@ def _gradients(dy: Tensor | None, dsum: Tensor | None, dtwin: Tensor | None, kep
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     x, bias, residual, weight, ln_bias, seed, threshold, call, *constants = inputs
     y, z, _, stats = output
-    kind, _, save, *_ = call.split()
-    ctx.stored = _stores(call)
+    kind, _, save, _, _, twin, _ = call.split()
+    # What is absent comes back as an empty tensor, and its gradient as another.
+    ctx.stored, ctx.twinned = _stores(call), named(twin) not in (None, y.dtype)
     kept, kept_bias, kept_residual = kept_tensors(x, bias, residual, y, z if ctx.stored else None, kind, save)
     ctx.save_for_backward(kept, kept_bias, kept_residual, weight, ln_bias, stats if kind != "none" else None, seed)
     ctx.set_materialize_grads(False)
@@ -176,7 +177,7 @@ def _autograd_backward(ctx: Any, dy: Tensor | None, dz: Tensor | None, dtwin: Te
                        _: Tensor | None) -> tuple[Any, ...]:  # fmt: skip
     *saved, seed = ctx.saved_tensors
     rest = (None,) * 7
-    dsum = dz if ctx.stored else None
+    dsum, dtwin = dz if ctx.stored else None, dtwin if ctx.twinned else None
     if dy is None and dsum is None and dtwin is None:
         return (None,) * 5 + rest
     needs = tuple(ctx.needs_input_grad[:5])
