@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -268,6 +269,41 @@ def test_outputs_made_by_the_compiler(case: Case, device: torch.device) -> None:
         assert torch.equal(a, b)
     ours = [target for target in seen if target.startswith("fusedops.") and "slices" not in target]
     assert all("_out" in target for target in ours)
+
+
+def test_calls_are_read_as_they_were_written() -> None:
+    """Types too, although 1, 1.0 and True are equal; and no character needs care where a compiler prints the string."""
+    tensors = (torch.empty(1), None, torch.empty(1, dtype=torch.bfloat16), torch.empty(2, dtype=torch.int64))
+    constants = (0, 1, True, False, 0.0, 1.0, 1e-5, math.inf, 2**40, "", "layer once 1.0.dev3")
+    call = operators._call((*tensors, *constants), len(tensors))
+    assert not set(call) & set("\"'\\\n?%{}")
+    device_index, dtypes, *read = operators.Calls(lambda *given: given)[call, 3]
+    assert (device_index, dtypes) == (3, (torch.float32, None, torch.bfloat16, None))
+    assert list(map(repr, read)) == list(map(repr, constants))
+
+
+@every
+@pytest.mark.kernels
+@pytest.mark.usefixtures("plans")
+def test_a_tensor_subclass_sees_the_operator_that_returns(
+    spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For one with rules of its own about operators, as DTensor has."""
+    seen: list[str] = []
+    dispatch = TwoTensor.__torch_dispatch__
+
+    def look(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen.append(str(func))
+        return dispatch(func, types, args, kwargs)
+
+    monkeypatch.setattr(TwoTensor, "__torch_dispatch__", classmethod(look))
+    sample = spec.benchmark((6, 40), torch.float32, device)
+    options = {**sample.options, **({"p": 0.0} if spec.has_dropout else {})}
+    tensors = {name: t if t is None else TwoTensor(t, 2.0 * t) for name, t in sample.tensors.items()}
+    with torch.no_grad():
+        torch.compile(lambda **given: spec.call(**given, **options), fullgraph=True, backend="aot_eager")(**tensors)
+    ours = [target for target in seen if target.startswith("fusedops.")]
+    assert ours and not any("_out" in target for target in ours)
 
 
 @every

@@ -46,11 +46,11 @@ def _prepare_forward(device_index: int, dtypes: tuple[Any, ...], threshold: int,
     return _site(call, cols, device_index, *dtypes[:2]), threshold
 
 
-_forwards = Calls(_prepare_forward)
+_forward_calls = Calls(_prepare_forward)
 
 
 def _forward(x: Tensor, other: Tensor | None, seed: Tensor | None, y: Tensor, call: str) -> None:
-    site, threshold = _forwards[call, x.get_device()]
+    site, threshold = _forward_calls[call, x.get_device()]
     launching.forward(site, x, other, seed, threshold, y)
 
 
@@ -67,12 +67,12 @@ def _prepare_backward(device_index: int, dtypes: tuple[Any, ...], needs_x: bool,
     return _site(call, cols, device_index, *dtypes[1:3]), threshold, (needs_x, needs_other), packed
 
 
-_backwards = Calls(_prepare_backward)
+_backward_calls = Calls(_prepare_backward)
 
 
 def _backward(dy: Tensor, x: Tensor, other: Tensor | None, seed: Tensor | None, dx: Tensor | None,
               dother: Tensor | None, call: str) -> None:  # fmt: skip
-    site, threshold, needs, packed = _backwards[call, dy.get_device()]
+    site, threshold, needs, packed = _backward_calls[call, dy.get_device()]
     launching.backward(site, dy, x, other, seed, threshold, needs, packed, (dx, dother))
 
 

@@ -3,8 +3,8 @@
 `define` makes two operators of one computation. ``name`` returns new tensors: it is what Dynamo, FakeTensor and make_fx
 see, and what has a derivative. ``name_out`` writes into tensors that it is given, and takes all constants as one
 string. Where torch.compile makes a graph functional, a call of the first becomes empty tensors and a call of the second
-(`torch.library.register_torch_dispatch`; the same way `torch.library.triton_op` goes): so the compiler plans the
-outputs' memory as it plans its own kernels', and its code has less to do at each call.
+(`torch.library.register_torch_dispatch`): so Inductor plans the outputs' memory as it plans its own kernels', and its
+code has less to do at each call. (Backends that take no care of such calls copy what is written into.)
 
 A compiled graph calls an operator through the dispatcher, which looks for somebody who wants to observe the call, and
 in the end comes back to Python: in the midst of a step that costs several times what a launch costs. Where nobody
@@ -13,14 +13,13 @@ observes, the operator's Python object calls the implementation at once.
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad, profiler
 
 from .checks import DTYPES
@@ -99,8 +98,9 @@ def define(
     operator._op = _shortened(operator._op, write, count)
 
     def functional(mode: Any, itself: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A program that is exported keeps the operator that returns.
-        if kwargs or exporting() or not _planned(args):
+        # Programs of `torch.export` keep the operator that returns, and a tensor subclass sees it first.
+        ordinary = all(t in (Tensor, FunctionalTensor) or issubclass(t, FakeTensor) for t in types)
+        if kwargs or exporting() or not ordinary or not _planned(args):
             return mode.__torch_dispatch__(itself, types, args, kwargs)
         with mode:
             outs = allocate(*args)
@@ -131,30 +131,31 @@ def _planned(tensors: Sequence[Any]) -> bool:
 
 # --- a call's constants as one string -----------------------------------------------------------------------------------
 
+# By the first letter of a constant's type. No character in a call is special in Python or C++: compilers print it.
+_READ: dict[str, Callable[[str], Any]] = {"i": int, "f": float, "b": "True".__eq__, "s": str}
+
 
 def _call(args: tuple[Any, ...], count: int) -> str:
-    # A state of dropout is of the one dtype that is not among the names.
-    dtypes = tuple(["none" if t is None else NAMES.get(t.dtype, "none") for t in args[:count]])
-    return _packed(dtypes, args[count:])
-
-
-@functools.lru_cache(maxsize=4096)
-def _packed(dtypes: tuple[str, ...], constants: tuple[Any, ...]) -> str:
-    return json.dumps([dtypes, constants])
+    dtypes = ["none" if t is None else str(t.dtype).removeprefix("torch.") for t in args[:count]]
+    return " ".join(dtypes) + "|" + ";".join([f"{type(constant).__name__[0]}{constant}" for constant in args[count:]])
 
 
 class Calls(dict[tuple[str, int], Any]):
     """What ``prepare`` makes of a call's string and a device's index, made once for each."""
 
     def __init__(self, prepare: Callable[..., Any]) -> None:
-        """``prepare(device_index, dtypes, *constants)``: the dtypes of the tensors, None for what is absent."""
+        """``prepare(device_index, dtypes, *constants)``: the dtypes of the tensors.
+
+        None stands for what is absent, and for a state of dropout, whose dtype is always the same.
+        """
         super().__init__()
         self._prepare = prepare
 
     def __missing__(self, key: tuple[str, int]) -> Any:
         call, device_index = key
-        dtypes, constants = json.loads(call)
-        made = self[key] = self._prepare(device_index, tuple([_DTYPES[name] for name in dtypes]), *constants)
+        dtypes, constants = call.split("|")
+        read = [_READ[constant[0]](constant[1:]) for constant in constants.split(";")]
+        made = self[key] = self._prepare(device_index, tuple([_DTYPES.get(name) for name in dtypes.split()]), *read)
         return made
 
 

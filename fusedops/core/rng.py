@@ -123,8 +123,9 @@ def _capture_id(stream: int) -> int | None:
 # States for the calls of the graph that a tracer writes: the device's (states, taken).
 _traced: weakref.WeakKeyDictionary[Any, dict[torch.device, tuple[torch.Tensor, int]]] = weakref.WeakKeyDictionary()
 
-# What torch.compile sees first: one state, drawn when it runs. It becomes one of many where the graph is made
-# functional: what lies in one such graph is computed together, and recomputed together.
+# What torch.compile and torch.export see first: one state, drawn when it runs. It becomes one of many where a graph is
+# made functional (what lies in one such graph is computed together, and recomputed together), and in an exported
+# program, once it is decomposed, an operator of its own.
 _LIBRARY = torch.library.Library("fusedops", "FRAGMENT")
 _LIBRARY.define("random_state(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 _LIBRARY.impl("random_state", _draw_tensor, "CompositeExplicitAutograd")
@@ -134,7 +135,7 @@ def _fake_state(device: torch.device) -> torch.Tensor:
     return torch.empty(2, dtype=torch.int64, device=device)
 
 
-def _functional_state(mode: Any, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def _functional_state(mode: Any, itself: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     proxies = get_proxy_mode()
     with mode:
         if proxies is None or exporting():

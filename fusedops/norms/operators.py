@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,22 @@ def _dtype(t: Tensor | None) -> torch.dtype | None:
     return None if t is None else t.dtype
 
 
+class _Choices(NamedTuple):
+    """What a call's string holds, a word each; dtypes by name."""
+
+    kind: Kind
+    rounding: Rounding
+    save: str
+    stored: str
+    out_dtype: str
+    twin: str
+    version: str
+
+
+def _choices(call: str) -> _Choices:
+    return _Choices(*call.split())  # type: ignore[arg-type]
+
+
 def _call_name(rule: NormRule, save: str, store_sum: bool, out_dtype: torch.dtype | None,
                twin: torch.dtype | None) -> str:  # fmt: skip
     stored = "stores" if store_sum else "drops"
@@ -45,12 +61,12 @@ def _call_name(rule: NormRule, save: str, store_sum: bool, out_dtype: torch.dtyp
 def _site(constants: tuple[Any, ...], device_index: int, dtypes: tuple[torch.dtype | None, ...]) -> Site:
     """From the constants behind the threshold, and the dtypes of x, bias, residual, weight and ln_bias."""
     call, eps, weight_offset, cols, dims = constants
-    kind, rounding, save, _, out_dtype, twin, _ = call.split()
-    rule = rule_of(kind, eps, weight_offset, rounding)
+    choices = _choices(call)
+    rule = rule_of(choices.kind, eps, weight_offset, choices.rounding)
     x, bias, residual, weight, ln_bias = dtypes
     assert x is not None
-    return site_of(rule, cols, dims, save, named(out_dtype), device_index, x, bias, residual, weight, ln_bias,
-                   named(twin))  # fmt: skip
+    return site_of(rule, cols, dims, choices.save, named(choices.out_dtype), device_index, x, bias, residual, weight,
+                   ln_bias, named(choices.twin))  # fmt: skip
 
 
 def operator_call(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None,
@@ -74,13 +90,13 @@ def _prepare_forward(device_index: int, dtypes: tuple[torch.dtype | None, ...], 
     return _site(call, device_index, dtypes[:5]), threshold
 
 
-_forwards = Calls(_prepare_forward)
+_forward_calls = Calls(_prepare_forward)
 
 
 def _forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, ln_bias: Tensor | None,
              seed: Tensor | None, y: Tensor, z: Tensor | None, twin: Tensor | None, stats: Tensor | None,
              call: str) -> None:  # fmt: skip
-    site, threshold = _forwards[call, x.get_device()]
+    site, threshold = _forward_calls[call, x.get_device()]
     launching.forward(site, x, bias, residual, weight, ln_bias, seed, threshold, z is not None, (y, z, twin, stats))
 
 
@@ -100,7 +116,7 @@ def _outputs(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Te
 
 
 def _stores(call: str) -> bool:
-    return call.split()[3] == "stores"
+    return _choices(call).stored == "stores"
 
 
 # --- backward -----------------------------------------------------------------------------------------------------------
@@ -124,7 +140,7 @@ def _prepare_backward(device_index: int, dtypes: tuple[torch.dtype | None, ...],
     return _site(call, device_index, (*_inputs(inputs), *dtypes[6:8])), threshold, _needed(needs)
 
 
-_backwards = Calls(_prepare_backward)
+_backward_calls = Calls(_prepare_backward)
 
 
 def _backward(dy: Tensor | None, dsum: Tensor | None, dtwin: Tensor | None, kept: Tensor | None, bias: Tensor | None,
@@ -132,7 +148,7 @@ def _backward(dy: Tensor | None, dsum: Tensor | None, dtwin: Tensor | None, kept
               seed: Tensor | None, dx: Tensor | None, dbias: Tensor | None, dresidual: Tensor | None,
               dweight: Tensor | None, dln_bias: Tensor | None, call: str) -> None:  # fmt: skip
     given: Tensor = dy if dy is not None else dsum if dsum is not None else dtwin  # type: ignore[assignment]
-    site, threshold, needs = _backwards[call, given.get_device()]
+    site, threshold, needs = _backward_calls[call, given.get_device()]
     launching.backward(site, dy, dsum, dtwin, kept, bias, residual, weight, ln_bias, stats, seed, threshold, needs,
                        (dx, dbias, dresidual, dweight, dln_bias))  # fmt: skip
 
@@ -163,11 +179,12 @@ def _gradients(dy: Tensor | None, dsum: Tensor | None, dtwin: Tensor | None, kep
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     x, bias, residual, weight, ln_bias, seed, threshold, call, *constants = inputs
     y, z, _, stats = output
-    kind, _, save, _, _, twin, _ = call.split()
+    choices = _choices(call)
     # What is absent comes back as an empty tensor, and its gradient as another.
-    ctx.stored, ctx.twinned = _stores(call), named(twin) not in (None, y.dtype)
-    kept, kept_bias, kept_residual = kept_tensors(x, bias, residual, y, z if ctx.stored else None, kind, save)
-    ctx.save_for_backward(kept, kept_bias, kept_residual, weight, ln_bias, stats if kind != "none" else None, seed)
+    ctx.stored, ctx.twinned = _stores(call), named(choices.twin) not in (None, y.dtype)
+    normalizes = choices.kind != "none"
+    kept, *others = kept_tensors(x, bias, residual, y, z if ctx.stored else None, choices.kind, choices.save)
+    ctx.save_for_backward(kept, *others, weight, ln_bias, stats if normalizes else None, seed)
     ctx.set_materialize_grads(False)
     ctx.dtypes = (x.dtype, _dtype(bias), _dtype(residual))
     ctx.call = (threshold, call, *constants)
