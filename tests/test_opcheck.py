@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from fusedops.core.spec import Sample, Spec
-from support import ALL_SPECS, Case, as_tuple, call, cases, random_like, tensors_of
+from support import ALL_SPECS, Case, as_tuple, call, cases, covers_the_schema, random_like, tensors_of
 
 every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
 
@@ -53,19 +53,8 @@ def _is_backward(func: Any) -> bool:
     return "backward" in str(func)
 
 
-def _covers_the_schema(spec: Spec, sample: Sample) -> bool:
-    """Every argument absent and present, every mode and mixture of dtypes, at one small size."""
-    tensors = [t for t in sample.tensors.values() if t is not None]
-    if any(t.shape[-1] > 5000 for t in tensors):
-        return False
-    if tensors[0].dtype == torch.bfloat16:
-        return len({t.dtype for t in tensors}) > 1 or "out_dtype" in sample.options
-    few_absent = sum(t is None for t in sample.tensors.values()) in (0, 1, len(sample.tensors) - 1)
-    return few_absent and sample.name.removeprefix("shape ") in (sample.name, "7x17", "64")
-
-
 @pytest.mark.kernels
-@cases((torch.float32, torch.bfloat16), _covers_the_schema)
+@cases((torch.float32, torch.bfloat16), covers_the_schema)
 def test_opcheck(case: Case, device: torch.device) -> None:
     calls = _record(case.spec, case.sample())
     assert [_is_backward(func) for func, _, _ in calls] == [False, True]
@@ -81,7 +70,7 @@ def test_opcheck(case: Case, device: torch.device) -> None:
 
 
 @pytest.mark.kernels
-@cases((torch.float32, torch.bfloat16), _covers_the_schema)
+@cases((torch.float32, torch.bfloat16), covers_the_schema)
 def test_fake_outputs_look_real(case: Case, device: torch.device) -> None:
     """FakeTensorMode predicts shape, dtype, device, strides and aliasing of outputs and gradients, with no launch."""
     sample = case.sample()
@@ -132,7 +121,7 @@ def _bits(spec: Spec, sample: Sample, tensors: dict[str, Tensor]) -> list[Tensor
 
 
 @pytest.mark.kernels
-@cases((torch.float32,), _covers_the_schema)
+@cases((torch.float32,), covers_the_schema)
 def test_a_dispatch_mode_changes_no_bit(case: Case, device: torch.device) -> None:
     """The operators and the light path beside them are two ways to the same kernels."""
     sample = case.sample()

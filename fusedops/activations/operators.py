@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ..core import autograd
-from ..core.operators import Calls, define
+from ..core.operators import Calls, define, versioned
 from ..core.rng import Seed
-from ..core.version import __version__
 from . import launching
 from .launching import Kind, Packed, Site, site_of
 from .reference import promoted
@@ -25,12 +24,7 @@ def operator_call(x: Tensor, other: Tensor | None, seed: Seed | None, threshold:
     """The forward as one registered operator."""
     if isinstance(seed, tuple):
         seed = torch.tensor(seed, dtype=torch.int64, device=x.device)
-    return torch.ops.fusedops.activation_forward(x, other, seed, threshold, _name(kind, activation), cols)  # type: ignore[no-any-return]
-
-
-def _name(kind: Kind, activation: str) -> str:
-    # PyTorch keeps compiled functions on disk by the names and constants in them: the version tells one release's apart.
-    return f"{kind} {activation} {__version__}"
+    return torch.ops.fusedops.activation_forward(x, other, seed, threshold, versioned(kind, activation), cols)  # type: ignore[no-any-return]
 
 
 def _site(call: str, cols: int, device_index: int, x: torch.dtype, other: torch.dtype | None) -> Site:
@@ -100,7 +94,7 @@ def _autograd_backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
     return *[next(grads) if need else None for need in needs], *rest
 
 
-_CALL = "int threshold, str call, int cols"  # ``call`` is what `_name` makes of kind and activation
+_CALL = "int threshold, str call, int cols"  # ``call`` holds kind, activation and version
 define(
     _LIBRARY,
     "activation_forward",

@@ -23,8 +23,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.autograd import forward_ad, profiler
 
 from .checks import DTYPES
+from .version import __version__
 
-__all__ = ["NAMES", "Calls", "define", "exporting", "implement", "named"]
+__all__ = ["NAMES", "Calls", "define", "exporting", "implement", "named", "versioned"]
 
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _PLAIN = _TENSORS | {type(None), str, int, float, bool}
@@ -45,6 +46,14 @@ _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 def named(name: str) -> _Dtype:
     """The dtype behind one of `NAMES`."""
     return _DTYPES[name]
+
+
+def versioned(*words: str) -> str:
+    """A constant for operators that have a derivative: the words, and the version behind them.
+
+    PyTorch keeps compiled functions on disk by the names and constants in them: the version tells one release's apart.
+    """
+    return " ".join((*words, __version__))
 
 
 # --- one computation, two operators -----------------------------------------------------------------------------------

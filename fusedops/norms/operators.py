@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ..core import autograd
-from ..core.operators import NAMES, Calls, define, named
+from ..core.operators import NAMES, Calls, define, named, versioned
 from ..core.rng import Seed
-from ..core.version import __version__
 from . import launching
 from .function import kept_tensors
 from .launching import Site, site_of
@@ -54,8 +53,7 @@ def _choices(call: str) -> _Choices:
 def _call_name(rule: NormRule, save: str, store_sum: bool, out_dtype: torch.dtype | None,
                twin: torch.dtype | None) -> str:  # fmt: skip
     stored = "stores" if store_sum else "drops"
-    # PyTorch keeps compiled functions on disk by the names and constants in them: the version tells one release's apart.
-    return f"{rule.kind} {rule.rounding} {save} {stored} {NAMES[out_dtype]} {NAMES[twin]} {__version__}"
+    return versioned(rule.kind, rule.rounding, save, stored, NAMES[out_dtype], NAMES[twin])
 
 
 def _site(constants: tuple[Any, ...], device_index: int, dtypes: tuple[torch.dtype | None, ...]) -> Site:
@@ -111,12 +109,9 @@ def _outputs(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Te
 
     if not site.normalizes:
         return full(site.y), None, None, None
+    stored = _choices(call).stored == "stores"
     stats = x.new_empty((2 if site.rule.kind == "layer" else 1, x.numel() // cols), dtype=site.acc)
-    return full(site.y), full(site.z) if _stores(call) else None, None if site.twin is None else full(site.twin), stats
-
-
-def _stores(call: str) -> bool:
-    return _choices(call).stored == "stores"
+    return full(site.y), full(site.z) if stored else None, None if site.twin is None else full(site.twin), stats
 
 
 # --- backward -----------------------------------------------------------------------------------------------------------
@@ -181,7 +176,7 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     y, z, _, stats = output
     choices = _choices(call)
     # What is absent comes back as an empty tensor, and its gradient as another.
-    ctx.stored, ctx.twinned = _stores(call), named(choices.twin) not in (None, y.dtype)
+    ctx.stored, ctx.twinned = choices.stored == "stores", named(choices.twin) not in (None, y.dtype)
     normalizes = choices.kind != "none"
     kept, *others = kept_tensors(x, bias, residual, y, z if ctx.stored else None, choices.kind, choices.save)
     ctx.save_for_backward(kept, *others, weight, ln_bias, stats if normalizes else None, seed)

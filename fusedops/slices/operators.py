@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core import autograd
-from ..core.operators import implement
-from ..core.version import __version__
+from ..core.operators import implement, versioned
 from . import launching
 from .launching import Site, site_of
 from .widths import widths_of
@@ -37,10 +36,8 @@ def operator_call(slices: tuple[Tensor, ...], weight: Tensor | None, bias: Tenso
                   dims: int, concat: bool, eps: float, activation: str, shared: bool,
                   out_dtype: torch.dtype | None) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """The forward as one registered operator."""
-    # PyTorch keeps compiled functions on disk by the names and constants in them: the version tells one release's apart.
-    name = f"{activation} {__version__}"
-    y: Tensor = torch.ops.fusedops.slices_forward(slices, weight, bias, sizes, dims, concat, eps, name, shared,
-                                                  out_dtype)  # fmt: skip
+    y: Tensor = torch.ops.fusedops.slices_forward(slices, weight, bias, sizes, dims, concat, eps,
+                                                  versioned(activation), shared, out_dtype)  # fmt: skip
     return tuple(_split(y, slices)) if dims == 0 and not concat else y
 
 
