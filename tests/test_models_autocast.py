@@ -17,7 +17,7 @@ from fusedops.models.parts import normed
 from fusedops.models.spec import MODELS, ModelSpec
 from support import KERNEL_PATH
 from tolerances import unit_roundoff
-from zoo import HAS_TRANSFORMERS, SAMPLES, build, inputs, outputs, run
+from zoo import HAS_TRANSFORMERS, SAMPLES, build, inputs, outputs, run, unpacked
 
 LOW = torch.bfloat16
 # For each pre-norm model, how many norms of a layer give low rows, and how many layers there are: encoder, decoder.
@@ -127,10 +127,11 @@ def _casts(model: nn.Module, arguments: dict[str, Any], device: torch.device) ->
 def test_rows_are_cast_once(spec: ModelSpec, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """For q, k and v together, where the rows stay fp32 for the residual: two casts a self-attention less."""
     model, arguments = _fused(spec), inputs(spec)
-    found = _casts(model, arguments, device)
-    with torch.autocast(device.type, LOW):
-        y = outputs(model(**arguments))
-    with _wide(monkeypatch):
+    with unpacked():
+        found = _casts(model, arguments, device)
+        with torch.autocast(device.type, LOW):
+            y = outputs(model(**arguments))
+    with _wide(monkeypatch), unpacked():
         expected = _casts(model, arguments, device)
         with torch.autocast(device.type, LOW):
             assert all(map(torch.equal, y, outputs(model(**arguments))))

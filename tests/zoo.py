@@ -16,7 +16,18 @@ from torch import Tensor, nn
 from fusedops.models.spec import MODELS, ModelSpec
 from support import DEVICE, INTERPRETED
 
-__all__ = ["HAS_TRANSFORMERS", "SAMPLES", "build", "counted", "every", "inputs", "outputs", "run", "transformers_only"]
+__all__ = [
+    "HAS_TRANSFORMERS",
+    "SAMPLES",
+    "build",
+    "counted",
+    "every",
+    "inputs",
+    "outputs",
+    "run",
+    "transformers_only",
+    "unpacked",
+]
 
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 _PRESENT = [spec for spec in MODELS if HAS_TRANSFORMERS or not spec.transformers]
@@ -59,6 +70,14 @@ def run(model: nn.Module, arguments: dict[str, Any], seed: int = 0) -> tuple[lis
     found = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
     gradients = {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
     return [y.detach().clone() for y in results], gradients
+
+
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """Attentions whose query, key and value are products of their own."""
+    with mock.patch("fusedops.models.rules.attentions.packed", return_value={}), \
+            mock.patch("fusedops.models.rules.t5_attention.packed", return_value={}):  # fmt: skip
+        yield
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from .autocast import low_dtype, narrowed, normed
 from .watching import is_conv1d, is_linear, unwatched
 
 __all__ = ["Branch", "activate", "activation_name", "add", "add_norm", "add_norm_twin", "branch", "drop", "dropped",
-           "finished", "folded", "linear", "narrowed", "normed", "unwatched", "without"]  # fmt: skip
+           "finished", "folded", "linear", "narrowed", "normed", "replacing", "unwatched", "without"]  # fmt: skip
 
 
 class Branch(NamedTuple):
@@ -77,7 +77,7 @@ def branch(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[
     return Branch(output), ()
 
 
-class _Without:
+class _Replacing:
     """A module as its own forward sees it, but with other attributes in some places."""
 
     def __init__(self, module: nn.Module, instead: dict[str, Any]) -> None:
@@ -107,13 +107,20 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
-def without(module: Any, output: str, dropout: str | None, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
+def replacing(module: Any, instead: dict[str, Any]) -> Any:
+    """The module as its own forward is to see it: with stand-ins for some of its children, or as it is."""
+    return _Replacing(module, instead) if instead else module
+
+
+def without(module: Any, output: str, dropout: str | None, instead: dict[str, Any], *args: Any,
+            **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:  # fmt: skip
     """The module's own forward, but for its last steps: the linear layer ``output``'s bias, and ``dropout``.
 
-    For modules whose forward is known to end in them, and which nobody watches (see `branch`).
+    For modules whose forward is known to end in them, and which nobody watches (see `branch`). ``instead`` has
+    stand-ins for other children.
     """
     layer, last = module._modules[output], None if dropout is None else module._modules[dropout]
-    instead: dict[str, Any] = {}
+    instead = dict(instead)
     bias, p, training = None, 0.0, False
     if last is None or (type(last) is nn.Dropout and unwatched(last)):
         if last is not None:
@@ -122,7 +129,7 @@ def without(module: Any, output: str, dropout: str | None, *args: Any, **kwargs:
         if is_linear(layer) and unwatched(layer) and layer.bias is not None:
             bias = layer.bias
             instead[output] = _Product(layer)
-    result = type(module).forward(_Without(module, instead) if instead else module, *args, **kwargs)
+    result = type(module).forward(replacing(module, instead), *args, **kwargs)
     if isinstance(result, tuple):
         return Branch(result[0], bias, p, training), result[1:]
     return Branch(result, bias, p, training), ()

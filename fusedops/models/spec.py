@@ -254,7 +254,7 @@ def _speech() -> dict[str, Any]:
     return {"input_features": _noise(2, 8, 24), "decoder_input_ids": _tokens()()["input_ids"]}
 
 
-_OPT_RULES = {"OPTDecoderLayer": "opt_layer", "OPTAttention": "bart_attention"}
+_OPT_RULES = {"OPTDecoderLayer": "opt_layer", "OPTAttention": "opt_attention"}
 
 MODELS = (
     ModelSpec("leaves", lambda: randomised(_Leaves()), lambda: {"x": _noise(5, 12)},
@@ -305,7 +305,7 @@ MODELS = (
     _hf("mbart", "MBartForConditionalGeneration", "MBartConfig", _BART_LIKE, _MBART_RULES,
         bias_act=4, bias_dropout_add=4, bias_dropout_add_ln=6, layer_norm=8),
     _hf("whisper", "WhisperForConditionalGeneration", "WhisperConfig", _WHISPER,
-        _renamed(_MBART_RULES, "MBart", "Whisper"), _speech,
+        {**_renamed(_MBART_RULES, "MBart", "Whisper"), "WhisperAttention": "opt_attention"}, _speech,
         bias_act=4, bias_dropout_add=4, bias_dropout_add_ln=6, layer_norm=6),
     _hf("clip", "CLIPModel", "CLIPConfig", _TOWERS, _CLIP_RULES, _tokens(pixel_values=_images),
         bias_act=4, bias_dropout_add=4, bias_dropout_add_ln=4, layer_norm=7),

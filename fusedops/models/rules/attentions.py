@@ -10,18 +10,26 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..autocast import narrowed, takers, under_autocast
-from ..parts import Branch, branch, without
+from ..packing import packed
+from ..parts import Branch, branch, replacing, without
 from ..rule import Rule
 from ..watching import is_linear, is_plain, unwatched
 
 __all__ = ["RULES"]
 
 
-def _attention(*inputs: str, output: str, dropout: str | None = None) -> dict[str, Any]:
-    """What a rule says of a module whose rows go to ``inputs`` only, and whose forward ends in ``output`` and ``dropout``."""
+def _attention(*inputs: str, output: str, dropout: str | None = None, packs: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What a rule says of a module whose rows go to ``inputs`` only, and whose forward ends in ``output`` and ``dropout``.
+
+    ``packs`` are those of the inputs whose outputs go into the attention as they are. Where one is only on the way to
+    something else (a scaled query, rotary positions), packing would keep it alive with the others.
+    """
 
     def branch(self: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
-        return without(self, output, dropout, *args, **kwargs)
+        rows, others = args[0] if args else kwargs["hidden_states"], kwargs.get("key_value_states")
+        # Key and value of a cross-attention take other rows than its query.
+        parts = packed(self, packs, rows) if others is None else packed(self, packs[-2:], others)
+        return without(self, output, dropout, parts, *args, **kwargs)
 
     def helps(module: nn.Module) -> str:
         layers = [layer for name in inputs if (layer := module._modules.get(name)) is not None]
@@ -64,16 +72,21 @@ def _multihead_helps(module: nn.Module) -> str:
 
 def _multihead_branch(self: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
     if self.training:
-        return without(self, "out_proj", None, *args, **kwargs)
+        return without(self, "out_proj", None, {}, *args, **kwargs)
     result = self(*args, **kwargs)  # it may take PyTorch's fast path, which needs the bias
     return Branch(result[0]), result[1:]
 
 
+_BERT_QKV = ("query", "key", "value")
+
+
 def _bert_self_attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    seen = self
     if under_autocast(hidden_states):
         # The caller keeps the rows for the residual, in their own dtype.
         hidden_states = narrowed(hidden_states, self.query, self.key, self.value)
-    return type(self)._fusedops_original.forward(self, hidden_states, *args, **kwargs)
+        seen = replacing(self, packed(self, _BERT_QKV, hidden_states))
+    return type(self)._fusedops_original.forward(seen, hidden_states, *args, **kwargs)
 
 
 def _gpt_neo_helps(module: nn.Module) -> str:
@@ -89,6 +102,7 @@ def _gpt_neo_branch(self: Any, hidden_states: Tensor, layer_past: Any = None, at
 
 
 _QKV = ("q_proj", "k_proj", "v_proj")
+_LINS = ("q_lin", "k_lin", "v_lin")
 _NEO_SELF = _attention(*_QKV, output="out_proj", dropout="resid_dropout")
 
 RULES = (
@@ -105,15 +119,20 @@ RULES = (
         names=("GPT2Attention",),
     ),
     Rule(
-        name="bart_attention",  # and MBart, Marian, Pegasus; OPT, Whisper, CLIP, SigLIP
-        **_attention(*_QKV, output="out_proj"),
-        fingerprints=("f434310b8181", "3099567ec98b", "79e198db90db", "280db448c0ae", "06f537010e90"),
-        names=("BartAttention", "MBartAttention", "MarianAttention", "OPTAttention", "WhisperAttention", "CLIPAttention",
-               "SiglipAttention"),
+        name="bart_attention",  # and MBart, Marian, Pegasus; CLIP, SigLIP
+        **_attention(*_QKV, output="out_proj", packs=_QKV),
+        fingerprints=("f434310b8181", "280db448c0ae", "06f537010e90"),
+        names=("BartAttention", "MBartAttention", "MarianAttention", "CLIPAttention", "SiglipAttention"),
+    ),
+    Rule(
+        name="opt_attention",  # and Whisper
+        **_attention(*_QKV, output="out_proj", packs=_QKV[1:]),
+        fingerprints=("3099567ec98b", "79e198db90db"),
+        names=("OPTAttention", "WhisperAttention"),
     ),
     Rule(
         name="vit_attention",  # and DeiT, BEiT, DINOv2
-        **_attention(*_QKV, output="o_proj"),
+        **_attention(*_QKV, output="o_proj", packs=_QKV),
         fingerprints=("9c1503232895",),
         names=("ViTAttention",),
     ),
@@ -138,14 +157,14 @@ RULES = (
     ),
     Rule(
         name="bert_self_attention",  # and that of twelve relatives
-        helps="casts its input once under autocast",
+        helps="one cast and one product for q, k and v under autocast",
         methods={"forward": _bert_self_attention},
         fingerprints=("5280870db47f",),
         names=("BertSelfAttention", "RobertaSelfAttention", "ElectraSelfAttention"),
     ),
     Rule(
         name="distilbert_attention",
-        **_attention("q_lin", "k_lin", "v_lin", output="out_lin"),
+        **_attention(*_LINS, output="out_lin", packs=_LINS),
         fingerprints=("7888d8c7ae34",),
         names=("DistilBertSelfAttention",),
     ),

@@ -20,12 +20,15 @@ from torch.nn import functional as F
 
 from ..autocast import takers
 from ..fingerprint import digest
+from ..packing import packed
 from ..parts import Branch, without
 from ..rule import Rule
 from ..watching import unwatched
 
 __all__ = ["RULES"]
 
+_QKV = ("q", "k", "v")
+_KV = _QKV[1:]
 # Transformers' `sdpa_attention_forward` with its `create_position_bias_mask`, in 5.17 and 5.23: for one query they call
 # PyTorch's attention under the sum of mask and position bias, and nothing else.
 _SDPA = ("6b854b7295d1", "4eceba25d5ea")
@@ -51,7 +54,10 @@ def _branch(
     if not kwargs and past_key_values is not None and hidden_states.shape[1] == 1:
         weights = _weights(self, key_value_states is not None, past_key_values, position_bias is not None)
     if weights is None:
-        return without(self, "o", None, hidden_states, mask, key_value_states, position_bias, past_key_values, **kwargs)
+        parts = packed(self, _QKV, hidden_states) if key_value_states is None else packed(self, _KV, key_value_states)
+        return without(
+            self, "o", None, parts, hidden_states, mask, key_value_states, position_bias, past_key_values, **kwargs
+        )
     return _next_token(self, hidden_states, mask, key_value_states is not None, position_bias, past_key_values, weights)
 
 
@@ -176,7 +182,7 @@ RULES = (
     Rule(
         name="t5_attention",  # and MT5, LongT5, UDOP, Switch Transformers, Pop2Piano
         helps=_helps,
-        methods={"compute_bias": _compute_bias, "_fusedops_branch": _branch, **takers("q", "k", "v")},
+        methods={"compute_bias": _compute_bias, "_fusedops_branch": _branch, **takers(*_QKV)},
         fingerprints=("12564b5b1c2f",),
         names=("T5Attention", "MT5Attention"),
     ),

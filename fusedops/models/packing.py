@@ -1,0 +1,94 @@
+"""Linear layers that take the same rows, packed: one product for an attention's query, key and value.
+
+Products of the same rows with several weights are one product with the weights on top of each other. That is fewer
+calls and a larger product, which fills a GPU better; and backward the rows have one gradient, where there were several
+and their sum. It takes a copy of the weights. Under autocast these are copied anyway, into its dtype: so layers are
+packed there, where gradients are asked for, and nowhere else.
+
+The module's own forward runs, and calls stand-ins (`packed`) in the layers' places.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .autocast import under_autocast
+from .watching import is_plain, unwatched
+
+__all__ = ["packed", "packed_linear"]
+
+_LINEAR = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
+
+
+def packed_linear(input: Tensor, layers: list[Any], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The layers' outputs in ``dtype``, as views of one product.
+
+    Args:
+        input: of shape (..., K).
+        layers: linear layers with weights of shape (N, K), N for each layer its own; with biases all or none.
+        dtype: of the product.
+    """
+    weight = torch.cat([layer.weight.to(dtype) for layer in layers])
+    bias = None if layers[0].bias is None else torch.cat([layer.bias.to(dtype) for layer in layers])
+    product = F.linear(input.to(dtype), weight, bias)
+    return torch.split(product, [layer.weight.shape[0] for layer in layers], -1)
+
+
+class _Packed:
+    """The layers of one call of their module: the first that is called computes what all make of its rows."""
+
+    def __init__(self, layers: list[Any], dtype: torch.dtype) -> None:
+        self.layers = layers
+        self._dtype = dtype
+        self._rows: Tensor | None = None
+        self._outputs: tuple[Tensor, ...] = ()
+
+    def output(self, place: int, x: Tensor) -> Tensor:
+        if self._rows is None:
+            self._rows, self._outputs = x, packed_linear(x, self.layers, self._dtype)
+        if x is self._rows:
+            return self._outputs[place]
+        layer = self.layers[place]
+        return F.linear(x, layer.weight, layer.bias)
+
+
+class _Part:
+    """One of them, as the module sees it."""
+
+    def __init__(self, whole: _Packed, place: int) -> None:
+        self._whole, self._place = whole, place
+        self.weight, self.bias = whole.layers[place].weight, whole.layers[place].bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._whole.output(self._place, x)
+
+
+def packed(module: nn.Module, names: tuple[str, ...], x: Tensor) -> dict[str, Any]:
+    """Stand-ins for the children of these names, which take x or rows like it; none where nothing is to be packed.
+
+    A stand-in that is called with other rows than the first computes as its layer does.
+    """
+    if not names or not torch._C._is_any_autocast_enabled() or not torch.is_grad_enabled() or not under_autocast(x):
+        return {}
+    layers: list[Any] = [module._modules.get(name) for name in names]
+    dtype = torch.get_autocast_dtype(x.device.type)
+    if x.dtype == torch.float64 or dtype == torch.float32 or not all(map(_packs, layers)):
+        return {}
+    first = layers[0]
+    for layer in layers:
+        if layer.weight.shape[1] != first.weight.shape[1] or (layer.bias is None) != (first.bias is None):
+            return {}
+    whole = _Packed(layers, dtype)
+    return {name: _Part(whole, place) for place, name in enumerate(names)}
+
+
+def _packs(layer: nn.Module | None) -> bool:
+    """Whether this is a linear layer of fp32, which autocast copies, and nothing else."""
+    if layer is None or type(layer) not in _LINEAR or not unwatched(layer):
+        return False
+    parameters = (layer.weight,) if layer.bias is None else (layer.weight, layer.bias)
+    return all(is_plain(parameter) and parameter.dtype == torch.float32 for parameter in parameters)
