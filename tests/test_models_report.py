@@ -220,6 +220,18 @@ def test_says_what_an_attention_without_a_bias_does() -> None:
 
 
 @transformers_only
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_says_whether_berts_attention_casts_its_input(name: str) -> None:
+    """It does not where one of its linear layers is watched."""
+    model = build(next(spec for spec in MODELS if spec.name == "bert"))
+    path = "bert.encoder.layer.1.attention.self"
+    model.get_submodule(f"{path}.{name}").register_forward_hook(lambda *_: None)
+    helps = {line.name: line.helps for line in fusedops.fuse_model(model)}
+    assert helps[path] == "nothing as its layers are"
+    assert helps[path.replace("1", "0")] == "casts its input once under autocast"
+
+
+@transformers_only
 def test_says_which_of_t5s_attentions_take_the_short_way() -> None:
     model = build(next(spec for spec in MODELS if spec.name == "t5"))
     blocks = model.decoder.block

@@ -26,7 +26,7 @@ class Effort:
     rounds: int = 5
     block_s: float = 0.2
     singles: int = 3
-    most: int = 20
+    most: int = 60
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ written by `python -m benchmarks models --page` from the results file, and holds
 _HOW = """## How it is measured
 
 ms are wall-clock time a step, the host's included: steps run back to back, and the device is waited for only around a
-block of them. A figure is the median of blocks (five to twenty), in which the contenders take turns; behind ± is the
+block of them. A figure is the median of blocks (five to sixty), in which the contenders take turns; behind ± is the
 interquartile range. In brackets is the speed-up over eager, where both were measured at one commit: above 1 is faster.
 The host's time is a median of single steps, each begun with nothing queued; where it is the longer one, it was a slower
 moment of the host's. Peak memory is all that a step holds at once: weights, gradients and activations. The text that

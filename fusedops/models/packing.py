@@ -3,7 +3,7 @@
 Products of the same rows with several weights are one product with the weights on top of each other. That is fewer
 calls and a larger product, which fills a GPU better; and backward the rows have one gradient, where there were several
 and their sum. It takes a copy of the weights. Under autocast these are copied anyway, into its dtype: so layers are
-packed there, where gradients are asked for, and nowhere else.
+packed there, in training, and nowhere else.
 
 The module's own forward runs, and calls stand-ins (`packed`) in the layers' places.
 """
@@ -21,47 +21,48 @@ from .watching import is_plain, unwatched
 
 __all__ = ["packed", "packed_linear"]
 
-_LINEAR = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
-
 
 def packed_linear(input: Tensor, layers: list[Any], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The layers' outputs in ``dtype``, as views of one product.
+    """The layers' outputs in ``dtype``, as parts of one product.
+
+    Autograd does not know them as parts, so they may be changed in place: each has its own memory in the product, which
+    nobody else sees.
 
     Args:
         input: of shape (..., K).
-        layers: linear layers with weights of shape (N, K), N for each layer its own; with biases all or none.
+        layers: linear layers with weights of shape (N, K), with biases all or none.
         dtype: of the product.
     """
-    weight = torch.cat([layer.weight.to(dtype) for layer in layers])
-    bias = None if layers[0].bias is None else torch.cat([layer.bias.to(dtype) for layer in layers])
+    weight = torch.cat([layer.weight for layer in layers]).to(dtype)
+    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers]).to(dtype)
     product = F.linear(input.to(dtype), weight, bias)
-    return torch.split(product, [layer.weight.shape[0] for layer in layers], -1)
+    return torch.unsafe_split(product, layers[0].weight.shape[0], -1)
 
 
 class _Packed:
     """The layers of one call of their module: the first that is called computes what all make of its rows."""
 
     def __init__(self, layers: list[Any], dtype: torch.dtype) -> None:
-        self.layers = layers
+        self._layers = layers
         self._dtype = dtype
         self._rows: Tensor | None = None
         self._outputs: tuple[Tensor, ...] = ()
 
     def output(self, place: int, x: Tensor) -> Tensor:
         if self._rows is None:
-            self._rows, self._outputs = x, packed_linear(x, self.layers, self._dtype)
+            self._rows, self._outputs = x, packed_linear(x, self._layers, self._dtype)
         if x is self._rows:
             return self._outputs[place]
-        layer = self.layers[place]
+        layer = self._layers[place]
         return F.linear(x, layer.weight, layer.bias)
 
 
 class _Part:
     """One of them, as the module sees it."""
 
-    def __init__(self, whole: _Packed, place: int) -> None:
+    def __init__(self, whole: _Packed, place: int, layer: Any) -> None:
         self._whole, self._place = whole, place
-        self.weight, self.bias = whole.layers[place].weight, whole.layers[place].bias
+        self.weight, self.bias = layer.weight, layer.bias
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._whole.output(self._place, x)
@@ -70,25 +71,31 @@ class _Part:
 def packed(module: nn.Module, names: tuple[str, ...], x: Tensor) -> dict[str, Any]:
     """Stand-ins for the children of these names, which take x or rows like it; none where nothing is to be packed.
 
-    A stand-in that is called with other rows than the first computes as its layer does.
+    A stand-in that is called with other rows than the first computes as its layer does. Whether layers are packed hangs
+    on the module's mode, not on whether gradients are recorded: what reentrant checkpointing computes twice is the same.
     """
-    if not names or not torch._C._is_any_autocast_enabled() or not torch.is_grad_enabled() or not under_autocast(x):
+    if not names or not module.training or not torch._C._is_any_autocast_enabled() or not under_autocast(x):
         return {}
     layers: list[Any] = [module._modules.get(name) for name in names]
     dtype = torch.get_autocast_dtype(x.device.type)
     if x.dtype == torch.float64 or dtype == torch.float32 or not all(map(_packs, layers)):
         return {}
     first = layers[0]
+    learns = first.weight.requires_grad
     for layer in layers:
-        if layer.weight.shape[1] != first.weight.shape[1] or (layer.bias is None) != (first.bias is None):
+        if layer.weight.shape != first.weight.shape or (layer.bias is None) != (first.bias is None):
             return {}
+        if layer.weight.requires_grad != learns:  # backward would compute what nobody wants
+            return {}
+    if not learns and not x.requires_grad:
+        return {}
     whole = _Packed(layers, dtype)
-    return {name: _Part(whole, place) for place, name in enumerate(names)}
+    return {name: _Part(whole, place, layers[place]) for place, name in enumerate(names)}
 
 
 def _packs(layer: nn.Module | None) -> bool:
     """Whether this is a linear layer of fp32, which autocast copies, and nothing else."""
-    if layer is None or type(layer) not in _LINEAR or not unwatched(layer):
+    if type(layer) is not nn.Linear or not unwatched(layer):
         return False
     parameters = (layer.weight,) if layer.bias is None else (layer.weight, layer.bias)
     return all(is_plain(parameter) and parameter.dtype == torch.float32 for parameter in parameters)

@@ -78,18 +78,23 @@ def branch(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[
 
 
 class _Replacing:
-    """A module as its own forward sees it, but with other attributes in some places."""
+    """A module as its own forward sees it, but with other attributes in some places; what is written to it arrives."""
 
     def __init__(self, module: nn.Module, instead: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling():  # which looks through neither vars nor __dict__
             self.__dict__.update(vars(module))
             self.__dict__.update(module._modules)  # found at once, not through `__getattr__`
-        self._module = module
+        object.__setattr__(self, "_module", module)
         for name, value in instead.items():
-            setattr(self, name, value)
+            object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value)
+        if name in self.__dict__:
+            object.__setattr__(self, name, value)
 
 
 class _Product:

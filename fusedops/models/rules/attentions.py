@@ -21,14 +21,16 @@ __all__ = ["RULES"]
 def _attention(*inputs: str, output: str, dropout: str | None = None, packs: tuple[str, ...] = ()) -> dict[str, Any]:
     """What a rule says of a module whose rows go to ``inputs`` only, and whose forward ends in ``output`` and ``dropout``.
 
-    ``packs`` are those of the inputs whose outputs go into the attention as they are. Where one is only on the way to
-    something else (a scaled query, rotary positions), packing would keep it alive with the others.
+    ``packs`` are those of the inputs whose outputs go into the attention as they are, key and value last. Where one is
+    only on the way to something else (a scaled query, rotary positions), packing would keep it alive with the others.
     """
 
     def branch(self: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
-        rows, others = args[0] if args else kwargs["hidden_states"], kwargs.get("key_value_states")
-        # Key and value of a cross-attention take other rows than its query.
-        parts = packed(self, packs, rows) if others is None else packed(self, packs[-2:], others)
+        parts: dict[str, Any] = {}
+        if packs:
+            rows, others = args[0] if args else kwargs["hidden_states"], kwargs.get("key_value_states")
+            # Key and value of a cross-attention take other rows than its query.
+            parts = packed(self, packs, rows) if others is None else packed(self, packs[-2:], others)
         return without(self, output, dropout, parts, *args, **kwargs)
 
     def helps(module: nn.Module) -> str:
@@ -89,6 +91,12 @@ def _bert_self_attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs:
     return type(self)._fusedops_original.forward(seen, hidden_states, *args, **kwargs)
 
 
+def _bert_helps(module: nn.Module) -> str:
+    layers = [module._modules.get(name) for name in _BERT_QKV]
+    casts = all(layer is not None and _multiplies(layer) for layer in layers)
+    return "casts its input once under autocast" if casts else "nothing as its layers are"
+
+
 def _gpt_neo_helps(module: nn.Module) -> str:
     inner = module._modules.get("attention")
     return _said(module, [], False) if inner is None or not unwatched(module) else _NEO_SELF["helps"](inner)
@@ -125,7 +133,7 @@ RULES = (
         names=("BartAttention", "MBartAttention", "MarianAttention", "CLIPAttention", "SiglipAttention"),
     ),
     Rule(
-        name="opt_attention",  # and Whisper
+        name="opt_attention",  # and Whisper, which has nothing to pack: its key is without a bias
         **_attention(*_QKV, output="out_proj", packs=_QKV[1:]),
         fingerprints=("3099567ec98b", "79e198db90db"),
         names=("OPTAttention", "WhisperAttention"),
@@ -157,7 +165,7 @@ RULES = (
     ),
     Rule(
         name="bert_self_attention",  # and that of twelve relatives
-        helps="one cast and one product for q, k and v under autocast",
+        helps=_bert_helps,
         methods={"forward": _bert_self_attention},
         fingerprints=("5280870db47f",),
         names=("BertSelfAttention", "RobertaSelfAttention", "ElectraSelfAttention"),
