@@ -302,7 +302,11 @@ def test_other_rows_are_a_layers_own() -> None:
 
 @some
 def test_one_graph(spec: ModelSpec, device: torch.device, fresh_dynamo: None) -> None:
-    """Under torch.compile too, with as few products, and the same bits where these are run as they are."""
+    """Under torch.compile too, with as few products.
+
+    The graph is run as it is. On a GPU cuDNN may sum ViT's convolution in another order, which the layers behind it
+    carry on: eight units of the largest output, as for other models under autocast.
+    """
     model, arguments = _fused(spec), {**inputs(spec), **({"use_cache": False} if spec.name in ("t5", "bart") else {})}
     products: list[Any] = []
 
@@ -318,7 +322,8 @@ def test_one_graph(spec: ModelSpec, device: torch.device, fresh_dynamo: None) ->
             expected = outputs(model(**arguments))
         found = outputs(torch.compile(model, backend=backend, fullgraph=True)(**arguments))
     assert len(products) == eagerly.count
-    assert all(map(torch.equal, found, expected))
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=8 * unit_roundoff(LOW) * float(a.detach().abs().max()))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -360,7 +365,9 @@ def test_functions_for_attention(spec: ModelSpec, device: torch.device) -> None:
     AttentionInterface.register("scaled_in_place", attention)
     try:
         model, arguments = _fused(spec), inputs(spec)
-        model.set_attn_implementation("scaled_in_place")
+        for module in model.modules():  # T5's stacks have configurations of their own
+            if hasattr(module, "config"):
+                module.config._attn_implementation = "scaled_in_place"
         with torch.autocast(device.type, LOW):
             sum(y.float().square().sum() for y in outputs(model(**arguments))).backward()
     finally:
