@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
 from fusedops.models.packing import packed, packed_linear
+from fusedops.models.parts import replacing
 from fusedops.models.spec import ModelSpec
 from support import DEVICE
 from tolerances import unit_roundoff
@@ -225,7 +229,6 @@ _CHANGES: dict[str, Callable[[Any], Any]] = {
     "other rows": _replaced(k=nn.Linear(9, 4)),
     "more outputs": _replaced(k=nn.Linear(8, 5)),
     "one is frozen": lambda m: m.k.weight.requires_grad_(False),
-    "all are frozen, and nothing before them learns": lambda m: m.requires_grad_(False),
     "evaluation": lambda m: m.eval(),
     "half precision": _replaced(k=nn.Linear(8, 4, dtype=LOW)),
     "a bias in half precision": lambda m: setattr(m.v, "bias", nn.Parameter(m.v.bias.detach().to(LOW))),
@@ -270,26 +273,26 @@ def test_no_weight_is_copied_for_autocast_in_fp32(monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_biases_and_frozen() -> None:
-    """Frozen layers are packed where the rows have a gradient."""
     module = _Three()
     for name in _NAMES:
         getattr(module, name).bias = None
     module.requires_grad_(False)
-    x = torch.randn(3, 8, device=DEVICE, requires_grad=True)
-    with torch.autocast(DEVICE.type, LOW):
-        assert packed(module, _NAMES, x).keys() == set(_NAMES)
+    assert _parts(module).keys() == set(_NAMES)
 
 
 def test_other_rows_are_a_layers_own() -> None:
-    """Whatever is called first, and whichever rows come later, each stand-in gives what its layer does."""
+    """Whatever is called first, and whatever comes later, each stand-in gives what its layer does."""
     module, x, other = _Three(), *torch.randn(2, 3, 8, device=DEVICE)
     with torch.autocast(DEVICE.type, LOW), _Products() as products:
         parts = packed(module, _NAMES, x)
         assert products.count == 0
         calls = [("k", x), ("q", other), ("v", x), ("k", other), ("q", x), ("k", x)]
         found = [parts[name](rows) for name, rows in calls]
-    assert products.count == 1 + 2
-    for (name, rows), y in zip(calls, found, strict=True):
+        found[0].zero_()  # its own: the layer that is called again computes again
+        found.append(parts["k"](x))
+        calls.append(("k", x))
+    assert products.count == 1 + 2 + 2
+    for (name, rows), y in list(zip(calls, found, strict=True))[1:]:
         layer = getattr(module, name)
         assert parts[name].weight is layer.weight
         assert parts[name].bias is layer.bias
@@ -326,51 +329,116 @@ def test_one_graph(spec: ModelSpec, device: torch.device, fresh_dynamo: None) ->
         torch.testing.assert_close(b, a, rtol=0, atol=8 * unit_roundoff(LOW) * float(a.detach().abs().max()))
 
 
+@contextmanager
+def _calls() -> Iterator[list[Any]]:
+    """The layers of each packed product."""
+    seen: list[Any] = []
+
+    def counting(x: Tensor, layers: list[Any], dtype: torch.dtype) -> Any:
+        seen.append(layers)
+        return packed_linear(x, layers, dtype)
+
+    with mock.patch("fusedops.models.packing.packed_linear", counting):
+        yield seen
+
+
+def _changed(x: Tensor, layers: list[Any]) -> Tensor:
+    q, k, v = packed_linear(x, layers, LOW)
+    q.mul_(0.5)
+    return (q * k + v).float()
+
+
+def test_compiled(device: torch.device, fresh_dynamo: None) -> None:
+    """Through AOTAutograd, where a part is changed in place too: the same bits, forward and backward."""
+    layers = [nn.Linear(8, 4, device=device) for _ in range(3)]
+    x = torch.randn(5, 8, device=device, requires_grad=True)
+    parameters = [x, *[p for layer in layers for p in layer.parameters()]]
+    results = []
+    for function in (_changed, torch.compile(_changed, backend="aot_eager", fullgraph=True)):
+        y = function(x, layers)
+        results.append((y, *torch.autograd.grad(y, parameters, y.detach() + 1.0)))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in ("bert", "vit")], ids=lambda spec: spec.name)
-def test_checkpointed(spec: ModelSpec, reentrant: bool, device: torch.device) -> None:
-    """A layer that is computed again gives the same gradients, with as many products as at first."""
+def test_checkpointed(spec: ModelSpec, reentrant: bool, frozen: bool, device: torch.device) -> None:
+    """A layer is packed when it is computed for the first time and when again, and gives the same gradients."""
     model, arguments = _fused(spec), inputs(spec)
+    for name, module in model.named_modules():
+        if frozen and name.split(".")[-1] in ("query", "key", "value", "q_proj", "k_proj", "v_proj"):
+            module.requires_grad_(False)
     results, counts = [], []
     for again in (False, True):
         if again:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             model.enable_input_require_grads()
-        with torch.autocast(device.type, LOW), _Products() as products:
+        with torch.autocast(device.type, LOW), _calls() as packs:
             ys = outputs(model(**arguments))
-        counts.append(products.count)
-        sum(y.float().square().sum() for y in ys).backward()
+            counts.append(len(packs))
+            sum(y.float().square().sum() for y in ys).backward()
+            counts.append(len(packs))
         results.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
         model.zero_grad()
-    assert counts[0] == counts[1]
+    # Without checkpointing nothing is computed in the backward; with it all is, once more.
+    assert counts == [2, 2, 2, 4]
     assert results[0].keys() == results[1].keys()
     assert all(torch.equal(g, results[1][name]) for name, g in results[0].items())
 
 
-@pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in ("bert", "vit", "t5")], ids=lambda spec: spec.name)
-def test_functions_for_attention(spec: ModelSpec, device: torch.device) -> None:
-    """One that scales the query in place, as no autograd view forbids, and leaves a word with the module."""
-    from transformers import AttentionInterface
-
-    heads: list[Tensor] = []
+def _attention(scale: Callable[[Tensor, float], Tensor]) -> Callable[..., Any]:
+    """A function for attention that counts its calls on the module."""
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float = 1.0,
                   **kwargs: Any) -> Any:  # fmt: skip
-        module.heads_seen = query.shape[1]
-        heads.append(query)
+        module.calls_seen = getattr(module, "calls_seen", 0) + 1
         bias = kwargs.get("position_bias")
-        y = nn.functional.scaled_dot_product_attention(query.mul_(scaling), key, value, bias, scale=1.0)
+        y = nn.functional.scaled_dot_product_attention(scale(query, scaling), key, value, bias, scale=1.0)
         return y.transpose(1, 2).contiguous(), None
 
-    AttentionInterface.register("scaled_in_place", attention)
-    try:
-        model, arguments = _fused(spec), inputs(spec)
-        for module in model.modules():  # T5's stacks have configurations of their own
-            if hasattr(module, "config"):
-                module.config._attn_implementation = "scaled_in_place"
-        with torch.autocast(device.type, LOW):
-            sum(y.float().square().sum() for y in outputs(model(**arguments))).backward()
-    finally:
-        AttentionInterface._global_mapping.pop("scaled_in_place")
-    assert heads
-    assert sum(hasattr(module, "heads_seen") for module in model.modules()) == len(heads)
+    return attention
+
+
+@pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in ("bert", "vit", "t5")], ids=lambda spec: spec.name)
+def test_functions_for_attention(spec: ModelSpec, device: torch.device) -> None:
+    """The query may be scaled in place, which no autograd view forbids; and what is left with the module arrives."""
+    from transformers import AttentionInterface
+
+    model, arguments = _fused(spec), inputs(spec)
+    for module in model.modules():  # T5's stacks have configurations of their own
+        if hasattr(module, "config"):
+            module.config._attn_implementation = "scaled"
+    results = []
+    for scale in (Tensor.mul_, Tensor.mul):
+        AttentionInterface.register("scaled", _attention(scale))
+        try:
+            with torch.autocast(device.type, LOW), _calls() as packs:
+                results.append(run(model, arguments))
+        finally:
+            AttentionInterface._global_mapping.pop("scaled")
+        assert packs
+    # The same operations; on a GPU PyTorch may add in another order, which eight units in the norm of each cover.
+    for (found, expected) in (*zip(*(ys for ys, _ in results), strict=True),
+                              *((g, results[1][1][name]) for name, g in results[0][1].items())):  # fmt: skip
+        assert (found - expected).norm() <= 8 * unit_roundoff(LOW) * expected.norm()
+    seen = [module.calls_seen for module in model.modules() if hasattr(module, "calls_seen")]
+    assert set(seen) == {2}
+    assert len(seen) == len(packs)
+
+
+def test_a_stand_in_is_its_module_to_the_forward() -> None:
+    """What methods of the module change is seen, what is deleted is gone; and it can be copied."""
+    module = _Three()
+    seen = replacing(module, {"k": "another"})
+    assert (seen.k, seen.q, seen.training) == ("another", module.q, True)
+    seen.eval()
+    assert not seen.training
+    seen.left = 1
+    assert module.left == 1
+    del seen.left
+    assert not hasattr(seen, "left")
+    assert not hasattr(module, "left")
+    assert copy.copy(seen).q is module.q
+    seen.q = nn.Linear(8, 4)
+    assert seen.q is module.q

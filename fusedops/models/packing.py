@@ -22,20 +22,20 @@ from .watching import is_plain, unwatched
 __all__ = ["packed", "packed_linear"]
 
 
-def packed_linear(input: Tensor, layers: list[Any], dtype: torch.dtype) -> tuple[Tensor, ...]:
+def packed_linear(x: Tensor, layers: list[Any], dtype: torch.dtype) -> tuple[Tensor, ...]:
     """The layers' outputs in ``dtype``, as parts of one product.
 
     Autograd does not know them as parts, so they may be changed in place: each has its own memory in the product, which
     nobody else sees.
 
     Args:
-        input: of shape (..., K).
+        x: of shape (..., K).
         layers: linear layers with weights of shape (N, K), with biases all or none.
         dtype: of the product.
     """
     weight = torch.cat([layer.weight for layer in layers]).to(dtype)
     bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers]).to(dtype)
-    product = F.linear(input.to(dtype), weight, bias)
+    product = F.linear(x.to(dtype), weight, bias)
     return torch.unsafe_split(product, layers[0].weight.shape[0], -1)
 
 
@@ -46,15 +46,17 @@ class _Packed:
         self._layers = layers
         self._dtype = dtype
         self._rows: Tensor | None = None
-        self._outputs: tuple[Tensor, ...] = ()
+        self._outputs: list[Tensor | None] = []
 
     def output(self, place: int, x: Tensor) -> Tensor:
         if self._rows is None:
-            self._rows, self._outputs = x, packed_linear(x, self._layers, self._dtype)
-        if x is self._rows:
-            return self._outputs[place]
-        layer = self._layers[place]
-        return F.linear(x, layer.weight, layer.bias)
+            self._rows, self._outputs = x, list(packed_linear(x, self._layers, self._dtype))
+        y = self._outputs[place] if x is self._rows else None
+        if y is None:
+            layer = self._layers[place]
+            return F.linear(x, layer.weight, layer.bias)
+        self._outputs[place] = None  # its own now, to change in place and to free
+        return y
 
 
 class _Part:
@@ -71,10 +73,11 @@ class _Part:
 def packed(module: nn.Module, names: tuple[str, ...], x: Tensor) -> dict[str, Any]:
     """Stand-ins for the children of these names, which take x or rows like it; none where nothing is to be packed.
 
-    A stand-in that is called with other rows than the first computes as its layer does. Whether layers are packed hangs
-    on the module's mode, not on whether gradients are recorded: what reentrant checkpointing computes twice is the same.
+    A stand-in that is called again, or with other rows than the first, computes as its layer does. Whether layers are
+    packed hangs on the module's mode, not on whether gradients are recorded or the rows have one: what reentrant
+    checkpointing computes twice is the same.
     """
-    if not names or not module.training or not torch._C._is_any_autocast_enabled() or not under_autocast(x):
+    if not module.training or not torch._C._is_any_autocast_enabled() or not under_autocast(x):
         return {}
     layers: list[Any] = [module._modules.get(name) for name in names]
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -87,8 +90,6 @@ def packed(module: nn.Module, names: tuple[str, ...], x: Tensor) -> dict[str, An
             return {}
         if layer.weight.requires_grad != learns:  # backward would compute what nobody wants
             return {}
-    if not learns and not x.requires_grad:
-        return {}
     whole = _Packed(layers, dtype)
     return {name: _Part(whole, place, layers[place]) for place, name in enumerate(names)}
 

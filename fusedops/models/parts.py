@@ -81,20 +81,25 @@ class _Replacing:
     """A module as its own forward sees it, but with other attributes in some places; what is written to it arrives."""
 
     def __init__(self, module: nn.Module, instead: dict[str, Any]) -> None:
-        if not torch.compiler.is_compiling():  # which looks through neither vars nor __dict__
-            self.__dict__.update(vars(module))
+        if not torch.compiler.is_compiling():  # which does not look through __dict__
             self.__dict__.update(module._modules)  # found at once, not through `__getattr__`
         object.__setattr__(self, "_module", module)
         for name, value in instead.items():
             object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_module":  # a copy that is being made has none yet
+            raise AttributeError(name)
         return getattr(self._module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._module, name, value)
         if name in self.__dict__:
             object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._module, name)
+        self.__dict__.pop(name, None)
 
 
 class _Product:
