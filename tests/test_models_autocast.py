@@ -17,7 +17,7 @@ from fusedops.models.parts import normed
 from fusedops.models.spec import MODELS, ModelSpec
 from support import KERNEL_PATH
 from tolerances import unit_roundoff
-from zoo import HAS_TRANSFORMERS, SAMPLES, build, inputs, outputs, run, unpacked
+from zoo import HAS_TRANSFORMERS, SAMPLES, build, inputs, outputs, run, undropped, unpacked
 
 LOW = torch.bfloat16
 # For each pre-norm model, how many norms of a layer give low rows, and how many layers there are: encoder, decoder.
@@ -43,13 +43,7 @@ cast_once = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in _CA
 
 def _fused(spec: ModelSpec) -> nn.Module:
     """In training, so that PyTorch's fast paths are out of play; nothing is dropped."""
-    model = build(spec).train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("dropout", "activation_dropout", "attention_dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+    model = undropped(spec)
     assert fusedops.fuse_model(model)
     return model
 

@@ -11,7 +11,7 @@ from torch import nn
 import fusedops
 from fusedops.models.spec import ModelSpec
 from support import KERNEL_PATH
-from zoo import SAMPLES, build, counted, inputs, outputs
+from zoo import SAMPLES, build, counted, inputs, outputs, undropped
 
 _NAMES = ("leaves", "torch_post_norm", "torch_pre_norm", "bert", "distilbert", "bart", "gpt2", "opt", "vit", "t5", "t5_gated",
           "llama", "gemma")  # fmt: skip
@@ -43,16 +43,12 @@ def _arguments(spec: ModelSpec) -> dict[str, Any]:
 @some
 def test_one_graph(spec: ModelSpec) -> None:
     """In training mode; dropout off, so that there is something to compare with."""
-    model, arguments = build(spec).train(), _arguments(spec)
+    model, arguments = undropped(spec), _arguments(spec)
     for module in model.modules():
         if hasattr(module, "layerdrop"):
             # A stack that may leave out layers. In training some releases of Transformers draw for it at a chance of
             # zero too, which no graph holds, fused or not. Its layers, where all that is fused is, go on training.
             module.training = False
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        elif isinstance(getattr(module, "dropout", None), float):
-            module.dropout = module.activation_dropout = 0.0
     fusedops.fuse_model(model)
     with counted() as calls:
         expected = outputs(model(**arguments))

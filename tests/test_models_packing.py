@@ -20,7 +20,7 @@ from fusedops.models.parts import replacing
 from fusedops.models.spec import ModelSpec
 from support import DEVICE
 from tolerances import unit_roundoff
-from zoo import SAMPLES, build, inputs, outputs, run, unpacked
+from zoo import SAMPLES, every, inputs, outputs, run, undropped, unpacked
 
 LOW = torch.bfloat16
 # For each model, how many products a forward is spared: two a self-attention, or one where its query goes its own way,
@@ -31,7 +31,6 @@ _SPARED = {
     **dict.fromkeys(("clip", "siglip"), 2 * 2 + 2 * 2),
     **dict.fromkeys(("opt", "opt_post_norm"), 2 * 1),
 }
-every = pytest.mark.parametrize("spec", SAMPLES, ids=lambda spec: spec.name)
 packing = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in _SPARED], ids=lambda spec: spec.name)
 some = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in ("bert", "vit", "t5", "bart")],
                                ids=lambda spec: spec.name)  # fmt: skip
@@ -60,16 +59,7 @@ def _products(model: nn.Module, arguments: dict[str, Any]) -> Counter[str]:
 
 
 def _fused(spec: ModelSpec) -> nn.Module:
-    """In training; nothing is dropped."""
-    model = build(spec).train()
-    for module in model.modules():
-        if hasattr(module, "layerdrop"):
-            module.layerdrop = 0.0
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("dropout", "activation_dropout", "attention_dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+    model = undropped(spec)
     assert fusedops.fuse_model(model)
     return model
 

@@ -26,6 +26,7 @@ __all__ = [
     "outputs",
     "run",
     "transformers_only",
+    "undropped",
     "unpacked",
 ]
 
@@ -44,6 +45,18 @@ def build(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(11)
         return spec.build().to(DEVICE, dtype).eval()
+
+
+def undropped(spec: ModelSpec) -> nn.Module:
+    """In training, with nothing dropped."""
+    model = build(spec).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("dropout", "activation_dropout", "attention_dropout", "layerdrop"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model
 
 
 def inputs(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> dict[str, Any]:

@@ -70,14 +70,17 @@ class _Part:
         return self._whole.output(self._place, x)
 
 
-def packed(module: nn.Module, names: tuple[str, ...], x: Tensor) -> dict[str, Any]:
+def packed(module: nn.Module, names: tuple[str, ...], x: Tensor, others: Tensor | None = None) -> dict[str, Any]:
     """Stand-ins for the children of these names, which take x or rows like it; none where nothing is to be packed.
 
+    Key and value are the last two names. In a cross-attention they take ``others``, and are packed without the query.
     A stand-in that is called again, or with other rows than the first, computes as its layer does. Whether layers are
     packed hangs on the module's mode, not on whether gradients are recorded or the rows have one: what reentrant
     checkpointing computes twice is the same.
     """
-    if not module.training or not torch._C._is_any_autocast_enabled() or not under_autocast(x):
+    if others is not None:
+        names, x = names[-2:], others
+    if not names or not module.training or not torch._C._is_any_autocast_enabled() or not under_autocast(x):
         return {}
     layers: list[Any] = [module._modules.get(name) for name in names]
     dtype = torch.get_autocast_dtype(x.device.type)

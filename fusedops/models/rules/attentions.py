@@ -26,16 +26,12 @@ def _attention(*inputs: str, output: str, dropout: str | None = None, packs: tup
     """
 
     def branch(self: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
-        parts: dict[str, Any] = {}
-        if packs:
-            rows, others = args[0] if args else kwargs["hidden_states"], kwargs.get("key_value_states")
-            # Key and value of a cross-attention take other rows than its query.
-            parts = packed(self, packs, rows) if others is None else packed(self, packs[-2:], others)
+        rows = args[0] if args else kwargs["hidden_states"]
+        parts = packed(self, packs, rows, kwargs.get("key_value_states"))
         return without(self, output, dropout, parts, *args, **kwargs)
 
     def helps(module: nn.Module) -> str:
-        layers = [layer for name in inputs if (layer := module._modules.get(name)) is not None]
-        return _said(module, _left(module, output, dropout), bool(layers) and all(map(_multiplies, layers)))
+        return _said(module, _left(module, output, dropout), _all_multiply(module, inputs))
 
     return {"methods": {"_fusedops_branch": branch, **takers(*inputs)}, "helps": helps}
 
@@ -51,6 +47,11 @@ def _left(module: nn.Module, output: str, dropout: str | None) -> list[str]:
 
 def _multiplies(layer: nn.Module) -> bool:
     return is_linear(layer) and unwatched(layer) and is_plain(layer.weight)
+
+
+def _all_multiply(module: nn.Module, names: tuple[str, ...]) -> bool:
+    layers = [layer for name in names if (layer := module._modules.get(name)) is not None]
+    return bool(layers) and all(map(_multiplies, layers))
 
 
 def _said(module: nn.Module, left: list[str], narrow: bool) -> str:
@@ -92,9 +93,7 @@ def _bert_self_attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs:
 
 
 def _bert_helps(module: nn.Module) -> str:
-    layers = [module._modules.get(name) for name in _BERT_QKV]
-    casts = all(layer is not None and _multiplies(layer) for layer in layers)
-    return "casts its input once under autocast" if casts else "nothing as its layers are"
+    return "casts its input once under autocast" if _all_multiply(module, _BERT_QKV) else "nothing as its layers are"
 
 
 def _gpt_neo_helps(module: nn.Module) -> str:

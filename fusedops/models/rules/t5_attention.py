@@ -28,7 +28,6 @@ from ..watching import unwatched
 __all__ = ["RULES"]
 
 _QKV = ("q", "k", "v")
-_KV = _QKV[1:]
 # Transformers' `sdpa_attention_forward` with its `create_position_bias_mask`, in 5.17 and 5.23: for one query they call
 # PyTorch's attention under the sum of mask and position bias, and nothing else.
 _SDPA = ("6b854b7295d1", "4eceba25d5ea")
@@ -54,7 +53,7 @@ def _branch(
     if not kwargs and past_key_values is not None and hidden_states.shape[1] == 1:
         weights = _weights(self, key_value_states is not None, past_key_values, position_bias is not None)
     if weights is None:
-        parts = packed(self, _QKV, hidden_states) if key_value_states is None else packed(self, _KV, key_value_states)
+        parts = packed(self, _QKV, hidden_states, key_value_states)
         return without(
             self, "o", None, parts, hidden_states, mask, key_value_states, position_bias, past_key_values, **kwargs
         )
