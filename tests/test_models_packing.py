@@ -324,9 +324,9 @@ def _calls() -> Iterator[list[Any]]:
     """The layers of each packed product."""
     seen: list[Any] = []
 
-    def counting(x: Tensor, layers: list[Any], dtype: torch.dtype) -> Any:
+    def counting(x: Tensor, layers: list[Any], *args: Any) -> Any:
         seen.append(layers)
-        return packed_linear(x, layers, dtype)
+        return packed_linear(x, layers, *args)
 
     with mock.patch("fusedops.models.packing.packed_linear", counting):
         yield seen

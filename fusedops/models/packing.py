@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .autocast import under_autocast
-from .watching import is_plain, unwatched
+from .casts import Cast, autocast_dtype, cast_as_one, is_cast, joins
 
 __all__ = ["packed", "packed_linear"]
 
 
-def packed_linear(x: Tensor, layers: list[Any], dtype: torch.dtype) -> tuple[Tensor, ...]:
+def packed_linear(x: Tensor, layers: list[Any], dtype: torch.dtype,
+                  copies: list[Tensor] | None = None) -> tuple[Tensor, ...]:  # fmt: skip
     """The layers' outputs in ``dtype``, as parts of one product.
 
     Autograd does not know them as parts, so they may be changed in place: each has its own memory in the product, which
@@ -32,25 +32,33 @@ def packed_linear(x: Tensor, layers: list[Any], dtype: torch.dtype) -> tuple[Ten
         x: of shape (..., K).
         layers: linear layers with weights of shape (N, K), with biases all or none.
         dtype: of the product.
+        copies: the weights on top of each other in ``dtype``, and the biases if there are any, where they are made.
     """
-    weight = torch.cat([layer.weight for layer in layers]).to(dtype)
-    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers]).to(dtype)
-    product = F.linear(x.to(dtype), weight, bias)
+    if copies is None:
+        copies = [torch.cat(parameters).to(dtype) for parameters in _parameters(layers)]
+    product = F.linear(x.to(dtype), *copies)
     return torch.unsafe_split(product, layers[0].weight.shape[0], -1)
+
+
+def _parameters(layers: list[Any]) -> list[list[Tensor]]:
+    """Their weights, and their biases if they have any."""
+    weights = [layer.weight for layer in layers]
+    return [weights] if layers[0].bias is None else [weights, [layer.bias for layer in layers]]
 
 
 class _Packed:
     """The layers of one call of their module: the first that is called computes what all make of its rows."""
 
-    def __init__(self, layers: list[Any], dtype: torch.dtype) -> None:
+    def __init__(self, layers: list[Any], dtype: torch.dtype, copies: list[Tensor] | None) -> None:
         self._layers = layers
         self._dtype = dtype
+        self._copies = copies
         self._rows: Tensor | None = None
         self._outputs: list[Tensor | None] = []
 
     def output(self, place: int, x: Tensor) -> Tensor:
         if self._rows is None:
-            self._rows, self._outputs = x, list(packed_linear(x, self._layers, self._dtype))
+            self._rows, self._outputs = x, list(packed_linear(x, self._layers, self._dtype, self._copies))
         y = self._outputs[place] if x is self._rows else None
         if y is None:
             layer = self._layers[place]
@@ -70,21 +78,23 @@ class _Part:
         return self._whole.output(self._place, x)
 
 
-def packed(module: nn.Module, names: tuple[str, ...], x: Tensor, others: Tensor | None = None) -> dict[str, Any]:
+def packed(module: nn.Module, names: tuple[str, ...], x: Tensor, others: Tensor | None = None,
+           last: tuple[str, Any] = ("", None)) -> dict[str, Any]:  # fmt: skip
     """Stand-ins for the children of these names, which take x or rows like it; none where nothing is to be packed.
 
     Key and value are the last two names. In a cross-attention they take ``others``, and are packed without the query.
     A stand-in that is called again, or with other rows than the first, computes as its layer does. Whether layers are
     packed hangs on the module's mode, not on whether gradients are recorded or the rows have one: what reentrant
     checkpointing computes twice is the same.
+
+    ``last`` is the name of a linear layer behind them, and the layer. Where its weight is cast together with theirs
+    (see `fusedops.models.casts`), it has a stand-in too.
     """
     if others is not None:
         names, x = names[-2:], others
-    if not names or not module.training or not torch._C._is_any_autocast_enabled() or not under_autocast(x):
-        return {}
+    dtype = autocast_dtype(x) if names and module.training else None
     layers: list[Any] = [module._modules.get(name) for name in names]
-    dtype = torch.get_autocast_dtype(x.device.type)
-    if x.dtype == torch.float64 or dtype == torch.float32 or not all(map(_packs, layers)):
+    if dtype is None or not all(map(_packs, layers)):
         return {}
     first = layers[0]
     learns = first.weight.requires_grad
@@ -93,13 +103,18 @@ def packed(module: nn.Module, names: tuple[str, ...], x: Tensor, others: Tensor 
             return {}
         if layer.weight.requires_grad != learns:  # backward would compute what nobody wants
             return {}
-    whole = _Packed(layers, dtype)
-    return {name: _Part(whole, place, layers[place]) for place, name in enumerate(names)}
+    parts: dict[str, Any] = {}
+    copies = None
+    if joins(x) and _packs(last[1]):
+        weights, *biases = _parameters(layers)
+        copies = cast_as_one([weights, [last[1].weight], *biases], dtype)
+        if copies is not None:
+            parts[last[0]] = Cast(copies.pop(1), last[1].bias)
+    whole = _Packed(layers, dtype, copies)
+    for place, name in enumerate(names):
+        parts[name] = _Part(whole, place, layers[place])
+    return parts
 
 
 def _packs(layer: nn.Module | None) -> bool:
-    """Whether this is a linear layer of fp32, which autocast copies, and nothing else."""
-    if type(layer) is not nn.Linear or not unwatched(layer):
-        return False
-    parameters = (layer.weight,) if layer.bias is None else (layer.weight, layer.bias)
-    return all(is_plain(parameter) and parameter.dtype == torch.float32 for parameter in parameters)
+    return type(layer) is nn.Linear and is_cast(layer)

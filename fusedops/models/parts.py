@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from ..activations.ops import bias_act
 from ..norms.ops import bias_dropout_add
 from .autocast import low_dtype, narrowed, normed
+from .casts import Cast
 from .watching import is_conv1d, is_linear, unwatched
 
 __all__ = ["Branch", "activate", "activation_name", "add", "add_norm", "add_norm_twin", "branch", "drop", "dropped",
@@ -47,10 +48,10 @@ def product(layer: Any, x: Tensor) -> Tensor:
     return torch.matmul(x, layer.weight) if cls is not nn.Linear and is_conv1d(cls) else F.linear(x, layer.weight)
 
 
-def linear(layer: nn.Module, x: Tensor) -> Branch:
+def linear(layer: Any, x: Tensor) -> Branch:
     """A linear layer's product, its bias left to the caller."""
-    if is_linear(layer) and unwatched(layer):
-        return Branch(product(layer, x), layer.bias)  # type: ignore[arg-type]
+    if type(layer) is Cast or (is_linear(layer) and unwatched(layer)):
+        return Branch(product(layer, x), layer.bias)
     return Branch(layer(x))
 
 
@@ -105,7 +106,7 @@ class _Replacing:
 class _Product:
     """A linear layer without its bias."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: Any) -> None:
         self._layer = layer
         self.weight, self.bias = layer.weight, None
 
@@ -138,7 +139,7 @@ def without(module: Any, output: str, dropout: str | None, instead: dict[str, An
             instead[dropout] = _identity  # type: ignore[index]
         if is_linear(layer) and unwatched(layer) and layer.bias is not None:
             bias = layer.bias
-            instead[output] = _Product(layer)
+            instead[output] = _Product(instead.get(output, layer))
     result = type(module).forward(replacing(module, instead), *args, **kwargs)
     if isinstance(result, tuple):
         return Branch(result[0], bias, p, training), result[1:]

@@ -27,7 +27,7 @@ def _attention(*inputs: str, output: str, dropout: str | None = None, packs: tup
 
     def branch(self: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
         rows = args[0] if args else kwargs["hidden_states"]
-        parts = packed(self, packs, rows, kwargs.get("key_value_states"))
+        parts = packed(self, packs, rows, kwargs.get("key_value_states"), (output, self._modules[output]))
         return without(self, output, dropout, parts, *args, **kwargs)
 
     def helps(module: nn.Module) -> str:
@@ -84,12 +84,19 @@ _BERT_QKV = ("query", "key", "value")
 
 
 def _bert_self_attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _bert_with_last(self, None, hidden_states, *args, **kwargs)[0]
+
+
+def _bert_with_last(self: Any, last: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """The attention's outputs, and the linear layer that is next to take them, cast with its own if these are."""
     seen = self
     if under_autocast(hidden_states):
         # The caller keeps the rows for the residual, in their own dtype.
         hidden_states = narrowed(hidden_states, self.query, self.key, self.value)
-        seen = replacing(self, packed(self, _BERT_QKV, hidden_states))
-    return type(self)._fusedops_original.forward(seen, hidden_states, *args, **kwargs)
+        parts = packed(self, _BERT_QKV, hidden_states, None, ("last", last))
+        last = parts.pop("last", last)
+        seen = replacing(self, parts)
+    return type(self)._fusedops_original.forward(seen, hidden_states, *args, **kwargs), last
 
 
 def _bert_helps(module: nn.Module) -> str:
@@ -165,7 +172,7 @@ RULES = (
     Rule(
         name="bert_self_attention",  # and that of twelve relatives
         helps=_bert_helps,
-        methods={"forward": _bert_self_attention},
+        methods={"forward": _bert_self_attention, "_fusedops_with_last": _bert_with_last},
         fingerprints=("5280870db47f",),
         names=("BertSelfAttention", "RobertaSelfAttention", "ElectraSelfAttention"),
     ),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ...activations.ops import glu
 from ..autocast import takers
+from ..casts import cast_together
 from ..parts import Branch, activate, activation_name, dropped, finished, linear, unwatched
 from ..rule import Rule
 
@@ -46,17 +47,19 @@ def _cast_and_multiplied(layer: Any, x: Tensor) -> Branch:
 
 
 def _t5_gated(self: Any, hidden_states: Tensor) -> tuple[Branch, tuple[Any, ...]]:
-    x = _gate(self.act, self.wi_0(hidden_states), self.wi_1(hidden_states))
-    return _cast_and_multiplied(self.wo, self.dropout(x)), ()
+    gate, up, last = cast_together(hidden_states, self.wi_0, self.wi_1, self.wo)
+    x = _gate(self.act, gate(hidden_states), up(hidden_states))
+    return _cast_and_multiplied(last, self.dropout(x)), ()
 
 
 def _t5_dense(self: Any, hidden_states: Tensor) -> tuple[Branch, tuple[Any, ...]]:
     dropout = self.dropout
+    first, last = cast_together(hidden_states, self.wi, self.wo)
     if type(dropout) is nn.Dropout and unwatched(dropout):
-        x = activate(linear(self.wi, hidden_states), self.act, dropout.p, training=dropout.training)
+        x = activate(linear(first, hidden_states), self.act, dropout.p, training=dropout.training)
     else:
-        x = dropout(self.act(self.wi(hidden_states)))
-    return _cast_and_multiplied(self.wo, x), ()
+        x = dropout(self.act(first(hidden_states)))
+    return _cast_and_multiplied(last, x), ()
 
 
 def _finishing(branch: Method) -> dict[str, Method]:
@@ -69,14 +72,19 @@ def _finishing(branch: Method) -> dict[str, Method]:
 
 
 def _dense_act(self: Any, hidden_states: Tensor) -> Tensor:
-    return activate(linear(self.dense, hidden_states), self.intermediate_act_fn)
+    return _dense_act_by(self, self.dense, hidden_states)
+
+
+def _dense_act_by(self: Any, dense: Any, x: Tensor) -> Tensor:
+    return activate(linear(dense, x), self.intermediate_act_fn)
 
 
 def _two_layers(first: str, activation: str, second: str, dropout: str = "") -> dict[str, Method]:
     """The methods of linear, activation, linear, and the dropout behind them if there is one."""
 
     def branch(self: Any, x: Tensor) -> tuple[Branch, tuple[Any, ...]]:
-        end = linear(getattr(self, second), activate(linear(getattr(self, first), x), getattr(self, activation)))
+        inner, last = cast_together(x, getattr(self, first), getattr(self, second))
+        end = linear(last, activate(linear(inner, x), getattr(self, activation)))
         return (dropped(end, getattr(self, dropout)) if dropout else end), ()
 
     return {**_finishing(branch), **takers(first)}
@@ -127,7 +135,7 @@ RULES = (
     Rule(
         name="dense_act",  # BERT's, and that of its many relatives
         calls="bias_act",
-        methods={"forward": _dense_act, **takers("dense")},
+        methods={"forward": _dense_act, "_fusedops_dense_act": _dense_act_by, **takers("dense")},
         fingerprints=("d6fb3cc61037",),
         names=("BertIntermediate", "RobertaIntermediate", "ElectraIntermediate"),
     ),

@@ -7,35 +7,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..casts import cast_together
 from ..parts import Branch, activate, add_norm, add_norm_twin, branch, drop, dropped, linear, narrowed, unwatched
 from ..rule import Rule
 
 __all__ = ["RULES"]
 
 
-def _bert_end(self: Any, hidden_states: Tensor) -> Branch:
-    return dropped(linear(self.dense, hidden_states), self.dropout)
+def _bert_end(self: Any, dense: Any, hidden_states: Tensor) -> Branch:
+    return dropped(linear(dense, hidden_states), self.dropout)
 
 
 def _bert_output(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-    end = _bert_end(self, hidden_states)
+    end = _bert_end(self, self.dense, hidden_states)
     return add_norm(end, input_tensor, self.LayerNorm, return_sum=False)  # type: ignore[no-any-return]
 
 
 def _bert_attend(
     self: Any,
+    dense: Any,
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
     encoder_hidden_states: Tensor | None = None,
     encoder_attention_mask: Tensor | None = None,
     past_key_values: Any = None,
     **kwargs: Any,
-) -> Tensor:
-    """What an attention hands to its output module."""
-    mask = encoder_attention_mask if self.is_cross_attention else attention_mask
-    attended: Tensor = self.self(hidden_states, encoder_hidden_states=encoder_hidden_states, attention_mask=mask,
-                                 past_key_values=past_key_values, **kwargs)[0]  # fmt: skip
-    return attended
+) -> tuple[Tensor, Any]:
+    """What an attention hands to its output module, and that one's linear layer, cast with the others if they are."""
+    inner = self.self
+    kwargs["attention_mask"] = encoder_attention_mask if self.is_cross_attention else attention_mask
+    kwargs["encoder_hidden_states"], kwargs["past_key_values"] = encoder_hidden_states, past_key_values
+    with_last = getattr(type(inner), "_fusedops_with_last", None)
+    if with_last is None or not unwatched(inner):
+        return inner(hidden_states, **kwargs)[0], dense
+    outputs, dense = with_last(inner, dense, hidden_states, **kwargs)
+    return outputs[0], dense
 
 
 def _attended(attention: Any, modules: tuple[nn.Module, ...], hidden_states: Tensor, *args: Any,
@@ -46,10 +52,20 @@ def _attended(attention: Any, modules: tuple[nn.Module, ...], hidden_states: Ten
         output = attention.output
         end_of = getattr(type(output), "_fusedops_end", None)
         if end_of is not None and unwatched(output):
-            end = end_of(output, attend(attention, hidden_states, *args, **kwargs))
+            attended, dense = attend(attention, output.dense, hidden_states, *args, **kwargs)
+            end = end_of(output, dense, attended)
             return add_norm_twin(end, hidden_states, output.LayerNorm, *modules)
     y = attention(hidden_states, *args, **kwargs)[0]
     return y, y
+
+
+def _bert_feed_forward(intermediate: Any, output: Any, x: Tensor, residual: Tensor) -> Tensor:
+    act, end_of = getattr(type(intermediate), "_fusedops_dense_act", None), getattr(type(output), "_fusedops_end", None)
+    if act is None or end_of is None or not unwatched(intermediate) or not unwatched(output):
+        return output(intermediate(x), residual)  # type: ignore[no-any-return]
+    first, second = cast_together(x, intermediate.dense, output.dense)
+    end = end_of(output, second, act(intermediate, first, x))
+    return add_norm(end, residual, output.LayerNorm, return_sum=False)  # type: ignore[no-any-return]
 
 
 def _bert_layer(
@@ -73,7 +89,7 @@ def _bert_layer(
     if crosses:
         x, y = _attended(self.crossattention, takers, y, None, encoder_hidden_states, encoder_attention_mask,
                          past_key_values=past_key_values, **kwargs)  # fmt: skip
-    return self.output(self.intermediate(x), y)  # type: ignore[no-any-return]
+    return _bert_feed_forward(self.intermediate, self.output, x, y)
 
 
 def _distilbert_block(self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
@@ -84,8 +100,9 @@ def _distilbert_block(self: Any, hidden_states: Tensor, attention_mask: Tensor |
 
 
 def _bart_feed_forward(self: Any, x: Tensor, residual: Tensor) -> Tensor:
-    inner = activate(linear(self.fc1, x), self.activation_fn, self.activation_dropout, training=self.training)
-    end = drop(linear(self.fc2, inner), self.dropout, training=self.training)
+    first, second = cast_together(x, self.fc1, self.fc2)
+    inner = activate(linear(first, x), self.activation_fn, self.activation_dropout, training=self.training)
+    end = drop(linear(second, inner), self.dropout, training=self.training)
     return add_norm(end, residual, self.final_layer_norm, return_sum=False)  # type: ignore[no-any-return]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..casts import cast_together
 from ..parts import Branch, activate, add, add_norm, add_norm_twin, branch, drop, dropped, linear, narrowed, normed
 from ..rule import Rule
 
@@ -74,7 +75,8 @@ def _opt_layer(
         residual = y.reshape(rows)
         # One tensor, if it is one, so that who looks at it sees the whole of its gradient.
         x = residual if x is y else x.reshape(rows)
-    end = linear(self.fc2, activate(linear(self.fc1, x), self.activation_fn))
+    first, second = cast_together(x, self.fc1, self.fc2)
+    end = linear(second, activate(linear(first, x), self.activation_fn))
     end = drop(end, self.dropout, training=self.training)
     if before:
         return add(end, residual).view(shape)
@@ -126,8 +128,9 @@ def _gpt_neo_block(self: Any, hidden_states: Tensor, layer_past: Any = None, att
 def _mbart_feed_forward(self: Any, end: Branch, residual: Tensor) -> Tensor:
     """From the end of the attention before it: its sum, norm, and the feed-forward part."""
     x, residual = add_norm(end, residual, self.final_layer_norm, self.fc1)
-    inner = activate(linear(self.fc1, x), self.activation_fn, self.activation_dropout, training=self.training)
-    return add(drop(linear(self.fc2, inner), self.dropout, training=self.training), residual)
+    first, second = cast_together(x, self.fc1, self.fc2)
+    inner = activate(linear(first, x), self.activation_fn, self.activation_dropout, training=self.training)
+    return add(drop(linear(second, inner), self.dropout, training=self.training), residual)
 
 
 def _mbart_encoder_layer(self: Any, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..casts import cast_together
 from ..parts import Branch, activate, add, add_norm, add_norm_twin, branch, dropped, linear, normed, unwatched
 from ..rule import Rule
 
@@ -25,12 +26,13 @@ def _attention(attention: nn.Module, dropout: nn.Module, x: Tensor, memory: Tens
 
 
 def _feed_forward(self: Any, x: Tensor, last: nn.Module) -> Branch:
-    inner, dropout = linear(self.linear1, x), self.dropout
+    first, second = cast_together(x, self.linear1, self.linear2)
+    inner, dropout = linear(first, x), self.dropout
     if type(dropout) is nn.Dropout and unwatched(dropout):
         y = activate(inner, self.activation, dropout.p, training=dropout.training)
     else:
         y = dropout(activate(inner, self.activation))
-    return dropped(linear(self.linear2, y), last)
+    return dropped(linear(second, y), last)
 
 
 def _may_take_the_fast_path(self: Any, src: Tensor) -> bool:

@@ -1,0 +1,107 @@
+"""Linear layers under autocast and torch.compile: what autocast casts of them one by one, cast in one pass.
+
+Autocast casts each weight for itself: a kernel forward, and one backward that takes its gradient to fp32 again. In a
+compiled step these are two of the calls for every weight and every bias, and where a GPU waits for its host the calls are
+the time. One behind the other in one tensor they are one kernel each way, which writes the same numbers.
+
+Only where torch.compile makes that kernel, which is on GPUs. Eagerly it would be two, and autocast keeps its casts for
+the other calls of its context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..core import launch
+from .autocast import under_autocast
+from .watching import is_conv1d, is_plain, unwatched
+
+__all__ = ["Cast", "autocast_dtype", "cast_as_one", "cast_together", "is_cast", "joins"]
+
+# Inductor reads up to so many tensors in one kernel that joins them.
+_MOST = 8
+# A matrix product loads 16 bytes at once: no matrix may begin between two such loads.
+_ALIGNED = 8
+
+
+class Cast:
+    """A linear layer with a weight in autocast's dtype."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The layer's output."""
+        return F.linear(x, self.weight, self.bias)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype to which autocast casts fp32 weights for these rows; None where it casts none."""
+    if not torch._C._is_any_autocast_enabled() or x.dtype == torch.float64 or not under_autocast(x):
+        return None
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return None if dtype == torch.float32 else dtype
+
+
+def is_cast(layer: nn.Module | None) -> bool:
+    """Whether this is a linear layer of fp32, which autocast copies, and nothing else."""
+    if layer is None or not (type(layer) is nn.Linear or is_conv1d(type(layer))) or not unwatched(layer):
+        return False
+    parameters: Any = (layer.weight,) if layer.bias is None else (layer.weight, layer.bias)
+    return all(is_plain(parameter) and parameter.dtype == torch.float32 for parameter in parameters)
+
+
+def joins(x: Tensor) -> bool:
+    """Whether to cast the weights for these rows in one pass: where torch.compile makes one kernel of it."""
+    return torch.compiler.is_compiling() and launch.runs_kernels(x.device.type)
+
+
+def cast_as_one(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> list[Tensor] | None:
+    """Each group's tensors on top of each other in ``dtype``, all of them parts of one tensor; None where not to be.
+
+    Args:
+        groups: of tensors in fp32. Those of a group have the same shape but for the first dimension; matrices come
+            before vectors.
+        dtype: of the parts.
+    """
+    tensors = [t for group in groups for t in group]
+    first = tensors[0]
+    if len(tensors) > _MOST:
+        return None
+    for t in tensors:
+        if t.requires_grad != first.requires_grad or t.device != first.device:
+            return None  # backward would compute what nobody wants
+        if t.dim() > 1 and t.numel() % _ALIGNED:
+            return None
+    flat = torch.cat([t.reshape(-1) for t in tensors]).to(dtype)
+    parts = torch.unsafe_split_with_sizes(flat, [sum([t.numel() for t in group]) for group in groups])
+    return [part.view(-1, *group[0].shape[1:]) for part, group in zip(parts, groups, strict=True)]
+
+
+def cast_together(x: Tensor, *layers: Any) -> tuple[Any, ...]:
+    """The linear layers of one branch: stand-ins with weights cast in one pass, or the layers as they are.
+
+    The last one's bias is left as it is, for the operator at the end of the branch.
+
+    Args:
+        x: the rows that the branch takes.
+        layers: in the order in which they are called.
+    """
+    dtype = autocast_dtype(x) if joins(x) else None
+    if dtype is None or not all(map(is_cast, layers)):
+        return layers
+    biases = [layer.bias for layer in layers[:-1] if layer.bias is not None]
+    parts = cast_as_one([[t] for t in (*[layer.weight for layer in layers], *biases)], dtype)
+    if parts is None:
+        return layers
+    weights, biases = parts[: len(layers)], [*parts[len(layers) :], layers[-1].bias]
+    casts = []
+    for layer, weight in zip(layers, weights, strict=True):
+        bias = None if layer.bias is None else biases.pop(0)
+        casts.append(Cast(weight.t() if is_conv1d(type(layer)) else weight, bias))
+    return tuple(casts)

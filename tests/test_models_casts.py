@@ -1,0 +1,317 @@
+"""Fused models under autocast and torch.compile: the weights of a branch's linear layers are cast in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor import metrics
+from torch._inductor.utils import fresh_cache
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusedops
+from fusedops.models.casts import Cast, cast_as_one, cast_together, joins
+from fusedops.models.packing import packed
+from fusedops.models.parts import linear
+from fusedops.models.spec import ModelSpec
+from support import DEVICE, KERNEL_PATH
+from tolerances import unit_roundoff
+from zoo import SAMPLES, every, inputs, run, undropped
+
+LOW = torch.bfloat16
+# For each model, how many casts a forward is spared. Of an attention whose query, key and value are packed to one weight
+# and one bias, its last weight joins them. Of two layers with an activation between that takes the bias along, two
+# weights and that bias are one. Without biases it is one less. T5's gated part has a third weight, and a fused T5 no
+# longer takes its rows to the dtype of a weight that autocast casts anyway.
+_ATTENTION, _TWO, _ROWS = 2, 2, 1
+_LAYER = _ATTENTION + _TWO
+_SPARED = {
+    **dict.fromkeys(("bert", "roberta", "electra", "bert_decoder", "distilbert", "vit", "opt", "opt_post_norm"), 2 * _LAYER),
+    **dict.fromkeys(("bart", "marian", "mbart"), 2 * _LAYER + 2 * (_LAYER + _ATTENTION)),
+    **dict.fromkeys(("gpt2", "gpt2_decoder", "gpt_neo", "gptj"), 2 * _TWO),
+    **dict.fromkeys(("torch_pre_norm", "torch_post_norm", "whisper"), 4 * _TWO),
+    "clip": 4 * _LAYER,
+    "siglip": 4 * _LAYER + _TWO,  # it has a head of its own
+    "torch_unbiased": 4 * (_TWO - 1),
+    "t5": 2 * (_LAYER - 2 + _ROWS) + 2 * (_LAYER - 2 + _ROWS + _ATTENTION - 1),
+    "t5_gated": 2 * (_LAYER - 1 + _ROWS) + 2 * (_LAYER - 1 + _ROWS + _ATTENTION - 1),
+}  # fmt: skip
+# Of each kind, for what takes longer.
+some = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in ("torch_pre_norm", "bert", "gpt2", "vit", "t5_gated")],
+                               ids=lambda spec: spec.name)  # fmt: skip
+
+
+@contextmanager
+def _joining(always: bool = True) -> Iterator[None]:
+    """On this device, compiled or not."""
+
+    def answer(x: Tensor) -> bool:  # torch.compile does not look through mocks
+        return always
+
+    with mock.patch("fusedops.models.casts.joins", answer), mock.patch("fusedops.models.packing.joins", answer):
+        yield
+
+
+class _Casts(TorchDispatchMode):
+    """Counts casts to autocast's dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.count += func.overloadpacket is torch.ops.aten._to_copy and kwargs.get("dtype") is LOW
+        return func(*args, **kwargs)
+
+
+def _fused(spec: ModelSpec) -> nn.Module:
+    model = undropped(spec)
+    assert fusedops.fuse_model(model)
+    return model
+
+
+def _casts(model: nn.Module, arguments: dict[str, Any]) -> int:
+    with _Casts() as casts, torch.autocast(DEVICE.type, LOW, cache_enabled=False):
+        model(**arguments)
+    return casts.count
+
+
+@every
+def test_casts(spec: ModelSpec) -> None:
+    model, arguments = _fused(spec), inputs(spec)
+    apart = _casts(model, arguments)
+    with _joining():
+        assert apart - _casts(model, arguments) == _SPARED.get(spec.name, 0)
+
+
+@every
+def test_values(spec: ModelSpec) -> None:
+    """Outputs and gradients are made of the very same numbers.
+
+    What multiplies them may add in another order for weights that lie elsewhere in memory: eight units in the norm of
+    each, as for attention functions, where a wrong weight or bias is some hundred times as much.
+    """
+    model, arguments = _fused(spec), inputs(spec)
+    with torch.autocast(DEVICE.type, LOW):
+        expected = run(model, arguments)
+        with _joining():
+            found = run(model, arguments)
+    assert found[1].keys() == expected[1].keys()
+    for y, e in (*zip(found[0], expected[0], strict=True), *((g, expected[1][name]) for name, g in found[1].items())):
+        assert y.dtype == e.dtype
+        assert y.is_contiguous() == e.is_contiguous()
+        assert (y - e).norm() <= 8 * unit_roundoff(LOW) * e.norm()
+
+
+# --- what is cast ---------------------------------------------------------------------------------------------------
+
+
+def _learning(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape, device=DEVICE))
+
+
+def _groups() -> list[list[nn.Parameter]]:
+    return [[_learning(4, 6), _learning(8, 6)], [_learning(8, 5)], [_learning(4), _learning(3)], [_learning(7)]]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("low", [LOW, torch.float16], ids=str)
+def test_parts(low: torch.dtype, compiled: bool) -> None:
+    """The same bits as a cast of each: forward, and of each gradient."""
+    groups = _groups()
+    function = torch.compile(cast_as_one, backend="aot_eager", fullgraph=True) if compiled else cast_as_one
+    parts = function(groups, low)
+    expected = [torch.cat([t.detach() for t in group]).to(low) for group in groups]
+    assert all(map(torch.equal, parts, expected))
+    dys = [torch.randn_like(part) for part in parts]
+    tensors = [t for group in groups for t in group]
+    gradients = torch.autograd.grad(parts, tensors, dys)
+    columns = [dy.float().split([len(t) for t in group]) for dy, group in zip(dys, groups, strict=True)]
+    assert all(map(torch.equal, gradients, [g for split in columns for g in split]))
+    assert all(g.dtype == torch.float32 for g in gradients)
+    # Each where a matrix product can load it.
+    assert all(part.data_ptr() % 16 == 0 for part in parts if part.dim() > 1)
+
+
+_LEFT: dict[str, Callable[[list[list[nn.Parameter]]], object]] = {
+    "one is frozen": lambda groups: groups[1][0].requires_grad_(False),
+    "a bias alone learns": lambda groups: [t.requires_grad_(False) for group in groups[:2] for t in group],
+    "the next would lie badly": lambda groups: groups.insert(0, [_learning(3, 5)]),
+    "too many": lambda groups: groups.append([_learning(4) for _ in range(3)]),
+    "another device": lambda groups: groups.append([nn.Parameter(torch.empty(4, device="meta"))]),
+}
+
+
+@pytest.mark.parametrize("change", _LEFT.values(), ids=_LEFT)
+def test_tensors_that_are_cast_apart(change: Callable[[list[list[nn.Parameter]]], object]) -> None:
+    groups = _groups()
+    assert cast_as_one(groups, LOW) is not None
+    change(groups)
+    assert cast_as_one(groups, LOW) is None
+
+
+def test_frozen_tensors_are_cast_as_one_and_stay_frozen() -> None:
+    groups = [[t.requires_grad_(False) for t in group] for group in _groups()]
+    parts = cast_as_one(groups, LOW)
+    assert parts is not None
+    assert not any(part.requires_grad for part in parts)
+
+
+# --- whose ----------------------------------------------------------------------------------------------------------
+
+
+class _Two(nn.Module):
+    """The linear layers of a feed-forward part."""
+
+    def __init__(self, *, bias: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16, bias=bias, device=DEVICE)
+        self.second = nn.Linear(16, 8, bias=bias, device=DEVICE)
+
+
+def _stand_ins(module: Any, x: Tensor | None = None) -> tuple[Any, ...]:
+    x = torch.randn(3, 8, device=DEVICE) if x is None else x
+    with torch.autocast(DEVICE.type, LOW):
+        return cast_together(x, module.first, module.second)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_stand_ins(bias: bool) -> None:
+    """They give what the layers give, whether their bias is left to the caller or not. The last one's is not cast."""
+    module, x = _Two(bias=bias), torch.randn(3, 8, device=DEVICE)
+    with _joining(), torch.autocast(DEVICE.type, LOW):
+        casts = _stand_ins(module, x)
+        assert [type(cast) for cast in casts] == [Cast, Cast]
+        calls = ((casts[0], module.first, x), (casts[1], module.second, torch.randn(3, 16, device=DEVICE)))
+        for cast, layer, rows in calls:
+            y, branch, expected = cast(rows), linear(cast, rows), linear(layer, rows)
+            assert torch.equal(y, layer(rows))
+            assert torch.equal(branch.product, expected.product)
+            assert branch.product.dtype == LOW
+    if bias:
+        assert torch.equal(casts[0].bias, module.first.bias.to(LOW))
+        assert casts[1].bias is module.second.bias
+    else:
+        assert casts[0].bias is casts[1].bias is None
+
+
+class _Adapter(nn.Linear):
+    """No plain linear layer."""
+
+
+_CHANGES: dict[str, Callable[[Any], object]] = {
+    "hook": lambda m: m.second.register_forward_hook(lambda *_: None),
+    "pre-hook": lambda m: m.first.register_forward_pre_hook(lambda *_: None),
+    "forward on the instance": lambda m: setattr(m.first, "forward", lambda x: x),
+    "adapter": lambda m: setattr(m, "second", _Adapter(16, 8, device=DEVICE)),
+    "no layer": lambda m: setattr(m, "second", None),
+    "half precision": lambda m: m.first.to(LOW),
+    "a bias in half precision": lambda m: setattr(m.first, "bias", nn.Parameter(m.first.bias.detach().to(LOW))),
+    "one is frozen": lambda m: m.second.requires_grad_(False),
+    "biases alone learn": lambda m: (m.first.weight.requires_grad_(False), m.second.weight.requires_grad_(False)),
+    "parametrized": lambda m: torch.nn.utils.parametrizations.weight_norm(m.second),
+}
+
+
+@pytest.mark.parametrize("change", _CHANGES.values(), ids=_CHANGES)
+def test_layers_that_are_left(change: Callable[[Any], object]) -> None:
+    module = _Two()
+    with _joining():
+        assert type(_stand_ins(module)[0]) is Cast
+        change(module)
+        assert _stand_ins(module) == (module.first, module.second)
+
+
+def test_where_autocast_casts_nothing() -> None:
+    module, x = _Two(), torch.randn(3, 8, device=DEVICE)
+    layers = (module.first, module.second)
+    with _joining():
+        assert cast_together(x, *layers) == layers
+        assert _stand_ins(module, x.double()) == layers
+        with mock.patch.object(torch, "get_autocast_dtype", return_value=torch.float32):
+            assert _stand_ins(module, x) == layers
+
+
+def test_eagerly_autocast_casts() -> None:
+    module = _Two()
+    assert _stand_ins(module) == (module.first, module.second)
+    attention = nn.ModuleDict({name: nn.Linear(8, 8, device=DEVICE) for name in ("q", "k", "v", "o")})
+    for joining in (True, False):
+        with _joining(joining), torch.autocast(DEVICE.type, LOW):
+            parts = packed(attention, ("q", "k", "v"), torch.randn(3, 8, device=DEVICE), None, ("o", attention["o"]))
+        assert parts.keys() == {"q", "k", "v", *(["o"] if joining else [])}
+
+
+def test_where_it_is_done() -> None:
+    """Compiled, where Inductor writes kernels: that is not on a CPU, unless the interpreter makes it a GPU."""
+    x = torch.zeros(1, device=DEVICE)
+
+    def asked(x: Tensor) -> Tensor:
+        return x + 1 if joins(x) else x
+
+    assert float(asked(x)) == 0.0
+    assert float(torch.compile(asked, backend="eager", fullgraph=True)(x)) == float(KERNEL_PATH)
+
+
+# --- compiled -------------------------------------------------------------------------------------------------------
+
+
+class _Graphs:
+    """A backend that runs the graphs of forward and backward as they are, and keeps their casts."""
+
+    def __init__(self) -> None:
+        self.casts: list[list[torch.dtype]] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, example: list[Any]) -> Any:
+        return aot_autograd(fw_compiler=self._keep, bw_compiler=self._keep)(graph, example)
+
+    def _keep(self, graph: torch.fx.GraphModule, example: list[Any]) -> Any:
+        self.casts.append([node.kwargs["dtype"] for node in graph.graph.nodes
+                           if node.target is torch.ops.aten._to_copy.default])  # fmt: skip
+        return make_boxed_func(graph.forward)
+
+
+@some
+def test_compiled(spec: ModelSpec) -> None:
+    """One graph. Forward and backward each have as many casts fewer as are spared; outputs and gradients are the same."""
+    results, casts = [], []
+    for joining in (False, True):
+        model, arguments = _fused(spec), inputs(spec)
+        if spec.transformers and spec.name not in ("bert", "vit"):
+            arguments["use_cache"] = False
+        graphs = _Graphs()
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=graphs, fullgraph=True)
+        with _joining(joining), torch.autocast(DEVICE.type, LOW):
+            ys, gradients = run(compiled, arguments)
+        results.append((ys, {name.removeprefix("_orig_mod."): g for name, g in gradients.items()}))
+        forward, backward = graphs.casts
+        casts.append((forward.count(LOW), backward.count(torch.float32)))
+    spared = _SPARED[spec.name]
+    assert casts[0][0] - casts[1][0] == spared
+    assert casts[0][1] - casts[1][1] == spared
+    expected, found = results
+    assert found[1].keys() == expected[1].keys()
+    for y, e in (*zip(found[0], expected[0], strict=True), *((g, expected[1][name]) for name, g in found[1].items())):
+        assert (y - e).norm() <= 8 * unit_roundoff(LOW) * e.norm()
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="Inductor makes one kernel of it on GPUs alone")
+def test_one_kernel_each_way() -> None:
+    """As many tensors as are ever cast as one."""
+    groups = [*_groups(), [_learning(4), _learning(4)]]
+    tensors = [t for group in groups for t in group]
+    with fresh_cache():  # nothing is counted that was compiled before
+        metrics.reset()
+        parts = torch.compile(cast_as_one, fullgraph=True)(groups, LOW)
+        assert metrics.generated_kernel_count == 1
+        torch.autograd.grad(parts, tensors, [torch.ones_like(part) for part in parts])
+        assert metrics.generated_kernel_count == 2
