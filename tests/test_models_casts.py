@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -34,14 +34,14 @@ _ATTENTION, _TWO, _ROWS = 2, 2, 1
 _LAYER = _ATTENTION + _TWO
 _SPARED = {
     **dict.fromkeys(("bert", "roberta", "electra", "bert_decoder", "distilbert", "vit", "opt", "opt_post_norm"), 2 * _LAYER),
-    **dict.fromkeys(("bart", "marian", "mbart"), 2 * _LAYER + 2 * (_LAYER + _ATTENTION)),
+    **dict.fromkeys(("bart", "marian", "mbart"), 4 * _LAYER),
     **dict.fromkeys(("gpt2", "gpt2_decoder", "gpt_neo", "gptj"), 2 * _TWO),
     **dict.fromkeys(("torch_pre_norm", "torch_post_norm", "whisper"), 4 * _TWO),
     "clip": 4 * _LAYER,
     "siglip": 4 * _LAYER + _TWO,  # it has a head of its own
     "torch_unbiased": 4 * (_TWO - 1),
-    "t5": 2 * (_LAYER - 2 + _ROWS) + 2 * (_LAYER - 2 + _ROWS + _ATTENTION - 1),
-    "t5_gated": 2 * (_LAYER - 1 + _ROWS) + 2 * (_LAYER - 1 + _ROWS + _ATTENTION - 1),
+    "t5": 4 * (_LAYER - 2 + _ROWS),
+    "t5_gated": 4 * (_LAYER - 1 + _ROWS),
 }  # fmt: skip
 # Of each kind, for what takes longer.
 some = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in ("torch_pre_norm", "bert", "gpt2", "vit", "t5_gated")],
@@ -55,7 +55,9 @@ def _joining(always: bool = True) -> Iterator[None]:
     def answer(x: Tensor) -> bool:  # torch.compile does not look through mocks
         return always
 
-    with mock.patch("fusedops.models.casts.joins", answer), mock.patch("fusedops.models.packing.joins", answer):
+    with ExitStack() as stack:
+        for user in ("casts", "packing", "rules.post_norm"):
+            stack.enter_context(mock.patch(f"fusedops.models.{user}.joins", answer))
         yield
 
 
@@ -183,6 +185,25 @@ def _stand_ins(module: Any, x: Tensor | None = None) -> tuple[Any, ...]:
         return cast_together(x, module.first, module.second)
 
 
+def test_several_biases() -> None:
+    """Each layer has its own."""
+    layers = [nn.Linear(8, 8, bias=biased, device=DEVICE) for biased in (True, False, True, True)]
+    x = torch.randn(3, 8, device=DEVICE)
+    with _joining(), torch.autocast(DEVICE.type, LOW):
+        casts = cast_together(x, *layers)
+        assert all(torch.equal(cast(x), layer(x)) for cast, layer in zip(casts, layers, strict=True))
+
+
+@pytest.mark.parametrize(("inner", "outer"), [(0, 8), (16, 0)])
+def test_empty_layers(inner: int, outer: int) -> None:
+    first, second = nn.Linear(8, inner, device=DEVICE), nn.Linear(inner, outer, device=DEVICE)
+    x = torch.randn(3, 8, device=DEVICE)
+    with _joining(), torch.autocast(DEVICE.type, LOW):
+        casts = cast_together(x, first, second)
+        assert type(casts[0]) is Cast
+        assert torch.equal(casts[1](casts[0](x)), second(first(x)))
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_stand_ins(bias: bool) -> None:
     """They give what the layers give, whether their bias is left to the caller or not. The last one's is not cast."""
@@ -211,6 +232,7 @@ _CHANGES: dict[str, Callable[[Any], object]] = {
     "hook": lambda m: m.second.register_forward_hook(lambda *_: None),
     "pre-hook": lambda m: m.first.register_forward_pre_hook(lambda *_: None),
     "forward on the instance": lambda m: setattr(m.first, "forward", lambda x: x),
+    "compiled by itself": lambda m: m.second.compile(backend="eager"),
     "adapter": lambda m: setattr(m, "second", _Adapter(16, 8, device=DEVICE)),
     "no layer": lambda m: setattr(m, "second", None),
     "half precision": lambda m: m.first.to(LOW),
@@ -243,11 +265,59 @@ def test_where_autocast_casts_nothing() -> None:
 def test_eagerly_autocast_casts() -> None:
     module = _Two()
     assert _stand_ins(module) == (module.first, module.second)
-    attention = nn.ModuleDict({name: nn.Linear(8, 8, device=DEVICE) for name in ("q", "k", "v", "o")})
-    for joining in (True, False):
-        with _joining(joining), torch.autocast(DEVICE.type, LOW):
-            parts = packed(attention, ("q", "k", "v"), torch.randn(3, 8, device=DEVICE), None, ("o", attention["o"]))
-        assert parts.keys() == {"q", "k", "v", *(["o"] if joining else [])}
+    attention = _Attention()
+    assert attention.last() is attention.o
+
+
+class _Attention(nn.Module):
+    """The linear layers of an attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8, device=DEVICE) for _ in range(4))
+
+    def last(self, others: Tensor | None = None) -> Any:
+        x = torch.randn(3, 8, device=DEVICE)
+        with torch.autocast(DEVICE.type, LOW):
+            parts, last = packed(self, ("q", "k", "v"), x, others, self.o)
+            expected = {"k": self.k(x), "v": self.v(x), **({"q": self.q(x)} if others is None else {})}
+            assert all(torch.equal(parts[name](x), expected[name]) for name in parts)
+        return last
+
+
+_LAST: dict[str, Callable[[Any], object]] = {
+    "hook": lambda m: m.o.register_forward_hook(lambda *_: None),
+    "pre-hook": lambda m: m.o.register_forward_pre_hook(lambda *_: None),
+    "compiled by itself": lambda m: m.o.compile(backend="eager"),
+    "forward on the instance": lambda m: setattr(m.o, "forward", lambda x: x),
+    "adapter": lambda m: setattr(m, "o", _Adapter(8, 8, device=DEVICE)),
+    "no layer": lambda m: setattr(m, "o", None),
+    "half precision": lambda m: m.o.to(LOW),
+    "frozen": lambda m: m.o.requires_grad_(False),
+    "the others are frozen": lambda m: m.requires_grad_(False).o.requires_grad_(True),
+    "another is hooked": lambda m: m.k.register_forward_hook(lambda *_: None),
+    "evaluation": lambda m: m.eval(),
+}
+
+
+@pytest.mark.parametrize("change", _LAST.values(), ids=_LAST)
+def test_last_layers_that_are_left(change: Callable[[Any], object]) -> None:
+    """Whatever becomes of it, the others are what they are."""
+    with _joining():
+        module = _Attention()
+        last = module.last()
+        assert type(last) is Cast
+        assert torch.equal(last.weight, module.o.weight.to(LOW))
+        assert last.bias is module.o.bias
+        change(module)
+        assert module.last() is module.o
+
+
+def test_a_cross_attention_casts_for_itself() -> None:
+    """Where key and value come from a cache, their layers are not called, and have no gradient."""
+    module = _Attention()
+    with _joining():
+        assert module.last(torch.randn(3, 8, device=DEVICE)) is module.o
 
 
 def test_where_it_is_done() -> None:
@@ -302,6 +372,38 @@ def test_compiled(spec: ModelSpec) -> None:
     assert found[1].keys() == expected[1].keys()
     for y, e in (*zip(found[0], expected[0], strict=True), *((g, expected[1][name]) for name, g in found[1].items())):
         assert (y - e).norm() <= 8 * unit_roundoff(LOW) * e.norm()
+
+
+def test_mapped_over_parameters() -> None:
+    """By `torch.func`, compiled: several sets of parameters at once, each as by itself."""
+    sets = [torch.randn(2, *t.shape, device=DEVICE) for group in _groups() for t in group]
+
+    def cast(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(cast_as_one([[t] for t in tensors], LOW) or ())
+
+    parts = torch.compile(torch.vmap(cast), backend="aot_eager")(*sets)
+    assert all(map(torch.equal, parts, [t.to(LOW) for t in sets]))
+
+
+_WATCHED = ("attention.self", "attention.output", "attention.output.dense", "intermediate", "intermediate.dense", "output",
+            "output.dense")  # fmt: skip
+
+
+@pytest.mark.parametrize("path", _WATCHED)
+@pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name == "bert"], ids=lambda spec: spec.name)
+def test_hooks(spec: ModelSpec, path: str) -> None:
+    """Who watches one of BERT's modules sees it called, and the rest is cast together still."""
+    model, arguments = _fused(spec), inputs(spec)
+    with _joining():
+        plain = _casts(model, arguments)
+    seen: list[str] = []
+    for name, module in model.named_modules():
+        if name.endswith(f"layer.0.{path}"):
+            module.register_forward_hook(lambda module, args, output, name=name: seen.append(name))
+    with _joining():
+        watched = _casts(model, arguments)
+    assert len(seen) == 1
+    assert watched > plain
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="Inductor makes one kernel of it on GPUs alone")

@@ -189,7 +189,7 @@ class _Three(nn.Module):
 
 def _parts(module: nn.Module, dtype: torch.dtype = torch.float32, low: torch.dtype = LOW) -> dict[str, Any]:
     with torch.autocast(DEVICE.type, low):
-        return packed(module, _NAMES, torch.randn(3, 8, device=DEVICE, dtype=dtype))
+        return packed(module, _NAMES, torch.randn(3, 8, device=DEVICE, dtype=dtype))[0]
 
 
 class _Adapter(nn.Linear):
@@ -245,7 +245,7 @@ def test_rows_that_are_not_packed() -> None:
     other = "cuda" if DEVICE.type == "cpu" else "cpu"
     torch.set_autocast_enabled(other, True)
     try:
-        assert not packed(module, _NAMES, x)
+        assert packed(module, _NAMES, x) == ({}, None)
     finally:
         torch.set_autocast_enabled(other, False)
 
@@ -274,7 +274,7 @@ def test_other_rows_are_a_layers_own() -> None:
     """Whatever is called first, and whatever comes later, each stand-in gives what its layer does."""
     module, x, other = _Three(), *torch.randn(2, 3, 8, device=DEVICE)
     with torch.autocast(DEVICE.type, LOW), _Products() as products:
-        parts = packed(module, _NAMES, x)
+        parts, _ = packed(module, _NAMES, x)
         assert products.count == 0
         calls = [("k", x), ("q", other), ("v", x), ("k", other), ("q", x), ("k", x)]
         found = [parts[name](rows) for name, rows in calls]

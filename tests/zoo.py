@@ -88,8 +88,9 @@ def run(model: nn.Module, arguments: dict[str, Any], seed: int = 0) -> tuple[lis
 @contextmanager
 def unpacked() -> Iterator[None]:
     """Attentions whose query, key and value are products of their own."""
-    with mock.patch("fusedops.models.rules.attentions.packed", return_value={}), \
-            mock.patch("fusedops.models.rules.t5_attention.packed", return_value={}):  # fmt: skip
+    from fusedops.models import packing
+
+    with mock.patch.object(packing, "_packs", return_value=False):
         yield
 
 

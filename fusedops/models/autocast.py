@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .watching import is_linear, is_plain, unwatched
 
-__all__ = ["low_dtype", "narrowed", "normed", "takers", "under_autocast"]
+__all__ = ["autocast_dtype", "low_dtype", "narrowed", "normed", "takers", "under_autocast"]
 
 Takers = Callable[[nn.Module], tuple[nn.Module, ...] | None]
 
@@ -43,6 +43,14 @@ def low_dtype(x: Tensor, modules: tuple[nn.Module, ...]) -> torch.dtype | None:
     if not all(map(_multiplies, modules)):
         return None
     return torch.get_autocast_dtype(x.device.type)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype to which autocast casts fp32 weights for these rows; None where it casts none."""
+    if not torch._C._is_any_autocast_enabled() or x.dtype == torch.float64 or not under_autocast(x):
+        return None
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return None if dtype == torch.float32 else dtype
 
 
 def under_autocast(x: Tensor) -> bool:

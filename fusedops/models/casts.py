@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core import launch
-from .autocast import under_autocast
+from .autocast import autocast_dtype
 from .watching import is_conv1d, is_plain, unwatched
 
-__all__ = ["Cast", "autocast_dtype", "cast_as_one", "cast_together", "is_cast", "joins"]
+__all__ = ["Cast", "cast_as_one", "cast_together", "castable", "joins"]
 
 # Inductor reads up to so many tensors in one kernel that joins them.
 _MOST = 8
@@ -40,15 +40,7 @@ class Cast:
         return F.linear(x, self.weight, self.bias)
 
 
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype to which autocast casts fp32 weights for these rows; None where it casts none."""
-    if not torch._C._is_any_autocast_enabled() or x.dtype == torch.float64 or not under_autocast(x):
-        return None
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return None if dtype == torch.float32 else dtype
-
-
-def is_cast(layer: nn.Module | None) -> bool:
+def castable(layer: nn.Module | None) -> bool:
     """Whether this is a linear layer of fp32, which autocast copies, and nothing else."""
     if layer is None or not (type(layer) is nn.Linear or is_conv1d(type(layer))) or not unwatched(layer):
         return False
@@ -79,8 +71,9 @@ def cast_as_one(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> list[
         if t.dim() > 1 and t.numel() % _ALIGNED:
             return None
     flat = torch.cat([t.reshape(-1) for t in tensors]).to(dtype)
-    parts = torch.unsafe_split_with_sizes(flat, [sum([t.numel() for t in group]) for group in groups])
-    return [part.view(-1, *group[0].shape[1:]) for part, group in zip(parts, groups, strict=True)]
+    parts = flat.split([sum([t.numel() for t in group]) for group in groups])
+    shapes = [(sum([t.shape[0] for t in group]), *group[0].shape[1:]) for group in groups]
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def cast_together(x: Tensor, *layers: Any) -> tuple[Any, ...]:
@@ -93,7 +86,7 @@ def cast_together(x: Tensor, *layers: Any) -> tuple[Any, ...]:
         layers: in the order in which they are called.
     """
     dtype = autocast_dtype(x) if joins(x) else None
-    if dtype is None or not all(map(is_cast, layers)):
+    if dtype is None or not all(map(castable, layers)):
         return layers
     biases = [layer.bias for layer in layers[:-1] if layer.bias is not None]
     parts = cast_as_one([[t] for t in (*[layer.weight for layer in layers], *biases)], dtype)

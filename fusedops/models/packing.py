@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .casts import Cast, autocast_dtype, cast_as_one, is_cast, joins
+from .autocast import autocast_dtype
+from .casts import Cast, cast_as_one, castable, joins
 
-__all__ = ["packed", "packed_linear"]
+__all__ = ["packed", "packed_linear", "packed_to"]
 
 
 def packed_linear(x: Tensor, layers: list[Any], dtype: torch.dtype,
@@ -79,7 +80,7 @@ class _Part:
 
 
 def packed(module: nn.Module, names: tuple[str, ...], x: Tensor, others: Tensor | None = None,
-           last: tuple[str, Any] = ("", None)) -> dict[str, Any]:  # fmt: skip
+           last: Any = None) -> tuple[dict[str, Any], Any]:  # fmt: skip
     """Stand-ins for the children of these names, which take x or rows like it; none where nothing is to be packed.
 
     Key and value are the last two names. In a cross-attention they take ``others``, and are packed without the query.
@@ -87,34 +88,39 @@ def packed(module: nn.Module, names: tuple[str, ...], x: Tensor, others: Tensor 
     packed hangs on the module's mode, not on whether gradients are recorded or the rows have one: what reentrant
     checkpointing computes twice is the same.
 
-    ``last`` is the name of a linear layer behind them, and the layer. Where its weight is cast together with theirs
-    (see `fusedops.models.casts`), it has a stand-in too.
+    ``last`` is a linear layer behind them. It comes back as the second result, or a stand-in for it where its weight is
+    cast together with theirs (see `fusedops.models.casts`).
     """
+    crosses = others is not None  # key and value may come from a cache, and then nothing is to be cast
     if others is not None:
         names, x = names[-2:], others
     dtype = autocast_dtype(x) if names and module.training else None
     layers: list[Any] = [module._modules.get(name) for name in names]
     if dtype is None or not all(map(_packs, layers)):
-        return {}
+        return {}, last
     first = layers[0]
     learns = first.weight.requires_grad
     for layer in layers:
         if layer.weight.shape != first.weight.shape or (layer.bias is None) != (first.bias is None):
-            return {}
+            return {}, last
         if layer.weight.requires_grad != learns:  # backward would compute what nobody wants
-            return {}
-    parts: dict[str, Any] = {}
+            return {}, last
     copies = None
-    if joins(x) and _packs(last[1]):
+    if not crosses and joins(x) and _packs(last):
         weights, *biases = _parameters(layers)
-        copies = cast_as_one([weights, [last[1].weight], *biases], dtype)
+        copies = cast_as_one([weights, [last.weight], *biases], dtype)
         if copies is not None:
-            parts[last[0]] = Cast(copies.pop(1), last[1].bias)
+            last = Cast(copies.pop(1), last.bias)
     whole = _Packed(layers, dtype, copies)
-    for place, name in enumerate(names):
-        parts[name] = _Part(whole, place, layers[place])
-    return parts
+    return {name: _Part(whole, place, layers[place]) for place, name in enumerate(names)}, last
+
+
+def packed_to(output: str, module: nn.Module, names: tuple[str, ...], x: Tensor,
+              others: Tensor | None = None) -> dict[str, Any]:  # fmt: skip
+    """As `packed`, for a module whose own child ``output`` is the layer behind them: it is among the stand-ins."""
+    parts, last = packed(module, names, x, others, module._modules[output])
+    return {**parts, output: last} if parts else parts
 
 
 def _packs(layer: nn.Module | None) -> bool:
-    return type(layer) is nn.Linear and is_cast(layer)
+    return type(layer) is nn.Linear and castable(layer)

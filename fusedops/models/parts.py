@@ -22,7 +22,7 @@ from .casts import Cast
 from .watching import is_conv1d, is_linear, unwatched
 
 __all__ = ["Branch", "activate", "activation_name", "add", "add_norm", "add_norm_twin", "branch", "drop", "dropped",
-           "finished", "folded", "linear", "narrowed", "normed", "replacing", "unwatched", "without"]  # fmt: skip
+           "finished", "folded", "laid_out", "linear", "narrowed", "normed", "replacing", "unwatched", "without"]  # fmt: skip
 
 
 class Branch(NamedTuple):
@@ -144,6 +144,17 @@ def without(module: Any, output: str, dropout: str | None, instead: dict[str, An
     if isinstance(result, tuple):
         return Branch(result[0], bias, p, training), result[1:]
     return Branch(result, bias, p, training), ()
+
+
+def laid_out(mask: Any) -> Any:
+    """An attention's mask, with memory along its last dimension.
+
+    PyTorch's fused attention takes no mask whose last dimension is expanded, and what it falls back to multiplies in
+    fp32. Compiled with PyTorch 2.11, or Transformers before 5.23, encoders make such masks where nothing is masked.
+    """
+    if isinstance(mask, Tensor) and mask.dim() and mask.stride(-1) == 0:
+        return mask.contiguous()
+    return mask
 
 
 # --- what a block does with them ------------------------------------------------------------------------------------

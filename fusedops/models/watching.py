@@ -15,6 +15,7 @@ def unwatched(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or "forward" in module.__dict__
+        or module._compiled_call_impl is not None  # by itself, which a call of it respects
     )
 
 

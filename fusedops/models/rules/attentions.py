@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..autocast import narrowed, takers, under_autocast
-from ..packing import packed
-from ..parts import Branch, branch, replacing, without
+from ..packing import packed, packed_to
+from ..parts import Branch, branch, laid_out, replacing, without
 from ..rule import Rule
 from ..watching import is_linear, is_plain, unwatched
 
@@ -27,7 +27,9 @@ def _attention(*inputs: str, output: str, dropout: str | None = None, packs: tup
 
     def branch(self: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
         rows = args[0] if args else kwargs["hidden_states"]
-        parts = packed(self, packs, rows, kwargs.get("key_value_states"), (output, self._modules[output]))
+        if "attention_mask" in kwargs:
+            kwargs["attention_mask"] = laid_out(kwargs["attention_mask"])
+        parts = packed_to(output, self, packs, rows, kwargs.get("key_value_states"))
         return without(self, output, dropout, parts, *args, **kwargs)
 
     def helps(module: nn.Module) -> str:
@@ -87,16 +89,16 @@ def _bert_self_attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs:
     return _bert_with_last(self, None, hidden_states, *args, **kwargs)[0]
 
 
-def _bert_with_last(self: Any, last: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+def _bert_with_last(self: Any, last: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any,
+                    **kwargs: Any) -> tuple[Any, Any]:  # fmt: skip
     """The attention's outputs, and the linear layer that is next to take them, cast with its own if these are."""
-    seen = self
+    seen, attention_mask = self, laid_out(attention_mask)
     if under_autocast(hidden_states):
         # The caller keeps the rows for the residual, in their own dtype.
         hidden_states = narrowed(hidden_states, self.query, self.key, self.value)
-        parts = packed(self, _BERT_QKV, hidden_states, None, ("last", last))
-        last = parts.pop("last", last)
+        parts, last = packed(self, _BERT_QKV, hidden_states, last=last)
         seen = replacing(self, parts)
-    return type(self)._fusedops_original.forward(seen, hidden_states, *args, **kwargs), last
+    return type(self)._fusedops_original.forward(seen, hidden_states, attention_mask, *args, **kwargs), last
 
 
 def _bert_helps(module: nn.Module) -> str:

@@ -72,10 +72,10 @@ def _finishing(branch: Method) -> dict[str, Method]:
 
 
 def _dense_act(self: Any, hidden_states: Tensor) -> Tensor:
-    return _dense_act_by(self, self.dense, hidden_states)
+    return _activated(self, self.dense, hidden_states)
 
 
-def _dense_act_by(self: Any, dense: Any, x: Tensor) -> Tensor:
+def _activated(self: Any, dense: Any, x: Tensor) -> Tensor:
     return activate(linear(dense, x), self.intermediate_act_fn)
 
 
@@ -135,7 +135,7 @@ RULES = (
     Rule(
         name="dense_act",  # BERT's, and that of its many relatives
         calls="bias_act",
-        methods={"forward": _dense_act, "_fusedops_dense_act": _dense_act_by, **takers("dense")},
+        methods={"forward": _dense_act, "_fusedops_activated": _activated, **takers("dense")},
         fingerprints=("d6fb3cc61037",),
         names=("BertIntermediate", "RobertaIntermediate", "ElectraIntermediate"),
     ),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..casts import cast_together
+from ..casts import cast_together, joins
 from ..parts import Branch, activate, add_norm, add_norm_twin, branch, drop, dropped, linear, narrowed, unwatched
 from ..rule import Rule
 
@@ -38,7 +38,7 @@ def _bert_attend(
     kwargs["attention_mask"] = encoder_attention_mask if self.is_cross_attention else attention_mask
     kwargs["encoder_hidden_states"], kwargs["past_key_values"] = encoder_hidden_states, past_key_values
     with_last = getattr(type(inner), "_fusedops_with_last", None)
-    if with_last is None or not unwatched(inner):
+    if with_last is None or not joins(hidden_states) or not unwatched(inner):
         return inner(hidden_states, **kwargs)[0], dense
     outputs, dense = with_last(inner, dense, hidden_states, **kwargs)
     return outputs[0], dense
@@ -60,11 +60,12 @@ def _attended(attention: Any, modules: tuple[nn.Module, ...], hidden_states: Ten
 
 
 def _bert_feed_forward(intermediate: Any, output: Any, x: Tensor, residual: Tensor) -> Tensor:
-    act, end_of = getattr(type(intermediate), "_fusedops_dense_act", None), getattr(type(output), "_fusedops_end", None)
-    if act is None or end_of is None or not unwatched(intermediate) or not unwatched(output):
+    activated = getattr(type(intermediate), "_fusedops_activated", None)
+    end_of = getattr(type(output), "_fusedops_end", None)
+    if activated is None or end_of is None or not (joins(x) and unwatched(intermediate) and unwatched(output)):
         return output(intermediate(x), residual)  # type: ignore[no-any-return]
     first, second = cast_together(x, intermediate.dense, output.dense)
-    end = end_of(output, second, act(intermediate, first, x))
+    end = end_of(output, second, activated(intermediate, first, x))
     return add_norm(end, residual, output.LayerNorm, return_sum=False)  # type: ignore[no-any-return]
 
 

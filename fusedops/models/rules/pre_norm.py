@@ -46,7 +46,8 @@ def _gpt2_block(
 
 def _vit_layer(self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
     attention, mlp, dropout = self.attention, self.mlp, self.dropout
-    end, _ = branch(attention, normed(self.layernorm_before, hidden_states, attention), attention_mask, **kwargs)
+    x = normed(self.layernorm_before, hidden_states, attention)
+    end, _ = branch(attention, x, attention_mask=attention_mask, **kwargs)
     x, residual = add_norm(dropped(end, dropout), hidden_states, self.layernorm_after, mlp)
     end, _ = branch(mlp, x)
     return add(dropped(end, dropout), residual)

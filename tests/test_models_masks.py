@@ -1,0 +1,101 @@
+"""Fused attentions: their masks are laid out so that PyTorch's fused attention takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedops
+from fusedops.models.parts import branch, laid_out
+from fusedops.models.spec import ModelSpec
+from support import DEVICE
+from zoo import SAMPLES, inputs, undropped
+
+_NAMES = ("bert", "distilbert", "vit", "clip", "bart")
+some = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in _NAMES], ids=lambda spec: spec.name)
+encoders = pytest.mark.parametrize(
+    "spec", [s for s in SAMPLES if s.name in ("bert", "vit")], ids=lambda spec: spec.name
+)
+
+
+def _expanded(length: int = 5) -> Tensor:
+    """One number a query: some see every key, others none."""
+    seeing = torch.arange(length, device=DEVICE) != 2
+    return seeing[None, None, :, None].expand(2, 1, length, length)
+
+
+def test_an_expanded_mask_is_laid_out() -> None:
+    mask = _expanded()
+    assert mask.stride(-1) == 0
+    found = laid_out(mask)
+    assert found.is_contiguous()
+    assert torch.equal(found, mask)
+
+
+@pytest.mark.parametrize("mask", [
+    None, torch.ones(2, 1, 5, 5, dtype=torch.bool), torch.ones(2, 1, 1, 5).expand(2, 1, 5, 5), torch.tensor(True), object()
+], ids=["none", "contiguous", "padding", "a number", "no tensor"])  # fmt: skip
+def test_others_are_left(mask: Any) -> None:
+    assert laid_out(mask) is mask
+
+
+def _attentions(model: nn.Module) -> list[Any]:
+    """Those that take rows and a mask."""
+    return [module for module in model.modules() if type(module).__name__.endswith("Attention")
+            and not hasattr(module, "self")]  # fmt: skip
+
+
+@some
+def test_attentions(spec: ModelSpec) -> None:
+    """The same numbers as with the mask as it was, which each has laid out."""
+    model = undropped(spec)
+    assert fusedops.fuse_model(model)
+    mask, strides = _expanded(), []
+    attend = nn.functional.scaled_dot_product_attention
+
+    def attended(*args: Any, attn_mask: Tensor, **kwargs: Any) -> Tensor:
+        strides.append(attn_mask.stride(-1))
+        return attend(*args, attn_mask=attn_mask, **kwargs)
+
+    attentions = _attentions(model)
+    for attention in attentions:
+        layer = next(child for child in attention.children() if isinstance(child, nn.Linear))
+        x = torch.randn(2, 5, layer.in_features, device=DEVICE)
+        with mock.patch("torch.nn.functional.scaled_dot_product_attention", attended):
+            if hasattr(type(attention), "_fusedops_branch"):
+                end, _ = branch(attention, x, attention_mask=mask)
+                y = end.product if end.bias is None else end.product + end.bias
+            else:
+                y = attention(x, mask)[0]
+        assert strides == [1]
+        strides.clear()
+        expected = type(attention)._fusedops_original.forward(attention, x, attention_mask=mask)[0]
+        torch.testing.assert_close(y, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    assert len(attentions) >= 2
+
+
+@encoders
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="on a CPU another attention is chosen")
+def test_compiled(spec: ModelSpec, fresh_dynamo: None) -> None:
+    """Where nothing is masked, and compiling makes a mask nevertheless: one operator is the attention."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    model, arguments = undropped(spec), inputs(spec)
+    arguments.pop("attention_mask", None)
+    assert fusedops.fuse_model(model)
+    targets: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, example: list[Any]) -> Any:
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        compiled(**arguments)
+    assert sum("_scaled_dot_product" in target for target in targets) == len(_attentions(model)) == 2
+    assert not any("softmax" in target for target in targets if "log_softmax" not in target)
