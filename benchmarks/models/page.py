@@ -46,12 +46,13 @@ moment of the host's. Peak memory is all that a step holds at once: weights, gra
 batches are made of is the source of Python's standard library, byte by byte. Contenders that compile are measured after
 the others, in turns among themselves; compilation is not in any figure.
 
-All attention is PyTorch's `scaled_dot_product_attention`, Transformers' default. Dropout is 0.1 where the model has any:
-Llama has none, and ViT's config, whose default is 0, is set to 0.1. A training step has no optimizer, and a forward
-returns no keys and values. `torch.compile` is used in its default mode on the whole model; fused + torch.compile is
-`fuse_model(model, compile_rest=True)`. With PyTorch 2.11, a BERT or ViT compiled alone has a
-[mask](models.md#masks) that keeps it from PyTorch's fused attention. Generation is not compiled: its cache grows by a token a step, and
-`torch.compile` would compile again and again. Liger-Kernel patches Llama, and none of the other models.
+All attention is PyTorch's `scaled_dot_product_attention`, Transformers' default. Dropout is 0.1 where the model has
+any: Llama has none, and ViT's config, whose default is 0, is set to 0.1. A training step has no optimizer, and a
+forward returns no keys and values. `torch.compile` is used in its default mode on the whole model; fused +
+torch.compile is `fuse_model(model, compile_rest=True)`. With PyTorch 2.11, a BERT or ViT compiled alone has a
+[mask](models.md#masks) that keeps it from PyTorch's fused attention. Generation is not compiled: its cache grows by a
+token a step, and `torch.compile` would compile again and again. Liger-Kernel patches Llama, and none of the other
+models.
 
 To measure it all again, on a GPU, with `pip install .[bench,hf]`:
 
