@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -49,33 +51,66 @@ def _attentions(model: nn.Module) -> list[Any]:
             and not hasattr(module, "self")]  # fmt: skip
 
 
-@some
-def test_attentions(spec: ModelSpec) -> None:
-    """The same numbers as with the mask as it was, which each has laid out."""
-    model = undropped(spec)
-    assert fusedops.fuse_model(model)
-    mask, strides = _expanded(), []
+@contextmanager
+def _attended() -> Iterator[list[int]]:
+    """The strides of the masks' last dimensions, as they reach PyTorch."""
+    strides: list[int] = []
     attend = nn.functional.scaled_dot_product_attention
 
     def attended(*args: Any, attn_mask: Tensor, **kwargs: Any) -> Tensor:
         strides.append(attn_mask.stride(-1))
         return attend(*args, attn_mask=attn_mask, **kwargs)
 
-    attentions = _attentions(model)
+    with mock.patch("torch.nn.functional.scaled_dot_product_attention", attended):
+        yield strides
+
+
+def _rows(module: nn.Module) -> Tensor:
+    layer = next(child for child in module.modules() if isinstance(child, nn.Linear))
+    return torch.randn(2, 5, layer.in_features, device=DEVICE)
+
+
+def _close(found: Tensor, expected: Tensor) -> None:
+    """A few fp32 roundings apart: of a bias that is added behind the product, of sums in another order."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.detach().abs().max()))
+
+
+@some
+def test_attentions(spec: ModelSpec) -> None:
+    """The same numbers as with the mask as it was, which each has laid out."""
+    model = undropped(spec)
+    assert fusedops.fuse_model(model)
+    mask, attentions = _expanded(), _attentions(model)
     for attention in attentions:
-        layer = next(child for child in attention.children() if isinstance(child, nn.Linear))
-        x = torch.randn(2, 5, layer.in_features, device=DEVICE)
-        with mock.patch("torch.nn.functional.scaled_dot_product_attention", attended):
+        x = _rows(attention)
+        with _attended() as strides:
             if hasattr(type(attention), "_fusedops_branch"):
                 end, _ = branch(attention, x, attention_mask=mask)
                 y = end.product if end.bias is None else end.product + end.bias
             else:
                 y = attention(x, mask)[0]
         assert strides == [1]
-        strides.clear()
-        expected = type(attention)._fusedops_original.forward(attention, x, attention_mask=mask)[0]
-        torch.testing.assert_close(y, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+        _close(y, type(attention)._fusedops_original.forward(attention, x, attention_mask=mask)[0])
     assert len(attentions) >= 2
+
+
+@some
+def test_blocks(spec: ModelSpec) -> None:
+    """As each block hands the mask on, and with the outputs of a model that is not fused."""
+    model, twin = undropped(spec), undropped(spec)
+    assert fusedops.fuse_model(model)
+    originals = dict(twin.named_modules())
+    blocks = {
+        name: module for name, module in model.named_modules() if name.split(".")[-1] == "0" and "decoder" not in name
+    }
+    assert blocks
+    for name, block in blocks.items():
+        x = _rows(block)
+        with _attended() as strides:
+            y = block(x, attention_mask=_expanded())
+        assert strides == [1]
+        expected = originals[name](x, attention_mask=_expanded())
+        _close(*(y[0] if isinstance(y, tuple) else y for y in (y, expected)))
 
 
 @encoders
