@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -17,13 +16,14 @@ from torch._inductor.utils import fresh_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
-from fusedops.models.casts import Cast, cast_as_one, cast_together, joins
+from fusedops.models.casts import Cast, cast_as_one, cast_together
+from fusedops.models.compiling import makes_kernels
 from fusedops.models.packing import packed
 from fusedops.models.parts import linear
 from fusedops.models.spec import ModelSpec
 from support import DEVICE, KERNEL_PATH
 from tolerances import unit_roundoff
-from zoo import SAMPLES, every, inputs, run, undropped
+from zoo import SAMPLES, every, inputs, making_kernels, run, undropped
 
 LOW = torch.bfloat16
 # For each model, how many casts a forward is spared. Of an attention whose query, key and value are packed to one weight
@@ -46,19 +46,6 @@ _SPARED = {
 # Of each kind, for what takes longer.
 some = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in ("torch_pre_norm", "bert", "gpt2", "vit", "t5_gated")],
                                ids=lambda spec: spec.name)  # fmt: skip
-
-
-@contextmanager
-def _joining(always: bool = True) -> Iterator[None]:
-    """On this device, compiled or not."""
-
-    def answer(x: Tensor) -> bool:  # torch.compile does not look through mocks
-        return always
-
-    with ExitStack() as stack:
-        for user in ("casts", "packing", "rules.post_norm"):
-            stack.enter_context(mock.patch(f"fusedops.models.{user}.joins", answer))
-        yield
 
 
 class _Casts(TorchDispatchMode):
@@ -90,7 +77,7 @@ def _casts(model: nn.Module, arguments: dict[str, Any]) -> int:
 def test_casts(spec: ModelSpec) -> None:
     model, arguments = _fused(spec), inputs(spec)
     apart = _casts(model, arguments)
-    with _joining():
+    with making_kernels():
         assert apart - _casts(model, arguments) == _SPARED.get(spec.name, 0)
 
 
@@ -104,7 +91,7 @@ def test_values(spec: ModelSpec) -> None:
     model, arguments = _fused(spec), inputs(spec)
     with torch.autocast(DEVICE.type, LOW):
         expected = run(model, arguments)
-        with _joining():
+        with making_kernels():
             found = run(model, arguments)
     assert found[1].keys() == expected[1].keys()
     for y, e in (*zip(found[0], expected[0], strict=True), *((g, expected[1][name]) for name, g in found[1].items())):
@@ -189,7 +176,7 @@ def test_several_biases() -> None:
     """Each layer has its own."""
     layers = [nn.Linear(8, 8, bias=biased, device=DEVICE) for biased in (True, False, True, True)]
     x = torch.randn(3, 8, device=DEVICE)
-    with _joining(), torch.autocast(DEVICE.type, LOW):
+    with making_kernels(), torch.autocast(DEVICE.type, LOW):
         casts = cast_together(x, *layers)
         assert all(torch.equal(cast(x), layer(x)) for cast, layer in zip(casts, layers, strict=True))
 
@@ -198,7 +185,7 @@ def test_several_biases() -> None:
 def test_empty_layers(inner: int, outer: int) -> None:
     first, second = nn.Linear(8, inner, device=DEVICE), nn.Linear(inner, outer, device=DEVICE)
     x = torch.randn(3, 8, device=DEVICE)
-    with _joining(), torch.autocast(DEVICE.type, LOW):
+    with making_kernels(), torch.autocast(DEVICE.type, LOW):
         casts = cast_together(x, first, second)
         assert type(casts[0]) is Cast
         assert torch.equal(casts[1](casts[0](x)), second(first(x)))
@@ -208,7 +195,7 @@ def test_empty_layers(inner: int, outer: int) -> None:
 def test_stand_ins(bias: bool) -> None:
     """They give what the layers give, whether their bias is left to the caller or not. The last one's is not cast."""
     module, x = _Two(bias=bias), torch.randn(3, 8, device=DEVICE)
-    with _joining(), torch.autocast(DEVICE.type, LOW):
+    with making_kernels(), torch.autocast(DEVICE.type, LOW):
         casts = _stand_ins(module, x)
         assert [type(cast) for cast in casts] == [Cast, Cast]
         calls = ((casts[0], module.first, x), (casts[1], module.second, torch.randn(3, 16, device=DEVICE)))
@@ -246,7 +233,7 @@ _CHANGES: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("change", _CHANGES.values(), ids=_CHANGES)
 def test_layers_that_are_left(change: Callable[[Any], object]) -> None:
     module = _Two()
-    with _joining():
+    with making_kernels():
         assert type(_stand_ins(module)[0]) is Cast
         change(module)
         assert _stand_ins(module) == (module.first, module.second)
@@ -255,7 +242,7 @@ def test_layers_that_are_left(change: Callable[[Any], object]) -> None:
 def test_where_autocast_casts_nothing() -> None:
     module, x = _Two(), torch.randn(3, 8, device=DEVICE)
     layers = (module.first, module.second)
-    with _joining():
+    with making_kernels():
         assert cast_together(x, *layers) == layers
         assert _stand_ins(module, x.double()) == layers
         with mock.patch.object(torch, "get_autocast_dtype", return_value=torch.float32):
@@ -303,7 +290,7 @@ _LAST: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("change", _LAST.values(), ids=_LAST)
 def test_last_layers_that_are_left(change: Callable[[Any], object]) -> None:
     """Whatever becomes of it, the others are what they are."""
-    with _joining():
+    with making_kernels():
         module = _Attention()
         last = module.last()
         assert type(last) is Cast
@@ -316,7 +303,7 @@ def test_last_layers_that_are_left(change: Callable[[Any], object]) -> None:
 def test_a_cross_attention_casts_for_itself() -> None:
     """Where key and value come from a cache, their layers are not called, and have no gradient."""
     module = _Attention()
-    with _joining():
+    with making_kernels():
         assert module.last(torch.randn(3, 8, device=DEVICE)) is module.o
 
 
@@ -325,7 +312,7 @@ def test_where_it_is_done() -> None:
     x = torch.zeros(1, device=DEVICE)
 
     def asked(x: Tensor) -> Tensor:
-        return x + 1 if joins(x) else x
+        return x + 1 if makes_kernels(x) else x
 
     assert float(asked(x)) == 0.0
     assert float(torch.compile(asked, backend="eager", fullgraph=True)(x)) == float(KERNEL_PATH)
@@ -360,7 +347,7 @@ def test_compiled(spec: ModelSpec) -> None:
         graphs = _Graphs()
         torch._dynamo.reset()
         compiled = torch.compile(model, backend=graphs, fullgraph=True)
-        with _joining(joining), torch.autocast(DEVICE.type, LOW):
+        with making_kernels(joining), torch.autocast(DEVICE.type, LOW):
             ys, gradients = run(compiled, arguments)
         results.append((ys, {name.removeprefix("_orig_mod."): g for name, g in gradients.items()}))
         forward, backward = graphs.casts
@@ -382,7 +369,7 @@ def test_mapped_over_parameters() -> None:
         return tuple(cast_as_one([[t] for t in tensors], LOW) or ())
 
     parts = torch.compile(torch.vmap(cast), backend="aot_eager")(*sets)
-    assert all(map(torch.equal, parts, [t.to(LOW) for t in sets]))
+    assert all(torch.equal(part, t.to(LOW)) for part, t in zip(parts, sets, strict=True))
 
 
 _WATCHED = ("attention.self", "attention.output", "attention.output.dense", "intermediate", "intermediate.dense", "output",
@@ -394,16 +381,17 @@ _WATCHED = ("attention.self", "attention.output", "attention.output.dense", "int
 def test_hooks(spec: ModelSpec, path: str) -> None:
     """Who watches one of BERT's modules sees it called, and the rest is cast together still."""
     model, arguments = _fused(spec), inputs(spec)
-    with _joining():
+    apart = _casts(model, arguments)
+    with making_kernels():
         plain = _casts(model, arguments)
     seen: list[str] = []
     for name, module in model.named_modules():
         if name.endswith(f"layer.0.{path}"):
             module.register_forward_hook(lambda module, args, output, name=name: seen.append(name))
-    with _joining():
+    with making_kernels():
         watched = _casts(model, arguments)
     assert len(seen) == 1
-    assert watched > plain
+    assert plain < watched < apart
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="Inductor makes one kernel of it on GPUs alone")

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import fusedops
 from fusedops.models.parts import branch, laid_out
 from fusedops.models.spec import ModelSpec
-from support import DEVICE
-from zoo import SAMPLES, inputs, undropped
+from support import DEVICE, KERNEL_PATH
+from zoo import SAMPLES, inputs, making_kernels, undropped
 
 _NAMES = ("bert", "distilbert", "vit", "clip", "bart")
 some = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in _NAMES], ids=lambda spec: spec.name)
@@ -33,16 +33,41 @@ def _expanded(length: int = 5) -> Tensor:
 def test_an_expanded_mask_is_laid_out() -> None:
     mask = _expanded()
     assert mask.stride(-1) == 0
-    found = laid_out(mask)
+    with making_kernels():
+        found = laid_out(mask)
     assert found.is_contiguous()
     assert torch.equal(found, mask)
 
 
-@pytest.mark.parametrize("mask", [
-    None, torch.ones(2, 1, 5, 5, dtype=torch.bool), torch.ones(2, 1, 1, 5).expand(2, 1, 5, 5), torch.tensor(True), object()
-], ids=["none", "contiguous", "padding", "a number", "no tensor"])  # fmt: skip
+_LEFT = {
+    "none": None,
+    "no tensor": object(),
+    "a number": torch.tensor(True),
+    "contiguous": torch.ones(2, 1, 5, 5, dtype=torch.bool),
+    "padding": torch.ones(2, 1, 1, 5, dtype=torch.bool).expand(2, 1, 5, 5),
+    "of numbers": torch.zeros(5, 1).expand(2, 1, 5, 5),
+    "sparse": torch.ones(2, 5, dtype=torch.bool).to_sparse(),
+    "rows of their own": torch.ones(2, 5, dtype=torch.bool).to_sparse_csr(),
+    "a length at which cuDNN errs": torch.ones(192, 1, dtype=torch.bool).expand(2, 1, 192, 192),
+    "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]).bool(),
+}
+
+
+@pytest.mark.parametrize("mask", _LEFT.values(), ids=_LEFT)
 def test_others_are_left(mask: Any) -> None:
+    with making_kernels():
+        assert laid_out(mask) is mask
+
+
+def test_only_where_kernels_are_made() -> None:
+    """Eagerly Transformers makes no such mask, and on a CPU PyTorch's attention takes it."""
+    mask = _expanded()
     assert laid_out(mask) is mask
+
+    def asked(mask: Tensor) -> Tensor:
+        return laid_out(mask) | False if laid_out(mask) is not mask else mask & False
+
+    assert bool(torch.compile(asked, backend="eager", fullgraph=True)(mask).any()) is KERNEL_PATH
 
 
 def _attentions(model: nn.Module) -> list[Any]:
@@ -83,7 +108,7 @@ def test_attentions(spec: ModelSpec) -> None:
     mask, attentions = _expanded(), _attentions(model)
     for attention in attentions:
         x = _rows(attention)
-        with _attended() as strides:
+        with making_kernels(), _attended() as strides:
             if hasattr(type(attention), "_fusedops_branch"):
                 end, _ = branch(attention, x, attention_mask=mask)
                 y = end.product if end.bias is None else end.product + end.bias
@@ -106,11 +131,41 @@ def test_blocks(spec: ModelSpec) -> None:
     assert blocks
     for name, block in blocks.items():
         x = _rows(block)
-        with _attended() as strides:
+        with making_kernels(), _attended() as strides:
             y = block(x, attention_mask=_expanded())
         assert strides == [1]
         expected = originals[name](x, attention_mask=_expanded())
         _close(*(y[0] if isinstance(y, tuple) else y for y in (y, expected)))
+
+
+@pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name == "gpt2_decoder"], ids=lambda spec: spec.name)
+def test_a_cross_attentions_mask(spec: ModelSpec) -> None:
+    """GPT-2's has a name of its own."""
+    model = undropped(spec)
+    assert fusedops.fuse_model(model)
+    block: Any = next(module for module in model.modules() if hasattr(module, "crossattention"))
+    x, others = torch.randn(2, 2, 5, block.ln_1.weight.shape[0], device=DEVICE)
+    causal = torch.ones(5, 5, dtype=torch.bool, device=DEVICE).tril().expand(2, 1, 5, 5)
+    with making_kernels(), _attended() as strides:
+        block(x, attention_mask=causal, encoder_hidden_states=others, encoder_attention_mask=_expanded())
+    assert strides == [1, 1]
+
+
+def _watching_vit(model: nn.Module, seen: list[int]) -> None:
+    attention: Any = next(module for module in model.modules() if type(module).__name__.endswith("ViTAttention"))
+    attention.register_forward_pre_hook(lambda module, args: seen.append(len(args)))
+
+
+@pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name == "vit"], ids=lambda spec: spec.name)
+def test_a_hook_sees_what_it_saw(spec: ModelSpec) -> None:
+    """The mask comes in its place, as in a ViT that is not fused."""
+    seen: list[int] = []
+    for fused in (False, True):
+        model = undropped(spec)
+        assert not fused or fusedops.fuse_model(model)
+        _watching_vit(model, seen)
+        model(**inputs(spec))
+    assert seen[0] == seen[1] == 2
 
 
 @encoders

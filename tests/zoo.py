@@ -23,6 +23,7 @@ __all__ = [
     "counted",
     "every",
     "inputs",
+    "making_kernels",
     "outputs",
     "run",
     "transformers_only",
@@ -91,6 +92,17 @@ def unpacked() -> Iterator[None]:
     from fusedops.models import packing
 
     with mock.patch.object(packing, "_packs", return_value=False):
+        yield
+
+
+@contextmanager
+def making_kernels(always: bool = True) -> Iterator[None]:
+    """As if torch.compile made kernels of all that happens, compiled or not; or of nothing."""
+
+    def answer(x: Tensor) -> bool:  # torch.compile does not look through mocks
+        return always
+
+    with mock.patch("fusedops.models.compiling.makes_kernels", answer):
         yield
 
 

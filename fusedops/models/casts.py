@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import launch
+from . import compiling
 from .autocast import autocast_dtype
 from .watching import is_conv1d, is_plain, unwatched
 
-__all__ = ["Cast", "cast_as_one", "cast_together", "castable", "joins"]
+__all__ = ["Cast", "cast_as_one", "cast_together", "castable"]
 
 # Inductor reads up to so many tensors in one kernel that joins them.
 _MOST = 8
@@ -46,11 +46,6 @@ def castable(layer: nn.Module | None) -> bool:
         return False
     parameters: Any = (layer.weight,) if layer.bias is None else (layer.weight, layer.bias)
     return all(is_plain(parameter) and parameter.dtype == torch.float32 for parameter in parameters)
-
-
-def joins(x: Tensor) -> bool:
-    """Whether to cast the weights for these rows in one pass: where torch.compile makes one kernel of it."""
-    return torch.compiler.is_compiling() and launch.runs_kernels(x.device.type)
 
 
 def cast_as_one(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> list[Tensor] | None:
@@ -85,7 +80,7 @@ def cast_together(x: Tensor, *layers: Any) -> tuple[Any, ...]:
         x: the rows that the branch takes.
         layers: in the order in which they are called.
     """
-    dtype = autocast_dtype(x) if joins(x) else None
+    dtype = autocast_dtype(x) if compiling.makes_kernels(x) else None
     if dtype is None or not all(map(castable, layers)):
         return layers
     biases = [layer.bias for layer in layers[:-1] if layer.bias is not None]

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from . import compiling
 from .autocast import autocast_dtype
-from .casts import Cast, cast_as_one, castable, joins
+from .casts import Cast, cast_as_one, castable
 
 __all__ = ["packed", "packed_linear", "packed_to"]
 
@@ -106,7 +107,7 @@ def packed(module: nn.Module, names: tuple[str, ...], x: Tensor, others: Tensor 
         if layer.weight.requires_grad != learns:  # backward would compute what nobody wants
             return {}, last
     copies = None
-    if not crosses and joins(x) and _packs(last):
+    if not crosses and compiling.makes_kernels(x) and _packs(last):
         weights, *biases = _parameters(layers)
         copies = cast_as_one([weights, [last.weight], *biases], dtype)
         if copies is not None:

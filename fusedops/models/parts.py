@@ -17,9 +17,10 @@ from torch.nn import functional as F
 
 from ..activations.ops import bias_act
 from ..norms.ops import bias_dropout_add
+from . import compiling
 from .autocast import low_dtype, narrowed, normed
 from .casts import Cast
-from .watching import is_conv1d, is_linear, unwatched
+from .watching import is_conv1d, is_linear, is_plain, unwatched
 
 __all__ = ["Branch", "activate", "activation_name", "add", "add_norm", "add_norm_twin", "branch", "drop", "dropped",
            "finished", "folded", "laid_out", "linear", "narrowed", "normed", "replacing", "unwatched", "without"]  # fmt: skip
@@ -146,15 +147,22 @@ def without(module: Any, output: str, dropout: str | None, instead: dict[str, An
     return Branch(result, bias, p, training), ()
 
 
-def laid_out(mask: Any) -> Any:
-    """An attention's mask, with memory along its last dimension.
+# --- what an attention is given --------------------------------------------------------------------------------------
 
-    PyTorch's fused attention takes no mask whose last dimension is expanded, and what it falls back to multiplies in
-    fp32. Compiled with PyTorch 2.11, or Transformers before 5.23, encoders make such masks where nothing is masked.
+
+def laid_out(mask: Any) -> Any:
+    """An attention's mask, not expanded over the keys.
+
+    On GPUs PyTorch's fused attention takes no mask whose last dimension is expanded, and what it falls back to multiplies
+    in fp32. Compiled with PyTorch 2.11, or Transformers before 5.23, models make such masks where nothing is masked.
+
+    Some lengths are left: with a mask, cuDNN's backward may give NaN there (PyTorch's issue 196678).
     """
-    if isinstance(mask, Tensor) and mask.dim() and mask.stride(-1) == 0:
-        return mask.contiguous()
-    return mask
+    if not isinstance(mask, Tensor) or not compiling.makes_kernels(mask):
+        return mask
+    if mask.dtype != torch.bool or mask.layout != torch.strided or not is_plain(mask) or mask.is_nested:
+        return mask
+    return mask.contiguous() if mask.dim() and mask.stride(-1) == 0 and mask.shape[-1] % 128 != 64 else mask
 
 
 # --- what a block does with them ------------------------------------------------------------------------------------

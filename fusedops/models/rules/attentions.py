@@ -18,6 +18,9 @@ from ..watching import is_linear, is_plain, unwatched
 __all__ = ["RULES"]
 
 
+_MASKS = ("attention_mask", "encoder_attention_mask")
+
+
 def _attention(*inputs: str, output: str, dropout: str | None = None, packs: tuple[str, ...] = ()) -> dict[str, Any]:
     """What a rule says of a module whose rows go to ``inputs`` only, and whose forward ends in ``output`` and ``dropout``.
 
@@ -27,8 +30,9 @@ def _attention(*inputs: str, output: str, dropout: str | None = None, packs: tup
 
     def branch(self: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
         rows = args[0] if args else kwargs["hidden_states"]
-        if "attention_mask" in kwargs:
-            kwargs["attention_mask"] = laid_out(kwargs["attention_mask"])
+        for name in _MASKS:
+            if name in kwargs:
+                kwargs[name] = laid_out(kwargs[name])
         parts = packed_to(output, self, packs, rows, kwargs.get("key_value_states"))
         return without(self, output, dropout, parts, *args, **kwargs)
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..casts import cast_together, joins
+from .. import compiling
+from ..casts import cast_together
 from ..parts import Branch, activate, add_norm, add_norm_twin, branch, drop, dropped, linear, narrowed, unwatched
 from ..rule import Rule
 
@@ -38,7 +39,7 @@ def _bert_attend(
     kwargs["attention_mask"] = encoder_attention_mask if self.is_cross_attention else attention_mask
     kwargs["encoder_hidden_states"], kwargs["past_key_values"] = encoder_hidden_states, past_key_values
     with_last = getattr(type(inner), "_fusedops_with_last", None)
-    if with_last is None or not joins(hidden_states) or not unwatched(inner):
+    if with_last is None or not compiling.makes_kernels(hidden_states) or not unwatched(inner):
         return inner(hidden_states, **kwargs)[0], dense
     outputs, dense = with_last(inner, dense, hidden_states, **kwargs)
     return outputs[0], dense
@@ -62,7 +63,8 @@ def _attended(attention: Any, modules: tuple[nn.Module, ...], hidden_states: Ten
 def _bert_feed_forward(intermediate: Any, output: Any, x: Tensor, residual: Tensor) -> Tensor:
     activated = getattr(type(intermediate), "_fusedops_activated", None)
     end_of = getattr(type(output), "_fusedops_end", None)
-    if activated is None or end_of is None or not (joins(x) and unwatched(intermediate) and unwatched(output)):
+    known = unwatched(intermediate) and unwatched(output)
+    if activated is None or end_of is None or not known or not compiling.makes_kernels(x):
         return output(intermediate(x), residual)  # type: ignore[no-any-return]
     first, second = cast_together(x, intermediate.dense, output.dense)
     end = end_of(output, second, activated(intermediate, first, x))
