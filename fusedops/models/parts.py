@@ -129,7 +129,7 @@ def without(module: Any, output: str, dropout: str | None, instead: dict[str, An
     """The module's own forward, but for its last steps: the linear layer ``output``'s bias, and ``dropout``.
 
     For modules whose forward is known to end in them, and which nobody watches (see `branch`). ``instead`` has
-    stand-ins for other children.
+    stand-ins for children.
     """
     layer, last = module._modules[output], None if dropout is None else module._modules[dropout]
     instead = dict(instead)
@@ -156,7 +156,8 @@ def laid_out(mask: Any) -> Any:
     On GPUs PyTorch's fused attention takes no mask whose last dimension is expanded, and what it falls back to multiplies
     in fp32. Compiled with PyTorch 2.11, or Transformers before 5.23, models make such masks where nothing is masked.
 
-    Some lengths are left: with a mask, cuDNN's backward may give NaN there (PyTorch's issue 196678).
+    Lengths of 64 more than a multiple of 128 are left: with a mask, cuDNN's backward may give NaN there (PyTorch's issue
+    196678).
     """
     if not isinstance(mask, Tensor) or not compiling.makes_kernels(mask):
         return mask
