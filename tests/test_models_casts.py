@@ -13,7 +13,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import metrics
 from torch._inductor.utils import fresh_cache
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
 from fusedops.models.casts import Cast, cast_as_one, cast_together
@@ -23,7 +22,7 @@ from fusedops.models.parts import linear
 from fusedops.models.spec import ModelSpec
 from support import DEVICE, KERNEL_PATH
 from tolerances import unit_roundoff
-from zoo import SAMPLES, every, inputs, making_kernels, run, undropped
+from zoo import SAMPLES, Counting, every, inputs, making_kernels, run, undropped
 
 LOW = torch.bfloat16
 # For each model, how many casts a forward is spared. Of an attention whose query, key and value are packed to one weight
@@ -48,17 +47,9 @@ some = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in ("torch_
                                ids=lambda spec: spec.name)  # fmt: skip
 
 
-class _Casts(TorchDispatchMode):
-    """Counts casts to autocast's dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        self.count += func.overloadpacket is torch.ops.aten._to_copy and kwargs.get("dtype") is LOW
-        return func(*args, **kwargs)
+def _is_cast(func: Any, kwargs: dict[str, Any]) -> bool:
+    """To autocast's dtype."""
+    return func.overloadpacket is torch.ops.aten._to_copy and kwargs.get("dtype") is LOW
 
 
 def _fused(spec: ModelSpec) -> nn.Module:
@@ -68,7 +59,7 @@ def _fused(spec: ModelSpec) -> nn.Module:
 
 
 def _casts(model: nn.Module, arguments: dict[str, Any]) -> int:
-    with _Casts() as casts, torch.autocast(DEVICE.type, LOW, cache_enabled=False):
+    with Counting(_is_cast) as casts, torch.autocast(DEVICE.type, LOW, cache_enabled=False):
         model(**arguments)
     return casts.count
 

@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
 from fusedops.models.packing import packed, packed_linear
@@ -20,7 +19,7 @@ from fusedops.models.parts import replacing
 from fusedops.models.spec import ModelSpec
 from support import DEVICE
 from tolerances import unit_roundoff
-from zoo import SAMPLES, every, inputs, outputs, run, undropped, unpacked
+from zoo import SAMPLES, Counting, every, inputs, outputs, run, undropped, unpacked
 
 LOW = torch.bfloat16
 # For each model, how many products a forward is spared: two a self-attention, or one where its query goes its own way,
@@ -36,21 +35,13 @@ some = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in ("bert",
                                ids=lambda spec: spec.name)  # fmt: skip
 
 
-class _Products(TorchDispatchMode):
-    """Counts matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
-        return func(*args, **(kwargs or {}))
+def _is_product(func: Any, kwargs: dict[str, Any]) -> bool:
+    return func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
 
 
 def _products(model: nn.Module, arguments: dict[str, Any]) -> Counter[str]:
     """Forward and backward."""
-    with _Products() as products:
+    with Counting(_is_product) as products:
         ys = outputs(model(**arguments))
         counts = Counter(forward=products.count)
         sum(y.float().square().sum() for y in ys if y.requires_grad).backward()
@@ -83,9 +74,9 @@ def test_only_under_autocast_and_in_training(spec: ModelSpec, device: torch.devi
     for autocast, training, grad in ((False, True, True), (True, False, True), (True, True, False)):
         model.train(training)
         with torch.autocast(device.type, LOW, enabled=autocast), torch.set_grad_enabled(grad):
-            with _Products() as found:
+            with Counting(_is_product) as found:
                 model(**arguments)
-            with unpacked(), _Products() as expected:
+            with unpacked(), Counting(_is_product) as expected:
                 model(**arguments)
         assert expected.count - found.count == (_SPARED[spec.name] if autocast and training else 0)
 
@@ -273,7 +264,7 @@ def test_without_biases_and_frozen() -> None:
 def test_other_rows_are_a_layers_own() -> None:
     """Whatever is called first, and whatever comes later, each stand-in gives what its layer does."""
     module, x, other = _Three(), *torch.randn(2, 3, 8, device=DEVICE)
-    with torch.autocast(DEVICE.type, LOW), _Products() as products:
+    with torch.autocast(DEVICE.type, LOW), Counting(_is_product) as products:
         parts, _ = packed(module, _NAMES, x)
         assert products.count == 0
         calls = [("k", x), ("q", other), ("v", x), ("k", other), ("q", x), ("k", x)]
@@ -311,7 +302,7 @@ def test_one_graph(spec: ModelSpec, device: torch.device, fresh_dynamo: None) ->
         if hasattr(module, "layerdrop"):  # drawn for at a chance of zero too, which no graph holds
             module.training = False
     with torch.autocast(device.type, LOW):
-        with _Products() as eagerly:
+        with Counting(_is_product) as eagerly:
             expected = outputs(model(**arguments))
         found = outputs(torch.compile(model, backend=backend, fullgraph=True)(**arguments))
     assert len(products) == eagerly.count

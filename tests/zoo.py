@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedops.models.spec import MODELS, ModelSpec
 from support import DEVICE, INTERPRETED
@@ -19,6 +20,7 @@ from support import DEVICE, INTERPRETED
 __all__ = [
     "HAS_TRANSFORMERS",
     "SAMPLES",
+    "Counting",
     "build",
     "counted",
     "every",
@@ -93,6 +95,20 @@ def unpacked() -> Iterator[None]:
 
     with mock.patch.object(packing, "_packs", return_value=False):
         yield
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operators of which ``counts`` is true, given the operator and its keyword arguments."""
+
+    def __init__(self, counts: Callable[[Any, dict[str, Any]], bool]) -> None:
+        super().__init__()
+        self._counts = counts
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.count += self._counts(func, kwargs)
+        return func(*args, **kwargs)
 
 
 @contextmanager

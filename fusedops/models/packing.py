@@ -118,9 +118,10 @@ def packed(module: nn.Module, names: tuple[str, ...], x: Tensor, others: Tensor 
 
 def packed_to(output: str, module: nn.Module, names: tuple[str, ...], x: Tensor,
               others: Tensor | None = None) -> dict[str, Any]:  # fmt: skip
-    """As `packed`, for a module whose own child ``output`` is the layer behind them: it is among the stand-ins."""
-    parts, last = packed(module, names, x, others, module._modules[output])
-    return {**parts, output: last} if parts else parts
+    """As `packed`, for a module whose own child ``output`` is the layer behind them: its stand-in is among theirs."""
+    layer = module._modules[output]
+    parts, last = packed(module, names, x, others, layer)
+    return parts if last is layer else {**parts, output: last}
 
 
 def _packs(layer: nn.Module | None) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .. import compiling
 from ..autocast import narrowed, takers, under_autocast
 from ..packing import packed, packed_to
 from ..parts import Branch, branch, laid_out, replacing, without
@@ -16,9 +17,6 @@ from ..rule import Rule
 from ..watching import is_linear, is_plain, unwatched
 
 __all__ = ["RULES"]
-
-
-_MASKS = ("attention_mask", "encoder_attention_mask")
 
 
 def _attention(*inputs: str, output: str, dropout: str | None = None, packs: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -30,9 +28,8 @@ def _attention(*inputs: str, output: str, dropout: str | None = None, packs: tup
 
     def branch(self: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
         rows = args[0] if args else kwargs["hidden_states"]
-        for name in _MASKS:
-            if name in kwargs:
-                kwargs[name] = laid_out(kwargs[name])
+        if compiling.makes_kernels(rows):  # by whatever name the mask comes, or in its place
+            args, kwargs = tuple(map(laid_out, args)), {name: laid_out(value) for name, value in kwargs.items()}
         parts = packed_to(output, self, packs, rows, kwargs.get("key_value_states"))
         return without(self, output, dropout, parts, *args, **kwargs)
 

@@ -12,20 +12,7 @@ import torch
 from torch import Tensor
 
 from ..casts import cast_together
-from ..parts import (
-    Branch,
-    activate,
-    add,
-    add_norm,
-    add_norm_twin,
-    branch,
-    drop,
-    dropped,
-    laid_out,
-    linear,
-    narrowed,
-    normed,
-)
+from ..parts import Branch, activate, add, add_norm, add_norm_twin, branch, drop, dropped, linear, narrowed, normed
 from ..rule import Rule
 
 __all__ = ["RULES"]
@@ -59,8 +46,7 @@ def _gpt2_block(
 
 def _vit_layer(self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
     attention, mlp, dropout = self.attention, self.mlp, self.dropout
-    x = normed(self.layernorm_before, hidden_states, attention)
-    end, _ = branch(attention, x, laid_out(attention_mask), **kwargs)
+    end, _ = branch(attention, normed(self.layernorm_before, hidden_states, attention), attention_mask, **kwargs)
     x, residual = add_norm(dropped(end, dropout), hidden_states, self.layernorm_after, mlp)
     end, _ = branch(mlp, x)
     return add(dropped(end, dropout), residual)
