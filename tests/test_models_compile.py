@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import fusedops
 from fusedops.models.spec import ModelSpec
-from support import KERNEL_PATH
-from zoo import SAMPLES, build, counted, inputs, outputs, undropped
+from support import DEVICE, KERNEL_PATH
+from zoo import SAMPLES, build, counted, inputs, making_kernels, outputs, undropped
 
 _NAMES = ("leaves", "torch_post_norm", "torch_pre_norm", "bert", "distilbert", "bart", "gpt2", "opt", "vit", "t5", "t5_gated",
           "llama", "gemma")  # fmt: skip
@@ -60,6 +62,43 @@ def test_one_graph(spec: ModelSpec) -> None:
     if KERNEL_PATH:
         whole = [name for name in recorder.targets if name.startswith("fusedops.")]
         assert len(whole) == sum(calls.values()), whole
+
+
+_NAME = re.compile(r"_modules\['([^']+)'\]")
+_GUARDED = re.compile(r"source=L\['self'\](\S*_modules\['[^']+'\]), .*tag_safe=\((\w+)")
+_BASES = re.compile(r"source=type\(L\['self'\](\S*_modules\['[^']+'\])\)\.__mro__\[(\d+)\], ")
+
+
+def _guards(model: nn.Module, arguments: dict[str, Any], own: int) -> tuple[set[str], set[str], set[str]]:
+    """The modules that are passed over before a step while nothing changes them, those that are asked anew, and those for
+    which something is looked for in their class's bases, behind as many as are their own."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(use_recursive_dict_tags_for_guards=True), making_kernels():  # no default in 2.13
+        torch.compile(model, backend="aot_eager")(**arguments)
+    (entry,) = _debug_get_cache_entry_list(type(model).forward.__code__)
+    text = str(entry.guard_manager)
+    found = _GUARDED.findall(text)
+    kinds = [[source for source, safe in found if safe == kind] for kind in ("True", "False")]
+    kinds.append([source for source, place in _BASES.findall(text) if int(place) >= own])
+    passed, asked, bases = [{".".join(_NAME.findall(source)) for source in sources} for sources in kinds]
+    return passed, asked, bases
+
+
+@some
+def test_guards(spec: ModelSpec) -> None:
+    """Before a step torch.compile asks whether all is as it was. It need ask no more of a model that is fused.
+
+    But for its blocks, and so what they are in: Transformers asks for the class of one that may be checkpointed.
+    """
+    model, arguments = undropped(spec), _arguments(spec)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        _, *expected = _guards(model, arguments, own=1)
+        fusedops.fuse_model(model)
+        passed, *found = _guards(model, arguments, own=2)
+    blocks = [name for name, m in model.named_modules() if hasattr(type(m), "gradient_checkpointing")]
+    assert passed
+    for names, before in zip(found, expected, strict=True):
+        assert not {name for name in names - before if not any(f"{block}.".startswith(f"{name}.") for block in blocks)}
 
 
 @pytest.mark.parametrize("spec", [spec for spec in SAMPLES if spec.name in ("torch_pre_norm", "bert", "gpt2")],

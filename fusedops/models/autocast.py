@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .watching import is_linear, is_plain, unwatched
+from .watching import is_linear, is_plain, offers, unwatched
 
 __all__ = ["autocast_dtype", "low_dtype", "narrowed", "normed", "takers", "under_autocast"]
 
@@ -67,13 +67,12 @@ def _has_autocast(device: str) -> bool:
 _has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _multiplies(module: nn.Module) -> bool:
+def _multiplies(module: Any) -> bool:
     """Whether the module's input goes to linear layers and nowhere else, and nobody else sees it."""
     if is_linear(module):
         # Another kind of tensor (a quantised one, say) may do as it likes with the rows.
         return unwatched(module) and is_plain(module.weight)
-    method = getattr(type(module), "_fusedops_takers", None)
-    children = method(module) if method is not None and unwatched(module) else None
+    children: Any = module._fusedops_takers() if offers(module, "_fusedops_takers") else None
     return children is not None and all(map(_multiplies, children))
 
 
@@ -83,7 +82,6 @@ def narrowed(x: Tensor, *modules: nn.Module) -> Tensor:
     return x if dtype is None or x.dtype != torch.float32 else x.to(dtype)
 
 
-def normed(norm: nn.Module, x: Tensor, *modules: nn.Module) -> Any:
+def normed(norm: Any, x: Tensor, *modules: nn.Module) -> Any:
     """``norm(x)`` for these modules."""
-    method = getattr(type(norm), "_fusedops_norm", None)
-    return norm(x) if method is None or not unwatched(norm) else method(norm, x, low_dtype(x, modules))
+    return norm._fusedops_norm(x, low_dtype(x, modules)) if offers(norm, "_fusedops_norm") else norm(x)

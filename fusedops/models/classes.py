@@ -36,12 +36,22 @@ def fused_class(original: type[nn.Module], rule: Rule) -> type[nn.Module]:
             "_get_name": _get_name,
             "_fusedops_original": original,
             "_fusedops_rule": rule,
+            **_own(original, rule),
             **rule.methods,
         }
         _classes[key] = types.new_class(
             original.__name__, (original,), exec_body=lambda namespace: namespace.update(body)
         )
     return _classes[key]
+
+
+def _own(original: type[nn.Module], rule: Rule) -> dict[str, Any]:
+    """The original's forward and what else the rule puts in its place, by names that instances know.
+
+    What is looked up in a class torch.compile asks for again before each step (see `watching.offers`).
+    """
+    names = ("forward", *rule.methods)
+    return {f"_fusedops_own_{name}": staticmethod(getattr(original, name)) for name in names if hasattr(original, name)}
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

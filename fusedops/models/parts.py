@@ -20,7 +20,7 @@ from ..norms.ops import bias_dropout_add
 from . import compiling
 from .autocast import low_dtype, narrowed, normed
 from .casts import Cast
-from .watching import is_conv1d, is_linear, is_plain, unwatched
+from .watching import is_conv1d, is_linear, is_plain, of_class, offers, unwatched
 
 __all__ = ["Branch", "activate", "activation_name", "add", "add_norm", "add_norm_twin", "branch", "drop", "dropped",
            "finished", "folded", "laid_out", "linear", "narrowed", "normed", "replacing", "unwatched", "without"]  # fmt: skip
@@ -68,11 +68,10 @@ def drop(end: Branch, p: float, *, training: bool) -> Branch:
     return Branch(finished(end), None, p, training) if end.drops else Branch(end.product, end.bias, p, training)
 
 
-def branch(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
+def branch(module: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
     """A module's output, which its class may leave to the caller to finish, and its other outputs."""
-    method = getattr(type(module), "_fusedops_branch", None)
-    if method is not None and unwatched(module):
-        return method(module, *args, **kwargs)  # type: ignore[no-any-return]
+    if offers(module, "_fusedops_branch"):
+        return module._fusedops_branch(*args, **kwargs)  # type: ignore[no-any-return]
     output = module(*args, **kwargs)
     if isinstance(output, tuple):
         return Branch(output[0]), output[1:]
@@ -141,7 +140,7 @@ def without(module: Any, output: str, dropout: str | None, instead: dict[str, An
         if is_linear(layer) and unwatched(layer) and layer.bias is not None:
             bias = layer.bias
             instead[output] = _Product(instead.get(output, layer))
-    result = type(module).forward(replacing(module, instead), *args, **kwargs)
+    result = module._fusedops_own_forward(replacing(module, instead), *args, **kwargs)
     if isinstance(result, tuple):
         return Branch(result[0], bias, p, training), result[1:]
     return Branch(result, bias, p, training), ()
@@ -191,29 +190,27 @@ def add(end: Branch, residual: Tensor) -> Tensor:
     return bias_dropout_add(end.product, folded(end, residual), residual, p=end.p, training=end.training)
 
 
-def add_norm(end: Branch, residual: Tensor, norm: nn.Module, *modules: nn.Module, return_sum: bool = True) -> Any:
+def add_norm(end: Branch, residual: Tensor, norm: Any, *modules: nn.Module, return_sum: bool = True) -> Any:
     """``norm(branch + residual)``, and the sum as well unless told otherwise.
 
     Where the norm's output goes to ``modules`` and nowhere else, it is in the dtype that they take under autocast.
     """
-    method = getattr(type(norm), "_fusedops_add_norm", None)
-    if method is not None and unwatched(norm) and residual.shape == end.product.shape:
-        return method(norm, end, residual, return_sum, low_dtype(residual, modules))
+    if offers(norm, "_fusedops_add_norm") and residual.shape == end.product.shape:
+        return norm._fusedops_add_norm(end, residual, return_sum, low_dtype(residual, modules))
     z = add(end, residual)
     return (norm(z), z) if return_sum else norm(z)
 
 
-def add_norm_twin(end: Branch, residual: Tensor, norm: nn.Module, *modules: nn.Module) -> tuple[Tensor, Tensor]:
+def add_norm_twin(end: Branch, residual: Tensor, norm: Any, *modules: nn.Module) -> tuple[Tensor, Tensor]:
     """``norm(branch + residual)`` for a post-norm block: as ``modules`` take it, and as the residual stream goes on.
 
     Under autocast these are two tensors, from one pass. The caller hands the first to ``modules`` and nowhere else.
     """
-    method = getattr(type(norm), "_fusedops_add_norm", None)
     low = low_dtype(residual, modules)
-    if low is None or method is None or not unwatched(norm) or residual.shape != end.product.shape:
+    if low is None or not offers(norm, "_fusedops_add_norm") or residual.shape != end.product.shape:
         y = add_norm(end, residual, norm, return_sum=False)
         return y, y
-    y = method(norm, end, residual, False, low, twin=True)
+    y = norm._fusedops_add_norm(end, residual, False, low, twin=True)
     return (y[1], y[0]) if isinstance(y, tuple) else (y, y)
 
 
@@ -228,13 +225,15 @@ def activation_name(activation: Any) -> str | None:
         return next((name for function, name in _FUNCTIONS.items() if activation is function), None)
     if not unwatched(activation):
         return None
+    if offers(activation, "_fusedops_activation"):
+        return activation._fusedops_activation()  # type: ignore[no-any-return, operator]
     cls = type(activation)
-    method = getattr(cls, "_fusedops_activation", None)
-    if method is not None:
-        return method(activation)  # type: ignore[no-any-return]
-    if cls.__name__ == "SiLUActivation" and cls.__module__ == "transformers.activations":
-        return "silu"
-    return _NATIVE.get(cls)
+    return "silu" if _is_silu(cls) else _NATIVE.get(cls)
+
+
+@of_class
+def _is_silu(cls: type) -> bool:
+    return cls.__name__ == "SiLUActivation" and cls.__module__ == "transformers.activations"
 
 
 def activate(end: Branch, activation: Any, p: float = 0.0, *, training: bool = False) -> Tensor:

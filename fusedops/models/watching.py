@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
-__all__ = ["is_conv1d", "is_linear", "is_plain", "unwatched"]
+__all__ = ["is_conv1d", "is_linear", "is_plain", "of_class", "offers", "unwatched"]
 
 
 def unwatched(module: nn.Module) -> bool:
@@ -15,21 +17,45 @@ def unwatched(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or "forward" in module.__dict__
-        or module._compiled_call_impl is not None  # by itself, which a call of it respects
+        or module.__dict__.get("_compiled_call_impl")  # by itself, which a call of it respects
     )
 
 
+def of_class(question: Callable[..., bool]) -> Callable[..., bool]:
+    """For questions about classes alone. torch.compile knows the class of a module, and takes the answer for granted.
+
+    What it sees being looked up in a class it asks for again before each step, and with that all that hangs on the module.
+    """
+    question._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as for `core.launch.runs_kernels`
+    return question
+
+
+@of_class
+def _has(cls: type, method: str) -> bool:
+    return hasattr(cls, method)
+
+
+def offers(module: nn.Module, method: str) -> bool:
+    """Whether the module has this method of a rule's, which may be called in the module's place: nobody watches it."""
+    return _has(type(module), method) and unwatched(module)
+
+
+@of_class
 def is_conv1d(cls: type) -> bool:
     """Transformers' linear layer with a transposed weight; known by its name, as it may not be installed."""
     return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
 
 
-def is_linear(module: nn.Module) -> bool:
-    """Whether the module is a linear layer of exactly a known class, or one that a rule made of it."""
-    cls = type(module)
+@of_class
+def _multiplies(cls: type) -> bool:
     if cls is nn.Linear or cls is nn.modules.linear.NonDynamicallyQuantizableLinear:
         return True
     return is_conv1d(cls) or "_fusedops_multiplies" in vars(cls)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether the module is a linear layer of exactly a known class, or one that a rule made of it."""
+    return _multiplies(type(module))
 
 
 def is_plain(t: object) -> bool:

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from .. import compiling
 from ..casts import cast_together
-from ..parts import Branch, activate, add_norm, add_norm_twin, branch, drop, dropped, linear, narrowed, unwatched
+from ..parts import Branch, activate, add_norm, add_norm_twin, branch, drop, dropped, linear, narrowed
 from ..rule import Rule
+from ..watching import offers, unwatched
 
 __all__ = ["RULES"]
 
@@ -38,36 +39,31 @@ def _bert_attend(
     inner = self.self
     kwargs["attention_mask"] = encoder_attention_mask if self.is_cross_attention else attention_mask
     kwargs["encoder_hidden_states"], kwargs["past_key_values"] = encoder_hidden_states, past_key_values
-    with_last = getattr(type(inner), "_fusedops_with_last", None)
-    if with_last is None or not compiling.makes_kernels(hidden_states) or not unwatched(inner):
+    if not compiling.makes_kernels(hidden_states) or not offers(inner, "_fusedops_with_last"):
         return inner(hidden_states, **kwargs)[0], dense
-    outputs, dense = with_last(inner, dense, hidden_states, **kwargs)
+    outputs, dense = inner._fusedops_with_last(dense, hidden_states, **kwargs)
     return outputs[0], dense
 
 
 def _attended(attention: Any, modules: tuple[nn.Module, ...], hidden_states: Tensor, *args: Any,
               **kwargs: Any) -> tuple[Tensor, Tensor]:  # fmt: skip
     """An attention's output: as ``modules`` take it, and as the residual stream goes on."""
-    attend = getattr(type(attention), "_fusedops_attend", None)
-    if attend is not None and unwatched(attention):
+    if offers(attention, "_fusedops_attend"):
         output = attention.output
-        end_of = getattr(type(output), "_fusedops_end", None)
-        if end_of is not None and unwatched(output):
-            attended, dense = attend(attention, output.dense, hidden_states, *args, **kwargs)
-            end = end_of(output, dense, attended)
+        if offers(output, "_fusedops_end"):
+            attended, dense = attention._fusedops_attend(output.dense, hidden_states, *args, **kwargs)
+            end = output._fusedops_end(dense, attended)
             return add_norm_twin(end, hidden_states, output.LayerNorm, *modules)
     y = attention(hidden_states, *args, **kwargs)[0]
     return y, y
 
 
 def _bert_feed_forward(intermediate: Any, output: Any, x: Tensor, residual: Tensor) -> Tensor:
-    activated = getattr(type(intermediate), "_fusedops_activated", None)
-    end_of = getattr(type(output), "_fusedops_end", None)
-    known = unwatched(intermediate) and unwatched(output)
-    if activated is None or end_of is None or not known or not compiling.makes_kernels(x):
+    known = compiling.makes_kernels(x) and offers(intermediate, "_fusedops_activated")
+    if not known or not offers(output, "_fusedops_end"):
         return output(intermediate(x), residual)  # type: ignore[no-any-return]
     first, second = cast_together(x, intermediate.dense, output.dense)
-    end = end_of(output, second, activated(intermediate, first, x))
+    end = output._fusedops_end(second, intermediate._fusedops_activated(first, x))
     return add_norm(end, residual, output.LayerNorm, return_sum=False)  # type: ignore[no-any-return]
 
 
@@ -82,7 +78,7 @@ def _bert_layer(
 ) -> Tensor:
     crosses = self.is_decoder and encoder_hidden_states is not None
     if self.chunk_size_feed_forward or "feed_forward_chunk" in vars(self) or (crosses and not self.add_cross_attention):
-        return type(self)._fusedops_original.forward(  # type: ignore[no-any-return]
+        return self._fusedops_own_forward(  # type: ignore[no-any-return]
             self, hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, past_key_values,
             **kwargs)  # fmt: skip
     # Who watches the output module gets the residual, whose gradient would lack the twin's.

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..parts import Branch, add, add_norm, branch, dropped, normed, unwatched
+from ..parts import Branch, add, add_norm, branch, dropped, normed
 from ..rule import Rule
+from ..watching import offers
 
 __all__ = ["RULES"]
 
@@ -56,11 +57,6 @@ def _layer(child: str, call: Method) -> dict[str, Method]:
 # --- the block: its layers in a row ---------------------------------------------------------------------------------
 
 
-def _inner(layer: Any) -> Any:
-    """What the layer does between its norm and its sum, if the block may do these two."""
-    return getattr(type(layer), "_fusedops_inner", None) if unwatched(layer) else None
-
-
 def _block(
     self: Any,
     hidden_states: Tensor,
@@ -73,24 +69,23 @@ def _block(
     **kwargs: Any,
 ) -> tuple[Any, ...]:
     # In fp16 the original clamps each layer's sum before the next norm.
-    layers = list(self.layer)
-    inner = [_inner(layer) for layer in layers]
-    if hidden_states.dtype == torch.float16 or None in inner:
-        return type(self)._fusedops_original.forward(  # type: ignore[no-any-return]
+    first, last = self.layer[0], self.layer[-1]
+    cross = self.layer[1] if self.is_decoder and encoder_hidden_states is not None else None
+    layers = (first, last) if cross is None else (first, cross, last)
+    if hidden_states.dtype == torch.float16 or not all(offers(layer, "_fusedops_inner") for layer in layers):
+        return self._fusedops_own_forward(  # type: ignore[no-any-return]
             self, hidden_states, attention_mask, position_bias, encoder_hidden_states, encoder_attention_mask,
             encoder_decoder_position_bias, past_key_values, **kwargs)  # fmt: skip
-    first, last = layers[0], layers[-1]
     x = normed(first.layer_norm, hidden_states, first._fusedops_taker())
-    end, others = inner[0](first, x, attention_mask, position_bias, past_key_values, **kwargs)
+    end, others = first._fusedops_inner(x, attention_mask, position_bias, past_key_values, **kwargs)
     residual, self_bias, cross_bias = hidden_states, others[0], None
-    if self.is_decoder and encoder_hidden_states is not None:
-        cross = layers[1]
+    if cross is not None:
         x, residual = add_norm(end, residual, cross.layer_norm, cross._fusedops_taker())
-        end, others = inner[1](cross, x, encoder_hidden_states, encoder_attention_mask, encoder_decoder_position_bias,
-                               past_key_values, **kwargs)  # fmt: skip
+        end, others = cross._fusedops_inner(x, encoder_hidden_states, encoder_attention_mask,
+                                            encoder_decoder_position_bias, past_key_values, **kwargs)  # fmt: skip
         cross_bias = others[0]
     x, residual = add_norm(end, residual, last.layer_norm, last._fusedops_taker())
-    end, _ = inner[-1](last, x)
+    end, _ = last._fusedops_inner(x)
     return add(end, residual), self_bias, cross_bias
 
 

@@ -36,7 +36,7 @@ _ALIGNED = 8
 
 
 def _compute_bias(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    bias: Tensor = type(self)._fusedops_original.compute_bias(self, *args, **kwargs)
+    bias: Tensor = self._fusedops_own_compute_bias(self, *args, **kwargs)
     return bias.contiguous()
 
 

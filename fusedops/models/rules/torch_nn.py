@@ -51,7 +51,7 @@ def _encoder_layer(
     is_causal: bool = False,
 ) -> Any:
     if _may_take_the_fast_path(self, src):
-        return type(self)._fusedops_original.forward(self, src, src_mask, src_key_padding_mask, is_causal)
+        return self._fusedops_own_forward(self, src, src_mask, src_key_padding_mask, is_causal)
     before = self.norm_first
     x = normed(self.norm1, src, self.self_attn) if before else src
     end = _attention(self.self_attn, self.dropout1, x, x, src_mask, src_key_padding_mask, is_causal)
