@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -26,21 +27,23 @@ from zoo import SAMPLES, Counting, every, inputs, making_kernels, run, undropped
 
 LOW = torch.bfloat16
 # For each model, how many casts a forward is spared. Of an attention whose query, key and value are packed to one weight
-# and one bias, its last weight joins them. Of two layers with an activation between that takes the bias along, two
-# weights and that bias are one. Without biases it is one less. T5's gated part has a third weight, and a fused T5 no
-# longer takes its rows to the dtype of a weight that autocast casts anyway.
-_ATTENTION, _TWO, _ROWS = 2, 2, 1
+# and one bias, its last weight joins them; where the query goes its own way, as in a cross-attention, so do its weight and
+# bias. Of two layers with an activation between that takes the bias along, two weights and that bias are one. Without
+# biases it is one less, or two in a cross-attention. T5's gated part has a third weight, and a fused T5 no longer takes
+# its rows to the dtype of a weight that autocast casts anyway.
+_ATTENTION, _CROSS, _TWO, _ROWS = 2, 4, 2, 1
 _LAYER = _ATTENTION + _TWO
 _SPARED = {
-    **dict.fromkeys(("bert", "roberta", "electra", "bert_decoder", "distilbert", "vit", "opt", "opt_post_norm"), 2 * _LAYER),
-    **dict.fromkeys(("bart", "marian", "mbart"), 4 * _LAYER),
+    **dict.fromkeys(("bert", "roberta", "electra", "bert_decoder", "distilbert", "vit"), 2 * _LAYER),
+    **dict.fromkeys(("opt", "opt_post_norm"), 2 * (_CROSS + _TWO)),
+    **dict.fromkeys(("bart", "marian", "mbart"), 4 * _LAYER + 2 * _CROSS),
     **dict.fromkeys(("gpt2", "gpt2_decoder", "gpt_neo", "gptj"), 2 * _TWO),
     **dict.fromkeys(("torch_pre_norm", "torch_post_norm", "whisper"), 4 * _TWO),
     "clip": 4 * _LAYER,
     "siglip": 4 * _LAYER + _TWO,  # it has a head of its own
     "torch_unbiased": 4 * (_TWO - 1),
-    "t5": 4 * (_LAYER - 2 + _ROWS),
-    "t5_gated": 4 * (_LAYER - 1 + _ROWS),
+    "t5": 4 * (_LAYER - 2 + _ROWS) + 2 * (_CROSS - 2),
+    "t5_gated": 4 * (_LAYER - 1 + _ROWS) + 2 * (_CROSS - 2),
 }  # fmt: skip
 # Of each kind, for what takes longer.
 some = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in ("torch_pre_norm", "bert", "gpt2", "vit", "t5_gated")],
@@ -250,16 +253,20 @@ def test_eagerly_autocast_casts() -> None:
 class _Attention(nn.Module):
     """The linear layers of an attention."""
 
+    layer_idx = 3
+
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(8, 8, device=DEVICE) for _ in range(4))
 
-    def last(self, others: Tensor | None = None) -> Any:
-        x = torch.randn(3, 8, device=DEVICE)
+    def last(self, crosses: bool = False, cache: Any = None) -> Any:
+        x, others = torch.randn(3, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE)
         with torch.autocast(DEVICE.type, LOW):
-            parts, last = packed(self, ("q", "k", "v"), x, others, self.o)
-            expected = {"k": self.k(x), "v": self.v(x), **({"q": self.q(x)} if others is None else {})}
-            assert all(torch.equal(parts[name](x), expected[name]) for name in parts)
+            parts, last = packed(self, ("q", "k", "v"), x, others if crosses else None, self.o, cache)
+            for name, part in parts.items():
+                rows = others if crosses and name != "q" else x
+                assert torch.equal(part(rows), getattr(self, name)(rows))
+        assert ("q" in parts) == (not crosses or last is not self.o) if parts else last is self.o
         return last
 
 
@@ -272,30 +279,69 @@ _LAST: dict[str, Callable[[Any], object]] = {
     "no layer": lambda m: setattr(m, "o", None),
     "half precision": lambda m: m.o.to(LOW),
     "frozen": lambda m: m.o.requires_grad_(False),
+    "the query is frozen": lambda m: m.q.requires_grad_(False),
+    "the query is hooked": lambda m: m.q.register_forward_hook(lambda *_: None),
     "the others are frozen": lambda m: m.requires_grad_(False).o.requires_grad_(True),
     "another is hooked": lambda m: m.k.register_forward_hook(lambda *_: None),
     "evaluation": lambda m: m.eval(),
 }
 
 
+@pytest.mark.parametrize("crosses", [False, True])
 @pytest.mark.parametrize("change", _LAST.values(), ids=_LAST)
-def test_last_layers_that_are_left(change: Callable[[Any], object]) -> None:
+def test_last_layers_that_are_left(change: Callable[[Any], object], crosses: bool) -> None:
     """Whatever becomes of it, the others are what they are."""
     with making_kernels():
         module = _Attention()
-        last = module.last()
+        last = module.last(crosses)
         assert type(last) is Cast
         assert torch.equal(last.weight, module.o.weight.to(LOW))
         assert last.bias is module.o.bias
         change(module)
-        assert module.last() is module.o
+        assert module.last(crosses) is module.o
 
 
-def test_a_cross_attention_casts_for_itself() -> None:
-    """Where key and value come from a cache, their layers are not called, and have no gradient."""
+class _Cache:
+    def __init__(self, *filled: int) -> None:
+        self.is_updated = dict.fromkeys(filled, True)
+
+
+@pytest.mark.parametrize(
+    ("cache", "joins"),
+    [(None, True), (object(), True), (_Cache(), True), (_Cache(2), True), (_Cache(3), False)],
+    ids=["none", "of one part", "empty", "of another layer", "filled"],
+)
+def test_caches(cache: Any, joins: bool) -> None:
+    """Of a cross-attention, whose own layers are not called where its keys and values are kept. Others call theirs."""
     module = _Attention()
     with making_kernels():
-        assert module.last(torch.randn(3, 8, device=DEVICE)) is module.o
+        assert (type(module.last(crosses=True, cache=cache)) is Cast) == joins
+        assert type(module.last(crosses=False, cache=cache)) is Cast
+
+
+@pytest.mark.parametrize(
+    "spec", [s for s in SAMPLES if s.name in ("t5", "t5_gated", "bart")], ids=lambda spec: spec.name
+)
+def test_gradients_with_a_cache(spec: ModelSpec) -> None:
+    """Layers that are not called have none: the same parameters have gradients, and the same ones, as without casts."""
+    model, arguments = _fused(spec), inputs(spec)
+    results = []
+    for joining in (False, True):
+        with making_kernels(joining), torch.autocast(DEVICE.type, LOW):
+            with torch.no_grad():
+                first = model(**inputs(spec), use_cache=True)
+            arguments["decoder_input_ids"] = arguments["input_ids"][:, -1:]
+            y = model(**arguments, past_key_values=first.past_key_values).logits
+            parameters = dict(model.named_parameters())
+            found = torch.autograd.grad(y.float().square().sum(), list(parameters.values()), allow_unused=True)
+            results.append({name: g for name, g in zip(parameters, found, strict=True) if g is not None})
+    expected, joined = results
+    assert joined.keys() == expected.keys()
+    kept = [name for name in parameters if "EncDecAttention.k." in name or "encoder_attn.k_proj." in name]
+    assert kept
+    assert not joined.keys() & set(kept)
+    for name, g in joined.items():
+        assert (g - expected[name]).norm() <= 8 * unit_roundoff(LOW) * expected[name].norm()
 
 
 def test_where_it_is_done() -> None:
@@ -327,6 +373,15 @@ class _Graphs:
         return make_boxed_func(graph.forward)
 
 
+def _apart(*args: Any) -> None:
+    return None
+
+
+def _casts_joined(joined: bool) -> Any:
+    """Or apart, with nothing else that is done where kernels are made left out."""
+    return nullcontext() if joined else mock.patch("fusedops.models.casts.cast_as_one", _apart)
+
+
 @some
 def test_compiled(spec: ModelSpec) -> None:
     """One graph. Forward and backward each have as many casts fewer as are spared; outputs and gradients are the same."""
@@ -338,7 +393,7 @@ def test_compiled(spec: ModelSpec) -> None:
         graphs = _Graphs()
         torch._dynamo.reset()
         compiled = torch.compile(model, backend=graphs, fullgraph=True)
-        with making_kernels(joining), torch.autocast(DEVICE.type, LOW):
+        with making_kernels(), _casts_joined(joining), torch.autocast(DEVICE.type, LOW):
             ys, gradients = run(compiled, arguments)
         results.append((ys, {name.removeprefix("_orig_mod."): g for name, g in gradients.items()}))
         forward, backward = graphs.casts

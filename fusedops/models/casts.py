@@ -21,7 +21,7 @@ from . import compiling
 from .autocast import autocast_dtype
 from .watching import is_conv1d, is_plain, unwatched
 
-__all__ = ["Cast", "cast_as_one", "cast_together", "castable"]
+__all__ = ["Cast", "cast_as_one", "cast_stacks", "cast_together", "castable"]
 
 # Inductor reads up to so many tensors in one kernel that joins them.
 _MOST = 8
@@ -71,7 +71,29 @@ def cast_as_one(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> list[
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def cast_together(x: Tensor, *layers: Any) -> tuple[Any, ...]:
+def cast_stacks(stacks: Sequence[Sequence[Any]], dtype: torch.dtype) -> list[Cast] | None:
+    """For each stack of layers one with their weights on top of each other, cast in one pass; None where not to be.
+
+    The last stack's bias is left as it is, for the operator at the end of the branch.
+
+    Args:
+        stacks: of `castable` layers, in each of one shape and with biases all or none. The last is of one layer.
+        dtype: of the weights and biases.
+    """
+    weights = [[layer.weight for layer in stack] for stack in stacks]
+    biased = [stack for stack in stacks[:-1] if stack[0].bias is not None]
+    parts = cast_as_one([*weights, *[[layer.bias for layer in stack] for stack in biased]], dtype)
+    if parts is None:
+        return None
+    biases = [*parts[len(stacks) :], stacks[-1][0].bias]
+    casts = []
+    for stack, weight in zip(stacks, parts[: len(stacks)], strict=True):
+        bias = None if stack[0].bias is None else biases.pop(0)
+        casts.append(Cast(weight.t() if is_conv1d(type(stack[0])) else weight, bias))
+    return casts
+
+
+def cast_together(x: Tensor, *layers: Any) -> Sequence[Any]:
     """The linear layers of one branch: stand-ins with weights cast in one pass, or the layers as they are.
 
     The last one's bias is left as it is, for the operator at the end of the branch.
@@ -83,13 +105,4 @@ def cast_together(x: Tensor, *layers: Any) -> tuple[Any, ...]:
     dtype = autocast_dtype(x) if compiling.makes_kernels(x) else None
     if dtype is None or not all(map(castable, layers)):
         return layers
-    biases = [layer.bias for layer in layers[:-1] if layer.bias is not None]
-    parts = cast_as_one([[t] for t in (*[layer.weight for layer in layers], *biases)], dtype)
-    if parts is None:
-        return layers
-    weights, biases = parts[: len(layers)], [*parts[len(layers) :], layers[-1].bias]
-    casts = []
-    for layer, weight in zip(layers, weights, strict=True):
-        bias = None if layer.bias is None else biases.pop(0)
-        casts.append(Cast(weight.t() if is_conv1d(type(layer)) else weight, bias))
-    return tuple(casts)
+    return cast_stacks([[layer] for layer in layers], dtype) or layers

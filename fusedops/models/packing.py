@@ -18,13 +18,12 @@ from torch.nn import functional as F
 
 from . import compiling
 from .autocast import autocast_dtype
-from .casts import Cast, cast_as_one, castable
+from .casts import Cast, cast_stacks, castable
 
 __all__ = ["packed", "packed_linear", "packed_to"]
 
 
-def packed_linear(x: Tensor, layers: list[Any], dtype: torch.dtype,
-                  copies: list[Tensor] | None = None) -> tuple[Tensor, ...]:  # fmt: skip
+def packed_linear(x: Tensor, layers: list[Any], dtype: torch.dtype, cast: Cast | None = None) -> tuple[Tensor, ...]:
     """The layers' outputs in ``dtype``, as parts of one product.
 
     Autograd does not know them as parts, so they may be changed in place: each has its own memory in the product, which
@@ -34,33 +33,27 @@ def packed_linear(x: Tensor, layers: list[Any], dtype: torch.dtype,
         x: of shape (..., K).
         layers: linear layers with weights of shape (N, K), with biases all or none.
         dtype: of the product.
-        copies: the weights on top of each other in ``dtype``, and the biases if there are any, where they are made.
+        cast: the layers on top of each other in ``dtype``, where that is made.
     """
-    if copies is None:
-        copies = [torch.cat(parameters).to(dtype) for parameters in _parameters(layers)]
-    product = F.linear(x.to(dtype), *copies)
-    return torch.unsafe_split(product, layers[0].weight.shape[0], -1)
-
-
-def _parameters(layers: list[Any]) -> list[list[Tensor]]:
-    """Their weights, and their biases if they have any."""
-    weights = [layer.weight for layer in layers]
-    return [weights] if layers[0].bias is None else [weights, [layer.bias for layer in layers]]
+    if cast is None:
+        weight = torch.cat([layer.weight for layer in layers]).to(dtype)
+        cast = Cast(weight, None if layers[0].bias is None else torch.cat([layer.bias for layer in layers]).to(dtype))
+    return torch.unsafe_split(cast(x.to(dtype)), layers[0].weight.shape[0], -1)
 
 
 class _Packed:
     """The layers of one call of their module: the first that is called computes what all make of its rows."""
 
-    def __init__(self, layers: list[Any], dtype: torch.dtype, copies: list[Tensor] | None) -> None:
+    def __init__(self, layers: list[Any], dtype: torch.dtype, cast: Cast | None) -> None:
         self._layers = layers
         self._dtype = dtype
-        self._copies = copies
+        self._cast = cast
         self._rows: Tensor | None = None
         self._outputs: list[Tensor | None] = []
 
     def output(self, place: int, x: Tensor) -> Tensor:
         if self._rows is None:
-            self._rows, self._outputs = x, list(packed_linear(x, self._layers, self._dtype, self._copies))
+            self._rows, self._outputs = x, list(packed_linear(x, self._layers, self._dtype, self._cast))
         y = self._outputs[place] if x is self._rows else None
         if y is None:
             layer = self._layers[place]
@@ -80,21 +73,24 @@ class _Part:
         return self._whole.output(self._place, x)
 
 
-def packed(module: nn.Module, names: tuple[str, ...], x: Tensor, others: Tensor | None = None,
-           last: Any = None) -> tuple[dict[str, Any], Any]:  # fmt: skip
+def packed(module: nn.Module, names: tuple[str, ...], x: Tensor, others: Tensor | None = None, last: Any = None,
+           cache: Any = None) -> tuple[dict[str, Any], Any]:  # fmt: skip
     """Stand-ins for the children of these names, which take x or rows like it; none where nothing is to be packed.
 
-    Key and value are the last two names. In a cross-attention they take ``others``, and are packed without the query.
+    The names are those of query, key and value. Where key and value take ``others``, as in a cross-attention, they are
+    packed without the query.
+
     A stand-in that is called again, or with other rows than the first, computes as its layer does. Whether layers are
     packed hangs on the module's mode, not on whether gradients are recorded or the rows have one: what reentrant
     checkpointing computes twice is the same.
 
     ``last`` is a linear layer behind them. It comes back as the second result, or a stand-in for it where its weight is
-    cast together with theirs (see `fusedops.models.casts`).
+    cast together with theirs (see `fusedops.models.casts`), and that of a cross-attention's query. ``cache`` is what the
+    module may take its keys and values from.
     """
-    crosses = others is not None  # key and value may come from a cache, and then nothing is to be cast
+    apart: tuple[str, ...] = ()
     if others is not None:
-        names, x = names[-2:], others
+        apart, names, x = names[:1], names[1:], others
     dtype = autocast_dtype(x) if names and module.training else None
     layers: list[Any] = [module._modules.get(name) for name in names]
     if dtype is None or not all(map(_packs, layers)):
@@ -106,21 +102,33 @@ def packed(module: nn.Module, names: tuple[str, ...], x: Tensor, others: Tensor 
             return {}, last
         if layer.weight.requires_grad != learns:  # backward would compute what nobody wants
             return {}, last
-    copies = None
-    if not crosses and compiling.makes_kernels(x) and _packs(last):
-        weights, *biases = _parameters(layers)
-        copies = cast_as_one([weights, [last.weight], *biases], dtype)
-        if copies is not None:
-            last = Cast(copies.pop(1), last.bias)
-    whole = _Packed(layers, dtype, copies)
-    return {name: _Part(whole, place, layers[place]) for place, name in enumerate(names)}, last
+    casts: list[Cast] | None = None
+    if compiling.makes_kernels(x) and (others is None or not _has_kept(cache, module)):
+        stacks = [layers, *[[module._modules.get(name)] for name in apart], [last]]
+        casts = cast_stacks(stacks, dtype) if all(_packs(stack[0]) for stack in stacks) else None
+    parts: dict[str, Any] = {}
+    if casts is not None:
+        parts.update(zip(apart, casts[1:-1], strict=True))
+        last = casts[-1]
+    whole = _Packed(layers, dtype, None if casts is None else casts[0])
+    parts.update({name: _Part(whole, place, layers[place]) for place, name in enumerate(names)})
+    return parts, last
 
 
-def packed_to(output: str, module: nn.Module, names: tuple[str, ...], x: Tensor,
-              others: Tensor | None = None) -> dict[str, Any]:  # fmt: skip
+def _has_kept(cache: Any, module: Any) -> bool:
+    """Whether the cache has the keys and values of a cross-attention.
+
+    Their layers are not called then, and have no gradients, where of layers that are cast together all have one.
+    """
+    filled = getattr(cache, "is_updated", None)
+    return bool(filled and filled.get(module.layer_idx))
+
+
+def packed_to(output: str, module: nn.Module, names: tuple[str, ...], x: Tensor, others: Tensor | None = None,
+              cache: Any = None) -> dict[str, Any]:  # fmt: skip
     """As `packed`, for a module whose own child ``output`` is the layer behind them: its stand-in is among theirs."""
     layer = module._modules[output]
-    parts, last = packed(module, names, x, others, layer)
+    parts, last = packed(module, names, x, others, layer, cache)
     return parts if last is layer else {**parts, output: last}
 
 

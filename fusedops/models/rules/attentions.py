@@ -19,18 +19,22 @@ from ..watching import is_linear, is_plain, unwatched
 __all__ = ["RULES"]
 
 
-def _attention(*inputs: str, output: str, dropout: str | None = None, packs: tuple[str, ...] = ()) -> dict[str, Any]:
+def _attention(*inputs: str, output: str, dropout: str | None = None, packs: tuple[str, ...] = (),
+               scales: bool = False) -> dict[str, Any]:  # fmt: skip
     """What a rule says of a module whose rows go to ``inputs`` only, and whose forward ends in ``output`` and ``dropout``.
 
-    ``packs`` are those of the inputs whose outputs go into the attention as they are, key and value last. Where one is
-    only on the way to something else (a scaled query, rotary positions), packing would keep it alive with the others.
+    ``packs`` are query, key and value, where the last two go into the attention as they are, and so does the query if it
+    is not scaled first. What is only on the way to something else (a scaled query, rotary positions) packing would keep
+    alive with the others.
     """
 
     def branch(self: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
         rows = args[0] if args else kwargs["hidden_states"]
         if compiling.makes_kernels(rows):  # by whatever name the mask comes, or in its place
             args, kwargs = tuple(map(laid_out, args)), {name: laid_out(value) for name, value in kwargs.items()}
-        parts = packed_to(output, self, packs, rows, kwargs.get("key_value_states"))
+        others = kwargs.get("key_value_states")
+        others = rows if others is None and scales else others
+        parts = packed_to(output, self, packs, rows, others, kwargs.get("past_key_values"))
         return without(self, output, dropout, parts, *args, **kwargs)
 
     def helps(module: nn.Module) -> str:
@@ -143,7 +147,7 @@ RULES = (
     ),
     Rule(
         name="opt_attention",  # and Whisper, which has nothing to pack: its key is without a bias
-        **_attention(*_QKV, output="out_proj", packs=_QKV[1:]),
+        **_attention(*_QKV, output="out_proj", packs=_QKV, scales=True),
         fingerprints=("3099567ec98b", "79e198db90db"),
         names=("OPTAttention", "WhisperAttention"),
     ),

@@ -53,7 +53,7 @@ def _branch(
     if not kwargs and past_key_values is not None and hidden_states.shape[1] == 1:
         weights = _weights(self, key_value_states is not None, past_key_values, position_bias is not None)
     if weights is None:
-        parts = packed_to("o", self, _QKV, hidden_states, key_value_states)
+        parts = packed_to("o", self, _QKV, hidden_states, key_value_states, past_key_values)
         return without(
             self, "o", None, parts, hidden_states, mask, key_value_states, position_bias, past_key_values, **kwargs
         )
