@@ -259,14 +259,14 @@ class _Attention(nn.Module):
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(8, 8, device=DEVICE) for _ in range(4))
 
-    def last(self, crosses: bool = False, cache: Any = None) -> Any:
+    def last(self, crosses: bool = False, cache: Any = None, query: bool = True) -> Any:
         x, others = torch.randn(3, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE)
         with torch.autocast(DEVICE.type, LOW):
             parts, last = packed(self, ("q", "k", "v"), x, others if crosses else None, self.o, cache)
             for name, part in parts.items():
                 rows = others if crosses and name != "q" else x
                 assert torch.equal(part(rows), getattr(self, name)(rows))
-        assert ("q" in parts) == (not crosses or last is not self.o) if parts else last is self.o
+        assert ("q" in parts) == (query and (not crosses or last is not self.o)) if parts else last is self.o
         return last
 
 
@@ -279,8 +279,6 @@ _LAST: dict[str, Callable[[Any], object]] = {
     "no layer": lambda m: setattr(m, "o", None),
     "half precision": lambda m: m.o.to(LOW),
     "frozen": lambda m: m.o.requires_grad_(False),
-    "the query is frozen": lambda m: m.q.requires_grad_(False),
-    "the query is hooked": lambda m: m.q.register_forward_hook(lambda *_: None),
     "the others are frozen": lambda m: m.requires_grad_(False).o.requires_grad_(True),
     "another is hooked": lambda m: m.k.register_forward_hook(lambda *_: None),
     "evaluation": lambda m: m.eval(),
@@ -299,6 +297,24 @@ def test_last_layers_that_are_left(change: Callable[[Any], object], crosses: boo
         assert last.bias is module.o.bias
         change(module)
         assert module.last(crosses) is module.o
+
+
+_QUERIES: dict[str, Callable[[Any], object]] = {
+    "hook": lambda m: m.q.register_forward_hook(lambda *_: None),
+    "frozen": lambda m: m.q.requires_grad_(False),
+    "adapter": lambda m: setattr(m, "q", _Adapter(8, 8, device=DEVICE)),
+    "no layer": lambda m: setattr(m, "q", None),
+}
+
+
+@pytest.mark.parametrize("change", _QUERIES.values(), ids=_QUERIES)
+def test_queries_that_are_left(change: Callable[[Any], object]) -> None:
+    """Where a query is not packed, the others are cast together without it."""
+    module = _Attention()
+    change(module)
+    with making_kernels():
+        assert module.last(crosses=False) is module.o
+        assert type(module.last(crosses=True, query=False)) is Cast
 
 
 class _Cache:

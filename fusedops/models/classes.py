@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from .rule import Rule
+from .watching import KEPT
 
 __all__ = ["fuse", "fused_class", "is_fused", "original_class", "unfuse"]
 
@@ -36,22 +37,22 @@ def fused_class(original: type[nn.Module], rule: Rule) -> type[nn.Module]:
             "_get_name": _get_name,
             "_fusedops_original": original,
             "_fusedops_rule": rule,
-            **_own(original, rule),
+            **_kept(original, rule),
             **rule.methods,
         }
-        _classes[key] = types.new_class(
-            original.__name__, (original,), exec_body=lambda namespace: namespace.update(body)
-        )
+        cls: Any = types.new_class(original.__name__, (original,), exec_body=lambda namespace: namespace.update(body))
+        cls._fusedops_class = cls
+        _classes[key] = cls
     return _classes[key]
 
 
-def _own(original: type[nn.Module], rule: Rule) -> dict[str, Any]:
-    """The original's forward and what else the rule puts in its place, by names that instances know.
+def _kept(original: type[nn.Module], rule: Rule) -> dict[str, Any]:
+    """The original's forward and what else the rule puts in its place, where instances find them.
 
-    What is looked up in a class torch.compile asks for again before each step (see `watching.offers`).
+    What is looked up in a class torch.compile looks up again before each step (see `watching.of_class`).
     """
     names = ("forward", *rule.methods)
-    return {f"_fusedops_own_{name}": staticmethod(getattr(original, name)) for name in names if hasattr(original, name)}
+    return {KEPT + name: staticmethod(getattr(original, name)) for name in names if hasattr(original, name)}
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -68,12 +69,19 @@ def is_fused(module: nn.Module) -> bool:
 
 def fuse(module: nn.Module, rule: Rule) -> None:
     """Turn the module into one of its fused class."""
-    module.__class__ = fused_class(type(module), rule)
+    _become(module, fused_class(type(module), rule))
 
 
 def unfuse(module: nn.Module) -> None:
     """Give the module its own class back."""
-    module.__class__ = original_class(module)
+    _become(module, original_class(module))
+
+
+def _become(module: nn.Module, cls: type[nn.Module]) -> None:
+    module.__class__ = cls
+    # Compiled code that passes over modules of which no dictionary was changed (PyTorch 2.11's) is to see that one was.
+    vars(module)["_fusedops_changed"] = True
+    del vars(module)["_fusedops_changed"]
 
 
 # --- methods of every fused class -----------------------------------------------------------------------------------

@@ -85,8 +85,8 @@ def packed(module: nn.Module, names: tuple[str, ...], x: Tensor, others: Tensor 
     checkpointing computes twice is the same.
 
     ``last`` is a linear layer behind them. It comes back as the second result, or a stand-in for it where its weight is
-    cast together with theirs (see `fusedops.models.casts`), and that of a cross-attention's query. ``cache`` is what the
-    module may take its keys and values from.
+    cast together with theirs (see `fusedops.models.casts`); a query that is not packed has its stand-in then, too.
+    ``cache`` is what the module may take its keys and values from.
     """
     apart: tuple[str, ...] = ()
     if others is not None:
@@ -104,8 +104,9 @@ def packed(module: nn.Module, names: tuple[str, ...], x: Tensor, others: Tensor 
             return {}, last
     casts: list[Cast] | None = None
     if compiling.makes_kernels(x) and (others is None or not _has_kept(cache, module)):
-        stacks = [layers, *[[module._modules.get(name)] for name in apart], [last]]
-        casts = cast_stacks(stacks, dtype) if all(_packs(stack[0]) for stack in stacks) else None
+        casts = _cast(layers, [module._modules.get(name) for name in apart], last, dtype)
+        if casts is None:  # the query may be what keeps the rest from it
+            apart, casts = (), _cast(layers, [], last, dtype)
     parts: dict[str, Any] = {}
     if casts is not None:
         parts.update(zip(apart, casts[1:-1], strict=True))
@@ -113,6 +114,12 @@ def packed(module: nn.Module, names: tuple[str, ...], x: Tensor, others: Tensor 
     whole = _Packed(layers, dtype, None if casts is None else casts[0])
     parts.update({name: _Part(whole, place, layers[place]) for place, name in enumerate(names)})
     return parts, last
+
+
+def _cast(layers: list[Any], apart: list[Any], last: Any, dtype: torch.dtype) -> list[Cast] | None:
+    """The packed layers, those that are not packed with them and the last one, cast in one pass, if they can be."""
+    stacks = [layers, *[[layer] for layer in apart], [last]]
+    return cast_stacks(stacks, dtype) if all(_packs(stack[0]) for stack in stacks) else None
 
 
 def _has_kept(cache: Any, module: Any) -> bool:

@@ -20,7 +20,7 @@ from ..norms.ops import bias_dropout_add
 from . import compiling
 from .autocast import low_dtype, narrowed, normed
 from .casts import Cast
-from .watching import is_conv1d, is_linear, is_plain, of_class, offers, unwatched
+from .watching import is_conv1d, is_linear, is_plain, of_class, offers, original, unwatched
 
 __all__ = ["Branch", "activate", "activation_name", "add", "add_norm", "add_norm_twin", "branch", "drop", "dropped",
            "finished", "folded", "laid_out", "linear", "narrowed", "normed", "replacing", "unwatched", "without"]  # fmt: skip
@@ -140,7 +140,7 @@ def without(module: Any, output: str, dropout: str | None, instead: dict[str, An
         if is_linear(layer) and unwatched(layer) and layer.bias is not None:
             bias = layer.bias
             instead[output] = _Product(instead.get(output, layer))
-    result = module._fusedops_own_forward(replacing(module, instead), *args, **kwargs)
+    result = original(module, "forward")(replacing(module, instead), *args, **kwargs)
     if isinstance(result, tuple):
         return Branch(result[0], bias, p, training), result[1:]
     return Branch(result, bias, p, training), ()

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-__all__ = ["is_conv1d", "is_linear", "is_plain", "of_class", "offers", "unwatched"]
+__all__ = ["KEPT", "is_conv1d", "is_linear", "is_plain", "of_class", "offers", "original", "unwatched"]
+
+T = TypeVar("T")
+# Before the names under which fused classes keep methods of their originals.
+KEPT = "_fusedops_original_"
 
 
 def unwatched(module: nn.Module) -> bool:
@@ -21,7 +26,7 @@ def unwatched(module: nn.Module) -> bool:
     )
 
 
-def of_class(question: Callable[..., bool]) -> Callable[..., bool]:
+def of_class(question: Callable[..., T]) -> Callable[..., T]:
     """For questions about classes alone. torch.compile knows the class of a module, and takes the answer for granted.
 
     What it sees being looked up in a class it asks for again before each step, and with that all that hangs on the module.
@@ -31,8 +36,22 @@ def of_class(question: Callable[..., bool]) -> Callable[..., bool]:
 
 
 @of_class
-def _has(cls: type, method: str) -> bool:
-    return hasattr(cls, method)
+def _has(cls: Any, method: str) -> bool:
+    # Who puts another forward into a fused class, or a subclass with its own on top of it, is to see that one called.
+    return hasattr(cls, method) and cls.forward is cls._fusedops_class.forward
+
+
+@of_class
+def _is_kept(cls: Any, method: str) -> bool:
+    return getattr(cls, KEPT + method, None) is getattr(cls._fusedops_original, method)
+
+
+def original(module: Any, method: str) -> Any:
+    """The method of the class that a fused module was made of, which may have been given another one since."""
+    owner, name = (
+        (module, KEPT + method) if _is_kept(type(module), method) else (type(module)._fusedops_original, method)
+    )
+    return getattr(owner, name)
 
 
 def offers(module: nn.Module, method: str) -> bool:

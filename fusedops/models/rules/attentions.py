@@ -14,7 +14,7 @@ from ..autocast import narrowed, takers, under_autocast
 from ..packing import packed, packed_to
 from ..parts import Branch, branch, laid_out, replacing, without
 from ..rule import Rule
-from ..watching import is_linear, is_plain, unwatched
+from ..watching import is_linear, is_plain, original, unwatched
 
 __all__ = ["RULES"]
 
@@ -33,7 +33,8 @@ def _attention(*inputs: str, output: str, dropout: str | None = None, packs: tup
         if compiling.makes_kernels(rows):  # by whatever name the mask comes, or in its place
             args, kwargs = tuple(map(laid_out, args)), {name: laid_out(value) for name, value in kwargs.items()}
         others = kwargs.get("key_value_states")
-        others = rows if others is None and scales else others
+        if others is None and scales:
+            others = rows  # for key and value alone
         parts = packed_to(output, self, packs, rows, others, kwargs.get("past_key_values"))
         return without(self, output, dropout, parts, *args, **kwargs)
 
@@ -103,7 +104,7 @@ def _bert_with_last(self: Any, last: Any, hidden_states: Tensor, attention_mask:
         hidden_states = narrowed(hidden_states, self.query, self.key, self.value)
         parts, last = packed(self, _BERT_QKV, hidden_states, last=last)
         seen = replacing(self, parts)
-    return self._fusedops_own_forward(seen, hidden_states, attention_mask, *args, **kwargs), last
+    return original(self, "forward")(seen, hidden_states, attention_mask, *args, **kwargs), last
 
 
 def _bert_helps(module: nn.Module) -> str:

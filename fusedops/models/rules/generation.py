@@ -17,7 +17,7 @@ def _is_blocker(processor: Any) -> bool:
 
 
 def _get_logits_processor(self: Any, *args: Any, **kwargs: Any) -> Any:
-    processors = self._fusedops_own__get_logits_processor(self, *args, **kwargs)
+    processors = type(self)._fusedops_original._get_logits_processor(self, *args, **kwargs)
     for index, processor in enumerate(processors):
         if _is_blocker(processor):
             processors[index] = FusedNoRepeatNGramLogitsProcessor(processor.ngram_size)

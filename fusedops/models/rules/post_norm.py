@@ -11,7 +11,7 @@ from .. import compiling
 from ..casts import cast_together
 from ..parts import Branch, activate, add_norm, add_norm_twin, branch, drop, dropped, linear, narrowed
 from ..rule import Rule
-from ..watching import offers, unwatched
+from ..watching import offers, original, unwatched
 
 __all__ = ["RULES"]
 
@@ -78,7 +78,7 @@ def _bert_layer(
 ) -> Tensor:
     crosses = self.is_decoder and encoder_hidden_states is not None
     if self.chunk_size_feed_forward or "feed_forward_chunk" in vars(self) or (crosses and not self.add_cross_attention):
-        return self._fusedops_own_forward(  # type: ignore[no-any-return]
+        return original(self, "forward")(  # type: ignore[no-any-return]
             self, hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, past_key_values,
             **kwargs)  # fmt: skip
     # Who watches the output module gets the residual, whose gradient would lack the twin's.

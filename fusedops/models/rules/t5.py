@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..parts import Branch, add, add_norm, branch, dropped, normed
 from ..rule import Rule
-from ..watching import offers
+from ..watching import offers, original
 
 __all__ = ["RULES"]
 
@@ -73,7 +73,7 @@ def _block(
     cross = self.layer[1] if self.is_decoder and encoder_hidden_states is not None else None
     layers = (first, last) if cross is None else (first, cross, last)
     if hidden_states.dtype == torch.float16 or not all(offers(layer, "_fusedops_inner") for layer in layers):
-        return self._fusedops_own_forward(  # type: ignore[no-any-return]
+        return original(self, "forward")(  # type: ignore[no-any-return]
             self, hidden_states, attention_mask, position_bias, encoder_hidden_states, encoder_attention_mask,
             encoder_decoder_position_bias, past_key_values, **kwargs)  # fmt: skip
     x = normed(first.layer_norm, hidden_states, first._fusedops_taker())

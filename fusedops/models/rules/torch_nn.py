@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..casts import cast_together
 from ..parts import Branch, activate, add, add_norm, add_norm_twin, branch, dropped, linear, normed, unwatched
 from ..rule import Rule
+from ..watching import original
 
 __all__ = ["RULES"]
 
@@ -51,7 +52,7 @@ def _encoder_layer(
     is_causal: bool = False,
 ) -> Any:
     if _may_take_the_fast_path(self, src):
-        return self._fusedops_own_forward(self, src, src_mask, src_key_padding_mask, is_causal)
+        return original(self, "forward")(self, src, src_mask, src_key_padding_mask, is_causal)
     before = self.norm_first
     x = normed(self.norm1, src, self.self_attn) if before else src
     end = _attention(self.self_attn, self.dropout1, x, x, src_mask, src_key_padding_mask, is_causal)
