@@ -18,7 +18,7 @@ from fusedops.models.fingerprint import canonical, fingerprint
 from fusedops.models.rule import Rule
 from fusedops.models.rules import RULES
 from fusedops.models.spec import MODELS
-from zoo import HAS_TRANSFORMERS, SAMPLES, transformers_only
+from zoo import HAS_TRANSFORMERS, SAMPLES, inputs, outputs, transformers_only, undropped
 
 # Every class that the rules are meant for, by the module of Transformers that has it.
 _CLASSES = {
@@ -347,3 +347,62 @@ def test_a_rule_of_the_users_comes_first() -> None:
     assert [m.rule for m in report] == ["triple", "layer_norm"]
     torch.testing.assert_close(model(x), expected)
     torch.testing.assert_close(pickle.loads(pickle.dumps(model))(x), expected)
+
+
+# --- forwards that are put in place later ----------------------------------------------------------------------------
+
+
+def _attention_of(spec_name: str) -> tuple[nn.Module, dict[str, Any], Any]:
+    """A fused model, its arguments, and one attention in it whose forward the model's own block does not replace."""
+    spec = next(spec for spec in SAMPLES if spec.name == spec_name)
+    model, arguments = undropped(spec), inputs(spec)
+    fusedops.fuse_model(model)
+    names = ("BertSelfAttention", "T5Attention", "ViTAttention", "GPT2Attention", "MultiheadAttention")
+    return model, arguments, next(m for m in model.modules() if type(m).__name__ in names)
+
+
+_ATTENTIVE = pytest.mark.parametrize(
+    "name",
+    [s.name for s in SAMPLES if s.name in ("bert", "vit", "gpt2", "t5_gated", "torch_post_norm", "torch_pre_norm")],
+)
+
+
+@_ATTENTIVE
+def test_a_forward_that_is_patched_after_fusing_is_called(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the class that the module was made of, as ever; and no longer when the patch is undone."""
+    model, arguments, attention = _attention_of(name)
+    calls: list[str] = []
+    cls = type(attention).__mro__[1]
+    original = cls.forward
+
+    def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return original(self, *args, **kwargs)
+
+    expected = outputs(model(**arguments))
+    with monkeypatch.context() as patch:
+        patch.setattr(cls, "forward", patched)
+        found = outputs(model(**arguments))
+    assert calls
+    assert all(map(torch.equal, found, expected))
+    seen = len(calls)
+    model(**arguments)
+    assert len(calls) == seen
+
+
+@_ATTENTIVE
+def test_a_forward_on_top_of_a_fused_class_is_called(name: str) -> None:
+    """By a subclass that is put in the fused class's place, which may call what is below it."""
+    model, arguments, attention = _attention_of(name)
+    expected = outputs(model(**arguments))
+    calls: list[str] = []
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return super(attention.__class__, self).forward(*args, **kwargs)
+
+    attention.__class__ = type(type(attention).__name__, (type(attention),), {"forward": forward})
+    found = outputs(model(**arguments))
+    assert calls == [name]
+    for y, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(y, e, rtol=0, atol=1e-5 * float(e.abs().max()))
