@@ -105,7 +105,7 @@ def packed(module: nn.Module, names: tuple[str, ...], x: Tensor, others: Tensor 
     casts: list[Cast] | None = None
     if compiling.makes_kernels(x) and (others is None or not _has_kept(cache, module)):
         casts = _cast(layers, [module._modules.get(name) for name in apart], last, dtype)
-        if casts is None:  # the query may be what keeps the rest from it
+        if casts is None and apart:  # the query may be what keeps the rest from it
             apart, casts = (), _cast(layers, [], last, dtype)
     parts: dict[str, Any] = {}
     if casts is not None:

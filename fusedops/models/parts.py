@@ -223,10 +223,10 @@ def activation_name(activation: Any) -> str | None:
     """The name under which the operators know an activation, a module or a function; None if they do not."""
     if not isinstance(activation, nn.Module):
         return next((name for function, name in _FUNCTIONS.items() if activation is function), None)
-    if not unwatched(activation):
-        return None
     if offers(activation, "_fusedops_activation"):
         return activation._fusedops_activation()  # type: ignore[no-any-return, operator]
+    if not unwatched(activation):
+        return None
     cls = type(activation)
     return "silu" if _is_silu(cls) else _NATIVE.get(cls)
 

@@ -48,10 +48,9 @@ def _is_kept(cls: Any, method: str) -> bool:
 
 def original(module: Any, method: str) -> Any:
     """The method of the class that a fused module was made of, which may have been given another one since."""
-    owner, name = (
-        (module, KEPT + method) if _is_kept(type(module), method) else (type(module)._fusedops_original, method)
-    )
-    return getattr(owner, name)
+    if _is_kept(type(module), method):
+        return getattr(module, KEPT + method)
+    return getattr(type(module)._fusedops_original, method)
 
 
 def offers(module: nn.Module, method: str) -> bool:
