@@ -4,10 +4,12 @@
 #   VENV     where it goes; VENV=system installs nothing and uses PYTHON as it is (it must have torch and triton)
 #   ARGS     further arguments for the demo or for pytest: make demo ARGS="--steps 50", make test ARGS="-k values"
 #   JOBS     test processes at a time
+#   PINS     the file of pinned versions that are installed
 
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= auto
+PINS ?= constraints.txt
 ARGS ?=
 
 ifeq ($(VENV),system)
@@ -22,34 +24,35 @@ DOCS_READY := $(VENV)/.installed-docs
 endif
 
 # Without pytest-xdist (a GPU machine with VENV=system, say) the tests run one after the other.
-PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n $(JOBS)")
+PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n $(JOBS) --dist worksteal")
 # The workers share the cores among themselves, so each keeps to one thread.
-PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest tests $(PARALLEL) $(ARGS)
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest tests $(PARALLEL) $(FULL) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-plain test-interpret lint format docs wheel clean
+.PHONY: help venv demo test test-all test-plain test-interpret lint format docs wheel clean
 
 help:
-	@echo "make demo    train a small language model with torch.nn and with fusedops.nn, and compare"
-	@echo "make test    all tests; those that need a GPU are skipped where there is none"
-	@echo "make lint    ruff, mypy, codespell"
-	@echo "make format  let ruff rewrite the code"
-	@echo "make docs    the site, into site/; a warning is an error"
-	@echo "make wheel   source archive and wheel, into dist/"
-	@echo "make venv    only make the virtual environment"
-	@echo "make clean   remove it and all caches"
+	@echo "make demo      train a small language model with torch.nn and with fusedops.nn, and compare"
+	@echo "make test      the tests, with a choice of each one's parameters; those that need a GPU run where there is one"
+	@echo "make test-all  the tests with all of their parameters, which takes an hour"
+	@echo "make lint      ruff, mypy, codespell"
+	@echo "make format    let ruff rewrite the code"
+	@echo "make docs      the site, into site/; a warning is an error"
+	@echo "make wheel     source archive and wheel, into dist/"
+	@echo "make venv      only make the virtual environment"
+	@echo "make clean     remove it and all caches"
 
 venv: $(READY)
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml $(PINS)
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --upgrade pip  # old ones download whole wheels only to read what they depend on
-	$(PY) -m pip install -e ".[demo,test,lint]" -c constraints.txt
+	$(PY) -m pip install -e ".[demo,test,lint]" -c $(PINS)
 	touch $@
 
 # Apart from the rest: nobody who only tests needs the site's tools, and they need a newer Python.
 $(VENV)/.installed-docs: $(VENV)/.installed
-	$(PY) -m pip install -e ".[docs]" -c constraints.txt
+	$(PY) -m pip install -e ".[docs]" -c $(PINS)
 	touch $@
 
 demo: $(READY)
@@ -57,6 +60,9 @@ demo: $(READY)
 
 # Triton decides when a kernel is decorated whether it is interpreted or compiled: hence two processes.
 test: test-plain test-interpret
+
+test-all: FULL := --full
+test-all: test-plain test-interpret
 
 test-plain: $(READY)
 	$(PYTEST)

@@ -190,7 +190,7 @@ def table(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Prints each figure asked beside what was seen; fails if one is missed or absent."""
+    """Prints each target with its result; fails if one is missed or absent."""
     verdicts = targets.compare(results.load(options.output or _DEFAULT))
     print(targets.report(verdicts))
     return 0 if all(verdict.met for verdict in verdicts) else 1
@@ -208,7 +208,7 @@ def _parser() -> argparse.ArgumentParser:
     runs.add_argument("--dtype", action="append", choices=sorted(DTYPES))
     runs.add_argument("--mode", action="append", choices=MODES)
     runs.add_argument("--provider", action="append", choices=list(PROVIDERS))
-    runs.add_argument("--quick", action="store_true", help="fusedops alone, where a figure is asked, few replays; "
+    runs.add_argument("--quick", action="store_true", help="fusedops alone, on the shapes with targets, few replays; "
                       "writes no file unless --output names one")  # fmt: skip
     runs.add_argument("--split", action="store_true", help="all forwards before all backwards, so that what a forward "
                       "kept has left the L2; writes no file unless --output names one")  # fmt: skip
@@ -252,7 +252,7 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
 
 
 def _output(options: argparse.Namespace, device: str) -> Path | None:
-    """Where the rows go; less exact or differently taken ones stay out of the device's file unless asked."""
+    """Where the rows go; less exact or differently measured ones are not written to the device's file without --output."""
     if options.output is not None:
         return Path(options.output)
     return None if options.quick or options.split else _RESULTS / f"{results.device_slug(device)}.csv"
@@ -276,8 +276,8 @@ def _cases(options: argparse.Namespace) -> list[Case]:
     specs = _specs(options)
     found = list(cases(specs, options.op, options.shape, options.dtype))
     if options.quick and not (options.op or options.shape or options.dtype):
-        asked = {(t.op, t.shape, t.dtype) for t in targets.TARGETS}
-        found = [case for case in found if (case.op, case.shape, case.dtype_name) in asked]
+        wanted = {(t.op, t.shape, t.dtype) for t in targets.TARGETS}
+        found = [case for case in found if (case.op, case.shape, case.dtype_name) in wanted]
     return found
 
 
@@ -285,7 +285,7 @@ def _wanted(case: Case, options: argparse.Namespace) -> tuple[tuple[str, str], .
     """The (mode, provider) pairs to time."""
     names = options.provider
     if names is None:
-        # The loop's figure is a ratio to eager, so that a quick run needs eager where it is asked.
+        # The loop's target is a ratio to eager, so that a quick run needs eager there.
         names = [n for n in PROVIDERS if not options.quick or n == "fusedops" or (n == "eager" and case.launch_bound)]
     named = options.provider is not None
     present = [name for name in names if build(name, case.spec) is not None]

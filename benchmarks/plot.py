@@ -9,7 +9,7 @@ from typing import Any
 from .columns import COLOURS, MODE_NAMES, PROVIDER_NAMES, every, launch_bound
 from .figures import save
 from .results import Row, sides
-from .targets import asked_fraction
+from .targets import target_fraction
 
 __all__ = ["draw"]
 
@@ -63,9 +63,9 @@ def _panel(axes: Any, op: str, mode: str, rows: list[Row]) -> None:
         for x, height in at:
             axes.text(x, height + 0.015, f"{height:.2f}".lstrip("0"), ha="center", va="bottom", fontsize=6.5)
     for x, (dtype, shape) in enumerate(groups):
-        asked = asked_fraction(op, shape, dtype, mode)
-        if asked is not None:
-            axes.hlines(asked, x - 0.46, x + 0.46, colors="black", linestyles="dashed", linewidth=1, label="goal")
+        target = target_fraction(op, shape, dtype, mode)
+        if target is not None:
+            axes.hlines(target, x - 0.46, x + 0.46, colors="black", linestyles="dashed", linewidth=1, label="goal")
     axes.set_xticks(range(len(groups)), [f"{shape.replace('x', '×')}\n{dtype}" for dtype, shape in groups], fontsize=8)  # noqa: RUF001
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_title(f"{op}, {MODE_NAMES[mode]}", fontsize=10, loc="left")

@@ -81,12 +81,12 @@ def worthwhile(name: str, case: Case, mode: str, *, named: bool) -> bool:
     """Whether a provider is timed there.
 
     Max-autotune takes seconds a shape to compile, so that it runs forward + backward only, and, unless it was named,
-    only where a figure is asked.
+    only on shapes with a target.
     """
     if name != "compile_max_autotune":
         return True
-    asked = any((t.op, t.shape, t.dtype) == (case.op, case.shape, case.dtype_name) for t in TARGETS)
-    return mode == "fwd_bwd" and (named or (asked and not case.launch_bound))
+    wanted = any((t.op, t.shape, t.dtype) == (case.op, case.shape, case.dtype_name) for t in TARGETS)
+    return mode == "fwd_bwd" and (named or (wanted and not case.launch_bound))
 
 
 def fresh_compiler() -> None:

@@ -15,7 +15,7 @@ _BEGIN, _END = "<!-- figures -->", "<!-- /figures -->"
 
 
 def markdown(rows: Iterable[Row], device: str, mode: str = "fwd_bwd") -> str:
-    """Two tables: GPU time of the large shapes, and host-inclusive time of those so small that the host decides."""
+    """Two tables: GPU time of the large shapes, and host-inclusive time of the launch-bound ones."""
     shown = [row for row in rows if row.mode == mode]
     if not shown:
         raise ValueError(f"no row of mode {mode}")
@@ -29,7 +29,7 @@ def markdown(rows: Iterable[Row], device: str, mode: str = "fwd_bwd") -> str:
         ]
     if small:
         parts += [
-            f"{_MODES[mode]} of small tensors, where the host decides: µs a call in a plain Python loop.",
+            f"{_MODES[mode]} of small, launch-bound tensors: µs per call in a plain Python loop.",
             _table(small, tuple(COLUMNS), _loop_cells),
         ]
     versions = f"torch {every(shown, 'torch')}, Triton {every(shown, 'triton')}, commit {every(shown, 'commit')}"

@@ -1,4 +1,4 @@
-"""What the library asks of itself on an H200, and how a results file compares."""
+"""The library's targets on an H200, and their comparison with a results file."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Literal
 
 from .results import Row
 
-__all__ = ["TARGETS", "Target", "Verdict", "asked_fraction", "compare", "report"]
+__all__ = ["TARGETS", "Target", "Verdict", "compare", "report", "target_fraction"]
 
 Kind = Literal["fraction", "loop", "us", "times"]
 
 
 @dataclass(frozen=True)
 class Target:
-    """A figure asked of ``fusedops``.
+    """A target for a figure of ``fusedops``.
 
     ``fraction``: at least this part of the roofline. ``loop``: at most this multiple of eager's host-inclusive time.
     ``us``: at most so many microseconds of GPU time. ``times``: at most this multiple of the operator ``than``'s GPU
@@ -26,29 +26,29 @@ class Target:
     shape: str
     dtype: str
     mode: str
-    asked: float
+    value: float
     kind: Kind = "fraction"
     than: str = ""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A target beside what was seen; ``seen`` is None where a row that it needs is missing."""
+    """A target and its result; ``result`` is None if a row that it needs is missing."""
 
     target: Target
-    seen: float | None
+    result: float | None
     best_peer: str
 
     @property
     def met(self) -> bool:
-        """Whether the figure was seen and is good enough."""
-        if self.seen is None:
+        """Whether there is a result, and it reaches the target."""
+        if self.result is None:
             return False
-        return self.seen >= self.target.asked if self.target.kind == "fraction" else self.seen <= self.target.asked
+        return self.result >= self.target.value if self.target.kind == "fraction" else self.result <= self.target.value
 
 
 def _both(op: str, dtype: str, figures: dict[str, float]) -> tuple[Target, ...]:
-    return tuple(Target(op, shape, dtype, "fwd_bwd", asked) for shape, asked in figures.items())
+    return tuple(Target(op, shape, dtype, "fwd_bwd", value) for shape, value in figures.items())
 
 
 TARGETS: tuple[Target, ...] = (
@@ -84,16 +84,16 @@ TARGETS: tuple[Target, ...] = (
 )
 
 
-def asked_fraction(op: str, shape: str, dtype: str, mode: str) -> float | None:
-    """The part of the roofline asked there, if any is."""
+def target_fraction(op: str, shape: str, dtype: str, mode: str) -> float | None:
+    """The target as a fraction of the roofline; None if there is none."""
     for target in TARGETS:
         if (target.op, target.shape, target.dtype, target.mode, target.kind) == (op, shape, dtype, mode, "fraction"):
-            return target.asked
+            return target.value
     return None
 
 
 def compare(rows: Iterable[Row], targets: Iterable[Target] = TARGETS) -> list[Verdict]:
-    """Each target beside what the rows show."""
+    """The verdict of each target."""
     table = {row.key: row for row in rows}
     return [_verdict(target, table) for target in targets]
 
@@ -101,16 +101,16 @@ def compare(rows: Iterable[Row], targets: Iterable[Target] = TARGETS) -> list[Ve
 def _verdict(target: Target, table: dict[tuple[str, str, str, str, str], Row]) -> Verdict:
     at = (target.op, target.shape, target.dtype, target.mode)
     contenders = {key[-1]: _value(target, row, table) for key, row in table.items() if key[:-1] == at}
-    seen = contenders.pop("fusedops", None)
+    result = contenders.pop("fusedops", None)
     if target.kind == "loop":
-        contenders.pop("eager", None)  # the measure itself
+        contenders.pop("eager", None)  # the reference itself
     peers = {name: value for name, value in contenders.items() if value is not None}
     best = (max if target.kind == "fraction" else min)(peers, key=lambda name: peers[name], default=None)
-    return Verdict(target, seen, "-" if best is None else f"{peers[best]:.2f} {best}")
+    return Verdict(target, result, "-" if best is None else f"{peers[best]:.2f} {best}")
 
 
 def _value(target: Target, row: Row, table: dict[tuple[str, str, str, str, str], Row]) -> float | None:
-    """What a target's kind sees in a row; None where the row that it is held against is missing."""
+    """The value of a target's kind in a row; None if the row that it is compared with is missing."""
     if target.kind == "fraction":
         return row.fraction
     if target.kind == "us":
@@ -122,24 +122,24 @@ def _value(target: Target, row: Row, table: dict[tuple[str, str, str, str, str],
     return None if other is None else row.gpu_us / other.gpu_us
 
 
-_ASKED = {
-    "fraction": ">= {0.asked:.2f} floor",
-    "loop": "<= {0.asked:.2f} eager loop",
-    "us": "<= {0.asked:.1f} us",
-    "times": "<= {0.asked:.2f} one tensor",
+_TARGETS = {
+    "fraction": ">= {0.value:.2f} floor",
+    "loop": "<= {0.value:.2f} eager loop",
+    "us": "<= {0.value:.1f} us",
+    "times": "<= {0.value:.2f} one tensor",
 }
 
 
 def report(verdicts: Iterable[Verdict]) -> str:
-    """A table for the terminal."""
-    lines = [f"{'operator':<34}{'shape':<13}{'dtype':<6}{'mode':<9}{'asked':>18}{'seen':>8}  {'':<8}best peer"]
+    """The verdicts as a table for the terminal."""
+    lines = [f"{'operator':<34}{'shape':<13}{'dtype':<6}{'mode':<9}{'target':>18}{'result':>8}  {'':<8}best peer"]
     for verdict in verdicts:
         target = verdict.target
-        asked = _ASKED[target.kind].format(target)
-        seen = "-" if verdict.seen is None else f"{verdict.seen:.3f}"
-        state = "absent" if verdict.seen is None else "met" if verdict.met else "MISSED"
+        wanted = _TARGETS[target.kind].format(target)
+        result = "-" if verdict.result is None else f"{verdict.result:.3f}"
+        state = "absent" if verdict.result is None else "met" if verdict.met else "MISSED"
         lines.append(
-            f"{target.op:<34}{target.shape:<13}{target.dtype:<6}{target.mode:<9}{asked:>18}{seen:>8}  "
+            f"{target.op:<34}{target.shape:<13}{target.dtype:<6}{target.mode:<9}{wanted:>18}{result:>8}  "
             f"{state:<8}{verdict.best_peer}"
         )
     return "\n".join(lines)

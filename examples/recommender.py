@@ -136,7 +136,7 @@ def train(name: str, model: SplitModel, config: Config, device: torch.device) ->
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the GPU has done all that it was asked to."""
+    """Wait until the GPU has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -211,13 +211,13 @@ def limit_steps(config: Config, corpus: Tensor, seconds: float) -> Config:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the GPU has done all that it was asked to."""
+    """Wait until the GPU has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def show_progress(name: str, step: int, steps: int, loss: float) -> None:
-    """Redraw the progress bar; where nobody watches, write only the finished one."""
+    """Redraw the progress bar; where the output is no terminal, write only the finished one."""
     done = 30 * step // steps
     if sys.stderr.isatty() or step == steps:
         start, end = ("\r", "") if sys.stderr.isatty() else ("", "\n")

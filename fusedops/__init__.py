@@ -1,7 +1,8 @@
-"""Fused operators for PyTorch in Triton: the functional face. The modules are in `fusedops.nn`."""
+"""Fused operators for PyTorch in Triton: the functional API. The modules are in `fusedops.nn`."""
 
-from . import nn as nn  # not in __all__: a star import must not put it in torch.nn's place
+from . import nn as nn  # not in __all__: a star import must not shadow torch.nn
 from .activations.ops import bias_act, bias_gelu, geglu, gelu, glu, swiglu
+from .core.tuning import Tuner, register_tuner
 from .core.version import __version__
 from .generation.ops import no_repeat_ngram
 from .models import fuse_model, unfuse_model
@@ -26,3 +27,12 @@ __all__ = [
     "swiglu",
     "unfuse_model",
 ]
+
+
+def _load_tuner() -> Tuner:
+    from .tune.ondemand import improve
+
+    return improve
+
+
+register_tuner(_load_tuner)

@@ -1,4 +1,4 @@
-"""``fusedops`` and ``python -m fusedops``: ``tune`` measures configs, ``doctor`` says how things stand here."""
+"""``fusedops`` and ``python -m fusedops``: ``tune`` measures configs, ``doctor`` prints diagnostics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .core.version import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; its exit code."""
+    """Runs a command; returns its exit code."""
     from . import doctor
     from .tune import command
 

@@ -1,4 +1,4 @@
-"""``fusedops doctor``: how things stand here, a line each; exit code 1 when something is wrong."""
+"""``fusedops doctor``: prints diagnostics of the setup, one per line; exit code 1 for a fault."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from .core import cache, launch, tuning
 from .core.version import __version__
-from .tune.workloads import Workload, discover, operators, questions_of
+from .tune.workloads import Workload, discover, keys_of, operators
 
 __all__ = ["add_parser", "run"]
 
@@ -79,12 +79,14 @@ def _launcher(gpu: bool, triton: str) -> tuple[str, bool]:
         return "launcher: Triton's interpreter, as TRITON_INTERPRET is set; it is for tests, and slow", gpu
     if not gpu:
         return "launcher: none, as there is no GPU", False
-    if launch.fast_launcher_known():
-        return f"launcher: direct, as that of Triton {triton} is known", False
-    return (
-        f"launcher: Triton's own, as that of {triton} is not known: right, but tens of microseconds more a call",
-        False,
-    )
+    try:
+        kernel = launch.diagnose(torch.cuda.current_device())
+    except Exception as error:  # noqa: BLE001 - whatever the compiler or the driver raises is what is wrong
+        return f"launcher: no kernel can be built: {type(error).__name__}: {error}", True
+    if kernel.launcher == "direct":
+        return f"launcher: direct, by a call of Triton {triton}'s C function", False
+    slower = {"compiled": "Triton's, a few microseconds", "ordinary": "Triton's binder, tens of microseconds"}
+    return f"launcher: {slower[kernel.launcher]} more a launch, as {kernel.reason}", False
 
 
 def _path(gpu: bool, triton: str) -> tuple[str, str]:
@@ -104,19 +106,21 @@ def _configs(gpu: bool, path: str) -> str:
     known = sum(len(sizes) for groups in tuning.table(name).values() for sizes in groups.values())
     table = f"a table of {known} rows is shipped for this device" if known else "no table is shipped for this device"
     cases = [Workload(spec, shape, dtype) for spec in discover() for shape, dtype in spec.shapes]
-    questions = dict.fromkeys(question for case in cases for question in questions_of(case, device))
-    counts = Counter(str(tuning.source(question, device.index)) for question in questions)
+    keys = dict.fromkeys(key for case in cases for key in keys_of(case, device))
+    counts = Counter(str(tuning.source(key, device.index)) for key in keys)
     parts = [f"{counts[kind]} from the {kind}" for kind in ("cache", "table", "heuristic") if counts[kind]]
     return f"configs: {table}; of the benchmark's shapes, {', '.join(parts)}"
 
 
 def _on_demand() -> tuple[str, bool]:
-    """Whether questions are tuned at first use; a value that nobody knows is a fault, as the user meant something."""
+    """Whether keys are tuned at first use; an unknown value of ``FUSEDOPS_TUNE`` is a fault."""
     value = os.environ.get("FUSEDOPS_TUNE", "")
     meant = tuning.switch(value)
     if meant is None:
         return f"tuning at first use: off, as FUSEDOPS_TUNE is {value!r}, expected 1, force or 0", True
-    told = {"": "off", "1": "of what nobody measured", "force": "of what the shipped table has too"}[meant]
+    told = {"": "off", "1": "of keys without a measurement", "force": "of all keys, those of the shipped table too"}[
+        meant
+    ]
     return f"tuning at first use: {told}{f', as FUSEDOPS_TUNE is {value}' if value else ''}", False
 
 

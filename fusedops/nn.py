@@ -1,4 +1,4 @@
-"""The module face: subclasses of torch.nn modules, and torch.nn's own way of writing models."""
+"""The public modules: the fused operators as `torch.nn.Module`, most of them subclasses of those of torch.nn."""
 
 from .activations.modules import FusedBiasAct, FusedBiasGELU, FusedGEGLU, FusedGELU, FusedGLU, FusedSwiGLU
 from .norms.modules import (

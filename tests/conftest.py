@@ -14,6 +14,7 @@ import torch
 import torch._functorch.config
 
 import interpreter
+import selection
 from support import DEVICE, INTERPRETED, KERNEL_PATH
 
 # PyTorch keeps compiled functions on disk and knows the operators in them by name alone: a backward of another commit's,
@@ -25,6 +26,8 @@ if INTERPRETED:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="of each test the product of its parameters, which takes an "
+                     "hour; by default the choice that tests/selection.py makes")  # fmt: skip
     parser.addoption("--built", metavar="DIR", help="test the archive and the wheel in DIR instead of building them")
     parser.addoption("--failures", metavar="FILE", help="append each failure to FILE as it comes: a run that is cut "
                      "short, on a borrowed GPU say, loses none")  # fmt: skip
@@ -46,18 +49,36 @@ def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--failures")
     if path and not hasattr(config, "workerinput"):  # all reports come together in the process that began the run
         config.pluginmanager.register(_Failures(Path(path)))
-    config.addinivalue_line("markers", "compiled: compiles kernels, which interpreted ones cannot be")
-    config.addinivalue_line("markers", "kernels: needs the Triton kernels, on a GPU or through the interpreter")
-    config.addinivalue_line("markers", "plain: of whole models or programs, which the interpreter is too slow for")
+    for line in (
+        "compiled: compiles kernels, which interpreted ones cannot be",
+        "full: of a product whose other cases are enough for the short suite",
+        "kernels: needs the Triton kernels, on a GPU or through the interpreter",
+        "once: the same with the kernels as without; only the full suite interprets it",
+        "pairs: the pairs of parameters that the short suite covers, see selection.py",
+        "plain: of whole models or programs, which the interpreter is too slow for",
+    ):
+        config.addinivalue_line("markers", line)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -k and -m, which then take of the same choice
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    absent = {"compiled": INTERPRETED, "plain": INTERPRETED, "gpu": DEVICE.type != "cuda", "kernels": not KERNEL_PATH}
-    dropped = [item for item in items if any(absent[m.name] for m in item.iter_markers() if m.name in absent)]
-    if dropped:
-        config.hook.pytest_deselected(items=dropped)
-        gone = set(dropped)
-        items[:] = [item for item in items if item not in gone]
+    short = not config.getoption("--full")
+    absent = {"compiled": INTERPRETED, "plain": INTERPRETED, "once": INTERPRETED and short,
+              "full": short, "gpu": DEVICE.type != "cuda", "kernels": not KERNEL_PATH}  # fmt: skip
+
+    def runs(item: pytest.Item) -> bool:
+        names = {m.name for m in item.iter_markers()}
+        if "kernels" in names:  # a test that needs them is not the same without, whatever its file says
+            names.discard("once")
+        return not any(absent[name] for name in names & absent.keys())
+
+    wanted = [item for item in items if runs(item)]
+    if short and not any("::" in argument for argument in config.args):  # whoever names a case wants that one
+        wanted = selection.shortened(wanted)
+    if len(wanted) < len(items):
+        kept = set(wanted)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = wanted
 
 
 @pytest.fixture
@@ -69,6 +90,12 @@ def device() -> torch.device:
 def kernel_path() -> bool:
     """Whether tensors on ``device`` go through the Triton kernels."""
     return KERNEL_PATH
+
+
+@pytest.fixture
+def full(pytestconfig: pytest.Config) -> bool:
+    """Whether products are wanted, also those within a test."""
+    return bool(pytestconfig.getoption("--full"))
 
 
 @pytest.fixture
@@ -107,5 +134,4 @@ def poisoned_memory() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_native_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small calls run the kernels too, where PyTorch's own operators would take them."""
-    for family in ("norms", "activations"):
-        monkeypatch.setattr(f"fusedops.{family}.ops.native_elements", 0)
+    monkeypatch.setattr("fusedops.core.operator.Operator.native_elements", 0)

@@ -19,7 +19,7 @@ import torch
 
 from fusedops.core import tuning
 from fusedops.core.launch import Request
-from fusedops.core.question import Config, Question
+from fusedops.core.tuning_key import Config, TuningKey
 from fusedops.tune import command
 from fusedops.tune.sweep import Sweeper
 from fusedops.tune.usage import Usage, limits_of
@@ -33,13 +33,13 @@ CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def cost(question: Question, config: Config) -> float:
+def cost(key: TuningKey, config: Config) -> float:
     """Microseconds, from 10 to 20."""
-    return 10.0 + zlib.crc32(f"{question} {config}".encode()) % 1000 / 100.0
+    return 10.0 + zlib.crc32(f"{key} {config}".encode()) % 1000 / 100.0
 
 
 class Pool:
-    """Every kernel compiles at once, and takes little; or what ``usages`` says for a config."""
+    """A pool in which every kernel compiles at once, with few resources or those of ``usages``."""
 
     def __init__(self, usages: dict[Config, Usage] | None = None) -> None:
         self.usages, self.requests = usages or {}, list[Request]()
@@ -52,17 +52,17 @@ class Pool:
 
 
 class Bench:
-    """Notes what it is asked to time."""
+    """Records what it times."""
 
     def __init__(self, timer: Timer, workload: Workload) -> None:
         self.timer, self.workload = timer, workload
 
-    def us(self, question: Question, config: Config, *, careful: bool) -> float:
-        self.timer.timed.append((question, config, careful))
-        self.timer.watch(question)
-        return self.timer.costs.get(config, cost(question, config))
+    def us(self, key: TuningKey, config: Config, *, careful: bool) -> float:
+        self.timer.timed.append((key, config, careful))
+        self.timer.watch(key)
+        return self.timer.costs.get(config, cost(key, config))
 
-    def agree(self, question: Question, one: Config, other: Config) -> bool:
+    def agree(self, key: TuningKey, one: Config, other: Config) -> bool:
         return other not in self.timer.wrong
 
 
@@ -71,8 +71,8 @@ class Timer:
 
     def __init__(self, costs: dict[Config, float] | None = None, wrong: tuple[Config, ...] = ()) -> None:
         self.costs, self.wrong = costs or {}, wrong
-        self.timed: list[tuple[Question, Config, bool]] = []
-        self.watch: Callable[[Question], object] = lambda question: None  # called at each timing
+        self.timed: list[tuple[TuningKey, Config, bool]] = []
+        self.watch: Callable[[TuningKey], object] = lambda key: None  # called at each timing
 
     def open(self, workload: Workload) -> Bench:
         return Bench(self, workload)

@@ -1,4 +1,4 @@
-"""Results as a sweep would give them, from a simple model in place of a GPU."""
+"""Results of a sweep, from a simple model instead of a GPU."""
 
 from __future__ import annotations
 

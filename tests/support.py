@@ -311,7 +311,7 @@ def eager(spec: Spec, sample: Sample, mask: Mask | None = None) -> Function:
     mask = dropout_mask(spec, sample) if mask is None else mask
     options = resolved(spec, sample)
     out_dtype, offset = options.pop("out_dtype", None), options.pop("weight_offset", 0.0)
-    has_twin = options.pop("twin_dtype", None) is not None
+    has_twin = options.pop("cast_dtype", None) is not None
     options.pop("save", None)
     rounding = options.pop("rounding", "once")
     patches = {"dropout": mask.dropout}

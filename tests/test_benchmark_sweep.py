@@ -17,6 +17,8 @@ from benchmarks import __main__ as command
 from benchmarks import results, runner, sweep, timing, warm
 from benchmarks.cases import DTYPES, Case
 
+pytestmark = pytest.mark.once
+
 SPECS = {name: spec for name, spec in made_up.SPECS.items() if not spec.exact}
 CPU = torch.device("cpu")
 
@@ -59,7 +61,7 @@ def test_lines_of_rows_go_from_one_to_as_many_as_fit(op):
         assert most <= 1 << 28 and (rows[-1] == 262144 or most * 4 > 1 << 28)
 
 
-def test_hidden_sizes_span_what_is_asked():
+def test_hidden_sizes_span_the_range():
     (line,) = sweep.lines(SPECS["bias_dropout_add_ln"], ("hidden",))
     assert [x for x, _ in line.points] == [
         256, 512, 768, 1024, 1536, 2048, 4096, 5120, 8192, 11008, 16384, 32768, 65536

@@ -1,4 +1,4 @@
-"""The user's cache: entries are whole or absent, found by what they are for, and never an error."""
+"""The user's cache: entries are complete or absent, found by their key, and never an error."""
 
 from __future__ import annotations
 
@@ -19,63 +19,65 @@ from typing import Any
 import pytest
 
 from fusedops.core import cache
-from fusedops.core.question import Config, Question, family_of
+from fusedops.core.tuning_key import Config, TuningKey, family_of
+
+pytestmark = pytest.mark.once
 
 DEVICE = "Test GPU"
-QUESTION = Question("norm_forward", ("layer", "plain", "alone"), "16bit", 1024, 3)
-OTHER = Question("bias_act_forward", ("gelu", "plain", "bias"), "16bit", 1024, 3)
+KEY = TuningKey("norm_forward", ("layer", "plain", "alone"), "16bit", 1024, 3)
+OTHER = TuningKey("bias_act_forward", ("gelu", "plain", "bias"), "16bit", 1024, 3)
 CONFIG = Config(1024, 4, 4)
 
 
 @pytest.fixture(autouse=True)
 def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "_said", set())
+    monkeypatch.setattr(cache, "_warned", set())
     return tmp_path / "cache"
 
 
 def written() -> Path:
-    assert cache.write(QUESTION, DEVICE, CONFIG, {"best": 1.0})
-    path = cache.path_of(QUESTION, DEVICE)
+    assert cache.write(KEY, DEVICE, CONFIG, {"best": 1.0})
+    path = cache.path_of(KEY, DEVICE)
     assert path is not None
     return path
 
 
-def ignored(question: Question = QUESTION, device: str = DEVICE) -> list[str]:
-    """That no config comes of the entry, twice; what was said of it."""
+def ignored(key: TuningKey = KEY, device: str = DEVICE) -> list[str]:
+    """Checks twice that the entry is not used; returns the warnings."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert cache.read(question, device) is None
-        assert cache.read(question, device) is None
+        assert cache.read(key, device) is None
+        assert cache.read(key, device) is None
     return [str(one.message) for one in said]
 
 
-def test_an_entry_is_found_by_all_that_it_is_for() -> None:
+def test_entry_is_found_by_its_whole_key() -> None:
     written()
-    assert cache.read(QUESTION, DEVICE) == CONFIG
+    assert cache.read(KEY, DEVICE) == CONFIG
     others = [
-        replace(QUESTION, kernel="norm_backward", variant=("layer", "plain", "2 sums", "3 moved")),
-        replace(QUESTION, variant=("layer", "plain", "adds")),
-        replace(QUESTION, widths="32bit"),
-        replace(QUESTION, cols=1000),
-        replace(QUESTION, bucket=2),
+        replace(KEY, kernel="norm_backward", variant=("layer", "plain", "2 sums", "3 moved")),
+        replace(KEY, variant=("layer", "plain", "adds")),
+        replace(KEY, widths="32bit"),
+        replace(KEY, cols=1000),
+        replace(KEY, bucket=2),
     ]
-    for question in others:
-        assert ignored(question) == []
+    for key in others:
+        assert ignored(key) == []
     assert ignored(device="Test GPU 2") == []
     # Names that are one file name are still two devices.
     assert cache.slug("Test-GPU") == cache.slug(DEVICE)
     assert ignored(device="Test-GPU") == []
 
 
-def test_other_versions_have_entries_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_have_separate_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     written()
     for name, value in (("__version__", "9.9"), ("_triton_version", lambda: "9.9")):
         with monkeypatch.context() as patch:
             patch.setattr(cache, name, value)
             assert ignored() == []
-            assert cache.write(QUESTION, DEVICE, Config(1024, 2, 2), {})
-    assert cache.read(QUESTION, DEVICE) == CONFIG
+            assert cache.write(KEY, DEVICE, Config(1024, 2, 2), {})
+    assert cache.read(KEY, DEVICE) == CONFIG
     assert len(list(cache.entries())) == 3
 
 
@@ -84,11 +86,11 @@ def test_truncated_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = path.read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        monkeypatch.setattr(cache, "_said", set())
+        monkeypatch.setattr(cache, "_warned", set())
         (said,) = ignored()
         assert str(path) in said and "torn" in said
     path.write_bytes(whole)
-    assert cache.read(QUESTION, DEVICE) == CONFIG
+    assert cache.read(KEY, DEVICE) == CONFIG
 
 
 def changed(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -133,7 +135,7 @@ def test_spoilt_entries(kind: str, spoil: Callable[[dict[str, Any]], None]) -> N
 @pytest.mark.parametrize(
     "text", ["null", "[]", "3", '"x"', "{}", "\x00", "\ud83d".encode("utf-8", "surrogatepass"), b"\xff"]
 )
-def test_no_entry_at_all(text: str | bytes) -> None:
+def test_file_without_an_entry(text: str | bytes) -> None:
     written().write_bytes(text if isinstance(text, bytes) else text.encode())
     (said,) = ignored()
     assert "torn" in said
@@ -149,16 +151,16 @@ def test_one_warning_for_all_entries() -> None:
     assert ignored(OTHER) == []
 
 
-def test_a_changed_config_space_touches_only_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_candidates_invalidate_only_their_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     written()
     assert cache.write(OTHER, DEVICE, Config(1024, 2, 4), {})
-    narrow = replace(QUESTION, cols=256)
+    narrow = replace(KEY, cols=256)
     assert cache.write(narrow, DEVICE, Config(256, 4, 4), {})
-    family: Any = family_of(QUESTION.kernel)
+    family: Any = family_of(KEY.kernel)
     candidates = family.candidates
 
-    def one_more(question: Question) -> list[Config]:
-        return candidates(question) + ([Config(512, 2, 2)] if question.cols == 1024 else [])
+    def one_more(key: TuningKey) -> list[Config]:
+        return candidates(key) + ([Config(512, 2, 2)] if key.cols == 1024 else [])
 
     monkeypatch.setattr(family, "candidates", one_more)
     (said,) = ignored()
@@ -173,35 +175,35 @@ def test_a_changed_config_space_touches_only_its_own(monkeypatch: pytest.MonkeyP
 def unwritable(message: str) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert not cache.write(QUESTION, DEVICE, CONFIG, {})
+        assert not cache.write(KEY, DEVICE, CONFIG, {})
         assert not cache.write(OTHER, DEVICE, Config(1024, 2, 4), {})
     (one,) = said
     assert message in str(one.message) and "FUSEDOPS_CACHE_DIR" in str(one.message)
 
 
-def test_a_directory_under_a_file(root: Path) -> None:
+def test_directory_under_a_file(root: Path) -> None:
     root.write_text("a file")
     unwritable("cannot write")
     assert ignored() == []
 
 
-def test_a_read_only_directory(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
-    """What is there is read; writing fails as the system says it does, here and not by permissions that root has."""
+def test_read_only_directory(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    """Entries are read; writing fails. The error is raised here, since root may write anywhere."""
     written()
 
     def refused(*arguments: object, **options: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     for module, name in ((cache.tempfile, "mkstemp"), (cache.os, "replace"), (cache.os, "fsync")):
-        monkeypatch.setattr(cache, "_said", set())
+        monkeypatch.setattr(cache, "_warned", set())
         with monkeypatch.context() as patch:
             patch.setattr(module, name, refused)
             unwritable("Read-only file system")
-        assert cache.read(QUESTION, DEVICE) == CONFIG
+        assert cache.read(KEY, DEVICE) == CONFIG
     assert not list(root.rglob(f"{cache.SCRATCH}*"))
 
 
-def test_an_entry_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     path = written()
     path.unlink()
     path.mkdir()
@@ -209,7 +211,7 @@ def test_an_entry_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cannot read" in said
 
 
-def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert cache.directory() == tmp_path / "cache"
     monkeypatch.delenv("FUSEDOPS_CACHE_DIR")
     monkeypatch.setattr(sys, "platform", "linux")
@@ -227,18 +229,20 @@ def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert ignored() == []
     assert not list(cache.entries())
     with pytest.warns(RuntimeWarning, match="no home directory"):
-        assert not cache.write(QUESTION, DEVICE, CONFIG, {})
+        assert not cache.write(KEY, DEVICE, CONFIG, {})
 
 
 # --- many processes, and processes that are killed ------------------------------------------------------------------
 
 
 def tuner(rounds: int) -> subprocess.Popen[str]:
-    """A real tuning run in a process, but for the times, which are made up; it has begun."""
+    """A tuning run in a child process, with made-up times; it has begun."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen([sys.executable, Path(__file__).with_name("made_up.py"), str(rounds)],
                                stdout=subprocess.PIPE, text=True, env=environment)  # fmt: skip
-    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    assert process.stdout is not None
+    with process.stdout as begun:
+        assert begun.readline() == "begun\n"
     return process
 
 
@@ -249,8 +253,8 @@ def whole_entries() -> int:
     return len(found)
 
 
-def test_killed_at_any_moment() -> None:
-    """What was finished stays, and stays readable; the rest is as if never begun."""
+def test_killed_tuner_leaves_complete_entries() -> None:
+    """Finished entries stay readable; unfinished ones do not exist."""
     chance, count = random.Random(5), 1
     for _ in range(3):
         process = tuner(10**9)
@@ -261,8 +265,8 @@ def test_killed_at_any_moment() -> None:
         count = whole_entries()
 
 
-def test_two_at_once(root: Path) -> None:
-    """And a third that reads: it never sees a torn entry."""
+def test_concurrent_writers(root: Path) -> None:
+    """And a reader, which never reads a torn entry."""
     processes = [tuner(8), tuner(8)]
     paths = list(cache.entries())
     assert paths

@@ -1,4 +1,4 @@
-"""The command line: what is wrong is said in one line with exit code 2; the doctor's exit code tells of faults."""
+"""The command line: errors are one line with exit code 2; the doctor's exit code is 1 for faults."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ import made_up
 from fusedops import doctor
 from fusedops.__main__ import main
 from fusedops.core import cache, launch, tuning
-from fusedops.core.question import Config, Question
+from fusedops.core.tuning_key import Config, TuningKey
 from fusedops.tune import command
 from fusedops.tune.progress import Progress
 from fusedops.tune.table import Table
 
-QUESTION = Question("norm_forward", ("rms", "plain", "alone"), "16bit", 1024, 3)
+KEY = TuningKey("norm_forward", ("rms", "plain", "alone"), "16bit", 1024, 3)
 
 
 @pytest.fixture(autouse=True)
 def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "_said", set())
+    monkeypatch.setattr(cache, "_warned", set())
     return tmp_path / "cache"
 
 
@@ -50,9 +50,9 @@ def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         (["--budget", "-1"], "--budget must be at least 0 seconds, got -1"),
         (["--budget", "nan"], "--budget must be at least 0 seconds, got nan"),
         (["--compare", "/nowhere.csv"], "no such file: /nowhere.csv"),
-        (["--compare", __file__], f"{__file__} is not a file of --raw: its columns are not kernel, group,"),
-        (["--raw", __file__], f"{__file__} is not a file of --raw"),
-        (["--op", "no_repeat_ngram"], "no_repeat_ngram has nothing to tune"),
+        (["--compare", __file__], f"{__file__} was not written by --raw: its columns are not kernel, group,"),
+        (["--raw", __file__], f"{__file__} was not written by --raw"),
+        (["--op", "no_repeat_ngram"], "no_repeat_ngram cannot be tuned"),
     ],
 )
 def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,7 +87,7 @@ def options(**changes: object) -> argparse.Namespace:
 
 
 def test_shapes_and_dtypes() -> None:
-    """Those asked for, where an operator takes them; else those of its benchmark. Dropout also without."""
+    """Those of the command line that an operator takes; else its benchmark's. Dropout also with p=0."""
     cpu = torch.device("cpu")
     specs = {spec.name: spec for spec in command._specs(())}
     chosen = [specs["layer_norm"], specs["bias_dropout_add"], specs["batched_layer_norm_tanh"]]
@@ -111,26 +111,26 @@ def gpu_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("gpu_name")
-def test_winners_go_to_the_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_best_configs_are_cached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     todo = made_up.workloads("rms_norm", "swiglu")
     raw = tmp_path / "raw.csv"
     keep = command._Cache(options(raw=raw), torch.device("cuda", 0))
     timer = made_up.Timer()
     assert command._sweep(made_up.sweeper(timer=timer), todo, keep, 1e9, lambda out: command.line(out, 4e12)) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == f"4 questions answered; the cache is {cache.directory()}"
+    assert lines[-1] == f"4 keys tuned; the cache is {cache.directory()}"
     for said in lines[:-1]:
         assert all(word in said for word in ("floor", "best", "heuristic", "gain", "timed")), said
-    for question in {question for question, _, _ in timer.timed}:
-        assert cache.read(question, made_up.NAME) is not None
-        assert tuning.source(question, 0) == "cache"
+    for key in {key for key, _, _ in timer.timed}:
+        assert cache.read(key, made_up.NAME) is not None
+        assert tuning.source(key, 0) == "cache"
     assert len(raw.read_text().splitlines()) > 20
 
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("gpu_name")
 def test_ship_writes_a_table_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A budget stops between questions; what is in the table is not measured again."""
+    """The budget ends a run between keys; entries of the table are not measured again."""
     path, raw, todo = tmp_path / "test_gpu.json", tmp_path / "raw.csv", made_up.workloads("rms_norm", "swiglu")
     given, device = options(output=path, raw=raw, resume=True), torch.device("cuda", 0)
     moments = iter([0.0, 0.0, 1.0, 1.0] + [9.0] * 99)
@@ -138,18 +138,18 @@ def test_ship_writes_a_table_and_resumes(tmp_path: Path, capsys: pytest.CaptureF
         patch.setattr(command, "time", types.SimpleNamespace(monotonic=lambda: next(moments)))
         keep = command._Ship(given, device)
         assert command._sweep(made_up.sweeper(), todo, keep, 5.0, str) == 0
-    assert "1 questions answered" in capsys.readouterr().out
+    assert "1 keys tuned" in capsys.readouterr().out
     assert command._sweep(made_up.sweeper(), todo, command._Ship(given, device), 1e9, str) == 0
-    assert "3 questions answered" in capsys.readouterr().out
+    assert "3 keys tuned" in capsys.readouterr().out
     assert command._sweep(made_up.sweeper(), todo, command._Ship(given, device), 1e9, str) == 0
     said = capsys.readouterr().out
-    assert "0 questions answered" in said and "geometric mean" in said
+    assert "0 keys tuned" in said and "geometric mean" in said
     table = Table(path)
-    assert table.about["device"] == made_up.NAME and table.summary["all"]["questions"] == 4
+    assert table.about["device"] == made_up.NAME and table.summary["all"]["keys"] == 4
     assert not list(cache.entries())
 
 
-def test_a_bar_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     plain = Progress(4)
     plain.at(1, "first")
     plain.line("done")
@@ -192,8 +192,8 @@ def test_nothing_wrong(capsys: pytest.CaptureFixture[str], kernel_path: bool) ->
         (None, "tuning at first use: off", 0),
         ("", "tuning at first use: off", 0),
         ("off", "tuning at first use: off, as FUSEDOPS_TUNE is off", 0),
-        ("Yes", "tuning at first use: of what nobody measured, as FUSEDOPS_TUNE is Yes", 0),
-        ("force", "tuning at first use: of what the shipped table has too, as FUSEDOPS_TUNE is force", 0),
+        ("Yes", "tuning at first use: of keys without a measurement, as FUSEDOPS_TUNE is Yes", 0),
+        ("force", "tuning at first use: of all keys, those of the shipped table too, as FUSEDOPS_TUNE is force", 0),
         ("2", "WRONG  tuning at first use: off, as FUSEDOPS_TUNE is '2', expected 1, force or 0", 1),
     ],
 )
@@ -216,21 +216,49 @@ def test_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "layer_norm: reference (Triton is not installed)" in lines
 
 
-def test_another_triton_is_slow_but_right(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(doctor, "_device", lambda: "Test GPU")
-    monkeypatch.setattr(doctor, "_configs", lambda gpu, path: "configs: some")
-    monkeypatch.setattr(launch, "fast_launcher_known", lambda: False)
-    monkeypatch.setattr(launch, "interpreting", lambda: False)
-    monkeypatch.setattr(doctor, "_triton_version", lambda: "3.2.0")
+@pytest.mark.parametrize(
+    ("launcher", "reason", "line"),
+    [
+        ("direct", "", "launcher: direct, by a call of Triton 3.9.0's C function"),
+        ("compiled", "so it is", "launcher: Triton's, a few microseconds more a launch, as so it is"),
+        ("ordinary", "so it is", "launcher: Triton's binder, tens of microseconds more a launch, as so it is"),
+    ],
+)
+def test_the_launcher_in_use_is_printed(launcher: str, reason: str, line: str, monkeypatch: pytest.MonkeyPatch,
+                                        capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    _pretend_a_gpu(monkeypatch)
+    built = types.SimpleNamespace(launcher=launcher, reason=reason)
+    monkeypatch.setattr(launch, "diagnose", lambda index: built)
     code, lines = diagnosed(capsys)
     assert code == 0
-    assert any("that of 3.2.0 is not known" in line for line in lines)
+    assert line in lines
     assert "layer_norm: kernel" in lines
 
 
+def test_a_kernel_that_cannot_be_built_is_a_fault(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def diagnose(index: int) -> None:
+        raise OSError("no ptxas")
+
+    _pretend_a_gpu(monkeypatch)
+    monkeypatch.setattr(launch, "diagnose", diagnose)
+    code, lines = diagnosed(capsys)
+    assert code == 1
+    assert "WRONG  launcher: no kernel can be built: OSError: no ptxas" in lines
+
+
+def _pretend_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(doctor, "_device", lambda: "Test GPU")
+    monkeypatch.setattr(doctor, "_configs", lambda gpu, path: "configs: some")
+    monkeypatch.setattr(doctor, "_triton_version", lambda: "3.9.0")
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
+
+
 def test_spoilt_entries(root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cache.write(QUESTION, "Test GPU", Config(1024, 4, 4), {})
+    assert cache.write(KEY, "Test GPU", Config(1024, 4, 4), {})
     (path,) = cache.entries()
     assert diagnosed(capsys)[0] == 0
     with monkeypatch.context() as patch:  # another version's are no fault
@@ -260,12 +288,12 @@ def test_a_cache_that_cannot_be_written(root: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.kernels
 def test_where_configs_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU: how many of the benchmark's questions each source answers. Here a stand-in for it."""
+    """The number of the benchmark's keys from each source; the GPU is a mock."""
     monkeypatch.setattr(tuning, "device_name", lambda index: "Test GPU")
     monkeypatch.setattr(tuning, "table", lambda device: {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(doctor, "questions_of", lambda case, device: [QUESTION, QUESTION])
+    monkeypatch.setattr(doctor, "keys_of", lambda case, device: [KEY, KEY])
     assert "no table is shipped" in doctor._configs(True, "kernel")
     assert doctor._configs(True, "kernel").endswith("1 from the heuristic")
-    assert cache.write(QUESTION, "Test GPU", Config(1024, 4, 4), {})
+    assert cache.write(KEY, "Test GPU", Config(1024, 4, 4), {})
     assert doctor._configs(True, "kernel").endswith("1 from the cache")

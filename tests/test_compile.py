@@ -13,7 +13,6 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusedops
-from fusedops.core import autograd
 from fusedops.core.spec import Sample, Spec
 from support import (
     ALL_SPECS,
@@ -60,7 +59,7 @@ def _worth_a_graph(spec: Spec, sample: Sample) -> bool:
     if not _deterministic(spec, sample) or any(t.shape[-1] > 10000 for t in tensors):
         return False
     if tensors[0].dtype == torch.bfloat16:
-        apart = {"rounding", "out_dtype", "twin_dtype"}
+        apart = {"rounding", "out_dtype", "cast_dtype"}
         return len({t.dtype for t in tensors}) > 1 or not apart.isdisjoint(sample.options)
     few_absent = sum(t is None for t in sample.tensors.values()) in (0, 1, len(sample.tensors) - 1)
     return few_absent and sample.name.removeprefix("shape ") in (sample.name, "7x17", "2x3x96", "64")
@@ -98,6 +97,7 @@ def _close(actual: Tensor, expected: Tensor, eps: float) -> None:
     assert (actual.double() - expected).abs().max().item() <= bound
 
 
+@pytest.mark.pairs
 @cases((torch.float32, torch.bfloat16), _worth_a_graph)
 def test_values_and_gradients(case: Case, device: torch.device) -> None:
     sample = case.sample()
@@ -142,6 +142,7 @@ def _run(spec: Spec, compiled: Callable[..., Any], rows: int, device: torch.devi
     assert all(g.isfinite().all() for g in torch.autograd.grad(outputs, leaves, random_like(outputs)))
 
 
+@pytest.mark.pairs
 @every
 @pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
 def test_new_row_counts_do_not_recompile(spec: Spec, dynamic: bool | None, device: torch.device) -> None:
@@ -179,7 +180,7 @@ def test_leading_dimensions_are_dynamic_too(spec: Spec, device: torch.device) ->
 @every
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 def test_compiling_neither_breaks_nor_warns(spec: Spec, autocast: bool, device: torch.device) -> None:
-    """Dynamo warns of what it traces on a guess; nobody who compiles a model should hear of that from a library."""
+    """Dynamo warns where it guesses; a user's compilation must show no such warning because of this library."""
     sample = spec.benchmark((6, 40), torch.float32, device)
     compiled = torch.compile(_function(spec, sample), fullgraph=True, backend="eager")
     # Dynamo gives some of its warnings once a process: whichever test came first would have had them.
@@ -189,11 +190,18 @@ def test_compiling_neither_breaks_nor_warns(spec: Spec, autocast: bool, device: 
         compiled(*(sample.tensors.get(name) for name in spec.tensors))
 
 
-def test_what_a_gpus_autocast_asks_for_does_not_break_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autograd, "_on_gpu", lambda t: True)
-    compiled = torch.compile(lambda x: x.to(autograd.autocast_dtype("aten::layer_norm", x)), fullgraph=True,
-                             backend="eager")  # fmt: skip
-    assert compiled(torch.zeros(2, dtype=torch.bfloat16)).dtype == torch.float32
+def test_gpu_autocast_does_not_break_a_graph(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """The output's dtype is traced as on a GPU, on whatever device."""
+    monkeypatch.setattr("fusedops.norms.operator._all_on_gpu", lambda tensors: True)
+    x = torch.randn(4, 8, dtype=torch.bfloat16, device=device)
+    compiled = torch.compile(lambda x: fusedops.layer_norm(x, (8,)), fullgraph=True, backend="eager")
+    before = torch.is_autocast_enabled("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        assert compiled(x).dtype == torch.float32
+    finally:
+        torch.set_autocast_enabled("cuda", before)
+    assert compiled(x).dtype == torch.bfloat16
 
 
 @every

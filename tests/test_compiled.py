@@ -56,7 +56,7 @@ WIDTHS = (17, 256, 768, 1024, 2048, 4096, 8192, 16384, 65536)
 
 
 class Built:
-    """Stands in for `launch.Variant`: compiles for the target and remembers what came out."""
+    """Replaces `launch.specialise`: compiles for the target and remembers what came out."""
 
     target: Any = None
     spilled: list[str]
@@ -95,7 +95,7 @@ def build(plan: Callable[[], object], target: str, monkeypatch: pytest.MonkeyPat
     """Builds an operator's forward and backward for a target; what spilled."""
     assert not INTERPRETED
     Built.target, Built.spilled = TARGETS[target], []
-    monkeypatch.setattr(launch, "Variant", Built)
+    monkeypatch.setattr(launch, "specialise", Built)
     monkeypatch.setattr(launch, "_built", {})
     plan()
     return Built.spilled
@@ -107,6 +107,7 @@ def each_plan(*kinds: tuple[Any, ...]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("member", "kind"), found, ids=lambda part: str(part).replace(" ", ""))
 
 
+@pytest.mark.pairs
 @each_plan(*((cols, dtype) for cols in WIDTHS for dtype in (torch.bfloat16, torch.float32)))
 def test_compiles_for_hopper(member: str, kind: tuple[int, torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
     cols, dtype = kind
@@ -114,6 +115,7 @@ def test_compiles_for_hopper(member: str, kind: tuple[int, torch.dtype], monkeyp
     assert cols > NO_SPILL or not found
 
 
+@pytest.mark.pairs("kind.0 target", "kind.1 target")
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
 @each_plan((768, torch.float16), (4096, torch.bfloat16), (8192, torch.float32), (8192, torch.bfloat16),
            (1024, torch.float64))  # fmt: skip
@@ -123,14 +125,16 @@ def test_compiles_for_the_others(member: str, kind: tuple[int, torch.dtype], tar
     assert target == "gfx942" or not found
 
 
+@pytest.mark.pairs
 @each_plan(*((cols, dtype) for cols in (1024, 4096, 8192, 16384, 32768) for dtype in (torch.bfloat16, torch.float32)))
 def test_shipped_configs_compile(member: str, kind: tuple[int, torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the table answers, and where the heuristic does beside it."""
     monkeypatch.setattr(tuning, "device_name", lambda index: "NVIDIA H200")
-    monkeypatch.setattr(cache, "read", lambda question, device: None)
+    monkeypatch.setattr(cache, "read", lambda key, device: None)
     build(plans(*kind)[member], "sm_90", monkeypatch)
 
 
+@pytest.mark.pairs("kind.1 target")
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90"])
 @each_plan(*((cols, dtype, other) for cols in (8192, 16384) for dtype, other in
              ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64))))  # fmt: skip

@@ -19,6 +19,8 @@ import torch
 import fusedops
 from pages import PAGES, ROOT, anchors, blocks, links, spans
 
+pytestmark = pytest.mark.once
+
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 
 # --- Python examples ----------------------------------------------------------------------------------------------
@@ -132,6 +134,7 @@ def _check_pip(arguments: list[str]) -> None:
             assert re.search(rf"^{re.escape(extra)} = ", known, re.MULTILINE), f"there is no extra {extra}"
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules after import of package:RuntimeWarning")
 @pytest.mark.parametrize(("page", "environment", "command"), _commands())
 def test_command_exists(page: str, environment: list[str], command: str) -> None:
     """Targets, subcommands, options, extras, scripts and environment variables are there."""

@@ -1,12 +1,12 @@
-"""torch.func: grad, vjp, jvp, vmap and their compositions, functional_call, and forward-mode automatic differentiation.
+"""torch.func: grad, vjp, jvp, vmap and their compositions, functional_call; and forward-mode automatic differentiation.
 
-All in fp64, against the same transform of the fp64 reference. Both sides then differ by rounding alone; values and
-derivatives are of order one to a hundred, so 1e-9 is far above rounding and far below any mistake.
+Under a transform or in forward mode the reference implementation runs in PyTorch's operators, with the keep mask from a
+kernel and no other launch. All in fp64, against the same transform of the formula in elementary operators
+(`pairs.elementary`). Second and higher derivatives are in test_derivatives.py.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,111 +15,90 @@ import torch
 from torch import Tensor, func
 from torch.autograd import forward_ad
 
-from fusedops.core.spec import Sample, Spec
+from fusedops.core import launch
+from fusedops.core.spec import Spec
 from fusedops.nn import FusedBiasDropoutAddLayerNorm, FusedLayerNorm, FusedRMSNorm
 from masks import DROPOUT_SPECS
-from support import ALL_SPECS, as_tuple, call, oracle, random_like
+from pairs import Pair, close, loss, pair, small_sample
+from support import ALL_SPECS, KERNEL_PATH, as_tuple, random_like
 
 ROWS, COLS = 5, 12
 
 every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
 droppers = pytest.mark.parametrize("spec", DROPOUT_SPECS, ids=lambda spec: spec.name)
 
-
-def _sample(spec: Spec, device: torch.device, p: float = 0.25, rows: int = ROWS, cols: int = COLS) -> Sample:
-    """Everything present and random, the sum returned where that can be asked."""
-    made = spec.benchmark((rows, cols), torch.float64, device)
-    options = {**made.options, **({"p": p} if spec.has_dropout else {})}
-    if "return_sum" in inspect.signature(spec.call).parameters:
-        options["return_sum"] = True
-    return Sample(made.name, made.tensors, options)
+Function = Callable[..., Any]
 
 
-def _pair(spec: Spec, sample: Sample) -> tuple[Callable[..., Any], Callable[..., Any], tuple[Tensor, ...]]:
-    """The operator and its oracle as functions of the tensors that are there, and those tensors."""
-    names = [name for name in spec.tensors if sample.tensors.get(name) is not None]
-    ours, theirs = call(spec, sample), oracle(spec, sample)
-    fused = lambda *values: ours(dict(zip(names, values, strict=True)))  # noqa: E731
-    reference = lambda *values: theirs(dict(zip(names, values, strict=True)))  # noqa: E731
-    return fused, reference, tuple(sample.tensors[name] for name in names)  # type: ignore[misc]
+def _pair(spec: Spec, device: torch.device, p: float = 0.25) -> Pair:
+    return pair(spec, device, p, (ROWS, COLS))
 
 
-def _close(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
-
-
-def _loss(function: Callable[..., Any], weights: list[Tensor]) -> Callable[..., Tensor]:
-    """A scalar with a random gradient: a plain sum's is zero through a LayerNorm."""
-    return lambda *values: sum((o * w).sum() for o, w in zip(function(*values), weights, strict=True))
+def _both(both: Pair, evaluate: Callable[[Function], Any]) -> None:
+    """``evaluate`` gives the same for the operator and for the formula, and launches no kernel but the keep mask's."""
+    with launch.record() as names:
+        ours = evaluate(both.ours)
+    assert set(names) == ({"keep_scale_kernel"} if KERNEL_PATH and both.sample.p else set())
+    close(ours, evaluate(both.theirs))
 
 
 @every
 def test_grad(spec: Spec, device: torch.device) -> None:
-    fused, reference, tensors = _pair(spec, _sample(spec, device))
-    weights = random_like(fused(*tensors))
-    argnums = tuple(range(len(tensors)))
-    _close(*(func.grad(_loss(f, weights), argnums)(*tensors) for f in (fused, reference)))
-    _close(*(func.grad_and_value(_loss(f, weights), 0)(*tensors) for f in (fused, reference)))
+    both = _pair(spec, device)
+    weights = both.cotangents()
+    argnums = tuple(range(len(both.tensors)))
+    _both(both, lambda f: func.grad(loss(f, weights), argnums)(*both.tensors))
+    _both(both, lambda f: func.grad_and_value(loss(f, weights), 0)(*both.tensors))
 
 
 @every
 def test_vjp(spec: Spec, device: torch.device) -> None:
-    fused, reference, tensors = _pair(spec, _sample(spec, device))
-    weights = tuple(random_like(fused(*tensors)))
-    (ours, pull), (theirs, pull_reference) = func.vjp(fused, *tensors), func.vjp(reference, *tensors)
-    _close(ours, theirs)
-    _close(pull(weights), pull_reference(weights))
+    both = _pair(spec, device)
+    cotangents = tuple(both.cotangents())
+
+    def product(function: Function) -> Any:
+        outputs, pull = func.vjp(function, *both.tensors)
+        return outputs, pull(cotangents)
+
+    _both(both, product)
 
 
 @every
 def test_jvp(spec: Spec, device: torch.device) -> None:
-    """Along all arguments at once, and along each alone (an absent tangent takes another path)."""
-    fused, reference, tensors = _pair(spec, _sample(spec, device))
-    tangents = tuple(random_like(tensors, seed=3))
-    ours, theirs = (func.jvp(f, tensors, tangents) for f in (fused, reference))
-    _close(ours, theirs)
-    assert all(tangent.any() for tangent in ours[1])
+    """Along all arguments at once, and along each alone."""
+    both = _pair(spec, device)
+    tensors, tangents = both.tensors, tuple(random_like(both.tensors, seed=3))
+    _both(both, lambda f: func.jvp(f, tensors, tangents))
     for i in range(len(tensors)):
 
-        def along(f: Callable[..., Any], i: int = i) -> Any:
+        def along(f: Function, i: int = i) -> Any:
             return func.jvp(lambda t: f(*tensors[:i], t, *tensors[i + 1 :]), (tensors[i],), (tangents[i],))
 
-        _close(along(fused), along(reference))
+        _both(both, along)
 
 
 @every
 def test_forward_mode(spec: Spec, device: torch.device) -> None:
-    """torch.autograd.forward_ad, outside torch.func; and the two modes agree: <c, Jv> = <J'c, v>."""
-    fused, reference, tensors = _pair(spec, _sample(spec, device))
-    tangents = random_like(tensors, seed=5)
-    with forward_ad.dual_level():
-        outputs = fused(*(forward_ad.make_dual(t, v) for t, v in zip(tensors, tangents, strict=True)))
-        forward = [forward_ad.unpack_dual(output).tangent for output in outputs]
-    _close(tuple(forward), func.jvp(reference, tensors, tuple(tangents))[1])
-    leaves = [t.detach().requires_grad_() for t in tensors]
-    outputs = fused(*leaves)
-    cotangents = random_like(outputs, seed=6)
-    grads = torch.autograd.grad(outputs, leaves, cotangents)
-    along = sum((c * t).sum() for c, t in zip(cotangents, forward, strict=True))
-    _close(along, sum((g * v).sum() for g, v in zip(grads, tangents, strict=True)))
+    """torch.autograd.forward_ad, outside torch.func."""
+    both = _pair(spec, device)
+    tangents = random_like(both.tensors, seed=5)
+
+    def along(function: Function) -> list[Tensor]:
+        with forward_ad.dual_level():
+            outputs = function(*map(forward_ad.make_dual, both.tensors, tangents))
+            return [forward_ad.unpack_dual(output).tangent for output in outputs]
+
+    _both(both, along)
 
 
 @every
-def test_jacobians_and_hessian(spec: Spec, device: torch.device) -> None:
-    fused, reference, tensors = _pair(spec, _sample(spec, device, rows=2, cols=3))
-    for argnum in range(len(tensors)):
-        _close(*(func.jacrev(f, argnum)(*tensors) for f in (fused, reference)))
-        _close(*(func.jacfwd(f, argnum, **_randomness(spec))(*tensors) for f in (fused, reference)))
-    weights = random_like(fused(*tensors))
-    # A square, as bias_dropout_add is linear.
-    square = lambda f: lambda *values: _loss(f, weights)(*values) ** 2  # noqa: E731
-    hessian = lambda f: func.jacfwd(func.jacrev(square(f)), **_randomness(spec))(*tensors)  # noqa: E731
-    _close(hessian(fused), hessian(reference))
-
-
-def _randomness(spec: Spec) -> dict[str, str]:
-    """jacfwd maps over directions with the function inside: all must see one mask. jacrev draws before it maps."""
-    return {"randomness": "same"} if spec.has_dropout else {}
+def test_jacobians(spec: Spec, device: torch.device) -> None:
+    both = pair(spec, device, shape=(2, 3))
+    # jacfwd maps over directions with the function inside: all must see one mask. jacrev draws before it maps.
+    randomness = {"randomness": "same"} if spec.has_dropout else {}
+    for argnum in range(len(both.tensors)):
+        _both(both, lambda f, n=argnum: func.jacrev(f, n)(*both.tensors))
+        _both(both, lambda f, n=argnum: func.jacfwd(f, n, **randomness)(*both.tensors))
 
 
 # --- vmap ----------------------------------------------------------------------------------------------------------
@@ -138,9 +117,15 @@ def _batched(tensors: tuple[Tensor, ...], mapped: tuple[int, ...], dim: int) -> 
     return stacked, in_dims
 
 
-def _loop(function: Callable[..., Any], values: list[Tensor], in_dims: list[int | None]) -> tuple[Tensor, ...]:
+def _mapped(both: Pair, mapped: tuple[int, ...], around: Callable[[Function], Function], dim: int = 0) -> None:
+    """vmap of ``around`` the operator gives what a loop over the batch gives with the formula."""
+    values, in_dims = _batched(both.tensors, mapped, dim)
+    with launch.record() as names:
+        together = func.vmap(around(both.ours), in_dims=tuple(in_dims))(*values)
+    assert names == []
     slices = [[v if d is None else v.select(d, b) for v, d in zip(values, in_dims, strict=True)] for b in range(BATCH)]
-    return tuple(torch.stack(outputs) for outputs in zip(*(function(*one) for one in slices), strict=True))
+    apart = zip(*(around(both.theirs)(*one) for one in slices), strict=True)
+    close(tuple(together), tuple(map(torch.stack, apart)))
 
 
 def _present(spec: Spec) -> list[Tensor]:
@@ -164,38 +149,32 @@ def _subsets(spec: Spec) -> list[tuple[int, ...]]:
                          ids=lambda v: v.name if isinstance(v, Spec) else "mapped" + "".join(map(str, v)))  # fmt: skip
 @pytest.mark.parametrize("dim", [0, 1])
 def test_vmap(spec: Spec, mapped: tuple[int, ...], dim: int, device: torch.device) -> None:
-    fused, reference, tensors = _pair(spec, _sample(spec, device, p=0.0))
-    values, in_dims = _batched(tensors, mapped, dim)
-    _close(func.vmap(fused, in_dims=tuple(in_dims))(*values), _loop(reference, values, in_dims))
+    _mapped(_pair(spec, device, p=0.0), mapped, lambda f: f, dim)
 
 
 @every
 def test_per_sample_gradients(spec: Spec, device: torch.device) -> None:
     """vmap over grad: the gradient of every parameter for every sample apart."""
-    fused, reference, tensors = _pair(spec, _sample(spec, device, p=0.0))
-    weights = random_like(fused(*tensors))
-    values, in_dims = _batched(tensors, _matrices(spec), 0)
-    argnums = tuple(range(len(tensors)))
-    ours = func.vmap(func.grad(_loss(fused, weights), argnums), in_dims=tuple(in_dims))(*values)
-    _close(ours, _loop(func.grad(_loss(reference, weights), argnums), values, in_dims))
+    both = _pair(spec, device, p=0.0)
+    weights, argnums = both.cotangents(), tuple(range(len(both.tensors)))
+    _mapped(both, _matrices(spec), lambda f: func.grad(loss(f, weights), argnums))
 
 
 @every
 def test_vmap_of_jvp(spec: Spec, device: torch.device) -> None:
-    fused, reference, tensors = _pair(spec, _sample(spec, device, p=0.0))
-    tangents = tuple(random_like(tensors, seed=3))
-    values, in_dims = _batched(tensors, (0,), 0)
-    push = lambda f: lambda *v: func.jvp(f, v, tangents)[1]  # noqa: E731
-    _close(func.vmap(push(fused), in_dims=tuple(in_dims))(*values), _loop(push(reference), values, in_dims))
+    both = _pair(spec, device, p=0.0)
+    tangents = tuple(random_like(both.tensors, seed=3))
+    _mapped(both, (0,), lambda f: lambda *values: func.jvp(f, values, tangents)[1])
 
 
 @every
 def test_nested_vmap(spec: Spec, device: torch.device) -> None:
-    fused, reference, tensors = _pair(spec, _sample(spec, device, p=0.0))
-    rows = torch.stack([torch.stack([tensors[0] + 0.1 * a - 0.2 * b for a in range(2)]) for b in range(2)])
-    one = lambda f: lambda t: f(t, *tensors[1:])  # noqa: E731
-    for i, output in enumerate(func.vmap(func.vmap(one(fused)))(rows)):
-        _close(output, torch.stack([torch.stack([one(reference)(rows[b, a])[i] for a in range(2)]) for b in range(2)]))
+    both = _pair(spec, device, p=0.0)
+    rows, *rest = both.tensors
+    many = torch.stack([torch.stack([rows + 0.1 * a - 0.2 * b for a in range(2)]) for b in range(2)])
+    for i, output in enumerate(func.vmap(func.vmap(lambda t: both.ours(t, *rest)))(many)):
+        expected = [torch.stack([both.theirs(many[b, a], *rest)[i] for a in range(2)]) for b in range(2)]
+        close(output, torch.stack(expected))
 
 
 # --- randomness under vmap -----------------------------------------------------------------------------------------
@@ -207,7 +186,7 @@ def _absent(spec: Spec) -> dict[str, None]:
 
 def _masks(spec: Spec, device: torch.device, randomness: str) -> Tensor:
     """The keep mask of every sample of a vmapped call; no residual, so that a dropped element is zero in the sum."""
-    sample = _sample(spec, device, p=0.5, rows=6, cols=40)
+    sample = small_sample(spec, 0.5, (6, 40), device=device)
     tensors = {name: t for name, t in sample.tensors.items() if name != "residual"}
     first = spec.tensors[0]
     rows = tensors.pop(first)
@@ -243,7 +222,7 @@ def test_vmap_same(spec: Spec, device: torch.device) -> None:
 @droppers
 @pytest.mark.parametrize("randomness", ["different", "same"])
 def test_vmapped_gradient_has_the_forwards_mask(spec: Spec, randomness: str, device: torch.device) -> None:
-    sample = _sample(spec, device, p=0.5, rows=6, cols=40)
+    sample = small_sample(spec, 0.5, (6, 40), device=device)
     tensors = {name: t for name, t in sample.tensors.items() if name != "residual"}
     first = spec.tensors[0]
     rows = tensors.pop(first)
@@ -264,14 +243,14 @@ def test_vmapped_gradient_has_the_forwards_mask(spec: Spec, randomness: str, dev
 @droppers
 @pytest.mark.parametrize("randomness", ["error", "different", "same"])
 def test_batched_pullback(spec: Spec, randomness: str, device: torch.device) -> None:
-    """A forward outside vmap has one mask: every cotangent that is vmapped afterwards meets that one."""
-    fused, _, tensors = _pair(spec, _sample(spec, device))
-    outputs, pull = func.vjp(fused, *tensors)
+    """A forward outside vmap has one mask, for every cotangent that is mapped afterwards."""
+    both = _pair(spec, device)
+    outputs, pull = func.vjp(both.ours, *both.tensors)
     cotangents = tuple(torch.stack(random_like([o] * BATCH, seed=i)) * torch.arange(1.0, BATCH + 1, device=device,
                        dtype=o.dtype).view(-1, *(1,) * o.dim()) for i, o in enumerate(outputs))  # fmt: skip
     together = func.vmap(pull, randomness=randomness)(cotangents)
     apart = [pull(tuple(c[b] for c in cotangents)) for b in range(BATCH)]
-    _close(together, tuple(torch.stack(grads) for grads in zip(*apart, strict=True)))
+    close(together, tuple(torch.stack(grads) for grads in zip(*apart, strict=True)))
 
 
 @pytest.mark.parametrize(("spec", "mapped"), [(s, m) for s in DROPOUT_SPECS for m in ("rows", *_absent(s))],
@@ -279,7 +258,7 @@ def test_batched_pullback(spec: Spec, randomness: str, device: torch.device) -> 
 @pytest.mark.parametrize("randomness", ["different", "same"])
 def test_vmap_of_jvp_drops_as_the_forward(spec: Spec, mapped: str, randomness: str, device: torch.device) -> None:
     """The derivative along x is that of the scaled mask: zero exactly where the value has lost x."""
-    sample = _sample(spec, device, p=0.5, rows=6, cols=40)
+    sample = small_sample(spec, 0.5, (6, 40), device=device)
     tensors = dict(sample.tensors)
     first = spec.tensors[0]
     residual = torch.zeros(6, 40, device=device, dtype=torch.float64)
@@ -302,28 +281,28 @@ def test_vmap_of_jvp_drops_as_the_forward(spec: Spec, mapped: str, randomness: s
 @every
 def test_batched_grads_outside_func(spec: Spec, device: torch.device) -> None:
     """``is_grads_batched``: the forward ran outside any transform, the backward runs under vmap."""
-    fused, _, tensors = _pair(spec, _sample(spec, device))
-    leaves = [t.detach().requires_grad_() for t in tensors]
-    outputs = fused(*leaves)
+    both = _pair(spec, device)
+    leaves = both.leaves()
+    outputs = both.ours(*leaves)
     cotangents = [torch.stack([c, -2.0 * c, c.square()]) for c in random_like(outputs)]
     together = torch.autograd.grad(outputs, leaves, cotangents, is_grads_batched=True, retain_graph=True)
     apart = [torch.autograd.grad(outputs, leaves, [c[b] for c in cotangents], retain_graph=True) for b in range(3)]
-    _close(together, tuple(torch.stack(grads) for grads in zip(*apart, strict=True)))
+    close(together, tuple(torch.stack(grads) for grads in zip(*apart, strict=True)))
 
 
 # --- modules -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fused,twin", [(FusedLayerNorm, torch.nn.LayerNorm), (FusedRMSNorm, torch.nn.RMSNorm)])
-def test_functional_call(fused: type[torch.nn.Module], twin: type[torch.nn.Module], device: torch.device) -> None:
-    ours, theirs = (kind(COLS, device=device, dtype=torch.float64) for kind in (fused, twin))
+@pytest.mark.parametrize("fused,native", [(FusedLayerNorm, torch.nn.LayerNorm), (FusedRMSNorm, torch.nn.RMSNorm)])
+def test_functional_call(fused: type[torch.nn.Module], native: type[torch.nn.Module], device: torch.device) -> None:
+    ours, theirs = (kind(COLS, device=device, dtype=torch.float64) for kind in (fused, native))
     x = torch.randn(ROWS, COLS, device=device, dtype=torch.float64)
     state = {name: torch.randn_like(value) for name, value in ours.state_dict().items()}
     cotangent = torch.randn_like(x)
     grads = [
         func.grad(lambda s, m=m: (func.functional_call(m, s, (x,)) * cotangent).sum())(state) for m in (ours, theirs)
     ]
-    _close(*grads)
+    close(*grads)
     assert all((parameter == parameter[0]).all() for parameter in ours.parameters()), "the module itself was changed"
 
 
@@ -336,4 +315,4 @@ def test_ensemble(device: torch.device) -> None:
     x, bias, residual = (torch.randn(s, device=device, dtype=torch.float64) for s in ((4, COLS), (COLS,), (4, COLS)))
     params, buffers = func.stack_module_state(modules)
     run = lambda p, b: func.functional_call(modules[0], (p, b), (x, bias, residual))  # noqa: E731
-    _close(func.vmap(run)(params, buffers), torch.stack([module(x, bias, residual) for module in modules]))
+    close(func.vmap(run)(params, buffers), torch.stack([module(x, bias, residual) for module in modules]))

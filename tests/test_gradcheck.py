@@ -29,7 +29,7 @@ def _affordable(spec: Spec, sample: Sample) -> bool:
 
 def _smooth(spec: Spec, sample: Sample) -> bool:
     """No output is narrower than fp64: the steps of finite differences would drown in its roundings."""
-    return _affordable(spec, sample) and sample.options.get("twin_dtype") in (None, torch.float64)
+    return _affordable(spec, sample) and sample.options.get("cast_dtype") in (None, torch.float64)
 
 
 def _leaves(case: Case) -> tuple[list[str], list[Tensor]]:
@@ -42,6 +42,7 @@ def _function(case: Case, names: list[str]):
     return lambda *tensors: function(dict(zip(names, tensors, strict=True)))
 
 
+@pytest.mark.pairs
 @cases((torch.float64,), _smooth)
 def test_gradcheck(case: Case) -> None:
     names, leaves = _leaves(case)
@@ -49,6 +50,7 @@ def test_gradcheck(case: Case) -> None:
     torch.autograd.gradcheck(_function(case, names), leaves, fast_mode=fast, **TIGHT)
 
 
+@pytest.mark.pairs
 @cases((torch.float64,), _smooth)
 def test_forward_mode(case: Case) -> None:
     names, leaves = _leaves(case)
@@ -57,9 +59,9 @@ def test_forward_mode(case: Case) -> None:
     torch.autograd.gradcheck(function, leaves, fast_mode=fast, check_forward_ad=True, check_backward_ad=False, **TIGHT)
 
 
-@cases((torch.float64,), lambda spec, sample: "twin_dtype" in sample.options)
-def test_a_twins_tangent_is_the_outputs(case: Case) -> None:
-    """In its own dtype."""
+@cases((torch.float64,), lambda spec, sample: "cast_dtype" in sample.options)
+def test_the_low_precision_copy_has_the_outputs_tangent(case: Case) -> None:
+    """In the copy's dtype."""
     names, leaves = _leaves(case)
     tensors = tuple(leaf.detach() for leaf in leaves)
     outputs, tangents = torch.func.jvp(_function(case, names), tensors, tuple(map(torch.randn_like, tensors)))
@@ -67,10 +69,11 @@ def test_a_twins_tangent_is_the_outputs(case: Case) -> None:
 
 
 def _twice(spec: Spec, sample: Sample) -> bool:
-    """Keeping the output alone has no second derivative on the kernel path; that refusal has its own test below."""
+    """With ``save="output"`` the kernel path has no second derivative; a test below checks the error."""
     return _affordable(spec, sample) and not (KERNEL_PATH and sample.options.get("save") == "output")
 
 
+@pytest.mark.pairs
 @cases((torch.float64,), lambda spec, sample: _twice(spec, sample) and _smooth(spec, sample))
 def test_gradgradcheck(case: Case) -> None:
     """Cotangents require gradients too, so this also differentiates along them."""
@@ -91,16 +94,28 @@ def test_create_graph_changes_no_gradient(case: Case) -> None:
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10, msg=name)
 
 
+@cases((torch.float32,), lambda spec, sample: sample.name in ("cast", "cast, sum returned"))
+def test_create_graph_changes_no_gradient_of_a_low_precision_copy(case: Case) -> None:
+    """In fp32, of which there are such copies: a few roundings apart."""
+    names, leaves = _leaves(case)
+    outputs = _function(case, names)(*leaves)
+    cotangents = random_like(outputs)
+    plain = torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True)
+    differentiable = torch.autograd.grad(outputs, leaves, cotangents, create_graph=True)
+    torch.testing.assert_close(differentiable, plain, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.kernels
 @cases((torch.float64,), lambda spec, sample: sample.name == "save=output")
 def test_no_second_derivative_from_the_output(case: Case) -> None:
-    """Refused in words, rather than answered wrongly."""
+    """An error, not a wrong gradient."""
     names, leaves = _leaves(case)
     outputs = _function(case, names)(*leaves)
     with pytest.raises(RuntimeError, match="save='output' has no double backward"):
         torch.autograd.grad(outputs, leaves, random_like(outputs), create_graph=True)
 
 
+@pytest.mark.pairs
 @cases((torch.float64,), lambda spec, sample: sample.name in ("shape 1x3", "sum returned, p=0"))
 @pytest.mark.parametrize("frozen", [0, -1], ids=["rows", "last"])
 def test_second_derivatives_with_a_frozen_input(case: Case, frozen: int) -> None:

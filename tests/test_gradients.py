@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import fusedops
+import selection
 from fusedops.core.spec import Sample, Spec
 from support import (
     ALL_SPECS,
     DEVICE,
+    KERNEL_PATH,
     Case,
     as_tuple,
     call,
@@ -23,7 +26,7 @@ from support import (
     random_like,
     tensors_of,
 )
-from tolerances import check_gradients
+from tolerances import check_gradients, unit_roundoff
 
 
 @cases()
@@ -34,11 +37,11 @@ def test_gradients(case: Case) -> None:
 
 def _small(spec: Spec, sample: Sample) -> bool:
     """One ordinary sample with every tensor, and those that return the sum, and a twin, where there are any."""
-    return sample.name in ("shape 7x17", "sum returned", "twin, sum returned")
+    return sample.name in ("shape 7x17", "sum returned", "cast, sum returned")
 
 
 @cases((torch.float32,), lambda spec, sample: _small(spec, sample) or sample.name == "shape 129x40")
-def test_every_subset_of_inputs(case: Case) -> None:
+def test_every_subset_of_inputs(case: Case, full: bool) -> None:
     """What does not require a gradient gets none, and what does gets the right one, whoever else does."""
     spec, sample = case.spec, case.sample()
     present = tensors_of(spec, sample)
@@ -46,26 +49,24 @@ def test_every_subset_of_inputs(case: Case) -> None:
     every = check_gradients(spec, sample)
     # With many rows, whose sums meet in partial buffers, one alone and all but one must do: they are slow to interpret.
     counts = {0, 1, len(present) - 1} if sample.name == "shape 129x40" else range(len(present) + 1)
-    for count in counts:
-        for names in itertools.combinations(present, count):
-            leaves = {name: t.clone().requires_grad_(name in names) for name, t in present.items()}
-            outputs = function(leaves)
-            # The sum hangs on no parameter of the norm, so it may need no gradient where the output does.
-            used = {o: c for o, c in zip(outputs, random_like(outputs), strict=True) if o.requires_grad}
-            assert bool(used) == bool(names)
-            if not names:
-                continue
-            torch.autograd.backward(list(used), list(used.values()))
-            assert {name for name, leaf in leaves.items() if leaf.grad is not None} == set(names)
-            for name in names:
-                # The same terms, in another order at most: a few roundings of fp32.
-                torch.testing.assert_close(
-                    leaves[name].grad, every[name], rtol=1e-5, atol=1e-5, msg=f"{name} of {names}"
-                )
+    subsets = [names for count in counts for names in itertools.combinations(present, count)]
+    for names in subsets if full else selection.few_subsets(list(present)):
+        leaves = {name: t.clone().requires_grad_(name in names) for name, t in present.items()}
+        outputs = function(leaves)
+        # The sum hangs on no parameter of the norm, so it may need no gradient where the output does.
+        used = {o: c for o, c in zip(outputs, random_like(outputs), strict=True) if o.requires_grad}
+        assert bool(used) == bool(names)
+        if not names:
+            continue
+        torch.autograd.backward(list(used), list(used.values()))
+        assert {name for name, leaf in leaves.items() if leaf.grad is not None} == set(names)
+        for name in names:
+            # The same terms, in another order at most: a few roundings of fp32.
+            torch.testing.assert_close(leaves[name].grad, every[name], rtol=1e-5, atol=1e-5, msg=f"{name} of {names}")
 
 
 def _has_outputs(spec: Spec, sample: Sample) -> bool:
-    several = not sample.options.keys().isdisjoint({"return_sum", "twin_dtype"})
+    several = not sample.options.keys().isdisjoint({"return_sum", "cast_dtype"})
     return several or ("slice_2" in sample.tensors and sample.name == "shape 7x17")
 
 
@@ -87,7 +88,7 @@ def test_one_of_several_outputs_used(case: Case, used: int) -> None:
 
 
 @pytest.mark.kernels
-@cases((torch.float32,), lambda spec, sample: spec.kept == 0 and sample.name == "shape 7x17")
+@cases((torch.float32,), lambda spec, sample: spec.saved == 0 and sample.name == "shape 7x17")
 def test_an_output_changed_in_place(case: Case) -> None:
     """Nothing of the backward hangs on an output where none is kept, nor does one output on another."""
     spec, sample = case.spec, case.sample()
@@ -155,7 +156,11 @@ def test_one_tensor_as_two_arguments(case: Case) -> None:
     torch.autograd.backward(outputs, random_like(outputs))
     for key, leaf in shared.items():
         parts = [apart[name] for name, t in tensors.items() if id(t) == key]
-        assert torch.equal(leaf.grad, sum(parts[1:], parts[0]))
+        if KERNEL_PATH:
+            assert torch.equal(leaf.grad, sum(parts[1:], parts[0]))
+        else:  # autograd adds the terms of PyTorch's operators in another order: two roundings of their sum
+            room = 4 * unit_roundoff(leaf.dtype) * sum(part.abs() for part in parts)
+            assert ((leaf.grad - sum(parts[1:], parts[0])).abs() <= room).all()
 
 
 @cases((torch.float32,), _small)
@@ -176,7 +181,18 @@ def test_inputs_changed_after_the_forward_are_noticed(case: Case) -> None:
             objected += "modified by an inplace operation" in str(error)
         else:
             assert all(map(torch.equal, got, unchanged)), f"a change of {name} went unnoticed"
-    assert objected or spec.kept == 0
+    assert objected or spec.saved == 0
+
+
+def test_a_narrower_residual_rounds_no_other_gradient() -> None:
+    """Without dropout x and the residual have one gradient, but each in its own dtype."""
+    x = torch.randn(5, 40, device=DEVICE, requires_grad=True)
+    residual = torch.randn(5, 40, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    y = fusedops.bias_dropout_add(x, None, residual, p=0.0)
+    cotangent = torch.randn_like(y)
+    dx, dresidual = torch.autograd.grad(y, (x, residual), cotangent)
+    assert torch.equal(dx, cotangent)
+    assert torch.equal(dresidual, cotangent.bfloat16())
 
 
 def test_gradients_are_not_all_zero() -> None:

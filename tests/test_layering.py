@@ -1,9 +1,17 @@
-"""Imports go one way: face, families, core. Importing the package does no heavy work."""
+"""Imports go one way: API, models, families, core. Importing the package does no heavy work.
+
+And two rules for all files: private names of PyTorch and Triton are in ``core/compat.py`` alone, and functions take few
+arguments.
+"""
 
 from __future__ import annotations
 
 import ast
+import functools
+import graphlib
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,11 +20,14 @@ from pathlib import Path
 import pytest
 
 import fusedops
+from support import EVERY_SPEC
+
+pytestmark = pytest.mark.once
 
 PACKAGE = Path(fusedops.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-# core stands below the families, the families below all else.
-CORE, FAMILY, FACE = 0, 1, 2
+# Each layer imports only itself and those before it.
+CORE, FAMILY, MODELS, API = range(4)
 
 
 def _name(path: Path) -> str:
@@ -25,14 +36,27 @@ def _name(path: Path) -> str:
 
 
 MODULES = {_name(path): path for path in FILES}
+# "fusedops.tune", and "fusedops." with a name to be appended; not "fusedops.core" or "fusedops: a message".
+_ABOVE_CORE = re.compile(r"\bfusedops\.(?!core\b)")
+
+
+@functools.cache
+def _nodes(path: Path) -> tuple[ast.AST, ...]:
+    """A file's whole syntax tree."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """Absolute names of everything a file imports, inside functions too."""
+    """Absolute names of everything a file imports, inside functions and by `importlib.import_module` too."""
     package = _name(path) if path.name == "__init__.py" else _name(path).rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and _called(node) in ("import_module", "__import__"):
+            name, parent = node.args[0], package.split(".")
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                dots = len(name.value) - len(name.value.lstrip("."))
+                yield ".".join([*parent[: len(parent) - dots + 1], name.value.lstrip(".")]) if dots else name.value
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
             source = ".".join(filter(None, (base, node.module)))
@@ -42,19 +66,23 @@ def _imports(path: Path) -> Iterator[str]:
                 yield inner if inner in MODULES else source
 
 
+def _called(node: ast.Call) -> str:
+    """The last part of a called function's name."""
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
 def _families() -> set[str]:
-    """The folders with kernels; `models` has none, and stands above them."""
+    """The folders with kernels, except core."""
     return {path.parent.name for path in FILES if path.name == "kernels.py" and path.parent.name != "core"}
 
 
 def _layer(name: str) -> int:
     parts = name.split(".")
-    if len(parts) > 1 and parts[1] == "core":
-        return CORE
-    return FAMILY if len(parts) > 1 and parts[1] in _families() else FACE
+    folder = parts[1] if len(parts) > 1 else ""
+    return CORE if folder == "core" else FAMILY if folder in _families() else MODELS if folder == "models" else API
 
 
-def test_the_package_has_the_rooms() -> None:
+def test_package_has_its_layers() -> None:
     assert {"norms", "activations"} <= _families()
     assert {"fusedops.core.launch", "fusedops.core.device", "fusedops.norms.kernels"} <= set(MODULES)
 
@@ -65,55 +93,206 @@ def test_imports_go_down(name: str) -> None:
         if not target.startswith("fusedops"):
             continue
         assert target in MODULES, f"{name} imports {target}, which is no module"
-        assert _layer(target) <= _layer(name), f"{name} imports {target}, which stands above it"
+        assert _layer(target) <= _layer(name), f"{name} imports {target}, which is above it"
         if _layer(name) == _layer(target) == FAMILY:
             assert name.split(".")[1] == target.split(".")[1], f"{name} imports {target}, of another family"
 
 
+@pytest.mark.parametrize("name", [name for name in MODULES if _layer(name) == CORE])
+def test_core_names_no_module_above_it(name: str) -> None:
+    """Neither in a string from which a module could be imported."""
+    nodes = _nodes(MODULES[name])
+    texts = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    found = [text.value for text in texts if id(text) not in docstrings and _ABOVE_CORE.search(text.value)]
+    assert not found, f"{name} has {found}"
+
+
+def test_no_import_circle_in_core() -> None:
+    """Imports inside functions count."""
+    graph = {name: set(_imports(path)) & set(MODULES) for name, path in MODULES.items() if _layer(name) == CORE}
+    assert list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError with the circle
+
+
+_ALONE = """
+import importlib, pkgutil, sys, types
+package = types.ModuleType("fusedops")
+package.__path__ = [sys.argv[1]]
+sys.modules["fusedops"] = package
+core = importlib.import_module("fusedops.core")
+for module in pkgutil.iter_modules(core.__path__):
+    if module.name not in sys.argv[2:]:
+        importlib.import_module(f"fusedops.core.{module.name}")
+above = [name for name in sys.modules if name.startswith("fusedops.") and not name.startswith("fusedops.core")]
+assert not above, above
+"""
+
+
+def test_core_is_imported_alone() -> None:
+    """In a package that has nothing else loaded; kernels need Triton."""
+    skipped = [] if importlib.util.find_spec("triton") else ["device", "kernels"]
+    done = subprocess.run([sys.executable, "-c", _ALONE, str(PACKAGE), *skipped], capture_output=True, text=True,
+                          timeout=120)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("name", [name for name in MODULES if name.endswith((".kernels", "core.device"))])
-def test_kernels_know_only_triton(name: str) -> None:
+def test_kernels_import_only_triton(name: str) -> None:
     for target in _imports(MODULES[name]):
         assert target.split(".")[0] in ("triton", "__future__") or target == "fusedops.core.device", target
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.endswith(".reference")])
-def test_the_reference_knows_only_torch(name: str) -> None:
+def test_reference_imports_only_torch(name: str) -> None:
     for target in _imports(MODULES[name]):
         assert target.split(".")[0] != "triton" and not target.startswith("fusedops"), target
 
 
-# What runs as a command, or in a process of its own, and is imported by nothing else.
+# The commands and their child processes. Only the top-level package may import one, and only when it is needed:
+# `test_importing_is_light` checks that the tuner of ``FUSEDOPS_TUNE`` is not loaded with the package.
 COMMANDS = ("fusedops.tune", "fusedops.doctor", "fusedops.__main__")
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith(COMMANDS)])
-def test_nobody_imports_the_commands(name: str) -> None:
+def test_commands_are_not_imported(name: str) -> None:
     for other, path in MODULES.items():
-        if not other.startswith(COMMANDS):
+        if not other.startswith(COMMANDS) and (other, name) != ("fusedops", "fusedops.tune.ondemand"):
             assert name not in set(_imports(path)), f"{other} imports {name}"
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.endswith(".spec")])
-def test_nobody_imports_the_specs(name: str) -> None:
-    """Samples and bad samples are for tests, benchmarks and commands; a user's import does not pay for them."""
+def test_specs_are_not_imported(name: str) -> None:
+    """Samples are for tests, benchmarks and commands; a user's import must not load them."""
     for other, path in MODULES.items():
         if not other.endswith(".spec") and not other.startswith(COMMANDS):
             assert name not in set(_imports(path)), f"{other} imports {name}"
 
 
+# --- private names ----------------------------------------------------------------------------------------------------
+
+# Private names outside core/compat.py, by file ("" for any), each with the reason. All others are faults.
+ALLOWED = {
+    ("", "_modules"): "a module's children by name, shared and absent ones too, which `named_children` leaves out",
+    ("", "_parameters"): "as `_modules`",
+    ("models/rules/t5_attention.py", "_attn_implementation"): "of Transformers, whose sources rules know",
+    ("tune/command.py", "_SubParsersAction"): "of argparse, which has no public name for the annotation",
+    ("doctor.py", "_SubParsersAction"): "of argparse",
+    ("tune/server.py", "_exit"): "of os, and documented",
+}
+
+_PRIVATE = re.compile(r"_(?!_)\w")
+# Modules of Triton that have no documentation.
+_INTERNAL = re.compile(r"triton\.(runtime|compiler|backends|knobs)\b")
+_DOTTED = re.compile(r"(torch|triton)(\.\w+)+\.?")
+
+
+@functools.cache
+def _own() -> frozenset[str]:
+    """Names that the package itself gives to functions, classes, variables and attributes of its objects."""
+    names = {"_module"}  # which `models.parts` sets by `object.__setattr__`
+    for path in FILES:
+        for node in _nodes(path):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names |= {node.attr} if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls") else set()
+    return frozenset(names)
+
+
+def _foreign(name: str) -> bool:
+    return bool(_PRIVATE.match(name)) and not name.startswith("_fusedops_") and name not in _own()
+
+
+def _private_names(path: Path) -> Iterator[tuple[str, str]]:
+    """``(name, expression)`` of every private name that a file imports, reads, or gives to `getattr` and the like."""
+    for node in _nodes(path):
+        dotted: list[str] = []
+        if isinstance(node, ast.Import):
+            dotted = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            dotted = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and _foreign(node.attr):
+            yield node.attr, ast.unparse(node)
+        elif isinstance(node, ast.Attribute):
+            dotted = [ast.unparse(node)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _DOTTED.fullmatch(node.value):
+            dotted = [node.value]
+        elif isinstance(node, ast.Call) and _called(node) in ("getattr", "setattr", "hasattr", "attrgetter"):
+            texts = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+            yield from ((text, ast.unparse(node)) for text in texts if _foreign(text))
+        for name in dotted:
+            private = [part for part in name.split(".") if _PRIVATE.match(part)]
+            if name.split(".")[0] in ("torch", "triton") and (private or _INTERNAL.match(name)):
+                yield (private or [name])[0], name
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "fusedops.core.compat"])
+def test_private_names_are_in_compat(name: str) -> None:
+    """A release that lacks one must change nothing but speed; tests/test_compat.py takes each away, of that file."""
+    path = MODULES[name].relative_to(PACKAGE).as_posix()
+    found = {text for private, text in _private_names(MODULES[name])
+             if not {("", private), (path, private)} & set(ALLOWED)}  # fmt: skip
+    assert not found, f"{path} uses {sorted(found)}"
+
+
+def test_allowed_private_names_are_used() -> None:
+    used = {(file, private) for path in FILES for private, _ in _private_names(path)
+            for file in ("", path.relative_to(PACKAGE).as_posix())}  # fmt: skip
+    assert set(ALLOWED) <= used
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+MOST_ARGUMENTS = 8
+
+
+def _contracts() -> set[str]:
+    """Functions whose signature is a drop-in contract: functionals, what they replace, and constructors of modules."""
+    functions = [function for spec in EVERY_SPEC for function in (spec.call, spec.eager, spec.reference)]
+    return (
+        {getattr(function, "func", function).__name__ for function in functions}
+        | set(fusedops.__all__)
+        | {f"{name}.__init__" for name in fusedops.nn.__all__}
+    )
+
+
+def _functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.arguments]]:
+    for child in ast.iter_child_nodes(node):
+        inner = f"{prefix}{child.name}." if isinstance(child, ast.ClassDef) else prefix
+        if isinstance(child, ast.FunctionDef | ast.Lambda):
+            yield prefix + getattr(child, "name", "<lambda>"), child.args
+        yield from _functions(child, inner)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith((".kernels", ".launching", ".device"))])
+def test_functions_take_few_arguments(name: str) -> None:
+    """Kernels, and what launches them, take what they take."""
+    contracts, found = _contracts(), {}
+    for function, arguments in _functions(_nodes(MODULES[name])[0]):
+        every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg)
+        names = [arg.arg for arg in every if arg is not None and arg.arg not in ("self", "cls", "ctx")]
+        if len(names) > MOST_ARGUMENTS and function not in contracts:
+            found[function] = len(names)
+    assert not found, f"{name} has functions of more than {MOST_ARGUMENTS} arguments: {found}"
+
+
+# --- importing --------------------------------------------------------------------------------------------------------
+
 _PROBE = """
 import os, sys
-import torch  # what torch itself reads and loads is its own affair
+import torch  # what torch itself reads and loads does not count
 seen = []
 _torch_loads_triton = "triton" in sys.modules
 
-class Watched(dict):
+class Recorder(dict):
     def __getitem__(self, key): seen.append(key); return super().__getitem__(key)
     def get(self, key, default=None): seen.append(key); return super().get(key, default)
     def __contains__(self, key): seen.append(key); return super().__contains__(key)
 
 environment = os.environ
-os.environ = Watched(environment)
+os.environ = Recorder(environment)
 os.getenv = lambda key, default=None: seen.append(key) or environment.get(key, default)
 import fusedops
 os.environ = environment
@@ -138,11 +317,11 @@ def test_importing_is_light(interpret: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_face_is_what_it_says() -> None:
+def test_public_api() -> None:
     assert set(fusedops.__all__) >= {"layer_norm", "rms_norm", "bias_dropout_add", "bias_dropout_add_ln",
                                      "bias_dropout_add_rms_norm", "gelu", "bias_gelu", "bias_act", "geglu", "swiglu",
                                      "glu", "__version__"}  # fmt: skip
-    for face in (fusedops, fusedops.nn):
-        for name in face.__all__:
-            assert getattr(face, name) is not None
-            assert name == "__version__" or getattr(face, name).__doc__, f"{name} has no docstring"
+    for module in (fusedops, fusedops.nn):
+        for name in module.__all__:
+            assert getattr(module, name) is not None
+            assert name == "__version__" or getattr(module, name).__doc__, f"{name} has no docstring"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedops.core.spec import Sample, Spec
-from support import ALL_SPECS, DEVICE, INTERPRETED, Case, call, cases, eager, random_like, rows_of, tensors_of
+from support import ALL_SPECS, DEVICE, Case, call, cases, eager, random_like, rows_of, tensors_of
 from tolerances import check_gradients, check_values
 
 PROCESSORS = torch.cuda.get_device_properties(DEVICE).multi_processor_count if DEVICE.type == "cuda" else 132
@@ -182,6 +182,14 @@ def test_rows_around_a_multiple_of_the_processors(spec: Spec, dtype: torch.dtype
     _check(spec, _resized(spec, dtype, (rows, 24)))
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("spec", [spec for spec in ALL_SPECS if spec.name in ("layer_norm", "rms_norm")],
+                         ids=lambda spec: spec.name)  # fmt: skip
+def test_wide_rows_that_programs_share(spec: Spec) -> None:
+    """More programs have a part in the first columns' sums than in the others'."""
+    _check(spec, _resized(spec, torch.float32, (5, 10000)))
+
+
 @over_specs
 @pytest.mark.parametrize("cols", [1, 2, 3, 5, 7, 8, 9, 15, 16, 31, 33, 63, 65, 255, 257, 1023, 1025])
 def test_column_counts(spec: Spec, cols: int) -> None:
@@ -207,8 +215,8 @@ def test_no_rows(spec: Spec, dtype: torch.dtype, shape: tuple[int, ...]) -> None
         assert not grad.any(), f"gradient of {name}"
 
 
+@pytest.mark.plain  # half a minute each in the interpreter
 @over_specs
-@(pytest.mark.gpu if INTERPRETED else pytest.mark.filterwarnings("default"))  # half a minute each in the interpreter
 def test_many_rows(spec: Spec) -> None:
     """More rows than a 16-bit grid dimension holds."""
     _check(spec, _resized(spec, torch.float32, (65536 + 3, 4)))

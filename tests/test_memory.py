@@ -1,4 +1,4 @@
-"""What lives from forward to backward: at most the spec's number of (M, N) tensors, no mask, no more than eager."""
+"""Tensors saved for the backward: at most the spec's number of (M, N) tensors, no mask, no more than eager."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _saved() -> Iterator[Saved]:
         yield saved
 
 
-def _keep(function: Callable[..., Any], sample: Sample, spec: Spec) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """What a forward keeps besides its inputs; and its outputs, which must stay alive while pointers are compared."""
+def _run(function: Callable[..., Any], sample: Sample, spec: Spec) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """What a forward saves besides its inputs; and its outputs, which must stay alive while pointers are compared."""
     tensors = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
     with _saved() as saved:
         outputs = as_tuple(function(dict(tensors)))
@@ -58,20 +58,20 @@ def _wide_enough(spec: Spec, sample: Sample) -> bool:
 
 @pytest.mark.kernels
 @cases((torch.bfloat16, torch.float32), _wide_enough)
-def test_kept_tensors(case: Case, device: torch.device) -> None:
+def test_saved_tensors(case: Case, device: torch.device) -> None:
     sample = case.sample()
     spec, rows = case.spec, rows_of(case.spec, sample)
-    kept, outputs = _keep(call(spec, sample), sample, spec)
-    large = [t for t in kept if t.numel() >= rows.numel()]
-    assert len(large) <= spec.kept
-    assert all(t.is_floating_point() for t in large), "a mask was kept"
+    saved, outputs = _run(call(spec, sample), sample, spec)
+    large = [t for t in saved if t.numel() >= rows.numel()]
+    assert len(large) <= spec.saved
+    assert all(t.is_floating_point() for t in large), "a mask was saved"
     # Statistics: two numbers of the accumulator's width for each row.
     parameters = {t.untyped_storage().data_ptr() for t in sample.tensors.values() if t is not None and t.dim() == 1}
-    small = [t for t in kept if t.numel() < rows.numel() and t.untyped_storage().data_ptr() not in parameters]
+    small = [t for t in saved if t.numel() < rows.numel() and t.untyped_storage().data_ptr() not in parameters]
     normalised = sample.options.get("normalized_shape", rows.shape[-1:])
     count = rows.numel() // torch.Size(normalised).numel()
     assert _bytes(small) <= 2 * 8 * count
-    # Keeping what is returned anyway, or the inputs, costs nothing more.
+    # What is returned anyway, or the inputs, costs nothing more to save.
     if sample.options.get("save") in ("inputs", "output") or sample.options.get("return_sum"):
         held = {output.untyped_storage().data_ptr() for output in outputs}
         assert all(t.untyped_storage().data_ptr() in held for t in large)
@@ -79,12 +79,12 @@ def test_kept_tensors(case: Case, device: torch.device) -> None:
 
 @pytest.mark.kernels
 @cases((torch.bfloat16, torch.float32), lambda spec, sample: _wide_enough(spec, sample) and sample.p > 0.0)
-def test_nothing_without_dropout_that_is_not_kept_with_it(case: Case, device: torch.device) -> None:
-    """No byte for each element hides in another form: what is kept does not grow with p."""
+def test_dropout_saves_nothing_more(case: Case, device: torch.device) -> None:
+    """No byte for each element in any form."""
     sample = case.sample()
-    dropping, _alive = _keep(call(case.spec, sample), sample, case.spec)
+    dropping, _alive = _run(call(case.spec, sample), sample, case.spec)
     plain = Sample(sample.name, sample.tensors, {**sample.options, "p": 0.0})
-    without, _alive_too = _keep(call(case.spec, plain), plain, case.spec)
+    without, _alive_too = _run(call(case.spec, plain), plain, case.spec)
     sum_alone = all(sample.tensors.get(name) is None for name in ("bias", "residual"))
     if not sum_alone:  # else the sum is x itself, and only dropout makes it another tensor
         assert _bytes(dropping) == _bytes(without)
@@ -95,13 +95,13 @@ def test_nothing_without_dropout_that_is_not_kept_with_it(case: Case, device: to
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_never_more_than_eager(spec: Spec, dtype: torch.dtype, device: torch.device) -> None:
     sample = spec.benchmark((16, 256), dtype, device)
-    ours, _ = _keep(call(spec, sample), sample, spec)
-    theirs, _ = _keep(eager(spec, sample), sample, spec)
+    ours, _ = _run(call(spec, sample), sample, spec)
+    theirs, _ = _run(eager(spec, sample), sample, spec)
     assert _bytes(ours) <= _bytes(theirs) + 2 * 8 * 16  # two statistics a row, where eager may count fewer
 
 
 @every
-def test_inference_keeps_nothing(spec: Spec, device: torch.device) -> None:
+def test_inference_saves_nothing(spec: Spec, device: torch.device) -> None:
     sample = spec.benchmark((16, 64), torch.float32, device)
     with _saved() as saved:
         as_tuple(spec.call(**sample.tensors, **sample.options))
@@ -114,25 +114,25 @@ def test_inference_keeps_nothing(spec: Spec, device: torch.device) -> None:
 
 @every
 def test_backward_frees(spec: Spec, device: torch.device) -> None:
-    """A second backward without retain_graph is refused as for any operator: what was kept is gone."""
+    """A second backward without retain_graph is an error, as for any operator: what was saved is freed."""
     sample = spec.benchmark((6, 40), torch.float32, device)
     leaves = [t.requires_grad_() for t in tensors_of(spec, sample).values()]
     outputs = as_tuple(spec.call(**sample.tensors, **sample.options))
     torch.autograd.grad(outputs, leaves, random_like(outputs), retain_graph=True)
     torch.autograd.grad(outputs, leaves, random_like(outputs))
-    if spec.kept:  # an operator that keeps nothing has nothing to free
+    if spec.saved:  # an operator that saves nothing has nothing to free
         with pytest.raises(RuntimeError, match="second time"):
             torch.autograd.grad(outputs, leaves, random_like(outputs))
 
 
-# --- the allocator's word ------------------------------------------------------------------------------------------
+# --- as the allocator counts ------------------------------------------------------------------------------------------
 
 
 @every
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_memory_between_the_passes(spec: Spec, dtype: torch.dtype, device: torch.device) -> None:
-    """Nothing is hidden from autograd's hooks either: memory grows by outputs, what is kept, and O(M)."""
+    """Memory grows by the outputs, the saved tensors that autograd's hooks see, and O(M)."""
     rows, cols = 4096, 1024
     sample = spec.benchmark((rows, cols), dtype, device)
     for tensor in tensors_of(spec, sample).values():
@@ -143,7 +143,7 @@ def test_memory_between_the_passes(spec: Spec, dtype: torch.dtype, device: torch
     outputs = as_tuple(spec.call(**sample.tensors, **sample.options))
     grown = torch.cuda.memory_allocated(device) - before
     matrix = rows * cols * dtype.itemsize
-    assert grown <= (len(outputs) + spec.kept) * matrix + 2 * 8 * rows + 4096
+    assert grown <= (len(outputs) + spec.saved) * matrix + 2 * 8 * rows + 4096
 
 
 @every
@@ -162,7 +162,9 @@ def test_peak_of_forward_and_backward(spec: Spec, device: torch.device) -> None:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
-            torch.autograd.grad(as_tuple(function(**sample.tensors, **sample.options)), leaves, cotangents)
+            # In this thread: the engine's own may free a Python node's tensors after `grad` has returned.
+            with torch.autograd.set_multithreading_enabled(False):
+                torch.autograd.grad(as_tuple(function(**sample.tensors, **sample.options)), leaves, cotangents)
         return torch.cuda.max_memory_allocated(device) - before
 
     processors = torch.cuda.get_device_properties(device).multi_processor_count

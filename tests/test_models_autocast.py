@@ -17,7 +17,10 @@ from fusedops.models.parts import normed
 from fusedops.models.spec import MODELS, ModelSpec
 from support import KERNEL_PATH
 from tolerances import unit_roundoff
-from zoo import HAS_TRANSFORMERS, SAMPLES, build, inputs, outputs, run, undropped, unpacked
+from zoo import HAS_TRANSFORMERS, SAMPLES, build, inputs, observed, outputs, run, undropped, unpacked
+
+# What a model calls does not depend on the kernels, whose values the operators' own tests hold.
+pytestmark = pytest.mark.once
 
 LOW = torch.bfloat16
 # For each pre-norm model, how many norms of a layer give low rows, and how many layers there are: encoder, decoder.
@@ -31,12 +34,12 @@ _NARROW = {
 }
 pre_norm = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in _NARROW], ids=lambda spec: spec.name)
 # For each post-norm model, how many norms give their rows twice, low ones to linear layers beside the residual stream.
-_TWINS = {
+_COPIES = {
     **dict.fromkeys(("bert", "roberta", "electra", "distilbert", "opt_post_norm"), 2),
     **dict.fromkeys(("bart", "marian", "torch_post_norm"), 2 + 2 * 2),
     "bert_decoder": 2,
 }
-post_norm = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in _TWINS], ids=lambda spec: spec.name)
+post_norm = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in _COPIES], ids=lambda spec: spec.name)
 _CAST_ONCE = ("bert", "roberta", "distilbert", "bart", "marian", "opt_post_norm")
 cast_once = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in _CAST_ONCE], ids=lambda spec: spec.name)
 
@@ -58,21 +61,16 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @contextmanager
-def _low_norms(twins: bool = False) -> Iterator[list[torch.dtype]]:
-    """The output dtypes that norms are asked for while nothing but autocast asks for one; or those of twins."""
-    seen: list[torch.dtype] = []
-    patch = pytest.MonkeyPatch()
-    original = fusedops.norms.ops._call  # type: ignore[attr-defined]
+def _low_norms(option: str = "out_dtype") -> Iterator[list[torch.dtype | None]]:
+    """The values of this option in calls of norms: of the output's dtype, or of its low-precision copy's."""
+    seen: list[torch.dtype | None] = []
 
-    def call(*args: Any) -> Any:
-        seen.append(args[-1 if twins else -2])
-        return original(*args)
+    def see(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name.endswith(("norm", "ln")):
+            seen.append(kwargs.get(option))
 
-    patch.setattr("fusedops.norms.ops._call", call)
-    try:
+    with observed(see):
         yield seen
-    finally:
-        patch.undo()
 
 
 def _narrow(seen: list[Any]) -> int:
@@ -135,21 +133,21 @@ def test_rows_are_cast_once(spec: ModelSpec, device: torch.device, monkeypatch: 
     layers = sum("SelfAttention" in type(m).__name__ or name.endswith("self_attn") for name, m in modules.items())
     crosses = sum(name.endswith("encoder_attn") for name in modules)
     assert layers >= 2
-    # A kernel gives a twin without a cast.
-    assert expected - found == 2 * layers + crosses + KERNEL_PATH * _TWINS[spec.name]
+    # A kernel writes the low-precision copy without a cast.
+    assert expected - found == 2 * layers + crosses + KERNEL_PATH * _COPIES[spec.name]
 
 
 @post_norm
-def test_each_norm_within_a_block_has_a_twin(spec: ModelSpec, device: torch.device) -> None:
+def test_each_norm_within_a_block_also_returns_a_low_precision_copy(spec: ModelSpec, device: torch.device) -> None:
     """Its linear layers get their rows from the norm; the residual stream, and what leaves the block, stays fp32."""
     model, arguments = _fused(spec), inputs(spec)
     for enabled in (True, False):
-        with torch.autocast(device.type, LOW, enabled=enabled), _low_norms(twins=True) as seen:
+        with torch.autocast(device.type, LOW, enabled=enabled), _low_norms("cast_dtype") as seen:
             model(**arguments)
-        assert _narrow(seen) == (_TWINS[spec.name] if enabled else 0)
+        assert _narrow(seen) == (_COPIES[spec.name] if enabled else 0)
 
 
-# --- who else looks -------------------------------------------------------------------------------------------------
+# --- modules with hooks -----------------------------------------------------------------------------------------------
 
 
 def _seen_by(module: nn.Module) -> list[torch.dtype]:
@@ -163,14 +161,14 @@ def _last(model: nn.Module, name: str) -> nn.Module:
 
 
 # Of the layers, one each: the linear layers, or what holds them, behind the first norm and behind the second.
-_TAKERS = {"gpt2": ("c_attn", "mlp"), "t5": ("q", "wi"), "t5_gated": ("SelfAttention", "wi_1"), "vit": ("k_proj", "fc1"),
+_CONSUMERS = {"gpt2": ("c_attn", "mlp"), "t5": ("q", "wi"), "t5_gated": ("SelfAttention", "wi_1"), "vit": ("k_proj", "fc1"),
            "llama": ("v_proj", "up_proj"), "torch_pre_norm": ("self_attn", "linear1")}  # fmt: skip
-_WATCHED = [(s, name) for s in SAMPLES for name in _TAKERS.get(s.name, ())]
+_HOOKED = [(s, name) for s in SAMPLES for name in _CONSUMERS.get(s.name, ())]
 
 
-@pytest.mark.parametrize("spec, name", _WATCHED, ids=lambda value: getattr(value, "name", value))
-def test_who_watches_sees_fp32(spec: ModelSpec, name: str, device: torch.device) -> None:
-    """A hook on whoever takes the rows switches it off for that norm, and for no other."""
+@pytest.mark.parametrize("spec, name", _HOOKED, ids=lambda value: getattr(value, "name", value))
+def test_hooked_consumer_gets_fp32(spec: ModelSpec, name: str, device: torch.device) -> None:
+    """A hook on a consumer of the rows switches it off for that norm, and for no other."""
     model, arguments = _fused(spec), inputs(spec)
     seen = _seen_by(_last(model, name)) if name != "SelfAttention" else []
     if name == "SelfAttention":  # its rows come by keyword or by position
@@ -187,24 +185,24 @@ _BERT = [s for s in SAMPLES if s.name == "bert"]
 @pytest.mark.parametrize("spec", _BERT, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("path", ["attention", "attention.output", "attention.output.LayerNorm", "intermediate",
                                   "intermediate.dense", "output"])  # fmt: skip
-def test_who_watches_has_no_twin_behind_its_back(spec: ModelSpec, path: str, device: torch.device) -> None:
-    """Else the gradient that a hook on a tensor sees would lack the twin's."""
+def test_hooked_module_of_a_block_gets_the_only_output(spec: ModelSpec, path: str, device: torch.device) -> None:
+    """Else the gradient that a hook on a tensor gets would lack the low-precision copy's."""
     model, arguments = _fused(spec), inputs(spec)
-    watched = model.get_submodule(f"bert.encoder.layer.1.{path}")
+    hooked = model.get_submodule(f"bert.encoder.layer.1.{path}")
     tensors: list[Tensor] = []
 
-    def watch(module: nn.Module, args: Any, output: Any) -> None:
+    def record(module: nn.Module, args: Any, output: Any) -> None:
         rows = output[0] if isinstance(output, tuple) else output
         tensors.append(args[0] if path.startswith("intermediate") else args[1] if path == "output" else rows)
         tensors[-1].retain_grad()
 
-    watched.register_forward_hook(watch)
+    hooked.register_forward_hook(record)
     gradients = []
     for low in (True, False):
         tensors.clear()
-        with torch.autocast(device.type, LOW, enabled=low), _low_norms(twins=True) as seen:
+        with torch.autocast(device.type, LOW, enabled=low), _low_norms("cast_dtype") as seen:
             total = sum(y.float().square().sum() for y in outputs(model(**arguments)))
-        assert _narrow(seen) == (_TWINS["bert"] - 1 if low else 0)
+        assert _narrow(seen) == (_COPIES["bert"] - 1 if low else 0)
         assert tensors[0].dtype == torch.float32
         total.backward()
         gradients.append(tensors[0].grad)
@@ -212,17 +210,17 @@ def test_who_watches_has_no_twin_behind_its_back(spec: ModelSpec, path: str, dev
     assert (gradients[0] - gradients[1]).norm() < 0.05 * gradients[1].norm()
 
 
-_TAKERS = {"opt_post_norm": "model.decoder.layers.1.fc1", "bart": "model.decoder.layers.1.fc1",
+_CONSUMERS = {"opt_post_norm": "model.decoder.layers.1.fc1", "bart": "model.decoder.layers.1.fc1",
            "distilbert": "distilbert.transformer.layer.1.ffn.lin1",
            "torch_post_norm": "transformer.decoder.layers.1.linear1"}  # fmt: skip
-takers = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in _TAKERS], ids=lambda spec: spec.name)
+consumers = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in _CONSUMERS], ids=lambda spec: spec.name)
 
 
-@takers
-def test_who_watches_a_taker_sees_the_residuals_gradient_too(spec: ModelSpec, device: torch.device) -> None:
-    """A linear layer that is watched takes the residual itself, as in the original, and no view of it."""
+@consumers
+def test_hooked_consumer_gets_the_residuals_gradient_too(spec: ModelSpec, device: torch.device) -> None:
+    """A linear layer with hooks takes the residual itself, as in the original, and no view of it."""
     model, arguments = build(spec), inputs(spec)
-    path, tensors = _TAKERS[spec.name], list[Tensor]()
+    path, tensors = _CONSUMERS[spec.name], list[Tensor]()
     model.get_submodule(path).register_forward_pre_hook(lambda module, args: tensors.append(args[0]))
     gradients = []
     for fuse in (False, True):
@@ -255,7 +253,7 @@ def test_an_adapter_sees_fp32(name: str, device: torch.device) -> None:
 
 
 def test_a_norm_alone_stays_fp32(device: torch.device) -> None:
-    """Who takes its output is not known there."""
+    """The consumers of its output are not known there."""
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)).to(device)
     fusedops.fuse_model(model)
     with torch.autocast(device.type, LOW):
@@ -326,9 +324,9 @@ def test_gradients(count: int, device: torch.device) -> None:
     each = [(dy @ layer.weight.to(LOW)).double() for dy, layer in zip(dys, layers, strict=True)]
     total = torch.stack(each).abs().sum(0)
     error = (1.1 * (count - 1) * unit_roundoff(LOW) + 8 * unit_roundoff(torch.float32) * 40) * total
-    twin = nn.LayerNorm(16).to(device, torch.float64)
-    twin.load_state_dict(norm.state_dict())
-    jacobian = torch.stack([torch.autograd.functional.jacobian(twin, row) for row in x.double()]).abs()
+    exact = nn.LayerNorm(16).to(device, torch.float64)
+    exact.load_state_dict(norm.state_dict())
+    jacobian = torch.stack([torch.autograd.functional.jacobian(exact, row) for row in x.double()]).abs()
     hat = nn.functional.layer_norm(x.double(), (16,)).abs()
     bounds = [torch.einsum("rij,ri->rj", jacobian, error), (error * hat).sum(0), error.sum(0)]
     for found, expected, bound in zip(low, wide, bounds, strict=True):
@@ -338,7 +336,7 @@ def test_gradients(count: int, device: torch.device) -> None:
         assert not torch.equal(low[0], wide[0])
 
 
-@pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in {*_NARROW, *_TWINS}], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in {*_NARROW, *_COPIES}], ids=lambda spec: spec.name)
 def test_gradients_of_models(spec: ModelSpec, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """No further from fp32's than twice what fp32 rows give: in the norm of all gradients together."""
     model, arguments = _fused(spec), inputs(spec)
@@ -366,7 +364,7 @@ def test_one_graph(spec: ModelSpec, device: torch.device) -> None:
         torch.testing.assert_close(b, a, rtol=0, atol=8 * unit_roundoff(LOW) * float(a.detach().abs().max()))
 
 
-def test_low_dtype_asks_for_takers(device: torch.device) -> None:
+def test_low_dtype_needs_known_consumers(device: torch.device) -> None:
     """With nobody named there is nothing to know."""
     with torch.autocast(device.type, LOW):
         assert autocast.low_dtype(torch.ones(1, device=device), ()) is None

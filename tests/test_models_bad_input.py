@@ -13,6 +13,8 @@ from torch import nn
 
 import fusedops
 
+pytestmark = pytest.mark.once
+
 
 def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU())
@@ -130,13 +132,13 @@ def test_fused_and_then_sharded() -> None:
     """The other way about, which the message recommends, works; unfusing then must wait."""
     from torch.distributed.fsdp import fully_shard
 
-    twin, model = _model(), _model()
-    model.load_state_dict(twin.state_dict())
+    original, model = _model(), _model()
+    model.load_state_dict(original.state_dict())
     fusedops.fuse_model(model)
     for module in (model[1], model):
         fully_shard(module, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
     x = torch.randn(3, 4)
-    torch.testing.assert_close(model(x), twin(x))
+    torch.testing.assert_close(model(x), original(x))
     with pytest.raises(ValueError, match="module '1' was changed after it was fused, to FSDP"):
         fusedops.unfuse_model(model)
 

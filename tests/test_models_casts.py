@@ -25,6 +25,9 @@ from support import DEVICE, KERNEL_PATH
 from tolerances import unit_roundoff
 from zoo import SAMPLES, Counting, every, inputs, making_kernels, run, undropped
 
+# What a model calls does not depend on the kernels, whose values the operators' own tests hold.
+pytestmark = pytest.mark.once
+
 LOW = torch.bfloat16
 # For each model, how many casts a forward is spared. Of an attention whose query, key and value are packed to one weight
 # and one bias, its last weight joins them; where the query goes its own way, as in a cross-attention, so do its weight and
@@ -46,8 +49,8 @@ _SPARED = {
     "t5_gated": 4 * (_LAYER - 1 + _ROWS) + 2 * (_CROSS - 2),
 }  # fmt: skip
 # Of each kind, for what takes longer.
-some = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in ("torch_pre_norm", "bert", "gpt2", "vit", "t5_gated")],
-                               ids=lambda spec: spec.name)  # fmt: skip
+_SOME = [s for s in SAMPLES if s.name in ("torch_pre_norm", "bert", "gpt2", "vit", "t5_gated")]
+some = pytest.mark.parametrize("spec", _SOME, ids=lambda spec: spec.name)
 
 
 def _is_cast(func: Any, kwargs: dict[str, Any]) -> bool:
@@ -328,7 +331,7 @@ class _Cache:
     ids=["none", "of one part", "empty", "of another layer", "filled"],
 )
 def test_caches(cache: Any, joins: bool) -> None:
-    """Of a cross-attention, whose own layers are not called where its keys and values are kept. Others call theirs."""
+    """Of a cross-attention, whose own layers are not called where its keys and values are cached. Others call theirs."""
     module = _Attention()
     with making_kernels():
         assert (type(module.last(crosses=True, cache=cache)) is Cast) == joins
@@ -364,11 +367,11 @@ def test_where_it_is_done() -> None:
     """Compiled, where Inductor writes kernels: that is not on a CPU, unless the interpreter makes it a GPU."""
     x = torch.zeros(1, device=DEVICE)
 
-    def asked(x: Tensor) -> Tensor:
+    def made(x: Tensor) -> Tensor:
         return x + 1 if makes_kernels(x) else x
 
-    assert float(asked(x)) == 0.0
-    assert float(torch.compile(asked, backend="eager", fullgraph=True)(x)) == float(KERNEL_PATH)
+    assert float(made(x)) == 0.0
+    assert float(torch.compile(made, backend="eager", fullgraph=True)(x)) == float(KERNEL_PATH)
 
 
 # --- compiled -------------------------------------------------------------------------------------------------------
@@ -398,7 +401,9 @@ def _casts_joined(joined: bool) -> Any:
     return nullcontext() if joined else mock.patch("fusedops.models.casts.cast_as_one", _apart)
 
 
-@some
+@pytest.mark.once
+@pytest.mark.parametrize("spec", [pytest.param(s, id=s.name, marks=[] if s.name in ("bert", "t5_gated") else pytest.mark.full)
+                                  for s in _SOME])  # fmt: skip
 def test_compiled(spec: ModelSpec) -> None:
     """One graph. Forward and backward each have as many casts fewer as are spared; outputs and gradients are the same."""
     results, casts = [], []
@@ -434,14 +439,14 @@ def test_mapped_over_parameters() -> None:
     assert all(torch.equal(part, t.to(LOW)) for part, t in zip(parts, sets, strict=True))
 
 
-_WATCHED = ("attention.self", "attention.output", "attention.output.dense", "intermediate", "intermediate.dense", "output",
+_HOOKED = ("attention.self", "attention.output", "attention.output.dense", "intermediate", "intermediate.dense", "output",
             "output.dense")  # fmt: skip
 
 
-@pytest.mark.parametrize("path", _WATCHED)
+@pytest.mark.parametrize("path", _HOOKED)
 @pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name == "bert"], ids=lambda spec: spec.name)
 def test_hooks(spec: ModelSpec, path: str) -> None:
-    """Who watches one of BERT's modules sees it called, and the rest is cast together still."""
+    """A module of BERT with a hook is called, and the rest is still cast together."""
     model, arguments = _fused(spec), inputs(spec)
     apart = _casts(model, arguments)
     with making_kernels():
@@ -451,9 +456,9 @@ def test_hooks(spec: ModelSpec, path: str) -> None:
         if name.endswith(f"layer.0.{path}"):
             module.register_forward_hook(lambda module, args, output, name=name: seen.append(name))
     with making_kernels():
-        watched = _casts(model, arguments)
+        hooked = _casts(model, arguments)
     assert len(seen) == 1
-    assert plain < watched < apart
+    assert plain < hooked < apart
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="Inductor makes one kernel of it on GPUs alone")

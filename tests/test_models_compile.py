@@ -19,6 +19,13 @@ _NAMES = ("leaves", "torch_post_norm", "torch_pre_norm", "bert", "distilbert", "
           "llama", "gemma")  # fmt: skip
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 some = pytest.mark.parametrize("spec", [spec for spec in SAMPLES if spec.name in _NAMES], ids=lambda spec: spec.name)
+# What Dynamo asks of classes depends on what kinds of blocks a model has, and takes seconds a model.
+_KINDS = ("leaves", "torch_pre_norm", "bert", "gpt2")
+each_kind = pytest.mark.parametrize(
+    "spec",
+    [pytest.param(spec, id=spec.name, marks=[] if spec.name in _KINDS else pytest.mark.full)
+     for spec in SAMPLES if spec.name in _NAMES],
+)  # fmt: skip
 
 
 class _Recorder:
@@ -46,11 +53,6 @@ def _arguments(spec: ModelSpec) -> dict[str, Any]:
 def test_one_graph(spec: ModelSpec) -> None:
     """In training mode; dropout off, so that there is something to compare with."""
     model, arguments = undropped(spec), _arguments(spec)
-    for module in model.modules():
-        if hasattr(module, "layerdrop"):
-            # A stack that may leave out layers. In training some releases of Transformers draw for it at a chance of
-            # zero too, which no graph holds, fused or not. Its layers, where all that is fused is, go on training.
-            module.training = False
     fusedops.fuse_model(model)
     with counted() as calls:
         expected = outputs(model(**arguments))
@@ -58,7 +60,7 @@ def test_one_graph(spec: ModelSpec) -> None:
     found = outputs(torch.compile(model, backend=recorder, fullgraph=True)(**arguments))
     assert recorder.graphs == 1
     for a, b in zip(expected, found, strict=True):
-        torch.testing.assert_close(b, a, rtol=0, atol=1e-5 * float(a.abs().max()))
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-5 * float(a.detach().abs().max()))
     if KERNEL_PATH:
         whole = [name for name in recorder.targets if name.startswith("fusedops.")]
         assert len(whole) == sum(calls.values()), whole
@@ -75,48 +77,52 @@ def _passes_over() -> Any:
 
 
 passing_over = pytest.mark.skipif(not hasattr(torch._dynamo.config, "use_recursive_dict_tags_for_guards"),
-                                  reason="this PyTorch asks of each module in any case")  # fmt: skip
+                                  reason="this PyTorch checks each module in any case")  # fmt: skip
 
 
 def _guards(model: nn.Module, arguments: dict[str, Any]) -> tuple[set[str], set[str], set[tuple[str, int]]]:
-    """The modules that are passed over before a step while nothing changes them, those that are asked anew, and those for
+    """The modules that are passed over before a step while nothing changes them, those that are checked anew, and those for
     which something is looked for in the bases of their class, with the base's place."""
     torch._dynamo.reset()
     with _passes_over(), making_kernels():
-        torch.compile(model, backend="aot_eager")(**arguments)
+        torch.compile(model, backend="eager")(**arguments)
     (entry,) = _debug_get_cache_entry_list(type(model).forward.__code__)
     text = str(entry.guard_manager)
     found = [(_name(source), safe) for source, safe in _GUARDED.findall(text)]
-    passed, asked = ({name for name, safe in found if safe == kind} for kind in ("True", "False"))
-    return passed, asked, {(_name(source), int(place)) for source, place in _BASES.findall(text)}
+    passed, checked = ({name for name, safe in found if safe == kind} for kind in ("True", "False"))
+    return passed, checked, {(_name(source), int(place)) for source, place in _BASES.findall(text)}
 
 
 def _name(source: str) -> str:
     return ".".join(_NAME.findall(source))
 
 
+@pytest.mark.once
 @passing_over
-@some
+@each_kind
 def test_guards(spec: ModelSpec) -> None:
-    """Before a step torch.compile asks whether all is as it was. It need ask no more of a model that is fused.
+    """Guards of a fused model check no more modules before a step than those of the model as it was.
 
-    But for its blocks, and so what they are in: Transformers asks for the class of one that may be checkpointed.
+    But for its blocks, and so what they are in: Transformers looks up the class of one that may be checkpointed.
     """
     model, arguments = undropped(spec), _arguments(spec)
     with torch.autocast(DEVICE.type, torch.bfloat16):
-        _, asked, bases = _guards(model, arguments)
+        _, checked, bases = _guards(model, arguments)
         fusedops.fuse_model(model)
-        passed, asked_fused, bases_fused = _guards(model, arguments)
+        passed, checked_fused, bases_fused = _guards(model, arguments)
     blocks = [name for name, m in model.named_modules() if hasattr(type(m), "gradient_checkpointing")]
     assert passed
     assert bases_fused or not blocks
     # A fused class has its original for its first base.
-    more = (asked_fused - asked) | ({name for name, place in bases_fused if place >= 2} - {name for name, _ in bases})
+    more = (checked_fused - checked) | (
+        {name for name, place in bases_fused if place >= 2} - {name for name, _ in bases}
+    )
     assert not {name for name in more if not any(f"{block}.".startswith(f"{name}.") for block in blocks)}
 
 
+@pytest.mark.once
 @passing_over
-@some
+@each_kind
 def test_changes_of_class(spec: ModelSpec) -> None:
     """Compiled code notices that the model, or a module of it, was fused or is no longer."""
     model, arguments = undropped(spec), _arguments(spec)
@@ -154,19 +160,19 @@ def test_compile_rest(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = _Recorder()
     monkeypatch.setattr(nn.Module, "compile", _with_backend(recorder))
     model, arguments = build(spec), _arguments(spec)
-    twin = build(spec)
-    expected = outputs(twin(**arguments))
+    original = build(spec)
+    expected = outputs(original(**arguments))
     report = fusedops.fuse_model(model, compile_rest=True)
     assert report
-    assert type(model).__name__ == type(twin).__name__
+    assert type(model).__name__ == type(original).__name__
     found = outputs(model(**arguments))
     assert recorder.graphs >= 1
     for a, b in zip(expected, found, strict=True):
-        torch.testing.assert_close(b, a, rtol=0, atol=1e-5 * float(a.abs().max()))
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-5 * float(a.detach().abs().max()))
     sum(y.sum() for y in found).backward()
     graphs = recorder.graphs
     fusedops.unfuse_model(model)
-    assert vars(model).keys() == vars(twin).keys()
+    assert vars(model).keys() == vars(original).keys()
     assert all(map(torch.equal, outputs(model(**arguments)), expected))
     assert recorder.graphs == graphs
 

@@ -20,6 +20,9 @@ from support import DEVICE
 from tolerances import unit_roundoff
 from zoo import SAMPLES, build, inputs, transformers_only
 
+# What a model calls does not depend on the kernels, whose values the operators' own tests hold.
+pytestmark = pytest.mark.once
+
 _NAMES = ("gpt2", "bart", "t5", "t5_gated", "llama")
 
 
@@ -54,7 +57,7 @@ def test_it_can_be_left_by_itself() -> None:
     assert {m.rule for m in report} >= {"gpt2_block", "layer_norm"}
 
 
-# --- T5's attention, which takes a short way for one token --------------------------------------------------------------
+# --- T5's attention, which has a fast path for one token ---------------------------------------------------------------
 
 _T5 = [s for s in SAMPLES if "t5_attention" in s.rules.values()]
 _LAYERS, _STEPS = 2, 12
@@ -70,7 +73,7 @@ def _generate(model: Any, spec: Any, **options: Any) -> Any:
 
 @contextmanager
 def _short_ways() -> Iterator[Counter[Any]]:
-    """How often each attention module took the short way."""
+    """How often each attention module took the fast path."""
     taken: Counter[Any] = Counter()
     original = t5_attention._next_token
 
@@ -194,7 +197,7 @@ def test_t5_takes_no_short_way_past_anything(spec: Any, change: Callable[[Any], 
 
 
 @t5
-def test_t5_asks_for_gradients_the_long_way(spec: Any) -> None:
+def test_t5_with_gradients_takes_its_own_forward(spec: Any) -> None:
     model = build(spec)
     _fused_but_for_norms(model)
     tokens = inputs(spec)["input_ids"]
@@ -224,7 +227,7 @@ def test_t5_in_replicas(spec: Any) -> None:
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @t5
-def test_t5_attends_by_the_function_asked_for(spec: Any, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_t5_attends_by_the_configured_function(spec: Any, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's own kind of attention, and a function that a user registered for it."""
     modeling = pytest.importorskip("transformers.models.t5.modeling_t5")
     model = build(spec)
@@ -268,7 +271,7 @@ class _Calls(TorchDispatchMode):
 
 
 @t5
-def test_t5_asks_less_of_the_host(spec: Any) -> None:
+def test_t5_makes_fewer_calls(spec: Any) -> None:
     """A step makes the mask once for all layers, and transposes and folds nothing in attention."""
     model = build(spec)
     _fused_but_for_norms(model)

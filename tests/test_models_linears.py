@@ -80,7 +80,7 @@ def test_elsewhere_it_is_the_layer_that_it_was() -> None:
 
 
 class _Somewhere:
-    """What is asked of a tensor before anything is computed, said to be on a GPU."""
+    """The attributes of a tensor that are read before anything is computed, as if it were on a GPU."""
 
     is_cuda = True
 

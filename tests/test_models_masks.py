@@ -64,10 +64,10 @@ def test_only_where_kernels_are_made() -> None:
     mask = _expanded()
     assert laid_out(mask) is mask
 
-    def asked(mask: Tensor) -> Tensor:
+    def made(mask: Tensor) -> Tensor:
         return laid_out(mask) | False if laid_out(mask) is not mask else mask & False
 
-    assert bool(torch.compile(asked, backend="eager", fullgraph=True)(mask).any()) is KERNEL_PATH
+    assert bool(torch.compile(made, backend="eager", fullgraph=True)(mask).any()) is KERNEL_PATH
 
 
 def _attentions(model: nn.Module) -> list[Any]:
@@ -122,9 +122,9 @@ def test_attentions(spec: ModelSpec) -> None:
 @some
 def test_blocks(spec: ModelSpec) -> None:
     """As each block hands the mask on, and with the outputs of a model that is not fused."""
-    model, twin = undropped(spec), undropped(spec)
+    model, original = undropped(spec), undropped(spec)
     assert fusedops.fuse_model(model)
-    originals = dict(twin.named_modules())
+    originals = dict(original.named_modules())
     blocks = {
         name: module for name, module in model.named_modules() if name.split(".")[-1] == "0" and "decoder" not in name
     }
@@ -151,7 +151,7 @@ def test_a_cross_attentions_mask(spec: ModelSpec) -> None:
     assert strides == [1, 1]
 
 
-def _watching_vit(model: nn.Module, seen: list[int]) -> None:
+def _hooked_vit(model: nn.Module, seen: list[int]) -> None:
     attention: Any = next(module for module in model.modules() if type(module).__name__.endswith("ViTAttention"))
     attention.register_forward_pre_hook(lambda module, args: seen.append(len(args)))
 
@@ -163,7 +163,7 @@ def test_a_hook_sees_what_it_saw(spec: ModelSpec) -> None:
     for fused in (False, True):
         model = undropped(spec)
         assert not fused or fusedops.fuse_model(model)
-        _watching_vit(model, seen)
+        _hooked_vit(model, seen)
         model(**inputs(spec))
     assert seen[0] == seen[1] == 2
 

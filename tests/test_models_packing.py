@@ -21,6 +21,9 @@ from support import DEVICE
 from tolerances import unit_roundoff
 from zoo import SAMPLES, Counting, every, inputs, outputs, run, undropped, unpacked
 
+# What a model calls does not depend on the kernels, whose values the operators' own tests hold.
+pytestmark = pytest.mark.once
+
 LOW = torch.bfloat16
 # For each model, how many products a forward is spared: two a self-attention, or one where its query goes its own way,
 # and one a cross-attention of a known class. None in all others.

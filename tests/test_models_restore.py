@@ -18,6 +18,8 @@ from fusedops.models.classes import original_class
 from fusedops.models.spec import ModelSpec
 from zoo import SAMPLES, build, every, inputs, run, transformers_only
 
+pytestmark = pytest.mark.once
+
 
 def _state(model: nn.Module) -> dict[str, Any]:
     """All that a model consists of: by identity, but for the values of its state."""
@@ -75,15 +77,15 @@ def test_is_still_what_it_was(spec: ModelSpec) -> None:
 
 @every
 def test_weights_load_both_ways(spec: ModelSpec) -> None:
-    model, twin = build(spec), build(spec)
+    model, other = build(spec), build(spec)
     fusedops.fuse_model(model)
     with torch.no_grad():
-        for parameter in twin.parameters():
+        for parameter in other.parameters():
             parameter += 1.0
-    model.load_state_dict(twin.state_dict())
-    twin.load_state_dict(model.state_dict())
+    model.load_state_dict(other.state_dict())
+    other.load_state_dict(model.state_dict())
     fusedops.unfuse_model(model)
-    assert _same(run(model, inputs(spec)), run(twin, inputs(spec)))
+    assert _same(run(model, inputs(spec)), run(other, inputs(spec)))
 
 
 @every
@@ -96,14 +98,14 @@ def test_copies(spec: ModelSpec, way: str) -> None:
         file = io.BytesIO()
         torch.save(model, file)
         file.seek(0)
-        twin = torch.load(file, weights_only=False)
+        other = torch.load(file, weights_only=False)
     else:
-        twin = {"deepcopy": copy.deepcopy, "copy": copy.copy, "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+        other = {"deepcopy": copy.deepcopy, "copy": copy.copy, "pickle": lambda m: pickle.loads(pickle.dumps(m)),
                 "pickle_0": lambda m: pickle.loads(pickle.dumps(m, 0))}[way](model)  # fmt: skip
-    assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
-    assert _same(expected, run(twin, inputs(spec)))
-    fusedops.unfuse_model(twin)
-    assert len(fusedops.fuse_model(twin)) == len(report)
+    assert [type(m) for m in other.modules()] == [type(m) for m in model.modules()]
+    assert _same(expected, run(other, inputs(spec)))
+    fusedops.unfuse_model(other)
+    assert len(fusedops.fuse_model(other)) == len(report)
 
 
 def test_loads_in_another_process(tmp_path: Any) -> None:
@@ -127,7 +129,7 @@ def test_a_pickle_that_no_rule_fits_any_more_loads_unfused(monkeypatch: pytest.M
     assert type(loaded[0]) is nn.LayerNorm
 
 
-def _watched(model: nn.Module) -> dict[str, list[torch.Tensor]]:
+def _recorded(model: nn.Module) -> dict[str, list[torch.Tensor]]:
     """What forward hooks on every module see."""
     seen: dict[str, list[torch.Tensor]] = {}
 
@@ -148,21 +150,21 @@ def _watched(model: nn.Module) -> dict[str, list[torch.Tensor]]:
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hooks_see_what_they_saw(spec: ModelSpec, when: str) -> None:
     """On every module, also on those inside fused blocks; whether they came before the model was fused or after."""
-    twin, model = build(spec), build(spec)
-    expected = _watched(twin)
+    other, model = build(spec), build(spec)
+    expected = _recorded(other)
     if when == "before":
-        seen = _watched(model)
+        seen = _recorded(model)
         fusedops.fuse_model(model)
     else:
         fusedops.fuse_model(model)
-        seen = _watched(model)
-    run(twin, inputs(spec))
+        seen = _recorded(model)
+    run(other, inputs(spec))
     run(model, inputs(spec))
     assert seen.keys() == expected.keys()
     for name, values in expected.items():
         assert len(values) == len(seen[name]), name
         for a, b in zip(values, seen[name], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(a.abs().max()) if a.numel() else 0.0)
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(a.detach().abs().max()) if a.numel() else 0.0)
 
 
 class _Scaled(nn.Module):
@@ -183,16 +185,16 @@ def test_adapters_are_heeded(spec: ModelSpec) -> None:
     One that does not halves its branch. The doubled branches make more of roundings than the model's own would, and on
     a GPU T5's attention is another kernel than the original's.
     """
-    twin, model = build(spec), build(spec)
+    other, model = build(spec), build(spec)
     fusedops.fuse_model(model)
-    for each in (twin, model):
+    for each in (other, model):
         for module in list(each.modules()):
             for name, child in list(module.named_children()):
                 if original_class(child) is nn.Linear and not isinstance(module, (_Scaled, nn.TransformerEncoderLayer)):
                     setattr(module, name, _Scaled(child))
-    expected, found = run(twin, inputs(spec))[0], run(model, inputs(spec))[0]
+    expected, found = run(other, inputs(spec))[0], run(model, inputs(spec))[0]
     for a, b in zip(expected, found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(a.abs().max()))
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(a.detach().abs().max()))
 
 
 @transformers_only

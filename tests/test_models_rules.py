@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import copy
 import importlib
 import importlib.metadata
 import pickle
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,10 @@ from fusedops.models.fingerprint import canonical, fingerprint
 from fusedops.models.rule import Rule
 from fusedops.models.rules import RULES
 from fusedops.models.spec import MODELS
-from zoo import HAS_TRANSFORMERS, SAMPLES, inputs, outputs, transformers_only, undropped
+from support import KERNEL_PATH
+from zoo import HAS_TRANSFORMERS, SAMPLES, inputs, observed, outputs, transformers_only, undropped
+
+pytestmark = pytest.mark.once
 
 # Every class that the rules are meant for, by the module of Transformers that has it.
 _CLASSES = {
@@ -288,7 +293,7 @@ def test_a_class_without_source() -> None:
 
 def test_names_that_mean_something_else(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same text, but its ``torch`` is another: not the same code."""
-    source = re.search(r"class MyNorm.*?\n\n\n", open(__file__).read(), re.DOTALL)  # noqa: SIM115, PTH123
+    source = re.search(r"class MyNorm.*?\n\n\n", Path(__file__).read_text(encoding="utf-8"), re.DOTALL)
     assert source is not None
     (tmp_path / "other_torch.py").write_text(
         f"from torch import Tensor, nn\nimport torch as real\nclass torch:\n    float32 = real.float64\n    ones = real.ones\n"
@@ -405,4 +410,49 @@ def test_a_forward_on_top_of_a_fused_class_is_called(name: str) -> None:
     found = outputs(model(**arguments))
     assert calls == [name]
     for y, e in zip(found, expected, strict=True):
-        torch.testing.assert_close(y, e, rtol=0, atol=1e-5 * float(e.abs().max()))
+        torch.testing.assert_close(y, e, rtol=0, atol=1e-5 * float(e.detach().abs().max()))
+
+
+# --- gate and up in one projection ----------------------------------------------------------------------------------
+
+
+class _Packed(nn.Module):
+    """As Phi 3's MLP, by whose code the rule knows it."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Linear(12, 32, bias=False), nn.Linear(16, 12, bias=False)
+        self.activation_fn = activation
+
+    def forward(self, hidden_states: torch.FloatTensor) -> torch.FloatTensor:
+        up_states = self.gate_up_proj(hidden_states)
+
+        gate, up_states = up_states.chunk(2, dim=-1)
+        up_states = up_states * self.activation_fn(gate)
+
+        return self.down_proj(up_states)
+
+
+@pytest.mark.parametrize("activation, fused", [(nn.SiLU(), True), (nn.GELU(), True), (nn.Hardswish(), False)],
+                         ids=lambda value: type(value).__name__)  # fmt: skip
+def test_a_packed_projection_has_one_gradient(activation: nn.Module, fused: bool, device: torch.device) -> None:
+    """Backward joins no halves, and the gradients are the original's."""
+    model = _Packed(activation).to(device)
+    original = copy.deepcopy(model)
+    assert fusedops.fuse_model(model).modules[0].rule == "packed_mlp"
+    x, weights = torch.randn(5, 12, device=device), torch.randn(5, 12, device=device)
+    shapes: list[tuple[int, ...] | None] = []
+
+    def observe(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name == "glu":
+            assert args[1] is None
+            shapes.append(tuple(args[0].shape))
+
+    with observed(observe), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        (model(x) * weights).sum().backward()
+    assert shapes == ([(5, 32)] if fused else [])
+    if fused and KERNEL_PATH:  # elsewhere PyTorch's operators are the operator
+        assert not {event.key for event in profile.key_averages()} & {"aten::cat", "aten::slice_backward"}
+    (original(x) * weights).sum().backward()
+    for a, b in zip(model.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)

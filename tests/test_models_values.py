@@ -16,6 +16,9 @@ from support import INTERPRETED, KERNEL_PATH
 from tolerances import unit_roundoff
 from zoo import HAS_TRANSFORMERS, SAMPLES, build, counted, every, inputs, outputs, run
 
+# What a model calls does not depend on the kernels, whose values the operators' own tests hold.
+pytestmark = pytest.mark.once
+
 # How many roundings lie between two uses of parameters, which the sensitivity below counts as one: of T5's gated unit
 # by tanh, the longest such stretch, eleven elementwise steps and a sum.
 _ROUNDINGS = 12
@@ -46,11 +49,11 @@ def _moved(model: nn.Module, arguments: dict[str, Any], seed: int) -> tuple[nn.M
         signs = torch.randint(0, 2, x.shape, generator=generator).to(x.device) * 2 - 1
         return (x.double() * (1 + max(_STEP, torch.finfo(x.dtype).eps) * signs)).to(x.dtype)
 
-    twin = copy.deepcopy(model)
+    other = copy.deepcopy(model)
     with torch.no_grad():
-        for parameter in twin.parameters():
+        for parameter in other.parameters():
             parameter.copy_(move(parameter))
-    return twin, {k: move(v) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in arguments.items()}
+    return other, {k: move(v) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in arguments.items()}
 
 
 def _bounds(model: nn.Module, arguments: dict[str, Any], exact: dict[str, Tensor]) -> dict[str, float]:
@@ -63,9 +66,9 @@ def _bounds(model: nn.Module, arguments: dict[str, Any], exact: dict[str, Tensor
     u = unit_roundoff(next(model.parameters()).dtype if list(model.parameters()) else torch.float32)
     errors, changes = _distances(_flat(run(model, arguments)), exact), dict.fromkeys(exact, 0.0)
     for seed in range(3):
-        twin, values = _moved(model, arguments, seed)
-        there = _flat(run(_doubled(twin), _widened(values)))
-        for name, error in _distances(_flat(run(twin, values)), there).items():
+        other, values = _moved(model, arguments, seed)
+        there = _flat(run(_doubled(other), _widened(values)))
+        for name, error in _distances(_flat(run(other, values)), there).items():
             errors[name] = max(errors[name], error)
         for name, change in _distances(there, exact).items():
             changes[name] = max(changes[name], change / max(_STEP, 2 * u))

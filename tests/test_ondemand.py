@@ -1,7 +1,8 @@
-"""``FUSEDOPS_TUNE=1``: what is tuned at first use, by whom, and when not; the caller's state stays as it is."""
+"""``FUSEDOPS_TUNE=1``: which keys are tuned at first use, in which process; the caller's state does not change."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import io
 import json
@@ -22,11 +23,11 @@ import torch.distributed as dist
 import fusedops
 import made_up
 from fusedops.core import cache, launch, tuning
-from fusedops.core.question import Config, Question
+from fusedops.core.tuning_key import Config, TuningKey
 from fusedops.tune import ondemand, server
 from support import DEVICE
 
-QUESTION = Question("norm_forward", ("rms", "plain", "alone"), "32bit", 64, 1)
+KEY = TuningKey("norm_forward", ("rms", "plain", "alone"), "32bit", 64, 1)
 FOUND, GIVEN = Config(64, 8, 2), Config(64, 16, 4)
 
 
@@ -36,98 +37,121 @@ def on_demand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     monkeypatch.setattr(tuning, "device_name", lambda index: made_up.NAME)
     monkeypatch.setattr(tuning, "table", lambda device: {})
     monkeypatch.setattr(tuning, "on_demand", lambda: "1")
-    monkeypatch.setattr(ondemand, "_said", set())
+    monkeypatch.setattr(ondemand, "_warned", set())
     monkeypatch.setattr(ondemand, "_server", None)
     tuning.forget()
     yield
     tuning.forget()
     if ondemand._server is not None:
-        ondemand._server.kill()
+        with contextlib.suppress(OSError), ondemand._server as server:
+            server.kill()
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The tuner answers at once; what it was asked."""
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """A tuner that replies at once; the requests it received."""
     seen: list[dict[str, Any]] = []
 
-    def answer(message: dict[str, Any]) -> dict[str, Any]:
+    def reply(message: dict[str, Any]) -> dict[str, Any]:
         seen.append(message)
         return {"config": [64, 8, 2, 1, 0, 0]}
 
-    monkeypatch.setattr(ondemand, "_ask", answer)
+    monkeypatch.setattr(ondemand, "_request", reply)
     return seen
 
 
 # --- what is tuned ----------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_question_is_tuned(asked: list[dict[str, Any]]) -> None:
-    assert tuning.choose(QUESTION, -1) == FOUND
-    assert asked == [{"question": asdict(QUESTION), "device": -1}]
+def test_missing_key_is_tuned(requests: list[dict[str, Any]]) -> None:
+    assert tuning.choose(KEY, -1) == FOUND
+    assert requests == [{"key": asdict(KEY), "device": -1}]
 
 
-def test_what_is_known_is_not_tuned(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache always counts; the shipped table unless tuning is forced."""
+def test_measured_key_is_not_tuned(requests: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry of the cache is always used; one of the shipped table unless ``FUSEDOPS_TUNE=force``."""
     sizes = {64: [None, GIVEN, None, None, None]}
-    monkeypatch.setattr(tuning, "table", lambda device: {QUESTION.kernel: {QUESTION.group: sizes}})
-    assert tuning.choose(QUESTION, -1) == GIVEN and not asked
+    monkeypatch.setattr(tuning, "table", lambda device: {KEY.kernel: {KEY.group: sizes}})
+    assert tuning.choose(KEY, -1) == GIVEN and not requests
     monkeypatch.setattr(tuning, "on_demand", lambda: "force")
-    assert tuning.choose(QUESTION, -1) == FOUND and len(asked) == 1
-    assert cache.write(QUESTION, made_up.NAME, Config(64, 4, 1), {})
-    assert tuning.choose(QUESTION, -1) == Config(64, 4, 1) and len(asked) == 1
-    with tuning.forced(QUESTION.kernel, GIVEN):
-        assert tuning.choose(replace(QUESTION, cols=60), -1) == GIVEN and len(asked) == 1
+    assert tuning.choose(KEY, -1) == FOUND and len(requests) == 1
+    assert cache.write(KEY, made_up.NAME, Config(64, 4, 1), {})
+    assert tuning.choose(KEY, -1) == Config(64, 4, 1) and len(requests) == 1
+    with tuning.forced(KEY.kernel, GIVEN):
+        assert tuning.choose(replace(KEY, cols=60), -1) == GIVEN and len(requests) == 1
+
+
+def test_tuner_is_loaded_only_when_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+
+    def load() -> tuning.Tuner:
+        loaded.append("tuner")
+        return lambda key, device_index, config, origin: FOUND
+
+    monkeypatch.setattr(tuning, "_load_tuner", None)  # restored after the test
+    tuning.register_tuner(load)
+    monkeypatch.setattr(tuning, "on_demand", lambda: "")
+    assert tuning.choose(KEY, -1) != FOUND and not loaded
+    monkeypatch.setattr(tuning, "on_demand", lambda: "1")
+    assert tuning.choose(KEY, -1) == FOUND and loaded == ["tuner"]
 
 
 @pytest.mark.parametrize(
     ("value", "on"),
     [(None, ""), ("", ""), ("0", ""), ("off", ""), ("1", "1"), ("On", "1"), ("force", "force"), ("banana", "")],
 )
-def test_the_switch(value: str | None, on: str) -> None:
-    """Read once; what is none of its values is off, and said once with what they are."""
+def test_values_of_the_variable(value: str | None, on: str) -> None:
+    """The variable is read once; an unknown value is off, with one warning that lists the known ones."""
     environment = {name: text for name, text in os.environ.items() if name != "FUSEDOPS_TUNE"}
     code = "from fusedops.core import tuning; tuning.on_demand(); print(repr(tuning.on_demand()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True,
                           env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)}
                           | ({} if value is None else {"FUSEDOPS_TUNE": value}))  # fmt: skip
     assert done.stdout.strip() == repr(on)
-    said = "FUSEDOPS_TUNE is 'banana', expected 1 (tune what nobody measured), force (tune what the shipped table has too) or 0"
-    assert done.stderr.count(said) == (value == "banana") and ("Warning" in done.stderr) == (value == "banana")
+    caught = "FUSEDOPS_TUNE is 'banana', expected 1 (tune keys without a measurement), force (tune keys that "
+    caught += "the shipped table has too) or 0"
+    assert done.stderr.count(caught) == (value == "banana") and ("Warning" in done.stderr) == (value == "banana")
 
 
-def test_never_while_recording(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tuning_while_recording(requests: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         patch.setattr(torch.cuda, "synchronize", lambda index: pytest.fail("synchronised under capture"))
-        assert tuning.choose(QUESTION, 0) != FOUND
+        assert tuning.choose(KEY, 0) != FOUND
     with torch._subclasses.FakeTensorMode():
-        assert tuning.choose(QUESTION, -1) != FOUND
-    with launch.collecting():  # as `fusedops doctor` and the tuner plan calls that they do not make
-        assert tuning.choose(QUESTION, -1) != FOUND
+        assert tuning.choose(KEY, -1) != FOUND
+    with launch.collecting():  # as in `fusedops doctor` and the tuner, which only plan calls
+        assert tuning.choose(KEY, -1) != FOUND
     with monkeypatch.context() as patch:
         patch.setattr(torch.compiler, "is_compiling", lambda: True)
-        assert tuning.choose(QUESTION, -1) != FOUND
-    assert not asked
+        assert tuning.choose(KEY, -1) != FOUND
+    assert not requests
 
 
 @pytest.mark.parametrize(
-    "answer",
-    [{"error": "no workload asks this"}, {}, {"config": [1]}, {"config": [64, 3, 2, 1, 0, 0]}, {"config": [99999] * 6}],
+    "reply",
+    [
+        {"error": "no workload has this key"},
+        {},
+        {"config": [1]},
+        {"config": [64, 3, 2, 1, 0, 0]},
+        {"config": [99999] * 6},
+    ],
 )
-def test_a_tuner_that_fails_costs_one_warning(answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ondemand, "_ask", lambda message: answer)
-    with warnings.catch_warnings(record=True) as said:
+def test_failing_tuner_warns_once(reply: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ondemand, "_request", lambda message: reply)
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        first = tuning.choose(QUESTION, -1)
-        tuning.choose(replace(QUESTION, cols=32), -1)
+        first = tuning.choose(KEY, -1)
+        tuning.choose(replace(KEY, cols=32), -1)
     assert first == GIVEN or first != FOUND
-    (one,) = said
+    (one,) = caught
     assert "was not tuned" in str(one.message)
 
 
-# --- the process that tunes -------------------------------------------------------------------------------------------
+# --- the tuner's process -------------------------------------------------------------------------------------------
 
-# The real one but for times and compilers, on the GPU or under the interpreter as this process is.
+# The real server with made-up times and compilers, on the GPU or interpreted, as in this process.
 _SERVER = """
 import sys
 import made_up
@@ -148,46 +172,46 @@ def start_real(monkeypatch: pytest.MonkeyPatch, code: str = _SERVER) -> None:
 
 @pytest.mark.kernels
 def test_tuned_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward, in a process of its own: results, random state, gradients and modes are the caller's."""
+    """Forward and backward; the caller's results, random state, gradients and modes do not change."""
     x, weight = (torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((20, 64), (64,)))
     expected = torch.nn.functional.rms_norm(x, (64,), weight, 1e-6)
     wanted = torch.autograd.grad(expected.square().sum(), (x, weight))
     start_real(monkeypatch)
     state = torch.get_rng_state()
-    with tuning.asked() as questions:
+    with tuning.collected_keys() as keys:
         y = fusedops.rms_norm(x, (64,), weight, 1e-6)
         assert torch.is_grad_enabled()
         y.square().sum().backward()
     assert torch.equal(torch.get_rng_state(), state)
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close((x.grad, weight.grad), wanted)
-    assert len(questions) == 2
-    for question in questions:
-        kept = cache.read(question, made_up.NAME)
+    assert len(keys) == 2
+    for key in keys:
+        kept = cache.read(key, made_up.NAME)
         assert kept is not None
-        family = tuning.family_of(question.kernel)
+        family = tuning.family_of(key.kernel)
         assert family is not None
-        assert made_up.cost(question, kept) <= made_up.cost(question, family.heuristic(question))
-    # One process for all questions; and none for what is in the cache now.
+        assert made_up.cost(key, kept) <= made_up.cost(key, family.heuristic(key))
+    # One process for all keys, and no request for a key that is in the cache.
     running = ondemand._server
     assert running is not None and running.poll() is None
-    monkeypatch.setattr(ondemand, "_ask", lambda message: pytest.fail("asked again"))
+    monkeypatch.setattr(ondemand, "_request", lambda message: pytest.fail("requested again"))
     tuning.forget()
     fusedops.rms_norm(x, (64,), weight, 1e-6)
 
 
-def test_a_process_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuner_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     start_real(monkeypatch, "import sys; sys.exit(3)")
     with pytest.warns(RuntimeWarning, match="was not tuned"):
-        assert tuning.choose(QUESTION, -1) != FOUND
-    monkeypatch.setattr(ondemand, "_said", set())
+        assert tuning.choose(KEY, -1) != FOUND
+    monkeypatch.setattr(ondemand, "_warned", set())
     monkeypatch.setattr(ondemand, "command", ("/nowhere/python",))
     with pytest.warns(RuntimeWarning, match="FileNotFoundError"):
-        assert tuning.choose(QUESTION, -1) != FOUND
+        assert tuning.choose(KEY, -1) != FOUND
 
 
-def test_a_process_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is waited for once, ended, and no other is started."""
+def test_tuner_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One wait; then the process is killed, and no other is started."""
     start_real(monkeypatch, "import time; time.sleep(600)")
     monkeypatch.setattr(ondemand, "patience", datetime.timedelta(seconds=0.2))
     started: list[subprocess.Popen[str]] = []
@@ -199,27 +223,27 @@ def test_a_process_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
         drop()
 
     monkeypatch.setattr(ondemand, "_drop", dropped)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for cols in (64, 32, 16):
-            assert tuning.choose(replace(QUESTION, cols=cols), -1) != FOUND
-    (one,) = said
-    assert "did not answer for norm_forward within 0:00:00.2" in str(one.message)
+            assert tuning.choose(replace(KEY, cols=cols), -1) != FOUND
+    (one,) = caught
+    assert "did not reply for norm_forward within 0:00:00.2" in str(one.message)
     (process,) = started
     assert process.poll() is not None and ondemand._server is None
 
 
 @pytest.mark.kernels
-def test_the_server_answers_what_it_cannot_tune(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an error, and goes on to the next."""
+def test_server_replies_with_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And then serves the next request."""
     monkeypatch.setattr(tuning, "on_demand", lambda: "")
-    strange = {**asdict(QUESTION), "variant": ["rms", "sideways"]}
+    strange = {**asdict(KEY), "variant": ["rms", "sideways"]}
     index = -1 if DEVICE.type == "cpu" else torch.cuda.current_device()
-    lines = [json.dumps({"question": q, "device": index}) for q in (strange, asdict(QUESTION))] + ["not json"]
+    lines = [json.dumps({"key": q, "device": index}) for q in (strange, asdict(KEY))] + ["not json"]
     answers = io.StringIO()
     server.serve(io.StringIO("\n".join(lines)), answers, lambda index: made_up.sweeper())
     first, second, third = map(json.loads, answers.getvalue().splitlines())
-    assert "no workload asks this" in first["error"]
+    assert "no workload has this key" in first["error"]
     assert len(second["config"]) == 6
     assert "error" in third
 
@@ -229,7 +253,7 @@ def test_the_server_answers_what_it_cannot_tune(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> threading.local:
-    """Threads stand for ranks that share a store."""
+    """Threads as ranks that share a store."""
     this, store = threading.local(), dist.HashStore()
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
@@ -238,12 +262,12 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     return this
 
 
-def test_rank_0_tunes_and_the_others_read(ranks: threading.local, asked: list[dict[str, Any]]) -> None:
+def test_rank_0_tunes_and_the_others_read(ranks: threading.local, requests: list[dict[str, Any]]) -> None:
     found: dict[int, Config] = {}
 
     def rank(number: int) -> None:
         ranks.rank = number
-        found[number] = tuning.choose(QUESTION, -1)
+        found[number] = tuning.choose(KEY, -1)
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in (2, 1, 0)]
     for thread in threads:
@@ -251,24 +275,22 @@ def test_rank_0_tunes_and_the_others_read(ranks: threading.local, asked: list[di
     for thread in threads:
         thread.join(30)
     assert found == dict.fromkeys(range(3), FOUND)
-    assert len(asked) == 1
+    assert len(requests) == 1
 
 
-def test_ranks_agree_on_what_rank_0_has(ranks: threading.local, asked: list[dict[str, Any]]) -> None:
-    """Whatever the others' own caches say: another config sums in another order."""
-    assert cache.write(QUESTION, made_up.NAME, GIVEN, {})
+def test_ranks_use_the_config_of_rank_0(ranks: threading.local, requests: list[dict[str, Any]]) -> None:
+    """Regardless of their own caches: sums of different configs differ in order."""
+    assert cache.write(KEY, made_up.NAME, GIVEN, {})
     ranks.rank = 0
-    assert tuning.choose(QUESTION, -1) == GIVEN
-    assert cache.write(QUESTION, made_up.NAME, Config(64, 4, 1), {})
+    assert tuning.choose(KEY, -1) == GIVEN
+    assert cache.write(KEY, made_up.NAME, Config(64, 4, 1), {})
     ranks.rank = 1
-    assert tuning.choose(QUESTION, -1) == GIVEN
-    assert not asked
+    assert tuning.choose(KEY, -1) == GIVEN
+    assert not requests
 
 
-def test_what_goes_wrong_in_tuning_is_no_fault_of_the_store(
-    ranks: threading.local, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An error of the user's own, which a synchronisation meets, is raised as it is; and nobody waits for rank 0."""
+def test_error_in_tuning_is_raised_unchanged(ranks: threading.local, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example an earlier device error, raised by the synchronisation; the other ranks do not wait for rank 0."""
 
     def broken(*_: object) -> Config:
         raise RuntimeError("device-side assert")
@@ -278,79 +300,79 @@ def test_what_goes_wrong_in_tuning_is_no_fault_of_the_store(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(RuntimeError, match="device-side assert"):
-            tuning.choose(QUESTION, -1)
+            tuning.choose(KEY, -1)
         ranks.rank = 1
-        assert tuning.choose(QUESTION, -1) == tuning.family_of(QUESTION.kernel).heuristic(QUESTION)  # type: ignore[union-attr]
+        assert tuning.choose(KEY, -1) == tuning.family_of(KEY.kernel).heuristic(KEY)  # type: ignore[union-attr]
 
 
 MILLISECONDS = datetime.timedelta(milliseconds=50)
 
 
-def test_a_rank_that_waits_in_vain(ranks: threading.local, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a question that rank 0 does not ask: once, and not as long as for one that is being tuned."""
+def test_rank_that_times_out(ranks: threading.local, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a key that rank 0 does not reach: one wait, shorter than for a key that is being tuned."""
     monkeypatch.setattr(ondemand, "reach", MILLISECONDS)
     monkeypatch.setattr(ondemand, "patience", datetime.timedelta(days=1))
     ranks.rank = 1
-    with pytest.warns(RuntimeWarning, match="rank 0 did not name"):
-        assert tuning.choose(QUESTION, -1) != FOUND
-    # It waits no more, but reads what comes.
+    with pytest.warns(RuntimeWarning, match="rank 0 did not store"):
+        assert tuning.choose(KEY, -1) != FOUND
+    # It does not wait again, but reads a config that is stored.
     monkeypatch.setattr(ondemand, "reach", datetime.timedelta(days=1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert tuning.choose(replace(QUESTION, cols=32), -1) != FOUND
+        assert tuning.choose(replace(KEY, cols=32), -1) != FOUND
         ranks.rank = 0
-        monkeypatch.setattr(ondemand, "_ask", lambda message: {"config": [64, 8, 2, 1, 0, 0]})
-        tuning.choose(replace(QUESTION, cols=63), -1)
+        monkeypatch.setattr(ondemand, "_request", lambda message: {"config": [64, 8, 2, 1, 0, 0]})
+        tuning.choose(replace(KEY, cols=63), -1)
         ranks.rank = 1
-        assert tuning.choose(replace(QUESTION, cols=63), -1) == FOUND
+        assert tuning.choose(replace(KEY, cols=63), -1) == FOUND
 
 
-def test_ranks_agree_on_what_one_went_on_with(
-    ranks: threading.local, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+def test_ranks_use_the_config_of_a_rank_that_timed_out(
+    ranks: threading.local, requests: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0, reaching the question later, tunes nothing, and a third takes the same, whatever its cache says."""
+    """Rank 0, which reaches the key later, does not tune, and a third rank uses the same, regardless of its cache."""
     monkeypatch.setattr(ondemand, "reach", MILLISECONDS)
     ranks.rank = 1
-    with pytest.warns(RuntimeWarning, match="rank 0 did not name"):
-        gone_on_with = tuning.choose(QUESTION, -1)
-    assert gone_on_with != FOUND
-    monkeypatch.setattr(ondemand, "_said", set())
+    with pytest.warns(RuntimeWarning, match="rank 0 did not store"):
+        used = tuning.choose(KEY, -1)
+    assert used != FOUND
+    monkeypatch.setattr(ondemand, "_warned", set())
     ranks.rank = 0
-    assert tuning.choose(QUESTION, -1) == gone_on_with
-    assert not asked
-    assert cache.write(QUESTION, made_up.NAME, Config(64, 4, 1), {})
+    assert tuning.choose(KEY, -1) == used
+    assert not requests
+    assert cache.write(KEY, made_up.NAME, Config(64, 4, 1), {})
     ranks.rank = 2
-    assert tuning.choose(QUESTION, -1) == gone_on_with
+    assert tuning.choose(KEY, -1) == used
 
 
-def test_an_answer_that_comes_late_is_not_used(ranks: threading.local, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 is still tuning when another rank goes on."""
-    began, given_up, late = threading.Event(), threading.Event(), list[Config]()
+def test_late_reply_is_not_used(ranks: threading.local, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is still tuning when another rank times out."""
+    began, timed_out, late = threading.Event(), threading.Event(), list[Config]()
 
-    def answer(message: dict[str, Any]) -> dict[str, Any]:
+    def reply(message: dict[str, Any]) -> dict[str, Any]:
         began.set()
-        given_up.wait(30)
+        timed_out.wait(30)
         return {"config": [64, 8, 2, 1, 0, 0]}
 
     def first() -> None:
         ranks.rank = 0
-        late.append(tuning.choose(QUESTION, -1))
+        late.append(tuning.choose(KEY, -1))
 
-    monkeypatch.setattr(ondemand, "_ask", answer)
+    monkeypatch.setattr(ondemand, "_request", reply)
     monkeypatch.setattr(ondemand, "patience", MILLISECONDS)
     monkeypatch.setattr(ondemand, "reach", MILLISECONDS)
     tuner = threading.Thread(target=first)
     tuner.start()
     assert began.wait(30)
     ranks.rank = 1
-    with pytest.warns(RuntimeWarning, match="rank 0 did not name"):
-        gone_on_with = tuning.choose(QUESTION, -1)
-    given_up.set()
+    with pytest.warns(RuntimeWarning, match="rank 0 did not store"):
+        used = tuning.choose(KEY, -1)
+    timed_out.set()
     tuner.join(30)
-    assert late == [gone_on_with] != [FOUND]
+    assert late == [used] != [FOUND]
 
 
-def test_a_store_that_fails(ranks: threading.local, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_store(ranks: threading.local, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         def check(self, keys: list[str]) -> bool:
             raise RuntimeError("connection reset")
@@ -358,21 +380,21 @@ def test_a_store_that_fails(ranks: threading.local, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", Broken)
     ranks.rank = 0
     with pytest.warns(RuntimeWarning, match="store failed .connection reset"):
-        assert tuning.choose(QUESTION, -1) != FOUND
+        assert tuning.choose(KEY, -1) != FOUND
 
 
 _RANK = """
 import os, sys
 import torch.distributed as dist
 from fusedops.core import tuning
-from fusedops.core.question import Question
+from fusedops.core.tuning_key import TuningKey
 from fusedops.tune import ondemand
 tuning.device_name = lambda index: "Test GPU"
 tuning.table = lambda device: {}
-ondemand._ask = lambda message: {"config": [64, 8, 2, 1, 0, 0]} if dist.get_rank() == 0 else sys.exit("a rank tuned")
+ondemand._request = lambda message: {"config": [64, 8, 2, 1, 0, 0]} if dist.get_rank() == 0 else sys.exit("a rank tuned")
 import fusedops
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
-print(tuning.choose(Question("norm_forward", ("rms", "plain", "alone"), "32bit", 64, 1), -1))
+print(tuning.choose(TuningKey("norm_forward", ("rms", "plain", "alone"), "32bit", 64, 1), -1))
 dist.destroy_process_group()
 """
 

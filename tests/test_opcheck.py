@@ -18,6 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from fusedops.core import launch
 from fusedops.core.spec import Sample, Spec
 from support import ALL_SPECS, Case, as_tuple, call, cases, covers_the_schema, random_like, tensors_of
 
@@ -54,6 +55,7 @@ def _is_backward(func: Any) -> bool:
 
 
 @pytest.mark.kernels
+@pytest.mark.pairs("spec dtype")
 @cases((torch.float32, torch.bfloat16), covers_the_schema)
 def test_opcheck(case: Case, device: torch.device) -> None:
     calls = _record(case.spec, case.sample())
@@ -70,6 +72,7 @@ def test_opcheck(case: Case, device: torch.device) -> None:
 
 
 @pytest.mark.kernels
+@pytest.mark.pairs("spec dtype")
 @cases((torch.float32, torch.bfloat16), covers_the_schema)
 def test_fake_outputs_look_real(case: Case, device: torch.device) -> None:
     """FakeTensorMode predicts shape, dtype, device, strides and aliasing of outputs and gradients, with no launch."""
@@ -81,8 +84,6 @@ def test_fake_outputs_look_real(case: Case, device: torch.device) -> None:
         outputs = as_tuple(case.spec.call(**leaves, **sample.options))
         cotangents = [torch.ones_like(output) for output in outputs]
         return [*outputs, *torch.autograd.grad(outputs, [leaves[name] for name in names], cotangents)]
-
-    from fusedops.core import launch
 
     real = run(sample.tensors)
     with FakeTensorMode() as mode, launch.record() as launched:
@@ -121,9 +122,10 @@ def _bits(spec: Spec, sample: Sample, tensors: dict[str, Tensor]) -> list[Tensor
 
 
 @pytest.mark.kernels
+@pytest.mark.pairs
 @cases((torch.float32,), covers_the_schema)
 def test_a_dispatch_mode_changes_no_bit(case: Case, device: torch.device) -> None:
-    """The operators and the light path beside them are two ways to the same kernels."""
+    """The registered operators and direct launches run the same kernels."""
     sample = case.sample()
     tensors = {name: t.requires_grad_() for name, t in tensors_of(case.spec, sample).items()}
     plain = _bits(case.spec, sample, tensors)
@@ -151,19 +153,3 @@ def test_tensor_subclasses(spec: Spec, device: torch.device) -> None:
         for ours, theirs in zip((*outputs, *grads), expected, strict=True):
             assert isinstance(ours, TwoTensor)
             torch.testing.assert_close(getattr(ours, which), theirs, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.kernels
-@every
-def test_no_double_backward(spec: Spec, device: torch.device) -> None:
-    """Said, not computed wrongly: the operators' gradients are not differentiable themselves."""
-    sample = spec.benchmark((6, 40), torch.float32, device)
-    tensors = {name: t.requires_grad_() for name, t in sample.tensors.items() if t is not None}
-    with _Recorder() as recorder:
-        outputs = call(spec, sample)(dict(tensors))
-        cotangents = [cotangent.requires_grad_() for cotangent in random_like(outputs)]
-        grads = torch.autograd.grad(outputs, list(tensors.values()), cotangents, create_graph=True)
-        total = sum(grad.square().sum() for grad in grads)
-        with pytest.raises(RuntimeError, match="no double backward under"):
-            torch.autograd.grad(total, [*tensors.values(), *cotangents], allow_unused=True)
-    assert len(recorder.calls) == 2

@@ -1,4 +1,7 @@
-"""The registered operators' short way: compiled code reaches the kernels past the dispatcher, and nobody else does."""
+"""The registered operators as compiled graphs call them: the fast path past the dispatcher, and the variants that write.
+
+Compiled code reaches the kernels past the dispatcher where nothing observes the call.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
-from fusedops.core import launch, operators
+from fusedops.activations.operator import ACTIVATION, ActivationConstants
+from fusedops.core import launch, operators, registration
+from fusedops.core.operator import Operator
 from fusedops.core.spec import Spec
+from fusedops.norms.operator import NORM
+from fusedops.slices.operator import SLICES
 from support import ALL_SPECS, Case, as_tuple, cases, covers_the_schema, random_like
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -79,42 +86,42 @@ def _profile_elsewhere() -> Iterator[None]:
         thread.join()
 
 
-def _way(*args: Any, read: int | None = None, **named: Any) -> str:
+def _path(*args: Any, read: int | None = None, **named: Any) -> str:
     def dispatched(*_: Any, **__: Any) -> str:
         return _DISPATCHER
 
     def function(*_: Any) -> str:
         return _OURS
 
-    return str(operators._shortened(dispatched, function, len(args) if read is None else read)(*args, **named))
+    return str(registration._shortened(dispatched, function, len(args) if read is None else read)(*args, **named))
 
 
-def test_ordinary_arguments_go_the_short_way() -> None:
+def test_plain_arguments_take_the_fast_path() -> None:
     t = torch.randn(3)
     with torch.no_grad():
-        assert _way(t, None, torch.nn.Parameter(t), 3, "call", 1e-6, True) == _OURS
+        assert _path(t, None, torch.nn.Parameter(t), 3, "call", 1e-6, True) == _OURS
     with torch.inference_mode():
-        assert _way(torch.randn(3), 3) == _OURS
+        assert _path(torch.randn(3), 3) == _OURS
 
 
 @pytest.mark.parametrize(
-    "watch", [torch.enable_grad, _DispatchMode, _FunctionMode, FakeTensorMode, _within_vmap, _profile, _profile_elsewhere,
+    "observe", [torch.enable_grad, _DispatchMode, _FunctionMode, FakeTensorMode, _within_vmap, _profile, _profile_elsewhere,
               forward_ad.dual_level],
-    ids=lambda watch: watch.__name__,
+    ids=lambda observe: observe.__name__,
 )  # fmt: skip
-def test_who_watches_sees_the_call(watch: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+def test_observed_calls_are_dispatched(observe: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
     t = torch.randn(3)
-    with torch.no_grad(), watch():
-        assert _way(t, 3) == _DISPATCHER
+    with torch.no_grad(), observe():
+        assert _path(t, 3) == _DISPATCHER
     with torch.no_grad():
-        assert _way(t, 3) == _OURS
+        assert _path(t, 3) == _OURS
 
 
-def test_a_trace_has_the_call() -> None:
+def test_a_jit_trace_has_the_call() -> None:
     seen: list[str] = []
 
     def body(t: Tensor) -> Tensor:
-        seen.append(_way(t, 3))
+        seen.append(_path(t, 3))
         return t + 1.0
 
     with torch.no_grad():
@@ -146,20 +153,20 @@ def _left_by_a_transform() -> Tensor:
     ids=["negative", "meta", "subclass", "zeros", "functional", "left", "sparse", "list", "dtype"],
 )  # fmt: skip
 @pytest.mark.parametrize("place", [0, 1])
-def test_what_is_no_plain_memory_is_dispatched(make: Callable[[], Any], place: int) -> None:
+def test_other_arguments_are_dispatched(make: Callable[[], Any], place: int) -> None:
     args: list[Any] = [torch.randn(3), None]
     args[place] = make()
     with torch.no_grad():
-        assert _way(*args) == _DISPATCHER
+        assert _path(*args) == _DISPATCHER
 
 
-def test_a_batch_in_disguise_is_dispatched() -> None:
+def test_batched_gradients_are_dispatched() -> None:
     """Gradients that `torch.autograd.grad` maps in its older way, by no transform that says it is there."""
     seen: list[str] = []
 
     def look(gradient: Tensor) -> None:
         with torch.no_grad():
-            seen.append(_way(None, gradient))
+            seen.append(_path(None, gradient))
 
     x = torch.randn(3, requires_grad=True)
     y = x * 2.0
@@ -168,16 +175,16 @@ def test_a_batch_in_disguise_is_dispatched() -> None:
     assert seen == [_DISPATCHER]
 
 
-def test_names_are_dispatched() -> None:
+def test_keyword_arguments_are_dispatched() -> None:
     with torch.no_grad():
-        assert _way(torch.randn(3), p=3) == _DISPATCHER
+        assert _path(torch.randn(3), p=3) == _DISPATCHER
 
 
-def test_only_what_is_read_is_looked_into() -> None:
-    """What is written has whatever in it; but what kind of thing it is matters as everywhere."""
+def test_outputs_may_hold_anything() -> None:
+    """Only the memory of tensors that are read is looked at; types are looked at of all."""
     with torch.no_grad():
-        assert _way(torch.randn(3), _negative(), read=1) == _OURS
-        assert _way(torch.randn(3), TwoTensor(torch.randn(3), torch.randn(3)), read=1) == _DISPATCHER
+        assert _path(torch.randn(3), _negative(), read=1) == _OURS
+        assert _path(torch.randn(3), TwoTensor(torch.randn(3), torch.randn(3)), read=1) == _DISPATCHER
 
 
 def _registered() -> list[Any]:
@@ -187,15 +194,12 @@ def _registered() -> list[Any]:
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, the compiler makes the outputs, whatever the device."""
-    monkeypatch.setattr(operators, "_planned", lambda tensors: True)
+    """As on a GPU, the compiler allocates the outputs, whatever the device."""
+    monkeypatch.setattr(registration, "_planned", lambda tensors: True)
 
 
 def _planner(seen: list[str]) -> Callable[..., Any]:
-    """A backend that does of Inductor's work what concerns calls that write, with no compiler of another language.
-
-    What runs in the end is put into ``seen``.
-    """
+    """A backend with Inductor's pass over operators that write, and no code generation; ``seen`` collects what runs."""
 
     def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
         decompose_auto_functionalized(graph.graph)
@@ -209,8 +213,8 @@ def _planner(seen: list[str]) -> Callable[..., Any]:
 @every
 @pytest.mark.kernels
 @pytest.mark.usefixtures("plans")
-def test_compiled_code_goes_the_short_way(spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One forward and one backward of a compiled call: no operator is dispatched, but for those with lists of tensors."""
+def test_compiled_code_takes_the_fast_path(spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a compiled forward and backward no operator is dispatched, except for those with lists of tensors."""
     sample = spec.benchmark((6, 40), torch.float32, device)
     tensors = {name: t if t is None else t.requires_grad_() for name, t in sample.tensors.items()}
     backend = "inductor" if device.type == "cuda" else _planner([])
@@ -237,9 +241,10 @@ def test_compiled_code_goes_the_short_way(spec: Spec, device: torch.device, monk
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("plans")
+@pytest.mark.pairs("spec dtype")
 @cases((torch.float32, torch.bfloat16), covers_the_schema)
-def test_outputs_made_by_the_compiler(case: Case, device: torch.device) -> None:
-    """The same bits, shapes and strides as of an eager call, from calls that all write into what they are given."""
+def test_outputs_allocated_by_the_compiler(case: Case, device: torch.device) -> None:
+    """The same bits, shapes and strides as of an eager call; every operator in the graph writes to given tensors."""
     spec, sample, seen = case.spec, case.sample(), list[str]()
     options = {**sample.options, **({"p": 0.0} if spec.has_dropout else {})}  # compiled calls draw other states
     torch._dynamo.reset()
@@ -262,15 +267,47 @@ def test_outputs_made_by_the_compiler(case: Case, device: torch.device) -> None:
     assert all("_out" in target for target in ours)
 
 
-def test_calls_are_read_as_they_were_written() -> None:
-    """Types too, although 1, 1.0 and True are equal; and no character needs care where a compiler prints the string."""
-    tensors = (torch.empty(1), None, torch.empty(1, dtype=torch.bfloat16), torch.empty(2, dtype=torch.int64))
-    constants = (0, 1, True, False, 0.0, 1.0, 1e-5, math.inf, 2**40, "", "layer once 1.0.dev3")
-    call = operators._call((*tensors, *constants), len(tensors))
+def test_constants_survive_a_string() -> None:
+    """Types too, although 1 and 1.0 are equal; and no character needs care where a compiler prints the string."""
+    constants = (0, 1, 0.0, 1.0, 1e-5, math.inf, -2.5, 2**40, "", "layer once 1.0.dev3")
+    call = registration._string(constants)
     assert not set(call) & set("\"'\\\n?%{}")
-    device_index, dtypes, *read = operators.Calls(lambda *given: given)[call, 3]
-    assert (device_index, dtypes) == (3, (torch.float32, None, torch.bfloat16, None))
-    assert list(map(repr, read)) == list(map(repr, constants))
+    assert list(map(repr, registration._constants(call))) == list(map(repr, constants))
+
+
+class _Calls(TorchDispatchMode):
+    """Collects the calls of operators that take constants: the operator's name, and the arguments by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        names = [argument.name for argument in func._schema.arguments]
+        if func.namespace == "fusedops" and "call" in names:
+            self.calls.append((func._schema.name.removeprefix("fusedops::"), dict(zip(names, args, strict=True))))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.kernels
+@pytest.mark.pairs("spec dtype")
+@cases((torch.float32, torch.bfloat16), covers_the_schema)
+def test_an_operators_arguments_give_the_calls_site(case: Case) -> None:
+    """Constants and dtypes become a string and numbers, and come back equal."""
+    known: dict[str, Operator] = {f"{op.name}_forward": op for op in (NORM, ACTIVATION, SLICES)}
+    sample = case.sample()
+    with _Calls() as mode:
+        case.spec.call(**sample.tensors, **sample.options)
+    assert len(mode.calls) == 1
+    ((name, arguments),) = mode.calls
+    op, call = known[name], arguments["call"]
+    numbers = tuple(arguments[number] for number in op.numbers)
+    site = operators.site_from(op, -1, arguments["seed"] is not None, arguments["cols"], call, numbers)
+    assert case.spec.name.startswith(site.constants.op)
+    assert site.constants.numbers() == numbers
+    assert operators.encode(site.constants, site.dtypes, site.saves) == site.call == call
+    given = [arguments[tensor] for tensor in op.tensors]
+    assert site.dtypes == operators.dtypes_of(op, [t[0] if isinstance(t, list) else t for t in given])
 
 
 @every
@@ -279,7 +316,7 @@ def test_calls_are_read_as_they_were_written() -> None:
 def test_a_tensor_subclass_sees_the_operator_that_returns(
     spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For one with rules of its own about operators, as DTensor has."""
+    """For subclasses with rules of their own about operators, as DTensor has."""
     seen: list[str] = []
     dispatch = TwoTensor.__torch_dispatch__
 
@@ -320,7 +357,7 @@ def test_an_exported_program_keeps_the_operators_that_return(spec: Spec, device:
 def test_a_release_has_its_own_constants(
     spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch, kernel_path: bool
 ) -> None:
-    """PyTorch keeps compiled functions on disk by the forward's graph: another release's must not be found there."""
+    """PyTorch caches compiled functions on disk by the forward's graph: another release's must not be found there."""
     sample = spec.benchmark((6, 40), torch.float32, device)
     graphs: list[str] = []
 
@@ -337,29 +374,23 @@ def test_a_release_has_its_own_constants(
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(
-    ("packed", "needs"),
-    [("", (True, True)), ("", (True, False)), ("", (False, True)), ("", (False, False)),
-     ("gate", (True, False)), ("gate", (False, False))],
-)  # fmt: skip
-def test_unneeded_gradients(packed: str, needs: tuple[bool, bool], device: torch.device) -> None:
-    """The fake gradients are as many, and of the shapes, that the kernels return: of a packed unit always one.
-
-    It has no second tensor.
-    """
-    dy, x = torch.randn(6, 20, device=device), torch.randn(6, 40 if packed else 20, device=device)
-    other = None if packed else torch.randn(6, 20, device=device)
-    kind = "packed" if packed else "glu"
-    given = (dy, x, other, None, *needs, packed, 0, f"{kind} silu 0", 20)
+@pytest.mark.parametrize(("kind", "needs"), [("glu", "11"), ("glu", "10"), ("glu", "01"), ("packed", "10")])
+def test_unneeded_gradients(kind: Any, needs: str, device: torch.device) -> None:
+    """Fake gradients are as many, and of the shapes, that the kernels return: empty where not needed."""
+    dy, other = torch.randn(6, 20, device=device), torch.randn(6, 20, device=device)
+    tensors = (other, other) if kind == "glu" else (torch.cat((other, other), -1), None)
+    call = operators.encode(ActivationConstants("glu", kind, "silu"), operators.dtypes_of(ACTIVATION, tensors), True)
+    given = (dy, *tensors, None, needs, 0, 20, call)
     made = torch.ops.fusedops.activation_backward(*given)
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = torch.ops.fusedops.activation_backward(*given)
-    assert [t.shape for t in made] == [t.shape for t in fake]
+    wanted = [t.shape if need == "1" else (0,) for t, need in zip(tensors, needs, strict=True)]
+    assert [t.shape for t in made] == [t.shape for t in fake] == wanted
 
 
 @pytest.mark.kernels
 def test_a_gradient_of_zeros_without_memory(device: torch.device) -> None:
-    """The dispatcher makes them; there is nothing at their address."""
+    """PyTorch's dispatcher makes such tensors; their address is null."""
     x = torch.randn(6, 40, device=device, requires_grad=True)
     y = torch.compile(fusedops.gelu, fullgraph=True, backend=_planner([]))(x)
     (dx,) = torch.autograd.grad(y, [x], torch._efficientzerotensor(6, 40, device=device))
@@ -367,19 +398,19 @@ def test_a_gradient_of_zeros_without_memory(device: torch.device) -> None:
 
 
 def _dispatcher_of(operator: Any) -> Any:
-    """The cell of a shortened operator that holds the way through the dispatcher."""
+    """The cell of a shortened operator that holds the call through the dispatcher."""
     cells = dict(zip(operator._op.__code__.co_freevars, operator._op.__closure__, strict=True))
     return cells["dispatched"]
 
 
-def _noting(operator: Any, way: Callable[..., Any], met: list[str]) -> Callable[..., Any]:
+def _noting(operator: Any, call: Callable[..., Any], met: list[str]) -> Callable[..., Any]:
     def note(*args: Any, **named: Any) -> Any:
         met.append(str(operator))
-        return way(*args, **named)
+        return call(*args, **named)
 
     return note
 
 
-def test_operators_that_write_into_what_is_not_theirs_are_dispatched() -> None:
+def test_operators_that_write_to_a_callers_tensor_are_dispatched() -> None:
     """The dispatcher counts the versions of what is written."""
     assert inspect.isbuiltin(torch.ops.fusedops.no_repeat_ngram_forward_.default._op)

@@ -1,10 +1,19 @@
-"""That the suite's poison works: uninitialised memory is NaN, so a kernel that leaves a gap, or reads one, is seen."""
+"""That the suite's poison works: uninitialised memory is NaN, so a kernel that leaves a gap, or reads one, is seen.
+
+And that kernels write nothing beside what they are given.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
+from fusedops.activations.operator import ACTIVATION
+from fusedops.norms.operator import NORM
+from fusedops.slices.operator import SLICES
 from support import DEVICE, DTYPES, Case, call, cases, random_like, tensors_of
 
 ALLOCATIONS = {
@@ -36,3 +45,34 @@ def test_nothing_unwritten_comes_out(case: Case) -> None:
         storage = torch.empty(0, dtype=result.dtype, device=result.device).set_(result.untyped_storage())
         assert not storage.isnan().any()
         assert result.any()
+
+
+# Elements before and after an output: a multiple of 16 bytes in every dtype.
+_GUARD, _UNTOUCHED = 64, 1234.0
+
+
+@pytest.mark.kernels
+@cases((torch.float32, torch.bfloat16), lambda spec, sample: sample.name in _PICKED)
+def test_nothing_is_written_beside_the_outputs(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and gradients lie within larger tensors, whose other elements stay as they are."""
+    buffers: list[Tensor] = []
+
+    def within_guards(t: Tensor | None) -> Tensor | None:
+        if t is None:
+            return None
+        buffers.append(t.new_full((t.numel() + 2 * _GUARD,), _UNTOUCHED))
+        return buffers[-1].as_strided(t.shape, t.stride(), _GUARD)
+
+    def guarded(allocate: Any) -> Any:
+        return lambda *args: tuple(within_guards(t) for t in allocate(*args))
+
+    for op in (NORM, ACTIVATION, SLICES):
+        for name in ("allocate", "allocate_gradients"):
+            monkeypatch.setattr(op, name, guarded(getattr(op, name)))
+    spec, sample = case.spec, case.sample()
+    leaves = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
+    outputs = call(spec, sample)(leaves)
+    torch.autograd.grad(outputs, list(leaves.values()), random_like(outputs))
+    assert buffers
+    for buffer in buffers:
+        assert (buffer[:_GUARD] == _UNTOUCHED).all() and (buffer[-_GUARD:] == _UNTOUCHED).all()

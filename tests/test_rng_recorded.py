@@ -1,4 +1,4 @@
-"""Dropout where a call is replayed or recorded: activation checkpointing, CUDA graphs, torch.compile."""
+"""Dropout where a call is replayed or recorded: activation checkpointing, CUDA graphs, torch.compile, make_fx."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch._functorch.config as functorch_config
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import fusedops
@@ -193,6 +194,25 @@ def test_compiled_without_dropout_draws_nothing(spec: Spec, compiled: Callable[.
     _same(problem.run(0.0, call), problem.run(0.0, call))
     assert problem.run(0.5, call, training=False).forward.all()
     assert not problem.run(1.0, call).forward.any()
+
+
+@every
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_traced_calls_draw_anew(spec: Spec, mode: str, device: torch.device) -> None:
+    """`make_fx` records that a state is drawn, not the state."""
+    problem = Problem(spec, 9, 72, device)
+    tensors = {name: t.detach() for name, t in problem.tensors.items() if t is not None}
+    options = {**problem.absent, **problem.options, "p": 0.5}
+
+    def call(*values: Tensor) -> tuple[Tensor, ...]:
+        return as_tuple(spec.call(**dict(zip(tensors, values, strict=True)), **options))
+
+    graph = make_fx(call, tracing_mode=mode)(*tensors.values())
+    torch.manual_seed(31)
+    first, second = (graph(*tensors.values())[-1] for _ in range(2))
+    assert not torch.equal(first, second)
+    torch.manual_seed(31)
+    assert torch.equal(graph(*tensors.values())[-1], first)
 
 
 def _draws() -> tuple[Callable[..., Any], list[int]]:

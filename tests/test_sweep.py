@@ -1,4 +1,4 @@
-"""The sweep: what is compiled, dropped, timed and chosen; the shipped table that comes of it. Times are made up."""
+"""The sweep: which candidates are compiled, dropped, timed and chosen; the shipped table. Times are made up."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 
 import made_up
 from fusedops.core import launch, tuning
-from fusedops.core.question import BUCKETS, Config, Question, family_of
 from fusedops.core.spec import Spec
+from fusedops.core.tuning_key import BUCKETS, Config, TuningKey, family_of
 from fusedops.tune import table as tables
 from fusedops.tune import timing
 from fusedops.tune.compiling import Pool
@@ -31,30 +31,30 @@ from fusedops.tune.workloads import (
     floor_us,
     grid,
     kernels_alone,
-    questions_of,
+    keys_of,
     workload_for,
 )
-from questions import every_question, plans
 from support import ALL_SPECS, DEVICE
+from tuning_keys import every_key, plans
 
 every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
 LIMITS = Limits(shared=232_448, shared_in_all=233_472)
-QUESTION = Question("norm_forward", ("rms", "plain", "alone"), "16bit", 1024, 3)
+KEY = TuningKey("norm_forward", ("rms", "plain", "alone"), "16bit", 1024, 3)
 # What the made-up workload of 20 rows asks first.
-ASKED = replace(QUESTION, cols=64, widths="32bit", bucket=1)
+ASKED = replace(KEY, cols=64, widths="32bit", bucket=1)
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No cache or table of this machine's takes part."""
+    """No cache or table of this machine is used."""
     monkeypatch.setattr(tuning, "device_name", lambda index: "")
     tuning.forget()
     yield
     tuning.forget()
 
 
-def family(question: Question) -> object:
-    found = family_of(question.kernel)
+def family(key: TuningKey) -> object:
+    found = family_of(key.kernel)
     assert found is not None
     return found
 
@@ -68,40 +68,40 @@ def tuned(timer: made_up.Timer, pool: object = None, name: str = "rms_norm") -> 
     return list(made_up.sweeper(pool, timer).sweep([only(name)]))
 
 
-# --- questions and workloads ---------------------------------------------------------------------------------------
+# --- keys and workloads ---------------------------------------------------------------------------------------
 
 
 @every
 @pytest.mark.kernels
-def test_every_question_leads_back_to_a_workload(spec: object) -> None:
-    """What an operator asks at any number of rows can be tuned by the question alone."""
+def test_every_key_leads_back_to_a_workload(spec: object) -> None:
+    """An operator's keys at any number of rows can be tuned from the key alone."""
     workload = only(spec.name)  # type: ignore[attr-defined]
     for rows in (3, 20, 9000):
-        asked = questions_of(workload.at(rows), DEVICE)
+        asked = keys_of(workload.at(rows), DEVICE)
         assert asked
-        for question in asked:
-            found = workload_for(question, DEVICE)
-            assert found is not None, question
-            assert question in questions_of(found, DEVICE)
+        for key in asked:
+            found = workload_for(key, DEVICE)
+            assert found is not None, key
+            assert key in keys_of(found, DEVICE)
 
 
 @every
 @pytest.mark.kernels
-def test_inference_asks_what_training_asks(spec: Spec) -> None:
-    """One config for both, so that outputs have the same bits; also of rows that are read twice."""
+def test_inference_and_training_have_the_same_keys(spec: Spec) -> None:
+    """So that outputs have the same bits; also for rows that are read twice."""
     for shape in [(4, 64), (4, 20000)] if len(spec.shapes[0][0]) == 2 else [(4, 2, 64)]:
         step = Step(Workload(spec, shape, torch.float32), DEVICE)
-        with kernels_alone(), tuning.asked() as trained, launch.collecting():
+        with kernels_alone(), tuning.collected_keys() as trained, launch.collecting():
             step.forward()
         tuning.forget()
-        with kernels_alone(), tuning.asked() as inferred, launch.collecting():
+        with kernels_alone(), tuning.collected_keys() as inferred, launch.collecting():
             assert not any(out.requires_grad for out in step.infer())
         tuning.forget()
         assert trained and inferred == trained
 
 
 def test_training_and_inference_are_timed() -> None:
-    """All forwards and then all of inference: none finds in the L2 what another has just read."""
+    """All training forwards, then all inference forwards: no call has its inputs in the L2."""
     done: list[str] = []
 
     class _Step:
@@ -122,23 +122,23 @@ def test_training_and_inference_are_timed() -> None:
         ("norm_forward", ("rms", "plain", "adds"), "16bit"),
         ("norm_backward", ("layer", "plain", "3 sums", "3 moved"), "16bit"),
         ("norm_backward", ("rms", "dropout", "1 sums", "4 moved"), "32bit"),
-        ("norm_backward", ("layer", "dropout", "3 sums", "5 moved"), "16-32bit"),  # with a twin
+        ("norm_backward", ("layer", "dropout", "3 sums", "5 moved"), "16-32bit"),  # with cast_dtype
         ("norm_forward", ("layer", "dropout", "adds"), "16-32-32bit"),
         ("norm_forward", ("layer", "plain", "alone"), "16-16-32bit"),
         ("bias_act_backward", ("gelu", "dropout", "bias", "1 sums"), "16bit"),
     ],
 )
-def test_questions_of_calls_that_no_benchmark_makes(kernel: str, variant: tuple[str, ...], widths: str) -> None:
+def test_keys_of_calls_that_no_benchmark_makes(kernel: str, variant: tuple[str, ...], widths: str) -> None:
     """Without some tensors, without dropout, with mixed dtypes."""
-    assert workload_for(Question(kernel, variant, widths, 64, 2), DEVICE) is not None
+    assert workload_for(TuningKey(kernel, variant, widths, 64, 2), DEVICE) is not None
 
 
 @pytest.mark.kernels
-def test_nobody_asks_this() -> None:
-    assert workload_for(replace(QUESTION, variant=("rms", "sideways")), DEVICE) is None
+def test_no_workload_for_unknown_key() -> None:
+    assert workload_for(replace(KEY, variant=("rms", "sideways")), DEVICE) is None
 
 
-def test_the_grid_covers_every_operator_in_order() -> None:
+def test_grid_covers_every_operator_in_order() -> None:
     found = grid(discover(), [DTYPES[name] for name in ("bf16", "fp32", "fp64")])
     assert len(set(map(str, found))) == len(found)
     assert {workload.spec.name for workload in found} == {spec.name for spec in ALL_SPECS}
@@ -154,8 +154,8 @@ def test_the_grid_covers_every_operator_in_order() -> None:
 def test_floor() -> None:
     """By hand: 2 passes forward and 3 backward over 8192 x 4096 x 2 bytes, at 4 TB/s."""
     workload = replace(only("layer_norm", shape=(8192, 4096)), dtype=torch.bfloat16)
-    assert floor_us(workload, QUESTION, 4e12) == pytest.approx(2 * 8192 * 4096 * 2 / 4e6)
-    backward = replace(QUESTION, kernel="norm_backward")
+    assert floor_us(workload, KEY, 4e12) == pytest.approx(2 * 8192 * 4096 * 2 / 4e6)
+    backward = replace(KEY, kernel="norm_backward")
     assert floor_us(workload, backward, 4e12) == pytest.approx(3 * 8192 * 4096 * 2 / 4e6)
 
 
@@ -164,15 +164,15 @@ def test_floor() -> None:
 
 @every
 @pytest.mark.kernels
-def test_the_fastest_is_chosen(spec: object) -> None:
-    """With the made-up costs it is known which; each question is answered once, the forward's first."""
+def test_fastest_is_chosen(spec: object) -> None:
+    """By the made-up costs; each key is tuned once, the forward's first."""
     timer = made_up.Timer()
     outcomes = tuned(timer, name=spec.name)  # type: ignore[attr-defined]
-    assert [outcome.question for outcome in outcomes] == questions_of(only(spec.name), DEVICE)  # type: ignore[attr-defined]
+    assert [outcome.key for outcome in outcomes] == keys_of(only(spec.name), DEVICE)  # type: ignore[attr-defined]
     for outcome in outcomes:
-        question = outcome.question
-        times = {one.config: made_up.cost(question, one.config) for one in outcome.measured}
-        assert list(times) == family(question).candidates(question)  # type: ignore[attr-defined]
+        key = outcome.key
+        times = {one.config: made_up.cost(key, one.config) for one in outcome.measured}
+        assert list(times) == family(key).candidates(key)  # type: ignore[attr-defined]
         best, first = min(times, key=lambda config: times[config]), outcome.heuristic
         assert outcome.best == (best if times[best] < 0.99 * times[first] else first)
         assert outcome.gain == pytest.approx(times[first] / times[outcome.best] - 1.0)
@@ -180,7 +180,7 @@ def test_the_fastest_is_chosen(spec: object) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(("faster", "yields"), [(0.995, False), (0.985, True)])
-def test_the_heuristic_yields_to_more_than_noise(faster: float, yields: bool) -> None:
+def test_heuristic_is_replaced_beyond_noise(faster: float, yields: bool) -> None:
     candidates = family(ASKED).candidates(ASKED)  # type: ignore[attr-defined]
     costs = dict.fromkeys(candidates, 20.0) | {candidates[0]: 10.0, candidates[-1]: 10.0 * faster}
     outcome = tuned(made_up.Timer(costs))[0]
@@ -188,24 +188,24 @@ def test_the_heuristic_yields_to_more_than_noise(faster: float, yields: bool) ->
 
 
 @pytest.mark.kernels
-def test_a_second_round_among_the_best() -> None:
+def test_second_round_among_the_best() -> None:
     timer = made_up.Timer()
     outcomes = tuned(timer)
     for outcome in outcomes:
-        quick = [c for q, c, careful in timer.timed if q == outcome.question and not careful]
-        careful = [c for q, c, careful in timer.timed if q == outcome.question and careful]
+        quick = [c for q, c, careful in timer.timed if q == outcome.key and not careful]
+        careful = [c for q, c, careful in timer.timed if q == outcome.key and careful]
         assert quick == [one.config for one in outcome.measured]
         assert len(careful) <= 3 and (not careful or careful[0] == outcome.heuristic)
 
 
 @pytest.mark.kernels
-def test_a_config_with_other_results_is_not_chosen() -> None:
+def test_config_with_other_results_is_not_chosen() -> None:
     winner = tuned(made_up.Timer())[0].best
     assert tuned(made_up.Timer(wrong=(winner,)))[0].best != winner
 
 
 @pytest.mark.kernels
-def test_what_takes_too_much_is_not_timed() -> None:
+def test_config_that_does_not_fit_is_not_timed() -> None:
     candidates = family(ASKED).candidates(ASKED)  # type: ignore[attr-defined]
     spills = made_up.Pool(dict.fromkeys(candidates, Usage(registers=32, spills=999)))
     timer = made_up.Timer()
@@ -215,7 +215,7 @@ def test_what_takes_too_much_is_not_timed() -> None:
     spills.usages[candidates[0]] = Usage(registers=32)
     timer.timed.clear()
     outcome = tuned(timer, spills)[0]
-    assert [config for question, config, _ in timer.timed if question == outcome.question] == [candidates[0]]
+    assert [config for key, config, _ in timer.timed if key == outcome.key] == [candidates[0]]
     assert [bool(one.dropped) for one in outcome.measured] == [False] + [True] * (len(candidates) - 1)
 
 
@@ -240,7 +240,7 @@ def test_reasons_to_drop(config: Config, usage: Usage, reason: str) -> None:
 
 
 @pytest.mark.kernels
-def test_a_workload_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_workload_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     timer, opened = made_up.Timer(), made_up.Timer.open
 
     def scarce(self: made_up.Timer, workload: Workload) -> made_up.Bench:
@@ -256,31 +256,31 @@ def test_a_workload_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.kernels
-def test_it_stops_between_questions() -> None:
-    """And what is not wanted is neither compiled nor timed."""
+def test_sweep_stops_between_keys() -> None:
+    """And keys that are not wanted are neither compiled nor timed."""
     left = iter([True, True, False])
     found = list(made_up.sweeper().sweep(made_up.workloads("rms_norm", "layer_norm"), goes_on=lambda: next(left)))
     assert len(found) == 2
     pool = made_up.Pool()
-    assert not list(made_up.sweeper(pool).sweep(made_up.workloads(), wanted=lambda question: False))
+    assert not list(made_up.sweeper(pool).sweep(made_up.workloads(), wanted=lambda key: False))
     assert not pool.requests
 
 
 @pytest.mark.kernels
-def test_what_a_settled_config_leaves_is_tuned_too() -> None:
-    """Wide rows: where the backward's config cuts them, the rest is a question of its own, asked under that config.
+def test_remaining_columns_are_tuned_too() -> None:
+    """Wide rows: where the backward's config cuts them, the remaining columns have their own key under that config.
 
     It is timed under it too.
     """
     workload = only("rms_norm", shape=(20, 8192))
-    candidates = family(QUESTION).candidates(  # type: ignore[attr-defined]
-        first := Question("norm_backward", ("rms", "plain", "1 sums", "3 moved"), "32bit", 8192, 1))  # fmt: skip
+    candidates = family(KEY).candidates(  # type: ignore[attr-defined]
+        first := TuningKey("norm_backward", ("rms", "plain", "1 sums", "3 moved"), "32bit", 8192, 1))  # fmt: skip
     for cut in (True, False):
         costs = {config: 1.0 if (config.block_n < 8192) == cut else 50.0 for config in candidates}
         beside: dict[str, Config] = {}
         timer = made_up.Timer(costs)
-        timer.watch = lambda question, seen=beside: seen.update({question.kernel: tuning.choose(first, -1)})
-        outcomes = {outcome.question.kernel: outcome for outcome in made_up.sweeper(timer=timer).sweep([workload])}
+        timer.watch = lambda key, seen=beside: seen.update({key.kernel: tuning.choose(first, -1)})
+        outcomes = {outcome.key.kernel: outcome for outcome in made_up.sweeper(timer=timer).sweep([workload])}
         assert ("norm_backward_rest" in outcomes) == cut
         assert not cut or beside["norm_backward_rest"] == outcomes["norm_backward"].best
 
@@ -288,11 +288,11 @@ def test_what_a_settled_config_leaves_is_tuned_too() -> None:
 # --- compiling, for real --------------------------------------------------------------------------------------------
 
 
-def test_requests_survive_the_journey() -> None:
+def test_requests_are_encoded_and_decoded() -> None:
     seen = 0
     for cols, dtype in ((1024, torch.bfloat16), (256, torch.float64)):
         for plan in plans(cols, dtype).values():
-            with tuning.asked(), launch.collecting() as requests:
+            with tuning.collected_keys(), launch.collecting() as requests:
                 plan()
             tuning.forget()
             for request in requests:
@@ -314,29 +314,29 @@ COMPILED = {
 @pytest.mark.compiled
 @pytest.mark.parametrize("member", COMPILED)
 def test_candidates_compile_or_are_dropped(member: str) -> None:
-    """In worker processes, for sm_90 and without a GPU; some is left to time, the heuristic's among it."""
+    """In worker processes, for sm_90 and without a GPU; several remain to be timed, with the heuristic's."""
     compiler = pytest.importorskip("triton.backends.compiler")
     plan = plans(*COMPILED[member])[member]
-    with tuning.asked() as asked, launch.collecting():
+    with tuning.collected_keys() as asked, launch.collecting():
         plan()
     with Pool(2, compiler.GPUTarget("cuda", 90, 32), LIMITS.shared) as pool:
-        for question in asked:
-            candidates = family(question).candidates(question)  # type: ignore[attr-defined]
+        for key in asked:
+            candidates = family(key).candidates(key)  # type: ignore[attr-defined]
             pending = {}
             for config in candidates:
-                with tuning.forced(question.kernel, config), launch.collecting() as requests:
+                with tuning.forced(key.kernel, config), launch.collecting() as requests:
                     plan()
                 pending[config] = [pool.submit(r, fit=not pending) for r in requests if r.config == config]
                 assert pending[config]
             usages = {config: [future.result() for future in futures] for config, futures in pending.items()}
-            assert all(u.registers and not u.error for each in usages.values() for u in each), (question, usages)
+            assert all(u.registers and not u.error for each in usages.values() for u in each), (key, usages)
             first = usages[candidates[0]]
             left = [c for c in candidates if not reason_to_drop(c, usages[c], first, LIMITS)]
-            assert left[0] == candidates[0] and len(left) >= 3, question
+            assert left[0] == candidates[0] and len(left) >= 3, key
 
 
 @pytest.mark.compiled
-def test_a_worker_that_dies_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_worker_that_dies_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiler = pytest.importorskip("triton.backends.compiler")
     with launch.collecting() as requests:
         plans(256, torch.bfloat16)["rms_norm"]()
@@ -359,40 +359,40 @@ def test_a_worker_that_dies_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_pat
 # --- the shipped table ------------------------------------------------------------------------------------------------
 
 
-def outcome(question: Question, *times: float) -> Outcome:
+def outcome(key: TuningKey, *times: float) -> Outcome:
     """The candidates' times, infinite for one that was dropped; the heuristic's is the first."""
-    configs = family(question).candidates(question)[: len(times)]  # type: ignore[attr-defined]
+    configs = family(key).candidates(key)[: len(times)]  # type: ignore[attr-defined]
     measured = tuple(
         Measured(config, 32, 0, us, "spills" if math.isinf(us) else "")
         for config, us in zip(configs, times, strict=True)
     )
     best = min(measured, key=lambda one: one.us).config
-    return Outcome(question, only("rms_norm", shape=(8192, 1024)), configs[0], best, measured)
+    return Outcome(key, only("rms_norm", shape=(8192, 1024)), configs[0], best, measured)
 
 
-def test_a_table_is_written_merged_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_is_written_merged_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "test_gpu.json"
     table = tables.Table(path)
     table.about = {"device": "Test GPU", "commit": "abc"}
-    wide = replace(QUESTION, cols=16384)
-    for question, config in ((QUESTION, Config(1024, 2, 2)), (wide, Config(4096, 1, 8))):
-        assert question not in table
-        table.put(question, config)
+    wide = replace(KEY, cols=16384)
+    for key, config in ((KEY, Config(1024, 2, 2)), (wide, Config(4096, 1, 8))):
+        assert key not in table
+        table.put(key, config)
     table.save()
     text = path.read_text()
     assert json.loads(text)["device"] == "Test GPU"
     assert [line.strip()[:22] for line in text.splitlines() if "[[" in line or "[null" in line] == [
         '"rms|plain|alone|16bit', '"rms|plain|alone|16bit']  # fmt: skip
     again = tables.Table(path)
-    assert QUESTION in again and wide in again and replace(QUESTION, bucket=1) not in again
-    again.put(replace(QUESTION, bucket=1), Config(1024, 1, 2))
+    assert KEY in again and wide in again and replace(KEY, bucket=1) not in again
+    again.put(replace(KEY, bucket=1), Config(1024, 1, 2))
     again.save()
     assert len(path.read_text().splitlines()) == len(text.splitlines())
     # A table measured with other kernels, or from other configs, is measured again, and its row begins anew.
-    monkeypatch.setattr(tables, "fingerprint", lambda question: "another")
+    monkeypatch.setattr(tables, "fingerprint", lambda key: "another")
     later = tables.Table(path)
-    assert QUESTION not in later
-    later.put(QUESTION, Config(1024, 4, 4))
+    assert KEY not in later
+    later.put(KEY, Config(1024, 4, 4))
     later.save()
     row = json.loads(path.read_text())["configs"]["norm_forward"]["rms|plain|alone|16bit|1024"]
     assert row[:5] == [None, None, None, [1024, 4, 4, 1, 0, 0], None]
@@ -400,8 +400,8 @@ def test_a_table_is_written_merged_and_read(tmp_path: Path, monkeypatch: pytest.
 
 def test_raw_timings_and_the_distance_of_the_heuristic(tmp_path: Path) -> None:
     path = tmp_path / "raw.csv"
-    other = replace(QUESTION, kernel="norm_backward", variant=("rms", "plain", "1 sums", "3 moved"))
-    for one in (outcome(QUESTION, 11.0, 10.0, math.inf), outcome(replace(QUESTION, cols=2048), 40.0, 10.0),
+    other = replace(KEY, kernel="norm_backward", variant=("rms", "plain", "1 sums", "3 moved"))
+    for one in (outcome(KEY, 11.0, 10.0, math.inf), outcome(replace(KEY, cols=2048), 40.0, 10.0),
                 outcome(other, 10.0, 12.0)):  # fmt: skip
         tables.write_raw(path, tables.raw_rows(one))
     with path.open() as file:
@@ -412,15 +412,15 @@ def test_raw_timings_and_the_distance_of_the_heuristic(tmp_path: Path) -> None:
     assert found["norm_forward"]["geometric_mean"] == pytest.approx(math.sqrt(1.1 * 4.0), abs=1e-3)
     assert found["norm_forward"]["worst"] == 4.0 and "N=2048" in found["norm_forward"]["worst_at"]
     assert found["norm_backward"]["geometric_mean"] == 1.0
-    assert found["all"]["questions"] == 3
-    # A question measured again counts as it was last.
-    tables.write_raw(path, tables.raw_rows(outcome(replace(QUESTION, cols=2048), 20.0, 10.0)))
+    assert found["all"]["keys"] == 3
+    # A key measured again counts as it was last.
+    tables.write_raw(path, tables.raw_rows(outcome(replace(KEY, cols=2048), 20.0, 10.0)))
     assert tables.summary(tables.read_raw(path))["norm_forward"]["worst"] == 2.0
     assert "geometric mean" in tables.compare(tables.read_raw(path))
 
 
 def test_every_family_has_sources_for_its_mark() -> None:
-    marks = {question: tables.mark(question) for question in every_question() if question.bucket == 0}
+    marks = {key: tables.mark(key) for key in every_key() if key.bucket == 0}
     assert len(set(marks.values())) > 10
 
 
@@ -436,7 +436,7 @@ def test_every_family_has_sources_for_its_mark() -> None:
         ("if n:", "if not n:", False),
     ],
 )
-def test_a_digest_of_code_alone(old: str, new: str, same: bool) -> None:
+def test_digest_of_code_alone(old: str, new: str, same: bool) -> None:
     lines = (
         "def f(x, n):",
         '    """Doc."""',
@@ -450,8 +450,8 @@ def test_a_digest_of_code_alone(old: str, new: str, same: bool) -> None:
     assert (tables.code(source.replace(old, new)) == tables.code(source)) is same
 
 
-def test_comments_leave_a_table_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What is said of kernels does not count in their entries' mark, what they do does, in both files."""
+def test_comments_do_not_change_a_mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Comments do not change the mark of entries, code does, in both files."""
     package = Path(tables.__file__).parent.parent
     files = [tmp_path / folder / name for folder, name in (("norms", "kernels.py"), ("core", "device.py"))]
     for file in files:
@@ -460,7 +460,7 @@ def test_comments_leave_a_table_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
     def mark() -> str:
         tables._sources.cache_clear()
-        return tables.mark(QUESTION)
+        return tables.mark(KEY)
 
     marks = [mark()]
     monkeypatch.setattr(tables.resources, "files", lambda name: tmp_path)

@@ -1,4 +1,4 @@
-"""Which config a kernel runs with: the order of choice, what a choice depends on, and that it is made once."""
+"""The choice of a kernel's config: the order of its sources, what it depends on, and that it is made once."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import torch
 
 import fusedops
 from fusedops.core import cache, launch, tuning
-from fusedops.core.question import BUCKET, BUCKETS, Config, Question, block_holding, family_of, valid
 from fusedops.core.spec import Spec
+from fusedops.core.tuning_key import BUCKET, BUCKETS, Config, TuningKey, block_holding, family_of, valid
 from fusedops.tune.workloads import workload_for
-from questions import every_question
 from support import ALL_SPECS, DEVICE, INTERPRETED, as_tuple, random_like, tensors_of
+from tuning_keys import every_key
 
 DEVICE_NAME = "Test GPU"
-QUESTION = Question("norm_forward", ("layer", "plain", "alone"), "16bit", 1024, 3)
+KEY = TuningKey("norm_forward", ("layer", "plain", "alone"), "16bit", 1024, 3)
 CACHED, TABLED, FORCED = Config(1024, 4, 4), Config(1024, 1, 2), Config(1024, 8, 8)
 
 every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
@@ -31,7 +31,7 @@ every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
 
 @pytest.fixture(autouse=True)
 def no_other_configs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A device of our own with an empty cache and no table, whatever this machine has."""
+    """A made-up device with an empty cache and no table."""
     monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tuning, "device_name", lambda index: DEVICE_NAME)
     monkeypatch.setattr(tuning, "table", lambda device: {})
@@ -42,42 +42,42 @@ def no_other_configs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
 
 
 def tabled(monkeypatch: pytest.MonkeyPatch, *entries: tuple[int, int, Config]) -> None:
-    """A table with these (columns, bucket, config) for `QUESTION`'s group."""
+    """A table with these (columns, bucket, config) for `KEY`'s group."""
     sizes: dict[int, list[Config | None]] = {}
     for cols, bucket, config in entries:
         sizes.setdefault(cols, [None] * len(BUCKETS))[bucket] = config
-    monkeypatch.setattr(tuning, "table", lambda device: {QUESTION.kernel: {QUESTION.group: sizes}})
+    monkeypatch.setattr(tuning, "table", lambda device: {KEY.kernel: {KEY.group: sizes}})
 
 
-def heuristic(question: Question) -> Config:
-    family = family_of(question.kernel)
+def heuristic(key: TuningKey) -> Config:
+    family = family_of(key.kernel)
     assert family is not None
-    return family.heuristic(question)
+    return family.heuristic(key)
 
 
 # --- the order of choice ------------------------------------------------------------------------------------------
 
 
 def test_forced_then_cache_then_table_then_heuristic(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len({CACHED, TABLED, FORCED, heuristic(QUESTION)}) == 4
-    assert (tuning.choose(QUESTION, 0), tuning.source(QUESTION, 0)) == (heuristic(QUESTION), "heuristic")
+    assert len({CACHED, TABLED, FORCED, heuristic(KEY)}) == 4
+    assert (tuning.choose(KEY, 0), tuning.source(KEY, 0)) == (heuristic(KEY), "heuristic")
     tabled(monkeypatch, (1024, 3, TABLED))
-    assert (tuning.choose(QUESTION, 0), tuning.source(QUESTION, 0)) == (TABLED, "table")
-    assert cache.write(QUESTION, DEVICE_NAME, CACHED, {})
-    assert (tuning.choose(QUESTION, 0), tuning.source(QUESTION, 0)) == (CACHED, "cache")
+    assert (tuning.choose(KEY, 0), tuning.source(KEY, 0)) == (TABLED, "table")
+    assert cache.write(KEY, DEVICE_NAME, CACHED, {})
+    assert (tuning.choose(KEY, 0), tuning.source(KEY, 0)) == (CACHED, "cache")
     with tuning.forced("norm_forward", FORCED):
-        assert (tuning.choose(QUESTION, 0), tuning.source(QUESTION, 0)) == (FORCED, "forced")
+        assert (tuning.choose(KEY, 0), tuning.source(KEY, 0)) == (FORCED, "forced")
         with tuning.forced("norm_forward", TABLED):
-            assert tuning.choose(QUESTION, 0) == TABLED
-        assert tuning.choose(QUESTION, 0) == FORCED
-    assert tuning.choose(QUESTION, 0) == CACHED
+            assert tuning.choose(KEY, 0) == TABLED
+        assert tuning.choose(KEY, 0) == FORCED
+    assert tuning.choose(KEY, 0) == CACHED
 
 
-def test_the_interpreter_takes_the_heuristic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that was measured on some GPU holds for it."""
+def test_interpreter_uses_the_heuristic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements on a GPU do not apply to it."""
     monkeypatch.undo()
     assert tuning.device_name(-1) == ""
-    assert tuning.source(QUESTION, -1) == "heuristic"
+    assert tuning.source(KEY, -1) == "heuristic"
 
 
 @pytest.mark.parametrize(
@@ -96,21 +96,21 @@ def test_the_interpreter_takes_the_heuristic(monkeypatch: pytest.MonkeyPatch) ->
         (((1024, 3, Config(1024, 4, 64)),), None),  # 64 warps are no program
     ],
 )
-def test_a_table_without_the_size(
+def test_table_without_the_size(
     entries: tuple[tuple[int, int, Config], ...], expected: Config | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tabled(monkeypatch, *entries)
-    assert tuning.shipped(QUESTION, DEVICE_NAME) == expected
-    assert tuning.choose(QUESTION, 0) == (expected or heuristic(QUESTION))
+    assert tuning.shipped(KEY, DEVICE_NAME) == expected
+    assert tuning.choose(KEY, 0) == (expected or heuristic(KEY))
 
 
 def test_buckets_of_rows() -> None:
-    """The bucket that the launches look up is the last whose least number of rows is there."""
+    """The bucket of a launch is the last whose smallest number of rows is reached."""
     for rows in (*range(1, 300), 4095, 4096, 4097, 65535, 65536, 2**20, 2**31, 2**40):
         assert BUCKET[rows.bit_length()] == sum(rows >= least for least in BUCKETS) - 1, rows
 
 
-def test_the_block_that_holds_a_row() -> None:
+def test_block_holding_a_row() -> None:
     for cols in (1, 15, 16, 17, 255, 256, 257, 11008, 65536, 65537):
         block = block_holding(cols)
         assert block in {1 << bits for bits in range(4, 32)}
@@ -120,8 +120,13 @@ def test_the_block_that_holds_a_row() -> None:
 # --- what asks, and how often -------------------------------------------------------------------------------------
 
 
+def columns(spec: Spec, cols: int) -> int:
+    """So many, or as many as make a row of what is tuned as a vector."""
+    return 1024 if spec.name in ("gelu", "geglu", "glu", "swiglu") else cols
+
+
 def run(spec: Spec, rows: int, cols: int = 48) -> None:
-    sample = spec.benchmark((rows, cols), torch.float32, DEVICE)
+    sample = spec.benchmark((rows, columns(spec, cols)), torch.float32, DEVICE)
     leaves = [t.requires_grad_() for t in tensors_of(spec, sample).values()]
     outputs = as_tuple(spec.call(**sample.tensors, **sample.options))
     torch.autograd.grad(outputs, leaves, random_like(outputs))
@@ -129,10 +134,10 @@ def run(spec: Spec, rows: int, cols: int = 48) -> None:
 
 @every
 @pytest.mark.kernels
-def test_no_call_benchmarks(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the first one either: nothing asks the tuner, and nothing is launched but the operator."""
+def test_calls_do_not_benchmark(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the first: the tuner is not called, and only the operator is launched."""
 
-    def tuned(*question: object) -> None:
+    def tuned(*key: object) -> None:
         raise AssertionError("the tuner was asked")
 
     monkeypatch.setitem(sys.modules, "fusedops.tune.ondemand", types.SimpleNamespace(improve=tuned))  # type: ignore[arg-type]
@@ -143,9 +148,9 @@ def test_no_call_benchmarks(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None
 
 @every
 @pytest.mark.kernels
-def test_a_choice_is_made_once(spec: Spec) -> None:
-    """And again only for another bucket of rows; the steps between cost no more than a look-up."""
-    with tuning.asked() as asked:
+def test_config_is_chosen_once(spec: Spec) -> None:
+    """And again only for another bucket of rows; all other calls cost a look-up."""
+    with tuning.collected_keys() as asked:
         run(spec, 20)
         first = dict(asked)
         asked.clear()
@@ -153,23 +158,19 @@ def test_a_choice_is_made_once(spec: Spec) -> None:
         run(spec, 17)
         assert not asked
         run(spec, 5)
-        assert set(asked) == {replace(question, bucket=0) for question in first}
+        assert set(asked) == {replace(key, bucket=0) for key in first}
 
 
 @every
 @pytest.mark.kernels
 def test_buckets_share_what_they_compile(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new batch size compiles nothing while the config is a known one, and one variant where it is not."""
+    """A new batch size compiles nothing for a known config, and one variant for a new one."""
     other: dict[str, Config] = {}
     choose = tuning.choose
 
-    def by_bucket(question: Question, device_index: int) -> Config:
-        config = choose(replace(question, bucket=3), device_index)  # the heuristic's own may differ
-        return (
-            other.setdefault(question.kernel, replace(config, warps=config.warps * 2))
-            if question.bucket == 1
-            else config
-        )
+    def by_bucket(key: TuningKey, device_index: int) -> Config:
+        config = choose(replace(key, bucket=3), device_index)  # the heuristic's own may differ
+        return other.setdefault(key.kernel, replace(config, warps=config.warps * 2)) if key.bucket == 1 else config
 
     monkeypatch.setattr(launch, "_built", {})  # whatever other tests have built
     monkeypatch.setattr(tuning, "choose", by_bucket)
@@ -187,17 +188,17 @@ def test_buckets_share_what_they_compile(spec: Spec, monkeypatch: pytest.MonkeyP
 
 @every
 @pytest.mark.kernels
-def test_capture_compiles_nothing_that_another_bucket_has(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other's config serves, with the same results; the call after the capture gets its own."""
+def test_capture_uses_the_plan_of_another_bucket(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same results; the call after the capture gets its own plan."""
     choose = tuning.choose
 
-    def by_bucket(question: Question, device_index: int) -> Config:
-        config = choose(replace(question, bucket=3), device_index)
-        return replace(config, warps=config.warps * 2) if question.bucket == 1 else config
+    def by_bucket(key: TuningKey, device_index: int) -> Config:
+        config = choose(replace(key, bucket=3), device_index)
+        return replace(config, warps=config.warps * 2) if key.bucket == 1 else config
 
     monkeypatch.setattr(launch, "_built", {})
     monkeypatch.setattr(tuning, "choose", by_bucket)
-    sample = spec.benchmark((20, 56), torch.float32, DEVICE)
+    sample = spec.benchmark((20, columns(spec, 56)), torch.float32, DEVICE)
     leaves = [t.requires_grad_() for t in tensors_of(spec, sample).values()]
 
     def results() -> list[torch.Tensor]:
@@ -220,18 +221,18 @@ def test_capture_compiles_nothing_that_another_bucket_has(spec: Spec, monkeypatc
 
 
 def test_candidates_hold_the_heuristic_and_are_valid() -> None:
-    for question in every_question():
-        family = family_of(question.kernel)
-        assert family is not None, question
-        candidates = family.candidates(question)
-        assert candidates[0] == family.heuristic(question), question
-        assert len(set(candidates)) == len(candidates) <= 20, question
-        assert all(valid(question, config) for config in candidates), question
-        assert set(candidates) == set(family.candidates(replace(question, bucket=0))), "compiled once for all rows"
+    for key in every_key():
+        family = family_of(key.kernel)
+        assert family is not None, key
+        candidates = family.candidates(key)
+        assert candidates[0] == family.heuristic(key), key
+        assert len(set(candidates)) == len(candidates) <= 20, key
+        assert all(valid(key, config) for config in candidates), key
+        assert set(candidates) == set(family.candidates(replace(key, bucket=0))), "compiled once for all rows"
 
 
-def test_there_is_something_to_choose_from() -> None:
-    few = [str(q) for q in every_question() if len(family_of(q.kernel).candidates(q)) < 3]  # type: ignore[union-attr]
+def test_every_key_has_several_candidates() -> None:
+    few = [str(q) for q in every_key() if len(family_of(q.kernel).candidates(q)) < 3]  # type: ignore[union-attr]
     assert not few
 
 
@@ -241,13 +242,13 @@ def _shipped() -> Iterator[tuple[str, dict[str, object]]]:
             yield file.name, json.loads(file.read_text())
 
 
-def _entries(configs: dict[str, dict[str, list[list[int] | None]]]) -> Iterator[tuple[Question, Config]]:
+def _entries(configs: dict[str, dict[str, list[list[int] | None]]]) -> Iterator[tuple[TuningKey, Config]]:
     for kernel, rows in configs.items():
         for key, row in rows.items():
             *variant, widths, cols = key.split("|")
             for bucket, numbers in enumerate(row[: len(BUCKETS)]):
                 if numbers is not None:
-                    yield Question(kernel, tuple(variant), widths, int(cols), bucket), Config(*numbers)
+                    yield TuningKey(kernel, tuple(variant), widths, int(cols), bucket), Config(*numbers)
 
 
 @pytest.mark.parametrize(("name", "content"), list(_shipped()))
@@ -256,31 +257,31 @@ def test_shipped_tables_hold_valid_configs(name: str, content: dict[str, object]
     assert entries
     assert name == f"{tuning.slug(str(content['device']))}.json"
     assert content["fields"] == list(Config.__dataclass_fields__)
-    assert not [str(question) for question, config in entries if not valid(question, config)]
+    assert not [str(key) for key, config in entries if not valid(key, config)]
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(("name", "content"), list(_shipped()))
-def test_shipped_tables_answer_what_is_asked(name: str, content: dict[str, object]) -> None:
-    """Some operator asks each entry's question; a renamed variant would leave its entries behind."""
+def test_shipped_entries_belong_to_workloads(name: str, content: dict[str, object]) -> None:
+    """Some workload has each entry's key; a renamed variant would orphan its entries."""
     groups = {(q.kernel, q.group): q for q, _ in _entries(content["configs"])}  # type: ignore[arg-type]
-    for question in groups.values():
-        config = heuristic(question)
-        if question.kernel.endswith("_rest"):  # asked where the first columns are cut off, as the table has it
+    for key in groups.values():
+        config = heuristic(key)
+        if key.kernel.endswith("_rest"):  # a key only where the table's config cuts the rows
             continue
-        assert workload_for(replace(question, bucket=1), DEVICE) is not None, (question, config)
+        assert workload_for(replace(key, bucket=1), DEVICE) is not None, (key, config)
 
 
 @pytest.mark.kernels
 @pytest.mark.skipif(not INTERPRETED, reason="changes the table that this device has")
 def test_results_under_cached_configs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache's config is what runs, and gives what the heuristic's gives."""
+    """The cache's config runs, with the results of the heuristic's."""
     x, weight = torch.randn(20, 512), torch.randn(512)
     expected = fusedops.rms_norm(x, (512,), weight)
-    with tuning.asked() as asked:
+    with tuning.collected_keys() as asked:
         fusedops.rms_norm(x, (512,), weight)
-    (question,) = asked
-    assert cache.write(question, DEVICE_NAME, Config(128, 2, 4), {})
+    (key,) = asked
+    assert cache.write(key, DEVICE_NAME, Config(128, 2, 4), {})
     tuning.forget()
     used: list[Config] = []
     build = launch.build
@@ -297,4 +298,4 @@ def test_results_under_cached_configs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_families_register_all_their_kernels() -> None:
     for spec_module in dict.fromkeys(spec.samples.__module__ for spec in ALL_SPECS):
         configs = importlib.import_module(spec_module.removesuffix("spec") + "configs")
-        assert any(family_of(q.kernel) is configs for q in every_question())
+        assert any(family_of(q.kernel) is configs for q in every_key())

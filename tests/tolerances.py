@@ -157,13 +157,13 @@ def output_dtypes(spec: Spec, sample: Sample) -> list[torch.dtype]:
     if sample.options.get("rounding") in ("llama", "t5") and weight is not None:
         output = torch.promote_types(summed, weight.dtype)
     output = sample.options.get("out_dtype") or output
-    twin = sample.options.get("twin_dtype")
+    twin = sample.options.get("cast_dtype")
     return [output, *([summed] if sample.options.get("return_sum") else []), *([twin] if twin else [])]
 
 
 def _roundings(spec: Spec, sample: Sample) -> tuple[float, float]:
     """u(sum), and u(y) gain."""
-    if not spec.kept:
+    if not spec.saved:
         return 0.0, 0.0
     of_sum = unit_roundoff(sum_dtype(spec, sample))
     if sample.options.get("save") != "output":

@@ -94,7 +94,7 @@ def _work(options: argparse.Namespace) -> int:
 
 
 def _device(options: argparse.Namespace) -> torch.device:
-    """The device asked for; by default a GPU, and a CPU for tiny models alone.
+    """The device of the command line; by default a GPU, and a CPU for tiny models alone.
 
     Raises:
         ValueError: there is no such device.

@@ -77,7 +77,7 @@ def blocks(
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done all that it was asked to."""
+    """Waits until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

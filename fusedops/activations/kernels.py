@@ -1,4 +1,4 @@
-"""The activation family's kernels: an activation behind a bias and before dropout, and a gated unit.
+"""The activation family's kernels: an activation behind a bias and before dropout, a gated unit, and both on vectors.
 
 ``VALUE`` and ``DERIVATIVE`` are an activation's device functions from `core.device`: one kernel serves all of them.
 Absence is the flag: a pointer that is None takes its instructions with it. ``ACC`` is the dtype computed in. ``N`` is
@@ -176,8 +176,7 @@ def glu_backward_kernel(
 ):
     """Gradients of gate and up, one tile a program.
 
-    ``PACKED`` says where they go: "" for two tensors, "gate" for one tensor of rows twice as wide, ``dgate``, with
-    the gate's half first, "up" for the same with the gate's half second.
+    With ``PACKED`` they go to one tensor of rows twice as wide, ``dgate``, with the gate's half first.
     """
     await_predecessor(OVERLAP)
     tile, _ = place_along_rows()
@@ -191,7 +190,7 @@ def glu_backward_kernel(
             u = tl.load(gate + N + rows * gate_stride + cols, mask=mask, other=0.0).to(ACC)
         else:
             u = tl.load(up + rows * up_stride + cols, mask=mask, other=0.0).to(ACC)
-    if PACKED == "":
+    if not PACKED:
         out = rows * N + cols
         if dgate is not None:
             tl.store(dgate + out, (d * u * DERIVATIVE(g)).to(dgate.dtype.element_ty), mask=mask)
@@ -200,5 +199,83 @@ def glu_backward_kernel(
     else:
         out = rows * (2 * N) + cols
         kind: tl.constexpr = dgate.dtype.element_ty
-        tl.store(dgate + out + (0 if PACKED == "gate" else N), (d * u * DERIVATIVE(g)).to(kind), mask=mask)
-        tl.store(dgate + out + (N if PACKED == "gate" else 0), (d * VALUE(g)).to(kind), mask=mask)
+        tl.store(dgate + out, (d * u * DERIVATIVE(g)).to(kind), mask=mask)
+        tl.store(dgate + out + N, (d * VALUE(g)).to(kind), mask=mask)
+
+
+@triton.jit
+def _load_places(vector, start, places, mask, ACC: tl.constexpr):
+    if mask is None:
+        return tl.load(vector + start + places).to(ACC)
+    else:
+        return tl.load(vector + start + places, mask=mask, other=0.0).to(ACC)
+
+
+@triton.jit
+def _pointwise_tile(x, up, y, start, places, mask, VALUE: tl.constexpr, ACC: tl.constexpr):
+    h = VALUE(_load_places(x, start, places, mask, ACC))
+    if up is not None:
+        h *= _load_places(up, start, places, mask, ACC)
+    tl.store(y + start + places, h.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def pointwise_forward_kernel(
+    x,
+    up,
+    y,
+    M,
+    VALUE: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """``y = activation(x) * up`` over vectors of M elements; up may be absent.
+
+    All but the last program need no mask: one that ends anywhere would keep loads from being 16 bytes wide.
+    """
+    await_predecessor(OVERLAP)
+    start = tl.program_id(0).to(tl.int64) * BLOCK_N
+    places = tl.arange(0, BLOCK_N)
+    if start + BLOCK_N <= M:
+        _pointwise_tile(x, up, y, start, places, None, VALUE, ACC)
+    else:
+        _pointwise_tile(x, up, y, start, places, start + places < M, VALUE, ACC)
+
+
+@triton.jit
+def _pointwise_gradients(dy, x, up, dx, dup, start, places, mask, VALUE: tl.constexpr, DERIVATIVE: tl.constexpr,
+                         ACC: tl.constexpr):  # fmt: skip
+    d = _load_places(dy, start, places, mask, ACC)
+    h = _load_places(x, start, places, mask, ACC)
+    if up is not None and dx is not None:
+        u = _load_places(up, start, places, mask, ACC)
+        tl.store(dx + start + places, (d * u * DERIVATIVE(h)).to(dx.dtype.element_ty), mask=mask)
+    elif dx is not None:
+        tl.store(dx + start + places, (d * DERIVATIVE(h)).to(dx.dtype.element_ty), mask=mask)
+    if dup is not None:
+        tl.store(dup + start + places, (d * VALUE(h)).to(dup.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def pointwise_backward_kernel(
+    dy,
+    x,
+    up,
+    dx,
+    dup,
+    M,
+    VALUE: tl.constexpr,
+    DERIVATIVE: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Gradients of x and up, which may be absent, over vectors of M elements."""
+    await_predecessor(OVERLAP)
+    start = tl.program_id(0).to(tl.int64) * BLOCK_N
+    places = tl.arange(0, BLOCK_N)
+    if start + BLOCK_N <= M:
+        _pointwise_gradients(dy, x, up, dx, dup, start, places, None, VALUE, DERIVATIVE, ACC)
+    else:
+        _pointwise_gradients(dy, x, up, dx, dup, start, places, start + places < M, VALUE, DERIVATIVE, ACC)

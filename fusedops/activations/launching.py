@@ -1,72 +1,31 @@
-"""From tensors to launches: builds the variant a call needs, allocates its outputs, launches.
+"""From tensors to launches of the activation kernels: the row strides, the plan for the call, and the launch.
 
-Nothing here knows about autograd; `function` and `operators` do. A variant depends on dtypes, absences, row length,
-alignment and device, never on the number of rows; a plan also on the rows' bucket, in which the best config may be
-another. These functions run at every step: they count nanoseconds.
+What depends on no columns, an activation or a gated unit of dense tensors without bias and dropout, is one vector,
+whose length is a run-time argument. For the rest a variant depends on the row length, never on the number of rows; a
+plan also on the rows' bucket, in which the best config may be another.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..core import launch, tuning
-from ..core.activations import ACTIVATIONS, Activation, device_functions
+from ..core.activations import device_functions
 from ..core.launch import SEED_TYPES, Variant, pointer_type, vector_width
-from ..core.layout import as_rows, empty
-from ..core.rng import Seed
-from ..core.tuning import BUCKET, Question, widths
+from ..core.operand import dense, empty_dense, is_dense
+from ..core.operand import rows as as_rows
+from ..core.rng import State
+from ..core.tuning import BUCKET, TuningKey, widths
 from . import configs
-from .reference import accumulator
 
-__all__ = ["Kind", "Packed", "Site", "backward", "forward", "site_of"]
+if TYPE_CHECKING:
+    from .operator import ActivationSite
 
-# "bias": activation(x + bias), dropped out. "glu": activation(gate) * up. "packed": the same, up behind gate in x.
-Kind = Literal["bias", "glu", "packed"]
-# Where a gated unit's gradients go: two tensors, or one with the gate's half first, or second.
-Packed = Literal["", "gate", "up"]
-
-_Dtype = torch.dtype | None
-
-
-@dataclass(frozen=True, eq=False)
-class Site:
-    """What of a call stays the same from step to step; `site_of` keeps one for each, so identity is equality.
-
-    Attributes:
-        kind: which formula.
-        activation: the activation's entry in the table.
-        cols: the length N of an output's row.
-        device_index: the GPU, -1 under the interpreter.
-        x, other: the dtypes of the first tensor (x or gate) and of the second (bias or up), None where absent.
-        y, acc: the dtypes of the output and of what is computed.
-    """
-
-    kind: Kind
-    activation: Activation
-    cols: int
-    device_index: int
-    x: torch.dtype
-    other: _Dtype
-    y: torch.dtype
-    acc: torch.dtype
-
-    @property
-    def native(self) -> bool:
-        """Whether PyTorch has one operator that does exactly this on this device."""
-        alone = self.kind == "bias" and self.other is None and self.device_index >= 0
-        return alone and self.activation.name in ("gelu", "gelu_tanh")
-
-
-@functools.lru_cache(maxsize=4096)
-def site_of(kind: Kind, activation: str, cols: int, device_index: int, x: torch.dtype, other: _Dtype) -> Site:
-    """The one site for these choices."""
-    y = x if other is None else torch.promote_types(x, other)
-    return Site(kind, ACTIVATIONS[activation], cols, device_index, x, other, y, accumulator(y))
+__all__ = ["backward", "forward"]
 
 
 @dataclass(frozen=True)
@@ -83,100 +42,90 @@ _forwards: dict[Any, _Plan] = tuning.register_cache({})
 _backwards: dict[Any, _Plan] = tuning.register_cache({})
 
 
-def _halved(packed: Tensor, cols: int) -> Tensor:
-    """An uninitialised output for packed rows: half as wide."""
-    return packed.new_empty((*packed.shape[:-1], cols))
+def _alike(first: Tensor, second: Tensor | None, third: Tensor | None = None) -> bool:
+    """Whether dense tensors have their elements in the same order, so that they can be read as vectors."""
+    if first.is_contiguous():
+        return (second is None or second.is_contiguous()) and (third is None or third.is_contiguous())
+    strides = first.stride()
+    return is_dense(first) and all(t is None or t.stride() == strides for t in (second, third))
 
 
-def forward(site: Site, x: Tensor, other: Tensor | None, seed: Seed | None, threshold: int,
-            y: Tensor | None = None) -> Tensor:  # fmt: skip
-    """The output, from one launch; into ``y`` where the caller has made it."""
-    if site.device_index >= 0 and site.device_index != launch.current_device():
-        with torch.cuda.device(site.device_index):
-            return forward(site, x, other, seed, threshold, y)
-    cols = site.cols
-    packed = site.kind == "packed"
-    x_stride = other_stride = cols * 2 if packed else cols
-    if not x.is_contiguous():
-        x, x_stride = as_rows(x, 1, x_stride)
-    bits = x.data_ptr() | (x_stride << 1)
-    if other is not None:
-        if not other.is_contiguous():
-            if site.kind == "bias":
-                other = other.contiguous()
-            else:
-                other, other_stride = as_rows(other, 1, cols)
-        bits |= other.data_ptr() | (other_stride << 1)
-    first, second = (seed, None) if seed is None or isinstance(seed, Tensor) else seed
-    rows = x.numel() // (2 * cols if packed else cols)
-    key = (site, 0 if seed is None else 1 if second is not None else 2, bits & 15 == 0, BUCKET[rows.bit_length()])
+def forward(site: ActivationSite, tensors: Any, outs: Any, state: State) -> None:
+    """One launch, from ``(x, other)`` to ``(y,)``."""
+    x, other = tensors
+    (y,) = outs
+    if site.vector is not None and _alike(x, other, y):
+        x, bits = dense(x)
+        other, of_other = dense(other)
+        elements = y.numel()
+        key: Any = (site.vector, (bits | of_other) & 15 == 0, BUCKET[(elements // configs.VECTOR).bit_length()])
+        plan = _forwards.get(key)
+        if plan is None:
+            plan = tuning.plan(_forwards, key, _plan_pointwise_forward)
+        plan.variant(-(-elements // plan.rows), 1, x, other, y, elements)
+        return
+    seed, offset, threshold = state
+    seeded = 0 if seed is None else 1 if offset is not None else 2
+    cols, kind = site.cols, site.kind
+    x, x_stride, bits = as_rows(x, cols * 2 if kind == "packed" else cols)
+    other, other_stride, of_other = as_rows(other, cols)  # a bias is one row
+    bits |= of_other
+    rows = y.numel() // cols
+    key = (site, seeded, bits & 15 == 0, BUCKET[rows.bit_length()])
     plan = _forwards.get(key)
     if plan is None:
         plan = tuning.plan(_forwards, key, _plan_forward)
-    if y is None:
-        y = _halved(x, cols) if packed else empty(x, site.y)
-    if site.kind == "bias":
-        plan.variant(plan.tiles, -(-rows // plan.rows), x, other, y, first, second, threshold, x_stride, rows)
+    out = y if y.is_contiguous() else torch.empty_like(y, memory_format=torch.contiguous_format)
+    if kind == "bias":
+        plan.variant(plan.tiles, -(-rows // plan.rows), x, other, out, seed, offset, threshold, x_stride, rows)
     else:
-        plan.variant(plan.tiles, -(-rows // plan.rows), x, other, y, x_stride, other_stride, rows)
-    return y
+        plan.variant(plan.tiles, -(-rows // plan.rows), x, other, out, x_stride, other_stride, rows)
+    if out is not y:
+        y.copy_(out)
 
 
-def backward(  # noqa: C901, one flat path a step, on purpose
-    site: Site,
-    dy: Tensor,
-    x: Tensor,
-    other: Tensor | None,
-    seed: Seed | None,
-    threshold: int,
-    needs: tuple[bool, bool],
-    packed: Packed = "",
-    outs: tuple[Tensor | None, Tensor | None] | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """``(dx, dother)``, into ``outs`` where the caller has made them.
+def backward(site: ActivationSite, grads: Any, saved: Any, outs: Any, state: State) -> None:
+    """One launch, and for a bias gradient of more than a few rows a second that sums its parts.
 
-    With ``packed`` dx is one contiguous tensor for both, in rows twice as wide.
-
-    One launch, and for a bias gradient of more than a few rows a second that sums its parts.
+    The gradient of packed rows is one tensor.
     """
-    if site.device_index >= 0 and site.device_index != launch.current_device():
-        with torch.cuda.device(site.device_index):
-            return backward(site, dy, x, other, seed, threshold, needs, packed, outs)
-    cols = site.cols
-    x_stride = other_stride = cols * 2 if site.kind == "packed" else cols
-    dy_stride = cols
-    if not dy.is_contiguous():
-        dy, dy_stride = as_rows(dy, 1, cols)
-    if not x.is_contiguous():
-        x, x_stride = as_rows(x, 1, x_stride)
-    bits = dy.data_ptr() | x.data_ptr() | (dy_stride << 1) | (x_stride << 1)
-    if other is not None:
-        if not other.is_contiguous():
-            if site.kind == "bias":
-                other = other.contiguous()
-            else:
-                other, other_stride = as_rows(other, 1, cols)
-        bits |= other.data_ptr() | (other_stride << 1)
-    first, second = (seed, None) if seed is None or isinstance(seed, Tensor) else seed
-    kind = 0 if seed is None else 1 if second is not None else 2
+    (dy,) = grads
+    x, other = saved
+    dx, dother = outs
+    cols, kind = site.cols, site.kind
+    if site.vector is not None and _alike(x, other, dx) and _alike(x, dother):
+        dy, bits = dense(dy if _alike(x, dy) else empty_dense(x, dy.dtype).copy_(dy))
+        x, of_x = dense(x)
+        other, of_other = dense(other)
+        elements = dy.numel()
+        key: Any = (site.vector, (bits | of_x | of_other) & 15 == 0, dy.dtype, dx is not None, dother is not None,
+                    BUCKET[(elements // configs.VECTOR).bit_length()])  # fmt: skip
+        plan = _backwards.get(key)
+        if plan is None:
+            plan = tuning.plan(_backwards, key, _plan_pointwise_backward)
+        plan.variant(-(-elements // plan.rows), 1, dy, x, other, dx, dother, elements)
+        return
+    seed, offset, threshold = state
+    seeded = 0 if seed is None else 1 if offset is not None else 2
+    dy, dy_stride, bits = as_rows(dy, cols)
+    x, x_stride, of_x = as_rows(x, cols * 2 if kind == "packed" else cols)
+    other, other_stride, of_other = as_rows(other, cols)
+    bits |= of_x | of_other
     rows = dy.numel() // cols
-    key = (site, needs, packed, dy.dtype, kind, bits & 15 == 0, BUCKET[rows.bit_length()])
+    key = (site, (dx is not None, dother is not None), dy.dtype, seeded, bits & 15 == 0,
+           BUCKET[rows.bit_length()])  # fmt: skip
     plan = _backwards.get(key)
     if plan is None:
         plan = tuning.plan(_backwards, key, _plan_backward)
     row_tiles = -(-rows // plan.rows)
-    if outs is not None:
-        dx, dother = outs
-    elif packed:
-        dx, dother = dy.new_empty((*dy.shape[:-1], 2 * cols), dtype=site.x), None
-    else:
-        dx = empty(dy, site.x) if needs[0] else None
-        dother = None
-        if needs[1]:
-            dother = dy.new_empty(cols, dtype=site.other) if site.kind == "bias" else empty(dy, site.other)
-    if site.kind != "bias":
-        plan.variant(plan.tiles, row_tiles, dy, x, other, dx, dother, dy_stride, x_stride, other_stride, rows)
-        return dx, dother
+    if kind != "bias":
+        out, dup = (t if t is None or t.is_contiguous() else torch.empty_like(t, memory_format=torch.contiguous_format)
+                    for t in outs)  # fmt: skip
+        plan.variant(plan.tiles, row_tiles, dy, x, other, out, dup, dy_stride, x_stride, other_stride, rows)
+        for laid, written in ((dx, out), (dother, dup)):
+            if laid is not written:
+                laid.copy_(written)
+        return
     partials = None
     programs = row_tiles
     if plan.reduce is not None:
@@ -185,68 +134,105 @@ def backward(  # noqa: C901, one flat path a step, on purpose
         if row_tiles > 2:
             programs = min(row_tiles, plan.programs)
             partials = dy.new_empty((programs, cols), dtype=site.acc)
-    plan.variant(plan.tiles, programs, dy, x, other, dx, dother, dy if partials is None else partials, first, second,
+    plan.variant(plan.tiles, programs, dy, x, other, dx, dother, dy if partials is None else partials, seed, offset,
                  threshold, dy_stride, x_stride, rows)  # fmt: skip
-    if partials is not None:
-        plan.reduce(-(-cols // plan.reduce_block), 1, partials, dother, None, None, programs, programs)  # type: ignore[misc]
-    return dx, dother
+    if partials is not None and plan.reduce is not None:
+        plan.reduce(-(-cols // plan.reduce_block), 1, partials, dother, None, None, programs, programs)
+
+
+# --- vectors ------------------------------------------------------------------------------------------------------
+
+
+def _plan_pointwise_forward(site: ActivationSite, aligned: bool, bucket: int) -> _Plan:
+    from .kernels import pointwise_forward_kernel
+
+    types = dict(zip(("x", "up", "y"), map(pointer_type, (*site.dtypes, site.y)), strict=True))
+    return _plan_pointwise(pointwise_forward_kernel, types, site, aligned, _vector_key(site, "forward", site.y, bucket))
+
+
+def _plan_pointwise_backward(site: ActivationSite, aligned: bool, dy: torch.dtype, needs_x: bool,
+                             needs_up: bool, bucket: int) -> _Plan:  # fmt: skip
+    from .kernels import pointwise_backward_kernel
+
+    x, up = map(pointer_type, site.dtypes)
+    types = {"dy": pointer_type(dy), "x": x, "up": up, "dx": x if needs_x else None, "dup": up if needs_up else None}
+    return _plan_pointwise(pointwise_backward_kernel, types, site, aligned, _vector_key(site, "backward", dy, bucket))
+
+
+def _vector_key(site: ActivationSite, half: str, other: torch.dtype, bucket: int) -> TuningKey:
+    """``half`` is forward or backward, ``other`` the dtype of what comes out or back."""
+    x, up = site.dtypes
+    assert x is not None
+    variant = (site.activation.name, "alone" if up is None else "gated")
+    return TuningKey(f"pointwise_{half}", variant, widths(x.itemsize, other.itemsize), configs.VECTOR, bucket)
+
+
+def _plan_pointwise(kernel: Any, types: dict[str, str | None], site: ActivationSite, aligned: bool,
+                    key: TuningKey) -> _Plan:  # fmt: skip
+    value, derivative = device_functions(site.activation.name)
+    config = tuning.choose(key, site.device_index)
+    variant = launch.build(kernel, {**types, "M": "i64"}, {"VALUE": value, "DERIVATIVE": derivative}, config,
+                           device_index=site.device_index, acc=site.acc, cols=0, aligned=aligned)  # fmt: skip
+    return _Plan(variant, config.block_n, 1)
 
 
 # --- the variants behind the keys ---------------------------------------------------------------------------------
 
 
-tuning.register(configs, "bias_act_forward", "bias_act_backward", "glu_forward", "glu_backward")
+tuning.register(configs, "bias_act_forward", "bias_act_backward", "glu_forward", "glu_backward", "pointwise_forward",
+                "pointwise_backward")  # fmt: skip
 
 
-def _question(site: Site, half: str, bucket: int, seed: int, other: torch.dtype, *parts: str) -> Question:
+def _tuning_key(site: ActivationSite, half: str, bucket: int, seed: int, other: torch.dtype, *parts: str) -> TuningKey:
     """``half`` is forward or backward, ``other`` the dtype of what comes out or back: of packed rows as of others."""
     family = "glu"
+    x, second = site.dtypes
+    assert x is not None
     variant: tuple[str, ...] = (site.activation.name,)
     if site.kind == "bias":
-        given = ("dropout" if seed else "plain", "alone" if site.other is None else "bias")
+        given = ("dropout" if seed else "plain", "alone" if second is None else "bias")
         family, variant = "bias_act", (*variant, *given, *parts)
-    return Question(f"{family}_{half}", variant, widths(site.x.itemsize, other.itemsize), site.cols, bucket)
+    return TuningKey(f"{family}_{half}", variant, widths(x.itemsize, other.itemsize), site.cols, bucket)
 
 
-def _types(site: Site, seed: int) -> dict[str, str | None]:
+def _types(site: ActivationSite, seed: int) -> dict[str, str | None]:
     """Of the arguments that both passes share."""
-    x, other = pointer_type(site.x), pointer_type(site.other)
+    x, other = map(pointer_type, site.dtypes)
     strides = dict.fromkeys(("dy_stride", "x_stride", "gate_stride", "up_stride", "M"), "i64")
     return {"x": x, "gate": x, "bias": other, "up": other, **SEED_TYPES[seed], "threshold": "i32", **strides}
 
 
-def _plan_forward(site: Site, seed: int, aligned: bool, bucket: int) -> _Plan:
+def _plan_forward(site: ActivationSite, seed: int, aligned: bool, bucket: int) -> _Plan:
     from . import kernels
 
     types = _types(site, seed) | {"y": pointer_type(site.y)}
     value, _ = device_functions(site.activation.name)
-    constants = {"VALUE": value, "VECTOR": vector_width(site.x)}
+    constants = {"VALUE": value, "VECTOR": vector_width(site.dtypes[0])}
     kernel = kernels.bias_act_forward_kernel if site.kind == "bias" else kernels.glu_forward_kernel
-    config = tuning.choose(_question(site, "forward", bucket, seed, site.y), site.device_index)
+    config = tuning.choose(_tuning_key(site, "forward", bucket, seed, site.y), site.device_index)
     variant = launch.build(kernel, types, constants, config, device_index=site.device_index, acc=site.acc,
                            cols=site.cols, aligned=aligned)  # fmt: skip
     return _Plan(variant, config.rows, -(-site.cols // config.block_n))
 
 
-def _plan_backward(site: Site, needs: tuple[bool, bool], packed: Packed, dy: torch.dtype, seed: int,
-                   aligned: bool, bucket: int) -> _Plan:  # fmt: skip
+def _plan_backward(site: ActivationSite, needs: tuple[bool, bool], dy: torch.dtype, seed: int, aligned: bool,
+                   bucket: int) -> _Plan:  # fmt: skip
     from ..core.kernels import sum_partials_kernel
     from . import kernels
 
     value, derivative = device_functions(site.activation.name)
-    dother = pointer_type(site.other) if needs[1] else None
+    x, other = site.dtypes
+    dother = pointer_type(other) if needs[1] else None
     types = _types(site, seed) | {"dy": pointer_type(dy), "dup": dother, "dbias": dother}
-    types["dx"] = types["dgate"] = pointer_type(site.x) if needs[0] or packed else None
+    types["dx"] = types["dgate"] = pointer_type(x) if needs[0] else None
     types |= {"partials": pointer_type(site.acc), "first": dother, "second": None, "third": None}
     types |= {"programs": "i32", "rest_programs": "i32"}
     sums = site.kind == "bias" and needs[1]
-    constants = {"VALUE": value, "DERIVATIVE": derivative, "PACKED": packed, "VECTOR": vector_width(site.x, dy),
-                 "REST_COL": site.cols, "PERSISTENT": sums}  # fmt: skip
-    if packed:
-        types["dup"] = None
+    constants = {"VALUE": value, "DERIVATIVE": derivative, "PACKED": site.kind == "packed",
+                 "VECTOR": vector_width(x, dy), "REST_COL": site.cols, "PERSISTENT": sums}  # fmt: skip
     kernel = kernels.bias_act_backward_kernel if site.kind == "bias" else kernels.glu_backward_kernel
-    question = _question(site, "backward", bucket, seed, dy, f"{int(sums)} sums")
-    config = tuning.choose(question, site.device_index)
+    key = _tuning_key(site, "backward", bucket, seed, dy, f"{int(sums)} sums")
+    config = tuning.choose(key, site.device_index)
 
     def build(kernel: Any, config: tuning.Config, constants: dict[str, Any]) -> Variant:
         return launch.build(kernel, types, constants, config, device_index=site.device_index, acc=site.acc,

@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.activations import ACTIVATIONS
-from ..core.question import Grid
-from ..core.spec import BadSample, Maker, Sample, Shape, Spec, Sweep
+from ..core.operators import site_of
+from ..core.spec import BadSample, Maker, Sample, Shape, Spec, Sweep, masked
+from ..core.tuning_key import Grid
 from . import launching, ops, reference
+from .operator import ACTIVATION, ActivationConstants, Kind
 
 __all__ = ["GRID", "SPECS", "compiled_plans"]
 
@@ -50,7 +52,7 @@ def _bias_samples(tensors: tuple[str, ...], options: tuple[str, ...] = ()) -> Sa
         for shape in (*_SHAPES, *_WIDE_SHAPES) if "activation" in options else _FEW_SHAPES:
             yield sample(_name(shape), shape, p=0.2)
         yield sample("from tail to tail", (5, 80), scale=8.0)
-        # GELU's minimum: what moves x moves nothing, while the formula rounds as everywhere.
+        # GELU's minimum: what moves x moves nothing, while the reference rounds as everywhere.
         yield sample("where it is flat", (64, 4), absent=True, shift=-0.7518, scale=1e-3, p=0.1)
         if biased:
             yield sample("without bias", (9, 48), absent=True)
@@ -76,8 +78,7 @@ def _bias_samples(tensors: tuple[str, ...], options: tuple[str, ...] = ()) -> Sa
 def _bias_act_reference(x: Tensor, bias: Tensor | None, activation: str = "gelu", *, p: float = 0.0,
                         training: bool = True, keep: Tensor | None = None,
                         keep_probability: float = 1.0) -> tuple[Tensor]:  # fmt: skip
-    scale = None if keep is None else reference.keep_scale(keep, keep_probability, torch.float64)
-    return (reference.bias_act(x, bias, ACTIVATIONS[activation].formula, scale),)
+    return (reference.bias_act(x, bias, ACTIVATIONS[activation].formula, masked(keep, keep_probability)),)
 
 
 def _bias_gelu_reference(x: Tensor, bias: Tensor | None, approximate: str = "none", *, keep: Tensor | None = None,
@@ -117,9 +118,9 @@ def _bias_bad_samples(tensors: tuple[str, ...], options: tuple[str, ...] = ()) -
         yield bad("no tensor", TypeError, f"{first} must be a torch.Tensor, got list", **firsts)
         firsts = {first: torch.ones(4, 8, dtype=torch.int64, device=device)}
         yield bad("integers", TypeError, rf"{first} has dtype torch\.int64", **firsts)
-        firsts = {first: torch.randn((), device=device)}
-        yield bad("scalar", ValueError, f"{first} must have at least one dimension", **firsts)
         if biased:
+            firsts = {first: torch.randn((), device=device)}
+            yield bad("scalar", ValueError, f"{first} must have at least one dimension", **firsts)
             yield bad("bias of another width", ValueError, r"bias has shape \(5,\), expected \(8,\)",
                       bias=torch.randn(5, device=device))  # fmt: skip
             yield bad("bias of two dimensions", ValueError, r"bias has shape \(1, 8\), expected \(8,\)",
@@ -243,7 +244,7 @@ def _glu_bad_samples(*options: str) -> BadSamples:
     return bad_samples
 
 
-# --- Liger-Kernel's twins, for the benchmark ----------------------------------------------------------------------
+# --- Liger-Kernel's operators, for the benchmark ----------------------------------------------------------------------
 
 
 def _liger_swiglu() -> Callable[..., Any]:
@@ -276,14 +277,17 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
     if cols not in (17, 64, 256, 1024, 4096):
         return {}
 
-    def build(kind: launching.Kind, activation: str, second: torch.dtype | None, seed: int) -> None:
-        site = launching.site_of(kind, activation, cols, -1, dtype, second)
-        packings: tuple[launching.Packed, ...] = ("gate",) if kind == "packed" else ("",)
-        if kind == "glu" and second is dtype:
-            packings = ("", "up")
+    def build(kind: Kind, activation: str, second: torch.dtype | None, seed: int) -> None:
+        site = site_of(
+            ACTIVATION, ActivationConstants("compiled", kind, activation), (dtype, second), cols, -1, bool(seed), True
+        )
+        if site.vector is not None:
+            launching._plan_pointwise_forward(site.vector, True, _BUCKET)
+            launching._plan_pointwise_backward(site.vector, True, site.y, True, second is not None, _BUCKET)
+        if kind == "bias" and second is None and not seed:
+            return
         launching._plan_forward(site, seed, True, _BUCKET)
-        for packed in packings:
-            launching._plan_backward(site, (True, second is not None), packed, site.y, seed, True, _BUCKET)
+        launching._plan_backward(site, (True, second is not None), site.y, seed, True, _BUCKET)
 
     mixed: dict[str, Callable[[], object]] = {
         "bias_act, dropout": partial(build, "bias", "gelu", other or dtype, 1),
@@ -325,14 +329,16 @@ def _bias_gelu_spec(name: str, approximate: str) -> Spec:
         benchmark=_benchmark("x", "bias"),
         passes=_BIAS_PASSES,
         launches=(1, 2),
-        kept=0,
+        saved=0,
         shapes=_BIAS_BENCHMARKS,
         sweep=_SWEEP,
     )
 
 
 # Elementwise: neither width nor number of rows matters much.
-GRID = Grid(tuple((1 << k,) for k in (7, 9, 11, 13, 15, 16)), ((1024,), (16384,)), (1, 3))
+# Packed rows are twice as wide as their output.
+GRID = Grid(tuple((1 << k,) for k in (7, 9, 11, 13, 15, 16)), ((1024,), (16384,)), (1, 3),
+            lambda cols: ((cols,), (2 * cols,)))  # fmt: skip
 
 SPECS = (
     Spec(
@@ -347,7 +353,7 @@ SPECS = (
         benchmark=_benchmark("input"),
         passes=_BIAS_PASSES,
         launches=(1, 1),
-        kept=0,
+        saved=0,
         shapes=_BIAS_BENCHMARKS[:2],
         sweep=_SWEEP,
     ),
@@ -366,7 +372,7 @@ SPECS = (
         benchmark=_benchmark("x", "bias", activation="gelu", p=0.1),
         passes=_BIAS_PASSES,
         launches=(1, 2),
-        kept=0,
+        saved=0,
         shapes=_BIAS_BENCHMARKS[:2],
         sweep=_SWEEP,
     ),
@@ -383,7 +389,7 @@ SPECS = (
         benchmark=_benchmark("gate", "up", approximate="tanh"),
         passes=_GLU_PASSES,
         launches=(1, 1),
-        kept=0,
+        saved=0,
         shapes=_GLU_BENCHMARKS,
         sweep=_SWEEP,
         liger=_liger_geglu,
@@ -401,7 +407,7 @@ SPECS = (
         benchmark=_benchmark("gate", "up"),
         passes=_GLU_PASSES,
         launches=(1, 1),
-        kept=0,
+        saved=0,
         shapes=_GLU_BENCHMARKS,
         sweep=_SWEEP,
         liger=_liger_swiglu,
@@ -419,7 +425,7 @@ SPECS = (
         benchmark=_benchmark("gate", "up", activation="quick_gelu"),
         passes=_GLU_PASSES,
         launches=(1, 1),
-        kept=0,
+        saved=0,
         shapes=_GLU_BENCHMARKS[:1],
         sweep=_SWEEP,
     ),

@@ -1,7 +1,7 @@
-"""The user's cache of tuned configs: one small file an entry, written whole or not at all, never trusted unread.
+"""The user's cache of tuned configs: one small file per entry, written atomically and validated when read.
 
-Many processes may read and write at once: an entry is replaced in one step, and the last writer's stands. What cannot
-be used is passed over with one warning a process, never an error: the answer then comes from elsewhere.
+Processes may read and write concurrently: an entry is replaced atomically, and the last writer wins. An unusable entry
+is ignored with one warning per process, never an error; the config then comes from the table or the heuristic.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
-from .question import Config, Question, fingerprint, valid
+from .tuning_key import Config, TuningKey, fingerprint, valid
 from .version import __version__
 
 __all__ = ["SCRATCH", "EntryError", "check", "directory", "entries", "path_of", "read", "slug", "write"]
 
-# What a file is called until it is whole.
+# The prefix of a file that is not complete yet.
 SCRATCH = ".writing-"
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 class EntryError(Exception):
@@ -39,7 +39,7 @@ class EntryError(Exception):
 
 
 def directory() -> Path | None:
-    """Where the cache lies: ``FUSEDOPS_CACHE_DIR``, else the platform's place for a user's caches, None if there is none."""
+    """The cache's directory: ``FUSEDOPS_CACHE_DIR``, else the platform's user cache; None without a home directory."""
     if named := os.environ.get("FUSEDOPS_CACHE_DIR"):
         return Path(named)
     try:
@@ -60,13 +60,13 @@ def slug(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
 
 
-def path_of(question: Question, device: str) -> Path | None:
-    """The file of an entry, whether it is there or not."""
+def path_of(key: TuningKey, device: str) -> Path | None:
+    """The file of an entry, which need not exist."""
     root = directory()
     if root is None:
         return None
-    name = hashlib.sha256(json.dumps(_key(question, device), sort_keys=True).encode()).hexdigest()[:32]
-    return root / slug(device) / question.kernel / f"{name}.json"
+    name = hashlib.sha256(json.dumps(_entry_key(key, device), sort_keys=True).encode()).hexdigest()[:32]
+    return root / slug(device) / key.kernel / f"{name}.json"
 
 
 def entries() -> Iterator[Path]:
@@ -76,54 +76,54 @@ def entries() -> Iterator[Path]:
         yield from sorted(root.glob("*/*/*.json"))
 
 
-def read(question: Question, device: str) -> Config | None:
-    """The tuned config, or None where there is none that can be used."""
-    path = path_of(question, device)
+def read(key: TuningKey, device: str) -> Config | None:
+    """The tuned config, or None without a usable entry."""
+    path = path_of(key, device)
     try:
         if path is None or not path.exists():
             return None
-        return check(path, _key(question, device))
+        return check(path, _entry_key(key, device))
     except EntryError as problem:
-        _say_once("read", f"ignored {path}, which is {problem.kind} ({problem})", "delete it, or that whole directory")
+        _warn_once("read", f"ignored {path}, which is {problem.kind} ({problem})", "delete it, or that whole directory")
     except OSError as error:
-        _say_once("read", f"cannot read {path} ({error.strerror})", "make it readable")
+        _warn_once("read", f"cannot read {path} ({error.strerror})", "make it readable")
     return None
 
 
-def check(path: Path, key: Mapping[str, Any] | None = None) -> Config:
-    """The config that a file holds: the entry for ``key``, or for what it says itself.
+def check(path: Path, expected: Mapping[str, Any] | None = None) -> Config:
+    """The config in a file, which must hold the entry for ``expected``, or for the key in the file itself.
 
     Raises:
-        EntryError: it is not whole, belongs elsewhere, or was chosen from other configs than there are now.
-        OSError: it cannot be read.
+        EntryError: the entry is torn, foreign, or stale: chosen from other candidates than today's.
+        OSError: the file cannot be read.
     """
     try:
         content = json.loads(path.read_bytes())
         found, space, numbers = content["key"], content["space"], content["config"]
         parts = {**found, "variant": tuple(found["variant"])}
-        question = Question(*(parts[name] for name in Question.__dataclass_fields__))
+        key = TuningKey(*(parts[name] for name in TuningKey.__dataclass_fields__))
         config = Config(*numbers)
-        own, right = _key(question, found["device"]), path_of(question, found["device"])
+        own, right = _entry_key(key, found["device"]), path_of(key, found["device"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise EntryError("torn", f"not a whole entry: {type(error).__name__}") from None
-    if key is None and found != own:
+        raise EntryError("torn", f"not a complete entry: {type(error).__name__}") from None
+    if expected is None and found != own:
         raise EntryError("another version's", "not for this version of fusedops or Triton")
-    if path != right if key is None else found != dict(key):
+    if path != right if expected is None else found != dict(expected):
         raise EntryError("foreign", "another device's, version's or kernel's")
-    if space != fingerprint(question) or not valid(question, config):
-        raise EntryError("stale", "chosen from other configs than there are now")
+    if space != fingerprint(key) or not valid(key, config):
+        raise EntryError("stale", "chosen from other candidates than today's")
     return config
 
 
-def write(question: Question, device: str, config: Config, microseconds: Mapping[str, float]) -> bool:
-    """Puts an entry in its place, whole; False, and one warning a process, where that is impossible."""
-    path = path_of(question, device)
+def write(key: TuningKey, device: str, config: Config, microseconds: Mapping[str, float]) -> bool:
+    """Writes an entry atomically; returns False, with one warning per process, where that fails."""
+    path = path_of(key, device)
     if path is None:
-        _say_once("write", "there is no home directory for it", "set FUSEDOPS_CACHE_DIR")
+        _warn_once("write", "there is no home directory for it", "set FUSEDOPS_CACHE_DIR")
         return False
     content = {
-        "key": _key(question, device),
-        "space": fingerprint(question),
+        "key": _entry_key(key, device),
+        "space": fingerprint(key),
         "config": astuple(config),
         "microseconds": dict(microseconds),
     }
@@ -131,7 +131,7 @@ def write(question: Question, device: str, config: Config, microseconds: Mapping
         path.parent.mkdir(parents=True, exist_ok=True)
         _replace(path, json.dumps(content))
     except OSError as error:
-        _say_once("write", f"cannot write {path} ({error.strerror})", "make it writable, or set FUSEDOPS_CACHE_DIR")
+        _warn_once("write", f"cannot write {path} ({error.strerror})", "make it writable, or set FUSEDOPS_CACHE_DIR")
         return False
     return True
 
@@ -143,16 +143,16 @@ def _replace(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(scratch, path)  # noqa: PTH105 - the one step that makes it visible, named as the system has it
+        os.replace(scratch, path)  # noqa: PTH105 - the atomic step, by the system call's name
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(scratch)  # noqa: PTH108
         raise
 
 
-def _key(question: Question, device: str) -> dict[str, Any]:
+def _entry_key(key: TuningKey, device: str) -> dict[str, Any]:
     versions = {"fusedops": __version__, "triton": _triton_version()}
-    return {**asdict(question), "variant": list(question.variant), "device": device, **versions}
+    return {**asdict(key), "variant": list(key.variant), "device": device, **versions}
 
 
 @functools.cache
@@ -164,12 +164,12 @@ def _triton_version() -> str:
     return str(triton.__version__)
 
 
-def _say_once(what: str, problem: str, remedy: str) -> None:
-    if what not in _said:
-        _said.add(what)
+def _warn_once(what: str, problem: str, remedy: str) -> None:
+    if what not in _warned:
+        _warned.add(what)
         warnings.warn(
             f"fusedops: tuning cache in {directory()}: {problem}; {remedy}. Results are right without it; "
-            "`fusedops doctor` looks through the cache. This is said once.",
+            "`fusedops doctor` checks the cache. This warning is shown once.",
             RuntimeWarning,
             stacklevel=2,
         )

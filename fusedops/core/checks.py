@@ -1,4 +1,4 @@
-"""One wording for every bad input: the argument, what came, what was expected."""
+"""Checks of arguments. Every message names the argument, its value and the expected one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,24 @@ from typing import Any
 
 import torch
 
-__all__ = ["DTYPES", "check_choice", "check_eps", "check_number", "check_p", "check_shape", "check_tensor"]
+__all__ = [
+    "DTYPES",
+    "check_choice",
+    "check_eps",
+    "check_number",
+    "check_out_dtype",
+    "check_p",
+    "check_p_off",
+    "check_shape",
+    "check_tensor",
+]
 
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _DTYPE_NAMES = "torch.float16, torch.bfloat16, torch.float32, torch.float64"
 
 
 def check_tensor(op: str, name: str, value: Any, like: torch.Tensor | None = None) -> None:
-    """``value`` is a floating-point tensor, on the device of ``like`` where that is given."""
+    """Raises unless ``value`` is a floating-point tensor, on the device of ``like`` if that is given."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
     if value.dtype not in DTYPES:
@@ -25,21 +35,27 @@ def check_tensor(op: str, name: str, value: Any, like: torch.Tensor | None = Non
 
 
 def check_shape(op: str, name: str, value: torch.Tensor, expected: tuple[int, ...]) -> None:
-    """``value`` has exactly the expected shape."""
+    """Raises unless ``value`` has the expected shape."""
     if value.shape != expected:
         raise ValueError(f"{op}: {name} has shape {tuple(value.shape)}, expected {tuple(expected)}")
 
 
 def check_p(op: str, p: Any) -> None:
-    """``p`` is a probability."""
+    """Raises unless ``p`` is a probability."""
     if not isinstance(p, (int, float)):
         raise TypeError(f"{op}: p must be a number, got {type(p).__name__}")
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{op}: p must be in [0, 1], got {p}")
 
 
+def check_p_off(op: str, p: Any) -> float:
+    """No dropout, for a ``p`` that is checked all the same: one out of range is an error in evaluation too."""
+    check_p(op, p)
+    return 0.0
+
+
 def check_number(op: str, name: str, value: Any) -> None:
-    """``value`` is a finite number."""
+    """Raises unless ``value`` is a finite number."""
     if not isinstance(value, (int, float)):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
     if not -math.inf < value < math.inf:  # a comparison, which torch.compile can trace
@@ -47,7 +63,7 @@ def check_number(op: str, name: str, value: Any) -> None:
 
 
 def check_eps(op: str, eps: Any) -> None:
-    """``eps`` is a number that is not negative."""
+    """Raises unless ``eps`` is a non-negative number."""
     if not isinstance(eps, (int, float)):
         raise TypeError(f"{op}: eps must be a number, got {type(eps).__name__}")
     if not eps >= 0.0:
@@ -55,12 +71,12 @@ def check_eps(op: str, eps: Any) -> None:
 
 
 def check_choice(op: str, name: str, value: Any, choices: Collection[str]) -> None:
-    """``value`` is one of the choices."""
+    """Raises unless ``value`` is one of the choices."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
 def check_out_dtype(op: str, out_dtype: Any, name: str = "out_dtype") -> None:
-    """``out_dtype`` is None or a floating-point dtype that the kernels know."""
+    """Raises unless ``out_dtype`` is None or a floating-point dtype that the kernels support."""
     if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype in DTYPES):
         raise TypeError(f"{op}: {name} must be one of {_DTYPE_NAMES}, got {out_dtype}")

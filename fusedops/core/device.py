@@ -5,17 +5,17 @@ import triton.language as tl
 
 # Seven rounds of Philox4x32 pass BigCrush (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 PHILOX_ROUNDS = tl.constexpr(7)
-# A keep decision spends 16 random bits, so one Philox call of 128 bits serves eight neighbouring columns.
+# A keep decision uses 16 random bits, so one Philox call of 128 bits is enough for eight adjacent columns.
 LANES = tl.constexpr(8)
 
 
 @triton.jit
 def await_predecessor(OVERLAP: tl.constexpr):
-    """First statement of a kernel that, with ``OVERLAP``, is launched while its predecessor in the stream drains.
+    """First statement of a kernel that, with ``OVERLAP``, is launched before its predecessor in the stream ends.
 
-    Waits until that one is done and its stores are seen, then lets the successor be launched in turn. Any kernel may
-    come before or after; the launch latency is what is saved. Not for persistent kernels: launched early, their
-    programs pile up on the first multiprocessors that come free (8192x1024 fp32: 114 µs in place of 77).
+    Waits until the predecessor has ended and its stores are visible, then allows the launch of the successor. This
+    hides the launch latency; any kernels may precede and follow. It is not for persistent kernels: launched early,
+    their programs pile up on the first free multiprocessors (8192x1024 fp32: 114 µs instead of 77).
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -24,31 +24,31 @@ def await_predecessor(OVERLAP: tl.constexpr):
 
 @triton.jit
 def place_along_rows():
-    """Which of the programs along the rows this is, and how many these are.
+    """The index of this program along the rows, and the number of programs along the rows.
 
-    Columns, or groups of slices, lie along axis 0 of the grid, so that neighbours in time are neighbours in memory:
-    the other way round a gated unit's forward takes 131 µs, not 125 (8192x11008 bf16). Axis 1 ends at 65535; what is
-    longer goes on along axis 2, as `launch.Variant` arranges, so the last programs may have no rows.
+    Columns, or groups of slices, are axis 0 of the grid, so that programs that run at the same time access adjacent
+    memory: with the axes swapped a gated unit's forward takes 131 µs, not 125 (8192x11008 bf16). Axis 1 is limited to
+    65535; `launch.Variant` continues along axis 2, so the last programs may have no rows.
     """
     return tl.program_id(1) + tl.program_id(2) * tl.num_programs(1), tl.num_programs(1) * tl.num_programs(2)
 
 
 @triton.jit
 def rows_of(tile, ROWS: tl.constexpr):
-    """The numbers of a tile's rows, in the width that products with strides need."""
+    """The indices of a tile's rows, in int64 for products with strides."""
     return tl.full((ROWS,), tile, tl.int64) * ROWS + tl.arange(0, ROWS)
 
 
 @triton.jit
 def load_row_vector(vector, cols, N: tl.constexpr, ACC: tl.constexpr):
-    """A parameter of N elements as one row, or None where it is absent."""
+    """A parameter of N elements as one row, or None if it is absent."""
     if vector is not None:
         return tl.load(vector + cols, mask=cols < N, other=0.0).to(ACC)[None, :]
 
 
 @triton.jit
 def load_seed(seed, offset):
-    """The two 64-bit halves of the random state: given as scalars, or read from ``seed[0], seed[1]``."""
+    """The seed and offset of the random state: scalars, or read from ``seed[0], seed[1]``."""
     if seed.dtype.is_ptr():
         return tl.load(seed), tl.load(seed + 1)
     else:
@@ -82,11 +82,11 @@ def _keep_scale(
     VECTOR: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """What dropout multiplies a ``(ROWS, BLOCK_N)`` tile by: one over the keep probability where kept, else 0.
+    """Dropout's factors for a ``(ROWS, BLOCK_N)`` tile: one over the keep probability where kept, else 0.
 
-    The decision for (row, column) depends on the seed, the offset and those two alone, never on the tiling: eight
-    neighbouring columns share one Philox call, and each takes 16 of its 128 bits. ``VECTOR`` is how many neighbouring
-    columns one thread holds, 8 or 4: with 4, two threads make the same call, which is cheaper than an exchange.
+    The decision for (row, column) depends on the seed, the offset, the row and the column alone, never on the tiling:
+    eight adjacent columns share one Philox call, and each uses 16 of its 128 bits. ``VECTOR`` is the number of adjacent
+    columns per thread, 8 or 4: with 4, two threads make the same call, which is cheaper than an exchange.
     """
     scale = 65536.0 / tl.maximum(65536 - threshold, 1).to(ACC)
     groups_per_row: tl.constexpr = (N + LANES - 1) // LANES
@@ -115,12 +115,12 @@ def _keep_scale(
 @triton.jit
 def keep_scale(seed, offset, threshold, rows, first_col, N: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
                VECTOR: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
-    """The tile's keep mask over its probability, or None where there is no dropout (``seed`` is None)."""
+    """The tile's keep mask over the keep probability, or None without dropout (``seed`` is None)."""
     if seed is not None:
         return _keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)
 
 
-# --- activations: a value and its derivative each, on tiles in the accumulator's dtype --------------------------------
+# --- activations and their derivatives, on tiles in the accumulator's dtype ---------------------------------------------
 
 
 @triton.jit
@@ -155,7 +155,7 @@ def relu_squared_derivative(x):
 
 @triton.jit
 def exponential(x, SCALE: tl.constexpr):
-    """``exp(SCALE * x)``: in fp32 by the one instruction for powers of two, whose guard for tiny results is left out."""
+    """``exp(SCALE * x)``: in fp32 by the instruction for powers of two, without the guard for denormal results."""
     if x.dtype == tl.float64:
         return tl.exp(SCALE * x)
     else:
@@ -164,9 +164,9 @@ def exponential(x, SCALE: tl.constexpr):
 
 @triton.jit
 def reciprocal(x):
-    """``1 / x`` of positive numbers: in fp32 from a reciprocal square root, a quarter of a division's instructions.
+    """``1 / x`` for positive x: in fp32 from a reciprocal square root, a quarter of a division's instructions.
 
-    Its error is some three units in the last place; an infinite x has the reciprocal zero.
+    The error is about three units in the last place; the reciprocal of infinity is zero.
     """
     if x.dtype == tl.float64:
         return 1.0 / x
@@ -177,9 +177,9 @@ def reciprocal(x):
 
 @triton.jit
 def logistic(e):
-    """From ``e = exp(-x)`` the logistic function of x, and one less it, which for large x is no difference of ones."""
+    """The logistic function s of x from ``e = exp(-x)``, and ``1 - s``, which for large x does not cancel."""
     s = reciprocal(1.0 + e)
-    # An infinite e has s = 0, and so have the large numbers that are kept in its place.
+    # For an infinite e, s is 0, as it is for the large number that replaces it.
     return s, s * tl.minimum(e, 8e307 if e.dtype == tl.float64 else 8.507059173023462e37)
 
 
@@ -221,29 +221,29 @@ def tanh(x):
     far = 1.0 - 2.0 / (1.0 + exponential(x, 2.0))
     square = x * x
     if x.dtype == tl.float64:
-        # Taylor's series, exact to rounding where the other form cancels most.
+        # Taylor series, exact to rounding where the other form cancels most.
         odd = -1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0 + square * (62.0 / 2835.0)))
         return tl.where(square < 4e-4, x + x * square * odd, far)
     else:
-        # Near zero, where the other form cancels: a least-maximum fit of relative error 1e-9 up to 0.55.
+        # Near zero, where the other form cancels: a minimax fit with relative error 1e-9 up to 0.55.
         odd = -0.33333316 + square * (0.13332586 + square * (-0.05385231 + square * (0.02107168 - 0.00627424 * square)))
         return tl.where(square < 0.3025, x + x * square * odd, far)
 
 
 @triton.jit
 def tanh_derivative(x):
-    # Of |x|: 4 r (1 - r) with r = 1 / (1 + exp(2 |x|)) neither overflows nor is a difference of near equals.
+    # For |x|: 4 r (1 - r) with r = 1 / (1 + exp(2 |x|)) neither overflows nor cancels.
     r = reciprocal(1.0 + exponential(tl.abs(x), 2.0))
     return 4.0 * (r - r * r)
 
 
 @triton.jit
 def _normal(x):
-    """The normal distribution's mass below x, and ``exp(-x**2 / 2)``.
+    """The normal distribution function of x, and ``exp(-x**2 / 2)``.
 
-    In fp32 both from one exponential: the mass beyond ``|x|`` is ``exp(-x**2 / 2)`` times a polynomial in
-    ``1 / (1 + 0.3 |x|)``, the form of Hastings 1955, here with eight terms fitted to 8e-9, and in the lower tail to a
-    relative 4e-7: no cancellation there, other than in ``1 + erf``.
+    In fp32 both use one exponential: the mass beyond ``|x|`` is ``exp(-x**2 / 2)`` times a polynomial in
+    ``1 / (1 + 0.3 |x|)``, the form of Hastings 1955, here with eight terms and an error of 8e-9, in the lower tail a
+    relative 4e-7: no cancellation there, unlike in ``1 + erf``.
     """
     if x.dtype == tl.float64:
         return 0.5 + 0.5 * tl.erf(x * 0.7071067811865476), tl.exp(-0.5 * x * x)

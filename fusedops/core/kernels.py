@@ -1,9 +1,9 @@
-"""Kernels that families share: the sum of a backward's partial results."""
+"""Kernels that families share: the sum of a backward's partial results, and the keep mask as a tensor."""
 
 import triton
 import triton.language as tl
 
-from .device import await_predecessor
+from .device import await_predecessor, keep_scale, load_seed, place_along_rows, rows_of
 
 
 @triton.jit(do_not_specialize=["programs", "rest_programs"])
@@ -47,3 +47,28 @@ def sum_partials_kernel(
     if third is not None:
         if slot == slots - 1:
             tl.store(third + cols, total.to(third.dtype.element_ty), mask=in_cols)
+
+
+@triton.jit(do_not_specialize=["seed", "offset", "threshold", "M"])
+def keep_scale_kernel(
+    out,
+    seed,
+    offset,
+    threshold,
+    M,
+    ACC: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """What dropout multiplies M rows of N elements by, one tile a program."""
+    await_predecessor(OVERLAP)
+    tile, _ = place_along_rows()
+    rows = rows_of(tile, ROWS)
+    first_col = tl.program_id(0) * BLOCK_N
+    cols = first_col + tl.arange(0, BLOCK_N)
+    seed, offset = load_seed(seed, offset)
+    scale = keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)
+    tl.store(out + rows[:, None] * N + cols[None, :], scale, mask=(rows < M)[:, None] & (cols < N)[None, :])

@@ -1,10 +1,10 @@
-"""The light launcher: kernels compiled under a key of our own and called without Triton's argument binder.
+"""Kernels compiled under a key of our own, and launched without Triton's argument binder.
 
 A plain ``kernel[grid](…)`` with twenty arguments costs about 28 µs of host time, most of it spent finding out again
 what the arguments are. Here the caller derives a key from what the compiled code depends on (dtypes, absences,
 constants, alignment, device), builds a `Variant` once, and afterwards hands addresses to the compiled launcher.
 Plans that differ in nothing that is compiled share one `Variant`.
-Triton versions whose launcher this file does not know go through ``kernel[grid](…)``, as does Triton's interpreter.
+Triton's interpreter, and releases that cannot be used so, go through ``kernel[grid](…)``: see `Kernel`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import functools
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from .question import Config
+from . import compat, direct
+from .tuning_key import Config
 
 __all__ = [
     "LONGEST_ROW",
     "MOST_TILES",
     "SEED_TYPES",
+    "Kernel",
     "Request",
     "Variant",
     "build",
@@ -34,20 +36,18 @@ __all__ = [
     "column_tiles",
     "compile_kernel",
     "current_device",
-    "fast_launcher_known",
+    "diagnose",
     "interpreting",
     "overlaps",
     "pointer_type",
     "processors",
     "record",
     "runs_kernels",
+    "specialise",
     "triton_dtype",
     "variants",
     "vector_width",
 ]
-
-# Triton releases whose compiled launcher takes the arguments that `Variant` passes.
-_KNOWN_LAUNCHERS = ("3.6.",)
 
 _POINTERS = {
     torch.float16: "*fp16",
@@ -84,16 +84,12 @@ def _has_triton() -> bool:
     return True
 
 
+@compat.constant_when_traced
 def runs_kernels(device_type: str) -> bool:
     """Whether tensors on such a device go through the kernels: on a GPU, or on the CPU under the interpreter."""
     if device_type == "cuda":
         return _has_triton()
     return device_type == "cpu" and interpreting()
-
-
-# What `torch.compiler.assume_constant_result` sets, without the second that its import takes: tracing takes the answer
-# as it is, and does not look into caches and environment.
-runs_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def variants() -> int:
@@ -112,6 +108,11 @@ def record() -> Iterator[list[str]]:
         _observers[:] = [other for other in _observers if other is not names]
 
 
+def _observe(name: str) -> None:
+    for names in _observers:
+        names.append(name)
+
+
 @functools.cache
 def processors(device_index: int) -> int:
     """Multiprocessors of a GPU; two stand-ins under the interpreter (index -1)."""
@@ -120,14 +121,13 @@ def processors(device_index: int) -> int:
     return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
 
 
-# The index of the current GPU; PyTorch built without GPUs has no such function, and no GPU to call it for.
-current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+current_device = compat.current_device
 
 
 @functools.cache
 def overlaps(device_index: int) -> bool:
     """Whether a kernel may be launched while its predecessor drains (programmatic dependent launch, from Hopper on)."""
-    if device_index < 0 or not fast_launcher_known():
+    if device_index < 0 or interpreting() or torch.version.hip is not None or not compat.overlaps_launches():
         return False
     return torch.cuda.get_device_capability(device_index) >= (9, 0)
 
@@ -144,8 +144,8 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
-# A kernel is compiled for each length of a row. Longer ones are vectors rather than rows of features, and the formula
-# serves them.
+# A kernel is compiled for each length of a row. Longer ones are vectors rather than rows of features, for which the
+# reference implementation runs.
 LONGEST_ROW = 1 << 23
 # The longest axis 1 of a CUDA grid, and axis 2.
 MOST_TILES = 65535
@@ -164,7 +164,7 @@ def vector_width(*dtypes: torch.dtype | None) -> int:
     return 8 if min(d.itemsize for d in dtypes if d is not None) == 2 else 4
 
 
-# The arguments ``seed`` and ``offset`` of a kernel: absent, two numbers, or a tensor of both.
+# The arguments ``seed`` and ``offset`` of a kernel, by the kind of random state: absent, two numbers, a tensor of both.
 SEED_TYPES: tuple[dict[str, str | None], ...] = (
     {"seed": None, "offset": None},
     {"seed": "i64", "offset": "i64"},
@@ -190,6 +190,9 @@ class Request:
             options["maxnreg"] = self.config.registers
         if self.constants.get("OVERLAP"):
             options["launch_pdl"] = True
+        # Products and sums are contracted unless the user decides: Triton's default, which ends with 3.9.
+        if "TRITON_DEFAULT_FP_FUSION" not in os.environ:
+            options["enable_fp_fusion"] = True
         return options
 
     @property
@@ -219,67 +222,111 @@ def collects() -> bool:
     return bool(_collectors)
 
 
-class Variant:
-    """One kernel, specialised and ready to launch: ``variant(grid_x, grid_y, *arguments)``.
+# One kernel, specialised and ready to launch: ``variant(grid_x, grid_y, *arguments)``.
+#
+# The arguments are the kernel's run-time ones in its order, None (or anything) where it was built without one. The
+# caller holds the device current and guarantees that tensors and integers fit the types it was built with. What is too
+# long for axis 1 of the grid goes on along axis 2; a kernel whose caller lets that happen looks at both.
+Variant: TypeAlias = Callable[..., None]
 
-    The arguments are the kernel's run-time ones in its order, None (or anything) where it was built without one. The
-    caller holds the device current and guarantees that tensors and integers fit the types it was built with.
+
+def specialise(request: Request, device_index: int) -> Variant:
+    """The variant for a request, compiled for the device; what the interpreter runs has the index -1."""
+    global _variants
+    _variants += 1
+    return Kernel(request, device_index).variant
+
+
+class Kernel:
+    """One specialised kernel with the way in which it is launched.
+
+    Attributes:
+        variant: launches it.
+        launcher: "direct", by a call of Triton's C function; "compiled", by Triton's launcher of compiled kernels; or
+            "ordinary", by ``kernel[grid](…)``. Each costs more host time than the one before.
+        reason: why it is not launched directly; "" if it is.
     """
 
     def __init__(self, request: Request, device_index: int) -> None:
-        global _variants
         self.name: str = request.kernel.fn.__name__
         self._kernel, types = request.kernel, request.types
         self._constants = dict(request.constants)
         self._options = request.options
         self._present = [types[name] is not None for name in self._kernel.arg_names if name in types]
-        # Where the compiled launcher reads an address: tensors are handed to it as plain integers.
-        self._pointers = tuple(i for i, name in enumerate(types) if (types[name] or "").startswith("*"))
-        self._launch: Callable[..., None] | None = None
-        if device_index >= 0 and fast_launcher_known():
-            compiled = compile_fitting(request, shared_memory(device_index))
-            self._launch = _bind(compiled, device_index, self._pointers, len(self._constants))
-        _variants += 1
+        self.launcher, self.reason = "ordinary", _cannot_compile(device_index)
+        if self.reason:
+            self.variant = self._observed(self._launch_ordinarily)
+            return
+        self._compiled = compile_fitting(request, shared_memory(device_index))
+        self._filler = (None,) * len(self._constants)
+        try:
+            self.variant = direct.bind(
+                self._compiled, list(types.values()), len(self._constants), name=self.name, device_index=device_index,
+                general=self._launch_compiled, namespace=globals(),
+            )  # fmt: skip
+            self.launcher = "direct"
+        except compat.NoDirectCallError as error:
+            self.launcher, self.reason = "compiled", str(error)
+            self.variant = self._observed(self._launch_compiled)
 
-    def __call__(self, grid_x: int, grid_y: int, *arguments: Any) -> None:
-        """Launches on the current stream of the device it was built for.
+    def _observed(self, launch: Variant) -> Variant:
+        def variant(grid_x: int, grid_y: int, *arguments: Any) -> None:
+            if _observers:
+                _observe(self.name)
+            launch(grid_x, grid_y, *arguments)
 
-        What is too long for axis 1 goes on along axis 2; a kernel whose caller lets that happen looks at both.
-        """
-        grid_z = 1
-        if grid_y > MOST_TILES:
-            grid_z = -(-grid_y // MOST_TILES)
-            grid_y = -(-grid_y // grid_z)
-        if _observers:
-            for names in _observers:
-                names.append(self.name)
-        if self._launch is not None:
-            self._launch(grid_x, grid_y, grid_z, arguments)
-        else:
-            given = [a if here else None for a, here in zip(arguments, self._present, strict=True)]
-            # Triton's interpreter keeps its place in the grid in globals.
-            with _interpreter_lock if interpreting() else nullcontext():
-                self._launch_ordinarily((grid_x, grid_y, grid_z), given)
+        return variant
 
-    def _launch_ordinarily(self, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
-        """Through Triton's own binder; as `compile_fitting`, with fewer tiles taken ahead while shared memory is short."""
+    def _launch_compiled(self, grid_x: int, grid_y: int, *arguments: Any) -> None:
+        """Through Triton's launcher, which calls the launch hooks and allocates scratch memory."""
+        self._compiled[_grid(grid_x, grid_y)](*arguments, *self._filler)
+
+    def _launch_ordinarily(self, grid_x: int, grid_y: int, *arguments: Any) -> None:
+        """Through Triton's own binder; as `compile_fitting`, with fewer stages while shared memory is short."""
+        from triton import OutOfResources
+
+        given = [a if here else None for a, here in zip(arguments, self._present, strict=True)]
         while True:
             try:
-                self._kernel[grid](*arguments, **self._constants, **self._options)
+                # Triton's interpreter keeps its place in the grid in globals.
+                with _interpreter_lock if interpreting() else nullcontext():
+                    self._kernel[_grid(grid_x, grid_y)](*given, **self._constants, **self._options)
                 return
-            except Exception as error:  # noqa: PERF203 - each turn is a compilation
-                from triton.runtime.errors import OutOfResources
-
-                if not isinstance(error, OutOfResources) or self._constants.get("STAGES", 1) == 1:
+            except OutOfResources:  # noqa: PERF203 - each turn is a compilation
+                if self._constants.get("STAGES", 1) == 1:
                     raise
                 self._constants["STAGES"] -= 1
                 self._options = {**self._options, "num_stages": self._constants["STAGES"]}
 
 
-class _Collected(Variant):
-    """Stands in for a variant whose request was only to be collected, and launches nothing."""
+def _grid(grid_x: int, grid_y: int) -> tuple[int, int, int]:
+    """The grid, with what is too long for axis 1 folded onto axis 2."""
+    grid_z = -(-grid_y // MOST_TILES) or 1
+    return grid_x, -(-grid_y // grid_z), grid_z
 
-    def __init__(self) -> None: ...
+
+def _cannot_compile(device_index: int) -> str:
+    """Why kernels for a device are left to Triton's binder; "" where they are compiled under a key of our own."""
+    if interpreting() or device_index < 0:
+        return "kernels are interpreted"
+    if torch.version.hip is not None:
+        return "only NVIDIA's launchers have been tested"
+    return "" if compat.compiles_ahead() else "this Triton cannot compile a kernel without launching it"
+
+
+def diagnose(device_index: int) -> Kernel:
+    """A small kernel, built for the device whatever has been built before: shows how kernels are launched there."""
+    from .kernels import sum_partials_kernel
+
+    types: dict[str, str | None] = {"partials": "*fp32", "first": "*fp32", "second": None, "third": None,
+                                    "programs": "i32", "rest_programs": "i32"}  # fmt: skip
+    constants = {"ACC": triton_dtype(torch.float32), "N": 16, "BLOCK_N": 16, "ROWS": 16, "REST_COL": 16,
+                 "OVERLAP": False}  # fmt: skip
+    return Kernel(Request(sum_partials_kernel, types, constants, Config(16, rows=16, warps=1), {}), device_index)
+
+
+class _Collected:
+    """Replaces a variant whose request was only to be collected, and launches nothing."""
 
     def __call__(self, grid_x: int, grid_y: int, *arguments: Any) -> None: ...
 
@@ -321,7 +368,7 @@ def build(
     with _build_lock:
         variant = _built.get(key)
         if variant is None:
-            variant = _built[key] = Variant(request, device_index)
+            variant = _built[key] = specialise(request, device_index)
         return variant
 
 
@@ -331,42 +378,18 @@ def shared_memory(device_index: int) -> int:
     return int(torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
-@functools.cache
-def fast_launcher_known() -> bool:
-    """Whether this Triton's compiled launcher takes the arguments that a `Variant` passes."""
-    import triton
-
-    return not interpreting() and triton.__version__.startswith(_KNOWN_LAUNCHERS) and torch.version.hip is None
-
-
 def compile_kernel(request: Request, target: Any = None) -> Any:
     """Compiles a kernel for exactly these argument types, with no GPU needed where ``target`` is given.
 
     ``types`` maps each run-time argument to Triton's type name, None where the argument is absent; ``divisible``
     gives the power of two that an argument's value is a multiple of.
     """
-    import triton
-    from triton.compiler import ASTSource
-
-    names, types, constants = request.kernel.arg_names, request.types, request.constants
-    signature: dict[str, str] = {}
-    constexprs: dict[tuple[int], Any] = {}
-    for index, name in enumerate(names):
-        if name in constants:
-            signature[name] = "constexpr"
-            constexprs[(index,)] = constants[name]
-        elif types[name] is None:
-            signature[name] = "constexpr"
-            constexprs[(index,)] = None
-        else:
-            signature[name] = str(types[name])
-    attrs = {
-        (index,): [["tt.divisibility", request.divisible[name]]]
-        for index, name in enumerate(names)
-        if name in request.divisible and types.get(name) is not None
-    }
-    source = ASTSource(request.kernel, signature, constexprs, attrs)
-    return triton.compile(source, target=target, options=request.options)
+    types = {name: kind for name, kind in request.types.items() if kind is not None}
+    absent = dict.fromkeys(name for name in request.types if name not in types)
+    constants = {**absent, **request.constants}
+    signature = {name: "constexpr" if name in constants else types[name] for name in request.kernel.arg_names}
+    divisible = {name: multiple for name, multiple in request.divisible.items() if name in types}
+    return compat.compile_ahead(request.kernel, signature, constants, divisible, request.options, target)
 
 
 def compile_fitting(request: Request, limit: int, target: Any = None) -> Any:
@@ -378,24 +401,3 @@ def compile_fitting(request: Request, limit: int, target: Any = None) -> Any:
             return compiled
         config = replace(request.config, stages=request.config.stages - 1)
         request = replace(request, constants={**request.constants, "STAGES": stages - 1}, config=config)
-
-
-def _bind(compiled: Any, device_index: int, pointers: tuple[int, ...], constants: int) -> Callable[..., None]:
-    """The compiled kernel's C launcher with everything fixed but grid, stream and arguments.
-
-    Addresses go in as integers: the launcher then neither calls back into Python nor asks the driver about them.
-    """
-    run = compiled.run
-    launch, cooperative, pdl = run.launch, run.launch_cooperative_grid, run.launch_pdl
-    function, packed = compiled.function, compiled.packed_metadata
-    stream_of = torch._C._cuda_getCurrentRawStream
-    filler = (None,) * constants
-
-    def call(grid_x: int, grid_y: int, grid_z: int, arguments: Sequence[Any]) -> None:
-        addresses = list(arguments)
-        for i in pointers:
-            addresses[i] = arguments[i].data_ptr()
-        launch(grid_x, grid_y, grid_z, stream_of(device_index), function, cooperative, pdl, None, None, packed, None,
-               None, None, *addresses, *filler)  # fmt: skip
-
-    return call

@@ -1,10 +1,10 @@
-"""Random state for dropout kernels: drawn from PyTorch's generators, so that PyTorch's controls govern it.
+"""Random state for dropout kernels: drawn from PyTorch's generators, which so control it.
 
-Eagerly on a GPU the state is the device generator's own (seed, offset), and the offset moves on as `F.dropout` moves
-it: `torch.manual_seed`, `torch.get_rng_state` and activation checkpointing see and restore it, at no kernel's cost.
-Under CUDA-graph capture and torch.compile numbers would freeze, so there the state is a tensor filled by a recorded
-random operator: every replay and every call draws anew. A captured or compiled graph has one such operator for many
-calls.
+On a GPU the state is the device generator's (seed, offset), and the offset advances: `torch.manual_seed`,
+`torch.get_rng_state` and activation checkpointing set and restore it, and no kernel is launched for it. Dispatch modes
+and tensor subclasses change nothing. Where operators are recorded to be run later (CUDA-graph capture, torch.compile,
+`make_fx`), a number would be the same in every run: there the state is a tensor, filled by a recorded random operator,
+one for many calls.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ import weakref
 from typing import Any
 
 import torch
-from torch._subclasses.functional_tensor import FunctionalTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch import Tensor
 
-from .operators import exporting
+from . import compat
 
-__all__ = ["Seed", "draw", "keep_probability", "threshold"]
+__all__ = ["NO_DROPOUT", "Seed", "State", "draw", "keep_probability", "recorded", "state_of", "threshold", "unpacked"]
 
 Seed = tuple[int, int] | torch.Tensor
+# What a kernel takes: seed and offset (or a tensor of both and None), and the threshold.
+State = tuple[int | Tensor | None, int | None, int]
+
+NO_DROPOUT: State = (None, None, 0)
 
 # A keep decision spends 16 random bits.
 _STEPS = 65536
@@ -37,39 +40,90 @@ def threshold(p: float) -> int:
     return min(max(round(p * _STEPS), 1), _STEPS - 1)
 
 
+_threshold = functools.lru_cache(maxsize=256)(threshold)
+
+
 def keep_probability(p: float) -> float:
     """The probability with which a kernel keeps an element: ``1 - p`` to the nearest 2⁻¹⁶, and what it scales by."""
     return 1.0 - threshold(p) / _STEPS
 
 
+def state_of(p: float, device: torch.device) -> State:
+    """The state of one call with drop probability ``p``, in which nothing is recorded."""
+    if 0.0 < p < 1.0:
+        seed = draw(device)
+        return (*seed, _threshold(p)) if type(seed) is tuple else (seed, None, _threshold(p))  # type: ignore[return-value]
+    return NO_DROPOUT if p == 0.0 else (0, 0, _STEPS)
+
+
 def draw(device: torch.device) -> Seed:
-    """The next random state: ``(seed, offset)``, or an int64 tensor of both where the call is being recorded."""
-    if torch.compiler.is_compiling():
-        return torch.ops.fusedops.random_state(device)  # type: ignore[no-any-return]
-    if torch._C._len_torch_dispatch_stack() > 0:
-        return _draw_tensor(device)
+    """The next random state: ``(seed, offset)``, or an int64 tensor of both under CUDA-graph capture."""
     if device.type != "cuda":
         # Outside any torch.func transform: the state is one for the whole call, whatever is being mapped.
-        with torch._C._DisableFuncTorch():
+        with compat.without_transforms(), compat.without_modes():
             seed, offset = _draw_tensor(device).tolist()
         return seed, offset
-    if torch._C._cuda_isCurrentStreamCapturing():
+    if compat.capturing():
         return _draw_captured(device)
     generator = torch.cuda.default_generators[device.index]
     with _lock:
+        steps = _steps(device.index)
         offset = generator.get_offset()
-        generator.set_offset(offset + 4)
+        if threading.active_count() == 1 or not steps:
+            generator.set_offset(offset + (steps or 4))
+        else:
+            _advance(device.index)
     seed = generator.initial_seed()
     return seed - 2**64 if seed >= 2**63 else seed, offset  # the same 64 bits, as the kernels' signed integer
+
+
+def _advance(index: int) -> None:
+    """Advances a GPU's generator under PyTorch's own lock.
+
+    To read an offset and set it is not atomic: a concurrent `F.dropout` of another thread would be rewound.
+    `torch.poisson` advances the generator under the lock, and launches nothing for no elements; it takes 1.4 µs more.
+    """
+    with compat.without_transforms(), compat.without_modes():
+        torch.poisson(_empty(index))
+
+
+@functools.cache
+def _steps(index: int) -> int:
+    """By how much `_advance` does; 0 in a PyTorch where it does not. Every draw takes as much, whatever the threads."""
+    generator = torch.cuda.default_generators[index]
+    before = generator.get_offset()
+    _advance(index)
+    moved = generator.get_offset() - before
+    generator.set_offset(before)
+    return moved
+
+
+@functools.cache
+def _empty(index: int) -> Tensor:
+    with compat.without_transforms(), compat.without_modes(), torch.inference_mode(False):
+        return torch.empty(0, device=torch.device("cuda", index))
 
 
 def _draw_tensor(device: torch.device) -> torch.Tensor:
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
 
 
-# --- many states from one recorded kernel -------------------------------------------------------------------------------
+def unpacked(seed: Tensor | None) -> tuple[int | Tensor | None, int | None]:
+    """A registered operator's seed as a launch takes it: on the CPU it holds numbers that were drawn on the host."""
+    if seed is None or seed.is_cuda:
+        return seed, None
+    first, second = seed.tolist()
+    return first, second
+
+
+# --- many states from one recorded operator -----------------------------------------------------------------------------
 
 _POOL = 64
+
+
+def recorded(device: torch.device) -> Tensor:
+    """A state that is drawn when what is being recorded is run."""
+    return torch.ops.fusedops.random_state(device)  # type: ignore[no-any-return]
 
 
 def _draw_pool(device: torch.device) -> torch.Tensor:
@@ -85,11 +139,11 @@ def _draw_captured(device: torch.device) -> torch.Tensor:
     global _captured
     stream = torch.cuda.current_stream(device).cuda_stream
     capture = _capture_id(stream)
-    if capture is None:
-        return _draw_tensor(device)
-    with _lock:
-        key = (capture, stream)
-        with torch._C._DisableFuncTorch():  # one state for the whole call, whatever is being mapped
+    with compat.without_transforms(), compat.without_modes():  # one state for the whole call, whatever is being mapped
+        if capture is None:
+            return _draw_tensor(device)
+        with _lock:
+            key = (capture, stream)
             if _captured is None or _captured[:2] != (key, device.index) or _captured[3] == _POOL:
                 _captured = (key, device.index, _draw_pool(device), 0)
             _, index, states, taken = _captured
@@ -123,9 +177,9 @@ def _capture_id(stream: int) -> int | None:
 # States for the calls of the graph that a tracer writes: the device's (states, taken).
 _traced: weakref.WeakKeyDictionary[Any, dict[torch.device, tuple[torch.Tensor, int]]] = weakref.WeakKeyDictionary()
 
-# What torch.compile and torch.export see first: one state, drawn when it runs. It becomes one of many where a graph is
-# made functional (what lies in one such graph is computed together, and recomputed together), and in an exported
-# program, once it is decomposed, an operator of its own.
+# What torch.compile, torch.export and make_fx record: one state, drawn when it runs. It becomes one of many where a
+# graph is made functional (what is in one such graph is computed together, and recomputed together), and in an
+# exported program, once it is decomposed, an operator of its own.
 _LIBRARY = torch.library.Library("fusedops", "FRAGMENT")
 _LIBRARY.define("random_state(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 _LIBRARY.impl("random_state", _draw_tensor, "CompositeExplicitAutograd")
@@ -136,11 +190,11 @@ def _fake_state(device: torch.device) -> torch.Tensor:
 
 
 def _functional_state(mode: Any, itself: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    proxies = get_proxy_mode()
+    tracer = compat.current_tracer()
     with mode:
-        if proxies is None or exporting():
+        if tracer is None or torch.compiler.is_exporting():
             return _draw_tensor(*args)
-        pools = _traced.setdefault(proxies.tracer, {})
+        pools = _traced.setdefault(tracer, {})
         states, taken = pools.get(args[0], (None, _POOL))
         if states is None or taken == _POOL:
             states, taken = _draw_pool(*args), 0
@@ -149,4 +203,5 @@ def _functional_state(mode: Any, itself: Any, types: Any, args: Any = (), kwargs
 
 
 torch.library.register_fake("fusedops::random_state", _fake_state, lib=_LIBRARY)
-torch.library.register_torch_dispatch("fusedops::random_state", FunctionalTensorMode, _functional_state, lib=_LIBRARY)
+if compat.Functional is not None:
+    torch.library.register_torch_dispatch("fusedops::random_state", compat.Functional, _functional_state, lib=_LIBRARY)

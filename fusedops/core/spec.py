@@ -1,7 +1,7 @@
-"""What an operator tells the tests and the benchmarks about itself.
+"""The record that describes an operator to the tests, the benchmarks and the tuner.
 
-Each family's ``spec.py`` fills these records; each test file is one property looped over all of them, and the
-benchmark reads the same records. A bug fix begins with a failing sample here.
+Each family's ``spec.py`` fills these records. Each test file checks one property of all of them, and the benchmarks
+read the same records. A bug fix begins with a failing sample here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["BadSample", "Maker", "Sample", "Shape", "Spec", "Sweep", "only_sample"]
+__all__ = ["BadSample", "Maker", "Sample", "Shape", "Spec", "Sweep", "masked", "only_sample"]
 
 # Rows and columns; a family may take more dimensions, or name a shape: (4096, "R4096").
 Shape = tuple[int | str, ...]
@@ -26,7 +26,7 @@ _only: list[str] = []
 
 @contextmanager
 def only_sample(name: str) -> Iterator[None]:
-    """Inside the block the samples of other names have no values: their tensors lie on the meta device."""
+    """Context manager: samples of other names are built on the meta device, without values."""
     _only.append(name)
     try:
         yield
@@ -35,7 +35,7 @@ def only_sample(name: str) -> Iterator[None]:
 
 
 class Maker:
-    """Random tensors that depend on the sample's name alone, so that one sample is the same in every test."""
+    """Random tensors, seeded by the sample's name, so that a sample has the same values in every test."""
 
     def __init__(self, name: str, device: torch.device, dtype: torch.dtype) -> None:
         self.device = torch.device("meta") if _only and _only[-1] != name else device
@@ -43,11 +43,19 @@ class Maker:
         self.generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
 
     def __call__(self, *shape: int, dtype: torch.dtype | None = None, shift: float = 0.0, scale: float = 1.0) -> Tensor:
-        """A normal tensor of that shape, in the maker's dtype if none is given."""
+        """A normally distributed tensor, in the maker's dtype by default."""
         if self.device.type == "meta":
             return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         values = torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale + shift
         return values.to(device=self.device, dtype=dtype or self.dtype)
+
+
+def masked(keep: Tensor | None, keep_probability: float) -> Callable[[Tensor, torch.dtype], Tensor]:
+    """Dropout with a known keep mask, None for no dropout, as reference implementations take it."""
+    if keep is None:
+        return lambda h, dtype: h
+    inverse = 1.0 / keep_probability if keep_probability > 0.0 else 0.0
+    return lambda h, dtype: h * (keep.to(h.dtype) * inverse)
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,7 @@ class Sample:
 
     @property
     def p(self) -> float:
-        """The drop probability in force, 0 when the operator has none."""
+        """The drop probability in effect, 0 for an operator without dropout."""
         return float(self.options.get("p", 0.0)) if self.options.get("training", True) else 0.0
 
 
@@ -77,12 +85,12 @@ class BadSample:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Along which lines the benchmark varies a shape. A tail is all of a shape's sides but the first, the rows.
+    """The shapes of the benchmark's sweeps. A tail is a shape without its first dimension, the rows.
 
     Attributes:
-        hidden: tails of different widths, each with as many rows as make one and the same number of elements.
+        hidden: tails of different widths, each with as many rows as give the same number of elements.
         slices: tails of different numbers of slices, likewise.
-        rows: tails at which the number of rows varies.
+        rows: tails for which the number of rows varies.
     """
 
     hidden: tuple[tuple[int, ...], ...] = tuple(
@@ -97,29 +105,30 @@ class Spec:
     """One public operator.
 
     Attributes:
-        name: the operator's name in tests and results; as a rule the functional's, ``fusedops.<name>``.
+        name: the operator's name in tests and results; usually the functional's, ``fusedops.<name>``.
         call: the functional itself; takes the tensors and options of a sample by keyword.
-        reference: the formula in plain torch, same keywords plus ``keep`` (a boolean keep mask or None) and
-            ``keep_probability``. Fed fp64 tensors it is the oracle. Always returns a tuple of outputs.
-        eager: what a user writes with ``torch.nn.functional`` today; same keywords, returns a tuple of outputs.
-        tensors: names of the tensor arguments, in call order; the first one carries the rows.
+        reference: the reference implementation, same keywords plus ``keep`` (a boolean keep mask or None) and
+            ``keep_probability``. With fp64 tensors it is the oracle of the tests. Returns a tuple of outputs.
+        eager: the same operator in ``torch.nn.functional``; same keywords, returns a tuple of outputs.
+        tensors: names of the tensor arguments, in call order; the first one has the rows.
         has_dropout: whether the operator takes ``p``.
         samples: valid calls in a dtype on a device; random weights, biases and inputs.
         bad_samples: calls that must raise.
-        benchmark: tensors and options for a shape and dtype, with every optional tensor present; any ``(M, N)`` will do.
-        passes: ``(M, N)`` tensors that must move: ``{"fwd": …, "fwd_bwd": …}``, for the roofline.
-        launches: kernels that one forward and one backward launch at ordinary sizes.
-        kept: the number of ``(M, N)`` tensors that may live from forward to backward beyond the caller's own.
-        promoted: tensors whose dtypes take part, with the first's, in PyTorch's promotion of the output.
-        combined: ``eager`` written for all slices at once, for operators that ``eager`` calls slice by slice; what
-            torch.compile is then given too.
-        liger: builds Liger-Kernel's twin as a callable with the eager signature, or None where it has none.
-        shapes: the shapes and dtypes that the benchmark times.
-        functional: the functional's name, where it is not ``name``.
-        sweep: the lines along which the benchmark's sweeps vary the shape.
-        exact: nothing is computed with floating-point numbers, they are only moved or replaced: outputs are compared bit
-            for bit, and there is no backward to launch or to time.
-        transformers: builds the callable of Hugging Face's transformers, as ``liger`` does.
+        benchmark: tensors and options for a shape and dtype, with every optional tensor present; takes any ``(M, N)``.
+        passes: the number of ``(M, N)`` tensors that must be read or written, for the roofline:
+            ``{"fwd": …, "fwd_bwd": …}``.
+        launches: the number of kernels that a forward and a backward launch at ordinary sizes.
+        saved: the number of ``(M, N)`` tensors saved for backward, without the caller's own.
+        promoted: tensors whose dtypes are promoted with the first one's to the output's dtype.
+        combined: for operators that ``eager`` computes slice by slice, the same for all slices at once; the benchmark
+            also compiles it.
+        liger: returns Liger-Kernel's operator as a callable with the eager signature; None if it has none.
+        shapes: the shapes and dtypes of the benchmark.
+        functional: the functional's name, if it is not ``name``.
+        sweep: the shapes of the benchmark's sweeps.
+        exact: the operator only moves or replaces numbers: outputs are compared bit for bit, and no backward is launched
+            or timed.
+        transformers: the same as ``liger`` for Hugging Face's Transformers.
     """
 
     name: str
@@ -133,7 +142,7 @@ class Spec:
     benchmark: Callable[[Shape, torch.dtype, torch.device], Sample]
     passes: dict[str, int]
     launches: tuple[int, int]
-    kept: int
+    saved: int
     shapes: tuple[tuple[Shape, torch.dtype], ...]
     liger: Callable[[], Callable[..., Any]] | None = None
     promoted: tuple[str, ...] = ()

@@ -1,12 +1,11 @@
-"""Which config a kernel runs with: the user's cache, the table shipped for the device, else the family's heuristic.
+"""The choice of a kernel's config: from the user's cache, the device's shipped table, or the family's heuristic.
 
-Nothing is benchmarked here. With ``FUSEDOPS_TUNE=1`` the tuner, which stands above, is asked where nobody measured.
+This module measures nothing. With ``FUSEDOPS_TUNE=1`` it calls the registered tuner for keys without a measurement.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import os
 import warnings
@@ -20,17 +19,17 @@ import torch
 
 from . import cache
 from .cache import slug
-from .question import BUCKET, BUCKETS, Config, Question, family_of, register, valid, widths
+from .tuning_key import BUCKET, BUCKETS, Config, TuningKey, family_of, register, valid, widths
 
 __all__ = [
     "BUCKET",
     "BUCKETS",
     "Config",
-    "Question",
     "Source",
-    "asked",
+    "TuningKey",
     "capturing",
     "choose",
+    "collected_keys",
     "device_name",
     "forced",
     "forget",
@@ -38,6 +37,7 @@ __all__ = [
     "plan",
     "register",
     "register_cache",
+    "register_tuner",
     "shipped",
     "slug",
     "source",
@@ -47,31 +47,47 @@ __all__ = [
 
 Source = Literal["forced", "cache", "table", "heuristic"]
 _Plan = TypeVar("_Plan")
+# From a key, a device's index, the config at hand and its source to the config to run with.
+Tuner = Callable[[TuningKey, int, Config, Source], Config]
 
+# A program that makes ever new calls starts with an empty cache again.
+_MOST_PLANS = 16384
 _forced: dict[str, Config] = {}
-_asked: list[dict[Question, None]] = []
+_collectors: list[dict[TuningKey, None]] = []
 _caches: list[dict[Any, Any]] = []
-# A hidden size that the table lacks takes the entry of the next larger one, if that is at most so many times as large.
+_load_tuner: Callable[[], Tuner] | None = None
+# A hidden size without an entry uses the next larger one's, if that is at most this many times as large.
 _NEAR = 2
 
 
 def register_cache(plans: dict[Any, Any]) -> dict[Any, Any]:
-    """A family's plans, kept by key; they are dropped where what a key stands for changes."""
+    """Registers a family's dict of plans, which `forget` clears; returns it."""
     _caches.append(plans)
     return plans
 
 
-def plan(plans: dict[Any, _Plan], key: tuple[Any, ...], make: Callable[..., _Plan], *more: Any) -> _Plan:
-    """The plan for a key that has none; the key begins with the call's site and ends with the bucket of its rows.
+def register_tuner(load: Callable[[], Tuner]) -> None:
+    """Sets the function that imports and returns the tuner; it is called only where ``FUSEDOPS_TUNE`` is on.
 
-    A bucket's config is only the best one: every plan is right for any number of rows. So while a CUDA graph is captured,
-    which is no time to compile and load a kernel, the plan of the nearest bucket that has one serves, for that call.
+    The tuner runs operators, so it is above this package, which must not import it.
+    """
+    global _load_tuner
+    _load_tuner = load
+
+
+def plan(plans: dict[Any, _Plan], key: tuple[Any, ...], make: Callable[..., _Plan], *more: Any) -> _Plan:
+    """The plan for a new key, which begins with the call's site and ends with the bucket of its rows.
+
+    Every plan is correct for any number of rows; a bucket only has the fastest config. A kernel cannot be compiled and
+    loaded while a CUDA graph is captured, so that such a call uses the plan of the nearest bucket that has one.
     """
     if capturing(key[0].device_index):
         *same, bucket = key
         for other in sorted(range(len(BUCKETS)), key=lambda other: abs(other - bucket)):
             if (near := plans.get((*same, other))) is not None:
                 return near
+    if len(plans) >= _MOST_PLANS:
+        plans.clear()
     made = plans[key] = make(*key, *more)
     return made
 
@@ -82,14 +98,14 @@ def capturing(device_index: int) -> bool:
 
 
 def forget() -> None:
-    """Drops all plans, so that every config is chosen anew; compiled kernels are kept."""
+    """Clears all plans, so that every config is chosen again; compiled kernels stay cached."""
     for plans in _caches:
         plans.clear()
 
 
 @contextmanager
 def forced(kernel: str, config: Config) -> Iterator[None]:
-    """Inside the block ``kernel`` runs with ``config``, whatever cache, table and heuristic say."""
+    """Context manager: ``kernel`` runs with ``config``, regardless of cache, table and heuristic."""
     before = _forced.get(kernel)
     forget()
     _forced[kernel] = config
@@ -103,61 +119,59 @@ def forced(kernel: str, config: Config) -> Iterator[None]:
 
 
 @contextmanager
-def asked() -> Iterator[dict[Question, None]]:
-    """Collects, in order, the questions asked inside the block; plans made before are made again."""
-    seen: dict[Question, None] = {}
+def collected_keys() -> Iterator[dict[TuningKey, None]]:
+    """Context manager: collects, in order, the keys for which configs are chosen; existing plans are cleared first."""
+    seen: dict[TuningKey, None] = {}
     forget()
-    _asked.append(seen)
+    _collectors.append(seen)
     try:
         yield seen
     finally:
-        _asked[:] = [other for other in _asked if other is not seen]
+        _collectors[:] = [other for other in _collectors if other is not seen]
 
 
-def choose(question: Question, device_index: int) -> Config:
-    """The config for a question on a device; index -1 is the interpreter. The caller keeps it with its plan."""
-    for seen in _asked:
-        seen[question] = None
-    config, origin = _answer(question, device_index)
-    if origin != "forced" and on_demand() and device_name(device_index):
-        # By name, as it stands above: it knows the specs, and runs the operators.
-        tuner = importlib.import_module("fusedops.tune.ondemand")
-        return tuner.improve(question, device_index, config, origin)  # type: ignore[no-any-return]
+def choose(key: TuningKey, device_index: int) -> Config:
+    """The config for a key on a device; index -1 is the interpreter. The caller stores it in its plan."""
+    for seen in _collectors:
+        seen[key] = None
+    config, origin = _lookup(key, device_index)
+    if origin != "forced" and _load_tuner is not None and on_demand() and device_name(device_index):
+        return _load_tuner()(key, device_index, config, origin)
     return config
 
 
-def source(question: Question, device_index: int) -> Source:
-    """Where `choose` would have its config from, the tuner aside."""
-    return _answer(question, device_index)[1]
+def source(key: TuningKey, device_index: int) -> Source:
+    """The source of the config that `choose` returns without the tuner."""
+    return _lookup(key, device_index)[1]
 
 
-def _answer(question: Question, device_index: int) -> tuple[Config, Source]:
-    if question.kernel in _forced:
-        return _forced[question.kernel], "forced"
+def _lookup(key: TuningKey, device_index: int) -> tuple[Config, Source]:
+    if key.kernel in _forced:
+        return _forced[key.kernel], "forced"
     name = device_name(device_index)
     if name:
-        if (config := cache.read(question, name)) is not None:
+        if (config := cache.read(key, name)) is not None:
             return config, "cache"
-        if (config := shipped(question, name)) is not None:
+        if (config := shipped(key, name)) is not None:
             return config, "table"
-    family = family_of(question.kernel)
-    assert family is not None, f"no family answers for {question.kernel}"
-    return family.heuristic(question), "heuristic"
+    family = family_of(key.kernel)
+    assert family is not None, f"no family has a kernel {key.kernel}"
+    return family.heuristic(key), "heuristic"
 
 
 @functools.cache
 def on_demand() -> str:
-    """``FUSEDOPS_TUNE`` as it was at the first call: empty for off, ``1``, or ``force`` to tune what a table has too."""
+    """``FUSEDOPS_TUNE`` at the first call: empty for off, ``1``, or ``force`` to tune keys that a table has too."""
     value = os.environ.get("FUSEDOPS_TUNE", "").lower()
     meant = switch(value)
     if meant is None:
-        warnings.warn(f"fusedops: FUSEDOPS_TUNE is {value!r}, expected 1 (tune what nobody measured), force (tune what the "
-                      "shipped table has too) or 0; nothing is tuned.", RuntimeWarning, stacklevel=2)  # fmt: skip
+        warnings.warn(f"fusedops: FUSEDOPS_TUNE is {value!r}, expected 1 (tune keys without a measurement), force (tune "
+                      "keys that the shipped table has too) or 0; nothing is tuned.", RuntimeWarning, stacklevel=2)  # fmt: skip
     return meant or ""
 
 
 def switch(value: str) -> str | None:
-    """What a value of ``FUSEDOPS_TUNE`` stands for: empty, ``1`` or ``force``; None for nothing that is known."""
+    """The meaning of a value of ``FUSEDOPS_TUNE``: empty, ``1`` or ``force``; None for an unknown value."""
     value = value.lower()
     if value in ("1", "true", "on", "yes", "y"):
         return "1"
@@ -168,37 +182,37 @@ def switch(value: str) -> str | None:
 
 @functools.cache
 def device_name(device_index: int) -> str:
-    """The name under which a device's configs are kept; empty for the interpreter, which has none."""
+    """The device's name in cache and tables; empty for the interpreter."""
     return torch.cuda.get_device_name(device_index) if device_index >= 0 else ""
 
 
-def shipped(question: Question, device: str) -> Config | None:
-    """The shipped table's config: for these columns or the next larger, in this bucket of rows or the nearest."""
-    sizes = table(device).get(question.kernel, {}).get(question.group)
+def shipped(key: TuningKey, device: str) -> Config | None:
+    """The shipped table's config for these columns or the next larger, in this bucket of rows or the nearest."""
+    sizes = table(device).get(key.kernel, {}).get(key.group)
     if not sizes:
         return None
     known = sorted(sizes)
-    place = bisect_left(known, question.cols)
-    if place == len(known) or known[place] > _NEAR * question.cols:
+    place = bisect_left(known, key.cols)
+    if place == len(known) or known[place] > _NEAR * key.cols:
         return None
     row = sizes[known[place]]
-    # Fewer rows first: from some number of rows on the choice changes no more.
-    nearest = sorted(range(len(row)), key=lambda bucket: (bucket > question.bucket, abs(bucket - question.bucket)))
+    # Smaller buckets first: beyond some number of rows the best config no longer changes.
+    nearest = sorted(range(len(row)), key=lambda bucket: (bucket > key.bucket, abs(bucket - key.bucket)))
     config = next((row[bucket] for bucket in nearest if row[bucket] is not None), None)
-    return config if config is not None and valid(question, config) else None
+    return config if config is not None and valid(key, config) else None
 
 
 @functools.cache
 def table(device: str) -> Mapping[str, Mapping[str, Mapping[int, list[Config | None]]]]:
-    """The shipped table of a device: by kernel, group and columns, the config of each bucket of rows."""
+    """The shipped table of a device: kernel -> group -> columns -> the config of each bucket of rows."""
     file = resources.files("fusedops") / "tuned" / f"{slug(device)}.json"
     if not file.is_file():
         return {}
     found: dict[str, dict[str, dict[int, list[Config | None]]]] = {}
     for kernel, groups in json.loads(file.read_text())["configs"].items():
-        for key, row in groups.items():
-            group, _, cols = key.rpartition("|")
+        for name, row in groups.items():
+            group, _, cols = name.rpartition("|")
             sizes = found.setdefault(kernel, {}).setdefault(group, {})
-            # What stands behind the buckets tells the tuner what the row was measured with.
+            # The last element of a row, for the tuner, identifies the code that was measured.
             sizes[int(cols)] = [Config(*numbers) if numbers else None for numbers in row[: len(BUCKETS)]]
     return found

@@ -1,4 +1,4 @@
-"""The package's version: part of every tuning key, so below the face that shows it."""
+"""The package's version: part of every tuning key, so in core."""
 
 __all__ = ["__version__"]
 

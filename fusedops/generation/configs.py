@@ -1,4 +1,4 @@
-"""How the generation kernel cuts its work."""
+"""The config of the generation kernel."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from ..core.tuning import Config
 
 __all__ = ["BLOCK_L", "CONFIG", "tiles"]
 
-# Sixteen columns or eight windows for each thread: enough loads in flight, and few registers.
+# Sixteen columns or eight windows per thread: enough loads in flight, and few registers.
 CONFIG = Config(4096, 1, 8)
 BLOCK_L = 2048
 
 
 def tiles(rows: int, cols: int, copied: int, scanned: int, processors: int) -> int:
-    """Tiles of columns that a program copies before it looks for bans among them.
+    """The number of column tiles that a program copies before it searches for bans in them.
 
-    Every program of a row looks through all of its windows again. Up to one program a multiprocessor that costs
-    nothing, as the multiprocessors would be idle. Up to four, which hide more of the memory's latency, are worth it
-    where they read less again than they copy.
+    Every program of a row reads all of the row's windows. Up to one program per multiprocessor this costs nothing, as
+    the multiprocessors would be idle. Up to four, which hide more memory latency, are faster if the windows' reads are
+    fewer bytes than the copies.
 
     Args:
-        rows: how many rows there are.
-        cols: how many columns a row has.
-        copied: bytes that copying a row moves.
+        rows: the number of rows.
+        cols: the number of columns.
+        copied: bytes read and written to copy a row.
         scanned: bytes of a row's tokens.
-        processors: multiprocessors of the device.
+        processors: the device's multiprocessors.
     """
     every = -(-cols // CONFIG.block_n)
     programs = processors * (4 if 4 * scanned <= copied else 1)

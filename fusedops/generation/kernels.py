@@ -25,7 +25,7 @@ def _leading(ids, ids_step, pad, L, BLOCK_L: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["pad", "ids_pitch", "ids_step", "scores_stride", "out_stride", "out_step", "start", "ngram",
+    do_not_specialize=["pad", "ids_stride", "ids_step", "scores_stride", "out_stride", "out_step", "start", "ngram",
                        "tiles", "L", "V"]
 )  # fmt: skip
 def no_repeat_ngram_forward_kernel(
@@ -34,7 +34,7 @@ def no_repeat_ngram_forward_kernel(
     out,
     allowed,
     pad,
-    ids_pitch,
+    ids_stride,
     ids_step,
     scores_stride,
     out_stride,
@@ -56,7 +56,7 @@ def no_repeat_ngram_forward_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    ids += row * ids_pitch
+    ids += row * ids_stride
     out += row * out_stride
     windows = L - ngram + 1
     first_col, last_col = 0, V

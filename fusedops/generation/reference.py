@@ -1,11 +1,22 @@
-"""The generation family in plain torch: the CPU path, the tests' oracle, and what gradients go through."""
+"""The generation family's reference implementation: the CPU path, the tests' oracle, and what gradients go through."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["banned", "first_window", "no_repeat_ngram"]
+__all__ = ["Rule", "banned", "first_window", "no_repeat_ngram"]
+
+
+class Rule(NamedTuple):
+    """The constants of a call, as `fusedops.no_repeat_ngram` takes them."""
+
+    ngram_size: int
+    window: int | None = None
+    prompt_length: int = 0
+    pad_token_id: int | None = None
 
 
 def first_window(length: int, window: int | None, prompt_length: int) -> int:
@@ -13,9 +24,9 @@ def first_window(length: int, window: int | None, prompt_length: int) -> int:
     return prompt_length if window is None else max(prompt_length, length - window)
 
 
-def banned(input_ids: Tensor, cols: int, ngram_size: int, *, window: int | None = None, allowed: Tensor | None = None,
-           prompt_length: int = 0, pad_token_id: int | None = None) -> Tensor | None:  # fmt: skip
+def banned(input_ids: Tensor, cols: int, allowed: Tensor | None, rule: Rule) -> Tensor | None:
     """``(B, cols)``, True for the tokens that would repeat an n-gram; None where the rows are too short for any."""
+    ngram_size, window, prompt_length, pad_token_id = rule
     length = input_ids.shape[1]
     start = first_window(length, window, prompt_length)
     count = length - ngram_size + 1 - start
@@ -36,12 +47,10 @@ def banned(input_ids: Tensor, cols: int, ngram_size: int, *, window: int | None 
     return mask if allowed is None else mask & ~allowed
 
 
-def no_repeat_ngram(input_ids: Tensor, scores: Tensor, ngram_size: int, *, window: int | None = None,
-                    allowed: Tensor | None = None, prompt_length: int = 0, pad_token_id: int | None = None,
+def no_repeat_ngram(scores: Tensor, input_ids: Tensor, allowed: Tensor | None, rule: Rule, *,
                     inplace: bool = False) -> Tensor:  # fmt: skip
     """The scores with minus infinity for the banned tokens."""
-    mask = banned(input_ids, scores.shape[1], ngram_size, window=window, allowed=allowed, prompt_length=prompt_length,
-                  pad_token_id=pad_token_id)  # fmt: skip
+    mask = banned(input_ids, scores.shape[1], allowed, rule)
     if mask is None:
         return scores if inplace else scores.clone()
     return scores.masked_fill_(mask, -torch.inf) if inplace else scores.masked_fill(mask, -torch.inf)

@@ -19,9 +19,9 @@ __all__ = ["SPECS", "compiled_plans"]
 
 
 def _tokens(make: Maker, rows: int, length: int, vocabulary: int) -> Tensor:
-    """Rows of which every second repeats itself, with periods of 1 to 5 tokens, and the others are random.
+    """Rows of tokens: every second one periodic, with periods of 1 to 5 tokens, the others random.
 
-    Tokens are few, but spread over the whole vocabulary, so that bans are as well.
+    Distinct tokens are few, but spread over the whole vocabulary, and so are the bans.
     """
     few = min(vocabulary, 5)
     spread = torch.randperm(vocabulary, generator=make.generator)[:few]
@@ -34,7 +34,7 @@ def _tokens(make: Maker, rows: int, length: int, vocabulary: int) -> Tensor:
 
 
 def _planted(make: Maker, length: int, cols: int, n: int, at: tuple[int, ...]) -> Tensor:
-    """Rows without any repetition but one, in each row at another place."""
+    """Rows with exactly one repetition, at a different position in each."""
     ids = torch.stack([torch.randperm(cols, generator=make.generator)[:length] for _ in at])
     for row, place in zip(ids, at, strict=True):
         row[length - n + 1 :] = row[place : place + n - 1].clone()
@@ -42,7 +42,7 @@ def _planted(make: Maker, length: int, cols: int, n: int, at: tuple[int, ...]) -
 
 
 def _padded(ids: Tensor, pad: int) -> Tensor:
-    """The first rows padded on the left, each by another length, the very first altogether."""
+    """Rows padded on the left by different lengths, the first one entirely."""
     rows, length = ids.shape
     for row in range(rows - 1):
         ids[row, : length - row * length // max(rows, 1)] = pad
@@ -55,7 +55,7 @@ _SHAPES = [(1, 1, 7), (2, 2, 1), (5, 3, 17), (4, 40, 17), (3, 41, 1000), (6, 9, 
 def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     def sample(name: str, shape: tuple[int, int, int], n: int, pad: int | None = None, allowed: float = 0.0,
                tokens: torch.dtype = torch.int64, **options: Any) -> Sample:  # fmt: skip
-        """``shape`` is rows, length and vocabulary; ``allowed`` the part of the vocabulary that is."""
+        """``shape`` is rows, length and vocabulary; ``allowed`` the fraction of allowed tokens."""
         rows, length, cols = shape
         make = Maker(name, device, dtype)
         scores = make(rows, cols)
@@ -108,12 +108,14 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def _few_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """For what differs from another operator in the benchmark alone."""
+    """A few samples, for specs that differ only in their benchmark."""
     yield from (sample for sample in _samples(device, dtype) if sample.name.startswith("shape 33x20x131"))
 
 
-def _reference(scores: Tensor, input_ids: Tensor, ngram_size: int, **options: Any) -> tuple[Tensor]:
-    return (reference.no_repeat_ngram(input_ids, scores, ngram_size, **options),)
+def _reference(scores: Tensor, input_ids: Tensor, ngram_size: int, *, allowed: Tensor | None = None,
+               inplace: bool = False, **options: Any) -> tuple[Tensor]:  # fmt: skip
+    rule = reference.Rule(ngram_size, **options)
+    return (reference.no_repeat_ngram(scores, input_ids, allowed, rule, inplace=inplace),)
 
 
 def _eager(scores: Tensor, input_ids: Tensor, ngram_size: int, *, window: int | None = None,
@@ -182,7 +184,7 @@ def _bad_samples(device: torch.device) -> Iterator[BadSample]:
 
 
 def _benchmark(shape: Shape, dtype: torch.dtype, device: torch.device, *, length: int = 1024) -> Sample:
-    """Random tokens of a vocabulary so small that about a tenth of all rows have something to ban."""
+    """Random tokens from so few that about a tenth of the rows have a ban."""
     rows, cols = map(int, shape)
     few = min(max(int((10 * length) ** 0.5), 1), cols)
     ids = torch.randint(few, (rows, length), device=device)
@@ -197,13 +199,13 @@ def _transformers() -> Callable[..., Any]:
 
 
 def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> dict[str, Callable[[], object]]:
-    """Functions that build all variants; these know no width, so that one width has them all."""
+    """Functions that build all variants; these do not depend on the width."""
     if other is not None or cols not in (1024, 4096):
         return {}
 
     def build(tokens: torch.dtype, inplace: bool) -> None:
         for options in (True, False):
-            launching._plan(launching.site_of(-1, tokens, dtype, options, options, inplace), not inplace)
+            launching._plan(launching.site_of(-1, dtype, tokens, options, options, inplace), not inplace)
 
     return {
         "no_repeat_ngram": partial(build, torch.int64, False),
@@ -229,13 +231,13 @@ def _spec(name: str, length: int, shapes: tuple[Shape, ...], inplace: bool = Fal
         passes={"fwd": 0 if inplace else 2},
         launches=(1, 0),
         sweep=Sweep(hidden=(), rows=()),
-        kept=0,
+        saved=0,
         shapes=tuple((shape, torch.float32) for shape in shapes),
         transformers=_transformers,
     )
 
 
-# What a step of a generation sees: GPT-2's vocabulary and T5's, after 1024 and 32,768 tokens.
+# A step of generation with GPT-2's vocabulary and T5's, after 1024 and 32,768 tokens.
 _SHAPES_TIMED: tuple[Shape, ...] = ((256, 50257), (256, 32128), (8, 50257))
 SPECS = (
     _spec("no_repeat_ngram", 1024, _SHAPES_TIMED),

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from . import compiling
 from .autocast import autocast_dtype
-from .watching import is_conv1d, is_plain, unwatched
+from .hooks import has_hooks, is_conv1d, is_plain
 
 __all__ = ["Cast", "cast_as_one", "cast_stacks", "cast_together", "castable"]
 
@@ -42,7 +42,7 @@ class Cast:
 
 def castable(layer: nn.Module | None) -> bool:
     """Whether this is a linear layer of fp32, which autocast copies, and nothing else."""
-    if layer is None or not (type(layer) is nn.Linear or is_conv1d(type(layer))) or not unwatched(layer):
+    if layer is None or not (type(layer) is nn.Linear or is_conv1d(type(layer))) or has_hooks(layer):
         return False
     parameters: Any = (layer.weight,) if layer.bias is None else (layer.weight, layer.bias)
     return all(is_plain(parameter) and parameter.dtype == torch.float32 for parameter in parameters)
@@ -62,7 +62,7 @@ def cast_as_one(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> list[
         return None
     for t in tensors:
         if t.requires_grad != first.requires_grad or t.device != first.device:
-            return None  # backward would compute what nobody wants
+            return None  # backward would compute gradients that are not required
         if t.dim() > 1 and t.numel() % _ALIGNED:
             return None
     flat = torch.cat([t.reshape(-1) for t in tensors]).to(dtype)
@@ -94,7 +94,7 @@ def cast_stacks(stacks: Sequence[Sequence[Any]], dtype: torch.dtype) -> list[Cas
 
 
 def cast_together(x: Tensor, *layers: Any) -> Sequence[Any]:
-    """The linear layers of one branch: stand-ins with weights cast in one pass, or the layers as they are.
+    """The linear layers of one branch: as `Cast` with weights cast in one pass, or the layers as they are.
 
     The last one's bias is left as it is, for the operator at the end of the branch.
 

@@ -1,9 +1,9 @@
 """Fused classes: a subclass of a module's own class, and the module turned into one of it.
 
 Only ``module.__class__`` changes. So the parameters stay the same objects under the same ``state_dict`` keys; hooks,
-buffers, ``requires_grad``, dtype, device, training mode, tied weights and optimizers do not notice; ``isinstance``
+buffers, ``requires_grad``, dtype, device, training mode, tied weights and optimizers are unaffected; ``isinstance``
 stays true; and giving the class back undoes it exactly. There is one fused class for each original class and rule. It
-carries the original's name, by which other libraries recognise classes, and says "Fused" where a model is printed.
+carries the original's name, by which other libraries recognise classes; a printed model shows it with the prefix "Fused".
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from .hooks import ORIGINAL
 from .rule import Rule
-from .watching import KEPT
 
 __all__ = ["fuse", "fused_class", "is_fused", "original_class", "unfuse"]
 
@@ -26,7 +26,7 @@ _classes: dict[tuple[type, Rule], type[nn.Module]] = {}
 
 
 def fused_class(original: type[nn.Module], rule: Rule) -> type[nn.Module]:
-    """The subclass of ``original`` that does as the rule says."""
+    """The subclass of ``original`` with the methods of the rule."""
     key = (original, rule)
     if key not in _classes:
         body = {
@@ -37,7 +37,7 @@ def fused_class(original: type[nn.Module], rule: Rule) -> type[nn.Module]:
             "_get_name": _get_name,
             "_fusedops_original": original,
             "_fusedops_rule": rule,
-            **_kept(original, rule),
+            **_original_methods(original, rule),
             **rule.methods,
         }
         cls: Any = types.new_class(original.__name__, (original,), exec_body=lambda namespace: namespace.update(body))
@@ -46,13 +46,13 @@ def fused_class(original: type[nn.Module], rule: Rule) -> type[nn.Module]:
     return _classes[key]
 
 
-def _kept(original: type[nn.Module], rule: Rule) -> dict[str, Any]:
+def _original_methods(original: type[nn.Module], rule: Rule) -> dict[str, Any]:
     """The original's forward and what else the rule puts in its place, where instances find them.
 
-    What is looked up in a class torch.compile looks up again before each step (see `watching.of_class`).
+    torch.compile guards on what it sees looked up in a class (see `hooks`), so the originals are looked up in instances.
     """
     names = ("forward", *rule.methods)
-    return {KEPT + name: staticmethod(getattr(original, name)) for name in names if hasattr(original, name)}
+    return {ORIGINAL + name: staticmethod(getattr(original, name)) for name in names if hasattr(original, name)}
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from . import admission, classes
+from ..core import compat
+from . import classes, eligibility
 from .report import FusionReport, ModuleReport
 from .rule import Rule, Verdict, judge
 from .rules import RULES
@@ -53,10 +54,10 @@ def fuse_model(
         ValueError: the model is compiled, scripted, quantised or wrapped in FSDP; a name in exclude is unknown, or a
             class in it has no module in the model.
     """
-    admission.check_model(model)
-    admission.check_flags(dry_run=dry_run, compile_rest=compile_rest)
-    table = (*admission.check_rules(rules), *RULES)
-    left, off = admission.excluded(model, exclude, frozenset(rule.name for rule in table))
+    eligibility.check_model(model)
+    eligibility.check_flags(dry_run=dry_run, compile_rest=compile_rest)
+    table = (*eligibility.check_rules(rules), *RULES)
+    left, off = eligibility.excluded(model, exclude, frozenset(rule.name for rule in table))
     verdicts = {
         module: Verdict(None, "excluded") if module in left else _judge(module, table, off)
         for module in model.modules()
@@ -100,7 +101,7 @@ def unfuse_model(model: nn.Module) -> None:
         classes.unfuse(module)
         if module in _compiled:
             _compiled.remove(module)
-            vars(module).pop("_compiled_call_impl", None)
+            compat.forget_compiled(module)
 
 
 def _judge(module: nn.Module, rules: tuple[Rule, ...], excluded: frozenset[str]) -> Verdict:

@@ -5,7 +5,7 @@ calls and a larger product, which fills a GPU better; and backward the rows have
 and their sum. It takes a copy of the weights. Under autocast these are copied anyway, into its dtype: so layers are
 packed there, in training, and nowhere else.
 
-The module's own forward runs, and calls stand-ins (`packed`) in the layers' places.
+The module's own forward runs, with replacements (`packed`) of the layers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ __all__ = ["packed", "packed_linear", "packed_to"]
 def packed_linear(x: Tensor, layers: list[Any], dtype: torch.dtype, cast: Cast | None = None) -> tuple[Tensor, ...]:
     """The layers' outputs in ``dtype``, as parts of one product.
 
-    Autograd does not know them as parts, so they may be changed in place: each has its own memory in the product, which
-    nobody else sees.
+    Autograd does not track them as views, so they may be changed in place: each has memory of its own in the product.
 
     Args:
         x: of shape (..., K).
@@ -75,17 +74,17 @@ class _Part:
 
 def packed(module: nn.Module, names: tuple[str, ...], x: Tensor, others: Tensor | None = None, last: Any = None,
            cache: Any = None) -> tuple[dict[str, Any], Any]:  # fmt: skip
-    """Stand-ins for the children of these names, which take x or rows like it; none where nothing is to be packed.
+    """Replacements of the children of these names, which take x or rows like it; none where nothing is packed.
 
     The names are those of query, key and value. Where key and value take ``others``, as in a cross-attention, they are
     packed without the query.
 
-    A stand-in that is called again, or with other rows than the first, computes as its layer does. Whether layers are
+    A replacement that is called again, or with other rows than the first, computes as its layer does. Whether layers are
     packed hangs on the module's mode, not on whether gradients are recorded or the rows have one: what reentrant
     checkpointing computes twice is the same.
 
-    ``last`` is a linear layer behind them. It comes back as the second result, or a stand-in for it where its weight is
-    cast together with theirs (see `fusedops.models.casts`); a query that is not packed has its stand-in then, too.
+    ``last`` is a linear layer behind them. It comes back as the second result, or a replacement of it where its weight is
+    cast together with theirs (see `fusedops.models.casts`); a query that is not packed is then replaced too.
     ``cache`` is what the module may take its keys and values from.
     """
     apart: tuple[str, ...] = ()
@@ -100,10 +99,10 @@ def packed(module: nn.Module, names: tuple[str, ...], x: Tensor, others: Tensor 
     for layer in layers:
         if layer.weight.shape != first.weight.shape or (layer.bias is None) != (first.bias is None):
             return {}, last
-        if layer.weight.requires_grad != learns:  # backward would compute what nobody wants
+        if layer.weight.requires_grad != learns:  # backward would compute gradients that are not required
             return {}, last
     casts: list[Cast] | None = None
-    if compiling.makes_kernels(x) and (others is None or not _has_kept(cache, module)):
+    if compiling.makes_kernels(x) and (others is None or not _is_filled(cache, module)):
         casts = _cast(layers, [module._modules.get(name) for name in apart], last, dtype)
         if casts is None and apart:  # the query may be what keeps the rest from it
             apart, casts = (), _cast(layers, [], last, dtype)
@@ -122,7 +121,7 @@ def _cast(layers: list[Any], apart: list[Any], last: Any, dtype: torch.dtype) ->
     return cast_stacks(stacks, dtype) if all(_packs(stack[0]) for stack in stacks) else None
 
 
-def _has_kept(cache: Any, module: Any) -> bool:
+def _is_filled(cache: Any, module: Any) -> bool:
     """Whether the cache has the keys and values of a cross-attention.
 
     Their layers are not called then, and have no gradients, where of layers that are cast together all have one.
@@ -133,7 +132,7 @@ def _has_kept(cache: Any, module: Any) -> bool:
 
 def packed_to(output: str, module: nn.Module, names: tuple[str, ...], x: Tensor, others: Tensor | None = None,
               cache: Any = None) -> dict[str, Any]:  # fmt: skip
-    """As `packed`, for a module whose own child ``output`` is the layer behind them: its stand-in is among theirs."""
+    """As `packed`, for a module whose own child ``output`` is the layer behind them: its replacement is among theirs."""
     layer = module._modules[output]
     parts, last = packed(module, names, x, others, layer, cache)
     return parts if last is layer else {**parts, output: last}

@@ -1,10 +1,10 @@
 """What the forwards of fused blocks are made of: the ends of residual branches, still to be finished.
 
-A branch of a transformer ends in a linear layer and a dropout, and its sum with the residual stream is normalised. A
-fused block asks each module of the branch for what it may leave to the block (`branch`, `linear`), and hands that to
-one operator (`add_norm`, `add`, `activate`). A module leaves nothing to the block unless it is exactly of the known
-kind and nobody watches it. Otherwise it is called as ever, and only the rest is fused. So it does not matter whether a
-child was hooked, excluded, parametrized, or replaced by an adapter, before or after the model was fused.
+A branch of a transformer ends in a linear layer and a dropout, and its sum with the residual stream is normalised. Each
+module of the branch may leave its last steps to the block (`branch`, `linear`), which computes them in one operator
+(`add_norm`, `add`, `activate`). A module leaves nothing to the block unless it is exactly of the known kind and has no
+hooks. Otherwise it is called as PyTorch would call it, and only the rest is fused. So a child may be hooked, excluded,
+parametrized, or replaced by an adapter, before or after the model is fused.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..activations.ops import bias_act
+from ..core.compat import constant_when_traced
 from ..norms.ops import bias_dropout_add
 from . import compiling
 from .autocast import low_dtype, narrowed, normed
 from .casts import Cast
-from .watching import is_conv1d, is_linear, is_plain, of_class, offers, original, unwatched
+from .hooks import can_call, has_hooks, is_conv1d, is_linear, is_plain, original
 
-__all__ = ["Branch", "activate", "activation_name", "add", "add_norm", "add_norm_twin", "branch", "drop", "dropped",
-           "finished", "folded", "laid_out", "linear", "narrowed", "normed", "replacing", "unwatched", "without"]  # fmt: skip
+__all__ = ["Branch", "activate", "activation_name", "add", "add_norm", "add_norm_cast", "branch", "drop", "dropped",
+           "finished", "folded", "laid_out", "linear", "narrowed", "normed", "replacing", "without"]  # fmt: skip
 
 
 class Branch(NamedTuple):
@@ -51,14 +52,14 @@ def product(layer: Any, x: Tensor) -> Tensor:
 
 def linear(layer: Any, x: Tensor) -> Branch:
     """A linear layer's product, its bias left to the caller."""
-    if type(layer) is Cast or (is_linear(layer) and unwatched(layer)):
+    if type(layer) is Cast or (is_linear(layer) and not has_hooks(layer)):
         return Branch(product(layer, x), layer.bias)
     return Branch(layer(x))
 
 
 def dropped(end: Branch, dropout: nn.Module) -> Branch:
     """A dropout behind the branch, left to the caller too."""
-    if type(dropout) is nn.Dropout and unwatched(dropout) and not end.drops:
+    if type(dropout) is nn.Dropout and not has_hooks(dropout) and not end.drops:
         return Branch(end.product, end.bias, dropout.p, dropout.training)
     return Branch(dropout(finished(end)))
 
@@ -70,7 +71,7 @@ def drop(end: Branch, p: float, *, training: bool) -> Branch:
 
 def branch(module: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
     """A module's output, which its class may leave to the caller to finish, and its other outputs."""
-    if offers(module, "_fusedops_branch"):
+    if can_call(module, "_fusedops_branch"):
         return module._fusedops_branch(*args, **kwargs)  # type: ignore[no-any-return]
     output = module(*args, **kwargs)
     if isinstance(output, tuple):
@@ -119,7 +120,7 @@ def _identity(x: Tensor) -> Tensor:
 
 
 def replacing(module: Any, instead: dict[str, Any]) -> Any:
-    """The module as its own forward is to see it: with stand-ins for some of its children, or as it is."""
+    """The module as its own forward is to see it: with some of its children replaced, or as it is."""
     return _Replacing(module, instead) if instead else module
 
 
@@ -127,17 +128,17 @@ def without(module: Any, output: str, dropout: str | None, instead: dict[str, An
             **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:  # fmt: skip
     """The module's own forward, but for its last steps: the linear layer ``output``'s bias, and ``dropout``.
 
-    For modules whose forward is known to end in them, and which nobody watches (see `branch`). ``instead`` has
-    stand-ins for children.
+    For modules without hooks whose forward is known to end in them (see `branch`). ``instead`` has
+    replacements of children.
     """
     layer, last = module._modules[output], None if dropout is None else module._modules[dropout]
     instead = dict(instead)
     bias, p, training = None, 0.0, False
-    if last is None or (type(last) is nn.Dropout and unwatched(last)):
+    if last is None or (type(last) is nn.Dropout and not has_hooks(last)):
         if last is not None:
             p, training = last.p, last.training
             instead[dropout] = _identity  # type: ignore[index]
-        if is_linear(layer) and unwatched(layer) and layer.bias is not None:
+        if is_linear(layer) and not has_hooks(layer) and layer.bias is not None:
             bias = layer.bias
             instead[output] = _Product(instead.get(output, layer))
     result = original(module, "forward")(replacing(module, instead), *args, **kwargs)
@@ -195,22 +196,23 @@ def add_norm(end: Branch, residual: Tensor, norm: Any, *modules: nn.Module, retu
 
     Where the norm's output goes to ``modules`` and nowhere else, it is in the dtype that they take under autocast.
     """
-    if offers(norm, "_fusedops_add_norm") and residual.shape == end.product.shape:
+    if can_call(norm, "_fusedops_add_norm") and residual.shape == end.product.shape:
         return norm._fusedops_add_norm(end, residual, return_sum, low_dtype(residual, modules))
     z = add(end, residual)
     return (norm(z), z) if return_sum else norm(z)
 
 
-def add_norm_twin(end: Branch, residual: Tensor, norm: Any, *modules: nn.Module) -> tuple[Tensor, Tensor]:
-    """``norm(branch + residual)`` for a post-norm block: as ``modules`` take it, and as the residual stream goes on.
+def add_norm_cast(end: Branch, residual: Tensor, norm: Any, *modules: nn.Module) -> tuple[Tensor, Tensor]:
+    """``norm(branch + residual)`` for a post-norm block: in the dtype for ``modules``, and for the residual stream.
 
-    Under autocast these are two tensors, from one pass. The caller hands the first to ``modules`` and nowhere else.
+    Under autocast the first is a low-precision copy of the second, from the same pass. The caller passes it to ``modules``
+    only.
     """
     low = low_dtype(residual, modules)
-    if low is None or not offers(norm, "_fusedops_add_norm") or residual.shape != end.product.shape:
+    if low is None or not can_call(norm, "_fusedops_add_norm") or residual.shape != end.product.shape:
         y = add_norm(end, residual, norm, return_sum=False)
         return y, y
-    y = norm._fusedops_add_norm(end, residual, False, low, twin=True)
+    y = norm._fusedops_add_norm(end, residual, False, low, with_cast=True)
     return (y[1], y[0]) if isinstance(y, tuple) else (y, y)
 
 
@@ -220,18 +222,18 @@ _FUNCTIONS = {F.relu: "relu", F.gelu: "gelu", F.silu: "silu", torch.tanh: "tanh"
 
 
 def activation_name(activation: Any) -> str | None:
-    """The name under which the operators know an activation, a module or a function; None if they do not."""
+    """The operators' name of an activation, which is a module or a function; None if they have none."""
     if not isinstance(activation, nn.Module):
         return next((name for function, name in _FUNCTIONS.items() if activation is function), None)
-    if offers(activation, "_fusedops_activation"):
+    if can_call(activation, "_fusedops_activation"):
         return activation._fusedops_activation()  # type: ignore[no-any-return, operator]
-    if not unwatched(activation):
+    if has_hooks(activation):
         return None
     cls = type(activation)
     return "silu" if _is_silu(cls) else _NATIVE.get(cls)
 
 
-@of_class
+@constant_when_traced
 def _is_silu(cls: type) -> bool:
     return cls.__name__ == "SiLUActivation" and cls.__module__ == "transformers.activations"
 

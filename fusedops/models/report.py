@@ -114,7 +114,7 @@ class FusionReport:
         helping = f", {len(self) - fused} more help them" if len(self) > fused else ""
         lines.append(f"{fused} of {len(self.modules)} modules fused{helping}")
         if self:
-            lines.append("modules left inside a fused one are called by it as they are, or it does their work")
+            lines.append("a fused module calls the modules left inside it, or computes their part itself")
             counts = Counter(module.rule for module in self.replaced)
             lines.append("rules: " + ", ".join(f"{rule} ({count})" for rule, count in sorted(counts.items())))
         if self.difference is not None:

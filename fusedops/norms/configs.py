@@ -1,14 +1,14 @@
-"""How the norm kernels cut their work: heuristics from hidden size and register need, and what is worth measuring."""
+"""Configs of the norm kernels: heuristics from hidden size and registers, and the candidates to measure."""
 
 from __future__ import annotations
 
-from ..core.question import Config, Question, around, block_holding, in_buckets
+from ..core.tuning_key import Config, TuningKey, around, block_holding, in_buckets
 
 __all__ = ["candidates", "heuristic", "sum_partials", "valid"]
 
 # The widest row that a forward program holds whole.
 _WHOLE_FORWARD = 16384
-# What a backward program keeps in registers: column sums, and bytes of the rows it takes ahead in shared memory.
+# The limits of a backward program: column sums in registers, and bytes of rows loaded ahead in shared memory.
 _SUMS = 24576
 _AHEAD_BYTES = 128 * 1024
 # Buckets of rows: up to 255; up to 4095; up to 65535.
@@ -24,10 +24,10 @@ def _warps(elements: int, each: int, most: int = 16) -> int:
 
 
 def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Config:
-    """The forward: a whole row a program where it fits, tile by tile beyond.
+    """The forward: a whole row per program where it fits, tiles beyond.
 
-    ``adds`` is whether a residual comes in, a second tensor in flight. With few rows a program must be quick; with many
-    a thread has more elements, most of all where a quarter of them is padding.
+    ``adds``: a residual is a second input. Few rows need short programs; with many rows a thread has more elements,
+    especially where a quarter of the block is padding.
     """
     block = block_holding(cols)
     if itemsize > 2:
@@ -57,7 +57,7 @@ def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Co
 
 
 def _wide_dtype_forward(block: int, itemsize: int, bucket: int, adds: bool) -> Config:
-    """In fp32 and fp64: fewer elements a thread, and rows that are cut sooner."""
+    """In fp32 and fp64: fewer elements per thread, and tiles from narrower rows on."""
     if block > _WHOLE_FORWARD or (itemsize == 8 and block > 4096):
         if adds:
             return Config(4096, 1, 8, 3) if itemsize == 4 else Config(2048, 1, 4, 3)
@@ -73,7 +73,7 @@ def _wide_dtype_forward(block: int, itemsize: int, bucket: int, adds: bool) -> C
 
 
 def _dropout_add(cols: int, bucket: int) -> Config:
-    """The forward without a norm: any tile serves, and many short ones serve few rows."""
+    """The forward without a norm: any tile is correct; few rows get small tiles."""
     if block_holding(cols) <= 256:
         block = min(block_holding(cols), 128)
         return Config(block, 2048 // block, 8)
@@ -85,7 +85,7 @@ def _dropout_add(cols: int, bucket: int) -> Config:
 
 
 def _backward(cols: int, itemsize: int, bucket: int, sums: int) -> Config:
-    """The backward: whole rows while the column sums fit in registers, else the first columns and the row means.
+    """The backward: whole rows if the column sums fit in registers, else the first columns and the row means.
 
     ``sums`` is the number of parameter gradients.
     """
@@ -116,7 +116,7 @@ def _backward(cols: int, itemsize: int, bucket: int, sums: int) -> Config:
 
 
 def _wide_dtype_backward(block: int, itemsize: int, bucket: int, sums: int, limit: int) -> Config:
-    """In fp32 and fp64: half as much at a time."""
+    """In fp32 and fp64: half as many elements per tile."""
     if itemsize == 4 and block > 16384:
         return Config(4096, 1, 8, 3, 1)
     if itemsize == 4 and block == 16384:
@@ -137,18 +137,18 @@ def _wide_dtype_backward(block: int, itemsize: int, bucket: int, sums: int, limi
 
 
 def _rows(block: int, warps: int, each: int) -> int:
-    """Rows of a tile with so many elements a thread, which are in registers thrice: dy, the row, and their sums."""
+    """Rows of a tile with so many elements per thread, each three times in registers: dy, the row, and their sums."""
     return min(max(1, each * 32 * warps // block), 16)
 
 
 def _stages(nbytes: int) -> int:
-    """How deep to load ahead two tensors' tiles of so many bytes."""
+    """The pipeline's stages for two tensors' tiles of so many bytes."""
     ahead = 2 * nbytes
     return 3 if ahead * 2 <= _AHEAD_BYTES else 2 if ahead <= _AHEAD_BYTES else 1
 
 
 def _backward_of_sum(cols: int, itemsize: int, bucket: int) -> Config:
-    """The backward without a norm: any tile serves."""
+    """The backward without a norm: any tile is correct."""
     block = min(block_holding(cols), 1024 if itemsize != 4 else 512)
     few = bucket <= _FEW
     if itemsize > 2:
@@ -161,55 +161,55 @@ def _backward_of_sum(cols: int, itemsize: int, bucket: int) -> Config:
 
 
 def _backward_rest(itemsize: int, bucket: int) -> Config:
-    """The columns that the backward's first launch left: short tiles, several rows at a time."""
+    """The remaining columns after the backward's first launch: small tiles with several rows."""
     if itemsize == 8:
         return Config(1024, 1, 4, 3, 1)
     return Config(1024, 4 if itemsize == 2 and bucket > _FEW else 2, 4, 3, 2)
 
 
 def sum_partials(rest_col: int) -> Config:
-    """The reduction of the partial sums; its tiles must not straddle ``rest_col``."""
+    """The reduction of the partial sums; a tile must not contain columns on both sides of ``rest_col``."""
     return Config(min(32, rest_col), 64, 4)
 
 
-def heuristic(question: Question) -> Config:
-    """The config where nobody measured."""
-    cols, itemsize, bucket, variant = question.cols, question.itemsize, question.bucket, question.variant
-    if question.kernel == "norm_forward":
+def heuristic(key: TuningKey) -> Config:
+    """The config where no measurement exists."""
+    cols, itemsize, bucket, variant = key.cols, key.itemsize, key.bucket, key.variant
+    if key.kernel == "norm_forward":
         return _forward(cols, itemsize, bucket, "adds" in variant, "rms" in variant)
-    if question.kernel == "dropout_add":
+    if key.kernel == "dropout_add":
         return _dropout_add(cols, bucket)
-    if question.kernel == "norm_backward_rest":
+    if key.kernel == "norm_backward_rest":
         return _backward_rest(itemsize, bucket)
     if "none" in variant:
         return _backward_of_sum(cols, itemsize, bucket)
     return _backward(cols, itemsize, bucket, int(variant[2].partition(" ")[0]))
 
 
-def valid(question: Question, config: Config) -> bool:
-    """A program takes a whole row, in the one block that just holds it, or tiles of one."""
-    return 16 <= config.block_n <= block_holding(question.cols)
+def valid(key: TuningKey, config: Config) -> bool:
+    """Whether the block is at most the narrowest that holds a row."""
+    return 16 <= config.block_n <= block_holding(key.cols)
 
 
-def candidates(question: Question) -> list[Config]:
-    """The heuristic's config, and others worth measuring: the same for any number of rows."""
-    heuristics = in_buckets(heuristic, question)
+def candidates(key: TuningKey) -> list[Config]:
+    """The heuristic's config and others to measure; the same set for any number of rows."""
+    heuristics = in_buckets(heuristic, key)
     first = heuristics[_MANY]
-    if question.kernel == "norm_forward":
-        others = _forwards(question.cols, question.itemsize)
-    elif question.kernel == "dropout_add":
+    if key.kernel == "norm_forward":
+        others = _forwards(key.cols, key.itemsize)
+    elif key.kernel == "dropout_add":
         block = min(first.block_n, 1024)
         others = [Config(b, max(1, elements // b), warps) for b in (block // 2, block, first.block_n, 4096)
                   for elements, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 8))]  # fmt: skip
-    elif question.kernel == "norm_backward":
-        others = around(first) + _wide_backwards(question.cols, question.variant[0] != "none")
+    elif key.kernel == "norm_backward":
+        others = around(first) + _wide_backwards(key.cols, key.variant[0] != "none")
     else:
         others = [*around(first), Config(2048, 1, 8, 4, 2), Config(2048, 2, 8, 4, 2), Config(1024, 2, 4, 4, 2)]
-    return list(dict.fromkeys(c for c in (heuristics[question.bucket], *heuristics, *others) if valid(question, c)))
+    return list(dict.fromkeys(c for c in (heuristics[key.bucket], *heuristics, *others) if valid(key, c)))
 
 
 def _forwards(cols: int, itemsize: int) -> list[Config]:
-    """Whole rows, with few or many elements a thread, one tile a program or several; tiles of wide rows."""
+    """Whole rows with few or many elements per thread, in one-tile and persistent programs; tiles of wide rows."""
     block = block_holding(cols)
     found = []
     if block <= _WHOLE_FORWARD // (itemsize // 2):

@@ -74,16 +74,16 @@ def _forward_sum(x, bias_row, residual, z, seed, offset, threshold, x_stride, re
 
 
 @triton.jit
-def _store_output(y, twin, out, rows, cols, mask, N: tl.constexpr, ACC: tl.constexpr):
-    """The output, and its twin: the output as rounded, rounded again to another dtype."""
+def _store_output(y, cast, out, rows, cols, mask, N: tl.constexpr, ACC: tl.constexpr):
+    """The output, and its low-precision copy: the output as rounded, rounded again."""
     place = rows[:, None] * N + cols[None, :]
     tl.store(y + place, out.to(y.dtype.element_ty), mask=mask)
-    if twin is not None:
-        tl.store(twin + place, _round(out, y.dtype.element_ty, ACC).to(twin.dtype.element_ty), mask=mask)
+    if cast is not None:
+        tl.store(cast + place, _round(out, y.dtype.element_ty, ACC).to(cast.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _forward_norm(h, w, b, y, twin, stats, tile, M, KIND: tl.constexpr, EPS: tl.constexpr, WEIGHT: tl.constexpr,
+def _forward_norm(h, w, b, y, cast, stats, tile, M, KIND: tl.constexpr, EPS: tl.constexpr, WEIGHT: tl.constexpr,
                   HAT: tl.constexpr, ACC: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
                   ROWS: tl.constexpr):  # fmt: skip
     """A tile of whole rows, in registers: its mean, then its centred squares, then the output."""
@@ -101,7 +101,7 @@ def _forward_norm(h, w, b, y, twin, stats, tile, M, KIND: tl.constexpr, EPS: tl.
     rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) / N + EPS)
     tl.store(stats + rows, rstd, mask=in_rows)
     out = _affine(h, mean, rstd, w, b, WEIGHT, HAT, ACC)
-    _store_output(y, twin, out, rows, cols, mask, N, ACC)
+    _store_output(y, cast, out, rows, cols, mask, N, ACC)
 
 
 @triton.jit(do_not_specialize=["seed", "offset", "threshold", "M"])
@@ -112,7 +112,7 @@ def norm_forward_kernel(
     weight,
     ln_bias,
     y,
-    twin,
+    cast,
     z,
     stats,
     seed,
@@ -138,7 +138,7 @@ def norm_forward_kernel(
 ):
     """``y = norm(z)`` with ``z = (x + bias) * keep_scale + residual``, ROWS rows at a time.
 
-    ``stats`` receives rstd in its first M places and, for LayerNorm, the mean in the next M, ``twin`` the output in
+    ``stats`` receives rstd in its first M places and, for LayerNorm, the mean in the next M, ``cast`` the output in
     another dtype. ``SUM`` is the sum's dtype: it is normalised as rounded to that, so that the statistics belong to
     what the backward sees. ``PERSISTENT`` programs take several tiles: they keep the row vectors in registers and take
     the next rows' loads ahead.
@@ -156,7 +156,7 @@ def norm_forward_kernel(
             for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
                 z_rows = _forward_sum(x, bias_row, residual, z, seed, offset, threshold, x_stride, residual_stride,
                                       rows_of(tile, ROWS), 0, M, SUM, ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
-                _forward_norm(z_rows, w, b, y, twin, stats, tile, M, KIND, EPS, WEIGHT, HAT, ACC, N, BLOCK_N, ROWS)
+                _forward_norm(z_rows, w, b, y, cast, stats, tile, M, KIND, EPS, WEIGHT, HAT, ACC, N, BLOCK_N, ROWS)
         else:
             tile = tl.program_id(0)
             bias_row = load_row_vector(bias, cols, N, ACC)
@@ -164,7 +164,7 @@ def norm_forward_kernel(
                                   rows_of(tile, ROWS), 0, M, SUM, ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
             w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
             b = load_row_vector(ln_bias, cols, N, ACC)
-            _forward_norm(z_rows, w, b, y, twin, stats, tile, M, KIND, EPS, WEIGHT, HAT, ACC, N, BLOCK_N, ROWS)
+            _forward_norm(z_rows, w, b, y, cast, stats, tile, M, KIND, EPS, WEIGHT, HAT, ACC, N, BLOCK_N, ROWS)
     else:
         # Wider rows pass twice, tile by tile: tile means and squares merge as in Chan et al. (1979).
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -199,7 +199,7 @@ def norm_forward_kernel(
                 w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
                 b = load_row_vector(ln_bias, cols, N, ACC)
                 out = _affine(h, mean if KIND == "layer" else None, rstd, w, b, WEIGHT, HAT, ACC)
-                _store_output(y, twin, out, rows, cols, mask, N, ACC)
+                _store_output(y, cast, out, rows, cols, mask, N, ACC)
 
 
 @triton.jit(do_not_specialize=["seed", "offset", "threshold", "M"])
@@ -280,18 +280,18 @@ def _load_hat(
 
 
 @triton.jit
-def _load_output_gradient(dy, dtwin, dy_stride, dtwin_stride, rows, cols, mask, ACC: tl.constexpr):
-    """The gradient of the output, and of its twin with it: their sum is that of the numbers that both hold."""
+def _load_output_gradient(dy, dcast, dy_stride, dcast_stride, rows, cols, mask, ACC: tl.constexpr):
+    """The gradient of the output, and of its low-precision copy with it: both hold the same numbers, whose gradient is the sum."""
     g = tl.load(dy + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
-    if dtwin is not None:
-        g += tl.load(dtwin + rows[:, None] * dtwin_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
+    if dcast is not None:
+        g += tl.load(dcast + rows[:, None] * dcast_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
     return g
 
 
 @triton.jit
 def _load_weighted(
     dy,
-    dtwin,
+    dcast,
     kept,
     bias,
     residual,
@@ -302,7 +302,7 @@ def _load_weighted(
     offset,
     threshold,
     dy_stride,
-    dtwin_stride,
+    dcast_stride,
     kept_stride,
     residual_stride,
     rows,
@@ -326,7 +326,7 @@ def _load_weighted(
                        VECTOR, ACC)  # fmt: skip
     w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
     b = load_row_vector(ln_bias, cols, N, ACC)
-    g = _load_output_gradient(dy, dtwin, dy_stride, dtwin_stride, rows, cols, mask, ACC)
+    g = _load_output_gradient(dy, dcast, dy_stride, dcast_stride, rows, cols, mask, ACC)
     hat, _ = _load_hat(kept, bias, residual, scale, kept_stride, residual_stride, stats, w, b, rows, cols, in_rows,
                        mask, M, KIND, SAVED, SUM, N, ACC)  # fmt: skip
     if weight is not None:
@@ -348,7 +348,7 @@ def _store_gradient(gradient, partials, value, slot, slots, cols, N: tl.constexp
 @triton.jit(do_not_specialize=["seed", "offset", "threshold", "M"])
 def norm_backward_kernel(
     dy,
-    dtwin,
+    dcast,
     dsum,
     kept,
     bias,
@@ -367,7 +367,7 @@ def norm_backward_kernel(
     offset,
     threshold,
     dy_stride,
-    dtwin_stride,
+    dcast_stride,
     dsum_stride,
     kept_stride,
     residual_stride,
@@ -416,7 +416,7 @@ def norm_backward_kernel(
         mask = in_rows[:, None] & in_cols
         scale = keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)
         if dy is not None:
-            dz = _load_output_gradient(dy, dtwin, dy_stride, dtwin_stride, rows, cols, mask, ACC)
+            dz = _load_output_gradient(dy, dcast, dy_stride, dcast_stride, rows, cols, mask, ACC)
             if KIND != "none":
                 hat, rstd = _load_hat(kept, bias, residual, scale, kept_stride, residual_stride, stats, w, b,
                                       rows, cols, in_rows, mask, M, KIND, SAVED, SUM, N, ACC)  # fmt: skip
@@ -437,16 +437,16 @@ def norm_backward_kernel(
                         # Unrolled, so that the loop over rows is the one whose loads are taken ahead.
                         for start in tl.static_range(BLOCK_N, N, BLOCK_N):
                             g, other_hat = _load_weighted(
-                                dy, dtwin, kept, bias, residual, weight, ln_bias, stats, seed, offset, threshold, dy_stride,
-                                dtwin_stride, kept_stride, residual_stride, rows, start, in_rows, M, KIND, SAVED, SUM,
+                                dy, dcast, kept, bias, residual, weight, ln_bias, stats, seed, offset, threshold, dy_stride,
+                                dcast_stride, kept_stride, residual_stride, rows, start, in_rows, M, KIND, SAVED, SUM,
                                 WEIGHT_OFFSET, ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
                             along_terms += g * other_hat
                             total_terms += g
                     else:
                         for start in tl.range(BLOCK_N, N, BLOCK_N, num_stages=STAGES):
                             g, other_hat = _load_weighted(
-                                dy, dtwin, kept, bias, residual, weight, ln_bias, stats, seed, offset, threshold, dy_stride,
-                                dtwin_stride, kept_stride, residual_stride, rows, start, in_rows, M, KIND, SAVED, SUM,
+                                dy, dcast, kept, bias, residual, weight, ln_bias, stats, seed, offset, threshold, dy_stride,
+                                dcast_stride, kept_stride, residual_stride, rows, start, in_rows, M, KIND, SAVED, SUM,
                                 WEIGHT_OFFSET, ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
                             along_terms += g * other_hat
                             total_terms += g

@@ -1,23 +1,26 @@
-"""The norm family in plain torch: the formula, its backward, and its derivative along a direction.
+"""The norm family's reference implementation in PyTorch's operators, differentiable to any order.
 
-Runs on any device. The formula is the CPU path and, fed fp64 tensors, the tests' oracle; the backward and the
-tangent, written in differentiable torch operators, serve higher-order derivatives and forward mode.
-Statistics and accumulation are in fp32, in fp64 for fp64 inputs. Every function works over the last dimension.
+It runs on any device: where there are no kernels, under torch.func transforms and in forward mode, and, fed fp64
+tensors, as the tests' oracle. Statistics and accumulation are in fp32, in fp64 for fp64 inputs. Every function works
+over the last dimension.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["Kind", "NormRule", "Rounding", "accumulator", "backward", "dropout_add", "forward", "normalize", "tangent"]
+__all__ = ["Dropout", "Kind", "NormRule", "Rounding", "accumulator", "dropout_add", "forward", "normalize", "sum_dtype"]
 
 Kind = Literal["layer", "rms", "none"]
 Rounding = Literal["once", "llama", "t5", "gemma"]
+# Multiplies by the keep mask over its probability; the second argument is the dtype of `F.dropout`'s input.
+Dropout = Callable[[Tensor, torch.dtype], Tensor]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -27,13 +30,18 @@ class NormRule:
     """What is computed after the sum: the norm's kind and constants, and where it rounds.
 
     ``rounding`` is "once" (from the sum on all in the accumulator's dtype, one rounding at the end) or names the
-    Hugging Face module whose intermediate roundings are reproduced.
+    Hugging Face module whose intermediate roundings are reproduced. ``eps`` None is the machine epsilon of the dtype in
+    which `F.rms_norm` computes.
     """
 
     kind: Kind
-    eps: float = 1e-5
+    eps: float | None = 1e-5
     weight_offset: float = 0.0
     rounding: Rounding = "once"
+
+    def epsilon(self, dtype: torch.dtype) -> float:
+        """What is added to the variance of rows of ``dtype``."""
+        return torch.finfo(accumulator(dtype)).eps if self.eps is None else self.eps
 
     def output_dtype(self, z_dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
         """The output's dtype where the caller names none.
@@ -69,69 +77,64 @@ def sum_dtype(x: Tensor, bias: Tensor | None, residual: Tensor | None) -> torch.
     return dtype
 
 
-def keep_scale(keep: Tensor, keep_probability: float, dtype: torch.dtype) -> Tensor:
-    """What dropout multiplies by: one over the keep probability where kept, zero elsewhere."""
-    return keep.to(dtype) * (1.0 / keep_probability if keep_probability > 0.0 else 0.0)
-
-
-def dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor | None, scale: Tensor | None) -> Tensor:
-    """``(x + bias) * scale + residual``, not yet rounded; ``scale`` is a keep mask over its probability."""
+def dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor | None, dropout: Dropout) -> Tensor:
+    """``dropout(x + bias) + residual``, not yet rounded."""
     z = x.to(accumulator(sum_dtype(x, bias, residual)))
     if bias is not None:
         z = z + bias
-    if scale is not None:
-        z = z * scale
+    z = dropout(z, sum_dtype(x, bias, None))
     if residual is not None:
         z = z + residual
     return z
 
 
 def forward(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    ln_bias: Tensor | None,
+    tensors: Sequence[Any],
     rule: NormRule,
     *,
-    keep: Tensor | None = None,
-    keep_probability: float = 1.0,
+    dropout: Dropout = lambda h, dtype: h,
     out_dtype: torch.dtype | None = None,
+    elementary: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``(y, z)`` with ``z = dropout(x + bias) + residual`` and ``y = norm(z)``.
+    """``(y, z)`` with the pre-norm sum ``z = dropout(x + bias) + residual`` and ``y = norm(z)``.
 
-    ``keep`` is the boolean keep mask in x's shape, or None for no dropout.
+    ``tensors`` are x, bias, residual, weight and ln_bias, all but the first None where absent.
     """
+    x, bias, residual, weight, ln_bias = tensors
     z_dtype = sum_dtype(x, bias, residual)
-    scale = None if keep is None else keep_scale(keep, keep_probability, accumulator(z_dtype))
-    z = dropout_add(x, bias, residual, scale)
+    z = dropout_add(x, bias, residual, dropout)
     if rule.kind == "none":
         z = z.to(out_dtype or z_dtype)
         return z, z
-    # The norm is that of the sum as it is kept: its statistics then belong to what the backward sees.
+    # The norm is that of the pre-norm sum as it is saved: its statistics then belong to what the backward sees.
     z = z.to(z_dtype)
-    return normalize(z, weight, ln_bias, rule, out_dtype), z
+    return normalize(z, weight, ln_bias, rule, out_dtype, elementary=elementary), z
 
 
 def normalize(z: Tensor, weight: Tensor | None, ln_bias: Tensor | None, rule: NormRule,
-              out_dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
-    """``norm(z) * (weight + weight_offset) + ln_bias``."""
+              out_dtype: torch.dtype | None = None, *, elementary: bool = False) -> Tensor:  # fmt: skip
+    """``norm(z) * (weight + weight_offset) + ln_bias``.
+
+    With ``elementary`` without PyTorch's own norms, of whose derivatives some are wrong: of `F.layer_norm` the reverse
+    of the forward mode, and the second one with a bias and no weight (torch 2.13).
+    """
     z_dtype = z.dtype
     rms = rule.kind == "rms"
+    eps = rule.epsilon(z_dtype)
     acc = accumulator(z_dtype)
     weight_dtype = None if weight is None else weight.dtype
     dtypes = {z_dtype, *(t.dtype for t in (weight, ln_bias) if t is not None)}
     if out_dtype not in (None, z_dtype):
         dtypes.add(acc)  # only then is there one rounding, the last
-    # A bias without a weight has a wrong second derivative in F.layer_norm (torch 2.13).
-    native = len(dtypes) == 1 and (ln_bias is None or (weight is not None and not rms))
-    # Under vmap the parameters may carry batch dimensions, which F.layer_norm does not take.
-    native = native and all(t is None or t.dim() == 1 for t in (weight, ln_bias))
+    native = not elementary and len(dtypes) == 1 and (ln_bias is None or (weight is not None and not rms))
     if native and rule.rounding == "once" and rule.weight_offset == 0.0:
         shape = z.shape[-1:]
-        y = F.rms_norm(z, shape, weight, rule.eps) if rms else F.layer_norm(z, shape, weight, ln_bias, rule.eps)
+        y = F.rms_norm(z, shape, weight, eps) if rms else F.layer_norm(z, shape, weight, ln_bias, eps)
         return y if out_dtype is None else y.to(out_dtype)
-    hat, _ = _standardize(z.to(acc), rule)
+    hat = z.to(acc)
+    if not rms:
+        hat = hat - hat.mean(-1, keepdim=True)
+    hat = hat * torch.rsqrt(hat.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
         hat_dtype = rule.hat_dtype(z_dtype, weight_dtype)
         hat = hat.to(hat_dtype)
@@ -141,75 +144,3 @@ def normalize(z: Tensor, weight: Tensor | None, ln_bias: Tensor | None, rule: No
     if ln_bias is not None:
         hat = hat + ln_bias.to(acc)
     return hat.to(out_dtype or rule.output_dtype(z_dtype, weight_dtype))
-
-
-def backward(
-    dy: Tensor | None,
-    dsum: Tensor | None,
-    z: Tensor,
-    weight: Tensor | None,
-    scale: Tensor | None,
-    rule: NormRule,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """``(dx, dz, dweight, dln_bias)`` in the accumulator's dtype; bias takes dx's sum over rows, residual takes dz.
-
-    ``dy`` is the output's gradient, ``dsum`` the gradient that reaches the sum itself; ``scale`` as in `dropout_add`.
-    """
-    acc = accumulator(z.dtype)
-    dz = torch.zeros_like(z, dtype=acc) if dsum is None else dsum.to(acc)
-    dweight = dln_bias = None
-    if dy is not None:
-        dy = dy.to(acc)
-        if rule.kind == "none":
-            dz = dz + dy
-        else:
-            hat, rstd = _standardize(z.to(acc), rule)
-            rows = tuple(range(dy.dim() - 1))
-            dweight = (dy * hat).sum(rows) if rows else dy * hat
-            dln_bias = dy.sum(rows) if rows else dy
-            dz = dz + _project(_weighted(dy, weight, rule), hat, rstd, rule)
-    return dz if scale is None else dz * scale, dz, dweight, dln_bias
-
-
-def tangent(
-    dz: Tensor,
-    dweight: Tensor | None,
-    dln_bias: Tensor | None,
-    z: Tensor,
-    weight: Tensor | None,
-    rule: NormRule,
-) -> Tensor:
-    """The output's derivative along ``(dz, dweight, dln_bias)``, in the accumulator's dtype (forward mode)."""
-    acc = accumulator(z.dtype)
-    dz = dz.to(acc)
-    if rule.kind == "none":
-        return dz
-    hat, rstd = _standardize(z.to(acc), rule)
-    dy = _weighted(_project(dz, hat, rstd, rule), weight, rule)
-    if dweight is not None:
-        dy = dy + hat * dweight.to(acc)
-    if dln_bias is not None:
-        dy = dy + dln_bias.to(acc)
-    return dy
-
-
-def _standardize(z: Tensor, rule: NormRule) -> tuple[Tensor, Tensor]:
-    """The rows with their mean (LayerNorm) and scale taken out, and the reciprocal of that scale."""
-    if rule.kind == "layer":
-        z = z - z.mean(-1, keepdim=True)
-    rstd = torch.rsqrt(z.square().mean(-1, keepdim=True) + rule.eps)
-    return z * rstd, rstd
-
-
-def _weighted(value: Tensor, weight: Tensor | None, rule: NormRule) -> Tensor:
-    if weight is None:
-        return value
-    return value * (weight.to(value.dtype) + rule.weight_offset)
-
-
-def _project(value: Tensor, hat: Tensor, rstd: Tensor, rule: NormRule) -> Tensor:
-    """The norm's Jacobian, which is symmetric, applied to ``value``: it serves backward and forward mode alike."""
-    out = value - hat * (value * hat).mean(-1, keepdim=True)
-    if rule.kind == "layer":
-        out = out - value.mean(-1, keepdim=True)
-    return out * rstd

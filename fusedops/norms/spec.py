@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.question import Grid
-from ..core.spec import BadSample, Maker, Sample, Shape, Spec
+from ..core.operators import site_of
+from ..core.spec import BadSample, Maker, Sample, Shape, Spec, masked
+from ..core.tuning_key import Grid
 from . import launching, ops, reference
-from .operators import rule_of
+from .operator import NORM, constants_of
 from .reference import Kind, NormRule
 
 __all__ = ["GRID", "SPECS", "compiled_plans"]
@@ -81,7 +82,6 @@ def _layer_norm_reference(input: Tensor, normalized_shape: Any, weight: Tensor |
 def _rms_norm_reference(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None,
                         *, weight_offset: float = 0.0, rounding: Any = "once", keep: Tensor | None = None,
                         keep_probability: float = 1.0, out_dtype: torch.dtype | None = None) -> tuple[Tensor]:  # fmt: skip
-    eps = ops.default_eps(input.dtype) if eps is None else eps
     return (
         _flat_norm(input, normalized_shape, weight, None, NormRule("rms", eps, weight_offset, rounding), out_dtype),
     )
@@ -92,7 +92,7 @@ def _flat_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None, bias
     dims = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
     flat = input.flatten(-dims)
     weight, bias = (None if t is None else t.flatten() for t in (weight, bias))
-    return reference.forward(flat, None, None, weight, bias, rule, out_dtype=out_dtype)[0].view(input.shape)
+    return reference.forward((flat, None, None, weight, bias), rule, out_dtype=out_dtype)[0].view(input.shape)
 
 
 def _layer_norm_eager(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None,
@@ -200,15 +200,15 @@ def _fused_samples(kind: str) -> Callable[[torch.device, torch.dtype], Iterator[
                 yield sample(f"save={save}", (6, 48), p=0.25, save=save)
                 yield sample(f"save={save}, p=0", (6, 48), save=save)
                 yield sample(f"save={save}, wide", (2, 20000), p=0.25, save=save)
-            # The twin is rounded from the output, which is the wider one here: the output's rounding is lost in its own.
-            low: dict[str, Any] = {"twin_dtype": torch.float32}
+            # The copy is rounded from the output, which is the wider one here: the output's rounding is lost in its own.
+            low: dict[str, Any] = {"cast_dtype": torch.float32}
             if dtype != torch.float64:
-                low = {"out_dtype": torch.float32, "twin_dtype": torch.bfloat16}
-            yield sample("twin", (6, 48), p=0.25, **low)
-            yield sample("twin, sum returned", (6, 48), p=0.25, return_sum=True, **low)
-            yield sample("twin, save=output", (6, 48), p=0.25, save="output", **low)
-            yield sample("twin, wide", (2, 20000), p=0.25, **low)
-            yield sample("twin of the same dtype", (6, 48), p=0.25, twin_dtype=dtype)
+                low = {"out_dtype": torch.float32, "cast_dtype": torch.bfloat16}
+            yield sample("cast", (6, 48), p=0.25, **low)
+            yield sample("cast, sum returned", (6, 48), p=0.25, return_sum=True, **low)
+            yield sample("cast, save=output", (6, 48), p=0.25, save="output", **low)
+            yield sample("cast, wide", (2, 20000), p=0.25, **low)
+            yield sample("cast to the same dtype", (6, 48), p=0.25, cast_dtype=dtype)
         if kind == "rms":
             yield sample("weight offset", (6, 72), p=0.1, weight_offset=1.0)
             for rounding in ("llama", "t5", "gemma"):
@@ -234,36 +234,35 @@ def _bda_reference(x: Tensor, bias: Tensor | None, residual: Tensor | None, *, p
                    keep: Tensor | None = None, keep_probability: float = 1.0,
                    out_dtype: torch.dtype | None = None) -> tuple[Tensor]:  # fmt: skip
     rule = NormRule("none")
-    return reference.forward(x, bias, residual, None, None, rule, keep=keep, keep_probability=keep_probability,
+    return reference.forward((x, bias, residual, None, None), rule, dropout=masked(keep, keep_probability),
                              out_dtype=out_dtype)[:1]  # fmt: skip
 
 
-def _outputs(y: Tensor, z: Tensor, return_sum: bool, twin_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
-    """What is asked for; the twin in the output's dtype, which is exact where that is."""
-    return (y, *((z,) if return_sum else ()), *(() if twin_dtype is None else (y.clone(),)))
+def _outputs(y: Tensor, z: Tensor, return_sum: bool, cast_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+    """What is asked for; the copy in the output's dtype, which is exact where that is."""
+    return (y, *((z,) if return_sum else ()), *(() if cast_dtype is None else (y.clone(),)))
 
 
 def _bda_ln_reference(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None,
                       ln_bias: Tensor | None, *, p: float, training: bool = True, eps: float = 1e-5,
                       return_sum: bool = False, save: str = "sum", keep: Tensor | None = None,
                       keep_probability: float = 1.0, out_dtype: torch.dtype | None = None,
-                      twin_dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:  # fmt: skip
+                      cast_dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:  # fmt: skip
     rule = NormRule("layer", eps)
-    y, z = reference.forward(x, bias, residual, weight, ln_bias, rule, keep=keep, keep_probability=keep_probability,
+    y, z = reference.forward((x, bias, residual, weight, ln_bias), rule, dropout=masked(keep, keep_probability),
                              out_dtype=out_dtype)  # fmt: skip
-    return _outputs(y, z, return_sum, twin_dtype)
+    return _outputs(y, z, return_sum, cast_dtype)
 
 
 def _bda_rms_reference(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, *, p: float,
                        training: bool = True, eps: float | None = None, weight_offset: float = 0.0,
                        rounding: Any = "once", return_sum: bool = False, save: str = "sum",
                        keep: Tensor | None = None, keep_probability: float = 1.0, out_dtype: torch.dtype | None = None,
-                       twin_dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:  # fmt: skip
-    eps = ops.default_eps(reference.sum_dtype(x, bias, residual)) if eps is None else eps
+                       cast_dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:  # fmt: skip
     rule = NormRule("rms", eps, weight_offset, rounding)
-    y, z = reference.forward(x, bias, residual, weight, None, rule, keep=keep, keep_probability=keep_probability,
+    y, z = reference.forward((x, bias, residual, weight, None), rule, dropout=masked(keep, keep_probability),
                              out_dtype=out_dtype)  # fmt: skip
-    return _outputs(y, z, return_sum, twin_dtype)
+    return _outputs(y, z, return_sum, cast_dtype)
 
 
 def _bda_eager(x: Tensor, bias: Tensor | None, residual: Tensor | None, *, p: float,
@@ -317,12 +316,12 @@ def _fused_bad_samples(kind: str) -> Callable[[torch.device], Iterator[BadSample
                       weight=torch.randn(9, device=device))  # fmt: skip
             yield bad("negative eps", ValueError, "eps must be at least 0, got -0.5", options={"eps": -0.5})
             yield bad("unknown save", ValueError, "save must be one of .*, got 'mask'", options={"save": "mask"})
-            yield bad("integer twin_dtype", TypeError, r"twin_dtype must be one of .*, got torch\.int8",
-                      options={"twin_dtype": torch.int8})  # fmt: skip
+            yield bad("integer cast_dtype", TypeError, r"cast_dtype must be one of .*, got torch\.int8",
+                      options={"cast_dtype": torch.int8})  # fmt: skip
             yield bad("list of an out_dtype", TypeError, r"out_dtype must be one of .*, got \[1\]",
                       options={"out_dtype": [1]})  # fmt: skip
-            yield bad("list of a twin_dtype", TypeError, r"twin_dtype must be one of .*, got \[1\]",
-                      options={"twin_dtype": [1]})  # fmt: skip
+            yield bad("list of a cast_dtype", TypeError, r"cast_dtype must be one of .*, got \[1\]",
+                      options={"cast_dtype": [1]})  # fmt: skip
 
     return bad_samples
 
@@ -340,7 +339,7 @@ def _fused_benchmark(kind: str) -> Callable[[Shape, torch.dtype, torch.device], 
     return benchmark
 
 
-# --- Liger-Kernel's twins, for the benchmark ----------------------------------------------------------------------
+# --- Liger-Kernel's operators, for the benchmark ----------------------------------------------------------------------
 
 
 def _liger_layer_norm() -> Callable[..., Any]:
@@ -366,26 +365,26 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
     """Functions that build all variants of an operator, by name.
 
     With ``other``, the residual's dtype, the widest LayerNorm under each way to keep, with a gradient of the sum; and
-    that with a twin.
+    that with a low-precision copy.
     """
 
     def build(kind: Kind, adds: bool, save: str, residual: torch.dtype, dsum: bool,
-              twin: torch.dtype | None = None) -> None:  # fmt: skip
+              cast: torch.dtype | None = None) -> None:  # fmt: skip
         added, normed = dtype if adds else None, dtype if kind != "none" else None
-        ln_bias = dtype if kind == "layer" else None
-        site = launching.site_of(rule_of(kind, 1e-5, 0.0, "once"), cols, 1, save, None, -1, dtype, added,
-                                 residual if adds else None, normed, ln_bias, twin)  # fmt: skip
+        dtypes = (dtype, added, residual if adds else None, normed, dtype if kind == "layer" else None)
+        constants = constants_of("compiled", kind, 1e-5, 0.0, "once", None, save, adds and kind != "none", None, cast)
+        site = site_of(NORM, constants, dtypes, cols, -1, adds, True)
         seed = 1 if adds else 0
         needs = (True, adds, adds, kind != "none", kind == "layer")
-        launching._plan_forward(site, seed, True, adds and kind != "none", _BUCKET)
-        launching._plan_backward(site, needs, site.y, site.z if dsum else None, site.twin, seed, True, _BUCKET)
+        launching._plan_forward(site, seed, True, _BUCKET)
+        launching._plan_backward(site, needs, site.y, site.z if dsum else None, site.cast, seed, True, _BUCKET)
 
     if other is not None:
         plans: dict[str, Callable[[], object]] = {
             f"bias_dropout_add_ln, save={save}": partial(build, "layer", True, save, other, True)
             for save in ("sum", "inputs", "output")
         }
-        return plans | {"bias_dropout_add_ln, twin": partial(build, "layer", True, "sum", other, False, dtype)}
+        return plans | {"bias_dropout_add_ln, cast": partial(build, "layer", True, "sum", other, False, dtype)}
     kinds: dict[str, tuple[Kind, bool]] = {
         "layer_norm": ("layer", False),
         "rms_norm": ("rms", False),
@@ -425,7 +424,7 @@ SPECS = (
         benchmark=_norm_benchmark(layer=True),
         passes={"fwd": 2, "fwd_bwd": 5},
         launches=(1, 2),
-        kept=0,
+        saved=0,
         shapes=_NORM_BENCHMARKS,
         liger=_liger_layer_norm,
     ),
@@ -441,7 +440,7 @@ SPECS = (
         benchmark=_norm_benchmark(layer=False),
         passes={"fwd": 2, "fwd_bwd": 5},
         launches=(1, 2),
-        kept=0,
+        saved=0,
         shapes=_NORM_BENCHMARKS,
         liger=_liger_rms_norm,
     ),
@@ -458,7 +457,7 @@ SPECS = (
         benchmark=_fused_benchmark("none"),
         passes={"fwd": 3, "fwd_bwd": 5},
         launches=(1, 2),
-        kept=0,
+        saved=0,
         shapes=_FUSED_BENCHMARKS,
     ),
     Spec(
@@ -474,7 +473,7 @@ SPECS = (
         benchmark=_fused_benchmark("layer"),
         passes={"fwd": 3, "fwd_bwd": 7},
         launches=(1, 2),
-        kept=1,
+        saved=1,
         shapes=_FUSED_BENCHMARKS,
     ),
     Spec(
@@ -490,7 +489,7 @@ SPECS = (
         benchmark=_fused_benchmark("rms"),
         passes={"fwd": 3, "fwd_bwd": 7},
         launches=(1, 2),
-        kept=1,
+        saved=1,
         shapes=_FUSED_BENCHMARKS,
     ),
 )

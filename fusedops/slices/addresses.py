@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import launch
+from ..core import compat, launch
 from ..core.launch import Variant
 from ..core.tuning import Config
 
@@ -28,47 +28,44 @@ class Addresses:
     """Where tensors lie: a table for the kernels, and what of it they were compiled for.
 
     ``table`` is int64: the addresses, and after them the distances between rows if ``strided``. ``bits`` has a bit set
-    wherever an address has one, ``pitches`` wherever a distance has one; ``absent`` is whether an address is 0, which
+    wherever an address has one, ``strides`` wherever a distance has one; ``absent`` is whether an address is 0, which
     stands for no tensor.
     """
 
-    __slots__ = ("absent", "bits", "key", "pitches", "strided", "table")
+    __slots__ = ("absent", "bits", "strided", "strides", "table")
 
-    def __init__(self, key: Any, table: Tensor, pointers: tuple[int, ...], pitches: tuple[int, ...] | None) -> None:
-        self.key = key
+    def __init__(self, table: Tensor, pointers: tuple[int, ...], strides: tuple[int, ...] | None) -> None:
         self.table = table
-        self.strided = pitches is not None
+        self.strided = strides is not None
         self.absent = 0 in pointers
         self.bits = reduce(or_, pointers)
-        self.pitches = 0 if pitches is None else reduce(or_, pitches)
+        self.strides = 0 if strides is None else reduce(or_, strides)
 
 
 _tables: OrderedDict[Any, Addresses] = OrderedDict()
 
 
-def gather(device_index: int, device: torch.device, pointers: tuple[int, ...], pitches: tuple[int, ...] | None,
-           known: Addresses | None = None) -> Addresses:  # fmt: skip
-    """The table of these addresses, ``known`` itself if it is that.
+def gather(device_index: int, device: torch.device, pointers: tuple[int, ...],
+           strides: tuple[int, ...] | None) -> Addresses:  # fmt: skip
+    """The table of these addresses.
 
-    ``pitches`` are the distances between rows, None where they are the widths. A table belongs to the stream that it
+    ``strides`` are the distances between rows, None where they are the widths. A table belongs to the stream that it
     was filled on. While a graph is captured it is filled by recorded kernels, and belongs to the graph: a replay needs
     no memory of the host, and none that is kept here.
     """
-    stream = torch._C._cuda_getCurrentRawStream(device_index) if device_index >= 0 else 0
-    recorded = device_index >= 0 and torch._C._cuda_isCurrentStreamCapturing()
-    key = (device_index, stream, recorded, pointers, pitches)
-    if known is not None and known.key == key:
-        return known
-    values = pointers if pitches is None else pointers + pitches
+    stream = compat.current_stream(device_index) if device_index >= 0 else 0
+    recorded = device_index >= 0 and compat.capturing()
+    key = (device_index, stream, recorded, pointers, strides)
+    values = pointers if strides is None else pointers + strides
     if recorded:
-        return Addresses(key, _recorded(device_index, device, values), pointers, pitches)
+        return Addresses(_recorded(device_index, device, values), pointers, strides)
     with _lock:
         found = _tables.get(key)
         if found is not None:
             _tables.move_to_end(key)
             return found
     table = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=device_index >= 0)
-    found = Addresses(key, table.to(device, non_blocking=True), pointers, pitches)
+    found = Addresses(table.to(device, non_blocking=True), pointers, strides)
     with _lock:
         _tables[key] = found
         if len(_tables) > _MOST_TABLES:

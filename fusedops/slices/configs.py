@@ -1,10 +1,10 @@
-"""How the slices kernels cut their work: heuristics from dtype and widest slice, and what is worth measuring."""
+"""Configs of the slices kernels: heuristics from dtype and widest slice, and the candidates to measure."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ..core.question import Config, Question, around, in_buckets
+from ..core.tuning_key import Config, TuningKey, around, in_buckets
 
 __all__ = ["candidates", "heuristic", "sum_partials", "valid", "widest"]
 
@@ -13,16 +13,16 @@ _FEW, _SOME, _MANY = 1, 2, 3
 
 
 def widest(itemsize: int) -> int:
-    """The widest slice whose rows a program holds whole."""
+    """The widest slice that a program holds whole."""
     return 4096 if itemsize < 8 else 2048
 
 
 def _tile(itemsize: int, width: int, each: int, warps: int, *, equal: bool) -> Config:
-    """A tile with ``each`` elements a thread.
+    """A tile with ``each`` elements per thread.
 
-    As many lanes as a row of threads loads with 16 bytes each: slices of ordinary width then stay within a warp, and
-    slices of one width lie side by side. Slices of other widths than their neighbours' do not; fewer lanes leave fewer
-    of them without a slice, and the tile has more rows instead.
+    Its lanes are what one row of threads loads with 16 bytes each: slices of ordinary width then stay within a warp,
+    and slices of equal width fill the lanes. For unequal widths it has fewer lanes, of which fewer are idle, and more
+    rows.
     """
     vector = max(16 // itemsize, 2)
     while width > 32 * warps * each:
@@ -32,10 +32,10 @@ def _tile(itemsize: int, width: int, each: int, warps: int, *, equal: bool) -> C
 
 
 def _forward(itemsize: int, width: int, bucket: int, *, equal: bool, vectors: bool, apart: bool) -> Config:
-    """The forward: one tile a program, and short ones for few rows.
+    """The forward: one tile per program, small ones for few rows.
 
-    ``width`` is the widest slice's, ``equal`` whether all are as wide, ``vectors`` whether all widths have a factor,
-    ``apart`` whether the slices are tensors of their own.
+    ``width`` is the widest slice's; ``equal``: all widths are equal; ``vectors``: the widths have a common factor;
+    ``apart``: the slices are separate tensors.
     """
     few = bucket <= (_SOME if equal else _FEW)
     each = 32 if equal and vectors else 16
@@ -49,8 +49,8 @@ def _forward(itemsize: int, width: int, bucket: int, *, equal: bool, vectors: bo
 def _backward(itemsize: int, width: int, bucket: int, *, equal: bool, vectors: bool) -> Config:
     """The backward: few programs, each with a loop over tiles.
 
-    Slices whose widths have no common factor load element by element: addresses and masks take the registers of half
-    a tile. A kernel for several widths has the registers of its largest part.
+    Widths without a common factor load single elements, whose addresses and masks take the registers of half a tile. A
+    kernel for several widths has the registers of its largest part.
     """
     if itemsize > 2:
         tile = _tile(itemsize, width, 8 if vectors else 4, 4 if equal else 2, equal=equal)
@@ -77,35 +77,33 @@ def sum_partials() -> Config:
     return Config(32, 64, 4)
 
 
-def heuristic(question: Question) -> Config:
-    """The config where nobody measured."""
-    width, bucket, variant = question.cols, question.bucket, question.variant
+def heuristic(key: TuningKey) -> Config:
+    """The config where no measurement exists."""
+    width, bucket, variant = key.cols, key.bucket, key.variant
     equal, vectors = "equal" in variant, "vectors" in variant
-    if question.kernel == "slices_forward":
-        return _forward(question.itemsize, width, bucket, equal=equal, vectors=vectors, apart="sequence" in variant)
-    return _backward(question.itemsize, width, bucket, equal=equal, vectors=vectors)
+    if key.kernel == "slices_forward":
+        return _forward(key.itemsize, width, bucket, equal=equal, vectors=vectors, apart="sequence" in variant)
+    return _backward(key.itemsize, width, bucket, equal=equal, vectors=vectors)
 
 
-def valid(question: Question, config: Config) -> bool:
+def valid(key: TuningKey, config: Config) -> bool:
     """A tile holds a row of the widest slice."""
-    return config.block_n >= 16 and config.block_n * config.rows >= 1 << (question.cols - 1).bit_length()
+    return config.block_n >= 16 and config.block_n * config.rows >= 1 << (key.cols - 1).bit_length()
 
 
-def candidates(question: Question) -> list[Config]:
-    """The heuristic's config, and others worth measuring: the same for any number of rows."""
-    heuristics = in_buckets(heuristic, question)
+def candidates(key: TuningKey) -> list[Config]:
+    """The heuristic's config and others to measure; the same set for any number of rows."""
+    heuristics = in_buckets(heuristic, key)
     first = heuristics[_MANY]
-    each, equal = first.block_n * first.rows // (32 * first.warps), "equal" in question.variant
+    each, equal = first.block_n * first.rows // (32 * first.warps), "equal" in key.variant
     sizes = [
         (e, warps) for e in (each // 2, each, each * 2) for warps in (first.warps // 2, first.warps, first.warps * 2)
     ]
-    tiles = [_tile(question.itemsize, question.cols, e, warps, equal=equal) for e, warps in sizes if e >= 2 and warps]
-    if question.kernel == "slices_forward":
+    tiles = [_tile(key.itemsize, key.cols, e, warps, equal=equal) for e, warps in sizes if e >= 2 and warps]
+    if key.kernel == "slices_forward":
         others = [*tiles, *[replace(first, stages=3, per_sm=per_sm) for per_sm in (4, 8)]]
     else:
         others = around(first, least=2) + [replace(t, stages=3, per_sm=max(1, 16 // t.warps)) for t in tiles]
     return list(
-        dict.fromkeys(
-            c for c in (heuristics[question.bucket], *heuristics, *others) if c.warps <= 16 and valid(question, c)
-        )
+        dict.fromkeys(c for c in (heuristics[key.bucket], *heuristics, *others) if c.warps <= 16 and valid(key, c))
     )

@@ -10,7 +10,7 @@ Absence is the flag: a pointer that is None takes its instructions with it. Slic
 as a table of int64 addresses; widths that differ as a table of int32: for each group its class and its first slot, and
 then for each slot the number of its slice, its first column and its width, zero for none. ``total`` is the sum of the
 widths. ``ALIGN`` is 0, or else all addresses are multiples of 16 bytes, and all columns, widths and distances between
-rows of so many elements. The arguments ``total`` and ``…_pitch``, a distance between rows, count in these units: what
+rows of so many elements. The arguments ``total`` and ``…_stride``, a distance between rows, count in these units: what
 is multiplied by a constant is known to the compiler as its multiple.
 """
 
@@ -45,19 +45,19 @@ def _slots(table, group, K, GROUPS: tl.constexpr, S: tl.constexpr, D: tl.constex
 
 
 @triton.jit
-def _place(tensor, addresses, slots, pitch, lanes, K, M, DTYPE: tl.constexpr, APART: tl.constexpr,
+def _place(tensor, addresses, slots, stride, lanes, K, M, DTYPE: tl.constexpr, APART: tl.constexpr,
            STRIDED: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
            ROWS: tl.constexpr):  # fmt: skip
     """Where a group's rows lie: the start, the distance between rows, and a tile's elements from its first row on.
 
-    In one tensor, ``pitch`` units apart; with ``APART`` in a buffer that holds one slice's rows after the other's; or
+    In one tensor, ``stride`` units apart; with ``APART`` in a buffer that holds one slice's rows after the other's; or
     where the table of addresses says, at the distances after them if ``STRIDED``. What is the same for all tiles is
     taken once, in the narrow dtype ``INDEX``: a tile's own part is one product.
     """
     number, column, width, taken = slots
     rows = tl.arange(0, ROWS)[None, :, None]
     if addresses is None and not APART:
-        apart = pitch * ALIGN if ALIGN > 1 else pitch
+        apart = stride * ALIGN if ALIGN > 1 else stride
         local = column.to(INDEX)[:, None, None] + rows * apart.to(INDEX) + lanes[None, None, :]
         return tensor, apart, local
     else:
@@ -144,7 +144,7 @@ def _forward_tile(x, y, w, b, tile, taken, inside, per_width, M, EPS: tl.constex
 
 
 @triton.jit
-def _forward_group(x, x_addresses, table, weight, bias, y, x_pitch, total, group, part, programs, K, M,
+def _forward_group(x, x_addresses, table, weight, bias, y, x_stride, total, group, part, programs, K, M,
                    POWER: tl.constexpr, GROUPS: tl.constexpr, CLASSES: tl.constexpr, EPS: tl.constexpr,
                    VALUE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr,
                    APART: tl.constexpr, STRIDED: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
@@ -156,7 +156,7 @@ def _forward_group(x, x_addresses, table, weight, bias, y, x_pitch, total, group
     padded: tl.constexpr = D != 1 << POWER
     lanes = tl.arange(0, 1 << POWER)
     slots = _slots(table, group, K, GROUPS, 1 << depth, D, ALIGN)
-    x_place = _place(x, x_addresses, slots, x_pitch, lanes, K, M, X, False, STRIDED, D, ALIGN, INDEX, tile_rows)
+    x_place = _place(x, x_addresses, slots, x_stride, lanes, K, M, X, False, STRIDED, D, ALIGN, INDEX, tile_rows)
     y_place = _place(y, None, slots, total, lanes, K, M, Y, APART, False, D, ALIGN, INDEX, tile_rows)
     inside = _inside(slots, lanes, padded)
     per_width = _per_width(slots, ACC)
@@ -172,7 +172,7 @@ def _forward_group(x, x_addresses, table, weight, bias, y, x_pitch, total, group
                       ACC, Y, tile_rows)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["x_pitch", "total", "K", "M"])
+@triton.jit(do_not_specialize=["x_stride", "total", "K", "M"])
 def slices_forward_kernel(
     x,
     x_addresses,
@@ -180,7 +180,7 @@ def slices_forward_kernel(
     weight,
     bias,
     y,
-    x_pitch,
+    x_stride,
     total,
     K,
     M,
@@ -209,12 +209,12 @@ def slices_forward_kernel(
     for power in tl.static_range(_POWERS):
         if (CLASSES >> (4 * power)) & 15 > 0:
             if table is None:
-                _forward_group(x, x_addresses, table, weight, bias, y, x_pitch, total, group, part, programs, K, M,
+                _forward_group(x, x_addresses, table, weight, bias, y, x_stride, total, group, part, programs, K, M,
                                power, GROUPS, CLASSES, EPS, VALUE, X, y.dtype.element_ty, D, SHARED, APART, STRIDED,
                                ALIGN, INDEX, ACC, BLOCK_N, ROWS, STAGES, PERSISTENT)  # fmt: skip
             else:
                 if tl.load(table + group) == power:
-                    _forward_group(x, x_addresses, table, weight, bias, y, x_pitch, total, group, part, programs, K, M,
+                    _forward_group(x, x_addresses, table, weight, bias, y, x_stride, total, group, part, programs, K, M,
                                    power, GROUPS, CLASSES, EPS, VALUE, X, y.dtype.element_ty, D, SHARED, APART, STRIDED,
                                    ALIGN, INDEX, ACC, BLOCK_N, ROWS, STAGES, PERSISTENT)  # fmt: skip
 
@@ -242,8 +242,8 @@ def _store_gradient(gradient, partials, value, slot, sums, slots, lanes, inside,
 
 
 @triton.jit
-def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, dweight, dbias, partials, dy_pitch,
-                    x_pitch, total, group, part, programs, K, M, POWER: tl.constexpr, GROUPS: tl.constexpr,
+def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, dweight, dbias, partials, dy_stride,
+                    x_stride, total, group, part, programs, K, M, POWER: tl.constexpr, GROUPS: tl.constexpr,
                     CLASSES: tl.constexpr, EPS: tl.constexpr, DERIVATIVE: tl.constexpr, DY: tl.constexpr,
                     X: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr, DY_APART: tl.constexpr,
                     DX_APART: tl.constexpr, DY_STRIDED: tl.constexpr, UNUSED: tl.constexpr, STRIDED: tl.constexpr,
@@ -257,9 +257,9 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
     lanes = tl.arange(0, 1 << POWER)
     slots = _slots(table, group, K, GROUPS, 1 << depth, D, ALIGN)
     taken = slots[3]
-    dy_place = _place(dy, dy_addresses, slots, dy_pitch, lanes, K, M, DY, DY_APART, DY_STRIDED, D, ALIGN, INDEX,
+    dy_place = _place(dy, dy_addresses, slots, dy_stride, lanes, K, M, DY, DY_APART, DY_STRIDED, D, ALIGN, INDEX,
                       tile_rows)  # fmt: skip
-    x_place = _place(x, x_addresses, slots, x_pitch, lanes, K, M, X, False, STRIDED, D, ALIGN, INDEX, tile_rows)
+    x_place = _place(x, x_addresses, slots, x_stride, lanes, K, M, X, False, STRIDED, D, ALIGN, INDEX, tile_rows)
     if dx is not None:
         dx_place = _place(dx, None, slots, total, lanes, K, M, X, DX_APART, False, D, ALIGN, INDEX, tile_rows)
     inside = _inside(slots, lanes, padded)
@@ -311,7 +311,7 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
                         part, programs, GROUPS, D, SHARED, ALIGN)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["dy_pitch", "x_pitch", "total", "K", "M"])
+@triton.jit(do_not_specialize=["dy_stride", "x_stride", "total", "K", "M"])
 def slices_backward_kernel(
     dy,
     dy_addresses,
@@ -324,8 +324,8 @@ def slices_backward_kernel(
     dweight,
     dbias,
     partials,
-    dy_pitch,
-    x_pitch,
+    dy_stride,
+    x_stride,
     total,
     K,
     M,
@@ -360,13 +360,13 @@ def slices_backward_kernel(
         if (CLASSES >> (4 * power)) & 15 > 0:
             if table is None:
                 _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, dweight, dbias, partials,
-                                dy_pitch, x_pitch, total, group, part, programs, K, M, power, GROUPS, CLASSES, EPS,
+                                dy_stride, x_stride, total, group, part, programs, K, M, power, GROUPS, CLASSES, EPS,
                                 DERIVATIVE, DY, X, D, SHARED, DY_APART, DX_APART, DY_STRIDED, UNUSED, STRIDED, ALIGN,
                                 INDEX, ACC, BLOCK_N, ROWS, STAGES)  # fmt: skip
             else:
                 if tl.load(table + group) == power:
                     _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, dweight, dbias, partials,
-                                    dy_pitch, x_pitch, total, group, part, programs, K, M, power, GROUPS, CLASSES, EPS,
+                                    dy_stride, x_stride, total, group, part, programs, K, M, power, GROUPS, CLASSES, EPS,
                                     DERIVATIVE, DY, X, D, SHARED, DY_APART, DX_APART, DY_STRIDED, UNUSED, STRIDED, ALIGN,
                                     INDEX, ACC, BLOCK_N, ROWS, STAGES)  # fmt: skip
 

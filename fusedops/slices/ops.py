@@ -1,29 +1,20 @@
-"""The slices family's functional: checks, then the kernels under autograd, or the formula where no kernel can run."""
+"""The slices family's functional: its constants, its tensors, and one call into `core.call`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import attrgetter, index, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core import autograd, checks, launch
-from ..core.activations import ACTIVATIONS
-from ..core.admission import keep
-from . import configs, launching, reference
-from .function import SliceFunction
-from .launching import Site
-from .operators import operator_call
-from .widths import Widths, equal_widths, widths_of
+from ..core.call import run
+from .operator import ACTIVATION_NAMES, SLICES
 
 __all__ = ["ACTIVATION_NAMES", "batched_layer_norm_tanh", "check_sizes"]
 
 _OP = "batched_layer_norm_tanh"
-# Other names of activations.
-_ALIASES = {"none": "identity"}
-ACTIVATION_NAMES = (*ACTIVATIONS, *_ALIASES)
 
 
 def batched_layer_norm_tanh(
@@ -47,8 +38,7 @@ def batched_layer_norm_tanh(
         bias: likewise, or None for zeros.
         eps: added to the variance, at least 0.
         sizes: the widths D_k of the slices of one tensor ``(*, ΣD_k)``; without it the last two dimensions are K and
-            D. A tuple is looked at once, as long as it is
-            the same object.
+            D.
         activation: what follows the norm: "tanh", "sigmoid", "relu", "relu_squared", "gelu", "gelu_tanh",
             "quick_gelu", "silu", or "identity" ("none").
         concat: return one tensor with the slices side by side, ``(*, ΣD_k)``.
@@ -61,72 +51,44 @@ def batched_layer_norm_tanh(
         RuntimeError: an argument is on another device.
     Numerics: statistics in fp32 (fp64 for fp64), the variance by a second pass over the row; one rounding at the end.
         Parameter gradients are summed in a fixed order.
-    Kept for backward: the arguments, and nothing else.
+    Saved for backward: the arguments.
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
-    out_dtype = None
-    if torch.is_autocast_enabled("cuda"):
-        first = slices if isinstance(slices, Tensor) else next(iter(slices), None)
-        out_dtype = autograd.autocast_dtype("aten::layer_norm", first) if isinstance(first, Tensor) else None
-    if torch.compiler.is_compiling():
-        return _observed(slices, weight, bias, eps, sizes, activation, concat, out_dtype)
+    tensors: Sequence[Tensor]
+    sizes_of: Any
     if isinstance(slices, Tensor):
-        tensors: tuple[Tensor, ...] = (slices,)
-    elif isinstance(slices, (tuple, list)):
-        tensors = tuple(slices)
-    else:
-        tensors = tuple(_check_sequence(slices))
-    try:
-        if isinstance(slices, Tensor):
-            known = sizes if sizes is None else _known_sizes(sizes)
-            facts: Any = (type(slices), slices.dtype, slices.device, slices.is_neg(), known,
-                          slices.shape[-1:] if sizes is not None else (slices.dim() == 2, slices.shape[-2:]))  # fmt: skip
+        tensors = (slices,)
+        if sizes is None:
+            dims, sizes_of = 2, slices.shape[-2:]
+            count, size = sizes_of if len(sizes_of) == 2 else (0, 0)
         else:
-            facts = (sizes if sizes is None else _known_sizes(sizes), *map(_FACTS, tensors))
-        key = (
-            facts, eps, activation, concat, out_dtype,
-            None if weight is None else (type(weight), weight.dtype, weight.device, weight.shape),
-            None if bias is None else (type(bias), bias.dtype, bias.device, bias.shape),
-        )  # fmt: skip
-        call = _admitted.get(key)
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        key, call = None, None  # something is wrong, and the checks say what; or a subclass that hides its device
-    if call is None or torch._C._len_torch_dispatch_stack() > 0:
-        if not autograd.plain(weight, bias, *(t for t in tensors if isinstance(t, Tensor))):
-            return _observed(slices, weight, bias, eps, sizes, activation, concat, out_dtype)
-        call = _admit(key, slices, weight, bias, eps, sizes, activation, concat, out_dtype)
-    if call.spread:
-        weight, bias = _spread(weight, bias, call.widths)
-    site = call.site
-    first = tensors[0]
-    if (
-        site is None
-        or first.numel() == 0
-        or autograd.transforming()
-        or (call.dims == 0 and any(map(Tensor.is_neg, tensors)))
-    ):
-        return _composite(call, tensors, weight, bias, eps, activation, concat, out_dtype)
-    if torch.is_grad_enabled() and (
-        any(map(_LEARNS, tensors))
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-    ):
-        return autograd.apply(SliceFunction, site, weight, bias, *tensors)
-    y, _ = launching.forward(site, tensors, weight, bias)
-    return launching.apart(site, y, tensors) if site.apart else y
+            dims, sizes_of = 1, check_sizes(sizes)
+            count, size = len(sizes_of), sizes_of[0]
+    else:
+        dims, tensors = 0, _checked_sequence(slices)
+        sizes_of = _widths(tensors)
+        count, size = len(sizes_of), sizes_of[0]
+        if sizes is not None and sizes_of != (named := check_sizes(sizes)):
+            _check_named(tensors, sizes_of, named)
+    shared = False
+    if count > 1 and (_is_one_for_all(weight, size) or _is_one_for_all(bias, size)):
+        weight, bias, shared = _sharing(weight, bias, count, size)
+    arguments = (_OP, sizes_of, dims, bool(concat), eps, "identity" if activation == "none" else activation, shared)
+    outputs = run(SLICES, arguments, (weight, bias, *tensors))
+    return outputs if dims == 0 and not concat else outputs[0]
 
 
-# --- checks -------------------------------------------------------------------------------------------------------
+# --- widths -----------------------------------------------------------------------------------------------------------
 
-
-def _check_sequence(slices: Any) -> Sequence[Tensor]:
-    if not isinstance(slices, Sequence):
-        raise TypeError(f"{_OP}: slices must be a torch.Tensor or a sequence of them, got {type(slices).__name__}")
-    return slices
+# Of each of many tensors, in C.
+_SHAPE, _LAST = attrgetter("shape"), itemgetter(-1)
 
 
 def check_sizes(sizes: Any, op: str = _OP) -> tuple[int, ...]:
     """The widths as a tuple of ints, each at least 1."""
+    traced = torch.compiler.is_dynamo_compiling()
+    if not traced and type(sizes) is tuple and set(map(type, sizes)) == {int} and min(sizes) > 0:
+        return sizes  # without a loop over perhaps a thousand numbers
     if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Sequence):
         raise TypeError(f"{op}: sizes must be a sequence of ints, got {type(sizes).__name__}")
     if not sizes:
@@ -136,173 +98,46 @@ def check_sizes(sizes: Any, op: str = _OP) -> tuple[int, ...]:
             raise TypeError(f"{op}: sizes[{k}] must be an int, got {type(size).__name__}")
         if size < 1:
             raise ValueError(f"{op}: sizes[{k}] must be at least 1, got {size}")
-    return tuple([int(size) for size in sizes])
+    return tuple([index(size) for size in sizes])
 
 
-def _check_one(x: Tensor, sizes: Sequence[int] | None, *parameters: Any) -> tuple[int, ...]:
-    """The widths of the slices of one tensor."""
-    checks.check_tensor(_OP, "slices", x)
-    if sizes is None:
-        if x.dim() < 2:
-            raise ValueError(f"{_OP}: slices has shape {tuple(x.shape)}, expected (*, K, D), or (*, N) with sizes")
-        count, size = x.shape[-2:]
-        if count < 1 or size < 1:
-            raise ValueError(f"{_OP}: slices has shape {tuple(x.shape)}, expected (*, K, D) with K and D at least 1")
-        if x.dim() == 2 and any(isinstance(t, Tensor) and t.dim() == 1 and t.shape[0] == size for t in parameters):
-            # Rows of slices side by side, their sizes forgotten, look like one row of slices that share a parameter.
-            raise ValueError(f"{_OP}: slices has shape {tuple(x.shape)}, expected sizes with it, or (*, K, D) of three "
-                             "dimensions at least")  # fmt: skip
-        return (size,) * count
-    widths = check_sizes(sizes)
-    if x.dim() < 1 or x.shape[-1] != sum(widths):
-        raise ValueError(f"{_OP}: the sizes of {len(widths)} slices add up to {sum(widths)}, but slices has shape "
-                         f"{tuple(x.shape)}")  # fmt: skip
-    return widths
-
-
-def _check_many(slices: Any, sizes: Any) -> tuple[int, ...]:
-    """The widths of slices that are tensors of their own."""
-    if not len(_check_sequence(slices)):
+def _checked_sequence(slices: Any) -> Sequence[Tensor]:
+    if not isinstance(slices, Sequence):
+        raise TypeError(f"{_OP}: slices must be a torch.Tensor or a sequence of them, got {type(slices).__name__}")
+    if not slices:
         raise ValueError(f"{_OP}: slices must hold at least one tensor, got an empty sequence")
-    wanted = None if sizes is None else check_sizes(sizes)
-    if wanted is not None and len(wanted) != len(slices):
-        raise ValueError(f"{_OP}: sizes names {len(wanted)} slices, but there are {len(slices)}")
-    first = slices[0]
-    for k, t in enumerate(slices):
-        name = f"slice {k}"
-        checks.check_tensor(_OP, name, t, first if k else None)
-        if t.dim() < 1 or t.shape[-1] < 1:
-            raise ValueError(f"{_OP}: {name} has shape {tuple(t.shape)}, expected (*, D) with D at least 1")
-        if t.shape[:-1] != first.shape[:-1]:
-            raise ValueError(f"{_OP}: {name} has shape {tuple(t.shape)}, but slice 0 has {tuple(first.shape)}")
-        if t.dtype != first.dtype:
-            raise TypeError(f"{_OP}: {name} has dtype {t.dtype}, expected {first.dtype} as slice 0")
-        if wanted is not None and t.shape[-1] != wanted[k]:
-            raise ValueError(f"{_OP}: {name} has shape {tuple(t.shape)}, but sizes[{k}] is {wanted[k]}")
-    return tuple([t.shape[-1] for t in slices])
+    return slices
 
 
-def _check(slices: Any, weight: Any, bias: Any, eps: Any, sizes: Any, activation: Any) -> tuple[int, ...]:
-    """All that can be wrong; the widths of the slices."""
-    one = isinstance(slices, Tensor)
-    widths = _check_one(slices, sizes, weight, bias) if one else _check_many(slices, sizes)
-    total, count, size = sum(widths), len(widths), widths[0]
-    equal = all(other == size for other in widths)
-    for name, value in (("weight", weight), ("bias", bias)):
-        if value is not None:
-            checks.check_tensor(_OP, name, value, slices if one else slices[0])
-            shape = tuple(value.shape)
-            if shape != (total,) and not (equal and shape in ((count, size), (size,))):
-                shapes = f"({total},), ({count}, {size}) or ({size},)" if equal else f"({total},)"
-                raise ValueError(f"{_OP}: {name} has shape {shape}, expected {shapes} for {count} slices")
-    checks.check_eps(_OP, eps)
-    checks.check_choice(_OP, "activation", activation, ACTIVATION_NAMES)
-    return widths
+def _widths(slices: Sequence[Tensor]) -> tuple[int, ...]:
+    """Of a tensor for each slice; of none where one has no width, which the checks name."""
+    if torch.compiler.is_dynamo_compiling():
+        return tuple([index(t.shape[-1]) if isinstance(t, Tensor) and t.dim() else 0 for t in slices])
+    try:
+        return tuple(map(_LAST, map(_SHAPE, slices)))
+    except (AttributeError, IndexError):
+        return (0,) * len(slices)
 
 
-# --- dispatch -----------------------------------------------------------------------------------------------------
+def _check_named(slices: Sequence[Tensor], widths: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    """The widths that the caller names are those that the slices have."""
+    if len(sizes) != len(widths):
+        raise ValueError(f"{_OP}: sizes names {len(sizes)} slices, but there are {len(widths)}")
+    for k, (t, width, size) in enumerate(zip(slices, widths, sizes, strict=True)):
+        if width and width != size:
+            raise ValueError(f"{_OP}: slice {k} has shape {tuple(t.shape)}, but sizes[{k}] is {size}")
 
 
-class _Call:
-    """What was found out about a call that was admitted.
-
-    ``site`` is None for what the formula serves; ``spread`` says that one parameter is shared and the other is not.
-    """
-
-    __slots__ = ("dims", "shared", "site", "spread", "widths")
-
-    def __init__(self, site: Site | None, widths: Widths, dims: int, shared: bool, spread: bool) -> None:
-        self.site = site
-        self.widths = widths
-        self.dims = dims
-        self.shared = shared
-        self.spread = spread
+# --- parameters -------------------------------------------------------------------------------------------------------
 
 
-# The calls seen to be right, by all that checks and choice of kernel depend on.
-_admitted: dict[Any, _Call] = {}
-# What the checks look at in a slice that is a tensor of its own.
-_FACTS = attrgetter("__class__", "dtype", "device", "shape")
-_LEARNS = attrgetter("requires_grad")
-# Tuples of sizes by their identity, so that a call need not read a thousand numbers; each holds its tuple alive.
-_seen_sizes: dict[int, tuple[tuple[int, ...], Widths]] = {}
+def _is_one_for_all(t: Any, size: int) -> bool:
+    return isinstance(t, Tensor) and t.dim() == 1 and t.shape[0] == size
 
 
-def _known_sizes(sizes: Sequence[int]) -> Widths:
-    found = _seen_sizes.get(id(sizes))
-    if found is not None:
-        return found[1]
-    widths = widths_of(check_sizes(sizes))
-    if type(sizes) is tuple:
-        keep(_seen_sizes, id(sizes), (sizes, widths))
-    return widths
-
-
-def _is_shared(parameter: Tensor | None, widths: Sequence[int]) -> bool:
-    return parameter is not None and len(widths) > 1 and parameter.dim() == 1 and parameter.shape[0] == widths[0]
-
-
-def _sharing(weight: Tensor | None, bias: Tensor | None, widths: Sequence[int]) -> tuple[bool, bool]:
-    """Whether the slices share their parameters; and whether one must be spread out, as the other is not shared."""
-    shared = [_is_shared(p, widths) for p in (weight, bias) if p is not None]
-    return any(shared) and all(shared), any(shared) and not all(shared)
-
-
-def _spread(weight: Tensor | None, bias: Tensor | None,
-            widths: Widths) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Both parameters with a part for each slice."""
-    return tuple(  # type: ignore[return-value]
-        p.expand(len(widths), -1) if p is not None and _is_shared(p, widths.sizes) else p for p in (weight, bias)
-    )
-
-
-def _admit(key: Any, slices: Any, weight: Tensor | None, bias: Tensor | None, eps: float, sizes: Any, activation: str,
-           concat: bool, out_dtype: torch.dtype | None) -> _Call:  # fmt: skip
-    checked = _check(slices, weight, bias, eps, sizes, activation)
-    one = isinstance(slices, Tensor)
-    first: Tensor = slices if one else slices[0]
-    dims = 0 if not one else 2 if sizes is None else 1
-    widths = equal_widths(len(checked), checked[0]) if dims == 2 else widths_of(checked)
-    shared, spread = _sharing(weight, bias, checked)
-    site = None
-    # A tensor whose sign is still to be flipped (an imaginary part after conj) has other numbers in memory. The key
-    # knows it of one tensor; those of a sequence are looked at in each call.
-    if (
-        launch.runs_kernels(first.device.type)
-        and widths.widest <= configs.widest(first.dtype.itemsize)
-        and not (one and first.is_neg())
-    ):
-        site = launching.site_of(
-            widths, dims, bool(concat), float(eps), _ALIASES.get(activation, activation), shared, out_dtype,
-            first.get_device(), first.dtype, *(None if p is None else p.dtype for p in (weight, bias)),
-        )  # fmt: skip
-    return keep(_admitted, key, _Call(site, widths, dims, shared, spread))
-
-
-def _observed(slices: Any, weight: Tensor | None, bias: Tensor | None, eps: float, sizes: Any, activation: str,
-              concat: bool, out_dtype: torch.dtype | None) -> Any:  # fmt: skip
-    """Under torch.compile, a dispatch mode or a tensor subclass: one registered operator, which they can see."""
-    widths = _check(slices, weight, bias, eps, sizes, activation)
-    one = isinstance(slices, Tensor)
-    tensors = (slices,) if one else tuple(slices)
-    dims = 0 if not one else 2 if sizes is None else 1
-    shared, spread = _sharing(weight, bias, widths)
-    if spread:
-        weight, bias = (
-            p.expand(len(widths), -1) if p is not None and _is_shared(p, widths) else p for p in (weight, bias)
-        )
-    activation = _ALIASES.get(activation, activation)
-    uniform = widths[0] if all(size == widths[0] for size in widths) else 0
-    if not launch.runs_kernels(tensors[0].device.type) or max(widths) > configs.widest(tensors[0].dtype.itemsize):
-        return reference.composite(tensors, weight, bias, widths, uniform, dims, shared, concat, eps,
-                                   ACTIVATIONS[activation].formula, out_dtype)  # fmt: skip
-    return operator_call(tensors, weight, bias, widths, dims, concat, eps, activation, shared, out_dtype)
-
-
-def _composite(call: _Call, slices: tuple[Tensor, ...], weight: Tensor | None, bias: Tensor | None, eps: float,
-               activation: str, concat: bool, out_dtype: torch.dtype | None) -> Any:  # fmt: skip
-    """The formula in PyTorch's operators."""
-    widths = call.widths
-    formula = ACTIVATIONS[_ALIASES.get(activation, activation)].formula
-    return reference.composite(slices, weight, bias, widths.sizes, widths.uniform, call.dims, call.shared, concat, eps,
-                               formula, out_dtype)  # fmt: skip
+def _sharing(weight: Any, bias: Any, count: int, size: int) -> tuple[Any, Any, bool]:
+    """The parameters, and whether all slices have the same; one that is shared beside one that is not is spread out."""
+    first, second = _is_one_for_all(weight, size), _is_one_for_all(bias, size)
+    if (first or weight is None) and (second or bias is None):
+        return weight, bias, True
+    return weight.expand(count, -1) if first else weight, bias.expand(count, -1) if second else bias, False

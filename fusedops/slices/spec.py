@@ -1,6 +1,6 @@
 """The slices family's samples, bad samples, bytes moved and benchmark shapes.
 
-One functional, two specs: slices in one tensor, and slices that are tensors of their own, whose names here are
+One functional, two specs: slices in one tensor, and slices in separate tensors, whose names here are
 ``slice_0``, ``slice_1`` and so on.
 """
 
@@ -16,16 +16,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.activations import ACTIVATIONS
-from ..core.question import Grid
+from ..core.operators import site_of
 from ..core.spec import BadSample, Maker, Sample, Shape, Spec, Sweep
+from ..core.tuning_key import Grid
 from . import configs, launching, ops, reference
 from .addresses import store_variant
-from .widths import widths_of
+from .operator import SLICES, SliceConstants
 
 __all__ = ["GRID", "SPECS", "compiled_plans"]
 
 _HALF = (torch.float16, torch.bfloat16)
-_MOST = 128  # slices of a sample that are tensors of their own
+_MOST = 128  # the most separate slices of a sample
 _SLICES = tuple(f"slice_{k}" for k in range(_MOST))
 
 # Widths of slices, for rows so wide: the benchmark's and most samples'.
@@ -76,11 +77,11 @@ def _up_to(widest: int, step: int) -> tuple[int, ...]:
     return tuple(widths)
 
 
-# --- the formula, and what a user writes ---------------------------------------------------------------------------
+# --- the reference implementation, and eager code ---------------------------------------------------------------------------
 
 
 def _parts(parameter: Tensor | None, sizes: Sequence[int]) -> list[Tensor | None]:
-    """A parameter's part for each slice; one that is as wide as a slice is every slice's."""
+    """A parameter's part for each slice; a parameter as wide as a slice is shared by all."""
     if parameter is None or (parameter.dim() == 1 and parameter.shape[0] != sum(sizes)):
         return [parameter] * len(sizes)
     return list(parameter.reshape(-1).split(list(sizes)))
@@ -101,12 +102,12 @@ def _one_by_one(rule: Callable[..., Tensor], slices: Tensor, weight: Tensor | No
     return (torch.cat(outputs, -1) if concat else torch.stack(outputs, -2),)
 
 
-def _formula(activation: str, eps: float) -> Callable[..., Tensor]:
+def _by_reference(activation: str, eps: float) -> Callable[..., Tensor]:
     rule = ACTIVATIONS["identity" if activation == "none" else activation].formula
     return lambda x, w, b: reference.forward(x, w, b, eps, rule)
 
 
-def _written(activation: str, eps: float) -> Callable[..., Tensor]:
+def _by_functional(activation: str, eps: float) -> Callable[..., Tensor]:
     rule = ACTIVATIONS["identity" if activation == "none" else activation].formula
     return lambda x, w, b: rule(F.layer_norm(x, x.shape[-1:], w, b, eps))
 
@@ -120,9 +121,9 @@ def _one(make: Callable[[str, float], Callable[..., Tensor]], slices: Tensor, we
 
 def _combined(slices: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *,
               sizes: Sequence[int] | None = None) -> tuple[Tensor]:  # fmt: skip
-    """All slices of one width at once, the norm's parameters outside of it."""
+    """All slices of equal width at once, with the affine outside the norm."""
     if sizes is not None:
-        return _one(_written, slices, weight, bias, eps, sizes=sizes)
+        return _one(_by_functional, slices, weight, bias, eps, sizes=sizes)
     y = F.layer_norm(slices, slices.shape[-1:], None, None, eps)
     y = y if weight is None else y * weight
     return (torch.tanh(y if bias is None else y + bias),)
@@ -293,7 +294,7 @@ _BUCKET = 3  # of the rows: some thousands
 def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> dict[str, Callable[[], object]]:
     """Functions that build all variants of the operator, by name; the widest slice has ``cols`` columns.
 
-    With ``other``, the parameters' dtype, those that keep most alone. A few widths stand for each number of warps.
+    With ``other``, the parameters' dtype, only the variants with the most traffic. One width represents each number of warps.
     """
     if other is not None and cols == 8192:
         cols = configs.widest(dtype.itemsize)
@@ -302,14 +303,14 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
 
     def build(sizes: tuple[int, ...], dims: int, shared: bool = False, concat: bool = False, near: bool = True,
               unused: bool = False) -> None:  # fmt: skip
-        site = launching.site_of(widths_of(sizes), dims, concat, 1e-5, "tanh", shared, None, -1, dtype, other or dtype,
-                                 other or dtype)  # fmt: skip
+        constants = SliceConstants("compiled", sizes, dims, concat, 1e-5, "tanh", shared)
+        site = site_of(SLICES, constants, (other or dtype, other or dtype, dtype), sum(sizes), -1, False, True)
         separate, device = 0 if dims or concat else 1 + unused, torch.device("cpu")
         launching._plan_forward(site, True, False, near, _BUCKET, device)
         launching._plan_backward(site, (True, True, True), dtype, separate, True, False, False, near, _BUCKET,
                                  device)  # fmt: skip
 
-    # Multiples of eight, as embeddings are as a rule: for odd widths the class waits on the stack till its turn.
+    # Multiples of eight, as embeddings usually are.
     eights = max(cols // 8, 1)
     equal, unequal = (cols,) * 20, tuple(8 * max(part, 1) for part in (eights // 5, eights, eights // 2, eights))
     plans: dict[str, Callable[[], object]] = {
@@ -345,8 +346,8 @@ SPECS = (
     Spec(
         name="batched_layer_norm_tanh",
         call=ops.batched_layer_norm_tanh,
-        reference=partial(_one, _formula),
-        eager=partial(_one, _written),
+        reference=partial(_one, _by_reference),
+        eager=partial(_one, _by_functional),
         tensors=("slices", "weight", "bias"),
         has_dropout=False,
         samples=_samples(apart=False),
@@ -354,7 +355,7 @@ SPECS = (
         benchmark=_benchmark(apart=False),
         passes={"fwd": 2, "fwd_bwd": 5},
         launches=(1, 2),
-        kept=0,
+        saved=0,
         shapes=(
             ((4096, 16, 128), _FP32),
             ((4096, 64, 64), _BF16),
@@ -372,8 +373,8 @@ SPECS = (
     Spec(
         name="batched_layer_norm_tanh_sequence",
         call=_call_sequence,
-        reference=partial(_sequence, _formula),
-        eager=partial(_sequence, _written),
+        reference=partial(_sequence, _by_reference),
+        eager=partial(_sequence, _by_functional),
         tensors=(*_SLICES, "weight", "bias"),
         has_dropout=False,
         samples=_samples(apart=True),
@@ -381,9 +382,9 @@ SPECS = (
         benchmark=_benchmark(apart=True),
         passes={"fwd": 2, "fwd_bwd": 5},
         launches=(1, 2),
-        kept=0,
+        saved=0,
         shapes=(((4096, 64, 64), _BF16), ((256, 64, 64), _BF16)),
-        # torch.compile unrolls the slices: with more of them it takes minutes a shape.
+        # torch.compile unrolls the slices: with more of them it takes minutes per shape.
         sweep=Sweep(
             hidden=((16, 16), (16, 64), (16, 256), (16, 1024)), slices=((1, 64), (4, 64), (16, 64)), rows=((16, 64),)
         ),

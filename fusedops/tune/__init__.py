@@ -1,1 +1,1 @@
-"""Measuring which config is best: ``fusedops tune``, and ``FUSEDOPS_TUNE=1``. Nothing else imports this."""
+"""Measures which config is fastest: ``fusedops tune`` and ``FUSEDOPS_TUNE=1``. Only the top-level package imports it, lazily."""

@@ -1,4 +1,4 @@
-"""``fusedops tune``: from a command line to workloads, and from outcomes to the cache or the shipped table."""
+"""``fusedops tune``: parses the command line, tunes the workloads, and writes the cache or the shipped table."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from ..core import cache, tuning
-from ..core.question import Config, Question
+from ..core import cache, compat, tuning
 from ..core.spec import Shape, Spec
+from ..core.tuning_key import Config, TuningKey
 from ..core.version import __version__
 from . import table as tables
 from .compiling import Pool
@@ -35,33 +35,35 @@ _SHIPPED_DTYPES = ("bf16", "fp32", "fp64")
 
 
 class UsageError(Exception):
-    """What is wrong with a command line."""
+    """An invalid command line."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """``tune`` and its options."""
+    """Adds ``tune`` and its options."""
     parser = commands.add_parser(
         "tune", help="measure which configs are fastest on this GPU",
-        description="Measures which configs are fastest on this GPU and keeps them in the user's cache.",
+        description="Measures which configs are fastest on this GPU and stores them in the user's cache.",
     )  # fmt: skip
     parser.set_defaults(command=run)
     parser.add_argument("--op", action="append", metavar="NAME", help="only this operator; may be repeated")
     parser.add_argument("--shape", action="append", metavar="MxN", help="rows and columns (slices: rows, slices and "
-                        "columns); may be repeated; by default the shapes that the benchmark times")  # fmt: skip
+                        "columns); may be repeated; by default the benchmark's shapes")  # fmt: skip
     parser.add_argument("--dtype", action="append", metavar="D", help=f"one of {', '.join(DTYPES)}; may be repeated")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="number of processes that compile")
     parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="stop after this long")
-    parser.add_argument("--ship", action="store_true", help="measure the whole grid of shapes, for the table that the "
-                        "package carries, instead of the cache")  # fmt: skip
-    parser.add_argument("--resume", action="store_true", help="with --ship: skip what the table has from these sources")
+    parser.add_argument("--ship", action="store_true", help="measure the whole grid of shapes and write the package's "
+                        "table instead of the cache")  # fmt: skip
+    parser.add_argument(
+        "--resume", action="store_true", help="with --ship: skip entries that were measured with these sources"
+    )
     parser.add_argument("--output", type=Path, metavar="JSON", help="with --ship: the table (default: the package's)")
     parser.add_argument("--raw", type=Path, metavar="CSV", help="append the time of every candidate to this file")
-    parser.add_argument("--compare", type=Path, metavar="CSV", help="measure nothing: print how far today's heuristics "
-                        "are from the best in a file of --raw")  # fmt: skip
+    parser.add_argument("--compare", type=Path, metavar="CSV", help="measure nothing; print the heuristics' distance "
+                        "from the best in a file written by --raw")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
-    """Tunes; 2 without a GPU and for a wrong command line."""
+    """Tunes; returns the exit code."""
     specs = _specs(options.op or ())
     shapes, dtypes = [_shape(text) for text in options.shape or ()], [_dtype(name) for name in options.dtype or ()]
     if options.jobs < 1:
@@ -74,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
         print(tables.compare(_raw(options.compare)))
         return 0
     if _is_file(options.raw):
-        _raw(options.raw)  # rows are not appended to another kind of file
+        _raw(options.raw)  # rows must not be appended to another kind of file
     if not torch.cuda.is_available():
         raise UsageError("needs a GPU; without one nothing can be timed")
     device = torch.device("cuda", torch.cuda.current_device())
@@ -90,10 +92,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def pool_for(device: torch.device, jobs: int) -> Pool:
-    """Compilers for a GPU."""
-    import triton
-
-    return Pool(jobs, triton.runtime.driver.active.get_current_target(), limits_of(device).shared)
+    """A pool of compilers for a GPU."""
+    return Pool(jobs, compat.current_target(), limits_of(device).shared)
 
 
 def sweeper_for(device: torch.device, pool: Pool, timer: Timer) -> Sweeper:
@@ -102,17 +102,17 @@ def sweeper_for(device: torch.device, pool: Pool, timer: Timer) -> Sweeper:
 
 
 class _Cache:
-    """Winners go to the user's cache at once, so that a run that is killed loses nothing that was done."""
+    """Writes each best config to the user's cache at once, so that a run that is killed loses none."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self._raw, self._device = options.raw, tuning.device_name(device.index)
 
-    def wanted(self, question: Question) -> bool:
+    def wanted(self, key: TuningKey) -> bool:
         return True
 
     def put(self, outcome: Outcome) -> None:
         times = {"best": outcome.us_of(outcome.best), "heuristic": outcome.us_of(outcome.heuristic)}
-        cache.write(outcome.question, self._device, outcome.best, times)
+        cache.write(outcome.key, self._device, outcome.best, times)
         if self._raw is not None:
             tables.write_raw(self._raw, tables.raw_rows(outcome))
 
@@ -121,7 +121,7 @@ class _Cache:
 
 
 class _Ship:
-    """Winners go to the shipped table, which is written every few seconds."""
+    """Collects the best configs in the shipped table, which is written every few seconds."""
 
     _EVERY = 5.0
 
@@ -138,11 +138,11 @@ class _Ship:
         }  # fmt: skip
         self._saved = time.monotonic()
 
-    def wanted(self, question: Question) -> bool:
-        return not self._resume or question not in self._table
+    def wanted(self, key: TuningKey) -> bool:
+        return not self._resume or key not in self._table
 
     def put(self, outcome: Outcome) -> None:
-        self._table.put(outcome.question, outcome.best)
+        self._table.put(outcome.key, outcome.best)
         rows = list(tables.raw_rows(outcome))
         self._rows += rows
         if self._raw is not None:
@@ -161,7 +161,7 @@ def _raw(path: Path) -> list[dict[str, Any]]:
     try:
         return tables.read_raw(path)
     except ValueError as error:
-        raise UsageError(f"{path} is not a file of --raw: {error}") from None
+        raise UsageError(f"{path} was not written by --raw: {error}") from None
 
 
 def _is_file(path: Path | None) -> bool:
@@ -180,7 +180,7 @@ def _sweep(sweeper: Sweeper, workloads: Sequence[Workload], keep: _Cache | _Ship
             progress.at(places[str(outcome.workload)], str(outcome.workload))
     finally:
         progress.close()
-        print(f"{count} questions answered; {keep.close()}")
+        print(f"{count} keys tuned; {keep.close()}")
     if time.monotonic() >= ends:
         print(f"stopped: the budget of {budget:.0f} s is spent")
     for failure in sweeper.failures:
@@ -189,10 +189,10 @@ def _sweep(sweeper: Sweeper, workloads: Sequence[Workload], keep: _Cache | _Ship
 
 
 def line(outcome: Outcome, bandwidth: float) -> str:
-    """What came of a question: the predicted floor, the best, the heuristic's choice, and the gain."""
+    """A line for an outcome: the predicted floor, the best config, the heuristic's, and the gain."""
     best, heuristic = outcome.us_of(outcome.best), outcome.us_of(outcome.heuristic)
     timed = sum(not one.dropped for one in outcome.measured)
-    return (f"{outcome.question}: floor {floor_us(outcome.workload, outcome.question, bandwidth):.1f} us, "
+    return (f"{outcome.key}: floor {floor_us(outcome.workload, outcome.key, bandwidth):.1f} us, "
             f"best {best:.1f} {_short(outcome.best)}, heuristic {heuristic:.1f} {_short(outcome.heuristic)}, "
             f"gain {100 * outcome.gain:.1f}%, {timed} of {len(outcome.measured)} timed")  # fmt: skip
 
@@ -204,13 +204,13 @@ def _short(config: Config) -> str:
 
 
 def _specs(names: Sequence[str]) -> list[Spec]:
-    """The named operators, by their own or their functional's name; all for none."""
+    """The specs of the named operators or functionals; all without names."""
     every = discover()
     known = {spec.name for spec in every} | {spec.functional for spec in every if spec.functional}
     for name in names:
         if name not in known:
             if name in operators():
-                raise UsageError(f"{name} has nothing to tune: its kernel has one config for all sizes")
+                raise UsageError(f"{name} cannot be tuned: its kernel has one config for all sizes")
             near = difflib.get_close_matches(name, known, 3)
             hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(sorted(known))}"
             raise UsageError(f"no operator {name!r}; {hint}")
@@ -243,12 +243,12 @@ def _workloads(options: argparse.Namespace, specs: Sequence[Spec], shapes: Seque
         found = [Workload(*pair) for pair in pairs]
         found += [Workload(*pair, (("p", 0.0),)) for pair in pairs if pair[0].has_dropout]
     if not found:
-        raise UsageError("none of these operators takes such a shape")
+        raise UsageError("none of these operators takes this shape")
     return [workload for workload in found if not runs_natively(workload, device)]
 
 
 def _pairs(spec: Spec, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> list[tuple[Shape, torch.dtype]]:
-    """Shapes and dtypes to tune: those asked for, or those that the spec's benchmark times."""
+    """Shapes and dtypes to tune: those of the command line, or the benchmark's."""
     if shapes:
         sides = {len(shape) for shape, _ in spec.shapes}
         return [(shape, dtype) for shape in shapes if len(shape) in sides for dtype in dtypes or [torch.bfloat16]]

@@ -1,7 +1,8 @@
-"""Many kernels compiled at once, in processes of their own that fill Triton's cache on disk."""
+"""Compiles kernels in parallel, in child processes that fill Triton's cache on disk."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -22,14 +23,20 @@ __all__ = ["Pool", "child_environment"]
 
 
 def child_environment() -> dict[str, str]:
-    """For a process that stands by the tuner: it finds this very package, and does not tune by itself."""
+    """The environment of the tuner's child processes: they import this package and do not tune by themselves."""
     root = str(Path(fusedops.__file__).parent.parent)
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
     return {**os.environ, "PYTHONPATH": path, "FUSEDOPS_TUNE": "", "OMP_NUM_THREADS": "1"}
 
 
+def _reap(worker: subprocess.Popen[str]) -> None:
+    """Waits for a killed worker's end and closes its pipes."""
+    with contextlib.suppress(OSError), worker:  # a request that was not read yet cannot be written any more
+        pass
+
+
 class Pool:
-    """Compiles requests for a target in ``jobs`` processes; each distinct one once."""
+    """Compiles requests for a target in ``jobs`` processes; each distinct request once."""
 
     command: Sequence[str] = (sys.executable, "-m", "fusedops.tune.worker")
 
@@ -41,7 +48,7 @@ class Pool:
         self._workers: dict[int, subprocess.Popen[str]] = {}
 
     def submit(self, request: Request, *, fit: bool = False) -> Future[Usage]:
-        """What the kernel takes, once it is compiled; with ``fit``, with as many stages as fit."""
+        """A future of the compiled kernel's usage; with ``fit``, compiled with as many stages as fit."""
         key = (request.key, fit)
         if key not in self._known:
             message = {"request": encode(request), "target": self._target, "limit": self._limit, "fit": fit}
@@ -49,11 +56,14 @@ class Pool:
         return self._known[key]
 
     def close(self) -> None:
-        """Stops, leaving what is not begun."""
+        """Stops; requests that have not begun are cancelled."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in list(self._workers.values()):
             worker.kill()
         self._threads.shutdown()
+        for worker in self._workers.values():
+            _reap(worker)
+        self._workers.clear()
 
     def __enter__(self) -> Pool:
         return self
@@ -62,25 +72,25 @@ class Pool:
         self.close()
 
     def _compile(self, message: str) -> Usage:
-        """Each thread has a worker of its own, and gets another if that one dies."""
+        """Compiles in the thread's own worker, which is replaced if it dies."""
         worker = self._workers.get(threading.get_ident())
         if worker is None:
             worker = self._workers[threading.get_ident()] = self._start()
         assert worker.stdin is not None and worker.stdout is not None
         try:
             print(message, file=worker.stdin, flush=True)
-            answer = worker.stdout.readline()
+            reply = worker.stdout.readline()
         except OSError:
-            answer = ""
-        if not answer:
+            reply = ""
+        if not reply:
             worker.kill()
-            worker.wait()
+            _reap(worker)
             self._workers.pop(threading.get_ident(), None)
             return Usage(error="the compiler died")
-        return Usage(**json.loads(answer))
+        return Usage(**json.loads(reply))
 
     def _start(self) -> subprocess.Popen[str]:
-        # No worker sees a GPU: it needs none, and each context would take memory.
+        # GPUs are hidden from workers: they need none, and each context would take memory.
         environment = {**child_environment(), "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
         return subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                                 text=True, env=environment)  # fmt: skip

@@ -1,8 +1,8 @@
-"""``FUSEDOPS_TUNE=1``: a question that nobody measured is tuned when it is first asked.
+"""``FUSEDOPS_TUNE=1``: tunes a key without a measurement when a config is first chosen for it.
 
-A process of its own does it, so that the caller's random state, streams, gradients and caches stay as they are, and
-so that the tuner's own calls ask nobody. Under ``torch.distributed`` rank 0 answers and the others read. Every wait has
-an end, and after one that was in vain there is none of its kind any more.
+The tuner is a child process, so that the caller's random state, streams, gradients and caches do not change, and the
+tuner's own calls are not tuned. Under ``torch.distributed`` rank 0 tunes and the others read its config. Every wait has
+a timeout, and after a timeout the same wait is not tried again.
 """
 
 from __future__ import annotations
@@ -22,151 +22,155 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from ..core import launch, tuning
-from ..core.question import Config, Question, valid
+from ..core import compat, launch, tuning
+from ..core.tuning_key import Config, TuningKey, valid
 from .compiling import child_environment
 
 __all__ = ["improve"]
 
 command: Sequence[str] = (sys.executable, "-m", "fusedops.tune.server")
-# How long a question may take to tune, its compilation and the tuner's start included.
+# The timeout for tuning a key, including compilation and the start of the tuner.
 patience = datetime.timedelta(seconds=180)
-# How long a rank waits for rank 0 to reach a question.
+# The timeout of a rank for rank 0 to reach a key.
 reach = datetime.timedelta(seconds=60)
 
 _lock = threading.Lock()
 _server: subprocess.Popen[str] | None = None
-_answers: queue.SimpleQueue[str] = queue.SimpleQueue()
-_said: set[str] = set()
+_replies: queue.SimpleQueue[str] = queue.SimpleQueue()
+_warned: set[str] = set()
 
 
-def improve(question: Question, device_index: int, config: Config, origin: tuning.Source) -> Config:
-    """The tuned config, or ``config``, which came from ``origin``, where it is measured or cannot be."""
-    if _recorded(device_index):
+def improve(key: TuningKey, device_index: int, config: Config, origin: tuning.Source) -> Config:
+    """The tuned config; ``config``, whose source is ``origin``, if it is a measured one or tuning is impossible."""
+    if _is_recording(device_index):
         return config
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return _agreed(question, device_index, config, origin)
-    return _tuned(question, device_index, config, origin)
+        return _agreed(key, device_index, config, origin)
+    return _tuned(key, device_index, config, origin)
 
 
-def _recorded(device_index: int) -> bool:
-    """Whether work is captured or traced, of which a benchmark would become part, or planned and never done."""
-    if launch.collects() or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+def _is_recording(device_index: int) -> bool:
+    """Whether calls are captured, traced or only planned, so that a benchmark must not run."""
+    if launch.collects() or torch.compiler.is_compiling() or compat.dispatch_modes() > 0:
         return True
     return tuning.capturing(device_index)
 
 
-def _tuned(question: Question, device_index: int, config: Config, origin: tuning.Source) -> Config:
+def _tuned(key: TuningKey, device_index: int, config: Config, origin: tuning.Source) -> Config:
     if origin == "cache" or (origin == "table" and tuning.on_demand() != "force"):
         return config
     with _lock:
-        if "hang" in _said:
+        if "hang" in _warned:
             return config
         if device_index >= 0:
-            torch.cuda.synchronize(device_index)  # what is in flight would be timed with it
-        answer = _ask({"question": dataclasses.asdict(question), "device": device_index})
-    found = _config(question, answer.get("config"))
-    if found is None and "hang" not in _said:
-        _say_once("tune", f"{question} was not tuned ({answer.get('error', 'no answer')})")
+            torch.cuda.synchronize(device_index)  # pending work would be timed with it
+        reply = _request({"key": dataclasses.asdict(key), "device": device_index})
+    found = _config(key, reply.get("config"))
+    if found is None and "hang" not in _warned:
+        _warn_once("tune", f"{key} was not tuned ({reply.get('error', 'no reply')})")
     return found or config
 
 
-def _ask(message: dict[str, Any]) -> dict[str, Any]:
-    """One line to the tuner and one back; it is started with the first, and ends with this process."""
-    global _server, _answers
+def _request(message: dict[str, Any]) -> dict[str, Any]:
+    """Sends one line to the tuner and returns its reply. The first request starts the tuner, which ends with this process."""
+    global _server, _replies
     try:
         if _server is None:
             _server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                        env=child_environment())  # fmt: skip
-            _answers = queue.SimpleQueue()
-            threading.Thread(target=_listen, args=(_server.stdout, _answers), daemon=True).start()
+            _replies = queue.SimpleQueue()
+            threading.Thread(target=_listen, args=(_server.stdout, _replies), daemon=True).start()
         assert _server.stdin is not None
         print(json.dumps(message), file=_server.stdin, flush=True)
-        if line := _answers.get(timeout=patience.total_seconds()):
+        if line := _replies.get(timeout=patience.total_seconds()):
             return dict(json.loads(line))
         problem = "the tuner died"
     except queue.Empty:
-        problem = f"no answer within {patience}"
-        _say_once("hang", f"the tuner did not answer for {message['question']['kernel']} within {patience} and is asked "
-                  "no more")  # fmt: skip
+        problem = f"no reply within {patience}"
+        _warn_once("hang", f"the tuner did not reply for {message['key']['kernel']} within {patience} and is not "
+                  "used any more")  # fmt: skip
     except (OSError, ValueError) as error:
         problem = f"{type(error).__name__}: {error}"
-    except BaseException:  # its answer would be taken for that to the next question
+    except BaseException:  # otherwise its reply would be read as the next request's
         _drop()
         raise
     _drop()
     return {"error": problem}
 
 
-def _listen(lines: TextIO, answers: queue.SimpleQueue[str]) -> None:
-    """Hands on what the tuner says, and an empty line for its end; a read of the pipe itself could not be given up."""
-    for line in lines:
-        answers.put(line)
-    answers.put("")
+def _listen(lines: TextIO, replies: queue.SimpleQueue[str]) -> None:
+    """Queues the tuner's lines, and an empty one at its end. A queue has a timeout, which a read of a pipe does not."""
+    with lines:
+        for line in lines:
+            replies.put(line)
+    replies.put("")
 
 
 def _drop() -> None:
-    """Ends the tuner; the next question gets another."""
+    """Ends the tuner; the next request starts another."""
     global _server
     if _server is not None:
         _server.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in a driver goes when that lets it
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that hangs in a driver ends later
             _server.wait(timeout=5.0)
+        with contextlib.suppress(OSError):  # a request that was not read cannot be written any more
+            if _server.stdin is not None:
+                _server.stdin.close()
         _server = None
 
 
-def _agreed(question: Question, device_index: int, config: Config, origin: tuning.Source) -> Config:
-    """All ranks take one config, as one with another config sums in another order: the first that any of them names.
+def _agreed(key: TuningKey, device_index: int, config: Config, origin: tuning.Source) -> Config:
+    """One config for all ranks, since sums of different configs differ in order: the first that any rank stores.
 
-    That is rank 0's, which the others wait for. A rank that waited in vain names the config that it has; rank 0, if it
-    comes later, takes that and tunes nothing.
+    As a rule that is rank 0's, for which the others wait. A rank whose wait timed out stores the config it has; if rank
+    0 reaches the key later, it uses that config and does not tune.
     """
-    store = dist.distributed_c10d._get_default_store()
-    key = f"fusedops_tune {tuning.device_name(device_index)} {question}"
-    reached = f"{key} reached"
+    store = compat.default_store()
+    name = f"fusedops_tune {tuning.device_name(device_index)} {key}"
+    reached = f"{name} reached"
     problem: Exception | None = None
     try:
         if dist.get_rank() == 0:
-            if not store.check([key]):
+            if not store.check([name]):
                 store.set(reached, "")
                 try:
-                    config = _tuned(question, device_index, config, origin)
-                except Exception as error:  # noqa: BLE001 - the user's own, from the device, say; raised below
-                    problem = error  # the others are not to wait for it
-        elif "wait" not in _said:
-            _wait(store, question, reached, key)
-        named = store.compare_set(key, "", json.dumps(dataclasses.astuple(config)))
+                    config = _tuned(key, device_index, config, origin)
+                except Exception as error:  # noqa: BLE001 - may be the user's own, from the device; raised below
+                    problem = error  # the other ranks must not wait for it
+        elif "wait" not in _warned:
+            _wait(store, key, reached, name)
+        stored = store.compare_set(name, "", json.dumps(dataclasses.astuple(config)))
         store.set(reached, "")
-        found = _config(question, json.loads(named))
+        found = _config(key, json.loads(stored))
         if found is None:
-            _say_once("store", f"another rank named {named!r} for {question}")
+            _warn_once("store", f"another rank stored {stored!r} for {key}")
     except RuntimeError as error:
         found = None
-        _say_once("store", f"the ranks' store failed ({str(error).splitlines()[0][:200]})")
+        _warn_once("store", f"the ranks' store failed ({str(error).splitlines()[0][:200]})")
     if problem is not None:
         raise problem
     return found or config
 
 
-def _wait(store: Any, question: Question, reached: str, key: str) -> None:
-    """Until rank 0's answer is there, or for so long that it will not come."""
+def _wait(store: Any, key: TuningKey, reached: str, name: str) -> None:
+    """Waits until rank 0 has stored its config, or until a timeout."""
     try:
         store.wait([reached], reach)
-        store.wait([key], patience + reach)  # rank 0 may have to wait for its tuner
+        store.wait([name], patience + reach)  # rank 0 may have to wait for its tuner
     except RuntimeError:
-        _say_once("wait", f"rank 0 did not name its config for {question} in time and is not waited for any more")
+        _warn_once("wait", f"rank 0 did not store its config for {key} in time; this rank no longer waits for it")
 
 
-def _config(question: Question, numbers: Sequence[int] | None) -> Config | None:
+def _config(key: TuningKey, numbers: Sequence[int] | None) -> Config | None:
     try:
         config = Config(*numbers or ())
     except TypeError:
         return None
-    return config if valid(question, config) else None
+    return config if valid(key, config) else None
 
 
-def _say_once(what: str, problem: str) -> None:
-    if what not in _said:
-        _said.add(what)
-        warnings.warn(f"fusedops: FUSEDOPS_TUNE: {problem}; the config in use stays. This is said once.",
+def _warn_once(what: str, problem: str) -> None:
+    if what not in _warned:
+        _warned.add(what)
+        warnings.warn(f"fusedops: FUSEDOPS_TUNE: {problem}; the current config stays in use. This warning is shown once.",
                       RuntimeWarning, stacklevel=2)  # fmt: skip

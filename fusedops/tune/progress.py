@@ -1,4 +1,4 @@
-"""A bar on standard error where that is a terminal, and nothing where it is not."""
+"""A progress bar on standard error, if that is a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WIDTH = 30
 
 
 class Progress:
-    """How much of the work is done, and about how long the rest takes."""
+    """A bar with the completed part of the work and the estimated remaining time."""
 
     def __init__(self, total: int) -> None:
         self._total, self._done = max(total, 1), 0
@@ -19,12 +19,12 @@ class Progress:
         self._shown = sys.stderr.isatty()
 
     def at(self, done: int, what: str) -> None:
-        """So many pieces are done, and ``what`` is being worked on."""
+        """Sets the number of completed pieces and the current one, ``what``."""
         self._done = done
         self._draw(what)
 
     def line(self, text: str) -> None:
-        """A line of output, without a torn bar above it."""
+        """Prints a line of output above the bar."""
         if self._shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
         print(text, flush=True)

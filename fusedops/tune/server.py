@@ -1,6 +1,6 @@
-"""``python -m fusedops.tune.server``: tunes the questions it is sent, line by line, for a process that keeps running.
+"""``python -m fusedops.tune.server``: tunes the keys that its parent process sends, one per line.
 
-It ends with its input, so that it outlives nobody.
+It exits when its input ends, so that it does not outlive its parent.
 """
 
 from __future__ import annotations
@@ -15,48 +15,48 @@ from typing import Any, TextIO
 import torch
 
 from ..core import cache, tuning
-from ..core.question import Question
+from ..core.tuning_key import TuningKey
 from .sweep import Outcome, Sweeper
 from .timing import GraphTimer
 from .workloads import discover, kernels_alone, workload_for
 
-__all__ = ["answer", "serve"]
+__all__ = ["serve", "tune"]
 
-# Processes that compile beside the one that waits.
+# The number of processes that compile in parallel.
 _JOBS = 8
 
 
-def serve(requests: TextIO, answers: TextIO, sweeper: Callable[[int], Sweeper]) -> None:
-    """Answers each request with a config, or with what went wrong."""
+def serve(requests: TextIO, replies: TextIO, sweeper: Callable[[int], Sweeper]) -> None:
+    """Replies to each request with a config or an error."""
     discover()
     for line in requests:
         try:
-            reply: dict[str, Any] = {"config": astuple(answer(json.loads(line), sweeper).best)}
-        except Exception as error:  # noqa: BLE001 - whatever fails, the process that asks goes on with what it has
+            reply: dict[str, Any] = {"config": astuple(tune(json.loads(line), sweeper).best)}
+        except Exception as error:  # noqa: BLE001 - after any error the parent keeps its config
             reply = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-        print(json.dumps(reply), file=answers, flush=True)
+        print(json.dumps(reply), file=replies, flush=True)
 
 
-def answer(message: Mapping[str, Any], sweeper: Callable[[int], Sweeper]) -> Outcome:
-    """Tunes one question, and keeps its answer in the user's cache.
+def tune(message: Mapping[str, Any], sweeper: Callable[[int], Sweeper]) -> Outcome:
+    """Tunes one key and writes the best config to the user's cache.
 
     Raises:
-        LookupError: no operator is known to ask it.
+        LookupError: no workload has this key.
     """
-    index, parts = message["device"], message["question"]
-    question = Question(**{**parts, "variant": tuple(parts["variant"])})
+    index, parts = message["device"], message["key"]
+    key = TuningKey(**{**parts, "variant": tuple(parts["variant"])})
     device = torch.device("cuda", index) if index >= 0 else torch.device("cpu")
-    workload = workload_for(question, device)
+    workload = workload_for(key, device)
     if workload is None:
-        raise LookupError("no workload asks this")
+        raise LookupError("no workload has this key")
     with kernels_alone():
         tuner = sweeper(index)
-        outcomes = tuner.sweep([workload], wanted=question.__eq__)
-        outcome = next((found for found in outcomes if found.question == question), None)
+        outcomes = tuner.sweep([workload], wanted=key.__eq__)
+        outcome = next((found for found in outcomes if found.key == key), None)
     if outcome is None:
-        raise RuntimeError("; ".join(map(str, tuner.failures)) or "nothing came of it")
+        raise RuntimeError("; ".join(map(str, tuner.failures)) or "nothing was measured")
     times = {"best": outcome.us_of(outcome.best), "heuristic": outcome.us_of(outcome.heuristic)}
-    cache.write(question, tuning.device_name(index), outcome.best, times)
+    cache.write(key, tuning.device_name(index), outcome.best, times)
     return outcome
 
 
@@ -76,6 +76,6 @@ def _gpu_sweeper() -> Callable[[int], Sweeper]:
 
 
 if __name__ == "__main__":
-    answers, sys.stdout = sys.stdout, sys.stderr  # nothing that is printed may come between the answers
-    serve(sys.stdin, answers, _gpu_sweeper())
-    os._exit(0)  # the compilers' threads may be waiting for work that nobody wants any more
+    replies, sys.stdout = sys.stdout, sys.stderr  # prints must not mix with the replies
+    serve(sys.stdin, replies, _gpu_sweeper())
+    os._exit(0)  # threads that compile may still have work

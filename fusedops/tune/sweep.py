@@ -1,4 +1,4 @@
-"""The sweep: candidates are compiled ahead in parallel, dropped for what they take, and timed in two rounds."""
+"""The sweep: compiles candidates in parallel, drops those that spill or do not fit, and times the rest in two rounds."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 import torch
 
 from ..core import launch, tuning
-from ..core.question import Config, Question, family_of, valid
+from ..core.tuning_key import Config, TuningKey, family_of, valid
 from .compiling import Pool
 from .timing import Bench, Timer
 from .usage import Limits, Usage, reason_to_drop
-from .workloads import Step, Workload, questions_of
+from .workloads import Step, Workload, keys_of
 
 __all__ = ["Measured", "Outcome", "Sweeper"]
 
-# The heuristic's config yields to one that is faster by more than the noise.
+# Another config replaces the heuristic's only if it is faster by more than the noise.
 _NOISE = 0.01
-# How many go into the second round beside the heuristic's, and how many workloads are compiled ahead.
+# Configs in the second round besides the heuristic's, and workloads that are compiled ahead.
 _FINALISTS = 2
 _AHEAD = 6
 
@@ -42,9 +42,9 @@ class Measured:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a question."""
+    """The result of tuning a key."""
 
-    question: Question
+    key: TuningKey
     workload: Workload
     heuristic: Config
     best: Config
@@ -56,7 +56,7 @@ class Outcome:
 
     @property
     def gain(self) -> float:
-        """By what part the heuristic's config takes longer than the best."""
+        """The heuristic's time relative to the best, minus one."""
         return self.us_of(self.heuristic) / self.us_of(self.best) - 1.0
 
 
@@ -64,129 +64,129 @@ class Sweeper:
     """Tunes workloads on a device.
 
     Args:
-        pool: compiles.
-        timer: times; nothing else here needs a GPU.
-        device: where workloads are planned.
-        name: the device's name, for the shipped table's config, which is a candidate too; empty for none.
-        limits: the device's.
+        pool: compiles the candidates.
+        timer: times the candidates; nothing else here needs a GPU.
+        device: the workloads' device.
+        name: the device's name, for the shipped table, whose config is a candidate too; empty for none.
+        limits: the device's limits.
     """
 
     def __init__(self, pool: Pool, timer: Timer, device: torch.device, *, name: str, limits: Limits) -> None:
         self._pool, self._timer, self._device, self._name, self._limits = pool, timer, device, name, limits
         self.failures: list[str] = []
-        # What is asked and compiled does not depend on the rows, so it is found out once for all of a shape's.
-        self._asked: dict[Any, list[Question]] = {}
+        # Keys and compiled kernels do not depend on the rows, so both are found once for all numbers of rows.
+        self._keys_at: dict[Any, list[TuningKey]] = {}
         self._submitted: dict[Any, list[Future[Usage]]] = {}
 
     def sweep(
         self,
         workloads: Iterable[Workload],
         *,
-        wanted: Callable[[Question], bool] = lambda question: True,
+        wanted: Callable[[TuningKey], bool] = lambda key: True,
         goes_on: Callable[[], bool] = lambda: True,
     ) -> Iterator[Outcome]:
-        """The outcome of each ``wanted`` question that the workloads ask, once; ``goes_on`` is asked before each."""
-        done: set[Question] = set()
-        # What the cache holds may be another's since.
-        self._asked.clear()
+        """The outcome of each ``wanted`` key of the workloads, once; ``goes_on`` is called before each."""
+        done: set[TuningKey] = set()
+        # Cached configs may have changed.
+        self._keys_at.clear()
         self._submitted.clear()
 
-        def todo(workload: Workload, settled: Settled) -> list[Question]:
-            return [q for q in self._questions(workload, settled) if q not in done and wanted(q)]
+        def todo(workload: Workload, settled: Settled) -> list[TuningKey]:
+            return [key for key in self._keys(workload, settled) if key not in done and wanted(key)]
 
         queue: deque[Workload] = deque()
         rest = iter(workloads)
         while True:
-            # While one workload is timed, those behind it are compiled.
+            # While one workload is timed, the next ones are compiled.
             while len(queue) < _AHEAD and (workload := next(rest, None)) is not None:
-                if questions := todo(workload, {}):
+                if keys := todo(workload, {}):
                     queue.append(workload)
-                    self._compile_ahead(workload, questions)
+                    self._compile_ahead(workload, keys)
             if not queue:
                 return
             workload, bench = queue.popleft(), None
             settled: Settled = {}
-            # A config once settled may bring a question: what remains of rows that it cuts.
-            while questions := todo(workload, settled):
+            # A chosen config may add a key: that of the remaining columns, if it cuts the rows.
+            while keys := todo(workload, settled):
                 if not goes_on():
                     return
                 try:
                     bench = bench or self._timer.open(workload)
-                    with _all_forced(settled):  # what remains of rows is timed beside the first launch as it will be
-                        outcome = self._tune(workload, questions[0], settled, bench)
-                except RuntimeError as error:  # out of memory, say: the rest of a long run is not to go with it
+                    with _all_forced(settled):  # the remaining columns are timed with the first launch's config
+                        outcome = self._tune(workload, keys[0], settled, bench)
+                except RuntimeError as error:  # for example out of memory: a long run must go on
                     self.failures.append(f"{workload}: {str(error).splitlines()[0]}")
                     break
-                done.add(outcome.question)
-                settled[outcome.question.kernel] = outcome.best
+                done.add(outcome.key)
+                settled[outcome.key.kernel] = outcome.best
                 yield outcome
 
-    def _tune(self, workload: Workload, question: Question, settled: Settled, bench: Bench) -> Outcome:
-        candidates = self._candidates(question)
-        pending = {config: self._compile(workload, question, config, settled) for config in candidates}
+    def _tune(self, workload: Workload, key: TuningKey, settled: Settled, bench: Bench) -> Outcome:
+        candidates = self._candidates(key)
+        pending = {config: self._compile(workload, key, config, settled) for config in candidates}
         usages = {config: [each.result() for each in futures] for config, futures in pending.items()}
         first = candidates[0]
         dropped = {config: "" if config == first else reason_to_drop(config, usages[config], usages[first], self._limits)
                    for config in candidates}  # fmt: skip
         left = [config for config in candidates if not dropped[config]]
-        times = {config: bench.us(question, config, careful=False) for config in left}
+        times = {config: bench.us(key, config, careful=False) for config in left}
         best = first
         if min(times, key=lambda config: times[config]) != first:
             finalists = sorted((c for c in left if c != first), key=lambda c: times[c])[:_FINALISTS]
             for config in (first, *finalists):
-                times[config] = bench.us(question, config, careful=True)
+                times[config] = bench.us(key, config, careful=True)
             better = sorted((c for c in finalists if times[c] < times[first] * (1.0 - _NOISE)), key=lambda c: times[c])
-            best = next((c for c in better if bench.agree(question, first, c)), first)
+            best = next((c for c in better if bench.agree(key, first, c)), first)
         measured = tuple(
             Measured(config, max((u.registers for u in usages[config]), default=0),
                      max((u.spills for u in usages[config]), default=0), times.get(config, float("inf")), dropped[config])
             for config in candidates)  # fmt: skip
-        return Outcome(question, workload, first, best, measured)
+        return Outcome(key, workload, first, best, measured)
 
-    def _candidates(self, question: Question) -> list[Config]:
-        family = family_of(question.kernel)
+    def _candidates(self, key: TuningKey) -> list[Config]:
+        family = family_of(key.kernel)
         assert family is not None
-        found = family.candidates(question)
-        shipped = tuning.shipped(question, self._name) if self._name else None
-        return list(dict.fromkeys([*found, *([shipped] if shipped is not None and valid(question, shipped) else [])]))
+        found = family.candidates(key)
+        shipped = tuning.shipped(key, self._name) if self._name else None
+        return list(dict.fromkeys([*found, *([shipped] if shipped is not None and valid(key, shipped) else [])]))
 
-    def _questions(self, workload: Workload, settled: Settled) -> list[Question]:
-        key = (str(workload.at(4)), tuple(settled.items()))
-        if key not in self._asked:
+    def _keys(self, workload: Workload, settled: Settled) -> list[TuningKey]:
+        place = (str(workload.at(4)), tuple(settled.items()))
+        if place not in self._keys_at:
             with _all_forced(settled):
-                self._asked[key] = questions_of(workload, self._device)
+                self._keys_at[place] = keys_of(workload, self._device)
         bucket = tuning.BUCKET[workload.rows.bit_length()]
-        return [replace(question, bucket=bucket) for question in self._asked[key]]
+        return [replace(key, bucket=bucket) for key in self._keys_at[place]]
 
-    def _compile_ahead(self, workload: Workload, questions: list[Question]) -> None:
-        """Also the kernels that depend on another's block, as their names do on its name."""
-        for question in questions:
+    def _compile_ahead(self, workload: Workload, keys: list[TuningKey]) -> None:
+        """Compiles all candidates, and those of kernels that depend on the first one's block."""
+        for key in keys:
             blocks: set[int] = set()
-            for config in self._candidates(question):
-                self._compile(workload, question, config, {})
+            for config in self._candidates(key):
+                self._compile(workload, key, config, {})
                 if config.block_n in blocks:
                     continue
                 blocks.add(config.block_n)
-                settled = {question.kernel: config}
-                for after in self._questions(workload, settled):
-                    if after.kernel.startswith(f"{question.kernel}_"):
+                settled = {key.kernel: config}
+                for after in self._keys(workload, settled):
+                    if after.kernel.startswith(f"{key.kernel}_"):
                         for remains in self._candidates(after):
                             self._compile(workload, after, remains, settled)
 
-    def _compile(self, workload: Workload, question: Question, config: Config,
+    def _compile(self, workload: Workload, key: TuningKey, config: Config,
                  settled: Settled) -> list[Future[Usage]]:  # fmt: skip
-        """Submits all kernels that the workload then needs; what those with the config will take."""
-        forced = {kernel: c for kernel, c in settled.items() if question.kernel.startswith(f"{kernel}_")}
-        forced[question.kernel] = config
-        key = (str(workload.at(4)), tuple(forced.items()))
-        if key not in self._submitted:
+        """Submits all kernels of the workload under a config; the usages of those that run with it."""
+        forced = {kernel: c for kernel, c in settled.items() if key.kernel.startswith(f"{kernel}_")}
+        forced[key.kernel] = config
+        place = (str(workload.at(4)), tuple(forced.items()))
+        if place not in self._submitted:
             with _all_forced(forced), launch.collecting() as requests:
                 Step(workload.at(4), self._device)()
-            first = self._candidates(question)[0] == config
+            first = self._candidates(key)[0] == config
             found = [(request, self._pool.submit(request, fit=first or request.config != config))
                      for request in requests]  # fmt: skip
-            self._submitted[key] = [future for request, future in found if request.config == config]
-        return self._submitted[key]
+            self._submitted[place] = [future for request, future in found if request.config == config]
+        return self._submitted[place]
 
 
 def _all_forced(configs: Settled) -> ExitStack:

@@ -1,4 +1,4 @@
-"""The table that the package ships, the raw timings behind it, and how far the heuristic alone is from it."""
+"""The shipped table, its raw timings, and the heuristic's distance from the best config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..core.question import BUCKETS, Config, Question, family_of, fingerprint
+from ..core.tuning_key import BUCKETS, Config, TuningKey, family_of, fingerprint
 from .sweep import Outcome
 
 __all__ = ["RAW_COLUMNS", "Table", "code", "commit", "compare", "mark", "raw_rows", "read_raw", "summary", "write_raw"]
@@ -28,7 +28,7 @@ RAW_COLUMNS = ("kernel", "group", "cols", "bucket", "M", "workload", *_CONFIG, "
 
 @cache
 def _sources(family: str) -> str:
-    """A digest of the kernels that a family launches."""
+    """A digest of a family's kernels."""
     package = resources.files("fusedops")
     texts = [(package / folder / name).read_text("utf-8") for folder, name in ((family, "kernels.py"),
                                                                                ("core", "device.py"))]  # fmt: skip
@@ -36,7 +36,7 @@ def _sources(family: str) -> str:
 
 
 def code(source: str) -> str:
-    """What a source does, without comments, docstrings and layout; the same text from every Python that reads it."""
+    """The syntax tree of a source as text: without comments, docstrings and layout, and equal in all versions of Python."""
     return _tree(ast.parse(source))
 
 
@@ -45,7 +45,7 @@ def _tree(node: Any) -> str:
         return f"[{','.join(_tree(item) for item in node if not _is_docstring(item))}]"
     if not isinstance(node, ast.AST):
         return repr(node)
-    # Pythons differ in which empty fields a node has.
+    # Which empty fields a node has depends on the version of Python.
     known = [(name, value) for name, value in ast.iter_fields(node) if value is not None and value != []]
     return f"{type(node).__name__}({','.join(f'{name}={_tree(value)}' for name, value in known)})"
 
@@ -54,14 +54,14 @@ def _is_docstring(node: Any) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def mark(question: Question) -> str:
-    """What an entry was measured with: the configs there were to choose from, and the kernels' code."""
-    module = str(getattr(family_of(question.kernel), "__name__", "")).split(".")[-2]
-    return hashlib.sha256(f"{fingerprint(question)} {_sources(module)}".encode()).hexdigest()[:8]
+def mark(key: TuningKey) -> str:
+    """A digest of an entry's candidates and of its kernels' code."""
+    module = str(getattr(family_of(key.kernel), "__name__", "")).split(".")[-2]
+    return hashlib.sha256(f"{fingerprint(key)} {_sources(module)}".encode()).hexdigest()[:8]
 
 
 class Table:
-    """A shipped table on its way: what is there, and what is measured anew."""
+    """A shipped table while it is being measured."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -72,21 +72,21 @@ class Table:
         self.summary: dict[str, Any] = content.get("summary", {})
         self._rows: dict[str, dict[str, list[Any]]] = content.get("configs", {})
 
-    def __contains__(self, question: Question) -> bool:
-        """Whether the question is answered, by the kernels and from the configs of today."""
-        row = self._rows.get(question.kernel, {}).get(_key(question), [])
-        return len(row) > len(BUCKETS) and row[-1] == mark(question) and row[question.bucket] is not None
+    def __contains__(self, key: TuningKey) -> bool:
+        """Whether the table has a config for the key, measured with today's kernels and candidates."""
+        row = self._rows.get(key.kernel, {}).get(_row_name(key), [])
+        return len(row) > len(BUCKETS) and row[-1] == mark(key) and row[key.bucket] is not None
 
-    def put(self, question: Question, config: Config) -> None:
-        """An answer; others of its row that were measured with something else are dropped."""
-        rows, key = self._rows.setdefault(question.kernel, {}), _key(question)
-        row = rows.get(key, [])
-        if len(row) <= len(BUCKETS) or row[-1] != mark(question):
-            row = rows[key] = [None] * len(BUCKETS) + [mark(question)]
-        row[question.bucket] = list(astuple(config))
+    def put(self, key: TuningKey, config: Config) -> None:
+        """Stores a key's config; drops configs of its row that were measured with other kernels or candidates."""
+        rows, name = self._rows.setdefault(key.kernel, {}), _row_name(key)
+        row = rows.get(name, [])
+        if len(row) <= len(BUCKETS) or row[-1] != mark(key):
+            row = rows[name] = [None] * len(BUCKETS) + [mark(key)]
+        row[key.bucket] = list(astuple(config))
 
     def save(self) -> None:
-        """Writes it, whole or not at all."""
+        """Writes the table atomically."""
         scratch = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         scratch.write_text("\n".join(self._lines()) + "\n", encoding="utf-8")
         scratch.replace(self.path)
@@ -100,31 +100,31 @@ class Table:
         for kernel in sorted(self._rows):
             last = "" if kernel == max(self._rows) else ","
             yield f"  {json.dumps(kernel)}: {{"
-            keys = sorted(self._rows[kernel], key=lambda key: (key.rpartition("|")[0], int(key.rpartition("|")[2])))
-            for key in keys:
-                row = json.dumps(self._rows[kernel][key], separators=(",", ":"))
-                yield f"   {json.dumps(key)}: {row}" + ("" if key == keys[-1] else ",")
+            names = sorted(self._rows[kernel], key=lambda name: (name.rpartition("|")[0], int(name.rpartition("|")[2])))
+            for name in names:
+                row = json.dumps(self._rows[kernel][name], separators=(",", ":"))
+                yield f"   {json.dumps(name)}: {row}" + ("" if name == names[-1] else ",")
             yield f"  }}{last}"
         yield " }"
         yield "}"
 
 
-def _key(question: Question) -> str:
-    return f"{question.group}|{question.cols}"
+def _row_name(key: TuningKey) -> str:
+    return f"{key.group}|{key.cols}"
 
 
 # --- raw timings --------------------------------------------------------------------------------------------------
 
 
 def raw_rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
-    """One row a candidate."""
-    question = outcome.question
+    """One row per candidate."""
+    key = outcome.key
     for one in outcome.measured:
         yield {
-            "kernel": question.kernel,
-            "group": question.group,
-            "cols": question.cols,
-            "bucket": question.bucket,
+            "kernel": key.kernel,
+            "group": key.group,
+            "cols": key.cols,
+            "bucket": key.bucket,
             "M": outcome.workload.rows,
             "workload": str(outcome.workload),
             **{name: getattr(one.config, name) for name in _CONFIG},
@@ -138,7 +138,7 @@ def raw_rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
 
 
 def write_raw(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Appends rows; a new file begins with the columns' names."""
+    """Appends rows; a new file gets a header."""
     new = not path.exists()
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, RAW_COLUMNS)
@@ -149,7 +149,7 @@ def write_raw(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 @dataclass(frozen=True)
 class _Distance:
-    """How much longer the heuristic's config takes than the best that was measured, by question."""
+    """The heuristic's time over the best measured time, by key."""
 
     ratios: dict[str, float]
 
@@ -176,17 +176,17 @@ def read_raw(path: Path) -> list[dict[str, Any]]:
 
 
 def summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By kernel, and over all, how far today's heuristic is from the best of raw timings."""
+    """The heuristic's distance from the best of raw timings, by kernel and over all."""
     found: dict[str, dict[str, float]] = {}
-    for question, (times, best) in _timings(rows).items():
-        family = family_of(question.kernel)
-        heuristic = None if family is None else times.get(family.heuristic(question))
+    for key, (times, best) in _timings(rows).items():
+        family = family_of(key.kernel)
+        heuristic = None if family is None else times.get(family.heuristic(key))
         if heuristic is not None:
-            for kernel in (question.kernel, "all"):
-                found.setdefault(kernel, {})[str(question)] = heuristic / times[best]
+            for kernel in (key.kernel, "all"):
+                found.setdefault(kernel, {})[str(key)] = heuristic / times[best]
     distances = {kernel: _Distance(ratios) for kernel, ratios in sorted(found.items())}
     return {
-        kernel: {"questions": len(d.ratios), "geometric_mean": round(d.mean, 4), "worst": round(d.ratios[d.worst], 3),
+        kernel: {"keys": len(d.ratios), "geometric_mean": round(d.mean, 4), "worst": round(d.ratios[d.worst], 3),
                  "worst_at": d.worst}
         for kernel, d in distances.items()
     }  # fmt: skip
@@ -194,32 +194,32 @@ def summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def compare(rows: Iterable[Mapping[str, Any]]) -> str:
     """`summary` as lines."""
-    lines = [f"{'kernel':<22}{'questions':>10}{'geometric mean':>16}{'worst':>8}  at"]
-    for kernel, seen in summary(rows).items():
-        lines.append(f"{kernel:<22}{seen['questions']:>10}{seen['geometric_mean']:>16.3f}{seen['worst']:>8.2f}  "
-                     f"{seen['worst_at']}")  # fmt: skip
+    lines = [f"{'kernel':<22}{'keys':>10}{'geometric mean':>16}{'worst':>8}  at"]
+    for kernel, row in summary(rows).items():
+        lines.append(f"{kernel:<22}{row['keys']:>10}{row['geometric_mean']:>16.3f}{row['worst']:>8.2f}  "
+                     f"{row['worst_at']}")  # fmt: skip
     return "\n".join(lines)
 
 
-def _timings(rows: Iterable[Mapping[str, Any]]) -> dict[Question, tuple[dict[Config, float], Config]]:
-    """The times of each question, and its answer; where one was measured again, what came last."""
-    found: dict[Question, tuple[dict[Config, float], Config]] = {}
+def _timings(rows: Iterable[Mapping[str, Any]]) -> dict[TuningKey, tuple[dict[Config, float], Config]]:
+    """The times of each key and its best config; of repeated measurements, the last."""
+    found: dict[TuningKey, tuple[dict[Config, float], Config]] = {}
     for row in rows:
         if not row["us"]:
             continue
         *variant, widths = row["group"].split("|")
-        question = Question(row["kernel"], tuple(variant), widths, int(row["cols"]), int(row["bucket"]))
+        key = TuningKey(row["kernel"], tuple(variant), widths, int(row["cols"]), int(row["bucket"]))
         config = Config(*(int(row[name]) for name in _CONFIG))
-        times, best = found.get(question, ({}, config))
+        times, best = found.get(key, ({}, config))
         times[config] = float(row["us"])
-        found[question] = (times, config if int(row["best"]) else best)
+        found[key] = (times, config if int(row["best"]) else best)
     return found
 
 
 def commit() -> str:
-    """The short hash of the sources, with ``+dirty`` where the tree differs; empty outside a clone.
+    """The short hash of the sources, with ``+dirty`` if the tree differs; empty outside a clone.
 
-    ``FUSEDOPS_COMMIT`` overrides it: a tree that was copied to the machine with the GPU has no history there.
+    ``FUSEDOPS_COMMIT`` overrides it, for a copy of the tree without its history.
     """
     if "FUSEDOPS_COMMIT" in os.environ:
         return os.environ["FUSEDOPS_COMMIT"]

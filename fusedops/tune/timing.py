@@ -1,6 +1,6 @@
-"""How a config is timed: many calls in one CUDA graph, on sets of inputs that together exceed the L2.
+"""Times a config by many calls in one CUDA graph, on sets of inputs that together exceed the L2.
 
-A graph leaves the host out, and no call finds its inputs in the cache. Importable without a GPU; timing needs one.
+A graph excludes the host's time, and no call has its inputs in the L2. Importable without a GPU; timing needs one.
 """
 
 from __future__ import annotations
@@ -15,45 +15,45 @@ import torch
 from torch import Tensor
 
 from ..core import rng, tuning
-from ..core.question import Config, Question
+from ..core.tuning_key import Config, TuningKey
 from .workloads import Step, Workload
 
 __all__ = ["Bench", "GraphTimer", "Timer", "copy_bandwidth", "events", "set_count"]
 
-_CACHES = 4  # the sets' total, in sizes of the L2
-_CALLS = 16  # the least calls in a graph, so that the gap before it is spread thin
+_CACHES = 4  # the total size of the sets, in sizes of the L2
+_CALLS = 16  # the minimum of calls in a graph, over which the gap before it is averaged
 _QUICK_MS, _CAREFUL_MS = 2.0, 8.0
-# How much further two configs' results may lie apart than the roundings of their dtype: their sums' orders differ.
+# The allowed difference of two configs' results, in roundings of their dtype: their sums differ in order.
 _ROUNDINGS = 8.0
 
 
 class Bench(Protocol):
-    """A workload, ready to be timed."""
+    """A workload with its inputs, to be timed."""
 
-    def us(self, question: Question, config: Config, *, careful: bool) -> float:
-        """Microseconds of the backward, if the question is one's, under a config, or of the forward.
+    def us(self, key: TuningKey, config: Config, *, careful: bool) -> float:
+        """Microseconds of a call under a config: of the backward for a backward's key, else of the forward.
 
-        The forward's are the mean of training's and of inference's, which keeps nothing.
+        The forward's time is the mean of training and inference, which saves nothing for backward.
         """
 
-    def agree(self, question: Question, one: Config, other: Config) -> bool:
+    def agree(self, key: TuningKey, one: Config, other: Config) -> bool:
         """Whether two configs give the same results, up to the order of sums."""
 
 
 class Timer(Protocol):
-    """Makes workloads ready."""
+    """Prepares workloads to be timed."""
 
     def open(self, workload: Workload) -> Bench:
         """The workload's bench."""
 
 
 def set_count(input_bytes: int, l2_bytes: int, *, least: int = 3, most: int = 64) -> int:
-    """How many sets of inputs of that size are several times the L2; bounded for very small and very large ones."""
+    """The number of sets of inputs whose total size is several times the L2's, within bounds."""
     return max(least, min(most, math.ceil(_CACHES * l2_bytes / max(1, input_bytes))))
 
 
 def copy_bandwidth(device: torch.device, gib: float = 1.0) -> float:
-    """Bytes a second, read and written, of a large copy within the device."""
+    """Bytes per second, read and written, of a large copy within the device."""
     source = torch.empty(int(gib * 2**30), dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     for _ in range(3):
@@ -63,7 +63,7 @@ def copy_bandwidth(device: torch.device, gib: float = 1.0) -> float:
 
 
 def events(work: Callable[[], object], repeats: int, between: Callable[[], object] | None = None) -> list[float]:
-    """Milliseconds of each repeat; ``between`` is done before each, untimed."""
+    """Milliseconds of each repeat; ``between`` runs before each and is not timed."""
     pairs = []
     for _ in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -78,12 +78,12 @@ def events(work: Callable[[], object], repeats: int, between: Callable[[], objec
 
 
 class GraphTimer:
-    """Times on one GPU."""
+    """Times workloads on one GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        # One pool for the outputs of all graphs, which lives as long as a graph does that has it.
+        # One memory pool for all graphs; it lives as long as a graph that uses it.
         self._first = torch.cuda.CUDAGraph()
         counter = torch.zeros(1, device=device)
         with torch.cuda.graph(self._first, stream=self._stream):
@@ -91,7 +91,7 @@ class GraphTimer:
         self._memory = self._first.pool()
 
     def open(self, workload: Workload) -> Bench:
-        """Inputs, several sets of them."""
+        """The workload with several sets of inputs."""
         properties = torch.cuda.get_device_properties(self._device)
         if torch.cuda.memory_reserved(self._device) > properties.total_memory // 2:
             torch.cuda.empty_cache()
@@ -107,19 +107,19 @@ class _GraphBench:
         self._steps, self._stream, self._memory = steps, stream, memory
         self._outputs: list[tuple[Tensor, ...]] = []
 
-    def us(self, question: Question, config: Config, *, careful: bool) -> float:
-        with tuning.forced(question.kernel, config), self._ready():
-            calls = self._calls("backward" in question.kernel)
-            calls[-1]()  # of the other kind, if there are two: nothing is to be loaded while a graph is captured
+    def us(self, key: TuningKey, config: Config, *, careful: bool) -> float:
+        with tuning.forced(key.kernel, config), self._ready():
+            calls = self._calls("backward" in key.kernel)
+            calls[-1]()  # the other kind, if there are two: no kernel may be loaded while a graph is captured
             calls[0]()
             estimate = max(1e-3, events(calls[0], 1)[0])
             rounds = 1 if estimate * len(calls) > 1.0 else math.ceil(_CALLS / len(calls))
             graph = torch.cuda.CUDAGraph()
-            # Not by `torch.cuda.graph`, which gives all cached memory back to the system each time.
+            # Not `torch.cuda.graph`, which returns all cached memory to the system each time.
             graph.capture_begin(pool=self._memory)
             try:
                 for _ in range(rounds):
-                    # Held until the round ends: an output put where the last one lay would be overwritten in the L2.
+                    # Outputs live until the round ends: one at the last one's address would be overwritten in the L2.
                     held = [call() for call in calls]
                     del held
             finally:
@@ -129,10 +129,10 @@ class _GraphBench:
             finally:
                 graph.reset()
 
-    def agree(self, question: Question, one: Config, other: Config) -> bool:
+    def agree(self, key: TuningKey, one: Config, other: Config) -> bool:
         results = []
         for config in (one, other):
-            with tuning.forced(question.kernel, config), self._ready():
+            with tuning.forced(key.kernel, config), self._ready():
                 outputs = self._steps[0].forward()
                 gradients = self._steps[0].backward(outputs)
                 results.append([t.detach() for t in (*outputs, *gradients)])
@@ -140,9 +140,9 @@ class _GraphBench:
         return all(_close(a, b) for a, b in zip(*results, strict=True))
 
     def _calls(self, backward: bool) -> list[Callable[[], object]]:
-        if not backward:  # one config serves training and inference
+        if not backward:  # training and inference share a config
             return [*[step.forward for step in self._steps], *[step.infer for step in self._steps]]
-        if not self._outputs:  # they depend on no config of the backward
+        if not self._outputs:  # independent of the backward's config
             self._outputs = [step.forward() for step in self._steps]
             for step, outputs in zip(self._steps, self._outputs, strict=True):
                 step.backward(outputs)  # makes the cotangents
@@ -151,10 +151,10 @@ class _GraphBench:
 
     @contextmanager
     def _ready(self) -> Iterator[None]:
-        """On the stream that is captured, where a backward runs too if its forward did; with one mask for all calls.
+        """Context manager: runs calls on the capturing stream, as backward runs on its forward's; fixes the dropout mask.
 
-        Two numbers for a seed, as eager calls have them: a graph would draw a tensor, for which the kernels that were
-        compiled ahead are not.
+        The seed is two numbers, as in eager calls. Under capture it would be a tensor, and other kernels would be
+        compiled than those prepared.
         """
         draw, rng.draw = rng.draw, lambda device: (1, 0)
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -167,7 +167,7 @@ class _GraphBench:
 
 
 def _replay(graph: torch.cuda.CUDAGraph, careful: bool) -> float:
-    """Milliseconds of a replay, the median of few or many."""
+    """The median of a replay's milliseconds."""
     graph.replay()
     estimate = max(1e-3, events(graph.replay, 1)[0])
     wanted = _CAREFUL_MS if careful else _QUICK_MS
@@ -175,7 +175,7 @@ def _replay(graph: torch.cuda.CUDAGraph, careful: bool) -> float:
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
-    """Within some roundings of the largest value."""
+    """Whether two results differ by at most some roundings of the largest value."""
     wide = torch.promote_types(one.dtype, torch.float32)
     scale = float(one.abs().max().to(wide))
     return float((one.to(wide) - other.to(wide)).abs().max()) <= _ROUNDINGS * torch.finfo(one.dtype).eps * scale

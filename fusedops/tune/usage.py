@@ -1,4 +1,4 @@
-"""What a compiled kernel takes of a multiprocessor, and which configs are not worth timing for it."""
+"""The registers and shared memory of a compiled kernel, and the configs that are dropped for them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any
 
 import torch
 
-from ..core.question import Config
+from ..core.tuning_key import Config
 
 __all__ = ["Limits", "Usage", "limits_of", "reason_to_drop", "usage_of"]
 
 
-# Bytes a thread that may be worth it: RMSNorm's backward over 16,384 columns is fastest with whole rows and 72.
+# Bytes per thread that are allowed: RMSNorm's backward over 16,384 columns is fastest with whole rows and 72.
 _FEW_SPILLS = 128
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one compiled kernel.
+    """The resources of a compiled kernel.
 
     Attributes:
-        registers: registers a thread; 0 where nobody can say.
-        spills: bytes of stack a thread, on AMD GPUs spilled registers.
-        shared: bytes of shared memory a program.
+        registers: registers per thread; 0 if unknown.
+        spills: bytes of stack per thread, on AMD GPUs spilled registers.
+        shared: bytes of shared memory per program.
         error: why it does not compile; empty if it does.
     """
 
@@ -40,7 +40,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program, and a multiprocessor, may have."""
+    """The limits of a program and of a multiprocessor."""
 
     shared: int
     shared_in_all: int
@@ -48,7 +48,7 @@ class Limits:
 
 
 def limits_of(device: torch.device) -> Limits:
-    """A GPU's limits; of no GPU, those of an H200."""
+    """The limits of a GPU; those of an H200 without one."""
     if device.type != "cuda":
         return Limits(232_448, 233_472)
     properties: Any = torch.cuda.get_device_properties(device)
@@ -57,7 +57,7 @@ def limits_of(device: torch.device) -> Limits:
 
 
 def usage_of(compiled: Any) -> Usage:
-    """Read off the binary."""
+    """The usage that the binary states."""
     shared = int(compiled.metadata.shared)
     if "amdgcn" in compiled.asm:
         return Usage(_number(r"\.vgpr_count:\s*(\d+)", compiled.asm["amdgcn"]),
@@ -80,9 +80,9 @@ def _number(pattern: str, text: str) -> int:
 
 
 def reason_to_drop(config: Config, usages: Sequence[Usage], heuristic: Sequence[Usage], limits: Limits) -> str:
-    """Why a config cannot be the best, or the empty string: it spills, does not fit, or keeps its programs waiting.
+    """Why a config cannot be the fastest (it spills, or its programs do not fit), or the empty string.
 
-    Where the heuristic's own config spills, as for the widest rows, others may as much.
+    If the heuristic's config spills, as for the widest rows, others may spill as much.
     """
     spilled = max([_FEW_SPILLS, *[usage.spills for usage in heuristic]])
     for usage in usages:

@@ -1,6 +1,7 @@
-"""``python -m fusedops.tune.worker``: compiles what it is asked for, line by line, into Triton's cache on disk.
+"""``python -m fusedops.tune.worker``: compiles kernels into Triton's cache on disk.
 
-A request and its answer are a line of JSON each. The process ends with its input, so that it outlives nobody.
+A request and its reply are one line of JSON each. The process exits when its input ends, so that it does not outlive
+its parent.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from ..core import launch
-from ..core.question import Config
+from ..core import compat, launch
+from ..core.tuning_key import Config
 from .usage import Usage, usage_of
 
 __all__ = ["decode", "encode", "serve"]
 
 
 def encode(request: launch.Request) -> dict[str, Any]:
-    """A request as JSON; kernels and device functions by where they are found."""
+    """A request as JSON, with kernels and device functions by module and name."""
     return {
         "kernel": _place(request.kernel),
         "types": dict(request.types),
@@ -31,7 +32,7 @@ def encode(request: launch.Request) -> dict[str, Any]:
 
 
 def decode(plain: Mapping[str, Any]) -> launch.Request:
-    """The request that `encode` made this of."""
+    """The inverse of `encode`."""
     constants = {name: _constant(value) for name, value in plain["constants"].items()}
     kernel = _found(plain["kernel"])
     return launch.Request(kernel, plain["types"], constants, Config(**plain["config"]), plain["divisible"])
@@ -62,26 +63,24 @@ def _constant(value: Any) -> Any:
     return tl.dtype(value["dtype"]) if "dtype" in value else _found(value["function"])
 
 
-def serve(requests: TextIO, answers: TextIO) -> None:
-    """Answers each request with its `Usage`."""
+def serve(requests: TextIO, replies: TextIO) -> None:
+    """Replies to each request with the kernel's `Usage`."""
     for line in requests:
         plain = json.loads(line)
-        print(json.dumps(asdict(_answer(plain))), file=answers, flush=True)
+        print(json.dumps(asdict(_compile(plain))), file=replies, flush=True)
 
 
-def _answer(plain: Mapping[str, Any]) -> Usage:
-    from triton.backends.compiler import GPUTarget
-
-    request, target = decode(plain["request"]), GPUTarget(*plain["target"])
+def _compile(plain: Mapping[str, Any]) -> Usage:
+    request, target = decode(plain["request"]), compat.gpu_target(*plain["target"])
     try:
-        # The heuristic's config must run, if need be with fewer stages; another that does not fit is not worth it.
+        # The heuristic's config must run, with fewer stages if necessary; others that do not fit are dropped.
         if plain["fit"]:
             return usage_of(launch.compile_fitting(request, plain["limit"], target))
         return usage_of(launch.compile_kernel(request, target))
-    except Exception as error:  # noqa: BLE001 - whatever the compiler raises, the next request is another kernel's
+    except Exception as error:  # noqa: BLE001 - after any error of the compiler the next request is served
         return Usage(error=f"does not compile: {type(error).__name__}")
 
 
 if __name__ == "__main__":
-    answers, sys.stdout = sys.stdout, sys.stderr  # nothing that the compiler prints may come between the answers
-    serve(sys.stdin, answers)
+    replies, sys.stdout = sys.stdout, sys.stderr  # the compiler's prints must not mix with the replies
+    serve(sys.stdin, replies)

@@ -1,4 +1,4 @@
-"""What the tuner runs: an operator at a shape, which asks the questions and is timed with their answers."""
+"""The tuner's workloads: an operator at a shape, which has tuning keys and is timed under configs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from torch import Tensor
 import fusedops
 
 from ..core import launch, tuning
-from ..core.question import BUCKETS, Grid, Question
+from ..core.operator import Operator
 from ..core.spec import Shape, Spec
+from ..core.tuning_key import BUCKETS, Grid, TuningKey
 
 __all__ = [
     "DTYPES",
@@ -31,30 +32,30 @@ __all__ = [
     "floor_us",
     "grid",
     "kernels_alone",
+    "keys_of",
     "operators",
-    "questions_of",
     "runs_natively",
     "workload_for",
 ]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-# Rows that stand for a bucket's; and the most elements of a tensor, of which the largest buckets then have fewer rows.
+# The number of rows that represents a bucket, and the limit of a tensor's elements, which reduces the rows of wide ones.
 _ROWS = (4, 64, 1024, 8192, 262144)
 _MOST_ELEMENTS = 1 << 28
-# Beyond this, no operator goes to PyTorch's own.
+# Operators with more elements never use PyTorch's own.
 _SMALL = 1 << 16
 
 
 @cache
 def _families() -> tuple[ModuleType, ...]:
-    """The spec modules of all families, found by name: a new family needs no line here."""
+    """The spec modules of all families, found by name, so that a new family is included."""
     names = [f"fusedops.{module.name}.spec" for module in pkgutil.iter_modules(fusedops.__path__) if module.ispkg]
     found = [importlib.import_module(name) for name in names if importlib.util.find_spec(name) is not None]
     return tuple(module for module in found if hasattr(module, "SPECS"))
 
 
 def _tunable() -> tuple[ModuleType, ...]:
-    """Those that say which shapes to tune."""
+    """The families with a grid of shapes to tune."""
     return tuple(family for family in _families() if hasattr(family, "GRID"))
 
 
@@ -64,21 +65,21 @@ def operators() -> list[str]:
 
 
 def discover() -> tuple[Spec, ...]:
-    """The operators that have something to tune."""
+    """The operators that can be tuned."""
     return tuple(spec for family in _tunable() for spec in family.SPECS)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One operator at one shape, as its spec's benchmark has it, apart from what is named here.
+    """One operator at one shape, with its benchmark's arguments except for those given here.
 
     Attributes:
         spec: the operator.
         shape: rows, and the rest of the shape.
         dtype: the tensors' dtype.
-        options: options that differ from the benchmark's.
-        absent: tensors left out.
-        recast: tensors in another dtype.
+        options: options that replace the benchmark's.
+        absent: names of tensors that are None.
+        recast: tensors with another dtype.
     """
 
     spec: Spec
@@ -90,11 +91,11 @@ class Workload:
 
     @property
     def rows(self) -> int:
-        """The shape's first side."""
+        """The shape's first dimension."""
         return int(self.shape[0])
 
     def at(self, rows: int) -> Workload:
-        """The same with another number of rows."""
+        """The same workload with another number of rows."""
         return replace(self, shape=(rows, *self.shape[1:]))
 
     def __str__(self) -> str:
@@ -106,7 +107,7 @@ class Workload:
 
 
 class Step:
-    """One call on one set of random inputs, forward and backward; and the forward of inference."""
+    """An operator's call on one set of random inputs: training forward, inference forward, and backward."""
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
         sample = workload.spec.benchmark(workload.shape, workload.dtype, device)
@@ -121,68 +122,63 @@ class Step:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the inputs."""
+        """The inputs' size in bytes."""
         return sum(leaf.nbytes for leaf in self._leaves)
 
     def forward(self) -> tuple[Tensor, ...]:
-        """The outputs."""
+        """The outputs of a training forward."""
         outputs = self._call(**self._arguments)
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
     @torch.no_grad()
     def infer(self) -> tuple[Tensor, ...]:
-        """The outputs where nothing is kept for a backward."""
+        """The outputs of an inference forward, which saves nothing for backward."""
         return self.forward()
 
     def backward(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The gradients of all tensors, along random ones that are made once; may be called again."""
+        """The gradients of all inputs for random output gradients, which are made once; may be called repeatedly."""
         if not self._cotangents:
             self._cotangents = [torch.randn_like(out) for out in outputs]
         return torch.autograd.grad(outputs, self._leaves, self._cotangents, retain_graph=True)
 
     def __call__(self) -> None:
-        """All of them."""
+        """Runs all three."""
         self.infer()
         self.backward(self.forward())
 
 
 @contextmanager
 def kernels_alone() -> Iterator[None]:
-    """Inside the block small calls run the kernels too, where PyTorch's own operators would take them."""
-    changed: list[Any] = [module for family in _tunable()
-               if hasattr(module := importlib.import_module(family.__name__.removesuffix("spec") + "ops"),
-                          "native_elements")]  # fmt: skip
-    before = [module.native_elements for module in changed]
-    for module in changed:
-        module.native_elements = 0
+    """Context manager: small calls run the kernels too, instead of PyTorch's own operators."""
+    before = Operator.native_elements
+    Operator.native_elements = 0
     try:
         yield
     finally:
-        for module, elements in zip(changed, before, strict=True):
-            module.native_elements = elements
+        Operator.native_elements = before
 
 
-def questions_of(workload: Workload, device: torch.device) -> list[Question]:
-    """What a forward and a backward ask, in order; nothing is compiled, and few rows are allocated."""
-    with kernels_alone(), tuning.asked() as seen, launch.collecting():
+def keys_of(workload: Workload, device: torch.device) -> list[TuningKey]:
+    """The keys of a forward and a backward, in order; compiles nothing and allocates few rows."""
+    with kernels_alone(), tuning.collected_keys() as seen, launch.collecting():
         Step(workload.at(4), device)()
     tuning.forget()
     bucket = tuning.BUCKET[workload.rows.bit_length()]
-    return [replace(question, bucket=bucket) for question in seen]
+    return [replace(key, bucket=bucket) for key in seen]
 
 
 def runs_natively(workload: Workload, device: torch.device) -> bool:
-    """Whether the operator at this size leaves the work to PyTorch's own, so that nothing is there to tune."""
+    """Whether the operator uses PyTorch's own at this size, so that there is nothing to tune."""
     if workload.rows * elements_per_row(workload.spec, workload.shape[1:]) > _SMALL:
         return False
-    with tuning.asked() as seen, launch.collecting():
+    with tuning.collected_keys() as seen, launch.collecting():
         Step(workload, device)()
     tuning.forget()
     return not seen
 
 
 def elements_per_row(spec: Spec, tail: Shape) -> int:
-    """Elements of the outputs for one row."""
+    """The outputs' elements per row."""
     return _elements(spec.name, tail)
 
 
@@ -193,11 +189,11 @@ def _elements(name: str, tail: Shape) -> int:
     return sum(out.numel() for out in spec.eager(**sample.tensors, **sample.options))
 
 
-# --- the table that is shipped ------------------------------------------------------------------------------------
+# --- the shipped table ------------------------------------------------------------------------------------
 
 
 def grid(specs: Iterable[Spec], dtypes: Iterable[torch.dtype]) -> list[Workload]:
-    """Every operator, with and without dropout, over the shapes of its family: what is most common first."""
+    """Every operator, with and without dropout, at its family's shapes; the most common first."""
     names, dtypes = {spec.name for spec in specs}, tuple(dtypes)
     found = []
     for family in _tunable():
@@ -220,37 +216,37 @@ def _cells(spec: Spec, tail: Shape, dtype: torch.dtype, buckets: tuple[int, ...]
 
 
 def _rank(workload: Workload) -> tuple[int, int, int]:
-    """Training in half precision first; then few rows, wide rows, and other dtypes."""
+    """Half precision first, narrow rows before wide ones, many rows before few."""
     dtype = list(DTYPES.values()).index(workload.dtype)
     wide = elements_per_row(workload.spec, workload.shape[1:]) > 16384
     many = 4096 <= workload.rows < 65536
     return dtype, int(wide), int(not many)
 
 
-# --- from a question back to what asks it -------------------------------------------------------------------------
+# --- from a key to a workload -------------------------------------------------------------------------
 
 
-def workload_for(question: Question, device: torch.device) -> Workload | None:
-    """A workload that asks the question, or None: the first of those that the specs can make which does."""
-    return next((workload for workload in _plausible(question) if _asks(workload, question, device)), None)
+def workload_for(key: TuningKey, device: torch.device) -> Workload | None:
+    """The first of the specs' workloads that has the key; None if there is none."""
+    return next((workload for workload in _plausible(key) if _has_key(workload, key, device)), None)
 
 
-def _asks(workload: Workload, question: Question, device: torch.device) -> bool:
+def _has_key(workload: Workload, key: TuningKey, device: torch.device) -> bool:
     try:
-        return question in questions_of(workload, device)
-    except (TypeError, ValueError, RuntimeError):  # the operator does not take that combination
+        return key in keys_of(workload, device)
+    except (TypeError, ValueError, RuntimeError):  # the operator does not accept this combination
         return False
 
 
-def _plausible(question: Question) -> Iterator[Workload]:
-    """Operators of the kernel's family with tensors left out, with and without dropout, in the question's dtypes."""
-    bits = [int(part) for part in question.widths.removesuffix("bit").split("-")]
+def _plausible(key: TuningKey) -> Iterator[Workload]:
+    """Operators with subsets of their tensors, with and without dropout, in the key's dtypes."""
+    bits = [int(part) for part in key.widths.removesuffix("bit").split("-")]
     by_width = {dtype.itemsize * 8: dtype for dtype in reversed(DTYPES.values())}
-    rows = _ROWS[question.bucket]
+    rows = _ROWS[key.bucket]
     for family in _tunable():
-        for spec, tail in itertools.product(family.SPECS, family.GRID.asking(question.cols)):
+        for spec, tail in itertools.product(family.SPECS, family.GRID.tails_of(key.cols)):
             most = _MOST_ELEMENTS // elements_per_row(spec, tail)
-            if most < BUCKETS[question.bucket]:
+            if most < BUCKETS[key.bucket]:
                 continue
             fitting = min(rows, most)
             for options, absent, recast in _variations(spec, [by_width[b] for b in dict.fromkeys(bits)]):
@@ -269,16 +265,16 @@ def _variations(spec: Spec, dtypes: list[torch.dtype]) -> Iterator[
     outs: list[tuple[tuple[str, Any], ...]] = [()]
     if len(dtypes) > 1:
         outs += [(("out_dtype", dtype),) for dtype in dtypes]
-        # Post-norm blocks under autocast: rows that are fp32, or become so, and their twin of half precision.
+        # Post-norm blocks under autocast: fp32 outputs that are also returned cast to half precision.
         low, high = (pick(dtypes, key=lambda d: d.itemsize) for pick in (min, max))
-        outs += [(("twin_dtype", low),), (("out_dtype", high), ("twin_dtype", low))]
+        outs += [(("cast_dtype", low),), (("out_dtype", high), ("cast_dtype", low))]
     for recast, absent, drop, out in itertools.product(recasts, absences, drops, outs):
         yield drop + out, absent, recast
 
 
-def floor_us(workload: Workload, question: Question, bandwidth: float) -> float:
-    """The time in which the bytes that must move can move, at so many bytes a second."""
+def floor_us(workload: Workload, key: TuningKey, bandwidth: float) -> float:
+    """The roofline in microseconds: the bytes that must be read and written over the bandwidth."""
     passes = workload.spec.passes
-    count = passes["fwd_bwd"] - passes["fwd"] if "backward" in question.kernel else passes["fwd"]
+    count = passes["fwd_bwd"] - passes["fwd"] if "backward" in key.kernel else passes["fwd"]
     elements = workload.rows * elements_per_row(workload.spec, workload.shape[1:])
     return math.ceil(count * elements * workload.dtype.itemsize) / bandwidth * 1e6

@@ -1,6 +1,6 @@
 """Activations alone: torch.nn's GELU, and those of Transformers that take several kernels or a slower one.
 
-Each gets a forward, and ``_fusedops_activation``, the name under which a fused block hands it to an operator.
+Each gets a forward, and ``_fusedops_activation``, its name among the operators' activations.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _named(activation: str) -> dict[str, Callable[..., Any]]:
 
 
 def _calls_gelu(approximate: str, own: str) -> Callable[[nn.Module], str]:
-    """Whether ``module.act`` is what the constructor of Transformers' GELU put there: PyTorch's, or its own formula."""
+    """Whether ``module.act`` is what the constructor of Transformers' GELU put there: PyTorch's, or its own method."""
 
     def fits(module: nn.Module) -> str:
         act: Any = getattr(module, "act", None)

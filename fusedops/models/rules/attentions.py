@@ -10,18 +10,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import compiling
-from ..autocast import narrowed, takers, under_autocast
+from ..autocast import consumers, narrowed, under_autocast
+from ..hooks import has_hooks, is_linear, is_plain, original
 from ..packing import packed, packed_to
 from ..parts import Branch, branch, laid_out, replacing, without
 from ..rule import Rule
-from ..watching import is_linear, is_plain, original, unwatched
 
 __all__ = ["RULES"]
 
 
 def _attention(*inputs: str, output: str, dropout: str | None = None, packs: tuple[str, ...] = (),
                scales: bool = False) -> dict[str, Any]:  # fmt: skip
-    """What a rule says of a module whose rows go to ``inputs`` only, and whose forward ends in ``output`` and ``dropout``.
+    """The options of a rule for modules whose rows go to ``inputs`` only and whose forward ends in ``output`` and ``dropout``.
 
     ``packs`` are query, key and value, where the last two go into the attention as they are, and so does the query if it
     is not scaled first. What is only on the way to something else (a scaled query, rotary positions) packing would keep
@@ -30,7 +30,7 @@ def _attention(*inputs: str, output: str, dropout: str | None = None, packs: tup
 
     def branch(self: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
         rows = args[0] if args else kwargs["hidden_states"]
-        if compiling.makes_kernels(rows):  # by whatever name the mask comes, or in its place
+        if compiling.makes_kernels(rows):  # the mask may come by any name or position
             args, kwargs = tuple(map(laid_out, args)), {name: laid_out(value) for name, value in kwargs.items()}
         others = kwargs.get("key_value_states")
         if others is None and scales:
@@ -39,22 +39,22 @@ def _attention(*inputs: str, output: str, dropout: str | None = None, packs: tup
         return without(self, output, dropout, parts, *args, **kwargs)
 
     def helps(module: nn.Module) -> str:
-        return _said(module, _left(module, output, dropout), _all_multiply(module, inputs))
+        return _describe(module, _left(module, output, dropout), _all_multiply(module, inputs))
 
-    return {"methods": {"_fusedops_branch": branch, **takers(*inputs)}, "helps": helps}
+    return {"methods": {"_fusedops_branch": branch, **consumers(*inputs)}, "helps": helps}
 
 
 def _left(module: nn.Module, output: str, dropout: str | None) -> list[str]:
     """What `without` then leaves to the block."""
     layer, last = module._modules.get(output), None if dropout is None else module._modules.get(dropout)
-    if last is not None and not (type(last) is nn.Dropout and unwatched(last)):
+    if last is not None and (type(last) is not nn.Dropout or has_hooks(last)):
         return []
-    biased = layer is not None and is_linear(layer) and unwatched(layer) and layer.bias is not None
+    biased = layer is not None and is_linear(layer) and not has_hooks(layer) and layer.bias is not None
     return ["its last bias"] * biased + ["its dropout"] * (last is not None)
 
 
 def _multiplies(layer: nn.Module) -> bool:
-    return is_linear(layer) and unwatched(layer) and is_plain(layer.weight)
+    return is_linear(layer) and not has_hooks(layer) and is_plain(layer.weight)
 
 
 def _all_multiply(module: nn.Module, names: tuple[str, ...]) -> bool:
@@ -62,23 +62,23 @@ def _all_multiply(module: nn.Module, names: tuple[str, ...]) -> bool:
     return bool(layers) and all(map(_multiplies, layers))
 
 
-def _said(module: nn.Module, left: list[str], narrow: bool) -> str:
-    """For the report: what the block has of the module, ``narrow`` being whether its rows may come in another dtype."""
-    if not unwatched(module):
-        return "nothing for the block while it is watched"
+def _describe(module: nn.Module, left: list[str], narrow: bool) -> str:
+    """For the report: what the module leaves to the block. ``narrow``: whether its rows may come in another dtype."""
+    if has_hooks(module):
+        return "leaves nothing to the block while it has hooks"
     if left:
         return f"leaves {' and '.join(left)} to the block"
-    return "takes its rows in autocast's dtype" if narrow else "nothing for the block as its layers are"
+    return "takes its rows in autocast's dtype" if narrow else "leaves nothing to the block as its layers are"
 
 
-def _multihead_takers(self: Any) -> tuple[nn.Module, ...] | None:
+def _multihead_consumers(self: Any) -> tuple[nn.Module, ...] | None:
     # Its weights are its own. PyTorch's fast path, which would not cast, is not taken under autocast.
     weights = (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
     return () if all(weight is None or is_plain(weight) for weight in weights) else None
 
 
 def _multihead_helps(module: nn.Module) -> str:
-    return _said(module, _left(module, "out_proj", None), _multihead_takers(module) is not None)
+    return _describe(module, _left(module, "out_proj", None), _multihead_consumers(module) is not None)
 
 
 def _multihead_branch(self: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
@@ -98,13 +98,13 @@ def _bert_self_attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs:
 def _bert_with_last(self: Any, last: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any,
                     **kwargs: Any) -> tuple[Any, Any]:  # fmt: skip
     """The attention's outputs, and the linear layer that is next to take them, cast with its own if these are."""
-    seen, attention_mask = self, laid_out(attention_mask)
+    view, attention_mask = self, laid_out(attention_mask)
     if under_autocast(hidden_states):
         # The caller keeps the rows for the residual, in their own dtype.
         hidden_states = narrowed(hidden_states, self.query, self.key, self.value)
         parts, last = packed(self, _BERT_QKV, hidden_states, last=last)
-        seen = replacing(self, parts)
-    return original(self, "forward")(seen, hidden_states, attention_mask, *args, **kwargs), last
+        view = replacing(self, parts)
+    return original(self, "forward")(view, hidden_states, attention_mask, *args, **kwargs), last
 
 
 def _bert_helps(module: nn.Module) -> str:
@@ -113,7 +113,7 @@ def _bert_helps(module: nn.Module) -> str:
 
 def _gpt_neo_helps(module: nn.Module) -> str:
     inner = module._modules.get("attention")
-    return _said(module, [], False) if inner is None or not unwatched(module) else _NEO_SELF["helps"](inner)
+    return _describe(module, [], False) if inner is None or has_hooks(module) else _NEO_SELF["helps"](inner)
 
 
 def _gpt_neo_branch(self: Any, hidden_states: Tensor, layer_past: Any = None, attention_mask: Tensor | None = None,
@@ -131,7 +131,7 @@ RULES = (
     Rule(
         name="multihead_attention",
         helps=_multihead_helps,
-        methods={"_fusedops_branch": _multihead_branch, "_fusedops_takers": _multihead_takers},
+        methods={"_fusedops_branch": _multihead_branch, "_fusedops_consumers": _multihead_consumers},
         base=nn.MultiheadAttention,
     ),
     Rule(
@@ -167,7 +167,7 @@ RULES = (
     Rule(
         name="gpt_neo_attention",
         helps=_gpt_neo_helps,
-        methods={"_fusedops_branch": _gpt_neo_branch, **takers("attention")},
+        methods={"_fusedops_branch": _gpt_neo_branch, **consumers("attention")},
         fingerprints=("ae0ddfa4b3f7",),
         names=("GPTNeoAttention",),
     ),

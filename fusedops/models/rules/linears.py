@@ -1,6 +1,6 @@
 """Linear layers with very many outputs whose number is no multiple of eight: vocabularies of 50257 or 30522 words, say.
 
-In half precision, matrix products on tensor cores load 16 bytes at once, and so want rows whose length is a multiple
+In half precision, matrix products on tensor cores load 16 bytes at once, which takes rows whose length is a multiple
 of eight; with others cuBLAS falls back to kernels that take several times as long. Here the weight gets rows of zeros
 up to the next multiple of 64, and the columns that come of them are cut off again. The product is the same; what it
 costs is a copy of the weight, and one of the gradient in backward. torch.compile pads by itself.
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..hooks import is_plain
 from ..rule import Rule
-from ..watching import is_plain
 
 __all__ = ["RULES", "padded_linear"]
 

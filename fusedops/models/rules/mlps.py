@@ -1,7 +1,7 @@
 """Feed-forward parts: gated MLPs, and linear layers with an activation between or behind them.
 
 The linear layers of a gated MLP are called as they are; what lies between them is one operator. Where a linear layer
-has a bias, the activation behind it takes the bias along, whose gradient then costs no pass of its own.
+has a bias, the operator of the activation behind it adds the bias, whose gradient then costs no pass of its own.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ...activations.ops import glu
-from ..autocast import takers
+from ..autocast import consumers
 from ..casts import cast_together
-from ..parts import Branch, activate, activation_name, dropped, finished, linear, unwatched
+from ..hooks import has_hooks
+from ..parts import Branch, activate, activation_name, dropped, finished, linear
 from ..rule import Rule
 
 __all__ = ["RULES"]
@@ -23,19 +24,28 @@ __all__ = ["RULES"]
 Method = Callable[..., Any]
 
 
-def _gate(activation: Any, gate: Tensor, up: Tensor) -> Tensor:
-    """``activation(gate) * up``."""
+def _gated_unit(x: Tensor, gate_layer: Any, activation: Any, up_layer: Any) -> Tensor:
+    """``activation(gate_layer(x)) * up_layer(x)``; modules that are called are called in this order."""
     name = activation_name(activation)
-    return activation(gate) * up if name is None or gate.shape != up.shape else glu(gate, up, name)
+    gate: Tensor = gate_layer(x)
+    if name is None:
+        return activation(gate) * up_layer(x)  # type: ignore[no-any-return]
+    up: Tensor = up_layer(x)
+    return glu(gate, up, name) if gate.shape == up.shape else activation(gate) * up
 
 
 def _gated(self: Any, x: Tensor) -> Any:
-    return self.down_proj(_gate(self.act_fn, self.gate_proj(x), self.up_proj(x)))
+    return self.down_proj(_gated_unit(x, self.gate_proj, self.act_fn, self.up_proj))
 
 
 def _packed(self: Any, hidden_states: Tensor) -> Any:
-    gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
-    return self.down_proj(_gate(self.activation_fn, gate, up))
+    both: Tensor = self.gate_up_proj(hidden_states)
+    name = activation_name(self.activation_fn)
+    if name is None or both.shape[-1] % 2:
+        gate, up = both.chunk(2, dim=-1)
+        return self.down_proj(up * self.activation_fn(gate))
+    # Packed, they have one gradient, and backward does not join two halves.
+    return self.down_proj(glu(both, None, name))
 
 
 def _cast_and_multiplied(layer: Any, x: Tensor) -> Branch:
@@ -48,14 +58,14 @@ def _cast_and_multiplied(layer: Any, x: Tensor) -> Branch:
 
 def _t5_gated(self: Any, hidden_states: Tensor) -> tuple[Branch, tuple[Any, ...]]:
     gate, up, last = cast_together(hidden_states, self.wi_0, self.wi_1, self.wo)
-    x = _gate(self.act, gate(hidden_states), up(hidden_states))
+    x = _gated_unit(hidden_states, gate, self.act, up)
     return _cast_and_multiplied(last, self.dropout(x)), ()
 
 
 def _t5_dense(self: Any, hidden_states: Tensor) -> tuple[Branch, tuple[Any, ...]]:
     dropout = self.dropout
     first, last = cast_together(hidden_states, self.wi, self.wo)
-    if type(dropout) is nn.Dropout and unwatched(dropout):
+    if type(dropout) is nn.Dropout and not has_hooks(dropout):
         x = activate(linear(first, hidden_states), self.act, dropout.p, training=dropout.training)
     else:
         x = dropout(self.act(first(hidden_states)))
@@ -87,7 +97,7 @@ def _two_layers(first: str, activation: str, second: str, dropout: str = "") -> 
         end = linear(last, activate(linear(inner, x), getattr(self, activation)))
         return (dropped(end, getattr(self, dropout)) if dropout else end), ()
 
-    return {**_finishing(branch), **takers(first)}
+    return {**_finishing(branch), **consumers(first)}
 
 
 _distilbert = _two_layers("lin1", "activation", "lin2", "dropout")
@@ -107,35 +117,35 @@ RULES = (
     Rule(
         name="gated_mlp",  # Llama, Mistral, Qwen, Gemma, and about a hundred more
         calls="glu",
-        methods={"forward": _gated, **takers("gate_proj", "up_proj")},
+        methods={"forward": _gated, **consumers("gate_proj", "up_proj")},
         fingerprints=("87c336a18dbf",),
         names=("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "GemmaMLP", "Gemma2MLP", "Gemma3MLP", "Olmo2MLP"),
     ),
     Rule(
         name="packed_mlp",  # and GLM, Dia
         calls="glu",
-        methods={"forward": _packed, **takers("gate_up_proj")},
+        methods={"forward": _packed, **consumers("gate_up_proj")},
         fingerprints=("66129a0fb47c",),
         names=("Phi3MLP",),
     ),
     Rule(
         name="t5_gated_dense",  # and MT5, UMT5, Pix2Struct
         calls="glu",
-        methods={**_finishing(_t5_gated), **takers("wi_0", "wi_1")},
+        methods={**_finishing(_t5_gated), **consumers("wi_0", "wi_1")},
         fingerprints=("1f778d977330",),
         names=("T5DenseGatedActDense", "MT5DenseGatedActDense", "UMT5DenseGatedActDense"),
     ),
     Rule(
         name="t5_dense",
         calls="bias_act with dropout",
-        methods={**_finishing(_t5_dense), **takers("wi")},
+        methods={**_finishing(_t5_dense), **consumers("wi")},
         fingerprints=("389a87093bdf",),
         names=("T5DenseActDense", "MT5DenseActDense", "UMT5DenseActDense"),
     ),
     Rule(
         name="dense_act",  # BERT's, and that of its many relatives
         calls="bias_act",
-        methods={"forward": _dense_act, "_fusedops_activated": _activated, **takers("dense")},
+        methods={"forward": _dense_act, "_fusedops_activated": _activated, **consumers("dense")},
         fingerprints=("d6fb3cc61037",),
         names=("BertIntermediate", "RobertaIntermediate", "ElectraIntermediate"),
     ),
@@ -163,7 +173,7 @@ RULES = (
     Rule(
         name="distilbert_ffn",
         calls="bias_act, bias_dropout_add",
-        methods={"ff_chunk": _distilbert_chunk, "_fusedops_branch": _distilbert_branch, **takers("lin1")},
+        methods={"ff_chunk": _distilbert_chunk, "_fusedops_branch": _distilbert_branch, **consumers("lin1")},
         fingerprints=("6b0d1cb67a21",),
         names=("FFN",),
         known=("forward", "ff_chunk"),

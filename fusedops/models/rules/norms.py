@@ -1,8 +1,8 @@
 """Norms: LayerNorm and RMSNorm of torch.nn, and the RMSNorms of Transformers, which differ in where they round.
 
-Each gets a forward, ``_fusedops_norm``, by which a fused block names the dtype that it wants, and
-``_fusedops_add_norm``, by which it hands the norm a branch and the residual stream, and may ask for that dtype besides
-the norm's own.
+Each gets a forward, and two methods that fused blocks call: ``_fusedops_norm``, the norm with an output in a given dtype,
+and ``_fusedops_add_norm``, the norm of a branch added to the residual stream, with an output in that dtype instead of or
+beside the norm's own.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def _of_one_dimension(call: Method) -> Method:
     """The method that adds and normalises; over several dimensions, which the operators do not take, in two steps."""
 
     def add_norm(self: Any, end: Branch, residual: Tensor, return_sum: bool, low: torch.dtype | None,
-                 twin: bool = False) -> Any:  # fmt: skip
+                 with_cast: bool = False) -> Any:  # fmt: skip
         if len(self.normalized_shape) != 1:
             z = add(end, residual)
             return (self(z), z) if return_sum else self(z)
         low = _narrowed(low, end.product.dtype, residual.dtype)
         return call(self, end.product, folded(end, residual), residual, p=end.p, training=end.training, eps=self.eps,
-                    return_sum=return_sum, **{"twin_dtype" if twin else "out_dtype": low})  # fmt: skip
+                    return_sum=return_sum, **{"cast_dtype" if with_cast else "out_dtype": low})  # fmt: skip
 
     return add_norm
 
@@ -103,14 +103,14 @@ def _rounded(rounding: Rounding) -> dict[str, Method]:
                         out_dtype=_output_dtype(x.dtype, weight.dtype, rounding, low))  # fmt: skip
 
     def add_norm(self: Any, end: Branch, residual: Tensor, return_sum: bool, low: torch.dtype | None,
-                 twin: bool = False) -> Any:  # fmt: skip
+                 with_cast: bool = False) -> Any:  # fmt: skip
         weight = self.weight
         dtype = torch.promote_types(end.product.dtype, residual.dtype)
         dtype, low = (_output_dtype(dtype, weight.dtype, rounding, d) for d in (None, low))
         return bias_dropout_add_rms_norm(
             end.product, folded(end, residual), residual, weight, p=end.p, training=end.training,
             eps=getattr(self, eps), weight_offset=offset, rounding=rounding, return_sum=return_sum,
-            out_dtype=dtype if twin else low, twin_dtype=low if twin else None,
+            out_dtype=dtype if with_cast else low, cast_dtype=low if with_cast else None,
         )  # fmt: skip
 
     return _methods(norm, add_norm, argument)

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from .. import compiling
 from ..casts import cast_together
-from ..parts import Branch, activate, add_norm, add_norm_twin, branch, drop, dropped, linear, narrowed
+from ..hooks import can_call, has_hooks, original
+from ..parts import Branch, activate, add_norm, add_norm_cast, branch, drop, dropped, linear, narrowed
 from ..rule import Rule
-from ..watching import offers, original, unwatched
 
 __all__ = ["RULES"]
 
@@ -35,11 +35,11 @@ def _bert_attend(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """What an attention hands to its output module, and that one's linear layer, cast with the others if they are."""
+    """The input of an attention's output module, and that module's linear layer, cast with the others if they are."""
     inner = self.self
     kwargs["attention_mask"] = encoder_attention_mask if self.is_cross_attention else attention_mask
     kwargs["encoder_hidden_states"], kwargs["past_key_values"] = encoder_hidden_states, past_key_values
-    if not compiling.makes_kernels(hidden_states) or not offers(inner, "_fusedops_with_last"):
+    if not compiling.makes_kernels(hidden_states) or not can_call(inner, "_fusedops_with_last"):
         return inner(hidden_states, **kwargs)[0], dense
     outputs, dense = inner._fusedops_with_last(dense, hidden_states, **kwargs)
     return outputs[0], dense
@@ -47,20 +47,20 @@ def _bert_attend(
 
 def _attended(attention: Any, modules: tuple[nn.Module, ...], hidden_states: Tensor, *args: Any,
               **kwargs: Any) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """An attention's output: as ``modules`` take it, and as the residual stream goes on."""
-    if offers(attention, "_fusedops_attend"):
+    """An attention's output: in the dtype for ``modules``, and for the residual stream."""
+    if can_call(attention, "_fusedops_attend"):
         output = attention.output
-        if offers(output, "_fusedops_end"):
+        if can_call(output, "_fusedops_end"):
             attended, dense = attention._fusedops_attend(output.dense, hidden_states, *args, **kwargs)
             end = output._fusedops_end(dense, attended)
-            return add_norm_twin(end, hidden_states, output.LayerNorm, *modules)
+            return add_norm_cast(end, hidden_states, output.LayerNorm, *modules)
     y = attention(hidden_states, *args, **kwargs)[0]
     return y, y
 
 
 def _bert_feed_forward(intermediate: Any, output: Any, x: Tensor, residual: Tensor) -> Tensor:
-    known = compiling.makes_kernels(x) and offers(intermediate, "_fusedops_activated")
-    if not known or not offers(output, "_fusedops_end"):
+    known = compiling.makes_kernels(x) and can_call(intermediate, "_fusedops_activated")
+    if not known or not can_call(output, "_fusedops_end"):
         return output(intermediate(x), residual)  # type: ignore[no-any-return]
     first, second = cast_together(x, intermediate.dense, output.dense)
     end = output._fusedops_end(second, intermediate._fusedops_activated(first, x))
@@ -81,19 +81,19 @@ def _bert_layer(
         return original(self, "forward")(  # type: ignore[no-any-return]
             self, hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, past_key_values,
             **kwargs)  # fmt: skip
-    # Who watches the output module gets the residual, whose gradient would lack the twin's.
-    takers = (self.intermediate,) if unwatched(self.output) else ()
-    x, y = _attended(self.attention, () if crosses else takers, hidden_states, attention_mask,
+    # A hook on the output module sees the residual, whose gradient would lack that of the low-precision copy.
+    consumers = () if has_hooks(self.output) else (self.intermediate,)
+    x, y = _attended(self.attention, () if crosses else consumers, hidden_states, attention_mask,
                      past_key_values=past_key_values, **kwargs)  # fmt: skip
     if crosses:
-        x, y = _attended(self.crossattention, takers, y, None, encoder_hidden_states, encoder_attention_mask,
+        x, y = _attended(self.crossattention, consumers, y, None, encoder_hidden_states, encoder_attention_mask,
                          past_key_values=past_key_values, **kwargs)  # fmt: skip
     return _bert_feed_forward(self.intermediate, self.output, x, y)
 
 
 def _distilbert_block(self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
     end, _ = branch(self.attention, narrowed(hidden_states, self.attention), attention_mask=attention_mask, **kwargs)
-    x, y = add_norm_twin(end, hidden_states, self.sa_layer_norm, self.ffn)
+    x, y = add_norm_cast(end, hidden_states, self.sa_layer_norm, self.ffn)
     end, _ = branch(self.ffn, x)
     return add_norm(end, y, self.output_layer_norm, return_sum=False)  # type: ignore[no-any-return]
 
@@ -108,7 +108,7 @@ def _bart_feed_forward(self: Any, x: Tensor, residual: Tensor) -> Tensor:
 def _bart_encoder_layer(self: Any, hidden_states: Tensor, attention_mask: Tensor, **kwargs: Any) -> Tensor:
     end, _ = branch(self.self_attn, narrowed(hidden_states, self.self_attn), attention_mask=attention_mask, **kwargs)
     end = drop(end, self.dropout, training=self.training)
-    x, y = add_norm_twin(end, hidden_states, self.self_attn_layer_norm, self.fc1)
+    x, y = add_norm_cast(end, hidden_states, self.self_attn_layer_norm, self.fc1)
     x = _bart_feed_forward(self, x, y)
     if x.dtype == torch.float16 and not torch.isfinite(x).all():
         largest = torch.finfo(x.dtype).max - 1000
@@ -130,12 +130,12 @@ def _bart_decoder_layer(
                     attention_mask=attention_mask, **kwargs)  # fmt: skip
     end = drop(end, self.dropout, training=self.training)
     crosses = encoder_hidden_states is not None
-    x, y = add_norm_twin(end, hidden_states, self.self_attn_layer_norm, self.encoder_attn if crosses else self.fc1)
+    x, y = add_norm_cast(end, hidden_states, self.self_attn_layer_norm, self.encoder_attn if crosses else self.fc1)
     if crosses:
         end, _ = branch(self.encoder_attn, x, key_value_states=encoder_hidden_states,
                         attention_mask=encoder_attention_mask, past_key_values=past_key_values, **kwargs)  # fmt: skip
         end = drop(end, self.dropout, training=self.training)
-        x, y = add_norm_twin(end, y, self.encoder_attn_layer_norm, self.fc1)
+        x, y = add_norm_cast(end, y, self.encoder_attn_layer_norm, self.fc1)
     return _bart_feed_forward(self, x, y)
 
 
@@ -152,7 +152,7 @@ RULES = (
     ),
     Rule(
         name="bert_attention",
-        helps="hands its last sum and norm to the layer",
+        helps="leaves its last sum and norm to the layer",
         methods={"_fusedops_attend": _bert_attend},
         fingerprints=("f1adf76ab4fc",),
         names=("BertAttention", "RobertaAttention", "ElectraAttention"),

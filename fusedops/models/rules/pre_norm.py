@@ -1,4 +1,4 @@
-"""Pre-norm blocks of Transformers: where a branch joins the residual stream, the next norm takes the sum along.
+"""Pre-norm blocks of Transformers: a branch, its sum with the residual stream and the next norm are one operator.
 
 The last sum of a block meets its norm in the next block, which another module computes; there only bias, dropout and
 the sum are one.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..casts import cast_together
-from ..parts import Branch, activate, add, add_norm, add_norm_twin, branch, drop, dropped, linear, narrowed, normed
+from ..parts import Branch, activate, add, add_norm, add_norm_cast, branch, drop, dropped, linear, narrowed, normed
 from ..rule import Rule
 
 __all__ = ["RULES"]
@@ -71,9 +71,9 @@ def _opt_layer(
         end = end._replace(product=end.product.reshape(rows))
         x, residual = add_norm(end, hidden_states.reshape(rows), self.final_layer_norm, self.fc1)
     else:
-        x, y = add_norm_twin(end, hidden_states, self.self_attn_layer_norm, self.fc1)
+        x, y = add_norm_cast(end, hidden_states, self.self_attn_layer_norm, self.fc1)
         residual = y.reshape(rows)
-        # One tensor, if it is one, so that who looks at it sees the whole of its gradient.
+        # One tensor, if it is one, so that a hook on it gets the whole of its gradient.
         x = residual if x is y else x.reshape(rows)
     first, second = cast_together(x, self.fc1, self.fc2)
     end = linear(second, activate(linear(first, x), self.activation_fn))

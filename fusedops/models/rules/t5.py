@@ -1,4 +1,4 @@
-"""T5's layers and blocks, pre-norm: a layer's sum is taken along by the norm of the layer that follows in the block."""
+"""T5's layers and blocks, pre-norm: a layer's sum and the norm of the next layer in the block are one operator."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..hooks import can_call, original
 from ..parts import Branch, add, add_norm, branch, dropped, normed
 from ..rule import Rule
-from ..watching import offers, original
 
 __all__ = ["RULES"]
 
@@ -48,10 +48,10 @@ def _layer(child: str, call: Method) -> dict[str, Method]:
         end, others = inner(self, x, *args, **kwargs)
         return add(end, hidden_states) if call is _feed_forward else (add(end, hidden_states), *others)
 
-    def taker(self: Any) -> Any:
+    def consumer(self: Any) -> Any:
         return self._modules[child]
 
-    return {"forward": forward, "_fusedops_inner": inner, "_fusedops_taker": taker}
+    return {"forward": forward, "_fusedops_inner": inner, "_fusedops_consumer": consumer}
 
 
 # --- the block: its layers in a row ---------------------------------------------------------------------------------
@@ -72,19 +72,19 @@ def _block(
     first, last = self.layer[0], self.layer[-1]
     cross = self.layer[1] if self.is_decoder and encoder_hidden_states is not None else None
     layers = (first, last) if cross is None else (first, cross, last)
-    if hidden_states.dtype == torch.float16 or not all(offers(layer, "_fusedops_inner") for layer in layers):
+    if hidden_states.dtype == torch.float16 or not all(can_call(layer, "_fusedops_inner") for layer in layers):
         return original(self, "forward")(  # type: ignore[no-any-return]
             self, hidden_states, attention_mask, position_bias, encoder_hidden_states, encoder_attention_mask,
             encoder_decoder_position_bias, past_key_values, **kwargs)  # fmt: skip
-    x = normed(first.layer_norm, hidden_states, first._fusedops_taker())
+    x = normed(first.layer_norm, hidden_states, first._fusedops_consumer())
     end, others = first._fusedops_inner(x, attention_mask, position_bias, past_key_values, **kwargs)
     residual, self_bias, cross_bias = hidden_states, others[0], None
     if cross is not None:
-        x, residual = add_norm(end, residual, cross.layer_norm, cross._fusedops_taker())
+        x, residual = add_norm(end, residual, cross.layer_norm, cross._fusedops_consumer())
         end, others = cross._fusedops_inner(x, encoder_hidden_states, encoder_attention_mask,
                                             encoder_decoder_position_bias, past_key_values, **kwargs)  # fmt: skip
         cross_bias = others[0]
-    x, residual = add_norm(end, residual, last.layer_norm, last._fusedops_taker())
+    x, residual = add_norm(end, residual, last.layer_norm, last._fusedops_consumer())
     end, _ = last._fusedops_inner(x)
     return add(end, residual), self_bias, cross_bias
 

@@ -1,6 +1,6 @@
-"""T5's attention: its own forward, and a short way through it for the next token of a generation.
+"""T5's attention: its own forward, and a fast path for the next token of a generation.
 
-A generation's step is so little work that a GPU waits for the host. For one token no head needs a transposition, and
+A generation's step is launch-bound. For one token no head needs a transposition, and
 rows of one token need no folding for a linear layer: the same products and the same attention take fewer calls. What is
 not the known case goes through the module's own forward, before anything is changed.
 
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..autocast import takers
+from ..autocast import consumers
 from ..fingerprint import digest
+from ..hooks import has_hooks, original
 from ..packing import packed_to
 from ..parts import Branch, without
 from ..rule import Rule
-from ..watching import original, unwatched
 
 __all__ = ["RULES"]
 
@@ -61,12 +61,12 @@ def _branch(
 
 
 def _helps(module: Any) -> str:
-    said = []
+    helps = []
     if "relative_attention_bias" in module._modules:
-        said.append("lays its position bias out once")
-    if unwatched(module) and _plain_weights(module) is not None:
-        said.append("takes a short way for one token")
-    return ", and ".join(said) or "nothing while it is watched, or as its layers are"
+        helps.append("lays its position bias out once")
+    if not has_hooks(module) and _plain_weights(module) is not None:
+        helps.append("has a fast path for one token")
+    return ", and ".join(helps) or "nothing while it has hooks, or as its layers are"
 
 
 # --- the next token -------------------------------------------------------------------------------------------------
@@ -85,12 +85,12 @@ def _weights(self: Any, cross: bool, cache: Any, biased: bool) -> tuple[Tensor, 
 
 
 def _plain_weights(self: Any) -> tuple[Tensor, ...] | None:
-    """The weights of q, k, v and o if these are linear layers without biases, and nobody watches them."""
+    """The weights of q, k, v and o if these are linear layers without biases and without hooks."""
     children = self._modules
     linears = [children.get("q"), children.get("k"), children.get("v"), children.get("o")]
     weights = []
     for linear in linears:
-        if type(linear) is not nn.Linear or not unwatched(linear) or linear._parameters.get("bias") is not None:
+        if type(linear) is not nn.Linear or has_hooks(linear) or linear._parameters.get("bias") is not None:
             return None
         weight = linear._parameters.get("weight")
         if weight is None:  # in DataParallel's replicas parameters are plain attributes
@@ -181,7 +181,7 @@ RULES = (
     Rule(
         name="t5_attention",  # and MT5, LongT5, UDOP, Switch Transformers, Pop2Piano
         helps=_helps,
-        methods={"compute_bias": _compute_bias, "_fusedops_branch": _branch, **takers(*_QKV)},
+        methods={"compute_bias": _compute_bias, "_fusedops_branch": _branch, **consumers(*_QKV)},
         fingerprints=("12564b5b1c2f",),
         names=("T5Attention", "MT5Attention"),
     ),

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..casts import cast_together
-from ..parts import Branch, activate, add, add_norm, add_norm_twin, branch, dropped, linear, normed, unwatched
+from ..hooks import has_hooks, original
+from ..parts import Branch, activate, add, add_norm, add_norm_cast, branch, dropped, linear, normed
 from ..rule import Rule
-from ..watching import original
 
 __all__ = ["RULES"]
 
@@ -29,7 +29,7 @@ def _attention(attention: nn.Module, dropout: nn.Module, x: Tensor, memory: Tens
 def _feed_forward(self: Any, x: Tensor, last: nn.Module) -> Branch:
     first, second = cast_together(x, self.linear1, self.linear2)
     inner, dropout = linear(first, x), self.dropout
-    if type(dropout) is nn.Dropout and unwatched(dropout):
+    if type(dropout) is nn.Dropout and not has_hooks(dropout):
         y = activate(inner, self.activation, dropout.p, training=dropout.training)
     else:
         y = dropout(activate(inner, self.activation))
@@ -59,7 +59,7 @@ def _encoder_layer(
     if before:
         x, residual = add_norm(end, src, self.norm2, self.linear1)
         return add(_feed_forward(self, x, self.dropout2), residual)
-    x, y = add_norm_twin(end, src, self.norm1, self.linear1)
+    x, y = add_norm_cast(end, src, self.norm1, self.linear1)
     return add_norm(_feed_forward(self, x, self.dropout2), y, self.norm2, return_sum=False)
 
 
@@ -80,13 +80,13 @@ def _decoder_layer(
     if before:
         x, residual = add_norm(end, tgt, self.norm2, self.multihead_attn)
     else:
-        x, residual = add_norm_twin(end, tgt, self.norm1, self.multihead_attn)
+        x, residual = add_norm_cast(end, tgt, self.norm1, self.multihead_attn)
     end = _attention(self.multihead_attn, self.dropout2, x, memory, memory_mask, memory_key_padding_mask,
                      memory_is_causal)  # fmt: skip
     if before:
         x, residual = add_norm(end, residual, self.norm3, self.linear1)
         return add(_feed_forward(self, x, self.dropout3), residual)
-    x, y = add_norm_twin(end, residual, self.norm2, self.linear1)
+    x, y = add_norm_cast(end, residual, self.norm2, self.linear1)
     return add_norm(_feed_forward(self, x, self.dropout3), y, self.norm3, return_sum=False)
 
 

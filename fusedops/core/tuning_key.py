@@ -1,4 +1,4 @@
-"""What a choice of config depends on, what the choice is, and how a family answers for its kernels."""
+"""Tuning keys, configs, and what each family declares about its kernels' configs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = [
     "Config",
     "Family",
     "Grid",
-    "Question",
+    "TuningKey",
     "around",
     "block_holding",
     "family_of",
@@ -27,15 +27,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Config:
-    """How a kernel cuts its work.
+    """The launch parameters of a kernel.
 
     Attributes:
         block_n: columns of a tile, a power of two.
         rows: rows of a tile, a power of two.
-        warps: warps a program.
+        warps: warps per program.
         stages: depth of the pipelined loop over tiles.
-        per_sm: programs a multiprocessor, for persistent kernels; 0 for one program a tile.
-        registers: most registers a thread may take; 0 for the compiler's choice.
+        per_sm: programs per multiprocessor, for persistent kernels; 0 for one program per tile.
+        registers: the limit of registers per thread; 0 for the compiler's choice.
     """
 
     block_n: int
@@ -46,27 +46,27 @@ class Config:
     registers: int = 0
 
 
-# The least number of rows in each bucket. What is compiled does not depend on the rows, only which config is best.
+# The smallest number of rows of each bucket. The number of rows changes which config is best, never what is compiled.
 BUCKETS = (1, 16, 256, 4096, 65536)
-# The bucket of a number of rows, by its bit length.
+# Bit length of the number of rows -> bucket.
 BUCKET = tuple(sum(1 << bits >> 1 >= least for least in BUCKETS[1:]) for bits in range(65))
 
 
 def widths(*itemsizes: int) -> str:
-    """The dtypes of a call's large tensors, as far as a choice depends on them: ``16bit``, or ``16-32bit`` for two."""
+    """The widths of a call's large tensors as a string: ``16bit``, or ``16-32bit`` for two different ones."""
     bits = [size * 8 for size in itemsizes]
     return "-".join(map(str, bits if len(set(bits)) > 1 else bits[:1])) + "bit"
 
 
 @dataclass(frozen=True)
-class Question:
+class TuningKey:
     """What a choice of config depends on.
 
     Attributes:
         kernel: the kernel's name in tables and caches.
-        variant: what the family counts in: formula, dropout, how many tensors come in and sums go out.
-        widths: the dtypes' widths, as `widths` writes them; dtypes of one width share an entry.
-        cols: the hidden size N, or what the family has in its place.
+        variant: the family's own parts: the kind of norm or activation, dropout, the number of inputs and of gradient sums.
+        widths: the dtypes' widths, as `widths` formats them; dtypes of one width share an entry.
+        cols: the hidden size N, or the family's counterpart.
         bucket: the number of rows, as an index into `BUCKETS`.
     """
 
@@ -78,7 +78,7 @@ class Question:
 
     @property
     def itemsize(self) -> int:
-        """Bytes an element of the widest tensor."""
+        """Bytes per element of the widest tensor."""
         return max(map(int, self.widths.removesuffix("bit").split("-"))) // 8
 
     @property
@@ -93,35 +93,35 @@ class Question:
 
 @dataclass(frozen=True)
 class Grid:
-    """What a shipped table holds of a family.
+    """The shapes of a family that the shipped table covers.
 
     Attributes:
-        tails: the shapes, without their first side, the rows.
-        coarse: fewer of them, for fp64.
-        buckets: the buckets of rows to measure; others take the nearest's entry.
-        asking: the shapes, likewise, that may ask a question with so many columns.
+        tails: the shapes without the first dimension, the rows.
+        coarse: a subset of them, for fp64.
+        buckets: the buckets of rows to measure; other buckets use the nearest one's entry.
+        tails_of: from the columns of a tuning key to the shapes, likewise, whose calls may have that key.
     """
 
     tails: tuple[tuple[int | str, ...], ...]
     coarse: tuple[tuple[int | str, ...], ...]
     buckets: tuple[int, ...]
-    asking: Callable[[int], tuple[tuple[int | str, ...], ...]] = lambda cols: ((cols,),)
+    tails_of: Callable[[int], tuple[tuple[int | str, ...], ...]] = lambda cols: ((cols,),)
 
 
 class Family(Protocol):
-    """What a family's ``configs`` module says of its kernels."""
+    """The interface of a family's ``configs`` module."""
 
-    def heuristic(self, question: Question) -> Config:
-        """The config where nobody measured."""
+    def heuristic(self, key: TuningKey) -> Config:
+        """The config where no measurement exists."""
 
-    def candidates(self, question: Question) -> list[Config]:
-        """The configs worth measuring, the heuristic's first; the same for every bucket of rows."""
+    def candidates(self, key: TuningKey) -> list[Config]:
+        """The configs to measure, the heuristic's first; the same set for every bucket of rows."""
 
-    def valid(self, question: Question, config: Config) -> bool:
-        """Whether a config, measured for a similar question, gives right results here and wastes little."""
+    def valid(self, key: TuningKey, config: Config) -> bool:
+        """Whether a config that was measured for a similar key is correct here and leaves few lanes idle."""
 
 
-# What `around` varies: factors of rows, warps and programs a multiprocessor, and what is added to the stages.
+# The steps of `around`: factors of rows, warps and programs per multiprocessor, and an increment of the stages.
 _MOVES = (
     (1, 1, 1, 0), (2, 1, 1, 0), (0.5, 1, 1, 0), (1, 2, 1, 0), (1, 0.5, 1, 0), (1, 1, 1, 1), (1, 1, 1, -1), (1, 1, 2, 0),
     (1, 1, 0.5, 0), (2, 2, 1, 0), (0.5, 0.5, 2, 0), (0.5, 0.5, 2, 1), (1, 0.5, 2, 0),
@@ -129,7 +129,7 @@ _MOVES = (
 
 
 def around(config: Config, *, least: int = 4, most: int = 64) -> list[Config]:
-    """A persistent config and its neighbours, with ``least`` to ``most`` elements of a tile for each thread."""
+    """A persistent config and its neighbours that have ``least`` to ``most`` elements of a tile per thread."""
     found = []
     for rows, warps, per_sm, stages in _MOVES:
         near = replace(config, rows=int(config.rows * rows), warps=int(config.warps * warps),
@@ -145,38 +145,38 @@ def block_holding(cols: int) -> int:
     return 1 << max(cols - 1, 15).bit_length()
 
 
-def in_buckets(rule: Callable[[Question], Config], question: Question) -> list[Config]:
-    """A heuristic's config for each bucket of rows: candidates that are the same for all are compiled once."""
-    return [rule(replace(question, bucket=bucket)) for bucket in range(len(BUCKETS))]
+def in_buckets(rule: Callable[[TuningKey], Config], key: TuningKey) -> list[Config]:
+    """The heuristic's config of every bucket of rows. With all of them, every bucket has the same candidates to compile."""
+    return [rule(replace(key, bucket=bucket)) for bucket in range(len(BUCKETS))]
 
 
 _families: dict[str, Family] = {}
 
 
 def register(family: Family, *kernels: str) -> None:
-    """Makes a family answer for its kernels."""
+    """Registers a family for its kernels' names."""
     for kernel in kernels:
         _families[kernel] = family
 
 
 def family_of(kernel: str) -> Family | None:
-    """Who answers for a kernel; None for a name that no family knows."""
+    """The family of a kernel; None for an unknown name."""
     return _families.get(kernel)
 
 
-def valid(question: Question, config: Config) -> bool:
-    """Whether a config read from a file is one that the kernel may run with."""
-    family = family_of(question.kernel)
+def valid(key: TuningKey, config: Config) -> bool:
+    """Whether the kernel may run with a config that was read from a file."""
+    family = family_of(key.kernel)
     if family is None or not all(isinstance(value, int) for value in astuple(config)):
         return False
     powers = all(value > 0 and value & (value - 1) == 0 for value in (config.block_n, config.rows, config.warps))
     limits = config.warps <= 32 and 1 <= config.stages <= 8 and 0 <= config.per_sm <= 32
     registers = config.registers == 0 or (16 <= config.registers <= 255 and config.registers % 8 == 0)
-    return powers and limits and registers and family.valid(question, config)
+    return powers and limits and registers and family.valid(key, config)
 
 
-def fingerprint(question: Question) -> str:
-    """Of the configs that were there to choose from: where these change, what was measured no longer holds."""
-    family = family_of(question.kernel)
-    space = [] if family is None else sorted(astuple(config) for config in family.candidates(question))
+def fingerprint(key: TuningKey) -> str:
+    """A hash of the candidates: when they change, earlier measurements are stale."""
+    family = family_of(key.kernel)
+    space = [] if family is None else sorted(astuple(config) for config in family.candidates(key))
     return hashlib.sha256(repr(space).encode()).hexdigest()[:16]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core import compat
 from .rule import Rule
 
 __all__ = ["check_flags", "check_model", "check_rules", "excluded"]
@@ -29,14 +30,14 @@ def check_model(model: Any) -> None:
 
 
 def _obstacle(module: nn.Module) -> str:
-    """What stands in the way of fusing the module, and what to do first; "" if nothing does."""
+    """Why the module cannot be fused, and what to do first; "" if it can."""
     if isinstance(module, torch.jit.ScriptModule):
         return "is scripted or traced; fuse the model before torch.jit.script or torch.jit.trace"
     bases = [f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__]
-    if "torch._dynamo.eval_frame.OptimizedModule" in bases or module._compiled_call_impl is not None:
+    if compat.is_compiled(module):
         return ("is compiled; fuse the model before torch.compile, or pass compile_rest=True instead of compiling "
                 "(after that, unfuse_model first)")  # fmt: skip
-    if any(base.startswith(("torch.distributed.fsdp.", "torch.distributed._composable.")) for base in bases):
+    if any(base.startswith(compat.FSDP) for base in bases):
         return "is wrapped in FSDP; fuse the model before it is wrapped"
     if bases[0].startswith(_QUANTIZED) or getattr(module, "is_quantized", False) is True:
         return "is quantised; fuse the model before it is quantised, or load it unquantised"
@@ -44,7 +45,7 @@ def _obstacle(module: nn.Module) -> str:
 
 
 def check_flags(**flags: Any) -> None:
-    """Each is True or False: of other values, "no" say, nobody knows which."""
+    """Each is True or False; another value ("no", say) is ambiguous."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"fuse_model: {name} must be True or False, got {value!r}")

@@ -1,4 +1,4 @@
-"""Questions of every family, as the plans that the specs can build ask them; needs neither kernels nor a GPU."""
+"""The tuning keys of every family, from the plans that the specs can build; needs neither kernels nor a GPU."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from functools import cache
 import torch
 
 from fusedops.core import launch, tuning
-from fusedops.core.question import BUCKETS, Question
+from fusedops.core.tuning_key import BUCKETS, TuningKey
 from support import ALL_SPECS
 
-__all__ = ["every_question", "plans"]
+__all__ = ["every_key", "plans"]
 
 
 def plans(cols: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
@@ -23,19 +23,19 @@ def plans(cols: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     return found
 
 
-def asked_by(plan: Callable[[], object]) -> list[Question]:
-    with tuning.asked() as seen, launch.collecting():
+def keys_of(plan: Callable[[], object]) -> list[TuningKey]:
+    with tuning.collected_keys() as seen, launch.collecting():
         plan()
     tuning.forget()
     return list(seen)
 
 
 @cache
-def every_question() -> tuple[Question, ...]:
-    """Of narrow, ordinary, odd and wide rows, in each width of dtype and each bucket of rows."""
-    found: dict[Question, None] = {}
+def every_key() -> tuple[TuningKey, ...]:
+    """The keys of narrow, ordinary, odd and wide rows, for each width of dtype and each bucket of rows."""
+    found: dict[TuningKey, None] = {}
     for cols in (17, 64, 256, 768, 1024, 4096, 8192, 16384, 65536):
         for dtype in (torch.bfloat16, torch.float32, torch.float64):
             for plan in plans(cols, dtype).values():
-                found |= dict.fromkeys(asked_by(plan))
-    return tuple(replace(question, bucket=bucket) for question in found for bucket in range(len(BUCKETS)))
+                found |= dict.fromkeys(keys_of(plan))
+    return tuple(replace(key, bucket=bucket) for key in found for bucket in range(len(BUCKETS)))

@@ -1,0 +1,162 @@
+"""The one path of a call: from a functional's constants and tensors to kernels, or to PyTorch's operators.
+
+A call whose key was seen before is not checked again. Then it goes, in this order: to the reference implementation
+(no kernels on this device, no elements, a torch.func transform, forward-mode differentiation), to PyTorch's own operator
+(small tensors, exactly the same function), to the registered operator (dispatch modes, tensor subclasses), to the
+autograd Function, or directly to a launch. torch.compile traces a path of its own, to the registered operator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks, compat, dropout, launch, operators, rng
+from .function import PLAIN, Call, apply, forward
+from .operator import Operator, Site, Tensors
+from .rng import NO_DROPOUT
+
+__all__ = ["run"]
+
+# More than a program has different calls. A program with ever new ones starts with an empty cache again.
+_MOST_CALLS = 8192
+
+
+class Signature:
+    """A call that was checked: what its key determines."""
+
+    __slots__ = ("cols", "constants", "device_index", "dtypes", "kernels", "native", "sites", "special")
+
+    def __init__(self, op: Operator, constants: Any, tensors: Tensors, *, nested: bool, autocast: bool) -> None:
+        first = tensors[op.first]
+        assert first is not None
+        self.constants = constants
+        self.dtypes = operators.dtypes_of(op, tensors)
+        self.device_index = first.get_device()
+        # A symbol becomes a number: kernels are compiled for it.
+        self.cols = int(op.cols(constants, tensors)) if launch.runs_kernels(first.device.type) and not nested else -1
+        self.kernels = self.cols >= 0
+        # Tensor subclasses see registered operators.
+        self.special = not self.kernels or not PLAIN.issuperset(map(type, tensors))
+        self.native: Callable[..., Any] | None = None
+        if not self.special and first.is_cuda and not autocast:
+            self.native = op.native(constants, self.dtypes)
+        # By dropout and by whether a backward will follow.
+        self.sites: list[Site | None] = [None] * 4
+
+    def site(self, op: Operator, which: int) -> Any:
+        """The site of calls with dropout if ``which & 1``, and with a backward if ``which & 2``."""
+        made = operators.site_of(op, self.constants, self.dtypes, self.cols, self.device_index, bool(which & 1),
+                                 bool(which & 2))  # fmt: skip
+        self.sites[which] = made
+        return made
+
+
+def run(op: Operator, arguments: Any, tensors: Any, p: Any = 0.0) -> Any:
+    """The visible outputs of ``op`` as a tuple.
+
+    Args:
+        op: the operator.
+        arguments: what `Operator.record` makes the record of constants of.
+        tensors: its tensor arguments, None where absent.
+        p: the drop probability.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return _traced(op, op.record(*arguments), tensors, p)
+    try:
+        signature = op.signatures[torch.is_autocast_enabled("cuda")].get(op.key(arguments, tensors))
+    except (AttributeError, IndexError, TypeError, RuntimeError):
+        signature = (
+            None  # something is wrong, which the checks name; or a subclass or nested tensor that hides its shape
+        )
+    if signature is None:
+        signature = _checked(op, arguments, tensors)
+    if p != 0.0 and not (type(p) is float and 0.0 <= p <= 1.0):
+        checks.check_p(signature.constants.op, p)
+    first = tensors[op.first]
+    elements = first.numel()
+    if signature.special or compat.is_intercepted() or not elements:
+        return _elsewhere(op, tensors, p, signature)
+    if elements <= op.native_elements and signature.native is not None and p == 0.0:
+        return (signature.native(signature.constants, tensors),)
+    which, state = (0, NO_DROPOUT) if p == 0.0 else (1, rng.state_of(p, first.device))
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                site = signature.sites[which + 2] or signature.site(op, which + 2)
+                return apply(op, site, state, False, *tensors)
+    site = signature.sites[which] or signature.site(op, which)
+    return op.expose(signature.constants, tensors, forward(op, site, tensors, state))
+
+
+def _checked(op: Operator, arguments: Any, tensors: Tensors) -> Signature:
+    """Checks a call that is new, and remembers it."""
+    constants, first, autocast = op.record(*arguments), tensors[op.first], torch.is_autocast_enabled("cuda")
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        raise RuntimeError(f"{constants.op}: torch.jit.trace is not supported; use torch.export")
+    nested = isinstance(first, Tensor) and first.is_nested
+    if nested:
+        op.check_constants(constants)  # PyTorch's operators check the tensors
+    else:
+        op.check(constants, tensors)
+    if autocast:
+        constants = op.autocast(constants, tensors)
+    signature = Signature(op, constants, tensors, nested=nested, autocast=autocast)
+    known = op.signatures[autocast]
+    if len(known) >= _MOST_CALLS:
+        known.clear()
+    with contextlib.suppress(AttributeError, IndexError, TypeError, RuntimeError):  # without a key, or one of symbols
+        known[op.key(arguments, tensors)] = signature
+    return signature
+
+
+def _elsewhere(op: Operator, tensors: Tensors, p: float, signature: Signature) -> Any:
+    """A call that is no launch: see the module."""
+    constants, first = signature.constants, tensors[op.first]
+    assert first is not None
+    elements = first.numel()
+    # A symbol is not asked: it would become a guard, or be unknown.
+    if not signature.kernels or (type(elements) is int and not elements):
+        return op.reference(constants, tensors, dropout.dropout_of(p, NO_DROPOUT, signature.cols))
+    if compat.transforms() or compat.in_forward_mode():
+        state = rng.state_of(p, first.device)
+        return op.reference(constants, tensors, dropout.dropout_of(p, state, signature.cols))
+    state = NO_DROPOUT
+    if p > 0.0:
+        recorded = p < 1.0 and compat.is_recording(*tensors)
+        state = (rng.recorded(first.device), None, rng.threshold(p)) if recorded else rng.state_of(p, first.device)
+    saves = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    site = signature.site(op, (p > 0.0) + 2 * saves)
+    if saves:
+        return Call.apply(op, site, state, True, *tensors)  # type: ignore[no-untyped-call]
+    return op.expose(constants, tensors, operators.forward(op, site, tensors, state))
+
+
+def _traced(op: Operator, constants: Any, tensors: Tensors, p: Any) -> Any:
+    """Under torch.compile: one registered operator, which has a derivative of its own."""
+    checks.check_p(constants.op, p)
+    first = tensors[op.first]
+    if isinstance(first, Tensor) and first.is_nested:
+        op.check_constants(constants)
+    else:
+        op.check(constants, tensors)
+    if torch.is_autocast_enabled("cuda"):
+        constants = op.autocast(constants, tensors)
+    assert first is not None
+    fused = launch.runs_kernels(first.device.type) and not first.is_nested and not compat.transforms_when_traced()
+    cols = op.cols(constants, tensors) if fused else -1
+    if cols < 0:
+        return op.reference(constants, tensors, dropout.dropout_of(p, NO_DROPOUT, cols))
+    seed: Tensor | None = None
+    if p > 0.0:
+        seed = rng.recorded(first.device) if p < 1.0 else torch.zeros(2, dtype=torch.int64, device=first.device)
+    saves = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    dtypes = operators.dtypes_of(op, tensors)
+    outs = operators.call_forward(op, constants, tensors, (seed, None, rng.threshold(p)), cols,
+                                  operators.encode(constants, dtypes, saves))  # fmt: skip
+    there = op.writes(constants, dtypes, dropout=seed is not None, saves=saves)
+    return op.expose(constants, tensors, operators.present(outs, there))

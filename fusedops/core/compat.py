@@ -1,0 +1,473 @@
+"""Private names of PyTorch and Triton: what each is for, and what happens where a release lacks it.
+
+Nothing outside this file uses a private name. Without one the library is slower, never wrong, and imports as before.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+__all__ = [
+    "FSDP",
+    "GRID",
+    "PRIVATE",
+    "STREAM",
+    "DirectCall",
+    "Functional",
+    "NoDirectCallError",
+    "Place",
+    "any_autocast_enabled",
+    "are_functional",
+    "below_autograd",
+    "capturing",
+    "cast_by_autocast",
+    "compile_ahead",
+    "compiles_ahead",
+    "constant_when_traced",
+    "current_device",
+    "current_stream",
+    "current_target",
+    "current_tracer",
+    "default_store",
+    "direct_call",
+    "dispatch_modes",
+    "fast_apply",
+    "forget_compiled",
+    "function_modes",
+    "gpu_target",
+    "has_compiled_call",
+    "has_global_hooks",
+    "has_own_hooks",
+    "in_forward_mode",
+    "is_batched",
+    "is_compiled",
+    "is_intercepted",
+    "is_recording",
+    "jit_tracing",
+    "launch_hooks",
+    "overlaps_launches",
+    "profiling",
+    "replace_call",
+    "transforms",
+    "transforms_when_traced",
+    "unflatten",
+    "without_modes",
+    "without_transforms",
+]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# --- PyTorch ----------------------------------------------------------------------------------------------------------
+
+
+# The paths in torch that are looked up below: ``tests/test_compat.py`` takes each away and compares values.
+PRIVATE: list[str] = []
+
+
+def _find(path: str, default: Any) -> Any:
+    """The object at a dotted path in torch, or the default."""
+    PRIVATE.append(path)
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+        if found is None:
+            return default
+    return found
+
+
+def _sliced(buffer: Tensor, like: list[Tensor]) -> list[Tensor]:
+    parts = buffer.split([t.numel() for t in like])
+    return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
+
+
+# How many dispatch modes are on. Without it every eager call goes through the registered operators: slower.
+dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack", lambda: 1)
+
+# Whether a function mode is on, whether a profiler runs in this thread or all, and whether `torch.jit.trace` records.
+# Without them operators always go through the dispatcher: slower.
+function_modes: Callable[[], bool] = _find("_C._is_torch_function_mode_enabled", lambda: True)
+jit_tracing: Callable[[], bool] = _find("_C._is_tracing", lambda: True)
+_profiling: Callable[[], bool] = _find("_C._autograd._profiler_enabled", lambda: True)
+
+
+def profiling() -> bool:
+    """Whether a profiler runs, in this thread or of all threads."""
+    return _profiling() or getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+
+
+# Whether a torch.func transform is on. Without it every call runs the reference implementation: slower.
+transforms: Callable[[], bool] = _find("_C._are_functorch_transforms_active", lambda: True)
+
+# Turns all torch.func transforms off for a block. Without it a draw under vmap is refused by PyTorch, with its message.
+without_transforms: Callable[[], AbstractContextManager[Any]] = _find("_C._DisableFuncTorch", nullcontext)
+
+# Views made in the block are no views to autograd. Without it a slice of an output refuses changes in place.
+below_autograd: Callable[[], AbstractContextManager[Any]] = _find("_C._AutoDispatchBelowADInplaceOrView", nullcontext)
+
+# Takes a buffer apart into tensors of given shapes, in one call. Without it by a slice for each: slower.
+unflatten: Callable[[Tensor, list[Tensor]], Sequence[Tensor]] = _find("_C._nn.unflatten_dense_tensors", None) or _sliced
+
+# Whether a gradient is a batch in disguise, with no memory to read (``autograd.grad(…, is_grads_batched=True)``).
+# Without the private name every backward runs in PyTorch operators: slower.
+is_batched: Callable[[Tensor], bool] = _find("_C._functorch.is_legacy_batchedtensor", lambda t: True)
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode differentiation is on. Without the private name the reference implementation runs: slower."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def is_intercepted() -> bool:
+    """Whether a dispatch mode, a torch.func transform or forward-mode differentiation is on."""
+    return dispatch_modes() > 0 or transforms() or getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` outside torch.func transforms, without its checks for them: 10 µs instead of 15 on a CPU.
+
+    Without the private name `torch.autograd.Function.apply` serves: slower.
+    """
+    if _find("_C._FunctionBase.apply", None) is None:
+        return function.apply
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
+
+
+def is_recording(*tensors: Tensor | None) -> bool:
+    """Whether operators are being recorded for later, so that a number drawn now would be the same in every run.
+
+    True for fake and functional tensors and while `make_fx` traces; other dispatch modes only observe a call.
+    Without the private names only the tensors are looked at, and a traced graph repeats its dropout mask.
+    """
+    if any(isinstance(t, _RECORDED) for t in tensors):
+        return True
+    return any(_mode(key) is not None for key in _RECORDING_KEYS)
+
+
+def _recorded_types() -> tuple[type, ...]:
+    found = (_imported("torch._subclasses.fake_tensor", "FakeTensor"),
+             _imported("torch._subclasses.functional_tensor", "FunctionalTensor"))  # fmt: skip
+    return tuple(t for t in found if t is not None)
+
+
+def _imported(module: str, name: str) -> Any:
+    import importlib
+
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+_RECORDED = _recorded_types()
+_mode: Callable[[Any], Any] = _find("_C._get_dispatch_mode", lambda key: None)
+_keys = _find("_C._TorchDispatchModeKey", None)
+_RECORDING_KEYS = tuple(getattr(_keys, name) for name in ("FAKE", "PROXY", "FUNCTIONAL") if hasattr(_keys, name))
+
+# The mode in which torch.compile makes a graph functional: operators that allocate there become operators that write.
+# Without it compiled code calls the former.
+Functional: Any = _imported("torch._subclasses.functional_tensor", "FunctionalTensorMode")
+
+
+def are_functional(types: Iterable[type]) -> bool:
+    """Whether these are the types of a graph that torch.compile makes functional, with no tensor subclass among them."""
+    return all(t is Tensor or issubclass(t, _RECORDED) for t in types)
+
+
+def current_tracer() -> Any:
+    """The tracer that records operators in this thread, None for none or where it cannot be told."""
+    get = _imported("torch.fx.experimental.proxy_tensor", "get_proxy_mode")
+    mode = get() if get is not None else None
+    return None if mode is None else mode.tracer
+
+
+_has_kernel: Callable[[str, str], bool] = _find("_C._dispatch_has_kernel_for_dispatch_key", lambda name, key: False)
+
+
+def cast_by_autocast(operator: str) -> bool:
+    """Whether GPU autocast runs PyTorch's ``operator`` in fp32. Without the private name its dtypes are left alone."""
+    try:
+        return bool(_has_kernel(operator, "AutocastCUDA"))
+    except RuntimeError:  # no such operator
+        return False
+
+
+def constant_when_traced(function: _Function) -> _Function:
+    """Makes torch.compile take the function's result as a constant, and not look into it.
+
+    What `torch.compiler.assume_constant_result` does, without the second that its import takes. Without the private
+    attribute the function is traced.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Turns all dispatch modes off for a block. Without the private name they see what the block calls."""
+    disable = _imported("torch.utils._python_dispatch", "_disable_current_modes")
+    with disable() if disable is not None else nullcontext():
+        yield
+
+
+def _public_device() -> int:
+    # Without a GPU there is no current device, and `torch.cuda.current_device` would raise.
+    return torch.cuda.current_device() if torch.cuda.is_available() else -1
+
+
+# The index of the current GPU. The public function checks first that CUDA is initialised: slower. A build without CUDA
+# has no private one, and no GPU.
+current_device: Callable[[], int] = _find("_C._cuda_getDevice", _public_device)
+
+# The handle of a device's current stream, by the device's index. The public way makes an object first: slower.
+current_stream: Callable[[int], int] = _find(
+    "_C._cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
+
+# Whether the current stream is captured into a CUDA graph. The public function checks for a GPU first: slower.
+capturing: Callable[[], bool] = _find("_C._cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+
+# Whether autocast is on for any device. Without it every call of a fused model asks for its own device: slower.
+any_autocast_enabled: Callable[[], bool] = _find("_C._is_any_autocast_enabled", lambda: True)
+
+
+def replace_call(operator: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Puts ``wrap`` of what a registered operator's Python object calls in its place.
+
+    Without the private attribute nothing changes: compiled code goes through the dispatcher, slower.
+    """
+    if hasattr(operator, "_op"):
+        operator._op = wrap(operator._op)
+
+
+def default_store() -> Any:
+    """The key-value store of the default process group. Without the private function an AttributeError names it."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+# The modules of PyTorch's FSDP, in which classes of wrapped modules are.
+FSDP = ("torch.distributed.fsdp.", "torch.distributed._composable.")
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a module is compiled by itself. Without the private names only `torch.compile`'s wrapper is recognised."""
+    return has_compiled_call(module) or any(cls.__name__ == "OptimizedModule" for cls in type(module).__mro__)
+
+
+def has_compiled_call(module: torch.nn.Module) -> bool:
+    """Whether ``module.compile()`` was called. Its class is not looked at, which torch.compile would guard."""
+    return module.__dict__.get("_compiled_call_impl") is not None
+
+
+def forget_compiled(module: torch.nn.Module) -> None:
+    """Undoes ``module.compile()``. Without the private attribute there is nothing to undo."""
+    module.__dict__.pop("_compiled_call_impl", None)
+
+
+def has_own_hooks(module: torch.nn.Module) -> bool:
+    """Whether hooks are registered on a module. Without a private registry there may be: blocks call each module, slower."""
+    try:
+        return bool(
+            module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        )
+    except AttributeError:
+        return True
+
+
+def _global_hooks(kind: str) -> Mapping[int, Any]:
+    """PyTorch's registry of the hooks of one kind on all modules, which it changes in place.
+
+    Without the registry there may be such hooks: an entry stands for them.
+    """
+    unknown = {0: None}
+    found: Mapping[int, Any] = getattr(torch.nn.modules.module, f"_global_{kind}_hooks", unknown)
+    return found
+
+
+_FORWARD_HOOKS, _FORWARD_PRE_HOOKS = _global_hooks("forward"), _global_hooks("forward_pre")
+_BACKWARD_HOOKS, _BACKWARD_PRE_HOOKS = _global_hooks("backward"), _global_hooks("backward_pre")
+
+
+@constant_when_traced
+def has_global_hooks() -> bool:
+    """Whether there are hooks on all modules, such as from ``torch.nn.modules.module.register_module_forward_hook``.
+
+    Without the registries the result is True: fused blocks then call each of their modules, slower and right. Traced by
+    torch.compile the result is a constant without a guard: PyTorch's own compiled modules do not look for hooks again.
+    """
+    return bool(_FORWARD_HOOKS or _FORWARD_PRE_HOOKS or _BACKWARD_HOOKS or _BACKWARD_PRE_HOOKS)
+
+
+@constant_when_traced
+def transforms_when_traced() -> bool:
+    """`transforms` for code that torch.compile traces, which guards on the transforms itself."""
+    return transforms()
+
+
+# --- Triton ------------------------------------------------------------------------------------------------------------
+
+
+def gpu_target(backend: str, arch: int | str, warp_size: int) -> Any:
+    """Triton's record of a kind of GPU to compile for."""
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget(backend, arch, warp_size)
+
+
+def current_target() -> Any:
+    """The current GPU as something to compile for; put together from its properties where Triton's driver has moved."""
+    import triton
+
+    try:
+        return triton.runtime.driver.active.get_current_target()
+    except AttributeError:
+        major, minor = torch.cuda.get_device_capability()
+        return gpu_target("cuda", 10 * major + minor, 32)
+
+
+@functools.cache
+def overlaps_launches() -> bool:
+    """Whether kernels can be compiled for programmatic dependent launch; without that, launches do not overlap."""
+    import triton.language as tl
+
+    try:
+        from triton.backends.nvidia.compiler import CUDAOptions
+    except ImportError:
+        return False
+    cuda = getattr(tl.extra, "cuda", None)
+    return "launch_pdl" in inspect.signature(CUDAOptions).parameters and hasattr(cuda, "gdc_wait")
+
+
+def compiles_ahead() -> bool:
+    """Whether `compile_ahead` can be used; without it kernels are compiled at their first launch, by ``kernel[grid]``."""
+    import triton
+
+    source = getattr(getattr(triton, "compiler", None), "ASTSource", None)
+    return source is not None and {"fn", "signature", "constexprs", "attrs"} <= set(
+        inspect.signature(source).parameters
+    )
+
+
+def compile_ahead(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    divisible: Mapping[str, int],
+    options: Mapping[str, Any],
+    target: Any = None,
+) -> Any:
+    """A kernel compiled for these types, with no arguments and, where ``target`` is given, no GPU.
+
+    Args:
+        kernel: the decorated function.
+        signature: Triton's type name of every argument; ``"constexpr"`` for one that is a constant.
+        constants: the values of the constant arguments.
+        divisible: powers of two that the values of arguments are multiples of.
+        options: the compiler's options.
+        target: as `gpu_target` returns it; the current GPU by default.
+    Raises:
+        RuntimeError: this release cannot do it; `compiles_ahead` tells beforehand.
+    """
+    import triton
+
+    if not compiles_ahead():
+        raise RuntimeError(f"fusedops: Triton {triton.__version__} cannot compile a kernel without launching it")
+    index = {name: (i,) for i, name in enumerate(kernel.arg_names)}
+    constexprs = {index[name]: value for name, value in constants.items()}
+    attrs = {index[name]: [["tt.divisibility", multiple]] for name, multiple in divisible.items()}
+    source = triton.compiler.ASTSource(kernel, dict(signature), constexprs, attrs)
+    return triton.compile(source, target=target, options=dict(options))
+
+
+def launch_hooks() -> Any:
+    """The object whose ``launch_enter_hook`` and ``launch_exit_hook`` are called around launches; None if unknown.
+
+    Each is a chain with a list ``calls``, in which profilers put functions. Without the chains nobody can tell whether
+    there are hooks, and Triton's own launcher is used, which calls them.
+    """
+    import triton
+
+    runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
+    chains = (getattr(runtime, "launch_enter_hook", None), getattr(runtime, "launch_exit_hook", None))
+    return runtime if all(isinstance(getattr(chain, "calls", None), list) for chain in chains) else None
+
+
+class NoDirectCallError(Exception):
+    """A compiled kernel that only Triton's own launcher can launch; the message says why."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Something that differs between the launches of a kernel: an axis of the grid, the stream, or an argument."""
+
+    name: str
+
+
+GRID = (Place("grid_x"), Place("grid_y"), Place("grid_z"))
+STREAM = Place("stream")
+
+
+@dataclass(frozen=True)
+class DirectCall:
+    """How a kernel is launched by a call of Triton's C function: ``launch(*arguments)``.
+
+    An argument is a fixed value, a `Place`, or a tuple of these.
+    """
+
+    launch: Callable[..., None]
+    arguments: tuple[Any, ...]
+
+
+def direct_call(compiled: Any, arguments: Sequence[Place | None]) -> DirectCall:
+    """The call of the C function that ``compiled[grid](*arguments)`` comes down to in this release of Triton.
+
+    Triton's launcher is an object in Python that holds the C function as ``launch`` and calls it with the grid, stream,
+    kernel, hooks, scratch memory and arguments, in an order that changes between releases: 3.6 takes the kernel's
+    arguments one by one at the end, 3.7 to 3.9 in a tuple after a description of their types. So the launcher is called
+    once with a recorder in place of the C function, and what arrives there is the order.
+
+    Args:
+        compiled: a compiled kernel, loaded on the current GPU.
+        arguments: one for each argument of the kernel, None for constants.
+    Raises:
+        NoDirectCallError: the kernel needs something of each launch that is not among its arguments (scratch memory, an
+            instrumented build's tables), or the launcher is of another form.
+    """
+    try:
+        run = compiled.run
+        function, packed = compiled.function, compiled.packed_metadata
+        scratch = max(run.global_scratch_size, run.profile_scratch_size)
+        launch, probe = run.launch, copy.copy(run)
+    except AttributeError as error:
+        raise NoDirectCallError(f"its launcher is of an unknown form ({error})") from None
+    if scratch > 0:
+        raise NoDirectCallError("the kernel needs scratch memory")
+    if getattr(run, "gsan_enabled", False):
+        raise NoDirectCallError("the kernel is instrumented")
+    recorded: list[tuple[Any, ...]] = []
+    probe.launch = lambda *values: recorded.append(values)
+    try:
+        # After the packed metadata come the launch metadata and the two hooks, absent here.
+        probe(*GRID, STREAM, function, packed, None, None, None, *arguments)
+    except Exception as error:  # noqa: BLE001 - an unknown launcher may raise anything at such arguments
+        raise NoDirectCallError(f"its launcher is of an unknown form ({error})") from None
+    if len(recorded) != 1 or not _is_complete(recorded[0], arguments):
+        raise NoDirectCallError("its launcher passes on other arguments than the kernel's")
+    return DirectCall(launch, recorded[0])
+
+
+def _is_complete(taken: tuple[Any, ...], arguments: Sequence[Place | None]) -> bool:
+    """Whether a recorded call has the grid and stream first, and exactly the kernel's arguments last."""
+    if taken[:4] != (*GRID, STREAM):
+        return False
+    last = taken[-1] if isinstance(taken[-1], tuple) else taken[len(taken) - len(arguments) :]
+    return last == tuple(arguments)

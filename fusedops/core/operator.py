@@ -1,0 +1,202 @@
+"""What a family declares of an operator: everything else about a call is core's, written once in `call`.
+
+A call is an operator, a record of constants, the tensors, and a drop probability. From dtypes, widths and device comes
+a `Site`: all that stays the same from step to step. Kernels are launched with a site, tensors, outputs and a random state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .dropout import Dropout
+from .rng import State
+
+__all__ = ["Constants", "Dtypes", "Operator", "Site", "Tensors"]
+
+Tensors = Sequence[Tensor | None]
+Dtypes = tuple[torch.dtype | None, ...]
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The constants of a call, hashable.
+
+    Attributes:
+        op: the functional's name, for messages.
+    """
+
+    op: str
+
+    def words(self) -> tuple[str, ...]:
+        """The constants that are no floating-point numbers, for a registered operator; no word has a space."""
+        raise NotImplementedError
+
+    def numbers(self) -> tuple[float, ...]:
+        """The others."""
+        return ()
+
+    @classmethod
+    def read(cls, words: Sequence[str], numbers: Sequence[float]) -> Any:
+        """The record from its words and numbers."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """What stays the same from step to step; one object for each, so identity is equality.
+
+    Attributes:
+        constants: the call's constants.
+        device_index: the GPU, -1 under the interpreter.
+        cols: what kernels are compiled for.
+        dtypes: of the tensors, None where absent.
+        dropout: whether a mask is drawn.
+        saves: whether a backward will follow.
+        acc: the dtype that kernels compute in.
+        outs: which of the operator's outputs there are.
+        saved: takes what is saved for the backward out of ``(*tensors, *outputs, None)``.
+        call: the constants and dtypes as a word for registered operators.
+    """
+
+    constants: Any
+    device_index: int
+    cols: int
+    dtypes: Dtypes
+    dropout: bool
+    saves: bool
+    acc: torch.dtype
+    outs: tuple[bool, ...]
+    saved: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    call: str
+
+
+class Operator:
+    """A family's operator; subclasses fill in the attributes and methods.
+
+    Attributes:
+        name: of the registered operators ``fusedops::<name>_forward`` and ``_backward``.
+        constants: the class of its constants.
+        tensors: the tensor arguments' names; ``variadic`` says whether the last stands for any number.
+        first: the place of the tensor with the rows.
+        outputs: all that the forward writes; the first ``visible`` are the caller's, the rest is only saved.
+        saved: what a backward reads, by name.
+        numbers: names of the constants that are floating-point numbers.
+        shares: places of two tensors; where the backward writes no gradient for the first, it has the second's.
+        tags: of the registered operators.
+        native_elements: of calls that PyTorch has an operator for, those up to this size on a GPU go to it: both take
+            a few microseconds there, and a native autograd node costs tens of microseconds less on the host.
+    """
+
+    name: ClassVar[str]
+    constants: ClassVar[type[Constants]]
+    tensors: ClassVar[tuple[str, ...]]
+    first: ClassVar[int] = 0
+    outputs: ClassVar[tuple[str, ...]]
+    visible: ClassVar[int] = 1
+    saved: ClassVar[tuple[str, ...]]
+    numbers: ClassVar[tuple[str, ...]] = ()
+    shares: ClassVar[tuple[int, int] | None] = None
+    variadic: ClassVar[bool] = False
+    tags: ClassVar[tuple[torch.Tag, ...]] = ()
+    native_elements: int = 65536
+
+    def __init__(self) -> None:
+        # The calls that were checked, by `key`: outside of GPU autocast, and under it.
+        self.signatures: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})
+
+    # --- before a call --------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def record(*arguments: Any) -> Any:
+        """The record of constants from what a functional hands to `call.run`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def key(arguments: Any, tensors: Any) -> Hashable:
+        """All that `check`, `cols` and `site` depend on, in a form that a bad call cannot share with a good one."""
+        raise NotImplementedError
+
+    def check(self, constants: Any, tensors: Any) -> None:
+        """Raises what is wrong with the call."""
+        raise NotImplementedError
+
+    def check_constants(self, constants: Any) -> None:
+        """Raises what is wrong with the constants alone: all that is checked of nested tensors."""
+
+    def autocast(self, constants: Any, tensors: Tensors) -> Any:
+        """The constants under GPU autocast."""
+        return constants
+
+    def cols(self, constants: Any, tensors: Tensors) -> int:
+        """What a kernel is compiled for: the width of a row, 0 for any; -1 where no kernel fits."""
+        raise NotImplementedError
+
+    def writes(self, constants: Any, dtypes: Dtypes, *, dropout: bool, saves: bool) -> tuple[bool, ...]:
+        """Which of ``outputs`` the forward writes."""
+        return (True,)
+
+    def site(self, constants: Any, dtypes: Dtypes, cols: int, device_index: int, *, dropout: bool,
+             saves: bool) -> Any:  # fmt: skip
+        """The site for these choices, to be kept."""
+        raise NotImplementedError
+
+    # --- PyTorch's operators --------------------------------------------------------------------------------------------
+
+    def native(self, constants: Any, dtypes: Dtypes) -> Callable[..., Any] | None:
+        """PyTorch's own operator for exactly this, as a function of constants and tensors; None for none."""
+        return None
+
+    def reference(self, constants: Any, tensors: Tensors, dropout: Dropout) -> tuple[Tensor | None, ...]:
+        """The visible outputs in PyTorch's operators, differentiable to any order, under any transform."""
+        raise NotImplementedError
+
+    def derivative(self, site: Any, grads: Tensors, saved: Tensors, dropout: Callable[[Tensor], Dropout],
+                   needs: Sequence[bool]) -> Sequence[Tensor | None]:  # fmt: skip
+        """The gradients in differentiable operators; ``dropout`` is a function of a tensor of the mask's shape."""
+        raise NotImplementedError
+
+    # --- between the caller's tensors and the kernels' ------------------------------------------------------------------
+
+    def expose(self, constants: Any, tensors: Tensors, outs: Any) -> tuple[Tensor | None, ...]:
+        """What the caller gets."""
+        return outs[: self.visible]  # type: ignore[no-any-return]
+
+    def joined(self, constants: Any, grads: Tensors, saved: Tensors) -> Tensors:
+        """The cotangents as the registered backward takes them."""
+        return grads
+
+    def expose_gradients(self, site: Any, grads: Tensors, saved: Tensors, outs: Any,
+                         needs: Sequence[bool]) -> Sequence[Tensor | None]:  # fmt: skip
+        """The gradients of the caller's tensors."""
+        if self.shares is not None:
+            first, second = self.shares
+            if needs[first] and outs[first] is None:
+                return (*outs[:first], outs[second], *outs[first + 1 :])
+        return outs  # type: ignore[no-any-return]
+
+    # --- kernels --------------------------------------------------------------------------------------------------------
+
+    def allocate(self, site: Any, tensors: Any) -> tuple[Tensor | None, ...]:
+        """Uninitialised ``outputs``, None where the site has none."""
+        raise NotImplementedError
+
+    def forward(self, site: Any, tensors: Any, outs: Any, state: State) -> None:
+        """Launches the forward, which fills ``outs``."""
+        raise NotImplementedError
+
+    def needed(self, site: Any, grads: Tensors, needs: Sequence[bool]) -> Sequence[bool]:
+        """Which gradient tensors the backward writes, in the order of ``tensors``."""
+        return needs
+
+    def allocate_gradients(self, site: Any, grads: Any, saved: Any, needed: Any) -> tuple[Tensor | None, ...]:
+        """Uninitialised gradients, None where not needed."""
+        raise NotImplementedError
+
+    def backward(self, site: Any, grads: Any, saved: Any, outs: Any, state: State) -> None:
+        """Launches the backward, which fills ``outs``. ``grads`` are never written to."""
+        raise NotImplementedError

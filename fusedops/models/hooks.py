@@ -1,0 +1,70 @@
+"""Whether a call of a module runs anything beside its class's forward, and which modules are plain linear layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..core.compat import constant_when_traced, has_compiled_call, has_global_hooks, has_own_hooks
+
+__all__ = ["ORIGINAL", "can_call", "has_hooks", "is_conv1d", "is_linear", "is_plain", "original"]
+
+# The prefix of the names under which fused classes keep methods of their originals.
+ORIGINAL = "_fusedops_original_"
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether the module has hooks, a forward of its own (patched on the instance) or a compiled one.
+
+    Hooks on all modules count: where there are any, a fused block calls each of its modules.
+    """
+    return has_own_hooks(module) or "forward" in module.__dict__ or has_compiled_call(module) or has_global_hooks()
+
+
+# torch.compile guards on the class of a module, so a function of the class alone is a constant to it. An attribute that
+# it sees looked up in a class becomes a guard of its own, and the module is then checked before every step.
+@constant_when_traced
+def _has(cls: Any, method: str) -> bool:
+    # A forward that replaces the fused class's, there or in a subclass, is called; the rule's method is not.
+    return hasattr(cls, method) and cls.forward is cls._fusedops_class.forward
+
+
+@constant_when_traced
+def _is_unchanged(cls: Any, method: str) -> bool:
+    return getattr(cls, ORIGINAL + method, None) is getattr(cls._fusedops_original, method)
+
+
+def original(module: Any, method: str) -> Any:
+    """The method of the class that a fused module was made of, which may have been given another one since."""
+    if _is_unchanged(type(module), method):
+        return getattr(module, ORIGINAL + method)
+    return getattr(type(module)._fusedops_original, method)
+
+
+def can_call(module: nn.Module, method: str) -> bool:
+    """Whether the module has this method of a rule, and the method may be called in place of the module."""
+    return _has(type(module), method) and not has_hooks(module)
+
+
+@constant_when_traced
+def is_conv1d(cls: type) -> bool:
+    """Whether this is Transformers' linear layer with a transposed weight, by its name: it may not be installed."""
+    return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
+
+
+@constant_when_traced
+def _multiplies(cls: type) -> bool:
+    if cls is nn.Linear or cls is nn.modules.linear.NonDynamicallyQuantizableLinear:
+        return True
+    return is_conv1d(cls) or "_fusedops_multiplies" in vars(cls)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether the module is a linear layer of exactly a known class, or one that a rule made of it."""
+    return _multiplies(type(module))
+
+
+def is_plain(t: object) -> bool:
+    """Whether this is a tensor or parameter and no subclass: not quantised, not distributed."""
+    return type(t) in (Tensor, nn.Parameter)

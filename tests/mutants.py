@@ -1,0 +1,286 @@
+"""Whether the short suite sees faults: ``python tests/mutants.py`` makes twenty, one at a time, and runs tests on each.
+
+A mutant is one change of a line, in a temporary copy of the package and its tests. The tests named with it are those of
+the short suite that have to fail; first they have to pass on the code as it is. A mutant that survives is a gap in the
+suite: it needs a test, not another selection.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("benchmarks", "fusedops", "tests", "pyproject.toml")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault and who has to see it.
+
+    Attributes:
+        fault: what is wrong.
+        path: the file, in the package.
+        before, after: the replacement; ``before`` occurs once in the file.
+        tests: the test file, and what is selected of it with ``-k``. No test is named by its node: that would run it
+            also where the short suite leaves it out.
+        interpreted: whether the kernels run, in Triton's interpreter.
+    """
+
+    fault: str
+    path: str
+    before: str
+    after: str
+    tests: tuple[str, str]
+    interpreted: bool = True
+
+    @property
+    def expression(self) -> str:
+        """The tests as an argument of ``-k``."""
+        return f"({self.tests[0]} and ({self.tests[1]}))"
+
+
+MUTANTS = (
+    # --- kernels ------------------------------------------------------------------------------------------------------
+    Mutant(
+        "a norm's backward without the keep mask",
+        "norms/kernels.py",
+        "        if scale is not None:\n            dz *= scale\n",
+        "",
+        ("test_rng.py", "test_backward_has_the_forwards_mask"),
+    ),
+    Mutant(
+        "a dropout threshold that is off by one",
+        "core/device.py",
+        "bits.to(tl.int32) >= threshold",
+        "bits.to(tl.int32) > threshold",
+        ("test_rng.py", "test_mask_is_the_oracles"),
+    ),
+    Mutant(
+        "a pointwise tail that is one element too long",
+        "activations/kernels.py",
+        "_pointwise_tile(x, up, y, start, places, start + places < M,",
+        "_pointwise_tile(x, up, y, start, places, start + places <= M,",
+        ("test_poison.py", "test_nothing_is_written_beside_the_outputs"),
+    ),
+    Mutant(
+        "partial sums of wide rows counted as those of the first columns",
+        "core/kernels.py",
+        "tl.where(first_col < REST_COL, programs, rest_programs)",
+        "programs",
+        ("test_layouts.py", "test_wide_rows_that_programs_share"),
+    ),
+    # --- launches -----------------------------------------------------------------------------------------------------
+    Mutant(
+        "the row stride of a saved tensor ignored",
+        "norms/launching.py",
+        "kept, kept_stride, of_kept = as_rows(kept, cols, dims)",
+        "(kept, _, of_kept), kept_stride = as_rows(kept, cols, dims), cols",
+        ("test_layouts.py", "test_matrix_layouts and (gelu or norm)"),
+    ),
+    Mutant(
+        "saved statistics read as they lie in memory",
+        "norms/launching.py",
+        "stats, of_stats = vector(stats)",
+        "of_stats = stats.data_ptr() if stats is not None else 0",
+        ("test_hooks.py", "test_saved_tensors_in_another_layout"),
+    ),
+    Mutant(
+        "the gradients of x and the residual swapped",
+        "norms/launching.py",
+        "dx, dbias, dresidual, dweight, dln_bias = outs",
+        "dx, dbias, dresidual, dweight, dln_bias = outs if outs[2] is None else (*outs[2::-1], *outs[3:])",
+        ("test_gradients.py", "test_gradients and bias_dropout_add"),
+    ),
+    Mutant(
+        "dense tensors of other strides read as one vector",
+        "activations/launching.py",
+        "all(t is None or t.stride() == strides for t in (second, third))",
+        "all(t is None or is_dense(t) for t in (second, third))",
+        ("test_layouts.py", "test_matrix_layouts and (gelu or norm)"),
+    ),
+    # --- keys of the call cache -----------------------------------------------------------------------------------------
+    Mutant(
+        "a norm's key without the residual's dtype",
+        "norms/operator.py",
+        "(type(residual), residual.dtype, residual.device,",
+        "(type(residual), residual.device,",
+        ("test_call_cache.py", "test_each_tensor_in_another_dtype"),
+    ),
+    Mutant(
+        "a key of slices without whether they are one row",
+        "slices/operator.py",
+        "x.device, x.dim() == 2, dims == 2",
+        "x.device, dims == 2",
+        ("test_call_cache.py", "test_forgotten_sizes"),
+        interpreted=False,
+    ),
+    Mutant(
+        "a call cache that autocast shares",
+        "core/call.py",
+        "known = op.signatures[autocast]",
+        "known = op.signatures[False]",
+        ("test_call_cache.py", "autocast"),
+    ),
+    Mutant(
+        "scores with their negative bit set take another call's kernel",
+        "generation/operator.py",
+        "inplace and (scores.is_neg(), _overlaps(scores))",
+        "inplace and _overlaps(scores)",
+        ("test_exact.py", "test_scores_with_a_lazy_sign"),
+    ),
+    # --- the path of a call ---------------------------------------------------------------------------------------------
+    Mutant(
+        "a registered operator that stores no pre-norm sum",
+        "core/operators.py",
+        '"saves" if saves else "drops"',
+        '"drops"',
+        ("test_opcheck.py", "test_a_dispatch_mode_changes_no_bit"),
+    ),
+    Mutant(
+        "a random state that does not advance",
+        "core/rng.py",
+        "compat.without_modes():\n            seed, offset",
+        "compat.without_modes(), torch.random.fork_rng(devices=[]):\n            seed, offset",
+        ("test_rng.py", "test_generator_moves_on or test_state_is_the_generators"),
+    ),
+    Mutant(
+        "a random state recorded as numbers",
+        "core/call.py",
+        "recorded = p < 1.0 and compat.is_recording(*tensors)",
+        "recorded = False",
+        ("test_rng_recorded.py", "test_traced_calls"),
+    ),
+    Mutant(
+        "constants of a registered operator without the version",
+        "core/operators.py",
+        '" ".join((__version__, ',
+        '" ".join(("", ',
+        ("test_operators.py", "test_a_release_has_its_own_constants"),
+    ),
+    # --- gradients ------------------------------------------------------------------------------------------------------
+    Mutant(
+        "a gradient shared by x and a residual of another dtype",
+        "norms/operator.py",
+        "not dropout and dtypes[0] is dtypes[2]",
+        "not dropout and dtypes[2] is not None",
+        ("test_gradients.py", "narrower_residual"),
+    ),
+    Mutant(
+        "second derivatives without the low-precision copy's part",
+        "norms/operator.py",
+        "dy = dcast if dy is None else dy + dcast",
+        "dy = dcast if dy is None else dy",
+        ("test_gradcheck.py", "test_create_graph"),
+    ),
+    Mutant(
+        "a tensor's own gradient along with that of what depends on it",
+        "core/function.py",
+        "t.view_as(t) if t.requires_grad else",
+        "t if t.requires_grad else",
+        ("test_derivatives.py", "test_double_backward_of_arguments"),
+    ),
+    # --- models ---------------------------------------------------------------------------------------------------------
+    Mutant(
+        "hooks on all modules ignored",
+        "models/hooks.py",
+        "has_compiled_call(module) or has_global_hooks()",
+        "has_compiled_call(module)",
+        ("test_models_hooks.py", "test_global_forward_hooks_see_every_call"),
+        interpreted=False,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What pytest returned, the first test that failed (or the signal that ended it), and the time it took."""
+
+    code: int
+    failure: str
+    output: str
+    seconds: float
+
+
+def run(paths: set[str], expression: str, *, interpreted: bool, mutant: Mutant | None = None) -> Outcome:
+    """The selected tests in a copy, up to the first failure."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, Path(folder, name), ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, folder)
+        if mutant is not None:
+            changed = Path(folder, "fusedops", mutant.path)
+            changed.write_text(changed.read_text().replace(mutant.before, mutant.after))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", expression]
+        command += [f"tests/{path}" for path in sorted(paths)]
+        environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
+        environment["TRITON_INTERPRET"] = str(int(interpreted))
+        start = time.monotonic()
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        seconds = time.monotonic() - start
+    failure = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.MULTILINE)
+    crash = f"signal {-done.returncode}" if done.returncode < 0 else ""  # a wrong address
+    return Outcome(done.returncode, failure[1] if failure else crash, done.stdout + done.stderr, seconds)
+
+
+def passes(mutants: list[Mutant]) -> bool:
+    """Whether all selected tests pass on the code as it is."""
+    for interpreted in (False, True):
+        wanted = [mutant for mutant in mutants if mutant.interpreted == interpreted]
+        if wanted:
+            expression = " or ".join(dict.fromkeys(mutant.expression for mutant in wanted))
+            outcome = run({mutant.tests[0] for mutant in wanted}, expression, interpreted=interpreted)
+            if outcome.code:
+                print(outcome.output, "The tests fail without a mutant.", sep="\n")
+                return False
+            print(
+                f"passes    {outcome.seconds:3.0f} s  no mutant, {'interpreted' if interpreted else 'plain'}",
+                flush=True,
+            )
+    return True
+
+
+def survives(mutant: Mutant) -> bool:
+    """Whether no test fails."""
+    outcome = run({mutant.tests[0]}, mutant.expression, interpreted=mutant.interpreted, mutant=mutant)
+    seen = outcome.code == 1 or outcome.code < 0
+    verdict = "seen" if seen else "NO TESTS" if outcome.code else "SURVIVED"
+    if verdict == "NO TESTS":
+        print(outcome.output)
+    print(f"{verdict:8}  {outcome.seconds:3.0f} s  {mutant.fault}: {outcome.failure}", flush=True)
+    return not seen
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-k", metavar="WORDS", default="", help="only the mutants whose description has these words")
+    parser.add_argument("-j", metavar="N", type=int, default=os.cpu_count(), help="mutants at a time")
+    arguments = parser.parse_args()
+    mutants = [mutant for mutant in MUTANTS if arguments.k in mutant.fault]
+    for mutant in mutants:
+        found = (ROOT / "fusedops" / mutant.path).read_text().count(mutant.before)
+        if found != 1:
+            print(f"{mutant.fault}: {found} times in {mutant.path}, expected once")
+            return 1
+    if not passes(mutants):
+        return 1
+    with ThreadPoolExecutor(arguments.j) as pool:
+        survivors = sum(pool.map(survives, mutants))
+    print(f"{len(mutants) - survivors} of {len(mutants)} mutants seen")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

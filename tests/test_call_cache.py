@@ -1,0 +1,146 @@
+"""The call cache: a validated signature serves no call that differs from it in anything the checks look at.
+
+Calls whose shapes, dtypes and devices were checked before skip the checks, under a key. A key that is too coarse would
+let a bad call, or one for another path, use a good call's signature.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+import fusedops
+from fusedops.activations.operator import ACTIVATION
+from fusedops.core import call, launch
+from fusedops.core.operator import Operator
+from fusedops.core.spec import BadSample, Spec
+from fusedops.generation import operator as generation
+from fusedops.norms.operator import NORM
+from fusedops.slices.operator import SLICES
+from support import EVERY_SPEC, as_tuple, tensors_of
+
+every = pytest.mark.parametrize("spec", EVERY_SPEC, ids=lambda spec: spec.name)
+META = torch.device("meta")
+OPERATORS: tuple[Operator, ...] = (NORM, ACTIVATION, SLICES)
+
+
+def _bad() -> list[object]:
+    return [
+        pytest.param(spec, bad.name, id=f"{spec.name}-{bad.name.replace(' ', '_')}")
+        for spec in EVERY_SPEC
+        for bad in spec.bad_samples(META)
+    ]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("spec", "name"), _bad())
+def test_bad_after_good(spec: Spec, name: str, device: torch.device) -> None:
+    """The bad samples differ in one thing from a call over ``(4, 8)`` with every tensor present."""
+    bad: BadSample = next(bad for bad in spec.bad_samples(device) if bad.name == name)
+    good = spec.benchmark((4, 8), torch.float32, device)
+    spec.call(**good.tensors, **good.options)
+    # And with the bad call's own options, where those are not what is wrong: then the keys differ in the tensors alone.
+    own = {name: value for name, value in bad.options.items() if name in ("p", "normalized_shape")}
+    with contextlib.suppress(TypeError, ValueError):
+        spec.call(**good.tensors, **own)
+    with pytest.raises(bad.error, match=bad.match):
+        spec.call(**bad.tensors, **bad.options)
+    (after, *_) = as_tuple(spec.call(**good.tensors, **good.options))
+    assert spec.exact or after.isfinite().all()
+
+
+@every
+def test_meta_after_real(spec: Spec, device: torch.device) -> None:
+    """A tensor without storage has no device index, as a CPU tensor has none: no kernel may read it."""
+    sample = spec.benchmark((4, 8), torch.float32, device)
+    expected = as_tuple(spec.call(**sample.tensors, **sample.options))
+    tensors = {name: None if t is None else t.to(META) for name, t in sample.tensors.items()}
+    with launch.record() as names:
+        outputs = as_tuple(spec.call(**tensors, **sample.options))
+    assert names == []
+    for output, real in zip(outputs, expected, strict=True):
+        assert output.is_meta
+        assert (output.shape, output.dtype) == (real.shape, real.dtype)
+
+
+@every
+def test_shapes_after_other_shapes(spec: Spec, device: torch.device) -> None:
+    """Widths, row counts and leading dimensions follow one another in any order."""
+    for rows, cols in ((4, 8), (4, 9), (5, 8), (1, 8), (4, 8)):
+        sample = spec.benchmark((rows, cols), torch.float32, device)
+        outputs = as_tuple(spec.call(**sample.tensors, **sample.options))
+        assert all(output.shape[0] == rows for output in outputs)
+        assert sum(output.shape[1] for output in outputs) == cols
+
+
+@every
+def test_each_tensor_in_another_dtype(spec: Spec, device: torch.device) -> None:
+    """Outputs have promoted dtypes: a call that differs in one tensor's has the outputs of a first call like it."""
+    sample = spec.benchmark((4, 8), torch.bfloat16, device)
+    options = {**sample.options, **({"p": 0.0} if spec.has_dropout else {})}
+    for name, t in tensors_of(spec, sample).items():
+        tensors = {**sample.tensors, name: t.float()}
+        spec.call(**sample.tensors, **options)
+        try:
+            found = as_tuple(spec.call(**tensors, **options))
+        except TypeError:  # dtypes that the operator does not mix
+            continue
+        for op in OPERATORS:
+            for signatures in op.signatures:
+                signatures.clear()
+        for output, expected in zip(found, as_tuple(spec.call(**tensors, **options)), strict=True):
+            assert output.dtype == expected.dtype, name
+            assert torch.equal(output, expected), name
+
+
+def test_gpu_autocast_after_a_call_outside(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output's dtype is that of a norm on a GPU, on whatever device."""
+    monkeypatch.setattr("fusedops.norms.operator._all_on_gpu", lambda tensors: True)
+    monkeypatch.setattr(NORM, "signatures", ({}, {}))
+    x = torch.randn(4, 8, dtype=torch.bfloat16, device=device)
+    before = torch.is_autocast_enabled("cuda")
+    try:
+        for enabled in (True, False, True, False):
+            torch.set_autocast_enabled("cuda", enabled)
+            y = fusedops.layer_norm(x, (8,))
+            assert y.dtype == (torch.float32 if enabled else torch.bfloat16)
+    finally:
+        torch.set_autocast_enabled("cuda", before)
+
+
+def _cached() -> int:
+    """Signatures in the fullest of all call caches."""
+    caches = [cache for op in OPERATORS for cache in op.signatures] + [generation.NO_REPEAT_NGRAM.signatures]
+    return max(map(len, caches))
+
+
+@every
+def test_the_cache_is_bounded(spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New shapes fill no memory; and a call whose signature was dropped is checked again, with the right result."""
+    for op in OPERATORS:
+        monkeypatch.setattr(op, "signatures", ({}, {}))
+    monkeypatch.setattr(generation.NO_REPEAT_NGRAM, "signatures", {})
+    for module in (call, generation):
+        monkeypatch.setattr(module, "_MOST_CALLS", 3)
+    for cols in (*range(8, 15), 8):
+        sample = spec.benchmark((4, cols), torch.float32, device)
+        outputs = as_tuple(spec.call(**sample.tensors, **sample.options))
+        assert sum(output.shape[1] for output in outputs) == cols
+        assert 1 <= _cached() <= 3
+
+
+def test_row_counts_share_a_signature(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new batch size is no new call."""
+    monkeypatch.setattr(NORM, "signatures", ({}, {}))
+    for rows in (2, 3, 5):
+        fusedops.layer_norm(torch.randn(rows, 8, device=device), (8,))
+    assert len(NORM.signatures[0]) == 1
+
+
+def test_forgotten_sizes_after_a_similar_call(device: torch.device) -> None:
+    weight = torch.randn(8, device=device)
+    fusedops.batched_layer_norm_tanh(torch.randn(2, 3, 8, device=device), weight)
+    with pytest.raises(ValueError, match="expected sizes with it"):
+        fusedops.batched_layer_norm_tanh(torch.randn(3, 8, device=device), weight)

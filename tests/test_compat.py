@@ -1,0 +1,412 @@
+"""Private names of PyTorch and Triton: without each of them values are right; launchers of every release are served."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import fusedops
+from fusedops.core import compat, launch
+from fusedops.core.tuning_key import Config
+from support import INTERPRETED
+
+triton = pytest.importorskip("triton")
+
+PACKED = (4, 1, 2048)
+FUNCTION = 4711
+STREAM = 55
+# The run-time arguments of the kernel in these tests, and their types; two constants follow.
+KINDS = {"x": "*fp32", "bias": None, "rows": "i64", "y": "*fp32"}
+CONSTANTS = {"N": 8, "STAGES": 1}
+
+
+class Launcher36:
+    """`CudaLauncher` as Triton 3.6 has it: generated C for each signature takes the kernel's arguments at the end."""
+
+    num_ctas = 1
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid, launch_pdl = False, True
+
+    def __init__(self, launch: Callable[..., None]) -> None:
+        self.launch = launch
+
+    def _scratch(self, grid: tuple[Any, ...], size: int) -> Any:
+        return "scratch" if size > 0 and grid[0] * grid[1] * grid[2] * self.num_ctas * size else None
+
+    def __call__(self, gridX, gridY, gridZ, stream, function, *args):
+        grid = (gridX, gridY, gridZ)
+        global_scratch = self._scratch(grid, self.global_scratch_size)
+        profile_scratch = self._scratch(grid, self.profile_scratch_size)
+        self.launch(*grid, stream, function, self.launch_cooperative_grid, self.launch_pdl, global_scratch,
+                    profile_scratch, *args)  # fmt: skip
+
+
+class Launcher37(Launcher36):
+    """As Triton 3.7 has it: one C function for all kernels takes annotations, extractors, and a tuple of arguments."""
+
+    arg_annotations = ["kernel", "constexpr", "kernel", "kernel", "constexpr", "constexpr"]  # noqa: RUF012
+    kernel_signature = b"\1\5\1"
+
+    def __call__(self, gridX, gridY, gridZ, stream, function, kernel_metadata, launch_metadata, launch_enter_hook,
+                 launch_exit_hook, *args):  # fmt: skip
+        grid = (gridX, gridY, gridZ)
+        global_scratch = self._scratch(grid, self.global_scratch_size)
+        profile_scratch = self._scratch(grid, self.profile_scratch_size)
+        self.launch(*grid, stream, function, self.launch_cooperative_grid, self.launch_pdl, kernel_metadata,
+                    launch_metadata, launch_enter_hook, launch_exit_hook, global_scratch, profile_scratch,
+                    self.arg_annotations, self.kernel_signature, args)  # fmt: skip
+
+
+class Launcher38(Launcher37):
+    """As Triton 3.8 and 3.9 have it: builds instrumented by GSan take further arguments, the driver's at each launch."""
+
+    gsan_enabled = False
+
+    def __call__(self, *args):
+        super().__call__(*args, *(("state",) if self.gsan_enabled else ()))
+
+
+class Compiled:
+    """`CompiledKernel` as all of these releases have it."""
+
+    packed_metadata, function = PACKED, FUNCTION
+    metadata = SimpleNamespace(shared=0)
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        hooks = triton.knobs.runtime
+
+        def runner(*args: Any) -> None:
+            hooks.launch_enter_hook("metadata")
+            self.run(*grid, STREAM, self.function, self.packed_metadata, None, None, None, *args)
+            hooks.launch_exit_hook("metadata")
+
+        return runner
+
+
+RELEASES = {"3.6": Launcher36, "3.7": Launcher37, "3.8": Launcher38}
+each_release = pytest.mark.parametrize("release", RELEASES)
+
+
+@pytest.fixture
+def launches() -> list[tuple[Any, ...]]:
+    """What the C function was called with."""
+    return []
+
+
+@pytest.fixture
+def build(launches: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], launch.Kernel]:
+    """Builds the kernel of these tests for a GPU that is not there, with a launcher."""
+
+    def built(launcher: Any) -> launch.Kernel:
+        compiled = Compiled(launcher(lambda *args: launches.append(args)) if isinstance(launcher, type) else launcher)
+        monkeypatch.setattr(launch, "compile_fitting", lambda request, limit: compiled)
+        kernel = SimpleNamespace(fn=SimpleNamespace(__name__="a_kernel"), arg_names=(*KINDS, *CONSTANTS))
+        return launch.Kernel(launch.Request(kernel, KINDS, CONSTANTS, Config(8, rows=1, warps=4), {}), 0)
+
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    monkeypatch.setattr(launch, "shared_memory", lambda device_index: 1 << 16)
+    monkeypatch.setattr(compat, "compiles_ahead", lambda: True)
+    monkeypatch.setattr(compat, "current_stream", lambda device_index: STREAM + device_index)
+    return built
+
+
+def addresses(value: Any) -> Any:
+    """Tensors replaced by their addresses: the C functions take either."""
+    if isinstance(value, tuple):
+        return tuple(map(addresses, value))
+    return value.data_ptr() if isinstance(value, torch.Tensor) else value
+
+
+@each_release
+def test_direct_launch_is_what_triton_itself_calls(
+    release: str, build: Callable[[Any], launch.Kernel], launches: list[tuple[Any, ...]]
+) -> None:
+    kernel = build(RELEASES[release])
+    x, y = torch.zeros(3), torch.zeros(3)
+    assert (kernel.launcher, kernel.reason) == ("direct", "")
+    kernel.variant(2, 3, x, None, 5, y)
+    kernel._launch_compiled(2, 3, x, None, 5, y)
+    direct, compiled = launches
+    assert direct == addresses(compiled)
+    assert direct[:5] == (2, 3, 1, STREAM, FUNCTION)
+
+
+@each_release
+def test_direct_launch_reports_to_recorders(
+    release: str, build: Callable[[Any], launch.Kernel], launches: list[tuple[Any, ...]]
+) -> None:
+    variant = build(RELEASES[release]).variant
+    with launch.record() as names:
+        variant(2, 3, torch.zeros(3), None, 5, torch.zeros(3))
+    variant(2, 3, torch.zeros(3), None, 5, torch.zeros(3))
+    assert names == ["a_kernel"]
+    assert len(launches) == 2
+
+
+@each_release
+def test_long_axis_is_folded(
+    release: str, build: Callable[[Any], launch.Kernel], launches: list[tuple[Any, ...]]
+) -> None:
+    variant = build(RELEASES[release]).variant
+    variant(2, 65535, torch.zeros(3), None, 5, torch.zeros(3))
+    variant(2, 65536, torch.zeros(3), None, 5, torch.zeros(3))
+    variant(2, 0, torch.zeros(3), None, 5, torch.zeros(3))
+    assert [taken[:3] for taken in launches] == [(2, 65535, 1), (2, 32768, 2), (2, 0, 1)]
+
+
+@each_release
+def test_kernel_stays_loaded_with_its_variant(release: str, build: Callable[[Any], launch.Kernel]) -> None:
+    """From 3.8 on a compiled kernel that is collected is unloaded from the GPU."""
+    kernel = build(RELEASES[release])
+    compiled, variant = weakref.ref(kernel._compiled), kernel.variant
+    del kernel
+    launch.compile_fitting = None  # type: ignore[assignment] # the fixture's reference; undone with it
+    gc.collect()
+    assert compiled() is not None
+    del variant
+    gc.collect()
+    assert compiled() is None
+
+
+@each_release
+@pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
+def test_launch_hooks_are_called(
+    release: str, which: str, build: Callable[[Any], launch.Kernel], launches: list[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Those added to the chain and those assigned in its place, after the kernel was built; and no more once removed."""
+    variant = build(RELEASES[release]).variant
+    seen: list[Any] = []
+    chain = getattr(triton.knobs.runtime, which)
+    chain.add(seen.append)
+    try:
+        variant(2, 3, torch.zeros(3), None, 5, torch.zeros(3))
+    finally:
+        chain.remove(seen.append)
+    assert len(seen) == 1
+    variant(2, 3, torch.zeros(3), None, 5, torch.zeros(3))
+    assert len(seen) == 1
+    monkeypatch.setattr(triton.knobs.runtime, which, seen.append)
+    variant(2, 3, torch.zeros(3), None, 5, torch.zeros(3))
+    assert len(seen) == 2
+    assert len(launches) == 3
+
+
+@each_release
+@pytest.mark.parametrize("scratch", ["global_scratch_size", "profile_scratch_size"])
+def test_scratch_memory_is_allocated(
+    release: str, scratch: str, build: Callable[[Any], launch.Kernel], launches: list[tuple[Any, ...]]
+) -> None:
+    kernel = build(type("Scratch", (RELEASES[release],), {scratch: 128}))
+    assert (kernel.launcher, kernel.reason) == ("compiled", "the kernel needs scratch memory")
+    kernel.variant(2, 3, torch.zeros(3), None, 5, torch.zeros(3))
+    assert len(launches) == 1 and "scratch" in launches[0]
+
+
+class Instrumented(Launcher38):
+    gsan_enabled = True
+
+
+class Unwrapped:
+    """A launcher that is the C function itself."""
+
+    def __call__(self, *args: Any) -> None:
+        raise AssertionError
+
+
+class Reordered(Launcher36):
+    """Takes the kernel's arguments first."""
+
+    def __call__(self, gridX, gridY, gridZ, stream, function, *args):
+        self.launch(*args, gridX, gridY, gridZ, stream, function)
+
+
+class Checked(Launcher36):
+    """Looks at the grid before it launches."""
+
+    def __call__(self, gridX, gridY, gridZ, stream, function, *args):
+        if gridX * gridY * gridZ > 0:
+            self.launch(gridX, gridY, gridZ, stream, function, *args)
+
+
+class Extended(Launcher37):
+    """Adds an argument of its own to the kernel's."""
+
+    def __call__(self, *args):
+        super().__call__(*args, id(object()))
+
+
+@pytest.mark.parametrize("launcher", [Instrumented, Unwrapped(), Reordered, Checked, Extended])
+def test_unknown_launchers_are_triton_s_to_call(launcher: Any, build: Callable[[Any], launch.Kernel],
+                                                launches: list[tuple[Any, ...]]) -> None:  # fmt: skip
+    kernel = build(launcher)
+    assert kernel.launcher == "compiled"
+    assert kernel.reason
+    assert launches == []
+
+
+def test_without_launch_hooks_nothing_is_launched_directly(
+    build: Callable[[Any], launch.Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(triton, "knobs")
+    assert compat.launch_hooks() is None
+    assert build(Launcher37).launcher == "compiled"
+
+
+def test_without_compilation_ahead_kernels_are_launched_ordinarily(
+    build: Callable[[Any], launch.Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    monkeypatch.delattr(triton.compiler, "ASTSource")
+    assert not compat.compiles_ahead()
+    kernel = build(Launcher37)
+    assert kernel.launcher == "ordinary" and "cannot compile" in kernel.reason
+    with pytest.raises(RuntimeError, match="cannot compile a kernel without launching it"):
+        compat.compile_ahead(None, {}, {}, {}, {})
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_the_installed_release_is_launched_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher of this very release, made for a kernel compiled for Hopper; only driver and C function are replaced."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    taken: list[tuple[Any, ...]] = []
+    utils = SimpleNamespace(launch=lambda *args: taken.append(args), build_signature_metadata=tuple)
+    active = SimpleNamespace(utils=utils, get_current_device=lambda: 0, get_current_stream=lambda index: STREAM)
+    monkeypatch.setattr(triton.runtime.driver, "_active", active)
+    monkeypatch.setattr(driver, "library_dirs", list)  # as there may be no driver library
+    for name, value in {"PyKernelArg": lambda **parts: tuple(parts), "ARG_KERNEL": 1, "ARG_CONSTEXPR": 0}.items():
+        monkeypatch.setattr(driver, name, value, raising=False)
+    monkeypatch.setattr(driver, "compile_module_from_src", lambda **_: utils, raising=False)
+    monkeypatch.setattr(compat, "current_stream", lambda index: STREAM)
+    monkeypatch.setattr(launch, "shared_memory", lambda index: 1 << 16)
+    fitting = launch.compile_fitting
+
+    def compiled_for_hopper(request: launch.Request, limit: int) -> Any:
+        compiled = fitting(request, limit, compat.gpu_target("cuda", 90, 32))
+        compiled.function = FUNCTION
+        compiled._run = driver.CudaLauncher(compiled.src, compiled.metadata)
+        return compiled
+
+    monkeypatch.setattr(launch, "compile_fitting", compiled_for_hopper)
+    kernel = launch.diagnose(0)
+    assert (kernel.launcher, kernel.reason) == ("direct", "")
+    x, y = torch.zeros(16), torch.zeros(16)
+    kernel.variant(2, 3, x, y, None, None, 5, 6)
+    kernel._compiled.run(2, 3, 1, STREAM, FUNCTION, kernel._compiled.packed_metadata, None, None, None, x, y, None, None,
+                         5, 6, *kernel._filler)  # fmt: skip
+    assert taken[0] == addresses(taken[1])
+
+
+def test_the_target_without_triton_s_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert compat.current_target() == compat.gpu_target("cuda", 90, 32)
+
+
+def test_launches_overlap_only_where_the_compiler_knows_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    overlaps = compat.overlaps_launches.__wrapped__
+    assert overlaps()
+    with monkeypatch.context() as patch:
+        patch.delattr("triton.backends.nvidia.compiler.CUDAOptions")
+        assert not overlaps()
+    monkeypatch.delattr("triton.language.extra.cuda.gdc_wait")
+    assert not overlaps()
+
+
+# Run with a name hidden from the package while it is imported; torch itself keeps it. Each name has a process of its
+# own, forked after the slow imports.
+_WITHOUT = """
+import importlib, os, sys, traceback
+import torch, torch.distributed, torch._subclasses.functional_tensor
+
+def hiding(found, names):
+    class Hiding:
+        def __getattr__(self, name):
+            if name != names[0]:
+                return getattr(found, name)
+            if len(names) == 1:
+                raise AttributeError(name)
+            return hiding(getattr(found, name), names[1:])
+    return Hiding()
+
+def check():
+    import fusedops
+    F = torch.nn.functional
+    def norm(x, w, b): return fusedops.layer_norm(x, (16,), w, b), F.layer_norm(x, (16,), w, b)
+    def dropped(x, w, b): return fusedops.bias_dropout_add(x, b, x * 2, p=0.0), x + b + x * 2
+    def gelu(x, w, b): return fusedops.gelu(x), F.gelu(x)
+    def gated(x, w, b): return fusedops.swiglu(x, x + w), F.silu(x) * (x + w)
+    def sliced(x, w, b): return (fusedops.batched_layer_norm_tanh(x.view(6, 2, 8)),
+                                 F.layer_norm(x.view(6, 2, 8), (8,)).tanh())
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((6, 16), (16,), (16,))]
+    for case in (norm, dropped, gelu, gated, sliced):
+        found, expected = case(*leaves)
+        torch.testing.assert_close(found, expected, msg=f"{case.__name__}: the output")
+        cotangent = torch.randn_like(expected)
+        for ours, theirs in zip(*(torch.autograd.grad(y, leaves, cotangent, allow_unused=True, retain_graph=True)
+                                  for y in (found, expected))):
+            assert (ours is None) == (theirs is None), case.__name__
+            if ours is not None:
+                torch.testing.assert_close(ours, theirs, msg=f"{case.__name__}: a gradient")
+        for pick in (0, 1):
+            values = [leaf.detach() for leaf in leaves]
+            found, expected = (torch.func.grad(lambda x: (case(x, *values[1:])[i] * cotangent).sum())(values[0])
+                               for i in (0, 1))
+            torch.testing.assert_close(found, expected, msg=f"{case.__name__}: torch.func.grad")
+
+def import_module(name, package=None, real=importlib.import_module):
+    if name.startswith("torch."):
+        raise ImportError(name)
+    return real(name, package)
+
+for path in sys.argv[1:]:
+    child = os.fork()
+    if child:
+        failed = os.waitpid(child, 0)[1]
+        print(path, "fails" if failed else "holds", flush=True)
+        continue
+    try:
+        if path == "imports":
+            importlib.import_module = import_module
+        else:
+            sys.modules["torch"] = hiding(torch, path.split("."))
+        import fusedops.core.compat
+        sys.modules["torch"] = torch
+        importlib.import_module = import_module.__defaults__[1]
+        torch.manual_seed(0)
+        check()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+"""
+
+
+@pytest.fixture(scope="module")
+def without() -> dict[str, str]:
+    """For each private path in torch, and for private modules, whether values hold without it; and what was printed."""
+    command = [sys.executable, "-c", _WITHOUT, *compat.PRIVATE, "imports"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(fusedops.__file__).parents[1])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    outcomes = dict(line.split() for line in done.stdout.splitlines())
+    return {**outcomes, "stderr": done.stderr}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("path", [*compat.PRIVATE, "imports"])
+def test_values_without_a_private_name(path: str, without: dict[str, str]) -> None:
+    assert without.get(path) == "holds", without["stderr"]

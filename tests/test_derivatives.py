@@ -1,0 +1,245 @@
+"""Derivatives of every order, by every composition of the two modes, whatever is in force while they are taken.
+
+All in fp64, against the same derivative of the formula in elementary operators (`pairs.elementary`). Both sides differ
+by rounding alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, func
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from fusedops.core.spec import Spec
+from pairs import Pair, close, filled, loss, pair, second_order
+from support import ALL_SPECS, random_like
+from wrappers import Wrapper, wrapped
+
+every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
+
+Function = Callable[..., Any]
+
+
+def _both(both: Pair, evaluate: Callable[[Function], Any]) -> None:
+    """``evaluate`` gives the same for the operator and for the formula."""
+    close(evaluate(both.ours), evaluate(both.theirs))
+
+
+# --- compositions of the two modes ---------------------------------------------------------------------------------
+
+
+@every
+@pytest.mark.parametrize(("along", "create_graph"), [("all", False), ("all", True), ("first", False), ("last", False)])
+def test_forward_over_reverse(spec: Spec, along: str, create_graph: bool, device: torch.device) -> None:
+    """A reverse pass over dual numbers: its gradients have tangents, also where no graph of them is made."""
+    both = pair(spec, device)
+    weights, directions = both.cotangents(), random_like(both.tensors, seed=3)
+    chosen = {"all": range(len(directions)), "first": [0], "last": [len(directions) - 1]}[along]
+
+    def product(function: Function) -> tuple[Tensor, ...]:
+        with forward_ad.dual_level():
+            leaves = both.leaves()
+            duals = [forward_ad.make_dual(t, v) if i in chosen else t
+                     for i, (t, v) in enumerate(zip(leaves, directions, strict=True))]  # fmt: skip
+            grads = torch.autograd.grad(loss(function, weights)(*duals), duals, create_graph=create_graph)
+            return filled(tuple(forward_ad.unpack_dual(g).tangent for g in grads), both.tensors)
+
+    _both(both, product)
+
+
+@every
+def test_forward_over_reverse_along_the_cotangents(spec: Spec, device: torch.device) -> None:
+    """The inputs have no tangents, the cotangents have."""
+    both = pair(spec, device)
+    cotangents, directions = both.cotangents(), random_like(both.cotangents(), seed=5)
+
+    def product(function: Function) -> tuple[Tensor, ...]:
+        with forward_ad.dual_level():
+            leaves = both.leaves()
+            along = [forward_ad.make_dual(c, v) for c, v in zip(cotangents, directions, strict=True)]
+            grads = torch.autograd.grad(function(*leaves), leaves, along)
+            return filled(tuple(forward_ad.unpack_dual(g).tangent for g in grads), both.tensors)
+
+    _both(both, product)
+
+
+@every
+def test_reverse_over_forward(spec: Spec, device: torch.device) -> None:
+    """A tangent is differentiable: along the inputs, and along the direction."""
+    both = pair(spec, device)
+    weights = both.cotangents()
+
+    def product(function: Function) -> tuple[Tensor, ...]:
+        leaves, directions = both.leaves(), tuple(t.requires_grad_() for t in random_like(both.tensors, seed=3))
+        with forward_ad.dual_level():
+            outputs = function(*map(forward_ad.make_dual, leaves, directions))
+            tangents = [forward_ad.unpack_dual(output).tangent for output in outputs]
+        total = sum((t * t * w).sum() for t, w in zip(tangents, weights, strict=True))
+        inputs = (*leaves, *directions)
+        return filled(torch.autograd.grad(total, inputs, allow_unused=True), inputs)
+
+    _both(both, product)
+
+
+@every
+def test_grad_of_jvp(spec: Spec, device: torch.device) -> None:
+    both = pair(spec, device)
+    weights, directions = both.cotangents(), tuple(random_like(both.tensors, seed=3))
+    argnums = tuple(range(len(directions)))
+
+    def product(function: Function) -> Any:
+        def along(*values: Tensor) -> Tensor:
+            tangents = func.jvp(function, values, directions)[1]
+            return sum((t * t * w).sum() for t, w in zip(tangents, weights, strict=True))
+
+        return func.grad(along, argnums)(*both.tensors)
+
+    _both(both, product)
+
+
+@every
+def test_jvp_of_grad(spec: Spec, device: torch.device) -> None:
+    both = pair(spec, device)
+    weights, directions = both.cotangents(), tuple(random_like(both.tensors, seed=3))
+    argnums = tuple(range(len(directions)))
+    _both(both, lambda f: func.jvp(func.grad(loss(f, weights), argnums), both.tensors, directions))
+
+
+@every
+@pytest.mark.parametrize("inner", ["jacfwd", "jacrev"])
+@pytest.mark.parametrize("outer", ["jacfwd", "jacrev"])
+def test_hessian(spec: Spec, outer: str, inner: str, device: torch.device) -> None:
+    """By all four compositions, along the rows and along the last parameter."""
+    both = pair(spec, device, p=0.0, shape=(2, 3))
+    weights = both.cotangents()
+    taken = {"jacfwd": func.jacfwd, "jacrev": func.jacrev}
+    for argnum in {0, len(both.tensors) - 1}:
+        _both(both, lambda f, n=argnum: taken[outer](taken[inner](loss(f, weights), n), n)(*both.tensors))
+
+
+@every
+@pytest.mark.kernels  # PyTorch's F.layer_norm, which stands in without them, has a wrong third derivative (2.13)
+def test_third_order(spec: Spec, device: torch.device) -> None:
+    """The gradient of the gradient's gradient, each along all tensors."""
+    both = pair(spec, device)
+    weights = both.cotangents()
+
+    def product(function: Function) -> tuple[Tensor, ...]:
+        leaves = both.leaves()
+        total: Any = loss(function, weights)(*leaves)
+        for seed in (11, 12):
+            grads = torch.autograd.grad(total, leaves, create_graph=True)
+            total = sum((g * g * v).sum() for g, v in zip(grads, random_like(leaves, seed), strict=True))
+        return filled(torch.autograd.grad(total, leaves, allow_unused=True), leaves)
+
+    _both(both, product)
+
+
+# --- whatever is in force ------------------------------------------------------------------------------------------
+
+
+@every
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+def test_transforms_without_grad_mode(spec: Spec, mode: Callable[[], AbstractContextManager[None]],
+                                      device: torch.device) -> None:  # fmt: skip
+    """torch.func differentiates what it is given, whatever the grad mode outside of it."""
+    both = pair(spec, device)
+    cotangents, directions = tuple(both.cotangents()), tuple(random_like(both.tensors, seed=3))
+    argnums = tuple(range(len(directions)))
+    with mode():
+        _both(both, lambda f: func.vjp(f, *both.tensors)[1](cotangents))
+        _both(both, lambda f: func.grad(loss(f, cotangents), argnums)(*both.tensors))
+        _both(both, lambda f: func.jvp(f, both.tensors, directions))
+
+
+@every
+def test_double_backward_of_arguments_that_depend_on_another(spec: Spec, device: torch.device) -> None:
+    """What comes to the first argument through the others comes once."""
+    both = pair(spec, device)
+    weights = both.cotangents()
+
+    def composed(function: Function) -> Function:
+        return lambda first, *rest: function(first, *(t + 0.1 * first.mean() for t in rest))
+
+    _both(both, lambda function: second_order(composed(function), both.tensors, weights))
+
+
+@every
+def test_double_backward_under_a_dispatch_mode(spec: Spec, device: torch.device) -> None:
+    both = pair(spec, device)
+    weights = both.cotangents()
+    with FlopCounterMode(display=False):
+        _both(both, lambda f: second_order(f, both.tensors, weights))
+
+
+@every
+def test_backward_under_a_dispatch_mode_of_a_call_outside(spec: Spec, device: torch.device) -> None:
+    """And the other way round: a mode may come and go between forward and backward."""
+    both = pair(spec, device)
+    weights = both.cotangents()
+
+    def product(function: Function, forward: bool) -> tuple[Tensor, ...]:
+        leaves = both.leaves()
+        with FlopCounterMode(display=False) if forward else nullcontext():
+            total = loss(function, weights)(*leaves)
+        with nullcontext() if forward else FlopCounterMode(display=False):
+            grads = torch.autograd.grad(total, leaves, create_graph=True)
+            return (*grads, *torch.autograd.grad(sum((g * g).sum() for g in grads), leaves))
+
+    for forward in (False, True):
+        _both(both, lambda f, forward=forward: product(f, forward))
+
+
+@every
+@pytest.mark.parametrize("kind", ["wrapper", "two tensors"])
+def test_double_backward_of_a_subclass(spec: Spec, kind: str, device: torch.device) -> None:
+    """What a subclass holds has the derivatives that it has without it."""
+    both = pair(spec, device, p=0.0)  # each of two tensors would draw its own mask
+    weights = both.cotangents()
+    expected = second_order(both.theirs, both.tensors, weights)
+    if kind == "wrapper":
+        found = second_order(both.ours, wrapped(both.tensors), wrapped(weights))
+        assert all(isinstance(t, Wrapper) for t in found)
+        close(tuple(t.held for t in found), expected)
+        return
+    twins = tuple(TwoTensor(t, 2.0 * t) for t in both.tensors)
+    found = second_order(both.ours, twins, [TwoTensor(w, w) for w in weights])
+    close(tuple(t.a for t in found), expected)
+    close(tuple(t.b for t in found), second_order(both.theirs, tuple(2.0 * t for t in both.tensors), weights))
+
+
+@every
+@pytest.mark.parametrize("tracing", ["real", "symbolic"])
+def test_double_backward_traced(spec: Spec, tracing: str, device: torch.device) -> None:
+    """`make_fx` records first and second derivatives, and the record gives their values on other numbers."""
+    both = pair(spec, device, p=0.0)
+    weights = both.cotangents()
+    count = len(both.tensors)
+
+    def product(function: Function, *values: Tensor) -> tuple[Tensor, ...]:
+        return second_order(function, values[:count], list(values[count:]))
+
+    graph = make_fx(lambda *values: product(both.ours, *values), tracing_mode=tracing)(*both.tensors, *weights)
+    others = tuple(0.5 * t + 0.25 for t in (*both.tensors, *weights))
+    close(graph(*others), product(both.theirs, *others))
+
+
+@every
+def test_double_backward_of_fake_tensors(spec: Spec, device: torch.device) -> None:
+    """Shapes, dtypes and devices of second derivatives without a value computed."""
+    both = pair(spec, device)
+    weights = both.cotangents()
+    expected = second_order(both.theirs, both.tensors, weights)
+    with FakeTensorMode() as mode:
+        fakes = tuple(map(mode.from_tensor, both.tensors))
+        found = second_order(both.ours, fakes, list(map(mode.from_tensor, weights)))
+    assert [(t.shape, t.dtype, t.device) for t in found] == [(t.shape, t.dtype, t.device) for t in expected]

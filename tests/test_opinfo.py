@@ -1,0 +1,283 @@
+"""PyTorch's own samples of its operators and modules, with the drop-ins in their place.
+
+``torch.testing._internal`` has, for each operator, sample inputs and inputs that must fail (OpInfo), and for each module
+constructor and forward inputs (ModuleInfo). PyTorch's generic tests over them are repeated here in small: values,
+gradients, second derivatives, forward mode, vmap; construction, state, copies, moves.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedops
+from fusedops.nn import FusedGELU, FusedLayerNorm, FusedRMSNorm
+from support import INTERPRETED
+
+pytest.importorskip("expecttest", reason="torch.testing._internal imports it; it is in the extra `test`")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", ImportWarning)  # of packages that only PyTorch's own tests need
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.common_modules import module_db
+
+Function = Callable[..., Any]
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+OPS = {op.name: op for op in op_db if not op.variant_test_name}
+
+
+def _unit(activation: str) -> Function:
+    return lambda input: fusedops.bias_act(input, None, activation)
+
+
+def _gated(input: Tensor, dim: int = -1) -> Tensor:
+    """`F.glu` has the gate second, along any dimension."""
+    up, gate = input.chunk(2, dim)
+    return fusedops.glu(gate, up, "sigmoid")
+
+
+DROP_INS: dict[str, Function] = {
+    "nn.functional.layer_norm": fusedops.layer_norm,
+    "nn.functional.rms_norm": fusedops.rms_norm,
+    "nn.functional.gelu": fusedops.gelu,
+    "nn.functional.silu": _unit("silu"),
+    "nn.functional.relu": _unit("relu"),
+    "tanh": _unit("tanh"),
+    "sigmoid": _unit("sigmoid"),
+    "nn.functional.glu": _gated,
+}
+
+
+# --- what is refused on purpose --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Calls that PyTorch serves and this library does not."""
+
+    applies: Callable[[str, Any], bool]
+    error: type[Exception]
+    words: str
+    reason: str
+
+
+def _eps(sample: Any) -> Any:
+    return sample.kwargs.get("eps")
+
+
+REFUSALS = (
+    Refusal(lambda name, s: not s.input.is_floating_point(), TypeError, "has dtype",
+            "integers, booleans and complex numbers: the operators are of floating-point features"),
+    Refusal(lambda name, s: s.input.dtype not in FLOATING, TypeError, "has dtype",
+            "narrower formats than fp16 have no arithmetic of their own"),
+    Refusal(lambda name, s: (_eps(s) or 0.0) < 0.0, ValueError, "eps must be at least 0",
+            "a negative eps can only be a mistake: under it a root is of a negative number"),
+)  # fmt: skip
+
+
+def _refusal(name: str, sample: Any) -> Refusal | None:
+    return next((refusal for refusal in REFUSALS if refusal.applies(name, sample)), None)
+
+
+# --- operators ---------------------------------------------------------------------------------------------------------
+
+every_op = pytest.mark.parametrize("name", DROP_INS)
+_MOST = 3 if INTERPRETED else 6
+
+
+def _samples(name: str, dtype: torch.dtype, device: torch.device, **options: Any) -> Iterator[Any]:
+    """PyTorch's samples, of those with the same shapes and options one."""
+    seen: set[str] = set()
+    for sample in OPS[name].sample_inputs(device, dtype, **options):
+        kind = str([tuple(t.shape) if isinstance(t, Tensor) else t for t in (sample.input, *sample.args)])
+        kind += str(sorted(sample.kwargs.items()))
+        if kind not in seen:
+            seen.add(kind)
+            yield sample
+
+
+def _served(name: str, dtype: torch.dtype, device: torch.device, most: int = 1000, **options: Any) -> list[Any]:
+    served = [sample for sample in _samples(name, dtype, device, **options) if _refusal(name, sample) is None]
+    assert served
+    # From the whole list, not from its beginning alone.
+    return served[:: -(-len(served) // most)]
+
+
+def _call(function: Function, sample: Any) -> Tensor:
+    return function(sample.input, *sample.args, **sample.kwargs)
+
+
+def _tensors(sample: Any) -> tuple[list[Tensor], Callable[..., Any]]:
+    """The sample's tensors, and a function that calls another with new ones in their places."""
+    slots = [sample.input, *sample.args]
+    at = [i for i, value in enumerate(slots) if isinstance(value, Tensor)]
+
+    def call(function: Function, *values: Tensor) -> Tensor:
+        filled = list(slots)
+        for i, value in zip(at, values, strict=True):
+            filled[i] = value
+        return function(*filled, **sample.kwargs)
+
+    return [slots[i] for i in at], call
+
+
+@every_op
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "strided"])
+def test_values_and_gradients(name: str, dtype: torch.dtype, layout: str, device: torch.device) -> None:
+    for sample in _served(name, dtype, device, requires_grad=True):
+        sample = sample.noncontiguous() if layout == "strided" else sample
+        tensors, call = _tensors(sample)
+        results = []
+        for function in (DROP_INS[name], OPS[name].op):
+            leaves = [t.detach().requires_grad_() for t in tensors]
+            output = call(function, *leaves)
+            cotangent = torch.linspace(-1.0, 2.0, max(output.numel(), 1), device=device)[: output.numel()]
+            grads = torch.autograd.grad(output, leaves, cotangent.view(output.shape).to(dtype))
+            results.append((output, *grads))
+        # PyTorch's own backward in bf16 rounds between its steps: some ulps of the largest of the summed terms. In fp32 a
+        # norm of one or two columns has gradients that cancel: some roundings of 6e-8 of terms of ten times a reciprocal
+        # deviation, which eps = 1e-5 limits to 316.
+        room = {torch.bfloat16: {"rtol": 0.05, "atol": 0.05}, torch.float32: {"rtol": 1e-5, "atol": 1e-3}}.get(
+            dtype, {}
+        )
+        torch.testing.assert_close(*results, **room)
+
+
+@every_op
+def test_other_dtypes_and_arguments_are_refused(name: str, device: torch.device) -> None:
+    """Everything on the list above, and nothing else: `test_values_and_gradients` has the rest."""
+    for dtype in OPS[name].supported_dtypes(device.type):
+        for sample in _samples(name, dtype, device):
+            refusal = _refusal(name, sample)
+            if refusal is not None:
+                with pytest.raises(refusal.error, match=refusal.words):
+                    _call(DROP_INS[name], sample)
+
+
+@pytest.mark.parametrize("name", [name for name in DROP_INS if OPS[name].error_inputs_func is not None])
+def test_error_inputs(name: str, device: torch.device) -> None:
+    """What PyTorch refuses is refused; in words of our own, which `test_bad_input.py` holds."""
+    for error in OPS[name].error_inputs(device):
+        with pytest.raises((ValueError, TypeError, RuntimeError)):
+            _call(DROP_INS[name], error.sample_input)
+
+
+@every_op
+def test_derivatives(name: str, device: torch.device) -> None:
+    """First and second order, reverse and forward mode, batched gradients; against finite differences."""
+    for sample in _served(name, torch.float64, device, _MOST, requires_grad=True):
+        tensors, call = _tensors(sample)
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        function = lambda *values, call=call: call(DROP_INS[name], *values)  # noqa: E731
+        torch.autograd.gradcheck(function, leaves, fast_mode=True, check_forward_ad=True)
+        torch.autograd.gradgradcheck(function, leaves, fast_mode=True, check_fwd_over_rev=True)
+        torch.autograd.gradgradcheck(function, leaves, fast_mode=True, check_rev_over_rev=True)
+
+
+@every_op
+def test_vmap(name: str, device: torch.device) -> None:
+    """Over all tensors, and over the first alone."""
+    for sample in _served(name, torch.float64, device, _MOST):
+        tensors, call = _tensors(sample)
+        many = [torch.stack([t, 0.5 * t, t - 1.0]) for t in tensors]
+        function = lambda *values, call=call: call(DROP_INS[name], *values)  # noqa: E731
+        native = [call(OPS[name].op, *(t[b] for t in many)) for b in range(3)]
+        torch.testing.assert_close(torch.func.vmap(function)(*many), torch.stack(native))
+        native = [call(OPS[name].op, many[0][b], *tensors[1:]) for b in range(3)]
+        in_dims = (0, *(None for _ in tensors[1:]))
+        torch.testing.assert_close(torch.func.vmap(function, in_dims)(many[0], *tensors[1:]), torch.stack(native))
+
+
+# --- modules -----------------------------------------------------------------------------------------------------------
+
+MODULES = {nn.LayerNorm: FusedLayerNorm, nn.RMSNorm: FusedRMSNorm, nn.GELU: FusedGELU}
+INFOS = {info.module_cls: info for info in module_db if info.module_cls in MODULES}
+every_module = pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
+
+
+def _inputs(kind: type[nn.Module], device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, Any, Any]]:
+    """PyTorch's samples: our module, PyTorch's with the same state, and the input."""
+    info = INFOS[kind]
+    for given in info.module_inputs_func(info, device=device, dtype=dtype, requires_grad=True, training=True):
+        x, args, options = given.forward_input.args[0], given.constructor_input.args, given.constructor_input.kwargs
+        if INTERPRETED and x.numel() > 500:
+            continue
+        placed = {} if kind is nn.GELU else {"device": device, "dtype": dtype}
+        fused, native = (made(*args, **options, **placed) for made in (MODULES[kind], kind))
+        with torch.no_grad():
+            for parameter in native.parameters():
+                parameter.normal_()
+        fused.load_state_dict(native.state_dict(), strict=True)
+        yield fused, native, x
+
+
+@every_module
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_module_forward_and_gradients(kind: type[nn.Module], dtype: torch.dtype, device: torch.device) -> None:
+    for fused, native, x in _inputs(kind, device, dtype):
+        results = []
+        for module in (fused, native):
+            leaf = x.detach().requires_grad_()
+            output = module(leaf)
+            grads = torch.autograd.grad((output * output).sum(), [leaf, *module.parameters()], create_graph=True)
+            again = torch.autograd.grad(sum((g * g).sum() for g in grads), leaf)
+            results.append((output, *grads, *again))
+        # Second derivatives of fp32 through 128 rows of small deviations: a few hundred ulps of their terms.
+        room = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float32 else {}
+        torch.testing.assert_close(*results, **room)
+        assert results[0][0].stride() == results[1][0].stride()
+
+
+@every_module
+def test_module_state(kind: type[nn.Module], device: torch.device) -> None:
+    """State, hyperparameters and repr are PyTorch's; copies and pickles are whole."""
+    for fused, native, x in _inputs(kind, device, torch.float32):
+        assert isinstance(fused, kind)
+        assert list(fused.state_dict()) == list(native.state_dict())
+        assert repr(fused) == repr(native).replace(kind.__name__, MODULES[kind].__name__, 1)
+        assert set(vars(native)) <= set(vars(fused))
+        buffer = io.BytesIO()
+        torch.save(fused, buffer)
+        buffer.seek(0)
+        expected = fused(x)
+        copies = (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused)), torch.load(buffer, weights_only=False))
+        for other in copies:
+            assert type(other) is type(fused) and other.training == fused.training
+            assert torch.equal(other(x), expected)
+            other.load_state_dict({name: t + 1.0 for name, t in other.state_dict().items()})
+        assert torch.equal(fused(x), expected), "a copy shares its parameters"
+
+
+@every_module
+def test_module_moves(kind: type[nn.Module], device: torch.device) -> None:
+    """To other dtypes, to the meta device and back, and parameters that are frozen or absent there too."""
+    for fused, native, x in _inputs(kind, device, torch.float32):
+        for module in (fused, native):
+            module.requires_grad_(False).double()
+        torch.testing.assert_close(fused(x.double()), native(x.double()))
+        assert all(p.dtype == torch.float64 and not p.requires_grad for p in fused.parameters())
+        state = fused.state_dict()
+        moved = copy.deepcopy(fused).to("meta")
+        assert all(p.is_meta for p in moved.parameters())
+        shape = moved(x.double().to("meta"))
+        assert shape.is_meta and shape.shape == x.shape and shape.dtype == torch.float64
+        moved.to_empty(device=device).load_state_dict(state)
+        assert torch.equal(moved(x.double()), fused(x.double()))
+
+
+@every_module
+def test_module_of_a_noncontiguous_input(kind: type[nn.Module], device: torch.device) -> None:
+    for fused, native, x in _inputs(kind, device, torch.float64):
+        if x.dim():
+            strided = torch.stack((x, x), -1)[..., 0]
+            torch.testing.assert_close(fused(strided), native(strided))

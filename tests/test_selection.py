@@ -1,0 +1,99 @@
+"""The short suite's choice of cases: it covers every pair of parameters' values, it is small, and always the same."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import selection
+from support import DTYPES, Case, cases
+
+pytestmark = pytest.mark.once
+
+
+@dataclass(frozen=True)
+class _Item:
+    """As much of a collected case as the choice reads."""
+
+    name: str
+    params: dict[str, Any]
+    mark: pytest.Mark | None = None
+    originalname: str = "test"
+    path: Path = Path("test_file.py")
+    nodeid: str = "test_file.py::test"
+
+    __hash__ = object.__hash__
+
+    @property
+    def callspec(self) -> SimpleNamespace:
+        return SimpleNamespace(params=self.params)
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return self.mark
+
+
+def _items(mark: pytest.Mark | None = None, **parameters: list[Any]) -> list[Any]:
+    return [_Item("-".join(map(str, values)), dict(zip(parameters, values, strict=True)), mark)
+            for values in itertools.product(*parameters.values())]  # fmt: skip
+
+
+def _pairs(items: list[Any], *names: str) -> set[tuple[Any, ...]]:
+    return {tuple(item.params[name] for name in names) for item in items}
+
+
+def test_every_pair_of_values_occurs_in_few_cases() -> None:
+    items = _items(a=list(range(7)), b=list("xyzuv"), c=[0.5, 1.5, 2.5, 3.5], d=[True, False])
+    chosen = selection.shortened(items)
+    for names in itertools.combinations("abcd", 2):
+        assert _pairs(chosen, *names) == _pairs(items, *names)
+    assert 35 <= len(chosen) <= 45  # of 280; seven times five pairs of the first two are the least
+
+
+def test_the_choice_depends_on_no_order() -> None:
+    items = _items(a=list(range(7)), b=list("xyz"), c=[0.5, 1.5, 2.5])
+    assert set(selection.shortened(items)) == set(selection.shortened(items[::-1]))
+
+
+def test_few_cases_run_all() -> None:
+    items = _items(a=[1, 2, 3], b=[1, 2], c=[1, 2, 3, 4])
+    assert selection.shortened(items) == items
+
+
+def test_the_mark_names_the_pairs_that_count() -> None:
+    alone, some = pytest.mark.pairs().mark, pytest.mark.pairs("a c").mark
+    parameters: dict[str, list[Any]] = {"a": [1, 2, 3], "b": list(range(6)), "c": [1, 2]}
+    assert len(selection.shortened(_items(alone, **parameters))) == 6
+    chosen = selection.shortened(_items(some, **parameters))
+    assert len(_pairs(chosen, "a", "c")) == 6 and len(_pairs(chosen, "b")) == 6 and len(chosen) < 12
+
+
+def test_a_mark_that_names_no_parameter_is_refused() -> None:
+    with pytest.raises(pytest.UsageError, match=r"pairs of \['z'\]"):
+        selection.shortened(_items(pytest.mark.pairs("a z").mark, a=[1, 2], b=[1, 2]))
+
+
+def test_every_sample_and_dtype_of_every_spec_occurs() -> None:
+    every: list[Case] = list(cases().args[1])
+    items: list[Any] = [_Item(case.id, {"case": case}) for case in every]
+    chosen = [item.params["case"] for item in selection.shortened(items)]
+    assert {(case.spec.name, case.name) for case in chosen} == {(case.spec.name, case.name) for case in every}
+    assert {(case.spec.name, case.dtype) for case in chosen} == {(case.spec.name, case.dtype) for case in every}
+    assert {(case.name, case.dtype) for case in chosen} == {(case.name, case.dtype) for case in every}
+    assert len(chosen) < len(every) / 2
+    assert {case.dtype for case in chosen} == set(DTYPES) >= {torch.float64}
+
+
+def test_any_two_names_are_in_and_out_of_a_subset() -> None:
+    names = tuple("abcdefgh")
+    subsets = selection.few_subsets(names)
+    assert subsets[0] == () and len(subsets) <= 12
+    for first, second in itertools.combinations(names, 2):
+        assert {(first in subset, second in subset) for subset in subsets} == set(
+            itertools.product([False, True], repeat=2)
+        )
