@@ -70,9 +70,8 @@ def run(op: Operator, arguments: Any, tensors: Any, p: Any = 0.0) -> Any:
     try:
         signature = op.signatures[torch.is_autocast_enabled("cuda")].get(op.key(arguments, tensors))
     except (AttributeError, IndexError, TypeError, RuntimeError):
-        signature = (
-            None  # something is wrong, which the checks name; or a subclass or nested tensor that hides its shape
-        )
+        # Something is wrong, which the checks name; or a tensor subclass or nested tensor has no shape to read.
+        signature = None
     if signature is None:
         signature = _checked(op, arguments, tensors)
     if p != 0.0 and not (type(p) is float and 0.0 <= p <= 1.0):
@@ -95,16 +94,10 @@ def run(op: Operator, arguments: Any, tensors: Any, p: Any = 0.0) -> Any:
 
 def _checked(op: Operator, arguments: Any, tensors: Tensors) -> Signature:
     """Checks a call that is new, and remembers it."""
-    constants, first, autocast = op.record(*arguments), tensors[op.first], torch.is_autocast_enabled("cuda")
+    constants, autocast = op.record(*arguments), torch.is_autocast_enabled("cuda")
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise RuntimeError(f"{constants.op}: torch.jit.trace is not supported; use torch.export")
-    nested = isinstance(first, Tensor) and first.is_nested
-    if nested:
-        op.check_constants(constants)  # PyTorch's operators check the tensors
-    else:
-        op.check(constants, tensors)
-    if autocast:
-        constants = op.autocast(constants, tensors)
+    constants, nested = _validated(op, constants, tensors)
     signature = Signature(op, constants, tensors, nested=nested, autocast=autocast)
     known = op.signatures[autocast]
     if len(known) >= _MOST_CALLS:
@@ -112,6 +105,17 @@ def _checked(op: Operator, arguments: Any, tensors: Tensors) -> Signature:
     with contextlib.suppress(AttributeError, IndexError, TypeError, RuntimeError):  # without a key, or one of symbols
         known[op.key(arguments, tensors)] = signature
     return signature
+
+
+def _validated(op: Operator, constants: Any, tensors: Tensors) -> tuple[Any, bool]:
+    """Checks a call; its constants, with those of GPU autocast, and whether its tensors are nested."""
+    first = tensors[op.first]
+    nested = isinstance(first, Tensor) and first.is_nested
+    if nested:
+        op.check_constants(constants)  # PyTorch's operators check the tensors
+    else:
+        op.check(constants, tensors)
+    return op.autocast(constants, tensors) if torch.is_autocast_enabled("cuda") else constants, nested
 
 
 def _elsewhere(op: Operator, tensors: Tensors, p: float, signature: Signature) -> Any:
@@ -139,15 +143,10 @@ def _elsewhere(op: Operator, tensors: Tensors, p: float, signature: Signature) -
 def _traced(op: Operator, constants: Any, tensors: Tensors, p: Any) -> Any:
     """Under torch.compile: one registered operator, which has a derivative of its own."""
     checks.check_p(constants.op, p)
+    constants, nested = _validated(op, constants, tensors)
     first = tensors[op.first]
-    if isinstance(first, Tensor) and first.is_nested:
-        op.check_constants(constants)
-    else:
-        op.check(constants, tensors)
-    if torch.is_autocast_enabled("cuda"):
-        constants = op.autocast(constants, tensors)
     assert first is not None
-    fused = launch.runs_kernels(first.device.type) and not first.is_nested and not compat.transforms_when_traced()
+    fused = launch.runs_kernels(first.device.type) and not nested and not compat.transforms_when_traced()
     cols = op.cols(constants, tensors) if fused else -1
     if cols < 0:
         return op.reference(constants, tensors, dropout.dropout_of(p, NO_DROPOUT, cols))

@@ -39,7 +39,7 @@ def dropout_of(p: float, state: State, cols: int) -> Dropout:
 
     def as_kernels(h: Tensor, dtype: torch.dtype) -> Tensor:
         like = torch.empty_like(h, memory_format=torch.contiguous_format)
-        if compat.transforms():
+        if compat.transforms() and p < 1.0:
             # Batched as PyTorch's own random operators are, with their error for randomness="error".
             like = like + F.dropout(torch.zeros((), dtype=h.dtype, device=h.device), 0.5)
         return h * keep_scale(like, state, cols)
@@ -81,10 +81,6 @@ class _KeepScale(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, like: Tensor, seed: Tensor, threshold: int, cols: int) -> Any:
         """As `F.dropout` does with ``randomness``."""
-        if info.randomness == "error" and threshold < rng.threshold(1.0):
-            raise RuntimeError(
-                "fusedops: dropout was called under torch.vmap; pass randomness='different' or randomness='same'"
-            )
         if info.randomness == "same":
             return _keep_scale(like.select(in_dims[0], 0), seed, threshold, cols), None
         return _keep_scale(like.movedim(in_dims[0], 0), seed, threshold, cols), 0

@@ -36,7 +36,7 @@ def on_device(site: Site, work: Callable[..., None], *args: Any) -> None:
 def forward(op: Operator, site: Site, tensors: Tensors, state: State) -> tuple[Tensor | None, ...]:
     """All outputs, from kernels."""
     outs = op.allocate(site, tensors)
-    index = site.device_index
+    index = site.device_index  # `on_device` without its call, as every step comes here
     if index < 0 or index == launch.current_device():
         op.forward(site, tensors, outs, state)
     else:

@@ -36,7 +36,7 @@ def fuse_model(
     are as before. `unfuse_model` undoes it. A module that is fused already is left.
 
     Args:
-        model: any model of PyTorch or Transformers; modules that no rule knows are left as they are.
+        model: any model of PyTorch or Transformers; modules without a rule are left as they are.
         exclude: names of modules, patterns of names with ``*``, names of classes, or classes; the modules named, and
             all in them, are left. A name that is none of these may be a rule's, which is then not used; what is in
             the modules that it would take is not left.
