@@ -40,9 +40,11 @@ def _reduction(cols: int, itemsize: int, bucket: int) -> Config:
     return Config(block, rows, 4, 3, 4 if block == 1024 or itemsize == 8 else 2)
 
 
-def _pointwise(itemsize: int) -> Config:
-    """Vectors: 8 elements for each thread, two in fp64."""
-    return Config(512, 1, 8) if itemsize == 8 else Config(_ELEMENTS, 1, 8)
+def _pointwise(itemsize: int, *, backward: bool) -> Config:
+    """Vectors: 16 elements for each thread, 8 in the backward, which needs more registers for each; two in fp64."""
+    if itemsize == 8:
+        return Config(512, 1, 8)
+    return Config(_ELEMENTS, 1, 8 if backward else 4)
 
 
 def sum_partials(block_n: int) -> Config:
@@ -52,8 +54,8 @@ def sum_partials(block_n: int) -> Config:
 
 def heuristic(key: TuningKey) -> Config:
     """The config where no measurement exists."""
-    if key.kernel.startswith("pointwise"):
-        return _pointwise(key.itemsize)
+    if key.is_vector:
+        return _pointwise(key.itemsize, backward=key.kernel == "pointwise_backward")
     rule = _reduction if "1 sums" in key.variant else _tile
     return rule(key.cols, key.itemsize, key.bucket)
 
@@ -61,7 +63,7 @@ def heuristic(key: TuningKey) -> Config:
 def valid(key: TuningKey, config: Config) -> bool:
     """Whether the tile leaves little of a row's last one empty."""
     cols, block = key.cols, config.block_n
-    if key.kernel.startswith("pointwise"):
+    if key.is_vector:
         return 16 <= block <= 8 * VECTOR and config.rows == 1
     return 16 <= block <= block_holding(cols) and (block <= 256 or -(-cols // block) * block * 16 <= cols * 17)
 
@@ -71,7 +73,7 @@ def candidates(key: TuningKey) -> list[Config]:
     heuristics = in_buckets(heuristic, key)
     first = heuristics[_MANY]
     block, rows = first.block_n, first.rows
-    if key.kernel.startswith("pointwise"):
+    if key.is_vector:
         sizes = (
             (512, 2),
             (512, 4),

@@ -42,12 +42,16 @@ _forwards: dict[Any, _Plan] = tuning.register_cache({})
 _backwards: dict[Any, _Plan] = tuning.register_cache({})
 
 
-def _alike(first: Tensor, second: Tensor | None, third: Tensor | None = None) -> bool:
+def _alike(first: Tensor, second: Tensor | None, third: Tensor | None = None, fourth: Tensor | None = None) -> bool:
     """Whether dense tensors have their elements in the same order, so that they can be read as vectors."""
     if first.is_contiguous():
-        return (second is None or second.is_contiguous()) and (third is None or third.is_contiguous())
+        return (
+            (second is None or second.is_contiguous())
+            and (third is None or third.is_contiguous())
+            and (fourth is None or fourth.is_contiguous())
+        )
     strides = first.stride()
-    return is_dense(first) and all(t is None or t.stride() == strides for t in (second, third))
+    return is_dense(first) and all(t is None or t.stride() == strides for t in (second, third, fourth))
 
 
 def forward(site: ActivationSite, tensors: Any, outs: Any, state: State) -> None:
@@ -92,8 +96,7 @@ def backward(site: ActivationSite, grads: Any, saved: Any, outs: Any, state: Sta
     (dy,) = grads
     x, other = saved
     dx, dother = outs
-    cols, kind = site.cols, site.kind
-    if site.vector is not None and _alike(x, other, dx) and _alike(x, dother):
+    if site.vector is not None and _alike(x, other, dx, dother):
         dy, bits = dense(dy if _alike(x, dy) else empty_dense(x, dy.dtype).copy_(dy))
         x, of_x = dense(x)
         other, of_other = dense(other)
@@ -105,6 +108,7 @@ def backward(site: ActivationSite, grads: Any, saved: Any, outs: Any, state: Sta
             plan = tuning.plan(_backwards, key, _plan_pointwise_backward)
         plan.variant(-(-elements // plan.rows), 1, dy, x, other, dx, dother, elements)
         return
+    cols, kind = site.cols, site.kind
     seed, offset, threshold = state
     seeded = 0 if seed is None else 1 if offset is not None else 2
     dy, dy_stride, bits = as_rows(dy, cols)
@@ -133,7 +137,7 @@ def backward(site: ActivationSite, grads: Any, saved: Any, outs: Any, state: Sta
         programs = 1
         if row_tiles > 2:
             programs = min(row_tiles, plan.programs)
-            partials = dy.new_empty((programs, cols), dtype=site.acc)
+            partials = dy.new_empty(programs, cols, dtype=site.acc)
     plan.variant(plan.tiles, programs, dy, x, other, dx, dother, dy if partials is None else partials, seed, offset,
                  threshold, dy_stride, x_stride, rows)  # fmt: skip
     if partials is not None and plan.reduce is not None:

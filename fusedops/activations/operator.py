@@ -85,10 +85,11 @@ class ActivationOperator(Operator):
         """Every shape, dtype, type and device that the checks look at; of rows the last dimension alone."""
         x, other = tensors
         shape = x.shape
+        cols = shape[-1] if shape else None
         if other is None:
-            return arguments, type(x), x.dtype, x.device, shape[-1:]
+            return arguments, type(x), x.dtype, x.device, cols
         fits = other.shape if arguments[1] == "bias" else other.shape == shape
-        return arguments, type(x), x.dtype, x.device, shape[-1:], type(other), other.dtype, other.device, fits
+        return arguments, type(x), x.dtype, x.device, cols, type(other), other.dtype, other.device, fits
 
     def check(self, constants: ActivationConstants, tensors: Any) -> None:
         """All that can be wrong but p."""
@@ -126,7 +127,7 @@ class ActivationOperator(Operator):
         vector = None
         if cols and (constants.kind == "glu" or (constants.kind == "bias" and other is None and not dropout)):
             vector = site_of(self, constants, dtypes, 0, device_index, dropout, saves)
-        return ActivationSite(constants, device_index, cols, dtypes, dropout, saves, accumulator(y), (True,),
+        return ActivationSite(constants, device_index, cols, dtypes, dropout, saves, accumulator(y), (True,), 1,
                               itemgetter(0, 1), encode(constants, dtypes, saves), y, vector)  # fmt: skip
 
     # --- PyTorch's operators --------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class Signature:
 
 
 def run(op: Operator, arguments: Any, tensors: Any, p: Any = 0.0) -> Any:
-    """The visible outputs of ``op`` as a tuple.
+    """The outputs of ``op`` as a tuple, which may end after the last that the constants ask for.
 
     Args:
         op: the operator.
@@ -68,7 +68,8 @@ def run(op: Operator, arguments: Any, tensors: Any, p: Any = 0.0) -> Any:
     if torch.compiler.is_dynamo_compiling():
         return _traced(op, op.record(*arguments), tensors, p)
     try:
-        signature = op.signatures[torch.is_autocast_enabled("cuda")].get(op.key(arguments, tensors))
+        autocast = compat.any_autocast_enabled() and torch.is_autocast_enabled("cuda")
+        signature = op.signatures[autocast].get(op.key(arguments, tensors))
     except (AttributeError, IndexError, TypeError, RuntimeError):
         # Something is wrong, which the checks name; or a tensor subclass or nested tensor has no shape to read.
         signature = None
@@ -87,9 +88,9 @@ def run(op: Operator, arguments: Any, tensors: Any, p: Any = 0.0) -> Any:
         for t in tensors:
             if t is not None and t.requires_grad:
                 site = signature.sites[which + 2] or signature.site(op, which + 2)
-                return apply(op, site, state, False, *tensors)
+                return apply((op, site, state, False), *tensors)
     site = signature.sites[which] or signature.site(op, which)
-    return op.expose(signature.constants, tensors, forward(op, site, tensors, state))
+    return op.expose(site.constants, tensors, forward(op, site, tensors, state))
 
 
 def _checked(op: Operator, arguments: Any, tensors: Tensors) -> Signature:
@@ -136,7 +137,7 @@ def _elsewhere(op: Operator, tensors: Tensors, p: float, signature: Signature) -
     saves = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     site = signature.site(op, (p > 0.0) + 2 * saves)
     if saves:
-        return Call.apply(op, site, state, True, *tensors)  # type: ignore[no-untyped-call]
+        return Call.apply((op, site, state, True), *tensors)  # type: ignore[no-untyped-call]
     return op.expose(constants, tensors, operators.forward(op, site, tensors, state))
 
 

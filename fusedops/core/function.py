@@ -45,23 +45,25 @@ def forward(op: Operator, site: Site, tensors: Tensors, state: State) -> tuple[T
 
 
 class Call(torch.autograd.Function):
-    """The visible outputs of a call; with ``registered`` from the registered operator instead of a launch."""
+    """The outputs that the caller asked for; ``call`` says last whether from the registered operator or a launch."""
 
     @staticmethod
-    def forward(ctx: Any, op: Operator, site: Site, state: State, registered: bool, *tensors: Tensor | None) -> Any:
+    def forward(ctx: Any, call: tuple[Operator, Site, State, bool], *tensors: Tensor | None) -> Any:
         """One launch."""
-        outs = operators.forward(op, site, tensors, state) if registered else forward(op, site, tensors, state)
+        op, site, state, registered = ctx.call = call
+        launched = operators.forward if registered else forward
+        outs = launched(op, site, tensors, state)
         ctx.save_for_backward(*site.saved((*tensors, *outs, None)))
         ctx.set_materialize_grads(False)
-        ctx.call = op, site, state
-        return op.expose(site.constants, tensors, outs) if op.variadic else outs[: op.visible]
+        return op.expose(site.constants, tensors, outs) if op.variadic else outs[: site.returned]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         """See `gradients`."""
-        op, site, state = ctx.call
-        found = gradients(op, site, state, ctx.saved_tensors, grads, ctx.needs_input_grad[4:])
-        return None, None, None, None, *found
+        op, site, state, _ = ctx.call
+        if len(grads) < op.visible:
+            grads = (*grads, *(None,) * (op.visible - len(grads)))
+        return None, *gradients(op, site, state, ctx.saved_tensors, grads, ctx.needs_input_grad[1:])
 
 
 apply: Callable[..., Any] = compat.fast_apply(Call)
@@ -74,15 +76,15 @@ def gradients(op: Operator, site: Site, state: State, saved: Tensors, grads: Ten
         if all(g is None for g in grads):
             return (None,) * len(needs)
         return _registered(op, site, state, saved, grads, needs)
-    absent = plain = True
+    absent, kernels = True, not torch.is_grad_enabled() and not compat.is_intercepted()
     for g in grads:
         if g is not None:
             absent = False
             if type(g) is not Tensor or compat.is_batched(g):
-                plain = False
+                kernels = False
     if absent:
         return (None,) * len(needs)
-    if torch.is_grad_enabled() or not plain or compat.is_intercepted() or not PLAIN.issuperset(map(type, saved)):
+    if not kernels or not PLAIN.issuperset(map(type, saved)):
         return _elsewhere(op, site, state, saved, grads, needs)
     needed = op.needed(site, grads, needs)
     outs = op.allocate_gradients(site, grads, saved, needed)

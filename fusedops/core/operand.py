@@ -83,7 +83,7 @@ def empty(like: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def empty_dense(like: Tensor, dtype: torch.dtype | None) -> Tensor:
     """An uninitialised tensor in the shape of ``like``, and in its layout if that is dense; else contiguous."""
-    if is_dense(like):
+    if like.is_contiguous() or is_dense(like):
         return torch.empty_like(like) if like.dtype is dtype else torch.empty_like(like, dtype=dtype)
     return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 

@@ -59,6 +59,8 @@ class Site:
         saves: whether a backward will follow.
         acc: the dtype that kernels compute in.
         outs: which of the operator's outputs there are.
+        returned: how many of them autograd knows, from the first: those that the caller gets, and one that a second
+            derivative is taken of.
         saved: takes what is saved for the backward out of ``(*tensors, *outputs, None)``.
         call: the constants and dtypes as a word for registered operators.
     """
@@ -71,6 +73,7 @@ class Site:
     saves: bool
     acc: torch.dtype
     outs: tuple[bool, ...]
+    returned: int
     saved: Callable[[tuple[Any, ...]], tuple[Any, ...]]
     call: str
 

@@ -65,14 +65,15 @@ def draw(device: torch.device) -> Seed:
         return seed, offset
     if compat.capturing():
         return _draw_captured(device)
-    generator = torch.cuda.default_generators[device.index]
-    with _lock:
-        steps = _steps(device.index)
+    index = device.index
+    generator, steps, locks = _generator(index)
+    if not (locks and compat.other_threads()):
         offset = generator.get_offset()
-        if threading.active_count() == 1 or not steps:
-            generator.set_offset(offset + (steps or 4))
-        else:
-            _advance(device.index)
+        generator.set_offset(offset + steps)
+    else:
+        with _lock:
+            offset = generator.get_offset()
+            _advance(index)
     seed = generator.initial_seed()
     return seed - 2**64 if seed >= 2**63 else seed, offset  # the same 64 bits, as the kernels' signed integer
 
@@ -87,15 +88,21 @@ def _advance(index: int) -> None:
         torch.poisson(_empty(index))
 
 
-@functools.cache
-def _steps(index: int) -> int:
-    """By how much `_advance` does; 0 in a PyTorch where it does not. Every draw takes as much, whatever the threads."""
-    generator = torch.cuda.default_generators[index]
-    before = generator.get_offset()
-    _advance(index)
-    moved = generator.get_offset() - before
-    generator.set_offset(before)
-    return moved
+_generators: dict[int, tuple[torch.Generator, int, bool]] = {}
+
+
+def _generator(index: int) -> tuple[torch.Generator, int, bool]:
+    """A GPU's generator, by how much a draw advances it, and whether `_advance` does, which not every PyTorch need do."""
+    found = _generators.get(index)
+    if found is None:
+        with _lock:
+            generator = torch.cuda.default_generators[index]
+            before = generator.get_offset()
+            _advance(index)
+            moved = generator.get_offset() - before
+            generator.set_offset(before)
+            found = _generators[index] = generator, moved or 4, moved > 0
+    return found
 
 
 @functools.cache

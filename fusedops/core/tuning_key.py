@@ -77,6 +77,11 @@ class TuningKey:
     bucket: int
 
     @property
+    def is_vector(self) -> bool:
+        """Whether the kernel takes a tensor as one vector; ``cols`` are then elements that count as a row."""
+        return self.kernel.startswith("pointwise")
+
+    @property
     def itemsize(self) -> int:
         """Bytes per element of the widest tensor."""
         return max(map(int, self.widths.removesuffix("bit").split("-"))) // 8

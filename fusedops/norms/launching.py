@@ -63,11 +63,19 @@ def forward(site: NormSite, tensors: Any, outs: Any, state: State) -> None:
     cols = site.cols
     dims = site.dims
     x, x_stride, bits = as_rows(x, cols, dims)
-    residual, residual_stride, of_residual = as_rows(residual, cols, dims)
-    bias, of_bias = vector(bias)
-    weight, of_weight = vector(weight)
-    ln_bias, of_ln_bias = vector(ln_bias)
-    bits |= of_residual | of_bias | of_weight | of_ln_bias
+    residual_stride = cols
+    if residual is not None:
+        residual, residual_stride, more = as_rows(residual, cols, dims)
+        bits |= more
+    if bias is not None:
+        bias, more = vector(bias)
+        bits |= more
+    if weight is not None:
+        weight, more = vector(weight)
+        bits |= more
+    if ln_bias is not None:
+        ln_bias, more = vector(ln_bias)
+        bits |= more
     rows = x.numel() // cols
     key = (site, kind, bits & 15 == 0, BUCKET[rows.bit_length()])
     plan = _forwards.get(key)
@@ -97,16 +105,24 @@ def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) ->
     seed, offset, threshold = state
     kind = 0 if seed is None else 1 if offset is not None else 2
     cols, dims = site.cols, site.dims
+    dz_stride = dcast_stride = residual_stride = cols
     dy, dy_stride, bits = as_rows(dy, cols, dims)
-    dz, dz_stride, of_dz = as_rows(dz, cols, dims)
-    dcast, dcast_stride, of_dcast = as_rows(dcast, cols, dims)
-    kept, kept_stride, of_kept = as_rows(kept, cols, dims)
-    residual, residual_stride, of_residual = as_rows(residual, cols, dims)
+    kept, kept_stride, more = as_rows(kept, cols, dims)
+    bits |= more
+    if dz is not None:
+        dz, dz_stride, more = as_rows(dz, cols, dims)
+        bits |= more
+    if dcast is not None:
+        dcast, dcast_stride, more = as_rows(dcast, cols, dims)
+        bits |= more
+    if residual is not None:
+        residual, residual_stride, more = as_rows(residual, cols, dims)
+        bits |= more
     bias, of_bias = vector(bias)
     weight, of_weight = vector(weight)
     ln_bias, of_ln_bias = vector(ln_bias)
     stats, of_stats = vector(stats)
-    bits |= of_dz | of_dcast | of_kept | of_residual | of_bias | of_weight | of_ln_bias | of_stats
+    bits |= of_bias | of_weight | of_ln_bias | of_stats
     like = dy if dy is not None else dz
     rows = like.numel() // cols
     needs = (dx is not None, dbias is not None, dresidual is not None, dweight is not None, dln_bias is not None)
@@ -123,7 +139,7 @@ def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) ->
     if row_tiles > 2:
         programs, rest_programs = min(row_tiles, plan.programs), plan.rest_programs
         if plan.reduce is not None:
-            partials = like.new_empty((max(programs, rest_programs), plan.sums, cols), dtype=site.acc)
+            partials = like.new_empty(max(programs, rest_programs), plan.sums, cols, dtype=site.acc)
     if plan.rest is not None:
         moments = torch.empty_like(stats)
     arguments = (dy, dcast, dz, kept, bias, residual, weight, ln_bias, stats, moments, dx, dresidual, dbias, dweight,

@@ -207,11 +207,12 @@ class Norm(Operator):
         """See `Operator`."""
         y, z = _output_dtypes(constants, dtypes)
         outs = self.writes(constants, dtypes, dropout=dropout, saves=saves)
-        return NormSite(
-            constants, device_index, cols, dtypes, dropout, saves, accumulator(z), outs, _saved(constants, outs[1]),
-            encode(constants, dtypes, saves), y, z, constants.cast_dtype if outs[2] else None, constants.dims,
-            {"layer": 2, "rms": 1, "none": 0}[constants.rule.kind], not dropout and dtypes[0] is dtypes[2],
-        )  # fmt: skip
+        several = constants.return_sum or constants.cast_dtype is not None
+        returned = 3 if several else 1 + outs[1]
+        moments, shares = {"layer": 2, "rms": 1, "none": 0}[constants.rule.kind], not dropout and dtypes[0] is dtypes[2]
+        return NormSite(constants, device_index, cols, dtypes, dropout, saves, accumulator(z), outs, returned,
+                        _saved(constants, outs[1]), encode(constants, dtypes, saves), y, z,
+                        constants.cast_dtype if outs[2] else None, constants.dims, moments, shares)  # fmt: skip
 
     # --- PyTorch's operators --------------------------------------------------------------------------------------------
 
@@ -298,7 +299,7 @@ class Norm(Operator):
         _, stores, casts, _ = site.outs
         z = empty(x, site.z) if stores else None
         cast = empty(x, site.cast) if casts else None
-        return y, z, cast, x.new_empty((moments, x.numel() // site.cols), dtype=site.acc)
+        return y, z, cast, x.new_empty(moments, x.numel() // site.cols, dtype=site.acc)
 
     forward = staticmethod(launching.forward)
     backward = staticmethod(launching.backward)

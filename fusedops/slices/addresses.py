@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -42,7 +41,7 @@ class Addresses:
         self.strides = 0 if strides is None else reduce(or_, strides)
 
 
-_tables: OrderedDict[Any, Addresses] = OrderedDict()
+_tables: dict[Any, Addresses] = {}
 
 
 def gather(device_index: int, device: torch.device, pointers: tuple[int, ...],
@@ -59,17 +58,15 @@ def gather(device_index: int, device: torch.device, pointers: tuple[int, ...],
     values = pointers if strides is None else pointers + strides
     if recorded:
         return Addresses(_recorded(device_index, device, values), pointers, strides)
-    with _lock:
-        found = _tables.get(key)
-        if found is not None:
-            _tables.move_to_end(key)
-            return found
+    found = _tables.get(key)
+    if found is not None:
+        return found
     table = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=device_index >= 0)
     found = Addresses(table.to(device, non_blocking=True), pointers, strides)
     with _lock:
         _tables[key] = found
         if len(_tables) > _MOST_TABLES:
-            _tables.popitem(last=False)
+            del _tables[next(iter(_tables))]
     return found
 
 

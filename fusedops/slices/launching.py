@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -45,27 +45,10 @@ _forwards: dict[Any, _Plan] = tuning.register_cache({})
 _backwards: dict[Any, _Plan] = tuning.register_cache({})
 
 
-class _Rows(NamedTuple):
-    """Rows that a kernel reads: in one tensor, so far apart, or where a table says.
-
-    ``bits`` and ``strides`` have a bit set wherever an address and a row stride has one. ``read`` are the tensors that
-    a table leads to: they must live until the launch.
-    """
-
-    tensor: Tensor | None
-    stride: int
-    addresses: Addresses | None
-    bits: int
-    strides: int
-    read: Any = None
-
-    @property
-    def table(self) -> Tensor | None:
-        return None if self.addresses is None else self.addresses.table
-
-    @property
-    def strided(self) -> bool:
-        return self.addresses is not None and self.addresses.strided
+# Rows that a kernel reads: the tensor that holds them and its row stride, or None, 0 and the addresses of many; a bit
+# set wherever an address has one, and wherever a row stride has one; and the tensors that addresses lead to, which must
+# live until the launch.
+_Rows: TypeAlias = tuple[Tensor | None, int, Addresses | None, int, int, Any]
 
 
 def _joint(t: Tensor, cols: int, dims: int) -> _Rows:
@@ -73,13 +56,13 @@ def _joint(t: Tensor, cols: int, dims: int) -> _Rows:
     if dims == 2 and not t.is_contiguous():
         t = t.flatten(-2)  # rows with gaps between them can then be read in place
     t, stride, _ = as_rows(t, cols)
-    return _Rows(t, stride, None, t.data_ptr(), stride)
+    return t, stride, None, t.data_ptr(), stride, None
 
 
 def _buffer(t: Tensor, cols: int) -> _Rows:
     """One tensor with slices one after the other."""
     t, bits = vector(t)
-    return _Rows(t, cols, None, bits, 0)
+    return t, cols, None, bits, 0, None
 
 
 def _separate(slices: Sequence[Tensor | None], site: SliceSite, device: torch.device) -> _Rows:
@@ -96,38 +79,36 @@ def _separate(slices: Sequence[Tensor | None], site: SliceSite, device: torch.de
         strides = tuple([stride for _, stride, _ in read])
         strides = None if strides == sizes else strides
     addresses = gather(site.device_index, device, pointers, strides)
-    return _Rows(None, 0, addresses, addresses.bits, addresses.strides, slices)
+    return None, 0, addresses, addresses.bits, addresses.strides, slices
 
 
 def _inputs(site: SliceSite, tensors: Any) -> tuple[int, _Rows, Tensor | None, Tensor | None, int]:
     """The number of rows, the slices, the parameters, and the bits of their addresses."""
-    weight, bias, *slices = tensors
-    first, bits = slices[0], 0
-    if weight is not None:
-        weight, bits = vector(weight)
-    if bias is not None:
-        bias, more = vector(bias)
-        bits |= more
+    weight, bits = vector(tensors[0])
+    bias, more = vector(tensors[1])
+    first = tensors[2]
     if dims := site.constants.dims:
-        return first.numel() // site.cols, _joint(first, site.cols, dims), weight, bias, bits
-    return first.numel() // site.widths.sizes[0], _separate(slices, site, first.device), weight, bias, bits
+        return first.numel() // site.cols, _joint(first, site.cols, dims), weight, bias, bits | more
+    rows = first.numel() // site.widths.sizes[0]
+    return rows, _separate(tensors[2:], site, first.device), weight, bias, bits | more
 
 
 def forward(site: SliceSite, tensors: Any, outs: Any, state: State) -> None:
     """One launch, from ``(weight, bias, *slices)`` to ``(y,)``."""
     (y,) = outs
-    rows, x, weight, bias, bits = _inputs(site, tensors)
+    rows, (x, x_stride, addresses, x_bits, strides, _read), weight, bias, bits = _inputs(site, tensors)
+    table, strided = (None, False) if addresses is None else (addresses.table, addresses.strided)
     widths, total = site.widths, site.cols
     # Whether all addresses are multiples of 16, and all row strides of what the widths are multiples of.
-    aligned = (bits | x.bits) & 15 == 0 and x.strides & (widths.align - 1) == 0
+    aligned = (bits | x_bits) & 15 == 0 and strides & (widths.align - 1) == 0
     unit = widths.align if aligned else 1
-    key = (site, aligned, x.strided, (x.strides | total) < _FAR, BUCKET[rows.bit_length()])
+    key = (site, aligned, strided, (strides | total) < _FAR, BUCKET[rows.bit_length()])
     plan = _forwards.get(key)
     if plan is None:
         plan = tuning.plan(_forwards, key, _plan_forward, y.device)
     programs = min(-(-rows // plan.rows), plan.programs)
-    plan.variant(plan.groups, programs, x.tensor, x.table, plan.table, weight, bias, y, x.stride // unit,
-                 total // unit, len(widths), rows)  # fmt: skip
+    plan.variant(plan.groups, programs, x, table, plan.table, weight, bias, y, x_stride // unit, total // unit,
+                 widths.count, rows)  # fmt: skip
 
 
 def backward(site: SliceSite, grads: Any, saved: Any, outs: Any, state: State) -> None:
@@ -137,40 +118,45 @@ def backward(site: SliceSite, grads: Any, saved: Any, outs: Any, state: State) -
     ``(dweight, dbias, dx)``, None where not needed; dx of a sequence is a buffer.
     """
     dweight, dbias, dx = outs
-    rows, x, weight, bias, bits = _inputs(site, saved)
+    rows, (x, x_stride, addresses, x_bits, strides, _read), weight, bias, bits = _inputs(site, saved)
+    table, strided = (None, False) if addresses is None else (addresses.table, addresses.strided)
     constants, widths, total = site.constants, site.widths, site.cols
-    device, dy_dtype = saved[2].device, site.y
+    like = saved[2]
+    dy_dtype = site.y
     if len(grads) > 1:
-        g = _separate(grads, site, device)
+        given = _separate(grads, site, like.device)
     else:
         (dy,) = grads
         dy_dtype = dy.dtype
-        g = _buffer(dy, total) if constants.separate else _joint(dy, total, 1 if constants.concat else constants.dims)
-    strides = x.strides | g.strides
-    aligned = (bits | x.bits | g.bits) & 15 == 0 and strides & (widths.align - 1) == 0
+        dims = 1 if constants.concat else constants.dims
+        given = _buffer(dy, total) if constants.separate else _joint(dy, total, dims)
+    g, g_stride, g_addresses, g_bits, g_strides, _given = given
+    g_table, g_strided, separate = None, False, 0
+    if g_addresses is not None:
+        # 1 for a table of gradients, 2 for one with gaps.
+        g_table, g_strided, separate = g_addresses.table, g_addresses.strided, 1 + g_addresses.absent
+    strides |= g_strides
+    aligned = (bits | x_bits | g_bits) & 15 == 0 and strides & (widths.align - 1) == 0
     unit = widths.align if aligned else 1
-    # 1 for a table of gradients, 2 for one with gaps.
-    separate = 0 if g.addresses is None else 1 + g.addresses.absent
     needs = (dweight is not None, dbias is not None, dx is not None)
-    key = (site, needs, dy_dtype, separate, aligned, x.strided, g.strided, (strides | total) < _FAR,
+    key = (site, needs, dy_dtype, separate, aligned, strided, g_strided, (strides | total) < _FAR,
            BUCKET[rows.bit_length()])  # fmt: skip
     plan = _backwards.get(key)
     if plan is None:
-        plan = tuning.plan(_backwards, key, _plan_backward, device)
+        plan = tuning.plan(_backwards, key, _plan_backward, like.device)
     row_tiles = -(-rows // plan.rows)
     # Few rows are one program's work: it stores the parameter gradients itself.
     programs = min(row_tiles, plan.programs) if row_tiles > 2 else 1
     parts = programs * plan.groups if constants.shared else programs
-    partials = None
+    partials, cols = None, widths.uniform if constants.shared else total
     if plan.reduce is not None and parts > 1:
-        cols = widths.uniform if constants.shared else total
-        partials = torch.empty((parts, plan.sums, cols), dtype=site.acc, device=device)
+        partials = like.new_empty(parts, plan.sums, cols, dtype=site.acc)
     unused = dweight if dbias is None else dbias
-    plan.variant(plan.groups, programs, g.tensor, g.table, x.tensor, x.table, plan.table, weight, bias, dx, dweight,
-                 dbias, unused if partials is None else partials, g.stride // unit, x.stride // unit,
-                 total // unit, len(widths), rows)  # fmt: skip
+    plan.variant(plan.groups, programs, g, g_table, x, table, plan.table, weight, bias, dx, dweight, dbias,
+                 unused if partials is None else partials, g_stride // unit, x_stride // unit, total // unit,
+                 widths.count, rows)  # fmt: skip
     if partials is not None and plan.reduce is not None:
-        plan.reduce(-(-partials.shape[2] // plan.reduce_block), plan.sums, partials, dweight, dbias, None, parts, 0)
+        plan.reduce(-(-cols // plan.reduce_block), plan.sums, partials, dweight, dbias, None, parts, 0)
 
 
 # --- the variants behind the keys ---------------------------------------------------------------------------------

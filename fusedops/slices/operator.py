@@ -143,9 +143,10 @@ class SliceOperator(Operator):
             facts = type(x), x.dtype, x.device, x.dim() == 2, dims == 2 or x.shape[-1]
         else:
             slices = tensors[2:]
-            batches = {shape[:-1] for shape in set(map(_SHAPE, slices))}
+            shapes = set(map(_SHAPE, slices))
+            batches = 1 if len(shapes) == 1 else len({shape[:-1] for shape in shapes})
             facts = (frozenset(map(type, slices)), frozenset(map(_DTYPE, slices)), frozenset(map(_DEVICE, slices)),
-                     len(batches))  # fmt: skip
+                     batches)  # fmt: skip
         return (
             arguments, facts,
             None if weight is None else (type(weight), weight.dtype, weight.device, weight.shape),
@@ -191,7 +192,7 @@ class SliceOperator(Operator):
         """See `Operator`; the arguments are all that is saved."""
         x = dtypes[2]
         assert x is not None
-        return SliceSite(constants, device_index, cols, dtypes, dropout, saves, accumulator(x), (True,),
+        return SliceSite(constants, device_index, cols, dtypes, dropout, saves, accumulator(x), (True,), 1,
                          itemgetter(slice(None, -2)), encode(constants, dtypes, saves), widths_of(constants.sizes),
                          constants.out_dtype or x)  # fmt: skip
 

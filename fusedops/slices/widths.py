@@ -6,7 +6,7 @@ import functools
 import itertools
 from dataclasses import dataclass
 
-__all__ = ["Groups", "Widths", "equal_widths", "widths_of"]
+__all__ = ["Groups", "Widths", "widths_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,6 +16,7 @@ class Widths:
     Attributes:
         sizes: the width of each slice.
         columns: the first column of each, were they side by side.
+        count: how many there are.
         total: the sum of all.
         uniform: the width that all have, or 0.
         align: the largest power of two up to 8 that divides every width.
@@ -23,12 +24,10 @@ class Widths:
 
     sizes: tuple[int, ...]
     columns: tuple[int, ...]
+    count: int
     total: int
     uniform: int
     align: int
-
-    def __len__(self) -> int:
-        return len(self.sizes)
 
     @property
     def widest(self) -> int:
@@ -43,13 +42,7 @@ def widths_of(sizes: tuple[int, ...]) -> Widths:
     align = 8
     while any(size % align for size in sizes):
         align //= 2
-    return Widths(sizes, columns[:-1], columns[-1], sizes[0] if len(set(sizes)) == 1 else 0, align)
-
-
-@functools.lru_cache(maxsize=1024)
-def equal_widths(count: int, size: int) -> Widths:
-    """The one object for ``count`` slices of one width."""
-    return widths_of((size,) * count)
+    return Widths(sizes, columns[:-1], len(sizes), columns[-1], sizes[0] if len(set(sizes)) == 1 else 0, align)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ..core.tuning_key import Config, TuningKey, family_of, valid
 from .compiling import Pool
 from .timing import Bench, Timer
 from .usage import Limits, Usage, reason_to_drop
-from .workloads import Step, Workload, keys_of
+from .workloads import Step, Workload, in_bucket_of, keys_of
 
 __all__ = ["Measured", "Outcome", "Sweeper"]
 
@@ -155,8 +155,7 @@ class Sweeper:
         if place not in self._keys_at:
             with _all_forced(settled):
                 self._keys_at[place] = keys_of(workload, self._device)
-        bucket = tuning.BUCKET[workload.rows.bit_length()]
-        return [replace(key, bucket=bucket) for key in self._keys_at[place]]
+        return [in_bucket_of(workload, key) for key in self._keys_at[place]]
 
     def _compile_ahead(self, workload: Workload, keys: list[TuningKey]) -> None:
         """Compiles all candidates, and those of kernels that depend on the first one's block."""

@@ -31,6 +31,7 @@ __all__ = [
     "discover",
     "floor_us",
     "grid",
+    "in_bucket_of",
     "kernels_alone",
     "keys_of",
     "operators",
@@ -163,8 +164,15 @@ def keys_of(workload: Workload, device: torch.device) -> list[TuningKey]:
     with kernels_alone(), tuning.collected_keys() as seen, launch.collecting():
         Step(workload.at(4), device)()
     tuning.forget()
-    bucket = tuning.BUCKET[workload.rows.bit_length()]
-    return [replace(key, bucket=bucket) for key in seen]
+    return [in_bucket_of(workload, key) for key in seen]
+
+
+def in_bucket_of(workload: Workload, key: TuningKey) -> TuningKey:
+    """The key with the bucket of the workload's rows."""
+    rows = workload.rows
+    if key.is_vector:
+        rows = rows * elements_per_row(workload.spec, workload.shape[1:]) // key.cols
+    return replace(key, bucket=tuning.BUCKET[rows.bit_length()])
 
 
 def runs_natively(workload: Workload, device: torch.device) -> bool:
