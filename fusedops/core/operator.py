@@ -6,6 +6,7 @@ a `Site`: all that stays the same from step to step. Kernels are launched with a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,7 +24,7 @@ Dtypes = tuple[torch.dtype | None, ...]
 
 
 @dataclass(frozen=True)
-class Constants:
+class Constants(ABC):
     """The constants of a call, hashable.
 
     Attributes:
@@ -32,18 +33,18 @@ class Constants:
 
     op: str
 
+    @abstractmethod
     def words(self) -> tuple[str, ...]:
         """The constants that are no floating-point numbers, for a registered operator; no word has a space."""
-        raise NotImplementedError
 
     def numbers(self) -> tuple[float, ...]:
         """The others."""
         return ()
 
     @classmethod
+    @abstractmethod
     def read(cls, words: Sequence[str], numbers: Sequence[float]) -> Any:
         """The record from its words and numbers."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +79,7 @@ class Site:
     call: str
 
 
-class Operator:
+class Operator(ABC):
     """A family's operator; subclasses fill in the attributes and methods.
 
     Attributes:
@@ -115,19 +116,20 @@ class Operator:
     # --- before a call --------------------------------------------------------------------------------------------------
 
     @staticmethod
+    @abstractmethod
     def record(*arguments: Any) -> Any:
         """The record of constants from what a functional hands to `call.run`."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def key(arguments: Any, tensors: Any) -> Hashable:
         """All that `check`, `cols` and `site` depend on, in a form that a bad call cannot share with a good one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check(self, constants: Any, tensors: Any) -> None:
         """Raises what is wrong with the call."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check_constants(self, constants: Any) -> None:
         """Raises what is wrong with the constants alone: all that is checked of nested tensors."""
 
@@ -135,18 +137,18 @@ class Operator:
         """The constants under GPU autocast."""
         return constants
 
+    @abstractmethod
     def cols(self, constants: Any, tensors: Tensors) -> int:
         """What a kernel is compiled for: the width of a row, 0 for any; -1 where no kernel fits."""
-        raise NotImplementedError
 
     def writes(self, constants: Any, dtypes: Dtypes, *, dropout: bool, saves: bool) -> tuple[bool, ...]:
         """Which of ``outputs`` the forward writes."""
         return (True,)
 
+    @abstractmethod
     def site(self, constants: Any, dtypes: Dtypes, cols: int, device_index: int, *, dropout: bool,
              saves: bool) -> Any:  # fmt: skip
         """The site for these choices, to be kept."""
-        raise NotImplementedError
 
     # --- PyTorch's operators --------------------------------------------------------------------------------------------
 
@@ -154,14 +156,14 @@ class Operator:
         """PyTorch's own operator for exactly this, as a function of constants and tensors; None for none."""
         return None
 
+    @abstractmethod
     def reference(self, constants: Any, tensors: Tensors, dropout: Dropout) -> tuple[Tensor | None, ...]:
         """The visible outputs in PyTorch's operators, differentiable to any order, under any transform."""
-        raise NotImplementedError
 
+    @abstractmethod
     def derivative(self, site: Any, grads: Tensors, saved: Tensors, dropout: Callable[[Tensor], Dropout],
                    needs: Sequence[bool]) -> Sequence[Tensor | None]:  # fmt: skip
         """The gradients in differentiable operators; ``dropout`` is a function of a tensor of the mask's shape."""
-        raise NotImplementedError
 
     # --- between the caller's tensors and the kernels' ------------------------------------------------------------------
 
@@ -184,22 +186,22 @@ class Operator:
 
     # --- kernels --------------------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def allocate(self, site: Any, tensors: Any) -> tuple[Tensor | None, ...]:
         """Uninitialised ``outputs``, None where the site has none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forward(self, site: Any, tensors: Any, outs: Any, state: State) -> None:
         """Launches the forward, which fills ``outs``."""
-        raise NotImplementedError
 
     def needed(self, site: Any, grads: Tensors, needs: Sequence[bool]) -> Sequence[bool]:
         """Which gradient tensors the backward writes, in the order of ``tensors``."""
         return needs
 
+    @abstractmethod
     def allocate_gradients(self, site: Any, grads: Any, saved: Any, needed: Any) -> tuple[Tensor | None, ...]:
         """Uninitialised gradients, None where not needed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def backward(self, site: Any, grads: Any, saved: Any, outs: Any, state: State) -> None:
         """Launches the backward, which fills ``outs``. ``grads`` are never written to."""
-        raise NotImplementedError

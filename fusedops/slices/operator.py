@@ -170,10 +170,14 @@ class SliceOperator(Operator):
                 if shape != (total,) and not (equal and shape in ((count, size), (size,))):
                     shapes = f"({total},), ({count}, {size}) or ({size},)" if equal else f"({total},)"
                     raise ValueError(f"{op}: {name} has shape {shape}, expected {shapes} for {count} slices")
-        checks.check_eps(op, constants.eps)
+        self.check_constants(constants)
+
+    def check_constants(self, constants: SliceConstants) -> None:
+        """The epsilon and the activation."""
+        checks.check_eps(constants.op, constants.eps)
         # "none" is "identity" by now.
         if constants.activation not in ACTIVATIONS:
-            checks.check_choice(op, "activation", constants.activation, ACTIVATION_NAMES)
+            checks.check_choice(constants.op, "activation", constants.activation, ACTIVATION_NAMES)
 
     def autocast(self, constants: SliceConstants, tensors: Any) -> SliceConstants:
         """An output in fp32 where PyTorch's LayerNorm gives one."""
