@@ -9,8 +9,10 @@ carries the original's name, by which other libraries recognise classes; a print
 from __future__ import annotations
 
 import copyreg
+import functools
 import types
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -18,7 +20,7 @@ from torch import nn
 from .hooks import ORIGINAL
 from .rule import Rule
 
-__all__ = ["fuse", "fused_class", "is_fused", "original_class", "unfuse"]
+__all__ = ["fuse", "fuse_all", "fused_class", "is_fused", "original_class", "replaced_since", "unfuse"]
 
 # What `object.__reduce_ex__` makes new objects with.
 _new_object: Any = copyreg.__newobj__  # type: ignore[attr-defined]
@@ -40,10 +42,32 @@ def fused_class(original: type[nn.Module], rule: Rule) -> type[nn.Module]:
             **_original_methods(original, rule),
             **rule.methods,
         }
-        cls: Any = types.new_class(original.__name__, (original,), exec_body=lambda namespace: namespace.update(body))
+        kind: Any = type(original)
+        cls: Any = types.new_class(original.__name__, (original,), {"metaclass": _metaclass(kind)},
+                                   lambda namespace: namespace.update(body))  # fmt: skip
         cls._fusedops_class = cls
         _classes[key] = cls
     return _classes[key]
+
+
+class _Fused(type):
+    """The class of fused classes, by which pickle finds out how to make one again."""
+
+
+@functools.cache
+def _metaclass(of: Any) -> type:
+    if of is type:
+        made: type = _Fused
+    else:
+        made = types.new_class(f"_Fused{of.__name__}", (_Fused, of))
+    copyreg.pickle(made, _reduce_class)
+    return made
+
+
+def _reduce_class(cls: Any) -> Any:
+    if "_fusedops_original" not in vars(cls):
+        return cls.__qualname__  # a subclass that somebody made, by its name
+    return (_rebuilt_class, _named_rule(cls))
 
 
 def _original_methods(original: type[nn.Module], rule: Rule) -> dict[str, Any]:
@@ -68,8 +92,28 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def fuse(module: nn.Module, rule: Rule) -> None:
-    """Turn the module into one of its fused class."""
-    _become(module, fused_class(type(module), rule))
+    """Turn the module into one of its fused class.
+
+    Raises:
+        TypeError: its class refuses to have a subclass, or the module to have another class.
+    """
+    cls = type(module)
+    try:
+        _become(module, fused_class(cls, rule))
+    except Exception as error:
+        raise TypeError(f"fuse_model: {cls.__module__}.{cls.__qualname__} cannot be fused, as it refuses a subclass: "
+                        f"{error}; exclude=[{cls.__name__!r}] leaves it") from error  # fmt: skip
+
+
+def fuse_all(planned: Mapping[nn.Module, Rule]) -> None:
+    """Turn all modules into ones of their fused classes, or none."""
+    try:
+        for module, rule in planned.items():
+            fuse(module, rule)
+    except TypeError:
+        for module in planned:
+            unfuse(module)
+        raise
 
 
 def unfuse(module: nn.Module) -> None:
@@ -77,7 +121,18 @@ def unfuse(module: nn.Module) -> None:
     _become(module, original_class(module))
 
 
+def replaced_since(module: nn.Module) -> str:
+    """The method of a fused module that was replaced on the instance after it was fused; "" for none."""
+    if not is_fused(module):
+        return ""
+    cls: Any = type(module)
+    rule: Rule = cls._fusedops_rule
+    return next((name for name in ("forward", *rule.methods) if name in vars(module)), "")
+
+
 def _become(module: nn.Module, cls: type[nn.Module]) -> None:
+    if type(module) is cls:
+        return
     module.__class__ = cls
     # Compiled code that passes over modules of which no dictionary was changed (PyTorch 2.11's) is to see that one was.
     vars(module)["_fusedops_changed"] = True
@@ -99,8 +154,13 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
     reduced = cls._fusedops_original.__reduce_ex__(self, max(2, int(protocol)))
     if not is_fused(self) or reduced[:2] != (_new_object, (cls,)):
         return reduced
+    return (_rebuild, _named_rule(cls), *reduced[2:])
+
+
+def _named_rule(cls: Any) -> tuple[type[nn.Module], Rule | str]:
+    """A fused class as pickle takes it: its original, and its rule, by name if it is the library's."""
     rule: Rule = cls._fusedops_rule
-    return (_rebuild, (cls._fusedops_original, rule.name if _builtin(rule.name) is rule else rule), *reduced[2:])
+    return cls._fusedops_original, rule.name if _builtin(rule.name) is rule else rule
 
 
 def _builtin(name: str) -> Rule | None:
@@ -110,11 +170,16 @@ def _builtin(name: str) -> Rule | None:
 
 
 def _rebuild(original: type[nn.Module], rule: Rule | str) -> nn.Module:
-    """An empty module of the fused class; of the original if this release has no such rule or this class other code."""
+    """An empty module of the fused class."""
+    cls = _rebuilt_class(original, rule)
+    return cls.__new__(cls)
+
+
+def _rebuilt_class(original: type[nn.Module], rule: Rule | str) -> type[nn.Module]:
+    """The fused class; the original if this release has no such rule or this class other code."""
     found = _builtin(rule) if isinstance(rule, str) else rule
     if found is None or not found.knows(original):
         warnings.warn(f"fusedops: {original.__name__} was saved fused and is loaded as it was before: no rule "
                       f"{rule if isinstance(rule, str) else rule.name} for it here", stacklevel=2)  # fmt: skip
-        return original.__new__(original)
-    cls = fused_class(original, found)
-    return cls.__new__(cls)
+        return original
+    return fused_class(original, found)

@@ -63,7 +63,8 @@ def _read(function: Callable[..., Any] | None) -> str:
     if not inspect.isfunction(function):
         return ""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        # Of a function `inspect` reads what it wraps, if it says so; of a code object what will run.
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))
     except (OSError, SyntaxError, TypeError):
         return ""
     for node in ast.walk(tree):

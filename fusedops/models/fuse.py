@@ -49,8 +49,9 @@ def fuse_model(
     Returns:
         What was replaced by what, and what was left and why; it prints as a table.
     Raises:
-        TypeError: the model is no module; an entry of exclude is neither a name nor a class; check asks for inputs
-            that the model does not have; rules is no sequence of rules; dry_run or compile_rest is no bool.
+        TypeError: the model is no module; a class refuses to have a subclass; an entry of exclude is neither a name
+            nor a class; check asks for inputs that the model does not have; rules is no sequence of rules; dry_run or
+            compile_rest is no bool.
         ValueError: the model is compiled, scripted, quantised or wrapped in FSDP; a name in exclude is unknown, or a
             class in it has no module in the model.
     """
@@ -72,8 +73,7 @@ def fuse_model(
         for module in planned if dry_run else ():
             classes.unfuse(module)
     elif not dry_run:
-        for module, rule in planned.items():
-            classes.fuse(module, rule)
+        classes.fuse_all(planned)
     if compile_rest and not dry_run:
         model.compile()
         _compiled.add(model)
@@ -88,8 +88,8 @@ def unfuse_model(model: nn.Module) -> None:
 
     Raises:
         TypeError: the model is no module.
-        ValueError: something else changed a fused module's class since (FSDP, a parametrization), and must be undone
-            first; then nothing is changed.
+        ValueError: something else changed a fused module's class since (FSDP, a parametrization), or replaced its
+            forward (Accelerate), and must be undone first; then nothing is changed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"unfuse_model: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -97,6 +97,10 @@ def unfuse_model(model: nn.Module) -> None:
         if not classes.is_fused(module) and hasattr(type(module), "_fusedops_original"):
             raise ValueError(f"unfuse_model: the class of module {name!r} was changed after it was fused, to "
                              f"{type(module).__name__}; undo that first")  # fmt: skip
+        if replaced := classes.replaced_since(module):
+            raise ValueError(f"unfuse_model: module {name!r} was given a {replaced} of its own after it was fused, which "
+                             "may call the fused one; undo that first (a hook of Accelerate's, say, by "
+                             "remove_hook_from_module)")  # fmt: skip
     for module in model.modules():
         classes.unfuse(module)
         if module in _compiled:

@@ -22,12 +22,16 @@ def has_hooks(module: nn.Module) -> bool:
     return has_own_hooks(module) or "forward" in module.__dict__ or has_compiled_call(module) or has_global_hooks()
 
 
+# What calls a module, when it was imported: a class with a ``__call__`` of its own, or a patched one, is called.
+_CALL = nn.Module.__call__
+
+
 # torch.compile guards on the class of a module, so a function of the class alone is a constant to it. An attribute that
 # it sees looked up in a class becomes a guard of its own, and the module is then checked before every step.
 @constant_when_traced
 def _has(cls: Any, method: str) -> bool:
     # A forward that replaces the fused class's, there or in a subclass, is called; the rule's method is not.
-    return hasattr(cls, method) and cls.forward is cls._fusedops_class.forward
+    return hasattr(cls, method) and cls.forward is cls._fusedops_class.forward and cls.__call__ is _CALL
 
 
 @constant_when_traced

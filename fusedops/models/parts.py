@@ -89,6 +89,11 @@ class _Replacing:
         for name, value in instead.items():
             object.__setattr__(self, name, value)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The module's, for functions that ask what they are given; in traced code, which makes it bare first, its own."""
+        return type(self.__dict__.get("_module", self))
+
     def __getattr__(self, name: str) -> Any:
         if name == "_module":  # a copy that is being made has none yet
             raise AttributeError(name)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -53,7 +55,7 @@ class Rule:
         """Whether a class's code is what the rule was written for."""
         base = self._base_of(cls)
         if base is not None:
-            return all(getattr(cls, name) is getattr(base, name) for name in self.known)
+            return all(getattr(cls, name) is getattr(base, name) and _is_pytorchs(base, name) for name in self.known)
         return bool(self.fingerprints) and fingerprint(cls, self.known) in self.fingerprints
 
     def resembles(self, cls: type) -> bool:
@@ -65,6 +67,18 @@ class Rule:
         if isinstance(self.base, str):
             return next((c for c in cls.__mro__ if f"{c.__module__}.{c.__qualname__}" == self.base), None)
         return self.base if self.base is not None and issubclass(cls, self.base) else None
+
+
+def _is_pytorchs(base: type, name: str) -> bool:
+    """Whether a method of a class of PyTorch is the one that stands in its source, and nothing put there since."""
+    owner = next((cls for cls in base.__mro__ if name in vars(cls)), base)
+    if not owner.__module__.startswith("torch."):
+        return True
+    method = vars(owner).get(name)
+    if not isinstance(method, FunctionType):
+        return False
+    file = getattr(sys.modules.get(owner.__module__), "__file__", None)
+    return method.__qualname__ == f"{owner.__qualname__}.{name}" and file in (None, method.__code__.co_filename)
 
 
 @dataclass(frozen=True)
@@ -84,8 +98,9 @@ def judge(module: nn.Module, rules: tuple[Rule, ...], excluded: frozenset[str] =
     if rule is None:
         alike = next((rule for rule in rules if rule.resembles(cls)), None)
         return Verdict(None, f"its forward is not the one that rule {alike.name} knows" if alike else "no rule")
-    if "forward" in vars(module):
-        return Verdict(None, "its forward was replaced on the instance")
+    replaced = next((name for name in ("forward", *rule.known, *rule.methods) if name in vars(module)), None)
+    if replaced is not None:
+        return Verdict(None, f"its {replaced} was replaced on the instance")
     if "parametrizations" in module._modules:
         return Verdict(None, "its parameters are parametrized")
     reason = rule.fits(module)

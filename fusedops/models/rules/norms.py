@@ -116,6 +116,11 @@ def _rounded(rounding: Rounding) -> dict[str, Method]:
     return _methods(norm, add_norm, argument)
 
 
+def _has_a_vector(module: nn.Module) -> str:
+    weight = module._parameters.get("weight")
+    return "" if weight is not None and weight.dim() == 1 else "its weight is no vector"
+
+
 RULES = (
     Rule(
         name="layer_norm",
@@ -135,6 +140,7 @@ RULES = (
         name="llama_rms_norm",  # and Mistral, Mixtral, Qwen2, Qwen3, Phi3, Granite, DeepSeek, Cohere, …
         calls="rms_norm, rounding as Llama's",
         methods=_rounded("llama"),
+        fits=_has_a_vector,
         fingerprints=("f76e5ef4173f",),
         names=("LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Phi3RMSNorm"),
     ),
@@ -142,6 +148,7 @@ RULES = (
         name="olmo_rms_norm",  # and GPT-OSS
         calls="rms_norm",
         methods=_rounded("once"),
+        fits=_has_a_vector,
         fingerprints=("7911e327d434", "8af8710d7503"),
         names=("Olmo2RMSNorm", "GptOssRMSNorm", "HeliumRMSNorm"),
     ),
@@ -149,6 +156,7 @@ RULES = (
         name="t5_layer_norm",  # and MT5, UMT5, LongT5, Idefics
         calls="rms_norm, rounding as T5's",
         methods=_rounded("t5"),
+        fits=_has_a_vector,
         fingerprints=("9b3babbf8e1d",),
         names=("T5LayerNorm", "MT5LayerNorm", "UMT5LayerNorm", "LongT5LayerNorm"),
     ),
@@ -156,6 +164,7 @@ RULES = (
         name="gemma_rms_norm",  # and Gemma 2 and 3, Qwen3-Next, RecurrentGemma
         calls="rms_norm, weight + 1",
         methods=_rounded("gemma"),
+        fits=_has_a_vector,
         fingerprints=("fc17404a67aa",),
         names=("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"),
         known=("forward", "_norm"),

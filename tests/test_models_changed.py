@@ -1,0 +1,211 @@
+"""Models that somebody changed before or after fusing: what was changed is run, or fusing says why it does not."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedops
+from fusedops.models.parts import replacing
+from modules import close, randomise
+from support import DEVICE
+from zoo import SAMPLES, build, inputs, making_kernels, outputs, transformers_only
+
+pytestmark = pytest.mark.once  # what is fused does not depend on the kernels
+
+_N = 16
+
+
+def _class_of(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def _doubled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return 2.0 * forward(*args, **kwargs)
+
+    return wrapper
+
+
+def _in_bf16(forward: Callable[..., Any]) -> Callable[..., Any]:
+    wrapped: Callable[..., Any] = torch.autocast(DEVICE.type, torch.bfloat16)(forward)
+    return wrapped
+
+
+def _made(cls: Any, *args: Any, **kwargs: Any) -> nn.Module:
+    return randomise(cls(*args, **kwargs).to(DEVICE)).eval()
+
+
+def _unchanged(module: nn.Module, *args: Tensor) -> fusedops.FusionReport:
+    """The module computes after fusing what it did before, gradients too."""
+
+    def run() -> list[Tensor]:
+        leaves = [t.detach().clone().requires_grad_() for t in args]
+        y = module(*leaves)
+        if not y.requires_grad:
+            return [y]
+        return [y, *torch.autograd.grad(y.sum(), [*leaves, *module.parameters()], allow_unused=True)]
+
+    expected = run()
+    report = fusedops.fuse_model(module)
+    for ours, theirs in zip(run(), expected, strict=True):
+        assert (ours is None) is (theirs is None)
+        if ours is not None:
+            close(ours, theirs)
+    return report
+
+
+# --- forwards of a class -------------------------------------------------------------------------------------------
+
+
+@transformers_only
+@pytest.mark.parametrize("wrap", [_doubled, torch.no_grad(), _in_bf16], ids=["wraps", "no_grad", "autocast"])
+def test_wrapped_forward_of_a_class(wrap: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrapper that names what it wraps has another code, though `inspect` reads the original's."""
+    cls = _class_of("transformers.models.llama.modeling_llama.LlamaRMSNorm")
+    monkeypatch.setattr(cls, "forward", wrap(cls.forward))
+    report = _unchanged(_made(cls, _N), torch.randn(3, _N, device=DEVICE))
+    assert [m.reason for m in report.modules] == ["its forward is not the one that rule llama_rms_norm knows"]
+
+
+@pytest.mark.parametrize("cls", [nn.LayerNorm, nn.GELU, nn.RMSNorm], ids=lambda cls: cls.__name__)
+def test_patched_forward_of_pytorchs_class(cls: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule's base and the module's class have the same forward then; it is not PyTorch's."""
+    monkeypatch.setattr(cls, "forward", _doubled(cls.forward))
+    module = _made(cls, *(() if cls is nn.GELU else (_N,)))
+    assert not _unchanged(module, torch.randn(3, _N, device=DEVICE))
+
+
+def test_another_classs_forward_on_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes from the same file."""
+    monkeypatch.setattr(nn.LayerNorm, "forward", nn.RMSNorm.forward)
+    assert not _unchanged(_made(nn.LayerNorm, _N), torch.randn(3, _N, device=DEVICE))
+
+
+# --- methods of an instance ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["_sa_block", "_ff_block"])
+def test_method_replaced_on_an_encoder_layer(name: str) -> None:
+    layer = _made(nn.TransformerEncoderLayer, _N, 2, 32, 0.0, batch_first=True).train()
+    setattr(layer, name, lambda x, *args, **kwargs: 3.0 * x)
+    report = _unchanged(layer, torch.randn(2, 5, _N, device=DEVICE))
+    assert report.modules[0].reason == f"its {name} was replaced on the instance"
+
+
+@transformers_only
+def test_method_replaced_on_a_norm() -> None:
+    norm = _made(_class_of("transformers.models.gemma.modeling_gemma.GemmaRMSNorm"), _N)
+    norm._norm = lambda x: 3.0 * x
+    assert not _unchanged(norm, torch.randn(3, _N, device=DEVICE))
+
+
+class _Doubling(nn.LayerNorm):
+    def __call__(self, *args: Any) -> Any:
+        return 2.0 * super().__call__(*args)
+
+
+def test_call_of_its_own_inside_a_block() -> None:
+    layer = _made(nn.TransformerEncoderLayer, _N, 2, 32, 0.0, batch_first=True).train()
+    layer.norm1 = _made(_Doubling, _N)
+    assert _unchanged(layer, torch.randn(2, 5, _N, device=DEVICE)).modules[0].fused
+
+
+@transformers_only
+def test_norm_with_a_weight_of_two_dimensions() -> None:
+    norm = _made(_class_of("transformers.models.llama.modeling_llama.LlamaRMSNorm"), (4, 8))
+    report = _unchanged(norm, torch.randn(3, 4, 8, device=DEVICE))
+    assert report.modules[0].reason == "its weight is no vector"
+
+
+# --- all or nothing ------------------------------------------------------------------------------------------------
+
+
+class _Final(nn.LayerNorm):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        raise RuntimeError("no subclasses, please")
+
+
+@pytest.mark.parametrize("check", [False, True], ids=["plain", "checked"])
+def test_class_that_refuses_subclasses(check: bool) -> None:
+    model = nn.Sequential(nn.LayerNorm(_N), nn.GELU(), _Final(_N), nn.LayerNorm(_N)).to(DEVICE)
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(TypeError, match=r"test_models_changed\._Final cannot be fused.*no subclasses, please"):
+        fusedops.fuse_model(model, check=torch.randn(2, _N, device=DEVICE) if check else False)
+    assert [type(module) for module in model.modules()] == before
+    assert len(fusedops.fuse_model(model, exclude=["_Final"])) == 3
+
+
+@pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in ("torch_pre_norm", "bert", "llama")],
+                         ids=lambda spec: spec.name)  # fmt: skip
+def test_unfuse_with_a_forward_put_in_place_since(spec: Any) -> None:
+    """As Accelerate's hooks do: the new forward calls the fused one, which the module's own class does not have."""
+    model, arguments = build(spec), inputs(spec)
+    with torch.no_grad():
+        expected = outputs(model(**arguments))[0]
+        fusedops.fuse_model(model)
+        module = next(m for m in model.modules() if type(m).__name__.endswith("Layer"))
+        old, calls = module.forward, []
+        module.forward = lambda *args, **kwargs: (calls.append(1), old(*args, **kwargs))[1]
+        with pytest.raises(ValueError, match="was given a forward of its own after it was fused"):
+            fusedops.unfuse_model(model)
+        close(outputs(model(**arguments))[0], expected)
+        assert calls
+        del module.forward
+        fusedops.unfuse_model(model)
+        assert not any(hasattr(type(m), "_fusedops_rule") for m in model.modules())
+        close(outputs(model(**arguments))[0], expected)
+
+
+# --- what others see -----------------------------------------------------------------------------------------------
+
+
+def test_fused_class_is_pickled() -> None:
+    model = nn.Sequential(nn.LayerNorm(_N), nn.GELU())
+    fusedops.fuse_model(model)
+    for module in model:
+        cls = type(module)
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            assert pickle.loads(pickle.dumps(cls, protocol)) is cls
+    with pytest.raises(pickle.PicklingError):
+        pickle.dumps(type("Local", (type(model[0]),), {}))
+
+
+def test_stand_in_is_a_module_to_those_who_ask() -> None:
+    module = nn.TransformerEncoderLayer(_N, 2)
+    view = replacing(module, {"linear1": None})
+    assert isinstance(view, nn.TransformerEncoderLayer)
+    assert view.linear1 is None
+    assert view.linear2 is module.linear2
+
+
+@transformers_only
+@pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in ("bart", "bert", "vit", "llama", "gpt2", "opt")],
+                         ids=lambda spec: spec.name)  # fmt: skip
+def test_attention_functions_are_given_modules(spec: Any) -> None:
+    utils: Any = importlib.import_module("transformers.modeling_utils")
+    given: list[Any] = []
+
+    def attention(module: Any, *args: Any, **kwargs: Any) -> Any:
+        given.append(module)
+        return utils.ALL_ATTENTION_FUNCTIONS["sdpa"](module, *args, **kwargs)
+
+    model = build(spec).train()
+    fusedops.fuse_model(model)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation_internal = "probe"
+    utils.ALL_ATTENTION_FUNCTIONS.register("probe", attention)
+    with making_kernels(), torch.autocast(DEVICE.type, torch.bfloat16):
+        model(**inputs(spec))
+    assert given
+    assert all(isinstance(module, nn.Module) for module in given)
