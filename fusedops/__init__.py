@@ -5,7 +5,7 @@ from .activations.ops import bias_act, bias_gelu, geglu, gelu, glu, swiglu
 from .core.tuning import Tuner, register_tuner
 from .core.version import __version__
 from .generation.ops import no_repeat_ngram
-from .models import fuse_model, unfuse_model
+from .models import fuse_model, fusion_status, unfuse_model
 from .norms.ops import bias_dropout_add, bias_dropout_add_ln, bias_dropout_add_rms_norm, layer_norm, rms_norm
 from .slices.ops import batched_layer_norm_tanh
 
@@ -18,6 +18,7 @@ __all__ = [
     "bias_dropout_add_rms_norm",
     "bias_gelu",
     "fuse_model",
+    "fusion_status",
     "geglu",
     "gelu",
     "glu",

@@ -83,8 +83,8 @@ MUTANTS = (
     Mutant(
         "the row stride of a saved tensor ignored",
         "norms/launching.py",
-        "kept, kept_stride, of_kept = as_rows(kept, cols, dims)",
-        "(kept, _, of_kept), kept_stride = as_rows(kept, cols, dims), cols",
+        "kept, kept_stride, more = as_rows(kept, cols, dims)",
+        "(kept, _, more), kept_stride = as_rows(kept, cols, dims), cols",
         ("test_layouts.py", "test_matrix_layouts and (gelu or norm)"),
     ),
     Mutant(
@@ -104,7 +104,7 @@ MUTANTS = (
     Mutant(
         "dense tensors of other strides read as one vector",
         "activations/launching.py",
-        "all(t is None or t.stride() == strides for t in (second, third))",
+        "all(t is None or t.stride() == strides for t in (second, third, fourth))",
         "all(t is None or is_dense(t) for t in (second, third))",
         ("test_layouts.py", "test_matrix_layouts and (gelu or norm)"),
     ),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedops
+from fusedops.models import FusionReport
 from fusedops.models.parts import replacing
 from modules import close, randomise
 from support import DEVICE
@@ -45,7 +46,7 @@ def _made(cls: Any, *args: Any, **kwargs: Any) -> nn.Module:
     return randomise(cls(*args, **kwargs).to(DEVICE)).eval()
 
 
-def _unchanged(module: nn.Module, *args: Tensor) -> fusedops.FusionReport:
+def _unchanged(module: nn.Module, *args: Tensor) -> FusionReport:
     """The module computes after fusing what it did before, gradients too."""
 
     def run() -> list[Tensor]:

@@ -82,7 +82,7 @@ def test_restores_what_is_wrong(name: str, device: torch.device) -> None:
     (wrong,) = [m for m in report.left if m.reason != "no rule"]
     assert (wrong.name, wrong.reason) == (place, "wrong differs from it")
     assert wrong.difference is not None and not wrong.difference.passes
-    assert f"left: wrong differs from it ({wrong.difference})" in str(report)
+    assert f"left: wrong differs from it ({wrong.difference})" in report.table()
     assert len(report) == 2
     assert report.difference is not None and report.difference.passes
 
@@ -162,7 +162,7 @@ def test_modules_that_the_inputs_do_not_reach() -> None:
     report = fusedops.fuse_model(Idle(), check=torch.randn(2, 4))
     assert {m.name: m.difference is None for m in report} == {"used": False, "idle": True}
     assert [m.name for m in report.unchecked] == ["idle"]
-    lines = str(report).splitlines()
+    lines = report.table().splitlines()
     assert lines[3].split() == ["idle", "LayerNorm", "layer_norm", "(not", "checked)"]
     assert lines[-1] == "not checked, as the inputs do not reach them: 1"
     assert not fusedops.fuse_model(Idle()).unchecked

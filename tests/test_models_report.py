@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -9,10 +10,10 @@ import torch
 from torch import nn
 
 import fusedops
-from fusedops.models import Rule, parts
+from fusedops.models import FusionReport, Rule, parts
 from fusedops.models.rules import attentions
 from fusedops.models.spec import MODELS, ModelSpec
-from zoo import build, every, inputs, run, transformers_only
+from zoo import build, every, inputs, observed, run, transformers_only
 
 pytestmark = pytest.mark.once
 
@@ -53,14 +54,12 @@ def test_lists_every_module(spec: ModelSpec) -> None:
 
 
 def test_prints_as_a_table() -> None:
-    text = str(fusedops.fuse_model(_model(), exclude=["1"]))
-    lines = text.splitlines()
+    report = fusedops.fuse_model(_model(), exclude=["1"])
+    lines = report.table().splitlines()
     assert lines[0].split() == ["module", "type", "replaced", "by,", "or", "why", "left"]
     assert lines[1].split() == ["(the", "model)", "Sequential", "left:", "no", "rule"]
     assert lines[3].split() == ["0.norm", "LayerNorm", "layer_norm"]
     assert lines[7].split() == ["1.norm", "LayerNorm", "left:", "excluded"]
-    assert lines[-3] == "3 of 10 modules fused"
-    assert lines[-1] == "rules: gelu (1), layer_norm (1), rms_norm (1)"
     assert len({line.index(word) for line, word in zip(lines[2:5], ("_Block", "LayerNorm", "GELU"), strict=True)}) == 1
 
 
@@ -116,7 +115,7 @@ def test_report_of_the_rule_that_was_excluded() -> None:
     reasons = {m.name: m.reason for m in report.left}
     assert reasons["0.norm"] == "excluded, with rule layer_norm" and reasons["0.act"] == "excluded, with rule gelu"
     assert reasons["1.norm"] == "excluded"
-    assert "left: excluded, with rule layer_norm\n" in str(report)
+    assert "left: excluded, with rule layer_norm\n" in report.table()
 
 
 @pytest.mark.parametrize("exclude, error, match", [
@@ -157,8 +156,67 @@ def test_modules_that_only_help_are_not_counted() -> None:
     assert not attention.fused
     assert attention.replaced
     assert len(report) == 4
-    assert str(report).splitlines()[-3] == "3 of 10 modules fused, 1 more help them"
-    assert "MultiheadAttention               leaves its last bias to the block" in str(report)
+    assert "MultiheadAttention               leaves its last bias to the block" in report.table()
+
+
+def test_prints_as_a_summary() -> None:
+    """Each kind once, however many modules; and so in a notebook."""
+    model = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)], nn.GELU())
+    report = fusedops.fuse_model(model, exclude=["gelu"])
+    assert str(report) == repr(report)
+    assert str(report).splitlines() == [
+        "3 of 32 modules call fused operators, 9 more are done by them or help them",
+        "  3 x TransformerEncoderLayer  bias_act, bias_dropout_add_ln",
+        "  3 x MultiheadAttention       leaves its last bias to the block",
+        "  6 x LayerNorm                done by its block",
+        "  1 x GELU                     left: excluded, with rule gelu",
+        "4 left as they are: no rule is about them",
+        "table() has a line for each module",
+    ]
+
+
+def _made(model: nn.Module, arguments: dict[str, Any]) -> tuple[set[str], dict[str, set[str]]]:
+    """The modules within whose methods operators are called in a forward; and which operators get a module's parameters."""
+    names = {module: name for name, module in model.named_modules()}
+    owners = {id(p): names[m] for m in model.modules() for p in m._parameters.values() if p is not None}
+    within: set[str] = set()
+    given: dict[str, set[str]] = {}
+
+    def observe(operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        frame = sys._getframe(1)
+        while frame is not None:
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and module in names:
+                within.add(names[module])
+            frame = frame.f_back  # type: ignore[assignment]
+        for owner in {owners[id(value)] for value in (*args, *kwargs.values()) if id(value) in owners}:
+            given.setdefault(owner, set()).add(operator)
+
+    with observed(observe):
+        model(**arguments)
+    return within, given
+
+
+@every
+@pytest.mark.parametrize("look", [fusedops.fuse_model, fusedops.fusion_status], ids=["report", "status"])
+def test_what_is_reported_is_what_runs(spec: ModelSpec, look: Any) -> None:
+    """A module calls an operator if the report names one, and a norm that its block does gets none of its own."""
+    model = build(spec).train()
+    report = fusedops.fuse_model(model)
+    report = report if look is fusedops.fuse_model else look(model)
+    within, given = _made(model, inputs(spec))
+    named = {m.name for m in report.modules if m.calls and m.rule != "generation"}  # it calls its own in `generate`
+    assert named <= within
+    done = {m.name for m in report.modules if m.by is not None}
+    for name in done & given.keys():
+        assert not given[name] & {"layer_norm", "rms_norm"}
+    norms = {m.name for m in report.modules if m.fused and m.calls.startswith(("layer_norm", "rms_norm"))}
+    for name in norms:
+        assert given.get(name, {"layer_norm"}) & {"layer_norm", "rms_norm"}
+    blocks = {m.name for m in report.modules if m.fused}
+    assert {m.by for m in report.modules if m.by is not None} <= blocks | done | {
+        m.name for m in report.modules if m.helps
+    }
 
 
 class _Left:
@@ -202,6 +260,42 @@ def test_report_of_what_is_left_to_the_block(spec: ModelSpec, hooked: bool, monk
             assert reported[module] == reported[module.attention]  # it passes on what that leaves
         else:
             assert spec.name == "siglip" and type(module).__name__ == "MultiheadAttention"  # no fused block has it
+
+
+def _table(report: FusionReport) -> dict[str, str]:
+    return {m.name: "done by its block" if m.by is not None else m.calls or m.helps or m.reason for m in report.modules}
+
+
+def test_status_of_what_changed_since() -> None:
+    """A norm with hooks calls its own operator again; a layer under another forward, and a class on top, call none."""
+    model = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)], nn.LayerNorm(8))
+    assert not fusedops.fusion_status(model)
+    fused = fusedops.fuse_model(model)
+    before = {name: "not fused" if what == "no rule" else what for name, what in _table(fused).items()}
+    assert _table(fusedops.fusion_status(model)) == before
+    handle = model[0].norm1.register_forward_hook(lambda *_: None)
+    model[1].forward = model[1].forward
+    model[3].__class__ = type("Wrapped", (type(model[3]),), {})
+    now = _table(fusedops.fusion_status(model))
+    assert now["0.norm1"] == "layer_norm" and now["0.norm2"] == "done by its block"
+    assert now["1"] == "its forward was replaced on the instance after it was fused"
+    assert now["1.norm1"] == "layer_norm" and now["1.linear1"] == "not fused"
+    assert now["3"] == "its class was changed after it was fused"
+    handle.remove()
+    assert _table(fusedops.fusion_status(model))["0.norm1"] == "done by its block"
+    with pytest.raises(TypeError, match=r"fusion_status: model must be a torch\.nn\.Module, got str"):
+        fusedops.fusion_status("model")  # type: ignore[arg-type]
+
+
+@transformers_only
+def test_block_whose_norms_have_no_rule() -> None:
+    """OLMo's layer reads as Llama's, but its norms are of a kind of their own: there is nothing to join."""
+    from transformers import OlmoConfig, OlmoModel
+
+    config = OlmoConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+    table = _table(fusedops.fuse_model(OlmoModel(config)))
+    assert table["layers.0"] == "none of the norms behind its branches is fused"
+    assert table["layers.0.mlp"] == "glu"
 
 
 def test_report_of_an_attention_with_hooks() -> None:

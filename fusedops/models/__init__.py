@@ -4,8 +4,8 @@ A table of rules (`rules`) lists the known classes, by their code, and the metho
 keeps its identity and all its state; only its class changes (`classes`). See docs/models.md.
 """
 
-from .fuse import fuse_model, unfuse_model
+from .fuse import fuse_model, fusion_status, unfuse_model
 from .report import Difference, FusionReport, ModuleReport
 from .rule import Rule
 
-__all__ = ["Difference", "FusionReport", "ModuleReport", "Rule", "fuse_model", "unfuse_model"]
+__all__ = ["Difference", "FusionReport", "ModuleReport", "Rule", "fuse_model", "fusion_status", "unfuse_model"]

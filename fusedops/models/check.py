@@ -13,14 +13,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import classes
-from .report import Difference, FusionReport
+from .report import Difference
 from .rule import Rule
 
 __all__ = ["fuse_and_check"]
@@ -47,27 +47,19 @@ class _Result:
 
 
 def fuse_and_check(
-    model: nn.Module, planned: Mapping[nn.Module, Rule], report: FusionReport, check: Any
-) -> FusionReport:
-    """Fuse the planned modules, restore those that differ, and report both."""
+    model: nn.Module, planned: Mapping[nn.Module, Rule], check: Any
+) -> tuple[dict[nn.Module, Difference], Difference]:
+    """Fuse the planned modules and restore those that differ; the differences of each that ran, and of the model."""
     call = _call_of(model, check)
-    found: dict[str, Difference] = {}
+    found: dict[nn.Module, Difference] = {}
     with _evaluating(model), _undone_on_errors(planned):
         calls = _recorded(model, list(planned), call)
-        names = {module: name for name, module in model.named_modules()}
         for module in reversed(list(planned)):  # children before their parents
             if module in calls:
-                found[names[module]] = _checked(module, planned, calls[module])
+                found[module] = _checked(module, planned, calls[module])
             else:
                 classes.fuse(module, planned[module])
-        whole = _compared(model, planned, call)
-    modules = []
-    for line in report.modules:
-        difference = found.get(line.name)
-        if difference is not None and not difference.passes:
-            line = replace(line, rule="", calls="", helps="", reason=f"{line.rule} differs from it")
-        modules.append(replace(line, difference=difference))
-    return FusionReport(tuple(modules), whole)
+        return found, _compared(model, planned, call)
 
 
 def _checked(module: nn.Module, planned: Mapping[nn.Module, Rule], call: _Call) -> Difference:

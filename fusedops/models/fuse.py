@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from ..core import compat
 from . import classes, eligibility
-from .report import FusionReport, ModuleReport
-from .rule import Rule, Verdict, judge
+from .hooks import found, has_hooks, is_simple
+from .report import NO_RULE, NOT_FUSED, FusionReport, ModuleReport
+from .rule import At, Rule, Verdict, judge
 from .rules import RULES
 
-__all__ = ["fuse_model", "unfuse_model"]
+__all__ = ["fuse_model", "fusion_status", "unfuse_model"]
 
 # The models that ``compile_rest`` compiled, so that `unfuse_model` undoes that and no compilation of the user's.
 _compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -47,7 +49,7 @@ def fuse_model(
             forward and backward; a module that differs by more than rounding is restored, and the report says so.
         compile_rest: compile the model with torch.compile afterwards, in place; the fused operators stay whole in it.
     Returns:
-        What was replaced by what, and what was left and why; it prints as a table.
+        What was replaced by what, and what was left and why. Printed, it is a summary; ``table()`` has every module.
     Raises:
         TypeError: the model is no module; a class refuses to have a subclass; an entry of exclude is neither a name
             nor a class; check asks for inputs that the model does not have; rules is no sequence of rules; dry_run or
@@ -63,13 +65,18 @@ def fuse_model(
         module: Verdict(None, "excluded") if module in left else _judge(module, table, off)
         for module in model.modules()
     }
-    names = {module: name for name, module in model.named_modules()}
-    report = FusionReport(tuple(_line(name, module, verdicts[module]) for module, name in names.items()))
+    _drop_idle(verdicts)
+    report = _report(model, verdicts)
     planned = {module: verdict.rule for module, verdict in verdicts.items() if verdict.rule is not None}
     if check is not False:
         from .check import fuse_and_check
 
-        report = fuse_and_check(model, planned, report, check)
+        differences, whole = fuse_and_check(model, planned, check)
+        for module, difference in differences.items():
+            if not difference.passes:
+                verdicts[module] = Verdict(None, f"{planned[module].name} differs from it")
+        lines = zip(_report(model, verdicts).modules, dict(model.named_modules()).values(), strict=True)
+        report = FusionReport(tuple([replace(line, difference=differences.get(m)) for line, m in lines]), whole)
         for module in planned if dry_run else ():
             classes.unfuse(module)
     elif not dry_run:
@@ -108,15 +115,91 @@ def unfuse_model(model: nn.Module) -> None:
             compat.forget_compiled(module)
 
 
+def fusion_status(model: nn.Module) -> FusionReport:
+    """What of `fuse_model` is in force now, whatever was done to the model since.
+
+    A module that was given hooks (by ZeRO, PEFT or Accelerate, say) is called by its block as PyTorch would call it, and
+    so calls its own operator; a module under another forward or class calls none.
+
+    Args:
+        model: the model, or a part of it; it is not changed.
+    Returns:
+        A report as `fuse_model`'s: what each module calls now, what its block does in its place, and what is not in force
+        and why. True if anything is fused.
+    Raises:
+        TypeError: the model is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fusion_status: model must be a torch.nn.Module, got {type(model).__name__}")
+    verdicts = {module: _now(module) for module in model.modules()}
+    _drop_idle(verdicts, hooked=True)
+    return _report(model, verdicts)
+
+
+def _now(module: nn.Module) -> Verdict:
+    if classes.is_fused(module):
+        replaced = classes.replaced_since(module)
+        if replaced:
+            return Verdict(None, f"its {replaced} was replaced on the instance after it was fused")
+        return Verdict(getattr(type(module), "_fusedops_rule", None))
+    changed = hasattr(type(module), "_fusedops_original")
+    return Verdict(None, "its class was changed after it was fused" if changed else NOT_FUSED)
+
+
 def _judge(module: nn.Module, rules: tuple[Rule, ...], excluded: frozenset[str]) -> Verdict:
     if hasattr(type(module), "_fusedops_original"):
         return Verdict(None, "fused already")
     return judge(module, rules, excluded)
 
 
-def _line(name: str, module: nn.Module, verdict: Verdict) -> ModuleReport:
-    rule = verdict.rule
+def _rules_in(module: nn.Module, verdicts: Mapping[nn.Module, Verdict], *, hooked: bool = True) -> At:
+    """The rules of what is in a module, by path: of what is to be fused, and of what is fused already.
+
+    With ``hooked`` there is none for what has hooks: that is called as it is.
+    """
+
+    def at(path: str) -> Rule | None:
+        inner = found(module, path)
+        if inner is None or inner not in verdicts or (hooked and has_hooks(inner)):
+            return None
+        return verdicts[inner].rule or getattr(type(inner), "_fusedops_rule", None)
+
+    return at
+
+
+def _drop_idle(verdicts: dict[nn.Module, Verdict], *, hooked: bool = False) -> None:
+    """Leaves the modules that would call no operator, with what is in them as it is to be; inner ones first.
+
+    Hooks may be removed again: they count only with ``hooked``.
+    """
+    for module, verdict in reversed(list(verdicts.items())):
+        if verdict.rule is not None:
+            reason = verdict.rule.needs(module, _rules_in(module, verdicts, hooked=hooked))
+            if reason:
+                verdicts[module] = Verdict(None, reason)
+
+
+def _report(model: nn.Module, verdicts: Mapping[nn.Module, Verdict]) -> FusionReport:
+    names = {module: name for name, module in model.named_modules()}
+    doing: dict[nn.Module, str] = {}
+    for module, name in names.items():
+        rule = verdicts[module].rule
+        if rule is not None:
+            paths = rule.parts if isinstance(rule.parts, tuple) else rule.parts(module)
+            at = _rules_in(module, verdicts)
+            inner = [(path, found(module, path)) for path in paths]
+            doing |= {part: name for path, part in inner if part is not None and (at(path) or is_simple(part))}
+    return FusionReport(tuple(_line(name, module, verdicts, doing.get(module)) for module, name in names.items()))
+
+
+def _line(name: str, module: nn.Module, verdicts: Mapping[nn.Module, Verdict], by: str | None) -> ModuleReport:
+    rule, reason = verdicts[module].rule, verdicts[module].reason
     if rule is None:
-        return ModuleReport(name, type(module).__name__, reason=verdict.reason)
+        return ModuleReport(
+            name, type(module).__name__, reason=reason, by=by if reason in (NO_RULE, NOT_FUSED) else None
+        )
+    if by is not None:
+        return ModuleReport(name, type(module).__name__, rule.name, helps="done by its block", by=by)
+    calls = rule.calls if isinstance(rule.calls, str) else rule.calls(module, _rules_in(module, verdicts))
     helps = rule.helps if isinstance(rule.helps, str) else rule.helps(module)
-    return ModuleReport(name, type(module).__name__, rule.name, rule.calls, helps)
+    return ModuleReport(name, type(module).__name__, rule.name, calls, helps)

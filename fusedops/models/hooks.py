@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..core.compat import constant_when_traced, has_compiled_call, has_global_hooks, has_own_hooks
 
-__all__ = ["ORIGINAL", "can_call", "has_hooks", "is_conv1d", "is_linear", "is_plain", "original"]
+__all__ = ["ORIGINAL", "can_call", "found", "has_hooks", "is_conv1d", "is_linear", "is_plain", "is_simple", "original"]
 
 # The prefix of the names under which fused classes keep methods of their originals.
 ORIGINAL = "_fusedops_original_"
@@ -67,6 +67,22 @@ def _multiplies(cls: type) -> bool:
 def is_linear(module: nn.Module) -> bool:
     """Whether the module is a linear layer of exactly a known class, or one that a rule made of it."""
     return _multiplies(type(module))
+
+
+def is_simple(module: nn.Module) -> bool:
+    """Whether this is a linear layer, a dropout or an activation that a block computes without calling it."""
+    return (is_linear(module) or type(module) in _SIMPLE) and not has_hooks(module)
+
+
+_SIMPLE = (nn.Dropout, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Identity)
+
+
+def found(module: nn.Module, path: str) -> nn.Module | None:
+    """The module at a path in another one; None where there is none."""
+    inner: Any = module
+    for name in path.split("."):
+        inner = inner._modules.get(name) if isinstance(inner, nn.Module) else None
+    return inner if isinstance(inner, nn.Module) else None
 
 
 def is_plain(t: object) -> bool:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-__all__ = ["Difference", "FusionReport", "ModuleReport"]
+__all__ = ["NOT_FUSED", "NO_RULE", "Difference", "FusionReport", "ModuleReport"]
+
+
+# Reasons of modules that the summary only counts.
+NO_RULE, NOT_FUSED = "no rule", "not fused"
+_REST = {NO_RULE: "left as they are: no rule is about them", NOT_FUSED: "not fused"}
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class ModuleReport:
         calls: the operators that it calls, "" if it was left or only helps its block.
         helps: what it does otherwise than before, as a rule for its block, if it calls no operator itself.
         reason: why a module was left.
+        by: the fused module that does this one's work too, by name; None if it runs itself, or not at all.
         difference: what ``check`` found; None if it did not look at the module.
     """
 
@@ -55,6 +61,7 @@ class ModuleReport:
     helps: str = ""
     reason: str = ""
     difference: Difference | None = None
+    by: str | None = None
 
     @property
     def replaced(self) -> bool:
@@ -67,11 +74,12 @@ class ModuleReport:
         return bool(self.calls)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FusionReport:
     """What `fusedops.fuse_model` did, or in a dry run would do; true if that is anything.
 
-    Its length and its elements are those of ``replaced``. Printed, it is a table of all modules.
+    Its length and its elements are those of ``replaced``. Printed, it has a line for each kind of module; `table` has
+    one for each module.
 
     Attributes:
         modules: every module of the model.
@@ -105,25 +113,50 @@ class FusionReport:
         return len(self.replaced)
 
     def __str__(self) -> str:
+        """What was done, a line for each kind."""
+        fused = sum(module.fused for module in self.modules)
+        helping = f", {len(self) - fused} more are done by them or help them" if len(self) > fused else ""
+        lines = [f"{fused} of {len(self.modules)} modules call fused operators{helping}"]
+        rows = [(f"{count} x", kind, what) for (kind, what), count in _kinds(self.modules)]
+        widths = [max([len(row[column]) for row in rows], default=0) for column in (0, 1)]
+        lines += [f"  {count:>{widths[0]}} {kind:{widths[1]}}  {what}" for count, kind, what in rows]
+        rest = Counter(module.reason for module in self.modules if module.by is None and module.reason in _REST)
+        lines += [f"{count} {_REST[reason]}" for reason, count in rest.items()]
+        return "\n".join([*lines, *self._checked(), "table() has a line for each module"])
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def table(self) -> str:
+        """A line for each module: what it was replaced by, or why it was left."""
         rows = [("module", "type", "replaced by, or why left")]
         unchecked = set(self.unchecked)
-        rows += [(m.name or "(the model)", m.type, _outcome(m, unchecked=m in unchecked)) for m in self.modules]
+        rows += [
+            (m.name or "(the model)", m.type, _outcome(m) + _found(m, unchecked=m in unchecked)) for m in self.modules
+        ]
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines = [f"{name:{widths[0]}}  {kind:{widths[1]}}  {outcome}".rstrip() for name, kind, outcome in rows]
-        fused = sum(module.fused for module in self.modules)
-        helping = f", {len(self) - fused} more help them" if len(self) > fused else ""
-        lines.append(f"{fused} of {len(self.modules)} modules fused{helping}")
-        if self:
-            lines.append("a fused module calls the modules left inside it, or computes their part itself")
-            counts = Counter(module.rule for module in self.replaced)
-            lines.append("rules: " + ", ".join(f"{rule} ({count})" for rule, count in sorted(counts.items())))
-        if self.difference is not None:
-            lines.append(f"largest difference: {self.difference}")
-        if unchecked:
-            lines.append(f"not checked, as the inputs do not reach them: {len(unchecked)}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._checked()])
+
+    def _checked(self) -> list[str]:
+        lines = [] if self.difference is None else [f"largest difference: {self.difference}"]
+        if self.unchecked:
+            lines.append(f"not checked, as the inputs do not reach them: {len(self.unchecked)}")
+        return lines
 
 
-def _outcome(module: ModuleReport, *, unchecked: bool) -> str:
-    found = " (not checked)" if unchecked else "" if module.difference is None else f" ({module.difference})"
-    return f"{module.calls or module.helps}{found}" if module.replaced else f"left: {module.reason}{found}"
+def _kinds(modules: Iterable[ModuleReport]) -> list[tuple[tuple[str, str], int]]:
+    """Class and outcome of all modules that a rule is about, each with how often; what is fused first."""
+    about = [m for m in modules if m.replaced or (m.by is None and m.reason not in _REST)]
+    about.sort(key=lambda m: (not m.fused, not m.replaced))
+    return list(Counter((m.type, _outcome(m)) for m in about).items())
+
+
+def _outcome(module: ModuleReport) -> str:
+    if module.by is not None:
+        return "done by its block"
+    return module.calls or module.helps if module.replaced else f"left: {module.reason}"
+
+
+def _found(module: ModuleReport, *, unchecked: bool) -> str:
+    return " (not checked)" if unchecked else "" if module.difference is None else f" ({module.difference})"

@@ -12,11 +12,34 @@ from torch import nn
 
 from .fingerprint import fingerprint
 
-__all__ = ["Rule", "Verdict", "judge"]
+__all__ = ["At", "Rule", "Verdict", "has_method", "judge", "needs_norm"]
+
+
+# From a path in a module to the rule by which what is there is fused, None for none.
+At = Callable[[str], "Rule | None"]
 
 
 def _always(module: nn.Module) -> str:
     return ""
+
+
+def _nothing(module: nn.Module, at: At) -> str:
+    return ""
+
+
+def has_method(rule: Rule | None, method: str) -> bool:
+    """Whether a module will have a method of its rule's."""
+    return rule is not None and method in rule.methods
+
+
+def needs_norm(*paths: str) -> Callable[[nn.Module, At], str]:
+    """The ``needs`` of a block that joins the end of a branch with the norm behind it: one of these."""
+
+    def needs(module: nn.Module, at: At) -> str:
+        fused = any(has_method(at(path), "_fusedops_add_norm") for path in paths)
+        return "" if fused else "none of the norms behind its branches is fused"
+
+    return needs
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -29,7 +52,8 @@ class Rule:
 
     Attributes:
         name: what the report calls it.
-        calls: the operators that a fused module calls, for the report; "" if it calls none itself.
+        calls: the operators that a fused module calls, for the report; "" if it calls none itself. A function of the
+            module and `At` where that hangs on them.
         helps: what a module does otherwise than it did, if it calls no operator itself; for the report. A function
             where that hangs on the module.
         methods: what a fused class has in place of the original's methods, and besides them. A ``forward`` must do
@@ -39,17 +63,22 @@ class Rule:
         names: classes from elsewhere that the rule was written for.
         known: the methods that decide whether a class is known.
         fits: says why a module of a known class is left after all; "" if it is not.
+        parts: paths of what is in a module whose work a fused one does itself, unless it has hooks or is of another
+            kind. A function where that hangs on the module.
+        needs: says why a module of a known class would call no operator, given it and `At`; "" if it would.
     """
 
     name: str
     methods: Mapping[str, Callable[..., Any]]
-    calls: str = ""
+    calls: str | Callable[[nn.Module, At], str] = ""
     helps: str | Callable[[nn.Module], str] = ""
     base: type[nn.Module] | str | None = None
     fingerprints: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     known: tuple[str, ...] = ("forward",)
     fits: Callable[[nn.Module], str] = field(default=_always)
+    parts: tuple[str, ...] | Callable[[nn.Module], tuple[str, ...]] = ()
+    needs: Callable[[nn.Module, At], str] = field(default=_nothing)
 
     def knows(self, cls: type) -> bool:
         """Whether a class's code is what the rule was written for."""

@@ -17,7 +17,7 @@ from ..autocast import consumers
 from ..casts import cast_together
 from ..hooks import has_hooks
 from ..parts import Branch, activate, activation_name, dropped, finished, linear
-from ..rule import Rule
+from ..rule import At, Rule, has_method
 
 __all__ = ["RULES"]
 
@@ -113,10 +113,21 @@ def _distilbert_chunk(self: Any, input: Tensor) -> Tensor:
     return _distilbert["forward"](self, input)  # type: ignore[no-any-return]
 
 
+def _needs_activation(name: str) -> Callable[[nn.Module, At], str]:
+    def needs(module: nn.Module, at: At) -> str:
+        activation = getattr(module, name, None)
+        known = has_method(at(name), "_fusedops_activation") or activation_name(activation) is not None
+        return "" if known else "its activation is none of the operators'"
+
+    return needs
+
+
 RULES = (
     Rule(
         name="gated_mlp",  # Llama, Mistral, Qwen, Gemma, and about a hundred more
         calls="glu",
+        parts=("act_fn",),
+        needs=_needs_activation("act_fn"),
         methods={"forward": _gated, **consumers("gate_proj", "up_proj")},
         fingerprints=("87c336a18dbf",),
         names=("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "GemmaMLP", "Gemma2MLP", "Gemma3MLP", "Olmo2MLP"),
@@ -124,6 +135,8 @@ RULES = (
     Rule(
         name="packed_mlp",  # and GLM, Dia
         calls="glu",
+        parts=("activation_fn",),
+        needs=_needs_activation("activation_fn"),
         methods={"forward": _packed, **consumers("gate_up_proj")},
         fingerprints=("66129a0fb47c",),
         names=("Phi3MLP",),
@@ -131,6 +144,8 @@ RULES = (
     Rule(
         name="t5_gated_dense",  # and MT5, UMT5, Pix2Struct
         calls="glu",
+        parts=("act", "wo"),
+        needs=_needs_activation("act"),
         methods={**_finishing(_t5_gated), **consumers("wi_0", "wi_1")},
         fingerprints=("1f778d977330",),
         names=("T5DenseGatedActDense", "MT5DenseGatedActDense", "UMT5DenseGatedActDense"),
@@ -138,6 +153,7 @@ RULES = (
     Rule(
         name="t5_dense",
         calls="bias_act with dropout",
+        parts=("wi", "act", "dropout", "wo"),
         methods={**_finishing(_t5_dense), **consumers("wi")},
         fingerprints=("389a87093bdf",),
         names=("T5DenseActDense", "MT5DenseActDense", "UMT5DenseActDense"),
@@ -145,6 +161,7 @@ RULES = (
     Rule(
         name="dense_act",  # BERT's, and that of its many relatives
         calls="bias_act",
+        parts=("dense", "intermediate_act_fn"),
         methods={"forward": _dense_act, "_fusedops_activated": _activated, **consumers("dense")},
         fingerprints=("d6fb3cc61037",),
         names=("BertIntermediate", "RobertaIntermediate", "ElectraIntermediate"),
@@ -152,6 +169,7 @@ RULES = (
     Rule(
         name="gpt2_mlp",  # and GPT-Neo, GPTBigCode
         calls="bias_act, bias_dropout_add",
+        parts=("c_fc", "act", "c_proj", "dropout"),
         methods=_two_layers("c_fc", "act", "c_proj", "dropout"),
         fingerprints=("ff86ff105b48",),
         names=("GPT2MLP", "GPTNeoMLP"),
@@ -159,6 +177,7 @@ RULES = (
     Rule(
         name="gptj_mlp",  # and CodeGen
         calls="bias_act, bias_dropout_add",
+        parts=("fc_in", "act", "fc_out", "dropout"),
         methods=_two_layers("fc_in", "act", "fc_out", "dropout"),
         fingerprints=("e6f02c05c436",),
         names=("GPTJMLP", "CodeGenMLP"),
@@ -166,6 +185,7 @@ RULES = (
     Rule(
         name="vit_mlp",  # and CLIP, SigLIP, BEiT, BLIP
         calls="bias_act",
+        parts=("fc1", "activation_fn", "fc2"),
         methods=_two_layers("fc1", "activation_fn", "fc2"),
         fingerprints=("c173c28fb10e",),
         names=("ViTMLP", "CLIPMLP", "SiglipMLP"),
@@ -173,6 +193,7 @@ RULES = (
     Rule(
         name="distilbert_ffn",
         calls="bias_act, bias_dropout_add",
+        parts=("lin1", "activation", "lin2", "dropout"),
         methods={"ff_chunk": _distilbert_chunk, "_fusedops_branch": _distilbert_branch, **consumers("lin1")},
         fingerprints=("6b0d1cb67a21",),
         names=("FFN",),

@@ -11,7 +11,7 @@ from .. import compiling
 from ..casts import cast_together
 from ..hooks import can_call, has_hooks, original
 from ..parts import Branch, activate, add_norm, add_norm_cast, branch, drop, dropped, linear, narrowed
-from ..rule import Rule
+from ..rule import At, Rule, has_method, needs_norm
 
 __all__ = ["RULES"]
 
@@ -139,12 +139,19 @@ def _bart_decoder_layer(
     return _bart_feed_forward(self, x, y)
 
 
+def _bert_layer_needs(module: nn.Module, at: At) -> str:
+    ends = has_method(at("attention"), "_fusedops_attend") and has_method(at("attention.output"), "_fusedops_end")
+    return "" if ends else "its attention does not leave its last sum and norm to it"
+
+
 _CALLS = "bias_dropout_add_ln"
 
 RULES = (
     Rule(
         name="bert_output",  # and about forty models more
         calls=_CALLS,
+        parts=("dense", "dropout", "LayerNorm"),
+        needs=needs_norm("LayerNorm"),
         methods={"forward": _bert_output, "_fusedops_end": _bert_end},
         fingerprints=("ab006922443d",),
         names=("BertSelfOutput", "BertOutput", "RobertaSelfOutput", "RobertaOutput", "ElectraSelfOutput",
@@ -160,6 +167,8 @@ RULES = (
     Rule(
         name="bert_layer",
         calls=_CALLS,
+        parts=("attention.output", "crossattention.output"),
+        needs=_bert_layer_needs,
         methods={"forward": _bert_layer},
         fingerprints=("0b57e6dd92b0",),
         names=("BertLayer", "RobertaLayer", "ElectraLayer"),
@@ -168,6 +177,8 @@ RULES = (
     Rule(
         name="distilbert_block",
         calls=_CALLS,
+        parts=("sa_layer_norm", "output_layer_norm"),
+        needs=needs_norm("sa_layer_norm", "output_layer_norm"),
         methods={"forward": _distilbert_block},
         fingerprints=("f53a3b665f7a",),
         names=("TransformerBlock",),
@@ -175,6 +186,8 @@ RULES = (
     Rule(
         name="bart_encoder_layer",  # and Marian, PLBart, BlenderbotSmall
         calls=_CALLS,
+        parts=("fc1", "activation_fn", "fc2", "self_attn_layer_norm", "final_layer_norm"),
+        needs=needs_norm("self_attn_layer_norm", "final_layer_norm"),
         methods={"forward": _bart_encoder_layer},
         fingerprints=("b57d6d10a46f",),
         names=("BartEncoderLayer", "MarianEncoderLayer"),
@@ -182,6 +195,8 @@ RULES = (
     Rule(
         name="bart_decoder_layer",
         calls=_CALLS,
+        parts=("fc1", "activation_fn", "fc2", "self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"),
+        needs=needs_norm("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"),
         methods={"forward": _bart_decoder_layer},
         fingerprints=("a9c8541de6d8",),
         names=("BartDecoderLayer", "MarianDecoderLayer"),

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..casts import cast_together
 from ..parts import Branch, activate, add, add_norm, add_norm_cast, branch, drop, dropped, linear, narrowed, normed
-from ..rule import Rule
+from ..rule import At, Rule, needs_norm
 
 __all__ = ["RULES"]
 
@@ -165,10 +165,22 @@ def _mbart_decoder_layer(
     return _mbart_feed_forward(self, end, residual)
 
 
+def _opt_parts(module: nn.Module) -> tuple[str, ...]:
+    norms = ("self_attn_layer_norm",) * (not module.do_layer_norm_before)
+    return ("fc1", "activation_fn", "fc2", *norms, "final_layer_norm")
+
+
+def _llama_calls(module: nn.Module, at: At) -> str:
+    norm = at("post_attention_layernorm")
+    return "bias_dropout_add_ln" if norm is not None and norm.name == "layer_norm" else "bias_dropout_add_rms_norm"
+
+
 RULES = (
     Rule(
         name="gpt2_block",
         calls="bias_dropout_add_ln, bias_dropout_add",
+        parts=("ln_2", "ln_cross_attn"),
+        needs=needs_norm("ln_2", "ln_cross_attn"),
         methods={"forward": _gpt2_block},
         fingerprints=("8fa3acc5f683",),
         names=("GPT2Block",),
@@ -176,6 +188,8 @@ RULES = (
     Rule(
         name="vit_layer",  # and DeiT, AST, ViT-MAE, ViT-MSN
         calls="bias_dropout_add_ln, bias_dropout_add",
+        parts=("dropout", "layernorm_after"),
+        needs=needs_norm("layernorm_after"),
         methods={"forward": _vit_layer},
         fingerprints=("853f2f356c9b",),
         names=("ViTLayer", "DeiTLayer"),
@@ -183,6 +197,8 @@ RULES = (
     Rule(
         name="opt_layer",
         calls="bias_dropout_add_ln, bias_dropout_add",
+        parts=_opt_parts,
+        needs=needs_norm("final_layer_norm", "self_attn_layer_norm"),
         methods={"forward": _opt_layer},
         fingerprints=("723b1a9a74f8",),
         names=("OPTDecoderLayer",),
@@ -190,6 +206,8 @@ RULES = (
     Rule(
         name="clip_layer",  # and SigLIP, OWL-ViT, CLIPSeg, Idefics; text and vision
         calls="bias_dropout_add_ln, bias_dropout_add",
+        parts=("layer_norm2",),
+        needs=needs_norm("layer_norm2"),
         methods={"forward": _clip_layer},
         fingerprints=("d590178acce0", "1e26cac1b74b"),
         names=("CLIPEncoderLayer", "SiglipEncoderLayer"),
@@ -197,6 +215,8 @@ RULES = (
     Rule(
         name="gpt_neo_block",
         calls="bias_dropout_add_ln, bias_dropout_add",
+        parts=("ln_2",),
+        needs=needs_norm("ln_2"),
         methods={"forward": _gpt_neo_block},
         fingerprints=("58f450abb13f",),
         names=("GPTNeoBlock",),
@@ -204,6 +224,8 @@ RULES = (
     Rule(
         name="mbart_encoder_layer",  # and Whisper, Pegasus, M2M100, Blenderbot
         calls="bias_act, bias_dropout_add_ln, bias_dropout_add",
+        parts=("fc1", "activation_fn", "fc2", "final_layer_norm"),
+        needs=needs_norm("final_layer_norm"),
         methods={"forward": _mbart_encoder_layer},
         fingerprints=("55a4ab7b3ec5",),
         names=("MBartEncoderLayer", "WhisperEncoderLayer", "PegasusEncoderLayer"),
@@ -211,13 +233,17 @@ RULES = (
     Rule(
         name="mbart_decoder_layer",
         calls="bias_act, bias_dropout_add_ln, bias_dropout_add",
+        parts=("fc1", "activation_fn", "fc2", "encoder_attn_layer_norm", "final_layer_norm"),
+        needs=needs_norm("encoder_attn_layer_norm", "final_layer_norm"),
         methods={"forward": _mbart_decoder_layer},
         fingerprints=("0a2c57b2092d", "70de13187e98"),
         names=("MBartDecoderLayer", "WhisperDecoderLayer", "PegasusDecoderLayer"),
     ),
     Rule(
         name="llama_layer",  # Mistral, Qwen, Gemma, DeepSeek, and about sixty more
-        calls="bias_dropout_add_rms_norm",
+        calls=_llama_calls,
+        parts=("post_attention_layernorm",),
+        needs=needs_norm("post_attention_layernorm"),
         methods={"forward": _llama_layer},
         fingerprints=("294cf1e5f35f",),
         names=("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer",

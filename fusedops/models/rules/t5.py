@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..hooks import can_call, original
 from ..parts import Branch, add, add_norm, branch, dropped, normed
-from ..rule import Rule
+from ..rule import At, Rule, has_method
 
 __all__ = ["RULES"]
 
@@ -99,6 +99,16 @@ def _layer_rule(name: str, fingerprint: str, suffix: str, child: str, call: Meth
     )
 
 
+def _needs_layers(module: nn.Module, at: At) -> str:
+    layers = module._modules.get("layer")
+    paths = [] if layers is None else [f"layer.{name}" for name in layers._modules]
+    return (
+        ""
+        if paths and all(has_method(at(path), "_fusedops_inner") for path in paths)
+        else "not all of its layers are fused"
+    )
+
+
 RULES = (
     _layer_rule("t5_self_attention", "867f0a59cdd9", "SelfAttention", "SelfAttention", _self_attention),
     _layer_rule("t5_cross_attention", "3ace0c45d839", "CrossAttention", "EncDecAttention", _cross_attention),
@@ -106,6 +116,8 @@ RULES = (
     Rule(
         name="t5_block",
         calls="bias_dropout_add_rms_norm, bias_dropout_add",
+        parts=("layer.0", "layer.1", "layer.1.layer_norm", "layer.2", "layer.2.layer_norm"),
+        needs=_needs_layers,
         methods={"forward": _block},
         fingerprints=("b17f62b6035b",),
         names=("T5Block", "MT5Block"),

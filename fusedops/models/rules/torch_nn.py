@@ -90,10 +90,16 @@ def _decoder_layer(
     return add_norm(_feed_forward(self, x, self.dropout3), y, self.norm3, return_sum=False)
 
 
+def _layer_parts(module: nn.Module) -> tuple[str, ...]:
+    norms = ("norm2", "norm3") if module.norm_first else ("norm1", "norm2", "norm3")
+    return ("linear1", "activation", "dropout", "linear2", "dropout1", "dropout2", "dropout3", *norms)
+
+
 RULES = (
     Rule(
         name="encoder_layer",
         calls="bias_act, bias_dropout_add_ln",
+        parts=_layer_parts,
         methods={"forward": _encoder_layer},
         base=nn.TransformerEncoderLayer,
         known=("forward", "_sa_block", "_ff_block"),
@@ -101,6 +107,7 @@ RULES = (
     Rule(
         name="decoder_layer",
         calls="bias_act, bias_dropout_add_ln",
+        parts=_layer_parts,
         methods={"forward": _decoder_layer},
         base=nn.TransformerDecoderLayer,
         known=("forward", "_sa_block", "_mha_block", "_ff_block"),
