@@ -2,7 +2,7 @@
 #
 #   PYTHON   the interpreter that makes the virtual environment
 #   VENV     where it goes; VENV=system installs nothing and uses PYTHON as it is (it must have torch and triton)
-#   ARGS     further arguments for the demo or for pytest: make demo ARGS="--steps 50", make test ARGS="-k values"
+#   ARGS     further arguments for the demo, pytest or coverage: make demo ARGS="--steps 50", make test ARGS="-k values"
 #   JOBS     test processes at a time
 #   PINS     the file of pinned versions that are installed
 
@@ -29,12 +29,13 @@ PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n $(JOBS) --dis
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest tests $(PARALLEL) $(FULL) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-plain test-interpret lint format docs wheel clean
+.PHONY: help venv demo test test-all test-plain test-interpret coverage lint format docs wheel clean
 
 help:
 	@echo "make demo      train a small language model with torch.nn and with fusedops.nn, and compare"
 	@echo "make test      the tests, with a choice of each one's parameters; those that need a GPU run where there is one"
 	@echo "make test-all  the tests with all of their parameters, which takes an hour"
+	@echo "make coverage  which classes of the installed Transformers fuse_model knows"
 	@echo "make lint      ruff, mypy, codespell"
 	@echo "make format    let ruff rewrite the code"
 	@echo "make docs      the site, into site/; a warning is an error"
@@ -69,6 +70,9 @@ test-plain: $(READY)
 
 test-interpret: $(READY)
 	TRITON_INTERPRET=1 $(PYTEST)
+
+coverage: $(READY)
+	OMP_NUM_THREADS=1 $(PY) tests/model_coverage.py $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

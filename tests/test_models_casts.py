@@ -16,11 +16,12 @@ from torch._inductor import metrics
 from torch._inductor.utils import fresh_cache
 
 import fusedops
-from fusedops.models.casts import Cast, cast_as_one, cast_together
+from fusedops.models.cast import Cast
 from fusedops.models.compiling import makes_kernels
-from fusedops.models.packing import packed
 from fusedops.models.parts import linear
 from fusedops.models.spec import ModelSpec
+from fusedops.models.tricks.casts import cast_as_one, cast_together
+from fusedops.models.tricks.packing import packed
 from support import DEVICE, KERNEL_PATH
 from tolerances import unit_roundoff
 from zoo import SAMPLES, Counting, every, inputs, making_kernels, run, undropped
@@ -166,7 +167,7 @@ class _Two(nn.Module):
 def _stand_ins(module: Any, x: Tensor | None = None) -> tuple[Any, ...]:
     x = torch.randn(3, 8, device=DEVICE) if x is None else x
     with torch.autocast(DEVICE.type, LOW):
-        return cast_together(x, module.first, module.second)
+        return cast_together(module, x, module.first, module.second)
 
 
 def test_several_biases() -> None:
@@ -174,7 +175,7 @@ def test_several_biases() -> None:
     layers = [nn.Linear(8, 8, bias=biased, device=DEVICE) for biased in (True, False, True, True)]
     x = torch.randn(3, 8, device=DEVICE)
     with making_kernels(), torch.autocast(DEVICE.type, LOW):
-        casts = cast_together(x, *layers)
+        casts = cast_together(None, x, *layers)
         assert all(torch.equal(cast(x), layer(x)) for cast, layer in zip(casts, layers, strict=True))
 
 
@@ -183,7 +184,7 @@ def test_empty_layers(inner: int, outer: int) -> None:
     first, second = nn.Linear(8, inner, device=DEVICE), nn.Linear(inner, outer, device=DEVICE)
     x = torch.randn(3, 8, device=DEVICE)
     with making_kernels(), torch.autocast(DEVICE.type, LOW):
-        casts = cast_together(x, first, second)
+        casts = cast_together(None, x, first, second)
         assert type(casts[0]) is Cast
         assert torch.equal(casts[1](casts[0](x)), second(first(x)))
 
@@ -240,7 +241,7 @@ def test_where_autocast_casts_nothing() -> None:
     module, x = _Two(), torch.randn(3, 8, device=DEVICE)
     layers = (module.first, module.second)
     with making_kernels():
-        assert cast_together(x, *layers) == layers
+        assert cast_together(None, x, *layers) == layers
         assert _stand_ins(module, x.double()) == layers
         with mock.patch.object(torch, "get_autocast_dtype", return_value=torch.float32):
             assert _stand_ins(module, x) == layers
@@ -398,7 +399,7 @@ def _apart(*args: Any) -> None:
 
 def _casts_joined(joined: bool) -> Any:
     """Or apart, with nothing else that is done where kernels are made left out."""
-    return nullcontext() if joined else mock.patch("fusedops.models.casts.cast_as_one", _apart)
+    return nullcontext() if joined else mock.patch("fusedops.models.tricks.casts.cast_as_one", _apart)
 
 
 @pytest.mark.once

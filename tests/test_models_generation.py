@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
 from fusedops.generation import FusedNoRepeatNGramLogitsProcessor
-from fusedops.models.rules import t5_attention
+from fusedops.models.tricks import one_token
 from support import DEVICE
 from tolerances import unit_roundoff
 from zoo import SAMPLES, build, inputs, transformers_only
@@ -54,7 +54,7 @@ def test_it_can_be_left_by_itself() -> None:
     spec = next(s for s in SAMPLES if s.name == "gpt2")
     report = fusedops.fuse_model(build(spec), exclude=["generation"])
     assert report.modules[0].reason == "excluded, with rule generation"
-    assert {m.rule for m in report} >= {"gpt2_block", "layer_norm"}
+    assert {m.rule for m in report} >= {"block", "layer_norm"}
 
 
 # --- T5's attention, which has a fast path for one token ---------------------------------------------------------------
@@ -75,19 +75,19 @@ def _generate(model: Any, spec: Any, **options: Any) -> Any:
 def _short_ways() -> Iterator[Counter[Any]]:
     """How often each attention module took the fast path."""
     taken: Counter[Any] = Counter()
-    original = t5_attention._next_token
+    original = one_token._next_token
 
     def counting(self: Any, *args: Any) -> Any:
         taken[self] += 1
         return original(self, *args)
 
-    with mock.patch.object(t5_attention, "_next_token", counting):
+    with mock.patch.object(one_token, "_next_token", counting):
         yield taken
 
 
 def _fused_but_for_norms(model: nn.Module) -> None:
     """So that what remains fused computes the very same numbers."""
-    assert fusedops.fuse_model(model, exclude=["t5_layer_norm", "t5_gated_dense", "new_gelu"])
+    assert fusedops.fuse_model(model, exclude=["norm", "t5_gated_dense", "new_gelu"])
 
 
 _WAYS: dict[str, dict[str, Any]] = {
@@ -236,7 +236,7 @@ def test_t5_attends_by_the_configured_function(spec: Any, implementation: str, m
             module.config._attn_implementation = implementation
     functions = modeling.ALL_ATTENTION_FUNCTIONS
     own = functions.get_interface(implementation, modeling.eager_attention_forward)
-    assert t5_attention._is_sdpa(own) == (implementation == "sdpa")
+    assert one_token._is_sdpa(own) == (implementation == "sdpa")
     calls = []
 
     def doubled(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -308,7 +308,7 @@ def test_t5_lays_its_position_bias_out(spec: Any, gradients: bool) -> None:
     assert torch.equal(found, expected)
     assert not expected.is_contiguous()
     assert found.is_contiguous()
-    short = t5_attention._aligned(found[..., :3])
+    short = one_token._aligned(found[..., :3])
     assert torch.equal(short, expected[..., :3])
     assert all(stride % 8 == 0 for stride in short.stride()[:-1])
 
@@ -316,17 +316,17 @@ def test_t5_lays_its_position_bias_out(spec: Any, gradients: bool) -> None:
 def test_t5_joins_each_mask_to_its_bias() -> None:
     """Once for a mask, and again for another mask or dtype."""
     bias = torch.randn(1, 2, 1, 5, device=DEVICE)
-    setattr(bias, t5_attention._JOINED, (None, None, None))
+    setattr(bias, one_token._JOINED, (None, None, None))
     first, second = (torch.tensor([True] * n + [False] * (5 - n), device=DEVICE)[None, None, None] for n in (3, 4))
     lowest = torch.finfo(torch.float32).min
     for mask in (first, second):
-        both = t5_attention._masked(bias, mask, torch.float32)
+        both = one_token._masked(bias, mask, torch.float32)
         assert torch.equal(both, bias.masked_fill(~mask, lowest))
-        assert t5_attention._masked(bias, mask, torch.float32) is both
-    assert t5_attention._masked(bias, mask, torch.bfloat16).min() == torch.finfo(torch.bfloat16).min
-    assert torch.equal(t5_attention._masked(bias, bias.sin(), torch.float32), bias + bias.sin())
+        assert one_token._masked(bias, mask, torch.float32) is both
+    assert one_token._masked(bias, mask, torch.bfloat16).min() == torch.finfo(torch.bfloat16).min
+    assert torch.equal(one_token._masked(bias, bias.sin(), torch.float32), bias + bias.sin())
     # A bias that a caller gives may be used again with a mask that has changed.
     given = bias.clone()
-    assert torch.equal(t5_attention._masked(given, first, torch.float32), given.masked_fill(~first, lowest))
+    assert torch.equal(one_token._masked(given, first, torch.float32), given.masked_fill(~first, lowest))
     first.fill_(True)
-    assert torch.equal(t5_attention._masked(given, first, torch.float32), given)
+    assert torch.equal(one_token._masked(given, first, torch.float32), given)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import fusedops
-from fusedops.models.parts import branch, laid_out
+from fusedops.models.parts import branch
 from fusedops.models.spec import ModelSpec
+from fusedops.models.tricks.masks import laid_out
 from support import DEVICE, KERNEL_PATH
 from zoo import SAMPLES, inputs, making_kernels, undropped
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import fusedops
-from fusedops.models.packing import packed, packed_linear
 from fusedops.models.parts import replacing
 from fusedops.models.spec import ModelSpec
+from fusedops.models.tricks.packing import packed, packed_linear
 from support import DEVICE
 from tolerances import unit_roundoff
 from zoo import SAMPLES, Counting, every, inputs, outputs, run, undropped, unpacked
@@ -322,7 +322,7 @@ def _calls() -> Iterator[list[Any]]:
         seen.append(layers)
         return packed_linear(x, layers, *args)
 
-    with mock.patch("fusedops.models.packing.packed_linear", counting):
+    with mock.patch("fusedops.models.tricks.packing.packed_linear", counting):
         yield seen
 
 

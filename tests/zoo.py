@@ -104,7 +104,7 @@ def run(model: nn.Module, arguments: dict[str, Any], seed: int = 0) -> tuple[lis
 @contextmanager
 def unpacked() -> Iterator[None]:
     """Attentions whose query, key and value are products of their own."""
-    from fusedops.models import packing
+    from fusedops.models.tricks import packing
 
     with mock.patch.object(packing, "_packs", return_value=False):
         yield

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ..columns import every
+from .providers import WITHOUT
 from .results import Place, Row, by_place, read
 from .workloads import MODELS, MODES
 
@@ -59,6 +60,7 @@ To measure it all again, on a GPU, with `pip install .[bench,hf]`:
 ```
 python -m benchmarks models --provider eager --provider fused --provider liger
 python -m benchmarks models --provider compile --provider fused_compile
+python -m benchmarks models --model bert --provider fused --provider fused_without_packing    # and so on
 python -m benchmarks models --loss
 python -m benchmarks models --page                             # this page
 python -m benchmarks models --profile --model gpt2 --mode train --provider fused    # where the time goes
@@ -71,6 +73,10 @@ mean over three seeds, and in brackets the greatest less the least of them; a se
 and batches. BERT guesses 15% of the tokens, masked; T5 continues 128 bytes by 64. There is no text for ViT, so its
 pictures are windows of the text's bytes, and their class is the byte that follows."""
 
+
+_TRICKS = """## Tricks
+
+What each [trick](models.md#turning-tricks-off) is worth: a step of the fused model with it, and with that one turned off."""
 
 Places = list[tuple[Place, dict[str, Row]]]
 Cell = Callable[[Row, "Row | None"], str]  # of a row, beside eager's
@@ -99,10 +105,27 @@ def markdown(path: Path) -> str:
             parts += [_MODE_TITLES[mode], "ms a step:", _grid(places, _time)]
             parts += ["The host's time, until the step's Python returns, ms:", _grid(places, _host)]
             parts += ["Peak memory, MiB, and in brackets the part of eager's:", _grid(places, _memory)]
+    tricks = _tricks(rows)
+    if tricks:
+        parts += [_TRICKS, tricks]
     losses = _ordered(row for row in rows if row.mode == "loss")
     if losses:
         parts += [_LOSS, _grid(losses, _loss)]
     return "\n\n".join([*parts, _HOW]) + "\n"
+
+
+def _tricks(rows: list[Row]) -> str:
+    """A line for each trick that was measured: a step with it and without."""
+    keyed = {row.key: row for row in rows}
+    lines = ["| trick | model | mode | shape | | with, ms | without, ms |", "|---|---|---|---|---|--:|--:|"]
+    for row in rows:
+        trick, other = WITHOUT.get(row.provider, ("", ""))
+        base = keyed.get((*row.place, other))
+        if trick and base is not None and base.commit == row.commit:
+            shape = row.shape.replace("x", " × ").replace("+", " + ")  # noqa: RUF001
+            lines.append(f"| `{trick}` | {_MODEL_NAMES[row.model]} | {row.mode} | {shape} | {_NAMES[other]} | "
+                         f"{_time(base, None)} | {_time(row, None)} |")  # fmt: skip
+    return "\n".join(lines) if len(lines) > 2 else ""
 
 
 def _time(row: Row, eager: Row | None) -> str:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,7 @@ import fusedops
 from .text import Text
 from .workloads import Workload
 
-__all__ = ["COMPILING", "PROVIDERS", "Contender", "contender", "offered", "prepare"]
+__all__ = ["COMPILING", "PROVIDERS", "WITHOUT", "Contender", "contender", "offered", "prepare"]
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -71,7 +72,7 @@ def offered(workload: Workload) -> list[str]:
     Generation is not compiled: its cache grows by a token a step, and the graphs are compiled again and again. A short
     training is not either, as its sizes are others than those that were compiled.
     """
-    names = [name for name in PROVIDERS if name != "liger" or _has_liger(workload)]
+    names = [name for name in PROVIDERS if name not in WITHOUT and (name != "liger" or _has_liger(workload))]
     return [name for name in names if name not in COMPILING or workload.mode in ("train", "infer")]
 
 
@@ -95,20 +96,14 @@ def _eager(model: nn.Module) -> Context:
     return nullcontext
 
 
-def _fused(model: nn.Module) -> Context:
-    if not fusedops.fuse_model(model):
+def _fused(model: nn.Module, **options: Any) -> Context:
+    if not fusedops.fuse_model(model, **options):
         raise RuntimeError("fuse_model found nothing to fuse")
     return nullcontext
 
 
 def _compile(model: nn.Module) -> Context:
     model.compile()
-    return nullcontext
-
-
-def _fused_compile(model: nn.Module) -> Context:
-    if not fusedops.fuse_model(model, compile_rest=True):
-        raise RuntimeError("fuse_model found nothing to fuse")
     return nullcontext
 
 
@@ -129,11 +124,22 @@ def _has_liger(workload: Workload) -> bool:
     return workload.name == "llama" and workload.mode != "generate"
 
 
+# Fused, but for one trick: its name, where it is at work, and the provider that has it.
+WITHOUT = {
+    "fused_without_packing": ("packing", "fused"),
+    "fused_without_padded_linear": ("padded_linear", "fused"),
+    "fused_without_one_token": ("one_token", "fused"),
+    "fused_compile_without_packing": ("packing", "fused_compile"),
+    "fused_compile_without_casts": ("casts", "fused_compile"),
+    "fused_compile_without_masks": ("masks", "fused_compile"),
+}
 PROVIDERS: dict[str, Callable[[nn.Module], Context]] = {
     "eager": _eager,
     "fused": _fused,
     "liger": _liger,
     "compile": _compile,
-    "fused_compile": _fused_compile,
-}
-COMPILING = ("compile", "fused_compile")
+    "fused_compile": partial(_fused, compile_rest=True),
+    **{name: partial(_fused, exclude=[trick], compile_rest=other == "fused_compile")
+       for name, (trick, other) in WITHOUT.items()},
+}  # fmt: skip
+COMPILING = ("compile", *[name for name in PROVIDERS if name.startswith("fused_compile")])

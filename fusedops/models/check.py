@@ -47,7 +47,7 @@ class _Result:
 
 
 def fuse_and_check(
-    model: nn.Module, planned: Mapping[nn.Module, Rule], check: Any
+    model: nn.Module, planned: Mapping[nn.Module, Rule], check: Any, off: frozenset[str] = frozenset()
 ) -> tuple[dict[nn.Module, Difference], Difference]:
     """Fuse the planned modules and restore those that differ; the differences of each that ran, and of the model."""
     call = _call_of(model, check)
@@ -56,22 +56,22 @@ def fuse_and_check(
         calls = _recorded(model, list(planned), call)
         for module in reversed(list(planned)):  # children before their parents
             if module in calls:
-                found[module] = _checked(module, planned, calls[module])
+                found[module] = _checked(module, planned, calls[module], off)
             else:
-                classes.fuse(module, planned[module])
-        return found, _compared(model, planned, call)
+                classes.fuse(module, planned[module], off)
+        return found, _compared(model, planned, call, off)
 
 
-def _checked(module: nn.Module, planned: Mapping[nn.Module, Rule], call: _Call) -> Difference:
+def _checked(module: nn.Module, planned: Mapping[nn.Module, Rule], call: _Call, off: frozenset[str]) -> Difference:
     """Fuse one module, whose children are done, and restore it if it differs."""
-    classes.fuse(module, planned[module])
-    difference = _compared(module, planned, call)
+    classes.fuse(module, planned[module], off)
+    difference = _compared(module, planned, call, off)
     if not difference.passes:
         classes.unfuse(module)
     return difference
 
 
-def _compared(module: nn.Module, planned: Mapping[nn.Module, Rule], call: _Call) -> Difference:
+def _compared(module: nn.Module, planned: Mapping[nn.Module, Rule], call: _Call, off: frozenset[str]) -> Difference:
     """The module against itself with nothing in it fused."""
     after = _run(module, call)
     fused = [inner for inner in module.modules() if inner in planned and classes.is_fused(inner)]
@@ -82,7 +82,7 @@ def _compared(module: nn.Module, planned: Mapping[nn.Module, Rule], call: _Call)
         moved = [_run(module, call, _mover(seed)) for seed in range(_DRAWS)]
     finally:
         for inner in fused:
-            classes.fuse(inner, planned[inner])
+            classes.fuse(inner, planned[inner], off)
     output = _worst(after.outputs, before.outputs, [result.outputs for result in moved])
     gradient = _worst(after.gradients, before.gradients, [result.gradients for result in moved])
     return Difference(output[0], gradient[0], output[1], gradient[1])

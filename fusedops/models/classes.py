@@ -18,18 +18,18 @@ from typing import Any
 from torch import nn
 
 from .hooks import ORIGINAL
-from .rule import Rule
+from .rule import Family, Rule
 
 __all__ = ["fuse", "fuse_all", "fused_class", "is_fused", "original_class", "replaced_since", "unfuse"]
 
 # What `object.__reduce_ex__` makes new objects with.
 _new_object: Any = copyreg.__newobj__  # type: ignore[attr-defined]
-_classes: dict[tuple[type, Rule], type[nn.Module]] = {}
+_classes: dict[tuple[type, Rule, frozenset[str]], type[nn.Module]] = {}
 
 
-def fused_class(original: type[nn.Module], rule: Rule) -> type[nn.Module]:
-    """The subclass of ``original`` with the methods of the rule."""
-    key = (original, rule)
+def fused_class(original: type[nn.Module], rule: Rule, off: frozenset[str] = frozenset()) -> type[nn.Module]:
+    """The subclass of ``original`` with the methods of the rule, and these tricks turned off."""
+    key = (original, rule, off)
     if key not in _classes:
         body = {
             "__module__": original.__module__,
@@ -39,6 +39,7 @@ def fused_class(original: type[nn.Module], rule: Rule) -> type[nn.Module]:
             "_get_name": _get_name,
             "_fusedops_original": original,
             "_fusedops_rule": rule,
+            "_fusedops_off": off,
             **_original_methods(original, rule),
             **rule.methods,
         }
@@ -91,25 +92,25 @@ def is_fused(module: nn.Module) -> bool:
     return "_fusedops_original" in vars(type(module))
 
 
-def fuse(module: nn.Module, rule: Rule) -> None:
-    """Turn the module into one of its fused class.
+def fuse(module: nn.Module, rule: Rule, off: frozenset[str] = frozenset()) -> None:
+    """Turn the module into one of its fused class, with these tricks turned off.
 
     Raises:
         TypeError: its class refuses to have a subclass, or the module to have another class.
     """
     cls = type(module)
     try:
-        _become(module, fused_class(cls, rule))
+        _become(module, fused_class(cls, rule, off))
     except Exception as error:
         raise TypeError(f"fuse_model: {cls.__module__}.{cls.__qualname__} cannot be fused, as it refuses a subclass: "
                         f"{error}; exclude=[{cls.__name__!r}] leaves it") from error  # fmt: skip
 
 
-def fuse_all(planned: Mapping[nn.Module, Rule]) -> None:
+def fuse_all(planned: Mapping[nn.Module, Rule], off: frozenset[str] = frozenset()) -> None:
     """Turn all modules into ones of their fused classes, or none."""
     try:
         for module, rule in planned.items():
-            fuse(module, rule)
+            fuse(module, rule, off)
     except TypeError:
         for module in planned:
             unfuse(module)
@@ -157,29 +158,38 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
     return (_rebuild, _named_rule(cls), *reduced[2:])
 
 
-def _named_rule(cls: Any) -> tuple[type[nn.Module], Rule | str]:
-    """A fused class as pickle takes it: its original, and its rule, by name if it is the library's."""
+def _named_rule(cls: Any) -> tuple[type[nn.Module], Any, frozenset[str]]:
+    """A fused class as pickle takes it: its original, and its rule: by name if it is the library's, or of what it was made."""
     rule: Rule = cls._fusedops_rule
-    return cls._fusedops_original, rule.name if _builtin(rule.name) is rule else rule
+    return cls._fusedops_original, rule.made or (rule.name if _builtin(rule.name) is rule else rule), cls._fusedops_off
 
 
-def _builtin(name: str) -> Rule | None:
+def _builtin(name: str) -> Rule | Family | None:
     from .rules import RULES
 
     return next((rule for rule in RULES if rule.name == name), None)
 
 
-def _rebuild(original: type[nn.Module], rule: Rule | str) -> nn.Module:
+def _rebuild(original: type[nn.Module], rule: Any, off: frozenset[str] = frozenset()) -> nn.Module:
     """An empty module of the fused class."""
-    cls = _rebuilt_class(original, rule)
+    cls = _rebuilt_class(original, rule, off)
     return cls.__new__(cls)
 
 
-def _rebuilt_class(original: type[nn.Module], rule: Rule | str) -> type[nn.Module]:
+def _rebuilt_class(original: type[nn.Module], rule: Any, off: frozenset[str] = frozenset()) -> type[nn.Module]:
     """The fused class; the original if this release has no such rule or this class other code."""
-    found = _builtin(rule) if isinstance(rule, str) else rule
-    if found is None or not found.knows(original):
-        warnings.warn(f"fusedops: {original.__name__} was saved fused and is loaded as it was before: no rule "
-                      f"{rule if isinstance(rule, str) else rule.name} for it here", stacklevel=2)  # fmt: skip
+    found = _found_rule(original, rule)
+    if found is None:
+        name = rule[0] if isinstance(rule, tuple) else getattr(rule, "name", rule)
+        warnings.warn(f"fusedops: {original.__name__} was saved fused and is loaded as it was before: no rule {name} for it "
+                      "here", stacklevel=2)  # fmt: skip
         return original
-    return fused_class(original, found)
+    return fused_class(original, found, off)
+
+
+def _found_rule(original: type[nn.Module], rule: Any) -> Rule | None:
+    if isinstance(rule, tuple):
+        family = _builtin(rule[0])
+        return family.rule(original, rule[1]) if isinstance(family, Family) else None
+    found = _builtin(rule) if isinstance(rule, str) else rule
+    return found if isinstance(found, Rule) and found.knows(original) else None

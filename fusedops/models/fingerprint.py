@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["canonical", "digest", "fingerprint"]
+__all__ = ["canonical", "digest", "fingerprint", "unwrapped"]
 
 # What says nothing about behaviour, or differs between Python releases for the same source.
 _SKIPPED = frozenset({"annotation", "returns", "type_comment", "type_params", "ctx", "kind"})
@@ -59,7 +59,7 @@ def digest(*functions: Any) -> str:
 
 
 def _read(function: Callable[..., Any] | None) -> str:
-    function = _unwrapped(function)
+    function = unwrapped(function)
     if not inspect.isfunction(function):
         return ""
     try:
@@ -74,7 +74,7 @@ def _read(function: Callable[..., Any] | None) -> str:
     return canonical(tree.body)
 
 
-def _unwrapped(function: Any) -> Any:
+def unwrapped(function: Any) -> Any:
     """The forward inside the wrapper that Transformers puts around every layer, to checkpoint it; no other wrapper."""
     while (
         inspect.isfunction(function)

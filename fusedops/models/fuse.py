@@ -13,8 +13,9 @@ from ..core import compat
 from . import classes, eligibility
 from .hooks import found, has_hooks, is_simple
 from .report import NO_RULE, NOT_FUSED, FusionReport, ModuleReport
-from .rule import At, Rule, Verdict, judge
+from .rule import At, Family, Rule, Verdict, judge
 from .rules import RULES
+from .tricks import TRICKS
 
 __all__ = ["fuse_model", "fusion_status", "unfuse_model"]
 
@@ -60,18 +61,19 @@ def fuse_model(
     eligibility.check_model(model)
     eligibility.check_flags(dry_run=dry_run, compile_rest=compile_rest)
     table = (*eligibility.check_rules(rules), *RULES)
-    left, off = eligibility.excluded(model, exclude, frozenset(rule.name for rule in table))
+    left, off = eligibility.excluded(model, exclude, TRICKS.union(*map(_names, table)))
     verdicts = {
         module: Verdict(None, "excluded") if module in left else _judge(module, table, off)
         for module in model.modules()
     }
     _drop_idle(verdicts)
+    _drop_unheard(model, verdicts)
     report = _report(model, verdicts)
     planned = {module: verdict.rule for module, verdict in verdicts.items() if verdict.rule is not None}
     if check is not False:
         from .check import fuse_and_check
 
-        differences, whole = fuse_and_check(model, planned, check)
+        differences, whole = fuse_and_check(model, planned, check, off & TRICKS)
         for module, difference in differences.items():
             if not difference.passes:
                 verdicts[module] = Verdict(None, f"{planned[module].name} differs from it")
@@ -80,7 +82,7 @@ def fuse_model(
         for module in planned if dry_run else ():
             classes.unfuse(module)
     elif not dry_run:
-        classes.fuse_all(planned)
+        classes.fuse_all(planned, off & TRICKS)
     if compile_rest and not dry_run:
         model.compile()
         _compiled.add(model)
@@ -146,7 +148,11 @@ def _now(module: nn.Module) -> Verdict:
     return Verdict(None, "its class was changed after it was fused" if changed else NOT_FUSED)
 
 
-def _judge(module: nn.Module, rules: tuple[Rule, ...], excluded: frozenset[str]) -> Verdict:
+def _names(entry: Rule | Family) -> tuple[str, ...]:
+    return (entry.name,) if isinstance(entry, Rule) else entry.names
+
+
+def _judge(module: nn.Module, rules: tuple[Rule | Family, ...], excluded: frozenset[str]) -> Verdict:
     if hasattr(type(module), "_fusedops_original"):
         return Verdict(None, "fused already")
     return judge(module, rules, excluded)
@@ -177,6 +183,22 @@ def _drop_idle(verdicts: dict[nn.Module, Verdict], *, hooked: bool = False) -> N
             reason = verdict.rule.needs(module, _rules_in(module, verdicts, hooked=hooked))
             if reason:
                 verdicts[module] = Verdict(None, reason)
+
+
+def _drop_unheard(model: nn.Module, verdicts: dict[nn.Module, Verdict]) -> None:
+    """Leaves the modules that would do nothing but to leave their end to a block, where there is no such block."""
+    heard: set[nn.Module] = set()
+    for module in model.modules():
+        rule = verdicts[module].rule
+        if rule is None:
+            continue
+        if not rule.calls and rule.takes is not None and module not in heard:
+            verdicts[module] = Verdict(None, NO_RULE)
+        else:
+            paths = rule.takes
+            heard |= (
+                set(module.modules()) if paths is None else {i for p in paths if (i := found(module, p)) is not None}
+            )
 
 
 def _report(model: nn.Module, verdicts: Mapping[nn.Module, Verdict]) -> FusionReport:

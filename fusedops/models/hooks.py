@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from ..core.compat import constant_when_traced, has_compiled_call, has_global_hooks, has_own_hooks
 
-__all__ = ["ORIGINAL", "can_call", "found", "has_hooks", "is_conv1d", "is_linear", "is_plain", "is_simple", "original"]
+__all__ = ["ORIGINAL", "can_call", "found", "has_hooks", "is_conv1d", "is_linear", "is_plain", "is_simple", "is_unchanged",
+           "original"]  # fmt: skip
 
 # The prefix of the names under which fused classes keep methods of their originals.
 ORIGINAL = "_fusedops_original_"
@@ -35,13 +36,14 @@ def _has(cls: Any, method: str) -> bool:
 
 
 @constant_when_traced
-def _is_unchanged(cls: Any, method: str) -> bool:
+def is_unchanged(cls: Any, method: str) -> bool:
+    """Whether the class that a fused one was made of still has the method that it had then."""
     return getattr(cls, ORIGINAL + method, None) is getattr(cls._fusedops_original, method)
 
 
 def original(module: Any, method: str) -> Any:
     """The method of the class that a fused module was made of, which may have been given another one since."""
-    if _is_unchanged(type(module), method):
+    if is_unchanged(type(module), method):
         return getattr(module, ORIGINAL + method)
     return getattr(type(module)._fusedops_original, method)
 

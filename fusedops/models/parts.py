@@ -15,25 +15,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..activations.ops import bias_act
+from ..activations.ops import bias_act, glu
 from ..core.compat import constant_when_traced
 from ..norms.ops import bias_dropout_add
-from . import compiling
 from .autocast import low_dtype, narrowed, normed
-from .casts import Cast
-from .hooks import can_call, has_hooks, is_conv1d, is_linear, is_plain, original
+from .cast import Cast
+from .hooks import can_call, has_hooks, is_conv1d, is_linear, original
 
-__all__ = ["Branch", "activate", "activation_name", "add", "add_norm", "add_norm_cast", "branch", "drop", "dropped",
-           "finished", "folded", "laid_out", "linear", "narrowed", "normed", "replacing", "without"]  # fmt: skip
+__all__ = ["Branch", "activate", "activated", "activation_name", "add", "add_norm", "add_norm_cast", "branch",
+           "branches", "drop", "dropped", "finished", "first", "folded", "gated", "gated_by", "gelu_tanh", "handed",
+           "in_place", "leaving", "like", "linear", "narrowed", "normed", "packed_gated", "rejoined", "replacing",
+           "reshaped", "split", "waiting", "whole", "without"]  # fmt: skip
 
 
 class Branch(NamedTuple):
-    """``dropout(product + bias)``, as far as it is computed."""
+    """``dropout(activation(product + bias))``, as far as it is computed."""
 
     product: Tensor
     bias: Tensor | None = None
     p: float = 0.0
     training: bool = False
+    activation: Any = None
 
     @property
     def drops(self) -> bool:
@@ -59,24 +61,107 @@ def linear(layer: Any, x: Tensor) -> Branch:
 
 def dropped(end: Branch, dropout: nn.Module) -> Branch:
     """A dropout behind the branch, left to the caller too."""
-    if type(dropout) is nn.Dropout and not has_hooks(dropout) and not end.drops:
-        return Branch(end.product, end.bias, dropout.p, dropout.training)
+    if type(dropout) is nn.Dropout and not has_hooks(dropout) and not end.drops and _is_own(end, dropout):
+        return Branch(end.product, end.bias, dropout.p, dropout.training, end.activation)
+    if type(dropout) is nn.Identity and not has_hooks(dropout):
+        return end
     return Branch(dropout(finished(end)))
+
+
+def _is_own(end: Branch, module: Any) -> bool:
+    """Whether nobody sees that a module does not change in place what it takes: a product is of nobody else's."""
+    return end.bias is not None or not getattr(module, "inplace", False)
 
 
 def drop(end: Branch, p: float, *, training: bool) -> Branch:
     """A dropout with no module of its own behind the branch, left to the caller too."""
-    return Branch(finished(end), None, p, training) if end.drops else Branch(end.product, end.bias, p, training)
+    if end.drops:
+        return Branch(finished(end), None, p, training)
+    return Branch(end.product, end.bias, p, training, end.activation)
+
+
+def activated(end: Branch, activation: Any) -> Branch:
+    """An activation behind a linear layer, left to the caller too."""
+    if not callable(activation):  # which raises as it did
+        return Branch(activation(finished(end)))
+    if end.drops or end.activation is not None:
+        return Branch(finished(end), activation=activation)
+    return Branch(end.product, end.bias, activation=activation)
+
+
+def waiting(x: Tensor, activation: Any) -> Branch:
+    """An activation that waits for what its output is multiplied by, unless it is a module that has to be called."""
+    known = activation_name(activation) and not getattr(activation, "inplace", False)
+    return Branch(x, activation=activation) if known else Branch(activation(x))
 
 
 def branch(module: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
     """A module's output, which its class may leave to the caller to finish, and its other outputs."""
     if can_call(module, "_fusedops_branch"):
-        return module._fusedops_branch(*args, **kwargs)  # type: ignore[no-any-return]
+        end, others = module._fusedops_branch(*args, **kwargs)
+        return end, others or ()
     output = module(*args, **kwargs)
     if isinstance(output, tuple):
         return Branch(output[0]), output[1:]
     return Branch(output), ()
+
+
+def leaving(module: Any, *args: Any, **kwargs: Any) -> Branch:
+    """What a module returns, if that is a tensor: its class may leave the end of it to the caller."""
+    if can_call(module, "_fusedops_branch"):
+        end, others = module._fusedops_branch(*args, **kwargs)
+        return end if others is None else Branch((finished(end), *others))  # type: ignore[arg-type]
+    return Branch(module(*args, **kwargs))
+
+
+def first(module: Any, *args: Any, **kwargs: Any) -> Branch:
+    """The first of what a module returns."""
+    if can_call(module, "_fusedops_branch"):
+        end, others = module._fusedops_branch(*args, **kwargs)
+        return Branch(finished(end)[0]) if others is None else end
+    return Branch(module(*args, **kwargs)[0])
+
+
+def branches(module: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """All that a module returns, the first of it as it may be left to the caller."""
+    if can_call(module, "_fusedops_branch"):
+        end, others = module._fusedops_branch(*args, **kwargs)
+        if others is not None:
+            return (end, *others)
+        output: Any = finished(end)
+    else:
+        output = module(*args, **kwargs)
+    one, *others = output
+    return (Branch(one), *others)
+
+
+def handed(module: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...] | None]:
+    """What a module returns, handed on: with the end of it left to the caller, if its class leaves it."""
+    if can_call(module, "_fusedops_branch"):
+        return module._fusedops_branch(*args, **kwargs)  # type: ignore[no-any-return]
+    return whole(module(*args, **kwargs))
+
+
+def split(module: Any, *args: Any, **kwargs: Any) -> tuple[Branch, Any]:
+    """The first of what a module returns, as it may be left to the caller, and all the rest."""
+    if can_call(module, "_fusedops_branch"):
+        end, others = module._fusedops_branch(*args, **kwargs)
+        if others is not None:
+            return end, others
+        output: Any = finished(end)
+    else:
+        output = module(*args, **kwargs)
+    return Branch(output[0]), output[1:]
+
+
+def rejoined(end: Branch, others: Any) -> tuple[Any, ...]:
+    """What `split` took apart, finished."""
+    return (finished(end), *others)
+
+
+def whole(output: Any) -> tuple[Branch, tuple[Any, ...] | None]:
+    """What a forward returns, with nothing left to do."""
+    return (Branch(output[0]), output[1:]) if type(output) is tuple and output else (Branch(output), None)
 
 
 class _Replacing:
@@ -152,25 +237,6 @@ def without(module: Any, output: str, dropout: str | None, instead: dict[str, An
     return Branch(result, bias, p, training), ()
 
 
-# --- what an attention is given --------------------------------------------------------------------------------------
-
-
-def laid_out(mask: Any) -> Any:
-    """An attention's mask, not expanded over the keys.
-
-    On GPUs PyTorch's fused attention takes no mask whose last dimension is expanded, and what it falls back to multiplies
-    in fp32. Compiled with PyTorch 2.11, or Transformers before 5.23, models make such masks where nothing is masked.
-
-    Lengths of 64 more than a multiple of 128 are left: with a mask, cuDNN's backward may give NaN there (PyTorch's issue
-    196678).
-    """
-    if not isinstance(mask, Tensor) or not compiling.makes_kernels(mask):
-        return mask
-    if mask.dtype != torch.bool or mask.layout != torch.strided or not is_plain(mask) or mask.is_nested:
-        return mask
-    return mask.contiguous() if mask.dim() and mask.stride(-1) == 0 and mask.shape[-1] % 128 != 64 else mask
-
-
 # --- what a block does with them ------------------------------------------------------------------------------------
 
 
@@ -184,46 +250,83 @@ def folded(end: Branch, residual: Tensor | None = None) -> Tensor | None:
 
 def finished(end: Branch) -> Tensor:
     """The branch with all that was left."""
+    if end.activation is not None:
+        return activate(Branch(end.product, end.bias), end.activation, end.p, training=end.training)
     if end.bias is None and not end.drops:
         return end.product
     return bias_dropout_add(end.product, folded(end), None, p=end.p, training=end.training)
 
 
-def add(end: Branch, residual: Tensor) -> Tensor:
-    """The branch added to the residual stream."""
-    if (end.bias is None and not end.drops) or residual.shape != end.product.shape:
-        return residual + finished(end)
+def _match(x: Any, residual: Any) -> bool:
+    """Whether both are tensors of one shape; anything else is PyTorch's to add."""
+    return isinstance(x, Tensor) and isinstance(residual, Tensor) and x.shape == residual.shape
+
+
+def in_place(end: Branch, residual: Any) -> tuple[Branch, Any]:
+    """``branch += residual``, to be finished: what it is added to, or None where that is done."""
+    new = (end.bias is not None or end.drops) and end.activation is None and _match(end.product, residual)
+    if new and torch.promote_types(end.product.dtype, residual.dtype) == end.product.dtype:
+        return end, residual
+    z = finished(end)
+    z += residual
+    return Branch(z), None
+
+
+def add(end: Branch, residual: Tensor | None, *, first: bool = False) -> Tensor:
+    """The branch added to the residual stream. ``first``: it stands in front, which those see that are no tensors."""
+    if residual is None:  # it has been
+        return finished(end)
+    if (end.bias is None and not end.drops) or end.activation is not None or not _match(end.product, residual):
+        z = finished(end)
+        return z + residual if first else residual + z
     return bias_dropout_add(end.product, folded(end, residual), residual, p=end.p, training=end.training)
 
 
-def add_norm(end: Branch, residual: Tensor, norm: Any, *modules: nn.Module, return_sum: bool = True) -> Any:
+def add_norm(end: Branch, residual: Tensor | None, norm: Any, *modules: nn.Module, return_sum: bool = True) -> Any:
     """``norm(branch + residual)``, and the sum as well unless told otherwise.
 
     Where the norm's output goes to ``modules`` and nowhere else, it is in the dtype that they take under autocast.
     """
-    if can_call(norm, "_fusedops_add_norm") and residual.shape == end.product.shape:
+    if end.activation is not None:
+        end = Branch(finished(end))
+    if residual is not None and can_call(norm, "_fusedops_add_norm") and _match(end.product, residual):
         return norm._fusedops_add_norm(end, residual, return_sum, low_dtype(residual, modules))
     z = add(end, residual)
     return (norm(z), z) if return_sum else norm(z)
 
 
-def add_norm_cast(end: Branch, residual: Tensor, norm: Any, *modules: nn.Module) -> tuple[Tensor, Tensor]:
+def add_norm_cast(end: Branch, residual: Tensor | None, norm: Any, *modules: nn.Module) -> tuple[Tensor, Tensor]:
     """``norm(branch + residual)`` for a post-norm block: in the dtype for ``modules``, and for the residual stream.
 
     Under autocast the first is a low-precision copy of the second, from the same pass. The caller passes it to ``modules``
     only.
     """
-    low = low_dtype(residual, modules)
-    if low is None or not can_call(norm, "_fusedops_add_norm") or residual.shape != end.product.shape:
+    low = None if residual is None else low_dtype(residual, modules)
+    if residual is None or low is None or end.activation is not None or not can_call(norm, "_fusedops_add_norm"):
+        y = add_norm(end, residual, norm, return_sum=False)
+        return y, y
+    if not _match(end.product, residual):
         y = add_norm(end, residual, norm, return_sum=False)
         return y, y
     y = norm._fusedops_add_norm(end, residual, False, low, with_cast=True)
     return (y[1], y[0]) if isinstance(y, tuple) else (y, y)
 
 
+def gelu_tanh(x: Tensor) -> Tensor:
+    """PyTorch's GELU, by tanh."""
+    return F.gelu(x, approximate="tanh")
+
+
 # Activations that have one kernel in PyTorch already, so that nothing is gained by fusing them alone.
 _NATIVE = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Tanh: "tanh", nn.Sigmoid: "sigmoid", nn.Identity: "identity"}
-_FUNCTIONS = {F.relu: "relu", F.gelu: "gelu", F.silu: "silu", torch.tanh: "tanh", torch.sigmoid: "sigmoid"}
+_FUNCTIONS = {
+    F.relu: "relu",
+    F.gelu: "gelu",
+    gelu_tanh: "gelu_tanh",
+    F.silu: "silu",
+    torch.tanh: "tanh",
+    torch.sigmoid: "sigmoid",
+}
 
 
 def activation_name(activation: Any) -> str | None:
@@ -251,3 +354,43 @@ def activate(end: Branch, activation: Any, p: float = 0.0, *, training: bool = F
         y: Tensor = activation(finished(end))
         return F.dropout(y, p, training) if training and p > 0.0 else y
     return bias_act(end.product, folded(end), name, p=p, training=training)
+
+
+def like(end: Branch, residual: Tensor | None) -> Tensor:
+    """A tensor of the shape that their sum has."""
+    return residual if residual is not None and _match(end.product, residual) else add(end._replace(p=0.0), residual)
+
+
+def reshaped(end: Branch, residual: Tensor | None, *shape: Any) -> tuple[Branch, Tensor | None]:
+    """Both, in another shape."""
+    if residual is None or not _match(end.product, residual):
+        return Branch(add(end, residual).reshape(*shape)), None
+    product = end.product.reshape(*shape)
+    if end.bias is not None and product.shape[-1:] != end.product.shape[-1:]:
+        return Branch(add(end, residual).reshape(*shape)), None
+    return end._replace(product=product), residual.reshape(*shape)
+
+
+def gated(end: Branch, up: Tensor) -> Tensor:
+    """``activation(gate) * up``, of what `waiting` made of the gate."""
+    gate, activation = end.product, end.activation
+    if activation is None:
+        return gate * up
+    name = activation_name(activation)
+    if name is None or not _match(gate, up):
+        return activation(gate) * up  # type: ignore[no-any-return]
+    return glu(gate, up, name)
+
+
+def gated_by(up: Tensor, end: Branch) -> Tensor:
+    """``up * activation(gate)``, where ``up`` is computed first."""
+    return gated(end, up)
+
+
+def packed_gated(x: Tensor, activation: Any) -> Tensor:
+    """``activation(gate) * up`` of the two halves of one tensor; packed, they have one gradient."""
+    name = activation_name(activation)
+    if name is None or x.shape[-1] % 2 or getattr(activation, "inplace", False):
+        gate, up = x.chunk(2, dim=-1)
+        return activation(gate) * up  # type: ignore[no-any-return]
+    return glu(x, None, name)

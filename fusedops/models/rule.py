@@ -12,7 +12,7 @@ from torch import nn
 
 from .fingerprint import fingerprint
 
-__all__ = ["At", "Rule", "Verdict", "has_method", "judge", "needs_norm"]
+__all__ = ["At", "Family", "Rule", "Verdict", "has_method", "judge", "needs_norm"]
 
 
 # From a path in a module to the rule by which what is there is fused, None for none.
@@ -25,6 +25,10 @@ def _always(module: nn.Module) -> str:
 
 def _nothing(module: nn.Module, at: At) -> str:
     return ""
+
+
+def _something(module: nn.Module, at: At) -> bool:
+    return True
 
 
 def has_method(rule: Rule | None, method: str) -> bool:
@@ -66,6 +70,9 @@ class Rule:
         parts: paths of what is in a module whose work a fused one does itself, unless it has hooks or is of another
             kind. A function where that hangs on the module.
         needs: says why a module of a known class would call no operator, given it and `At`; "" if it would.
+        leaves: whether a module with ``_fusedops_branch`` leaves anything to its block, given it and `At`.
+        takes: paths of the modules whose ends a fused one takes; None for all that are in it.
+        made: the family that made the rule, by name, and of what; None for a rule of the table.
     """
 
     name: str
@@ -79,6 +86,9 @@ class Rule:
     fits: Callable[[nn.Module], str] = field(default=_always)
     parts: tuple[str, ...] | Callable[[nn.Module], tuple[str, ...]] = ()
     needs: Callable[[nn.Module, At], str] = field(default=_nothing)
+    leaves: Callable[[nn.Module, At], bool] = field(default=_something)
+    takes: tuple[str, ...] | None = None
+    made: tuple[str, Any] | None = None
 
     def knows(self, cls: type) -> bool:
         """Whether a class's code is what the rule was written for."""
@@ -96,6 +106,31 @@ class Rule:
         if isinstance(self.base, str):
             return next((c for c in cls.__mro__ if f"{c.__module__}.{c.__qualname__}" == self.base), None)
         return self.base if self.base is not None and issubclass(cls, self.base) else None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Family:
+    """Rules for modules that are known by their structure, made as they are met.
+
+    Attributes:
+        name: of the family.
+        key: what a module is, as the rule for it needs to know; hashable, of what pickle takes; None if the family has no
+            rule for it. The module is not changed.
+        rule: the rule for a class and a key; None if the class is not, or no longer, of that structure.
+        names: of its rules.
+        why: says why a module that one would expect it to know has no rule; "" for all others.
+    """
+
+    name: str
+    key: Callable[[nn.Module], Any]
+    rule: Callable[[type[nn.Module], Any], Rule | None]
+    names: tuple[str, ...]
+    why: Callable[[nn.Module], str] = field(default=_always)
+
+    def __call__(self, module: nn.Module) -> Rule | None:
+        """The rule for a module."""
+        key = self.key(module)
+        return None if key is None else self.rule(type(module), key)
 
 
 def _is_pytorchs(base: type, name: str) -> bool:
@@ -118,15 +153,16 @@ class Verdict:
     reason: str = ""
 
 
-def judge(module: nn.Module, rules: tuple[Rule, ...], excluded: frozenset[str] = frozenset()) -> Verdict:
+def judge(module: nn.Module, rules: tuple[Rule | Family, ...], excluded: frozenset[str] = frozenset()) -> Verdict:
     """The first rule that knows the module's class and fits the module, unless it is one of those excluded by name."""
     cls = type(module)
-    rule = next((rule for rule in rules if rule.knows(cls)), None)
+    rule = next((found for entry in rules if (found := _known(entry, module)) is not None), None)
     if rule is not None and rule.name in excluded:
         return Verdict(None, f"excluded, with rule {rule.name}")
     if rule is None:
-        alike = next((rule for rule in rules if rule.resembles(cls)), None)
-        return Verdict(None, f"its forward is not the one that rule {alike.name} knows" if alike else "no rule")
+        alike = next((rule for rule in rules if isinstance(rule, Rule) and rule.resembles(cls)), None)
+        why = next((why for entry in rules if isinstance(entry, Family) and (why := entry.why(module))), "no rule")
+        return Verdict(None, f"its forward is not the one that rule {alike.name} knows" if alike else why)
     replaced = next((name for name in ("forward", *rule.known, *rule.methods) if name in vars(module)), None)
     if replaced is not None:
         return Verdict(None, f"its {replaced} was replaced on the instance")
@@ -134,3 +170,9 @@ def judge(module: nn.Module, rules: tuple[Rule, ...], excluded: frozenset[str] =
         return Verdict(None, "its parameters are parametrized")
     reason = rule.fits(module)
     return Verdict(None, reason) if reason else Verdict(rule)
+
+
+def _known(entry: Rule | Family, module: nn.Module) -> Rule | None:
+    if isinstance(entry, Family):
+        return entry(module)
+    return entry if entry.knows(type(module)) else None

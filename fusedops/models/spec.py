@@ -114,9 +114,9 @@ _OPT: dict[str, Any] = {
     "num_attention_heads": _HEADS, "max_position_embeddings": 32, "word_embed_proj_dim": _WIDTH, "pad_token_id": 1,
     "bos_token_id": 0, "eos_token_id": 2,
 }  # fmt: skip
-_LLAMA_RULES = {"LlamaRMSNorm": "llama_rms_norm", "LlamaMLP": "gated_mlp", "LlamaDecoderLayer": "llama_layer",
-                "LlamaAttention": "llama_attention"}  # fmt: skip
-_T5_RULES = {"T5LayerNorm": "t5_layer_norm", "T5LayerSelfAttention": "t5_self_attention",
+_LLAMA_RULES = {"LlamaRMSNorm": "norm", "LlamaMLP": "mlp", "LlamaDecoderLayer": "block",
+                "LlamaAttention": "attention"}  # fmt: skip
+_T5_RULES = {"T5LayerNorm": "norm", "T5LayerSelfAttention": "t5_self_attention",
              "T5LayerCrossAttention": "t5_cross_attention", "T5LayerFF": "t5_feed_forward",
              "T5Block": "t5_block", "T5Attention": "t5_attention"}  # fmt: skip
 
@@ -216,7 +216,7 @@ _DISTILBERT: dict[str, Any] = {
     "max_position_embeddings": 32,
 }  # fmt: skip
 _DECODER = {"is_decoder": True, "add_cross_attention": True}
-_GPT2_RULES = {"GPT2Block": "gpt2_block", "GPT2Attention": "gpt2_attention", "GPT2MLP": "gpt2_mlp",
+_GPT2_RULES = {"GPT2Block": "block", "GPT2Attention": "attention", "GPT2MLP": "mlp",
                "NewGELUActivation": "new_gelu", "LayerNorm": "layer_norm"}  # fmt: skip
 _GPT_NEO: dict[str, Any] = {
     "vocab_size": _VOCABULARY, "hidden_size": _WIDTH, "num_layers": _LAYERS, "num_heads": _HEADS,
@@ -234,9 +234,9 @@ _TOWER: dict[str, Any] = {
 _TEXT = {"vocab_size": _VOCABULARY, "max_position_embeddings": 32, "pad_token_id": 1, "bos_token_id": 0,
          "eos_token_id": 2, **_TOWER}  # fmt: skip
 _TOWERS: dict[str, Any] = {"text_config": _TEXT, "vision_config": {"image_size": 16, "patch_size": 8, **_TOWER}}
-_CLIP_RULES = {"CLIPEncoderLayer": "clip_layer", "CLIPAttention": "bart_attention", "CLIPMLP": "vit_mlp"}
-_MBART_RULES = {"MBartEncoderLayer": "mbart_encoder_layer", "MBartDecoderLayer": "mbart_decoder_layer",
-                "MBartAttention": "bart_attention"}  # fmt: skip
+_CLIP_RULES = {"CLIPEncoderLayer": "block", "CLIPAttention": "attention", "CLIPMLP": "mlp"}
+_MBART_RULES = {"MBartEncoderLayer": "block", "MBartDecoderLayer": "block",
+                "MBartAttention": "attention"}  # fmt: skip
 _WHISPER: dict[str, Any] = {
     **_BART_LIKE,
     "num_mel_bins": 8,
@@ -254,7 +254,7 @@ def _speech() -> dict[str, Any]:
     return {"input_features": _noise(2, 8, 24), "decoder_input_ids": _tokens()()["input_ids"]}
 
 
-_OPT_RULES = {"OPTDecoderLayer": "opt_layer", "OPTAttention": "opt_attention"}
+_OPT_RULES = {"OPTDecoderLayer": "block", "OPTAttention": "attention"}
 
 MODELS = (
     ModelSpec("leaves", lambda: randomised(_Leaves()), lambda: {"x": _noise(5, 12)},
@@ -272,23 +272,23 @@ MODELS = (
                "QuickGELUActivation": "quick_gelu", "ReLUSquaredActivation": "relu_squared"},
               {"gelu": 7, "bias_act": 2}),
     _hf("bert", "BertForMaskedLM", "BertConfig", _BERT_LIKE, _bert_like("Bert"),
-        bias_act=2, bias_dropout_add_ln=4, gelu=1, layer_norm=2),
+        bias_act=3, bias_dropout_add_ln=4, layer_norm=2),
     _hf("bert_decoder", "BertLMHeadModel", "BertConfig", {**_BERT_LIKE, **_DECODER}, _bert_like("Bert"),
-        _tokens(encoder_hidden_states=_encoded), bias_act=2, bias_dropout_add_ln=6, gelu=1, layer_norm=2),
+        _tokens(encoder_hidden_states=_encoded), bias_act=3, bias_dropout_add_ln=6, layer_norm=2),
     _hf("roberta", "RobertaForMaskedLM", "RobertaConfig", _BERT_LIKE, _bert_like("Roberta"),
         bias_act=2, bias_dropout_add_ln=4, layer_norm=2),
     _hf("electra", "ElectraForPreTraining", "ElectraConfig", {"embedding_size": 16, **_BERT_LIKE},
-        _bert_like("Electra"), bias_act=2, bias_dropout_add_ln=4, gelu=1, layer_norm=1),
+        _bert_like("Electra"), bias_act=3, bias_dropout_add_ln=4, layer_norm=1),
     _hf("distilbert", "DistilBertForMaskedLM", "DistilBertConfig", _DISTILBERT,
-        {"TransformerBlock": "distilbert_block", "FFN": "distilbert_ffn",
-         "DistilBertSelfAttention": "distilbert_attention"},
+        {"TransformerBlock": "block", "FFN": "distilbert_ffn",
+         "DistilBertSelfAttention": "attention"},
         bias_act=2, bias_dropout_add_ln=4, gelu=1, layer_norm=2),
     _hf("bart", "BartForConditionalGeneration", "BartConfig", _BART_LIKE,
-        {"BartEncoderLayer": "bart_encoder_layer", "BartDecoderLayer": "bart_decoder_layer",
-         "BartAttention": "bart_attention"},
+        {"BartEncoderLayer": "block", "BartDecoderLayer": "block",
+         "BartAttention": "attention"},
         bias_act=4, bias_dropout_add_ln=10, layer_norm=2),
     _hf("marian", "MarianMTModel", "MarianConfig", _BART_LIKE,
-        {"MarianEncoderLayer": "bart_encoder_layer", "MarianDecoderLayer": "bart_decoder_layer"},
+        {"MarianEncoderLayer": "block", "MarianDecoderLayer": "block"},
         _tokens(decoder_input_ids=_same), bias_act=4, bias_dropout_add_ln=10),
     _hf("gpt2", "GPT2LMHeadModel", "GPT2Config", _GPT2, {**_GPT2_RULES, "GPT2LMHeadModel": "generation"},
         bias_act=2, bias_dropout_add=2, bias_dropout_add_ln=2, layer_norm=3),
@@ -299,23 +299,23 @@ MODELS = (
     _hf("opt_post_norm", "OPTForCausalLM", "OPTConfig", {"do_layer_norm_before": False, **_OPT}, _OPT_RULES,
         bias_act=2, bias_dropout_add_ln=4),
     _hf("vit", "ViTForImageClassification", "ViTConfig", _VIT,
-        {"ViTLayer": "vit_layer", "ViTAttention": "vit_attention", "ViTMLP": "vit_mlp"},
+        {"ViTLayer": "block", "ViTAttention": "attention", "ViTMLP": "mlp"},
         lambda: {"pixel_values": _noise(2, 3, 16, 16)},
         bias_act=2, bias_dropout_add=2, bias_dropout_add_ln=2, layer_norm=3),
     _hf("mbart", "MBartForConditionalGeneration", "MBartConfig", _BART_LIKE, _MBART_RULES,
         bias_act=4, bias_dropout_add=4, bias_dropout_add_ln=6, layer_norm=8),
     _hf("whisper", "WhisperForConditionalGeneration", "WhisperConfig", _WHISPER,
-        {**_renamed(_MBART_RULES, "MBart", "Whisper"), "WhisperAttention": "opt_attention"}, _speech,
+        {**_renamed(_MBART_RULES, "MBart", "Whisper"), "WhisperAttention": "attention"}, _speech,
         bias_act=4, bias_dropout_add=4, bias_dropout_add_ln=6, layer_norm=6),
     _hf("clip", "CLIPModel", "CLIPConfig", _TOWERS, _CLIP_RULES, _tokens(pixel_values=_images),
         bias_act=4, bias_dropout_add=4, bias_dropout_add_ln=4, layer_norm=7),
     _hf("siglip", "SiglipModel", "SiglipConfig", _TOWERS, _renamed(_CLIP_RULES, "CLIP", "Siglip"),
         _tokens(pixel_values=_images), bias_act=5, bias_dropout_add=5, bias_dropout_add_ln=4, layer_norm=7),
     _hf("gpt_neo", "GPTNeoForCausalLM", "GPTNeoConfig", _GPT_NEO,
-        {"GPTNeoBlock": "gpt_neo_block", "GPTNeoAttention": "gpt_neo_attention",
-         "GPTNeoSelfAttention": "gpt_neo_self_attention", "GPTNeoMLP": "gpt2_mlp"},
+        {"GPTNeoBlock": "block", "GPTNeoAttention": "attention",
+         "GPTNeoSelfAttention": "attention", "GPTNeoMLP": "mlp"},
         bias_act=2, bias_dropout_add=2, bias_dropout_add_ln=2, layer_norm=3),
-    _hf("gptj", "GPTJForCausalLM", "GPTJConfig", _GPTJ, {"GPTJMLP": "gptj_mlp"},
+    _hf("gptj", "GPTJForCausalLM", "GPTJConfig", _GPTJ, {"GPTJMLP": "mlp"},
         bias_act=2, bias_dropout_add=2, layer_norm=3),
     _hf("t5", "T5ForConditionalGeneration", "T5Config", _T5, {**_T5_RULES, "T5DenseActDense": "t5_dense"},
         _tokens(decoder_input_ids=_same), bias_act=4, bias_dropout_add=4, bias_dropout_add_rms_norm=6, rms_norm=6),
@@ -325,19 +325,20 @@ MODELS = (
     _hf("llama", "LlamaForCausalLM", "LlamaConfig", _LLAMA_LIKE, _LLAMA_RULES,
         bias_dropout_add_rms_norm=2, glu=2, rms_norm=3),
     _hf("llama_biased", "LlamaForCausalLM", "LlamaConfig", {"mlp_bias": True, "attention_bias": True, **_LLAMA_LIKE},
-        _LLAMA_RULES, bias_dropout_add_rms_norm=2, glu=2, rms_norm=3),
+        _LLAMA_RULES, bias_dropout_add=2, bias_dropout_add_rms_norm=2, glu=2, rms_norm=3),
     _hf("mistral", "MistralForCausalLM", "MistralConfig", _LLAMA_LIKE, _renamed(_LLAMA_RULES, "Llama", "Mistral"),
         bias_dropout_add_rms_norm=2, glu=2, rms_norm=3),
     _hf("qwen2", "Qwen2ForCausalLM", "Qwen2Config", _LLAMA_LIKE, _renamed(_LLAMA_RULES, "Llama", "Qwen2"),
         bias_dropout_add_rms_norm=2, glu=2, rms_norm=3),
     _hf("qwen3", "Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 16, **_LLAMA_LIKE},
         _renamed(_LLAMA_RULES, "Llama", "Qwen3"), bias_dropout_add_rms_norm=2, glu=2, rms_norm=7),
-    _hf("phi3", "Phi3ForCausalLM", "Phi3Config", _LLAMA_LIKE, {"Phi3RMSNorm": "llama_rms_norm", "Phi3MLP": "packed_mlp"},
-        glu=2, rms_norm=5),
-    _hf("olmo2", "Olmo2ForCausalLM", "Olmo2Config", _LLAMA_LIKE, {"Olmo2RMSNorm": "olmo_rms_norm", "Olmo2MLP": "gated_mlp"},
+    _hf("phi3", "Phi3ForCausalLM", "Phi3Config", _LLAMA_LIKE,
+        {"Phi3RMSNorm": "norm", "Phi3MLP": "mlp", "Phi3DecoderLayer": "block"},
+        bias_dropout_add_rms_norm=2, glu=2, rms_norm=3),
+    _hf("olmo2", "Olmo2ForCausalLM", "Olmo2Config", _LLAMA_LIKE, {"Olmo2RMSNorm": "norm", "Olmo2MLP": "mlp"},
         glu=2, rms_norm=9),
     _hf("gemma", "GemmaForCausalLM", "GemmaConfig", {"head_dim": 16, **_LLAMA_LIKE},
-        {"GemmaRMSNorm": "gemma_rms_norm", "GemmaMLP": "gated_mlp", "GemmaDecoderLayer": "llama_layer",
+        {"GemmaRMSNorm": "norm", "GemmaMLP": "mlp", "GemmaDecoderLayer": "block",
          "GELUTanh": "gelu_tanh"},
         bias_dropout_add_rms_norm=2, glu=2, rms_norm=3),
 )  # fmt: skip

@@ -84,7 +84,7 @@ def dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor | None, dropout
         z = z + bias
     z = dropout(z, sum_dtype(x, bias, None))
     if residual is not None:
-        z = z + residual
+        z = residual + z  # whose layout the sum has, as where a block adds to its residual stream
     return z
 
 

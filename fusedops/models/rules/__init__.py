@@ -1,19 +1,23 @@
-"""The table of rules: which modules `fusedops.fuse_model` knows. Adding one is an entry here and a model in the spec."""
+"""The table of rules: which modules `fusedops.fuse_model` knows.
 
-from . import activations, attentions, generation, linears, mlps, norms, post_norm, pre_norm, t5, t5_attention, torch_nn
+Norms are known by what they compute, most other modules by what their forwards do (`fusedops.models.structure`). A rule of
+its own has what is more than that: what PyTorch's own layers may do, and blocks whose steps lie in several modules.
+"""
+
+from ..rule import Family, Rule
+from ..structure import family
+from ..tricks import padding
+from . import activations, bert, generation, norms, t5, torch_nn
 
 __all__ = ["RULES"]
 
-RULES = (
+RULES: tuple[Rule | Family, ...] = (
     *norms.RULES,
     *activations.RULES,
-    *mlps.RULES,
-    *attentions.RULES,
-    *post_norm.RULES,
-    *pre_norm.RULES,
+    *bert.RULES,
     *t5.RULES,
-    *t5_attention.RULES,
     *torch_nn.RULES,
-    *linears.RULES,
+    *padding.RULES,
     *generation.RULES,
+    family((*norms.RULES, *activations.RULES)),
 )

@@ -31,5 +31,6 @@ RULES = (
         methods={"_get_logits_processor": _get_logits_processor},
         base="transformers.generation.utils.GenerationMixin",
         known=("generate", "_get_logits_processor"),
+        takes=(),
     ),
 )

@@ -1,4 +1,4 @@
-"""Norms: LayerNorm and RMSNorm of torch.nn, and the RMSNorms of Transformers, which differ in where they round.
+"""Norms: LayerNorm and RMSNorm of torch.nn, and all that compute the same, which differ in where they round.
 
 Each gets a forward, and two methods that fused blocks call: ``_fusedops_norm``, the norm with an output in a given dtype,
 and ``_fusedops_add_norm``, the norm of a branch added to the residual stream, with an output in that dtype instead of or
@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...norms.ops import bias_dropout_add_ln, bias_dropout_add_rms_norm, layer_norm, rms_norm
+from ...norms.reference import Rounding
+from .. import probe
 from ..parts import Branch, add, folded
-from ..rule import Rule
+from ..probe import Form
+from ..rule import Family, Rule
 
 __all__ = ["RULES"]
 
-Rounding = Literal["once", "llama", "t5", "gemma"]
 Method = Callable[..., Any]
 
 
@@ -37,16 +39,10 @@ def _narrowed(low: torch.dtype | None, *dtypes: torch.dtype) -> torch.dtype | No
 def _methods(norm: Method, add_norm: Method, argument: str) -> dict[str, Method]:
     """The methods of a norm: its forward, whose argument has that name, and what a fused block calls."""
 
-    def forward_input(self: Any, input: Tensor) -> Tensor:
+    def forward(self: Any, input: Tensor) -> Tensor:
         return norm(self, input, None)  # type: ignore[no-any-return]
 
-    def forward_x(self: Any, x: Tensor) -> Tensor:
-        return norm(self, x, None)  # type: ignore[no-any-return]
-
-    def forward_hidden_states(self: Any, hidden_states: Tensor) -> Tensor:
-        return norm(self, hidden_states, None)  # type: ignore[no-any-return]
-
-    forward = {"input": forward_input, "x": forward_x, "hidden_states": forward_hidden_states}[argument]
+    forward.__code__ = forward.__code__.replace(co_varnames=("self", argument))
     return {"forward": forward, "_fusedops_norm": norm, "_fusedops_add_norm": add_norm}
 
 
@@ -82,43 +78,88 @@ def _add_rms_norm(self: Any, x: Tensor, bias: Tensor | None, residual: Tensor, *
 
 
 def _output_dtype(x: torch.dtype, weight: torch.dtype, rounding: Rounding, low: torch.dtype | None) -> torch.dtype:
-    """The dtype that a module of Transformers gives: it computes its norm out of autocast's sight.
+    """The dtype that a norm gives which computes out of autocast's sight.
 
     Or ``low``, to which it would be cast; through another half dtype on the way it would round twice.
     """
     if rounding == "llama":
         x = torch.promote_types(x, weight)
     elif rounding == "t5":
-        x = weight if weight in (torch.float16, torch.bfloat16) else torch.promote_types(weight, torch.float32)
+        x = (
+            weight
+            if weight in (torch.float16, torch.bfloat16)
+            else torch.promote_types(torch.promote_types(x, weight), torch.float32)
+        )
     return x if low is None or x != torch.float32 else low
 
 
-def _rounded(rounding: Rounding) -> dict[str, Method]:
-    """The methods of a norm of Transformers with one weight."""
-    offset, eps, argument = (1.0, "eps", "x") if rounding == "gemma" else (0.0, "variance_epsilon", "hidden_states")
+def _of(form: Form) -> dict[str, Method]:
+    """The methods of a norm of this form."""
+    layer, rounding, offset, eps = form.kind == "layer", form.rounding, form.offset, form.eps
+    weight_name, bias_name, widened = form.weight, form.bias, form.widened
+
+    def constants(self: Any) -> tuple[Tensor | None, Any]:
+        weight = None if weight_name is None else getattr(self, weight_name)
+        if layer and offset and weight is not None:
+            weight = weight + offset
+        return weight, getattr(self, eps) if isinstance(eps, str) else eps
+
+    def dtype_of(x: torch.dtype, weight: Tensor | None, low: torch.dtype | None) -> torch.dtype | None:
+        if widened:
+            return _narrowed(low, x)
+        return _output_dtype(x, x if weight is None else weight.dtype, rounding, low)
 
     def norm(self: Any, x: Tensor, low: torch.dtype | None) -> Tensor:
-        weight = self.weight
-        return rms_norm(x, weight.shape[0], weight, getattr(self, eps), weight_offset=offset, rounding=rounding,
-                        out_dtype=_output_dtype(x.dtype, weight.dtype, rounding, low))  # fmt: skip
+        weight, epsilon = constants(self)
+        size, dtype = x.shape[-1] if weight is None else weight.shape[0], dtype_of(x.dtype, weight, low)
+        if layer:
+            return layer_norm(x, size, weight, None if bias_name is None else getattr(self, bias_name), epsilon,
+                              out_dtype=dtype)  # fmt: skip
+        return rms_norm(x, size, weight, epsilon, weight_offset=offset, rounding=rounding, out_dtype=dtype)
 
     def add_norm(self: Any, end: Branch, residual: Tensor, return_sum: bool, low: torch.dtype | None,
                  with_cast: bool = False) -> Any:  # fmt: skip
-        weight = self.weight
-        dtype = torch.promote_types(end.product.dtype, residual.dtype)
-        dtype, low = (_output_dtype(dtype, weight.dtype, rounding, d) for d in (None, low))
-        return bias_dropout_add_rms_norm(
-            end.product, folded(end, residual), residual, weight, p=end.p, training=end.training,
-            eps=getattr(self, eps), weight_offset=offset, rounding=rounding, return_sum=return_sum,
-            out_dtype=dtype if with_cast else low, cast_dtype=low if with_cast else None,
-        )  # fmt: skip
+        weight, epsilon = constants(self)
+        z = torch.promote_types(end.product.dtype, residual.dtype)
+        low = dtype_of(z, weight, low)
+        options = {"p": end.p, "training": end.training, "eps": epsilon, "return_sum": return_sum,
+                   "out_dtype": dtype_of(z, weight, None) if with_cast else low,
+                   "cast_dtype": low if with_cast else None}  # fmt: skip
+        x, bias = end.product, folded(end, residual)
+        if layer:
+            ln_bias = None if bias_name is None else getattr(self, bias_name)
+            return bias_dropout_add_ln(x, bias, residual, weight, ln_bias, **options)
+        return bias_dropout_add_rms_norm(x, bias, residual, weight, weight_offset=offset, rounding=rounding, **options)
 
-    return _methods(norm, add_norm, argument)
+    return _methods(norm, add_norm, form.argument)
 
 
-def _has_a_vector(module: nn.Module) -> str:
-    weight = module._parameters.get("weight")
-    return "" if weight is not None and weight.dim() == 1 else "its weight is no vector"
+def _computed(form: Form, module: nn.Module, x: Tensor) -> Tensor:
+    """What a module fused as this form gives; for the probe."""
+    y: Tensor = _rule(form).methods["_fusedops_norm"](module, x, None)
+    return y
+
+
+@functools.cache
+def _rule(form: Form) -> Rule:
+    calls = [f"{form.kind}_norm"]
+    if form.kind == "rms" and form.rounding in ("llama", "t5"):
+        calls.append(f"rounding as {form.rounding.capitalize()}'s")
+    if form.offset:
+        calls.append("weight + 1")
+    return Rule(name="norm", calls=", ".join(calls), methods=_of(form), known=form.methods, made=("norm", form))
+
+
+def _key(module: nn.Module) -> Form | None:
+    return probe.form(module, _computed)
+
+
+def _made(cls: type[nn.Module], form: Form) -> Rule | None:
+    return _rule(form) if probe.same_code(cls, form) else None
+
+
+def _why(module: nn.Module) -> str:
+    return probe.refusal(module, _computed)
 
 
 RULES = (
@@ -136,37 +177,5 @@ RULES = (
         base=nn.RMSNorm,
         names=("RMSNorm",),
     ),
-    Rule(
-        name="llama_rms_norm",  # and Mistral, Mixtral, Qwen2, Qwen3, Phi3, Granite, DeepSeek, Cohere, …
-        calls="rms_norm, rounding as Llama's",
-        methods=_rounded("llama"),
-        fits=_has_a_vector,
-        fingerprints=("f76e5ef4173f",),
-        names=("LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Phi3RMSNorm"),
-    ),
-    Rule(
-        name="olmo_rms_norm",  # and GPT-OSS
-        calls="rms_norm",
-        methods=_rounded("once"),
-        fits=_has_a_vector,
-        fingerprints=("7911e327d434", "8af8710d7503"),
-        names=("Olmo2RMSNorm", "GptOssRMSNorm", "HeliumRMSNorm"),
-    ),
-    Rule(
-        name="t5_layer_norm",  # and MT5, UMT5, LongT5, Idefics
-        calls="rms_norm, rounding as T5's",
-        methods=_rounded("t5"),
-        fits=_has_a_vector,
-        fingerprints=("9b3babbf8e1d",),
-        names=("T5LayerNorm", "MT5LayerNorm", "UMT5LayerNorm", "LongT5LayerNorm"),
-    ),
-    Rule(
-        name="gemma_rms_norm",  # and Gemma 2 and 3, Qwen3-Next, RecurrentGemma
-        calls="rms_norm, weight + 1",
-        methods=_rounded("gemma"),
-        fits=_has_a_vector,
-        fingerprints=("fc17404a67aa",),
-        names=("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"),
-        known=("forward", "_norm"),
-    ),
+    Family(name="norm", key=_key, rule=_made, names=("norm",), why=_why),
 )

@@ -8,9 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..hooks import can_call, original
-from ..parts import Branch, add, add_norm, branch, dropped, normed
+from ..autocast import consumers
+from ..hooks import can_call, has_hooks, original
+from ..parts import (
+    Branch,
+    activate,
+    activation_name,
+    add,
+    add_norm,
+    branch,
+    dropped,
+    finished,
+    gated,
+    linear,
+    normed,
+    waiting,
+    without,
+)  # fmt: skip
 from ..rule import At, Rule, has_method
+from ..tricks.casts import cast_together
+from ..tricks.one_token import has_plain_weights, next_token
+from ..tricks.packing import packed_to
 
 __all__ = ["RULES"]
 
@@ -52,6 +70,91 @@ def _layer(child: str, call: Method) -> dict[str, Method]:
         return self._modules[child]
 
     return {"forward": forward, "_fusedops_inner": inner, "_fusedops_consumer": consumer}
+
+
+# --- feed-forward parts ------------------------------------------------------------------------------------------------
+
+
+def _cast_and_multiplied(layer: Any, x: Tensor) -> Branch:
+    """T5's last linear layer, which may be kept in fp32 in a model of half precision."""
+    weight = layer.weight
+    if isinstance(weight, Tensor) and x.dtype != weight.dtype and weight.dtype != torch.int8:
+        x = x.to(weight.dtype)
+    return linear(layer, x)
+
+
+def _t5_gated(self: Any, hidden_states: Tensor) -> tuple[Branch, tuple[Any, ...]]:
+    gate, up, last = cast_together(self, hidden_states, self.wi_0, self.wi_1, self.wo)
+    x = gated(waiting(gate(hidden_states), self.act), up(hidden_states))
+    return _cast_and_multiplied(last, self.dropout(x)), ()
+
+
+def _t5_dense(self: Any, hidden_states: Tensor) -> tuple[Branch, tuple[Any, ...]]:
+    dropout = self.dropout
+    first, last = cast_together(self, hidden_states, self.wi, self.wo)
+    if type(dropout) is nn.Dropout and not has_hooks(dropout):
+        x = activate(linear(first, hidden_states), self.act, dropout.p, training=dropout.training)
+    else:
+        x = dropout(self.act(first(hidden_states)))
+    return _cast_and_multiplied(last, x), ()
+
+
+def _finishing(branch: Method) -> dict[str, Method]:
+    """The methods of a module that leaves the end of its branch to the caller."""
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        return finished(branch(self, hidden_states)[0])
+
+    return {"forward": forward, "_fusedops_branch": branch}
+
+
+def _needs_activation(name: str) -> Callable[[nn.Module, At], str]:
+    def needs(module: nn.Module, at: At) -> str:
+        activation = getattr(module, name, None)
+        known = has_method(at(name), "_fusedops_activation") or activation_name(activation) is not None
+        return "" if known else "its activation is none of the operators'"
+
+    return needs
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+_QKV = ("q", "k", "v")
+
+
+def _compute_bias(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """The position bias in rows, for all layers that follow: PyTorch's fused attention takes no mask with innermost heads."""
+    bias: Tensor = original(self, "compute_bias")(self, *args, **kwargs)
+    return bias.contiguous()
+
+
+def _attention(
+    self: Any,
+    hidden_states: Tensor,
+    mask: Tensor | None = None,
+    key_value_states: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Branch, tuple[Any, ...]]:
+    cross = key_value_states is not None
+    if not kwargs:
+        token = next_token(self, hidden_states, mask, cross, position_bias, past_key_values)
+        if token is not None:
+            return token
+    parts = packed_to("o", self, _QKV, hidden_states, key_value_states, past_key_values)
+    return without(
+        self, "o", None, parts, hidden_states, mask, key_value_states, position_bias, past_key_values, **kwargs
+    )
+
+
+def _attention_helps(module: Any) -> str:
+    helps = []
+    if "relative_attention_bias" in module._modules:
+        helps.append("lays its position bias out once")
+    if not has_hooks(module) and has_plain_weights(module):
+        helps.append("has a fast path for one token")
+    return ", and ".join(helps) or "nothing while it has hooks, or as its layers are"
 
 
 # --- the block: its layers in a row ---------------------------------------------------------------------------------
@@ -113,6 +216,30 @@ RULES = (
     _layer_rule("t5_self_attention", "867f0a59cdd9", "SelfAttention", "SelfAttention", _self_attention),
     _layer_rule("t5_cross_attention", "3ace0c45d839", "CrossAttention", "EncDecAttention", _cross_attention),
     _layer_rule("t5_feed_forward", "493046debaeb", "FF", "DenseReluDense", _feed_forward),
+    Rule(
+        name="t5_gated_dense",  # and MT5, UMT5, Pix2Struct
+        calls="glu",
+        parts=("act", "wo"),
+        needs=_needs_activation("act"),
+        methods={**_finishing(_t5_gated), **consumers("wi_0", "wi_1")},
+        fingerprints=("1f778d977330",),
+        names=("T5DenseGatedActDense", "MT5DenseGatedActDense", "UMT5DenseGatedActDense"),
+    ),
+    Rule(
+        name="t5_dense",
+        calls="bias_act with dropout",
+        parts=("wi", "act", "dropout", "wo"),
+        methods={**_finishing(_t5_dense), **consumers("wi")},
+        fingerprints=("389a87093bdf",),
+        names=("T5DenseActDense", "MT5DenseActDense", "UMT5DenseActDense"),
+    ),
+    Rule(
+        name="t5_attention",  # and MT5, LongT5, UDOP, Switch Transformers, Pop2Piano
+        helps=_attention_helps,
+        methods={"compute_bias": _compute_bias, "_fusedops_branch": _attention, **consumers(*_QKV)},
+        fingerprints=("12564b5b1c2f",),
+        names=("T5Attention", "MT5Attention"),
+    ),
     Rule(
         name="t5_block",
         calls="bias_dropout_add_rms_norm, bias_dropout_add",

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..casts import cast_together
-from ..hooks import has_hooks, original
-from ..parts import Branch, activate, add, add_norm, add_norm_cast, branch, dropped, linear, normed
+from ..hooks import has_hooks, is_plain, original
+from ..parts import Branch, activate, add, add_norm, add_norm_cast, branch, dropped, linear, normed, without
 from ..rule import Rule
+from ..tricks.casts import cast_together
 
 __all__ = ["RULES"]
 
@@ -26,8 +26,31 @@ def _attention(attention: nn.Module, dropout: nn.Module, x: Tensor, memory: Tens
     return dropped(end, dropout)
 
 
+def _multihead_consumers(self: Any) -> tuple[nn.Module, ...] | None:
+    # Its weights are its own. PyTorch's fast path, which would not cast, is not taken under autocast.
+    weights = (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+    return () if all(weight is None or is_plain(weight) for weight in weights) else None
+
+
+def _multihead_helps(module: Any) -> str:
+    if has_hooks(module):
+        return "leaves nothing to the block while it has hooks"
+    return (
+        "leaves its last bias to the block"
+        if module.out_proj.bias is not None and not has_hooks(module.out_proj)
+        else "takes its rows in autocast's dtype"
+    )
+
+
+def _multihead_branch(self: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
+    if self.training:
+        return without(self, "out_proj", None, {}, *args, **kwargs)
+    result = self(*args, **kwargs)  # it may take PyTorch's fast path, which needs the bias
+    return Branch(result[0]), result[1:]
+
+
 def _feed_forward(self: Any, x: Tensor, last: nn.Module) -> Branch:
-    first, second = cast_together(x, self.linear1, self.linear2)
+    first, second = cast_together(self, x, self.linear1, self.linear2)
     inner, dropout = linear(first, x), self.dropout
     if type(dropout) is nn.Dropout and not has_hooks(dropout):
         y = activate(inner, self.activation, dropout.p, training=dropout.training)
@@ -96,6 +119,12 @@ def _layer_parts(module: nn.Module) -> tuple[str, ...]:
 
 
 RULES = (
+    Rule(
+        name="multihead_attention",
+        helps=_multihead_helps,
+        methods={"_fusedops_branch": _multihead_branch, "_fusedops_consumers": _multihead_consumers},
+        base=nn.MultiheadAttention,
+    ),
     Rule(
         name="encoder_layer",
         calls="bias_act, bias_dropout_add_ln",

@@ -16,11 +16,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import compiling
-from .autocast import autocast_dtype
-from .casts import Cast, cast_stacks, castable
+from .. import compiling
+from ..autocast import autocast_dtype
+from ..cast import Cast
+from ..fingerprint import fingerprint
+from . import allowed
+from .casts import cast_stacks, castable
 
-__all__ = ["packed", "packed_linear", "packed_to"]
+__all__ = ["packable", "packed", "packed_linear", "packed_to"]
+
+# Attentions whose key and value go into the attention as they are, and so does the query if it is not scaled first:
+# what is only on the way to something else (a scaled query, rotary positions) packing would keep alive with the others.
+_QKV, _LINS = ("q_proj", "k_proj", "v_proj"), ("q_lin", "k_lin", "v_lin")
+_PACKABLE = {
+    **dict.fromkeys(("f434310b8181", "280db448c0ae", "06f537010e90"), (_QKV, False)),  # BART, CLIP and their relatives
+    **dict.fromkeys(("3099567ec98b", "79e198db90db"), (_QKV, True)),  # OPT; Whisper, whose key is without a bias
+    "9c1503232895": (_QKV, False),  # ViT, DeiT, BEiT, DINOv2
+    "7888d8c7ae34": (_LINS, False),  # DistilBERT
+}
+
+
+def packable(cls: type) -> tuple[tuple[str, ...], bool]:
+    """The names of query, key and value of an attention that may be packed, none for another class; whether it scales first."""
+    return _PACKABLE.get(fingerprint(cls), ((), False))
 
 
 def packed_linear(x: Tensor, layers: list[Any], dtype: torch.dtype, cast: Cast | None = None) -> tuple[Tensor, ...]:
@@ -90,7 +108,7 @@ def packed(module: nn.Module, names: tuple[str, ...], x: Tensor, others: Tensor 
     apart: tuple[str, ...] = ()
     if others is not None:
         apart, names, x = names[:1], names[1:], others
-    dtype = autocast_dtype(x) if names and module.training else None
+    dtype = autocast_dtype(x) if names and module.training and allowed(module, "packing") else None
     layers: list[Any] = [module._modules.get(name) for name in names]
     if dtype is None or not all(map(_packs, layers)):
         return {}, last
@@ -102,7 +120,8 @@ def packed(module: nn.Module, names: tuple[str, ...], x: Tensor, others: Tensor 
         if layer.weight.requires_grad != learns:  # backward would compute gradients that are not required
             return {}, last
     casts: list[Cast] | None = None
-    if compiling.makes_kernels(x) and (others is None or not _is_filled(cache, module)):
+    casting = compiling.makes_kernels(x) and allowed(module, "casts")
+    if casting and (others is None or not _is_filled(cache, module)):
         casts = _cast(layers, [module._modules.get(name) for name in apart], last, dtype)
         if casts is None and apart:  # the query may be what keeps the rest from it
             apart, casts = (), _cast(layers, [], last, dtype)

@@ -15,29 +15,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from . import compiling
-from .autocast import autocast_dtype
-from .hooks import has_hooks, is_conv1d, is_plain
+from .. import compiling
+from ..autocast import autocast_dtype
+from ..cast import Cast
+from ..hooks import has_hooks, is_conv1d, is_plain
+from . import allowed
 
-__all__ = ["Cast", "cast_as_one", "cast_stacks", "cast_together", "castable"]
+__all__ = ["cast_as_one", "cast_stacks", "cast_together", "castable"]
 
 # Inductor reads up to so many tensors in one kernel that joins them.
 _MOST = 8
 # A matrix product loads 16 bytes at once: no matrix may begin between two such loads.
 _ALIGNED = 8
-
-
-class Cast:
-    """A linear layer with a weight in autocast's dtype."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The layer's output."""
-        return F.linear(x, self.weight, self.bias)
 
 
 def castable(layer: nn.Module | None) -> bool:
@@ -93,16 +83,17 @@ def cast_stacks(stacks: Sequence[Sequence[Any]], dtype: torch.dtype) -> list[Cas
     return casts
 
 
-def cast_together(x: Tensor, *layers: Any) -> Sequence[Any]:
+def cast_together(owner: Any, x: Tensor, *layers: Any) -> Sequence[Any]:
     """The linear layers of one branch: as `Cast` with weights cast in one pass, or the layers as they are.
 
     The last one's bias is left as it is, for the operator at the end of the branch.
 
     Args:
+        owner: the fused module whose layers these are.
         x: the rows that the branch takes.
         layers: in the order in which they are called.
     """
     dtype = autocast_dtype(x) if compiling.makes_kernels(x) else None
-    if dtype is None or not all(map(castable, layers)):
+    if dtype is None or not allowed(owner, "casts") or not all(map(castable, layers)):
         return layers
     return cast_stacks([[layer] for layer in layers], dtype) or layers

@@ -1,17 +1,20 @@
-"""Post-norm blocks of Transformers: each residual branch ends in one bias-dropout-add-norm."""
+"""BERT and its relatives, whose sums and norms are modules of their own: a layer joins them with what is around them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .. import compiling
-from ..casts import cast_together
-from ..hooks import can_call, has_hooks, original
-from ..parts import Branch, activate, add_norm, add_norm_cast, branch, drop, dropped, linear, narrowed
+from ..autocast import consumers, narrowed, under_autocast
+from ..hooks import can_call, has_hooks, is_linear, is_plain, original
+from ..parts import Branch, activate, add_norm, add_norm_cast, dropped, linear, replacing
 from ..rule import At, Rule, has_method, needs_norm
+from ..tricks import allowed
+from ..tricks.casts import cast_together
+from ..tricks.masks import laid_out
+from ..tricks.packing import packed
 
 __all__ = ["RULES"]
 
@@ -58,11 +61,19 @@ def _attended(attention: Any, modules: tuple[nn.Module, ...], hidden_states: Ten
     return y, y
 
 
+def _dense_act(self: Any, hidden_states: Tensor) -> Tensor:
+    return _activated(self, self.dense, hidden_states)
+
+
+def _activated(self: Any, dense: Any, x: Tensor) -> Tensor:
+    return activate(linear(dense, x), self.intermediate_act_fn)
+
+
 def _bert_feed_forward(intermediate: Any, output: Any, x: Tensor, residual: Tensor) -> Tensor:
     known = compiling.makes_kernels(x) and can_call(intermediate, "_fusedops_activated")
     if not known or not can_call(output, "_fusedops_end"):
         return output(intermediate(x), residual)  # type: ignore[no-any-return]
-    first, second = cast_together(x, intermediate.dense, output.dense)
+    first, second = cast_together(intermediate, x, intermediate.dense, output.dense)
     end = output._fusedops_end(second, intermediate._fusedops_activated(first, x))
     return add_norm(end, residual, output.LayerNorm, return_sum=False)  # type: ignore[no-any-return]
 
@@ -91,52 +102,42 @@ def _bert_layer(
     return _bert_feed_forward(self.intermediate, self.output, x, y)
 
 
-def _distilbert_block(self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
-    end, _ = branch(self.attention, narrowed(hidden_states, self.attention), attention_mask=attention_mask, **kwargs)
-    x, y = add_norm_cast(end, hidden_states, self.sa_layer_norm, self.ffn)
-    end, _ = branch(self.ffn, x)
-    return add_norm(end, y, self.output_layer_norm, return_sum=False)  # type: ignore[no-any-return]
+_BERT_QKV = ("query", "key", "value")
 
 
-def _bart_feed_forward(self: Any, x: Tensor, residual: Tensor) -> Tensor:
-    first, second = cast_together(x, self.fc1, self.fc2)
-    inner = activate(linear(first, x), self.activation_fn, self.activation_dropout, training=self.training)
-    end = drop(linear(second, inner), self.dropout, training=self.training)
-    return add_norm(end, residual, self.final_layer_norm, return_sum=False)  # type: ignore[no-any-return]
+def _bert_self_attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _bert_with_last(self, None, hidden_states, *args, **kwargs)[0]
 
 
-def _bart_encoder_layer(self: Any, hidden_states: Tensor, attention_mask: Tensor, **kwargs: Any) -> Tensor:
-    end, _ = branch(self.self_attn, narrowed(hidden_states, self.self_attn), attention_mask=attention_mask, **kwargs)
-    end = drop(end, self.dropout, training=self.training)
-    x, y = add_norm_cast(end, hidden_states, self.self_attn_layer_norm, self.fc1)
-    x = _bart_feed_forward(self, x, y)
-    if x.dtype == torch.float16 and not torch.isfinite(x).all():
-        largest = torch.finfo(x.dtype).max - 1000
-        x = torch.clamp(x, min=-largest, max=largest)
-    return x
+def _bert_with_last(self: Any, last: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any,
+                    **kwargs: Any) -> tuple[Any, Any]:  # fmt: skip
+    """The attention's outputs, and the linear layer that is next to take them, cast with its own if these are."""
+    view, attention_mask = self, laid_out(attention_mask) if allowed(self, "masks") else attention_mask
+    if under_autocast(hidden_states):
+        # The caller keeps the rows for the residual, in their own dtype.
+        hidden_states = narrowed(hidden_states, self.query, self.key, self.value)
+        parts, last = packed(self, _BERT_QKV, hidden_states, last=last)
+        view = replacing(self, parts)
+    return original(self, "forward")(view, hidden_states, attention_mask, *args, **kwargs), last
 
 
-def _bart_decoder_layer(
-    self: Any,
-    hidden_states: Tensor,
-    attention_mask: Tensor | None = None,
-    encoder_hidden_states: Tensor | None = None,
-    encoder_attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
-    use_cache: bool | None = True,
-    **kwargs: Any,
-) -> Tensor:
-    end, _ = branch(self.self_attn, narrowed(hidden_states, self.self_attn), past_key_values=past_key_values,
-                    attention_mask=attention_mask, **kwargs)  # fmt: skip
-    end = drop(end, self.dropout, training=self.training)
-    crosses = encoder_hidden_states is not None
-    x, y = add_norm_cast(end, hidden_states, self.self_attn_layer_norm, self.encoder_attn if crosses else self.fc1)
-    if crosses:
-        end, _ = branch(self.encoder_attn, x, key_value_states=encoder_hidden_states,
-                        attention_mask=encoder_attention_mask, past_key_values=past_key_values, **kwargs)  # fmt: skip
-        end = drop(end, self.dropout, training=self.training)
-        x, y = add_norm_cast(end, y, self.encoder_attn_layer_norm, self.fc1)
-    return _bart_feed_forward(self, x, y)
+def _bert_helps(module: nn.Module) -> str:
+    layers = [module._modules.get(name) for name in _BERT_QKV]
+    plain = all(
+        layer is not None and is_linear(layer) and not has_hooks(layer) and is_plain(layer.weight) for layer in layers
+    )
+    return "casts its input once under autocast" if plain else "nothing as its layers are"
+
+
+def _distilbert_branch(self: Any, x: Tensor) -> tuple[Branch, None]:
+    if self.chunk_size_feed_forward:
+        return Branch(self(x)), None
+    first, last = cast_together(self, x, self.lin1, self.lin2)
+    return dropped(linear(last, activate(linear(first, x), self.activation)), self.dropout), None
+
+
+def _distilbert_chunk(self: Any, input: Tensor) -> Tensor:
+    return self.dropout(self.lin2(activate(linear(self.lin1, input), self.activation)))  # type: ignore[no-any-return]
 
 
 def _bert_layer_needs(module: nn.Module, at: At) -> str:
@@ -154,8 +155,14 @@ RULES = (
         needs=needs_norm("LayerNorm"),
         methods={"forward": _bert_output, "_fusedops_end": _bert_end},
         fingerprints=("ab006922443d",),
-        names=("BertSelfOutput", "BertOutput", "RobertaSelfOutput", "RobertaOutput", "ElectraSelfOutput",
-               "ElectraOutput"),
+        names=(
+            "BertSelfOutput",
+            "BertOutput",
+            "RobertaSelfOutput",
+            "RobertaOutput",
+            "ElectraSelfOutput",
+            "ElectraOutput",
+        ),
     ),
     Rule(
         name="bert_attention",
@@ -175,30 +182,27 @@ RULES = (
         known=("forward", "feed_forward_chunk"),
     ),
     Rule(
-        name="distilbert_block",
-        calls=_CALLS,
-        parts=("sa_layer_norm", "output_layer_norm"),
-        needs=needs_norm("sa_layer_norm", "output_layer_norm"),
-        methods={"forward": _distilbert_block},
-        fingerprints=("f53a3b665f7a",),
-        names=("TransformerBlock",),
+        name="dense_act",  # BERT's, and that of its many relatives
+        calls="bias_act",
+        parts=("dense", "intermediate_act_fn"),
+        methods={"forward": _dense_act, "_fusedops_activated": _activated, **consumers("dense")},
+        fingerprints=("d6fb3cc61037",),
+        names=("BertIntermediate", "RobertaIntermediate", "ElectraIntermediate"),
     ),
     Rule(
-        name="bart_encoder_layer",  # and Marian, PLBart, BlenderbotSmall
-        calls=_CALLS,
-        parts=("fc1", "activation_fn", "fc2", "self_attn_layer_norm", "final_layer_norm"),
-        needs=needs_norm("self_attn_layer_norm", "final_layer_norm"),
-        methods={"forward": _bart_encoder_layer},
-        fingerprints=("b57d6d10a46f",),
-        names=("BartEncoderLayer", "MarianEncoderLayer"),
+        name="bert_self_attention",  # and that of twelve relatives
+        helps=_bert_helps,
+        methods={"forward": _bert_self_attention, "_fusedops_with_last": _bert_with_last},
+        fingerprints=("5280870db47f",),
+        names=("BertSelfAttention", "RobertaSelfAttention", "ElectraSelfAttention"),
     ),
     Rule(
-        name="bart_decoder_layer",
-        calls=_CALLS,
-        parts=("fc1", "activation_fn", "fc2", "self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"),
-        needs=needs_norm("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"),
-        methods={"forward": _bart_decoder_layer},
-        fingerprints=("a9c8541de6d8",),
-        names=("BartDecoderLayer", "MarianDecoderLayer"),
+        name="distilbert_ffn",
+        calls="bias_act",
+        parts=("lin1", "activation", "lin2", "dropout"),
+        methods={"ff_chunk": _distilbert_chunk, "_fusedops_branch": _distilbert_branch, **consumers("lin1")},
+        fingerprints=("6b0d1cb67a21",),
+        names=("FFN",),
+        known=("forward", "ff_chunk"),
     ),
-)  # fmt: skip
+)

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import fusedops
 from fusedops.models import parts
-from fusedops.models.rules import linears
-from fusedops.models.rules.linears import padded_linear
+from fusedops.models.tricks import padding
+from fusedops.models.tricks.padding import padded_linear
 from support import DEVICE
 
 OUTPUTS = 4099
@@ -72,11 +72,11 @@ def test_which_layers(outputs: int, fused: bool) -> None:
 def test_elsewhere_it_is_the_layer_that_it_was() -> None:
     """On the CPU: bit for bit, and contiguous."""
     model = nn.Sequential(_layer(device=torch.device("cpu")))
-    rows = _rows(2 * linears._LEAST_ROWS, device=torch.device("cpu"))
+    rows = _rows(2 * padding._LEAST_ROWS, device=torch.device("cpu"))
     before = model(rows)
     assert fusedops.fuse_model(model)
     assert torch.equal(model(rows), before) and model(rows).is_contiguous()
-    assert linears._product_dtype(rows, model[0].weight, model[0].bias) is None
+    assert padding._product_dtype(rows, model[0].weight, model[0].bias) is None
 
 
 class _Somewhere:
@@ -115,19 +115,19 @@ def test_when_it_pads(rows: int, inner: int, dtypes: tuple[torch.dtype, ...], au
                       expected: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: autocast is not None)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: autocast)
-    monkeypatch.setattr(linears, "is_plain", lambda t: True)
+    monkeypatch.setattr(padding, "is_plain", lambda t: True)
     given: list[Any] = [_Somewhere(dtype, *shape) for dtype, shape in
                         zip(dtypes, ((rows, inner), (OUTPUTS, inner), (OUTPUTS,)), strict=True)]  # fmt: skip
-    assert linears._product_dtype(*given) == expected
+    assert padding._product_dtype(*given) == expected
     if len({*dtypes[:2]}) == 1 and dtypes[2] != dtypes[0] and not autocast:
-        assert linears._product_dtype(*given[:2], None) == (dtypes[0] if dtypes[0] == HALF else None)
+        assert padding._product_dtype(*given[:2], None) == (dtypes[0] if dtypes[0] == HALF else None)
     if expected is not None:
         for special in range(3):  # quantised, distributed: tensors with ways of their own
-            monkeypatch.setattr(linears, "is_plain", lambda t, one=given[special]: t is not one)
-            assert linears._product_dtype(*given) is None
-        monkeypatch.setattr(linears, "is_plain", lambda t: True)
+            monkeypatch.setattr(padding, "is_plain", lambda t, one=given[special]: t is not one)
+            assert padding._product_dtype(*given) is None
+        monkeypatch.setattr(padding, "is_plain", lambda t: True)
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-        assert linears._product_dtype(*given) is None
+        assert padding._product_dtype(*given) is None
 
 
 def test_in_a_block_it_is_the_linear_layer_that_it_was() -> None:

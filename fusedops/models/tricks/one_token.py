@@ -1,11 +1,8 @@
-"""T5's attention: its own forward, and a fast path for the next token of a generation.
+"""T5's attention, for the next token of a generation.
 
 A generation's step is launch-bound. For one token no head needs a transposition, and
 rows of one token need no folding for a linear layer: the same products and the same attention take fewer calls. What is
 not the known case goes through the module's own forward, before anything is changed.
-
-A position bias comes out of its embedding with the heads innermost, and PyTorch's fused attention on GPUs takes no mask
-whose last dimension has strides. Here it is laid out once, in the first layer, for all that follow.
 """
 
 from __future__ import annotations
@@ -18,16 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..autocast import consumers
 from ..fingerprint import digest
-from ..hooks import has_hooks, original
-from ..packing import packed_to
-from ..parts import Branch, without
-from ..rule import Rule
+from ..hooks import has_hooks
+from ..parts import Branch
+from . import allowed
 
-__all__ = ["RULES"]
+__all__ = ["has_plain_weights", "next_token"]
 
-_QKV = ("q", "k", "v")
 # Transformers' `sdpa_attention_forward` with its `create_position_bias_mask`, in 5.17 and 5.23: for one query they call
 # PyTorch's attention under the sum of mask and position bias, and nothing else.
 _SDPA = ("6b854b7295d1", "4eceba25d5ea")
@@ -35,41 +29,18 @@ _SDPA = ("6b854b7295d1", "4eceba25d5ea")
 _ALIGNED = 8
 
 
-def _compute_bias(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    bias: Tensor = original(self, "compute_bias")(self, *args, **kwargs)
-    return bias.contiguous()
+def next_token(self: Any, hidden_states: Tensor, mask: Tensor | None, cross: bool, position_bias: Tensor | None,
+               cache: Any) -> tuple[Branch, tuple[Any, ...]] | None:  # fmt: skip
+    """What T5's attention makes of one token; None where this is not a step of a generation, or anything is unusual."""
+    if cache is None or hidden_states.shape[1] != 1 or not allowed(self, "one_token"):
+        return None
+    weights = _weights(self, cross, cache, position_bias is not None)
+    return None if weights is None else _next_token(self, hidden_states, mask, cross, position_bias, cache, weights)
 
 
-def _branch(
-    self: Any,
-    hidden_states: Tensor,
-    mask: Tensor | None = None,
-    key_value_states: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    past_key_values: Any = None,
-    **kwargs: Any,
-) -> tuple[Branch, tuple[Any, ...]]:
-    weights = None
-    if not kwargs and past_key_values is not None and hidden_states.shape[1] == 1:
-        weights = _weights(self, key_value_states is not None, past_key_values, position_bias is not None)
-    if weights is None:
-        parts = packed_to("o", self, _QKV, hidden_states, key_value_states, past_key_values)
-        return without(
-            self, "o", None, parts, hidden_states, mask, key_value_states, position_bias, past_key_values, **kwargs
-        )
-    return _next_token(self, hidden_states, mask, key_value_states is not None, position_bias, past_key_values, weights)
-
-
-def _helps(module: Any) -> str:
-    helps = []
-    if "relative_attention_bias" in module._modules:
-        helps.append("lays its position bias out once")
-    if not has_hooks(module) and _plain_weights(module) is not None:
-        helps.append("has a fast path for one token")
-    return ", and ".join(helps) or "nothing while it has hooks, or as its layers are"
-
-
-# --- the next token -------------------------------------------------------------------------------------------------
+def has_plain_weights(self: Any) -> bool:
+    """Whether the attention's linear layers are such that there is a fast path."""
+    return _plain_weights(self) is not None
 
 
 def _weights(self: Any, cross: bool, cache: Any, biased: bool) -> tuple[Tensor, ...] | None:
@@ -175,14 +146,3 @@ def _aligned(bias: Tensor) -> Tensor:
     """The same numbers, rows a multiple of `_ALIGNED` elements apart."""
     length = bias.shape[-1]
     return F.pad(bias, (0, -length % _ALIGNED))[..., :length] if length % _ALIGNED else bias.contiguous()
-
-
-RULES = (
-    Rule(
-        name="t5_attention",  # and MT5, LongT5, UDOP, Switch Transformers, Pop2Piano
-        helps=_helps,
-        methods={"compute_bias": _compute_bias, "_fusedops_branch": _branch, **consumers(*_QKV)},
-        fingerprints=("12564b5b1c2f",),
-        names=("T5Attention", "MT5Attention"),
-    ),
-)

@@ -1,0 +1,26 @@
+"""What models are given beside fused operators: ways around the slow paths of PyTorch, Inductor and cuDNN.
+
+Each is right wherever it is taken, stands in one file, and is turned off alone by its name in ``exclude``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...core.compat import constant_when_traced
+
+__all__ = ["TRICKS", "allowed"]
+
+# Masks laid out for PyTorch's fused attention; query, key and value as one product; weights cast in one pass; T5's next
+# token by fewer calls. Vocabularies padded are a rule of their own (`padding`).
+TRICKS = frozenset({"masks", "packing", "casts", "one_token"})
+
+
+@constant_when_traced
+def _is_off(cls: Any, trick: str) -> bool:
+    return trick in getattr(cls, "_fusedops_off", ())
+
+
+def allowed(module: Any, trick: str) -> bool:
+    """Whether a fused module may use the trick; another module, or none, may."""
+    return not _is_off(type(module), trick)
