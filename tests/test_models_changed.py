@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import linecache
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -210,3 +212,29 @@ def test_attention_functions_are_given_modules(spec: Any) -> None:
         model(**inputs(spec))
     assert given
     assert all(isinstance(module, nn.Module) for module in given)
+
+
+_SOURCE = """
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer, self.dropout = nn.LayerNorm(8), nn.Linear(8, 8), nn.Dropout(0.1)
+
+    def forward(self, x):
+        x = x + self.dropout(self.layer(x))
+        return self.norm(x)
+"""
+
+
+@pytest.mark.parametrize("now, rule", [("", "block"), ("+ 1", ""), ("# said otherwise", "block")])
+def test_a_file_that_was_written_to_since(now: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read is what runs, or it is left: an editor may have saved the file meanwhile."""
+    path = tmp_path / f"edited_{abs(hash(now))}.py"
+    path.write_text(_SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = importlib.import_module(path.stem).Block()
+    path.write_text(_SOURCE.replace("self.norm(x)", f"self.norm(x) {now}"))
+    linecache.checkcache()
+    assert fusedops.fuse_model(model).modules[0].rule == rule

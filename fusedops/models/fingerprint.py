@@ -8,19 +8,22 @@ through a subclass, a patch, or another release of the library.
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import hashlib
 import inspect
+import itertools
 import math
 import textwrap
 from collections.abc import Callable
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["canonical", "digest", "fingerprint", "unwrapped"]
+__all__ = ["canonical", "digest", "fingerprint", "is_what_runs", "unwrapped"]
 
 # What says nothing about behaviour, or differs between Python releases for the same source.
 _SKIPPED = frozenset({"annotation", "returns", "type_comment", "type_params", "ctx", "kind"})
@@ -83,3 +86,45 @@ def unwrapped(function: Any) -> Any:
     ):
         function = function.__wrapped__  # type: ignore[attr-defined]
     return function
+
+
+def is_what_runs(function: FunctionType, tree: ast.FunctionDef) -> bool:
+    """Whether a function was compiled of this source: its file may have been written to since it was imported."""
+    bare = ast.FunctionDef(name=tree.name, args=tree.args, body=tree.body, decorator_list=[], returns=None)
+    module = ast.fix_missing_locations(ast.Module([ast.copy_location(bare, tree)], []))
+    code = compile(module, function.__code__.co_filename, "exec", dont_inherit=True)
+    return any(isinstance(c, CodeType) and _alike(c, function.__code__) for c in code.co_consts)
+
+
+def _alike(one: CodeType, other: CodeType) -> bool:
+    """Whether two pieces of code do the same, wherever they stand."""
+    if one.co_varnames != other.co_varnames:
+        return False
+    pairs = list(itertools.zip_longest(_instructions(one), _instructions(other), fillvalue=("", None)))
+    return all(name == name_ and _same(value, value_) for (name, value), (name_, value_) in pairs)
+
+
+# How Python calls a method hangs on whether the module imports the name; jumps are as long as what they pass over.
+_CALLS = {
+    "LOAD_METHOD": "LOAD_ATTR",
+    "CALL_METHOD": "CALL",
+    "PUSH_NULL": "",
+    "PRECALL": "",
+    "NOP": "",
+    "EXTENDED_ARG": "",
+}
+
+
+def _instructions(code: CodeType) -> list[tuple[str, Any]]:
+    found = [(_CALLS.get(i.opname, i.opname), None if "JUMP" in i.opname or "FOR_ITER" in i.opname else i.argval)
+             for i in dis.get_instructions(code)]  # fmt: skip
+    return [(name, None if name == "CALL" else value) for name, value in found if name]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two constants or names are the same; strings but for the indentation that was taken from the source."""
+    if isinstance(one, CodeType) and isinstance(other, CodeType):
+        return _alike(one, other)
+    if isinstance(one, str) and isinstance(other, str):
+        return one.split() == other.split()
+    return type(one) is type(other) and repr(one) == repr(other)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from . import compiling, parts
 from .autocast import consumers
-from .fingerprint import unwrapped
+from .fingerprint import is_what_runs, unwrapped
 from .hooks import found, has_hooks, is_linear, is_plain, is_unchanged
 from .rewriting import PREFIX, Rewritten, Step, called_paths, conditions, rewrite, rows_of
 from .rule import At, Family, Rule, has_method, judge
@@ -119,6 +119,8 @@ def _read(function: Any) -> tuple[FunctionType, ast.FunctionDef] | None:
         return None
     definition = tree.body[0]
     if not isinstance(definition, ast.FunctionDef) or any(map(_is_strange, ast.walk(definition))):
+        return None
+    if not is_what_runs(function, definition):
         return None
     ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
     return function, definition
