@@ -1530,6 +1530,7 @@ def test_a_layer_that_is_gone() -> None:
     _same(_results(fused, _rows()), _results(model, _rows()))
 
 
+@pytest.mark.pairs
 @case
 @pytest.mark.parametrize("how", _REPLACED)
 def test_replaced_children(name: str, how: str) -> None:
