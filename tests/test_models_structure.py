@@ -1325,6 +1325,18 @@ def a_gate_whose_rows_change(self, x):
     return gate * self.up(x * 1)
 
 
+@_case(bias_dropout_add_ln=1)
+def a_flag_that_turns(self, x):
+    if self.flag:
+        x = x + 1
+    self.flag = not self.flag
+    x = x + self.fc(x)
+    x = self.norm1(x)
+    if self.flag:
+        x = x * 2
+    return x
+
+
 # --- what they compute ------------------------------------------------------------------------------------------------
 
 

@@ -198,10 +198,16 @@ class _Pruning(ast.NodeTransformer):
 
 def conditions(function: ast.FunctionDef) -> list[str]:
     """The texts of the conditions that hang on nothing but attributes of the function's first argument."""
+    if _writes_attributes(function):  # which may turn a condition between two places where it is asked
+        return []
     self_name = function.args.args[0].arg if function.args.args else ""
     tests = [node.test for node in ast.walk(function) if isinstance(node, ast.If)]
     return [ast.unparse(test) for test in tests if _is_pure(test) and {
         inner.id for inner in ast.walk(test) if isinstance(inner, ast.Name)} == {self_name}]  # fmt: skip
+
+
+def _writes_attributes(node: ast.AST) -> bool:
+    return any(isinstance(inner, ast.Attribute) and not isinstance(inner.ctx, ast.Load) for inner in ast.walk(node))
 
 
 def _split(body: list[ast.stmt], left: int, kinds: Kinds, self_name: str,
@@ -218,8 +224,9 @@ def _split(body: list[ast.stmt], left: int, kinds: Kinds, self_name: str,
         rest = body[index + 1 :]
         if not left or not rest or _leaves(statement.body) or not _calls_modules(statement, kinds, self_name):
             continue
-        constant = path_of(statement.test, self_name) or (
-            isinstance(statement.test, ast.UnaryOp) and path_of(statement.test.operand, self_name)
+        constant = not any(map(_writes_attributes, body)) and (
+            path_of(statement.test, self_name)
+            or (isinstance(statement.test, ast.UnaryOp) and path_of(statement.test.operand, self_name))
         )
         branches = []
         for truth, branch in ((True, statement.body), (False, statement.orelse)):
