@@ -29,6 +29,11 @@ from support import (
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
+# A graph takes a second, and how one is made is the same for all operators of a family.
+_OF_FAMILIES = ("bias_act", "glu", "layer_norm", "bias_dropout_add_ln", "batched_layer_norm_tanh",
+                "batched_layer_norm_tanh_sequence")  # fmt: skip
+of_families = pytest.mark.parametrize("spec", [pytest.param(spec, id=spec.name, marks=[] if spec.name in _OF_FAMILIES
+                                                            else pytest.mark.full) for spec in ALL_SPECS])  # fmt: skip
 
 
 def _backend(device: torch.device) -> str:
@@ -97,6 +102,7 @@ def _close(actual: Tensor, expected: Tensor, eps: float) -> None:
     assert (actual.double() - expected).abs().max().item() <= bound
 
 
+@pytest.mark.kernels
 @pytest.mark.pairs
 @cases((torch.float32, torch.bfloat16), _worth_a_graph)
 def test_values_and_gradients(case: Case, device: torch.device) -> None:
@@ -105,7 +111,7 @@ def test_values_and_gradients(case: Case, device: torch.device) -> None:
     _compare(case.spec, sample, compiled)
 
 
-@every
+@of_families
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor's CPU code needs a C++ compiler")
 def test_inductor(spec: Spec, device: torch.device) -> None:
     """All the way through Inductor, on whatever device: fused with an operator before it and one after it."""
@@ -142,8 +148,7 @@ def _run(spec: Spec, compiled: Callable[..., Any], rows: int, device: torch.devi
     assert all(g.isfinite().all() for g in torch.autograd.grad(outputs, leaves, random_like(outputs)))
 
 
-@pytest.mark.pairs
-@every
+@of_families
 @pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
 def test_new_row_counts_do_not_recompile(spec: Spec, dynamic: bool | None, device: torch.device) -> None:
     """With ``dynamic=True`` one graph serves all; by default the second row count makes the graph dynamic, for good."""
@@ -159,7 +164,7 @@ def test_new_row_counts_do_not_recompile(spec: Spec, dynamic: bool | None, devic
     assert counts[1:] == [counts[0] + (0 if dynamic else 1)] * (len(ROWS) - 1)
 
 
-@every
+@of_families
 def test_leading_dimensions_are_dynamic_too(spec: Spec, device: torch.device) -> None:
     """Batch and sequence length both change."""
     counter = CompileCounterWithBackend("aot_eager")
@@ -204,7 +209,7 @@ def test_gpu_autocast_does_not_break_a_graph(monkeypatch: pytest.MonkeyPatch, de
     assert compiled(x).dtype == torch.bfloat16
 
 
-@every
+@of_families
 def test_modes_share_no_graph(spec: Spec, device: torch.device) -> None:
     """Inference under no_grad and training through the same compiled callable both come out right."""
     sample = _kept(spec.benchmark((6, 40), torch.float32, device))

@@ -29,6 +29,7 @@ from support import (
 from tolerances import check_gradients, unit_roundoff
 
 
+@pytest.mark.pairs("spec dtype")
 @cases()
 def test_gradients(case: Case) -> None:
     grads = check_gradients(case.spec, case.sample())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fusedops
 from fusedops.models import autocast
 from fusedops.models.parts import normed
-from fusedops.models.spec import MODELS, ModelSpec
+from sample_models import MODELS, ModelSpec
 from support import KERNEL_PATH
 from tolerances import unit_roundoff
 from zoo import HAS_TRANSFORMERS, SAMPLES, build, inputs, observed, outputs, run, undropped, unpacked

@@ -19,9 +19,9 @@ import fusedops
 from fusedops.models.cast import Cast
 from fusedops.models.compiling import makes_kernels
 from fusedops.models.parts import linear
-from fusedops.models.spec import ModelSpec
 from fusedops.models.tricks.casts import cast_as_one, cast_together
 from fusedops.models.tricks.packing import packed
+from sample_models import ModelSpec
 from support import DEVICE, KERNEL_PATH
 from tolerances import unit_roundoff
 from zoo import SAMPLES, Counting, every, inputs, making_kernels, run, undropped

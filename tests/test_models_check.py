@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fusedops
 from fusedops.models import FusionReport, Rule
-from fusedops.models.spec import ModelSpec
+from sample_models import ModelSpec
 from zoo import build, every, inputs, run, transformers_only
 
 pytestmark = pytest.mark.once

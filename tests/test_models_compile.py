@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import fusedops
-from fusedops.models.spec import ModelSpec
+from sample_models import ModelSpec
 from support import DEVICE, KERNEL_PATH
 from zoo import SAMPLES, build, counted, inputs, making_kernels, outputs, undropped
 

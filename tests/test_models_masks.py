@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import fusedops
 from fusedops.models.parts import branch
-from fusedops.models.spec import ModelSpec
 from fusedops.models.tricks.masks import laid_out
+from sample_models import ModelSpec
 from support import DEVICE, KERNEL_PATH
 from zoo import SAMPLES, inputs, making_kernels, undropped
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import fusedops
 from fusedops.models.parts import replacing
-from fusedops.models.spec import ModelSpec
 from fusedops.models.tricks.packing import packed, packed_linear
+from sample_models import ModelSpec
 from support import DEVICE
 from tolerances import unit_roundoff
 from zoo import SAMPLES, Counting, every, inputs, outputs, run, undropped, unpacked

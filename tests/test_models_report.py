@@ -11,7 +11,7 @@ from torch import nn
 
 import fusedops
 from fusedops.models import FusionReport, Rule
-from fusedops.models.spec import MODELS, ModelSpec
+from sample_models import MODELS, ModelSpec
 from zoo import build, every, inputs, observed, run, transformers_only
 
 pytestmark = pytest.mark.once

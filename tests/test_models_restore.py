@@ -15,7 +15,7 @@ from torch import nn
 
 import fusedops
 from fusedops.models.classes import original_class
-from fusedops.models.spec import ModelSpec
+from sample_models import ModelSpec
 from zoo import SAMPLES, build, every, inputs, run, transformers_only
 
 pytestmark = pytest.mark.once

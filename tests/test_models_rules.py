@@ -19,8 +19,8 @@ import fusedops
 from fusedops.models.fingerprint import canonical, fingerprint
 from fusedops.models.rule import Family, Rule
 from fusedops.models.rules import RULES
-from fusedops.models.spec import MODELS, ModelSpec
 from fusedops.models.tricks.packing import _PACKABLE
+from sample_models import MODELS, ModelSpec
 from support import KERNEL_PATH
 from zoo import HAS_TRANSFORMERS, SAMPLES, build, every, inputs, observed, outputs, transformers_only, undropped
 

@@ -1395,6 +1395,9 @@ def _fused(model: _Base, **options: Any) -> _Base:
 
 
 case = pytest.mark.parametrize("name", _CASES)
+# What is true of every rewritten forward for one reason shows in a third of them.
+some = pytest.mark.parametrize("name", [pytest.param(name, marks=[] if i % 3 == 0 else pytest.mark.full)
+                                        for i, name in enumerate(_CASES)])  # fmt: skip
 
 
 @case
@@ -1493,7 +1496,7 @@ def _used(model: _Base) -> list[str]:
     return [name for name in dict.fromkeys(calls) if "." not in name]
 
 
-@case
+@some
 def test_one_hook(name: str) -> None:
     """Whichever child has it: that is called as often as it was, and the rest is what it was."""
     model = _made(_CASES[name][0]).train()
@@ -1543,7 +1546,7 @@ def test_a_layer_that_is_gone() -> None:
 
 
 @pytest.mark.pairs
-@case
+@some
 @pytest.mark.parametrize("how", _REPLACED)
 def test_replaced_children(name: str, how: str) -> None:
     """After the model was fused: each child in turn, by something else."""
@@ -1557,7 +1560,7 @@ def test_replaced_children(name: str, how: str) -> None:
         _alike(fused, plain)
 
 
-@case
+@some
 def test_excluded_children(name: str) -> None:
     """Each child in turn is left, and the rest is what it was."""
     model = _made(_CASES[name][0]).train()

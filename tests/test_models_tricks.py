@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import fusedops
-from fusedops.models.spec import ModelSpec
 from fusedops.models.tricks import TRICKS
+from sample_models import ModelSpec
 from support import DEVICE
 from zoo import SAMPLES, build, counted, inputs, making_kernels, undropped
 

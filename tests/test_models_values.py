@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fusedops
 from fusedops.core import launch
-from fusedops.models.spec import MODELS, ModelSpec
+from sample_models import MODELS, ModelSpec
 from support import INTERPRETED, KERNEL_PATH
 from tolerances import unit_roundoff
 from zoo import HAS_TRANSFORMERS, SAMPLES, build, counted, every, inputs, outputs, run

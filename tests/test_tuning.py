@@ -261,6 +261,7 @@ def test_shipped_tables_hold_valid_configs(name: str, content: dict[str, object]
 
 
 @pytest.mark.kernels
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "content"), list(_shipped()))
 def test_shipped_entries_belong_to_workloads(name: str, content: dict[str, object]) -> None:
     """Some workload has each entry's key; a renamed variant would orphan its entries."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
-from fusedops.models.spec import MODELS, ModelSpec
+from sample_models import MODELS, ModelSpec
 from support import DEVICE, INTERPRETED
 
 __all__ = [

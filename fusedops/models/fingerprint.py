@@ -14,8 +14,9 @@ import hashlib
 import inspect
 import itertools
 import math
+import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["canonical", "digest", "fingerprint", "is_what_runs", "unwrapped"]
+__all__ = ["canonical", "definition", "digest", "fingerprint", "is_pytorchs", "unwrapped"]
 
 # What says nothing about behaviour, or differs between Python releases for the same source.
 _SKIPPED = frozenset({"annotation", "returns", "type_comment", "type_params", "ctx", "kind"})
@@ -63,18 +64,33 @@ def digest(*functions: Any) -> str:
 
 def _read(function: Callable[..., Any] | None) -> str:
     function = unwrapped(function)
-    if not inspect.isfunction(function):
-        return ""
-    try:
-        # Of a function `inspect` reads what it wraps, if it says so; of a code object what will run.
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))
-    except (OSError, SyntaxError, TypeError):
+    tree = definition(function)
+    if tree is None or not inspect.isfunction(function):
         return ""
     for node in ast.walk(tree):
         name = node.id if isinstance(node, ast.Name) else ""
         if name in _MEANINGS and function.__globals__.get(name) is not _MEANINGS[name]:
             return ""
-    return canonical(tree.body)
+    return canonical([tree])
+
+
+@functools.lru_cache(maxsize=4096)
+def definition(function: Any) -> ast.FunctionDef | None:
+    """The tree of which a function was compiled, at its lines in its file; None where that cannot be had.
+
+    Of a function `inspect` reads what it wraps, if it says so; of a code object what will run.
+    """
+    if not inspect.isfunction(function):
+        return None
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))
+    except (OSError, SyntaxError, TypeError):
+        return None
+    found = tree.body[0]
+    if not isinstance(found, ast.FunctionDef) or not _is_what_runs(function, found):
+        return None
+    ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
+    return found
 
 
 def unwrapped(function: Any) -> Any:
@@ -88,12 +104,31 @@ def unwrapped(function: Any) -> Any:
     return function
 
 
-def is_what_runs(function: FunctionType, tree: ast.FunctionDef) -> bool:
+def _is_what_runs(function: FunctionType, tree: ast.FunctionDef) -> bool:
     """Whether a function was compiled of this source: its file may have been written to since it was imported."""
     bare = ast.FunctionDef(name=tree.name, args=tree.args, body=tree.body, decorator_list=[], returns=None)
-    module = ast.fix_missing_locations(ast.Module([ast.copy_location(bare, tree)], []))
+    owner = function.__qualname__.split(".")[-2:][0]
+    cls = ast.ClassDef(name=owner, bases=[], keywords=[], body=[ast.copy_location(bare, tree)], decorator_list=[])
+    module = ast.fix_missing_locations(ast.Module([ast.copy_location(cls, tree)], []))
     code = compile(module, function.__code__.co_filename, "exec", dont_inherit=True)
-    return any(isinstance(c, CodeType) and _alike(c, function.__code__) for c in code.co_consts)
+    return any(_alike(inner, function.__code__) for inner in _inside(_inside([code])))
+
+
+def _inside(codes: Iterable[CodeType]) -> list[CodeType]:
+    """What is defined in these."""
+    return [constant for code in codes for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+def is_pytorchs(base: type, name: str) -> bool:
+    """Whether a method of a class of PyTorch is the one that stands in its source, and nothing put there since."""
+    owner = next((cls for cls in base.__mro__ if name in vars(cls)), base)
+    if not owner.__module__.startswith("torch."):
+        return True
+    method = vars(owner).get(name)
+    if not isinstance(method, FunctionType):
+        return False
+    file = getattr(sys.modules.get(owner.__module__), "__file__", None)
+    return method.__qualname__ == f"{owner.__qualname__}.{name}" and file in (None, method.__code__.co_filename)
 
 
 def _alike(one: CodeType, other: CodeType) -> bool:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
 import itertools
 import math
-import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -24,8 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..core.compat import cast_by_autocast, without_modes
 from ..norms.reference import NormRule, Rounding, normalize
-from .fingerprint import digest
-from .rule import _is_pytorchs
+from .fingerprint import definition, digest, is_pytorchs
 
 __all__ = ["Form", "form", "refusal", "same_code"]
 
@@ -106,9 +103,8 @@ class _Read:
         if not digest(function):
             raise _RefusedError(f"its {name} cannot be read")
         self.functions[name] = function
-        tree = _tree(function.__code__)
-        if not isinstance(tree, ast.FunctionDef):
-            raise _RefusedError(f"its {name} cannot be read")
+        tree = definition(function)
+        assert tree is not None
         taken = tree.args
         if name == "forward":
             names = [arg.arg for arg in (*taken.posonlyargs, *taken.args)]
@@ -124,7 +120,7 @@ class _Read:
             self.argument = names[1]
         if tree.decorator_list or taken.defaults or taken.kw_defaults:
             raise _RefusedError(f"its {name} is more than a plain method")
-        for statement in tree.body:
+        for statement in tree.body[ast.get_docstring(tree) is not None :]:
             self._visit(statement, function)
 
     def _visit(self, node: Any, function: FunctionType) -> None:
@@ -209,7 +205,7 @@ class _Read:
         mro = self.cls.__mro__
         owner = next(i for i, c in enumerate(mro) if vars(c).get(function.__name__) is function)
         base = next(c for c in mro[owner + 1 :] if name in vars(c))
-        if name != "forward" or base not in (nn.LayerNorm, nn.RMSNorm) or not _is_pytorchs(base, name):
+        if name != "forward" or base not in (nn.LayerNorm, nn.RMSNorm) or not is_pytorchs(base, name):
             raise _RefusedError(f"its {function.__name__} calls that of {base.__name__}")
         for attribute in ("normalized_shape", "weight", "bias", "eps"):
             if hasattr(self.module, attribute):
@@ -271,15 +267,6 @@ def _is_module(value: Any) -> bool:
 
 def _is_sizes(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and all(isinstance(size, int) for size in value)
-
-
-@functools.lru_cache(maxsize=4096)
-def _tree(code: Any) -> ast.stmt:
-    tree = ast.parse(textwrap.dedent(inspect.getsource(code))).body[0]
-    first = tree.body[0] if isinstance(tree, ast.FunctionDef) else None
-    if isinstance(tree, ast.FunctionDef) and isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-        del tree.body[0]
-    return tree
 
 
 # --- running ----------------------------------------------------------------------------------------------------------

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import FunctionType
 from typing import Any
 
 from torch import nn
 
-from .fingerprint import fingerprint
+from .fingerprint import fingerprint, is_pytorchs
 
 __all__ = ["At", "Family", "Rule", "Verdict", "has_method", "judge", "needs_norm"]
 
@@ -94,7 +92,7 @@ class Rule:
         """Whether a class's code is what the rule was written for."""
         base = self._base_of(cls)
         if base is not None:
-            return all(getattr(cls, name) is getattr(base, name) and _is_pytorchs(base, name) for name in self.known)
+            return all(getattr(cls, name) is getattr(base, name) and is_pytorchs(base, name) for name in self.known)
         return bool(self.fingerprints) and fingerprint(cls, self.known) in self.fingerprints
 
     def resembles(self, cls: type) -> bool:
@@ -131,18 +129,6 @@ class Family:
         """The rule for a module."""
         key = self.key(module)
         return None if key is None else self.rule(type(module), key)
-
-
-def _is_pytorchs(base: type, name: str) -> bool:
-    """Whether a method of a class of PyTorch is the one that stands in its source, and nothing put there since."""
-    owner = next((cls for cls in base.__mro__ if name in vars(cls)), base)
-    if not owner.__module__.startswith("torch."):
-        return True
-    method = vars(owner).get(name)
-    if not isinstance(method, FunctionType):
-        return False
-    file = getattr(sys.modules.get(owner.__module__), "__file__", None)
-    return method.__qualname__ == f"{owner.__qualname__}.{name}" and file in (None, method.__code__.co_filename)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import textwrap
 import types
 from collections.abc import Callable, Mapping
 from types import FunctionType
@@ -16,7 +15,7 @@ from torch.nn import functional as F
 
 from . import compiling, parts
 from .autocast import consumers
-from .fingerprint import is_what_runs, unwrapped
+from .fingerprint import definition, unwrapped
 from .hooks import found, has_hooks, is_linear, is_plain, is_unchanged
 from .rewriting import PREFIX, Rewritten, Step, called_paths, conditions, rewrite, rows_of
 from .rule import At, Family, Rule, has_method, judge
@@ -113,17 +112,8 @@ def _read(function: Any) -> tuple[FunctionType, ast.FunctionDef] | None:
     function = _renamed(unwrapped(function))[0]
     if not inspect.isfunction(function) or function.__code__.co_freevars or function.__code__.co_flags & _SUSPENDS:
         return None
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))
-    except (OSError, SyntaxError, TypeError):
-        return None
-    definition = tree.body[0]
-    if not isinstance(definition, ast.FunctionDef) or any(map(_is_strange, ast.walk(definition))):
-        return None
-    if not is_what_runs(function, definition):
-        return None
-    ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
-    return function, definition
+    tree = definition(function)
+    return None if tree is None or any(map(_is_strange, ast.walk(tree))) else (function, tree)
 
 
 def _renamed(function: Any) -> tuple[Any, list[Any]]:

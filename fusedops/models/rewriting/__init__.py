@@ -1,0 +1,9 @@
+"""Forwards rewritten, with the steps joined that one operator does together: see `statements`."""
+
+from .conditions import conditions
+from .ends import Step
+from .reading import Kinds, called_paths, rows_of
+from .statements import Rewritten, rewrite
+from .trees import PREFIX
+
+__all__ = ["PREFIX", "Kinds", "Rewritten", "Step", "called_paths", "conditions", "rewrite", "rows_of"]
