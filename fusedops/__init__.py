@@ -2,6 +2,8 @@
 
 from . import nn as nn  # not in __all__: a star import must not shadow torch.nn
 from .activations.ops import bias_act, bias_gelu, geglu, gelu, glu, swiglu
+from .compiler.errors import NotRowwiseError
+from .compiler.function import rowwise
 from .core.tuning import Tuner, register_tuner
 from .core.version import __version__
 from .generation.ops import no_repeat_ngram
@@ -10,6 +12,7 @@ from .norms.ops import bias_dropout_add, bias_dropout_add_ln, bias_dropout_add_r
 from .slices.ops import batched_layer_norm_tanh
 
 __all__ = [
+    "NotRowwiseError",
     "__version__",
     "batched_layer_norm_tanh",
     "bias_act",
@@ -25,6 +28,7 @@ __all__ = [
     "layer_norm",
     "no_repeat_ngram",
     "rms_norm",
+    "rowwise",
     "swiglu",
     "unfuse_model",
 ]

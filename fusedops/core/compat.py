@@ -9,6 +9,7 @@ import _thread
 import copy
 import functools
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,6 +26,7 @@ __all__ = [
     "PRIVATE",
     "STREAM",
     "DirectCall",
+    "DispatchMode",
     "Functional",
     "NoDirectCallError",
     "Place",
@@ -40,9 +42,11 @@ __all__ = [
     "current_stream",
     "current_target",
     "current_tracer",
+    "decompositions",
     "default_store",
     "direct_call",
     "dispatch_modes",
+    "fake_mode",
     "fast_apply",
     "forget_compiled",
     "function_modes",
@@ -50,6 +54,7 @@ __all__ = [
     "has_compiled_call",
     "has_global_hooks",
     "has_own_hooks",
+    "hints",
     "in_forward_mode",
     "is_batched",
     "is_compiled",
@@ -60,7 +65,9 @@ __all__ = [
     "other_threads",
     "overlaps_launches",
     "profiling",
+    "quiet",
     "replace_call",
+    "share_memory",
     "transforms",
     "transforms_when_traced",
     "unflatten",
@@ -194,6 +201,52 @@ def current_tracer() -> Any:
     get = _imported("torch.fx.experimental.proxy_tensor", "get_proxy_mode")
     mode = get() if get is not None else None
     return None if mode is None else mode.tracer
+
+
+# The base of modes that see every operator. Without the private name nothing can be traced.
+DispatchMode: Any = _imported("torch.utils._python_dispatch", "TorchDispatchMode") or object
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within it errors of operators on tensors without memory are raised, and not logged besides."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def fake_mode() -> AbstractContextManager[Any]:
+    """A mode in which tensors have no memory: only dtypes, devices and shapes are computed."""
+    mode: Any = _imported("torch._subclasses.fake_tensor", "FakeTensorMode")
+    if mode is None:
+        raise RuntimeError("this PyTorch has no tensors without memory, with which functions are traced")
+    return mode(allow_non_fake_inputs=True)  # type: ignore[no-any-return]
+
+
+def hints(shape: Sequence[Any]) -> tuple[int, ...]:
+    """Sizes as numbers: of symbols, what they stand for in the call that is traced, without saying so to the tracer."""
+    get = (
+        _imported("torch.fx.experimental.symbolic_shapes", "hint_int")
+        if any(type(s) is not int for s in shape)
+        else int
+    )
+    return tuple([get(size) for size in shape]) if get is not None else tuple([int(size) for size in shape])
+
+
+def share_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors without memory would share it. Without the private name they are said to."""
+    first, second = (getattr(t.untyped_storage(), "_cdata", None) for t in (one, other))
+    return first == second
+
+
+@functools.cache
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """PyTorch's operators in terms of others. Without the private name only those that are known are traced."""
+    get = _imported("torch._decomp", "core_aten_decompositions")
+    return {} if get is None else get()
 
 
 _has_kernel: Callable[[str, str], bool] = _find("_C._dispatch_has_kernel_for_dispatch_key", lambda name, key: False)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compat, dropout, launch, operators
+from . import compat, dropout, launch, operators, rng
 from .dropout import Dropout
 from .operator import Operator, Site, Tensors
 from .rng import State
@@ -118,11 +118,11 @@ def _mask(site: Site, state: State) -> Callable[[Tensor], Dropout]:
     Not batched, whatever the gradients are: the forward was outside any transform.
     """
 
-    def masked(like: Tensor) -> Dropout:
+    def masked(like: Tensor, further: int = 0, threshold: int | None = None) -> Dropout:
         if not site.dropout:
             return dropout.none
         plain = torch.empty(like.shape, dtype=site.acc, device=like.device)
-        return dropout.fixed(dropout.keep_scale(plain, state, site.cols))
+        return dropout.fixed(dropout.keep_scale(plain, rng.beyond(state, further, threshold), site.cols))
 
     return masked
 

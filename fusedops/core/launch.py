@@ -55,6 +55,11 @@ _POINTERS = {
     torch.float32: "*fp32",
     torch.float64: "*fp64",
     torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.bool: "*i1",
 }
 
 _observers: list[list[str]] = []

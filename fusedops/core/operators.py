@@ -31,7 +31,9 @@ __all__ = [
 ]
 
 # Dtypes as operators take them: an argument of its own kind costs more than a word in a string.
-NAMES: dict[torch.dtype | None, str] = {None: "none", **{d: str(d).removeprefix("torch.") for d in DTYPES}}
+# Rows of integers and truth values are read by functions of the user's.
+_READ = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+NAMES: dict[torch.dtype | None, str] = {None: "none", **{d: str(d).removeprefix("torch.") for d in (*DTYPES, *_READ)}}
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 

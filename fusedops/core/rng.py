@@ -20,7 +20,18 @@ from torch import Tensor
 
 from . import compat
 
-__all__ = ["NO_DROPOUT", "Seed", "State", "draw", "keep_probability", "recorded", "state_of", "threshold", "unpacked"]
+__all__ = [
+    "NO_DROPOUT",
+    "Seed",
+    "State",
+    "beyond",
+    "draw",
+    "keep_probability",
+    "recorded",
+    "state_of",
+    "threshold",
+    "unpacked",
+]
 
 Seed = tuple[int, int] | torch.Tensor
 # What a kernel takes: seed and offset (or a tensor of both and None), and the threshold.
@@ -113,6 +124,18 @@ def _empty(index: int) -> Tensor:
 
 def _draw_tensor(device: torch.device) -> torch.Tensor:
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
+
+
+def beyond(state: State, further: int, threshold: int | None = None) -> State:
+    """The state of another dropout of the same call: so many steps on, perhaps with another threshold."""
+    first, second, own = state
+    own = own if threshold is None else threshold
+    if not further:
+        return first, second, own
+    if second is None:
+        assert isinstance(first, Tensor)
+        return first + torch.tensor([0, further], device=first.device), None, own
+    return first, second + further, own
 
 
 def unpacked(seed: Tensor | None) -> tuple[int | Tensor | None, int | None]:

@@ -1,0 +1,1 @@
+"""Your own operators: functions of plain PyTorch operators, as one kernel each way."""

@@ -1,0 +1,173 @@
+"""Reverse-mode differentiation of a graph, into the same graph.
+
+What the backward computes again is a node of the forward. Sums over columns are taken where a value lacks them. Sums
+over rows are left to the caller: an input's gradient may have rows that the input has not, and all that is linear comes
+before the one sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from ..core.activations import ACTIVATIONS
+from .ir import Graph, Node, topological
+from .structure import Part, Structure
+
+__all__ = ["cotangent", "gradients"]
+
+# The products of a cotangent and an operator's partial derivatives; None where there is none.
+_Rule = Callable[[Graph, Node, Node], Sequence[Node | None]]
+
+
+def cotangent(structure: Structure, output: int, part: Part) -> Node:
+    """The gradient of an output's part."""
+    operand = structure.outputs[output]
+    axes = [axis for axis in operand.axes if axis not in structure.unrolled]
+    return structure.graph.make("cotangent", attrs=(output, part), axes=axes, kind="float")
+
+
+def gradients(structure: Structure, seeds: Mapping[Node, Node], inputs: Sequence[int]) -> dict[int, dict[Part, Node]]:
+    """The gradients of inputs, by part; of inputs without a gradient none.
+
+    Args:
+        structure: the function.
+        seeds: the cotangents of nodes.
+        inputs: places of the inputs whose gradients are wanted.
+    """
+    adjoints = dict[Node, Node]()
+    backward = _Backward(structure, adjoints)
+    for node, seed in seeds.items():
+        backward.add(node, seed, node.axes)
+    for node in reversed(topological(seeds)):
+        backward.visit(node)
+    found: dict[int, dict[Part, Node]] = {}
+    for place in inputs:
+        operand = structure.inputs[place]
+        for part in structure.parts(operand):
+            axes = [axis for axis in operand.axes if axis not in structure.unrolled]
+            leaf = structure.graph.make("input", attrs=(place, part), axes=axes, kind=operand.kind)
+            if leaf in adjoints:
+                found.setdefault(place, {})[part] = adjoints[leaf]
+    return found
+
+
+class _Backward:
+    def __init__(self, structure: Structure, adjoints: dict[Node, Node]) -> None:
+        self.structure, self.graph, self.adjoints = structure, structure.graph, adjoints
+
+    def visit(self, node: Node) -> None:
+        """Hand a node's adjoint on to its arguments."""
+        adjoint = self.adjoints.get(node)
+        if adjoint is None or node.kind != "float" or not node.args:
+            return
+        for arg, contribution in zip(node.args, self._contributions(node, adjoint), strict=True):
+            if contribution is not None and arg.kind == "float":
+                self.add(arg, contribution, node.axes)
+
+    def add(self, node: Node, contribution: Node, axes: frozenset[int]) -> None:
+        """Add to a node's adjoint what comes from a value with these axes."""
+        columns = set(self.structure.columns)
+        # All columns or none: a sum over some of them is the caller's.
+        gone = set() if node.axes & columns else axes & columns
+        repeated = gone - contribution.axes
+        contribution = self.graph.reduce("sum", contribution, gone)
+        if repeated:
+            count = math.prod([self.structure.sizes[axis] for axis in repeated])
+            contribution = self.graph.binary("mul", contribution, self.graph.const(float(count)))
+        known = self.adjoints.get(node)
+        self.adjoints[node] = contribution if known is None else self.graph.binary("add", known, contribution)
+
+    def _contributions(self, node: Node, g: Node) -> Sequence[Node | None]:
+        op, graph = node.op, self.graph
+        if op in ("sum", "round"):
+            return (g,)
+        if op == "amax":
+            return (self._amax(node, g),)
+        if op == "pick":
+            return (self._picked(node, g), None)
+        if op == "cast":
+            return (g if node.args[0].kind == "float" else None,)
+        if op in ACTIVATIONS:
+            return (graph.binary("mul", g, graph.make(f"d:{op}", node.args[0])),)
+        if op.startswith("d:"):
+            raise NotImplementedError(op)
+        return _RULES[op](graph, node, g)
+
+    def _amax(self, node: Node, g: Node) -> Node:
+        """The largest elements of a row share its gradient."""
+        graph, (x,) = self.graph, node.args
+        largest = graph.make("eq", x, node)
+        zero, one = graph.const(0.0), graph.const(1.0)
+        count = graph.reduce("sum", graph.where(largest, one, zero), node.attrs[0])
+        return graph.where(largest, graph.binary("div", g, count), zero)
+
+    def _picked(self, node: Node, g: Node) -> Node:
+        """The element that was picked has the gradient, if there is one axis of elements."""
+        graph, (axis,) = self.graph, node.attrs[0]
+        place = graph.make("iota", attrs=(axis,), axes=(axis,), kind="int")
+        return graph.where(graph.make("eq", place, node.args[1]), g, graph.const(0.0))
+
+
+def _mul(graph: Graph, *factors: Node) -> Node:
+    found = factors[0]
+    for factor in factors[1:]:
+        found = graph.binary("mul", found, factor)
+    return found
+
+
+def _of_one(function: Callable[[Graph, Node, Node], Node]) -> _Rule:
+    """The rule of an operator of one value, from its derivative as a function of the value and the result."""
+    return lambda graph, node, g: (_mul(graph, g, function(graph, node.args[0], node)),)
+
+
+def _divided(graph: Graph, node: Node, g: Node) -> Sequence[Node]:
+    quotient = graph.binary("div", g, node.args[1])
+    return quotient, graph.unary("neg", _mul(graph, quotient, node))
+
+
+def _extremum(comparison: str) -> _Rule:
+    def rule(graph: Graph, node: Node, g: Node) -> Sequence[Node]:
+        x, y = node.args
+        half, zero = _mul(graph, g, graph.const(0.5)), graph.const(0.0)
+        tied = graph.where(graph.make("eq", x, y), half, zero)
+        return (graph.where(graph.make(comparison, x, y), g, tied), graph.where(graph.make(comparison, y, x), g, tied))
+
+    return rule
+
+
+def _where(graph: Graph, node: Node, g: Node) -> Sequence[Node | None]:
+    zero = graph.const(0.0)
+    return None, graph.where(node.args[0], g, zero), graph.where(node.args[0], zero, g)
+
+
+def _nothing(graph: Graph, node: Node, g: Node) -> Sequence[None]:
+    return (None,) * len(node.args)
+
+
+_RULES: dict[str, _Rule] = {
+    "neg": lambda graph, node, g: (graph.unary("neg", g),),
+    "exp": _of_one(lambda graph, x, y: y),
+    "log": lambda graph, node, g: (graph.binary("div", g, node.args[0]),),
+    "log1p": lambda graph, node, g: (graph.binary("div", g, graph.binary("add", node.args[0], graph.const(1.0))),),
+    "expm1": _of_one(lambda graph, x, y: graph.binary("add", y, graph.const(1.0))),
+    "sqrt": lambda graph, node, g: (graph.binary("div", _mul(graph, g, graph.const(0.5)), node),),
+    "rsqrt": _of_one(lambda graph, x, y: _mul(graph, _mul(graph, y, y), y, graph.const(-0.5))),
+    "reciprocal": _of_one(lambda graph, x, y: graph.unary("neg", _mul(graph, y, y))),
+    "abs": _of_one(lambda graph, x, y: graph.unary("sign", x)),
+    "sin": _of_one(lambda graph, x, y: graph.unary("cos", x)),
+    "cos": _of_one(lambda graph, x, y: graph.unary("neg", graph.unary("sin", x))),
+    "erf": _of_one(lambda graph, x, y: _mul(graph, graph.unary("exp", graph.unary("neg", _mul(graph, x, x))),
+                                            graph.const(2.0 / math.sqrt(math.pi)))),
+    "sign": _nothing,
+    "floor": _nothing,
+    "ceil": _nothing,
+    "constant_to_gradients": _nothing,
+    "add": lambda graph, node, g: (g, g),
+    "sub": lambda graph, node, g: (g, graph.unary("neg", g)),
+    "mul": lambda graph, node, g: (_mul(graph, g, node.args[1]), _mul(graph, g, node.args[0])),
+    "div": _divided,
+    "maximum": _extremum("gt"),
+    "minimum": _extremum("lt"),
+    "where": _where,
+}  # fmt: skip

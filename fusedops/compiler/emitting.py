@@ -1,0 +1,396 @@
+"""Triton code of values: one line each, with the user's names.
+
+A program has a tile of ROWS rows and BLOCK_N columns. A value is ``(ROWS, BLOCK_N)``, ``(ROWS, 1)``, ``(1, BLOCK_N)`` or
+``(1, 1)``, by whether it varies along rows and columns. A line goes where it is computed least often: before all tiles,
+once for a tile of rows, or once for a tile of columns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import keyword
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ..core.activations import ACTIVATIONS
+from .ir import BINARY, COMPARISONS, REDUCTIONS, Node, value_of
+from .planning import Plan
+from .structure import Operand, Part, Structure
+
+__all__ = ["HEADER", "Argument", "Emitter", "Place", "group_of", "place_of", "strides_of", "whole"]
+
+# How an operand's rows are those of the call: all of them, none, those of a group of rows, or some in some order.
+Place = Literal["rows", "vector", "group", "indexed"]
+
+_DEVICE = ("await_predecessor", "gelu", "gelu_derivative", "gelu_tanh", "gelu_tanh_derivative", "keep_scale", "load_seed",
+           "relu", "relu_derivative", "rows_of", "sigmoid", "sigmoid_derivative", "silu", "silu_derivative", "tanh",
+           "tanh_derivative")  # fmt: skip
+_OWN = ("expm1", "log1p")
+HEADER = f"""import triton
+import triton.language as tl
+
+from fusedops.core.device import {", ".join(_DEVICE)}
+from fusedops.compiler.device import {", ".join(_OWN)}
+"""
+_TAKEN = {"tl", "triton", "ACC", "N", "BLOCK_N", "ROWS", "VECTOR", "STAGES", "OVERLAP", "M", "rows", "cols", "tile", "tiles",
+          "group", "mask", "in_rows", "in_cols", "places", "seed", "offset", "partials", "program", "start", "float", "range",
+          *_DEVICE, *_OWN, *keyword.kwlist}  # fmt: skip
+
+_UNARY = {"neg": "-{}", "exp": "tl.exp({})", "log": "tl.log({})", "log1p": "log1p({})", "expm1": "expm1({})",
+          "sqrt": "tl.sqrt({})", "rsqrt": "tl.rsqrt({})", "reciprocal": "1.0 / {}", "abs": "tl.abs({})",
+          "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0)).to(ACC)", "sin": "tl.sin({})",
+          "cos": "tl.cos({})", "erf": "tl.erf({})", "floor": "tl.floor({})", "ceil": "tl.ceil({})", "not": "{} == 0",
+          "isnan": "{0} != {0}"}  # fmt: skip
+_BINARY = {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "and": "{} & {}", "or": "{} | {}",
+           "xor": "{} ^ {}", "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}", "ge": "{} >= {}", "eq": "{} == {}",
+           "ne": "{} != {}",
+           # A NaN stays, as in PyTorch.
+           "maximum": "tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
+           "minimum": "tl.minimum({}, {}, propagate_nan=tl.PropagateNan.ALL)"}  # fmt: skip
+_TYPES = {torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16", torch.float32: "tl.float32",
+          torch.float64: "tl.float64"}  # fmt: skip
+assert set(BINARY | COMPARISONS) == set(_BINARY)
+_MASKS = {(True, True): "mask", (True, False): "in_rows", (False, True): "in_cols", (False, False): ""}
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A run-time argument of a kernel.
+
+    Attributes:
+        name: in the source.
+        kind: "input", "output", "kept", "stats", "moments", "cotangent", "gradient", "partials", "seed", "offset",
+            "threshold", "stride" (of the tensor that ``of`` names), "size" (of a row axis), "rows", "chunks" or "programs".
+        place: of which input, output, dropout or axis.
+        of: for a stride: the kind of its tensor.
+    """
+
+    name: str
+    kind: str
+    place: int = 0
+    of: str = ""
+
+
+def place_of(structure: Structure, operand: Operand, grouped: bool) -> Place:
+    """How an operand's rows are those of the call."""
+    rows = tuple([axis for axis in operand.axes if axis in structure.rows])
+    static = tuple([axis for axis in operand.axes if axis not in structure.rows])
+    innermost = operand.axes[len(rows) :] == static
+    if not rows:
+        return "vector"
+    if innermost and rows == structure.rows:
+        return "rows"
+    return "group" if innermost and grouped and rows == group_of(structure) else "indexed"
+
+
+def group_of(structure: Structure) -> tuple[int, ...]:
+    """The row axes of the groups of rows that have a vector each; () where there are none.
+
+    Of several kinds of groups those that are most: the others are read by index.
+    """
+    found: tuple[int, ...] = ()
+    for operand in structure.inputs:
+        rows = tuple([axis for axis in operand.axes if axis in structure.rows])
+        if operand.kind == "float" and rows == structure.rows[: len(rows)] and len(rows) < len(structure.rows):
+            found = max(found, rows, key=len)
+    return found
+
+
+def strides_of(structure: Structure, operand: Operand) -> tuple[dict[int, int], int]:
+    """Of an operand's axes within a row, how far apart their elements are; and the elements of a row."""
+    static = [axis for axis in operand.axes if axis not in structure.rows]
+    strides = {axis: math.prod([structure.sizes[a] for a in static[i + 1 :]]) for i, axis in enumerate(static)}
+    return strides, math.prod([structure.sizes[axis] for axis in static])
+
+
+def whole(structure: Structure, operand: Operand) -> Operand:
+    """An operand with all rows and columns, for a gradient that is summed later."""
+    unrolled = [axis for axis in structure.unrolled if axis in operand.axes]
+    axes = (*structure.rows, *unrolled, *structure.columns)
+    return Operand(tuple([(axis,) for axis in axes]), torch.float32, "float", operand.name)
+
+
+class Emitter:
+    """Writes values of a function, and the arguments that they are read from.
+
+    Attributes:
+        invariant: the lines before all tiles.
+        lines: those of a tile of rows.
+        body: those of a tile of columns, where rows are passed over tile by tile; None where one program has one tile.
+        leaves: values that are not computed but read: "kept" or "stat 3".
+        moved: the dtypes of whole tensors that are read or written.
+    """
+
+    def __init__(self, plan: Plan, acc: torch.dtype, *, grouped: bool) -> None:
+        self.plan, self.structure, self.acc, self.grouped = plan, plan.structure, acc, grouped
+        self.arguments: dict[tuple[str, int, str], Argument] = {}
+        self.invariant: list[str] = []
+        self.lines: list[str] = []
+        self.body: list[str] | None = None
+        self.leaves: dict[Node, str] = {}
+        self.kept_parts: dict[Node, Part] = {}
+        self.moved: list[torch.dtype] = []
+        self.named: dict[Node, str] = {}
+        self._taken = set(_TAKEN)
+        self._known: dict[str, str] = {}  # from an expression to its name
+        self._indices: set[int] = set()  # the row axes whose index is asked for
+
+    # --- values -------------------------------------------------------------------------------------------------------
+
+    def value(self, root: Node) -> str:
+        """The name of a value, after the lines that compute it."""
+        todo = [root]
+        while todo:
+            node = todo[-1]
+            missing = [] if node in self.leaves else [arg for arg in node.args if arg not in self.named]
+            if node in self.named or not missing:
+                if node not in self.named:
+                    self.named[node] = self._computed(node)
+                todo.pop()
+            else:
+                todo.extend(reversed(missing))
+        return self.named[root]
+
+    def open_columns(self) -> None:
+        """From here on what varies along columns is computed for a tile of them."""
+        self.body = []
+
+    def close_columns(self, header: Sequence[str]) -> None:
+        """The end of a loop over columns: ``header`` opens it."""
+        assert self.body is not None
+        self.lines += [header[0], *[f"    {line}" for line in (*header[1:], *self.body)]]
+        gone = {name for node, name in self.named.items() if self.has_columns(node)}
+        self.named = {node: name for node, name in self.named.items() if name not in gone}
+        self._known = {text: name for text, name in self._known.items() if name not in gone}
+        self.body = None
+
+    def has_columns(self, node: Node) -> bool:
+        """Whether a value varies along a row."""
+        return bool(node.axes & set(self.structure.columns))
+
+    def has_rows(self, node: Node) -> bool:
+        """Whether a value is another in each tile of rows."""
+        rows = node.axes & set(self.structure.rows)
+        return bool(rows) and not (self.grouped and rows <= set(group_of(self.structure)))
+
+    def _computed(self, node: Node) -> str:
+        if node not in self.leaves:
+            if node.op == "const":
+                return _literal(node)
+            if node.op == "constant_to_gradients":
+                return self.named[node.args[0]]
+        text = self._expression(node)
+        known = self._known.get(text)
+        if known is not None:
+            return known
+        name = self._known[text] = self.free(node.names[-1] if node.names else f"v{len(self._known)}")
+        line = self.structure.lines.get(node.number)
+        self._into(node).append(f"{name} = {text}" + (f"  # line {line}" if line else ""))
+        return name
+
+    def _into(self, node: Node) -> list[str]:
+        if self.body is not None and self.has_columns(node):
+            return self.body
+        return self.lines if self.has_rows(node) else self.invariant
+
+    def _expression(self, node: Node) -> str:
+        op = node.op
+        if node in self.leaves:
+            return self._leaf(node, self.leaves[node])
+        args = [self.named[arg] for arg in node.args]
+        if op in _LEAVES:
+            return self._read(node)
+        if op == "cast":
+            return {"float": f"{args[0]}.to(ACC)", "int": f"{args[0]}.to(tl.int64)", "bool": f"{args[0]} != 0"}[
+                node.kind
+            ]
+        if op == "round":
+            dtype = node.attrs[0]
+            return args[0] if dtype == self.acc else f"{args[0]}.to({_TYPES[dtype]}).to(ACC)"
+        if op == "where":
+            both = all(arg.op == "const" for arg in node.args[1:]) and node.kind == "float"
+            return f"tl.where({', '.join(args)})" + (".to(ACC)" if both else "")
+        if op in REDUCTIONS:
+            return self.reduced(node, self.reducible(node)) if self.has_columns(node.args[0]) else args[0]
+        if op in ACTIVATIONS:
+            return f"{op}({args[0]})"
+        if op.startswith("d:"):
+            return f"{op[2:]}_derivative({args[0]})"
+        return (_UNARY.get(op) or _BINARY[op]).format(*args)
+
+    def reducible(self, node: Node) -> str:
+        """What a reduction sums or compares, with what is no column left out."""
+        value = self.value(node.args[0])
+        if node.op == "pick":
+            return f"tl.where({self._column(node.attrs[0][0])} == {self.value(node.args[1])}, {value}, 0)"
+        padded = self.structure.cols & (self.structure.cols - 1) or self.structure.cols < 16 or self.body is not None
+        if not padded:
+            return value
+        return f"tl.where(in_cols, {value}, {_NEUTRAL[node.op]})"
+
+    def reduced(self, node: Node, value: str) -> str:
+        """The reduction of a tile."""
+        return f"tl.{'max' if node.op == 'amax' else 'sum'}({value}, axis=1, keep_dims=True)"
+
+    # --- leaves -------------------------------------------------------------------------------------------------------
+
+    def _leaf(self, node: Node, what: str) -> str:
+        if what == "kept":
+            assert self.plan.kept_operand is not None
+            return self._load("kept", 0, self.plan.kept_operand, self.kept_parts[node])
+        kind, place = what.split()
+        return f"tl.load({self.number_of_rows(kind, int(place))}, mask=in_rows, other=0)"
+
+    def _read(self, node: Node) -> str:
+        structure, op = self.structure, node.op
+        if op == "input":
+            return self._load("input", node.attrs[0], structure.inputs[node.attrs[0]], node.attrs[1])
+        if op == "cotangent":
+            number = node.attrs[0]
+            operand = structure.outputs[number] if number < len(structure.outputs) else self.plan.kept_operand
+            assert operand is not None
+            return self._load("cotangent", number, operand, node.attrs[1])
+        return f"{self._column(node.attrs[0])}.to(tl.int64)" if op == "iota" else self._keep(node)
+
+    def _keep(self, node: Node) -> str:
+        """Dropout's factors: the parts of a row are rows of their own to the random numbers."""
+        structure, (number, part) = self.structure, node.attrs
+        threshold = self.argument("threshold", number, f"threshold{number}")
+        parts = math.prod([structure.sizes[axis] for axis in structure.unrolled])
+        which = 0
+        for axis in structure.unrolled:
+            which = which * structure.sizes[axis] + dict(part).get(axis, 0)
+        flat = "(group * M + places)" if self.grouped else "places"
+        rows = flat if parts == 1 else f"{flat} * {parts} + {which}"
+        offset = f"offset + {number << 48}" if number else "offset"
+        return f"keep_scale(seed, {offset}, {threshold}, {rows}, start, N, ROWS, BLOCK_N, VECTOR, ACC)"
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def argument(self, kind: str, place: int, name: str, of: str = "") -> str:
+        """The name of an argument."""
+        key = (kind, place, of)
+        found = self.arguments.get(key)
+        if found is None:
+            found = self.arguments[key] = Argument(self.free(name), kind, place, of)
+        return found.name
+
+    def number_of_rows(self, kind: str, place: int) -> str:
+        """Where a number of each row is: of ``stats``, which a backward reads, or ``moments``, which another kernel does."""
+        pointer = self.argument(kind, 0, kind)
+        total = "M * tl.num_programs(1) * tl.num_programs(2)" if self.grouped else "M"
+        return f"{pointer} + {place} * {total} + rows" if place else f"{pointer} + rows"
+
+    def store(self, kind: str, place: int, operand: Operand, part: Part, node: Node) -> None:
+        """Write a part of a tensor."""
+        value = self.value(node)
+        address, mask = self._address(kind, place, operand, part)
+        self._count(operand)
+        pointer = self.arguments[kind, place, ""].name
+        if node.op == "const":
+            value = f"tl.full((1, 1), {value}, ACC)"
+        into = self.lines if self.body is None or mask == "in_rows" else self.body
+        into.append(f"tl.store({address}, {value}.to({pointer}.dtype.element_ty), mask={mask})")
+
+    def store_number(self, kind: str, place: int, node: Node) -> None:
+        """Write a number of each row."""
+        value = self.value(node)
+        self.lines.append(f"tl.store({self.number_of_rows(kind, place)}, {value}, mask=in_rows)")
+
+    def _load(self, kind: str, place: int, operand: Operand, part: Part) -> str:
+        address, mask = self._address(kind, place, operand, part)
+        self._count(operand)
+        loaded = f"tl.load({address}, mask={mask}, other=0)" if mask else f"tl.load({address})"
+        return loaded + {"float": ".to(ACC)", "int": ".to(tl.int64)", "bool": " != 0"}[operand.kind]
+
+    def _count(self, operand: Operand) -> None:
+        if {*self.structure.rows, *self.structure.columns} <= set(operand.axes):
+            self.moved.append(operand.dtype)
+
+    def _address(self, kind: str, place: int, operand: Operand, part: Part) -> tuple[str, str]:
+        """Where a tile of an operand is, and which of it there is."""
+        structure = self.structure
+        pointer = self.argument(kind, place, {"cotangent": "d_", "gradient": "grad_"}.get(kind, "") + operand.name)
+        how = place_of(structure, operand, self.grouped)
+        strides, size = strides_of(structure, operand)
+        terms = [pointer]
+        if how == "rows":
+            contiguous = kind in ("output", "kept", "gradient")
+            terms.append(
+                f"rows * {size if contiguous else self.argument('stride', place, f'{operand.name}_stride', kind)}"
+            )
+        elif how == "group":
+            terms.append(f"group * {size}")
+        elif how == "indexed":
+            terms.append(self._index_of(operand))
+        columns = [axis for axis in structure.columns if axis in strides]
+        if columns:
+            terms.append(self._columns_of(columns, strides))
+        offset = sum(strides[axis] * at for axis, at in part)
+        terms += [str(offset)] if offset else []
+        return " + ".join(terms), _MASKS[how in ("rows", "indexed"), bool(columns)]
+
+    def _columns_of(self, columns: Sequence[int], strides: Mapping[int, int]) -> str:
+        sizes = self.structure.sizes
+        adjacent = all(strides[a] == strides[b] * sizes[b] for a, b in itertools.pairwise(columns))
+        if tuple(columns) == self.structure.columns and adjacent:
+            return "cols" if strides[columns[-1]] == 1 else f"cols * {strides[columns[-1]]}"
+        return " + ".join([f"{self._column(axis)} * {strides[axis]}" for axis in columns])
+
+    def _column(self, axis: int) -> str:
+        """The index along one of the axes that make up a row."""
+        columns, sizes = self.structure.columns, self.structure.sizes
+        inner = math.prod([sizes[a] for a in columns[columns.index(axis) + 1 :]])
+        text = "cols" if inner == 1 else f"(cols // {inner})"
+        return text if axis == columns[0] else f"({text} % {sizes[axis]})"
+
+    def _index_of(self, operand: Operand) -> str:
+        """Where a row of an operand begins that has other rows than the call, contiguous as it is."""
+        structure, terms = self.structure, []
+        for at, axis in enumerate(operand.axes):
+            if axis in structure.rows:
+                self._indices.add(axis)
+                sizes = [
+                    self._size(a) if a in structure.rows else str(structure.sizes[a]) for a in operand.axes[at + 1 :]
+                ]
+                terms.append(" * ".join([f"row{axis}", *sizes]))
+        for axis in self._indices:  # asked for before the list of arguments ends
+            self._row_index(axis)
+        return " + ".join(terms)
+
+    def _size(self, axis: int) -> str:
+        return self.argument("size", axis, f"size{axis}")
+
+    def _row_index(self, axis: int) -> str:
+        rows = self.structure.rows
+        inner = " * ".join([self._size(a) for a in rows[rows.index(axis) + 1 :]])
+        text = f"(rows // ({inner}))" if inner else "rows"
+        return text if axis == rows[0] else f"{text} % {self._size(axis)}"
+
+    def indices(self) -> list[str]:
+        """The lines that find the index along each row axis that is asked for."""
+        return [f"row{axis} = {self._row_index(axis)}" for axis in sorted(self._indices)]
+
+    def free(self, name: str) -> str:
+        """A name that nothing else has."""
+        name = re.sub(r"\W", "_", name)
+        while name in self._taken or not name.isidentifier():
+            found = re.fullmatch(r"(.*?)(\d*)", name)
+            assert found is not None
+            name = f"{found[1] or 'v'}{int(found[2] or 1) + 1}"
+        self._taken.add(name)
+        return name
+
+
+_LEAVES = frozenset({"input", "cotangent", "iota", "keep"})
+_NEUTRAL = {"sum": "0", "amax": 'float("-inf")'}
+
+
+def _literal(node: Node) -> str:
+    value = value_of(node)
+    return f'float("{value}")' if isinstance(value, float) and not math.isfinite(value) else repr(value)

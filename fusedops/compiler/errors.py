@@ -1,0 +1,16 @@
+"""Why a function is not row-wise, in words that name the operator and the user's line."""
+
+from __future__ import annotations
+
+__all__ = ["NotRowwiseError"]
+
+
+class NotRowwiseError(RuntimeError):
+    """A function that `rowwise` cannot make one kernel of.
+
+    Args:
+        message: which operator, where, and why.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)

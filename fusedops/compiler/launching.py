@@ -1,0 +1,289 @@
+"""From tensors to launches of generated kernels.
+
+For each way in which a function is called a Python function is generated that launches its kernels: flat code, as a
+family's launches are by hand, with the tensors in the places where the kernels take them. What is looked up in each call
+is a *plan*: the compiled kernels with their tilings, by alignment and the bucket of the rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..core import launch, tuning
+from ..core.launch import SEED_TYPES, Variant, pointer_type, vector_width
+from ..core.operand import rows as as_rows
+from ..core.operand import vector
+from ..core.rng import State
+from ..core.tuning import BUCKET, TuningKey, widths
+from . import configs
+from .codegen import Kernel, backward_kernels, forward_kernels, reduce_kernel
+from .emitting import Argument, whole
+from .loading import loaded
+from .structure import Operand
+
+if TYPE_CHECKING:
+    from .operator import Program, RowwiseSite
+
+__all__ = ["backward", "forward"]
+
+tuning.register(configs, "rowwise_forward", "rowwise_backward")
+
+Launch = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The kernels of a call, with what each program takes of it.
+
+    Attributes:
+        variants: the kernels.
+        rows: of a tile of each.
+        columns: tiles of columns of each.
+        programs: at most, of the last.
+        reduce: adds up sums over rows.
+        reduce_block: the columns of its programs.
+    """
+
+    variants: tuple[Variant, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    programs: int
+    reduce: Variant | None
+    reduce_block: int
+
+
+def forward(site: RowwiseSite, tensors: Any, outs: Any, state: State) -> None:
+    """One launch, of long rows two."""
+    grouped = site.program.is_grouped(tensors)
+    run = site.launches.get(grouped)
+    if run is None:
+        run = site.launches[grouped] = _forward(site, grouped)
+    run(tensors, outs, state)
+
+
+def backward(site: RowwiseSite, grads: Any, saved: Any, outs: Any, state: State) -> None:
+    """One launch, of long rows two, and for sums over rows one more that adds their parts."""
+    key = (site.program.is_grouped_by(grads), tuple([None if g is None else g.dtype for g in grads]),
+           tuple([out is not None for out in outs]))  # fmt: skip
+    run = site.launches.get(key)
+    if run is None:
+        run = site.launches[key] = _backward(site, *key)
+    run(grads, saved, outs, state)
+
+
+def _forward(site: RowwiseSite, grouped: bool) -> Launch:
+    program = site.program
+    kernels = forward_kernels(program.plan, program.acc, grouped=grouped, tiled=program.tiled, saves=site.saves)
+    names = {("input", i): f"tensors[{i}]" for i in range(len(program.structure.inputs))}
+    names |= {("output", i): f"outs[{i}]" for i in range(program.count)}
+    names |= {("kept", 0): f"outs[{program.count}]", ("stats", 0): "outs[-1]"}
+    return _Launcher(site, kernels, names, "tensors, outs, state", ()).made()
+
+
+def _backward(site: RowwiseSite, grouped: bool, dtypes: Sequence[torch.dtype | None], wanted: Sequence[bool]) -> Launch:
+    program = site.program
+    given = [i for i, dtype in enumerate(dtypes) if dtype is not None]
+    kernels = backward_kernels(program.plan, program.acc, grouped=grouped, tiled=program.tiled, given=given,
+                               wanted=[i for i, want in enumerate(wanted) if want])  # fmt: skip
+    names = {("input", i): f"saved[{at}]" for at, i in enumerate(program.plan.saved_inputs)}
+    names |= {("kept", 0): "saved[-2]", ("stats", 0): "saved[-1]"}
+    names |= {("cotangent", i): f"grads[{i}]" for i in given}
+    names |= {("gradient", i): f"outs[{i}]" for i in range(len(wanted))}
+    return _Launcher(site, kernels, names, "grads, saved, outs, state", dtypes).made()
+
+
+class _Launcher:
+    """Writes the function that launches kernels one after the other.
+
+    Attributes:
+        names: of tensors by kind and place, as the function finds them among its parameters.
+        like: a tensor that has all rows, and its place among the outputs.
+    """
+
+    def __init__(self, site: RowwiseSite, kernels: Sequence[Kernel], names: dict[tuple[str, int], str], parameters: str,
+                 cotangents: Sequence[torch.dtype | None]) -> None:  # fmt: skip
+        self.site, self.kernels, self.last, self.names = site, kernels, kernels[-1], names
+        self.parameters, self.cotangents = parameters, cotangents
+        self.program: Program = site.program
+        self.structure = self.program.structure
+        self.reduce = reduce_kernel(self.program.plan, self.last) if self.last.sums else None
+        output = next((i for i, dtype in enumerate(cotangents) if dtype is not None), 0)
+        self.like = names["cotangent" if cotangents else "output", output], output
+
+    def made(self) -> Launch:
+        """The function."""
+        plans: dict[Any, _Plan] = tuning.register_cache({})
+        namespace: dict[str, Any] = {"as_rows": as_rows, "vector": vector, "BUCKET": BUCKET, "plans": plans, "torch": torch,
+                                     "make": functools.partial(tuning.plan, plans), "build": self._plan, "site": self.site,
+                                     "summed": self._summed}  # fmt: skip
+        exec(compile(self.source(), f"<fusedops launch of {self.program.op}>", "exec"), namespace)
+        return namespace["run"]  # type: ignore[no-any-return]
+
+    def source(self) -> str:
+        """Of the function."""
+        like, output = self.like
+        lines = ["seed, offset, _ = state", "kind = 0 if seed is None else 1 if offset is not None else 2", "bits = 0",
+                 f"rows = {like}.numel() // {self.program.row_size(output)}"]  # fmt: skip
+        for kind, place in dict.fromkeys((a.kind, a.place) for kernel in self.kernels for a in kernel.arguments):
+            lines += self._operand(kind, place)
+        if self.last.grouped:
+            lines += [f"groups = {self._product(self.program.group)}", "rows //= groups"]
+        lines += ["key = (site, kind, bits & 15 == 0, BUCKET[rows.bit_length()])", "plan = plans.get(key)",
+                  "if plan is None:", "    plan = make(key, build)"]  # fmt: skip
+        moments = max(kernel.moments for kernel in self.kernels)
+        if moments:
+            lines.append(f"moments0 = {like}.new_empty({moments}, rows, dtype={self.program.acc})")
+        for number in range(len(self.kernels)):
+            lines += self._launched(number)
+        if self.reduce is not None:
+            slots, cols = len(self.last.sums), self.structure.cols
+            groups = f"{slots} * groups" if self.last.grouped else slots
+            lines.append(f"plan.reduce(-(-{cols} // plan.reduce_block), {groups}, {self._called(self.reduce)})")
+        sizes = "".join([f"{self._size(axis)}, " for axis in range(len(self.structure.sizes))])
+        lines += [
+            f"summed({place}, gradient{place}, {self.names['gradient', place]}, ({sizes}))"
+            for place in self.last.written
+        ]
+        return "\n    ".join([f"def run({self.parameters}):", *lines]) + "\n"
+
+    def _launched(self, number: int) -> list[str]:
+        """The lines that launch a kernel: axis 0 of the grid is tiles of rows."""
+        kernel = self.kernels[number]
+        across = "groups" if kernel.grouped else f"plan.columns[{number}]" if kernel.tiled else "1"
+        lines = [f"programs = -(-rows // plan.rows[{number}])"]
+        if kernel.sums:
+            lines.append(f"programs = min(programs, max(plan.programs // {across}, 1))")
+            count = "programs * groups" if kernel.grouped else "programs"
+            shape = f"{count}, {len(kernel.sums)}, {self.structure.cols}"
+            lines.append(f"partials = {self.like[0]}.new_empty({shape}, dtype={self.program.acc})")
+        return [*lines, f"plan.variants[{number}](programs, {across}, {self._called(kernel)})"]
+
+    def _called(self, kernel: Kernel) -> str:
+        return ", ".join([self._named(argument, kernel) for argument in kernel.arguments])
+
+    def _named(self, argument: Argument, kernel: Kernel) -> str:
+        """What is handed to a kernel for an argument."""
+        kind, place = argument.kind, argument.place
+        if kind == "stride":
+            return f"{argument.of}{place}_stride"
+        if kind == "size":
+            return self._size(place)
+        if kind == "threshold":
+            return str(self.program.thresholds[place])
+        if kind == "gradient" and kernel is self.reduce:
+            return self.names[kind, place]
+        if kind in ("chunks", "programs"):
+            return "programs * groups" if kind == "programs" and self.last.grouped else "programs"
+        return kind if kind in ("seed", "offset", "rows", "partials") else f"{kind}{place}"
+
+    # --- operands -----------------------------------------------------------------------------------------------------
+
+    def _operand(self, kind: str, place: int) -> list[str]:
+        """The lines that make an operand's address, row stride and bits."""
+        name = f"{kind}{place}"
+        if kind == "stats":
+            return [f"{name}, more = vector({self.names[kind, place]})", "bits |= more"]
+        if kind not in ("input", "output", "kept", "cotangent", "gradient"):
+            return []
+        operand = self._operand_of(kind, place)
+        if kind == "gradient" and place in self.last.written:
+            shape = ", ".join([self._product(label) for label in whole(self.structure, operand).labels])
+            return [f"{name} = {self.like[0]}.new_empty({shape}, dtype=torch.float32)"]
+        how = self._reading(operand)
+        strided = any(
+            a.kind == "stride" and (a.place, a.of) == (place, kind) for k in self.kernels for a in k.arguments
+        )
+        if strided and how is not None:
+            return [
+                f"{name}, {name}_stride, more = as_rows({self.names[kind, place]}, {how[0]}, {how[1]})",
+                "bits |= more",
+            ]
+        return [f"{name}, more = vector({self.names[kind, place]})",
+                f"{name}_stride = {self.program.size_of_row(operand)}", "bits |= more"]  # fmt: skip
+
+    def _operand_of(self, kind: str, place: int) -> Operand:
+        if kind in ("input", "gradient"):
+            return self.structure.inputs[place]
+        return self.program.operand(self.program.count if kind == "kept" and self.program.own else
+                                    self.program.plan.kept_output if kind == "kept" else place)  # fmt: skip
+
+    def _reading(self, operand: Operand) -> tuple[int, int] | None:
+        """Elements of a row and its dimensions, where rows may be apart; None where the tensor has to be contiguous."""
+        leading = [label for label in operand.labels if set(label) & set(self.structure.rows)]
+        trailing = operand.labels[len(leading) :]
+        if not trailing or any(set(label) - set(self.structure.rows) for label in leading):
+            return None
+        return self.program.size_of_row(operand), len(trailing)
+
+    def _product(self, axes: Sequence[int]) -> str:
+        """The number of elements along axes, as an expression."""
+        return " * ".join([self._size(axis) for axis in axes]) or "1"
+
+    def _size(self, axis: int) -> str:
+        if axis not in self.program.dynamic:
+            return str(self.structure.sizes[axis])
+        like, output = self.like
+        return f"{like}.shape[{self.program.dims_of(output)[axis]}]"
+
+    def _summed(self, place: int, gradient: Tensor, out: Tensor, sizes: Sequence[int]) -> None:
+        """The sum of a gradient over the rows that the input has not."""
+        operand = self.structure.inputs[place]
+        axes = whole(self.structure, operand).axes
+        gone = [at for at, axis in enumerate(axes) if axis not in operand.axes]
+        rest = [axis for axis in axes if axis in operand.axes]
+        total = gradient.sum(gone) if gone else gradient
+        out.copy_(total.permute([rest.index(axis) for axis in operand.axes]).reshape(out.shape))
+
+    # --- plans --------------------------------------------------------------------------------------------------------
+
+    def _plan(self, site: RowwiseSite, seeded: int, aligned: bool, bucket: int) -> _Plan:
+        cols, chosen = self.structure.cols, []
+        variants = []
+        for kernel in self.kernels:
+            config = tuning.choose(self._tuning_key(kernel, bucket), site.device_index)
+            constants = {
+                "VECTOR": vector_width(*(kernel.moved or (self.program.acc,))),
+                "PERSISTENT": bool(kernel.sums),
+            }
+            variants.append(self._built(site, kernel, seeded, constants, config, aligned))
+            chosen.append(config)
+        reduce = None
+        config = configs.sum_partials(cols)
+        if self.reduce is not None:
+            reduce = self._built(site, self.reduce, seeded, {}, config, aligned)
+        programs = launch.processors(site.device_index) * max(chosen[-1].per_sm, 1)
+        return _Plan(tuple(variants), tuple([c.rows for c in chosen]), tuple([-(-cols // c.block_n) for c in chosen]),
+                     programs, reduce, config.block_n)  # fmt: skip
+
+    def _built(self, site: RowwiseSite, kernel: Kernel, seeded: int, constants: dict[str, Any], config: tuning.Config,
+               aligned: bool) -> Variant:  # fmt: skip
+        types: dict[str, str | None] = {argument.name: self._type(argument) for argument in kernel.arguments}
+        types |= {name: SEED_TYPES[seeded][name] for name in ("seed", "offset") if name in types}
+        found = loaded(self.program.op, self.program.digest, kernel.source, kernel.name)
+        return launch.build(found, types, constants, config, device_index=site.device_index, acc=self.program.acc,
+                            cols=self.structure.cols, aligned=aligned)  # fmt: skip
+
+    def _tuning_key(self, kernel: Kernel, bucket: int) -> TuningKey:
+        moved = kernel.moved or (self.program.acc,)
+        how = "moments" if kernel.name.endswith("moments_kernel") else "tiles" if kernel.tiled else "rows"
+        variant = (how, f"{len(kernel.sums)} sums", f"{len(moved)} moved", self.program.digest)
+        which = "rowwise_backward" if self.cotangents else "rowwise_forward"
+        return TuningKey(which, variant, widths(*sorted({d.itemsize for d in moved})), self.structure.cols, bucket)
+
+    def _type(self, argument: Argument) -> str | None:
+        kind, place = argument.kind, argument.place
+        if kind in ("stats", "moments", "partials"):
+            return pointer_type(self.program.acc)
+        if kind == "cotangent":
+            return pointer_type(self.cotangents[place])
+        if kind == "gradient" and place in self.last.written:
+            return pointer_type(torch.float32)
+        if kind in ("input", "output", "kept", "gradient"):
+            return pointer_type(self._operand_of(kind, place).dtype)
+        return "i32" if kind in ("threshold", "chunks", "programs") else "i64"

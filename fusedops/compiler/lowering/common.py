@@ -1,0 +1,71 @@
+"""What lowerings share: the table, and values that are broadcast together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..axes import Label
+from ..errors import NotRowwiseError
+from ..ir import Node
+from ..tracing import Value, kind_of
+
+__all__ = ["TABLE", "Lower", "as_kind", "as_value", "joined", "lowers", "pointwise"]
+
+Lower = Callable[..., Any]
+TABLE: dict[str, Lower] = {}
+
+
+def lowers(*names: str) -> Callable[[Lower], Lower]:
+    """Registers a function for PyTorch's operators of these names."""
+
+    def register(lower: Lower) -> Lower:
+        for name in names:
+            TABLE[name] = lower
+        return lower
+
+    return register
+
+
+def joined(r: Any, *labels: tuple[Label, ...]) -> tuple[Label, ...]:
+    """The labels of tensors that are broadcast together."""
+    rank = max(map(len, labels))
+    found: list[Label] = []
+    for place in range(-rank, 0):
+        there = [label[place] for label in labels if len(label) >= -place and label[place]]
+        for other in there[1:]:
+            r.axes.unify(there[0], other)
+        found.append(there[0] if there else ())
+    return tuple(found)
+
+
+def as_value(r: Any, value: Any, kind: str | None = None) -> Value:
+    """A tensor or number; converted to a kind where that is given."""
+    if not isinstance(value, Value):
+        dtype = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float32
+        if not isinstance(value, (bool, int, float)):
+            raise NotRowwiseError(f"a number of type {type(value).__name__}")
+        value = Value(r.graph.const(value), (), dtype)
+    return value if kind is None else Value(as_kind(r, value.node, kind), value.labels, value.dtype)
+
+
+def as_kind(r: Any, node: Node, kind: str) -> Node:
+    """The node as a float, int or bool."""
+    if node.kind == kind:
+        return node
+    if node.op == "const":
+        return r.graph.const({"float": float, "int": int, "bool": bool}[kind](_number(node)))
+    return r.graph.make("cast", node, kind=kind)
+
+
+def _number(node: Node) -> Any:
+    return float(node.attrs[0]) if node.kind == "float" else node.attrs[0]
+
+
+def pointwise(r: Any, out: Any, function: Callable[..., Node], *values: Any, kind: str | None = None) -> Value:
+    """A function of tensors and numbers, element by element; in the kind of what comes out."""
+    kind = kind or kind_of(out.dtype)
+    given = [as_value(r, value, kind) for value in values]
+    return Value(function(*[value.node for value in given]), joined(r, *[v.labels for v in given]), out.dtype)

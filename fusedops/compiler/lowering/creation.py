@@ -1,0 +1,67 @@
+"""New tensors: of one number, or of places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..tracing import Value, kind_of
+from .common import as_kind, lowers
+
+
+def _constant(r: Any, value: float, shape: Sequence[int], dtype: torch.dtype, *, like: Value | None = None) -> Value:
+    """A tensor of one number. Its dimensions are those of the tensor that it is made like, or new ones."""
+    kind = kind_of(dtype)
+    number = {"float": float, "int": int, "bool": bool}[kind](value)
+    labels = like.labels if like is not None else tuple([r.axes.new(size) for size in shape])
+    return Value(r.graph.const(number), labels, dtype)
+
+
+@lowers("full", "new_full")
+def _full(r: Any, out: Any, *args: Any, **_: Any) -> Value:
+    value = args[-1]
+    return _constant(r, value, out.shape, out.dtype)
+
+
+@lowers("full_like")
+def _full_like(r: Any, out: Any, x: Value, value: Any, **_: Any) -> Value:
+    return _constant(r, value, out.shape, out.dtype, like=x)
+
+
+@lowers("zeros_like")
+def _zeros_like(r: Any, out: Any, x: Value, **_: Any) -> Value:
+    return _constant(r, 0, out.shape, out.dtype, like=x)
+
+
+@lowers("ones_like")
+def _ones_like(r: Any, out: Any, x: Value, **_: Any) -> Value:
+    return _constant(r, 1, out.shape, out.dtype, like=x)
+
+
+@lowers("zeros", "new_zeros")
+def _zeros(r: Any, out: Any, *_: Any, **__: Any) -> Value:
+    return _constant(r, 0, out.shape, out.dtype)
+
+
+@lowers("ones", "new_ones")
+def _ones(r: Any, out: Any, *_: Any, **__: Any) -> Value:
+    return _constant(r, 1, out.shape, out.dtype)
+
+
+@lowers("scalar_tensor")
+def _scalar_tensor(r: Any, out: Any, value: Any, **_: Any) -> Value:
+    return _constant(r, value, (), out.dtype)
+
+
+@lowers("arange")
+def _arange(r: Any, out: Any, *args: Any, **_: Any) -> Value:
+    start, step = (args[0] if len(args) > 1 else 0), (args[2] if len(args) > 2 else 1)
+    label = r.axes.new(out.shape[0])
+    index = r.graph.make("iota", attrs=label, axes=label, kind="int")
+    kind = kind_of(out.dtype)
+    node = as_kind(r, index, kind)
+    node = r.graph.binary("add", r.graph.binary("mul", node, as_kind(r, r.graph.const(step), kind)),
+                          as_kind(r, r.graph.const(start), kind))  # fmt: skip
+    return Value(node, (label,), out.dtype)

@@ -1,0 +1,189 @@
+"""Reductions over rows, and what PyTorch makes of them: softmax, losses, norms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ..axes import Label
+from ..errors import NotRowwiseError
+from ..ir import Node
+from ..tracing import Value, kind_of
+from .common import as_kind, joined, lowers, pointwise
+
+
+def reduced(
+    r: Any, op: str, x: Value, dims: Any, keepdim: bool, kind: str
+) -> tuple[Node, tuple[Label, ...], list[int]]:
+    """A reduction over dimensions (None and () for all): the node, the labels that are left, and the axes that are gone."""
+    rank = len(x.labels)
+    over = {d % rank for d in ([dims] if isinstance(dims, int) else dims or range(rank))} if rank else set()
+    axes = [axis for d in sorted(over) for axis in x.labels[d]]
+    node = as_kind(r, x.node, kind)
+    labels = tuple([() if d in over else label for d, label in enumerate(x.labels) if keepdim or d not in over])
+    if not axes:
+        return node, labels, axes
+    rest = frozenset(r.axes.leaves(tuple(node.axes))) - set(r.axes.leaves(tuple(axes)))
+    return r.graph.make(op, node, attrs=(tuple(axes),), axes=rest), labels, axes
+
+
+def length(r: Any, axes: Sequence[int]) -> int:
+    """How many elements there are along axes."""
+    return r.axes.size(r.axes.leaves(tuple(axes)))
+
+
+@lowers("sum")
+def _sum(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False, **_: Any) -> Value:
+    node, labels, axes = reduced(r, "sum", x, dim, keepdim, kind_of(out.dtype))
+    return Value(repeated(r, x, node, axes), labels, out.dtype)
+
+
+def repeated(r: Any, x: Value, node: Node, axes: Sequence[int]) -> Node:
+    """A sum over what does not vary along some of the axes counts it as often as these are long."""
+    missing = set(r.axes.leaves(tuple(axes))) - set(r.axes.leaves(tuple(x.node.axes)))
+    if not missing:
+        return node
+    return r.graph.binary("mul", node, as_kind(r, r.graph.const(length(r, tuple(missing))), node.kind))
+
+
+@lowers("mean")
+def _mean(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False, **_: Any) -> Value:
+    node, labels, axes = reduced(r, "sum", x, dim, keepdim, "float")
+    return Value(
+        r.graph.binary("mul", repeated(r, x, node, axes), r.graph.const(1.0 / length(r, axes))), labels, out.dtype
+    )
+
+
+@lowers("amax", "amin")
+def _amax(r: Any, out: Any, x: Value, dim: Any = (), keepdim: bool = False) -> Value:
+    node, labels, _gone = reduced(r, "amax", x, dim, keepdim, kind_of(out.dtype))
+    return Value(node, labels, out.dtype)
+
+
+@lowers("amin")
+def _amin(r: Any, out: Any, x: Value, dim: Any = (), keepdim: bool = False) -> Value:
+    negated = Value(r.graph.unary("neg", x.node), x.labels, x.dtype)
+    node, labels, _gone = reduced(r, "amax", negated, dim, keepdim, kind_of(out.dtype))
+    return Value(r.graph.unary("neg", node), labels, out.dtype)
+
+
+@lowers("max")
+def _max(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) -> Any:
+    if isinstance(dim, Value):
+        return pointwise(r, out, lambda a, b: r.graph.binary("maximum", a, b), x, dim)
+    first = out if dim is None else out[0]
+    return _amax(r, first, x, () if dim is None else dim, keepdim) if dim is None else [
+        _amax(r, first, x, dim, keepdim), None]  # fmt: skip
+
+
+def variance(r: Any, x: Value, dim: Any, correction: Any, keepdim: bool) -> tuple[Node, Node, tuple[Label, ...]]:
+    """The variance over dimensions, and the mean, with the labels that are left."""
+    graph = r.graph
+    total, labels, axes = reduced(r, "sum", x, dim, keepdim, "float")
+    count = length(r, axes)
+    mean = graph.binary("mul", repeated(r, x, total, axes), graph.const(1.0 / count))
+    # A variance does not change with the mean: its derivative there is zero, which a sum would find by rounding.
+    centred = graph.binary("sub", as_kind(r, x.node, "float"), graph.make("constant_to_gradients", mean))
+    square = Value(graph.binary("mul", centred, centred), x.labels, x.dtype)
+    squares, _, _gone = reduced(r, "sum", square, dim, keepdim, "float")
+    left = count - (1 if correction is None else correction)
+    scale = graph.const(1.0 / left if left > 0 else math.nan if left == 0 else math.inf)
+    return graph.binary("mul", repeated(r, square, squares, axes), scale), mean, labels
+
+
+@lowers("var")
+def _var(r: Any, out: Any, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Value:
+    var, _, labels = variance(r, x, dim, correction, keepdim)
+    return Value(var, labels, out.dtype)
+
+
+@lowers("std")
+def _std(r: Any, out: Any, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Value:
+    var, _, labels = variance(r, x, dim, correction, keepdim)
+    return Value(r.graph.unary("sqrt", var), labels, out.dtype)
+
+
+@lowers("var_mean")
+def _var_mean(r: Any, out: Any, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    var, mean, labels = variance(r, x, dim, correction, keepdim)
+    return [Value(var, labels, out[0].dtype), Value(mean, labels, out[1].dtype)]
+
+
+@lowers("linalg_vector_norm", "norm")
+def _vector_norm(r: Any, out: Any, x: Value, ord: Any = 2, dim: Any = None, keepdim: bool = False, **_: Any) -> Value:
+    graph = r.graph
+    if ord not in (None, 1, 2, math.inf):
+        raise NotRowwiseError(f"a norm of order {ord}")
+    one = as_kind(r, x.node, "float")
+    value = Value(graph.binary("mul", one, one) if ord in (None, 2) else graph.unary("abs", one), x.labels, x.dtype)
+    node, labels, _gone = reduced(r, "amax" if ord == math.inf else "sum", value, dim, keepdim, "float")
+    return Value(graph.unary("sqrt", node) if ord in (2, None) else node, labels, out.dtype)
+
+
+def _exponentials(r: Any, x: Value, dim: int) -> tuple[Node, Node, Node]:
+    """Rows less their largest element, their exponentials, and the sums of these."""
+    graph = r.graph
+    node = as_kind(r, x.node, "float")
+    largest, _left, axes = reduced(r, "amax", Value(node, x.labels, x.dtype), dim, True, "float")
+    shifted = graph.binary("sub", node, graph.make("constant_to_gradients", largest))
+    exponentials = graph.unary("exp", shifted)
+    value = Value(exponentials, x.labels, x.dtype)
+    total, _left, _gone = reduced(r, "sum", value, dim, True, "float")
+    return shifted, exponentials, repeated(r, value, total, axes)
+
+
+@lowers("_softmax", "_safe_softmax")
+def _softmax(r: Any, out: Any, x: Value, dim: int, *_: Any, **__: Any) -> Value:
+    _shifted, exponentials, total = _exponentials(r, x, dim)
+    return Value(r.graph.binary("div", exponentials, total), x.labels, out.dtype)
+
+
+@lowers("_log_softmax")
+def _log_softmax(r: Any, out: Any, x: Value, dim: int, *_: Any) -> Value:
+    shifted, _inner, total = _exponentials(r, x, dim)
+    return Value(r.graph.binary("sub", shifted, r.graph.unary("log", total)), x.labels, out.dtype)
+
+
+@lowers("logsumexp")
+def _logsumexp(r: Any, out: Any, x: Value, dim: Any, keepdim: bool = False) -> Value:
+    graph = r.graph
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    node = as_kind(r, x.node, "float")
+    largest, labels, axes = reduced(r, "amax", Value(node, x.labels, x.dtype), dims, keepdim, "float")
+    largest = graph.make("constant_to_gradients", largest)
+    exponentials = graph.unary("exp", graph.binary("sub", node, largest))
+    total, _left, _gone = reduced(r, "sum", Value(exponentials, x.labels, x.dtype), dims, keepdim, "float")
+    total = repeated(r, x, total, axes)
+    return Value(graph.binary("add", graph.unary("log", total), largest), labels, out.dtype)
+
+
+@lowers("gather")
+def _gather(r: Any, out: Any, x: Value, dim: int, index: Value, **_: Any) -> Value:
+    """One column of each row, by its number."""
+    dim %= len(x.labels)
+    if index.labels[dim]:
+        raise NotRowwiseError("gather takes more than one column of a row")
+    shared = joined(r, tuple([() if d == dim else one for d, one in enumerate(x.labels)]), index.labels)
+    axes = _leaf_axes(r, (x.node, index.node)) - set(r.axes.leaves(x.labels[dim]))
+    node = r.graph.make("pick", x.node, index.node, attrs=(x.labels[dim],), axes=axes, kind=x.node.kind)
+    return Value(node, shared, out.dtype)
+
+
+def _leaf_axes(r: Any, nodes: Sequence[Node]) -> set[int]:
+    return {axis for node in nodes for axis in r.axes.leaves(tuple(node.axes))}
+
+
+@lowers("nll_loss_forward")
+def _nll_loss(r: Any, out: Any, x: Value, target: Value, weight: Any, reduction: int, ignore_index: int) -> Any:
+    """The loss of each row; over rows it is the caller's to sum."""
+    if reduction != 0 or weight is not None:
+        raise NotRowwiseError("a loss over all rows mixes rows; use reduction='none' and sum outside"
+                              if reduction else "a loss with weights of classes")  # fmt: skip
+    graph = r.graph
+    index = Value(target.node, (*target.labels, ()), target.dtype)
+    picked = _gather(r, out[0], x, len(x.labels) - 1, index)
+    labels = picked.labels[:-1]
+    left_out = graph.make("eq", as_kind(r, target.node, "int"), graph.const(ignore_index))
+    loss = graph.where(left_out, graph.const(0.0), graph.unary("neg", picked.node))
+    return [Value(loss, labels, out[0].dtype), None]

@@ -1,0 +1,176 @@
+"""Views, and parts of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..axes import Label
+from ..errors import NotRowwiseError
+from ..ir import Node
+from ..tracing import Value, kind_of
+from .common import as_kind, joined, lowers
+
+
+@lowers("view", "_unsafe_view", "reshape", "_reshape_alias")
+def _view(r: Any, out: Any, x: Value, *_: Any, **__: Any) -> Value:
+    flat = tuple([axis for label in x.labels for axis in label])
+    sizes = [size for size in out.shape if size != 1]
+    split = iter(r.axes.split(flat, sizes))
+    return Value(x.node, tuple([next(split) if size != 1 else () for size in out.shape]), out.dtype)
+
+
+@lowers("expand")
+def _expand(r: Any, out: Any, x: Value, *_: Any, **__: Any) -> Value:
+    labels = list(x.labels)
+    labels = [()] * (out.dim() - len(labels)) + labels
+    for place, size in enumerate(out.shape):
+        if not labels[place] and size != 1:
+            labels[place] = r.axes.new(size)
+    return Value(x.node, tuple(labels), out.dtype)
+
+
+@lowers("unsqueeze")
+def _unsqueeze(r: Any, out: Any, x: Value, dim: int) -> Value:
+    place = dim % out.dim()
+    return Value(x.node, (*x.labels[:place], (), *x.labels[place:]), out.dtype)
+
+
+@lowers("squeeze")
+def _squeeze(r: Any, out: Any, x: Value, dim: Any = None) -> Value:
+    rank = len(x.labels)
+    dims = range(rank) if dim is None else [dim] if isinstance(dim, int) else dim
+    gone = {d % rank for d in dims if not x.labels[d % rank]}
+    return Value(x.node, tuple([label for d, label in enumerate(x.labels) if d not in gone]), out.dtype)
+
+
+@lowers("permute")
+def _permute(r: Any, out: Any, x: Value, dims: Sequence[int]) -> Value:
+    return Value(x.node, tuple([x.labels[d] for d in dims]), out.dtype)
+
+
+@lowers("transpose")
+def _transpose(r: Any, out: Any, x: Value, first: int, second: int) -> Value:
+    labels = list(x.labels)
+    labels[first], labels[second] = labels[second], labels[first]
+    return Value(x.node, tuple(labels), out.dtype)
+
+
+@lowers("t")
+def _t(r: Any, out: Any, x: Value) -> Value:
+    return Value(x.node, tuple(reversed(x.labels)), out.dtype)
+
+
+def _part(r: Any, x: Value, dim: int, outer: int, which: int, interleaved: bool) -> tuple[Node, Label]:
+    """One of equal parts of a dimension, and the label of what is left of it."""
+    label = x.labels[dim]
+    inner = r.axes.size(r.axes.leaves(label)) // outer
+    sizes = (inner, outer) if interleaved else (outer, inner)
+    # A dimension that is cut into parts of one element has none left.
+    named = [size for size in sizes if size != 1]
+    found = iter(r.axes.split(label, named))
+    labels = [next(found) if size != 1 else () for size in sizes]
+    part, rest = (labels[1], labels[0]) if interleaved else (labels[0], labels[1])
+    if len(part) != 1:
+        raise NotRowwiseError("a part of what are several dimensions")
+    return _select_node(r, x.node, part, which), rest
+
+
+def _select_node(r: Any, node: Node, axis: Label, which: int) -> Node:
+    rest = _rest(r, node, axis)
+    return r.graph.make("select", node, attrs=(axis, which), axes=rest)
+
+
+def _rest(r: Any, node: Node, axis: Label) -> frozenset[int]:
+    leaves = set(r.axes.leaves(tuple(node.axes)))
+    return frozenset(leaves - set(axis))
+
+
+@lowers("slice")
+def _slice(r: Any, out: Any, x: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Value:
+    dim %= len(x.labels)
+    size, taken = r.axes.size(r.axes.leaves(x.labels[dim])), out.shape[dim]
+    if taken == size:
+        return x
+    first = 0 if start is None else min(max(start + size if start < 0 else start, 0), size)
+    if step > 1:
+        if size % step or taken != size // step:
+            raise NotRowwiseError(f"every {step}th of {size} columns, which are no equal parts")
+        node, rest = _part(r, x, dim, step, first, True)
+    else:
+        if not taken or size % taken or first % taken:
+            raise NotRowwiseError(f"columns {first} to {first + taken} of {size}, which are none of its equal parts")
+        node, rest = _part(r, x, dim, size // taken, first // taken, False)
+    return Value(node, (*x.labels[:dim], rest, *x.labels[dim + 1 :]), out.dtype)
+
+
+@lowers("select")
+def _select(r: Any, out: Any, x: Value, dim: int, which: int) -> Value:
+    dim %= len(x.labels)
+    size = r.axes.size(r.axes.leaves(x.labels[dim]))
+    if size == 1:
+        return Value(x.node, (*x.labels[:dim], *x.labels[dim + 1 :]), out.dtype)
+    node, _ = _part(r, x, dim, size, which % size, False)
+    return Value(node, (*x.labels[:dim], *x.labels[dim + 1 :]), out.dtype)
+
+
+@lowers("split", "split_with_sizes", "unsafe_split", "chunk")
+def _split(r: Any, out: Any, x: Value, sizes: Any, dim: int = 0) -> list[Value]:
+    dim %= len(x.labels)
+    if len({part.shape[dim] for part in out}) > 1:
+        raise NotRowwiseError(f"columns split as {[part.shape[dim] for part in out]}, which are no equal parts")
+    if len(out) == 1:
+        return [x]
+    found = []
+    for which, part in enumerate(out):
+        node, rest = _part(r, x, dim, len(out), which, False)
+        found.append(Value(node, (*x.labels[:dim], rest, *x.labels[dim + 1 :]), part.dtype))
+    return found
+
+
+@lowers("unbind")
+def _unbind(r: Any, out: Any, x: Value, dim: int = 0) -> list[Value]:
+    return [_select(r, part, x, dim, which) for which, part in enumerate(out)]
+
+
+def _stacked(r: Any, values: Sequence[Value], kind: str) -> tuple[Node, tuple[Label, ...], Label]:
+    """Values of the same dimensions along a new axis; these dimensions, and the axis."""
+    labels = joined(r, *[value.labels for value in values])
+    axis = _axis_of(r, values) or r.axes.new(len(values))
+    nodes = [as_kind(r, value.node, kind) for value in values]
+    axes = frozenset(r.axes.leaves(tuple(frozenset().union(*[node.axes for node in nodes])))) | set(axis)
+    return r.graph.make("stack", *nodes, attrs=(axis,), axes=axes, kind=kind), labels, axis
+
+
+def _axis_of(r: Any, values: Sequence[Value]) -> Label | None:
+    """The axis of which these are parts, if it has as many."""
+    for value in values:
+        todo = [value.node]
+        while todo:
+            node = todo.pop()
+            if node.op == "select" and r.axes.size(node.attrs[0]) == len(values):
+                return node.attrs[0]
+            if node.op in ("neg", "mul", "add", "sub", "cast"):
+                todo.extend(node.args)
+    return None
+
+
+@lowers("stack")
+def _stack(r: Any, out: Any, values: Sequence[Value], dim: int = 0) -> Value:
+    if len(values) == 1:
+        return _unsqueeze(r, out, values[0], dim)
+    dim %= out.dim()
+    node, labels, axis = _stacked(r, values, kind_of(out.dtype))
+    return Value(node, (*labels[:dim], axis, *labels[dim:]), out.dtype)
+
+
+@lowers("cat")
+def _cat(r: Any, out: Any, values: Sequence[Value], dim: int = 0) -> Value:
+    dim %= out.dim()
+    sizes = {r.axes.size(r.axes.leaves(value.labels[dim])) for value in values}
+    if len(sizes) > 1:
+        raise NotRowwiseError("cat of parts that are not equal")
+    if len(values) == 1:
+        return values[0]
+    node, labels, axis = _stacked(r, values, kind_of(out.dtype))
+    return Value(node, (*labels[:dim], (*axis, *labels[dim]), *labels[dim + 1 :]), out.dtype)

@@ -1,0 +1,345 @@
+"""A traced function as an `Operator`: its outputs, what it saves, its reference implementation and derivatives."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import launch, rng
+from ..core.dropout import Dropout
+from ..core.operator import Constants, Dtypes, Operator, Site
+from ..core.operators import encode
+from ..core.registration import define
+from . import launching
+from .axes import Label
+from .emitting import group_of
+from .evaluate import assembled, evaluate, part_of
+from .ir import Node
+from .planning import Plan
+from .structure import Operand, Structure
+
+__all__ = ["LONGEST_ROW", "Program", "RowwiseConstants", "RowwiseSite", "dynamic_axes"]
+
+_registered: set[str] = set()
+# Rows that a program holds whole have at most so many columns a part.
+LONGEST_ROW = 16384
+# Groups of fewer rows are read by index: a program of their own would have too little to do.
+LEAST_ROWS = 16
+
+
+@dataclass(frozen=True)
+class RowwiseConstants(Constants):
+    """There are none: a function is traced for its numbers."""
+
+    def words(self) -> tuple[str, ...]:
+        """See `Constants`."""
+        return ()
+
+    @classmethod
+    def read(cls, words: Sequence[str], numbers: Sequence[float]) -> RowwiseConstants:
+        """See `Constants`."""
+        return cls(words[0])
+
+
+@dataclass(frozen=True, eq=False)
+class RowwiseSite(Site):
+    """What of a call stays the same from step to step.
+
+    Attributes:
+        program: the function.
+        launches: the functions that launch its kernels.
+    """
+
+    program: Program
+    launches: dict[Any, Any]
+
+
+class Program(Operator):
+    """A function traced for tensors of these dtypes, columns and broadcast dimensions."""
+
+    constants = RowwiseConstants
+    native_elements = 0
+
+    def __init__(self, name: str, function: Callable[..., Any], plan: Plan) -> None:
+        super().__init__()
+        structure = plan.structure
+        self.plan, self.structure, self.function = plan, structure, function
+        self.op = name
+        self.text = structure.text()
+        key = "\n".join(
+            [self.text, *map(repr, (structure.inputs, structure.outputs, structure.sizes, plan.kept_operand))]
+        )
+        self.digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+        self.name = f"rowwise_{_identifier(name)}_{self.digest}"  # type: ignore[misc]
+        self.tensors = _unique([operand.name for operand in structure.inputs])  # type: ignore[misc]
+        kept = ["kept"] if plan.kept and plan.kept_output < 0 else []
+        self.count = len(structure.outputs)
+        self.own = bool(kept)
+        self.visible = self.count + self.own  # type: ignore[misc]
+        self.outputs = (*[f"out{i}" for i in range(self.count)], *kept, "stats")  # type: ignore[misc]
+        self.saved = (*[f"saved_{self.tensors[i]}" for i in plan.saved_inputs], "saved_kept", "saved_stats")  # type: ignore[misc]
+        dtypes = [operand.dtype for operand in (*structure.inputs, *structure.outputs)]
+        self.acc = torch.float64 if torch.float64 in dtypes else torch.float32
+        self.first = _first(structure)  # type: ignore[misc]
+        self.p = max(structure.drops, default=0.0) if any(0.0 < p < 1.0 for p in structure.drops) else (
+            1.0 if structure.drops else 0.0)  # fmt: skip
+        if structure.drops and any(0.0 < p < 1.0 for p in structure.drops):
+            self.p = next(p for p in structure.drops if 0.0 < p < 1.0)
+        self.thresholds = tuple(map(rng.threshold, structure.drops))
+        self.dynamic = dynamic_axes(structure)
+        self.shapes = tuple([_shape_of(structure, operand) for operand in structure.outputs])
+        self.group = group_of(structure)
+        self.tiled = structure.cols > LONGEST_ROW
+        # Functions that are the same to the last number, in two places of a program, share the registered operators.
+        if self.name not in _registered:
+            _registered.add(self.name)
+            define(self)
+
+    # --- before a call ------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def record(*arguments: Any) -> RowwiseConstants:
+        """See `Operator`."""
+        return RowwiseConstants(arguments[0])
+
+    @staticmethod
+    def key(arguments: Any, tensors: Any) -> Hashable:
+        """The tensors were checked when the program was chosen for them; their types decide the path."""
+        return arguments  # type: ignore[no-any-return]
+
+    def check(self, constants: Any, tensors: Any) -> None:
+        """They were checked when the program was chosen for them."""
+
+    def check_constants(self, constants: Any) -> None:
+        """There are none."""
+
+    def cols(self, constants: Any, tensors: Any) -> int:
+        """Columns of a part of a row."""
+        return self.structure.cols if self.structure.cols <= launch.LONGEST_ROW else -1
+
+    def writes(self, constants: Any, dtypes: Dtypes, *, dropout: bool, saves: bool) -> tuple[bool, ...]:
+        """What is only for a backward is written where one will follow."""
+        own = [saves] if self.own else []
+        return (*[True] * self.count, *own, saves and bool(self.plan.stats))
+
+    def site(self, constants: Any, dtypes: Dtypes, cols: int, device_index: int, *, dropout: bool,
+             saves: bool) -> RowwiseSite:  # fmt: skip
+        """See `Operator`."""
+        outs = self.writes(constants, dtypes, dropout=dropout, saves=saves)
+        plan, inputs = self.plan, len(self.structure.inputs)
+        absent = inputs + len(outs)
+        kept = absent if not plan.kept else inputs + (plan.kept_output if plan.kept_output >= 0 else self.count)
+        taken = (*plan.saved_inputs, kept, inputs + len(outs) - 1 if plan.stats else absent)
+        return RowwiseSite(constants, device_index, cols, dtypes, dropout, saves, self.acc, outs,
+                           self.count + (self.own and saves), itemgetter(*taken), encode(constants, dtypes, saves),
+                           self, {})  # fmt: skip
+
+    # --- PyTorch's operators ------------------------------------------------------------------------------------------
+
+    def reference(self, constants: Any, tensors: Any, dropout: Dropout) -> tuple[Tensor | None, ...]:
+        """The function itself."""
+        found = self.function(*tensors)
+        return (found,) if isinstance(found, Tensor) else tuple(found)
+
+    def derivative(self, site: RowwiseSite, grads: Any, saved: Any, dropout: Any, needs: Sequence[bool]) -> Any:
+        """The graph of the backward, in PyTorch's operators."""
+        plan, structure = self.plan, self.structure
+        *inputs, kept, _ = saved
+        given = [place for place, g in enumerate(grads) if g is not None]
+        wanted = [place for place, need in enumerate(needs) if need]
+        there = dict(zip(plan.saved_inputs, inputs, strict=True))
+        places = {node: part for part, node in plan.kept.items()}
+        sizes = self.sizes_by(grads)
+        masks: dict[int, Any] = {}
+
+        def leaf(node: Node) -> Tensor | None:
+            if node in places:
+                assert plan.kept_operand is not None
+                return part_of(structure, plan.kept_operand, kept, places[node]).to(site.acc)
+            if node.op == "input":
+                tensor = there[node.attrs[0]]
+                value = part_of(structure, structure.inputs[node.attrs[0]], tensor, node.attrs[1])
+                return value.to(site.acc) if node.kind == "float" else value
+            if node.op == "cotangent":
+                return part_of(structure, self.operand(node.attrs[0]), grads[node.attrs[0]], node.attrs[1]).to(site.acc)
+            if node.op == "keep":
+                return self._mask(node, sizes, grads[given[0]], dropout, masks)
+            return None
+
+        found = plan.gradients(given, wanted)
+        values = evaluate(structure, [node for parts in found.values() for node in parts.values()], leaf, site.acc)
+        return [self._gradient(place, {part: values[node] for part, node in found[place].items()}, sizes)
+                if need and place in found else None for place, need in enumerate(needs)]  # fmt: skip
+
+    def operand(self, output: int) -> Operand:
+        """An output, or what is kept behind them."""
+        if output < self.count:
+            return self.structure.outputs[output]
+        assert self.plan.kept_operand is not None
+        return self.plan.kept_operand
+
+    def _mask(self, node: Node, sizes: Sequence[int], like: Tensor, dropout: Any, masks: dict[int, Any]) -> Tensor:
+        """A dropout's factors in a part of the rows: the parts of a row lie one behind the other."""
+        structure, (number, part) = self.structure, node.attrs
+        if number not in masks:
+            shape = [*[sizes[axis] for axis in structure.rows], *[structure.sizes[axis] for axis in structure.unrolled]]
+            shape += [structure.sizes[axis] for axis in structure.columns]
+            plain = like.new_empty(shape, dtype=self.acc)
+            masks[number] = dropout(plain, number << 48, self.thresholds[number])(torch.ones_like(plain), self.acc)
+        found = masks[number]
+        for axis in structure.unrolled:
+            found = found.select(len(structure.rows), dict(part).get(axis, 0))
+        return found  # type: ignore[no-any-return]
+
+    def _gradient(self, place: int, parts: Any, sizes: Sequence[int]) -> Tensor:
+        """An input's gradient from its parts, which may have more rows than it has."""
+        structure, operand = self.structure, self.structure.inputs[place]
+        order = (*structure.rows, *structure.columns)
+        gone = [at for at, axis in enumerate(order) if axis not in operand.axes]
+        full = [sizes[axis] for axis in order]
+        summed = {part: value.expand([size if at in gone and value.shape[at] != 1 else value.shape[at]
+                                      for at, size in enumerate(full)]).sum(gone, keepdim=True) if gone else value
+                  for part, value in parts.items()}  # fmt: skip
+        return assembled(structure, operand, summed, self.shape(operand.labels, sizes)).to(operand.dtype)
+
+    # --- kernels ------------------------------------------------------------------------------------------------------
+
+    def allocate(self, site: RowwiseSite, tensors: Any) -> tuple[Tensor | None, ...]:
+        """The outputs, what is kept, and one line of numbers of rows for each that is kept."""
+        first = tensors[self.first]
+        outs: list[Tensor | None] = []
+        sizes: Sequence[int] | None = None
+        for operand, shape in zip(self.structure.outputs, self.shapes, strict=True):
+            if shape is not None:
+                outs.append(
+                    torch.empty_like(tensors[shape], dtype=operand.dtype, memory_format=torch.contiguous_format)
+                )
+            else:
+                sizes = self.sizes_of(tensors)
+                outs.append(first.new_empty(self.shape(operand.labels, sizes), dtype=operand.dtype))
+        if self.own:
+            kept = self.plan.kept_operand
+            assert kept is not None
+            sizes = self.sizes_of(tensors)
+            outs.append(first.new_empty(self.shape(kept.labels, sizes), dtype=kept.dtype) if site.saves else None)
+        stats = self.plan.stats if site.saves else ()
+        assert outs[0] is not None
+        rows = outs[0].numel() // self.row_size(0) if stats else 0
+        outs.append(first.new_empty((len(stats), rows), dtype=site.acc) if stats else None)
+        return tuple(outs)
+
+    forward = staticmethod(launching.forward)
+    backward = staticmethod(launching.backward)
+
+    def allocate_gradients(self, site: RowwiseSite, grads: Any, saved: Any, needed: Any) -> tuple[Tensor | None, ...]:
+        """Each in the shape of its input."""
+        like = next(g for g in grads if g is not None)
+        sizes = self.sizes_by(grads)
+        return tuple([like.new_empty(self.shape(operand.labels, sizes), dtype=operand.dtype) if need else None
+                      for operand, need in zip(self.structure.inputs, needed, strict=True)])  # fmt: skip
+
+    # --- sizes --------------------------------------------------------------------------------------------------------
+
+    def row_size(self, output: int) -> int:
+        """Elements of a row of an output."""
+        return self.size_of_row(self.operand(output))
+
+    def size_of_row(self, operand: Operand) -> int:
+        """Elements of a row of an operand."""
+        return math.prod([self.structure.sizes[axis] for axis in operand.axes if axis not in self.structure.rows])
+
+    def dims_of(self, output: int) -> dict[int, int]:
+        """The dimension of an output that each axis is."""
+        return {label[0]: dim for dim, label in enumerate(self.operand(output).labels) if len(label) == 1}
+
+    def sizes_of(self, tensors: Any) -> list[int]:
+        """Of all axes, from the inputs."""
+        sizes = list(self.structure.sizes)
+        for axis, (_, place, dim) in self.dynamic.items():
+            sizes[axis] = tensors[place].shape[dim]
+        return sizes
+
+    def sizes_by(self, grads: Any) -> list[int]:
+        """Of all axes, from the cotangents."""
+        sizes = list(self.structure.sizes)
+        number = next(i for i, g in enumerate(grads) if g is not None)
+        dims = self.dims_of(number)
+        for axis in self.dynamic:
+            sizes[axis] = grads[number].shape[dims[axis]]
+        return sizes
+
+    def shape(self, labels: Sequence[Label], sizes: Sequence[int]) -> list[int]:
+        """Of a tensor with these dimensions."""
+        return [math.prod([sizes[axis] for axis in label]) for label in labels]
+
+    def is_grouped(self, tensors: Any) -> bool:
+        """Whether the rows come in groups, each of many rows."""
+        return bool(self.group) and not self.tiled and self._are_many(self.sizes_of(tensors))
+
+    def is_grouped_by(self, grads: Any) -> bool:
+        """The same of a backward."""
+        return bool(self.group) and not self.tiled and self._are_many(self.sizes_by(grads))
+
+    def _are_many(self, sizes: Sequence[int]) -> bool:
+        rows = [sizes[axis] for axis in self.structure.rows if axis not in self.group]
+        return math.prod(rows) >= LEAST_ROWS
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether tensors are such as the function was traced for, but for the number of rows."""
+        sizes: dict[int, int] = {}
+        for operand, tensor in zip(self.structure.inputs, tensors, strict=True):
+            if tensor.dtype != operand.dtype or tensor.dim() != len(operand.labels):
+                return False
+            for label, size in zip(operand.labels, tensor.shape, strict=True):
+                if len(label) == 1 and label[0] in self.dynamic:
+                    if sizes.setdefault(label[0], size) != size:
+                        return False
+                elif size != math.prod([self.structure.sizes[axis] for axis in label]):
+                    return False
+        return True
+
+
+def _identifier(name: str) -> str:
+    return re.sub(r"\W+", "_", name).strip("_")
+
+
+def _unique(names: Sequence[str]) -> tuple[str, ...]:
+    found: list[str] = []
+    for name in names:
+        name = "".join([c if c.isalnum() else "_" for c in name])
+        found.append(name if name not in found and name.isidentifier() else f"{name}_{len(found)}")
+    return tuple(found)
+
+
+def _first(structure: Structure) -> int:
+    """The input with the most axes."""
+    return max(range(len(structure.inputs)), key=lambda place: len(structure.inputs[place].axes), default=0)
+
+
+def dynamic_axes(structure: Structure) -> dict[int, tuple[int, int, int]]:
+    """The row axes whose sizes may change, with their dimension of the first output, and an input and a dimension of it.
+
+    Others are dimensions together with something else: their sizes are constants.
+    """
+    found = {}
+    for axis in structure.rows:
+        alone = [[dim for dim, label in enumerate(operand.labels) if label == (axis,)] for operand in structure.outputs]
+        where = [(place, dim) for place, operand in enumerate(structure.inputs)
+                 for dim, label in enumerate(operand.labels) if label == (axis,)]  # fmt: skip
+        together = any(axis in label and len(label) > 1 for operand in structure.inputs for label in operand.labels)
+        if all(alone) and where and not together:
+            found[axis] = (alone[0][0], *where[0])
+    return found
+
+
+def _shape_of(structure: Structure, output: Operand) -> int | None:
+    """The input of the same shape; None where there is none."""
+    return next((place for place, operand in enumerate(structure.inputs) if operand.labels == output.labels), None)

@@ -1,0 +1,290 @@
+"""From what was traced to rows and columns: which axes a program's rows have, and equal parts of rows unrolled.
+
+An axis that something reduces over is part of a row, a *column axis*; of a function without reductions the last one is.
+An axis along which parts are taken or put together is *unrolled*: each part becomes a value of its own. All other axes
+are *row axes*.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .axes import Label
+from .errors import NotRowwiseError
+from .ir import REDUCTIONS, Graph, Node, topological
+from .tracing import Traced
+
+__all__ = ["Operand", "Part", "Structure", "structured"]
+
+# Of an axis that is unrolled, which part: pairs of axis and index.
+Part = tuple[tuple[int, int], ...]
+# More parts are too much code.
+_MOST_PARTS = 16
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that goes in or out.
+
+    Attributes:
+        labels: of its dimensions, in axes of the structure.
+        dtype: its dtype.
+        kind: "float", "int" or "bool".
+        name: what the user calls it.
+    """
+
+    labels: tuple[Label, ...]
+    dtype: torch.dtype
+    kind: str
+    name: str
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """All its axes, in order of its memory when contiguous."""
+        return tuple([axis for label in self.labels for axis in label])
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """A row-wise function.
+
+    Attributes:
+        graph: holds the nodes.
+        sizes: of the axes when it was traced; those of column axes and unrolled ones are constants.
+        rows, columns, unrolled: the axes, the outermost first.
+        inputs: what goes in.
+        outputs: what comes out.
+        results: of each output, its nodes by part.
+        drops: the drop probability of each dropout.
+        single: whether the function returns a tensor, and no tuple.
+        lines: of nodes, the user's line.
+        values: the function's tensors of floating-point numbers, by part, with their dtypes: what may be saved.
+    """
+
+    graph: Graph
+    sizes: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    unrolled: tuple[int, ...]
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    results: tuple[Mapping[Part, Node], ...]
+    drops: tuple[float, ...]
+    single: bool
+    lines: Mapping[int, int]
+    values: tuple[tuple[Mapping[Part, Node], torch.dtype], ...] = ()
+
+    @property
+    def cols(self) -> int:
+        """Columns of a part of a row."""
+        return math.prod([self.sizes[axis] for axis in self.columns])
+
+    def parts(self, operand: Operand) -> Iterator[Part]:
+        """Of an operand."""
+        axes = [axis for axis in self.unrolled if axis in operand.axes]
+        for places in itertools.product(*[range(self.sizes[axis]) for axis in axes]):
+            yield tuple(zip(axes, places, strict=True))
+
+    def text(self) -> str:
+        """The function, one line a value; for golden tests, and to compare."""
+        nodes = topological([node for parts in self.results for node in parts.values()])
+        numbers = {node: i for i, node in enumerate(nodes)}
+        names = {axis: name for letter, axes in (("r", self.rows), ("c", self.columns)) for axis, name in
+                 zip(axes, [f"{letter}{i}" for i in range(len(axes))], strict=True)}  # fmt: skip
+        lines = []
+        for node in nodes:
+            attrs = [_shown(attr, names) for attr in node.attrs]
+            what = ", ".join([*[f"%{numbers[arg]}" for arg in node.args], *attrs])
+            where = " ".join(sorted(names[axis] for axis in node.axes))
+            lines.append(f"%{numbers[node]}: {node.kind}[{where}] = {node.op}({what})")
+        for number, parts in enumerate(self.results):
+            dtype = str(self.outputs[number].dtype).removeprefix("torch.")
+            lines.append(f"return {', '.join([f'%{numbers[node]}' for node in parts.values()])}: {dtype}")
+        return "\n".join(lines)
+
+
+def _shown(attr: Any, names: Mapping[int, str]) -> str:
+    if isinstance(attr, tuple):
+        return "[" + " ".join([names.get(a, str(a)) if isinstance(a, int) else f"{a[1]}" for a in attr]) + "]"
+    return str(attr)
+
+
+def structured(traced: Traced) -> Structure:
+    """The structure of a traced function."""
+    return _Structuring(traced).result()
+
+
+class _Structuring:
+    def __init__(self, traced: Traced) -> None:
+        self.traced = traced
+        self.graph = Graph()
+        self.lines: dict[int, int] = {}
+        self.done: dict[tuple[int, Part], Node] = {}
+        self.nodes = topological([*(v.node for v in traced.outputs), *(v.node for v in traced.inputs)])
+        self.order = self._order()
+        self.numbers = {axis: i for i, axis in enumerate(self.order)}
+        self.sizes = tuple([traced.axes.sizes[axis] for axis in self.order])
+        self.unrolled = tuple(sorted({axis for node in self.nodes if node.op in ("select", "stack")
+                                      for axis in self._one(node)}))  # fmt: skip
+        if math.prod([self.sizes[axis] for axis in self.unrolled]) > _MOST_PARTS:
+            raise NotRowwiseError(f"rows are taken apart into more than {_MOST_PARTS} parts")
+
+    def result(self) -> Structure:
+        traced = self.traced
+        inputs = tuple([Operand(tuple(map(self._axes, v.labels)), v.dtype, v.node.kind, v.node.names[0])
+                        for v in traced.inputs])  # fmt: skip
+        outputs = [Operand(tuple(map(self._axes, v.labels)), v.dtype, v.node.kind, (v.node.names or [f"output{i}"])[-1])
+                   for i, v in enumerate(traced.outputs)]  # fmt: skip
+        for operand in (*inputs, *outputs):
+            if len(set(operand.axes)) < len(operand.axes):
+                raise NotRowwiseError(f"{operand.name} has one dimension twice: rows and columns are mixed")
+        rows, columns = self._rows_and_columns()
+        for operand in outputs:
+            if not set(rows) <= set(operand.axes):
+                raise NotRowwiseError(f"{operand.name} does not vary along all rows, and is returned")
+        for node in self.nodes:
+            if node.op in REDUCTIONS:
+                over, has = self._axes(node.attrs[0]), self._axes(tuple(sorted(node.args[0].axes)))
+                if set(columns) & set(has) - set(over):
+                    raise NotRowwiseError("it reduces over a part of what it reduces elsewhere as a whole")
+        bare = Structure(self.graph, self.sizes, rows, columns, self.unrolled, inputs, tuple(outputs), (),
+                         tuple(traced.drops), traced.single, self.lines)  # fmt: skip
+        results = tuple([{part: self._part(value.node, part) for part in bare.parts(operand)}
+                         for value, operand in zip(traced.outputs, outputs, strict=True)])  # fmt: skip
+        values = tuple([({part: self._part(value.node, part) for part in self._parts(value.node)}, value.dtype)
+                        for value in traced.values])  # fmt: skip
+        made = replace(bare, results=results, values=values)
+        full = frozenset((*rows, *columns))
+        for node in topological([node for parts in results for node in parts.values()]):
+            if node.op == "keep" and node.axes != full:
+                raise NotRowwiseError("dropout of what does not vary along all dimensions")
+        return made
+
+    # --- axes -----------------------------------------------------------------------------------------------------------
+
+    def _order(self) -> list[int]:
+        """The axes, in the order of the tensors that have the most."""
+        labels = [v.labels for v in (*self.traced.inputs, *self.traced.outputs)]
+        flat = [self.traced.axes.leaves(tuple([axis for label in one for axis in label])) for one in labels]
+        found: list[int] = []
+        for axes in sorted(flat, key=len, reverse=True):
+            # What is new goes where it stands: before the first known axis behind it.
+            for place, axis in enumerate(axes):
+                if axis not in found:
+                    behind = next((found.index(a) for a in axes[place + 1 :] if a in found), len(found))
+                    found.insert(behind, axis)
+        for node in self.nodes:
+            found += [axis for axis in self.traced.axes.leaves(tuple(sorted(node.axes))) if axis not in found]
+        return found
+
+    def _axes(self, label: Label) -> Label:
+        return tuple([self.numbers[axis] for axis in self.traced.axes.leaves(label)])
+
+    def _one(self, node: Node) -> Label:
+        axis = self._axes(node.attrs[0])
+        if len(axis) != 1:
+            raise NotRowwiseError("parts of rows that are taken apart in two ways")
+        return axis
+
+    def _rows_and_columns(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        reduced = {axis for node in self.nodes if node.op in REDUCTIONS or node.op == "iota"
+                   for axis in self._axes(node.attrs[0] if node.op in REDUCTIONS else node.attrs)}  # fmt: skip
+        rolled = [axis for axis in range(len(self.order)) if axis not in self.unrolled]
+        columns = [axis for axis in rolled if axis in reduced] or rolled[-1:]
+        rows = [axis for axis in rolled if axis not in columns]
+        if columns and rows and max(rows) > min(columns):
+            raise NotRowwiseError("it reduces over a dimension that is not the last: it mixes rows")
+        if not rows and len(columns) > 1:
+            raise NotRowwiseError("it reduces over all dimensions: it mixes rows")
+        return tuple(rows), tuple(columns)
+
+    def _parts(self, node: Node) -> Iterator[Part]:
+        axes = [axis for axis in self._axes(tuple(sorted(node.axes))) if axis in self.unrolled]
+        for places in itertools.product(*[range(self.sizes[axis]) for axis in axes]):
+            yield tuple(sorted(zip(axes, places, strict=True)))
+
+    # --- parts ----------------------------------------------------------------------------------------------------------
+
+    def _part(self, node: Node, part: Part) -> Node:
+        """A node's value in a part of the row."""
+        axes = self._axes(tuple(sorted(node.axes)))
+        part = tuple([(axis, place) for axis, place in part if axis in axes])
+        key = (node.number, part)
+        found = self.done.get(key)
+        if found is None:
+            found = self.done[key] = self._made(node, part, axes)
+            for name in node.names:
+                if name not in found.names and found.op != "const":
+                    found.names.append(name)
+            if node.number in self.traced.lines:
+                self.lines.setdefault(found.number, self.traced.lines[node.number])
+        return found
+
+    def _made(self, node: Node, part: Part, axes: Label) -> Node:
+        graph, rolled = self.graph, frozenset(axes) - set(self.unrolled)
+        if node.op == "select":
+            (axis,) = self._one(node)
+            return self._part(node.args[0], tuple(sorted({**dict(part), axis: node.attrs[1]}.items())))
+        if node.op == "stack":
+            (axis,) = self._one(node)
+            return self._part(node.args[dict(part)[axis]], part)
+        if node.op == "iota":
+            return self._index(self._axes(node.attrs), dict(part))
+        if node.op in ("input", "keep"):
+            return graph.make(node.op, attrs=(*node.attrs, part), axes=rolled, kind=node.kind)
+        if node.op == "pick":
+            over = self._axes(node.attrs[0])
+            if set(over) & set(self.unrolled):
+                raise NotRowwiseError("gather from rows that are taken apart")
+            return graph.pick(self._part(node.args[0], part), self._part(node.args[1], part), over)
+        if node.op in REDUCTIONS:
+            return self._reduction(node, part)
+        if node.op == "const":
+            return graph.make("const", attrs=node.attrs, kind=node.kind)
+        args = [self._part(arg, part) for arg in node.args]
+        if node.op in ("add", "sub", "mul", "div", "maximum", "minimum", "and", "or", "xor"):
+            return graph.binary(node.op, *args)
+        return graph.make(node.op, *args, attrs=node.attrs, kind=node.kind)
+
+    def _reduction(self, node: Node, part: Part) -> Node:
+        over = self._axes(node.attrs[0])
+        places = [axis for axis in over if axis in self.unrolled]
+        inner = [axis for axis in over if axis not in self.unrolled]
+        combine = "add" if node.op == "sum" else "maximum"
+        found: Node | None = None
+        argument = self._axes(tuple(sorted(node.args[0].axes)))
+        for at in itertools.product(*[range(self.sizes[axis]) for axis in places if axis in argument]):
+            given = dict(part) | dict(zip([axis for axis in places if axis in argument], at, strict=True))
+            one = self._part(node.args[0], tuple(sorted(given.items())))
+            found = one if found is None else self.graph.binary(combine, found, one)
+        assert found is not None
+        return self._sum(found, inner) if node.op == "sum" else self.graph.reduce(node.op, found, inner)
+
+    def _sum(self, node: Node, over: Sequence[int], *, shifted: bool = False) -> Node:
+        """A sum over columns, of a logarithm of softmax as a difference of sums: one pass over the rows, and not two.
+
+        What the rows are shifted by is of their own order, so that nothing cancels.
+        """
+        if node.op == "sub" and node.args[1].op == ("constant_to_gradients" if shifted else "log"):
+            by = self.graph.binary(
+                "mul", node.args[1], self.graph.const(float(math.prod([self.sizes[axis] for axis in over])))
+            )
+            if not by.axes & set(over):
+                return self.graph.binary("sub", self._sum(node.args[0], over, shifted=not shifted), by)
+        return self.graph.reduce("sum", node, over)
+
+    def _index(self, axes: Label, part: Mapping[int, int]) -> Node:
+        """The index along a dimension that is several axes."""
+        graph, found = self.graph, self.graph.const(0)
+        for axis in axes:
+            one = (
+                graph.const(part[axis]) if axis in part else graph.make("iota", attrs=(axis,), axes=(axis,), kind="int")
+            )
+            found = graph.binary("add", graph.binary("mul", found, graph.const(self.sizes[axis])), one)
+        return found

@@ -1,0 +1,352 @@
+"""Tracing: a function of plain PyTorch operators, run once on tensors without memory, becomes a `Graph`.
+
+Every operator that PyTorch dispatches is looked up in `lowering`. What is not there is decomposed by PyTorch, or refused
+with its name and the user's line. Numbers that a function takes from its tensors' sizes would be constants of the graph:
+a second run with other sizes shows them.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ..core import compat
+from .axes import Axes, AxisError, Label
+from .errors import NotRowwiseError
+from .ir import Graph, Node
+
+__all__ = ["Captured", "Traced", "Value", "trace"]
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """A traced tensor.
+
+    Attributes:
+        node: what it is computed of.
+        labels: of its dimensions.
+        dtype: its dtype.
+    """
+
+    node: Node
+    labels: tuple[Label, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A tensor that the function does not take but uses, by how it is found again at each call."""
+
+    name: str
+    find: Callable[[], Tensor]
+
+
+@dataclass
+class Traced:
+    """What came of a function.
+
+    Attributes:
+        graph: holds all nodes.
+        axes: of the values.
+        inputs: the tensors, those that are captured last.
+        outputs: what it returns.
+        single: whether it returns a tensor, and no tuple.
+        captured: the tensors that it found elsewhere.
+        drops: the drop probability of each dropout, in order.
+        lines: of each node that has one, the line in the user's file.
+        values: the tensors of floating-point numbers, in the order in which they were made.
+    """
+
+    graph: Graph
+    axes: Axes
+    inputs: list[Value]
+    outputs: list[Value] = field(default_factory=list)
+    single: bool = False
+    captured: list[Captured] = field(default_factory=list)
+    drops: list[float] = field(default_factory=list)
+    lines: dict[int, int] = field(default_factory=dict)
+    values: list[Value] = field(default_factory=list)
+
+
+def trace(call: Callable[..., Any], arguments: Sequence[Any], function: Callable[..., Any], names: Sequence[str],
+          find: Callable[[Tensor], Captured | None]) -> Traced:  # fmt: skip
+    """The function's graph for tensors like these.
+
+    Args:
+        call: calls the function.
+        arguments: of the call; of tensors only dtype, device and shape are looked at.
+        function: the user's.
+        names: of the tensors among them, in order.
+        find: where a tensor that is none of them comes from; None if that cannot be told.
+    Raises:
+        NotRowwiseError: it cannot be one kernel.
+    """
+    recorder = _Recorder(function, find)
+    fakes = iter(names)
+
+    def stand_in(value: Any) -> Any:
+        return recorder.input(value, next(fakes)) if isinstance(value, Tensor) else value
+
+    given = list(map(stand_in, arguments))
+    with torch.no_grad(), compat.quiet(), recorder.fake, recorder, _Functions(recorder):
+        try:
+            returned = call(*given)
+        except (NotRowwiseError, AxisError) as error:
+            raise recorder.refused(str(error)) from None
+    traced = recorder.traced
+    traced.single = isinstance(returned, Tensor)
+    outputs = (returned,) if traced.single else returned
+    if not isinstance(outputs, (tuple, list)) or not outputs or not all(isinstance(out, Tensor) for out in outputs):
+        what = type(returned).__name__
+        raise NotRowwiseError(f"{recorder.name} returns {what}, expected a tensor or a tuple of tensors")
+    traced.outputs = [recorder.value(out) for out in outputs]
+    recorder.name_nodes()
+    return traced
+
+
+class _Recorder(compat.DispatchMode):  # type: ignore[misc]
+    """Sees every operator, runs it on tensors without memory, and notes what it does."""
+
+    def __init__(self, function: Callable[..., Any], find: Callable[[Tensor], Captured | None]) -> None:
+        super().__init__()
+        self.fake = compat.fake_mode()
+        self.function = function
+        self.name = getattr(function, "__name__", type(function).__name__)
+        self.find = find
+        self.code = getattr(inspect.unwrap(function), "__code__", None)
+        self.traced = Traced(Graph(), Axes(), [])
+        self.values: dict[int, tuple[Tensor, Value]] = {}  # by identity; the tensor is kept, so that no other has it
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self.line = 0
+        self._targets = _targets_of(self.code)
+        self._last: dict[int, Node] = {}
+
+    @property
+    def graph(self) -> Graph:
+        """Where nodes are made."""
+        return self.traced.graph
+
+    @property
+    def axes(self) -> Axes:
+        """Of the values."""
+        return self.traced.axes
+
+    # --- tensors --------------------------------------------------------------------------------------------------------
+
+    def input(self, tensor: Tensor, name: str) -> Tensor:
+        """A tensor without memory that stands for an argument."""
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+            raise NotRowwiseError(f"{self.name}: {name} is no dense tensor")
+        if tensor.dtype.is_complex:
+            raise NotRowwiseError(f"{self.name}: {name} is complex")
+        made = self.empty(tensor.shape, tensor.dtype, getattr(tensor, "fusedops_device", tensor.device))
+        labels = tuple([self.axes.new(size) for size in tensor.shape])
+        node = self.graph.make("input", attrs=(len(self.traced.inputs),), axes=[a for label in labels for a in label],
+                               kind=kind_of(tensor.dtype))  # fmt: skip
+        node.names.append(name)
+        value = Value(node, labels, tensor.dtype)
+        self.traced.inputs.append(value)
+        self.set(made, value)
+        return made
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor without memory."""
+        with compat.without_modes(), self.fake:
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def set(self, tensor: Tensor, value: Value) -> None:
+        """Note what a tensor is."""
+        self.values[id(tensor)] = (tensor, value)
+
+    def value(self, tensor: Tensor) -> Value:
+        """What a tensor is."""
+        found = self.values.get(id(tensor))
+        if found is not None:
+            return found[1]
+        return self.values[id(self._captured(tensor))][1]
+
+    def _captured(self, tensor: Tensor) -> Tensor:
+        """The tensor that stands for one that the function found elsewhere."""
+        known = self.kept.get(id(tensor))
+        if known is not None:
+            return known[1]
+        captured = self.find(tensor)
+        if captured is None:
+            raise NotRowwiseError(
+                "a tensor of which cannot be told where the function has it from; make it an argument"
+            )
+        self.traced.captured.append(captured)
+        made = self.input(tensor, captured.name)
+        self.kept[id(tensor)] = (tensor, made)
+        return made
+
+    # --- operators ------------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from . import lowering
+
+        self.line = self._line()
+        kwargs = kwargs or {}
+        name = _name_of(func)
+        if name.startswith("prim::"):  # a question about a tensor
+            return func(*args, **kwargs)
+        lower = lowering.TABLE.get(name)
+        if lower is None:
+            decomposed = self._decomposed(func, args, kwargs)
+            if decomposed is NotImplemented:
+                raise NotRowwiseError(
+                    lowering.REFUSED.get(name, f"{name} is not an operator that rows can be fused over")
+                )
+            return decomposed
+        args, kwargs = self._standing_in(args), self._standing_in(kwargs)
+        if name.endswith("_"):
+            self._may_change(args[0], name)
+        valued, named = self._valued(args), self._valued(kwargs)
+        out = func(*args, **kwargs)
+        found = lower(self, out, *valued, **named)
+        self._note(found, out)
+        return out
+
+    def _may_change(self, target: Tensor, name: str) -> None:
+        """Raises where an operator in place changes what others see."""
+        if self.value(target).node.op == "input":
+            raise NotRowwiseError(f"{name} changes an argument in place")
+        if any(other is not target and compat.share_memory(other, target) for other, _ in self.values.values()):
+            raise NotRowwiseError(f"{name} changes in place what another tensor shares")
+
+    def _note(self, found: Any, out: Any) -> None:
+        if isinstance(out, Tensor):
+            value = found if isinstance(found, Value) else None
+            assert value is not None
+            assert len(value.labels) == out.dim(), (value, out.shape)
+            for label, size in zip(value.labels, out.shape, strict=True):
+                assert self.axes.size(self.axes.leaves(label)) == size, (value, out.shape)
+            made = Value(value.node, value.labels, out.dtype)
+            self.set(out, made)
+            if out.dtype.is_floating_point and value.node.args:
+                self.traced.values.append(made)
+            self.traced.lines.setdefault(value.node.number, self.line)
+            self._last[self.line] = value.node
+        elif isinstance(out, (tuple, list)):
+            for inner, tensor in zip(found, out, strict=False):
+                if inner is not None and isinstance(tensor, Tensor):
+                    self._note(inner, tensor)
+
+    def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What PyTorch says that an operator is; `NotImplemented` where it says nothing."""
+        from . import lowering
+
+        decomposition = compat.decompositions().get(func)
+        if decomposition is None or _name_of(func) in lowering.REFUSED:
+            return NotImplemented
+        with self:
+            return decomposition(*args, **kwargs)
+
+    def _standing_in(self, values: Any) -> Any:
+        """The arguments, with a tensor without memory for each that was found elsewhere."""
+        if isinstance(values, Tensor):
+            return values if id(values) in self.values else self._captured(values)
+        if isinstance(values, dict):
+            return {key: self._standing_in(value) for key, value in values.items()}
+        if isinstance(values, (tuple, list)):
+            return type(values)([self._standing_in(value) for value in values])
+        return values
+
+    def _valued(self, values: Any) -> Any:
+        if isinstance(values, Tensor):
+            return self.value(values)
+        if isinstance(values, dict):
+            return {key: self._valued(value) for key, value in values.items()}
+        if isinstance(values, (tuple, list)):
+            return type(values)([self._valued(value) for value in values])
+        return values
+
+    # --- the user's words -----------------------------------------------------------------------------------------------
+
+    def _line(self) -> int:
+        """The line of the user's function that is running."""
+        frame: FrameType | None = inspect.currentframe()
+        while frame is not None and frame.f_code is not self.code:
+            frame = frame.f_back
+        return self.line if frame is None else frame.f_lineno
+
+    def name_nodes(self) -> None:
+        """Give what a line assigned the name that it has there."""
+        for line, node in self._last.items():
+            if line in self._targets and node.op not in ("input", "const"):
+                node.names.append(self._targets[line])
+
+    def refused(self, why: str) -> NotRowwiseError:
+        """The error that says where."""
+        if self.code is None or not self.line:
+            return NotRowwiseError(f"{self.name}: {why}")
+        text = linecache.getline(self.code.co_filename, self.line).strip()
+        return NotRowwiseError(f"{self.name}: {why}\n  line {self.line} of {self.code.co_filename}: {text}")
+
+
+class _Functions(TorchFunctionMode):
+    """Takes dropout out of PyTorch's hands: it becomes a factor, and not numbers that are drawn."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout or func is torch.dropout:
+            return self._dropout(*args, **kwargs)
+        if getattr(func, "__name__", "") in ("batch_norm", "_batch_norm_impl_index"):
+            raise NotRowwiseError("BatchNorm mixes rows")
+        return func(*args, **kwargs)
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False,
+                 train: bool | None = None) -> Tensor:  # fmt: skip
+        recorder = self.recorder
+        if inplace:
+            raise NotRowwiseError("dropout in place")
+        if not (training if train is None else train) or p == 0.0:
+            return input
+        if not 0.0 <= p <= 1.0:
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+        value = recorder.value(input)
+        number = len(recorder.traced.drops)
+        recorder.traced.drops.append(float(p))
+        axes = [axis for label in value.labels for axis in label]
+        factor = recorder.graph.make("keep", attrs=(number,), axes=axes, kind="float")
+        out = recorder.empty(input.shape, input.dtype, input.device)
+        recorder.set(out, Value(recorder.graph.binary("mul", value.node, factor), value.labels, input.dtype))
+        return out
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    """Float, int or bool."""
+    return "bool" if dtype is torch.bool else "float" if dtype.is_floating_point else "int"
+
+
+def _name_of(func: Any) -> str:
+    namespace, _, name = func.name().partition(".")[0].partition("::")
+    return name if namespace == "aten" else f"{namespace}::{name}"
+
+
+def _targets_of(code: Any) -> dict[int, str]:
+    """From the lines of a function to the names that they assign."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    first = code.co_firstlineno - 1
+    return {line + first: node.targets[0].id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+            for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}  # fmt: skip
