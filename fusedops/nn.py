@@ -1,6 +1,7 @@
 """The public modules: the fused operators as `torch.nn.Module`, most of them subclasses of those of torch.nn."""
 
 from .activations.modules import FusedBiasAct, FusedBiasGELU, FusedGEGLU, FusedGELU, FusedGLU, FusedSwiGLU
+from .compiler.modules import Rowwise
 from .norms.modules import (
     FusedBiasDropoutAdd,
     FusedBiasDropoutAddLayerNorm,
@@ -23,4 +24,5 @@ __all__ = [
     "FusedLayerNorm",
     "FusedRMSNorm",
     "FusedSwiGLU",
+    "Rowwise",
 ]

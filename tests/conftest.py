@@ -5,6 +5,10 @@ What a setting cannot run is deselected, not skipped, so that a skip in a report
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +27,11 @@ torch._functorch.config.enable_autograd_cache = False
 
 if INTERPRETED:
     interpreter.install()
+
+# What is traced and tuned here is not for the user's cache, nor is what is there for the tests.
+if "FUSEDOPS_CACHE_DIR" not in os.environ:
+    os.environ["FUSEDOPS_CACHE_DIR"] = tempfile.mkdtemp(prefix="fusedops-tests-")
+    atexit.register(shutil.rmtree, os.environ["FUSEDOPS_CACHE_DIR"], ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

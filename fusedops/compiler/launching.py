@@ -30,7 +30,7 @@ from .structure import Operand
 if TYPE_CHECKING:
     from .operator import Program, RowwiseSite
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "chosen", "forward"]
 
 tuning.register(configs, "rowwise_forward", "rowwise_backward")
 
@@ -63,7 +63,7 @@ def forward(site: RowwiseSite, tensors: Any, outs: Any, state: State) -> None:
     grouped = site.program.is_grouped(tensors)
     run = site.launches.get(grouped)
     if run is None:
-        run = site.launches[grouped] = _forward(site, grouped)
+        run = site.launches[grouped] = _forward(site, grouped).made()
     run(tensors, outs, state)
 
 
@@ -73,20 +73,22 @@ def backward(site: RowwiseSite, grads: Any, saved: Any, outs: Any, state: State)
            tuple([out is not None for out in outs]))  # fmt: skip
     run = site.launches.get(key)
     if run is None:
-        run = site.launches[key] = _backward(site, *key)
+        run = site.launches[key] = _backward(site, *key).made()
     run(grads, saved, outs, state)
 
 
-def _forward(site: RowwiseSite, grouped: bool) -> Launch:
+def _forward(site: RowwiseSite, grouped: bool) -> _Launcher:
     program = site.program
     kernels = forward_kernels(program.plan, program.acc, grouped=grouped, tiled=program.tiled, saves=site.saves)
     names = {("input", i): f"tensors[{i}]" for i in range(len(program.structure.inputs))}
     names |= {("output", i): f"outs[{i}]" for i in range(program.count)}
     names |= {("kept", 0): f"outs[{program.count}]", ("stats", 0): "outs[-1]"}
-    return _Launcher(site, kernels, names, "tensors, outs, state", ()).made()
+    return _Launcher(site, kernels, names, "tensors, outs, state", ())
 
 
-def _backward(site: RowwiseSite, grouped: bool, dtypes: Sequence[torch.dtype | None], wanted: Sequence[bool]) -> Launch:
+def _backward(
+    site: RowwiseSite, grouped: bool, dtypes: Sequence[torch.dtype | None], wanted: Sequence[bool]
+) -> _Launcher:
     program = site.program
     given = [i for i, dtype in enumerate(dtypes) if dtype is not None]
     kernels = backward_kernels(program.plan, program.acc, grouped=grouped, tiled=program.tiled, given=given,
@@ -95,7 +97,19 @@ def _backward(site: RowwiseSite, grouped: bool, dtypes: Sequence[torch.dtype | N
     names |= {("kept", 0): "saved[-2]", ("stats", 0): "saved[-1]"}
     names |= {("cotangent", i): f"grads[{i}]" for i in given}
     names |= {("gradient", i): f"outs[{i}]" for i in range(len(wanted))}
-    return _Launcher(site, kernels, names, "grads, saved, outs, state", dtypes).made()
+    return _Launcher(site, kernels, names, "grads, saved, outs, state", dtypes)
+
+
+def chosen(program: Program, device_index: int, bucket: int = 3) -> list[tuple[str, TuningKey, tuning.Config]]:
+    """The kernels of a call with all gradients: the name, the tuning key and the config of each."""
+    site = program.site(program.record(program.op), program.dtypes, program.structure.cols, device_index,
+                        dropout=bool(program.structure.drops), saves=True)  # fmt: skip
+    dtypes = [operand.dtype for operand in program.structure.outputs] + [None] * program.own
+    found = []
+    for launcher in (_forward(site, bool(program.group)), _backward(site, bool(program.group), dtypes, program.wanted)):
+        found += [(kernel.name, key, tuning.choose(key, device_index))
+                  for kernel in launcher.kernels for key in [launcher.tuning_key(kernel, bucket)]]  # fmt: skip
+    return found
 
 
 class _Launcher:
@@ -246,7 +260,7 @@ class _Launcher:
         cols, chosen = self.structure.cols, []
         variants = []
         for kernel in self.kernels:
-            config = tuning.choose(self._tuning_key(kernel, bucket), site.device_index)
+            config = tuning.choose(self.tuning_key(kernel, bucket), site.device_index)
             constants = {
                 "VECTOR": vector_width(*(kernel.moved or (self.program.acc,))),
                 "PERSISTENT": bool(kernel.sums),
@@ -269,7 +283,8 @@ class _Launcher:
         return launch.build(found, types, constants, config, device_index=site.device_index, acc=self.program.acc,
                             cols=self.structure.cols, aligned=aligned)  # fmt: skip
 
-    def _tuning_key(self, kernel: Kernel, bucket: int) -> TuningKey:
+    def tuning_key(self, kernel: Kernel, bucket: int) -> TuningKey:
+        """What a kernel's choice of config depends on."""
         moved = kernel.moved or (self.program.acc,)
         how = "moments" if kernel.name.endswith("moments_kernel") else "tiles" if kernel.tiled else "rows"
         variant = (how, f"{len(kernel.sums)} sums", f"{len(moved)} moved", self.program.digest)

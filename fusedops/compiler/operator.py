@@ -74,9 +74,9 @@ class Program(Operator):
         self.plan, self.structure, self.function = plan, structure, function
         self.op = name
         self.text = structure.text()
-        key = "\n".join(
-            [self.text, *map(repr, (structure.inputs, structure.outputs, structure.sizes, plan.kept_operand))]
-        )
+        self.dynamic = dynamic_axes(structure)
+        sizes = [None if axis in self.dynamic else size for axis, size in enumerate(structure.sizes)]
+        key = "\n".join([self.text, *map(repr, (structure.inputs, structure.outputs, sizes, plan.kept_operand))])
         self.digest = hashlib.sha256(key.encode()).hexdigest()[:12]
         self.name = f"rowwise_{_identifier(name)}_{self.digest}"  # type: ignore[misc]
         self.tensors = _unique([operand.name for operand in structure.inputs])  # type: ignore[misc]
@@ -86,15 +86,16 @@ class Program(Operator):
         self.visible = self.count + self.own  # type: ignore[misc]
         self.outputs = (*[f"out{i}" for i in range(self.count)], *kept, "stats")  # type: ignore[misc]
         self.saved = (*[f"saved_{self.tensors[i]}" for i in plan.saved_inputs], "saved_kept", "saved_stats")  # type: ignore[misc]
-        dtypes = [operand.dtype for operand in (*structure.inputs, *structure.outputs)]
-        self.acc = torch.float64 if torch.float64 in dtypes else torch.float32
+        self.dtypes = tuple([operand.dtype for operand in structure.inputs])
+        self.wanted = tuple([place in plan.differentiable for place in range(len(structure.inputs))])
+        every = {*self.dtypes, *[operand.dtype for operand in structure.outputs]}
+        self.acc = torch.float64 if torch.float64 in every else torch.float32
         self.first = _first(structure)  # type: ignore[misc]
         self.p = max(structure.drops, default=0.0) if any(0.0 < p < 1.0 for p in structure.drops) else (
             1.0 if structure.drops else 0.0)  # fmt: skip
         if structure.drops and any(0.0 < p < 1.0 for p in structure.drops):
             self.p = next(p for p in structure.drops if 0.0 < p < 1.0)
         self.thresholds = tuple(map(rng.threshold, structure.drops))
-        self.dynamic = dynamic_axes(structure)
         self.shapes = tuple([_shape_of(structure, operand) for operand in structure.outputs])
         self.group = group_of(structure)
         self.tiled = structure.cols > LONGEST_ROW

@@ -1,0 +1,73 @@
+"""The module form of `rowwise`: a function with parameters of its own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .function import Rowwise as Function
+from .function import rowwise
+
+__all__ = ["Rowwise"]
+
+
+class Rowwise(nn.Module):
+    """A row-wise function with some of its arguments as parameters.
+
+    Keyword arguments of the constructor are arguments of the function, by name: a tensor becomes a parameter, a number is a
+    constant. The others are the arguments of `forward`, in the function's order. An argument of the name ``training`` that
+    is not given is whether the module is in training mode.
+
+    Args:
+        function: a function, or what `fusedops.rowwise` returns.
+    Shape:
+        as the function's.
+    Raises:
+        TypeError: the function has no argument of that name; a value is neither a tensor nor a number.
+        NotRowwiseError: the function is ``strict`` and cannot be one kernel.
+    Numerics: computed in fp32, in fp64 with fp64 tensors.
+    Source: `fusedops.rowwise`.
+
+    Example::
+
+        norm = fusedops.nn.Rowwise(gated_residual_norm, gamma=torch.ones(64), weight=torch.ones(64))
+        y, z = norm(x, residual)
+    """
+
+    def __init__(self, function: Callable[..., Any], **parameters: Any) -> None:
+        super().__init__()
+        self.function: Function = function if isinstance(function, Function) else rowwise(function)
+        names = list(inspect.signature(self.function).parameters)
+        self._names = names
+        self._constants: dict[str, Any] = {}
+        for name, value in parameters.items():
+            if name not in names:
+                raise TypeError(f"Rowwise: {self.function.name} has no argument {name}; it has {', '.join(names)}")
+            if isinstance(value, Tensor):
+                given = value if isinstance(value, nn.Parameter) else nn.Parameter(value, value.is_floating_point())
+                self.register_parameter(name, given)
+            elif value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+                self._constants[name] = value
+            else:
+                raise TypeError(f"Rowwise: {name} must be a tensor or a number, got {type(value).__name__}")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function with its other arguments; see the class."""
+        given = {**self._parameters, **self._constants}
+        if "training" in self._names:
+            given.setdefault("training", self.training)
+        free = [name for name in self._names if name not in given]
+        if len(args) > len(free):
+            raise TypeError(f"{self.function.name} takes {len(free)} arguments beside its parameters, got {len(args)}")
+        return self.function(**given | dict(zip(free, args, strict=False)) | kwargs)
+
+    def extra_repr(self) -> str:
+        """The function and its constants."""
+        shapes = [f"{name}={tuple(value.shape)}" for name, value in self._parameters.items() if value is not None]
+        return ", ".join(
+            [self.function.name, *shapes, *[f"{name}={value!r}" for name, value in self._constants.items()]]
+        )

@@ -1,0 +1,226 @@
+"""Which program a call of a function runs: one that was traced for such tensors, one from disk, or a new one."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import linecache
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core import compat
+from . import storing
+from .errors import NotRowwiseError
+from .operator import Program, dynamic_axes
+from .planning import planned
+from .structure import Structure, structured
+from .tracing import Captured, Traced, trace
+
+__all__ = ["Found", "Programs", "captures"]
+
+# Sizes of rows in a second run: what changes with them is no function of rows.
+_PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A program, with the tensors that the function uses beside its arguments."""
+
+    program: Program
+    captured: tuple[Captured, ...]
+
+
+class Programs:
+    """The programs of a function.
+
+    Args:
+        function: the user's.
+        name: for messages.
+        names: of its parameters.
+        run: calls it with all arguments by place.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str, names: Sequence[str], run: Callable[..., Any]) -> None:
+        self.function, self.name, self.names, self.run = function, name, names, run
+        self.known: dict[Any, list[Found]] = {}
+
+    def find(self, args: Sequence[Any], autocast: Any) -> Found:
+        """The program for a call.
+
+        Raises:
+            NotRowwiseError: the function cannot be one kernel.
+        """
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        key = (tuple([None if isinstance(a, Tensor) else (type(a), a) for a in args]), autocast, tensors[0].device.type)
+        known = self.known.setdefault(key, [])
+        for found in known:
+            if found.program.fits([*tensors, *[captured.find() for captured in found.captured]]):
+                return found
+        with compat.without_modes():
+            made = self._stored(args, tensors, key) or self._traced(args, key)
+        known.append(made)
+        return made
+
+    def _stored(self, args: Sequence[Any], tensors: Sequence[Tensor], key: Any) -> Found | None:
+        path = storing.stored_at(self.function, *key)
+        for structure in [] if path is None else storing.read(path):
+            if len(structure.inputs) == len(tensors):
+                program = self._program(args, structure)
+                if program.fits(tensors):
+                    return Found(program, ())
+        return None
+
+    def _traced(self, args: Sequence[Any], key: Any) -> Found:
+        try:
+            traced, structure = self._structure(args)
+        except NotRowwiseError:
+            raise
+        except Exception as error:
+            self.run(*args)  # what is wrong with the call is said in PyTorch's words
+            raise NotRowwiseError(f"{self.name}: it cannot be traced: {error}") from error
+        path = None if traced.captured else storing.stored_at(self.function, *key)
+        if path is not None:
+            storing.write(path, structure)
+        return Found(self._program(args, structure), tuple(traced.captured))
+
+    def _structure(self, args: Sequence[Any]) -> tuple[Traced, Structure]:
+        """The structure of the function, which is the same for other numbers of rows."""
+        _check_code(self.function, self.name)
+        shapes = [compat.hints(a.shape) for a in args if isinstance(a, Tensor)]
+        try:
+            traced, structure = self._at(args, _larger(shapes))
+        except Exception:  # noqa: BLE001 - tensors of one row fit together where those of more do not
+            traced, structure = self._at(args, shapes)
+        try:
+            again = self._at(args, _other_sizes(structure))[1].text()
+        except Exception as error:  # noqa: BLE001 - whatever fails for other sizes shows that they matter
+            again = repr(error)
+        if again != structure.text():
+            raise NotRowwiseError(f"{self.name}: what it computes hangs on the number of rows")
+        return traced, structure
+
+    def _at(self, args: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> tuple[Traced, Structure]:
+        names = [name for name, a in zip(self.names, args, strict=True) if isinstance(a, Tensor)]
+        sized = iter(shapes)
+        given = [_without_memory(a, next(sized)) if isinstance(a, Tensor) else a for a in args]
+        traced = trace(self.run, given, self.function, names, functools.partial(_origin, self.function))
+        try:
+            return traced, structured(traced)
+        except NotRowwiseError as error:
+            raise NotRowwiseError(f"{self.name}: {error}") from None
+
+    def _program(self, args: Sequence[Any], structure: Structure) -> Program:
+        """With the function of its tensors alone, for devices and transforms that the kernels do not serve."""
+        places = [place for place, a in enumerate(args) if isinstance(a, Tensor)]
+        numbers = [None if isinstance(a, Tensor) else a for a in args]
+
+        def function(*tensors: Tensor) -> Any:
+            given = list(numbers)
+            for place, tensor in zip(places, tensors, strict=False):  # those that are captured come last
+                given[place] = tensor
+            return self.run(*given)
+
+        return Program(self.name, function, planned(structure))
+
+
+def _without_memory(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if like.layout is not torch.strided or like.is_nested:
+        return like
+    found = torch.empty(shape, dtype=like.dtype, device="meta")
+    found.fusedops_device = like.device  # type: ignore[attr-defined]
+    return found
+
+
+def _larger(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The shapes with a batch of one as a batch of more, so that what is broadcast is not taken for it."""
+    found = list(shapes)
+    for place in range(2, max(map(len, shapes)) + 1):
+        if all(shape[-place] == 1 for shape in shapes if len(shape) >= place):
+            found = [(*shape[:-place], 2, *shape[len(shape) - place + 1 :]) if len(shape) >= place else shape
+                     for shape in found]  # fmt: skip
+    return found
+
+
+def _other_sizes(structure: Structure) -> list[tuple[int, ...]]:
+    """Shapes with other numbers of rows, one prime for each axis."""
+    others = [prime for prime in _PRIMES if prime not in structure.sizes]
+    sizes = dict(enumerate(structure.sizes)) | dict(zip(sorted(dynamic_axes(structure)), others, strict=False))
+    return [
+        tuple([math.prod([sizes[axis] for axis in label]) for label in operand.labels]) for operand in structure.inputs
+    ]
+
+
+def _check_code(function: Callable[..., Any], name: str) -> None:
+    """Raises where the function changes what is not its own."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return
+    lines = dict(dis.findlinestarts(code))
+    line = code.co_firstlineno
+    for instruction in dis.get_instructions(code):
+        line = lines.get(instruction.offset) or line
+        changes = instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR")
+        if changes or (
+            instruction.opname in ("STORE_DEREF", "DELETE_DEREF") and instruction.argval in code.co_freevars
+        ):
+            text = linecache.getline(code.co_filename, line).strip()
+            raise NotRowwiseError(f"{name}: it changes {instruction.argval}, which is not its own\n"
+                                  f"  line {line} of {code.co_filename}: {text}")  # fmt: skip
+
+
+# --- tensors from elsewhere ---------------------------------------------------------------------------------------------
+
+
+@compat.constant_when_traced
+def captures(function: Callable[..., Any]) -> bool:
+    """Whether tensors, or modules, are among the variables around a function."""
+    return any(isinstance(_got(find), (Tensor, nn.Module)) for _, find in _around(function))
+
+
+def _around(function: Callable[..., Any]) -> list[tuple[str, Callable[[], Any]]]:
+    """The variables around a function that it names, and how each is found."""
+    inner = inspect.unwrap(function)
+    code = getattr(inner, "__code__", None)
+    if code is None:
+        return []
+    cells = zip(code.co_freevars, inner.__closure__ or (), strict=True)
+    scope = inner.__globals__
+    found: list[tuple[str, Callable[[], Any]]] = [
+        (name, functools.partial(getattr, cell, "cell_contents")) for name, cell in cells
+    ]
+    return [*found, *[(name, functools.partial(scope.__getitem__, name)) for name in code.co_names if name in scope]]
+
+
+def _got(find: Callable[[], Any]) -> Any:
+    try:
+        return find()
+    except ValueError:  # an empty cell
+        return None
+
+
+def _origin(function: Callable[..., Any], tensor: Tensor) -> Captured | None:
+    """Where a function has a tensor from: a variable around it, or a parameter of a module there."""
+    found = (_within(name, find, tensor) for name, find in _around(function))
+    return next((captured for captured in found if captured is not None), None)
+
+
+def _within(name: str, find: Callable[[], Any], tensor: Tensor) -> Captured | None:
+    value = _got(find)
+    if value is tensor:
+        return Captured(name, find)
+    if isinstance(value, nn.Module):
+        for path, inner in (*value.named_parameters(), *value.named_buffers()):
+            if inner is tensor:
+                return Captured(path.replace(".", "_"), functools.partial(_at_path, find, path))
+    return None
+
+
+def _at_path(find: Callable[[], Any], path: str) -> Tensor:
+    found: Tensor = functools.reduce(getattr, path.split("."), find())
+    return found
