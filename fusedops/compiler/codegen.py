@@ -281,7 +281,7 @@ def _is_online(total: Node, largest: Node) -> bool:
     if total.op != "sum" or largest.op != "amax" or total.args[0].op != "exp":
         return False
     shifted = total.args[0].args[0]
-    if shifted.op != "sub" or shifted.args[0] is not largest.args[0] or total.attrs != largest.attrs:
+    if shifted.op != "sub" or shifted.args[0] is not largest.args[0] or total.attrs[0] != largest.attrs[0]:
         return False
     by = shifted.args[1]
     return (by.args[0] if by.op == "constant_to_gradients" else by) is largest

@@ -38,7 +38,7 @@ def gradients(structure: Structure, seeds: Mapping[Node, Node], inputs: Sequence
     adjoints = dict[Node, Node]()
     backward = _Backward(structure, adjoints)
     for node, seed in seeds.items():
-        backward.add(node, seed, node.axes)
+        backward.add(node, seed, seed.axes)
     for node in reversed(topological(seeds)):
         backward.visit(node)
     found: dict[int, dict[Part, Node]] = {}
@@ -97,10 +97,21 @@ class _Backward:
     def _amax(self, node: Node, g: Node) -> Node:
         """The largest elements of a row share its gradient."""
         graph, (x,) = self.graph, node.args
+        if len(node.attrs) > 1:
+            return self._first(node, g)
         largest = graph.make("eq", x, node)
         zero, one = graph.const(0.0), graph.const(1.0)
         count = graph.reduce("sum", graph.where(largest, one, zero), node.attrs[0])
         return graph.where(largest, graph.binary("div", g, count), zero)
+
+    def _first(self, node: Node, g: Node) -> Node:
+        """The first of the largest elements of a row has its gradient."""
+        graph, (x,), (axis,) = self.graph, node.args, node.attrs[0]
+        place = graph.make("cast", graph.make("iota", attrs=(axis,), axes=(axis,), kind="int"), kind="float")
+        beyond = graph.const(-float(self.structure.sizes[axis]))
+        candidates = graph.where(graph.make("eq", x, node), graph.unary("neg", place), beyond)
+        first = graph.unary("neg", graph.reduce("amax", candidates, (axis,)))
+        return graph.where(graph.make("eq", place, first), g, graph.const(0.0))
 
     def _picked(self, node: Node, g: Node) -> Node:
         """The element that was picked has the gradient, if there is one axis of elements."""
@@ -152,6 +163,11 @@ _RULES: dict[str, _Rule] = {
     "log1p": lambda graph, node, g: (graph.binary("div", g, graph.binary("add", node.args[0], graph.const(1.0))),),
     "expm1": _of_one(lambda graph, x, y: graph.binary("add", y, graph.const(1.0))),
     "sqrt": lambda graph, node, g: (graph.binary("div", _mul(graph, g, graph.const(0.5)), node),),
+    "root": lambda graph, node, g: (graph.where(
+        graph.make("eq", node, graph.const(0.0)), graph.const(0.0),
+        graph.binary("div", _mul(graph, g, graph.const(0.5)), node)),),
+    "pow": lambda graph, node, g: (_mul(graph, g, graph.make("pow", node.args[0], attrs=(node.attrs[0] - 1.0,)),
+                                        graph.const(node.attrs[0])),),
     "rsqrt": _of_one(lambda graph, x, y: _mul(graph, _mul(graph, y, y), y, graph.const(-0.5))),
     "reciprocal": _of_one(lambda graph, x, y: graph.unary("neg", _mul(graph, y, y))),
     "abs": _of_one(lambda graph, x, y: graph.unary("sign", x)),

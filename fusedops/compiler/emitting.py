@@ -42,7 +42,7 @@ _TAKEN = {"tl", "triton", "ACC", "N", "BLOCK_N", "ROWS", "VECTOR", "STAGES", "OV
           *_DEVICE, *_OWN, *keyword.kwlist}  # fmt: skip
 
 _UNARY = {"neg": "-{}", "exp": "tl.exp({})", "log": "tl.log({})", "log1p": "log1p({})", "expm1": "expm1({})",
-          "sqrt": "tl.sqrt({})", "rsqrt": "tl.rsqrt({})", "reciprocal": "1.0 / {}", "abs": "tl.abs({})",
+          "sqrt": "tl.sqrt({})", "root": "tl.sqrt({})", "rsqrt": "tl.rsqrt({})", "reciprocal": "1.0 / {}", "abs": "tl.abs({})",
           "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0)).to(ACC)", "sin": "tl.sin({})",
           "cos": "tl.cos({})", "erf": "tl.erf({})", "floor": "tl.floor({})", "ceil": "tl.ceil({})", "not": "{} == 0",
           "isnan": "{0} != {0}"}  # fmt: skip
@@ -215,6 +215,8 @@ class Emitter:
         if op == "where":
             both = all(arg.op == "const" for arg in node.args[1:]) and node.kind == "float"
             return f"tl.where({', '.join(args)})" + (".to(ACC)" if both else "")
+        if op == "pow":
+            return f"tl.exp({node.attrs[0]!r} * tl.log({args[0]}))"
         if op in REDUCTIONS:
             return self.reduced(node, self.reducible(node)) if self.has_columns(node.args[0]) else args[0]
         if op in ACTIVATIONS:

@@ -18,8 +18,8 @@ from .codegen import backward_kernels, forward_kernels
 from .errors import NotRowwiseError
 from .explanation import Explanation, explained
 from .operator import Program
-from .programs import Programs, captures
-from .tracing import Captured
+from .programs import Programs
+from .surroundings import PLAIN, Captured, captures
 
 __all__ = ["Rowwise", "rowwise"]
 
@@ -122,9 +122,14 @@ class Rowwise:
             return self._run(*args)
         tensors = [args[place] for place in call.places]
         if call.captured:
-            tensors += [captured.find() for captured in call.captured]
+            tensors += [captured.find(args) for captured in call.captured]
+            if not program.fits(tensors):
+                program = self._programs.find(args, autocast).program
         outs = run(program, (self.name,), tensors, program.p)
-        return outs[0] if program.structure.single else tuple(outs[: program.count])
+        container = program.structure.container
+        if container == "tensor":
+            return outs[0]
+        return tuple(outs[: program.count]) if container == "tuple" else list(outs[: program.count])
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """A method where the function is one."""
@@ -191,6 +196,8 @@ class Rowwise:
         """Under torch.compile: one node of the graph, in which the next tracer meets the registered operators."""
         if kwargs or len(args) != self._count:
             args = self._positional(args, kwargs)
+        if any(not isinstance(a, (Tensor, *PLAIN)) for a in args):
+            return self._run(*args)
         if captures(self.function) or not self._allow():  # captured tensors would be constants of the graph
             return self._run(*args)
         return self._in_graph(*args)

@@ -16,8 +16,8 @@ __all__ = ["BINARY", "COMPARISONS", "REDUCTIONS", "UNARY", "Graph", "Node", "rea
 
 # Operators of one value, of two, and of two with a truth value; ``where`` takes three. The activations of
 # `fusedops.core.activations` are operators of one value too, and so are their derivatives.
-UNARY = frozenset({"neg", "exp", "log", "log1p", "expm1", "sqrt", "rsqrt", "reciprocal", "abs", "sign", "sin", "cos", "erf",
-                   "floor", "ceil", "not", "isnan"})  # fmt: skip
+UNARY = frozenset({"neg", "exp", "log", "log1p", "expm1", "sqrt", "root", "pow", "rsqrt", "reciprocal", "abs", "sign", "sin",
+                   "cos", "erf", "floor", "ceil", "not", "isnan"})  # fmt: skip
 BINARY = frozenset({"add", "sub", "mul", "div", "maximum", "minimum", "and", "or", "xor"})
 COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 REDUCTIONS = frozenset({"sum", "amax", "pick"})

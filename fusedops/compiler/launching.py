@@ -201,6 +201,8 @@ class _Launcher:
     def _operand(self, kind: str, place: int) -> list[str]:
         """The lines that make an operand's address, row stride and bits."""
         name = f"{kind}{place}"
+        if kind == "stats" and not self.cotangents:
+            return [f"{name} = {self.names[kind, place]}"]
         if kind == "stats":
             return [f"{name}, more = vector({self.names[kind, place]})", "bits |= more"]
         if kind not in ("input", "output", "kept", "cotangent", "gradient"):
@@ -209,6 +211,8 @@ class _Launcher:
         if kind == "gradient" and place in self.last.written:
             shape = ", ".join([self._product(label) for label in whole(self.structure, operand).labels])
             return [f"{name} = {self.like[0]}.new_empty({shape}, dtype=torch.float32)"]
+        if kind in ("output", "gradient") or (kind == "kept" and not self.cotangents):  # allocated for this call
+            return [f"{name} = {self.names[kind, place]}"]
         how = self._reading(operand)
         strided = any(
             a.kind == "stride" and (a.place, a.of) == (place, kind) for k in self.kernels for a in k.arguments

@@ -19,6 +19,7 @@ from ..core.operator import Constants, Dtypes, Operator, Site
 from ..core.operators import encode
 from ..core.registration import define
 from . import launching
+from .allocating import gradient_allocator, output_allocator
 from .axes import Label
 from .emitting import group_of
 from .evaluate import assembled, evaluate, part_of
@@ -76,7 +77,9 @@ class Program(Operator):
         self.text = structure.text()
         self.dynamic = dynamic_axes(structure)
         sizes = [None if axis in self.dynamic else size for axis, size in enumerate(structure.sizes)]
-        key = "\n".join([self.text, *map(repr, (structure.inputs, structure.outputs, sizes, plan.kept_operand))])
+        key = "\n".join(
+            [self.text, *map(repr, (structure.inputs, structure.outputs, sizes, plan.kept_operand, structure.drops))]
+        )
         self.digest = hashlib.sha256(key.encode()).hexdigest()[:12]
         self.name = f"rowwise_{_identifier(name)}_{self.digest}"  # type: ignore[misc]
         self.tensors = _unique([operand.name for operand in structure.inputs])  # type: ignore[misc]
@@ -96,7 +99,8 @@ class Program(Operator):
         if structure.drops and any(0.0 < p < 1.0 for p in structure.drops):
             self.p = next(p for p in structure.drops if 0.0 < p < 1.0)
         self.thresholds = tuple(map(rng.threshold, structure.drops))
-        self.shapes = tuple([_shape_of(structure, operand) for operand in structure.outputs])
+        self._outputs = output_allocator(self)
+        self._gradients: dict[int, Any] = {}
         self.group = group_of(structure)
         self.tiled = structure.cols > LONGEST_ROW
         # Functions that are the same to the last number, in two places of a program, share the registered operators.
@@ -215,37 +219,20 @@ class Program(Operator):
 
     def allocate(self, site: RowwiseSite, tensors: Any) -> tuple[Tensor | None, ...]:
         """The outputs, what is kept, and one line of numbers of rows for each that is kept."""
-        first = tensors[self.first]
-        outs: list[Tensor | None] = []
-        sizes: Sequence[int] | None = None
-        for operand, shape in zip(self.structure.outputs, self.shapes, strict=True):
-            if shape is not None:
-                outs.append(
-                    torch.empty_like(tensors[shape], dtype=operand.dtype, memory_format=torch.contiguous_format)
-                )
-            else:
-                sizes = self.sizes_of(tensors)
-                outs.append(first.new_empty(self.shape(operand.labels, sizes), dtype=operand.dtype))
-        if self.own:
-            kept = self.plan.kept_operand
-            assert kept is not None
-            sizes = self.sizes_of(tensors)
-            outs.append(first.new_empty(self.shape(kept.labels, sizes), dtype=kept.dtype) if site.saves else None)
-        stats = self.plan.stats if site.saves else ()
-        assert outs[0] is not None
-        rows = outs[0].numel() // self.row_size(0) if stats else 0
-        outs.append(first.new_empty((len(stats), rows), dtype=site.acc) if stats else None)
-        return tuple(outs)
+        return self._outputs(tensors, site.saves)
 
     forward = staticmethod(launching.forward)
     backward = staticmethod(launching.backward)
 
     def allocate_gradients(self, site: RowwiseSite, grads: Any, saved: Any, needed: Any) -> tuple[Tensor | None, ...]:
         """Each in the shape of its input."""
-        like = next(g for g in grads if g is not None)
-        sizes = self.sizes_by(grads)
-        return tuple([like.new_empty(self.shape(operand.labels, sizes), dtype=operand.dtype) if need else None
-                      for operand, need in zip(self.structure.inputs, needed, strict=True)])  # fmt: skip
+        for output, like in enumerate(grads):
+            if like is not None:
+                make = self._gradients.get(output)
+                if make is None:
+                    make = self._gradients[output] = gradient_allocator(self, output)
+                return make(like, needed)
+        raise AssertionError("no cotangent")
 
     # --- sizes --------------------------------------------------------------------------------------------------------
 
@@ -339,8 +326,3 @@ def dynamic_axes(structure: Structure) -> dict[int, tuple[int, int, int]]:
         if all(alone) and where and not together:
             found[axis] = (alone[0][0], *where[0])
     return found
-
-
-def _shape_of(structure: Structure, output: Operand) -> int | None:
-    """The input of the same shape; None where there is none."""
-    return next((place for place, operand in enumerate(structure.inputs) if operand.labels == output.labels), None)

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import dis
-import functools
-import inspect
-import linecache
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core import compat
 from . import storing
+from .effects import check_effects
 from .errors import NotRowwiseError
 from .operator import Program, dynamic_axes
 from .planning import planned
 from .structure import Structure, structured
-from .tracing import Captured, Traced, trace
+from .surroundings import Captured, Variable, checked, origin, state_of, variables
+from .tracing import Traced, trace
 
-__all__ = ["Found", "Programs", "captures"]
+__all__ = ["Found", "Programs"]
 
 # Sizes of rows in a second run: what changes with them is no function of rows.
 _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
@@ -49,6 +47,21 @@ class Programs:
     def __init__(self, function: Callable[..., Any], name: str, names: Sequence[str], run: Callable[..., Any]) -> None:
         self.function, self.name, self.names, self.run = function, name, names, run
         self.known: dict[Any, list[Found]] = {}
+        self._around: list[Variable] | None = None
+
+    @property
+    def around(self) -> list[Variable]:
+        """The variables around the function, as they are at the first call."""
+        if self._around is None:
+            self._around = variables(self.function)
+        return self._around
+
+    def state(self, args: Sequence[Any]) -> Any:
+        """What the trace hangs on beside the arguments."""
+        around = self._around
+        if around is None:
+            around = self.around
+        return tuple([state_of(variable.find(args)) for variable in around]) if around else None
 
     def find(self, args: Sequence[Any], autocast: Any) -> Found:
         """The program for a call.
@@ -57,15 +70,27 @@ class Programs:
             NotRowwiseError: the function cannot be one kernel.
         """
         tensors = [a for a in args if isinstance(a, Tensor)]
-        key = (tuple([None if isinstance(a, Tensor) else (type(a), a) for a in args]), autocast, tensors[0].device.type)
+        self._check(args)
+        numbers = tuple([None if isinstance(a, Tensor) else state_of(a) for a in args])
+        key = (numbers, self.state(args), autocast, tensors[0].device.type)
         known = self.known.setdefault(key, [])
         for found in known:
-            if found.program.fits([*tensors, *[captured.find() for captured in found.captured]]):
+            if found.program.fits([*tensors, *[captured.find(args) for captured in found.captured]]):
                 return found
         with compat.without_modes():
             made = self._stored(args, tensors, key) or self._traced(args, key)
         known.append(made)
         return made
+
+    def _check(self, args: Sequence[Any]) -> None:
+        """Raises where something that the function uses may change unseen."""
+        try:
+            for name, value in zip(self.names, args, strict=True):
+                checked(name, value, "its argument")
+            for variable in self.around:
+                checked(variable.name, variable.find(args), "the variable")
+        except NotRowwiseError as error:
+            raise NotRowwiseError(f"{self.name}: {error}") from None
 
     def _stored(self, args: Sequence[Any], tensors: Sequence[Tensor], key: Any) -> Found | None:
         path = storing.stored_at(self.function, *key)
@@ -91,7 +116,7 @@ class Programs:
 
     def _structure(self, args: Sequence[Any]) -> tuple[Traced, Structure]:
         """The structure of the function, which is the same for other numbers of rows."""
-        _check_code(self.function, self.name)
+        check_effects(self.function, self.name)
         shapes = [compat.hints(a.shape) for a in args if isinstance(a, Tensor)]
         try:
             traced, structure = self._at(args, _larger(shapes))
@@ -109,7 +134,11 @@ class Programs:
         names = [name for name, a in zip(self.names, args, strict=True) if isinstance(a, Tensor)]
         sized = iter(shapes)
         given = [_without_memory(a, next(sized)) if isinstance(a, Tensor) else a for a in args]
-        traced = trace(self.run, given, self.function, names, functools.partial(_origin, self.function))
+
+        def find(tensor: Tensor) -> Captured | None:
+            return origin(tensor, self.around, self.names, args)
+
+        traced = trace(self.run, given, self.function, names, find)
         try:
             return traced, structured(traced)
         except NotRowwiseError as error:
@@ -154,73 +183,3 @@ def _other_sizes(structure: Structure) -> list[tuple[int, ...]]:
     return [
         tuple([math.prod([sizes[axis] for axis in label]) for label in operand.labels]) for operand in structure.inputs
     ]
-
-
-def _check_code(function: Callable[..., Any], name: str) -> None:
-    """Raises where the function changes what is not its own."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None:
-        return
-    lines = dict(dis.findlinestarts(code))
-    line = code.co_firstlineno
-    for instruction in dis.get_instructions(code):
-        line = lines.get(instruction.offset) or line
-        changes = instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR")
-        if changes or (
-            instruction.opname in ("STORE_DEREF", "DELETE_DEREF") and instruction.argval in code.co_freevars
-        ):
-            text = linecache.getline(code.co_filename, line).strip()
-            raise NotRowwiseError(f"{name}: it changes {instruction.argval}, which is not its own\n"
-                                  f"  line {line} of {code.co_filename}: {text}")  # fmt: skip
-
-
-# --- tensors from elsewhere ---------------------------------------------------------------------------------------------
-
-
-@compat.constant_when_traced
-def captures(function: Callable[..., Any]) -> bool:
-    """Whether tensors, or modules, are among the variables around a function."""
-    return any(isinstance(_got(find), (Tensor, nn.Module)) for _, find in _around(function))
-
-
-def _around(function: Callable[..., Any]) -> list[tuple[str, Callable[[], Any]]]:
-    """The variables around a function that it names, and how each is found."""
-    inner = inspect.unwrap(function)
-    code = getattr(inner, "__code__", None)
-    if code is None:
-        return []
-    cells = zip(code.co_freevars, inner.__closure__ or (), strict=True)
-    scope = inner.__globals__
-    found: list[tuple[str, Callable[[], Any]]] = [
-        (name, functools.partial(getattr, cell, "cell_contents")) for name, cell in cells
-    ]
-    return [*found, *[(name, functools.partial(scope.__getitem__, name)) for name in code.co_names if name in scope]]
-
-
-def _got(find: Callable[[], Any]) -> Any:
-    try:
-        return find()
-    except ValueError:  # an empty cell
-        return None
-
-
-def _origin(function: Callable[..., Any], tensor: Tensor) -> Captured | None:
-    """Where a function has a tensor from: a variable around it, or a parameter of a module there."""
-    found = (_within(name, find, tensor) for name, find in _around(function))
-    return next((captured for captured in found if captured is not None), None)
-
-
-def _within(name: str, find: Callable[[], Any], tensor: Tensor) -> Captured | None:
-    value = _got(find)
-    if value is tensor:
-        return Captured(name, find)
-    if isinstance(value, nn.Module):
-        for path, inner in (*value.named_parameters(), *value.named_buffers()):
-            if inner is tensor:
-                return Captured(path.replace(".", "_"), functools.partial(_at_path, find, path))
-    return None
-
-
-def _at_path(find: Callable[[], Any], path: str) -> Tensor:
-    found: Tensor = functools.reduce(getattr, path.split("."), find())
-    return found

@@ -136,7 +136,7 @@ def _encoded(structure: Structure) -> dict[str, Any]:
              for node in structure.graph.nodes.values()]  # fmt: skip
     return {
         "nodes": nodes, "sizes": structure.sizes, "rows": structure.rows, "columns": structure.columns,
-        "unrolled": structure.unrolled, "drops": structure.drops, "single": structure.single,
+        "unrolled": structure.unrolled, "drops": structure.drops, "container": structure.container,
         "inputs": [_operand(operand) for operand in structure.inputs],
         "outputs": [_operand(operand) for operand in structure.outputs],
         "results": [_parts(parts) for parts in structure.results],
@@ -162,7 +162,7 @@ def _decoded(found: Any) -> Structure:
     return Structure(
         graph, _tuple(found["sizes"]), _tuple(found["rows"]), _tuple(found["columns"]), _tuple(found["unrolled"]),
         tuple(map(operand, found["inputs"])), tuple(map(operand, found["outputs"])), tuple(map(parts, found["results"])),
-        _tuple(found["drops"]), found["single"], dict(found["lines"]),
+        _tuple(found["drops"]), found["container"], dict(found["lines"]),
         tuple([(parts(pairs), getattr(torch, dtype)) for pairs, dtype in found["values"]]),
     )  # fmt: skip
 

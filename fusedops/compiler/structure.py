@@ -8,6 +8,7 @@ are *row axes*.
 from __future__ import annotations
 
 import itertools
+import linecache
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -62,7 +63,7 @@ class Structure:
         outputs: what comes out.
         results: of each output, its nodes by part.
         drops: the drop probability of each dropout.
-        single: whether the function returns a tensor, and no tuple.
+        container: "tensor", "tuple" or "list": what the function returns.
         lines: of nodes, the user's line.
         values: the function's tensors of floating-point numbers, by part, with their dtypes: what may be saved.
     """
@@ -76,7 +77,7 @@ class Structure:
     outputs: tuple[Operand, ...]
     results: tuple[Mapping[Part, Node], ...]
     drops: tuple[float, ...]
-    single: bool
+    container: str
     lines: Mapping[int, int]
     values: tuple[tuple[Mapping[Part, Node], torch.dtype], ...] = ()
 
@@ -139,12 +140,31 @@ class _Structuring:
         traced = self.traced
         inputs = tuple([Operand(tuple(map(self._axes, v.labels)), v.dtype, v.node.kind, v.node.names[0])
                         for v in traced.inputs])  # fmt: skip
-        outputs = [Operand(tuple(map(self._axes, v.labels)), v.dtype, v.node.kind, (v.node.names or [f"output{i}"])[-1])
-                   for i, v in enumerate(traced.outputs)]  # fmt: skip
+        outputs = tuple([Operand(tuple(map(self._axes, v.labels)), v.dtype, v.node.kind, (v.node.names or [f"output{i}"])[-1])
+                         for i, v in enumerate(traced.outputs)])  # fmt: skip
+        rows, columns = self._rows_and_columns()
+        self._check(inputs, outputs, rows, columns)
+        bare = Structure(self.graph, self.sizes, rows, columns, self.unrolled, inputs, outputs, (), tuple(traced.drops),
+                         traced.container, self.lines)  # fmt: skip
+        results = tuple([{part: self._part(value.node, part) for part in bare.parts(operand)}
+                         for value, operand in zip(traced.outputs, outputs, strict=True)])  # fmt: skip
+        values = tuple([({part: self._part(value.node, part) for part in self._parts(value.node)}, value.dtype)
+                        for value in traced.values])  # fmt: skip
+        for node in topological([node for parts in results for node in parts.values()]):
+            if node.op == "keep" and node.axes != frozenset((*rows, *columns)):
+                raise NotRowwiseError("dropout of what does not vary along all dimensions")
+        return replace(bare, results=results, values=values)
+
+    def _check(self, inputs: Sequence[Operand], outputs: Sequence[Operand], rows: Label, columns: Label) -> None:
+        """Raises where tensors do not have the rows and columns that the kernels take."""
+        if not rows and not columns:
+            raise NotRowwiseError("none of its tensors has a dimension")
         for operand in (*inputs, *outputs):
             if len(set(operand.axes)) < len(operand.axes):
                 raise NotRowwiseError(f"{operand.name} has one dimension twice: rows and columns are mixed")
-        rows, columns = self._rows_and_columns()
+            count = sum(axis in rows for axis in operand.axes)
+            if any(axis in rows for axis in operand.axes[count:]):
+                raise NotRowwiseError(f"in {operand.name} the rows are not the outer dimensions")
         for operand in outputs:
             if not set(rows) <= set(operand.axes):
                 raise NotRowwiseError(f"{operand.name} does not vary along all rows, and is returned")
@@ -152,19 +172,23 @@ class _Structuring:
             if node.op in REDUCTIONS:
                 over, has = self._axes(node.attrs[0]), self._axes(tuple(sorted(node.args[0].axes)))
                 if set(columns) & set(has) - set(over):
-                    raise NotRowwiseError("it reduces over a part of what it reduces elsewhere as a whole")
-        bare = Structure(self.graph, self.sizes, rows, columns, self.unrolled, inputs, tuple(outputs), (),
-                         tuple(traced.drops), traced.single, self.lines)  # fmt: skip
-        results = tuple([{part: self._part(value.node, part) for part in bare.parts(operand)}
-                         for value, operand in zip(traced.outputs, outputs, strict=True)])  # fmt: skip
-        values = tuple([({part: self._part(value.node, part) for part in self._parts(value.node)}, value.dtype)
-                        for value in traced.values])  # fmt: skip
-        made = replace(bare, results=results, values=values)
-        full = frozenset((*rows, *columns))
-        for node in topological([node for parts in results for node in parts.values()]):
-            if node.op == "keep" and node.axes != full:
-                raise NotRowwiseError("dropout of what does not vary along all dimensions")
-        return made
+                    raise self._refused("it reduces over a part of what it reduces elsewhere as a whole", node)
+
+    def _refused(self, why: str, node: Node) -> NotRowwiseError:
+        """The error, with the user's line where that is known."""
+        line = next(
+            (self.traced.lines[n.number] for n in (node, *self._users(node)) if n.number in self.traced.lines), 0
+        )
+        text = linecache.getline(self.traced.file, line).strip() if line else ""
+        return NotRowwiseError(f"{why}\n  line {line} of {self.traced.file}: {text}" if line else why)
+
+    def _users(self, node: Node) -> list[Node]:
+        """What is computed of a node, the nearest first."""
+        found = [node]
+        for other in self.nodes:
+            if any(arg in found for arg in other.args):
+                found.append(other)
+        return found[1:]
 
     # --- axes -----------------------------------------------------------------------------------------------------------
 
@@ -192,16 +216,18 @@ class _Structuring:
             raise NotRowwiseError("parts of rows that are taken apart in two ways")
         return axis
 
-    def _rows_and_columns(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        reduced = {axis for node in self.nodes if node.op in REDUCTIONS or node.op == "iota"
-                   for axis in self._axes(node.attrs[0] if node.op in REDUCTIONS else node.attrs)}  # fmt: skip
+    def _rows_and_columns(self) -> tuple[Label, Label]:
+        over = {node: self._axes(node.attrs[0] if node.op in REDUCTIONS else node.attrs)
+                for node in self.nodes if node.op in REDUCTIONS or node.op == "iota"}  # fmt: skip
+        reduced = {axis for axes in over.values() for axis in axes}
         rolled = [axis for axis in range(len(self.order)) if axis not in self.unrolled]
         columns = [axis for axis in rolled if axis in reduced] or rolled[-1:]
         rows = [axis for axis in rolled if axis not in columns]
-        if columns and rows and max(rows) > min(columns):
-            raise NotRowwiseError("it reduces over a dimension that is not the last: it mixes rows")
+        wrong = next((node for node, axes in over.items() if rows and any(axis < max(rows) for axis in axes)), None)
+        if wrong is not None:
+            raise self._refused("it reduces over a dimension that is not the last: it mixes rows", wrong)
         if not rows and len(columns) > 1:
-            raise NotRowwiseError("it reduces over all dimensions: it mixes rows")
+            raise self._refused("it reduces over all dimensions: it mixes rows", next(iter(over)))
         return tuple(rows), tuple(columns)
 
     def _parts(self, node: Node) -> Iterator[Part]:
@@ -264,6 +290,10 @@ class _Structuring:
             one = self._part(node.args[0], tuple(sorted(given.items())))
             found = one if found is None else self.graph.binary(combine, found, one)
         assert found is not None
+        if len(node.attrs) > 1:
+            if places or len(inner) > 1:
+                raise NotRowwiseError("max over more than one dimension of what rows are made of; use amax")
+            return self.graph.make("amax", found, attrs=(tuple(inner), *node.attrs[1:]), axes=found.axes - set(inner))
         return self._sum(found, inner) if node.op == "sum" else self.graph.reduce(node.op, found, inner)
 
     def _sum(self, node: Node, over: Sequence[int], *, shifted: bool = False) -> Node:

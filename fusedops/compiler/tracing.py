@@ -25,8 +25,9 @@ from ..core import compat
 from .axes import Axes, AxisError, Label
 from .errors import NotRowwiseError
 from .ir import Graph, Node
+from .surroundings import Captured
 
-__all__ = ["Captured", "Traced", "Value", "trace"]
+__all__ = ["Traced", "Value", "recording", "trace"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,14 +45,6 @@ class Value:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
-class Captured:
-    """A tensor that the function does not take but uses, by how it is found again at each call."""
-
-    name: str
-    find: Callable[[], Tensor]
-
-
 @dataclass
 class Traced:
     """What came of a function.
@@ -61,22 +54,24 @@ class Traced:
         axes: of the values.
         inputs: the tensors, those that are captured last.
         outputs: what it returns.
-        single: whether it returns a tensor, and no tuple.
+        container: "tensor", "tuple" or "list": what it returns.
         captured: the tensors that it found elsewhere.
         drops: the drop probability of each dropout, in order.
         lines: of each node that has one, the line in the user's file.
         values: the tensors of floating-point numbers, in the order in which they were made.
+        file: the user's.
     """
 
     graph: Graph
     axes: Axes
     inputs: list[Value]
     outputs: list[Value] = field(default_factory=list)
-    single: bool = False
+    container: str = "tensor"
     captured: list[Captured] = field(default_factory=list)
     drops: list[float] = field(default_factory=list)
     lines: dict[int, int] = field(default_factory=dict)
     values: list[Value] = field(default_factory=list)
+    file: str = ""
 
 
 def trace(call: Callable[..., Any], arguments: Sequence[Any], function: Callable[..., Any], names: Sequence[str],
@@ -99,20 +94,32 @@ def trace(call: Callable[..., Any], arguments: Sequence[Any], function: Callable
         return recorder.input(value, next(fakes)) if isinstance(value, Tensor) else value
 
     given = list(map(stand_in, arguments))
-    with torch.no_grad(), compat.quiet(), recorder.fake, recorder, _Functions(recorder):
-        try:
+    _recorders.append(recorder)
+    try:
+        # With gradients on, so that a block of the function's own without them is seen.
+        with torch.enable_grad(), compat.quiet(), recorder.fake, recorder, _Functions(recorder):
             returned = call(*given)
-        except (NotRowwiseError, AxisError) as error:
-            raise recorder.refused(str(error)) from None
+    except (NotRowwiseError, AxisError) as error:
+        raise recorder.refused(str(error)) from None
+    finally:
+        _recorders.pop()
     traced = recorder.traced
-    traced.single = isinstance(returned, Tensor)
-    outputs = (returned,) if traced.single else returned
-    if not isinstance(outputs, (tuple, list)) or not outputs or not all(isinstance(out, Tensor) for out in outputs):
+    traced.container = "tuple" if type(returned) is tuple else "list" if type(returned) is list else "tensor"
+    outputs = (returned,) if traced.container == "tensor" else returned
+    if not outputs or not all(isinstance(out, Tensor) for out in outputs):
         what = type(returned).__name__
         raise NotRowwiseError(f"{recorder.name} returns {what}, expected a tensor or a tuple of tensors")
     traced.outputs = [recorder.value(out) for out in outputs]
     recorder.name_nodes()
     return traced
+
+
+_recorders: list[_Recorder] = []
+
+
+def recording() -> bool:
+    """Whether a function is being traced: another that it calls is traced with it."""
+    return bool(_recorders)
 
 
 class _Recorder(compat.DispatchMode):  # type: ignore[misc]
@@ -125,7 +132,7 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
         self.name = getattr(function, "__name__", type(function).__name__)
         self.find = find
         self.code = getattr(inspect.unwrap(function), "__code__", None)
-        self.traced = Traced(Graph(), Axes(), [])
+        self.traced = Traced(Graph(), Axes(), [], file=getattr(self.code, "co_filename", ""))
         self.values: dict[int, tuple[Tensor, Value]] = {}  # by identity; the tensor is kept, so that no other has it
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
         self.line = 0
@@ -181,6 +188,8 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
         known = self.kept.get(id(tensor))
         if known is not None:
             return known[1]
+        if compat.is_fake(tensor):
+            raise NotRowwiseError("it uses a result of an operator that no kernel computes")
         captured = self.find(tensor)
         if captured is None:
             raise NotRowwiseError(
@@ -229,10 +238,11 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
         if isinstance(out, Tensor):
             value = found if isinstance(found, Value) else None
             assert value is not None
-            assert len(value.labels) == out.dim(), (value, out.shape)
-            for label, size in zip(value.labels, out.shape, strict=True):
-                assert self.axes.size(self.axes.leaves(label)) == size, (value, out.shape)
-            made = Value(value.node, value.labels, out.dtype)
+            assert [self.axes.size(self.axes.leaves(label)) for label in value.labels] == list(out.shape)
+            node = value.node
+            if not torch.is_grad_enabled() and node.kind == "float":
+                node = self.graph.make("constant_to_gradients", node)
+            made = Value(node, value.labels, out.dtype)
             self.set(out, made)
             if out.dtype.is_floating_point and value.node.args:
                 self.traced.values.append(made)

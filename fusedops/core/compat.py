@@ -58,6 +58,7 @@ __all__ = [
     "in_forward_mode",
     "is_batched",
     "is_compiled",
+    "is_fake",
     "is_intercepted",
     "is_recording",
     "jit_tracing",
@@ -207,6 +208,11 @@ def current_tracer() -> Any:
 DispatchMode: Any = _imported("torch.utils._python_dispatch", "TorchDispatchMode") or object
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no memory."""
+    return bool(_RECORDED) and isinstance(tensor, _RECORDED)
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Within it errors of operators on tensors without memory are raised, and not logged besides."""
@@ -245,8 +251,8 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
 @functools.cache
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """PyTorch's operators in terms of others. Without the private name only those that are known are traced."""
-    get = _imported("torch._decomp", "core_aten_decompositions")
-    return {} if get is None else get()
+    table = _imported("torch._decomp", "decomposition_table")
+    return {} if table is None else table
 
 
 _has_kernel: Callable[[str, str], bool] = _find("_C._dispatch_has_kernel_for_dispatch_key", lambda name, key: False)

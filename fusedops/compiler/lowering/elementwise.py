@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -50,7 +49,7 @@ def _binary(op: str) -> Lower:
     return lower
 
 
-for _op, _names in {"mul": ("mul", "mul_", "multiply"), "maximum": ("maximum", "fmax"), "minimum": ("minimum", "fmin"),
+for _op, _names in {"mul": ("mul", "mul_", "multiply"), "maximum": ("maximum",), "minimum": ("minimum",),
                     "and": ("logical_and", "bitwise_and", "__and__"), "or": ("logical_or", "bitwise_or", "__or__"),
                     "xor": ("logical_xor", "bitwise_xor")}.items():  # fmt: skip
     for _name in _names:
@@ -137,36 +136,64 @@ def _pow(r: Any, out: Any, x: Any, exponent: Any) -> Value:
     return pointwise(r, out, lambda a: _power(r, a, exponent), x, kind="float")
 
 
+# Whole exponents up to this are products; beyond, of negative numbers a power is NaN.
+_WHOLE_EXPONENTS = 1 << 16
+
+
 def _power(r: Any, x: Node, exponent: float) -> Node:
     graph = r.graph
     known = {0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
     if exponent in known:
         return graph.unary(known[exponent], x)
-    if exponent == int(exponent) and 0 <= abs(exponent) <= 16:
-        found, square, left = graph.const(1.0), x, int(abs(exponent))
-        while left:
-            found = graph.binary("mul", found, square) if left & 1 else found
-            square, left = graph.binary("mul", square, square) if left > 1 else square, left >> 1
-        return graph.unary("reciprocal", found) if exponent < 0 else found
-    return graph.unary("exp", graph.binary("mul", graph.unary("log", x), graph.const(float(exponent))))
+    if exponent != int(exponent) or abs(exponent) > _WHOLE_EXPONENTS:
+        return graph.make("pow", x, attrs=(float(exponent),))
+    found, square, left = graph.const(1.0), x, int(abs(exponent))
+    while left:
+        found = graph.binary("mul", found, square) if left & 1 else found
+        square, left = graph.binary("mul", square, square) if left > 1 else square, left >> 1
+    return graph.unary("reciprocal", found) if exponent < 0 else found
 
 
-@lowers("clamp", "clamp_", "clamp_min", "clamp_max", "hardtanh", "hardtanh_")
-def _clamp(r: Any, out: Any, x: Value, min: Any = None, max: Any = None) -> Value:
-    found = x
-    for op, limit in (("maximum", min), ("minimum", max)):
+def _limited(r: Any, out: Any, x: Value, low: Any, high: Any, comparisons: tuple[str, str]) -> Value:
+    """Limits. Whether an element at a limit has a gradient, the comparisons say."""
+    graph, found = r.graph, x
+    for comparison, limit in zip(comparisons, (low, high), strict=True):
         if limit is not None:
-            found = pointwise(r, out, functools.partial(r.graph.binary, op), found, limit)
+
+            def one(a: Node, bound: Node, comparison: str = comparison) -> Node:
+                return graph.where(graph.make(comparison, a, bound), bound, a)
+
+            found = pointwise(r, out, one, found, limit)
     return found
 
 
-TABLE["hardtanh"] = TABLE["hardtanh_"] = lambda r, out, x, min_val=-1.0, max_val=1.0: _clamp(
-    r, out, x, min_val, max_val
-)
-TABLE["clamp_max"] = lambda r, out, x, limit: _clamp(r, out, x, None, limit)
+@lowers("clamp", "clamp_")
+def _clamp(r: Any, out: Any, x: Value, min: Any = None, max: Any = None) -> Value:
+    return _limited(r, out, x, min, max, ("lt", "gt"))
 
 
-@lowers("_to_copy", "clone", "alias", "detach", "lift_fresh_copy", "lift", "contiguous", "copy", "_conj")
+@lowers("clamp_min", "clamp_min_")
+def _clamp_min(r: Any, out: Any, x: Value, limit: Any) -> Value:
+    return _limited(r, out, x, limit, None, ("lt", "gt"))
+
+
+@lowers("clamp_max", "clamp_max_")
+def _clamp_max(r: Any, out: Any, x: Value, limit: Any) -> Value:
+    return _limited(r, out, x, None, limit, ("lt", "gt"))
+
+
+@lowers("hardtanh", "hardtanh_")
+def _hardtanh(r: Any, out: Any, x: Value, min_val: float = -1.0, max_val: float = 1.0) -> Value:
+    return _limited(r, out, x, min_val, max_val, ("le", "ge"))
+
+
+@lowers("detach", "detach_")
+def _detach(r: Any, out: Any, x: Value) -> Value:
+    node = r.graph.make("constant_to_gradients", x.node) if x.node.kind == "float" else x.node
+    return Value(node, x.labels, out.dtype)
+
+
+@lowers("_to_copy", "clone", "alias", "lift_fresh_copy", "lift", "contiguous", "copy", "_conj")
 def _same(r: Any, out: Any, x: Value, *_: Any, **options: Any) -> Value:
     node = as_kind(r, x.node, kind_of(out.dtype))
     if kind_of(out.dtype) == "int" and kind_of(x.dtype) == "int" and out.dtype.itemsize < x.dtype.itemsize:

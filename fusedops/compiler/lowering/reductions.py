@@ -24,8 +24,10 @@ def reduced(
     labels = tuple([() if d in over else label for d, label in enumerate(x.labels) if keepdim or d not in over])
     if not axes:
         return node, labels, axes
-    rest = frozenset(r.axes.leaves(tuple(node.axes))) - set(r.axes.leaves(tuple(axes)))
-    return r.graph.make(op, node, attrs=(tuple(axes),), axes=rest), labels, axes
+    varies, over_axes = r.axes.leaves(tuple(sorted(node.axes))), set(r.axes.leaves(tuple(axes)))
+    along = tuple([axis for axis in varies if axis in over_axes])
+    rest = frozenset(varies) - over_axes
+    return r.graph.make(op, node, attrs=(along,), axes=rest) if along else node, labels, axes
 
 
 def length(r: Any, axes: Sequence[int]) -> int:
@@ -72,9 +74,12 @@ def _amin(r: Any, out: Any, x: Value, dim: Any = (), keepdim: bool = False) -> V
 def _max(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) -> Any:
     if isinstance(dim, Value):
         return pointwise(r, out, lambda a, b: r.graph.binary("maximum", a, b), x, dim)
-    first = out if dim is None else out[0]
-    return _amax(r, first, x, () if dim is None else dim, keepdim) if dim is None else [
-        _amax(r, first, x, dim, keepdim), None]  # fmt: skip
+    if dim is None:
+        return _amax(r, out, x)
+    node, labels, _gone = reduced(r, "amax", x, dim, keepdim, kind_of(out[0].dtype))
+    if node.op == "amax":  # only one of equal elements has the gradient
+        node = r.graph.make("amax", *node.args, attrs=(*node.attrs, "first"), axes=node.axes)
+    return [Value(node, labels, out[0].dtype), None]
 
 
 def variance(r: Any, x: Value, dim: Any, correction: Any, keepdim: bool) -> tuple[Node, Node, tuple[Label, ...]]:
@@ -101,7 +106,7 @@ def _var(r: Any, out: Any, x: Value, dim: Any = None, *, correction: Any = None,
 @lowers("std")
 def _std(r: Any, out: Any, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Value:
     var, _, labels = variance(r, x, dim, correction, keepdim)
-    return Value(r.graph.unary("sqrt", var), labels, out.dtype)
+    return Value(r.graph.make("root", var), labels, out.dtype)
 
 
 @lowers("var_mean")
@@ -118,7 +123,7 @@ def _vector_norm(r: Any, out: Any, x: Value, ord: Any = 2, dim: Any = None, keep
     one = as_kind(r, x.node, "float")
     value = Value(graph.binary("mul", one, one) if ord in (None, 2) else graph.unary("abs", one), x.labels, x.dtype)
     node, labels, _gone = reduced(r, "amax" if ord == math.inf else "sum", value, dim, keepdim, "float")
-    return Value(graph.unary("sqrt", node) if ord in (2, None) else node, labels, out.dtype)
+    return Value(graph.make("root", node) if ord in (2, None) else node, labels, out.dtype)
 
 
 def _exponentials(r: Any, x: Value, dim: int) -> tuple[Node, Node, Node]:
@@ -155,7 +160,10 @@ def _logsumexp(r: Any, out: Any, x: Value, dim: Any, keepdim: bool = False) -> V
     exponentials = graph.unary("exp", graph.binary("sub", node, largest))
     total, _left, _gone = reduced(r, "sum", Value(exponentials, x.labels, x.dtype), dims, keepdim, "float")
     total = repeated(r, x, total, axes)
-    return Value(graph.binary("add", graph.unary("log", total), largest), labels, out.dtype)
+    # Of a row with an infinite maximum that is the result; PyTorch's too.
+    infinite = graph.make("eq", graph.unary("abs", largest), graph.const(math.inf))
+    node = graph.where(infinite, largest, graph.binary("add", graph.unary("log", total), largest))
+    return Value(node, labels, out.dtype)
 
 
 @lowers("gather")

@@ -1,0 +1,272 @@
+"""Train the same small diffusion transformer with plain PyTorch functions and with ``fusedops.rowwise``, and compare.
+
+Each block is adaLN-zero (Peebles and Xie 2023, arXiv:2212.09748): a conditioning vector gives six modulations, a shift, a
+scale and a gate for the attention and for the MLP. The model learns the velocity from data to noise, on random data. Both
+runs start from the same weights and see the same batches. Everything between the matrix products is four functions; the
+second run has the same four under ``fusedops.rowwise``.
+
+    python examples/dit_block.py                  # sizes to suit the machine
+    python examples/dit_block.py --batch 4 --tokens 256 --hidden 512 --steps 100
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fusedops
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sizes of the model and of its training."""
+
+    layers: int
+    batch: int
+    tokens: int
+    hidden: int
+    heads: int
+    steps: int
+    dtype: str
+    channels: int = 16
+    rate: float = 1e-3
+    seed: int = 0
+
+
+PRESETS = {
+    "cpu": Config(layers=1, batch=2, tokens=64, hidden=128, heads=4, steps=20, dtype="fp32"),
+    "cuda": Config(layers=4, batch=8, tokens=1024, hidden=1536, heads=24, steps=100, dtype="bf16"),
+}
+
+
+# The functions between the matrix products: rows of x are (batch, tokens, hidden), modulations (batch, 1, hidden). -------
+
+
+def modulated_norm(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """LayerNorm without parameters, scaled and shifted by the condition."""
+    return F.layer_norm(x, x.shape[-1:], eps=EPS) * (1 + scale) + shift
+
+
+def gated_residual_norm(
+    x: Tensor, branch: Tensor, bias: Tensor, gate: Tensor, shift: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The end of one branch and the start of the next: the modulated norm of the residual stream, and the stream."""
+    stream = x + gate * (branch + bias)
+    return F.layer_norm(stream, stream.shape[-1:], eps=EPS) * (1 + scale) + shift, stream
+
+
+def bias_gelu(hidden: Tensor, bias: Tensor) -> Tensor:
+    """The MLP's bias and activation."""
+    return F.gelu(hidden + bias, approximate="tanh")
+
+
+def gated_residual(x: Tensor, branch: Tensor, bias: Tensor, gate: Tensor) -> Tensor:
+    """The end of the last branch."""
+    return x + gate * (branch + bias)
+
+
+@dataclass(frozen=True)
+class Functions:
+    """The four functions, plain or as kernels."""
+
+    modulated_norm: Callable[..., Tensor]
+    gated_residual_norm: Callable[..., tuple[Tensor, Tensor]]
+    bias_gelu: Callable[..., Tensor]
+    gated_residual: Callable[..., Tensor]
+
+
+PLAIN = Functions(modulated_norm, gated_residual_norm, bias_gelu, gated_residual)
+# strict: where one of them cannot be one kernel, an error says why.
+ROWWISE = Functions(
+    fusedops.rowwise(modulated_norm, strict=True),
+    fusedops.rowwise(gated_residual_norm, strict=True),
+    fusedops.rowwise(bias_gelu, strict=True),
+    fusedops.rowwise(gated_residual, strict=True),
+)
+
+
+# The model. ---------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A block of a diffusion transformer. The biases of ``out``, ``up`` and ``down`` are added by the functions."""
+
+    def __init__(self, config: Config, functions: Functions) -> None:
+        super().__init__()
+        hidden = config.hidden
+        self.heads, self.functions = config.heads, functions
+        self.modulation = nn.Linear(hidden, 6 * hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.out = nn.Linear(hidden, hidden)
+        self.up = nn.Linear(hidden, 4 * hidden)
+        self.down = nn.Linear(4 * hidden, hidden)
+        nn.init.zeros_(self.modulation.weight)  # the "zero" of adaLN-zero: at first the block is the identity
+        nn.init.zeros_(self.modulation.bias)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        """Map ``(batch, tokens, hidden)`` to the same shape, given ``(batch, 1, hidden)``."""
+        f = self.functions
+        modulations = self.modulation(F.silu(condition)).chunk(6, -1)
+        shift_attention, scale_attention, gate_attention, shift_mlp, scale_mlp, gate_mlp = modulations
+        branch = self.attend(f.modulated_norm(x, shift_attention, scale_attention))
+        normed, x = f.gated_residual_norm(x, branch, self.out.bias, gate_attention, shift_mlp, scale_mlp)
+        branch = F.linear(f.bias_gelu(F.linear(normed, self.up.weight), self.up.bias), self.down.weight)
+        return f.gated_residual(x, branch, self.down.bias, gate_mlp)
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Self-attention, without the bias of its output projection."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+        return F.linear(attended, self.out.weight)
+
+
+class DiffusionTransformer(nn.Module):
+    """Noisy tokens and their noise level in, velocities out."""
+
+    def __init__(self, config: Config, functions: Functions) -> None:
+        super().__init__()
+        hidden = config.hidden
+        self.functions = functions
+        self.embed = nn.Linear(config.channels, hidden)
+        self.condition = nn.Sequential(nn.Linear(1, hidden), nn.SiLU(), nn.Linear(hidden, hidden))
+        self.blocks = nn.ModuleList(Block(config, functions) for _ in range(config.layers))
+        self.modulation = nn.Linear(hidden, 2 * hidden)
+        self.head = nn.Linear(hidden, config.channels)
+
+    def forward(self, x: Tensor, level: Tensor) -> Tensor:
+        """Map ``(batch, tokens, channels)`` to the same shape, given ``(batch, 1, 1)``."""
+        condition = self.condition(level)
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, condition)
+        shift, scale = self.modulation(F.silu(condition)).chunk(2, -1)
+        velocity: Tensor = self.head(self.functions.modulated_norm(x, shift, scale))
+        return velocity
+
+
+# Training. ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one training gave."""
+
+    name: str
+    losses: list[float]
+    milliseconds: float
+    peak_mib: float | None
+
+
+def batches(config: Config, device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Noisy tokens, their noise level, and the velocity; the same ones for the same seed."""
+    generator = torch.Generator().manual_seed(config.seed)
+    shape = (config.batch, config.tokens, config.channels)
+    for _ in range(config.steps):
+        data, noise = torch.randn(2, *shape, generator=generator)
+        level = torch.rand(config.batch, 1, 1, generator=generator)
+        tensors = (torch.lerp(data, noise, level), level, noise - data)
+        noisy, level, velocity = (t.to(device, DTYPES[config.dtype]) for t in tensors)
+        yield noisy, level, velocity
+
+
+def train(name: str, model: DiffusionTransformer, config: Config, device: torch.device) -> Run:
+    """Train ``model`` on the batches; the first steps, in which kernels compile, are left out of the time."""
+    model.to(device, DTYPES[config.dtype])
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.rate)
+    losses = torch.zeros(config.steps, device=device)
+    warm_up = min(10, config.steps // 2)
+    spent = 0.0
+    for step, (noisy, level, velocity) in enumerate(batches(config, device)):
+        synchronize(device)
+        started = time.perf_counter()
+        loss = F.mse_loss(model(noisy, level).float(), velocity.float())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses[step] = loss.detach()
+        synchronize(device)
+        spent += time.perf_counter() - started if step >= warm_up else 0.0
+    peak = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
+    return Run(name, losses.tolist(), spent * 1e3 / (config.steps - warm_up), peak)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the GPU has finished."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# What came out. -----------------------------------------------------------------------------------------------------
+
+
+def report(runs: list[Run]) -> None:
+    """Print the losses, the time of a step and the peak memory."""
+    last = len(runs[0].losses) - 1
+    steps = sorted({round(last * i / 8) for i in range(9)})
+    print(f"\n{'loss at step':>18}" + "".join(f"{step + 1:>8}" for step in steps))
+    for run in runs:
+        print(f"{run.name:>18}" + "".join(f"{run.losses[step]:>8.4f}" for step in steps))
+    gap = max(abs(a - b) for a, b in zip(runs[0].losses, runs[1].losses, strict=True))
+    print(f"largest difference of losses: {gap:.2g}\n")
+    for run in runs:
+        memory = "" if run.peak_mib is None else f"   peak memory {run.peak_mib:,.0f} MiB"
+        print(f"{run.name:>18} {run.milliseconds:>8.2f} ms a step{memory}")
+
+
+def parse_arguments() -> tuple[Config, torch.device]:
+    """Read the command line; sizes that are not given come from the device's preset."""
+    parser = argparse.ArgumentParser(
+        description="Train the same diffusion transformer with plain functions and with fusedops.rowwise, and compare."
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda[:index]")
+    for field in fields(Config):
+        cpu, gpu = (getattr(PRESETS[device], field.name) for device in ("cpu", "cuda"))
+        choices = list(DTYPES) if field.name == "dtype" else None
+        what = f"{cpu} on the CPU, {gpu} on a GPU" if cpu != gpu else f"{cpu} by default"
+        parser.add_argument(f"--{field.name}", type=type(cpu), choices=choices, help=what)
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    if device.type not in PRESETS:
+        parser.error(f"--device is cpu or cuda[:index], not {given.device}")
+    sizes = {field.name: getattr(given, field.name) for field in fields(Config)}
+    config = replace(PRESETS[device.type], **{name: size for name, size in sizes.items() if size is not None})
+    if min(config.layers, config.batch, config.tokens, config.hidden, config.heads, config.steps, config.channels) < 1:
+        parser.error("layers, batch, tokens, hidden, heads, steps and channels must be at least 1")
+    if config.hidden % config.heads:
+        parser.error(f"--hidden {config.hidden} does not divide into --heads {config.heads}")
+    return config, device
+
+
+def main() -> None:
+    """Train both models, then report."""
+    config, device = parse_arguments()
+    print(", ".join(f"{name} {value}" for name, value in asdict(config).items()), flush=True)
+    torch.manual_seed(config.seed)
+    weights = DiffusionTransformer(config, PLAIN).state_dict()
+    runs = []
+    for name, functions in {"plain functions": PLAIN, "fusedops.rowwise": ROWWISE}.items():
+        model = DiffusionTransformer(config, functions)
+        model.load_state_dict(weights)
+        runs.append(train(name, model, config, device))
+        del model  # so that it does not count in the next one's peak
+    report(runs)
+    if device.type != "cuda":
+        print(
+            "\nThe kernels need a GPU. On a CPU a rowwise function runs as it is, or with TRITON_INTERPRET=1 in Triton's"
+        )
+        print("interpreter, which is for tests. The times are no comparison; run this on a GPU for one.")
+
+
+if __name__ == "__main__":
+    main()

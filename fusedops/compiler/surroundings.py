@@ -1,0 +1,159 @@
+"""What a function uses beside its arguments: variables around it and around the functions that it calls.
+
+Tensors among them, and in modules there, are arguments of the kernels, found again at each call. Numbers, and a module's
+mode and numbers, are constants of the kernels: they are looked at in each call, and other ones are traced anew. What may
+change without being seen is refused.
+"""
+
+from __future__ import annotations
+
+import builtins
+import enum
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core import compat
+from .errors import NotRowwiseError
+
+__all__ = ["PLAIN", "Captured", "Variable", "captures", "checked", "origin", "state_of", "variables"]
+
+PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(frozen=True)
+class Variable:
+    """Something that a function uses: its name, and how it is found, given the arguments of a call."""
+
+    name: str
+    find: Callable[[Sequence[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A tensor that a function does not take but uses, and how it is found again, given the arguments of a call."""
+
+    name: str
+    find: Callable[[Sequence[Any]], Tensor]
+
+
+def variables(function: Callable[..., Any]) -> list[Variable]:
+    """Those around a function, and around the functions among them; modules of Python and builtins are left out."""
+    return list(_around(function, set()))
+
+
+def _around(function: Any, seen: set[int]) -> Iterator[Variable]:
+    function = getattr(function, "function", function) if type(function).__name__ == "Rowwise" else function
+    inner = inspect.unwrap(function)
+    if not isinstance(inner, FunctionType) or id(inner) in seen:
+        return
+    seen.add(id(inner))
+    cells = zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True)
+    found = [(name, functools.partial(_in_cell, cell)) for name, cell in cells]
+    found += [(name, functools.partial(_in_scope, inner.__globals__, name)) for name in _names(inner.__code__)
+              if name in inner.__globals__]  # fmt: skip
+    for name, find in found:
+        value = find(())
+        if _is_constant(value):
+            continue
+        yield Variable(name, find)
+        yield from _around(value, seen)
+
+
+def _names(code: Any) -> list[str]:
+    inner = [name for constant in code.co_consts if inspect.iscode(constant) for name in _names(constant)]
+    return list(dict.fromkeys([*code.co_names, *inner]))
+
+
+def _in_cell(cell: Any, args: Sequence[Any]) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty cell
+        return None
+
+
+def _in_scope(scope: dict[str, Any], name: str, args: Sequence[Any]) -> Any:
+    return scope.get(name)
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether this is a part of the program, not of its state."""
+    if isinstance(value, (ModuleType, type, enum.Enum)) or inspect.isbuiltin(value):
+        return True
+    of_torch = getattr(value, "__module__", None) or type(value).__module__
+    return (
+        callable(value)
+        and not isinstance(value, nn.Module)
+        and str(of_torch).split(".")[0] in ("torch", "math", builtins.__name__)
+    )
+
+
+def state_of(value: Any) -> Any:
+    """What of a value the trace hangs on, hashable."""
+    if isinstance(value, float):
+        return value.hex()  # zeros have a sign
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if isinstance(value, Tensor):
+        return value.dtype, value.device, value.shape
+    if isinstance(value, nn.Module):
+        return tuple([(id(m), m.training, *[state_of(v) for v in vars(m).values() if isinstance(v, PLAIN)])
+                      for m in value.modules()])  # fmt: skip
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(map(state_of, value))
+    return id(value)
+
+
+def checked(name: str, value: Any, what: str) -> None:
+    """Raises where a value may change unseen."""
+    if (
+        isinstance(value, (*PLAIN, nn.Module, Tensor, FunctionType))
+        or type(value).__name__ == "Rowwise"
+        or _is_constant(value)
+    ):
+        return
+    if isinstance(value, (tuple, list)) and all(isinstance(v, PLAIN) for v in value):
+        return
+    if isinstance(value, (tuple, list, dict)) and any(
+        isinstance(v, Tensor) for v in (value.values() if isinstance(value, dict) else value)
+    ):
+        raise NotRowwiseError(f"{what} {name} is a {type(value).__name__} of tensors; pass them one by one")
+    raise NotRowwiseError(
+        f"{what} {name} is a {type(value).__name__}, which may change unseen; pass what is needed of it"
+    )
+
+
+def origin(tensor: Tensor, around: Sequence[Variable], names: Sequence[str], args: Sequence[Any]) -> Captured | None:
+    """Where a function has a tensor from: a variable, or a parameter of a module among these or the arguments."""
+    given = [Variable(name, functools.partial(_argument, place)) for place, name in enumerate(names)
+             if isinstance(args[place], nn.Module)]  # fmt: skip
+    for variable in (*given, *around):
+        value = variable.find(args)
+        if value is tensor:
+            return Captured(variable.name, variable.find)
+        if isinstance(value, nn.Module):
+            for path, inner in (*value.named_parameters(), *value.named_buffers()):
+                if inner is tensor:
+                    return Captured(path.replace(".", "_"), functools.partial(_at_path, variable.find, path))
+    return None
+
+
+def _argument(place: int, args: Sequence[Any]) -> Any:
+    return args[place]
+
+
+def _at_path(find: Callable[[Sequence[Any]], Any], path: str, args: Sequence[Any]) -> Tensor:
+    found: Tensor = functools.reduce(getattr, path.split("."), find(args))
+    return found
+
+
+@compat.constant_when_traced
+def captures(function: Callable[..., Any]) -> bool:
+    """Whether tensors, or modules, are among the variables around a function."""
+    return any(isinstance(variable.find(()), (Tensor, nn.Module)) for variable in variables(function))
