@@ -151,8 +151,8 @@ class _Writer:
         used = reachable(roots, lambda node: node in emitter.leaves)
         taken = {arg for node in used if node not in emitter.leaves and emitter.has_columns(node) for arg in node.args}
         taken |= set(roots)
-        return [node for node in topological(roots) if node in taken and node in used and node not in emitter.leaves
-                and not emitter.has_columns(node) and self._reduces(node, emitter)]  # fmt: skip
+        return [node for node in topological(roots) if node in taken & used and node.kind == "float"
+                and node not in emitter.leaves and not emitter.has_columns(node) and self._reduces(node, emitter)]  # fmt: skip
 
     def _reduces(self, node: Node, emitter: Emitter) -> bool:
         return any(inner.op in REDUCTIONS and inner not in emitter.leaves

@@ -175,6 +175,7 @@ _RULES: dict[str, _Rule] = {
     "cos": _of_one(lambda graph, x, y: graph.unary("neg", graph.unary("sin", x))),
     "erf": _of_one(lambda graph, x, y: _mul(graph, graph.unary("exp", graph.unary("neg", _mul(graph, x, x))),
                                             graph.const(2.0 / math.sqrt(math.pi)))),
+    "instead": lambda graph, node, g: (None, g),
     "sign": _nothing,
     "floor": _nothing,
     "ceil": _nothing,

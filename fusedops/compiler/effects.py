@@ -26,7 +26,7 @@ def check_effects(function: Callable[..., Any], name: str) -> None:
     except (OSError, TypeError, SyntaxError):
         return
     local = {*code.co_varnames, *code.co_cellvars}
-    for node in ast.walk(tree):
+    for node in _of(tree, code):
         changed = _changed(node, local)
         if changed:
             line = getattr(node, "lineno", 1) + code.co_firstlineno - 1
@@ -34,6 +34,16 @@ def check_effects(function: Callable[..., Any], name: str) -> None:
             raise NotRowwiseError(
                 f"{name}: it {changed}, which no kernel does\n  line {line} of {code.co_filename}: {text}"
             )
+
+
+def _of(tree: ast.Module, code: Any) -> list[ast.AST]:
+    """What is in the function, of a tree that has its first line; nothing where that has more than one such function."""
+    named = ast.Lambda if code.co_name == "<lambda>" else ast.FunctionDef
+    names = list(code.co_varnames[: code.co_argcount])
+    alike = [node for node in ast.walk(tree) if isinstance(node, named) and [a.arg for a in node.args.args] == names]
+    bodies = [node.body if isinstance(node.body, list) else [node.body] for node in alike]
+    return [inner for statement in bodies[0] for inner in ast.walk(statement)] if bodies and (
+        len(bodies) == 1 or named is ast.FunctionDef) else []  # fmt: skip
 
 
 def _changed(node: ast.AST, local: set[str]) -> str:

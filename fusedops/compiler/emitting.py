@@ -109,9 +109,10 @@ def strides_of(structure: Structure, operand: Operand) -> tuple[dict[int, int], 
 
 
 def whole(structure: Structure, operand: Operand) -> Operand:
-    """An operand with all rows and columns, for a gradient that is summed later."""
+    """An operand with all rows, and all columns if it has any: for a gradient that is summed later."""
     unrolled = [axis for axis in structure.unrolled if axis in operand.axes]
-    axes = (*structure.rows, *unrolled, *structure.columns)
+    columns = structure.columns if set(structure.columns) & set(operand.axes) else ()
+    axes = (*structure.rows, *unrolled, *columns)
     return Operand(tuple([(axis,) for axis in axes]), torch.float32, "float", operand.name)
 
 
@@ -182,7 +183,7 @@ class Emitter:
         if node not in self.leaves:
             if node.op == "const":
                 return _literal(node)
-            if node.op == "constant_to_gradients":
+            if node.op in ("constant_to_gradients", "instead"):
                 return self.named[node.args[0]]
         text = self._expression(node)
         known = self._known.get(text)

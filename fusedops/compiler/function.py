@@ -19,7 +19,8 @@ from .errors import NotRowwiseError
 from .explanation import Explanation, explained
 from .operator import Program
 from .programs import Programs
-from .surroundings import PLAIN, Captured, captures
+from .surroundings import PLAIN, Captured, captures, state_of
+from .tracing import recording
 
 __all__ = ["Rowwise", "rowwise"]
 
@@ -94,6 +95,7 @@ class Rowwise:
         self._by_keyword = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         self._programs = Programs(function, self.name, list(self._signature.parameters), self._run)
         self._calls: dict[Any, _Call] = {}
+        self._warned = False
         # Plain functions, which torch.compile knows by their identity.
         self._in_graph: Callable[..., Any] = lambda *args: self(*args)
         self._allow: Callable[[], bool] = compat.constant_when_traced(lambda: _allowed(self._in_graph))
@@ -105,13 +107,15 @@ class Rowwise:
         if kwargs or len(args) != self._count:
             args = self._positional(args, kwargs)
         autocast = compat.any_autocast_enabled() and _autocast()
-        key = (
-            autocast,
-            *[(type(a), a.dtype, a.device, a.shape) if isinstance(a, Tensor) else (type(a), a) for a in args],
-        )
+        if recording():
+            return self._run(*args)  # a part of what is being traced
+        key: Any = None
+        call: _Call | None = None
         try:
+            key = (autocast, self._programs.state(args),
+                   *[(type(a), a.dtype, a.device, a.shape) if isinstance(a, Tensor) else state_of(a) for a in args])  # fmt: skip
             call = self._calls.get(key)
-        except TypeError:  # sizes that are symbols: torch.compile traces this call
+        except (TypeError, RuntimeError):  # sizes that are symbols, as torch.compile traces this call; no shape at all
             call = self._looked_at(args, autocast)
         if call is None:
             if len(self._calls) >= _MOST_CALLS:
@@ -205,10 +209,13 @@ class Rowwise:
     def _looked_at(self, args: Sequence[Any], autocast: Any, *, warns: bool = True) -> _Call:
         """What is to run for a call that is new."""
         tensors = [a for a in args if isinstance(a, Tensor)]
-        if not tensors:
-            return _Call(None, reason="none of the arguments is a tensor")
-        if not launch.runs_kernels(tensors[0].device.type):
-            return _Call(None, reason=f"there are no kernels for {tensors[0].device.type} tensors")
+        kinds = {t.device.type for t in (*tensors, *_inside(args))}
+        if not any(map(launch.runs_kernels, kinds)):
+            return _Call(
+                None, reason=f"there are no kernels for {' and '.join(sorted(kinds)) or 'calls without'} tensors"
+            )
+        if any(t.is_nested or t.layout is not torch.strided for t in tensors):
+            return _Call(None, reason="a tensor is nested or sparse")
         if any(t.numel() == 0 for t in tensors):
             return _Call(None, reason="a tensor has no elements")
         devices = {t.device for t in tensors if t.dim()}
@@ -217,14 +224,23 @@ class Rowwise:
                 f"{self.name}: tensors are on {' and '.join(sorted(map(str, devices)))}, expected one device"
             )
         try:
+            self._programs.check(args)
+            if devices and any(t.device not in devices for t in tensors):
+                raise NotRowwiseError(f"{self.name}: a number is a tensor of another device; pass it as a number")
             found = self._programs.find(args, autocast)
         except NotRowwiseError as error:
             if self.strict and warns:
                 raise
-            if warns:
+            if warns and not self._warned:
+                self._warned = True
                 warnings.warn(f"fusedops.rowwise runs {self.name} as it is. {error}", RuntimeWarning, stacklevel=3)
             return _Call(None, reason=str(error))
         return _Call(found.program, tuple([i for i, a in enumerate(args) if isinstance(a, Tensor)]), found.captured)
+
+
+def _inside(args: Sequence[Any]) -> list[Tensor]:
+    """Tensors in lists and tuples."""
+    return [inner for a in args if isinstance(a, (list, tuple)) for inner in a if isinstance(inner, Tensor)]
 
 
 def _autocast() -> tuple[Any, ...]:

@@ -284,7 +284,7 @@ class Program(Operator):
         """Whether tensors are such as the function was traced for, but for the number of rows."""
         sizes: dict[int, int] = {}
         for operand, tensor in zip(self.structure.inputs, tensors, strict=True):
-            if tensor.dtype != operand.dtype or tensor.dim() != len(operand.labels):
+            if not isinstance(tensor, Tensor) or tensor.dtype != operand.dtype or tensor.dim() != len(operand.labels):
                 return False
             for label, size in zip(operand.labels, tensor.shape, strict=True):
                 if len(label) == 1 and label[0] in self.dynamic:

@@ -47,6 +47,7 @@ class Programs:
     def __init__(self, function: Callable[..., Any], name: str, names: Sequence[str], run: Callable[..., Any]) -> None:
         self.function, self.name, self.names, self.run = function, name, names, run
         self.known: dict[Any, list[Found]] = {}
+        self.refused: dict[Any, NotRowwiseError] = {}
         self._around: list[Variable] | None = None
 
     @property
@@ -70,19 +71,27 @@ class Programs:
             NotRowwiseError: the function cannot be one kernel.
         """
         tensors = [a for a in args if isinstance(a, Tensor)]
-        self._check(args)
+        self.check(args)
         numbers = tuple([None if isinstance(a, Tensor) else state_of(a) for a in args])
         key = (numbers, self.state(args), autocast, tensors[0].device.type)
+        alike = (key, *[(t.dtype, t.dim(), compat.hints(t.shape[-1:])) for t in tensors])
+        if alike in self.refused:
+            raise self.refused[alike]
         known = self.known.setdefault(key, [])
         for found in known:
-            if found.program.fits([*tensors, *[captured.find(args) for captured in found.captured]]):
+            captured = [one.find(args) for one in found.captured]
+            if found.program.fits([*tensors, *captured]):
                 return found
-        with compat.without_modes():
-            made = self._stored(args, tensors, key) or self._traced(args, key)
+        try:
+            with compat.without_transforms(), compat.without_modes():
+                made = self._stored(args, tensors, key) or self._traced(args, key)
+        except NotRowwiseError as error:
+            self.refused[alike] = error
+            raise
         known.append(made)
         return made
 
-    def _check(self, args: Sequence[Any]) -> None:
+    def check(self, args: Sequence[Any]) -> None:
         """Raises where something that the function uses may change unseen."""
         try:
             for name, value in zip(self.names, args, strict=True):

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..core import compat
+from ..core.operators import NAMES
 from .axes import Axes, AxisError, Label
 from .errors import NotRowwiseError
 from .ir import Graph, Node
@@ -155,8 +156,8 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
         """A tensor without memory that stands for an argument."""
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             raise NotRowwiseError(f"{self.name}: {name} is no dense tensor")
-        if tensor.dtype.is_complex:
-            raise NotRowwiseError(f"{self.name}: {name} is complex")
+        if tensor.dtype not in NAMES:
+            raise NotRowwiseError(f"{self.name}: {name} is of {tensor.dtype}, which kernels do not read")
         made = self.empty(tensor.shape, tensor.dtype, getattr(tensor, "fusedops_device", tensor.device))
         labels = tuple([self.axes.new(size) for size in tensor.shape])
         node = self.graph.make("input", attrs=(len(self.traced.inputs),), axes=[a for label in labels for a in label],
@@ -210,6 +211,8 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
         name = _name_of(func)
         if name.startswith("prim::"):  # a question about a tensor
             return func(*args, **kwargs)
+        if name.startswith("lift_fresh") and not compat.is_fake(args[0]) and args[0].numel() == 1:
+            return self._number(func, args[0])
         lower = lowering.TABLE.get(name)
         if lower is None:
             decomposed = self._decomposed(func, args, kwargs)
@@ -224,7 +227,21 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
         valued, named = self._valued(args), self._valued(kwargs)
         out = func(*args, **kwargs)
         found = lower(self, out, *valued, **named)
+        if name.endswith("_") and not torch.is_grad_enabled() and found.node.kind == "float":
+            # PyTorch's derivative knows nothing of it: that of what was there before goes on.
+            found = Value(self.graph.make("instead", found.node, valued[0].node), found.labels, found.dtype)
+            with torch.enable_grad():
+                self._note(found, out)
+            return out
         self._note(found, out)
+        return out
+
+    def _number(self, func: Any, tensor: Tensor) -> Tensor:
+        """A number that the function makes a tensor of."""
+        with compat.without_modes():
+            number = tensor.item()
+        out = self.empty(tensor.shape, tensor.dtype, tensor.device)
+        self.set(out, Value(self.graph.const(number), ((),) * tensor.dim(), tensor.dtype))
         return out
 
     def _may_change(self, target: Tensor, name: str) -> None:
@@ -242,6 +259,8 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
             node = value.node
             if not torch.is_grad_enabled() and node.kind == "float":
                 node = self.graph.make("constant_to_gradients", node)
+            if out.dtype not in NAMES:
+                raise NotRowwiseError(f"a tensor of {out.dtype}, which kernels do not write")
             made = Value(node, value.labels, out.dtype)
             self.set(out, made)
             if out.dtype.is_floating_point and value.node.args:
@@ -257,11 +276,11 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
         """What PyTorch says that an operator is; `NotImplemented` where it says nothing."""
         from . import lowering
 
-        decomposition = compat.decompositions().get(func)
-        if decomposition is None or _name_of(func) in lowering.REFUSED:
+        if _name_of(func) in lowering.REFUSED:
             return NotImplemented
+        decomposition = compat.decompositions().get(func)
         with self:
-            return decomposition(*args, **kwargs)
+            return func.decompose(*args, **kwargs) if decomposition is None else decomposition(*args, **kwargs)
 
     def _standing_in(self, values: Any) -> Any:
         """The arguments, with a tensor without memory for each that was found elsewhere."""
