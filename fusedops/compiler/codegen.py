@@ -182,7 +182,7 @@ class _Writer:
             if node in online.values():
                 later = emitter.free("next")
                 value = emitter.reduced(node, emitter.reducible(node))
-                body.append(f"{later} = tl.maximum({name}, {value})")
+                body.append(f"{later} = tl.maximum({name}, {value}, propagate_nan=tl.PropagateNan.ALL)")
                 for total, largest in online.items():
                     if largest is node:  # Milakov and Gimelshein 2018, arXiv:1805.02867
                         body.append(f"{names[total]} *= tl.where({name} == {later}, 1.0, tl.exp({name} - {later}))")
@@ -192,7 +192,8 @@ class _Writer:
                 shifted = f"tl.where(in_cols, tl.exp({value} - {names[online[node]]}), 0)"
                 body.append(f"{name} += {emitter.reduced(node, shifted)}")
             elif node.op == "amax":
-                body.append(f"{name} = tl.maximum({name}, {emitter.reduced(node, emitter.reducible(node))})")
+                value = emitter.reduced(node, emitter.reducible(node))
+                body.append(f"{name} = tl.maximum({name}, {value}, propagate_nan=tl.PropagateNan.ALL)")
             else:
                 body.append(f"{name} += {emitter.reduced(node, emitter.reducible(node))}")
         columns = ["for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):", "cols = start + tl.arange(0, BLOCK_N)[None, :]",

@@ -17,3 +17,20 @@ def expm1(x):
     u = tl.exp(x)
     near = (u - 1.0) * (x / tl.log(u))
     return tl.where(u == 1.0, x, tl.where(tl.abs(x) > 0.7, u - 1.0, near))
+
+
+@triton.jit
+def _larger(one, other):
+    return tl.maximum(one, other, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest(x):
+    """The largest element of each row; NaN where there is one, as in PyTorch."""
+    return tl.reduce(x, 1, _larger, keep_dims=True)
+
+
+@triton.jit
+def negative_zero(ACC: tl.constexpr):
+    """-0.0, which no constant is: Triton takes every zero for the positive one."""
+    return tl.full((1, 1), 0.0, ACC) * -1.0

@@ -30,7 +30,7 @@ Place = Literal["rows", "vector", "group", "indexed"]
 _DEVICE = ("await_predecessor", "gelu", "gelu_derivative", "gelu_tanh", "gelu_tanh_derivative", "keep_scale", "load_seed",
            "relu", "relu_derivative", "rows_of", "sigmoid", "sigmoid_derivative", "silu", "silu_derivative", "tanh",
            "tanh_derivative")  # fmt: skip
-_OWN = ("expm1", "log1p")
+_OWN = ("expm1", "largest", "log1p", "negative_zero")
 HEADER = f"""import triton
 import triton.language as tl
 
@@ -224,6 +224,8 @@ class Emitter:
             return f"{op}({args[0]})"
         if op.startswith("d:"):
             return f"{op[2:]}_derivative({args[0]})"
+        if op == "neg" and node.kind == "float":
+            return f"{args[0]} * -1.0"  # Triton subtracts from zero, which has another zero
         return (_UNARY.get(op) or _BINARY[op]).format(*args)
 
     def reducible(self, node: Node) -> str:
@@ -238,7 +240,7 @@ class Emitter:
 
     def reduced(self, node: Node, value: str) -> str:
         """The reduction of a tile."""
-        return f"tl.{'max' if node.op == 'amax' else 'sum'}({value}, axis=1, keep_dims=True)"
+        return f"largest({value})" if node.op == "amax" else f"tl.sum({value}, axis=1, keep_dims=True)"
 
     # --- leaves -------------------------------------------------------------------------------------------------------
 
@@ -396,4 +398,6 @@ _NEUTRAL = {"sum": "0", "amax": 'float("-inf")'}
 
 def _literal(node: Node) -> str:
     value = value_of(node)
+    if isinstance(value, float) and value == 0.0 and math.copysign(1.0, value) < 0.0:
+        return "negative_zero(ACC)"
     return f'float("{value}")' if isinstance(value, float) and not math.isfinite(value) else repr(value)

@@ -116,6 +116,7 @@ class Rowwise:
                    *[(type(a), a.dtype, a.device, a.shape) if isinstance(a, Tensor) else state_of(a) for a in args])  # fmt: skip
             call = self._calls.get(key)
         except (TypeError, RuntimeError):  # sizes that are symbols, as torch.compile traces this call; no shape at all
+            args = tuple(map(_number, args))
             call = self._looked_at(args, autocast)
         if call is None:
             if len(self._calls) >= _MOST_CALLS:
@@ -214,9 +215,7 @@ class Rowwise:
             return _Call(
                 None, reason=f"there are no kernels for {' and '.join(sorted(kinds)) or 'calls without'} tensors"
             )
-        if any(t.is_nested or t.layout is not torch.strided for t in tensors):
-            return _Call(None, reason="a tensor is nested or sparse")
-        if any(t.numel() == 0 for t in tensors):
+        if all(not t.is_nested and t.layout is torch.strided for t in tensors) and any(t.numel() == 0 for t in tensors):
             return _Call(None, reason="a tensor has no elements")
         devices = {t.device for t in tensors if t.dim()}
         if len(devices) > 1:
@@ -225,6 +224,8 @@ class Rowwise:
             )
         try:
             self._programs.check(args)
+            if any(t.is_nested or t.layout is not torch.strided for t in tensors):
+                raise NotRowwiseError(f"{self.name}: a tensor is nested or sparse, and not dense")
             if devices and any(t.device not in devices for t in tensors):
                 raise NotRowwiseError(f"{self.name}: a number is a tensor of another device; pass it as a number")
             found = self._programs.find(args, autocast)
@@ -236,6 +237,13 @@ class Rowwise:
                 warnings.warn(f"fusedops.rowwise runs {self.name} as it is. {error}", RuntimeWarning, stacklevel=3)
             return _Call(None, reason=str(error))
         return _Call(found.program, tuple([i for i, a in enumerate(args) if isinstance(a, Tensor)]), found.captured)
+
+
+def _number(value: Any) -> Any:
+    """A number that torch.compile has made a symbol of: programs are for numbers."""
+    if isinstance(value, torch.SymFloat):
+        return float(value)
+    return int(value) if isinstance(value, (torch.SymInt, torch.SymBool)) else value
 
 
 def _inside(args: Sequence[Any]) -> list[Tensor]:

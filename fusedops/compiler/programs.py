@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -125,7 +126,10 @@ class Programs:
 
     def _structure(self, args: Sequence[Any]) -> tuple[Traced, Structure]:
         """The structure of the function, which is the same for other numbers of rows."""
-        check_effects(self.function, self.name)
+        called = [variable.find(args) for variable in self.around]
+        functions: list[Callable[..., Any]] = [self.function, *[one for one in called if isinstance(one, FunctionType)]]
+        for function in functions:
+            check_effects(function, self.name)
         shapes = [compat.hints(a.shape) for a in args if isinstance(a, Tensor)]
         try:
             traced, structure = self._at(args, _larger(shapes))

@@ -159,15 +159,16 @@ class _Structuring:
         """Raises where tensors do not have the rows and columns that the kernels take."""
         if not rows and not columns:
             raise NotRowwiseError("none of its tensors has a dimension")
-        for operand in (*inputs, *outputs):
+        values = [v.node for v in (*self.traced.inputs, *self.traced.outputs)]
+        for operand, node in zip((*inputs, *outputs), values, strict=True):
             if len(set(operand.axes)) < len(operand.axes):
-                raise NotRowwiseError(f"{operand.name} has one dimension twice: rows and columns are mixed")
+                raise self._refused(f"{operand.name} has one dimension twice: rows and columns are mixed", node)
             count = sum(axis in rows for axis in operand.axes)
             if any(axis in rows for axis in operand.axes[count:]):
-                raise NotRowwiseError(f"in {operand.name} the rows are not the outer dimensions")
-        for operand in outputs:
+                raise self._refused(f"in {operand.name} the rows are not the outer dimensions", node)
+        for operand, node in zip(outputs, values[len(inputs) :], strict=True):
             if not set(rows) <= set(operand.axes):
-                raise NotRowwiseError(f"{operand.name} does not vary along all rows, and is returned")
+                raise self._refused(f"{operand.name} does not vary along all rows, and is returned", node)
         for node in self.nodes:
             if node.op in REDUCTIONS:
                 over, has = self._axes(node.attrs[0]), self._axes(tuple(sorted(node.args[0].axes)))

@@ -96,6 +96,8 @@ def _is_constant(value: Any) -> bool:
 
 def state_of(value: Any) -> Any:
     """What of a value the trace hangs on, hashable."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise TypeError("a symbol")
     if isinstance(value, float):
         return value.hex()  # zeros have a sign
     if isinstance(value, PLAIN):

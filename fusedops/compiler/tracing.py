@@ -206,7 +206,7 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from . import lowering
 
-        self.line = self._line()
+        self.mark_line()
         kwargs = kwargs or {}
         name = _name_of(func)
         if name.startswith("prim::"):  # a question about a tensor
@@ -246,8 +246,9 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
 
     def _may_change(self, target: Tensor, name: str) -> None:
         """Raises where an operator in place changes what others see."""
-        if self.value(target).node.op == "input":
-            raise NotRowwiseError(f"{name} changes an argument in place")
+        node = self.value(target).node
+        if node.op == "input":
+            raise NotRowwiseError(f"{name} changes {node.names[0]} in place, which is not its own")
         if any(other is not target and compat.share_memory(other, target) for other, _ in self.values.values()):
             raise NotRowwiseError(f"{name} changes in place what another tensor shares")
 
@@ -303,12 +304,12 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
 
     # --- the user's words -----------------------------------------------------------------------------------------------
 
-    def _line(self) -> int:
-        """The line of the user's function that is running."""
+    def mark_line(self) -> None:
+        """Note the line of the user's function that is running."""
         frame: FrameType | None = inspect.currentframe()
         while frame is not None and frame.f_code is not self.code:
             frame = frame.f_back
-        return self.line if frame is None else frame.f_lineno
+        self.line = self.line if frame is None else frame.f_lineno
 
     def name_nodes(self) -> None:
         """Give what a line assigned the name that it has there."""
@@ -336,6 +337,7 @@ class _Functions(TorchFunctionMode):
         if func is F.dropout or func is torch.dropout:
             return self._dropout(*args, **kwargs)
         if getattr(func, "__name__", "") in ("batch_norm", "_batch_norm_impl_index"):
+            self.recorder.mark_line()
             raise NotRowwiseError("BatchNorm mixes rows")
         return func(*args, **kwargs)
 

@@ -234,12 +234,8 @@ def fake_mode() -> AbstractContextManager[Any]:
 
 def hints(shape: Sequence[Any]) -> tuple[int, ...]:
     """Sizes as numbers: of symbols, what they stand for in the call that is traced, without saying so to the tracer."""
-    get = (
-        _imported("torch.fx.experimental.symbolic_shapes", "hint_int")
-        if any(type(s) is not int for s in shape)
-        else int
-    )
-    return tuple([get(size) for size in shape]) if get is not None else tuple([int(size) for size in shape])
+    found = [size if type(size) is int else getattr(getattr(size, "node", None), "hint", None) for size in shape]
+    return tuple([int(size) if hint is None else int(hint) for size, hint in zip(shape, found, strict=True)])
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
