@@ -8,7 +8,7 @@ axes of the whole function. A *label* is a dimension as a tuple of axes, the out
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 __all__ = ["Axes", "AxisError", "Label"]
 
@@ -42,6 +42,10 @@ class Axes:
             root = self._root(axis)
             found += self.leaves(self._parts[root]) if root in self._parts else (root,)
         return tuple(found)
+
+    def of(self, axes: Iterable[int]) -> Label:
+        """The leaves of a value's axes, each once."""
+        return tuple(dict.fromkeys(self.leaves(tuple(sorted(axes)))))
 
     def size(self, label: Label) -> int:
         """Of the dimension."""

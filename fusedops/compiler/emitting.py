@@ -138,6 +138,7 @@ class Emitter:
         self.moved: list[torch.dtype] = []
         self.named: dict[Node, str] = {}
         self._taken = set(_TAKEN)
+        self._by_row: dict[Node, bool] = {}
         self._known: dict[str, str] = {}  # from an expression to its name
         self._indices: set[int] = set()  # the row axes whose index is asked for
 
@@ -175,9 +176,20 @@ class Emitter:
         return bool(node.axes & set(self.structure.columns))
 
     def has_rows(self, node: Node) -> bool:
-        """Whether a value is another in each tile of rows."""
-        rows = node.axes & set(self.structure.rows)
-        return bool(rows) and not (self.grouped and rows <= set(group_of(self.structure)))
+        """Whether a value is another in each tile of rows: all that is computed of what is read by row."""
+        found = self._by_row.get(node)
+        if found is None:
+            if node.op == "input" and node not in self.leaves:
+                found = place_of(self.structure, self.structure.inputs[node.attrs[0]], self.grouped) in (
+                    "rows",
+                    "indexed",
+                )
+            elif node in self.leaves or node.op in ("cotangent", "keep"):
+                found = True
+            else:
+                found = any(map(self.has_rows, node.args))
+            self._by_row[node] = found
+        return found
 
     def _computed(self, node: Node) -> str:
         if node not in self.leaves:

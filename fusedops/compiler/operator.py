@@ -94,10 +94,8 @@ class Program(Operator):
         every = {*self.dtypes, *[operand.dtype for operand in structure.outputs]}
         self.acc = torch.float64 if torch.float64 in every else torch.float32
         self.first = _first(structure)  # type: ignore[misc]
-        self.p = max(structure.drops, default=0.0) if any(0.0 < p < 1.0 for p in structure.drops) else (
-            1.0 if structure.drops else 0.0)  # fmt: skip
-        if structure.drops and any(0.0 < p < 1.0 for p in structure.drops):
-            self.p = next(p for p in structure.drops if 0.0 < p < 1.0)
+        # A draw is one for all dropouts of a call, if any is to be drawn.
+        self.p = next((p for p in structure.drops if 0.0 < p < 1.0), max(structure.drops, default=0.0))
         self.thresholds = tuple(map(rng.threshold, structure.drops))
         self._outputs = output_allocator(self)
         self._gradients: dict[int, Any] = {}
@@ -224,6 +222,10 @@ class Program(Operator):
     forward = staticmethod(launching.forward)
     backward = staticmethod(launching.backward)
 
+    def needed(self, site: Any, grads: Any, needs: Any) -> tuple[bool, ...]:
+        """Those of inputs that anything is computed of."""
+        return tuple([need and used for need, used in zip(needs, self.structure.used, strict=True)])
+
     def allocate_gradients(self, site: RowwiseSite, grads: Any, saved: Any, needed: Any) -> tuple[Tensor | None, ...]:
         """Each in the shape of its input."""
         for output, like in enumerate(grads):
@@ -283,9 +285,11 @@ class Program(Operator):
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Whether tensors are such as the function was traced for, but for the number of rows."""
         sizes: dict[int, int] = {}
-        for operand, tensor in zip(self.structure.inputs, tensors, strict=True):
+        for operand, used, tensor in zip(self.structure.inputs, self.structure.used, tensors, strict=True):
             if not isinstance(tensor, Tensor) or tensor.dtype != operand.dtype or tensor.dim() != len(operand.labels):
                 return False
+            if not used:
+                continue
             for label, size in zip(operand.labels, tensor.shape, strict=True):
                 if len(label) == 1 and label[0] in self.dynamic:
                     if sizes.setdefault(label[0], size) != size:
@@ -309,7 +313,11 @@ def _unique(names: Sequence[str]) -> tuple[str, ...]:
 
 def _first(structure: Structure) -> int:
     """The input with the most axes."""
-    return max(range(len(structure.inputs)), key=lambda place: len(structure.inputs[place].axes), default=0)
+    return max(
+        range(len(structure.inputs)),
+        key=lambda place: structure.used[place] * len(structure.inputs[place].axes),
+        default=0,
+    )
 
 
 def dynamic_axes(structure: Structure) -> dict[int, tuple[int, int, int]]:

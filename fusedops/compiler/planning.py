@@ -93,7 +93,9 @@ def planned(structure: Structure) -> Plan:
     """The plan of a function."""
     structure = _rounded(structure, {node: structure.outputs[number].dtype
                                      for number, parts in enumerate(structure.results) for node in parts.values()})  # fmt: skip
-    differentiable = tuple([place for place, operand in enumerate(structure.inputs) if operand.kind == "float"])
+    differentiable = tuple(
+        [place for place, operand in enumerate(structure.inputs) if operand.kind == "float" and structure.used[place]]
+    )
     bare = Plan(structure, {}, None, -1, (), (), (), differentiable)
     numbers = range(len(structure.outputs))
     wanted = [place for place in differentiable if _is_summed(structure, structure.inputs[place])]

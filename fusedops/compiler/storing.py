@@ -140,7 +140,7 @@ def _encoded(structure: Structure) -> dict[str, Any]:
         "inputs": [_operand(operand) for operand in structure.inputs],
         "outputs": [_operand(operand) for operand in structure.outputs],
         "results": [_parts(parts) for parts in structure.results],
-        "lines": list(structure.lines.items()),
+        "lines": list(structure.lines.items()), "used": structure.used,
         "values": [[_parts(parts), _name(dtype)] for parts, dtype in structure.values],
     }  # fmt: skip
 
@@ -162,7 +162,7 @@ def _decoded(found: Any) -> Structure:
     return Structure(
         graph, _tuple(found["sizes"]), _tuple(found["rows"]), _tuple(found["columns"]), _tuple(found["unrolled"]),
         tuple(map(operand, found["inputs"])), tuple(map(operand, found["outputs"])), tuple(map(parts, found["results"])),
-        _tuple(found["drops"]), found["container"], dict(found["lines"]),
+        _tuple(found["drops"]), found["container"], dict(found["lines"]), _tuple(found["used"]),
         tuple([(parts(pairs), getattr(torch, dtype)) for pairs, dtype in found["values"]]),
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import linecache
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,6 +65,7 @@ class Structure:
         drops: the drop probability of each dropout.
         container: "tensor", "tuple" or "list": what the function returns.
         lines: of nodes, the user's line.
+        used: whether anything is computed of each input.
         values: the function's tensors of floating-point numbers, by part, with their dtypes: what may be saved.
     """
 
@@ -79,6 +80,7 @@ class Structure:
     drops: tuple[float, ...]
     container: str
     lines: Mapping[int, int]
+    used: tuple[bool, ...] = ()
     values: tuple[tuple[Mapping[Part, Node], torch.dtype], ...] = ()
 
     @property
@@ -127,7 +129,9 @@ class _Structuring:
         self.graph = Graph()
         self.lines: dict[int, int] = {}
         self.done: dict[tuple[int, Part], Node] = {}
-        self.nodes = topological([*(v.node for v in traced.outputs), *(v.node for v in traced.inputs)])
+        self.nodes = topological([v.node for v in traced.outputs])
+        self.used = [v for v in traced.inputs if v.node in set(self.nodes)]
+        self._join_columns()
         self.order = self._order()
         self.numbers = {axis: i for i, axis in enumerate(self.order)}
         self.sizes = tuple([traced.axes.sizes[axis] for axis in self.order])
@@ -145,7 +149,7 @@ class _Structuring:
         rows, columns = self._rows_and_columns()
         self._check(inputs, outputs, rows, columns)
         bare = Structure(self.graph, self.sizes, rows, columns, self.unrolled, inputs, outputs, (), tuple(traced.drops),
-                         traced.container, self.lines)  # fmt: skip
+                         traced.container, self.lines, tuple([v.node in set(self.nodes) for v in traced.inputs]))  # fmt: skip
         results = tuple([{part: self._part(value.node, part) for part in bare.parts(operand)}
                          for value, operand in zip(traced.outputs, outputs, strict=True)])  # fmt: skip
         values = tuple([({part: self._part(value.node, part) for part in self._parts(value.node)}, value.dtype)
@@ -161,6 +165,8 @@ class _Structuring:
             raise NotRowwiseError("none of its tensors has a dimension")
         values = [v.node for v in (*self.traced.inputs, *self.traced.outputs)]
         for operand, node in zip((*inputs, *outputs), values, strict=True):
+            if node not in self.nodes:
+                continue
             if len(set(operand.axes)) < len(operand.axes):
                 raise self._refused(f"{operand.name} has one dimension twice: rows and columns are mixed", node)
             count = sum(axis in rows for axis in operand.axes)
@@ -171,7 +177,7 @@ class _Structuring:
                 raise self._refused(f"{operand.name} does not vary along all rows, and is returned", node)
         for node in self.nodes:
             if node.op in REDUCTIONS:
-                over, has = self._axes(node.attrs[0]), self._axes(tuple(sorted(node.args[0].axes)))
+                over, has = self._of(node.attrs[0]), self._of(node.args[0].axes)
                 if set(columns) & set(has) - set(over):
                     raise self._refused("it reduces over a part of what it reduces elsewhere as a whole", node)
 
@@ -191,11 +197,23 @@ class _Structuring:
                 found.append(other)
         return found[1:]
 
+    def _join_columns(self) -> None:
+        """Rows that are reduced apart and are as long as each other have the same columns: a tile serves both."""
+        axes = self.traced.axes
+        last = {leaves[-1] for v in self.used if (leaves := axes.leaves(tuple([a for one in v.labels for a in one])))}
+        reduced = [a for node in self.nodes if node.op in REDUCTIONS for a in axes.of(node.attrs[0])]
+        for axis in dict.fromkeys(reduced):
+            for other in sorted(last):
+                (one,), (two,) = axes.leaves((axis,))[:1], axes.leaves((other,))[:1]
+                together = any({one, two} <= set(axes.of(node.axes)) for node in self.nodes)
+                if one != two and axes.sizes[one] == axes.sizes[two] and not together:
+                    axes.unify((one,), (two,))
+
     # --- axes -----------------------------------------------------------------------------------------------------------
 
     def _order(self) -> list[int]:
         """The axes, in the order of the tensors that have the most."""
-        labels = [v.labels for v in (*self.traced.inputs, *self.traced.outputs)]
+        labels = [v.labels for v in (*self.used, *self.traced.outputs)]
         flat = [self.traced.axes.leaves(tuple([axis for label in one for axis in label])) for one in labels]
         found: list[int] = []
         for axes in sorted(flat, key=len, reverse=True):
@@ -205,11 +223,20 @@ class _Structuring:
                     behind = next((found.index(a) for a in axes[place + 1 :] if a in found), len(found))
                     found.insert(behind, axis)
         for node in self.nodes:
-            found += [axis for axis in self.traced.axes.leaves(tuple(sorted(node.axes))) if axis not in found]
+            found += [axis for axis in self.traced.axes.of(node.axes) if axis not in found]
+        self.count = len(found)  # behind them come those of tensors that nothing is computed of
+        for v in self.traced.inputs:
+            found += [
+                axis for axis in self.traced.axes.of([a for label in v.labels for a in label]) if axis not in found
+            ]
         return found
 
     def _axes(self, label: Label) -> Label:
         return tuple([self.numbers[axis] for axis in self.traced.axes.leaves(label)])
+
+    def _of(self, axes: Iterable[int]) -> Label:
+        """The axes of a value, each once."""
+        return tuple([self.numbers[axis] for axis in self.traced.axes.of(axes)])
 
     def _one(self, node: Node) -> Label:
         axis = self._axes(node.attrs[0])
@@ -218,10 +245,10 @@ class _Structuring:
         return axis
 
     def _rows_and_columns(self) -> tuple[Label, Label]:
-        over = {node: self._axes(node.attrs[0] if node.op in REDUCTIONS else node.attrs)
+        over = {node: self._of(node.attrs[0] if node.op in REDUCTIONS else node.attrs)
                 for node in self.nodes if node.op in REDUCTIONS or node.op == "iota"}  # fmt: skip
         reduced = {axis for axes in over.values() for axis in axes}
-        rolled = [axis for axis in range(len(self.order)) if axis not in self.unrolled]
+        rolled = [axis for axis in range(self.count) if axis not in self.unrolled]
         columns = [axis for axis in rolled if axis in reduced] or rolled[-1:]
         rows = [axis for axis in rolled if axis not in columns]
         wrong = next((node for node, axes in over.items() if rows and any(axis < max(rows) for axis in axes)), None)
@@ -232,7 +259,7 @@ class _Structuring:
         return tuple(rows), tuple(columns)
 
     def _parts(self, node: Node) -> Iterator[Part]:
-        axes = [axis for axis in self._axes(tuple(sorted(node.axes))) if axis in self.unrolled]
+        axes = [axis for axis in self._of(node.axes) if axis in self.unrolled]
         for places in itertools.product(*[range(self.sizes[axis]) for axis in axes]):
             yield tuple(sorted(zip(axes, places, strict=True)))
 
@@ -240,7 +267,7 @@ class _Structuring:
 
     def _part(self, node: Node, part: Part) -> Node:
         """A node's value in a part of the row."""
-        axes = self._axes(tuple(sorted(node.axes)))
+        axes = self._of(node.axes)
         part = tuple([(axis, place) for axis, place in part if axis in axes])
         key = (node.number, part)
         found = self.done.get(key)
@@ -266,7 +293,7 @@ class _Structuring:
         if node.op in ("input", "keep"):
             return graph.make(node.op, attrs=(*node.attrs, part), axes=rolled, kind=node.kind)
         if node.op == "pick":
-            over = self._axes(node.attrs[0])
+            over = self._of(node.attrs[0])
             if set(over) & set(self.unrolled):
                 raise NotRowwiseError("gather from rows that are taken apart")
             return graph.pick(self._part(node.args[0], part), self._part(node.args[1], part), over)
@@ -280,12 +307,12 @@ class _Structuring:
         return graph.make(node.op, *args, attrs=node.attrs, kind=node.kind)
 
     def _reduction(self, node: Node, part: Part) -> Node:
-        over = self._axes(node.attrs[0])
+        over = self._of(node.attrs[0])
         places = [axis for axis in over if axis in self.unrolled]
         inner = [axis for axis in over if axis not in self.unrolled]
         combine = "add" if node.op == "sum" else "maximum"
         found: Node | None = None
-        argument = self._axes(tuple(sorted(node.args[0].axes)))
+        argument = self._of(node.args[0].axes)
         for at in itertools.product(*[range(self.sizes[axis]) for axis in places if axis in argument]):
             given = dict(part) | dict(zip([axis for axis in places if axis in argument], at, strict=True))
             one = self._part(node.args[0], tuple(sorted(given.items())))

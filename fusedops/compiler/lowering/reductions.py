@@ -24,7 +24,7 @@ def reduced(
     labels = tuple([() if d in over else label for d, label in enumerate(x.labels) if keepdim or d not in over])
     if not axes:
         return node, labels, axes
-    varies, over_axes = r.axes.leaves(tuple(sorted(node.axes))), set(r.axes.leaves(tuple(axes)))
+    varies, over_axes = r.axes.of(node.axes), set(r.axes.of(axes))
     along = tuple([axis for axis in varies if axis in over_axes])
     rest = frozenset(varies) - over_axes
     return r.graph.make(op, node, attrs=(along,), axes=rest) if along else node, labels, axes
@@ -32,7 +32,7 @@ def reduced(
 
 def length(r: Any, axes: Sequence[int]) -> int:
     """How many elements there are along axes."""
-    return r.axes.size(r.axes.leaves(tuple(axes)))
+    return r.axes.size(r.axes.of(axes))
 
 
 @lowers("sum")
@@ -43,7 +43,7 @@ def _sum(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False, **_
 
 def repeated(r: Any, x: Value, node: Node, axes: Sequence[int]) -> Node:
     """A sum over what does not vary along some of the axes counts it as often as these are long."""
-    missing = set(r.axes.leaves(tuple(axes))) - set(r.axes.leaves(tuple(x.node.axes)))
+    missing = set(r.axes.of(axes)) - set(r.axes.of(x.node.axes))
     if not missing:
         return node
     return r.graph.binary("mul", node, as_kind(r, r.graph.const(length(r, tuple(missing))), node.kind))
@@ -179,7 +179,7 @@ def _gather(r: Any, out: Any, x: Value, dim: int, index: Value, **_: Any) -> Val
 
 
 def _leaf_axes(r: Any, nodes: Sequence[Node]) -> set[int]:
-    return {axis for node in nodes for axis in r.axes.leaves(tuple(node.axes))}
+    return {axis for node in nodes for axis in r.axes.of(node.axes)}
 
 
 @lowers("nll_loss_forward")

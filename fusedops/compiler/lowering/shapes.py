@@ -82,7 +82,7 @@ def _select_node(r: Any, node: Node, axis: Label, which: int) -> Node:
 
 
 def _rest(r: Any, node: Node, axis: Label) -> frozenset[int]:
-    leaves = set(r.axes.leaves(tuple(node.axes)))
+    leaves = set(r.axes.of(node.axes))
     return frozenset(leaves - set(axis))
 
 
@@ -138,7 +138,7 @@ def _stacked(r: Any, values: Sequence[Value], kind: str) -> tuple[Node, tuple[La
     labels = joined(r, *[value.labels for value in values])
     axis = _axis_of(r, values) or r.axes.new(len(values))
     nodes = [as_kind(r, value.node, kind) for value in values]
-    axes = frozenset(r.axes.leaves(tuple(frozenset().union(*[node.axes for node in nodes])))) | set(axis)
+    axes = frozenset(r.axes.of(frozenset().union(*[node.axes for node in nodes]))) | set(axis)
     return r.graph.make("stack", *nodes, attrs=(axis,), axes=axes, kind=kind), labels, axis
 
 
