@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .derivative import cotangent, gradients
+from .errors import NotRowwiseError
 from .ir import REDUCTIONS, Graph, Node, reachable, topological
 from .structure import Operand, Part, Structure
 
@@ -99,6 +100,9 @@ def planned(structure: Structure) -> Plan:
     bare = Plan(structure, {}, None, -1, (), (), (), differentiable)
     numbers = range(len(structure.outputs))
     wanted = [place for place in differentiable if _is_summed(structure, structure.inputs[place])]
+    roots = [node for parts in bare.gradients(numbers, differentiable).values() for node in parts.values()]
+    if any(node.op in REDUCTIONS and set(node.attrs[0]) != set(structure.columns) for node in topological(roots)):
+        raise NotRowwiseError("its derivative sums over a part of a row")
     roots = [node for parts in bare.gradients(numbers, wanted).values() for node in parts.values()]
     forward = reachable(node for parts in structure.results for node in parts.values())
     candidates: list[tuple[Alternative, Parts, torch.dtype | None]] = [

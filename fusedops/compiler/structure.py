@@ -176,10 +176,8 @@ class _Structuring:
             if not set(rows) <= set(operand.axes):
                 raise self._refused(f"{operand.name} does not vary along all rows, and is returned", node)
         for node in self.nodes:
-            if node.op in REDUCTIONS:
-                over, has = self._of(node.attrs[0]), self._of(node.args[0].axes)
-                if set(columns) & set(has) - set(over):
-                    raise self._refused("it reduces over a part of what it reduces elsewhere as a whole", node)
+            if node.op in REDUCTIONS and set(self._of(node.attrs[0])) - set(self.unrolled) != set(columns):
+                raise self._refused("it reduces over other dimensions than elsewhere", node)
 
     def _refused(self, why: str, node: Node) -> NotRowwiseError:
         """The error, with the user's line where that is known."""
@@ -200,14 +198,12 @@ class _Structuring:
     def _join_columns(self) -> None:
         """Rows that are reduced apart and are as long as each other have the same columns: a tile serves both."""
         axes = self.traced.axes
-        last = {leaves[-1] for v in self.used if (leaves := axes.leaves(tuple([a for one in v.labels for a in one])))}
-        reduced = [a for node in self.nodes if node.op in REDUCTIONS for a in axes.of(node.attrs[0])]
-        for axis in dict.fromkeys(reduced):
-            for other in sorted(last):
-                (one,), (two,) = axes.leaves((axis,))[:1], axes.leaves((other,))[:1]
-                together = any({one, two} <= set(axes.of(node.axes)) for node in self.nodes)
-                if one != two and axes.sizes[one] == axes.sizes[two] and not together:
-                    axes.unify((one,), (two,))
+        reduced = [node.attrs[0] for node in self.nodes if node.op in REDUCTIONS]
+        for over, label in itertools.product(dict.fromkeys(reduced), [v.labels[-1] for v in self.used if v.labels]):
+            one, other = axes.of(over), axes.leaves(label)
+            together = any(set(one) & (own := set(axes.of(node.axes))) and set(other) & own for node in self.nodes)
+            if not set(one) & set(other) and axes.size(one) == axes.size(other) and not together:
+                axes.unify(one, other)
 
     # --- axes -----------------------------------------------------------------------------------------------------------
 
