@@ -7,7 +7,8 @@ pairwise covering; Kuhn, Wallace and Gallo 2004 found it to show most faults). `
 
 A `Case` counts as three parameters: spec, sample and dtype; a tuple as its parts. Where one case takes seconds, the
 mark ``pairs`` names the pairs of parameters that count, as in ``@pytest.mark.pairs("spec dtype", "spec layout")``; of
-the others each value still occurs. ``@pytest.mark.pairs`` alone asks for each value once.
+the others each value still occurs. ``@pytest.mark.pairs`` alone asks for each value once, and with ``of="spec dtype"``
+only for those of these parameters.
 
 The choice depends on the collected cases alone, so all processes of a run make the same, as does every run.
 """
@@ -46,7 +47,8 @@ def shortened(items: Sequence[pytest.Item]) -> list[pytest.Item]:
             chosen.update(cases)
             continue
         pairs = None if mark is None else {frozenset(pair.split()) for pair in mark.args}
-        factors = [list(_factors(item)) for item in cases]
+        of = None if mark is None else mark.kwargs.get("of")
+        factors = [[(name, value) for name, value in _factors(item) if of is None or name in of.split()] for item in cases]
         _known(cases[0], pairs or (), {name for found in factors for name, _ in found})
         chosen.update(cover(cases, [set(_requirements(found, pairs)) for found in factors]))
     return [item for item in items if item in chosen]

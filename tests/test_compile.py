@@ -103,7 +103,7 @@ def _close(actual: Tensor, expected: Tensor, eps: float) -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.pairs
+@pytest.mark.pairs("spec dtype", of="spec dtype")
 @cases((torch.float32, torch.bfloat16), _worth_a_graph)
 def test_values_and_gradients(case: Case, device: torch.device) -> None:
     sample = case.sample()

@@ -96,6 +96,7 @@ def test_tuner_is_loaded_only_when_it_is_on(monkeypatch: pytest.MonkeyPatch) -> 
     assert tuning.choose(KEY, -1) == FOUND and loaded == ["tuner"]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("value", "on"),
     [(None, ""), ("", ""), ("0", ""), ("off", ""), ("1", "1"), ("On", "1"), ("force", "force"), ("banana", "")],

@@ -73,6 +73,12 @@ def test_the_mark_names_the_pairs_that_count() -> None:
     assert len(_pairs(chosen, "a", "c")) == 6 and len(_pairs(chosen, "b")) == 6 and len(chosen) < 12
 
 
+def test_the_mark_names_the_parameters_that_count() -> None:
+    of = pytest.mark.pairs("a c", of="a c").mark
+    chosen = selection.shortened(_items(of, a=[1, 2], b=list(range(9)), c=[1, 2, 3]))
+    assert len(_pairs(chosen, "a", "c")) == 6 == len(chosen)
+
+
 def test_a_mark_that_names_no_parameter_is_refused() -> None:
     with pytest.raises(pytest.UsageError, match=r"pairs of \['z'\]"):
         selection.shortened(_items(pytest.mark.pairs("a z").mark, a=[1, 2], b=[1, 2]))

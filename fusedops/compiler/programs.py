@@ -48,7 +48,7 @@ class Programs:
     def __init__(self, function: Callable[..., Any], name: str, names: Sequence[str], run: Callable[..., Any]) -> None:
         self.function, self.name, self.names, self.run = function, name, names, run
         self.known: dict[Any, list[Found]] = {}
-        self.refused: dict[Any, NotRowwiseError] = {}
+        self.refused: dict[Any, str] = {}
         self._around: list[Variable] | None = None
 
     @property
@@ -77,7 +77,7 @@ class Programs:
         key = (numbers, self.state(args), autocast, tensors[0].device.type)
         alike = (key, *[(t.dtype, t.dim(), compat.hints(t.shape[-1:])) for t in tensors])
         if alike in self.refused:
-            raise self.refused[alike]
+            raise NotRowwiseError(self.refused[alike])
         known = self.known.setdefault(key, [])
         for found in known:
             captured = [one.find(args) for one in found.captured]
@@ -87,7 +87,7 @@ class Programs:
             with compat.without_transforms(), compat.without_modes():
                 made = self._stored(args, tensors, key) or self._traced(args, key)
         except NotRowwiseError as error:
-            self.refused[alike] = error
+            self.refused[alike] = str(error)  # an error would keep the tensors of its frames
             raise
         known.append(made)
         return made

@@ -139,6 +139,7 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
         self.line = 0
         self._targets = _targets_of(self.code)
         self._last: dict[int, Node] = {}
+        self._decomposing = ""  # the operator that is being taken apart
 
     @property
     def graph(self) -> Graph:
@@ -215,12 +216,7 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
             return self._number(func, args[0])
         lower = lowering.TABLE.get(name)
         if lower is None:
-            decomposed = self._decomposed(func, args, kwargs)
-            if decomposed is NotImplemented:
-                raise NotRowwiseError(
-                    lowering.REFUSED.get(name, f"{name} is not an operator that rows can be fused over")
-                )
-            return decomposed
+            return self._decomposed(func, name, args, kwargs)
         args, kwargs = self._standing_in(args), self._standing_in(kwargs)
         if name.endswith("_"):
             self._may_change(args[0], name)
@@ -273,15 +269,24 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
                 if inner is not None and isinstance(tensor, Tensor):
                     self._note(inner, tensor)
 
-    def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What PyTorch says that an operator is; `NotImplemented` where it says nothing."""
+    def _decomposed(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """What PyTorch says that an operator is."""
         from . import lowering
 
-        if _name_of(func) in lowering.REFUSED:
-            return NotImplemented
+        outer = self._decomposing or name  # the one that the user knows
+        refused = NotRowwiseError(lowering.REFUSED.get(name, f"{outer} is not an operator that rows can be fused over"))
+        if name in lowering.REFUSED:
+            raise refused
         decomposition = compat.decompositions().get(func)
-        with self:
-            return func.decompose(*args, **kwargs) if decomposition is None else decomposition(*args, **kwargs)
+        before, self._decomposing = self._decomposing, outer
+        try:
+            with self:
+                found = func.decompose(*args, **kwargs) if decomposition is None else decomposition(*args, **kwargs)
+        finally:
+            self._decomposing = before
+        if found is NotImplemented:
+            raise refused
+        return found
 
     def _standing_in(self, values: Any) -> Any:
         """The arguments, with a tensor without memory for each that was found elsewhere."""
