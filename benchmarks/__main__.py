@@ -1,8 +1,8 @@
 """What the library costs and saves: measured, tabulated, drawn, and compared.
 
 ``run`` measures the shapes that have goals and ``check`` compares with those; ``sweep`` measures along lines of hidden
-sizes and of rows; ``models`` measures whole models; ``plot``, ``table`` and ``report`` show what was measured;
-``compare`` names regressions.
+sizes and of rows; ``models`` measures whole models, ``rowwise`` users' functions; ``plot``, ``table`` and ``report`` show
+what was measured; ``compare`` names regressions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from fusedops.core.spec import Spec
 
-from . import comparing, limits, results, sweep, targets, timing
+from . import comparing, limits, results, rowwise, sweep, targets, timing
 from .cases import DTYPES, MODES, Case, cases, discover
 from .models import command as whole_models
 from .providers import PROVIDERS, build, worthwhile
@@ -221,6 +221,7 @@ def _parser() -> argparse.ArgumentParser:
                         "<!-- /figures --> instead of printing")  # fmt: skip
     _add_sweep(commands.add_parser("sweep", help=sweep_all.__doc__))
     whole_models.add_options(commands.add_parser("models", help=whole_models.run.__doc__))
+    rowwise.add_options(commands.add_parser("rowwise", help=rowwise.run.__doc__))
     compares = commands.add_parser("compare", help=compare.__doc__)
     compares.set_defaults(command=compare)
     compares.add_argument("old", type=Path)

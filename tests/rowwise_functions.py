@@ -1,0 +1,264 @@
+"""Row-wise functions from models that people train, with tensors for them: what the tests of `fusedops.rowwise` run."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["DROP", "FUNCTIONS", "SAMPLES", "RowwiseFunction", "named"]
+
+# What a function's dropouts drop.
+DROP = 0.25
+
+Shapes = Callable[[int], Mapping[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class RowwiseFunction:
+    """A function with the shapes of its tensors.
+
+    Attributes:
+        name: of the sample; functions that run in two ways have two.
+        function: of tensors.
+        shapes: of its tensors for a number of rows, in the order of its parameters.
+        drops: whether it draws a dropout mask.
+        sums: whether a gradient is a sum over rows, which takes one more kernel.
+        parts: how many parts a row is read in: dropout draws for each.
+        drops_whole: whether all parts of a row are dropped, or values in place of one.
+        rows: what the tests call it with.
+        wide: tensors that are fp32 in any dtype.
+        kinds: tensors that are no floating-point numbers.
+        smooth: whether second derivatives exist everywhere.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    shapes: Shapes
+    drops: bool = False
+    sums: bool = True
+    parts: int = 1
+    drops_whole: bool = False
+    rows: int = 5
+    wide: tuple[str, ...] = ()
+    kinds: tuple[tuple[str, str], ...] = ()
+    smooth: bool = True
+
+    def tensors(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+                rows: int | None = None) -> dict[str, Tensor]:  # fmt: skip
+        """Random tensors by name: the same in every call, with values of order one."""
+        generator = torch.Generator().manual_seed(29)
+        kinds, made = dict(self.kinds), {}
+        for name, shape in self.shapes(self.rows if rows is None else rows).items():
+            values = torch.randn(shape, generator=generator, dtype=torch.float64)
+            if name in kinds:
+                made[name] = _KINDS[kinds[name]](values).to(device)
+            else:
+                made[name] = values.to(
+                    device, torch.promote_types(dtype, torch.float32) if name in self.wide else dtype
+                )
+        return made
+
+    def floating(self) -> list[str]:
+        """The names of the tensors that have gradients."""
+        return [name for name in self.shapes(2) if name not in dict(self.kinds)]
+
+
+_KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mask": lambda values: values < 0.8,
+    "target": lambda values: torch.where(values > 1.0, -100, (values.abs() * 7).long() % _CLASSES),
+}
+_CLASSES = 40
+
+
+# --- norms with what is around them -------------------------------------------------------------------------------------
+
+
+def dropout_add_layer_norm(x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, ln_bias: Tensor) -> Tensor:
+    z = F.dropout(x + bias, DROP) + residual
+    return F.layer_norm(z, z.shape[-1:], weight, ln_bias)
+
+
+def adaptive_layer_norm(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """Of DiT (Peebles and Xie 2023): scale and shift of each sample."""
+    return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
+
+
+def gate_and_residual(x: Tensor, gate: Tensor, residual: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """Of FLUX: a gated branch, and the next branch's modulated norm."""
+    stream = residual + gate * x
+    return F.layer_norm(stream, stream.shape[-1:], eps=1e-6) * (1 + scale) + shift, stream
+
+
+def gated_residual_norm(x: Tensor, gamma: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    z = residual + gamma * F.dropout(F.silu(x), DROP)
+    return F.rms_norm(z, z.shape[-1:], weight, 1e-6), z
+
+
+def layer_scale(x: Tensor, gamma: Tensor, residual: Tensor) -> Tensor:
+    """Of CaiT (Touvron et al. 2021)."""
+    return residual + gamma * F.dropout(F.gelu(x), DROP)
+
+
+def gemma_norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return (normed * (1.0 + weight.float())).type_as(x)
+
+
+def llama_norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.to(torch.float32)
+    variance = wide.pow(2).mean(-1, keepdim=True)
+    wide = wide * torch.rsqrt(variance + 1e-5)
+    return weight * wide.to(x.dtype)
+
+
+def norm_then_add(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+    """Of OLMo-2: the branch is normalised, and then added."""
+    return residual + F.rms_norm(x, x.shape[-1:], weight, 1e-6)
+
+
+def gated_norm(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+    """Of Mamba-2 (Dao and Gu 2024)."""
+    gated = x * F.silu(z)
+    return gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + 1e-5) * weight
+
+
+def dynamic_tanh(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """DyT (Zhu et al. 2025)."""
+    return torch.tanh(alpha * x) * weight + bias
+
+
+def swiglu_norm(packed: Tensor, weight: Tensor) -> Tensor:
+    gate, up = packed.chunk(2, dim=-1)
+    hidden = F.dropout(F.silu(gate) * up, DROP)
+    return F.rms_norm(hidden, hidden.shape[-1:], weight, 1e-6)
+
+
+def dropped_geglu(packed: Tensor) -> Tensor:
+    """Dropout comes before the halves are taken apart."""
+    gate, up = F.dropout(packed, DROP).chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def unit_rows(x: Tensor, scale: Tensor) -> Tensor:
+    """Of nGPT: rows of length one, scaled."""
+    return F.normalize(x, dim=-1) * scale
+
+
+def group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.silu(F.group_norm(x, 2, weight, bias, 1e-6))
+
+
+# --- rotary embeddings --------------------------------------------------------------------------------------------------
+
+
+def norm_and_rotary(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """QK-norm and a rotary embedding of halves, as Qwen-3 has them."""
+    normed = F.rms_norm(x, x.shape[-1:], weight, 1e-6)
+    first, second = normed.chunk(2, dim=-1)
+    return normed * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def interleaved_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """A rotary embedding of neighbours (Su et al. 2021)."""
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+
+
+# --- softmax and losses -------------------------------------------------------------------------------------------------
+
+
+def softcap(x: Tensor) -> Tensor:
+    """Of Gemma 2."""
+    return 30.0 * torch.tanh(x / 30.0)
+
+
+def alibi_softmax(scores: Tensor, slope: Tensor) -> Tensor:
+    """Press et al. 2021: a bias that grows with the position."""
+    position = torch.arange(scores.shape[-1], device=scores.device, dtype=torch.float32)
+    return torch.softmax(scores + slope * position, -1)
+
+
+def masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
+    filled = (scores * 0.125).masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return F.dropout(torch.softmax(filled, -1), DROP)
+
+
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """With label smoothing, and PaLM's z-loss."""
+    loss = F.cross_entropy(logits, target, reduction="none", label_smoothing=0.1)
+    return loss + 1e-3 * torch.logsumexp(logits, -1).square()
+
+
+# --- the samples --------------------------------------------------------------------------------------------------------
+
+
+def _rows(*names: str, vectors: tuple[str, ...] = (), cols: int = 24) -> Shapes:
+    return lambda rows: {**dict.fromkeys(names, (rows, cols)), **dict.fromkeys(vectors, (cols,))}
+
+
+def _listed(order: str, shapes: Shapes) -> Shapes:
+    """In the order of the function's parameters."""
+    return lambda rows: {name: shapes(rows)[name] for name in order.split()}
+
+
+def _groups(order: str, *vectors: str, cols: int = 24) -> Shapes:
+    return lambda rows: {name: (3, 1, cols) if name in vectors else (3, rows, cols) for name in order.split()}
+
+
+FUNCTIONS: tuple[RowwiseFunction, ...] = (
+    RowwiseFunction("dropout_add_layer_norm", dropout_add_layer_norm, drops=True, shapes=_listed(
+        "x bias residual weight ln_bias", _rows("x", "residual", vectors=("bias", "weight", "ln_bias")))),
+    RowwiseFunction("adaptive_layer_norm_indexed", adaptive_layer_norm, sums=False,
+                    shapes=_groups("x scale shift", "scale", "shift")),
+    RowwiseFunction("adaptive_layer_norm_grouped", adaptive_layer_norm, rows=40,
+                    shapes=_groups("x scale shift", "scale", "shift")),
+    RowwiseFunction("gate_and_residual", gate_and_residual, rows=17,
+                    shapes=_groups("x gate residual scale shift", "gate", "scale", "shift")),
+    RowwiseFunction("gated_residual_norm", gated_residual_norm, drops=True, shapes=_listed(
+        "x gamma residual weight", _rows("x", "residual", vectors=("gamma", "weight")))),
+    RowwiseFunction("layer_scale", layer_scale, drops=True, shapes=_listed(
+        "x gamma residual", _rows("x", "residual", vectors=("gamma",)))),
+    RowwiseFunction("gemma_norm", gemma_norm, _rows("x", vectors=("weight",), cols=32)),
+    RowwiseFunction("llama_norm", llama_norm, _rows("x", vectors=("weight",))),
+    RowwiseFunction("norm_then_add", norm_then_add, _rows("x", "residual", vectors=("weight",)), wide=("residual",)),
+    RowwiseFunction("gated_norm", gated_norm, _rows("x", "z", vectors=("weight",))),
+    RowwiseFunction("dynamic_tanh", dynamic_tanh,
+                    lambda rows: {"x": (rows, 24), "alpha": (1,), "weight": (24,), "bias": (24,)}),
+    RowwiseFunction("swiglu_norm", swiglu_norm, lambda rows: {"packed": (rows, 48), "weight": (24,)}, drops=True, parts=2),
+    RowwiseFunction("dropped_geglu", dropped_geglu, lambda rows: {"packed": (rows, 48)}, drops=True, parts=2,
+                    drops_whole=True, sums=False),
+    RowwiseFunction("unit_rows", unit_rows, _rows("x", vectors=("scale",))),
+    RowwiseFunction("group_norm", group_norm, lambda rows: {"x": (rows, 6, 2, 3), "weight": (6,), "bias": (6,)}, sums=False,
+                    rows=3),
+    RowwiseFunction("norm_and_rotary", norm_and_rotary, rows=3,
+                    shapes=lambda rows: {"x": (2, rows, 2, 16), "weight": (16,), "cos": (rows, 1, 16), "sin": (rows, 1, 16)}),
+    RowwiseFunction("interleaved_rotary", interleaved_rotary, sums=False, rows=3,
+                    shapes=lambda rows: {"x": (2, rows, 2, 16), "cos": (rows, 1, 8), "sin": (rows, 1, 8)}),
+    RowwiseFunction("softcap", softcap, _rows("x"), sums=False),
+    RowwiseFunction("alibi_softmax", alibi_softmax, sums=False, rows=3,
+                    shapes=lambda rows: {"scores": (2, 4, rows, 24), "slope": (4, 1, 1)}),
+    RowwiseFunction("masked_softmax", masked_softmax, drops=True, sums=False, rows=3, kinds=(("mask", "mask"),),
+                    shapes=lambda rows: {"scores": (2, 2, rows, 24), "mask": (2, 1, 1, 24)}),
+    RowwiseFunction("cross_entropy", cross_entropy, sums=False, kinds=(("target", "target"),),
+                    shapes=lambda rows: {"logits": (rows, _CLASSES), "target": (rows,)}),
+)  # fmt: skip
+SAMPLES = {function.name: function for function in FUNCTIONS}
+assert len(SAMPLES) == len(FUNCTIONS)
+
+
+def named(*names: str) -> list[RowwiseFunction]:
+    """The functions of these names."""
+    return [SAMPLES[name] for name in names]
+
+
+def subsets(names: list[str]) -> list[tuple[str, ...]]:
+    """All choices of some names, none empty."""
+    sizes = range(1, len(names) + 1)
+    return [choice for size in sizes for choice in itertools.combinations(names, size)]

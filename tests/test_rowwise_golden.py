@@ -1,0 +1,51 @@
+"""The graphs and the sources of some row-wise functions, as files: what changes them is to be read in a difference.
+
+After a change that is meant, ``python tests/test_rowwise_golden.py`` writes the files anew.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusedops.compiler.codegen import backward_kernels, forward_kernels
+from fusedops.compiler.function import Rowwise
+from rowwise_functions import named
+
+pytestmark = pytest.mark.once
+
+_FILES = Path(__file__).parent / "golden"
+# Vectors and dropout, groups, parts and rows by index, numbers of rows that are returned.
+_NAMES = ("dropout_add_layer_norm", "adaptive_layer_norm_grouped", "norm_and_rotary", "cross_entropy")
+
+
+def _text(name: str) -> str:
+    """The graph and the kernels, without the user's lines, which move."""
+    (sample,) = named(name)
+    tensors = sample.tensors(torch.bfloat16)
+    program = Rowwise(sample.function)._programs.find(list(tensors.values()), False).program
+    outputs, wanted = list(range(program.count)), list(program.plan.differentiable)
+    grouped = bool(program.group)
+    kernels = forward_kernels(program.plan, program.acc, grouped=grouped, tiled=False, saves=True)
+    kernels += backward_kernels(program.plan, program.acc, grouped=grouped, tiled=False, given=outputs, wanted=wanted)
+    kept = program.plan.kept_operand
+    saved = [program.structure.inputs[place].name for place in program.plan.saved_inputs]
+    saved += [kept.name] if kept is not None else []
+    lines = [line.partition("  # line ")[0] for kernel in kernels for line in kernel.source.splitlines()]
+    return "\n".join([program.structure.text(), "", f"kept: {', '.join(saved)}", "", *lines]) + "\n"
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_graph_and_source(name: str) -> None:
+    expected, found = (_FILES / f"{name}.txt").read_text(), _text(name)
+    difference = difflib.unified_diff(expected.splitlines(), found.splitlines(), "expected", "found", lineterm="")
+    assert found == expected, "\n".join(difference)
+
+
+if __name__ == "__main__":
+    _FILES.mkdir(exist_ok=True)
+    for golden in _NAMES:
+        (_FILES / f"{golden}.txt").write_text(_text(golden))
