@@ -160,6 +160,7 @@ class _Writer:
 
     def _moments_kernel(self, kept: Sequence[Node], numbers: Sequence[Node], stores: Sequence[_Store]) -> Kernel:
         emitter = self._emitter()
+        emitter.flat = True
         levels = _levels([*numbers, *[store.node for store in stores]], emitter)
         for level in sorted(set(levels.values())):
             self._pass(emitter, [node for node, found in levels.items() if found == level])
@@ -178,18 +179,15 @@ class _Writer:
         online = {node: largest for node in nodes for largest in nodes if _is_online(node, largest)}
         for node in sorted(nodes, key=lambda node: node in online):
             name = names[node]
-            emitter.lines.append(f"{name} = tl.full((ROWS, 1), {_START[node.op]}, ACC)")
+            dtype, start = ("tl.int64", "0") if node.kind == "int" else ("ACC", _START[node.op])
+            if node.kind == "int" and node.op == "amax":
+                start = str(-(2**63))
+            emitter.lines.append(f"{name} = tl.full((ROWS, 1), {start}, {dtype})")
             if node in online.values():
-                later = emitter.free("next")
-                value = emitter.reduced(node, emitter.reducible(node))
-                body.append(f"{later} = tl.maximum({name}, {value}, propagate_nan=tl.PropagateNan.ALL)")
-                for total, largest in online.items():
-                    if largest is node:  # Milakov and Gimelshein 2018, arXiv:1805.02867
-                        body.append(f"{names[total]} *= tl.where({name} == {later}, 1.0, tl.exp({name} - {later}))")
-                body.append(f"{name} = {later}")
+                self._online(emitter, body, node, [(names[total], name) for total in online if online[total] is node])
             elif node in online:
                 value = emitter.value(node.args[0].args[0].args[0])
-                shifted = f"tl.where(in_cols, tl.exp({value} - {names[online[node]]}), 0)"
+                shifted = f"tl.where(in_cols, tl.exp({value} - {names[online[node]]}_base), 0)"
                 body.append(f"{name} += {emitter.reduced(node, shifted)}")
             elif node.op == "amax":
                 value = emitter.reduced(node, emitter.reducible(node))
@@ -200,6 +198,20 @@ class _Writer:
                    "in_cols = cols < N", "mask = in_rows & in_cols"]  # fmt: skip
         emitter.close_columns(columns)
         emitter.named |= names
+
+    def _online(self, emitter: Emitter, body: list[str], node: Node, totals: Sequence[tuple[str, str]]) -> None:
+        """The lines of a maximum whose sums of exponentials are taken in the same pass, and follow it down.
+
+        Milakov and Gimelshein 2018, arXiv:1805.02867. Nothing is taken from an infinite maximum: rows may begin masked.
+        """
+        name = totals[0][1]
+        later, base = emitter.free("next"), f"{name}_base"
+        body.append(
+            f"{later} = tl.maximum({name}, {emitter.reduced(node, emitter.reducible(node))}, propagate_nan=tl.PropagateNan.ALL)"
+        )
+        body.append(f'{base} = tl.where({later} == float("-inf"), 0.0, {later})')
+        body.extend(f"{total} *= tl.exp({name} - {base})" for total, _ in totals)
+        body.append(f"{name} = {later}")
 
     # --- kernels ------------------------------------------------------------------------------------------------------
 

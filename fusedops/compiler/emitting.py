@@ -120,6 +120,7 @@ class Emitter:
     """Writes values of a function, and the arguments that they are read from.
 
     Attributes:
+        flat: whether nothing goes before all tiles, as reductions of vectors are loops of a tile too.
         invariant: the lines before all tiles.
         lines: those of a tile of rows.
         body: those of a tile of columns, where rows are passed over tile by tile; None where one program has one tile.
@@ -130,6 +131,7 @@ class Emitter:
     def __init__(self, plan: Plan, acc: torch.dtype, *, grouped: bool) -> None:
         self.plan, self.structure, self.acc, self.grouped = plan, plan.structure, acc, grouped
         self.arguments: dict[tuple[str, int, str], Argument] = {}
+        self.flat = False
         self.invariant: list[str] = []
         self.lines: list[str] = []
         self.body: list[str] | None = None
@@ -209,7 +211,7 @@ class Emitter:
     def _into(self, node: Node) -> list[str]:
         if self.body is not None and self.has_columns(node):
             return self.body
-        return self.lines if self.has_rows(node) else self.invariant
+        return self.lines if self.flat or self.has_rows(node) else self.invariant
 
     def _expression(self, node: Node) -> str:
         op = node.op
@@ -248,7 +250,8 @@ class Emitter:
         padded = self.structure.cols & (self.structure.cols - 1) or self.structure.cols < 16 or self.body is not None
         if not padded:
             return value
-        return f"tl.where(in_cols, {value}, {_NEUTRAL[node.op]})"
+        neutral = _LEAST if node.op == "amax" and node.kind == "int" else _NEUTRAL[node.op]
+        return f"tl.where(in_cols, {value}, {neutral})"
 
     def reduced(self, node: Node, value: str) -> str:
         """The reduction of a tile."""
@@ -405,6 +408,7 @@ class Emitter:
 
 
 _LEAVES = frozenset({"input", "cotangent", "iota", "keep"})
+_LEAST = str(-(2**63))
 _NEUTRAL = {"sum": "0", "amax": 'float("-inf")'}
 
 

@@ -112,7 +112,7 @@ class Rowwise:
         key: Any = None
         call: _Call | None = None
         try:
-            key = (autocast, self._programs.state(args),
+            key = (autocast, torch.get_default_dtype(), self._programs.state(args),
                    *[(type(a), a.dtype, a.device, a.shape) if isinstance(a, Tensor) else state_of(a) for a in args])  # fmt: skip
             call = self._calls.get(key)
         except (TypeError, RuntimeError):  # sizes that are symbols, as torch.compile traces this call; no shape at all

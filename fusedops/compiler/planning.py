@@ -181,7 +181,7 @@ def _is_stat(structure: Structure, node: Node) -> bool:
     """Whether this is a number of each row that a reduction gives."""
     if not node.args or node.op in ("constant_to_gradients", "instead") or node.kind != "float":
         return False
-    return not node.axes & set(structure.columns) and _has_reduction(node)
+    return node.axes == set(structure.rows) and _has_reduction(node)
 
 
 def _has_reduction(node: Node) -> bool:

@@ -23,8 +23,8 @@ from .tracing import Traced, trace
 
 __all__ = ["Found", "Programs"]
 
-# Sizes of rows in a second run: what changes with them is no function of rows.
-_PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
+# Sizes of rows in further runs, far below and far above what a function may compare them with.
+_PRIMES = ((3, 5, 7, 11, 13, 17, 19, 23, 29), (100003, 100019, 100043, 100049, 100057, 100069, 100103, 100109, 100129))
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Programs:
         tensors = [a for a in args if isinstance(a, Tensor)]
         self.check(args)
         numbers = tuple([None if isinstance(a, Tensor) else state_of(a) for a in args])
-        key = (numbers, self.state(args), autocast, tensors[0].device.type)
+        key = (numbers, self.state(args), autocast, torch.get_default_dtype(), tensors[0].device.type)
         alike = (key, *[(t.dtype, t.dim(), compat.hints(t.shape[-1:])) for t in tensors])
         if alike in self.refused:
             raise NotRowwiseError(self.refused[alike])
@@ -135,12 +135,13 @@ class Programs:
             traced, structure = self._at(args, _larger(shapes))
         except Exception:  # noqa: BLE001 - tensors of one row fit together where those of more do not
             traced, structure = self._at(args, shapes)
-        try:
-            again = self._at(args, _other_sizes(structure))[1].text()
-        except Exception as error:  # noqa: BLE001 - whatever fails for other sizes shows that they matter
-            again = repr(error)
-        if again != structure.text():
-            raise NotRowwiseError(f"{self.name}: what it computes hangs on the number of rows")
+        for primes in _PRIMES:
+            try:
+                again = self._at(args, _other_sizes(structure, primes))[1].text()
+            except Exception as error:  # noqa: BLE001 - whatever fails for other sizes shows that they matter
+                again = repr(error)
+            if again != structure.text():
+                raise NotRowwiseError(f"{self.name}: what it computes hangs on the number of rows")
         return traced, structure
 
     def _at(self, args: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> tuple[Traced, Structure]:
@@ -189,9 +190,9 @@ def _larger(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return found
 
 
-def _other_sizes(structure: Structure) -> list[tuple[int, ...]]:
+def _other_sizes(structure: Structure, primes: Sequence[int]) -> list[tuple[int, ...]]:
     """Shapes with other numbers of rows, one prime for each axis."""
-    others = [prime for prime in _PRIMES if prime not in structure.sizes]
+    others = [prime for prime in primes if prime not in structure.sizes]
     sizes = dict(enumerate(structure.sizes)) | dict(zip(sorted(dynamic_axes(structure)), others, strict=False))
     return [
         tuple([math.prod([sizes[axis] for axis in label]) for label in operand.labels]) for operand in structure.inputs

@@ -153,7 +153,7 @@ class _Structuring:
         results = tuple([{part: self._part(value.node, part) for part in bare.parts(operand)}
                          for value, operand in zip(traced.outputs, outputs, strict=True)])  # fmt: skip
         values = tuple([({part: self._part(value.node, part) for part in self._parts(value.node)}, value.dtype)
-                        for value in traced.values])  # fmt: skip
+                        for value in traced.values if value.node in set(self.nodes)])  # fmt: skip
         for node in topological([node for parts in results for node in parts.values()]):
             if node.op == "keep" and node.axes != frozenset((*rows, *columns)):
                 raise NotRowwiseError("dropout of what does not vary along all dimensions")
@@ -196,14 +196,25 @@ class _Structuring:
         return found[1:]
 
     def _join_columns(self) -> None:
-        """Rows that are reduced apart and are as long as each other have the same columns: a tile serves both."""
+        """Outputs of one shape have the same rows, and rows that are reduced apart and are as long the same columns.
+
+        They meet in no value, so that one tile serves both.
+        """
         axes = self.traced.axes
+        shapes = [[axes.size(axes.leaves(label)) for label in v.labels] for v in self.traced.outputs]
+        for (first, one), (second, other) in itertools.combinations(zip(self.traced.outputs, shapes, strict=True), 2):
+            for a, b in zip(first.labels, second.labels, strict=True) if one == other else ():
+                self._join(axes.leaves(a), axes.leaves(b))
         reduced = [node.attrs[0] for node in self.nodes if node.op in REDUCTIONS]
         for over, label in itertools.product(dict.fromkeys(reduced), [v.labels[-1] for v in self.used if v.labels]):
-            one, other = axes.of(over), axes.leaves(label)
-            together = any(set(one) & (own := set(axes.of(node.axes))) and set(other) & own for node in self.nodes)
-            if not set(one) & set(other) and axes.size(one) == axes.size(other) and not together:
-                axes.unify(one, other)
+            self._join(axes.of(over), axes.leaves(label))
+
+    def _join(self, one: Label, other: Label) -> None:
+        """Make two dimensions one, if they are as long and no value has both."""
+        axes = self.traced.axes
+        together = any(set(one) & (own := set(axes.of(node.axes))) and set(other) & own for node in self.nodes)
+        if not set(one) & set(other) and axes.size(one) == axes.size(other) and not together:
+            axes.unify(one, other)
 
     # --- axes -----------------------------------------------------------------------------------------------------------
 

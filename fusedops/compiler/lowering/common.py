@@ -67,5 +67,7 @@ def _number(node: Node) -> Any:
 def pointwise(r: Any, out: Any, function: Callable[..., Node], *values: Any, kind: str | None = None) -> Value:
     """A function of tensors and numbers, element by element; in the kind of what comes out."""
     kind = kind or kind_of(out.dtype)
+    if kind == "int" and kind_of(out.dtype) == "int" and out.dtype != torch.int64:
+        raise NotRowwiseError(f"arithmetic of {str(out.dtype).removeprefix('torch.')}, which wraps around")
     given = [as_value(r, value, kind) for value in values]
     return Value(function(*[value.node for value in given]), joined(r, *[v.labels for v in given]), out.dtype)

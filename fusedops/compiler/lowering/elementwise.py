@@ -196,7 +196,8 @@ def _detach(r: Any, out: Any, x: Value) -> Value:
 @lowers("_to_copy", "clone", "alias", "lift_fresh_copy", "lift", "contiguous", "copy", "_conj")
 def _same(r: Any, out: Any, x: Value, *_: Any, **options: Any) -> Value:
     node = as_kind(r, x.node, kind_of(out.dtype))
-    if kind_of(out.dtype) == "int" and kind_of(x.dtype) == "int" and out.dtype.itemsize < x.dtype.itemsize:
+    narrower = out.dtype.itemsize < (4 if kind_of(x.dtype) == "float" else x.dtype.itemsize)
+    if kind_of(out.dtype) == "int" and out.dtype != torch.int64 and x.dtype != torch.bool and narrower:
         raise NotRowwiseError(f"a cast of {x.dtype} to {out.dtype}")
     return Value(node, x.labels, out.dtype)
 

@@ -59,8 +59,9 @@ def _mean(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False, **
 
 @lowers("amax", "amin")
 def _amax(r: Any, out: Any, x: Value, dim: Any = (), keepdim: bool = False) -> Value:
-    node, labels, _gone = reduced(r, "amax", x, dim, keepdim, kind_of(out.dtype))
-    return Value(node, labels, out.dtype)
+    kind = kind_of(out.dtype)
+    node, labels, _gone = reduced(r, "amax", x, dim, keepdim, "int" if kind == "bool" else kind)
+    return Value(as_kind(r, node, kind), labels, out.dtype)
 
 
 @lowers("amin")

@@ -1,0 +1,453 @@
+"""Functions that `fusedops.rowwise` cannot make one kernel of: an error, or one warning, that names operator and line."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import time
+import warnings
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fusedops
+from fusedops.core import launch
+from support import DEVICE
+
+kernels = pytest.mark.kernels
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape).to(DEVICE)
+
+
+# --- operators ----------------------------------------------------------------------------------------------------------
+# In each function the line of the comment is the one to be named.
+
+
+def cumulated(x: Tensor) -> Tensor:
+    y = x * 2
+    return y.cumsum(-1)  # here
+
+
+def sorted_(x: Tensor) -> Tensor:
+    return x.sort(-1).values  # here
+
+
+def largest_two(x: Tensor) -> Tensor:
+    return x.topk(2).values  # here
+
+
+def batch_norm(x: Tensor) -> Tensor:
+    y = x + 1
+    return F.batch_norm(y, None, None, training=True)  # here
+
+
+def matrix_product(x: Tensor) -> Tensor:
+    return x @ x.mT  # here
+
+
+def linear(x: Tensor) -> Tensor:
+    weight = torch.ones(8, 24, device=x.device)
+    return F.linear(x, weight)  # here
+
+
+def item(x: Tensor) -> Tensor:
+    return x * x.sum().item()  # here
+
+
+def branch(x: Tensor) -> Tensor:
+    if x.sum() > 0:  # here
+        return x * 2
+    return x
+
+
+def number(x: Tensor) -> Tensor:
+    return x * float(x[0, 0])  # here
+
+
+def random(x: Tensor) -> Tensor:
+    return x * torch.rand_like(x)  # here
+
+
+def noise(x: Tensor) -> Tensor:
+    return x + torch.randn(24, device=x.device)  # here
+
+
+def in_place(x: Tensor) -> Tensor:
+    x.mul_(2.0)  # here
+    return x
+
+
+def in_place_view(x: Tensor) -> Tensor:
+    y = x.view(-1)
+    y.add_(1.0)  # here
+    return x * 2
+
+
+def assigned(x: Tensor) -> Tensor:
+    x[..., :12] = 0.0  # here
+    return x * 2
+
+
+def sum_over_rows(x: Tensor) -> Tensor:
+    return x - x.mean(0, keepdim=True)  # here
+
+
+def softmax_over_rows(x: Tensor) -> Tensor:
+    return torch.softmax(x, 0)  # here
+
+
+def sum_of_all(x: Tensor) -> Tensor:
+    return x / x.sum()  # here
+
+
+def rows_joined(x: Tensor) -> Tensor:
+    return torch.cat((x, x), 0)  # here
+
+
+def mean_loss(x: Tensor) -> Tensor:
+    target = torch.zeros_like(x[..., 0], dtype=torch.int64)
+    return F.cross_entropy(x, target)  # here
+
+
+def response_norm(x: Tensor) -> Tensor:
+    """GRN of ConvNeXt V2: the norm over space, then its mean over channels."""
+    norm = x.norm(dim=0, keepdim=True)  # here
+    return x * norm / (norm.mean(-1, keepdim=True) + 1e-6)
+
+
+def flipped(x: Tensor) -> Tensor:
+    return x.flip(-1) + x  # here
+
+
+def neighbours(x: Tensor) -> Tensor:
+    return x[..., 1:] - x[..., :-1]  # here
+
+
+def embedded(x: Tensor) -> Tensor:
+    table = torch.ones(9, 24, device=x.device)
+    return x + F.embedding(torch.zeros(5, dtype=torch.int64, device=x.device), table)  # here
+
+
+def rounded(x: Tensor) -> Tensor:
+    return x // 0.5  # here
+
+
+def complex_numbers(x: Tensor) -> Tensor:
+    return torch.fft.fft(x).real  # here
+
+
+REFUSED: dict[Callable[..., Any], str] = {
+    cumulated: "cumsum|mixes columns in an order",
+    sorted_: "sort",
+    largest_two: "topk|sort",
+    batch_norm: "BatchNorm mixes rows",
+    matrix_product: "matrix product|matmul|mm",
+    linear: "linear|matrix product",
+    item: "value for Python",
+    branch: "value for Python",
+    number: "value for Python",
+    random: "random numbers",
+    noise: "random numbers",
+    in_place: "mul_",
+    in_place_view: "add_",
+    assigned: "lift_fresh|fill_|copy_|changes",
+    sum_over_rows: "mixes rows",
+    softmax_over_rows: "mixes rows",
+    sum_of_all: "mixes rows",
+    rows_joined: "rows",
+    mean_loss: "mixes rows",
+    response_norm: "rows|as a whole",
+    flipped: "flip",
+    neighbours: "equal parts",
+    embedded: "embedding",
+    rounded: "floor_divide|rounds",
+    complex_numbers: "fft",
+}
+every = pytest.mark.parametrize("function", REFUSED, ids=lambda function: function.__name__)
+
+
+def _line(function: Callable[..., Any]) -> int:
+    lines, first = inspect.getsourcelines(function)
+    return first + next(i for i, line in enumerate(lines) if line.rstrip().endswith("# here"))
+
+
+@kernels
+@every
+def test_refusal_names_operator_and_line(function: Callable[..., Any]) -> None:
+    start = time.process_time()
+    with pytest.raises(fusedops.NotRowwiseError, match=REFUSED[function]) as caught:
+        fusedops.rowwise(function, strict=True)(randn(5, 24))
+    assert time.process_time() - start < 0.5
+    message = str(caught.value)
+    assert message.startswith(f"{function.__name__}: ")
+    assert re.search(rf"line {_line(function)} of .*test_rowwise_refusals", message), message
+    assert "# here" in message
+
+
+@kernels
+@every
+def test_refused_function_runs_as_it_is(function: Callable[..., Any]) -> None:
+    """With one warning for all calls of a kind, and eager's result."""
+    made, x = fusedops.rowwise(function), randn(5, 24)
+    expected, other = function(x.clone()), x.clone()
+    with warnings.catch_warnings(record=True) as caught, launch.record() as launched:
+        warnings.simplefilter("always")
+        torch.manual_seed(1)
+        got = made(x.clone())
+        torch.manual_seed(1)
+        again = made(other)
+    found = [w for w in caught if issubclass(w.category, RuntimeWarning)]
+    assert len(found) == 1 and re.search(REFUSED[function], str(found[0].message))
+    assert found[0].filename == __file__
+    assert launched == [] and torch.equal(got, again)
+    if function not in (random, noise):
+        assert torch.equal(got, expected)
+
+
+@kernels
+def test_batch_norm_as_a_module() -> None:
+    norm = nn.BatchNorm1d(24, device=DEVICE)
+    function = fusedops.rowwise(lambda x: F.relu(norm(x)), strict=True)
+    with pytest.raises(fusedops.NotRowwiseError, match=r"BatchNorm mixes rows|num_batches_tracked"):
+        function(randn(5, 24))
+
+
+@kernels
+@pytest.mark.parametrize("how", ["rows", "count", "position"])
+def test_results_that_depend_on_the_number_of_rows(how: str) -> None:
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "rows": lambda x: x / x.shape[0],
+        "count": lambda x: x.sum(-1) / x.numel(),
+        "position": lambda x: x * torch.ones(x.shape[0], 1, device=x.device).cumsum(0),
+    }
+    with pytest.raises(fusedops.NotRowwiseError, match=r"number of rows|cumsum|order"):
+        fusedops.rowwise(functions[how], strict=True)(randn(5, 24))
+
+
+@kernels
+@pytest.mark.parametrize("first", [5, 100])
+def test_branch_on_the_number_of_rows(first: int) -> None:
+    """Of both ways only one is traced: it is refused, or traced for each."""
+
+    def function(x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] > 64 else x * 3
+
+    made = fusedops.rowwise(function)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for rows in (first, 105 - first):
+            x = randn(rows, 24)
+            assert torch.equal(made(x), function(x))
+
+
+@kernels
+@pytest.mark.parametrize("rows", [24, 1])
+def test_rows_that_equal_columns_are_told_apart(rows: int) -> None:
+    """One division by the number of columns, one by that of the rows, which are as many."""
+    x = randn(rows, 24)
+    good = fusedops.rowwise(lambda x: x / x.shape[-1], strict=True)
+    torch.testing.assert_close(good(x), x / 24)
+    torch.testing.assert_close(good(randn(7, 24)).shape, torch.Size((7, 24)))
+    with pytest.raises(fusedops.NotRowwiseError, match="number of rows"):
+        fusedops.rowwise(lambda x: x / x.shape[0], strict=True)(x)
+
+
+# --- what a function returns --------------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", "first second")
+
+
+@kernels
+@pytest.mark.parametrize("returned", [None, 3.0, (), {"y": 1}, "text"], ids=["none", "number", "empty", "dict", "text"])
+def test_function_that_returns_no_tensor(returned: Any) -> None:
+    function = fusedops.rowwise(lambda x: returned, strict=True)
+    with pytest.raises(fusedops.NotRowwiseError, match=r"returns|expected a tensor|is a dict"):
+        function(randn(5, 24))
+
+
+@kernels
+@pytest.mark.parametrize("kind", ["dict", "list", "namedtuple", "some"])
+def test_containers_come_back_as_they_are(kind: str) -> None:
+    """Or the function is refused: a caller's ``out.first`` or ``out[1] is None`` still works."""
+    functions: dict[str, Callable[[Tensor], Any]] = {
+        "dict": lambda x: {"y": x * 2},
+        "list": lambda x: [x * 2, x],
+        "namedtuple": lambda x: Pair(x * 2, x),
+        "some": lambda x: (x * 2, None),
+    }
+    x = randn(5, 24)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got = fusedops.rowwise(functions[kind])(x)
+    assert type(got) is type(functions[kind](x))
+
+
+# --- side effects -------------------------------------------------------------------------------------------------------
+
+_counted = 0
+
+
+def counts(x: Tensor) -> Tensor:
+    global _counted
+    _counted += 1  # here
+    return x * 2
+
+
+def _effects() -> dict[str, tuple[Callable[..., Any], Callable[[], int]]]:
+    log: list[int] = []
+    table = {"calls": 0}
+    count, holder = 0, nn.Module()
+    holder.calls = 0
+
+    def nonlocal_variable(x: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return x * 2
+
+    def attribute(x: Tensor) -> Tensor:
+        holder.calls += 1
+        return x * 2
+
+    def item_of_a_dict(x: Tensor) -> Tensor:
+        table["calls"] += 1
+        return x * 2
+
+    def list_that_grows(x: Tensor) -> Tensor:
+        log.append(1)
+        return x * 2
+
+    def inner() -> None:
+        holder.calls += 1
+
+    def called_function(x: Tensor) -> Tensor:
+        inner()
+        return x * 2
+
+    return {
+        "nonlocal": (nonlocal_variable, lambda: count),
+        "attribute": (attribute, lambda: holder.calls),
+        "dict": (item_of_a_dict, lambda: table["calls"]),
+        "list": (list_that_grows, lambda: len(log)),
+        "nested": (called_function, lambda: holder.calls),
+    }
+
+
+@kernels
+@pytest.mark.parametrize("which", ["nonlocal", "attribute", "dict", "list", "nested"])
+def test_side_effects_are_refused(which: str) -> None:
+    function, seen = _effects()[which]
+    with pytest.raises(fusedops.NotRowwiseError, match=r"changes|assigns|calls|may change unseen"):
+        fusedops.rowwise(function, strict=True)(randn(5, 24))
+    before = seen()
+    made = fusedops.rowwise(function)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            made(randn(5, 24))
+    assert seen() - before == 3, "the function runs in every call"
+
+
+@kernels
+def test_change_of_a_global_is_refused() -> None:
+    with pytest.raises(fusedops.NotRowwiseError, match="_counted") as caught:
+        fusedops.rowwise(counts, strict=True)(randn(5, 24))
+    assert "test_rowwise_refusals" in str(caught.value)
+    assert _counted == 0
+
+
+@kernels
+def test_captured_buffer_changed_in_place() -> None:
+    """A running mean, say."""
+    buffer = randn(24)
+
+    def function(x: Tensor) -> Tensor:
+        buffer.add_(1.0)
+        return x + buffer
+
+    before = buffer.clone()
+    with pytest.raises(fusedops.NotRowwiseError, match="add_"):
+        fusedops.rowwise(function, strict=True)(randn(5, 24))
+    assert torch.equal(buffer, before), "tracing changed it"
+
+
+# --- arguments ----------------------------------------------------------------------------------------------------------
+
+
+@kernels
+@pytest.mark.parametrize("shape", [(23,), (4, 24), (5, 23), (2, 2, 2)], ids=str)
+def test_shapes_that_do_not_broadcast(shape: tuple[int, ...]) -> None:
+    """In PyTorch's words; also in a call after one that was right."""
+    function = fusedops.rowwise(lambda x, y: x * 2 + y, strict=True)
+    function(randn(5, 24), randn(24))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="must match"):
+            function(randn(5, 24), randn(*shape))
+
+
+@kernels
+def test_norm_over_another_shape() -> None:
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        fusedops.rowwise(lambda x: F.layer_norm(x, (23,)), strict=True)(randn(5, 24))
+
+
+@kernels
+@pytest.mark.parametrize("meta_first", [False, True])
+def test_devices_that_differ(meta_first: bool) -> None:
+    function = fusedops.rowwise(lambda x, y: x + y, strict=True)
+    tensors = [randn(5, 24), torch.randn(5, 24, device="meta")]
+    with pytest.raises(RuntimeError, match="device"):
+        function(*(reversed(tensors) if meta_first else tensors))
+
+
+@kernels
+@pytest.mark.parametrize("p", [-0.1, 1.5])
+def test_probability_out_of_range(p: float) -> None:
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        fusedops.rowwise(lambda x: F.dropout(x, p), strict=True)(randn(5, 24))
+
+
+@kernels
+@pytest.mark.parametrize("kind", ["sparse", "complex"])
+def test_tensors_of_other_kinds(kind: str) -> None:
+    x = randn(5, 24).to_sparse() if kind == "sparse" else randn(5, 24).to(torch.complex64)
+    with pytest.raises(fusedops.NotRowwiseError, match=r"dense|complex"):
+        fusedops.rowwise(lambda x: x * 2, strict=True)(x)
+
+
+@kernels
+@pytest.mark.parametrize("error", [ValueError, KeyError, ZeroDivisionError])
+def test_users_own_error_is_raised(error: type[Exception]) -> None:
+    def function(x: Tensor) -> Tensor:
+        raise error("of the user's")
+
+    for strict in (False, True):
+        with pytest.raises(error, match="of the user's"):
+            fusedops.rowwise(function, strict=strict)(randn(5, 24))
+
+
+def test_what_is_no_function() -> None:
+    with pytest.raises(TypeError, match="callable"):
+        fusedops.rowwise(3)
+    with pytest.raises(TypeError, match="variable number"):
+        fusedops.rowwise(lambda *tensors: tensors[0])
+    with pytest.raises(TypeError, match="variable number"):
+        fusedops.rowwise(lambda x, **options: x)
+
+
+@kernels
+def test_refusal_is_for_these_arguments() -> None:
+    """Another call of the same function, which can be a kernel, is one."""
+    function = fusedops.rowwise(lambda x, dim: x.softmax(dim))
+    x = randn(5, 24)
+    with pytest.warns(RuntimeWarning, match="mixes rows"):
+        function(x, 0)
+    with launch.record() as launched:
+        torch.testing.assert_close(function(x, -1), x.softmax(-1))
+    assert launched == ["forward_kernel"]
