@@ -433,7 +433,7 @@ def test_users_own_error_is_raised(error: type[Exception]) -> None:
 
 
 def test_what_is_no_function() -> None:
-    with pytest.raises(TypeError, match="callable"):
+    with pytest.raises(TypeError, match="takes a function"):
         fusedops.rowwise(3)
     with pytest.raises(TypeError, match="variable number"):
         fusedops.rowwise(lambda *tensors: tensors[0])

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from .emitting import Argument, Emitter, place_of, strides_of, whole
+from .errors import NotRowwiseError
 from .ir import REDUCTIONS, Node, reachable, topological
 from .planning import Plan
 from .structure import Operand, Part, Structure
@@ -116,9 +117,9 @@ class _Writer:
         """In the order in which they run."""
         if not self.tiled:
             return [self._kernel(self._emitter(), stores, sums, self.which)]
-        numbers = self._moments([*[store.node for store in stores], *[node for _, _, node in sums]])
         narrow = [store for store in stores if not self._is_wide(store)]
         wide = [store for store in stores if self._is_wide(store)]
+        numbers = self._moments([*[store.node for store in wide], *[node for _, _, node in sums]])
         found = []
         if numbers or narrow:
             found.append(self._moments_kernel(numbers if wide or sums else [], numbers, narrow))
@@ -149,10 +150,23 @@ class _Writer:
         """The numbers of rows that reductions give, of those that whole values are computed of."""
         emitter = self._emitter()
         used = reachable(roots, lambda node: node in emitter.leaves)
-        taken = {arg for node in used if node not in emitter.leaves and emitter.has_columns(node) for arg in node.args}
-        taken |= set(roots)
-        return [node for node in topological(roots) if node in taken & used and node.kind == "float"
-                and node not in emitter.leaves and not emitter.has_columns(node) and self._reduces(node, emitter)]  # fmt: skip
+        todo = [arg for node in used if node not in emitter.leaves and emitter.has_columns(node) for arg in node.args]
+        found: set[Node] = set()
+        for node in (*roots, *todo):
+            self._numbers(node, emitter, found)
+        return [node for node in topological(roots) if node in found & used]
+
+    def _numbers(self, node: Node, emitter: Emitter, found: set[Node]) -> None:
+        """The floating-point numbers that a number of a row is computed of, itself if it is one."""
+        if node in emitter.leaves or emitter.has_columns(node) or not self._reduces(node, emitter):
+            return
+        if node.kind == "float":
+            found.add(node)
+        elif node.op in REDUCTIONS:
+            raise NotRowwiseError("sums of whole numbers along rows that are longer than a program holds")
+        else:
+            for arg in node.args:
+                self._numbers(arg, emitter, found)
 
     def _reduces(self, node: Node, emitter: Emitter) -> bool:
         return any(inner.op in REDUCTIONS and inner not in emitter.leaves
@@ -237,17 +251,19 @@ class _Writer:
                         key=lambda a: (_ORDER.index(a.kind) if a.kind in _ORDER else len(_ORDER), a.kind, a.place))  # fmt: skip
         drops = any(argument.kind == "threshold" for argument in listed)
         listed += [Argument("seed", "seed"), Argument("offset", "offset")] if drops else []
-        listed.append(Argument("M", "rows"))
+        listed += [Argument("M", "rows"), *([Argument("groups", "groups")] if self.grouped else [])]
         body = ["await_predecessor(OVERLAP)", *(["seed, offset = load_seed(seed, offset)"] if drops else [])]
         if not by_row:
             body.append("start = tl.program_id(1) * BLOCK_N" if self.tiled else "start = 0")
             body += ["cols = start + tl.arange(0, BLOCK_N)[None, :]", "in_cols = cols < N"]
-        if self.grouped:
+        if self.grouped:  # the last programs may have none: see `core.launch`
             body.append("group = (tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)).to(tl.int64)")
+            body.append("in_cols = in_cols & (group < groups)")
         body += emitter.invariant
         body += [f"sum{slot} = tl.zeros((1, {'BLOCK_N' if self._has_columns(place) else '1'}), ACC)"
                  for slot, (place, _) in enumerate(sums)]  # fmt: skip
-        head = ["places = rows_of(tile, ROWS)", "in_rows = (places < M)[:, None]",
+        head = ["places = rows_of(tile, ROWS)",
+                f"in_rows = (places < M)[:, None]{' & (group < groups)' if self.grouped else ''}",
                 "rows = (group * M + places)[:, None]" if self.grouped else "rows = places[:, None]"]  # fmt: skip
         head += [] if by_row else ["mask = in_rows & in_cols"]
         body += ["tiles = tl.cdiv(M, ROWS).to(tl.int32)",
@@ -264,7 +280,7 @@ class _Writer:
         """The lines that store what a program has summed."""
         out = ["program = tl.program_id(0).to(tl.int64)" + (" + group * tl.num_programs(0)" if self.grouped else "")]
         for slot, (place, _) in enumerate(sums):
-            mask = "in_cols" if self._has_columns(place) else "cols < 1"
+            mask = "in_cols" if self._has_columns(place) else "in_cols & (cols < 1)"
             out.append(f"tl.store(partials + (program * {len(sums)} + {slot}) * N + cols, sum{slot}, mask={mask})")
         return out if sums else []
 
@@ -301,7 +317,7 @@ def _is_online(total: Node, largest: Node) -> bool:
 
 
 def _source(name: str, arguments: Sequence[Argument], constants: Sequence[str], body: Sequence[str]) -> str:
-    fixed = [a.name for a in arguments if a.kind in ("seed", "offset", "rows", "chunks", "programs")]
+    fixed = [a.name for a in arguments if a.kind in ("seed", "offset", "rows", "chunks", "programs", "groups")]
     lines = [f"@triton.jit(do_not_specialize={fixed!r})", f"def {name}("]
     lines += [f"    {argument.name}," for argument in arguments]
     lines += [f"    {constant}: tl.constexpr," for constant in constants]
@@ -323,7 +339,7 @@ def reduce_kernel(plan: Plan, kernel: Kernel) -> Kernel:
         terms = [f"grad{place}", f"cols * {strides[columns[-1]] if columns else 1}"]
         terms += [f"group * {size}"] if in_group else []
         terms.append(str(sum(strides[axis] * at for axis, at in part)))
-        mask = f"(cols < {'N' if columns else 1})" + ("" if in_group else " & (group == 0)")
+        mask = f"(cols < {'N' if columns else 1}) & (group {'< programs // chunks' if in_group else '== 0'})"
         stores += [f"if slot == {slot}:",
                    f"    tl.store({' + '.join(terms)}, total.to(grad{place}.dtype.element_ty), mask={mask})"]  # fmt: skip
         grouped += [slot] if in_group else []
@@ -335,7 +351,7 @@ def reduce_kernel(plan: Plan, kernel: Kernel) -> Kernel:
         "cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)",
         f"grouped = {' | '.join([f'(slot == {slot})' for slot in grouped]) or 'slot < 0'}",
         "first = tl.where(grouped, group * chunks, 0)",
-        "count = tl.where(grouped, chunks, tl.where(group == 0, programs, 0))",
+        "count = tl.where(grouped, tl.minimum(chunks, programs - first), tl.where(group == 0, programs, 0))",
         "sums = tl.zeros((ROWS, BLOCK_N), ACC)",
         "for start in range(0, count, ROWS):",
         "    part = start + tl.arange(0, ROWS)",

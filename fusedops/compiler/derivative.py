@@ -80,7 +80,7 @@ class _Backward:
 
     def _contributions(self, node: Node, g: Node) -> Sequence[Node | None]:
         op, graph = node.op, self.graph
-        if op in ("sum", "round"):
+        if op in ("sum", "round", "narrowed"):
             return (g,)
         if op == "amax":
             return (self._amax(node, g),)
@@ -180,6 +180,7 @@ _RULES: dict[str, _Rule] = {
     "floor": _nothing,
     "ceil": _nothing,
     "constant_to_gradients": _nothing,
+    "detached": _nothing,
     "add": lambda graph, node, g: (g, g),
     "sub": lambda graph, node, g: (g, graph.unary("neg", g)),
     "mul": lambda graph, node, g: (_mul(graph, g, node.args[1]), _mul(graph, g, node.args[0])),

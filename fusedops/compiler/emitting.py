@@ -38,8 +38,8 @@ from fusedops.core.device import {", ".join(_DEVICE)}
 from fusedops.compiler.device import {", ".join(_OWN)}
 """
 _TAKEN = {"tl", "triton", "ACC", "N", "BLOCK_N", "ROWS", "VECTOR", "STAGES", "OVERLAP", "M", "rows", "cols", "tile", "tiles",
-          "group", "mask", "in_rows", "in_cols", "places", "seed", "offset", "partials", "program", "start", "float", "range",
-          *_DEVICE, *_OWN, *keyword.kwlist}  # fmt: skip
+          "group", "groups", "mask", "in_rows", "in_cols", "places", "seed", "offset", "partials", "program", "start",
+          "float", "range", *_DEVICE, *_OWN, *keyword.kwlist}  # fmt: skip
 
 _UNARY = {"neg": "-{}", "exp": "tl.exp({})", "log": "tl.log({})", "log1p": "log1p({})", "expm1": "expm1({})",
           "sqrt": "tl.sqrt({})", "root": "tl.sqrt({})", "rsqrt": "tl.rsqrt({})", "reciprocal": "1.0 / {}", "abs": "tl.abs({})",
@@ -196,8 +196,8 @@ class Emitter:
     def _computed(self, node: Node) -> str:
         if node not in self.leaves:
             if node.op == "const":
-                return _literal(node)
-            if node.op in ("constant_to_gradients", "instead"):
+                return _literal(node, self.acc)
+            if node.op in ("constant_to_gradients", "detached", "instead", "narrowed"):
                 return self.named[node.args[0]]
         text = self._expression(node)
         known = self._known.get(text)
@@ -218,6 +218,8 @@ class Emitter:
         if node in self.leaves:
             return self._leaf(node, self.leaves[node])
         args = [self.named[arg] for arg in node.args]
+        if args and all(arg.op == "const" for arg in node.args) and op != "where":
+            args = [f"tl.full((1, 1), {arg}, {_KINDS[inner.kind]})" for arg, inner in zip(args, node.args, strict=True)]
         if op in _LEAVES:
             return self._read(node)
         if op == "cast":
@@ -303,7 +305,7 @@ class Emitter:
     def number_of_rows(self, kind: str, place: int) -> str:
         """Where a number of each row is: of ``stats``, which a backward reads, or ``moments``, which another kernel does."""
         pointer = self.argument(kind, 0, kind)
-        total = "M * tl.num_programs(1) * tl.num_programs(2)" if self.grouped else "M"
+        total = "M * groups" if self.grouped else "M"
         return f"{pointer} + {place} * {total} + rows" if place else f"{pointer} + rows"
 
     def store(self, kind: str, place: int, operand: Operand, part: Part, node: Node) -> None:
@@ -313,7 +315,7 @@ class Emitter:
         self._count(operand)
         pointer = self.arguments[kind, place, ""].name
         if node.op == "const":
-            value = f"tl.full((1, 1), {value}, ACC)"
+            value = f"tl.full((1, 1), {value}, {_KINDS[node.kind]})"
         into = self.lines if self.body is None or mask == "in_rows" else self.body
         into.append(f"tl.store({address}, {value}.to({pointer}.dtype.element_ty), mask={mask})")
 
@@ -340,7 +342,7 @@ class Emitter:
         strides, size = strides_of(structure, operand)
         terms = [pointer]
         if how == "rows":
-            contiguous = kind in ("output", "kept", "gradient")
+            contiguous = kind in ("output", "kept", "gradient") or size == 1
             terms.append(
                 f"rows * {size if contiguous else self.argument('stride', place, f'{operand.name}_stride', kind)}"
             )
@@ -399,6 +401,9 @@ class Emitter:
     def free(self, name: str) -> str:
         """A name that nothing else has."""
         name = re.sub(r"\W", "_", name)
+        name = name if name.isascii() else "v"
+        if re.fullmatch(r"(sum|row)\d+|.*_base", name):  # the package's own
+            name = f"v_{name}_"
         while name in self._taken or not name.isidentifier():
             found = re.fullmatch(r"(.*?)(\d*)", name)
             assert found is not None
@@ -408,12 +413,23 @@ class Emitter:
 
 
 _LEAVES = frozenset({"input", "cotangent", "iota", "keep"})
+_KINDS = {"float": "ACC", "int": "tl.int64", "bool": "tl.int1"}
 _LEAST = str(-(2**63))
 _NEUTRAL = {"sum": "0", "amax": 'float("-inf")'}
 
 
-def _literal(node: Node) -> str:
+def _literal(node: Node, acc: torch.dtype) -> str:
     value = value_of(node)
-    if isinstance(value, float) and value == 0.0 and math.copysign(1.0, value) < 0.0:
+    if not isinstance(value, float):
+        return repr(value)
+    if not math.isfinite(value):
+        return f'float("{value}")'
+    if value == 0.0 and math.copysign(1.0, value) < 0.0:
         return "negative_zero(ACC)"
-    return f'float("{value}")' if isinstance(value, float) and not math.isfinite(value) else repr(value)
+    if acc != torch.float64 or float(torch.tensor(value, dtype=torch.float32)) == value:
+        return repr(value)
+    terms: list[float] = []  # Triton takes a number for fp32, and a sum of such is exact
+    while value and len(terms) < 3:
+        terms.append(float(torch.tensor(value, dtype=torch.float32)))
+        value -= terms[-1]
+    return "(" + " + ".join([f"tl.full((1, 1), {term!r}, ACC)" for term in terms]) + ")"

@@ -19,6 +19,8 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "rsqrt": torch.rsqrt, "reciprocal": torch.reciprocal, "abs": torch.abs, "sign": torch.sign, "sin": torch.sin,
     "cos": torch.cos, "erf": torch.erf, "floor": torch.floor, "ceil": torch.ceil, "not": torch.logical_not,
     "isnan": torch.isnan,
+    "detached": torch.Tensor.detach,
+    "narrowed": lambda x: x,
     # In a backward's graph these are values like others: that they are constants is already in it.
     "constant_to_gradients": lambda x: x,
     **{name: activation.formula for name, activation in ACTIVATIONS.items()},

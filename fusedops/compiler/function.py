@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -53,8 +54,8 @@ def rowwise(function: Callable[..., Any] | None = None, *, strict: bool = False)
     """
     if function is None:
         return functools.partial(rowwise, strict=strict)
-    if not callable(function):
-        raise TypeError(f"rowwise: function must be callable, got {type(function).__name__}")
+    if not isinstance(function, FunctionType):
+        raise TypeError(f"rowwise: takes a function of Python, got {type(function).__name__}; write one that calls it")
     return Rowwise(function, strict=strict)
 
 
@@ -67,12 +68,14 @@ class _Call:
         places: of the tensors among the arguments.
         captured: tensors from elsewhere.
         reason: why no program runs; "" if one does.
+        token: stands for the device and the types of tensors.
     """
 
     program: Program | None
     places: tuple[int, ...] = ()
     captured: tuple[Captured, ...] = ()
     reason: str = ""
+    token: Any = None
 
 
 class Rowwise:
@@ -125,12 +128,14 @@ class Rowwise:
         program = call.program
         if program is None:
             return self._run(*args)
-        tensors = [args[place] for place in call.places]
+        tensors, token = [args[place] for place in call.places], call.token
         if call.captured:
             tensors += [captured.find(args) for captured in call.captured]
-            if not program.fits(tensors):
-                program = self._programs.find(args, autocast).program
-        outs = run(program, (self.name,), tensors, program.p)
+            token = (token, *map(type, tensors))
+            if not program.fits(tensors):  # one was replaced by another
+                self._calls.pop(key, None)
+                return self(*args)
+        outs = run(program, (self.name, token), tensors, program.p)
         container = program.structure.container
         if container == "tensor":
             return outs[0]
@@ -145,7 +150,7 @@ class Rowwise:
 
     def __reduce__(self) -> Any:
         """A function that was decorated is found by its name, as functions are; another is made again."""
-        found = getattr(inspect.getmodule(self.function), self.function.__qualname__, None)
+        found = getattr(inspect.getmodule(self.function), getattr(self.function, "__qualname__", ""), None)
         if found is self:
             return self.function.__qualname__
         return functools.partial(Rowwise, strict=self.strict), (self.function,)
@@ -236,7 +241,8 @@ class Rowwise:
                 self._warned = True
                 warnings.warn(f"fusedops.rowwise runs {self.name} as it is. {error}", RuntimeWarning, stacklevel=3)
             return _Call(None, reason=str(error))
-        return _Call(found.program, tuple([i for i, a in enumerate(args) if isinstance(a, Tensor)]), found.captured)
+        places = tuple([i for i, a in enumerate(args) if isinstance(a, Tensor)])
+        return _Call(found.program, places, found.captured, token=(*devices, *map(type, tensors)))
 
 
 def _number(value: Any) -> Any:

@@ -192,6 +192,8 @@ class _Launcher:
             return str(self.program.thresholds[place])
         if kind == "gradient" and kernel is self.reduce:
             return self.names[kind, place]
+        if kind == "groups":
+            return "groups"
         if kind in ("chunks", "programs"):
             return "programs * groups" if kind == "programs" and self.last.grouped else "programs"
         return kind if kind in ("seed", "offset", "rows", "partials") else f"{kind}{place}"

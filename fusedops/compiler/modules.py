@@ -44,12 +44,14 @@ class Rowwise(nn.Module):
         names = list(inspect.signature(self.function).parameters)
         self._names = names
         self._constants: dict[str, Any] = {}
+        self._own: tuple[str, ...] = ()
         for name, value in parameters.items():
             if name not in names:
                 raise TypeError(f"Rowwise: {self.function.name} has no argument {name}; it has {', '.join(names)}")
             if isinstance(value, Tensor):
                 given = value if isinstance(value, nn.Parameter) else nn.Parameter(value, value.is_floating_point())
                 self.register_parameter(name, given)
+                self._own = (*self._own, name)
             elif value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
                 self._constants[name] = value
             else:
@@ -57,7 +59,7 @@ class Rowwise(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function with its other arguments; see the class."""
-        given = {**self._parameters, **self._constants}
+        given = {**{name: getattr(self, name) for name in self._own}, **self._constants}
         if "training" in self._names:
             given.setdefault("training", self.training)
         free = [name for name in self._names if name not in given]
@@ -67,7 +69,7 @@ class Rowwise(nn.Module):
 
     def extra_repr(self) -> str:
         """The function and its constants."""
-        shapes = [f"{name}={tuple(value.shape)}" for name, value in self._parameters.items() if value is not None]
+        shapes = [f"{name}={tuple(getattr(self, name).shape)}" for name in self._own]
         return ", ".join(
             [self.function.name, *shapes, *[f"{name}={value!r}" for name, value in self._constants.items()]]
         )

@@ -82,7 +82,7 @@ class Program(Operator):
         )
         self.digest = hashlib.sha256(key.encode()).hexdigest()[:12]
         self.name = f"rowwise_{_identifier(name)}_{self.digest}"  # type: ignore[misc]
-        self.tensors = _unique([operand.name for operand in structure.inputs])  # type: ignore[misc]
+        self.tensors = tuple([f"t{i}" for i in range(len(structure.inputs))])  # type: ignore[misc]
         kept = ["kept"] if plan.kept and plan.kept_output < 0 else []
         self.count = len(structure.outputs)
         self.own = bool(kept)
@@ -300,15 +300,7 @@ class Program(Operator):
 
 
 def _identifier(name: str) -> str:
-    return re.sub(r"\W+", "_", name).strip("_")
-
-
-def _unique(names: Sequence[str]) -> tuple[str, ...]:
-    found: list[str] = []
-    for name in names:
-        name = "".join([c if c.isalnum() else "_" for c in name])
-        found.append(name if name not in found and name.isidentifier() else f"{name}_{len(found)}")
-    return tuple(found)
+    return re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")
 
 
 def _first(structure: Structure) -> int:

@@ -16,7 +16,7 @@ import torch
 
 from .derivative import cotangent, gradients
 from .errors import NotRowwiseError
-from .ir import REDUCTIONS, Graph, Node, reachable, topological
+from .ir import REDUCTIONS, Graph, Node, reachable, topological, value_of
 from .structure import Operand, Part, Structure
 
 __all__ = ["Alternative", "Plan", "planned"]
@@ -92,8 +92,7 @@ def _cotangent(plan: Plan, number: int, part: Part) -> Node:
 
 def planned(structure: Structure) -> Plan:
     """The plan of a function."""
-    structure = _rounded(structure, {node: structure.outputs[number].dtype
-                                     for number, parts in enumerate(structure.results) for node in parts.values()})  # fmt: skip
+    structure = _rounded(*_apart(structure))
     differentiable = tuple(
         [place for place, operand in enumerate(structure.inputs) if operand.kind == "float" and structure.used[place]]
     )
@@ -179,7 +178,7 @@ def _is_summed(structure: Structure, operand: Operand) -> bool:
 
 def _is_stat(structure: Structure, node: Node) -> bool:
     """Whether this is a number of each row that a reduction gives."""
-    if not node.args or node.op in ("constant_to_gradients", "instead") or node.kind != "float":
+    if not node.args or node.op in ("constant_to_gradients", "detached", "instead", "narrowed") or node.kind != "float":
         return False
     return node.axes == set(structure.rows) and _has_reduction(node)
 
@@ -202,6 +201,21 @@ def _rounded(structure: Structure, dtypes: Mapping[Node, torch.dtype]) -> Struct
     return replace(structure, graph=graph, results=results, values=values, lines=lines)
 
 
+def _apart(structure: Structure) -> tuple[Structure, dict[Node, torch.dtype]]:
+    """The dtypes of what is returned; of a value that is returned in several, the narrower ones as values of their own."""
+    dtypes: dict[Node, torch.dtype] = {}
+    for operand, parts in zip(structure.outputs, structure.results, strict=True):
+        for node in parts.values():
+            known = dtypes.get(node, operand.dtype)
+            dtypes[node] = operand.dtype if operand.dtype.itemsize > known.itemsize else known
+    results = tuple([
+        {part: node if dtypes[node] == operand.dtype or node.kind != "float" else
+         structure.graph.make("round", node, attrs=(operand.dtype,)) for part, node in parts.items()}
+        for operand, parts in zip(structure.outputs, structure.results, strict=True)
+    ])  # fmt: skip
+    return replace(structure, results=results), dtypes
+
+
 def _with_value_rounded(structure: Structure, parts: Parts, dtype: torch.dtype) -> tuple[Structure, Parts]:
     places = [index for index, (found, _) in enumerate(structure.values) if found == parts]
     structure = _rounded(structure, dict.fromkeys(parts.values(), dtype))
@@ -213,6 +227,8 @@ def _round(graph: Graph, node: Node, dtype: torch.dtype, structure: Structure) -
         return node
     if node.op == "round" and node.attrs[0] == dtype:
         return node
+    if node.op == "const":
+        return graph.const(float(torch.tensor(value_of(node), dtype=dtype)))
     found = graph.make("round", node, attrs=(dtype,))
     found.names.extend(name for name in node.names if name not in found.names)
     return found

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core import compat
 from . import storing
@@ -18,7 +20,7 @@ from .errors import NotRowwiseError
 from .operator import Program, dynamic_axes
 from .planning import planned
 from .structure import Structure, structured
-from .surroundings import Captured, Variable, checked, origin, state_of, variables
+from .surroundings import PLAIN, Captured, Variable, checked, origin, state_of, variables
 from .tracing import Traced, trace
 
 __all__ = ["Found", "Programs"]
@@ -75,7 +77,7 @@ class Programs:
         self.check(args)
         numbers = tuple([None if isinstance(a, Tensor) else state_of(a) for a in args])
         key = (numbers, self.state(args), autocast, torch.get_default_dtype(), tensors[0].device.type)
-        alike = (key, *[(t.dtype, t.dim(), compat.hints(t.shape[-1:])) for t in tensors])
+        alike = (key, *[(t.dtype, t.dim(), compat.hints(t.shape[1:])) for t in tensors])
         if alike in self.refused:
             raise NotRowwiseError(self.refused[alike])
         known = self.known.setdefault(key, [])
@@ -103,13 +105,20 @@ class Programs:
             raise NotRowwiseError(f"{self.name}: {error}") from None
 
     def _stored(self, args: Sequence[Any], tensors: Sequence[Tensor], key: Any) -> Found | None:
-        path = storing.stored_at(self.function, *key)
+        path = self._path(args, key)
         for structure in [] if path is None else storing.read(path):
             if len(structure.inputs) == len(tensors):
                 program = self._program(args, structure)
                 if program.fits(tensors):
                     return Found(program, ())
         return None
+
+    def _path(self, args: Sequence[Any], key: Any) -> Path | None:
+        """The file of this call; the variables around the function are in its text."""
+        if not all(isinstance(a, (Tensor, *PLAIN)) for a in args):
+            return None
+        numbers, _state, *others = key
+        return storing.stored_at(self.function, numbers, *others)
 
     def _traced(self, args: Sequence[Any], key: Any) -> Found:
         try:
@@ -119,7 +128,7 @@ class Programs:
         except Exception as error:
             self.run(*args)  # what is wrong with the call is said in PyTorch's words
             raise NotRowwiseError(f"{self.name}: it cannot be traced: {error}") from error
-        path = None if traced.captured else storing.stored_at(self.function, *key)
+        path = None if traced.captured else self._path(args, key)
         if path is not None:
             storing.write(path, structure)
         return Found(self._program(args, structure), tuple(traced.captured))
@@ -161,10 +170,11 @@ class Programs:
     def _program(self, args: Sequence[Any], structure: Structure) -> Program:
         """With the function of its tensors alone, for devices and transforms that the kernels do not serve."""
         places = [place for place, a in enumerate(args) if isinstance(a, Tensor)]
-        numbers = [None if isinstance(a, Tensor) else a for a in args]
+        # A method's module is not kept alive by its program.
+        numbers = [weakref.ref(a) if isinstance(a, nn.Module) else None if isinstance(a, Tensor) else a for a in args]
 
         def function(*tensors: Tensor) -> Any:
-            given = list(numbers)
+            given = [a() if isinstance(a, weakref.ref) else a for a in numbers]
             for place, tensor in zip(places, tensors, strict=False):  # those that are captured come last
                 given[place] = tensor
             return self.run(*given)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import inspect
 import json
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -24,10 +23,9 @@ from ..core import cache
 from ..core.version import __version__
 from .ir import Graph, Node
 from .structure import Operand, Structure
+from .surroundings import PLAIN, is_code, variables
 
 __all__ = ["read", "stored_at", "write"]
-
-_PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype)
 
 
 class _NoValueError(Exception):
@@ -37,11 +35,10 @@ class _NoValueError(Exception):
 def stored_at(function: Callable[..., Any], *key: Any) -> Path | None:
     """The file of a function and what it is called with; None where it cannot be told by its text."""
     root = cache.directory()
-    inner = inspect.unwrap(function)
-    if root is None or not isinstance(inner, FunctionType):
+    if root is None or not isinstance(function, FunctionType):
         return None
     try:
-        parts = [__version__, torch.__version__, sys.version, _own_code(), repr(key), *_text(inner, set())]
+        parts = [__version__, torch.__version__, sys.version, _own_code(), repr(key), *_text(function)]
     except _NoValueError:
         return None
     return root / "rowwise" / f"{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:32]}.json"
@@ -75,25 +72,9 @@ def write(path: Path, structure: Structure) -> None:
 # --- what a function is -------------------------------------------------------------------------------------------------
 
 
-def _text(function: FunctionType, seen: set[int]) -> list[str]:
+def _text(function: FunctionType) -> list[str]:
     """All that a function computes with, in words."""
-    if id(function) in seen:
-        return []
-    seen.add(id(function))
-    code = function.__code__
-    found = [*_code(code), repr([_plain(value, seen) for value in (function.__defaults__ or ())]),
-             repr([(name, _plain(value, seen)) for name, value in (function.__kwdefaults__ or {}).items()])]  # fmt: skip
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    around = [*[(name, _within(cell)) for name, cell in cells],
-              *[(name, function.__globals__[name]) for name in _names(code) if name in function.__globals__]]  # fmt: skip
-    return [*found, *[f"{name}={_plain(value, seen)}" for name, value in around]]
-
-
-def _within(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty cell
-        raise _NoValueError from None
+    return [_plain(function), *[f"{one.name}={_plain(one.find(()))}" for one in variables(function)]]
 
 
 def _code(code: CodeType) -> list[str]:
@@ -109,22 +90,16 @@ def _code(code: CodeType) -> list[str]:
     return found
 
 
-def _names(code: CodeType) -> list[str]:
-    inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names(constant)]
-    return sorted({*code.co_names, *inner})
-
-
-def _plain(value: Any, seen: set[int]) -> str:
-    if isinstance(value, _PLAIN):
+def _plain(value: Any) -> str:
+    if isinstance(value, PLAIN):
         return repr(value)
-    if isinstance(value, ModuleType):
-        return value.__name__
+    if is_code(value):
+        return f"{value.__module__}.{getattr(value, '__qualname__', value)}"
     if isinstance(value, FunctionType):
-        return "\n".join([value.__qualname__, *_text(value, seen)])
-    if isinstance(value, tuple):
-        return repr([_plain(inner, seen) for inner in value])
-    if inspect.isbuiltin(value) or (isinstance(value, type) and value.__module__.startswith("torch.")):
-        return f"{value.__module__}.{value.__qualname__}"
+        given = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return "\n".join([*_code(value.__code__), *map(_plain, given)])
+    if isinstance(value, (tuple, list)):
+        return repr(list(map(_plain, value)))
     raise _NoValueError
 
 

@@ -8,12 +8,13 @@ change without being seen is refused.
 from __future__ import annotations
 
 import builtins
+import dis
 import enum
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from ..core import compat
 from .errors import NotRowwiseError
 
-__all__ = ["PLAIN", "Captured", "Variable", "captures", "checked", "origin", "state_of", "variables"]
+__all__ = ["PLAIN", "Captured", "Variable", "captures", "checked", "is_code", "origin", "state_of", "variables"]
 
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -50,25 +51,46 @@ def variables(function: Callable[..., Any]) -> list[Variable]:
 
 def _around(function: Any, seen: set[int]) -> Iterator[Variable]:
     function = getattr(function, "function", function) if type(function).__name__ == "Rowwise" else function
-    inner = inspect.unwrap(function)
-    if not isinstance(inner, FunctionType) or id(inner) in seen:
+    if not isinstance(function, FunctionType) or id(function) in seen:
         return
-    seen.add(id(inner))
-    cells = zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True)
-    found = [(name, functools.partial(_in_cell, cell)) for name, cell in cells]
-    found += [(name, functools.partial(_in_scope, inner.__globals__, name)) for name in _names(inner.__code__)
-              if name in inner.__globals__]  # fmt: skip
-    for name, find in found:
-        value = find(())
-        if _is_constant(value):
+    seen.add(id(function))
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    for name, *attributes in chains(function.__code__):
+        if name in cells:
+            find: Callable[[Sequence[Any]], Any] = functools.partial(_in_cell, cells[name])
+        elif name in function.__globals__:
+            find = functools.partial(_in_scope, function.__globals__, name)
+        else:
             continue
-        yield Variable(name, find)
-        yield from _around(value, seen)
+        root = value = find(())
+        # Of a Python module, a class and the like only what the function names of it is used.
+        while attributes and not isinstance(value, (Tensor, nn.Module, *PLAIN)) and hasattr(value, attributes[0]):
+            if is_code(value) and not isinstance(value, (ModuleType, type)):
+                break
+            find = functools.partial(_attribute, find, attributes[0])
+            name, value = f"{name}.{attributes.pop(0)}", find(())
+        # What PyTorch's own modules have is a part of PyTorch; a function in a variable may be another's tomorrow.
+        if not isinstance(value, ModuleType) and not _is_constant(root):
+            yield Variable(name, find)
+            yield from _around(value, seen)
 
 
-def _names(code: Any) -> list[str]:
-    inner = [name for constant in code.co_consts if inspect.iscode(constant) for name in _names(constant)]
-    return list(dict.fromkeys([*code.co_names, *inner]))
+def chains(code: CodeType) -> list[tuple[str, ...]]:
+    """The variables from elsewhere that code names, each with the attributes that it takes of them: ``ops.SCALE``."""
+    found: dict[tuple[str, ...], None] = {}
+    current: list[str] = []
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and current:
+            current.append(str(instruction.argval))
+            continue
+        if current:
+            found[tuple(current)] = None
+        starts = instruction.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"))
+        current = [str(instruction.argval)] if starts else []
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= dict.fromkeys(chains(constant))
+    return list(found)
 
 
 def _in_cell(cell: Any, args: Sequence[Any]) -> Any:
@@ -82,16 +104,21 @@ def _in_scope(scope: dict[str, Any], name: str, args: Sequence[Any]) -> Any:
     return scope.get(name)
 
 
+def _attribute(find: Callable[[Sequence[Any]], Any], name: str, args: Sequence[Any]) -> Any:
+    return getattr(find(args), name, None)
+
+
 def _is_constant(value: Any) -> bool:
     """Whether this is a part of the program, not of its state."""
+    return isinstance(value, ModuleType) and value.__name__.partition(".")[0] in ("torch", "math")
+
+
+def is_code(value: Any) -> bool:
+    """Whether this is something that does not change: a function of PyTorch's or Python's, a class."""
     if isinstance(value, (ModuleType, type, enum.Enum)) or inspect.isbuiltin(value):
         return True
-    of_torch = getattr(value, "__module__", None) or type(value).__module__
-    return (
-        callable(value)
-        and not isinstance(value, nn.Module)
-        and str(of_torch).split(".")[0] in ("torch", "math", builtins.__name__)
-    )
+    home = str(getattr(value, "__module__", None) or type(value).__module__).partition(".")[0]
+    return callable(value) and not isinstance(value, nn.Module) and home in ("torch", "math", builtins.__name__)
 
 
 def state_of(value: Any) -> Any:
@@ -105,19 +132,30 @@ def state_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.dtype, value.device, value.shape
     if isinstance(value, nn.Module):
-        return tuple([(id(m), m.training, *[state_of(v) for v in vars(m).values() if isinstance(v, PLAIN)])
-                      for m in value.modules()])  # fmt: skip
+        return tuple([(type(m), *map(_part_of_state, vars(m).values())) for m in value.modules()])
     if isinstance(value, (tuple, list)):
         return type(value), tuple(map(state_of, value))
     return id(value)
 
 
+def _part_of_state(value: Any) -> Any:
+    """The same of a module's attribute, and of an object there, such as a configuration, its numbers."""
+    if isinstance(value, PLAIN) or (isinstance(value, (tuple, list)) and all(isinstance(v, PLAIN) for v in value)):
+        return state_of(value)
+    inner = getattr(value, "__dict__", None)
+    if inner is None or isinstance(value, (Tensor, nn.Module)) or callable(value):
+        return None
+    return tuple([state_of(v) for v in inner.values() if isinstance(v, PLAIN)])
+
+
 def checked(name: str, value: Any, what: str) -> None:
     """Raises where a value may change unseen."""
+    if isinstance(value, FunctionType) and what == "its argument" and not is_code(value):
+        raise NotRowwiseError(f"{what} {name} is a function; call it in one that is decorated")
     if (
         isinstance(value, (*PLAIN, nn.Module, Tensor, FunctionType))
         or type(value).__name__ == "Rowwise"
-        or _is_constant(value)
+        or is_code(value)
     ):
         return
     if isinstance(value, (tuple, list)) and all(isinstance(v, PLAIN) for v in value):

@@ -11,6 +11,7 @@ import ast
 import inspect
 import linecache
 import textwrap
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
@@ -95,15 +96,18 @@ def trace(call: Callable[..., Any], arguments: Sequence[Any], function: Callable
         return recorder.input(value, next(fakes)) if isinstance(value, Tensor) else value
 
     given = list(map(stand_in, arguments))
-    _recorders.append(recorder)
+    _running.count = getattr(_running, "count", 0) + 1
+    cached = torch.is_autocast_cache_enabled()
     try:
+        torch.set_autocast_cache_enabled(False)  # what is cast here has no memory, and is for nobody else
         # With gradients on, so that a block of the function's own without them is seen.
         with torch.enable_grad(), compat.quiet(), recorder.fake, recorder, _Functions(recorder):
             returned = call(*given)
     except (NotRowwiseError, AxisError) as error:
         raise recorder.refused(str(error)) from None
     finally:
-        _recorders.pop()
+        torch.set_autocast_cache_enabled(cached)
+        _running.count -= 1
     traced = recorder.traced
     traced.container = "tuple" if type(returned) is tuple else "list" if type(returned) is list else "tensor"
     outputs = (returned,) if traced.container == "tensor" else returned
@@ -115,12 +119,12 @@ def trace(call: Callable[..., Any], arguments: Sequence[Any], function: Callable
     return traced
 
 
-_recorders: list[_Recorder] = []
+_running = threading.local()
 
 
 def recording() -> bool:
-    """Whether a function is being traced: another that it calls is traced with it."""
-    return bool(_recorders)
+    """Whether a function is being traced in this thread: another that it calls is traced with it."""
+    return bool(getattr(_running, "count", 0))
 
 
 class _Recorder(compat.DispatchMode):  # type: ignore[misc]
@@ -255,7 +259,7 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
             assert [self.axes.size(self.axes.leaves(label)) for label in value.labels] == list(out.shape)
             node = value.node
             if not torch.is_grad_enabled() and node.kind == "float":
-                node = self.graph.make("constant_to_gradients", node)
+                node = self.graph.make("detached", node)
             if out.dtype not in NAMES:
                 raise NotRowwiseError(f"a tensor of {out.dtype}, which kernels do not write")
             made = Value(node, value.labels, out.dtype)

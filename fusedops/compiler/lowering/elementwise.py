@@ -133,7 +133,10 @@ def _square(r: Any, out: Any, x: Value) -> Value:
 def _pow(r: Any, out: Any, x: Any, exponent: Any) -> Value:
     if isinstance(exponent, Value):
         raise NotRowwiseError("pow with an exponent that is no number")
-    return pointwise(r, out, lambda a: _power(r, a, exponent), x, kind="float")
+    kind = kind_of(out.dtype)
+    if kind != "float" and (exponent != int(exponent) or exponent < 0):
+        raise NotRowwiseError("a power of integers")
+    return pointwise(r, out, lambda a: _power(r, a, exponent), x, kind=kind)
 
 
 # Whole exponents up to this are products; beyond, of negative numbers a power is NaN.
@@ -147,7 +150,7 @@ def _power(r: Any, x: Node, exponent: float) -> Node:
         return graph.unary(known[exponent], x)
     if exponent != int(exponent) or abs(exponent) > _WHOLE_EXPONENTS:
         return graph.make("pow", x, attrs=(float(exponent),))
-    found, square, left = graph.const(1.0), x, int(abs(exponent))
+    found, square, left = as_kind(r, graph.const(1), x.kind), x, int(abs(exponent))
     while left:
         found = graph.binary("mul", found, square) if left & 1 else found
         square, left = graph.binary("mul", square, square) if left > 1 else square, left >> 1
@@ -189,7 +192,7 @@ def _hardtanh(r: Any, out: Any, x: Value, min_val: float = -1.0, max_val: float 
 
 @lowers("detach", "detach_")
 def _detach(r: Any, out: Any, x: Value) -> Value:
-    node = r.graph.make("constant_to_gradients", x.node) if x.node.kind == "float" else x.node
+    node = r.graph.make("detached", x.node) if x.node.kind == "float" else x.node
     return Value(node, x.labels, out.dtype)
 
 
@@ -199,6 +202,14 @@ def _same(r: Any, out: Any, x: Value, *_: Any, **options: Any) -> Value:
     narrower = out.dtype.itemsize < (4 if kind_of(x.dtype) == "float" else x.dtype.itemsize)
     if kind_of(out.dtype) == "int" and out.dtype != torch.int64 and x.dtype != torch.bool and narrower:
         raise NotRowwiseError(f"a cast of {x.dtype} to {out.dtype}")
+    if (
+        node.kind == "float"
+        and kind_of(x.dtype) == "float"
+        and out.dtype != x.dtype
+        and out.dtype.itemsize <= x.dtype.itemsize
+    ):
+        # A value of its own: what is rounded to the dtype, if it is returned or kept, is not what others go on from.
+        node = r.graph.make("narrowed", node, attrs=(str(out.dtype).removeprefix("torch."),))
     return Value(node, x.labels, out.dtype)
 
 

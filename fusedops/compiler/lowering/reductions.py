@@ -66,9 +66,11 @@ def _amax(r: Any, out: Any, x: Value, dim: Any = (), keepdim: bool = False) -> V
 
 @lowers("amin")
 def _amin(r: Any, out: Any, x: Value, dim: Any = (), keepdim: bool = False) -> Value:
-    negated = Value(r.graph.unary("neg", x.node), x.labels, x.dtype)
-    node, labels, _gone = reduced(r, "amax", negated, dim, keepdim, kind_of(out.dtype))
-    return Value(r.graph.unary("neg", node), labels, out.dtype)
+    kind = kind_of(out.dtype)
+    inner = "int" if kind == "bool" else kind
+    negated = Value(r.graph.unary("neg", as_kind(r, x.node, inner)), x.labels, x.dtype)
+    node, labels, _gone = reduced(r, "amax", negated, dim, keepdim, inner)
+    return Value(as_kind(r, r.graph.unary("neg", node), kind), labels, out.dtype)
 
 
 @lowers("max")
