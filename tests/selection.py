@@ -48,7 +48,9 @@ def shortened(items: Sequence[pytest.Item]) -> list[pytest.Item]:
             continue
         pairs = None if mark is None else {frozenset(pair.split()) for pair in mark.args}
         of = None if mark is None else mark.kwargs.get("of")
-        factors = [[(name, value) for name, value in _factors(item) if of is None or name in of.split()] for item in cases]
+        factors = [
+            [(name, value) for name, value in _factors(item) if of is None or name in of.split()] for item in cases
+        ]
         _known(cases[0], pairs or (), {name for found in factors for name, _ in found})
         chosen.update(cover(cases, [set(_requirements(found, pairs)) for found in factors]))
     return [item for item in items if item in chosen]

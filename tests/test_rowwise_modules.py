@@ -1,0 +1,155 @@
+"""`fusedops.nn.Rowwise`, what `explain` says, and traced functions on disk."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+
+import fusedops
+from fusedops.compiler import programs
+from fusedops.compiler.codegen import backward_kernels, forward_kernels
+from fusedops.core import launch
+from rowwise_functions import named
+from support import DEVICE, KERNEL_PATH
+
+kernels = pytest.mark.kernels
+
+
+def scaled_norm(x: Tensor, weight: Tensor, scale: float = 1.0, p: float = 0.5, training: bool = True) -> Tensor:
+    return F.rms_norm(F.dropout(x, p, training), x.shape[-1:], weight, 1e-6) * scale
+
+
+def _module() -> fusedops.nn.Rowwise:
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(24, generator=generator)
+    return fusedops.nn.Rowwise(fusedops.rowwise(scaled_norm, strict=True), weight=weight, scale=2.0).to(DEVICE)
+
+
+def _rows() -> Tensor:
+    return torch.randn(5, 24, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+
+
+# --- modules ------------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_and_mode() -> None:
+    module, x = _module(), _rows()
+    assert list(module.state_dict()) == ["weight"]
+    assert repr(module) == "Rowwise(scaled_norm, weight=(24,), scale=2.0)"
+    assert (module(x) == 0.0).any()  # in training
+    module.eval()
+    with launch.record() as launched:
+        y = module(x)
+    assert bool(launched) == KERNEL_PATH
+    torch.testing.assert_close(y, scaled_norm(x, module.weight, 2.0, training=False))
+    y.sum().backward()
+    assert module.weight.grad is not None and torch.equal(module(x, p=0.9), y)  # by name, as in the function
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copies_have_parameters_of_their_own(copied: object) -> None:
+    module, x = _module().eval(), _rows()
+    other = copied(module)  # type: ignore[operator]
+    assert torch.equal(other(x), module(x)) and other.weight is not module.weight
+    with torch.no_grad():
+        other.weight.mul_(2.0)
+    assert not torch.equal(other(x), module(x))
+
+
+def test_parametrized() -> None:
+    class Twice(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2.0 * weight
+
+    module, x = _module().eval(), _rows()
+    before = module(x)
+    parametrize.register_parametrization(module, "weight", Twice())
+    torch.testing.assert_close(module(x), 2.0 * before)
+
+
+def test_bad_constructor_and_call() -> None:
+    with pytest.raises(TypeError, match="has no argument wieght; it has x, weight, scale, p, training"):
+        fusedops.nn.Rowwise(scaled_norm, wieght=torch.ones(24))
+    with pytest.raises(TypeError, match="weight must be a tensor or a number, got list"):
+        fusedops.nn.Rowwise(scaled_norm, weight=[1.0])
+    with pytest.raises(TypeError, match="takes 2 arguments beside its parameters, got 3"):
+        _module()(_rows(), 0.1, 0.2)
+
+
+# --- what is told -------------------------------------------------------------------------------------------------------
+
+
+def test_explains_what_runs() -> None:
+    made = fusedops.rowwise(scaled_norm)
+    text = str(made.explain(_rows(), torch.ones(24, device=DEVICE)))
+    if not KERNEL_PATH:
+        assert text == "scaled_norm runs as it is: there are no kernels for cpu tensors"
+        return
+    assert "scaled_norm runs as kernels, on rows of 24 columns" in text
+    assert re.search(r"^  weight +float32 +columns$", text, re.MULTILINE)
+    assert "backward_kernel" in text and "1 numbers of each row" in text
+
+
+@kernels
+def test_explains_why_not() -> None:
+    explanation = fusedops.rowwise(lambda x: x.cumsum(-1)).explain(_rows())
+    assert "it mixes columns in an order" in str(explanation) and "line" in explanation.reason
+
+
+@kernels
+def test_moves_what_the_operator_by_hand_moves() -> None:
+    """Of dropout-add-LayerNorm: x, residual, sum and output; the gradient and the sum, and two gradients."""
+    (sample,) = named("dropout_add_layer_norm")
+    made = fusedops.rowwise(sample.function, strict=True)
+    plan = made._programs.find(list(sample.tensors(torch.bfloat16, DEVICE).values()), False).program.plan
+    options = {"grouped": False, "tiled": False}
+    forward = forward_kernels(plan, torch.float32, **options, saves=True)
+    backward = backward_kernels(plan, torch.float32, **options, given=[0], wanted=list(plan.differentiable))
+    assert [len(kernel.moved) for kernel in (*forward, *backward)] == [4, 4]
+
+
+# --- on disk ------------------------------------------------------------------------------------------------------------
+
+
+@kernels
+def test_a_second_process_does_not_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path))
+    x, weight = _rows(), torch.ones(24, device=DEVICE)
+    expected = fusedops.rowwise(scaled_norm, strict=True)(x, weight, training=False)
+    (file,) = (tmp_path / "rowwise").iterdir()
+
+    def traced(*args: object) -> None:
+        raise AssertionError("it traced")
+
+    monkeypatch.setattr(programs, "trace", traced)
+    again = fusedops.rowwise(scaled_norm, strict=True)  # knows nothing, as in another process
+    assert torch.equal(again(x[:3], weight, training=False), expected[:3])
+    file.write_text("[{")
+    with pytest.raises(fusedops.NotRowwiseError, match="it traced"):
+        fusedops.rowwise(scaled_norm, strict=True)(x, weight, training=False)
+
+
+@kernels
+def test_files_tell_functions_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their code, what they call, and numbers around them; a tensor around one has no name on disk."""
+    monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path))
+    x = _rows()
+
+    def made(inner: object, number: float) -> fusedops.rowwise:
+        return fusedops.rowwise(lambda x: inner(x) * number, strict=True)  # type: ignore[operator]
+
+    for inner in (torch.sin, torch.cos, lambda x: x + 1.0):
+        for number in (2.0, 3.0):
+            torch.testing.assert_close(made(inner, number)(x), inner(x) * number)
+    assert len(list((tmp_path / "rowwise").iterdir())) == 6
+    weight = torch.ones(24, device=DEVICE)
+    fusedops.rowwise(lambda x: x * weight, strict=True)(x)
+    assert len(list((tmp_path / "rowwise").iterdir())) == 6
