@@ -44,7 +44,7 @@ def _lines() -> Iterator[tuple[str, bool]]:
     yield f"device: {_device() if gpu else 'no GPU'}", False
     yield _launcher(gpu, triton)
     path, why = _path(gpu, triton)
-    for name in operators():
+    for name in (*operators(), "rowwise"):
         yield f"{name}: {path}{f' ({why})' if why else ''}", False
     yield _configs(gpu, path), False
     yield _on_demand()

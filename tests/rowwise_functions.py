@@ -165,6 +165,15 @@ def norm_and_rotary(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tens
     return normed * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+def partial_rotary(packed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of other widths in one row, the first half of the queries turned, as GPT-NeoX has them."""
+    q, k, v = packed.split([32, 8, 8], dim=-1)
+    turned, rest = q[..., :16], q[..., 16:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((turned, rest), dim=-1), k * 2.0, v.tanh()
+
+
 def interleaved_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """A rotary embedding of neighbours (Su et al. 2021)."""
     even, odd = x[..., 0::2], x[..., 1::2]
@@ -239,6 +248,8 @@ FUNCTIONS: tuple[RowwiseFunction, ...] = (
                     rows=3),
     RowwiseFunction("norm_and_rotary", norm_and_rotary, rows=3,
                     shapes=lambda rows: {"x": (2, rows, 2, 16), "weight": (16,), "cos": (rows, 1, 16), "sin": (rows, 1, 16)}),
+    RowwiseFunction("partial_rotary", partial_rotary, sums=False, rows=3,
+                    shapes=lambda rows: {"packed": (2, rows, 48), "cos": (rows, 16), "sin": (rows, 16)}),
     RowwiseFunction("interleaved_rotary", interleaved_rotary, sums=False, rows=3,
                     shapes=lambda rows: {"x": (2, rows, 2, 16), "cos": (rows, 1, 8), "sin": (rows, 1, 8)}),
     RowwiseFunction("softcap", softcap, _rows("x"), sums=False),

@@ -21,7 +21,7 @@ from fusedops.core import launch
 from fusedops.core.tuning_key import Config
 from rowwise_functions import DROP, FUNCTIONS, SAMPLES, RowwiseFunction, named, subsets
 from support import DEVICE, INTERPRETED, KERNEL_PATH, OFFSET, SEED, as_tuple, drop_threshold, fixed_draw, keep_mask
-from tolerances import unit_roundoff
+from tolerances import a_rounding_away, unit_roundoff
 
 kernels = pytest.mark.kernels
 every = pytest.mark.parametrize("sample", FUNCTIONS, ids=lambda sample: sample.name)
@@ -73,19 +73,19 @@ def wide(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
 
 
-def assert_as_good(got: Tensor, exact: Tensor, eager: Tensor, what: str, units: float = 8.0) -> None:
-    """The error is at most twice eager PyTorch's, or some units of roundoff of the largest value.
+def assert_as_good(got: Tensor, exact: Tensor, eager: Sequence[Tensor], what: str, units: float = 8.0) -> None:
+    """The error is at most twice eager PyTorch's, its largest of a few, or some units of roundoff of the largest value.
 
     A unit for each of the few operators on a value's way from the inputs; those of a sum of n terms are a tree's, of depth
     log2 n. The interpreter rounds fp32 to bf16 towards zero: an error of two units where there is one.
     """
     assert got.shape == exact.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
-    assert got.dtype == eager.dtype, f"{what}: {got.dtype}, expected {eager.dtype}"
+    assert got.dtype == eager[0].dtype, f"{what}: {got.dtype}, expected {eager[0].dtype}"
     assert torch.equal(got.isfinite(), exact.isfinite()), f"{what}: not finite"
     if got.dtype in (torch.bfloat16, torch.float16) and INTERPRETED:
         units *= 2
-    error, native = ((t.double() - exact).nan_to_num().abs().max().item() for t in (got, eager))
-    finite = exact[exact.isfinite()]
+    error, *natives = ((t.double() - exact).nan_to_num().abs().max().item() for t in (got, *eager))
+    native, finite = max(natives), exact[exact.isfinite()]
     floor = units * unit_roundoff(got.dtype) * (finite.abs().max().item() if finite.numel() else 0.0)
     assert error <= 2 * native + floor, f"{what}: error {error:.3g}, eager's {native:.3g}, floor {floor:.3g}"
 
@@ -100,12 +100,15 @@ def check(sample: RowwiseFunction, function: Callable[..., Any], tensors: dict[s
         exact, exact_grads = results(sample.function, wide(tensors), cotangents, names)
     with masks(sample), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        eager, eager_grads = results(sample.function, tensors, cotangents, names)
-    for number, (got, want, native) in enumerate(zip(outputs, exact, eager, strict=True)):
-        assert_as_good(got, want, native, f"{sample.name}: output {number}")
+        near = [{name: a_rounding_away(t, draw) for name, t in tensors.items()} for draw in range(3)]
+        eager = [results(sample.function, given, cotangents, names) for given in (tensors, *near)]
+    for number, (got, want) in enumerate(zip(outputs, exact, strict=True)):
+        assert_as_good(got, want, [natives[number] for natives, _ in eager], f"{sample.name}: output {number}")
     for name, got in grads.items():
         # The largest gradient of a vector is the sum of many.
-        assert_as_good(got, exact_grads[name], eager_grads[name], f"{sample.name}: gradient of {name}", 16.0)
+        assert_as_good(
+            got, exact_grads[name], [natives[name] for _, natives in eager], f"{sample.name}: gradient of {name}", 16.0
+        )
 
 
 def rowwise(sample: RowwiseFunction) -> Any:
@@ -223,7 +226,13 @@ def test_long_rows(sample: RowwiseFunction) -> None:
         with launch.record() as launched:
             results(function, tensors)
         assert len(launched) <= 5
-        if sample.name not in ("layer_scale", "dynamic_tanh", "softcap", "dropped_geglu"):  # without reductions
+        if sample.name not in (
+            "layer_scale",
+            "dynamic_tanh",
+            "softcap",
+            "dropped_geglu",
+            "partial_rotary",
+        ):  # without reductions
             assert launched[0] == "forward_moments_kernel"
 
 
@@ -417,7 +426,7 @@ def test_second_derivatives(sample: RowwiseFunction) -> None:
     with masks(sample):
         eager = twice(sample.function, tensors)
     for number, (a, b, c) in enumerate(zip(got, exact, eager, strict=True)):
-        assert_as_good(a, b, c, f"{sample.name}: second derivative {number}", 64.0)
+        assert_as_good(a, b, [c], f"{sample.name}: second derivative {number}", 64.0)
 
 
 @kernels
@@ -685,7 +694,7 @@ def test_strided_rows_are_read_in_place() -> None:
     def clones(x: Tensor, cotangent: Tensor) -> int:
         x = x.detach().requires_grad_()
         torch.autograd.grad(function(x, weight), x, cotangent)
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             torch.autograd.grad(function(x, weight), x, cotangent)
         return sum(event.count for event in profile.key_averages() if event.key == "aten::clone")
 

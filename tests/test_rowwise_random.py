@@ -14,7 +14,7 @@ import fusedops
 from fusedops.core.tuning_key import Config
 from rowwise_random import RandomFunction, random_function
 from support import DEVICE, as_tuple
-from tolerances import unit_roundoff
+from tolerances import a_rounding_away, unit_roundoff
 
 pytestmark = pytest.mark.kernels
 
@@ -31,12 +31,6 @@ def _run(function: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Tensor
     return [*outputs, *[torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves, strict=True)]]
 
 
-def _moved(tensors: Sequence[Tensor], draw: int) -> list[Tensor]:
-    """The tensors as another rounding of theirs would be, in fp32."""
-    generator = torch.Generator().manual_seed(draw)
-    return [t.float() * (1 + 1e-7 * torch.randn(t.shape, generator=generator).to(t.device)) for t in tensors]
-
-
 def check(random: RandomFunction, function: Callable[..., Any]) -> None:
     """Errors are at most twice those of PyTorch, on these inputs or on inputs a rounding away.
 
@@ -50,7 +44,7 @@ def check(random: RandomFunction, function: Callable[..., Any]) -> None:
         warnings.simplefilter("ignore")
         eager = _run(random.function, tensors)
         exact = _run(random.function, [t.double() for t in tensors])
-        moved = [_run(random.function, _moved(tensors, draw)) for draw in range(3)]
+        moved = [_run(random.function, [a_rounding_away(t, draw) for t in tensors]) for draw in range(3)]
     largest = max(1.0, *(want.nan_to_num().abs().max().item() for want in exact if want.numel()))
     for number, (one, native, want, *others) in enumerate(zip(got, eager, exact, *moved, strict=True)):
         what = f"result {number} of seed {random.seed}\n{random.source}"

@@ -67,6 +67,17 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
+def a_rounding_away(tensor: Tensor, draw: int) -> Tensor:
+    """The tensor as another rounding of it would be, in fp32.
+
+    What PyTorch makes of it shows how far results are from exact ones for the inputs' rounding alone: sums may cancel.
+    """
+    if not tensor.is_floating_point():
+        return tensor
+    generator = torch.Generator().manual_seed(draw)
+    return tensor.float() * (1 + 1e-7 * torch.randn(tensor.shape, generator=generator).to(tensor.device))
+
+
 def accumulator(sample: Sample) -> torch.dtype:
     wide = any(t is not None and t.dtype == torch.float64 for t in sample.tensors.values())
     return torch.float64 if wide else torch.float32

@@ -35,6 +35,8 @@ __all__ = ["backward", "chosen", "forward"]
 tuning.register(configs, "rowwise_forward", "rowwise_backward")
 
 Launch = Callable[..., None]
+# Programs of a grid's axis 0.
+_MOST = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class _Plan:
         variants: the kernels.
         rows: of a tile of each.
         columns: tiles of columns of each.
-        programs: at most, of the last.
+        programs: at most, of each.
         reduce: adds up sums over rows.
         reduce_block: the columns of its programs.
     """
@@ -53,7 +55,7 @@ class _Plan:
     variants: tuple[Variant, ...]
     rows: tuple[int, ...]
     columns: tuple[int, ...]
-    programs: int
+    programs: tuple[int, ...]
     reduce: Variant | None
     reduce_block: int
 
@@ -170,9 +172,9 @@ class _Launcher:
         """The lines that launch a kernel: axis 0 of the grid is tiles of rows."""
         kernel = self.kernels[number]
         across = "groups" if kernel.grouped else f"plan.columns[{number}]" if kernel.tiled else "1"
-        lines = [f"programs = -(-rows // plan.rows[{number}])"]
+        most = f"plan.programs[{number}]" if across == "1" else f"max(plan.programs[{number}] // {across}, 1)"
+        lines = [f"programs = min(-(-rows // plan.rows[{number}]), {most})"]
         if kernel.sums:
-            lines.append(f"programs = min(programs, max(plan.programs // {across}, 1))")
             count = "programs * groups" if kernel.grouped else "programs"
             shape = f"{count}, {len(kernel.sums)}, {self.structure.cols}"
             lines.append(f"partials = {self.like[0]}.new_empty({shape}, dtype={self.program.acc})")
@@ -263,8 +265,8 @@ class _Launcher:
     # --- plans --------------------------------------------------------------------------------------------------------
 
     def _plan(self, site: RowwiseSite, seeded: int, aligned: bool, bucket: int) -> _Plan:
-        cols, chosen = self.structure.cols, []
-        variants = []
+        cols, chosen = self.structure.cols, list[tuning.Config]()
+        variants, programs = [], []
         for kernel in self.kernels:
             config = tuning.choose(self.tuning_key(kernel, bucket), site.device_index)
             constants = {
@@ -273,13 +275,14 @@ class _Launcher:
             }
             variants.append(self._built(site, kernel, seeded, constants, config, aligned))
             chosen.append(config)
+            per_sm = max(config.per_sm, 1) if kernel.sums else config.per_sm
+            programs.append(launch.processors(site.device_index) * per_sm or _MOST)
         reduce = None
         config = configs.sum_partials(cols)
         if self.reduce is not None:
             reduce = self._built(site, self.reduce, seeded, {}, config, aligned)
-        programs = launch.processors(site.device_index) * max(chosen[-1].per_sm, 1)
         return _Plan(tuple(variants), tuple([c.rows for c in chosen]), tuple([-(-cols // c.block_n) for c in chosen]),
-                     programs, reduce, config.block_n)  # fmt: skip
+                     tuple(programs), reduce, config.block_n)  # fmt: skip
 
     def _built(self, site: RowwiseSite, kernel: Kernel, seeded: int, constants: dict[str, Any], config: tuning.Config,
                aligned: bool) -> Variant:  # fmt: skip

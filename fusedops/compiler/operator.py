@@ -76,10 +76,10 @@ class Program(Operator):
         self.op = name
         self.text = structure.text()
         self.dynamic = dynamic_axes(structure)
+        self.tiled = structure.cols > LONGEST_ROW
         sizes = [None if axis in self.dynamic else size for axis, size in enumerate(structure.sizes)]
-        key = "\n".join(
-            [self.text, *map(repr, (structure.inputs, structure.outputs, sizes, plan.kept_operand, structure.drops))]
-        )
+        operands = (structure.inputs, structure.outputs, plan.kept_operand)
+        key = "\n".join([self.text, *map(repr, (*operands, sizes, structure.drops, self.tiled))])
         self.digest = hashlib.sha256(key.encode()).hexdigest()[:12]
         self.name = f"rowwise_{_identifier(name)}_{self.digest}"  # type: ignore[misc]
         self.tensors = tuple([f"t{i}" for i in range(len(structure.inputs))])  # type: ignore[misc]
@@ -100,7 +100,6 @@ class Program(Operator):
         self._outputs = output_allocator(self)
         self._gradients: dict[int, Any] = {}
         self.group = group_of(structure)
-        self.tiled = structure.cols > LONGEST_ROW
         # Functions that are the same to the last number, in two places of a program, share the registered operators.
         if self.name not in _registered:
             _registered.add(self.name)

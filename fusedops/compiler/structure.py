@@ -136,9 +136,11 @@ class _Structuring:
         self.numbers = {axis: i for i, axis in enumerate(self.order)}
         self.sizes = tuple([traced.axes.sizes[axis] for axis in self.order])
         self.unrolled = tuple(sorted({axis for node in self.nodes if node.op in ("select", "stack")
-                                      for axis in self._one(node)}))  # fmt: skip
-        if math.prod([self.sizes[axis] for axis in self.unrolled]) > _MOST_PARTS:
-            raise NotRowwiseError(f"rows are taken apart into more than {_MOST_PARTS} parts")
+                                      for axis in self._axes(node.attrs[0])}))  # fmt: skip
+        for node in self.nodes:
+            parts = [self.sizes[axis] for axis in self._of(node.axes) if axis in self.unrolled]
+            if math.prod(parts) > _MOST_PARTS:
+                raise self._refused(f"rows are taken apart into more than {_MOST_PARTS} parts", node)
 
     def result(self) -> Structure:
         traced = self.traced
@@ -245,12 +247,6 @@ class _Structuring:
         """The axes of a value, each once."""
         return tuple([self.numbers[axis] for axis in self.traced.axes.of(axes)])
 
-    def _one(self, node: Node) -> Label:
-        axis = self._axes(node.attrs[0])
-        if len(axis) != 1:
-            raise NotRowwiseError("parts of rows that are taken apart in two ways")
-        return axis
-
     def _rows_and_columns(self) -> tuple[Label, Label]:
         over = {node: self._of(node.attrs[0] if node.op in REDUCTIONS else node.attrs)
                 for node in self.nodes if node.op in REDUCTIONS or node.op == "iota"}  # fmt: skip
@@ -290,11 +286,15 @@ class _Structuring:
     def _made(self, node: Node, part: Part, axes: Label) -> Node:
         graph, rolled = self.graph, frozenset(axes) - set(self.unrolled)
         if node.op == "select":
-            (axis,) = self._one(node)
-            return self._part(node.args[0], tuple(sorted({**dict(part), axis: node.attrs[1]}.items())))
+            given, rest = dict(part), node.attrs[1]
+            for axis in reversed(self._axes(node.attrs[0])):  # which may have become several
+                rest, given[axis] = divmod(rest, self.sizes[axis])
+            return self._part(node.args[0], tuple(sorted(given.items())))
         if node.op == "stack":
-            (axis,) = self._one(node)
-            return self._part(node.args[dict(part)[axis]], part)
+            which = 0
+            for axis in self._axes(node.attrs[0]):
+                which = which * self.sizes[axis] + dict(part)[axis]
+            return self._part(node.args[which], part)
         if node.op == "iota":
             return self._index(self._axes(node.attrs), dict(part))
         if node.op in ("input", "keep"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,9 @@ from ..errors import NotRowwiseError
 from ..ir import Node
 from ..tracing import Value, kind_of
 from .common import as_kind, joined, lowers
+
+# Of unequal parts: each part is code of its own.
+_MOST_PARTS = 8
 
 
 @lowers("view", "_unsafe_view", "reshape", "_reshape_alias")
@@ -71,8 +75,6 @@ def _part(r: Any, x: Value, dim: int, outer: int, which: int, interleaved: bool)
     found = iter(r.axes.split(label, named))
     labels = [next(found) if size != 1 else () for size in sizes]
     part, rest = (labels[1], labels[0]) if interleaved else (labels[0], labels[1])
-    if len(part) != 1:
-        raise NotRowwiseError("a part of what are several dimensions")
     return _select_node(r, x.node, part, which), rest
 
 
@@ -98,10 +100,27 @@ def _slice(r: Any, out: Any, x: Value, dim: int = 0, start: Any = None, end: Any
             raise NotRowwiseError(f"every {step}th of {size} columns, which are no equal parts")
         node, rest = _part(r, x, dim, step, first, True)
     else:
-        if not taken or size % taken or first % taken:
-            raise NotRowwiseError(f"columns {first} to {first + taken} of {size}, which are none of its equal parts")
-        node, rest = _part(r, x, dim, size // taken, first // taken, False)
+        node, rest = _columns(r, x, dim, first, taken)
     return Value(node, (*x.labels[:dim], rest, *x.labels[dim + 1 :]), out.dtype)
+
+
+def _columns(r: Any, x: Value, dim: int, first: int, taken: int) -> tuple[Node, Label]:
+    """Neighbouring columns that are one or some of equal parts of a row, and their label."""
+    size = r.axes.size(r.axes.leaves(x.labels[dim]))
+    if not taken:
+        raise NotRowwiseError("an empty slice of columns")
+    part = math.gcd(size, first, taken)
+    if part != taken and size // part > _MOST_PARTS:
+        raise NotRowwiseError(f"columns {first} to {first + taken} of {size} {_too_many(size // part)}")
+    found = [_part(r, x, dim, size // part, which, False) for which in range(first // part, (first + taken) // part)]
+    if len(found) == 1:
+        return found[0]
+    axis = r.axes.new(len(found))
+    return _stack_node(r, [node for node, _ in found], axis, x.node.kind), (*axis, *found[0][1])
+
+
+def _too_many(parts: int) -> str:
+    return f"make {parts} equal parts of a row; {_MOST_PARTS} is the most"
 
 
 @lowers("select")
@@ -117,14 +136,13 @@ def _select(r: Any, out: Any, x: Value, dim: int, which: int) -> Value:
 @lowers("split", "split_with_sizes", "unsafe_split", "chunk")
 def _split(r: Any, out: Any, x: Value, sizes: Any, dim: int = 0) -> list[Value]:
     dim %= len(x.labels)
-    if len({part.shape[dim] for part in out}) > 1:
-        raise NotRowwiseError(f"columns split as {[part.shape[dim] for part in out]}, which are no equal parts")
     if len(out) == 1:
         return [x]
-    found = []
-    for which, part in enumerate(out):
-        node, rest = _part(r, x, dim, len(out), which, False)
+    found, first = [], 0
+    for part in out:
+        node, rest = _columns(r, x, dim, first, part.shape[dim])
         found.append(Value(node, (*x.labels[:dim], rest, *x.labels[dim + 1 :]), part.dtype))
+        first += part.shape[dim]
     return found
 
 
@@ -137,9 +155,12 @@ def _stacked(r: Any, values: Sequence[Value], kind: str) -> tuple[Node, tuple[La
     """Values of the same dimensions along a new axis; these dimensions, and the axis."""
     labels = joined(r, *[value.labels for value in values])
     axis = _axis_of(r, values) or r.axes.new(len(values))
-    nodes = [as_kind(r, value.node, kind) for value in values]
+    return _stack_node(r, [as_kind(r, value.node, kind) for value in values], axis, kind), labels, axis
+
+
+def _stack_node(r: Any, nodes: Sequence[Node], axis: Label, kind: str) -> Node:
     axes = frozenset(r.axes.of(frozenset().union(*[node.axes for node in nodes]))) | set(axis)
-    return r.graph.make("stack", *nodes, attrs=(axis,), axes=axes, kind=kind), labels, axis
+    return r.graph.make("stack", *nodes, attrs=(axis,), axes=axes, kind=kind)
 
 
 def _axis_of(r: Any, values: Sequence[Value]) -> Label | None:
@@ -167,10 +188,21 @@ def _stack(r: Any, out: Any, values: Sequence[Value], dim: int = 0) -> Value:
 @lowers("cat")
 def _cat(r: Any, out: Any, values: Sequence[Value], dim: int = 0) -> Value:
     dim %= out.dim()
-    sizes = {r.axes.size(r.axes.leaves(value.labels[dim])) for value in values}
-    if len(sizes) > 1:
-        raise NotRowwiseError("cat of parts that are not equal")
     if len(values) == 1:
         return values[0]
+    sizes = [r.axes.size(r.axes.leaves(value.labels[dim])) for value in values]
+    part = math.gcd(*sizes)
+    if sum(sizes) // part > _MOST_PARTS and len(set(sizes)) > 1:
+        raise NotRowwiseError(f"columns put together as {sizes} {_too_many(sum(sizes) // part)}")
+    values = [
+        one for value, size in zip(values, sizes, strict=True) for one in _equal_parts(r, value, dim, size // part)
+    ]
     node, labels, axis = _stacked(r, values, kind_of(out.dtype))
     return Value(node, (*labels[:dim], (*axis, *labels[dim]), *labels[dim + 1 :]), out.dtype)
+
+
+def _equal_parts(r: Any, x: Value, dim: int, count: int) -> list[Value]:
+    if count == 1:
+        return [x]
+    found = [_part(r, x, dim, count, which, False) for which in range(count)]
+    return [Value(node, (*x.labels[:dim], rest, *x.labels[dim + 1 :]), x.dtype) for node, rest in found]
