@@ -1031,8 +1031,8 @@ def test_a_dispatch_mode_changes_no_bit(sample: RowwiseFunction) -> None:
     with fixed_draw():
         outputs, grads = results(function, tensors)
         with _Recorder():
-            again, regrads = results(function, tensors)
-    assert all(map(torch.equal, (*outputs, *grads.values()), (*again, *regrads.values())))
+            outputs_again, grads_again = results(function, tensors)
+    assert all(map(torch.equal, (*outputs, *grads.values()), (*outputs_again, *grads_again.values())))
 
 
 @of("gated_norm", "alibi_softmax", "cross_entropy")

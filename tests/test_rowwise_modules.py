@@ -76,8 +76,8 @@ def test_parametrized() -> None:
 
 
 def test_bad_constructor_and_call() -> None:
-    with pytest.raises(TypeError, match="has no argument wieght; it has x, weight, scale, p, training"):
-        fusedops.nn.Rowwise(scaled_norm, wieght=torch.ones(24))
+    with pytest.raises(TypeError, match="has no argument weights; it has x, weight, scale, p, training"):
+        fusedops.nn.Rowwise(scaled_norm, weights=torch.ones(24))
     with pytest.raises(TypeError, match="weight must be a tensor or a number, got list"):
         fusedops.nn.Rowwise(scaled_norm, weight=[1.0])
     with pytest.raises(TypeError, match="takes 2 arguments beside its parameters, got 3"):
