@@ -146,10 +146,14 @@ def test_files_tell_functions_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def made(inner: object, number: float) -> fusedops.rowwise:
         return fusedops.rowwise(lambda x: inner(x) * number, strict=True)  # type: ignore[operator]
 
-    for inner in (torch.sin, torch.cos, lambda x: x + 1.0):
+    # What `exec` and `eval` make calls itself one of Python's own.
+    evaluated = [eval(f"lambda x: x + {shift}", {}) for shift in (2.0, 3.0)]
+    for inner in (torch.sin, torch.cos, lambda x: x + 1.0, *evaluated):
         for number in (2.0, 3.0):
             torch.testing.assert_close(made(inner, number)(x), inner(x) * number)
-    assert len(list((tmp_path / "rowwise").iterdir())) == 6
+    for inner in evaluated:
+        torch.testing.assert_close(fusedops.rowwise(inner, strict=True)(x), inner(x))
+    assert len(list((tmp_path / "rowwise").iterdir())) == 12
     weight = torch.ones(24, device=DEVICE)
     fusedops.rowwise(lambda x: x * weight, strict=True)(x)
-    assert len(list((tmp_path / "rowwise").iterdir())) == 6
+    assert len(list((tmp_path / "rowwise").iterdir())) == 12

@@ -191,26 +191,30 @@ class _Writer:
         assert body is not None
         names = {node: emitter.free("total" if node.op != "amax" else "largest") for node in nodes}
         online = {node: largest for node in nodes for largest in nodes if _is_online(node, largest)}
+        reduced = []
         for node in sorted(nodes, key=lambda node: node in online):
-            name = names[node]
-            dtype, start = ("tl.int64", "0") if node.kind == "int" else ("ACC", _START[node.op])
-            if node.kind == "int" and node.op == "amax":
-                start = str(-(2**63))
-            emitter.lines.append(f"{name} = tl.full((ROWS, 1), {start}, {dtype})")
-            if node in online.values():
+            name, largest = names[node], node.op == "amax"
+            dtype = "tl.int64" if node.kind == "int" else "ACC"
+            start = _LEAST_OF[node.kind] if largest else "0"
+            by_row = node in online.values()
+            emitter.lines.append(f"{name} = tl.full((ROWS, {1 if by_row else 'BLOCK_N'}), {start}, {dtype})")
+            if by_row:
                 self._online(emitter, body, node, [(names[total], name) for total in online if online[total] is node])
-            elif node in online:
+                continue
+            if node in online:
                 value = emitter.value(node.args[0].args[0].args[0])
-                shifted = f"tl.where(in_cols, tl.exp({value} - {names[online[node]]}_base), 0)"
-                body.append(f"{name} += {emitter.reduced(node, shifted)}")
-            elif node.op == "amax":
-                value = emitter.reduced(node, emitter.reducible(node))
-                body.append(f"{name} = tl.maximum({name}, {value}, propagate_nan=tl.PropagateNan.ALL)")
+                body.append(f"{name} += tl.where(in_cols, tl.exp({value} - {names[online[node]]}_base), 0)")
+            elif largest:
+                body.append(
+                    f"{name} = tl.maximum({name}, {emitter.reducible(node)}, propagate_nan=tl.PropagateNan.ALL)"
+                )
             else:
-                body.append(f"{name} += {emitter.reduced(node, emitter.reducible(node))}")
+                body.append(f"{name} += {emitter.reducible(node)}")
+            reduced.append(f"{name} = {emitter.reduced(node, name)}")
         columns = ["for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):", "cols = start + tl.arange(0, BLOCK_N)[None, :]",
                    "in_cols = cols < N", "mask = in_rows & in_cols"]  # fmt: skip
         emitter.close_columns(columns)
+        emitter.lines += reduced  # lane by lane until here
         emitter.named |= names
 
     def _online(self, emitter: Emitter, body: list[str], node: Node, totals: Sequence[tuple[str, str]]) -> None:
@@ -285,7 +289,7 @@ class _Writer:
         return out if sums else []
 
 
-_START = {"sum": "0", "pick": "0", "amax": 'float("-inf")'}
+_LEAST_OF = {"int": str(-(2**63)), "float": 'float("-inf")'}
 
 
 def _levels(roots: Sequence[Node], emitter: Emitter) -> dict[Node, int]:

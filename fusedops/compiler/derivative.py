@@ -35,8 +35,7 @@ def gradients(structure: Structure, seeds: Mapping[Node, Node], inputs: Sequence
         seeds: the cotangents of nodes.
         inputs: places of the inputs whose gradients are wanted.
     """
-    adjoints = dict[Node, Node]()
-    backward = _Backward(structure, adjoints)
+    backward = _Backward(structure)
     for node, seed in seeds.items():
         backward.add(node, seed, seed.axes)
     for node in reversed(topological(seeds)):
@@ -47,19 +46,22 @@ def gradients(structure: Structure, seeds: Mapping[Node, Node], inputs: Sequence
         for part in structure.parts(operand):
             axes = [axis for axis in operand.axes if axis not in structure.unrolled]
             leaf = structure.graph.make("input", attrs=(place, part), axes=axes, kind=operand.kind)
-            if leaf in adjoints:
-                found.setdefault(place, {})[part] = adjoints[leaf]
+            adjoint = backward.adjoint(leaf)
+            if adjoint is not None:
+                found.setdefault(place, {})[part] = adjoint
     return found
 
 
 class _Backward:
-    def __init__(self, structure: Structure, adjoints: dict[Node, Node]) -> None:
-        self.structure, self.graph, self.adjoints = structure, structure.graph, adjoints
+    def __init__(self, structure: Structure) -> None:
+        self.structure, self.graph = structure, structure.graph
+        # Of each node, what was added for it: by a factor that whole rows have, and the axes to sum over.
+        self.terms: dict[Node, dict[tuple[Node, tuple[int, ...]], Node]] = {}
 
     def visit(self, node: Node) -> None:
         """Hand a node's adjoint on to its arguments."""
-        adjoint = self.adjoints.get(node)
-        if adjoint is None or node.kind != "float" or not node.args:
+        adjoint = self.adjoint(node) if node.kind == "float" and node.args else None
+        if adjoint is None:
             return
         for arg, contribution in zip(node.args, self._contributions(node, adjoint), strict=True):
             if contribution is not None and arg.kind == "float":
@@ -71,12 +73,33 @@ class _Backward:
         # All columns or none: a sum over some of them is the caller's.
         gone = set() if node.axes & columns else axes & columns
         repeated = gone - contribution.axes
-        contribution = self.graph.reduce("sum", contribution, gone)
         if repeated:
             count = math.prod([self.structure.sizes[axis] for axis in repeated])
             contribution = self.graph.binary("mul", contribution, self.graph.const(float(count)))
-        known = self.adjoints.get(node)
-        self.adjoints[node] = contribution if known is None else self.graph.binary("add", known, contribution)
+        over = tuple(sorted(gone & contribution.axes))
+        factor, rest = self._factored(contribution, over)
+        terms = self.terms.setdefault(node, {})
+        known = terms.get((factor, over))
+        terms[factor, over] = rest if known is None else self.graph.binary("add", known, rest)
+
+    def adjoint(self, node: Node) -> Node | None:
+        """What was added for a node: terms with one factor of whole rows are one sum over columns."""
+        found: Node | None = None
+        for (factor, over), term in self.terms.get(node, {}).items():
+            total = self.graph.binary("mul", factor, self.graph.reduce("sum", term, over))
+            found = total if found is None else self.graph.binary("add", found, total)
+        return found
+
+    def _factored(self, node: Node, over: Sequence[int]) -> tuple[Node, Node]:
+        """A value as a factor that is the same along these axes, and the rest; without axes the value is the rest."""
+        factor = self.graph.const(1.0)
+        while over and (node.op == "neg" or (node.op == "mul" and any(not arg.axes & set(over) for arg in node.args))):
+            whole = self.graph.const(-1.0)
+            if node.op == "mul":
+                whole = next(arg for arg in node.args if not arg.axes & set(over))
+            node = next(arg for arg in node.args if arg is not whole)
+            factor = self.graph.binary("mul", factor, whole)
+        return factor, node
 
     def _contributions(self, node: Node, g: Node) -> Sequence[Node | None]:
         op, graph = node.op, self.graph

@@ -7,6 +7,7 @@ Python and this package. Where any of that has no value of its own (a tensor, a 
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import hashlib
 import json
@@ -14,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ..core import cache
 from ..core.version import __version__
 from .ir import Graph, Node
 from .structure import Operand, Structure
-from .surroundings import PLAIN, is_code, variables
+from .surroundings import PLAIN, is_of_a_library, variables
 
 __all__ = ["read", "stored_at", "write"]
 
@@ -93,7 +94,10 @@ def _code(code: CodeType) -> list[str]:
 def _plain(value: Any) -> str:
     if isinstance(value, PLAIN):
         return repr(value)
-    if is_code(value):
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__module__}.{value!r}"
+    owner = getattr(value, "__self__", None)  # of a method: its class may be another tomorrow
+    if callable(value) and is_of_a_library(value) and (owner is None or isinstance(owner, ModuleType)):
         return f"{value.__module__}.{getattr(value, '__qualname__', value)}"
     if isinstance(value, FunctionType):
         given = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]

@@ -27,6 +27,8 @@ __all__ = ["Operand", "Part", "Structure", "structured"]
 Part = tuple[tuple[int, int], ...]
 # More parts are too much code.
 _MOST_PARTS = 16
+# Odd factors of a row's columns that make parts of it, each of so many columns at the least.
+_UNROLLED, _LEAST_PART = (3, 5, 7), 128
 
 
 @dataclass(frozen=True)
@@ -132,15 +134,11 @@ class _Structuring:
         self.nodes = topological([v.node for v in traced.outputs])
         self.used = [v for v in traced.inputs if v.node in set(self.nodes)]
         self._join_columns()
-        self.order = self._order()
-        self.numbers = {axis: i for i, axis in enumerate(self.order)}
-        self.sizes = tuple([traced.axes.sizes[axis] for axis in self.order])
-        self.unrolled = tuple(sorted({axis for node in self.nodes if node.op in ("select", "stack")
-                                      for axis in self._axes(node.attrs[0])}))  # fmt: skip
-        for node in self.nodes:
-            parts = [self.sizes[axis] for axis in self._of(node.axes) if axis in self.unrolled]
-            if math.prod(parts) > _MOST_PARTS:
-                raise self._refused(f"rows are taken apart into more than {_MOST_PARTS} parts", node)
+        self._number_axes()
+        wide = max(self.nodes, key=self._count_of_parts)
+        if (count := self._count_of_parts(wide)) > _MOST_PARTS:
+            raise self._refused(f"rows are taken apart into more than {_MOST_PARTS} parts", wide)
+        self._unroll_columns(count)
 
     def result(self) -> Structure:
         traced = self.traced
@@ -219,6 +217,28 @@ class _Structuring:
             axes.unify(one, other)
 
     # --- axes -----------------------------------------------------------------------------------------------------------
+
+    def _number_axes(self, *unrolled: int) -> None:
+        """Number the axes, the outermost first. Those along which parts are taken are unrolled, and those given."""
+        self.order = self._order()
+        self.numbers = {axis: i for i, axis in enumerate(self.order)}
+        self.sizes = tuple([self.traced.axes.sizes[axis] for axis in self.order])
+        found = {axis for node in self.nodes if node.op in ("select", "stack") for axis in self._axes(node.attrs[0])}
+        self.unrolled = tuple(sorted(found | set(self._axes(unrolled))))
+
+    def _count_of_parts(self, node: Node) -> int:
+        return math.prod([self.sizes[axis] for axis in self._of(node.axes) if axis in self.unrolled])
+
+    def _unroll_columns(self, parts: int) -> None:
+        """Take rows of 3, 5 or 7 times a power of two columns as so many parts: a block that holds them all has idle lanes."""
+        _, columns = self._rows_and_columns()
+        size = self.sizes[columns[0]]
+        odd = size // (size & -size)
+        ordered = any(node.op == "pick" or (node.op == "amax" and len(node.attrs) > 1) for node in self.nodes)
+        if len(columns) > 1 or odd not in _UNROLLED or size < odd * _LEAST_PART or parts * odd > _MOST_PARTS or ordered:
+            return
+        outer, _ = self.traced.axes.split((self.order[columns[0]],), (odd, size // odd))
+        self._number_axes(*outer)
 
     def _order(self) -> list[int]:
         """The axes, in the order of the tensors that have the most."""

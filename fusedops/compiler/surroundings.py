@@ -12,6 +12,7 @@ import dis
 import enum
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
@@ -23,7 +24,18 @@ from torch import Tensor, nn
 from ..core import compat
 from .errors import NotRowwiseError
 
-__all__ = ["PLAIN", "Captured", "Variable", "captures", "checked", "is_code", "origin", "state_of", "variables"]
+__all__ = [
+    "PLAIN",
+    "Captured",
+    "Variable",
+    "captures",
+    "checked",
+    "is_code",
+    "is_of_a_library",
+    "origin",
+    "state_of",
+    "variables",
+]
 
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -117,8 +129,15 @@ def is_code(value: Any) -> bool:
     """Whether this is something that does not change: a function of PyTorch's or Python's, a class."""
     if isinstance(value, (ModuleType, type, enum.Enum)) or inspect.isbuiltin(value):
         return True
-    home = str(getattr(value, "__module__", None) or type(value).__module__).partition(".")[0]
-    return callable(value) and not isinstance(value, nn.Module) and home in ("torch", "math", builtins.__name__)
+    return callable(value) and not isinstance(value, nn.Module) and is_of_a_library(value)
+
+
+def is_of_a_library(value: Any) -> bool:
+    """Whether a function or class is PyTorch's or Python's own: one that was made by `exec` only says so."""
+    home = str(getattr(value, "__module__", None) or type(value).__module__)
+    if isinstance(value, FunctionType) and value.__globals__ is not vars(sys.modules.get(home, builtins)):
+        return False
+    return home.partition(".")[0] in ("torch", "math", builtins.__name__)
 
 
 def state_of(value: Any) -> Any:
