@@ -694,7 +694,7 @@ def test_strided_rows_are_read_in_place() -> None:
     def clones(x: Tensor, cotangent: Tensor) -> int:
         x = x.detach().requires_grad_()
         torch.autograd.grad(function(x, weight), x, cotangent)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
             torch.autograd.grad(function(x, weight), x, cotangent)
         return sum(event.count for event in profile.key_averages() if event.key == "aten::clone")
 

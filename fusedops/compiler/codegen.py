@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..core.tuning_key import block_holding
 from .emitting import Argument, Emitter, place_of, strides_of, whole
 from .errors import NotRowwiseError
 from .ir import REDUCTIONS, Node, reachable, topological
@@ -20,6 +21,8 @@ from .structure import Operand, Part, Structure
 
 __all__ = ["Kernel", "backward_kernels", "forward_kernels", "reduce_kernel"]
 
+# Of a multiprocessor's registers, those that vectors, sums and what a tile reads may take.
+_REGISTERS = 49152
 _CONSTANTS = ("ACC", "N", "BLOCK_N", "ROWS", "VECTOR", "STAGES", "OVERLAP", "PERSISTENT")
 _ORDER = ("input", "cotangent", "kept", "stats", "moments", "output", "gradient", "partials")
 
@@ -186,36 +189,38 @@ class _Writer:
 
     def _pass(self, emitter: Emitter, nodes: Sequence[Node]) -> None:
         """One loop over the columns of the rows, for reductions that know what they need."""
-        emitter.open_columns()
-        body = emitter.body
-        assert body is not None
         names = {node: emitter.free("total" if node.op != "amax" else "largest") for node in nodes}
         online = {node: largest for node in nodes for largest in nodes if _is_online(node, largest)}
-        reduced = []
-        for node in sorted(nodes, key=lambda node: node in online):
-            name, largest = names[node], node.op == "amax"
-            dtype = "tl.int64" if node.kind == "int" else "ACC"
-            start = _LEAST_OF[node.kind] if largest else "0"
-            by_row = node in online.values()
-            emitter.lines.append(f"{name} = tl.full((ROWS, {1 if by_row else 'BLOCK_N'}), {start}, {dtype})")
-            if by_row:
+        for node, name in names.items():
+            kind, start = ("tl.int64", _LEAST_OF["int"]) if node.kind == "int" else ("ACC", _LEAST_OF["float"])
+            columns = "1" if node in online.values() else "BLOCK_N"  # others are reduced lane by lane until the end
+            start = start if node.op == "amax" else "0"
+            emitter.lines.append(f"{name} = tl.full((ROWS, {columns}), {start}, {kind})")
+        for full in (True, False):
+            emitter.open_columns(whole=full)
+            self._accumulate(emitter, names, online)
+            emitter.close_columns(*_TILES[full])
+        for node, name in names.items():
+            if node not in online.values():
+                emitter.lines.append(f"{name} = {emitter.reduced(node, name)}")
+        emitter.named |= names
+
+    def _accumulate(self, emitter: Emitter, names: dict[Node, str], online: dict[Node, Node]) -> None:
+        """The lines that take a tile into what is reduced."""
+        body = emitter.body
+        assert body is not None
+        for node in sorted(names, key=lambda node: node in online):
+            name = names[node]
+            if node in online.values():
                 self._online(emitter, body, node, [(names[total], name) for total in online if online[total] is node])
-                continue
-            if node in online:
-                value = emitter.value(node.args[0].args[0].args[0])
-                body.append(f"{name} += tl.where(in_cols, tl.exp({value} - {names[online[node]]}_base), 0)")
-            elif largest:
-                body.append(
-                    f"{name} = tl.maximum({name}, {emitter.reducible(node)}, propagate_nan=tl.PropagateNan.ALL)"
-                )
+            elif node in online:
+                value = f"tl.exp({emitter.value(node.args[0].args[0].args[0])} - {names[online[node]]}_base)"
+                body.append(f"{name} += {value if emitter.whole else f'tl.where(in_cols, {value}, 0)'}")
+            elif node.op == "amax":
+                value = emitter.reducible(node)
+                body.append(f"{name} = tl.maximum({name}, {value}, propagate_nan=tl.PropagateNan.ALL)")
             else:
                 body.append(f"{name} += {emitter.reducible(node)}")
-            reduced.append(f"{name} = {emitter.reduced(node, name)}")
-        columns = ["for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):", "cols = start + tl.arange(0, BLOCK_N)[None, :]",
-                   "in_cols = cols < N", "mask = in_rows & in_cols"]  # fmt: skip
-        emitter.close_columns(columns)
-        emitter.lines += reduced  # lane by lane until here
-        emitter.named |= names
 
     def _online(self, emitter: Emitter, body: list[str], node: Node, totals: Sequence[tuple[str, str]]) -> None:
         """The lines of a maximum whose sums of exponentials are taken in the same pass, and follow it down.
@@ -241,6 +246,7 @@ class _Writer:
 
     def _kernel(self, emitter: Emitter, stores: Sequence[_Store], sums: Sequence[tuple[int, Part, Node]],
                 name: str) -> Kernel:  # fmt: skip
+        emitter.flat = not sums or not self._has_room(emitter, stores, sums)
         for store in stores:
             self._store(emitter, store)
         for slot, (_, _, node) in enumerate(sums):
@@ -248,6 +254,14 @@ class _Writer:
             if node.op != "const":  # a cotangent reaches the input
                 emitter.lines.append(f"sum{slot} += tl.sum(tl.where(in_rows, {value}, 0), axis=0, keep_dims=True)")
         return self._assembled(emitter, f"{name}_kernel", [(place, part) for place, part, _ in sums])
+
+    def _has_room(self, emitter: Emitter, stores: Sequence[_Store], sums: Sequence[tuple[int, Part, Node]]) -> bool:
+        """Whether vectors stay in registers from tile to tile, beside the sums and what a tile reads."""
+        roots = [*[store.node for store in stores], *[node for _, _, node in sums]]
+        used = reachable(roots, lambda node: node in emitter.leaves)
+        read = [node for node in used if emitter.has_columns(node) and
+                (node in emitter.leaves or node.op in ("input", "cotangent"))]  # fmt: skip
+        return self.tiled or (len(read) + len(sums)) * block_holding(self.structure.cols) < _REGISTERS
 
     def _assembled(self, emitter: Emitter, name: str, sums: Sequence[tuple[int, Part]], moments: int = 0) -> Kernel:
         by_row = name.endswith("moments_kernel")
@@ -270,9 +284,13 @@ class _Writer:
                 f"in_rows = (places < M)[:, None]{' & (group < groups)' if self.grouped else ''}",
                 "rows = (group * M + places)[:, None]" if self.grouped else "rows = places[:, None]"]  # fmt: skip
         head += [] if by_row else ["mask = in_rows & in_cols"]
-        body += ["tiles = tl.cdiv(M, ROWS).to(tl.int32)",
-                 "for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):",
-                 *[f"    {line}" for line in (*head, *emitter.indices(), *emitter.lines)]]  # fmt: skip
+        lines = [*head, *emitter.indices(), *emitter.lines]
+        if sums:
+            body += ["tiles = tl.cdiv(M, ROWS).to(tl.int32)",
+                     "for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):",
+                     *[f"    {line}" for line in lines]]  # fmt: skip
+        else:
+            body += ["tile = tl.program_id(0)", *lines]
         body += self._partials(sums)
         return Kernel(name, _source(name, listed, _CONSTANTS, body), tuple(listed), self.grouped, self.tiled and not by_row,
                       tuple(sums), tuple(self.written), tuple(emitter.moved), moments)  # fmt: skip
@@ -289,6 +307,12 @@ class _Writer:
         return out if sums else []
 
 
+# How a loop over whole tiles of columns begins, and what is left behind it: one tile, of fewer columns, or none.
+_COLUMNS = "cols = start + tl.arange(0, BLOCK_N)[None, :]"
+_TILES = {
+    True: ["for start in tl.range(0, N // BLOCK_N * BLOCK_N, BLOCK_N, num_stages=STAGES):", _COLUMNS],
+    False: ["if N % BLOCK_N:", "start = N // BLOCK_N * BLOCK_N", _COLUMNS, "in_cols = cols < N", "mask = in_rows & in_cols"],
+}  # fmt: skip
 _LEAST_OF = {"int": str(-(2**63)), "float": 'float("-inf")'}
 
 
@@ -301,7 +325,7 @@ def _levels(roots: Sequence[Node], emitter: Emitter) -> dict[Node, int]:
         if node not in used:
             continue
         level = 0 if node in emitter.leaves else max([levels[arg] for arg in node.args], default=0)
-        if node.op in REDUCTIONS and node not in emitter.leaves and emitter.has_columns(node.args[0]):
+        if node.op in REDUCTIONS and emitter.is_reduced(node):
             online = next((other for other in found if _is_online(node, other)), None)
             found[node] = level if online is None else found[online]
             level = found[node] + 1

@@ -120,10 +120,11 @@ class Emitter:
     """Writes values of a function, and the arguments that they are read from.
 
     Attributes:
-        flat: whether nothing goes before all tiles, as reductions of vectors are loops of a tile too.
+        flat: whether nothing goes before all tiles: a program has one, or its registers hold no more.
         invariant: the lines before all tiles.
         lines: those of a tile of rows.
         body: those of a tile of columns, where rows are passed over tile by tile; None where one program has one tile.
+        whole: whether that tile has all its columns.
         leaves: values that are not computed but read: "kept" or "stat 3".
         moved: the dtypes of whole tensors that are read or written.
     """
@@ -135,6 +136,7 @@ class Emitter:
         self.invariant: list[str] = []
         self.lines: list[str] = []
         self.body: list[str] | None = None
+        self.whole = False
         self.leaves: dict[Node, str] = {}
         self.kept_parts: dict[Node, Part] = {}
         self.moved: list[torch.dtype] = []
@@ -151,7 +153,8 @@ class Emitter:
         todo = [root]
         while todo:
             node = todo[-1]
-            missing = [] if node in self.leaves else [arg for arg in node.args if arg not in self.named]
+            missing = [arg for arg in self._arguments(node) if arg not in self.named]
+            missing.sort(key=self.has_rows, reverse=True)  # vectors last: they are in cache, and take registers
             if node in self.named or not missing:
                 if node not in self.named:
                     self.named[node] = self._computed(node)
@@ -160,18 +163,34 @@ class Emitter:
                 todo.extend(reversed(missing))
         return self.named[root]
 
-    def open_columns(self) -> None:
-        """From here on what varies along columns is computed for a tile of them."""
-        self.body = []
+    def _arguments(self, node: Node) -> Sequence[Node]:
+        """What has to be there before a value is computed."""
+        if node in self.leaves:
+            return ()
+        return node.args[1:] if self._is_loaded(node) else node.args
 
-    def close_columns(self, header: Sequence[str]) -> None:
-        """The end of a loop over columns: ``header`` opens it."""
+    def open_columns(self, *, whole: bool) -> None:
+        """From here on what varies along columns is computed for a tile of them."""
+        self.body, self.whole = [], whole
+
+    def close_columns(self, *header: str) -> None:
+        """The end of what is done for each tile of columns: ``header`` is how it begins."""
         assert self.body is not None
         self.lines += [header[0], *[f"    {line}" for line in (*header[1:], *self.body)]]
         gone = {name for node, name in self.named.items() if self.has_columns(node)}
         self.named = {node: name for node, name in self.named.items() if name not in gone}
         self._known = {text: name for text, name in self._known.items() if name not in gone}
-        self.body = None
+        self.body, self.whole = None, False
+
+    def is_reduced(self, node: Node) -> bool:
+        """Whether a reduction passes over the columns of rows."""
+        return node not in self.leaves and self.has_columns(node.args[0]) and not self._is_loaded(node)
+
+    def _is_loaded(self, node: Node) -> bool:
+        """Whether this is one element of each row of an input: it is loaded from its place."""
+        if node.op != "pick" or node.args[0].op != "input" or node.args[0] in self.leaves:
+            return False
+        return bool(node.attrs[0] == self.structure.columns)
 
     def has_columns(self, node: Node) -> bool:
         """Whether a value varies along a row."""
@@ -217,7 +236,7 @@ class Emitter:
         op = node.op
         if node in self.leaves:
             return self._leaf(node, self.leaves[node])
-        args = [self.named[arg] for arg in node.args]
+        args = [self.named[arg] for arg in self._arguments(node)]
         if args and all(arg.op == "const" for arg in node.args) and op != "where":
             args = [f"tl.full((1, 1), {arg}, {_KINDS[inner.kind]})" for arg, inner in zip(args, node.args, strict=True)]
         if op in _LEAVES:
@@ -235,7 +254,7 @@ class Emitter:
         if op == "pow":
             return f"tl.exp({node.attrs[0]!r} * tl.log({args[0]}))"
         if op in REDUCTIONS:
-            return self.reduced(node, self.reducible(node)) if self.has_columns(node.args[0]) else args[0]
+            return self._reduction(node)
         if op in ACTIVATIONS:
             return f"{op}({args[0]})"
         if op.startswith("d:"):
@@ -244,13 +263,18 @@ class Emitter:
             return f"{args[0]} * -1.0"  # Triton subtracts from zero, which has another zero
         return (_UNARY.get(op) or _BINARY[op]).format(*args)
 
+    def _reduction(self, node: Node) -> str:
+        if self._is_loaded(node):
+            return self._element(node)
+        return self.reduced(node, self.reducible(node)) if self.is_reduced(node) else self.named[node.args[0]]
+
     def reducible(self, node: Node) -> str:
         """What a reduction sums or compares, with what is no column left out."""
         value = self.value(node.args[0])
         if node.op == "pick":
             return f"tl.where({self._column(node.attrs[0][0])} == {self.value(node.args[1])}, {value}, 0)"
         padded = self.structure.cols & (self.structure.cols - 1) or self.structure.cols < 16 or self.body is not None
-        if not padded:
+        if not padded or self.whole:
             return value
         neutral = _LEAST if node.op == "amax" and node.kind == "int" else _NEUTRAL[node.op]
         return f"tl.where(in_cols, {value}, {neutral})"
@@ -328,14 +352,22 @@ class Emitter:
         address, mask = self._address(kind, place, operand, part)
         self._count(operand)
         loaded = f"tl.load({address}, mask={mask}, other=0)" if mask else f"tl.load({address})"
-        return loaded + {"float": ".to(ACC)", "int": ".to(tl.int64)", "bool": " != 0"}[operand.kind]
+        return loaded + _READ_AS[operand.kind]
+
+    def _element(self, node: Node) -> str:
+        """An element of each row, zero where its number is none."""
+        (place, part), index = node.args[0].attrs, self.named[node.args[1]]
+        operand = self.structure.inputs[place]
+        address, mask = self._address("input", place, operand, part, index)
+        there = f"({index} >= 0) & ({index} < N)" + (f" & {mask}" if mask else "")
+        return f"tl.load({address}, mask={there}, other=0){_READ_AS[operand.kind]}"
 
     def _count(self, operand: Operand) -> None:
         if {*self.structure.rows, *self.structure.columns} <= set(operand.axes):
             self.moved.append(operand.dtype)
 
-    def _address(self, kind: str, place: int, operand: Operand, part: Part) -> tuple[str, str]:
-        """Where a tile of an operand is, and which of it there is."""
+    def _address(self, kind: str, place: int, operand: Operand, part: Part, element: str = "") -> tuple[str, str]:
+        """Where a tile of an operand is, and which of it there is; or where an element of each row is."""
         structure = self.structure
         pointer = self.argument(kind, place, {"cotangent": "d_", "gradient": "grad_"}.get(kind, "") + operand.name)
         how = place_of(structure, operand, self.grouped)
@@ -343,25 +375,24 @@ class Emitter:
         terms = [pointer]
         if how == "rows":
             contiguous = kind in ("output", "kept", "gradient") or size == 1
-            terms.append(
-                f"rows * {size if contiguous else self.argument('stride', place, f'{operand.name}_stride', kind)}"
-            )
+            apart = size if contiguous else self.argument("stride", place, f"{operand.name}_stride", kind)
+            terms.append(_times("rows", apart))
         elif how == "group":
             terms.append(f"group * {size}")
         elif how == "indexed":
             terms.append(self._index_of(operand))
         columns = [axis for axis in structure.columns if axis in strides]
         if columns:
-            terms.append(self._columns_of(columns, strides))
+            terms.append(_times(element, strides[columns[0]]) if element else self._columns_of(columns, strides))
         offset = sum(strides[axis] * at for axis, at in part)
         terms += [str(offset)] if offset else []
-        return " + ".join(terms), _MASKS[how in ("rows", "indexed"), bool(columns)]
+        return " + ".join(terms), _MASKS[how in ("rows", "indexed"), bool(columns) and not (element or self.whole)]
 
     def _columns_of(self, columns: Sequence[int], strides: Mapping[int, int]) -> str:
         sizes = self.structure.sizes
         adjacent = all(strides[a] == strides[b] * sizes[b] for a, b in itertools.pairwise(columns))
         if tuple(columns) == self.structure.columns and adjacent:
-            return "cols" if strides[columns[-1]] == 1 else f"cols * {strides[columns[-1]]}"
+            return _times("cols", strides[columns[-1]])
         return " + ".join([f"{self._column(axis)} * {strides[axis]}" for axis in columns])
 
     def _column(self, axis: int) -> str:
@@ -413,9 +444,14 @@ class Emitter:
 
 
 _LEAVES = frozenset({"input", "cotangent", "iota", "keep"})
+_READ_AS = {"float": ".to(ACC)", "int": ".to(tl.int64)", "bool": " != 0"}
 _KINDS = {"float": "ACC", "int": "tl.int64", "bool": "tl.int1"}
 _LEAST = str(-(2**63))
 _NEUTRAL = {"sum": "0", "amax": 'float("-inf")'}
+
+
+def _times(index: str, stride: int | str) -> str:
+    return index if stride == 1 else f"{index} * {stride}"
 
 
 def _literal(node: Node, acc: torch.dtype) -> str:

@@ -275,10 +275,9 @@ class _Launcher:
             }
             variants.append(self._built(site, kernel, seeded, constants, config, aligned))
             chosen.append(config)
-            per_sm = max(config.per_sm, 1) if kernel.sums else config.per_sm
-            programs.append(launch.processors(site.device_index) * per_sm or _MOST)
+            programs.append(launch.processors(site.device_index) * max(config.per_sm, 1) if kernel.sums else _MOST)
         reduce = None
-        config = configs.sum_partials(cols)
+        config = configs.sum_partials()
         if self.reduce is not None:
             reduce = self._built(site, self.reduce, seeded, {}, config, aligned)
         return _Plan(tuple(variants), tuple([c.rows for c in chosen]), tuple([-(-cols // c.block_n) for c in chosen]),
@@ -296,7 +295,8 @@ class _Launcher:
         """What a kernel's choice of config depends on."""
         moved = kernel.moved or (self.program.acc,)
         how = "moments" if kernel.name.endswith("moments_kernel") else "tiles" if kernel.tiled else "rows"
-        variant = (how, f"{len(kernel.sums)} sums", f"{len(moved)} moved", self.program.digest)
+        parts = max(map(len, self.structure.results))
+        variant = (how, f"{len(kernel.sums)} sums", f"{parts} parts", f"{len(moved)} moved", self.program.digest)
         which = "rowwise_backward" if self.cotangents else "rowwise_forward"
         return TuningKey(which, variant, widths(*sorted({d.itemsize for d in moved})), self.structure.cols, bucket)
 

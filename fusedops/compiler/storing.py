@@ -24,7 +24,7 @@ from ..core import cache
 from ..core.version import __version__
 from .ir import Graph, Node
 from .structure import Operand, Structure
-from .surroundings import PLAIN, is_of_a_library, variables
+from .surroundings import PLAIN, is_code, is_of_a_library, variables
 
 __all__ = ["read", "stored_at", "write"]
 
@@ -97,7 +97,7 @@ def _plain(value: Any) -> str:
     if isinstance(value, enum.Enum):
         return f"{type(value).__module__}.{value!r}"
     owner = getattr(value, "__self__", None)  # of a method: its class may be another tomorrow
-    if callable(value) and is_of_a_library(value) and (owner is None or isinstance(owner, ModuleType)):
+    if is_code(value) and is_of_a_library(value) and (owner is None or isinstance(owner, ModuleType)):
         return f"{value.__module__}.{getattr(value, '__qualname__', value)}"
     if isinstance(value, FunctionType):
         given = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]

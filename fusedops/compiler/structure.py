@@ -27,8 +27,8 @@ __all__ = ["Operand", "Part", "Structure", "structured"]
 Part = tuple[tuple[int, int], ...]
 # More parts are too much code.
 _MOST_PARTS = 16
-# Odd factors of a row's columns that make parts of it, each of so many columns at the least.
-_UNROLLED, _LEAST_PART = (3, 5, 7), 128
+# Columns of a part of a row that no operator of the function takes apart.
+_LEAST_PART = 128
 
 
 @dataclass(frozen=True)
@@ -230,14 +230,16 @@ class _Structuring:
         return math.prod([self.sizes[axis] for axis in self._of(node.axes) if axis in self.unrolled])
 
     def _unroll_columns(self, parts: int) -> None:
-        """Take rows of 3, 5 or 7 times a power of two columns as so many parts: a block that holds them all has idle lanes."""
+        """Take rows of three times a power of two columns as three parts: a block that holds them all has idle lanes."""
         _, columns = self._rows_and_columns()
         size = self.sizes[columns[0]]
-        odd = size // (size & -size)
         ordered = any(node.op == "pick" or (node.op == "amax" and len(node.attrs) > 1) for node in self.nodes)
-        if len(columns) > 1 or odd not in _UNROLLED or size < odd * _LEAST_PART or parts * odd > _MOST_PARTS or ordered:
+        each = size // 3
+        if len(columns) > 1 or 3 * each != size or each & (each - 1) or each < _LEAST_PART or ordered:
             return
-        outer, _ = self.traced.axes.split((self.order[columns[0]],), (odd, size // odd))
+        if 3 * parts > _MOST_PARTS:
+            return
+        outer, _ = self.traced.axes.split((self.order[columns[0]],), (3, each))
         self._number_axes(*outer)
 
     def _order(self) -> list[int]:
