@@ -20,9 +20,10 @@ import torch
 from fusedops.core import tuning
 from fusedops.core.launch import Request
 from fusedops.core.tuning_key import Config, TuningKey
+from fusedops.core.usage import Usage
 from fusedops.tune import command
 from fusedops.tune.sweep import Sweeper
-from fusedops.tune.usage import Usage, limits_of
+from fusedops.tune.usage import limits_of
 from fusedops.tune.workloads import Workload, discover, kernels_alone
 
 __all__ = ["NAME", "Bench", "Pool", "Timer", "cost", "sweeper", "workloads"]

@@ -82,7 +82,8 @@ def test_version_and_module() -> None:
 
 
 def options(**changes: object) -> argparse.Namespace:
-    given = {"op": None, "shape": None, "dtype": None, "ship": False, "raw": None, "resume": False, "output": None}
+    given = {"op": None, "shape": None, "dtype": None, "ship": False, "raw": None, "resume": False, "output": None,
+             "function": None, "arg": None}  # fmt: skip
     return argparse.Namespace(**{**given, **changes})
 
 

@@ -16,19 +16,18 @@ import made_up
 from fusedops.core import launch, tuning
 from fusedops.core.spec import Spec
 from fusedops.core.tuning_key import BUCKETS, Config, TuningKey, family_of
+from fusedops.core.usage import Usage
 from fusedops.tune import table as tables
 from fusedops.tune import timing
 from fusedops.tune.compiling import Pool
 from fusedops.tune.sweep import Measured, Outcome
-from fusedops.tune.usage import Limits, Usage, reason_to_drop
+from fusedops.tune.usage import Limits, reason_to_drop
 from fusedops.tune.worker import decode, encode
 from fusedops.tune.workloads import (
     DTYPES,
-    Step,
     Workload,
     discover,
     elements_per_row,
-    floor_us,
     grid,
     kernels_alone,
     keys_of,
@@ -90,7 +89,7 @@ def test_every_key_leads_back_to_a_workload(spec: object) -> None:
 def test_inference_and_training_have_the_same_keys(spec: Spec) -> None:
     """So that outputs have the same bits; also for rows that are read twice."""
     for shape in [(4, 64), (4, 20000)] if len(spec.shapes[0][0]) == 2 else [(4, 2, 64)]:
-        step = Step(Workload(spec, shape, torch.float32), DEVICE)
+        step = Workload(spec, shape, torch.float32).step(DEVICE)
         with kernels_alone(), tuning.collected_keys() as trained, launch.collecting():
             step.forward()
         tuning.forget()
@@ -154,9 +153,9 @@ def test_grid_covers_every_operator_in_order() -> None:
 def test_floor() -> None:
     """By hand: 2 passes forward and 3 backward over 8192 x 4096 x 2 bytes, at 4 TB/s."""
     workload = replace(only("layer_norm", shape=(8192, 4096)), dtype=torch.bfloat16)
-    assert floor_us(workload, KEY, 4e12) == pytest.approx(2 * 8192 * 4096 * 2 / 4e6)
+    assert workload.floor_us(KEY, 4e12) == pytest.approx(2 * 8192 * 4096 * 2 / 4e6)
     backward = replace(KEY, kernel="norm_backward")
-    assert floor_us(workload, backward, 4e12) == pytest.approx(3 * 8192 * 4096 * 2 / 4e6)
+    assert workload.floor_us(backward, 4e12) == pytest.approx(3 * 8192 * 4096 * 2 / 4e6)
 
 
 # --- the sweep ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..core.tuning_key import Config, TuningKey, around, block_holding, in_buckets
 
 __all__ = ["candidates", "heuristic", "sum_partials", "valid"]
@@ -21,10 +23,14 @@ def heuristic(key: TuningKey) -> Config:
     block, width = block_holding(key.cols), key.cols * _parts(key)
     if key.variant[1] == "0 sums":
         many = key.bucket >= 2
-        rows = max(1, (2048 if many else 512) // _power_of_two(width)) if width <= 512 else 1
-        each = (24 if width > 512 else 32) if many else 16
-        return Config(block, rows, _warps(rows * width, each, 32))
-    rows = 2 if _power_of_two(width) == width and 1024 <= width <= 4096 else max(1, 1024 // _power_of_two(width))
+        if width <= 512:
+            rows = max(1, (2048 if many else 512) // _power_of_two(width))
+            return Config(block, rows, _warps(rows * width, 32 if many else 16, 32))
+        # Of one tensor in and one out a program has registers for two rows.
+        rows = 2 if many and _moved(key) <= 2 and width <= 8192 else 1
+        return Config(block, rows, _warps(width, 24 if many else 16, 32))
+    two = key.variant[0] == "rows" and _power_of_two(width) == width and 1024 <= width <= 4096
+    rows = 2 if two else max(1, 1024 // _power_of_two(width))
     warps = _warps(rows * width, 32, 16)
     return Config(block, rows, warps, 3 if width < 8192 else 2, max(8 // warps, 1))
 
@@ -32,6 +38,11 @@ def heuristic(key: TuningKey) -> Config:
 def _parts(key: TuningKey) -> int:
     """Of a row, so many are unrolled."""
     return int(key.variant[2].split()[0])
+
+
+def _moved(key: TuningKey) -> int:
+    """Whole tensors that are read or written."""
+    return int(key.variant[3].split()[0]) // _parts(key)
 
 
 def _power_of_two(n: int) -> int:
@@ -45,7 +56,7 @@ def _warps(elements: int, each: int, most: int) -> int:
 
 def _of_long_rows(key: TuningKey) -> Config:
     """Rows that are passed over tile by tile, or a tile of columns a program."""
-    if key.variant[0] == "moments":
+    if "moments" in key.kernel:
         return Config(4096, 1, 4, 4)
     return Config(1024, 4, 4, 3, 4) if key.variant[1] != "0 sums" else Config(4096, 1, 4)
 
@@ -60,10 +71,11 @@ def candidates(key: TuningKey) -> list[Config]:
 
 
 def _near(config: Config) -> list[Config]:
-    tries = [(config.rows * r, config.warps * w) for r, w in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 2))]
-    halves = [(config.rows, config.warps // 2), (config.rows // 2, config.warps // 2)]
-    return [Config(config.block_n, rows, warps) for rows, warps in (*tries, *halves)
-            if rows >= 1 and 1 <= warps <= 32]  # fmt: skip
+    tries = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (1, 0.5), (0.5, 0.5)]
+    found = [replace(config, rows=int(config.rows * rows), warps=int(config.warps * warps)) for rows, warps in tries]
+    if config.stages > 1:
+        found += [replace(config, stages=stages) for stages in (config.stages - 1, config.stages - 2)]
+    return [near for near in found if near.rows >= 1 and 1 <= near.warps <= 32 and near.stages >= 1]
 
 
 def valid(key: TuningKey, config: Config) -> bool:
@@ -71,6 +83,6 @@ def valid(key: TuningKey, config: Config) -> bool:
     return config.block_n == block_holding(key.cols) if key.cols <= _WHOLE else config.block_n >= 512
 
 
-def sum_partials() -> Config:
-    """Of the kernel that adds the parts of sums over rows."""
-    return Config(16, 256, 8)
+def sum_partials(*, grouped: bool) -> Config:
+    """Of the kernel that adds the parts of sums over rows: some hundred of all rows, some ten of each of several groups."""
+    return Config(64, 32, 4) if grouped else Config(16, 256, 8)

@@ -363,7 +363,7 @@ class Emitter:
         return f"tl.load({address}, mask={there}, other=0){_READ_AS[operand.kind]}"
 
     def _count(self, operand: Operand) -> None:
-        if {*self.structure.rows, *self.structure.columns} <= set(operand.axes):
+        if {*self.structure.rows, *self.structure.columns} <= set(operand.axes) and not self.whole:
             self.moved.append(operand.dtype)
 
     def _address(self, kind: str, place: int, operand: Operand, part: Part, element: str = "") -> tuple[str, str]:

@@ -7,14 +7,42 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..core import launch, tuning
+from ..core import compat, launch, tuning
+from ..core.tuning_key import TuningKey
+from ..core.usage import Usage, usage_of
 from .launching import chosen
 from .planning import Alternative
 
 if TYPE_CHECKING:
     from .operator import Program
 
-__all__ = ["Explanation", "explained"]
+__all__ = ["Explanation", "KernelExplanation", "explained"]
+
+
+@dataclass(frozen=True)
+class KernelExplanation:
+    """One kernel of a call with all gradients.
+
+    Attributes:
+        name: in the source.
+        key: its tuning key.
+        config: its launch parameters.
+        origin: where that comes from.
+        moved: bytes of a row that it reads and writes, of whole tensors.
+        usage: a thread's registers and spilled bytes; None where kernels are not compiled.
+    """
+
+    name: str
+    key: TuningKey
+    config: tuning.Config
+    origin: tuning.Source
+    moved: int
+    usage: Usage | None
+
+    def cells(self) -> tuple[str, ...]:
+        """Of a table."""
+        usage = "" if self.usage is None else f"{self.usage.registers} registers, {self.usage.spills} bytes spilled"
+        return self.name, f"{self.moved} bytes of a row", f"{self.config} ({self.origin})", usage
 
 
 @dataclass(frozen=True)
@@ -28,7 +56,7 @@ class Explanation:
         tensors: of each that goes in or out, its name, its dtype and along what it varies.
         kept: what is saved for the backward.
         alternatives: what may be kept of the function's own, the best first, in bytes of a row.
-        kernels: of each, its name, the bits that it moves of a row, its config and where that comes from.
+        kernels: those of a call with all gradients, in the order in which they run.
     """
 
     function: str
@@ -38,7 +66,7 @@ class Explanation:
     tensors: tuple[tuple[str, str, str], ...] = ()
     kept: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
-    kernels: tuple[tuple[str, str, str], ...] = ()
+    kernels: tuple[KernelExplanation, ...] = ()
 
     def __str__(self) -> str:
         if self.reason:
@@ -55,7 +83,7 @@ class Explanation:
         best = self.alternatives[:6]
         lines += _table([(a.name or "inputs alone", f"{a.moved} moved", f"{a.kept} held", f"{a.operators} operators again")
                          for a in best])  # fmt: skip
-        return "\n".join([*lines, "", "kernels", *_table(self.kernels)])
+        return "\n".join([*lines, "", "kernels", *_table([k.cells() for k in self.kernels])])
 
 
 def _table(rows: object) -> list[str]:
@@ -81,12 +109,17 @@ def explained(program: Program, device: torch.device) -> Explanation:
     if plan.stats:
         kept.append(f"{len(plan.stats)} numbers of each row")
     index = -1 if launch.interpreting() or device.type != "cuda" else device.index or torch.cuda.current_device()
-    kernels = [
-        (name, str(key), f"{config} ({tuning.source(key, index)})") for name, key, config in chosen(program, index)
-    ]
+    kernels = [KernelExplanation(request.kernel.fn.__name__, key, request.config, tuning.source(key, index), moved,
+                                 _usage(request, index)) for key, request, moved in chosen(program, index)]  # fmt: skip
     return Explanation(
         program.op, "", structure.cols, parts, tuple(tensors), tuple(kept), plan.alternatives, tuple(kernels)
     )
+
+
+def _usage(request: launch.Request, device_index: int) -> Usage | None:
+    if device_index < 0 or not compat.compiles_ahead():
+        return None
+    return usage_of(launch.compile_fitting(request, launch.shared_memory(device_index)))
 
 
 def _class_of(program: Program, axes: tuple[int, ...]) -> str:

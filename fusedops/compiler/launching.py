@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["backward", "chosen", "forward"]
 
-tuning.register(configs, "rowwise_forward", "rowwise_backward")
+tuning.register(configs, "rowwise_forward", "rowwise_backward", "rowwise_moments_forward", "rowwise_moments_backward")
 
 Launch = Callable[..., None]
 # Programs of a grid's axis 0.
@@ -102,15 +102,21 @@ def _backward(
     return _Launcher(site, kernels, names, "grads, saved, outs, state", dtypes)
 
 
-def chosen(program: Program, device_index: int, bucket: int = 3) -> list[tuple[str, TuningKey, tuning.Config]]:
-    """The kernels of a call with all gradients: the name, the tuning key and the config of each."""
-    site = program.site(program.record(program.op), program.dtypes, program.structure.cols, device_index,
-                        dropout=bool(program.structure.drops), saves=True)  # fmt: skip
+def chosen(program: Program, device_index: int, bucket: int = 3) -> list[tuple[TuningKey, launch.Request, int]]:
+    """The kernels of a call with all gradients, in the order in which they run.
+
+    Of each its tuning key, what is compiled, and the bytes of a row that it reads and writes.
+    """
+    drops = bool(program.structure.drops)
+    site = program.site(program.record(program.op), program.dtypes, program.structure.cols, device_index, dropout=drops,
+                        saves=True)  # fmt: skip
     dtypes = [operand.dtype for operand in program.structure.outputs] + [None] * program.own
     found = []
     for launcher in (_forward(site, bool(program.group)), _backward(site, bool(program.group), dtypes, program.wanted)):
-        found += [(kernel.name, key, tuning.choose(key, device_index))
-                  for kernel in launcher.kernels for key in [launcher.tuning_key(kernel, bucket)]]  # fmt: skip
+        requests = launcher.requests(int(drops), bucket)  # the last may be of sums of partials
+        for kernel, request in zip(launcher.kernels, requests, strict=False):
+            moved = sum([dtype.itemsize for dtype in kernel.moved]) * program.structure.cols
+            found.append((launcher.tuning_key(kernel, bucket), request, moved))
     return found
 
 
@@ -277,11 +283,17 @@ class _Launcher:
             chosen.append(config)
             programs.append(launch.processors(site.device_index) * max(config.per_sm, 1) if kernel.sums else _MOST)
         reduce = None
-        config = configs.sum_partials()
+        config = configs.sum_partials(grouped=self.last.grouped)
         if self.reduce is not None:
             reduce = self._built(site, self.reduce, seeded, {}, config, aligned)
         return _Plan(tuple(variants), tuple([c.rows for c in chosen]), tuple([-(-cols // c.block_n) for c in chosen]),
                      tuple(programs), reduce, config.block_n)  # fmt: skip
+
+    def requests(self, seeded: int, bucket: int) -> list[launch.Request]:
+        """What is compiled for aligned tensors."""
+        with launch.collecting() as found:
+            self._plan(self.site, seeded, True, bucket)
+        return found
 
     def _built(self, site: RowwiseSite, kernel: Kernel, seeded: int, constants: dict[str, Any], config: tuning.Config,
                aligned: bool) -> Variant:  # fmt: skip
@@ -294,10 +306,11 @@ class _Launcher:
     def tuning_key(self, kernel: Kernel, bucket: int) -> TuningKey:
         """What a kernel's choice of config depends on."""
         moved = kernel.moved or (self.program.acc,)
-        how = "moments" if kernel.name.endswith("moments_kernel") else "tiles" if kernel.tiled else "rows"
+        how = "tiles" if kernel.tiled else "groups" if kernel.grouped else "rows"
+        moments = "moments_" if kernel.name.endswith("moments_kernel") else ""
         parts = max(map(len, self.structure.results))
         variant = (how, f"{len(kernel.sums)} sums", f"{parts} parts", f"{len(moved)} moved", self.program.digest)
-        which = "rowwise_backward" if self.cotangents else "rowwise_forward"
+        which = f"rowwise_{moments}{'backward' if self.cotangents else 'forward'}"
         return TuningKey(which, variant, widths(*sorted({d.itemsize for d in moved})), self.structure.cols, bucket)
 
     def _type(self, argument: Argument) -> str | None:

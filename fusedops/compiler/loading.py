@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import linecache
+import re
 from typing import Any
 
 from .emitting import HEADER
 
-__all__ = ["loaded"]
+__all__ = ["loaded", "made", "text_of"]
 
 _kernels: dict[str, Any] = {}
 
@@ -17,11 +18,21 @@ def loaded(function: str, digest: str, source: str, name: str) -> Any:
     """The kernel of this name, of a function's source."""
     text = f"{HEADER}\n\n{source}"
     number = hashlib.sha256(text.encode()).hexdigest()[:8]
-    path = f"<fusedops rowwise {function} {digest} {number}>"
+    return made(f"<fusedops rowwise {function} {digest} {number}>", name, text)
+
+
+def made(path: str, name: str, text: str) -> Any:
+    """The kernel of this name in a text, which goes by the name of a file."""
     found = _kernels.get(path)
     if found is None:
         linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
-        namespace: dict[str, Any] = {"__name__": f"fusedops.compiler.generated.{function}_{digest}_{number}"}
+        namespace: dict[str, Any] = {"__name__": f"fusedops.compiler.generated.{re.sub(r'[^A-Za-z0-9]+', '_', path)}"}
         exec(compile(text, path, "exec"), namespace)
         found = _kernels[path] = namespace[name]
     return found
+
+
+def text_of(kernel: Any) -> str | None:
+    """The text of a kernel that was made here; None for one of a module."""
+    path = kernel.fn.__code__.co_filename
+    return "".join(linecache.getlines(path)) if path in _kernels else None

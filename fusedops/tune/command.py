@@ -23,11 +23,12 @@ from ..core.tuning_key import Config, TuningKey
 from ..core.version import __version__
 from . import table as tables
 from .compiling import Pool
+from .functions import FunctionError, workload_of
 from .progress import Progress
 from .sweep import Outcome, Sweeper
 from .timing import GraphTimer, Timer, copy_bandwidth
 from .usage import limits_of
-from .workloads import DTYPES, Workload, discover, floor_us, grid, kernels_alone, operators, runs_natively
+from .workloads import DTYPES, Tunable, Workload, discover, grid, kernels_alone, operators, runs_natively
 
 __all__ = ["UsageError", "add_parser", "line", "run", "sweeper_for"]
 
@@ -49,6 +50,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--shape", action="append", metavar="MxN", help="rows and columns (slices: rows, slices and "
                         "columns); may be repeated; by default the benchmark's shapes")  # fmt: skip
     parser.add_argument("--dtype", action="append", metavar="D", help=f"one of {', '.join(DTYPES)}; may be repeated")
+    parser.add_argument("--function", metavar="FILE:NAME", help="this function under fusedops.rowwise instead of operators; "
+                        "its arguments follow by --arg")  # fmt: skip
+    parser.add_argument("--arg", action="append", metavar="SHAPE[:D]", help="with --function: its next argument: the shape "
+                        "of a tensor, such as 8192x4096, 4096:fp32, 1x1024:bool or 8192:int64, or =0.1 for a number")  # fmt: skip
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="number of processes that compile")
     parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="stop after this long")
     parser.add_argument("--ship", action="store_true", help="measure the whole grid of shapes and write the package's "
@@ -80,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise UsageError("needs a GPU; without one nothing can be timed")
     device = torch.device("cuda", torch.cuda.current_device())
-    workloads = _workloads(options, specs, shapes, dtypes, device)
+    workloads: Sequence[Tunable] = _workloads(options, specs, shapes, dtypes, device)
     with ExitStack() as stack:
         pool = stack.enter_context(pool_for(device, options.jobs))
         stack.enter_context(kernels_alone())
@@ -168,7 +173,7 @@ def _is_file(path: Path | None) -> bool:
     return path is not None and path.is_file()
 
 
-def _sweep(sweeper: Sweeper, workloads: Sequence[Workload], keep: _Cache | _Ship, budget: float,
+def _sweep(sweeper: Sweeper, workloads: Sequence[Tunable], keep: _Cache | _Ship, budget: float,
            describe: Callable[[Outcome], str]) -> int:  # fmt: skip
     places = {str(workload): place for place, workload in enumerate(workloads)}
     progress, ends, count = Progress(len(workloads)), time.monotonic() + budget, 0
@@ -192,7 +197,7 @@ def line(outcome: Outcome, bandwidth: float) -> str:
     """A line for an outcome: the predicted floor, the best config, the heuristic's, and the gain."""
     best, heuristic = outcome.us_of(outcome.best), outcome.us_of(outcome.heuristic)
     timed = sum(not one.dropped for one in outcome.measured)
-    return (f"{outcome.key}: floor {floor_us(outcome.workload, outcome.key, bandwidth):.1f} us, "
+    return (f"{outcome.key}: floor {outcome.workload.floor_us(outcome.key, bandwidth):.1f} us, "
             f"best {best:.1f} {_short(outcome.best)}, heuristic {heuristic:.1f} {_short(outcome.heuristic)}, "
             f"gain {100 * outcome.gain:.1f}%, {timed} of {len(outcome.measured)} timed")  # fmt: skip
 
@@ -235,7 +240,9 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _workloads(options: argparse.Namespace, specs: Sequence[Spec], shapes: Sequence[Shape],
-               dtypes: Sequence[torch.dtype], device: torch.device) -> list[Workload]:  # fmt: skip
+               dtypes: Sequence[torch.dtype], device: torch.device) -> Sequence[Tunable]:  # fmt: skip
+    if options.function:
+        return [_function(options, dtypes, device)]
     if options.ship:
         found = grid(specs, dtypes or [DTYPES[name] for name in _SHIPPED_DTYPES])
     else:
@@ -245,6 +252,17 @@ def _workloads(options: argparse.Namespace, specs: Sequence[Spec], shapes: Seque
     if not found:
         raise UsageError("none of these operators takes this shape")
     return [workload for workload in found if not runs_natively(workload, device)]
+
+
+def _function(options: argparse.Namespace, dtypes: Sequence[torch.dtype], device: torch.device) -> Tunable:
+    if options.op or options.shape or options.ship:
+        raise UsageError("--function takes --arg and --dtype, and neither --op, --shape nor --ship")
+    if len(dtypes) > 1:
+        raise UsageError("--function takes one --dtype, that of the tensors whose --arg names none")
+    try:
+        return workload_of(options.function, options.arg or (), dtypes[0] if dtypes else torch.bfloat16, device)
+    except FunctionError as error:
+        raise UsageError(str(error)) from None
 
 
 def _pairs(spec: Spec, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> list[tuple[Shape, torch.dtype]]:

@@ -16,7 +16,7 @@ from typing import Any
 import fusedops
 
 from ..core.launch import Request
-from .usage import Usage
+from ..core.usage import Usage
 from .worker import encode
 
 __all__ = ["Pool", "child_environment"]

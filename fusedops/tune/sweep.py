@@ -13,10 +13,11 @@ import torch
 
 from ..core import launch, tuning
 from ..core.tuning_key import Config, TuningKey, family_of, valid
+from ..core.usage import Usage
 from .compiling import Pool
 from .timing import Bench, Timer
-from .usage import Limits, Usage, reason_to_drop
-from .workloads import Step, Workload, in_bucket_of, keys_of
+from .usage import Limits, reason_to_drop
+from .workloads import Tunable, keys_of
 
 __all__ = ["Measured", "Outcome", "Sweeper"]
 
@@ -45,7 +46,7 @@ class Outcome:
     """The result of tuning a key."""
 
     key: TuningKey
-    workload: Workload
+    workload: Tunable
     heuristic: Config
     best: Config
     measured: tuple[Measured, ...]
@@ -80,7 +81,7 @@ class Sweeper:
 
     def sweep(
         self,
-        workloads: Iterable[Workload],
+        workloads: Iterable[Tunable],
         *,
         wanted: Callable[[TuningKey], bool] = lambda key: True,
         goes_on: Callable[[], bool] = lambda: True,
@@ -91,10 +92,10 @@ class Sweeper:
         self._keys_at.clear()
         self._submitted.clear()
 
-        def todo(workload: Workload, settled: Settled) -> list[TuningKey]:
+        def todo(workload: Tunable, settled: Settled) -> list[TuningKey]:
             return [key for key in self._keys(workload, settled) if key not in done and wanted(key)]
 
-        queue: deque[Workload] = deque()
+        queue: deque[Tunable] = deque()
         rest = iter(workloads)
         while True:
             # While one workload is timed, the next ones are compiled.
@@ -121,7 +122,7 @@ class Sweeper:
                 settled[outcome.key.kernel] = outcome.best
                 yield outcome
 
-    def _tune(self, workload: Workload, key: TuningKey, settled: Settled, bench: Bench) -> Outcome:
+    def _tune(self, workload: Tunable, key: TuningKey, settled: Settled, bench: Bench) -> Outcome:
         candidates = self._candidates(key)
         pending = {config: self._compile(workload, key, config, settled) for config in candidates}
         usages = {config: [each.result() for each in futures] for config, futures in pending.items()}
@@ -150,14 +151,14 @@ class Sweeper:
         shipped = tuning.shipped(key, self._name) if self._name else None
         return list(dict.fromkeys([*found, *([shipped] if shipped is not None and valid(key, shipped) else [])]))
 
-    def _keys(self, workload: Workload, settled: Settled) -> list[TuningKey]:
+    def _keys(self, workload: Tunable, settled: Settled) -> list[TuningKey]:
         place = (str(workload.at(4)), tuple(settled.items()))
         if place not in self._keys_at:
             with _all_forced(settled):
                 self._keys_at[place] = keys_of(workload, self._device)
-        return [in_bucket_of(workload, key) for key in self._keys_at[place]]
+        return [workload.key_at(key) for key in self._keys_at[place]]
 
-    def _compile_ahead(self, workload: Workload, keys: list[TuningKey]) -> None:
+    def _compile_ahead(self, workload: Tunable, keys: list[TuningKey]) -> None:
         """Compiles all candidates, and those of kernels that depend on the first one's block."""
         for key in keys:
             blocks: set[int] = set()
@@ -172,7 +173,7 @@ class Sweeper:
                         for remains in self._candidates(after):
                             self._compile(workload, after, remains, settled)
 
-    def _compile(self, workload: Workload, key: TuningKey, config: Config,
+    def _compile(self, workload: Tunable, key: TuningKey, config: Config,
                  settled: Settled) -> list[Future[Usage]]:  # fmt: skip
         """Submits all kernels of the workload under a config; the usages of those that run with it."""
         forced = {kernel: c for kernel, c in settled.items() if key.kernel.startswith(f"{kernel}_")}
@@ -180,7 +181,7 @@ class Sweeper:
         place = (str(workload.at(4)), tuple(forced.items()))
         if place not in self._submitted:
             with _all_forced(forced), launch.collecting() as requests:
-                Step(workload.at(4), self._device)()
+                workload.at(4).step(self._device)()
             first = self._candidates(key)[0] == config
             found = [(request, self._pool.submit(request, fit=first or request.config != config))
                      for request in requests]  # fmt: skip

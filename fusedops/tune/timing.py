@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core import rng, tuning
 from ..core.tuning_key import Config, TuningKey
-from .workloads import Step, Workload
+from .workloads import Step, Tunable
 
 __all__ = ["Bench", "GraphTimer", "Timer", "copy_bandwidth", "events", "set_count"]
 
@@ -43,7 +43,7 @@ class Bench(Protocol):
 class Timer(Protocol):
     """Prepares workloads to be timed."""
 
-    def open(self, workload: Workload) -> Bench:
+    def open(self, workload: Tunable) -> Bench:
         """The workload's bench."""
 
 
@@ -90,15 +90,15 @@ class GraphTimer:
             counter.add_(1)
         self._memory = self._first.pool()
 
-    def open(self, workload: Workload) -> Bench:
+    def open(self, workload: Tunable) -> Bench:
         """The workload with several sets of inputs."""
         properties = torch.cuda.get_device_properties(self._device)
         if torch.cuda.memory_reserved(self._device) > properties.total_memory // 2:
             torch.cuda.empty_cache()
-        first = Step(workload, self._device)
+        first = workload.step(self._device)
         l2 = properties.L2_cache_size
         count = set_count(first.nbytes, l2, least=2 if first.nbytes > l2 else 3)
-        steps = [first, *[Step(workload, self._device) for _ in range(count - 1)]]
+        steps = [first, *[workload.step(self._device) for _ in range(count - 1)]]
         return _GraphBench(steps, self._stream, self._memory)
 
 

@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, TextIO
 
+from ..compiler import loading
 from ..core import compat, launch
 from ..core.tuning_key import Config
-from .usage import Usage, usage_of
+from ..core.usage import Usage, usage_of
 
 __all__ = ["decode", "encode", "serve"]
 
@@ -39,12 +40,15 @@ def decode(plain: Mapping[str, Any]) -> launch.Request:
 
 
 def _place(function: Any) -> list[str]:
-    return [function.fn.__module__, function.fn.__name__]
+    """A kernel's module and name; of one that was generated its file, name and text."""
+    module, name = function.fn.__module__, function.fn.__name__
+    text = loading.text_of(function)
+    return [module, name] if text is None else [function.fn.__code__.co_filename, name, text]
 
 
 def _found(place: list[str]) -> Any:
-    module, name = place
-    return getattr(importlib.import_module(module), name)
+    module, name, *text = place
+    return loading.made(module, name, text[0]) if text else getattr(importlib.import_module(module), name)
 
 
 def _plain(value: Any) -> Any:

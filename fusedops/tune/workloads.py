@@ -7,12 +7,12 @@ import importlib.util
 import itertools
 import math
 import pkgutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,11 +27,10 @@ from ..core.tuning_key import BUCKETS, Grid, TuningKey
 __all__ = [
     "DTYPES",
     "Step",
+    "Tunable",
     "Workload",
     "discover",
-    "floor_us",
     "grid",
-    "in_bucket_of",
     "kernels_alone",
     "keys_of",
     "operators",
@@ -99,6 +98,28 @@ class Workload:
         """The same workload with another number of rows."""
         return replace(self, shape=(rows, *self.shape[1:]))
 
+    def step(self, device: torch.device) -> Step:
+        """See `Tunable`."""
+        sample, recast = self.spec.benchmark(self.shape, self.dtype, device), dict(self.recast)
+        tensors = {name: t if t is None or name not in recast else t.to(recast[name])
+                   for name, t in sample.tensors.items()}  # fmt: skip
+        tensors |= dict.fromkeys(self.absent)
+        return Step(self.spec.call, {**tensors, **sample.options, **dict(self.options)})
+
+    def key_at(self, key: TuningKey) -> TuningKey:
+        """See `Tunable`."""
+        rows = self.rows
+        if key.is_vector:
+            rows = rows * elements_per_row(self.spec, self.shape[1:]) // key.cols
+        return replace(key, bucket=tuning.BUCKET[rows.bit_length()])
+
+    def floor_us(self, key: TuningKey, bandwidth: float) -> float:
+        """See `Tunable`."""
+        passes = self.spec.passes
+        count = passes["fwd_bwd"] - passes["fwd"] if "backward" in key.kernel else passes["fwd"]
+        elements = self.rows * elements_per_row(self.spec, self.shape[1:])
+        return math.ceil(count * elements * self.dtype.itemsize) / bandwidth * 1e6
+
     def __str__(self) -> str:
         dtype = next(name for name, known in DTYPES.items() if known == self.dtype)
         extras = [f"{name}={value}" for name, value in self.options]
@@ -107,18 +128,38 @@ class Workload:
         return " ".join((self.spec.name, "x".join(map(str, self.shape)), dtype, *extras))
 
 
-class Step:
-    """An operator's call on one set of random inputs: training forward, inference forward, and backward."""
+class Tunable(Protocol):
+    """A call at one size, whose kernels can be tuned: an operator's, or a user's function's."""
 
-    def __init__(self, workload: Workload, device: torch.device) -> None:
-        sample = workload.spec.benchmark(workload.shape, workload.dtype, device)
-        recast = dict(workload.recast)
-        tensors = {name: t if t is None or name not in recast else t.to(recast[name])
-                   for name, t in sample.tensors.items()}  # fmt: skip
-        tensors |= dict.fromkeys(workload.absent)
-        self._call = workload.spec.call
-        self._arguments = {**tensors, **sample.options, **dict(workload.options)}
-        self._leaves = [t.requires_grad_() for t in tensors.values() if t is not None]
+    @property
+    def rows(self) -> int:
+        """Of the call."""
+
+    def at(self, rows: int) -> Tunable:
+        """The same with another number of rows, if its keys are found with fewer."""
+
+    def step(self, device: torch.device) -> Step:
+        """The call on random inputs."""
+
+    def key_at(self, key: TuningKey) -> TuningKey:
+        """A key that was found with fewer rows, at this size."""
+
+    def floor_us(self, key: TuningKey, bandwidth: float) -> float:
+        """The roofline in microseconds: the bytes that must be read and written over the bandwidth."""
+
+
+class Step:
+    """A call on one set of random inputs: training forward, inference forward, and backward.
+
+    Args:
+        call: the function.
+        arguments: of it, by name.
+    """
+
+    def __init__(self, call: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+        self._call, self._arguments = call, arguments
+        tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+        self._leaves = [tensor.requires_grad_() for tensor in tensors if tensor.is_floating_point()]
         self._cotangents: list[Tensor] = []
 
     @property
@@ -159,20 +200,12 @@ def kernels_alone() -> Iterator[None]:
         Operator.native_elements = before
 
 
-def keys_of(workload: Workload, device: torch.device) -> list[TuningKey]:
+def keys_of(workload: Tunable, device: torch.device) -> list[TuningKey]:
     """The keys of a forward and a backward, in order; compiles nothing and allocates few rows."""
     with kernels_alone(), tuning.collected_keys() as seen, launch.collecting():
-        Step(workload.at(4), device)()
+        workload.at(4).step(device)()
     tuning.forget()
-    return [in_bucket_of(workload, key) for key in seen]
-
-
-def in_bucket_of(workload: Workload, key: TuningKey) -> TuningKey:
-    """The key with the bucket of the workload's rows."""
-    rows = workload.rows
-    if key.is_vector:
-        rows = rows * elements_per_row(workload.spec, workload.shape[1:]) // key.cols
-    return replace(key, bucket=tuning.BUCKET[rows.bit_length()])
+    return [workload.key_at(key) for key in seen]
 
 
 def runs_natively(workload: Workload, device: torch.device) -> bool:
@@ -180,7 +213,7 @@ def runs_natively(workload: Workload, device: torch.device) -> bool:
     if workload.rows * elements_per_row(workload.spec, workload.shape[1:]) > _SMALL:
         return False
     with tuning.collected_keys() as seen, launch.collecting():
-        Step(workload, device)()
+        workload.step(device)()
     tuning.forget()
     return not seen
 
@@ -278,11 +311,3 @@ def _variations(spec: Spec, dtypes: list[torch.dtype]) -> Iterator[
         outs += [(("cast_dtype", low),), (("out_dtype", high), ("cast_dtype", low))]
     for recast, absent, drop, out in itertools.product(recasts, absences, drops, outs):
         yield drop + out, absent, recast
-
-
-def floor_us(workload: Workload, key: TuningKey, bandwidth: float) -> float:
-    """The roofline in microseconds: the bytes that must be read and written over the bandwidth."""
-    passes = workload.spec.passes
-    count = passes["fwd_bwd"] - passes["fwd"] if "backward" in key.kernel else passes["fwd"]
-    elements = workload.rows * elements_per_row(workload.spec, workload.shape[1:])
-    return math.ceil(count * elements * workload.dtype.itemsize) / bandwidth * 1e6

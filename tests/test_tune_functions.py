@@ -1,0 +1,143 @@
+"""`fusedops tune --function`: a user's function is tuned as an operator is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import made_up
+from fusedops.compiler import loading
+from fusedops.compiler.function import Rowwise
+from fusedops.core import cache, launch, tuning
+from fusedops.tune import command
+from fusedops.tune.compiling import Pool
+from fusedops.tune.functions import FunctionError, FunctionWorkload, workload_of
+from fusedops.tune.worker import decode, encode
+from fusedops.tune.workloads import keys_of
+from support import DEVICE, KERNEL_PATH
+from test_command import options
+
+_SOURCE = """
+import torch
+from torch.nn import functional as F
+
+import fusedops
+
+
+@fusedops.rowwise
+def gated_norm(x, gate, weight, p=0.1):
+    return F.rms_norm(F.dropout(F.silu(gate) * x, p), x.shape[-1:], weight)
+
+
+def loss(logits, target):
+    return F.cross_entropy(logits, target, reduction="none")
+
+
+def running(x):
+    return x.cumsum(-1)
+"""
+_GATED = ("36x64", "36x64", "64:fp32")
+
+
+@pytest.fixture
+def blocks(tmp_path: Path) -> str:
+    path = tmp_path / "blocks.py"
+    path.write_text(_SOURCE)
+    return str(path)
+
+
+def made(place: str, *texts: str) -> FunctionWorkload:
+    return workload_of(place, texts, torch.bfloat16, DEVICE)
+
+
+@pytest.mark.kernels
+def test_tuned_config_is_the_calls_config(blocks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a new call, in a program that has the function from elsewhere."""
+    monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(tuning, "device_name", lambda index: made_up.NAME)
+    workload = made(f"{blocks}:gated_norm", *_GATED, "=0.2")
+    assert (workload.rows, workload.columns) == (36, 64)
+    outcomes = list(made_up.sweeper().sweep([workload]))
+    assert [outcome.key.kernel for outcome in outcomes] == ["rowwise_forward", "rowwise_backward"]
+    assert all(len(outcome.measured) > 4 for outcome in outcomes)
+    for outcome in outcomes:
+        cache.write(outcome.key, made_up.NAME, outcome.best, {})
+    again = Rowwise(workload.function.function)
+    arguments = [torch.randn(36, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+    with tuning.collected_keys() as asked:
+        out = again(*[t.requires_grad_() for t in (*arguments, torch.ones(64, device=DEVICE))], 0.2)
+        out.backward(out)
+    found = {key: tuning.choose(key, 0) for key in asked}
+    assert found == {outcome.key: outcome.best for outcome in outcomes}
+    assert all(tuning.source(key, 0) == "cache" for key in asked)
+
+
+@pytest.mark.kernels
+def test_floor(blocks: str) -> None:
+    """By hand: two tensors in and one out of 36 x 64 in bf16; and in the backward three in, two out."""
+    workload = made(f"{blocks}:gated_norm", *_GATED)
+    moved = [workload.floor_us(key, 1e6) for key in keys_of(workload, DEVICE)]
+    assert moved == pytest.approx([3 * 36 * 64 * 2, 5 * 36 * 64 * 2])
+
+
+@pytest.mark.kernels
+def test_generated_kernels_in_another_process(blocks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = made(f"{blocks}:loss", "8x20000", "8:int64")
+    with launch.collecting() as requests:
+        workload.step(DEVICE)()
+    tuning.forget()
+    sent = [json.dumps(encode(request)) for request in requests]
+    texts = [loading.text_of(request.kernel) for request in requests]
+    monkeypatch.setattr(loading, "_kernels", {})
+    for request, message, text in zip(requests, sent, texts, strict=True):
+        again = decode(json.loads(message))
+        assert again.kernel is not request.kernel and loading.text_of(again.kernel) == text
+        assert (again.types, again.constants, again.config) == (request.types, request.constants, request.config)
+
+
+@pytest.mark.kernels
+@pytest.mark.compiled
+def test_generated_kernels_compile_in_workers(blocks: str) -> None:
+    compiler = pytest.importorskip("triton.backends.compiler")
+    workload = made(f"{blocks}:gated_norm", *_GATED)
+    with launch.collecting() as requests:
+        workload.step(DEVICE)()
+    tuning.forget()
+    with Pool(2, compiler.GPUTarget("cuda", 90, 32), 232_448) as pool:
+        usages = [pool.submit(request).result() for request in requests]
+    assert len(usages) >= 3 and all(usage.registers and not usage.error for usage in usages), usages
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "message"),
+    [
+        ("gated_norm", (), "must be FILE:NAME"),
+        ("missing.py:f", (), "cannot import missing.py"),
+        ("{}:nothing", (), "has no nothing"),
+        ("{}:loss", ("8x0",), "must be a shape"),
+        ("{}:loss", ("8x64:complex64",), "must be a shape"),
+        ("{}:gated_norm", ("=x",), "expected a number"),
+        ("{}:loss", ("8x64", "8:int64", "64"), "takes 2 arguments, got 3"),
+    ],
+)
+def test_bad_function_or_argument(name: str, texts: tuple[str, ...], message: str, blocks: str) -> None:
+    with pytest.raises(FunctionError, match=message):
+        made(name.format(blocks), *texts)
+
+
+def test_what_does_not_fuse(blocks: str) -> None:
+    message = "it mixes columns in an order" if KERNEL_PATH else "there are no kernels for cpu tensors"
+    with pytest.raises(FunctionError, match=message):
+        made(f"{blocks}:running", "8x64")
+    if KERNEL_PATH:
+        with pytest.raises(FunctionError, match="does not take these arguments"):
+            made(f"{blocks}:gated_norm", "8x64")
+
+
+def test_options_that_exclude_one_another(blocks: str) -> None:
+    for changes, dtypes in (({"op": ["rms_norm"]}, ()), ({"ship": True}, ()), ({}, (torch.half, torch.float))):
+        with pytest.raises(command.UsageError, match="--function takes"):
+            command._workloads(options(function=f"{blocks}:loss", **changes), [], [], dtypes, DEVICE)
