@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -294,6 +295,45 @@ def test_integers_in_long_rows() -> None:
 
     for got, want in zip(fusedops.rowwise(function, strict=True)(x, i), function(x, i), strict=True):
         assert got.dtype == want.dtype and torch.equal(got, want)
+
+
+# --- how rows are held --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def three_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rows of 24 columns are three parts, as those of 1536 are."""
+    monkeypatch.setattr("fusedops.compiler.structure._LEAST_PART", 4)
+    monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path))  # others are stored as one part
+
+
+@kernels
+@every
+@pytest.mark.usefixtures("three_parts")
+def test_three_parts(sample: RowwiseFunction) -> None:
+    """The masks are those of rows in one part."""
+    check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE))
+
+
+@kernels
+@of("dropout_add_layer_norm", "gated_residual_norm", "swiglu_norm")
+def test_parts_of_ordinary_rows(sample: RowwiseFunction) -> None:
+    """A tile of 512 columns is not read for 384, and what parts have in common is summed once."""
+    tensors = {name: t.repeat_interleave(16, -1) for name, t in sample.tensors(torch.float32, DEVICE).items()}
+    function = rowwise(sample)
+    check(sample, function, tensors)
+    explanation, source = function.explain(*tensors.values()), function.source(*tensors.values())
+    assert (explanation.columns, explanation.parts) == (128, 3 * sample.parts)
+    alone = rowwise(sample).source(*sample.tensors(torch.float32, DEVICE).values())
+    assert source.count("axis=1") == alone.count("axis=1")
+
+
+@kernels
+@every
+def test_vectors_that_are_loaded_again(sample: RowwiseFunction, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a backward's registers do not hold them from tile to tile."""
+    monkeypatch.setattr("fusedops.compiler.codegen._REGISTERS", 0)
+    check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE, 37))
 
 
 # --- dropout ------------------------------------------------------------------------------------------------------------
