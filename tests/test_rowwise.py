@@ -665,6 +665,7 @@ _POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "softmin": lambda x: F.softmin(x, -1),
     "var": lambda x: x * x.var(-1, unbiased=False, keepdim=True),
     "in_place": lambda x: (x * 2).add_(1.0).mul_(0.5).exp_(),
+    "in_place_of_a_copy": lambda x: x.clone().mul_(0.5) * x + (x * 1).exp_(),
     "min_max": lambda x: (x - x.amin(-1, keepdim=True)) / (x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True)),
     "integers": lambda x: x * (x > 0).sum(-1, keepdim=True) - (x * 4).long().amax(-1, keepdim=True),
     "bits": lambda x: x * ((x > 0) & ~(x > 1) | (x < -1)),

@@ -95,13 +95,30 @@ def test_explains_what_runs() -> None:
         return
     assert "scaled_norm runs as kernels, on rows of 24 columns" in text
     assert re.search(r"^  weight +float32 +columns$", text, re.MULTILINE)
-    assert "backward_kernel" in text and "1 numbers of each row" in text
+    assert "backward_kernel" in text and "1 number of each row" in text
+
+
+@kernels
+def test_explains_the_call_that_it_is_given() -> None:
+    """Groups of few rows have another kernel than groups of many."""
+    function = fusedops.rowwise(lambda x, shift: x + shift, strict=True)
+    few, many = [(torch.randn(2, rows, 24, device=DEVICE), torch.randn(2, 1, 24, device=DEVICE)) for rows in (3, 40)]
+    assert "group" not in function.source(*few) and "group = " in function.source(*many)
+    keys = [function.explain(*given).kernels[0].key for given in (few, many)]
+    assert [key.variant[0] for key in keys] == ["rows", "groups"] and keys[0].bucket < keys[1].bucket
+    with pytest.raises(fusedops.NotRowwiseError, match="none of its arguments is a tensor"):
+        function.source(1.0, 2.0)
+    module = _module()
+    assert module.source(_rows()) == module.function.source(_rows(), module.weight, scale=2.0, training=True)
+    assert "backward_kernel" in str(module.explain(_rows()))
 
 
 @kernels
 def test_explains_why_not() -> None:
     explanation = fusedops.rowwise(lambda x: x.cumsum(-1)).explain(_rows())
     assert "it mixes columns in an order" in str(explanation) and "line" in explanation.reason
+    explanation = fusedops.rowwise(lambda x: x * x.numpy().max()).explain(_rows())
+    assert "it cannot be traced" in explanation.reason and "x.numpy().max()" in explanation.reason
 
 
 @kernels

@@ -14,7 +14,7 @@ from fusedops.compiler.function import Rowwise
 from fusedops.core import cache, launch, tuning
 from fusedops.tune import command
 from fusedops.tune.compiling import Pool
-from fusedops.tune.functions import FunctionError, FunctionWorkload, workload_of
+from fusedops.tune.functions import FunctionError, FunctionWorkload, parsed, planned
 from fusedops.tune.worker import decode, encode
 from fusedops.tune.workloads import keys_of
 from support import DEVICE, KERNEL_PATH
@@ -50,7 +50,7 @@ def blocks(tmp_path: Path) -> str:
 
 
 def made(place: str, *texts: str) -> FunctionWorkload:
-    return workload_of(place, texts, torch.bfloat16, DEVICE)
+    return planned(parsed(place, texts, torch.bfloat16), DEVICE)
 
 
 @pytest.mark.kernels
@@ -120,6 +120,9 @@ def test_generated_kernels_compile_in_workers(blocks: str) -> None:
         ("{}:loss", ("8x0",), "must be a shape"),
         ("{}:loss", ("8x64:complex64",), "must be a shape"),
         ("{}:gated_norm", ("=x",), "expected a number"),
+        ("{}:gated_norm", (), "needs the shapes of"),
+        ("{}:gated_norm", ("",), "must be a shape"),
+        ("{}:torch", ("8x64",), "is no function but a module"),
         ("{}:loss", ("8x64", "8:int64", "64"), "takes 2 arguments, got 3"),
     ],
 )
@@ -140,4 +143,6 @@ def test_what_does_not_fuse(blocks: str) -> None:
 def test_options_that_exclude_one_another(blocks: str) -> None:
     for changes, dtypes in (({"op": ["rms_norm"]}, ()), ({"ship": True}, ()), ({}, (torch.half, torch.float))):
         with pytest.raises(command.UsageError, match="--function takes"):
-            command._workloads(options(function=f"{blocks}:loss", **changes), [], [], dtypes, DEVICE)
+            command._function(options(function=f"{blocks}:loss", **changes), dtypes)
+    with pytest.raises(command.UsageError, match="--arg is an argument of --function"):
+        command._function(options(arg=["8x64"]), ())

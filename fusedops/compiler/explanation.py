@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ..core import compat, launch, tuning
 from ..core.tuning_key import TuningKey
@@ -79,10 +81,10 @@ class Explanation:
         ]
         lines += _table(self.tensors)
         lines += ["", f"kept for the backward: {', '.join(self.kept) or 'nothing'}", "",
-                  "what else could be kept, in bytes of a row moved (forward and backward together) and held"]  # fmt: skip
+                  "alternatives, the first of which is chosen, in bytes of a row written and read again, and held"]  # fmt: skip
         best = self.alternatives[:6]
-        lines += _table([(a.name or "inputs alone", f"{a.moved} moved", f"{a.kept} held", f"{a.operators} operators again")
-                         for a in best])  # fmt: skip
+        lines += _table([(a.name or "inputs alone", f"{a.moved} moved", f"{a.kept} held",
+                          f"{a.operators} operators recomputed") for a in best])  # fmt: skip
         return "\n".join([*lines, "", "kernels", *_table([k.cells() for k in self.kernels])])
 
 
@@ -94,25 +96,26 @@ def _table(rows: object) -> list[str]:
     ]
 
 
-def explained(program: Program, device: torch.device) -> Explanation:
-    """What runs for calls of a program on a device."""
+def explained(program: Program, tensors: Sequence[Tensor]) -> Explanation:
+    """What runs for a call of a program with these tensors."""
     structure, plan = program.structure, program.plan
     parts = 1
     for axis in structure.unrolled:
         parts *= structure.sizes[axis]
-    tensors = [(operand.name, str(operand.dtype).removeprefix("torch."), _class_of(program, operand.axes))
+    operands = [(operand.name, str(operand.dtype).removeprefix("torch."), _class_of(program, operand.axes))
                for operand in (*structure.inputs, *structure.outputs)]  # fmt: skip
     kept = [structure.inputs[place].name for place in plan.saved_inputs]
     if plan.kept_operand is not None:
         whose = "the output " if plan.kept_output >= 0 else ""
         kept.append(f"{whose}{plan.kept_operand.name} ({str(plan.kept_operand.dtype).removeprefix('torch.')})")
     if plan.stats:
-        kept.append(f"{len(plan.stats)} numbers of each row")
+        kept.append(f"{len(plan.stats)} number{'s' if len(plan.stats) > 1 else ''} of each row")
+    device = next(t.device for t in tensors)
     index = -1 if launch.interpreting() or device.type != "cuda" else device.index or torch.cuda.current_device()
     kernels = [KernelExplanation(request.kernel.fn.__name__, key, request.config, tuning.source(key, index), moved,
-                                 _usage(request, index)) for key, request, moved in chosen(program, index)]  # fmt: skip
+                                 _usage(request, index)) for key, request, moved in chosen(program, index, tensors)]  # fmt: skip
     return Explanation(
-        program.op, "", structure.cols, parts, tuple(tensors), tuple(kept), plan.alternatives, tuple(kernels)
+        program.op, "", structure.cols, parts, tuple(operands), tuple(kept), plan.alternatives, tuple(kernels)
     )
 
 
@@ -129,6 +132,6 @@ def _class_of(program: Program, axes: tuple[int, ...]) -> str:
     columns = any(axis not in structure.rows for axis in axes)
     if not rows:
         return "columns" if columns else "one number"
-    others = "groups of rows" if rows == program.group else "rows by index"
+    others = "groups of rows" if rows == program.group else "some rows, by index"
     what = "rows" if rows == structure.rows else others
     return f"{what} and columns" if columns else what

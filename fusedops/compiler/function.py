@@ -167,7 +167,7 @@ class Rowwise:
         given = self._positional(args, kwargs)
         call = self._looked_at(given, compat.any_autocast_enabled() and _autocast(), warns=False)
         if call.program is not None:
-            return explained(call.program, next(a.device for a in given if isinstance(a, Tensor)))
+            return explained(call.program, self._tensors(given, call.captured))
         return Explanation(self.name, call.reason)
 
     def source(self, *args: Any, **kwargs: Any) -> str:
@@ -180,14 +180,20 @@ class Rowwise:
             NotRowwiseError: the function cannot be one kernel.
         """
         given = self._positional(args, kwargs)
-        program = self._programs.find(given, compat.any_autocast_enabled() and _autocast()).program
-        how: dict[str, bool] = {"grouped": bool(program.group), "tiled": program.tiled}
+        found = self._programs.find(given, compat.any_autocast_enabled() and _autocast())
+        program = found.program
+        grouped = program.is_grouped(self._tensors(given, found.captured))
+        how: dict[str, bool] = {"grouped": grouped, "tiled": program.tiled}
         outputs, wanted = list(range(program.count)), list(program.plan.differentiable)
         kernels = forward_kernels(program.plan, program.acc, **how, saves=True)
         kernels += backward_kernels(program.plan, program.acc, **how, given=outputs, wanted=wanted)
         return "\n\n".join([kernel.source for kernel in kernels])
 
     # --- calls --------------------------------------------------------------------------------------------------------
+
+    def _tensors(self, args: Sequence[Any], captured: Sequence[Captured]) -> list[Tensor]:
+        """Those of a call, in the order of a program's inputs."""
+        return [*[a for a in args if isinstance(a, Tensor)], *[one.find(args) for one in captured]]
 
     def _positional(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """All arguments in order, with their defaults."""

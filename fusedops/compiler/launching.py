@@ -8,6 +8,7 @@ is a *plan*: the compiled kernels with their tilings, by alignment and the bucke
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -102,17 +103,22 @@ def _backward(
     return _Launcher(site, kernels, names, "grads, saved, outs, state", dtypes)
 
 
-def chosen(program: Program, device_index: int, bucket: int = 3) -> list[tuple[TuningKey, launch.Request, int]]:
+def chosen(
+    program: Program, device_index: int, tensors: Sequence[Tensor]
+) -> list[tuple[TuningKey, launch.Request, int]]:
     """The kernels of a call with all gradients, in the order in which they run.
 
     Of each its tuning key, what is compiled, and the bytes of a row that it reads and writes.
     """
-    drops = bool(program.structure.drops)
+    drops, grouped = bool(program.structure.drops), program.is_grouped(tensors)
+    sizes = program.sizes_of(tensors)
+    axes = [axis for axis in program.structure.rows if not grouped or axis not in program.group]
+    bucket = BUCKET[math.prod([sizes[axis] for axis in axes]).bit_length()]
     site = program.site(program.record(program.op), program.dtypes, program.structure.cols, device_index, dropout=drops,
                         saves=True)  # fmt: skip
     dtypes = [operand.dtype for operand in program.structure.outputs] + [None] * program.own
     found = []
-    for launcher in (_forward(site, bool(program.group)), _backward(site, bool(program.group), dtypes, program.wanted)):
+    for launcher in (_forward(site, grouped), _backward(site, grouped, dtypes, program.wanted)):
         requests = launcher.requests(int(drops), bucket)  # the last may be of sums of partials
         for kernel, request in zip(launcher.kernels, requests, strict=False):
             moved = sum([dtype.itemsize for dtype in kernel.moved]) * program.structure.cols

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .explanation import Explanation
 from .function import Rowwise as Function
 from .function import rowwise
 
@@ -59,13 +60,37 @@ class Rowwise(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function with its other arguments; see the class."""
+        return self.function(**self._given(args, kwargs))
+
+    def _given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All arguments of the function, by name."""
         given = {**{name: getattr(self, name) for name in self._own}, **self._constants}
         if "training" in self._names:
             given.setdefault("training", self.training)
         free = [name for name in self._names if name not in given]
         if len(args) > len(free):
             raise TypeError(f"{self.function.name} takes {len(free)} arguments beside its parameters, got {len(args)}")
-        return self.function(**given | dict(zip(free, args, strict=False)) | kwargs)
+        return given | dict(zip(free, args, strict=False)) | kwargs
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """What runs for these arguments of `forward`: print it. See `fusedops.rowwise`.
+
+        Args:
+            args: as in a call.
+            kwargs: as in a call.
+        """
+        return self.function.explain(**self._given(args, kwargs))
+
+    def source(self, *args: Any, **kwargs: Any) -> str:
+        """The Triton source of the kernels for these arguments of `forward`.
+
+        Args:
+            args: as in a call.
+            kwargs: as in a call.
+        Raises:
+            NotRowwiseError: the function cannot be one kernel.
+        """
+        return self.function.source(**self._given(args, kwargs))
 
     def extra_repr(self) -> str:
         """The function and its constants."""

@@ -110,11 +110,16 @@ def planned(structure: Structure) -> Plan:
     for parts, dtype in structure.values:
         if all(_is_whole(structure, node) and node in forward for node in parts.values()):
             costs = _cost(structure, forward, roots, parts, dtype)
-            name = next((name for node in parts.values() for name in reversed(node.names)), "a value")
+            name = next((name for node in parts.values() for name in reversed(node.names)), _line_of(structure, parts))
             candidates.append((Alternative(name, *costs), parts, dtype))
     candidates.sort(key=lambda found: (found[0].moved, found[0].kept, found[0].operators))
     alternatives = tuple(dict.fromkeys([found[0] for found in candidates]))
     return _completed(bare, candidates[0][1], candidates[0][2], alternatives)
+
+
+def _line_of(structure: Structure, parts: Parts) -> str:
+    line = next((structure.lines[node.number] for node in parts.values() if node.number in structure.lines), 0)
+    return f"a value of line {line}" if line else "a value"
 
 
 def _completed(bare: Plan, parts: Parts, dtype: torch.dtype | None, alternatives: tuple[Alternative, ...]) -> Plan:

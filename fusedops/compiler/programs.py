@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import linecache
 import math
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -74,6 +77,8 @@ class Programs:
             NotRowwiseError: the function cannot be one kernel.
         """
         tensors = [a for a in args if isinstance(a, Tensor)]
+        if not tensors:
+            raise NotRowwiseError(f"{self.name}: none of its arguments is a tensor")
         self.check(args)
         numbers = tuple([None if isinstance(a, Tensor) else state_of(a) for a in args])
         key = (numbers, self.state(args), autocast, torch.get_default_dtype(), tensors[0].device.type)
@@ -127,11 +132,20 @@ class Programs:
             raise
         except Exception as error:
             self.run(*args)  # what is wrong with the call is said in PyTorch's words
-            raise NotRowwiseError(f"{self.name}: it cannot be traced: {error}") from error
+            raise NotRowwiseError(f"{self.name}: it cannot be traced: {error}{self._where(error)}") from error
         path = None if traced.captured else self._path(args, key)
         if path is not None:
             storing.write(path, structure)
         return Found(self._program(args, structure), tuple(traced.captured))
+
+    def _where(self, error: Exception) -> str:
+        """The function's line in which something was raised."""
+        code = getattr(inspect.unwrap(self.function), "__code__", None)
+        lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
+        if code is None or not lines:
+            return ""
+        text = linecache.getline(code.co_filename, lines[-1]).strip()
+        return f"\n  line {lines[-1]} of {code.co_filename}: {text}"
 
     def _structure(self, args: Sequence[Any]) -> tuple[Traced, Structure]:
         """The structure of the function, which is the same for other numbers of rows."""
@@ -150,7 +164,10 @@ class Programs:
             except Exception as error:  # noqa: BLE001 - whatever fails for other sizes shows that they matter
                 again = repr(error)
             if again != structure.text():
-                raise NotRowwiseError(f"{self.name}: what it computes hangs on the number of rows")
+                raise NotRowwiseError(
+                    f"{self.name}: the result depends on the number of rows: on a size such as x.shape[0], or "
+                    "one that is written out, as in view and expand"
+                )
         return traced, structure
 
     def _at(self, args: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> tuple[Traced, Structure]:

@@ -139,6 +139,7 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
         self.code = getattr(inspect.unwrap(function), "__code__", None)
         self.traced = Traced(Graph(), Axes(), [], file=getattr(self.code, "co_filename", ""))
         self.values: dict[int, tuple[Tensor, Value]] = {}  # by identity; the tensor is kept, so that no other has it
+        self.given: list[tuple[Tensor, Value]] = []  # what came from outside
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
         self.line = 0
         self._targets = _targets_of(self.code)
@@ -170,6 +171,7 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
         node.names.append(name)
         value = Value(node, labels, tensor.dtype)
         self.traced.inputs.append(value)
+        self.given.append((made, value))
         self.set(made, value)
         return made
 
@@ -246,9 +248,10 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
 
     def _may_change(self, target: Tensor, name: str) -> None:
         """Raises where an operator in place changes what others see."""
-        node = self.value(target).node
-        if node.op == "input":
-            raise NotRowwiseError(f"{name} changes {node.names[0]} in place, which is not its own")
+        self.value(target)
+        for given, value in self.given:
+            if given is target or compat.share_memory(given, target):
+                raise NotRowwiseError(f"{name} changes {value.node.names[0]} in place, which the function was given")
         if any(other is not target and compat.share_memory(other, target) for other, _ in self.values.values()):
             raise NotRowwiseError(f"{name} changes in place what another tensor shares")
 

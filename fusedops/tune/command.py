@@ -23,7 +23,7 @@ from ..core.tuning_key import Config, TuningKey
 from ..core.version import __version__
 from . import table as tables
 from .compiling import Pool
-from .functions import FunctionError, workload_of
+from .functions import FunctionError, FunctionWorkload, parsed, planned
 from .progress import Progress
 from .sweep import Outcome, Sweeper
 from .timing import GraphTimer, Timer, copy_bandwidth
@@ -82,10 +82,12 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if _is_file(options.raw):
         _raw(options.raw)  # rows must not be appended to another kind of file
+    function = _function(options, dtypes)
     if not torch.cuda.is_available():
         raise UsageError("needs a GPU; without one nothing can be timed")
     device = torch.device("cuda", torch.cuda.current_device())
-    workloads: Sequence[Tunable] = _workloads(options, specs, shapes, dtypes, device)
+    workloads: Sequence[Tunable]
+    workloads = _workloads(options, specs, shapes, dtypes, device) if function is None else [_planned(function, device)]
     with ExitStack() as stack:
         pool = stack.enter_context(pool_for(device, options.jobs))
         stack.enter_context(kernels_alone())
@@ -240,9 +242,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _workloads(options: argparse.Namespace, specs: Sequence[Spec], shapes: Sequence[Shape],
-               dtypes: Sequence[torch.dtype], device: torch.device) -> Sequence[Tunable]:  # fmt: skip
-    if options.function:
-        return [_function(options, dtypes, device)]
+               dtypes: Sequence[torch.dtype], device: torch.device) -> list[Workload]:  # fmt: skip
     if options.ship:
         found = grid(specs, dtypes or [DTYPES[name] for name in _SHIPPED_DTYPES])
     else:
@@ -254,13 +254,24 @@ def _workloads(options: argparse.Namespace, specs: Sequence[Spec], shapes: Seque
     return [workload for workload in found if not runs_natively(workload, device)]
 
 
-def _function(options: argparse.Namespace, dtypes: Sequence[torch.dtype], device: torch.device) -> Tunable:
+def _function(options: argparse.Namespace, dtypes: Sequence[torch.dtype]) -> FunctionWorkload | None:
+    if options.function is None:
+        if options.arg:
+            raise UsageError("--arg is an argument of --function")
+        return None
     if options.op or options.shape or options.ship:
         raise UsageError("--function takes --arg and --dtype, and neither --op, --shape nor --ship")
     if len(dtypes) > 1:
         raise UsageError("--function takes one --dtype, that of the tensors whose --arg names none")
     try:
-        return workload_of(options.function, options.arg or (), dtypes[0] if dtypes else torch.bfloat16, device)
+        return parsed(options.function, options.arg or (), dtypes[0] if dtypes else torch.bfloat16)
+    except FunctionError as error:
+        raise UsageError(str(error)) from None
+
+
+def _planned(function: FunctionWorkload, device: torch.device) -> FunctionWorkload:
+    try:
+        return planned(function, device)
     except FunctionError as error:
         raise UsageError(str(error)) from None
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ from ..compiler.function import Rowwise
 from ..core.tuning_key import TuningKey
 from .workloads import DTYPES, Step
 
-__all__ = ["FunctionError", "FunctionWorkload", "workload_of"]
+__all__ = ["FunctionError", "FunctionWorkload", "parsed", "planned"]
 
+# A number, a truth value or None, or a tensor's shape and dtype.
+Argument = float | bool | None | tuple[tuple[int, ...], torch.dtype]
 _KINDS = DTYPES | {"bool": torch.bool, "int32": torch.int32, "int64": torch.int64}
 
 
@@ -42,7 +46,7 @@ class FunctionWorkload:
 
     name: str
     function: Rowwise
-    arguments: tuple[tuple[str, float | tuple[tuple[int, ...], torch.dtype]], ...]
+    arguments: tuple[tuple[str, Argument], ...]
     rows: int = 1
     columns: int = 1
     moved: tuple[tuple[tuple[str, ...], int], ...] = ()
@@ -53,7 +57,11 @@ class FunctionWorkload:
 
     def step(self, device: torch.device) -> Step:
         """See `Tunable`."""
-        return Step(self.function, {name: self._made(what, device) for name, what in self.arguments})
+        return Step(self.function, self.made(device))
+
+    def made(self, device: torch.device) -> dict[str, Any]:
+        """The arguments, with random tensors."""
+        return {name: self._made(what, device) for name, what in self.arguments}
 
     def key_at(self, key: TuningKey) -> TuningKey:
         """See `Tunable`."""
@@ -64,12 +72,12 @@ class FunctionWorkload:
         return dict(self.moved).get((key.kernel, *key.variant), 0) / bandwidth * 1e6
 
     def __str__(self) -> str:
-        shown = [f"{name}={what}" if isinstance(what, float) else f"{name} {'x'.join(map(str, what[0])) or 'number'}"
+        shown = [f"{name} {'x'.join(map(str, what[0]))}" if isinstance(what, tuple) else f"{name}={what}"
                  for name, what in self.arguments]  # fmt: skip
         return f"{self.name} {' '.join(shown)}"
 
-    def _made(self, what: float | tuple[tuple[int, ...], torch.dtype], device: torch.device) -> Any:
-        if isinstance(what, float):
+    def _made(self, what: Argument, device: torch.device) -> Any:
+        if not isinstance(what, tuple):
             return what
         shape, dtype = what
         if dtype == torch.bool:
@@ -79,29 +87,39 @@ class FunctionWorkload:
         return torch.randn(shape, device=device, dtype=dtype)
 
 
-def workload_of(name: str, texts: Sequence[str], dtype: torch.dtype, device: torch.device) -> FunctionWorkload:
+def parsed(name: str, texts: Sequence[str], dtype: torch.dtype) -> FunctionWorkload:
     """The function of a file or module with arguments as the command line has them.
 
     Raises:
-        FunctionError: there is no such function, an argument is none, or the function is not one kernel.
+        FunctionError: there is no such function, or an argument is none.
     """
     function = _loaded(name)
     arguments = [_argument(text, dtype) for text in texts]
     names = list(inspect.signature(function.function).parameters)[: len(arguments)]
     if len(names) < len(arguments):
         raise FunctionError(f"{name} takes {len(names)} arguments, got {len(arguments)}")
-    found = FunctionWorkload(name, function, tuple(zip(names, arguments, strict=True)))
-    tensors = {key: found._made(what, device) for key, what in found.arguments}
+    if not any(isinstance(what, tuple) for what in arguments):
+        raise FunctionError(f"--function needs the shapes of {name}'s tensors, each by --arg")
+    return FunctionWorkload(name, function, tuple(zip(names, arguments, strict=True)))
+
+
+def planned(workload: FunctionWorkload, device: torch.device) -> FunctionWorkload:
+    """With what is known of the kernels.
+
+    Raises:
+        FunctionError: the function is not one kernel.
+    """
+    name, tensors = workload.name, workload.made(device)
     try:
-        explanation = function.explain(**tensors)
+        explanation = workload.function.explain(**tensors)
     except (TypeError, RuntimeError, ValueError) as error:
         raise FunctionError(f"{name} does not take these arguments: {error}") from None
     if explanation.reason:
-        raise FunctionError(f"{name} runs as it is, so that there is nothing to tune: {explanation.reason}")
-    every = [t for t in tensors.values() if isinstance(t, Tensor)]
-    rows = max(t.numel() for t in every) // (explanation.columns * explanation.parts)
+        raise FunctionError(f"{name} is not fused, so that there is nothing to tune: {explanation.reason}")
+    columns = explanation.columns * explanation.parts
+    rows = max(t.numel() for t in tensors.values() if isinstance(t, Tensor)) // columns
     moved = tuple([((kernel.key.kernel, *kernel.key.variant), kernel.moved * rows) for kernel in explanation.kernels])
-    return FunctionWorkload(name, function, found.arguments, rows, explanation.columns * explanation.parts, moved)
+    return replace(workload, rows=rows, columns=columns, moved=moved)
 
 
 def _loaded(name: str) -> Rowwise:
@@ -115,7 +133,11 @@ def _loaded(name: str) -> Rowwise:
     found = getattr(module, attribute, None)
     if found is None:
         raise FunctionError(f"{place} has no {attribute}")
-    return found if isinstance(found, Rowwise) else Rowwise(found)
+    if isinstance(found, Rowwise):
+        return found
+    if not inspect.isfunction(found):
+        raise FunctionError(f"{name} is no function but a {type(found).__name__}")
+    return Rowwise(found)
 
 
 def _module(place: str) -> Any:
@@ -132,15 +154,16 @@ def _module(place: str) -> Any:
     return module
 
 
-def _argument(text: str, dtype: torch.dtype) -> float | tuple[tuple[int, ...], torch.dtype]:
+def _argument(text: str, dtype: torch.dtype) -> Argument:
     if text.startswith("="):
-        try:
-            return float(text[1:])
-        except ValueError:
-            raise FunctionError(f"--arg {text}: expected a number behind =") from None
+        with contextlib.suppress(ValueError, SyntaxError):
+            value = ast.literal_eval(text[1:])
+            if value is None or isinstance(value, (bool, int, float)):
+                return value
+        raise FunctionError(f"--arg {text}: expected a number, True, False or None behind =")
     sides, _, kind = text.lower().partition(":")
-    numbers = [int(side) if side.isdecimal() else 0 for side in sides.split("x")] if sides else []
-    if any(number < 1 for number in numbers) or (kind and kind not in _KINDS):
+    numbers = [int(side) if side.isdecimal() else 0 for side in sides.split("x")]
+    if min(numbers) < 1 or (kind and kind not in _KINDS):
         raise FunctionError(f"--arg must be a shape and perhaps a dtype of {', '.join(_KINDS)}, such as 8192x4096:fp32, "
                             f"or a number such as =0.1; got {text!r}")  # fmt: skip
     return tuple(numbers), _KINDS[kind] if kind else dtype

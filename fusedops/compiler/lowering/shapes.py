@@ -120,7 +120,7 @@ def _columns(r: Any, x: Value, dim: int, first: int, taken: int) -> tuple[Node, 
 
 
 def _too_many(parts: int) -> str:
-    return f"make {parts} equal parts of a row; {_MOST_PARTS} is the most"
+    return f"need {parts} equal parts of a row; {_MOST_PARTS} is the most"
 
 
 @lowers("select")
