@@ -323,9 +323,35 @@ def test_parts_of_ordinary_rows(sample: RowwiseFunction) -> None:
     function = rowwise(sample)
     check(sample, function, tensors)
     explanation, source = function.explain(*tensors.values()), function.source(*tensors.values())
-    assert (explanation.columns, explanation.parts) == (128, 3 * sample.parts)
+    assert (explanation.columns, explanation.parts) == (128, 3)
     alone = rowwise(sample).source(*sample.tensors(torch.float32, DEVICE).values())
     assert source.count("axis=1") == alone.count("axis=1")
+
+
+@kernels
+@pytest.mark.parametrize("cols", [48, 384])
+def test_largest_elements_in_several_parts_share_a_gradient(cols: int) -> None:
+    """Of parts that the function takes, and of those that rows of 384 columns have."""
+    x = torch.arange(3 * cols, device=DEVICE).remainder(5).view(3, cols).float()
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        y = torch.cat([part * 2.0 for part in x.chunk(2, -1)], -1)
+        return x / x.abs().amax(-1, keepdim=True), y.amax(-1), y.amin(-1)
+
+    with launch.record() as launched:
+        got, grads = results(fusedops.rowwise(function, strict=True), {"x": x})
+    want, expected = results(function, {"x": x})
+    assert launched == ["forward_kernel", "backward_kernel"]
+    for one, other in zip((*got, *grads.values()), (*want, *expected.values()), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@kernels
+def test_longest_rows_in_three_parts() -> None:
+    """More columns than a program holds are not held in three parts either."""
+    function = fusedops.rowwise(lambda x: x - x.mean(-1, keepdim=True), strict=True)
+    parts = [function.explain(torch.empty(2, cols, device=DEVICE)).parts for cols in (12288, 24576)]
+    assert parts == [3, 1]
 
 
 @kernels
@@ -804,6 +830,23 @@ def test_integers_beyond_the_digits_of_floats(value: int) -> None:
 
     for got, want in zip(fusedops.rowwise(function, strict=True)(x, i), function(x, i), strict=True):
         assert got.dtype == want.dtype and torch.equal(got, want)
+
+
+@kernels
+@pytest.mark.parametrize("rows", [3, 20])
+def test_one_element_of_each_row(rows: int) -> None:
+    """Of rows and of a vector of each group."""
+
+    def function(x: Tensor, shared: Tensor, place: Tensor, common: Tensor) -> Tensor:
+        return x * shared.gather(-1, common) - x.gather(-1, place)
+
+    x, shared = randn(3, rows, 24), randn(3, 1, 24)
+    place = torch.arange(3 * rows, device=DEVICE).remainder(24).view(3, rows, 1)
+    tensors = {"x": x, "shared": shared, "place": place, "common": place[:, :1]}
+    got, grads = results(fusedops.rowwise(function, strict=True), tensors)
+    want, expected = results(function, tensors)
+    for one, other in zip((*got, *grads.values()), (*want, *expected.values()), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 @kernels

@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -117,6 +118,8 @@ def test_explains_the_call_that_it_is_given() -> None:
 def test_explains_why_not() -> None:
     explanation = fusedops.rowwise(lambda x: x.cumsum(-1)).explain(_rows())
     assert "it mixes columns in an order" in str(explanation) and "line" in explanation.reason
+    halves = fusedops.rowwise(lambda x: torch.cat([c.softmax(-1) for c in x.chunk(2, -1)], -1)).explain(_rows())
+    assert (halves.columns, halves.parts) == (12, 2)
     explanation = fusedops.rowwise(lambda x: x * x.numpy().max()).explain(_rows())
     assert "it cannot be traced" in explanation.reason and "x.numpy().max()" in explanation.reason
 
@@ -171,6 +174,14 @@ def test_files_tell_functions_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for inner in evaluated:
         torch.testing.assert_close(fusedops.rowwise(inner, strict=True)(x), inner(x))
     assert len(list((tmp_path / "rowwise").iterdir())) == 12
+    # The same instructions, of other parameters.
+    texts = ("def helper(x, *rest):\n    return x * rest[0]", "def helper(x, rest):\n    return x * rest[0]")
+    for text in texts:
+        namespace: dict[str, Any] = {}
+        exec(f"{text}\ndef function(x, y):\n    return helper(x, y)", namespace)
+        function = namespace["function"]
+        torch.testing.assert_close(fusedops.rowwise(function, strict=True)(x, x + 1), function(x, x + 1))
+    assert len(list((tmp_path / "rowwise").iterdir())) == 14
     weight = torch.ones(24, device=DEVICE)
     fusedops.rowwise(lambda x: x * weight, strict=True)(x)
-    assert len(list((tmp_path / "rowwise").iterdir())) == 12
+    assert len(list((tmp_path / "rowwise").iterdir())) == 14

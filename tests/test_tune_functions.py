@@ -38,6 +38,19 @@ def loss(logits, target):
 
 def running(x):
     return x.cumsum(-1)
+
+
+def several(x, /, unused, *, places=1):
+    return [x * 2, x > 0, x.long() + places]
+
+
+def anything(*tensors):
+    return tensors[0] * 2
+
+
+def particular(x):
+    assert x.shape[-1] == 48
+    return x * 2
 """
 _GATED = ("36x64", "36x64", "64:fp32")
 
@@ -99,6 +112,16 @@ def test_generated_kernels_in_another_process(blocks: str, monkeypatch: pytest.M
 
 
 @pytest.mark.kernels
+def test_outputs_and_arguments_of_all_kinds(blocks: str) -> None:
+    """Lists, outputs and arguments without a gradient, parameters by place alone and by name alone."""
+    outcomes = list(made_up.sweeper().sweep([made(f"{blocks}:several", "8x64", "8x64", "=2")]))
+    assert [outcome.key.kernel for outcome in outcomes] == ["rowwise_forward", "rowwise_backward"]
+    step = made(f"{blocks}:several", "8x64", "8x64", "=2").step(DEVICE)
+    (gradient,) = step.backward(step.forward())
+    assert gradient.shape == (8, 64)
+
+
+@pytest.mark.kernels
 @pytest.mark.compiled
 def test_generated_kernels_compile_in_workers(blocks: str) -> None:
     compiler = pytest.importorskip("triton.backends.compiler")
@@ -123,6 +146,7 @@ def test_generated_kernels_compile_in_workers(blocks: str) -> None:
         ("{}:gated_norm", (), "needs the shapes of"),
         ("{}:gated_norm", ("",), "must be a shape"),
         ("{}:torch", ("8x64",), "is no function but a module"),
+        ("{}:anything", ("8x64",), "takes a variable number of arguments"),
         ("{}:loss", ("8x64", "8:int64", "64"), "takes 2 arguments, got 3"),
     ],
 )
@@ -136,8 +160,10 @@ def test_what_does_not_fuse(blocks: str) -> None:
     with pytest.raises(FunctionError, match=message):
         made(f"{blocks}:running", "8x64")
     if KERNEL_PATH:
-        with pytest.raises(FunctionError, match="does not take these arguments"):
+        with pytest.raises(FunctionError, match="does not take these arguments: TypeError"):
             made(f"{blocks}:gated_norm", "8x64")
+        with pytest.raises(FunctionError, match="does not take these arguments: AssertionError"):
+            made(f"{blocks}:particular", "8x64")
 
 
 def test_options_that_exclude_one_another(blocks: str) -> None:

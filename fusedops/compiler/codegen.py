@@ -15,7 +15,7 @@ import torch
 from ..core.tuning_key import block_holding
 from .emitting import Argument, Emitter, place_of, strides_of, whole
 from .errors import NotRowwiseError
-from .ir import REDUCTIONS, Node, reachable, topological
+from .ir import REDUCTIONS, Node, computed_of, reachable, topological
 from .planning import Plan
 from .structure import Operand, Part, Structure
 
@@ -188,7 +188,7 @@ class _Writer:
         return self._assembled(emitter, f"{self.which}_moments_kernel", [], moments=len(kept))
 
     def _pass(self, emitter: Emitter, nodes: Sequence[Node]) -> None:
-        """One loop over the columns of the rows, for reductions that know what they need."""
+        """Once over the columns of the rows, for reductions whose own needs are there: full tiles, a last one, the sum."""
         names = {node: emitter.free("total" if node.op != "amax" else "largest") for node in nodes}
         online = {node: largest for node in nodes for largest in nodes if _is_online(node, largest)}
         for node, name in names.items():
@@ -199,7 +199,7 @@ class _Writer:
         for full in (True, False):
             emitter.open_columns(whole=full)
             self._accumulate(emitter, names, online)
-            emitter.close_columns(*_TILES[full])
+            emitter.close_columns(*(_FULL_TILES if full else _LAST_TILE))
         for node, name in names.items():
             if node not in online.values():
                 emitter.lines.append(f"{name} = {emitter.reduced(node, name)}")
@@ -309,10 +309,9 @@ class _Writer:
 
 # How a loop over whole tiles of columns begins, and what is left behind it: one tile, of fewer columns, or none.
 _COLUMNS = "cols = start + tl.arange(0, BLOCK_N)[None, :]"
-_TILES = {
-    True: ["for start in tl.range(0, N // BLOCK_N * BLOCK_N, BLOCK_N, num_stages=STAGES):", _COLUMNS],
-    False: ["if N % BLOCK_N:", "start = N // BLOCK_N * BLOCK_N", _COLUMNS, "in_cols = cols < N", "mask = in_rows & in_cols"],
-}  # fmt: skip
+_FULL_TILES = ("for start in tl.range(0, N // BLOCK_N * BLOCK_N, BLOCK_N, num_stages=STAGES):", _COLUMNS)
+_LAST_TILE = ("if N % BLOCK_N:", "start = N // BLOCK_N * BLOCK_N", _COLUMNS, "in_cols = cols < N",
+              "mask = in_rows & in_cols")  # fmt: skip
 _LEAST_OF = {"int": str(-(2**63)), "float": 'float("-inf")'}
 
 
@@ -324,7 +323,7 @@ def _levels(roots: Sequence[Node], emitter: Emitter) -> dict[Node, int]:
     for node in topological(roots):
         if node not in used:
             continue
-        level = 0 if node in emitter.leaves else max([levels[arg] for arg in node.args], default=0)
+        level = 0 if node in emitter.leaves else max([levels[arg] for arg in computed_of(node)], default=0)
         if node.op in REDUCTIONS and emitter.is_reduced(node):
             online = next((other for other in found if _is_online(node, other)), None)
             found[node] = level if online is None else found[online]

@@ -55,7 +55,8 @@ def gradients(structure: Structure, seeds: Mapping[Node, Node], inputs: Sequence
 class _Backward:
     def __init__(self, structure: Structure) -> None:
         self.structure, self.graph = structure, structure.graph
-        # Of each node, what was added for it: by a factor that whole rows have, and the axes to sum over.
+        # Of each node, what was added for it: by a factor that whole rows have, and the axes to sum over, all of which each
+        # term has.
         self.terms: dict[Node, dict[tuple[Node, tuple[int, ...]], Node]] = {}
 
     def visit(self, node: Node) -> None:

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from ..core.activations import ACTIVATIONS
-from .ir import BINARY, COMPARISONS, REDUCTIONS, Node, value_of
+from .ir import BINARY, COMPARISONS, REDUCTIONS, Node, computed_of, value_of
 from .planning import Plan
 from .structure import Operand, Part, Structure
 
@@ -167,7 +167,7 @@ class Emitter:
         """What has to be there before a value is computed."""
         if node in self.leaves:
             return ()
-        return node.args[1:] if self._is_loaded(node) else node.args
+        return node.args[1:] if self._is_loaded(node) else computed_of(node)
 
     def open_columns(self, *, whole: bool) -> None:
         """From here on what varies along columns is computed for a tile of them."""
@@ -359,7 +359,7 @@ class Emitter:
         (place, part), index = node.args[0].attrs, self.named[node.args[1]]
         operand = self.structure.inputs[place]
         address, mask = self._address("input", place, operand, part, index)
-        there = f"({index} >= 0) & ({index} < N)" + (f" & {mask}" if mask else "")
+        there = " & ".join([f"({index} >= 0)", f"({index} < N)", *([mask] if mask else [])])
         return f"tl.load({address}, mask={there}, other=0){_READ_AS[operand.kind]}"
 
     def _count(self, operand: Operand) -> None:
@@ -378,7 +378,7 @@ class Emitter:
             apart = size if contiguous else self.argument("stride", place, f"{operand.name}_stride", kind)
             terms.append(_times("rows", apart))
         elif how == "group":
-            terms.append(f"group * {size}")
+            terms.append(_times("group", size))
         elif how == "indexed":
             terms.append(self._index_of(operand))
         columns = [axis for axis in structure.columns if axis in strides]
@@ -386,7 +386,8 @@ class Emitter:
             terms.append(_times(element, strides[columns[0]]) if element else self._columns_of(columns, strides))
         offset = sum(strides[axis] * at for axis, at in part)
         terms += [str(offset)] if offset else []
-        return " + ".join(terms), _MASKS[how in ("rows", "indexed"), bool(columns) and not (element or self.whole)]
+        mask = _MASKS[how in ("rows", "indexed"), bool(columns) and not (element or self.whole)]
+        return " + ".join(terms), "(group < groups)" if how == "group" and not mask else mask
 
     def _columns_of(self, columns: Sequence[int], strides: Mapping[int, int]) -> str:
         sizes = self.structure.sizes

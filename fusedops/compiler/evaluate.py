@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.activations import ACTIVATIONS
-from .ir import Node, value_of
+from .ir import Node, computed_of, value_of
 from .structure import Operand, Part, Structure
 
 __all__ = ["assembled", "evaluate", "part_of"]
@@ -90,7 +90,7 @@ def evaluate(structure: Structure, roots: Iterable[Node], leaves: Callable[[Node
     like = next(iter(found.values()))
     for node in todo:
         if node not in found:
-            found[node] = _computed(node, [found[arg] for arg in node.args], order, structure, like, dtype)
+            found[node] = _computed(node, [found[arg] for arg in computed_of(node)], order, structure, like, dtype)
     return found
 
 
@@ -106,7 +106,7 @@ def topological_until(roots: Iterable[Node], leaves: Callable[[Node], Tensor | N
         if value is not None:
             found[node] = value
             return
-        for arg in node.args:
+        for arg in computed_of(node):
             visit(arg)
         order[node] = None
 

@@ -54,7 +54,7 @@ class Explanation:
     Attributes:
         function: its name.
         reason: why the function runs as it is; "" if kernels run.
-        rows, columns, parts: the names of dimensions, elements of a row, and the equal parts that rows are taken in.
+        columns, parts: columns of each of the equal parts that a row is taken in, and how many these are.
         tensors: of each that goes in or out, its name, its dtype and along what it varies.
         kept: what is saved for the backward.
         alternatives: what may be kept of the function's own, the best first, in bytes of a row.
@@ -99,9 +99,6 @@ def _table(rows: object) -> list[str]:
 def explained(program: Program, tensors: Sequence[Tensor]) -> Explanation:
     """What runs for a call of a program with these tensors."""
     structure, plan = program.structure, program.plan
-    parts = 1
-    for axis in structure.unrolled:
-        parts *= structure.sizes[axis]
     operands = [(operand.name, str(operand.dtype).removeprefix("torch."), _class_of(program, operand.axes))
                for operand in (*structure.inputs, *structure.outputs)]  # fmt: skip
     kept = [structure.inputs[place].name for place in plan.saved_inputs]
@@ -115,7 +112,14 @@ def explained(program: Program, tensors: Sequence[Tensor]) -> Explanation:
     kernels = [KernelExplanation(request.kernel.fn.__name__, key, request.config, tuning.source(key, index), moved,
                                  _usage(request, index)) for key, request, moved in chosen(program, index, tensors)]  # fmt: skip
     return Explanation(
-        program.op, "", structure.cols, parts, tuple(operands), tuple(kept), plan.alternatives, tuple(kernels)
+        program.op,
+        "",
+        structure.cols,
+        structure.parts_of_row,
+        tuple(operands),
+        tuple(kept),
+        plan.alternatives,
+        tuple(kernels),
     )
 
 

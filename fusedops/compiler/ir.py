@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["BINARY", "COMPARISONS", "REDUCTIONS", "UNARY", "Graph", "Node", "reachable", "topological"]
+__all__ = ["BINARY", "COMPARISONS", "REDUCTIONS", "UNARY", "Graph", "Node", "computed_of", "reachable", "topological"]
 
 # Operators of one value, of two, and of two with a truth value; ``where`` takes three. The activations of
 # `fusedops.core.activations` are operators of one value too, and so are their derivatives.
@@ -59,6 +59,8 @@ class Graph:
     def make(self, op: str, *args: Node, attrs: tuple[Any, ...] = (), axes: Iterable[int] | None = None,
              kind: str | None = None) -> Node:  # fmt: skip
         """The node; ``axes`` and ``kind`` are those of the arguments unless they are given."""
+        if op == "constant_to_gradients":
+            args = computed_of(args[0]) if args[0].op == "instead" else args
         kind = kind or _kind(op, args)
         found = frozenset().union(*[arg.axes for arg in args]) if axes is None else frozenset(axes)
         key = (op, tuple([arg.number for arg in args]), attrs, found, kind)
@@ -215,5 +217,10 @@ def reachable(roots: Iterable[Node], stop: Callable[[Node], bool] = lambda node:
         if node not in found:
             found.add(node)
             if not stop(node):
-                todo.extend(node.args)
+                todo.extend(computed_of(node))
     return found
+
+
+def computed_of(node: Node) -> tuple[Node, ...]:
+    """What a value is computed of: all its arguments, but of ``instead`` not the one that stands for it to gradients."""
+    return node.args[:1] if node.op == "instead" else node.args

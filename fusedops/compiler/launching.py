@@ -119,8 +119,8 @@ def chosen(
     dtypes = [operand.dtype for operand in program.structure.outputs] + [None] * program.own
     found = []
     for launcher in (_forward(site, grouped), _backward(site, grouped, dtypes, program.wanted)):
-        requests = launcher.requests(int(drops), bucket)  # the last may be of sums of partials
-        for kernel, request in zip(launcher.kernels, requests, strict=False):
+        requests = launcher.requests(int(drops), bucket)
+        for kernel, request in zip(launcher.kernels, requests[: len(launcher.kernels)], strict=True):
             moved = sum([dtype.itemsize for dtype in kernel.moved]) * program.structure.cols
             found.append((launcher.tuning_key(kernel, bucket), request, moved))
     return found
@@ -296,7 +296,7 @@ class _Launcher:
                      tuple(programs), reduce, config.block_n)  # fmt: skip
 
     def requests(self, seeded: int, bucket: int) -> list[launch.Request]:
-        """What is compiled for aligned tensors."""
+        """What is compiled for aligned tensors: of each kernel, and then of the one that adds partial sums."""
         with launch.collecting() as found:
             self._plan(self.site, seeded, True, bucket)
         return found
@@ -314,7 +314,7 @@ class _Launcher:
         moved = kernel.moved or (self.program.acc,)
         how = "tiles" if kernel.tiled else "groups" if kernel.grouped else "rows"
         moments = "moments_" if kernel.name.endswith("moments_kernel") else ""
-        parts = max(map(len, self.structure.results))
+        parts = self.structure.parts_of_row
         variant = (how, f"{len(kernel.sums)} sums", f"{parts} parts", f"{len(moved)} moved", self.program.digest)
         which = f"rowwise_{moments}{'backward' if self.cotangents else 'forward'}"
         return TuningKey(which, variant, widths(*sorted({d.itemsize for d in moved})), self.structure.cols, bucket)

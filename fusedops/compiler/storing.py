@@ -81,7 +81,7 @@ def _text(function: FunctionType) -> list[str]:
 def _code(code: CodeType) -> list[str]:
     found = [
         code.co_filename,
-        str(code.co_firstlineno),
+        str((code.co_firstlineno, code.co_flags, code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)),
         code.co_code.hex(),
         repr(code.co_names),
         repr(code.co_varnames),

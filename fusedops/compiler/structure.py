@@ -7,6 +7,7 @@ are *row axes*.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import linecache
 import math
@@ -29,6 +30,8 @@ Part = tuple[tuple[int, int], ...]
 _MOST_PARTS = 16
 # Columns of a part of a row that no operator of the function takes apart.
 _LEAST_PART = 128
+# Columns of all parts of such a row: longer ones are better passed over tile by tile.
+_MOST_COLUMNS = 16384
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,13 @@ class Structure:
     def cols(self) -> int:
         """Columns of a part of a row."""
         return math.prod([self.sizes[axis] for axis in self.columns])
+
+    @property
+    def parts_of_row(self) -> int:
+        """Parts of each row, of the whole tensor that has the fewest."""
+        whole = {*self.rows, *self.columns}
+        return min([len(list(self.parts(operand))) for operand in (*self.inputs, *self.outputs)
+                    if whole <= set(operand.axes)], default=1)  # fmt: skip
 
     def parts(self, operand: Operand) -> Iterator[Part]:
         """Of an operand."""
@@ -232,15 +242,20 @@ class _Structuring:
     def _unroll_columns(self, parts: int) -> None:
         """Take rows of three times a power of two columns as three parts: a block that holds them all has idle lanes."""
         _, columns = self._rows_and_columns()
-        size = self.sizes[columns[0]]
-        ordered = any(node.op == "pick" or (node.op == "amax" and len(node.attrs) > 1) for node in self.nodes)
+        if len(columns) == 1 and self._has_three_parts(self.sizes[columns[0]]) and 3 * parts <= _MOST_PARTS:
+            outer, _ = self.traced.axes.split((self.order[columns[0]],), (3, self.sizes[columns[0]] // 3))
+            self._number_axes(*outer)
+
+    def _has_three_parts(self, size: int) -> bool:
         each = size // 3
-        if len(columns) > 1 or 3 * each != size or each & (each - 1) or each < _LEAST_PART or ordered:
-            return
-        if 3 * parts > _MOST_PARTS:
-            return
-        outer, _ = self.traced.axes.split((self.order[columns[0]],), (3, each))
-        self._number_axes(*outer)
+        in_order = any(node.op == "pick" or (node.op == "amax" and len(node.attrs) > 1) for node in self.nodes)
+        return (
+            each >= _LEAST_PART
+            and size <= _MOST_COLUMNS
+            and each * 3 == size
+            and not each & (each - 1)
+            and not in_order
+        )
 
     def _order(self) -> list[int]:
         """The axes, in the order of the tensors that have the most."""
@@ -323,7 +338,7 @@ class _Structuring:
             return graph.make(node.op, attrs=(*node.attrs, part), axes=rolled, kind=node.kind)
         if node.op == "pick":
             over = self._of(node.attrs[0])
-            if set(over) & set(self.unrolled):
+            if len(over) > 1 or set(over) & set(self.unrolled):
                 raise NotRowwiseError("gather from rows that are taken apart")
             return graph.pick(self._part(node.args[0], part), self._part(node.args[1], part), over)
         if node.op in REDUCTIONS:
@@ -340,18 +355,30 @@ class _Structuring:
         places = [axis for axis in over if axis in self.unrolled]
         inner = [axis for axis in over if axis not in self.unrolled]
         combine = "add" if node.op == "sum" else "maximum"
-        found: Node | None = None
         argument = self._of(node.args[0].axes)
+        parts = []
         for at in itertools.product(*[range(self.sizes[axis]) for axis in places if axis in argument]):
             given = dict(part) | dict(zip([axis for axis in places if axis in argument], at, strict=True))
-            one = self._part(node.args[0], tuple(sorted(given.items())))
-            found = one if found is None else self.graph.binary(combine, found, one)
-        assert found is not None
+            parts.append(self._part(node.args[0], tuple(sorted(given.items()))))
+        found = functools.reduce(functools.partial(self.graph.binary, combine), parts)
         if len(node.attrs) > 1:
             if places or len(inner) > 1:
                 raise NotRowwiseError("max over more than one dimension of what rows are made of; use amax")
             return self.graph.make("amax", found, attrs=(tuple(inner), *node.attrs[1:]), axes=found.axes - set(inner))
-        return self._sum(found, inner) if node.op == "sum" else self.graph.reduce(node.op, found, inner)
+        if node.op == "sum":
+            return self._sum(found, inner)
+        largest = self.graph.reduce(node.op, found, inner)
+        return largest if len(parts) == 1 or node.kind != "float" else self._shared(largest, parts, inner)
+
+    def _shared(self, largest: Node, parts: Sequence[Node], over: Sequence[int]) -> Node:
+        """The largest element of several parts, all of whose largest elements share its gradient."""
+        graph, zero, one = self.graph, self.graph.const(0.0), self.graph.const(1.0)
+        equal = [graph.make("eq", part, graph.make("constant_to_gradients", largest)) for part in parts]
+        add = functools.partial(graph.binary, "add")
+        total = functools.reduce(add, [graph.where(eq, part, zero) for eq, part in zip(equal, parts, strict=True)])
+        count = functools.reduce(add, [graph.where(eq, one, zero) for eq in equal])
+        mean = graph.binary("div", graph.reduce("sum", total, over), graph.reduce("sum", count, over))
+        return graph.make("instead", largest, mean)
 
     def _sum(self, node: Node, over: Sequence[int], *, shifted: bool = False) -> Node:
         """A sum over columns, of a logarithm of softmax as a difference of sums: one pass over the rows, and not two.

@@ -57,7 +57,19 @@ class FunctionWorkload:
 
     def step(self, device: torch.device) -> Step:
         """See `Tunable`."""
-        return Step(self.function, self.made(device))
+        return Step(self.call, self.made(device))
+
+    def call(self, **arguments: Any) -> Any:
+        """The function, with its arguments by name."""
+        placed, named = self.placed(arguments)
+        return self.function(*placed, **named)
+
+    def placed(self, arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Arguments as the function takes them, by place and by name."""
+        parameters = inspect.signature(self.function.function).parameters
+        alone = {name for name in arguments if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY}
+        placed = [value for name, value in arguments.items() if name not in alone]
+        return placed, {name: arguments[name] for name in alone}
 
     def made(self, device: torch.device) -> dict[str, Any]:
         """The arguments, with random tensors."""
@@ -109,11 +121,13 @@ def planned(workload: FunctionWorkload, device: torch.device) -> FunctionWorkloa
     Raises:
         FunctionError: the function is not one kernel.
     """
-    name, tensors = workload.name, workload.made(device)
+    name = workload.name
     try:
-        explanation = workload.function.explain(**tensors)
-    except (TypeError, RuntimeError, ValueError) as error:
-        raise FunctionError(f"{name} does not take these arguments: {error}") from None
+        tensors = workload.made(device)
+        placed, named = workload.placed(tensors)
+        explanation = workload.function.explain(*placed, **named)
+    except Exception as error:  # noqa: BLE001 - the user's own, of his function
+        raise FunctionError(f"{name} does not take these arguments: {type(error).__name__}: {error}") from None
     if explanation.reason:
         raise FunctionError(f"{name} is not fused, so that there is nothing to tune: {explanation.reason}")
     columns = explanation.columns * explanation.parts
@@ -137,18 +151,22 @@ def _loaded(name: str) -> Rowwise:
         return found
     if not inspect.isfunction(found):
         raise FunctionError(f"{name} is no function but a {type(found).__name__}")
-    return Rowwise(found)
+    try:
+        return Rowwise(found)
+    except TypeError as error:
+        raise FunctionError(str(error)) from None
 
 
 def _module(place: str) -> Any:
     if not place.endswith(".py"):
         return importlib.import_module(place)
     path = Path(place).resolve()
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"fusedops_tuned_{path.stem}"  # no module's that the program has
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(place)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     sys.path.insert(0, str(path.parent))
     spec.loader.exec_module(module)
     return module
@@ -161,7 +179,7 @@ def _argument(text: str, dtype: torch.dtype) -> Argument:
             if value is None or isinstance(value, (bool, int, float)):
                 return value
         raise FunctionError(f"--arg {text}: expected a number, True, False or None behind =")
-    sides, _, kind = text.lower().partition(":")
+    sides, _, kind = text.lower().replace("×", "x").partition(":")  # noqa: RUF001 - as for --shape
     numbers = [int(side) if side.isdecimal() else 0 for side in sides.split("x")]
     if min(numbers) < 1 or (kind and kind not in _KINDS):
         raise FunctionError(f"--arg must be a shape and perhaps a dtype of {', '.join(_KINDS)}, such as 8192x4096:fp32, "

@@ -170,7 +170,7 @@ class Step:
     def forward(self) -> tuple[Tensor, ...]:
         """The outputs of a training forward."""
         outputs = self._call(**self._arguments)
-        return outputs if isinstance(outputs, tuple) else (outputs,)
+        return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
 
     @torch.no_grad()
     def infer(self) -> tuple[Tensor, ...]:
@@ -178,10 +178,17 @@ class Step:
         return self.forward()
 
     def backward(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The gradients of all inputs for random output gradients, which are made once; may be called repeatedly."""
+        """The gradients of all inputs that have one, for random output gradients, which are made once.
+
+        It may be called repeatedly.
+        """
+        outputs = tuple([out for out in outputs if out.requires_grad])
+        if not outputs:
+            return ()
         if not self._cotangents:
             self._cotangents = [torch.randn_like(out) for out in outputs]
-        return torch.autograd.grad(outputs, self._leaves, self._cotangents, retain_graph=True)
+        found = torch.autograd.grad(outputs, self._leaves, self._cotangents, retain_graph=True, allow_unused=True)
+        return tuple([gradient for gradient in found if gradient is not None])
 
     def __call__(self) -> None:
         """Runs all three."""
