@@ -1,0 +1,279 @@
+"""`fusedops.rowwise`: derivatives at corners and of higher order, and operators one by one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import fusedops
+from rowwise_checks import (
+    assert_as_good,
+    check,
+    cotangents_of,
+    every,
+    kernels,
+    masks,
+    of,
+    randn,
+    rowwise,
+    wide,
+)
+from rowwise_functions import SAMPLES, RowwiseFunction, named, subsets
+from support import DEVICE, as_tuple, fixed_draw
+
+# --- derivatives ------------------------------------------------------------------------------------------------------
+
+
+@kernels
+@every
+def test_second_derivatives(sample: RowwiseFunction) -> None:
+    tensors = sample.tensors(torch.float32, DEVICE)
+    names = sample.floating()
+
+    def twice(function: Callable[..., Any], given: dict[str, Tensor]) -> list[Tensor]:
+        leaves = {name: t.detach().requires_grad_(name in names) for name, t in given.items()}
+        outputs = as_tuple(function(*leaves.values()))
+        inner = [leaves[name] for name in names]
+        cotangents = [c.requires_grad_() for c in cotangents_of(outputs)]
+        grads = torch.autograd.grad(outputs, inner, cotangents, create_graph=True)
+        again = torch.autograd.grad(grads, [*inner, *cotangents], cotangents_of(grads), allow_unused=True)
+        return [torch.zeros_like(t) if g is None else g for g, t in zip(again, [*inner, *cotangents], strict=True)]
+
+    with fixed_draw():
+        got = twice(rowwise(sample), tensors)
+    with masks(sample):
+        exact = twice(sample.function, wide(tensors))
+    with masks(sample):
+        eager = twice(sample.function, tensors)
+    for number, (a, b, c) in enumerate(zip(got, exact, eager, strict=True)):
+        assert_as_good(a, b, [c], f"{sample.name}: second derivative {number}", 64.0)
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("sample", "names"),
+    [
+        pytest.param(sample, names, id="-".join((sample.name, *names)))
+        for sample in named(
+            "gated_residual_norm", "adaptive_layer_norm_grouped", "swiglu_norm", "norm_and_rotary", "group_norm"
+        )
+        for names in subsets(sample.floating())
+    ],
+)
+@pytest.mark.pairs
+def test_some_gradients(sample: RowwiseFunction, names: tuple[str, ...]) -> None:
+    check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE), names)
+
+
+@kernels
+@of("gated_residual_norm", "gate_and_residual")
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_output_unused(sample: RowwiseFunction, used: int) -> None:
+    function = rowwise(sample)
+    one = RowwiseFunction(sample.name, lambda *args: sample.function(*args)[used], sample.shapes)
+    names = ["x", "residual"] if used else None  # the stream does not depend on what comes behind it
+    check(one, lambda *args: function(*args)[used], sample.tensors(torch.float32, DEVICE), names)
+
+
+@kernels
+def test_output_that_is_the_same_for_a_whole_row() -> None:
+    """Its cotangent is summed over the row."""
+
+    def function(x: Tensor) -> Tensor:
+        return x.mean(-1, keepdim=True) + torch.zeros_like(x)
+
+    sample = RowwiseFunction("broadcast", function, lambda rows: {"x": (rows, 24)})
+    check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE))
+
+
+@kernels
+@pytest.mark.parametrize("which", ["stack", "cat", "transpose"])
+def test_outputs_whose_rows_are_not_outermost(which: str) -> None:
+    functions: dict[str, Callable[..., Any]] = {
+        "stack": lambda x, y: torch.stack((x, x * y), 0),
+        "cat": lambda x, y: torch.cat((x, x * y), 0),
+        "transpose": lambda x, y: (x * y).mT,
+    }
+    sample = RowwiseFunction(which, functions[which], lambda rows: {"x": (rows, 24), "y": (rows, 24)})
+    try:
+        function = rowwise(sample)
+        check(sample, function, sample.tensors(torch.float32, DEVICE))
+    except fusedops.NotRowwiseError as error:
+        assert which[:4] in str(error) or "rows" in str(error)  # noqa: PT017 - it may be refused, but not be wrong
+
+
+@kernels
+def test_heads_transposed() -> None:
+    """Of attention: the rows come out in another order."""
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], weight, 1e-6).transpose(1, 2)
+
+    sample = RowwiseFunction("heads", function, lambda rows: {"x": (2, rows, 3, 16), "weight": (16,)})
+    check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE))
+
+
+@kernels
+def test_output_is_of_the_returned_sum() -> None:
+    """Of the very numbers that are returned, rounded once, as the backward and the next layer see them."""
+
+    def function(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        z = x * 3.0 + residual
+        return F.layer_norm(z.float(), z.shape[-1:]), z
+
+    x, residual = randn(5, 24, dtype=torch.bfloat16), randn(5, 24, dtype=torch.bfloat16)
+    y, z = fusedops.rowwise(function, strict=True)(x, residual)
+    assert (y.dtype, z.dtype) == (torch.float32, torch.bfloat16)
+    torch.testing.assert_close(y, F.layer_norm(z.float(), (24,)), rtol=1e-5, atol=1e-5)
+
+
+@kernels
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_ignored_class(smoothing: float) -> None:
+    """One that is a column, too: its rows have neither loss nor gradient."""
+
+    def function(logits: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(logits, target, ignore_index=3, reduction="none", label_smoothing=smoothing)
+
+    sample = RowwiseFunction("ignored", function, SAMPLES["cross_entropy"].shapes)
+    target = torch.tensor([3, 0, 3, 39, 1], device=DEVICE)
+    check(sample, rowwise(sample), {**sample.tensors(torch.float32, DEVICE), "target": target}, ["logits"])
+
+
+@kernels
+@pytest.mark.parametrize("inside", ["detach", "no_grad"])
+def test_what_has_no_gradient_in_the_function(inside: str) -> None:
+    def detached(x: Tensor) -> Tensor:
+        return x * x.exp().detach()
+
+    def without(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            factor = x.exp()
+        return x * factor
+
+    function = detached if inside == "detach" else without
+    sample = RowwiseFunction(inside, function, lambda rows: {"x": (rows, 24)})
+    try:
+        check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE))
+    except fusedops.NotRowwiseError as error:
+        assert inside in str(error)  # noqa: PT017 - it may be refused, but not be wrong
+
+
+# At these inputs PyTorch's derivatives are conventions, or need more than a formula.
+_EDGES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "clamp": (lambda x: x.clamp(min=0.0), "zeros"),
+    "clamp_between": (lambda x: torch.clamp(x, 0.0, 1.0), "zeros"),
+    "hardtanh": (lambda x: F.hardtanh(x, 0.0, 1.0), "zeros"),
+    "relu6": (lambda x: F.relu6(x), "zeros"),
+    "relu": (lambda x: F.relu(x), "zeros"),
+    "maximum": (lambda x: torch.maximum(x, torch.zeros_like(x)), "zeros"),
+    "abs": (lambda x: x.abs(), "zeros"),
+    "power": (lambda x: x.abs() ** 1.5, "zeros"),
+    "square": (lambda x: x**2.0, "zeros"),
+    "normalize": (lambda x: F.normalize(x, dim=-1), "zero row"),
+    "norm": (lambda x: x * x.norm(dim=-1, keepdim=True), "zero row"),
+    "std": (lambda x: x - x.std(-1, keepdim=True), "zero row"),
+    "softmax": (lambda x: x.softmax(-1), "zero row"),
+    "layer_norm": (lambda x: F.layer_norm(x, (24,)), "zero row"),
+    "amax": (lambda x: x - x.amax(-1, keepdim=True), "ties"),
+    "max": (lambda x: x - x.max(-1, keepdim=True).values, "ties"),
+    "amin": (lambda x: x - x.amin(-1, keepdim=True), "ties"),
+    "odd_power": (lambda x: x**17, "ties"),
+    "even_power": (lambda x: x**20, "ties"),
+    "softplus": (lambda x: F.softplus(x * 40), "ties"),
+    "logsumexp": (lambda x: torch.logsumexp(x * 40, -1), "ties"),
+    "log_softmax": (lambda x: torch.log_softmax(x * 40, -1), "ties"),
+    "log1p": (lambda x: torch.log1p(x * 1e-6), "ties"),
+    "expm1": (lambda x: torch.expm1(x * 1e-6), "ties"),
+}
+
+
+@kernels
+@pytest.mark.parametrize("case", _EDGES)
+def test_derivatives_at_edges(case: str) -> None:
+    inner, edge = _EDGES[case]
+    x = RowwiseFunction(case, inner, lambda rows: {"x": (rows, 24)}).tensors(torch.float32, DEVICE)["x"]
+    if edge == "zeros":
+        x[:, 3:9] = 0.0
+    elif edge == "zero row":
+        x[1] = 0.0
+    else:
+        x[:, 3:6] = 2.5
+    sample = RowwiseFunction(case, inner, lambda rows: {"x": (rows, 24)})
+    check(sample, rowwise(sample), {"x": x})
+
+
+@kernels
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
+@pytest.mark.parametrize("case", ["fmax", "fmin", "maximum", "relu", "clamp", "amax", "softmax", "logsumexp", "where"])
+def test_not_a_number_spreads_as_in_pytorch(case: str, value: float) -> None:
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "fmax": lambda x: torch.fmax(x, torch.zeros_like(x)),
+        "fmin": lambda x: torch.fmin(x, torch.zeros_like(x)),
+        "maximum": lambda x: torch.maximum(x, torch.zeros_like(x)),
+        "relu": F.relu,
+        "clamp": lambda x: x.clamp(-1.0, 1.0),
+        "amax": lambda x: x - x.amax(-1, keepdim=True),
+        "softmax": lambda x: x.softmax(-1),
+        "logsumexp": lambda x: torch.logsumexp(x, -1),
+        "where": lambda x: torch.where(x > 0, x, 0.0),
+    }
+    x = randn(5, 24)
+    x[1, 3], x[2] = value, value
+    made = fusedops.rowwise(functions[case])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it may be refused, but not be wrong
+        got = made(x)
+    torch.testing.assert_close(got, functions[case](x), rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+# --- operators that PyTorch decomposes --------------------------------------------------------------------------------
+
+_POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
+    **{name: getattr(F, name) for name in ("leaky_relu", "elu", "selu", "celu", "hardswish", "hardsigmoid", "softplus",
+                                           "mish", "logsigmoid", "gelu", "silu", "softsign", "tanhshrink", "glu")},
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "lerp": lambda x: torch.lerp(x, x.exp(), 0.3),
+    "addcmul": lambda x: torch.addcmul(x, x, x.exp(), value=0.5),
+    "addcdiv": lambda x: torch.addcdiv(x, x, x.exp(), value=0.5),
+    "mse_loss": lambda x: F.mse_loss(x, x.exp(), reduction="none").mean(-1),
+    "exp2": torch.exp2,
+    "base": lambda x: 2.0**x,
+    "remainder": lambda x: x % 0.7,
+    "std_mean": lambda x: torch.std_mean(x, -1, keepdim=True)[0] * x,
+    "entropy": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1),
+    "softmin": lambda x: F.softmin(x, -1),
+    "var": lambda x: x * x.var(-1, unbiased=False, keepdim=True),
+    "in_place": lambda x: (x * 2).add_(1.0).mul_(0.5).exp_(),
+    "in_place_of_a_copy": lambda x: x.clone().mul_(0.5) * x + (x * 1).exp_(),
+    "min_max": lambda x: (x - x.amin(-1, keepdim=True)) / (x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True)),
+    "integers": lambda x: x * (x > 0).sum(-1, keepdim=True) - (x * 4).long().amax(-1, keepdim=True),
+    "bits": lambda x: x * ((x > 0) & ~(x > 1) | (x < -1)),
+    "one_hot": lambda x: x * F.one_hot((x.amax(-1) * 3).long().clamp(0, 23), 24),
+    "unflatten": lambda x: F.softmax(x.unflatten(-1, (2, 12)), -1).flatten(-2),
+    "parts": lambda x: torch.cat([part * (i + 1) for i, part in enumerate(x.chunk(3, -1))], -1).softmax(-1),
+}  # fmt: skip
+# PyTorch's table says how these decompose, so they are no reason to refuse a function.
+_COVERED = frozenset(_POINTWISE) - {"remainder", "base", "exp2", "std_mean"}
+
+
+@kernels
+@pytest.mark.parametrize("name", _POINTWISE)
+def test_operators(name: str) -> None:
+    inner = _POINTWISE[name]
+
+    def function(x: Tensor) -> Tensor:  # builtins have no signature
+        return inner(x)
+
+    sample = RowwiseFunction(name, function, lambda rows: {"x": (rows, 24)})
+    tensors = sample.tensors(torch.float32, DEVICE)
+    try:
+        check(sample, rowwise(sample), tensors)
+    except fusedops.NotRowwiseError:
+        assert name not in _COVERED, f"{name} is refused"

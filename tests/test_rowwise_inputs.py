@@ -1,0 +1,334 @@
+"""`fusedops.rowwise`: dtypes, layouts, numbers, sequences, and what a function uses beside its arguments."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fusedops
+from fusedops.core import launch
+from rowwise_checks import (
+    check,
+    kernels,
+    randn,
+    results,
+    rowwise,
+)
+from rowwise_functions import SAMPLES, RowwiseFunction
+from support import DEVICE, KERNEL_PATH
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+@kernels
+def test_mixed_dtypes() -> None:
+    """PyTorch's promotion, in values and in the dtypes of outputs and gradients."""
+    sample = RowwiseFunction("mixed", lambda x, residual, weight, scale: (residual + scale * F.silu(x) * weight, x * weight),
+                             lambda rows: {"x": (rows, 24), "residual": (rows, 24), "weight": (24,), "scale": ()})  # fmt: skip
+    tensors = sample.tensors(torch.float32, DEVICE)
+    tensors["x"], tensors["weight"] = tensors["x"].bfloat16(), tensors["weight"].half()
+    check(sample, rowwise(sample), tensors)
+
+
+def _strided(how: str) -> Tensor:
+    base = randn(48, 48)
+    return {
+        "rows": base[:8, :24],
+        "columns": base[:8, ::2],
+        "transposed": base[:24, :8].T,
+        "expanded": base[:1, :24].expand(8, 24),
+        "permuted": base.view(8, 12, 24).permute(1, 0, 2),
+        "offset": base.flatten()[1 : 1 + 8 * 24].view(8, 24),
+        "reversed": base[:8, :24].flip(0),
+    }[how]
+
+
+@kernels
+@pytest.mark.parametrize("how", ["rows", "columns", "transposed", "expanded", "permuted", "offset", "reversed"])
+def test_layouts(how: str) -> None:
+    sample = SAMPLES["norm_then_add"]
+    tensors = {"x": _strided(how), "residual": _strided(how), "weight": randn(48)[::2]}
+    check(sample, rowwise(sample), tensors)
+
+
+@kernels
+def test_strided_rows_are_read_in_place() -> None:
+    """As those of a packed projection are; a strided cotangent, too. Strided columns are copied."""
+    function, weight = fusedops.rowwise(lambda x, weight: F.rms_norm(x, x.shape[-1:], weight), strict=True), randn(24)
+
+    def clones(x: Tensor, cotangent: Tensor) -> int:
+        x = x.detach().requires_grad_()
+        torch.autograd.grad(function(x, weight), x, cotangent)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+            torch.autograd.grad(function(x, weight), x, cotangent)
+        return sum(event.count for event in profile.key_averages() if event.key == "aten::clone")
+
+    whole, wide = randn(5, 24), randn(5, 48)
+    assert clones(whole, whole) == clones(wide[:, :24], wide[:, 24:]) == 0
+    assert clones(wide[:, ::2], whole) > 0
+
+
+@kernels
+def test_strided_cotangents() -> None:
+    sample = SAMPLES["norm_then_add"]
+    tensors = {name: t.requires_grad_() for name, t in sample.tensors(torch.float32, DEVICE).items()}
+    for cotangent in (randn(24, 5).T, randn(1, 1).expand(5, 24), randn(5, 48)[:, ::2]):
+        grads = [torch.autograd.grad(f(*tensors.values()), list(tensors.values()), cotangent)
+                 for f in (rowwise(sample), sample.function)]  # fmt: skip
+        for got, want in zip(*grads, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@kernels
+def test_layout_of_a_later_call() -> None:
+    """Found in the call cache by its shapes, it may still be strided otherwise."""
+    sample = SAMPLES["gemma_norm"]
+    function, weight = rowwise(sample), randn(24)
+    for x in (randn(8, 24), _strided("rows"), _strided("transposed"), _strided("offset")):
+        torch.testing.assert_close(function(x, weight), sample.function(x, weight), rtol=1e-5, atol=1e-5)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool], ids=str)
+def test_integer_inputs(dtype: torch.dtype) -> None:
+    values = (torch.arange(24, device=DEVICE) % 5).to(dtype)
+    sample = RowwiseFunction("integers", lambda x, i: torch.where(i > 1, x * i, x - 1), lambda rows: {"x": (rows, 24)})
+    check(sample, rowwise(sample), {**sample.tensors(torch.float32, DEVICE), "i": values})
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("case", ["add", "sub", "mul", "neg", "cast"])
+def test_integers_wrap_as_in_pytorch(case: str, dtype: torch.dtype) -> None:
+    """Or the function is refused."""
+    functions: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "add": lambda x, i: x * (i + i),
+        "sub": lambda x, i: x * (i - 5),
+        "mul": lambda x, i: x * (i * i),
+        "neg": lambda x, i: x * -i,
+        "cast": lambda x, i: x * (x * 1000).long().to(i.dtype),
+    }
+    x, top = randn(5, 24), torch.iinfo(dtype).max
+    i = torch.tensor([1, 2, top - 1, top], device=DEVICE).to(dtype).repeat(6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got = fusedops.rowwise(functions[case])(x, i)
+    torch.testing.assert_close(got, functions[case](x, i), rtol=1e-5, atol=1e-5)
+
+
+@kernels
+@pytest.mark.parametrize("value", [2**24 + 1, 2**40 + 1])
+def test_integers_beyond_the_digits_of_floats(value: int) -> None:
+    """They are compared, summed and returned as integers."""
+    x, i = randn(5, 24), torch.full((5, 24), value, device=DEVICE)
+
+    def function(x: Tensor, i: Tensor) -> tuple[Tensor, ...]:
+        same = (i == value) & (i != value - 1)
+        return torch.where(same, x, 0.0), i + same, (i + same).sum(-1), (i - 2 * value * same).amax(-1)
+
+    for got, want in zip(fusedops.rowwise(function, strict=True)(x, i), function(x, i), strict=True):
+        assert got.dtype == want.dtype and torch.equal(got, want)
+
+
+@kernels
+@pytest.mark.parametrize("rows", [3, 20])
+def test_one_element_of_each_row(rows: int) -> None:
+    """Of rows and of a vector of each group."""
+
+    def function(x: Tensor, shared: Tensor, place: Tensor, common: Tensor) -> Tensor:
+        return x * shared.gather(-1, common) - x.gather(-1, place)
+
+    x, shared = randn(3, rows, 24), randn(3, 1, 24)
+    place = torch.arange(3 * rows, device=DEVICE).remainder(24).view(3, rows, 1)
+    tensors = {"x": x, "shared": shared, "place": place, "common": place[:, :1]}
+    got, grads = results(fusedops.rowwise(function, strict=True), tensors)
+    want, expected = results(function, tensors)
+    for one, other in zip((*got, *grads.values()), (*want, *expected.values()), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@kernels
+def test_integer_output_beside_a_float() -> None:
+    x, i = randn(5, 24).requires_grad_(), torch.arange(24, device=DEVICE)
+    y, mask, places = fusedops.rowwise(lambda x, i: (x * 2, x > 0, i + (x > 0)), strict=True)(x, i)
+    assert torch.equal(mask, x > 0) and torch.equal(places, i + (x > 0)) and not mask.requires_grad
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(grad, torch.full_like(grad, 2.0))
+
+
+@kernels
+def test_scalars() -> None:
+    """0-dim tensors beside rows, with gradients; and a row alone, and a number alone."""
+    sample = RowwiseFunction("scalars", lambda x, scale, row: x * scale + row,
+                             lambda rows: {"x": (rows, 24), "scale": (), "row": (rows, 1)})  # fmt: skip
+    check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE))
+    x = randn(24)
+    function = fusedops.rowwise(lambda x: F.rms_norm(x, x.shape[-1:]))
+    torch.testing.assert_close(function(x), F.rms_norm(x, (24,)))
+
+
+@kernels
+def test_single_number() -> None:
+    """A 0-dim tensor alone has no rows: it is computed or refused."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = fusedops.rowwise(lambda x: x * 2)(torch.tensor(3.0, device=DEVICE))
+    assert found.item() == 6.0 and found.shape == ()
+
+
+def test_empty_rows() -> None:
+    x = randn(0, 24).requires_grad_()
+    y = fusedops.rowwise(SAMPLES["gemma_norm"].function)(x, randn(24))
+    assert y.shape == (0, 24) and torch.autograd.grad(y.sum(), x)[0].shape == (0, 24)
+
+
+def test_numbers_and_keywords() -> None:
+    @fusedops.rowwise(strict=True)
+    def function(
+        x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, scale: float = 1.0, how: str = "rms"
+    ) -> Tensor:
+        y = (
+            F.rms_norm(x, x.shape[-1:], weight, eps)
+            if how == "rms"
+            else F.layer_norm(x, x.shape[-1:], weight, None, eps)
+        )
+        return y * scale
+
+    x, weight = randn(5, 24), randn(24)
+    plain = function.function
+    for args, kwargs in (((x,), {}), ((x, weight), {}), ((x,), {"eps": 0.5}), ((x,), {"scale": 3.0, "weight": weight}),
+                         ((x, None, 1), {"how": "layer"}), ((x,), {"scale": True}), ((x,), {"scale": 2})):  # fmt: skip
+        torch.testing.assert_close(function(*args, **kwargs), plain(*args, **kwargs), rtol=1e-5, atol=1e-5)
+
+
+@kernels
+def test_numbers_that_are_equal_but_not_the_same() -> None:
+    """0.0 and -0.0, 1 and True and 1.0 are equal to a dictionary."""
+    function = fusedops.rowwise(lambda x, s: torch.where(x > 0, s, x), strict=True)
+    x = randn(5, 24)
+    assert not torch.signbit(function(x, 0.0)[x > 0]).any()
+    assert torch.signbit(function(x, -0.0)[x > 0]).all()
+    kind = fusedops.rowwise(lambda x, s: (x > 0) * s, strict=True)
+    assert [kind(x, s).dtype for s in (1, 1.0, True)] == [torch.int64, torch.float32, torch.bool]
+
+
+@pytest.mark.parametrize("given", [[24], (24,), torch.Size([24])], ids=["list", "tuple", "size"])
+def test_arguments_that_are_sequences(given: Any) -> None:
+    """Of numbers: a normalised shape."""
+    x = randn(5, 24)
+    got = fusedops.rowwise(lambda x, shape: F.layer_norm(x, shape))(x, given)
+    torch.testing.assert_close(got, F.layer_norm(x, (24,)), rtol=1e-5, atol=1e-5)
+
+
+@kernels
+@pytest.mark.parametrize("kind", [tuple, list], ids=["tuple", "list"])
+def test_tensors_within_arguments_are_refused(kind: type) -> None:
+    """No silent fall-back: a tuple of tensors is not looked into."""
+    with pytest.raises((fusedops.NotRowwiseError, TypeError), match=r"pair|tuple|list"):
+        fusedops.rowwise(lambda pair: pair[0] * pair[1], strict=True)(kind((randn(5, 24), randn(24))))
+
+
+@kernels
+def test_not_a_number_as_an_argument() -> None:
+    """It equals no other, and is still traced once."""
+    function, x = fusedops.rowwise(lambda x, s: torch.where(x > 0, x, s), strict=True), randn(5, 24)
+    function(x, float("nan"))
+    with mock.patch("fusedops.compiler.programs.trace", side_effect=AssertionError("traced again")):
+        assert function(x, float("nan"))[x <= 0].isnan().all()
+
+
+# --- what a function captures -----------------------------------------------------------------------------------------
+
+
+def test_captured_tensors() -> None:
+    """Of a closure and of a module: with gradients, and as they are at each call."""
+    module = nn.Module()
+    module.weight, bias = nn.Parameter(randn(24)), randn(24).requires_grad_()
+
+    @fusedops.rowwise(strict=True)
+    def function(x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], module.weight, bias)
+
+    def verify() -> None:
+        x = randn(5, 24).requires_grad_()
+        leaves = [x, module.weight, bias]
+        with launch.record() as launched:
+            got = [function(x), *torch.autograd.grad(function(x).square().sum(), leaves)]
+        want = [function.function(x), *torch.autograd.grad(function.function(x).square().sum(), leaves)]
+        for a, b in zip(got, want, strict=True):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        assert not KERNEL_PATH or "backward_kernel" in launched
+
+    verify()
+    with torch.no_grad():
+        module.weight.mul_(2.0)
+    verify()
+    module.weight = nn.Parameter(randn(24))
+    verify()
+    bias = randn(24).requires_grad_()
+    verify()
+
+
+@kernels
+@pytest.mark.parametrize("change", ["dtype", "shape", "none"])
+def test_captured_tensor_of_another_kind(change: str) -> None:
+    """A module's parameter that was cast or replaced is not read as what it was."""
+    module = nn.Module()
+    module.weight = nn.Parameter(randn(24))
+
+    @fusedops.rowwise
+    def function(x: Tensor) -> Tensor:
+        y = F.rms_norm(x, x.shape[-1:])
+        return y if module.weight is None else y * module.weight
+
+    x = randn(5, 24)
+    function(x)
+    module.weight = {"dtype": nn.Parameter(randn(24).double()), "shape": nn.Parameter(randn()), "none": None}[change]
+    want = function.function(x)
+    got = function(x)
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@kernels
+def test_captured_number_that_changes() -> None:
+    scale = 2.0
+    function, x = fusedops.rowwise(lambda x: x * scale, strict=True), randn(5, 24)
+    assert torch.equal(function(x), x * 2)
+    scale = 3.0
+    assert torch.equal(function(x), x * 3)
+
+
+class _Block(nn.Module):
+    """With a row-wise method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(randn(24))
+        self.eps = 1e-6
+
+    @fusedops.rowwise
+    def norm(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+def test_method() -> None:
+    """Two instances have two weights; without kernels for it, it says so."""
+    x, blocks = randn(5, 24), [_Block(), _Block()]
+    with warnings.catch_warnings(record=True) as caught, launch.record() as launched:
+        warnings.simplefilter("always")
+        for block in blocks:
+            want = F.rms_norm(x, (24,), block.weight, 1e-6)
+            torch.testing.assert_close(block.norm(x), want, rtol=1e-5, atol=1e-5)
+        blocks[0].eps = 10.0
+        want = F.rms_norm(x, (24,), blocks[0].weight, 10.0)
+        torch.testing.assert_close(blocks[0].norm(x), want, rtol=1e-5, atol=1e-5)
+    assert not KERNEL_PATH or launched or caught, "it fell back silently"
