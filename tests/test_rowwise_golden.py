@@ -18,29 +18,37 @@ from rowwise_functions import named
 pytestmark = pytest.mark.once
 
 _FILES = Path(__file__).parent / "golden"
-# Vectors and dropout, groups, parts and rows by index, numbers of rows that are returned.
-_NAMES = ("dropout_add_layer_norm", "adaptive_layer_norm_grouped", "norm_and_rotary", "cross_entropy")
+# Vectors and dropout, groups, parts and rows by index, numbers of rows that are returned; rows in three parts; long rows.
+_NAMES = ("dropout_add_layer_norm", "adaptive_layer_norm_grouped", "norm_and_rotary", "cross_entropy",
+          "dropout_add_layer_norm in three parts", "cross_entropy in tiles")  # fmt: skip
 
 
-def _text(name: str) -> str:
+def _text(case: str) -> str:
     """The graph and the kernels, without the user's lines, which move."""
+    name, _, how = case.partition(" in ")
     (sample,) = named(name)
     tensors = sample.tensors(torch.bfloat16)
+    if how == "three parts":
+        tensors = {name: t.repeat_interleave(16, -1) for name, t in tensors.items()}
     program = Rowwise(sample.function)._programs.find(list(tensors.values()), False).program
     outputs, wanted = list(range(program.count)), list(program.plan.differentiable)
-    grouped = bool(program.group)
-    kernels = forward_kernels(program.plan, program.acc, grouped=grouped, tiled=False, saves=True)
-    kernels += backward_kernels(program.plan, program.acc, grouped=grouped, tiled=False, given=outputs, wanted=wanted)
-    kept = program.plan.kept_operand
+    grouped, tiled = bool(program.group), how == "tiles"
+    kernels = forward_kernels(program.plan, program.acc, grouped=grouped, tiled=tiled, saves=True)
+    kernels += backward_kernels(program.plan, program.acc, grouped=grouped, tiled=tiled, given=outputs, wanted=wanted)
+    intermediate = program.plan.intermediate_operand
     saved = [program.structure.inputs[place].name for place in program.plan.saved_inputs]
-    saved += [kept.name] if kept is not None else []
+    saved += [intermediate.name] if intermediate is not None else []
     lines = [line.partition("  # line ")[0] for kernel in kernels for line in kernel.source.splitlines()]
-    return "\n".join([program.structure.text(), "", f"kept: {', '.join(saved)}", "", *lines]) + "\n"
+    return "\n".join([program.structure.text(), "", f"saved: {', '.join(saved)}", "", *lines]) + "\n"
+
+
+def _file(case: str) -> Path:
+    return _FILES / f"{case.replace(' ', '_')}.txt"
 
 
 @pytest.mark.parametrize("name", _NAMES)
 def test_graph_and_source(name: str) -> None:
-    expected, found = (_FILES / f"{name}.txt").read_text(), _text(name)
+    expected, found = _file(name).read_text(), _text(name)
     difference = difflib.unified_diff(expected.splitlines(), found.splitlines(), "expected", "found", lineterm="")
     assert found == expected, "\n".join(difference)
 
@@ -48,4 +56,4 @@ def test_graph_and_source(name: str) -> None:
 if __name__ == "__main__":
     _FILES.mkdir(exist_ok=True)
     for golden in _NAMES:
-        (_FILES / f"{golden}.txt").write_text(_text(golden))
+        _file(golden).write_text(_text(golden))

@@ -20,15 +20,15 @@ Allocated = tuple[Tensor | None, ...]
 
 
 def output_allocator(program: Program) -> Callable[[Any, bool], Allocated]:
-    """From the inputs, and whether a backward follows, to the outputs, what is kept, and the numbers of rows."""
+    """From the inputs, and whether a backward follows, to the outputs, the intermediate, and the numbers of rows."""
     structure, plan = program.structure, program.plan
     first = f"tensors[{program.first}]"
     sizes = {axis: f"tensors[{place}].shape[{dim}]" for axis, (_, place, dim) in program.dynamic.items()}
     likes = [(operand.labels, f"tensors[{place}]") for place, operand in enumerate(structure.inputs)]
     made = [_new(program, operand, first, sizes, likes) for operand in structure.outputs]
     if program.own:
-        assert plan.kept_operand is not None
-        made.append(f"{_new(program, plan.kept_operand, first, sizes, likes)} if saves else None")
+        assert plan.intermediate_operand is not None
+        made.append(f"{_new(program, plan.intermediate_operand, first, sizes, likes)} if saves else None")
     rows = " * ".join([sizes.get(axis, str(structure.sizes[axis])) for axis in structure.rows]) or "1"
     stats = f"{first}.new_empty(({len(plan.stats)}, {rows}), dtype={program.acc}) if saves else None"
     made.append(stats if plan.stats else "None")

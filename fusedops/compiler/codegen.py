@@ -2,7 +2,7 @@
 
 A program that holds whole rows does all in one kernel each way. Longer rows take two: one passes over each row, tile by
 tile, and writes the numbers that reductions give (*moments*); the other has a tile of columns in each program. Sums over
-rows are kept by the programs of a backward, and added up by one more kernel.
+rows are held by the programs of a backward, and added up by one more kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Kernel", "backward_kernels", "forward_kernels", "reduce_kernel"]
 # Of a multiprocessor's registers, those that vectors, sums and what a tile reads may take.
 _REGISTERS = 49152
 _CONSTANTS = ("ACC", "N", "BLOCK_N", "ROWS", "VECTOR", "STAGES", "OVERLAP", "PERSISTENT")
-_ORDER = ("input", "cotangent", "kept", "stats", "moments", "output", "gradient", "partials")
+_ORDER = ("input", "cotangent", "intermediate", "stats", "moments", "output", "gradient", "partials")
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,11 @@ def forward_kernels(plan: Plan, acc: torch.dtype, *, grouped: bool, tiled: bool,
               for number, (operand, parts) in enumerate(zip(structure.outputs, structure.results, strict=True))
               for part, node in parts.items()]  # fmt: skip
     if saves:
-        if plan.kept_output < 0:
-            stores += [_Store("kept", 0, plan.kept_operand, part, node) for part, node in plan.kept.items()]
+        if plan.intermediate_output < 0:
+            stores += [
+                _Store("intermediate", 0, plan.intermediate_operand, part, node)
+                for part, node in plan.intermediate.items()
+            ]
         stores += [_Store("stats", place, None, (), node) for place, node in enumerate(plan.stats)]
     return _Writer(plan, acc, "forward", grouped, tiled).kernels(stores, [])
 
@@ -140,9 +143,9 @@ class _Writer:
         """With what a backward reads instead of computing it."""
         emitter = Emitter(self.plan, self.acc, grouped=self.grouped)
         if self.which == "backward":
-            for part, node in self.plan.kept.items():
-                emitter.leaves[node] = "kept"
-                emitter.kept_parts[node] = part
+            for part, node in self.plan.intermediate.items():
+                emitter.leaves[node] = "intermediate"
+                emitter.intermediate_parts[node] = part
             for place, node in enumerate(self.plan.stats):
                 emitter.leaves.setdefault(node, f"stats {place}")
         return emitter
@@ -175,17 +178,17 @@ class _Writer:
         return any(inner.op in REDUCTIONS and inner not in emitter.leaves
                    for inner in reachable([node], lambda inner: inner in emitter.leaves))  # fmt: skip
 
-    def _moments_kernel(self, kept: Sequence[Node], numbers: Sequence[Node], stores: Sequence[_Store]) -> Kernel:
+    def _moments_kernel(self, written: Sequence[Node], numbers: Sequence[Node], stores: Sequence[_Store]) -> Kernel:
         emitter = self._emitter()
         emitter.flat = True
         levels = _levels([*numbers, *[store.node for store in stores]], emitter)
         for level in sorted(set(levels.values())):
             self._pass(emitter, [node for node, found in levels.items() if found == level])
-        for place, node in enumerate(kept):
+        for place, node in enumerate(written):
             emitter.store_number("moments", place, node)
         for store in stores:
             self._store(emitter, store)
-        return self._assembled(emitter, f"{self.which}_moments_kernel", [], moments=len(kept))
+        return self._assembled(emitter, f"{self.which}_moments_kernel", [], moments=len(written))
 
     def _pass(self, emitter: Emitter, nodes: Sequence[Node]) -> None:
         """Once over the columns of the rows, for reductions whose own needs are there: full tiles, a last one, the sum."""

@@ -15,7 +15,7 @@ def heuristic(key: TuningKey) -> Config:
     """Whole rows a program: one of a thousand columns and more, several of fewer.
 
     On an H200 a forward is fastest with some 24 elements of a row a thread, so that many programs run at a time. A
-    backward that sums over rows keeps its sums: eight warps a multiprocessor, of at most 32 elements a thread, whose next
+    backward that sums over rows holds its sums: eight warps a multiprocessor, of at most 32 elements a thread, whose next
     rows are on their way.
     """
     if key.cols > _WHOLE:

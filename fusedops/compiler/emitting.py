@@ -64,7 +64,7 @@ class Argument:
 
     Attributes:
         name: in the source.
-        kind: "input", "output", "kept", "stats", "moments", "cotangent", "gradient", "partials", "seed", "offset",
+        kind: "input", "output", "intermediate", "stats", "moments", "cotangent", "gradient", "partials", "seed", "offset",
             "threshold", "stride" (of the tensor that ``of`` names), "size" (of a row axis), "rows", "chunks" or "programs".
         place: of which input, output, dropout or axis.
         of: for a stride: the kind of its tensor.
@@ -125,7 +125,7 @@ class Emitter:
         lines: those of a tile of rows.
         body: those of a tile of columns, where rows are passed over tile by tile; None where one program has one tile.
         whole: whether that tile has all its columns.
-        leaves: values that are not computed but read: "kept" or "stat 3".
+        leaves: values that are not computed but read: "intermediate" or "stat 3".
         moved: the dtypes of whole tensors that are read or written.
     """
 
@@ -138,7 +138,7 @@ class Emitter:
         self.body: list[str] | None = None
         self.whole = False
         self.leaves: dict[Node, str] = {}
-        self.kept_parts: dict[Node, Part] = {}
+        self.intermediate_parts: dict[Node, Part] = {}
         self.moved: list[torch.dtype] = []
         self.named: dict[Node, str] = {}
         self._taken = set(_TAKEN)
@@ -286,9 +286,9 @@ class Emitter:
     # --- leaves -------------------------------------------------------------------------------------------------------
 
     def _leaf(self, node: Node, what: str) -> str:
-        if what == "kept":
-            assert self.plan.kept_operand is not None
-            return self._load("kept", 0, self.plan.kept_operand, self.kept_parts[node])
+        if what == "intermediate":
+            assert self.plan.intermediate_operand is not None
+            return self._load("intermediate", 0, self.plan.intermediate_operand, self.intermediate_parts[node])
         kind, place = what.split()
         return f"tl.load({self.number_of_rows(kind, int(place))}, mask=in_rows, other=0)"
 
@@ -298,7 +298,7 @@ class Emitter:
             return self._load("input", node.attrs[0], structure.inputs[node.attrs[0]], node.attrs[1])
         if op == "cotangent":
             number = node.attrs[0]
-            operand = structure.outputs[number] if number < len(structure.outputs) else self.plan.kept_operand
+            operand = structure.outputs[number] if number < len(structure.outputs) else self.plan.intermediate_operand
             assert operand is not None
             return self._load("cotangent", number, operand, node.attrs[1])
         return f"{self._column(node.attrs[0])}.to(tl.int64)" if op == "iota" else self._keep(node)
@@ -374,7 +374,7 @@ class Emitter:
         strides, size = strides_of(structure, operand)
         terms = [pointer]
         if how == "rows":
-            contiguous = kind in ("output", "kept", "gradient") or size == 1
+            contiguous = kind in ("output", "intermediate", "gradient") or size == 1
             apart = size if contiguous else self.argument("stride", place, f"{operand.name}_stride", kind)
             terms.append(_times("rows", apart))
         elif how == "group":

@@ -56,8 +56,8 @@ class Explanation:
         reason: why the function runs as it is; "" if kernels run.
         columns, parts: columns of each of the equal parts that a row is taken in, and how many these are.
         tensors: of each that goes in or out, its name, its dtype and along what it varies.
-        kept: what is saved for the backward.
-        alternatives: what may be kept of the function's own, the best first, in bytes of a row.
+        saved: what is saved for the backward.
+        alternatives: what may be saved of the function's own, the best first, in bytes of a row.
         kernels: those of a call with all gradients, in the order in which they run.
     """
 
@@ -66,7 +66,7 @@ class Explanation:
     columns: int = 0
     parts: int = 1
     tensors: tuple[tuple[str, str, str], ...] = ()
-    kept: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     kernels: tuple[KernelExplanation, ...] = ()
 
@@ -80,10 +80,10 @@ class Explanation:
             "tensors",
         ]
         lines += _table(self.tensors)
-        lines += ["", f"kept for the backward: {', '.join(self.kept) or 'nothing'}", "",
+        lines += ["", f"saved for the backward: {', '.join(self.saved) or 'nothing'}", "",
                   "alternatives, the first of which is chosen, in bytes of a row written and read again, and held"]  # fmt: skip
         best = self.alternatives[:6]
-        lines += _table([(a.name or "inputs alone", f"{a.moved} moved", f"{a.kept} held",
+        lines += _table([(a.name or "inputs alone", f"{a.moved} moved", f"{a.held} held",
                           f"{a.operators} operators recomputed") for a in best])  # fmt: skip
         return "\n".join([*lines, "", "kernels", *_table([k.cells() for k in self.kernels])])
 
@@ -101,12 +101,14 @@ def explained(program: Program, tensors: Sequence[Tensor]) -> Explanation:
     structure, plan = program.structure, program.plan
     operands = [(operand.name, str(operand.dtype).removeprefix("torch."), _class_of(program, operand.axes))
                for operand in (*structure.inputs, *structure.outputs)]  # fmt: skip
-    kept = [structure.inputs[place].name for place in plan.saved_inputs]
-    if plan.kept_operand is not None:
-        whose = "the output " if plan.kept_output >= 0 else ""
-        kept.append(f"{whose}{plan.kept_operand.name} ({str(plan.kept_operand.dtype).removeprefix('torch.')})")
+    saved = [structure.inputs[place].name for place in plan.saved_inputs]
+    if plan.intermediate_operand is not None:
+        whose = "the output " if plan.intermediate_output >= 0 else ""
+        saved.append(
+            f"{whose}{plan.intermediate_operand.name} ({str(plan.intermediate_operand.dtype).removeprefix('torch.')})"
+        )
     if plan.stats:
-        kept.append(f"{len(plan.stats)} number{'s' if len(plan.stats) > 1 else ''} of each row")
+        saved.append(f"{len(plan.stats)} number{'s' if len(plan.stats) > 1 else ''} of each row")
     device = next(t.device for t in tensors)
     index = -1 if launch.interpreting() or device.type != "cuda" else device.index or torch.cuda.current_device()
     kernels = [KernelExplanation(request.kernel.fn.__name__, key, request.config, tuning.source(key, index), moved,
@@ -117,7 +119,7 @@ def explained(program: Program, tensors: Sequence[Tensor]) -> Explanation:
         structure.cols,
         structure.parts_of_row,
         tuple(operands),
-        tuple(kept),
+        tuple(saved),
         plan.alternatives,
         tuple(kernels),
     )

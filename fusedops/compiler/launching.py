@@ -85,7 +85,7 @@ def _forward(site: RowwiseSite, grouped: bool) -> _Launcher:
     kernels = forward_kernels(program.plan, program.acc, grouped=grouped, tiled=program.tiled, saves=site.saves)
     names = {("input", i): f"tensors[{i}]" for i in range(len(program.structure.inputs))}
     names |= {("output", i): f"outs[{i}]" for i in range(program.count)}
-    names |= {("kept", 0): f"outs[{program.count}]", ("stats", 0): "outs[-1]"}
+    names |= {("intermediate", 0): f"outs[{program.count}]", ("stats", 0): "outs[-1]"}
     return _Launcher(site, kernels, names, "tensors, outs, state", ())
 
 
@@ -97,7 +97,7 @@ def _backward(
     kernels = backward_kernels(program.plan, program.acc, grouped=grouped, tiled=program.tiled, given=given,
                                wanted=[i for i, want in enumerate(wanted) if want])  # fmt: skip
     names = {("input", i): f"saved[{at}]" for at, i in enumerate(program.plan.saved_inputs)}
-    names |= {("kept", 0): "saved[-2]", ("stats", 0): "saved[-1]"}
+    names |= {("intermediate", 0): "saved[-2]", ("stats", 0): "saved[-1]"}
     names |= {("cotangent", i): f"grads[{i}]" for i in given}
     names |= {("gradient", i): f"outs[{i}]" for i in range(len(wanted))}
     return _Launcher(site, kernels, names, "grads, saved, outs, state", dtypes)
@@ -221,13 +221,15 @@ class _Launcher:
             return [f"{name} = {self.names[kind, place]}"]
         if kind == "stats":
             return [f"{name}, more = vector({self.names[kind, place]})", "bits |= more"]
-        if kind not in ("input", "output", "kept", "cotangent", "gradient"):
+        if kind not in ("input", "output", "intermediate", "cotangent", "gradient"):
             return []
         operand = self._operand_of(kind, place)
         if kind == "gradient" and place in self.last.written:
             shape = ", ".join([self._product(label) for label in whole(self.structure, operand).labels])
             return [f"{name} = {self.like[0]}.new_empty({shape}, dtype=torch.float32)"]
-        if kind in ("output", "gradient") or (kind == "kept" and not self.cotangents):  # allocated for this call
+        if kind in ("output", "gradient") or (
+            kind == "intermediate" and not self.cotangents
+        ):  # allocated for this call
             return [f"{name} = {self.names[kind, place]}"]
         how = self._reading(operand)
         strided = any(
@@ -244,8 +246,8 @@ class _Launcher:
     def _operand_of(self, kind: str, place: int) -> Operand:
         if kind in ("input", "gradient"):
             return self.structure.inputs[place]
-        return self.program.operand(self.program.count if kind == "kept" and self.program.own else
-                                    self.program.plan.kept_output if kind == "kept" else place)  # fmt: skip
+        return self.program.operand(self.program.count if kind == "intermediate" and self.program.own else
+                                    self.program.plan.intermediate_output if kind == "intermediate" else place)  # fmt: skip
 
     def _reading(self, operand: Operand) -> tuple[int, int] | None:
         """Elements of a row and its dimensions, where rows may be apart; None where the tensor has to be contiguous."""
@@ -327,6 +329,6 @@ class _Launcher:
             return pointer_type(self.cotangents[place])
         if kind == "gradient" and place in self.last.written:
             return pointer_type(torch.float32)
-        if kind in ("input", "output", "kept", "gradient"):
+        if kind in ("input", "output", "intermediate", "gradient"):
             return pointer_type(self._operand_of(kind, place).dtype)
         return "i32" if kind in ("threshold", "chunks", "programs") else "i64"

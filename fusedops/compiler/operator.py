@@ -78,17 +78,17 @@ class Program(Operator):
         self.dynamic = dynamic_axes(structure)
         self.tiled = structure.cols > LONGEST_ROW
         sizes = [None if axis in self.dynamic else size for axis, size in enumerate(structure.sizes)]
-        operands = (structure.inputs, structure.outputs, plan.kept_operand)
+        operands = (structure.inputs, structure.outputs, plan.intermediate_operand)
         key = "\n".join([self.text, *map(repr, (*operands, sizes, structure.drops, self.tiled))])
         self.digest = hashlib.sha256(key.encode()).hexdigest()[:12]
         self.name = f"rowwise_{_identifier(name)}_{self.digest}"  # type: ignore[misc]
         self.tensors = tuple([f"t{i}" for i in range(len(structure.inputs))])  # type: ignore[misc]
-        kept = ["kept"] if plan.kept and plan.kept_output < 0 else []
+        intermediate = ["intermediate"] if plan.intermediate and plan.intermediate_output < 0 else []
         self.count = len(structure.outputs)
-        self.own = bool(kept)
+        self.own = bool(intermediate)
         self.visible = self.count + self.own  # type: ignore[misc]
-        self.outputs = (*[f"out{i}" for i in range(self.count)], *kept, "stats")  # type: ignore[misc]
-        self.saved = (*[f"saved_{self.tensors[i]}" for i in plan.saved_inputs], "saved_kept", "saved_stats")  # type: ignore[misc]
+        self.outputs = (*[f"out{i}" for i in range(self.count)], *intermediate, "stats")  # type: ignore[misc]
+        self.saved = (*[f"saved_{self.tensors[i]}" for i in plan.saved_inputs], "saved_intermediate", "saved_stats")  # type: ignore[misc]
         self.dtypes = tuple([operand.dtype for operand in structure.inputs])
         self.wanted = tuple([place in plan.differentiable for place in range(len(structure.inputs))])
         every = {*self.dtypes, *[operand.dtype for operand in structure.outputs]}
@@ -138,8 +138,9 @@ class Program(Operator):
         outs = self.writes(constants, dtypes, dropout=dropout, saves=saves)
         plan, inputs = self.plan, len(self.structure.inputs)
         absent = inputs + len(outs)
-        kept = absent if not plan.kept else inputs + (plan.kept_output if plan.kept_output >= 0 else self.count)
-        taken = (*plan.saved_inputs, kept, inputs + len(outs) - 1 if plan.stats else absent)
+        behind = inputs + (plan.intermediate_output if plan.intermediate_output >= 0 else self.count)
+        intermediate = behind if plan.intermediate else absent
+        taken = (*plan.saved_inputs, intermediate, inputs + len(outs) - 1 if plan.stats else absent)
         return RowwiseSite(constants, device_index, cols, dtypes, dropout, saves, self.acc, outs,
                            self.count + (self.own and saves), itemgetter(*taken), encode(constants, dtypes, saves),
                            self, {})  # fmt: skip
@@ -154,18 +155,18 @@ class Program(Operator):
     def derivative(self, site: RowwiseSite, grads: Any, saved: Any, dropout: Any, needs: Sequence[bool]) -> Any:
         """The graph of the backward, in PyTorch's operators."""
         plan, structure = self.plan, self.structure
-        *inputs, kept, _ = saved
+        *inputs, intermediate, _ = saved
         given = [place for place, g in enumerate(grads) if g is not None]
         wanted = [place for place, need in enumerate(needs) if need]
         there = dict(zip(plan.saved_inputs, inputs, strict=True))
-        places = {node: part for part, node in plan.kept.items()}
+        places = {node: part for part, node in plan.intermediate.items()}
         sizes = self.sizes_by(grads)
         masks: dict[int, Any] = {}
 
         def leaf(node: Node) -> Tensor | None:
             if node in places:
-                assert plan.kept_operand is not None
-                return part_of(structure, plan.kept_operand, kept, places[node]).to(site.acc)
+                assert plan.intermediate_operand is not None
+                return part_of(structure, plan.intermediate_operand, intermediate, places[node]).to(site.acc)
             if node.op == "input":
                 tensor = there[node.attrs[0]]
                 value = part_of(structure, structure.inputs[node.attrs[0]], tensor, node.attrs[1])
@@ -182,11 +183,11 @@ class Program(Operator):
                 if need and place in found else None for place, need in enumerate(needs)]  # fmt: skip
 
     def operand(self, output: int) -> Operand:
-        """An output, or what is kept behind them."""
+        """An output, or the intermediate behind them."""
         if output < self.count:
             return self.structure.outputs[output]
-        assert self.plan.kept_operand is not None
-        return self.plan.kept_operand
+        assert self.plan.intermediate_operand is not None
+        return self.plan.intermediate_operand
 
     def _mask(self, node: Node, sizes: Sequence[int], like: Tensor, dropout: Any, masks: dict[int, Any]) -> Tensor:
         """A dropout's factors in a part of the rows: the parts of a row lie one behind the other."""
@@ -215,7 +216,7 @@ class Program(Operator):
     # --- kernels ------------------------------------------------------------------------------------------------------
 
     def allocate(self, site: RowwiseSite, tensors: Any) -> tuple[Tensor | None, ...]:
-        """The outputs, what is kept, and one line of numbers of rows for each that is kept."""
+        """The outputs, the intermediate, and one line of numbers of rows for each that is saved."""
         return self._outputs(tensors, site.saves)
 
     forward = staticmethod(launching.forward)

@@ -1,14 +1,13 @@
-"""What a row-wise function keeps for its backward: chosen so that the fewest bytes move, forward and backward together.
+"""What a row-wise function saves for its backward: chosen so that the fewest bytes move, forward and backward together.
 
-The numbers of a row (a mean, a maximum) that a backward needs are always kept. Beside them at most one whole tensor of
-the function's own is, or none: then the backward reads inputs and computes the rest again. A tensor that is kept or
+The numbers of a row (a mean, a maximum) that a backward needs are always saved. Beside them at most one whole tensor of
+the function's own is, or none: then the backward reads inputs and computes the rest again. A tensor that is saved or
 returned is rounded to its dtype, and the forward goes on from the rounded one, so that the backward sees what the
 forward saw. Nothing here depends on what requires a gradient: training and inference compute the same.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -26,47 +25,47 @@ Parts = Mapping[Part, Node]
 
 @dataclass(frozen=True)
 class Alternative:
-    """One choice of what is kept.
+    """One choice of what is saved.
 
     Attributes:
         name: of the tensor; "" for none.
         moved: bytes that a row moves, forward and backward.
-        kept: bytes of it that are kept for the backward, inputs among them, but no outputs.
+        held: bytes of it that are saved for the backward, inputs among them, but no outputs.
         operators: how many the backward computes.
     """
 
     name: str
     moved: int
-    kept: int
+    held: int
     operators: int
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A row-wise function, with what it keeps.
+    """A row-wise function, with what it saves.
 
     Attributes:
         structure: with rounded outputs.
-        kept: the tensor of its own that is saved, by part; empty for none.
-        kept_operand: its dtype, dimensions and name.
-        kept_output: which of the outputs it is; -1 for none of them.
+        intermediate: the tensor of its own that is saved, by part; empty for none.
+        intermediate_operand: its dtype, dimensions and name.
+        intermediate_output: which of the outputs it is; -1 for none of them.
         stats: what is saved of each row.
         saved_inputs: the places of the inputs that a backward reads.
-        alternatives: what else could have been kept, the best first.
+        alternatives: what else could have been saved, the best first.
         differentiable: the places of the inputs that have gradients.
     """
 
     structure: Structure
-    kept: Parts
-    kept_operand: Operand | None
-    kept_output: int
+    intermediate: Parts
+    intermediate_operand: Operand | None
+    intermediate_output: int
     stats: tuple[Node, ...]
     saved_inputs: tuple[int, ...]
     alternatives: tuple[Alternative, ...]
     differentiable: tuple[int, ...]
 
     def gradients(self, given: Iterable[int], wanted: Iterable[int]) -> dict[int, dict[Part, Node]]:
-        """The gradients of inputs, by part, of those of outputs; behind the outputs comes what is kept."""
+        """The gradients of inputs, by part, of those of outputs; behind the outputs comes the intermediate."""
         return gradients(self.structure, seeds(self, given), tuple(wanted))
 
 
@@ -74,7 +73,7 @@ def seeds(plan: Plan, given: Iterable[int]) -> dict[Node, Node]:
     """The cotangents of the nodes that are outputs."""
     structure, found = plan.structure, dict[Node, Node]()
     for number in given:
-        results = structure.results[number] if number < len(structure.results) else plan.kept
+        results = structure.results[number] if number < len(structure.results) else plan.intermediate
         for part, node in results.items():
             if node.kind == "float":
                 seed = _cotangent(plan, number, part)
@@ -85,8 +84,8 @@ def seeds(plan: Plan, given: Iterable[int]) -> dict[Node, Node]:
 def _cotangent(plan: Plan, number: int, part: Part) -> Node:
     if number < len(plan.structure.outputs):
         return cotangent(plan.structure, number, part)
-    assert plan.kept_operand is not None
-    axes = [axis for axis in plan.kept_operand.axes if axis not in plan.structure.unrolled]
+    assert plan.intermediate_operand is not None
+    axes = [axis for axis in plan.intermediate_operand.axes if axis not in plan.structure.unrolled]
     return plan.structure.graph.make("cotangent", attrs=(number, part), axes=axes, kind="float")
 
 
@@ -112,7 +111,7 @@ def planned(structure: Structure) -> Plan:
             costs = _cost(structure, forward, roots, parts, dtype)
             name = next((name for node in parts.values() for name in reversed(node.names)), _line_of(structure, parts))
             candidates.append((Alternative(name, *costs), parts, dtype))
-    candidates.sort(key=lambda found: (found[0].moved, found[0].kept, found[0].operators))
+    candidates.sort(key=lambda found: (found[0].moved, found[0].held, found[0].operators))
     alternatives = tuple(dict.fromkeys([found[0] for found in candidates]))
     return _completed(bare, candidates[0][1], candidates[0][2], alternatives)
 
@@ -134,17 +133,17 @@ def _completed(bare: Plan, parts: Parts, dtype: torch.dtype | None, alternatives
         operand = _operand_of(structure, parts, dtype)
     elif operand is not None:
         parts = structure.results[output]
-    plan = replace(bare, structure=structure, kept=parts, kept_operand=operand, kept_output=output,
+    plan = replace(bare, structure=structure, intermediate=parts, intermediate_operand=operand, intermediate_output=output,
                    alternatives=alternatives)  # fmt: skip
     forward = reachable(node for results in structure.results for node in results.values())
     given = [*numbers, *([len(numbers)] if parts and output < 0 else [])]
     roots = [node for found in plan.gradients(given, bare.differentiable).values() for node in found.values()]
-    kept = set(parts.values())
+    intermediate = set(parts.values())
     stats = [node for node in topological(roots) if _is_stat(structure, node) and node in forward]
-    reached = reachable(roots, lambda node: node in kept or node in stats)
+    reached = reachable(roots, lambda node: node in intermediate or node in stats)
     stats = [node for node in stats if node in reached]
     # For a second derivative the numbers of a row are computed again.
-    again = reachable([arg for node in stats for arg in node.args], lambda node: node in kept)
+    again = reachable([arg for node in stats for arg in node.args], lambda node: node in intermediate)
     saved = sorted({node.attrs[0] for node in (*reached, *again) if node.op == "input"})
     return replace(plan, stats=tuple(stats), saved_inputs=tuple(saved))
 
@@ -154,19 +153,19 @@ def _completed(bare: Plan, parts: Parts, dtype: torch.dtype | None, alternatives
 
 def _cost(structure: Structure, forward: set[Node], roots: list[Node], parts: Parts,
           dtype: torch.dtype | None) -> tuple[int, int, int]:  # fmt: skip
-    """Bytes moved, bytes kept and operators of a backward, of one row."""
-    kept = set(parts.values())
-    reached = reachable(roots, lambda node: node in kept or (node in forward and _is_stat(structure, node)))
+    """Bytes moved, bytes held and operators of a backward, of one row."""
+    intermediate = set(parts.values())
+    reached = reachable(roots, lambda node: node in intermediate or (node in forward and _is_stat(structure, node)))
     read = {node for node in reached if node.op == "input" and _is_whole(structure, node)}
     moved = sum([structure.inputs[node.attrs[0]].dtype.itemsize for node in read])
     own, held = 0, moved
     if parts:
         assert dtype is not None
         moved += len(parts) * dtype.itemsize
-        returned = any(kept == set(results.values()) for results in structure.results)
+        returned = any(intermediate == set(results.values()) for results in structure.results)
         own = 0 if returned else len(parts) * dtype.itemsize
         held += own
-    operators = sum(bool(node.args) and node not in kept for node in reached)
+    operators = sum(bool(node.args) and node not in intermediate for node in reached)
     return (moved + own) * structure.cols, held * structure.cols, operators
 
 
@@ -256,20 +255,8 @@ def rebuilt(graph: Graph, change: Callable[[Node, Node], Node]) -> Callable[[Nod
 
 
 def _operand_of(structure: Structure, parts: Parts, dtype: torch.dtype) -> Operand:
-    """A tensor for what is kept: rows, then its parts one behind the other."""
+    """The tensor of an intermediate: rows, then its parts one behind the other."""
     unrolled = tuple(dict.fromkeys(axis for part in parts for axis, _ in part))
-    name = next((name for node in parts.values() for name in reversed(node.names)), "kept")
+    name = next((name for node in parts.values() for name in reversed(node.names)), "intermediate")
     labels = (*[(axis,) for axis in structure.rows], *[(axis,) for axis in (*unrolled, *structure.columns)])
     return Operand(tuple(labels), dtype, "float", name)
-
-
-def bytes_moved(plan: Plan) -> int:
-    """Of a row, by what is not kept: inputs read and outputs written once each way."""
-    structure = plan.structure
-    count = 0
-    for operand in (*structure.inputs, *structure.outputs):
-        if {*structure.rows, *structure.columns} <= set(operand.axes):
-            count += math.prod([structure.sizes[axis] for axis in operand.axes if axis not in structure.rows]) * (
-                operand.dtype.itemsize
-            )
-    return count

@@ -138,9 +138,9 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
         self.find = find
         self.code = getattr(inspect.unwrap(function), "__code__", None)
         self.traced = Traced(Graph(), Axes(), [], file=getattr(self.code, "co_filename", ""))
-        self.values: dict[int, tuple[Tensor, Value]] = {}  # by identity; the tensor is kept, so that no other has it
+        self.values: dict[int, tuple[Tensor, Value]] = {}  # by identity; the tensor is held, so that no other has it
         self.given: list[tuple[Tensor, Value]] = []  # what came from outside
-        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self.stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
         self.line = 0
         self._targets = _targets_of(self.code)
         self._last: dict[int, Node] = {}
@@ -193,7 +193,7 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
 
     def _captured(self, tensor: Tensor) -> Tensor:
         """The tensor that stands for one that the function found elsewhere."""
-        known = self.kept.get(id(tensor))
+        known = self.stand_ins.get(id(tensor))
         if known is not None:
             return known[1]
         if compat.is_fake(tensor):
@@ -205,7 +205,7 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
             )
         self.traced.captured.append(captured)
         made = self.input(tensor, captured.name)
-        self.kept[id(tensor)] = (tensor, made)
+        self.stand_ins[id(tensor)] = (tensor, made)
         return made
 
     # --- operators ------------------------------------------------------------------------------------------------------

@@ -208,7 +208,7 @@ def _same(r: Any, out: Any, x: Value, *_: Any, **options: Any) -> Value:
         and out.dtype != x.dtype
         and out.dtype.itemsize <= x.dtype.itemsize
     ):
-        # A value of its own: what is rounded to the dtype, if it is returned or kept, is not what others go on from.
+        # A value of its own: what is rounded to the dtype, if it is returned or saved, is not what others go on from.
         node = r.graph.make("narrowed", node, attrs=(str(out.dtype).removeprefix("torch."),))
     return Value(node, x.labels, out.dtype)
 
