@@ -21,17 +21,18 @@ def heuristic(key: TuningKey) -> Config:
     if key.cols > _WHOLE:
         return _of_long_rows(key)
     block, width = block_holding(key.cols), key.cols * _parts(key)
+    half = 2 if key.itemsize == 8 else 1  # fp64 takes two registers
     if key.variant[1] == "0 sums":
         many = key.bucket >= 2
         if width <= 512:
             rows = max(1, (2048 if many else 512) // _power_of_two(width))
-            return Config(block, rows, _warps(rows * width, 32 if many else 16, 32))
+            return Config(block, rows, _warps(rows * width, (32 if many else 16) // half, 32))
         # Of one tensor in and one out a program has registers for two rows.
         rows = 2 if many and _moved(key) <= 2 and width <= 8192 else 1
-        return Config(block, rows, _warps(width, 24 if many else 16, 32))
-    two = key.variant[0] == "rows" and _power_of_two(width) == width and 1024 <= width <= 4096
+        return Config(block, rows, _warps(width, (24 if many else 16) // half, 32))
+    two = key.variant[0] == "rows" and half == 1 and _power_of_two(width) == width and 1024 <= width <= 4096
     rows = 2 if two else max(1, 1024 // _power_of_two(width))
-    warps = _warps(rows * width, 32, 16)
+    warps = _warps(rows * width, 32 // half, 16)
     return Config(block, rows, warps, 3 if width < 8192 else 2, max(8 // warps, 1))
 
 
