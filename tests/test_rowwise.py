@@ -13,8 +13,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fusedops
+from fusedops.compiler.launching import chosen
 from fusedops.core import launch
 from fusedops.core.tuning_key import Config
+from fusedops.core.usage import usage_of
 from rowwise_checks import (
     check,
     cotangents_of,
@@ -109,6 +111,20 @@ def test_without_kernels_the_function_runs(sample: RowwiseFunction) -> None:
     assert launched == []
     for got, want in zip((*outputs, *grads.values()), (*expected, *wanted.values()), strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("cols", [40, 384, 20000])
+@of("dropout_add_layer_norm", "masked_softmax", "adaptive_layer_norm_grouped")
+def test_compiles_for_hopper(sample: RowwiseFunction, cols: int) -> None:
+    """Without a GPU: whole rows, rows in three parts, and long rows, with the heuristics' configs and few spills."""
+    compiler = pytest.importorskip("triton.backends.compiler")
+    tensors = [t[..., :1].expand(*t.shape[:-1], cols).contiguous() if t.shape[-1] > 1 else t
+               for t in sample.tensors(torch.bfloat16).values()]  # fmt: skip
+    program = rowwise(sample)._programs.find(tensors, False).program
+    for _, request, _ in chosen(program, -1, tensors):
+        usage = usage_of(launch.compile_fitting(request, 232_448, compiler.GPUTarget("cuda", 90, 32)))
+        assert usage.registers and usage.spills <= 128, request
 
 
 # --- long rows --------------------------------------------------------------------------------------------------------

@@ -27,6 +27,12 @@ from support import DEVICE, KERNEL_PATH
 # --- inputs -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5, 6, 24), (2, 3, 4, 128256)])
+def test_many_dimensions_of_long_rows(shape: tuple[int, ...]) -> None:
+    """What is traced for other numbers of rows has no more elements than a tensor may have."""
+    assert "forward" in fusedops.rowwise(lambda x: x.softmax(-1) * 2, strict=True).source(torch.empty(shape))
+
+
 @kernels
 def test_mixed_dtypes() -> None:
     """PyTorch's promotion, in values and in the dtypes of outputs and gradients."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import linecache
 import math
 import traceback
@@ -28,8 +29,10 @@ from .tracing import Traced, trace
 
 __all__ = ["Found", "Programs"]
 
-# Sizes of rows in further runs, far below and far above what a function may compare them with.
-_PRIMES = ((3, 5, 7, 11, 13, 17, 19, 23, 29), (100003, 100019, 100043, 100049, 100057, 100069, 100103, 100109, 100129))
+# Sizes of rows in further runs: small ones, and far above what a function may compare them with.
+_FEW, _MANY = 40, 100_000
+# No tensor may have many more elements: its bytes are a number of 63 bits.
+_ELEMENTS = 2**58
 
 
 @dataclass(frozen=True)
@@ -158,9 +161,9 @@ class Programs:
             traced, structure = self._at(args, _larger(shapes))
         except Exception:  # noqa: BLE001 - tensors of one row fit together where those of more do not
             traced, structure = self._at(args, shapes)
-        for primes in _PRIMES:
+        for largest in (_FEW, _MANY):
             try:
-                again = self._at(args, _other_sizes(structure, primes))[1].text()
+                again = self._at(args, _other_sizes(structure, largest))[1].text()
             except Exception as error:  # noqa: BLE001 - whatever fails for other sizes shows that they matter
                 again = repr(error)
             if again != structure.text():
@@ -217,10 +220,16 @@ def _larger(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return found
 
 
-def _other_sizes(structure: Structure, primes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Shapes with other numbers of rows, one prime for each axis."""
-    others = [prime for prime in primes if prime not in structure.sizes]
-    sizes = dict(enumerate(structure.sizes)) | dict(zip(sorted(dynamic_axes(structure)), others, strict=False))
+def _other_sizes(structure: Structure, largest: int) -> list[tuple[int, ...]]:
+    """Shapes with other numbers of rows, one prime for each axis, of at most this size."""
+    axes = sorted(dynamic_axes(structure))
+    fixed = math.prod([size for axis, size in enumerate(structure.sizes) if axis not in axes])
+    limit = min(largest, int((_ELEMENTS / fixed) ** (1 / max(len(axes), 1))))
+    candidates = (
+        n for n in range(limit, 1, -1) if n not in structure.sizes and all(n % d for d in range(2, math.isqrt(n) + 1))
+    )
+    primes = list(itertools.islice(candidates, len(axes)))
+    sizes = dict(enumerate(structure.sizes)) | dict(zip(axes, primes, strict=False))
     return [
         tuple([math.prod([sizes[axis] for axis in label]) for label in operand.labels]) for operand in structure.inputs
     ]
