@@ -122,6 +122,15 @@ def fixed_seed(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(autouse=True)
+def nothing_traced(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """No test of row-wise functions finds on disk what another has traced."""
+    if request.module.__name__.startswith("test_rowwise"):
+        monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
     """Every uninitialised allocation is full of NaN (integers: of their maximum): nobody may read what none wrote.
 

@@ -134,7 +134,6 @@ def test_compiles_for_hopper(sample: RowwiseFunction, cols: int) -> None:
 def short_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program holds 16 columns: rows are passed over in tiles."""
     monkeypatch.setattr("fusedops.compiler.operator.LONGEST_ROW", 16)
-    monkeypatch.setattr("fusedops.compiler.configs._WHOLE", 16)
     monkeypatch.setattr("fusedops.compiler.configs._of_long_rows", lambda key: Config(16, 2, 1, 1, 1))
 
 
@@ -281,6 +280,19 @@ def test_vectors_that_are_loaded_again(sample: RowwiseFunction, monkeypatch: pyt
     """Where a backward's registers do not hold them from tile to tile."""
     monkeypatch.setattr("fusedops.compiler.codegen._REGISTERS", 0)
     check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE, 37))
+
+
+@kernels
+@every
+def test_backward_in_tiles(sample: RowwiseFunction, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows that a program of the forward holds, with more values at a time than registers."""
+    monkeypatch.setattr("fusedops.compiler.codegen._MOST_LIVE", 0)
+    monkeypatch.setattr("fusedops.compiler.configs._of_long_rows", lambda key: Config(16, 2, 1, 1, 1))
+    function, tensors = rowwise(sample), sample.tensors(torch.float32, DEVICE)
+    check(sample, function, tensors)
+    with launch.record() as launched:
+        results(function, tensors)
+    assert launched[0] == "forward_kernel" and launched.count("backward_kernel") == 1
 
 
 # --- dropout ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from rowwise_checks import (
     results,
     rowwise,
 )
-from rowwise_functions import SAMPLES, RowwiseFunction
+from rowwise_functions import DROP, SAMPLES, RowwiseFunction
 from support import DEVICE, KERNEL_PATH
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
@@ -178,6 +178,22 @@ def test_scalars() -> None:
     x = randn(24)
     function = fusedops.rowwise(lambda x: F.rms_norm(x, x.shape[-1:]))
     torch.testing.assert_close(function(x), F.rms_norm(x, (24,)))
+
+
+_OF_ONE_ROW: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "norm": lambda x, w: F.rms_norm(x, x.shape[-1:], w),
+    "number": lambda x, w: (x * w).softmax(-1).amax(-1),
+    "both": lambda x, w: (x.logsumexp(-1), x * w),
+    "dropout": lambda x, w: F.dropout(x * w, DROP),
+}
+
+
+@kernels
+@pytest.mark.parametrize("case", _OF_ONE_ROW)
+def test_one_row_without_dimensions_of_rows(case: str) -> None:
+    function = _OF_ONE_ROW[case]
+    sample = RowwiseFunction(case, lambda x, w: function(x, w), lambda rows: {"x": (40,), "w": (40,)})
+    check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE))
 
 
 @kernels

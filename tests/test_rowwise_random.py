@@ -94,7 +94,6 @@ def test_right_or_refused_in_many_long_rows(seed: int, monkeypatch: pytest.Monke
 
 def _in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fusedops.compiler.operator.LONGEST_ROW", 8)
-    monkeypatch.setattr("fusedops.compiler.configs._WHOLE", 8)
     monkeypatch.setattr("fusedops.compiler.configs._of_long_rows", lambda key: Config(16, 2, 1, 1, 1))
 
 

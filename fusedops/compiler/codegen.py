@@ -23,6 +23,9 @@ __all__ = ["Kernel", "backward_kernels", "forward_kernels", "reduce_kernel"]
 
 # Of a multiprocessor's registers, those that vectors, sums and what a tile reads may take.
 _REGISTERS = 49152
+# Elements of all values at a time that a backward's program may have: with more than twice a multiprocessor's registers
+# most are spilled, and pass through memory more often than the rows that tiles read twice.
+_MOST_LIVE = 150_000
 _CONSTANTS = ("ACC", "N", "BLOCK_N", "ROWS", "VECTOR", "STAGES", "OVERLAP", "PERSISTENT")
 _ORDER = ("input", "cotangent", "intermediate", "stats", "moments", "output", "gradient", "partials")
 
@@ -41,6 +44,7 @@ class Kernel:
         written: the inputs whose gradients are written whole and are for the caller to sum.
         moved: the dtypes of the whole tensors, or of parts of all rows, that it reads and writes.
         moments: how many numbers of each row it writes for the next kernel.
+        live: how many values of a tile exist at a time, sums over rows and vectors among them.
     """
 
     name: str
@@ -52,6 +56,7 @@ class Kernel:
     written: tuple[int, ...] = ()
     moved: tuple[torch.dtype, ...] = ()
     moments: int = 0
+    live: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,21 @@ def forward_kernels(plan: Plan, acc: torch.dtype, *, grouped: bool, tiled: bool,
 
 def backward_kernels(plan: Plan, acc: torch.dtype, *, grouped: bool, tiled: bool, given: Sequence[int],
                      wanted: Sequence[int]) -> list[Kernel]:  # fmt: skip
-    """The kernels of a backward, for cotangents that are given and gradients that are wanted."""
+    """The kernels of a backward, for cotangents that are given and gradients that are wanted.
+
+    Rows that a program of the forward holds may be too long for one of the backward, which has more values at a time.
+    """
+    kernels = _backward_kernels(plan, acc, grouped=grouped, tiled=tiled, given=given, wanted=wanted)
+    if not tiled and max(kernel.live for kernel in kernels) * block_holding(plan.structure.cols) > _MOST_LIVE:
+        try:
+            return _backward_kernels(plan, acc, grouped=False, tiled=True, given=given, wanted=wanted)
+        except NotRowwiseError:  # no kernel of long rows computes it
+            return kernels
+    return kernels
+
+
+def _backward_kernels(plan: Plan, acc: torch.dtype, *, grouped: bool, tiled: bool, given: Sequence[int],
+                      wanted: Sequence[int]) -> list[Kernel]:  # fmt: skip
     structure, writer = plan.structure, _Writer(plan, acc, "backward", grouped, tiled)
     found = plan.gradients(given, wanted)
     stores: list[_Store] = []
@@ -296,7 +315,8 @@ class _Writer:
             body += ["tile = tl.program_id(0)", *lines]
         body += self._partials(sums)
         return Kernel(name, _source(name, listed, _CONSTANTS, body), tuple(listed), self.grouped, self.tiled and not by_row,
-                      tuple(sums), tuple(self.written), tuple(emitter.moved), moments)  # fmt: skip
+                      tuple(sums), tuple(self.written), tuple(emitter.moved), moments,
+                      emitter.live() + len(sums))  # fmt: skip
 
     def _has_columns(self, place: int) -> bool:
         return bool(set(self.structure.inputs[place].axes) & set(self.structure.columns))

@@ -8,7 +8,7 @@ from ..core.tuning_key import Config, TuningKey, around, block_holding, in_bucke
 
 __all__ = ["candidates", "heuristic", "sum_partials", "valid"]
 
-_WHOLE = 16384
+_LEAST_BLOCK = 512
 
 
 def heuristic(key: TuningKey) -> Config:
@@ -18,7 +18,7 @@ def heuristic(key: TuningKey) -> Config:
     backward that sums over rows holds its sums: eight warps a multiprocessor, of at most 32 elements a thread, whose next
     rows are on their way.
     """
-    if key.cols > _WHOLE:
+    if _is_long(key):
         return _of_long_rows(key)
     block, width = block_holding(key.cols), key.cols * _parts(key)
     half = 2 if key.itemsize == 8 else 1  # fp64 takes two registers
@@ -33,7 +33,8 @@ def heuristic(key: TuningKey) -> Config:
     two = key.variant[0] == "rows" and half == 1 and _power_of_two(width) == width and 1024 <= width <= 4096
     rows = 2 if two else max(1, 1024 // _power_of_two(width))
     warps = _warps(rows * width, 32 // half, 16)
-    return Config(block, rows, warps, 3 if width < 8192 else 2, max(8 // warps, 1))
+    # Where much is spilled, ptxas may take half of the registers that there are.
+    return Config(block, rows, warps, 3 if width < 8192 else 2, max(8 // warps, 1), 128 if warps == 16 else 0)
 
 
 def _parts(key: TuningKey) -> int:
@@ -53,6 +54,11 @@ def _power_of_two(n: int) -> int:
 
 def _warps(elements: int, each: int, most: int) -> int:
     return min(_power_of_two(-(-elements // (32 * each))), most)
+
+
+def _is_long(key: TuningKey) -> bool:
+    """Whether a program has a part of a row, or passes over it."""
+    return key.variant[0] == "tiles" or "moments" in key.kernel
 
 
 def _of_long_rows(key: TuningKey) -> Config:
@@ -81,7 +87,7 @@ def _near(config: Config) -> list[Config]:
 
 def valid(key: TuningKey, config: Config) -> bool:
     """Whether a row is whole in the block, with few idle lanes."""
-    return config.block_n == block_holding(key.cols) if key.cols <= _WHOLE else config.block_n >= 512
+    return config.block_n >= _LEAST_BLOCK if _is_long(key) else config.block_n == block_holding(key.cols)
 
 
 def sum_partials(*, grouped: bool) -> Config:

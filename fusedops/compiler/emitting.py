@@ -81,10 +81,10 @@ def place_of(structure: Structure, operand: Operand, grouped: bool) -> Place:
     rows = tuple([axis for axis in operand.axes if axis in structure.rows])
     static = tuple([axis for axis in operand.axes if axis not in structure.rows])
     innermost = operand.axes[len(rows) :] == static
+    if innermost and rows == structure.rows:  # without any there is one row
+        return "rows"
     if not rows:
         return "vector"
-    if innermost and rows == structure.rows:
-        return "rows"
     return "group" if innermost and grouped and rows == group_of(structure) else "indexed"
 
 
@@ -181,6 +181,18 @@ class Emitter:
         self.named = {node: name for node, name in self.named.items() if name not in gone}
         self._known = {text: name for text, name in self._known.items() if name not in gone}
         self.body, self.whole = None, False
+
+    def live(self) -> int:
+        """How many values along columns exist at a time, in the order of the lines; vectors before all tiles count always."""
+        wide = {name for node, name in self.named.items() if self.has_columns(node)}
+        names = [_NAME.findall(line.partition("  # line ")[0]) for line in self.lines]
+        last = {name: at for at, found in enumerate(names) for name in found}
+        most, now = 0, set[str]()
+        for at, found in enumerate(names):
+            now |= wide & set(found[:1])
+            most = max(most, len(now))
+            now = {name for name in now if last[name] > at}
+        return most + sum(line.partition(" = ")[0] in wide for line in self.invariant)
 
     def is_reduced(self, node: Node) -> bool:
         """Whether a reduction passes over the columns of rows."""
@@ -444,6 +456,7 @@ class Emitter:
         return name
 
 
+_NAME = re.compile(r"[^\W\d]\w*")
 _LEAVES = frozenset({"input", "cotangent", "iota", "keep"})
 _READ_AS = {"float": ".to(ACC)", "int": ".to(tl.int64)", "bool": " != 0"}
 _KINDS = {"float": "ACC", "int": "tl.int64", "bool": "tl.int1"}
