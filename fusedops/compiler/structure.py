@@ -355,12 +355,13 @@ class _Structuring:
         places = [axis for axis in over if axis in self.unrolled]
         inner = [axis for axis in over if axis not in self.unrolled]
         combine = "add" if node.op == "sum" else "maximum"
-        argument = self._of(node.args[0].axes)
-        parts = []
+        argument, parts = self._of(node.args[0].axes), list[Node]()
+        found: Node | None = None
         for at in itertools.product(*[range(self.sizes[axis]) for axis in places if axis in argument]):
             given = dict(part) | dict(zip([axis for axis in places if axis in argument], at, strict=True))
             parts.append(self._part(node.args[0], tuple(sorted(given.items()))))
-        found = functools.reduce(functools.partial(self.graph.binary, combine), parts)
+            found = parts[0] if found is None else self.graph.binary(combine, found, parts[-1])
+        assert found is not None
         if len(node.attrs) > 1:
             if places or len(inner) > 1:
                 raise NotRowwiseError("max over more than one dimension of what rows are made of; use amax")
