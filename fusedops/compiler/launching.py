@@ -283,10 +283,12 @@ class _Launcher:
         variants, programs = [], []
         for kernel in self.kernels:
             config = tuning.choose(self.tuning_key(kernel, bucket), site.device_index)
-            constants = {
-                "VECTOR": vector_width(*(kernel.moved or (self.program.acc,))),
-                "PERSISTENT": bool(kernel.sums),
-            }
+            # A thread that has fewer neighbours would exchange the mask with another.
+            vector, each = (
+                vector_width(*(kernel.moved or (self.program.acc,))),
+                config.block_n * config.rows // config.warps // 32,
+            )
+            constants = {"VECTOR": vector if each >= vector else 4, "PERSISTENT": bool(kernel.sums)}
             variants.append(self._built(site, kernel, seeded, constants, config, aligned))
             chosen.append(config)
             programs.append(launch.processors(site.device_index) * max(config.per_sm, 1) if kernel.sums else _MOST)
