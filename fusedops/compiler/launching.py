@@ -283,11 +283,9 @@ class _Launcher:
         variants, programs = [], []
         for kernel in self.kernels:
             config = tuning.choose(self.tuning_key(kernel, bucket), site.device_index)
+            vector = vector_width(*(kernel.moved or (self.program.acc,)))
             # A thread that has fewer neighbours would exchange the mask with another.
-            vector, each = (
-                vector_width(*(kernel.moved or (self.program.acc,))),
-                config.block_n * config.rows // config.warps // 32,
-            )
+            each = config.block_n * config.rows // (32 * config.warps)
             constants = {"VECTOR": vector if each >= vector else 4, "PERSISTENT": bool(kernel.sums)}
             variants.append(self._built(site, kernel, seeded, constants, config, aligned))
             chosen.append(config)
