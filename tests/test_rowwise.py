@@ -295,6 +295,18 @@ def test_backward_in_tiles(sample: RowwiseFunction, monkeypatch: pytest.MonkeyPa
     assert launched[0] == "forward_kernel" and launched.count("backward_kernel") == 1
 
 
+@kernels
+def test_backward_that_tiles_do_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of whole numbers along rows: the rows are held, whatever is spilled."""
+    monkeypatch.setattr("fusedops.compiler.codegen._MOST_LIVE", 0)
+    sample = RowwiseFunction("count", lambda x: x * x * (x > 0).sum(-1, keepdim=True), lambda rows: {"x": (rows, 24)})
+    function, tensors = rowwise(sample), sample.tensors(torch.float32, DEVICE)
+    check(sample, function, tensors)
+    with launch.record() as launched:
+        results(function, tensors)
+    assert launched == ["forward_kernel", "backward_kernel"]
+
+
 # --- dropout ----------------------------------------------------------------------------------------------------------
 
 DROPPING = [sample for sample in FUNCTIONS if sample.drops]

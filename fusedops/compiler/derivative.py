@@ -114,8 +114,6 @@ class _Backward:
             return (g if node.args[0].kind == "float" else None,)
         if op in ACTIVATIONS:
             return (graph.binary("mul", g, graph.make(f"d:{op}", node.args[0])),)
-        if op.startswith("d:"):
-            raise NotImplementedError(op)
         return _RULES[op](graph, node, g)
 
     def _amax(self, node: Node, g: Node) -> Node:

@@ -36,8 +36,6 @@ __all__ = ["backward", "chosen", "forward"]
 tuning.register(configs, "rowwise_forward", "rowwise_backward", "rowwise_moments_forward", "rowwise_moments_backward")
 
 Launch = Callable[..., None]
-# Programs of a grid's axis 0.
-_MOST = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class _Plan:
         variants: the kernels.
         rows: of a tile of each.
         columns: tiles of columns of each.
-        programs: at most, of each.
+        programs: at most, of each that sums over rows.
         reduce: adds up sums over rows.
         reduce_block: the columns of its programs.
     """
@@ -184,9 +182,10 @@ class _Launcher:
         """The lines that launch a kernel: axis 0 of the grid is tiles of rows."""
         kernel = self.kernels[number]
         across = "groups" if kernel.grouped else f"plan.columns[{number}]" if kernel.tiled else "1"
-        most = f"plan.programs[{number}]" if across == "1" else f"max(plan.programs[{number}] // {across}, 1)"
-        lines = [f"programs = min(-(-rows // plan.rows[{number}]), {most})"]
-        if kernel.sums:
+        lines = [f"programs = -(-rows // plan.rows[{number}])"]
+        if kernel.sums:  # its programs take several tiles of rows each
+            most = f"plan.programs[{number}]" if across == "1" else f"max(plan.programs[{number}] // {across}, 1)"
+            lines.append(f"programs = min(programs, {most})")
             count = "programs * groups" if kernel.grouped else "programs"
             shape = f"{count}, {len(kernel.sums)}, {self.structure.cols}"
             lines.append(f"partials = {self.like[0]}.new_empty({shape}, dtype={self.program.acc})")
@@ -289,7 +288,7 @@ class _Launcher:
             constants = {"VECTOR": vector if each >= vector else 4, "PERSISTENT": bool(kernel.sums)}
             variants.append(self._built(site, kernel, seeded, constants, config, aligned))
             chosen.append(config)
-            programs.append(launch.processors(site.device_index) * max(config.per_sm, 1) if kernel.sums else _MOST)
+            programs.append(launch.processors(site.device_index) * max(config.per_sm, 1))
         reduce = None
         config = configs.sum_partials(grouped=self.last.grouped)
         if self.reduce is not None:
