@@ -236,14 +236,18 @@ def test_three_parts(sample: RowwiseFunction) -> None:
 
 
 @kernels
+@pytest.mark.parametrize("parts", [3, 5])
 @of("dropout_add_layer_norm", "gated_residual_norm", "swiglu_norm")
-def test_parts_of_ordinary_rows(sample: RowwiseFunction) -> None:
-    """A tile of 512 columns is not read for 384, and what parts have in common is summed once."""
-    tensors = {name: t.repeat_interleave(16, -1) for name, t in sample.tensors(torch.float32, DEVICE).items()}
+def test_parts_of_ordinary_rows(sample: RowwiseFunction, parts: int) -> None:
+    """No tile of 512 or 1024 columns is read for 384 or 640, and what parts have in common is summed once."""
+    tensors = {
+        name: torch.cat([t.repeat_interleave(16, -1)] * 2, -1)[..., : t.shape[-1] // 24 * 128 * parts]
+        for name, t in sample.tensors(torch.float32, DEVICE).items()
+    }
     function = rowwise(sample)
     check(sample, function, tensors)
     explanation, source = function.explain(*tensors.values()), function.source(*tensors.values())
-    assert (explanation.columns, explanation.parts) == (128, 3)
+    assert (explanation.columns, explanation.parts) == (128, parts)
     alone = rowwise(sample).source(*sample.tensors(torch.float32, DEVICE).values())
     assert source.count("axis=1") == alone.count("axis=1")
 

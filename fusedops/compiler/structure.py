@@ -30,6 +30,8 @@ Part = tuple[tuple[int, int], ...]
 _MOST_PARTS = 16
 # Columns of a part of a row that no operator of the function takes apart.
 _LEAST_PART = 128
+# Into so many: of 5120 columns, five of 1024 where a block that holds them all has 3072 idle lanes.
+_PARTS = (3, 5)
 # Columns of all parts of such a row: longer ones are better passed over tile by tile.
 _MOST_COLUMNS = 16384
 
@@ -240,22 +242,17 @@ class _Structuring:
         return math.prod([self.sizes[axis] for axis in self._of(node.axes) if axis in self.unrolled])
 
     def _unroll_columns(self, parts: int) -> None:
-        """Take rows of three times a power of two columns as three parts: a block that holds them all has idle lanes."""
+        """Take rows of three or five times a power of two columns as so many parts, so that no lane is idle."""
         _, columns = self._rows_and_columns()
-        if len(columns) == 1 and self._has_three_parts(self.sizes[columns[0]]) and 3 * parts <= _MOST_PARTS:
-            outer, _ = self.traced.axes.split((self.order[columns[0]],), (3, self.sizes[columns[0]] // 3))
-            self._number_axes(*outer)
-
-    def _has_three_parts(self, size: int) -> bool:
-        each = size // 3
         in_order = any(node.op == "pick" or (node.op == "amax" and len(node.attrs) > 1) for node in self.nodes)
-        return (
-            each >= _LEAST_PART
-            and size <= _MOST_COLUMNS
-            and each * 3 == size
-            and not each & (each - 1)
-            and not in_order
-        )
+        if len(columns) > 1 or in_order or (size := self.sizes[columns[0]]) > _MOST_COLUMNS:
+            return
+        for count in _PARTS:
+            each = size // count
+            if each * count == size and each >= _LEAST_PART and not each & (each - 1) and count * parts <= _MOST_PARTS:
+                outer, _ = self.traced.axes.split((self.order[columns[0]],), (count, each))
+                self._number_axes(*outer)
+                return
 
     def _order(self) -> list[int]:
         """The axes, in the order of the tensors that have the most."""
