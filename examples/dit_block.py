@@ -186,17 +186,18 @@ def train(name: str, model: DiffusionTransformer, config: Config, device: torch.
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.rate)
     losses = torch.zeros(config.steps, device=device)
     warm_up = min(10, config.steps // 2)
-    spent = 0.0
-    for step, (noisy, level, velocity) in enumerate(batches(config, device)):
-        synchronize(device)
-        started = time.perf_counter()
+    started = 0.0
+    for step, (noisy, level, velocity) in enumerate(list(batches(config, device))):
+        if step == warm_up:
+            synchronize(device)
+            started = time.perf_counter()
         loss = F.mse_loss(model(noisy, level).float(), velocity.float())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses[step] = loss.detach()
-        synchronize(device)
-        spent += time.perf_counter() - started if step >= warm_up else 0.0
+    synchronize(device)
+    spent = time.perf_counter() - started
     peak = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
     return Run(name, losses.tolist(), spent * 1e3 / (config.steps - warm_up), peak)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import made_up
 from fusedops.compiler import loading
+from fusedops.compiler.configs import heuristic
 from fusedops.compiler.function import Rowwise
 from fusedops.compiler.launching import chosen
 from fusedops.core import cache, launch, tuning
@@ -33,6 +35,11 @@ def gated_norm(x, gate, weight, p=0.1):
     return F.rms_norm(F.dropout(F.silu(gate) * x, p), x.shape[-1:], weight)
 
 
+def gated(packed):
+    gate, up = packed.chunk(2, -1)
+    return F.silu(gate) * up
+
+
 def loss(logits, target):
     return F.cross_entropy(logits, target, reduction="none")
 
@@ -53,7 +60,7 @@ def particular(x):
     assert x.shape[-1] == 48
     return x * 2
 """
-_GATED = ("36x64", "36x64", "64:fp32")
+_GATED = ("300x64", "300x64", "64:fp32")
 
 
 @pytest.fixture
@@ -73,14 +80,14 @@ def test_tuned_config_is_the_calls_config(blocks: str, tmp_path: Path, monkeypat
     monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(tuning, "device_name", lambda index: made_up.NAME)
     workload = made(f"{blocks}:gated_norm", *_GATED, "=0.2")
-    assert (workload.rows, workload.columns) == (36, 64)
+    assert (workload.rows, workload.columns) == (300, 64)
     outcomes = list(made_up.sweeper().sweep([workload]))
     assert [outcome.key.kernel for outcome in outcomes] == ["rowwise_forward", "rowwise_backward"]
-    assert all(len(outcome.measured) > 4 for outcome in outcomes)
+    assert all(len(outcome.measured) > 4 and outcome.heuristic == heuristic(outcome.key) for outcome in outcomes)
     for outcome in outcomes:
         cache.write(outcome.key, made_up.NAME, outcome.best, {})
     again = Rowwise(workload.function.function)
-    arguments = [torch.randn(36, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+    arguments = [torch.randn(300, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
     with tuning.collected_keys() as asked:
         out = again(*[t.requires_grad_() for t in (*arguments, torch.ones(64, device=DEVICE))], 0.2)
         out.backward(out)
@@ -91,10 +98,13 @@ def test_tuned_config_is_the_calls_config(blocks: str, tmp_path: Path, monkeypat
 
 @pytest.mark.kernels
 def test_floor(blocks: str) -> None:
-    """By hand: two tensors in and one out of 36 x 64 in bf16; and in the backward three in, two out."""
+    """By hand: two tensors in and one out of 300 x 64 in bf16; and in the backward three in, two out."""
     workload = made(f"{blocks}:gated_norm", *_GATED)
     moved = [workload.floor_us(key, 1e6) for key in keys_of(workload, DEVICE)]
-    assert moved == pytest.approx([3 * 36 * 64 * 2, 5 * 36 * 64 * 2])
+    assert moved == pytest.approx([3 * 300 * 64 * 2, 5 * 300 * 64 * 2])
+    workload = made(f"{blocks}:gated", "300x64")  # two parts of the input, one of the output
+    moved = [workload.floor_us(key, 1e6) for key in keys_of(workload, DEVICE)]
+    assert moved == pytest.approx([3 * 300 * 32 * 2, 5 * 300 * 32 * 2])
 
 
 @pytest.mark.kernels
@@ -120,6 +130,17 @@ def test_outputs_and_arguments_of_all_kinds(blocks: str) -> None:
     step = made(f"{blocks}:several", "8x64", "8x64", "=2").step(DEVICE)
     (gradient,) = step.backward(step.forward())
     assert gradient.shape == (8, 64)
+
+
+def test_file_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It imports its neighbours."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folder = tmp_path / "model_of_blocks" / "layers"
+    folder.mkdir(parents=True)
+    for name, text in {"../__init__": "", "__init__": "", "one": _SOURCE, "two": "from .one import loss"}.items():
+        (folder / f"{name}.py").write_text(text)
+    workload = parsed(f"{folder / 'two.py'}:loss", ("8x64", "8:int64"), torch.bfloat16)
+    assert workload.function.__module__ == "model_of_blocks.layers.one"
 
 
 @pytest.mark.compiled

@@ -69,8 +69,8 @@ def _of_long_rows(key: TuningKey) -> Config:
 
 
 def candidates(key: TuningKey) -> list[Config]:
-    """The heuristics' configs of all buckets and their neighbours."""
-    found: dict[Config, None] = {}
+    """The heuristic's config, those of other buckets, and their neighbours."""
+    found = {heuristic(key): None}
     for config in in_buckets(heuristic, key):
         for near in around(config) if config.per_sm else _near(config):
             found[near] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -54,6 +55,7 @@ class Explanation:
     Attributes:
         function: its name.
         reason: why the function runs as it is; "" if kernels run.
+        rows: of the call.
         columns, parts: columns of each of the equal parts that a row is taken in, and how many these are.
         tensors: of each that goes in or out, its name, its dtype and along what it varies.
         saved: what is saved for the backward.
@@ -63,6 +65,7 @@ class Explanation:
 
     function: str
     reason: str = ""
+    rows: int = 0
     columns: int = 0
     parts: int = 1
     tensors: tuple[tuple[str, str, str], ...] = ()
@@ -98,7 +101,7 @@ def _table(rows: object) -> list[str]:
 
 def explained(program: Program, tensors: Sequence[Tensor]) -> Explanation:
     """What runs for a call of a program with these tensors."""
-    structure, plan = program.structure, program.plan
+    structure, plan, sizes = program.structure, program.plan, program.sizes_of(tensors)
     operands = [(operand.name, str(operand.dtype).removeprefix("torch."), _class_of(program, operand.axes))
                for operand in (*structure.inputs, *structure.outputs)]  # fmt: skip
     saved = [structure.inputs[place].name for place in plan.saved_inputs]
@@ -116,6 +119,7 @@ def explained(program: Program, tensors: Sequence[Tensor]) -> Explanation:
     return Explanation(
         program.op,
         "",
+        math.prod([sizes[axis] for axis in structure.rows]),
         structure.cols,
         structure.parts_of_row,
         tuple(operands),

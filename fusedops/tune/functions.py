@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..compiler.function import Rowwise
 from ..core.tuning_key import TuningKey
@@ -131,9 +131,9 @@ def planned(workload: FunctionWorkload, device: torch.device) -> FunctionWorkloa
     if explanation.reason:
         raise FunctionError(f"{name} is not fused, so that there is nothing to tune: {explanation.reason}")
     columns = explanation.columns * explanation.parts
-    rows = max(t.numel() for t in tensors.values() if isinstance(t, Tensor)) // columns
-    moved = tuple([((kernel.key.kernel, *kernel.key.variant), kernel.moved * rows) for kernel in explanation.kernels])
-    return replace(workload, rows=rows, columns=columns, moved=moved)
+    moved = tuple([((kernel.key.kernel, *kernel.key.variant), kernel.moved * explanation.rows)
+                   for kernel in explanation.kernels])  # fmt: skip
+    return replace(workload, rows=explanation.rows, columns=columns, moved=moved)
 
 
 def _loaded(name: str) -> Rowwise:
@@ -161,6 +161,10 @@ def _module(place: str) -> Any:
     if not place.endswith(".py"):
         return importlib.import_module(place)
     path = Path(place).resolve()
+    packages = list(itertools.takewhile(lambda folder: (folder / "__init__.py").exists(), path.parents))
+    if packages:
+        sys.path.insert(0, str(packages[-1].parent))
+        return importlib.import_module(".".join([*[folder.name for folder in reversed(packages)], path.stem]))
     name = f"fusedops_tuned_{path.stem}"  # no module's that the program has
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
