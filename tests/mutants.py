@@ -73,11 +73,11 @@ MUTANTS = (
         ("test_poison.py", "test_nothing_is_written_beside_the_outputs"),
     ),
     Mutant(
-        "partial sums of wide rows counted as those of the first columns",
-        "core/kernels.py",
-        "tl.where(first_col < REST_COL, programs, rest_programs)",
-        "programs",
-        ("test_layouts.py", "test_wide_rows_that_programs_share"),
+        "the sums of a program that shares rows taken for those of the rows",
+        "norms/kernels.py",
+        "place = 2 * column * M + rows[None, :]",
+        "place = rows[None, :] + 0 * column",
+        ("test_layouts.py", "test_rows_that_programs_share"),
     ),
     # --- launches -----------------------------------------------------------------------------------------------------
     Mutant(

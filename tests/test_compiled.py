@@ -52,7 +52,7 @@ def plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> Pl
 
 
 NO_SPILL = 8192
-WIDTHS = (17, 256, 768, 1024, 2048, 4096, 8192, 16384, 65536)
+WIDTHS = (17, 256, 768, 1024, 1536, 2048, 4096, 5120, 6144, 8192, 12288, 16384, 65536)
 
 
 class Built:
@@ -97,6 +97,7 @@ def build(plan: Callable[[], object], target: str, monkeypatch: pytest.MonkeyPat
     Built.target, Built.spilled = TARGETS[target], []
     monkeypatch.setattr(launch, "specialise", Built)
     monkeypatch.setattr(launch, "_built", {})
+    monkeypatch.setattr(launch, "waits", lambda index, acc: target != "gfx942" and acc == torch.float32)
     plan()
     return Built.spilled
 

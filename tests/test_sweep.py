@@ -265,25 +265,6 @@ def test_sweep_stops_between_keys() -> None:
     assert not pool.requests
 
 
-@pytest.mark.kernels
-def test_remaining_columns_are_tuned_too() -> None:
-    """Wide rows: where the backward's config cuts them, the remaining columns have their own key under that config.
-
-    It is timed under it too.
-    """
-    workload = only("rms_norm", shape=(20, 8192))
-    candidates = family(KEY).candidates(  # type: ignore[attr-defined]
-        first := TuningKey("norm_backward", ("rms", "plain", "1 sums", "3 moved"), "32bit", 8192, 1))  # fmt: skip
-    for cut in (True, False):
-        costs = {config: 1.0 if (config.block_n < 8192) == cut else 50.0 for config in candidates}
-        beside: dict[str, Config] = {}
-        timer = made_up.Timer(costs)
-        timer.watch = lambda key, seen=beside: seen.update({key.kernel: tuning.choose(first, -1)})
-        outcomes = {outcome.key.kernel: outcome for outcome in made_up.sweeper(timer=timer).sweep([workload])}
-        assert ("norm_backward_rest" in outcomes) == cut
-        assert not cut or beside["norm_backward_rest"] == outcomes["norm_backward"].best
-
-
 # --- compiling, for real --------------------------------------------------------------------------------------------
 
 
@@ -403,7 +384,7 @@ def test_table_is_written_merged_and_read(tmp_path: Path, monkeypatch: pytest.Mo
     later.put(KEY, Config(1024, 4, 4))
     later.save()
     row = json.loads(path.read_text())["configs"]["norm_forward"]["rms|plain|alone|16bit|1024"]
-    assert row[:5] == [None, None, None, [1024, 4, 4, 1, 0, 0], None]
+    assert row[:5] == [None, None, None, [1024, 4, 4, 1, 0, 0, 1], None]
 
 
 def test_raw_timings_and_the_distance_of_the_heuristic(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def backward(site: ActivationSite, grads: Any, saved: Any, outs: Any, state: Sta
     plan.variant(plan.tiles, programs, dy, x, other, dx, dother, dy if partials is None else partials, seed, offset,
                  threshold, dy_stride, x_stride, rows)  # fmt: skip
     if partials is not None and plan.reduce is not None:
-        plan.reduce(-(-cols // plan.reduce_block), 1, partials, dother, None, None, programs, programs)
+        plan.reduce(-(-cols // plan.reduce_block), 1, partials, dother, None, None, programs)
 
 
 # --- vectors ------------------------------------------------------------------------------------------------------
@@ -230,10 +230,10 @@ def _plan_backward(site: ActivationSite, needs: tuple[bool, bool], dy: torch.dty
     types = _types(site, seed) | {"dy": pointer_type(dy), "dup": dother, "dbias": dother}
     types["dx"] = types["dgate"] = pointer_type(x) if needs[0] else None
     types |= {"partials": pointer_type(site.acc), "first": dother, "second": None, "third": None}
-    types |= {"programs": "i32", "rest_programs": "i32"}
+    types |= {"programs": "i32"}
     sums = site.kind == "bias" and needs[1]
     constants = {"VALUE": value, "DERIVATIVE": derivative, "PACKED": site.kind == "packed",
-                 "VECTOR": vector_width(x, dy), "REST_COL": site.cols, "PERSISTENT": sums}  # fmt: skip
+                 "VECTOR": vector_width(x, dy), "PERSISTENT": sums}  # fmt: skip
     kernel = kernels.bias_act_backward_kernel if site.kind == "bias" else kernels.glu_backward_kernel
     key = _tuning_key(site, "backward", bucket, seed, dy, f"{int(sums)} sums")
     config = tuning.choose(key, site.device_index)

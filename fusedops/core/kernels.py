@@ -6,24 +6,22 @@ import triton.language as tl
 from .device import await_predecessor, keep_scale, load_seed, place_along_rows, rows_of
 
 
-@triton.jit(do_not_specialize=["programs", "rest_programs"])
+@triton.jit(do_not_specialize=["programs"])
 def sum_partials_kernel(
     partials,
     first,
     second,
     third,
     programs,
-    rest_programs,
     ACC: tl.constexpr,
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
-    REST_COL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Up to three gradients of N elements from ``partials``, ``(programs, slots, N)``: axis 1 of the grid is the slot.
 
-    A slot belongs to each gradient that is there. Columns from ``REST_COL`` on have ``rest_programs`` parts.
+    A slot belongs to each gradient that is there.
     """
     await_predecessor(OVERLAP)
     slots: tl.constexpr = (first is not None) + (second is not None) + (third is not None)
@@ -31,12 +29,11 @@ def sum_partials_kernel(
     first_col = tl.program_id(0) * BLOCK_N
     cols = first_col + tl.arange(0, BLOCK_N)
     in_cols = cols < N
-    count = tl.where(first_col < REST_COL, programs, rest_programs)
     parts = tl.zeros((ROWS, BLOCK_N), ACC)
-    for start in range(0, count, ROWS):
+    for start in range(0, programs, ROWS):
         rows = start + tl.arange(0, ROWS)
         at = (rows.to(tl.int64) * slots + slot)[:, None] * N + cols[None, :]
-        parts += tl.load(partials + at, mask=(rows < count)[:, None] & in_cols[None, :], other=0.0)
+        parts += tl.load(partials + at, mask=(rows < programs)[:, None] & in_cols[None, :], other=0.0)
     total = tl.sum(parts, axis=0)
     if first is not None:
         if slot == 0:

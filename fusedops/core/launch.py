@@ -47,6 +47,7 @@ __all__ = [
     "triton_dtype",
     "variants",
     "vector_width",
+    "waits",
 ]
 
 _POINTERS = {
@@ -137,6 +138,11 @@ def overlaps(device_index: int) -> bool:
     return torch.cuda.get_device_capability(device_index) >= (9, 0)
 
 
+def waits(device_index: int, acc: torch.dtype) -> bool:
+    """Whether programs may wait for sums of ``acc`` that their neighbours leave: on NVIDIA GPUs, which start them in order."""
+    return device_index >= 0 and acc == torch.float32 and not _cannot_compile(device_index)
+
+
 def pointer_type(dtype: torch.dtype | None) -> str | None:
     """Triton's name for a pointer to ``dtype``; None, which is absence, for None."""
     return None if dtype is None else _POINTERS[dtype]
@@ -164,9 +170,10 @@ def column_tiles(cols: int, block_n: int) -> int:
     return tiles
 
 
-def vector_width(*dtypes: torch.dtype | None) -> int:
-    """Neighbouring columns a thread holds: 16 bytes of the narrowest tensor, as Triton's coalescing has it."""
-    return 8 if min(d.itemsize for d in dtypes if d is not None) == 2 else 4
+def vector_width(*dtypes: torch.dtype | None, config: Config | None = None) -> int:
+    """Neighbouring columns a thread holds, as Triton's coalescing has it: 16 bytes of the narrowest tensor, if it has them."""
+    each = 8 if config is None else config.block_n * config.rows // (32 * config.warps)
+    return 8 if min(d.itemsize for d in dtypes if d is not None) == 2 and each >= 8 else 4
 
 
 # The arguments ``seed`` and ``offset`` of a kernel, by the kind of random state: absent, two numbers, a tensor of both.
@@ -323,10 +330,14 @@ def diagnose(device_index: int) -> Kernel:
     """A small kernel, built for the device whatever has been built before: shows how kernels are launched there."""
     from .kernels import sum_partials_kernel
 
-    types: dict[str, str | None] = {"partials": "*fp32", "first": "*fp32", "second": None, "third": None,
-                                    "programs": "i32", "rest_programs": "i32"}  # fmt: skip
-    constants = {"ACC": triton_dtype(torch.float32), "N": 16, "BLOCK_N": 16, "ROWS": 16, "REST_COL": 16,
-                 "OVERLAP": False}  # fmt: skip
+    types: dict[str, str | None] = {
+        "partials": "*fp32",
+        "first": "*fp32",
+        "second": None,
+        "third": None,
+        "programs": "i32",
+    }
+    constants = {"ACC": triton_dtype(torch.float32), "N": 16, "BLOCK_N": 16, "ROWS": 16, "OVERLAP": False}
     return Kernel(Request(sum_partials_kernel, types, constants, Config(16, rows=16, warps=1), {}), device_index)
 
 
@@ -356,8 +367,8 @@ def build(
     if aligned:
         divisible = {name: 16 for name, kind in types.items() if kind is not None and kind[0] == "*"}
         divisible |= {name: 8 for name in types if name.endswith("_stride")}
-    every = dict(constants) | {"ACC": triton_dtype(acc), "N": cols, "BLOCK_N": config.block_n, "ROWS": config.rows,
-                               "STAGES": config.stages}  # fmt: skip
+    every = dict(constants) | {"ACC": triton_dtype(acc), "N": cols, "BLOCK_N": config.block_n, "PARTS": config.parts,
+                               "ROWS": config.rows, "STAGES": config.stages}  # fmt: skip
     every["OVERLAP"] = not every.get("PERSISTENT", False) and overlaps(device_index)
     request = Request(
         kernel,

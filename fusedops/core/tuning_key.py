@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from typing import Protocol
@@ -10,6 +11,7 @@ from typing import Protocol
 __all__ = [
     "BUCKET",
     "BUCKETS",
+    "MOST_PARTS",
     "Config",
     "Family",
     "Grid",
@@ -20,6 +22,7 @@ __all__ = [
     "fingerprint",
     "in_buckets",
     "register",
+    "tiles_holding",
     "valid",
     "widths",
 ]
@@ -36,6 +39,7 @@ class Config:
         stages: depth of the pipelined loop over tiles.
         per_sm: programs per multiprocessor, for persistent kernels; 0 for one program per tile.
         registers: the limit of registers per thread; 0 for the compiler's choice.
+        parts: tiles of a row side by side in a program.
     """
 
     block_n: int
@@ -44,6 +48,12 @@ class Config:
     stages: int = 1
     per_sm: int = 0
     registers: int = 0
+    parts: int = 1
+
+    @property
+    def columns(self) -> int:
+        """Of a program."""
+        return self.block_n * self.parts
 
 
 # The smallest number of rows of each bucket. The number of rows changes which config is best, never what is compiled.
@@ -140,7 +150,7 @@ def around(config: Config, *, least: int = 4, most: int = 64) -> list[Config]:
         near = replace(config, rows=int(config.rows * rows), warps=int(config.warps * warps),
                        per_sm=int(config.per_sm * per_sm), stages=config.stages + stages)  # fmt: skip
         whole = near.rows > 0 and 0 < near.warps <= 32 and near.per_sm > 0 and 1 <= near.stages <= 4
-        if near == config or (whole and least <= near.block_n * near.rows // (32 * near.warps) <= most):
+        if near == config or (whole and least <= near.columns * near.rows // (32 * near.warps) <= most):
             found.append(near)
     return found
 
@@ -148,6 +158,18 @@ def around(config: Config, *, least: int = 4, most: int = 64) -> list[Config]:
 def block_holding(cols: int) -> int:
     """The narrowest block that holds a row: a power of two, at least 16."""
     return 1 << max(cols - 1, 15).bit_length()
+
+
+# A row of three or five times a power of two columns is as many tiles side by side.
+_PARTS = (1, 3, 5)
+MOST_PARTS = _PARTS[-1]
+_LEAST_PART = 512
+
+
+def tiles_holding(cols: int) -> tuple[int, int]:
+    """The columns of a tile and the number of tiles that hold a row with the fewest idle lanes; the fewer tiles if equal."""
+    found = [(block_holding(-(-cols // parts)), parts) for parts in _PARTS]
+    return min((tile for tile in found if tile[1] == 1 or tile[0] >= _LEAST_PART), key=math.prod)
 
 
 def in_buckets(rule: Callable[[TuningKey], Config], key: TuningKey) -> list[Config]:
@@ -177,7 +199,7 @@ def valid(key: TuningKey, config: Config) -> bool:
     powers = all(value > 0 and value & (value - 1) == 0 for value in (config.block_n, config.rows, config.warps))
     limits = config.warps <= 32 and 1 <= config.stages <= 8 and 0 <= config.per_sm <= 32
     registers = config.registers == 0 or (16 <= config.registers <= 255 and config.registers % 8 == 0)
-    return powers and limits and registers and family.valid(key, config)
+    return powers and limits and registers and 1 <= config.parts <= MOST_PARTS and family.valid(key, config)
 
 
 def fingerprint(key: TuningKey) -> str:

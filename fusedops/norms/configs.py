@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from ..core.tuning_key import Config, TuningKey, around, block_holding, in_buckets
+from ..core.tuning_key import Config, TuningKey, around, block_holding, in_buckets, tiles_holding
 
 __all__ = ["candidates", "heuristic", "sum_partials", "valid"]
 
 # The widest row that a forward program holds whole.
 _WHOLE_FORWARD = 16384
-# The limits of a backward program: column sums in registers, and bytes of rows loaded ahead in shared memory.
-_SUMS = 24576
+# The widest that a backward program holds whole in 16 and 32 bits.
+_WHOLE_BACKWARD = 8192
+# The limit of a backward program: bytes of rows loaded ahead in shared memory.
 _AHEAD_BYTES = 128 * 1024
 # Buckets of rows: up to 255; up to 4095; up to 65535.
 _FEW, _SOME, _MANY = 1, 2, 3
@@ -29,7 +30,11 @@ def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Co
     ``adds``: a residual is a second input. Few rows need short programs; with many rows a thread has more elements,
     especially where a quarter of the block is padding.
     """
-    block = block_holding(cols)
+    block, parts = _forward_tiles(cols, itemsize)
+    if parts > 1:
+        warps = _fewest_warps(block * parts, 24)
+        # With two inputs the compiler would take more registers, and only one program of sixteen warps be resident.
+        return Config(block, 1, warps, registers=64 if warps == 16 and adds else 0, parts=parts)
     if itemsize > 2:
         return _wide_dtype_forward(block, itemsize, bucket, adds)
     if block > _WHOLE_FORWARD:
@@ -54,6 +59,12 @@ def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Co
     if rows == 1:
         each = 8 if block <= 512 else 16
     return Config(block, rows, _warps(block * rows, each))
+
+
+def _forward_tiles(cols: int, itemsize: int) -> tuple[int, int]:
+    """The columns and the number of tiles that hold a row. Several in 16 bits alone: in fp32 they gain nothing."""
+    block, parts = tiles_holding(cols)
+    return (block, parts) if itemsize == 2 and block * parts <= _WHOLE_FORWARD else (block_holding(cols), 1)
 
 
 def _wide_dtype_forward(block: int, itemsize: int, bucket: int, adds: bool) -> Config:
@@ -84,22 +95,18 @@ def _dropout_add(cols: int, bucket: int) -> Config:
     return Config(block, 2048 // block, 8 if block == 2048 else 4)
 
 
-def _backward(cols: int, itemsize: int, bucket: int, sums: int) -> Config:
-    """The backward: whole rows if the column sums fit in registers, else the first columns and the row means.
+def _backward(cols: int, itemsize: int, bucket: int, sums: int, drops: bool) -> Config:
+    """The backward: whole rows if the column sums fit in registers, else rows that programs share.
 
-    ``sums`` is the number of parameter gradients.
+    ``sums`` is the number of parameter gradients; ``drops`` says whether a mask is drawn.
     """
-    block = block_holding(cols)
-    limit = _power_of_two(_SUMS // max(sums, 1) // 2 + 1)
+    block, parts = tiles_holding(cols)
+    if block * parts > (_WHOLE_BACKWARD if itemsize < 8 else _WHOLE_BACKWARD // 4):
+        return _shared_backward(cols, itemsize, sums)
+    if parts > 1:
+        return _backward_of_parts(block, parts, itemsize, few=sums < 3 and not drops)
     if itemsize > 2:
-        return _wide_dtype_backward(block, itemsize, bucket, sums, limit)
-    if sums == 1 and block == 16384 and bucket > 0:
-        return Config(block, 1, 8, 1, 1)
-    if sums == 1 and block > 16384:
-        return Config(8192, 1, 16, 2, 1) if block == 32768 else Config(8192, 1, 8, 3, 1)
-    if block > 16384 or (bucket <= _FEW and cols > 8192):
-        return Config(2048, 1, 4, 4, 2)
-    block = min(block, limit, 8192)
+        return _wide_dtype_backward(block, itemsize, bucket, sums)
     if block == 8192:
         return Config(block, 1, 16 if sums > 2 else 8, 3, 1)
     if block == 4096 and bucket >= _MANY:
@@ -115,21 +122,45 @@ def _backward(cols: int, itemsize: int, bucket: int, sums: int) -> Config:
     return Config(block, rows, warps, 3, 4 if crowded else 2)
 
 
-def _wide_dtype_backward(block: int, itemsize: int, bucket: int, sums: int, limit: int) -> Config:
+def _backward_of_parts(block: int, parts: int, itemsize: int, *, few: bool) -> Config:
+    """Whole rows in several tiles: eight warps a multiprocessor. With ``few`` registers for other things, two programs."""
+    width = block * parts
+    warps = _fewest_warps(width, 40 if few and itemsize == 2 and width == 5120 else 32)
+    stages = 4 if itemsize == 2 and (parts == 5 or warps == 8) else 3
+    return Config(block, 1, warps, stages, max(8 // warps, 1), parts=parts)
+
+
+# Tiles of rows that programs share, the widest first: columns and tiles side by side, and the rest of the config. Three
+# sums and rows that wait for the others' sums leave registers for four thousand columns in two rows, or six in one.
+_SHARED = {
+    2: (Config(8192, 1, 8, 3, 1), Config(2048, 1, 8, 3, 1, parts=3), Config(4096, 1, 4, 3, 2), Config(1024, 1, 4, 3, 2, parts=3)),
+    4: (Config(4096, 1, 8, 3, 1), Config(1024, 1, 8, 3, 1, parts=3), Config(2048, 1, 4, 3, 2)),
+    8: (Config(2048, 1, 8, 1, 1), Config(1024, 1, 8, 1, 1)),
+}  # fmt: skip
+
+
+def _shared_backward(cols: int, itemsize: int, sums: int) -> Config:
+    """Programs of as many columns as leave at most a tenth of the lanes idle; else with the fewest idle lanes."""
+    found = _SHARED[itemsize]
+    if itemsize == 2 and sums > 2:
+        found = (found[1], Config(4096, 2, 8, 3, 1), found[3])
+    lanes = {config: -(-cols // config.columns) * config.columns for config in found}
+    return next(
+        (config for config in found if lanes[config] <= 1.1 * cols), min(found, key=lambda config: lanes[config])
+    )
+
+
+def _fewest_warps(width: int, each: int) -> int:
+    """The fewest warps that have at most so many elements per thread."""
+    return min(_power_of_two(-(-width // (32 * each))), 32)
+
+
+def _wide_dtype_backward(block: int, itemsize: int, bucket: int, sums: int) -> Config:
     """In fp32 and fp64: half as many elements per tile."""
-    if itemsize == 4 and block > 16384:
-        return Config(4096, 1, 8, 3, 1)
-    if itemsize == 4 and block == 16384:
-        if sums == 1 and bucket > 0:
-            return Config(block, 1, 16, 1, 1)
-        return Config(2048, 1, 4, 4, 2) if bucket <= _FEW else Config(8192, 1, 16, 2, 1)
-    if itemsize == 8 and block > 4096:
-        return Config(2048, 1, 8 if sums > 2 else 16, 1, 1)
-    cut = min(block, limit, 8192 if itemsize == 4 else 2048)
-    if cut == 2048 and itemsize == 4 and bucket >= _SOME:
-        return Config(cut, 1, 4, 3, 2) if bucket >= _MANY else Config(cut, 2, 8, 3, 1)
-    if cut >= 2048:
-        return Config(cut, 1, 8, _stages(block * itemsize) if cut < 8192 else 3, 1)
+    if block == 2048 and itemsize == 4 and bucket >= _SOME:
+        return Config(block, 1, 4, 3, 2) if bucket >= _MANY else Config(block, 2, 8, 3, 1)
+    if block >= 2048:
+        return Config(block, 1, 8, _stages(block * itemsize) if block < 8192 else 3, 1)
     many = bucket > _MANY and block <= 512
     warps = _warps(block, 8 if many or block > 512 else 4)
     rows = _rows(block, warps, 8 if bucket == _FEW and block <= 512 else 16)
@@ -160,16 +191,9 @@ def _backward_of_sum(cols: int, itemsize: int, bucket: int) -> Config:
     return Config(block, (1024 if few else 2048) // block, 2, 3, 8 if few else 4)
 
 
-def _backward_rest(itemsize: int, bucket: int) -> Config:
-    """The remaining columns after the backward's first launch: small tiles with several rows."""
-    if itemsize == 8:
-        return Config(1024, 1, 4, 3, 1)
-    return Config(1024, 4 if itemsize == 2 and bucket > _FEW else 2, 4, 3, 2)
-
-
-def sum_partials(rest_col: int) -> Config:
-    """The reduction of the partial sums; a tile must not contain columns on both sides of ``rest_col``."""
-    return Config(min(32, rest_col), 64, 4)
+def sum_partials() -> Config:
+    """The reduction of the partial sums."""
+    return Config(32, 64, 4)
 
 
 def heuristic(key: TuningKey) -> Config:
@@ -179,16 +203,21 @@ def heuristic(key: TuningKey) -> Config:
         return _forward(cols, itemsize, bucket, "adds" in variant, "rms" in variant)
     if key.kernel == "dropout_add":
         return _dropout_add(cols, bucket)
-    if key.kernel == "norm_backward_rest":
-        return _backward_rest(itemsize, bucket)
     if "none" in variant:
         return _backward_of_sum(cols, itemsize, bucket)
-    return _backward(cols, itemsize, bucket, int(variant[2].partition(" ")[0]))
+    return _backward(cols, itemsize, bucket, int(variant[2].partition(" ")[0]), "dropout" in variant)
 
 
 def valid(key: TuningKey, config: Config) -> bool:
-    """Whether the block is at most the narrowest that holds a row."""
-    return 16 <= config.block_n <= block_holding(key.cols)
+    """Whether the tiles are at most those that hold a row with the fewest idle lanes."""
+    block, parts = block_holding(key.cols), 1
+    if key.kernel == "norm_forward":
+        block, parts = _forward_tiles(key.cols, key.itemsize)
+        if config.parts > 1 and config.columns < key.cols:
+            return False
+    elif key.kernel == "norm_backward" and "none" not in key.variant:
+        block, parts = tiles_holding(key.cols)
+    return config.block_n >= 16 and config.columns <= block * parts
 
 
 def candidates(key: TuningKey) -> list[Config]:
@@ -201,18 +230,20 @@ def candidates(key: TuningKey) -> list[Config]:
         block = min(first.block_n, 1024)
         others = [Config(b, max(1, elements // b), warps) for b in (block // 2, block, first.block_n, 4096)
                   for elements, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 8))]  # fmt: skip
-    elif key.kernel == "norm_backward":
-        others = around(first) + _wide_backwards(key.cols, key.variant[0] != "none")
     else:
-        others = [*around(first), Config(2048, 1, 8, 4, 2), Config(2048, 2, 8, 4, 2), Config(1024, 2, 4, 4, 2)]
+        others = around(first) + _other_backwards(key.cols, key.itemsize, key.variant[0] != "none")
     return list(dict.fromkeys(c for c in (heuristics[key.bucket], *heuristics, *others) if valid(key, c)))
 
 
 def _forwards(cols: int, itemsize: int) -> list[Config]:
     """Whole rows with few or many elements per thread, in one-tile and persistent programs; tiles of wide rows."""
-    block = block_holding(cols)
+    block, parts = _forward_tiles(cols, itemsize)
     found = []
-    if block <= _WHOLE_FORWARD // (itemsize // 2):
+    if parts > 1:
+        warps = _fewest_warps(block * parts, 24)
+        found = [Config(block, 1, w, registers=registers, parts=parts)
+                 for w, registers in ((warps, 0), (warps, 64), (warps // 2, 0), (2 * warps, 0)) if 1 <= w <= 32]  # fmt: skip
+    elif block <= _WHOLE_FORWARD // (itemsize // 2):
         once = max(1, 1024 // block)
         for rows in dict.fromkeys((once, 2 * once, 4 * once if block <= 1024 else 1, 1)):
             each = (8, 16, 32) if itemsize == 2 else (4, 8, 16)
@@ -221,15 +252,13 @@ def _forwards(cols: int, itemsize: int) -> list[Config]:
         found += [Config(block, once, warps, 3, per_sm) for per_sm in (1, 4)]
         if block == _WHOLE_FORWARD:
             found.append(Config(block, 1, 32, registers=64))
+    # Tiles that are passed over.
     tiles = ((2048, 4, 3), (4096, 8, 1), (4096, 8, 3), (8192, 16, 1), (8192, 8, 1), (16384, 16, 1))
     return found + [Config(b, 1, warps, stages) for b, warps, stages in tiles if 4096 < cols > b]
 
 
-def _wide_backwards(cols: int, normalizes: bool) -> list[Config]:
-    """Of rows that may be cut: more columns at once, or fewer and their loads further ahead."""
+def _other_backwards(cols: int, itemsize: int, normalizes: bool) -> list[Config]:
+    """Tiles for any number of columns, and of wide rows those that programs share."""
     if not normalizes:
         return [Config(512, 4, 4, 3, 4), Config(2048, 1, 4, 3, 4), Config(2048, 1, 8, 3, 2)]
-    if cols <= 4096:
-        return []
-    return [Config(2048, 1, 4, 4, 2), Config(4096, 1, 8, 2, 2), Config(4096, 1, 8, 3, 1), Config(8192, 1, 8, 3, 1),
-            Config(8192, 1, 16, 2, 1), Config(16384, 1, 8, 1, 1), Config(16384, 1, 16, 1, 1)]  # fmt: skip
+    return [*_SHARED[itemsize], Config(4096, 2, 8, 3, 1)] if cols > 4096 else []

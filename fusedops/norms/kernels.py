@@ -61,12 +61,21 @@ def _affine(z, mean, rstd, w, b, WEIGHT: tl.constexpr, HAT: tl.constexpr, ACC: t
 
 
 @triton.jit
-def _forward_sum(x, bias_row, residual, z, seed, offset, threshold, x_stride, residual_stride, rows, first_col, M,
-                 SUM: tl.constexpr, ACC: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-                 VECTOR: tl.constexpr):  # fmt: skip
+def _inside(in_rows, cols, EXACT: tl.constexpr, N: tl.constexpr):
+    """A tile's mask: of its rows alone where ``EXACT``, no tile reaches beyond the last column."""
+    if EXACT:
+        return in_rows[:, None]
+    else:
+        return in_rows[:, None] & (cols < N)[None, :]
+
+
+@triton.jit
+def _forward_sum(x, bias_row, residual, z, seed, offset, threshold, x_stride, residual_stride, rows, first_col, in_rows,
+                 EXACT: tl.constexpr, SUM: tl.constexpr, ACC: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
+                 ROWS: tl.constexpr, VECTOR: tl.constexpr):  # fmt: skip
     """A tile of the sum as rounded to its dtype, written out where it is kept."""
     cols = first_col + tl.arange(0, BLOCK_N)
-    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    mask = _inside(in_rows, cols, EXACT, N)
     scale = keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)
     h = _load_sum(x, bias_row, residual, scale, x_stride, residual_stride, rows, cols, mask, ACC)
     _store_sum(z, h, rows, cols, mask, N)
@@ -83,25 +92,76 @@ def _store_output(y, cast, out, rows, cols, mask, N: tl.constexpr, ACC: tl.const
 
 
 @triton.jit
-def _forward_norm(h, w, b, y, cast, stats, tile, M, KIND: tl.constexpr, EPS: tl.constexpr, WEIGHT: tl.constexpr,
-                  HAT: tl.constexpr, ACC: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
-                  ROWS: tl.constexpr):  # fmt: skip
-    """A tile of whole rows, in registers: its mean, then its centred squares, then the output."""
+def _vectors(vector, first_col, OFFSET: tl.constexpr, ACC: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
+             PARTS: tl.constexpr):  # fmt: skip
+    """A parameter, part by part; no parts if it is absent."""
+    parts = ()
+    if vector is not None:
+        for part in tl.static_range(PARTS):
+            cols = first_col + part * BLOCK_N + tl.arange(0, BLOCK_N)
+            parts = parts + (_load_weight(vector, cols, N, OFFSET, ACC),)
+    return parts
+
+
+@triton.jit
+def _forward_rows(x, bias, residual, weight, ln_bias, vectors, y, cast, z, stats, seed, offset, threshold, x_stride,
+                  residual_stride, tile, M, KIND: tl.constexpr, EPS: tl.constexpr, WEIGHT_OFFSET: tl.constexpr,
+                  WEIGHT: tl.constexpr, SUM: tl.constexpr, HAT: tl.constexpr, ACC: tl.constexpr, N: tl.constexpr,
+                  BLOCK_N: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr,
+                  LOADED: tl.constexpr):  # fmt: skip
+    """A tile of whole rows, in registers: its mean, then its centred squares, then the output.
+
+    ``vectors`` are the bias, the weight and the shift, part by part, where they are ``LOADED``.
+    """
+    biases, ws, bs = vectors
     rows = rows_of(tile, ROWS)
     in_rows = rows < M
-    cols = tl.arange(0, BLOCK_N)
-    mask = in_rows[:, None] & (cols < N)[None, :]
+    parts = ()
+    for part in tl.static_range(PARTS):
+        if LOADED and bias is not None:
+            bias_row = biases[part]
+        else:
+            bias_row = load_row_vector(bias, part * BLOCK_N + tl.arange(0, BLOCK_N), N, ACC)
+        h = _forward_sum(x, bias_row, residual, None, seed, offset, threshold, x_stride, residual_stride, rows,
+                         part * BLOCK_N, in_rows, (part + 1) * BLOCK_N <= N, SUM, ACC, N, BLOCK_N, ROWS,
+                         VECTOR)  # fmt: skip
+        parts = parts + (h,)
+    if z is not None:
+        # After all loads, none of which would pass a store.
+        for part in tl.static_range(PARTS):
+            cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
+            _store_sum(z, parts[part], rows, cols, _inside(in_rows, cols, (part + 1) * BLOCK_N <= N, N), N)
+    # With a second input the rows are in registers late, and the vectors must not be later. Alone, they would only take
+    # registers meanwhile.
+    if not LOADED and residual is not None:
+        ws = _vectors(weight, 0, WEIGHT_OFFSET, ACC, N, BLOCK_N, PARTS)
+        bs = _vectors(ln_bias, 0, 0.0, ACC, N, BLOCK_N, PARTS)
     if KIND == "layer":
-        mean = tl.sum(h, axis=1) / N
-        centred = tl.where(mask, h - mean[:, None], 0.0)
+        terms = parts[0]
+        for part in tl.static_range(1, PARTS):
+            terms += parts[part]
+        mean = tl.sum(terms, axis=1) / N
         tl.store(stats + M + rows, mean, mask=in_rows)
     else:
         mean = None
-        centred = h
-    rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) / N + EPS)
+    squares = tl.zeros((ROWS, BLOCK_N), ACC)
+    for part in tl.static_range(PARTS):
+        centred = parts[part]
+        if KIND == "layer":
+            mask = _inside(in_rows, part * BLOCK_N + tl.arange(0, BLOCK_N), (part + 1) * BLOCK_N <= N, N)
+            centred = tl.where(mask, centred - mean[:, None], 0.0)
+        squares += centred * centred
+    rstd = tl.rsqrt(tl.sum(squares, axis=1) / N + EPS)
     tl.store(stats + rows, rstd, mask=in_rows)
-    out = _affine(h, mean, rstd, w, b, WEIGHT, HAT, ACC)
-    _store_output(y, cast, out, rows, cols, mask, N, ACC)
+    if not LOADED and residual is None:
+        ws = _vectors(weight, 0, WEIGHT_OFFSET, ACC, N, BLOCK_N, PARTS)
+        bs = _vectors(ln_bias, 0, 0.0, ACC, N, BLOCK_N, PARTS)
+    for part in tl.static_range(PARTS):
+        cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
+        w = ws[part] if weight is not None else None
+        b = bs[part] if ln_bias is not None else None
+        out = _affine(parts[part], mean, rstd, w, b, WEIGHT, HAT, ACC)
+        _store_output(y, cast, out, rows, cols, _inside(in_rows, cols, (part + 1) * BLOCK_N <= N, N), N, ACC)
 
 
 @triton.jit(do_not_specialize=["seed", "offset", "threshold", "M"])
@@ -130,6 +190,7 @@ def norm_forward_kernel(
     ACC: tl.constexpr,
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     VECTOR: tl.constexpr,
     STAGES: tl.constexpr,
@@ -141,30 +202,25 @@ def norm_forward_kernel(
     ``stats`` receives rstd in its first M places and, for LayerNorm, the mean in the next M, ``cast`` the output in
     another dtype. ``SUM`` is the sum's dtype: it is normalised as rounded to that, so that the statistics belong to
     what the backward sees. ``PERSISTENT`` programs take several tiles: they keep the row vectors in registers and take
-    the next rows' loads ahead.
+    the next rows' loads ahead. A row is whole in ``PARTS`` tiles side by side, or passed over tile by tile.
     """
     await_predecessor(OVERLAP)
     if seed is not None:
         seed, offset = load_seed(seed, offset)
     tiles = tl.cdiv(M, ROWS).to(tl.int32)
-    if BLOCK_N >= N:
-        cols = tl.arange(0, BLOCK_N)
+    if PARTS * BLOCK_N >= N:
         if PERSISTENT:
-            bias_row = load_row_vector(bias, cols, N, ACC)
-            w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
-            b = load_row_vector(ln_bias, cols, N, ACC)
+            vectors = (_vectors(bias, 0, 0.0, ACC, N, BLOCK_N, PARTS),
+                       _vectors(weight, 0, WEIGHT_OFFSET, ACC, N, BLOCK_N, PARTS),
+                       _vectors(ln_bias, 0, 0.0, ACC, N, BLOCK_N, PARTS))  # fmt: skip
             for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-                z_rows = _forward_sum(x, bias_row, residual, z, seed, offset, threshold, x_stride, residual_stride,
-                                      rows_of(tile, ROWS), 0, M, SUM, ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
-                _forward_norm(z_rows, w, b, y, cast, stats, tile, M, KIND, EPS, WEIGHT, HAT, ACC, N, BLOCK_N, ROWS)
+                _forward_rows(x, bias, residual, weight, ln_bias, vectors, y, cast, z, stats, seed, offset, threshold,
+                              x_stride, residual_stride, tile, M, KIND, EPS, WEIGHT_OFFSET, WEIGHT, SUM, HAT, ACC, N,
+                              BLOCK_N, PARTS, ROWS, VECTOR, True)  # fmt: skip
         else:
-            tile = tl.program_id(0)
-            bias_row = load_row_vector(bias, cols, N, ACC)
-            z_rows = _forward_sum(x, bias_row, residual, z, seed, offset, threshold, x_stride, residual_stride,
-                                  rows_of(tile, ROWS), 0, M, SUM, ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
-            w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
-            b = load_row_vector(ln_bias, cols, N, ACC)
-            _forward_norm(z_rows, w, b, y, cast, stats, tile, M, KIND, EPS, WEIGHT, HAT, ACC, N, BLOCK_N, ROWS)
+            _forward_rows(x, bias, residual, weight, ln_bias, ((), (), ()), y, cast, z, stats, seed, offset, threshold, x_stride,
+                          residual_stride, tl.program_id(0), M, KIND, EPS, WEIGHT_OFFSET, WEIGHT, SUM, HAT, ACC, N,
+                          BLOCK_N, PARTS, ROWS, VECTOR, False)  # fmt: skip
     else:
         # Wider rows pass twice, tile by tile: tile means and squares merge as in Chan et al. (1979).
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -177,7 +233,7 @@ def norm_forward_kernel(
                 mask = in_rows[:, None] & (cols < N)[None, :]
                 bias_row = load_row_vector(bias, cols, N, ACC)
                 h = _forward_sum(x, bias_row, residual, z, seed, offset, threshold, x_stride, residual_stride, rows,
-                                 start, M, SUM, ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
+                                 start, in_rows, False, SUM, ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
                 if KIND == "layer":
                     count = tl.minimum(N - start, BLOCK_N).to(ACC)
                     tile_mean = tl.sum(h, axis=1) / count
@@ -193,9 +249,12 @@ def norm_forward_kernel(
             for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
                 cols = start + tl.arange(0, BLOCK_N)
                 mask = in_rows[:, None] & (cols < N)[None, :]
-                bias_row = load_row_vector(bias, cols, N, ACC)
-                h = _forward_sum(x, bias_row, residual, None, seed, offset, threshold, x_stride, residual_stride, rows,
-                                 start, M, SUM, ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
+                if z is not None:
+                    h = tl.load(z + rows[:, None] * N + cols[None, :], mask=mask, other=0.0).to(ACC)
+                else:
+                    bias_row = load_row_vector(bias, cols, N, ACC)
+                    h = _forward_sum(x, bias_row, residual, None, seed, offset, threshold, x_stride, residual_stride,
+                                     rows, start, in_rows, False, SUM, ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
                 w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
                 b = load_row_vector(ln_bias, cols, N, ACC)
                 out = _affine(h, mean if KIND == "layer" else None, rstd, w, b, WEIGHT, HAT, ACC)
@@ -237,112 +296,122 @@ def dropout_add_kernel(
 
 
 @triton.jit
-def _load_hat(
-    kept,
-    bias,
-    residual,
-    scale,
-    kept_stride,
-    residual_stride,
-    stats,
-    w,
-    b,
-    rows,
-    cols,
-    in_rows,
-    mask,
-    M,
-    KIND: tl.constexpr,
-    SAVED: tl.constexpr,
-    SUM: tl.constexpr,
-    N: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    """The normalised rows and their rstd, from what the forward kept: the sum, the inputs, or the output."""
-    rstd = tl.load(stats + rows, mask=in_rows, other=0.0)
+def _load_rows(dy, dcast, kept, bias, residual, seed, offset, threshold, dy_stride, dcast_stride, kept_stride,
+               residual_stride, rows, in_rows, first_col, exact, SAVED: tl.constexpr, SUM: tl.constexpr,
+               N: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr,
+               ACC: tl.constexpr):  # fmt: skip
+    """The output's gradient, with that of its low-precision copy, and what was kept of the rows, part by part."""
+    gradients, rest = (), ()
+    for part in tl.static_range(PARTS):
+        first = first_col + part * BLOCK_N
+        cols = first + tl.arange(0, BLOCK_N)
+        mask = _inside(in_rows, cols, part < exact, N)
+        g = tl.load(dy + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0)
+        if dcast is not None:
+            # Both hold the same numbers, whose gradient is the sum.
+            copy = tl.load(dcast + rows[:, None] * dcast_stride + cols[None, :], mask=mask, other=0.0)
+            g = g.to(ACC) + copy.to(ACC)
+        gradients = gradients + (g,)
+        if kept is not None:
+            if SAVED == "inputs":
+                bias_row = load_row_vector(bias, cols, N, ACC)
+                scale = keep_scale(seed, offset, threshold, rows, first, N, ROWS, BLOCK_N, VECTOR, ACC)
+                k = _load_sum(kept, bias_row, residual, scale, kept_stride, residual_stride, rows, cols, mask, ACC).to(
+                    SUM
+                )
+            else:
+                k = tl.load(kept + rows[:, None] * kept_stride + cols[None, :], mask=mask, other=0.0)
+            rest = rest + (k,)
+    return gradients, rest
+
+
+@triton.jit
+def _hat_of(k, mean, rstd, w, b, KIND: tl.constexpr, SAVED: tl.constexpr, ACC: tl.constexpr):
+    """Normalised rows, from what was kept: the sum, or the output."""
+    hat = k.to(ACC)
     if SAVED == "output":
-        hat = tl.load(kept + rows[:, None] * kept_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
         if b is not None:
             hat -= b
         if w is not None:
             hat = tl.where(w == 0.0, 0.0, hat / w)
     else:
-        if SAVED == "sum":
-            hat = tl.load(kept + rows[:, None] * kept_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
-        else:
-            bias_row = load_row_vector(bias, cols, N, ACC)
-            hat = _load_sum(kept, bias_row, residual, scale, kept_stride, residual_stride, rows, cols, mask, ACC)
-            hat = _round(hat, SUM, ACC)
         if KIND == "layer":
-            hat -= tl.load(stats + M + rows, mask=in_rows, other=0.0)[:, None]
+            hat -= mean[:, None]
         hat *= rstd[:, None]
-    return hat, rstd
+    return hat
 
 
 @triton.jit
-def _load_output_gradient(dy, dcast, dy_stride, dcast_stride, rows, cols, mask, ACC: tl.constexpr):
-    """The gradient of the output, and of its low-precision copy with it: both hold the same numbers, whose gradient is the sum."""
-    g = tl.load(dy + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
-    if dcast is not None:
-        g += tl.load(dcast + rows[:, None] * dcast_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
-    return g
-
-
-@triton.jit
-def _load_weighted(
-    dy,
-    dcast,
-    kept,
-    bias,
-    residual,
-    weight,
-    ln_bias,
-    stats,
-    seed,
-    offset,
-    threshold,
-    dy_stride,
-    dcast_stride,
-    kept_stride,
-    residual_stride,
-    rows,
-    first_col,
-    in_rows,
-    M,
-    KIND: tl.constexpr,
-    SAVED: tl.constexpr,
-    SUM: tl.constexpr,
-    WEIGHT_OFFSET: tl.constexpr,
-    ACC: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """``dy * weight`` and the normalised rows of one tile, zero outside: what the row means are taken of."""
-    cols = first_col + tl.arange(0, BLOCK_N)
-    mask = in_rows[:, None] & (cols < N)[None, :]
-    scale = keep_scale(seed if SAVED == "inputs" else None, offset, threshold, rows, first_col, N, ROWS, BLOCK_N,
-                       VECTOR, ACC)  # fmt: skip
-    w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
-    b = load_row_vector(ln_bias, cols, N, ACC)
-    g = _load_output_gradient(dy, dcast, dy_stride, dcast_stride, rows, cols, mask, ACC)
-    hat, _ = _load_hat(kept, bias, residual, scale, kept_stride, residual_stride, stats, w, b, rows, cols, in_rows,
-                       mask, M, KIND, SAVED, SUM, N, ACC)  # fmt: skip
-    if weight is not None:
-        g = tl.where(mask, g * w, 0.0)
-    return g, tl.where(mask, hat, 0.0)
-
-
-@triton.jit
-def _store_gradient(gradient, partials, value, slot, slots, cols, N: tl.constexpr):
-    """A column sum: the gradient itself where this program saw all rows, else this program's part of it."""
-    mask = cols < N
-    if tl.num_programs(0) == 1:
-        tl.store(gradient + cols, value.to(gradient.dtype.element_ty), mask=mask)
+def _post(moments, along, total, column, rows, in_rows, M, KIND: tl.constexpr, EXCHANGE: tl.constexpr):
+    """Leaves the sums over this program's columns for the programs that have the rows' other columns."""
+    if EXCHANGE == "wait":
+        # Both sums in one word, which is there as soon as it is not zero: zero is written as -0.
+        word = along.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+        if KIND == "layer":
+            word |= total.to(tl.int32, bitcast=True).to(tl.int64) << 32
+        word = tl.where(word == 0, 0x80000000, word)
+        tl.atomic_xchg(moments + column * M + rows, word, mask=in_rows, sem="relaxed")
     else:
-        row = tl.program_id(0).to(tl.int64) * slots + slot
-        tl.store(partials + row * N + cols, value, mask=mask)
+        tl.store(moments + 2 * column * M + rows, along, mask=in_rows)
+        if KIND == "layer":
+            tl.store(moments + (2 * column + 1) * M + rows, total, mask=in_rows)
+
+
+@triton.jit
+def _collect(moments, rows, in_rows, M, KIND: tl.constexpr, EXCHANGE: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sums over all columns, of what the programs left, in their order; the second is meant for LayerNorm alone."""
+    column = tl.arange(0, triton.next_power_of_2(COLUMNS))[:, None]
+    there = (column < COLUMNS) & in_rows[None, :]
+    if EXCHANGE == "wait":
+        word = tl.inline_asm_elementwise(
+            "{ .reg .pred asked, absent; setp.ne.s32 asked, $2, 0; mov.b64 $0, 0; WAIT: @asked ld.relaxed.gpu.global.b64 $0, "
+            "[$1]; setp.eq.and.s64 absent, $0, 0, asked; @absent bra WAIT; }",
+            "=&l,l,r", [moments + column * M + rows[None, :], there.to(tl.int32)], dtype=tl.int64, is_pure=False,
+            pack=1)  # fmt: skip
+        along = word.to(tl.int32).to(tl.float32, bitcast=True)
+        total = (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    else:
+        place = 2 * column * M + rows[None, :]
+        along = tl.load(moments + place, mask=there, other=0.0)
+        total = along
+        if KIND == "layer":
+            total = tl.load(moments + M + place, mask=there, other=0.0)
+    return tl.sum(along, axis=0), tl.sum(total, axis=0)
+
+
+@triton.jit
+def _zeros(vector, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, ACC: tl.constexpr):
+    """Sums of a gradient's columns, part by part; none if it is absent."""
+    parts = ()
+    if vector is not None:
+        for _ in tl.static_range(PARTS):
+            parts = parts + (tl.zeros((BLOCK_N,), ACC),)
+    return parts
+
+
+@triton.jit
+def _nothing(dy, dcast, kept, SAVED: tl.constexpr, SUM: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+             PARTS: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+    """Zeros of the shapes and dtypes of `_load_rows`."""
+    gradients, rest = (), ()
+    for _ in tl.static_range(PARTS):
+        gradients = gradients + (tl.zeros((ROWS, BLOCK_N), dy.dtype.element_ty if dcast is None else ACC),)
+        rest = rest + (tl.zeros((ROWS, BLOCK_N), SUM if SAVED == "inputs" else kept.dtype.element_ty),)
+    return gradients, rest
+
+
+@triton.jit
+def _store_gradient(gradient, partials, sums, slot, slots, first_col, N: tl.constexpr, BLOCK_N: tl.constexpr,
+                    PARTS: tl.constexpr):  # fmt: skip
+    """Column sums: the gradient itself where this program saw all rows, else this program's part of it."""
+    if gradient is not None:
+        for part in tl.static_range(PARTS):
+            cols = first_col + part * BLOCK_N + tl.arange(0, BLOCK_N)
+            if tl.num_programs(1) == 1:
+                tl.store(gradient + cols, sums[part].to(gradient.dtype.element_ty), mask=cols < N)
+            else:
+                row = tl.program_id(1).to(tl.int64) * slots + slot
+                tl.store(partials + row * N + cols, sums[part], mask=cols < N)
 
 
 @triton.jit(do_not_specialize=["seed", "offset", "threshold", "M"])
@@ -379,108 +448,128 @@ def norm_backward_kernel(
     ACC: tl.constexpr,
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     VECTOR: tl.constexpr,
     STAGES: tl.constexpr,
-    FIRST_COL: tl.constexpr,
+    EXCHANGE: tl.constexpr,
 ):
-    """All gradients of the family; programs share the rows along axis 0 of the grid, the columns along axis 1.
+    """All gradients of the family; programs share the columns along axis 0 of the grid, the rows along axis 1.
 
-    A program sums its rows' parameter gradients in registers and stores them once, and takes the next rows' loads
-    ahead. Rows wider than BLOCK_N have more sums than registers, so two launches share the columns: the first takes
-    the columns below BLOCK_N and reads the others too, for the row means, which it leaves in ``moments``; the second
-    takes the columns from ``FIRST_COL`` > 0 in tiles along axis 1, with those means.
+    A program has ``PARTS`` tiles of columns side by side. It sums its rows' parameter gradients in registers and stores
+    them once, and takes the next rows' loads ahead. Rows of more columns than one program's are shared by several, which
+    need each other's part of the row means. With ``EXCHANGE`` "wait" they leave it in ``moments``, zero before, and wait
+    for the others': they are neighbours in the grid, hence started one after the other, and no program waits for one
+    behind the next rows'. Where that cannot be relied on, a launch with "post" only leaves it, and one with "read" follows.
 
-    The first launch takes the rows from the last to the first, the second from the first to the last: what was read
-    or written last, by the producer of dy or by the first launch, is what the L2 cache still holds.
+    Rows are taken from the last to the first: what was written last, by the producer of dy, is what the L2 cache holds.
     """
     if seed is not None:
         seed, offset = load_seed(seed, offset)
     tiles = tl.cdiv(M, ROWS).to(tl.int32)
     slots: tl.constexpr = (dbias is not None) + (dweight is not None) + (dln_bias is not None)
-    first_col = FIRST_COL + tl.program_id(1) * BLOCK_N
-    cols = first_col + tl.arange(0, BLOCK_N)
-    in_cols = (cols < N)[None, :]
-    w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
-    b = load_row_vector(ln_bias, cols, N, ACC)
-    if dbias is not None:
-        dbias_sum = tl.zeros((BLOCK_N,), ACC)
-    if dweight is not None:
-        dweight_sum = tl.zeros((BLOCK_N,), ACC)
-    if dln_bias is not None:
-        dln_bias_sum = tl.zeros((BLOCK_N,), ACC)
+    columns: tl.constexpr = (N + PARTS * BLOCK_N - 1) // (PARTS * BLOCK_N)
+    # Parts that are exact in every program.
+    exact: tl.constexpr = N // BLOCK_N if columns == 1 else PARTS if columns * PARTS * BLOCK_N == N else 0
+    first_col = tl.program_id(0) * (PARTS * BLOCK_N)
+    ws = _vectors(weight, first_col, WEIGHT_OFFSET, ACC, N, BLOCK_N, PARTS)
+    bs = _vectors(ln_bias, first_col, 0.0, ACC, N, BLOCK_N, PARTS)
+    dbias_sums = _zeros(dbias, BLOCK_N, PARTS, ACC)
+    dweight_sums = _zeros(dweight, BLOCK_N, PARTS, ACC)
+    dln_bias_sums = _zeros(dln_bias, BLOCK_N, PARTS, ACC)
 
-    for step in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-        rows = rows_of(step if FIRST_COL > 0 else tiles - 1 - step, ROWS)
+    normalizes: tl.constexpr = dy is not None and KIND != "none"
+    ahead = 0
+    if EXCHANGE == "wait":
+        # A program finishes its last rows while the others' sums of the next ones are on their way.
+        ahead = tl.num_programs(1)
+        late_rstd, late_mean = tl.zeros((ROWS,), ACC), tl.zeros((ROWS,), ACC)
+        late_gradients, late_kept = _nothing(dy, dcast, kept, SAVED, SUM, ROWS, BLOCK_N, PARTS, ACC)
+
+    for step in tl.range(tl.program_id(1), tiles + ahead, tl.num_programs(1), num_stages=STAGES):
+        rows = rows_of(tiles - 1 - step, ROWS)
         in_rows = rows < M
-        mask = in_rows[:, None] & in_cols
-        scale = keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)
+        if EXCHANGE == "wait":
+            in_rows &= rows >= 0
+        if PARTS == 1 and EXCHANGE == "none":
+            # While the rows are on their way; of several tiles there are too many draws to be held.
+            scale = keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)
         if dy is not None:
-            dz = _load_output_gradient(dy, dcast, dy_stride, dcast_stride, rows, cols, mask, ACC)
-            if KIND != "none":
-                hat, rstd = _load_hat(kept, bias, residual, scale, kept_stride, residual_stride, stats, w, b,
-                                      rows, cols, in_rows, mask, M, KIND, SAVED, SUM, N, ACC)  # fmt: skip
-                if dweight is not None:
-                    dweight_sum += tl.sum(dz * hat, axis=0)
-                if dln_bias is not None:
-                    dln_bias_sum += tl.sum(dz, axis=0)
-                if weight is not None:
-                    dz *= w
-                if FIRST_COL > 0:
-                    along = tl.load(moments + rows, mask=in_rows, other=0.0)
-                    if KIND == "layer":
-                        total = tl.load(moments + M + rows, mask=in_rows, other=0.0)
-                else:
-                    along_terms = dz * hat
-                    total_terms = dz
-                    if N <= 4 * BLOCK_N:
-                        # Unrolled, so that the loop over rows is the one whose loads are taken ahead.
-                        for start in tl.static_range(BLOCK_N, N, BLOCK_N):
-                            g, other_hat = _load_weighted(
-                                dy, dcast, kept, bias, residual, weight, ln_bias, stats, seed, offset, threshold, dy_stride,
-                                dcast_stride, kept_stride, residual_stride, rows, start, in_rows, M, KIND, SAVED, SUM,
-                                WEIGHT_OFFSET, ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
-                            along_terms += g * other_hat
-                            total_terms += g
+            gradients, rest = _load_rows(dy, dcast, kept, bias, residual, seed, offset, threshold, dy_stride,
+                                         dcast_stride, kept_stride, residual_stride, rows, in_rows, first_col, exact,
+                                         SAVED, SUM, N, BLOCK_N, PARTS, ROWS, VECTOR, ACC)  # fmt: skip
+        if normalizes:
+            rstd = tl.load(stats + rows, mask=in_rows, other=0.0)
+            mean = rstd
+            if KIND == "layer":
+                mean = tl.load(stats + M + rows, mask=in_rows, other=0.0)
+            if EXCHANGE != "read":
+                for part in tl.static_range(PARTS):
+                    w = ws[part] if weight is not None else None
+                    b = bs[part] if ln_bias is not None else None
+                    dz = gradients[part].to(ACC)
+                    if weight is not None:
+                        dz *= w
+                    along_term = dz * _hat_of(rest[part], mean, rstd, w, b, KIND, SAVED, ACC)
+                    if part == 0:
+                        along_terms, total_terms = along_term, dz
                     else:
-                        for start in tl.range(BLOCK_N, N, BLOCK_N, num_stages=STAGES):
-                            g, other_hat = _load_weighted(
-                                dy, dcast, kept, bias, residual, weight, ln_bias, stats, seed, offset, threshold, dy_stride,
-                                dcast_stride, kept_stride, residual_stride, rows, start, in_rows, M, KIND, SAVED, SUM,
-                                WEIGHT_OFFSET, ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
-                            along_terms += g * other_hat
-                            total_terms += g
-                    along = tl.sum(along_terms, axis=1) / N
-                    if KIND == "layer":
-                        total = tl.sum(total_terms, axis=1) / N
-                    if moments is not None:
-                        tl.store(moments + rows, along, mask=in_rows)
+                        along_terms += along_term
+                        total_terms += dz
+                along, total = tl.sum(along_terms, axis=1), tl.sum(total_terms, axis=1)
+            if EXCHANGE == "wait" or EXCHANGE == "post":
+                _post(moments, along, total, tl.program_id(0), rows, in_rows, M, KIND, EXCHANGE)
+            if EXCHANGE == "wait":
+                rows = rows_of(tiles - 1 - step + ahead, ROWS)
+                in_rows = rows < M
+                gradients, rest, late_gradients, late_kept = late_gradients, late_kept, gradients, rest
+                rstd, mean, late_rstd, late_mean = late_rstd, late_mean, rstd, mean
+            if EXCHANGE == "wait" or EXCHANGE == "read":
+                along, total = _collect(moments, rows, in_rows, M, KIND, EXCHANGE, columns)
+            along /= N
+            total /= N
+        if EXCHANGE != "post":
+            new_dbias_sums, new_dweight_sums, new_dln_bias_sums = (), (), ()
+            for part in tl.static_range(PARTS):
+                first = first_col + part * BLOCK_N
+                cols = first + tl.arange(0, BLOCK_N)
+                mask = _inside(in_rows, cols, part < exact, N)
+                if dy is not None:
+                    dz = gradients[part].to(ACC)
+                    if normalizes:
+                        w = ws[part] if weight is not None else None
+                        b = bs[part] if ln_bias is not None else None
+                        hat = _hat_of(rest[part], mean, rstd, w, b, KIND, SAVED, ACC)
+                        if dweight is not None:
+                            new_dweight_sums = new_dweight_sums + (dweight_sums[part] + tl.sum(dz * hat, axis=0),)
+                        if dln_bias is not None:
+                            new_dln_bias_sums = new_dln_bias_sums + (dln_bias_sums[part] + tl.sum(dz, axis=0),)
+                        if weight is not None:
+                            dz *= w
                         if KIND == "layer":
-                            tl.store(moments + M + rows, total, mask=in_rows)
-                if KIND == "layer":
-                    if N == 1:
-                        # Exactly zero: dz is a product, which a subtraction would take unrounded, and total rounded.
-                        dz *= hat
-                    else:
-                        dz -= total[:, None]
-                dz = (dz - hat * along[:, None]) * rstd[:, None]
-            if dsum is not None:
-                dz += tl.load(dsum + rows[:, None] * dsum_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
-        else:
-            dz = tl.load(dsum + rows[:, None] * dsum_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
-        out = rows[:, None] * N + cols[None, :]
-        if dresidual is not None:
-            tl.store(dresidual + out, dz.to(dresidual.dtype.element_ty), mask=mask)
-        if scale is not None:
-            dz *= scale
-        if dx is not None:
-            tl.store(dx + out, dz.to(dx.dtype.element_ty), mask=mask)
-        if dbias is not None:
-            dbias_sum += tl.sum(dz, axis=0)
+                            if N == 1:
+                                # Exactly zero: dz is a product, which a subtraction would take unrounded, total rounded.
+                                dz *= hat
+                            else:
+                                dz -= total[:, None]
+                        dz = (dz - hat * along[:, None]) * rstd[:, None]
+                    if dsum is not None:
+                        dz += tl.load(dsum + rows[:, None] * dsum_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
+                else:
+                    dz = tl.load(dsum + rows[:, None] * dsum_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
+                out = rows[:, None] * N + cols[None, :]
+                if dresidual is not None:
+                    tl.store(dresidual + out, dz.to(dresidual.dtype.element_ty), mask=mask)
+                if PARTS > 1 or EXCHANGE != "none":
+                    scale = keep_scale(seed, offset, threshold, rows, first, N, ROWS, BLOCK_N, VECTOR, ACC)
+                if scale is not None:
+                    dz *= scale
+                if dx is not None:
+                    tl.store(dx + out, dz.to(dx.dtype.element_ty), mask=mask)
+                if dbias is not None:
+                    new_dbias_sums = new_dbias_sums + (dbias_sums[part] + tl.sum(dz, axis=0),)
+            dbias_sums, dweight_sums, dln_bias_sums = new_dbias_sums, new_dweight_sums, new_dln_bias_sums
 
-    if dbias is not None:
-        _store_gradient(dbias, partials, dbias_sum, 0, slots, cols, N)
-    if dweight is not None:
-        _store_gradient(dweight, partials, dweight_sum, dbias is not None, slots, cols, N)
-    if dln_bias is not None:
-        _store_gradient(dln_bias, partials, dln_bias_sum, slots - 1, slots, cols, N)
+    _store_gradient(dbias, partials, dbias_sums, 0, slots, first_col, N, BLOCK_N, PARTS)
+    _store_gradient(dweight, partials, dweight_sums, dbias is not None, slots, first_col, N, BLOCK_N, PARTS)
+    _store_gradient(dln_bias, partials, dln_bias_sums, slots - 1, slots, first_col, N, BLOCK_N, PARTS)

@@ -6,8 +6,7 @@ also on the rows' bucket, in which the best config may be another.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,13 +37,26 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _Backward:
+    """A backward's launches.
+
+    Attributes:
+        post: leaves the sums over each program's columns, where programs cannot wait for one another.
+        variant: stores all gradients.
+        rows: of a tile.
+        columns: programs that share rows.
+        programs: at most, of each of them.
+        exchange: "none", "wait", or "read" after `post`.
+        reduce: adds parts of parameter gradients.
+        reduce_block: columns of each of its programs.
+        sums: parameter gradients.
+    """
+
+    post: Variant | None
     variant: Variant
     rows: int
-    tiles: int
+    columns: int
     programs: int
-    rest: Variant | None
-    rest_tiles: int
-    rest_programs: int
+    exchange: str
     reduce: Variant | None
     reduce_block: int
     sums: int
@@ -92,7 +104,9 @@ def forward(site: NormSite, tensors: Any, outs: Any, state: State) -> None:
 
 
 def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) -> None:
-    """One to three launches; gradients that are None in ``outs`` are not computed.
+    """One launch, another that adds the parts of sums over rows, and one before where programs share rows without waiting.
+
+    Gradients that are None in ``outs`` are not computed.
 
     ``saved`` are the pre-norm sum, the output or x, as the site says; bias and residual where it is x; weight, ln_bias
     and the statistics. ``dy`` and ``dcast`` are gradients of the same numbers.
@@ -134,29 +148,34 @@ def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) ->
         plan = tuning.plan(_backwards, key, _plan_backward)
     moments = partials = None
     row_tiles = -(-rows // plan.rows)
-    programs = rest_programs = 1
+    programs = 1
     # Few rows are one program's work: it stores the column sums itself.
     if row_tiles > 2:
-        programs, rest_programs = min(row_tiles, plan.programs), plan.rest_programs
+        programs = min(row_tiles, plan.programs)
         if plan.reduce is not None:
-            partials = like.new_empty(max(programs, rest_programs), plan.sums, cols, dtype=site.acc)
-    if plan.rest is not None:
-        moments = torch.empty_like(stats)
+            partials = like.new_empty(programs, plan.sums, cols, dtype=site.acc)
+    if plan.exchange == "wait":
+        moments = like.new_zeros(plan.columns, rows, dtype=torch.int64)
+    elif plan.exchange == "read":
+        moments = like.new_empty(plan.columns, 2, rows, dtype=site.acc)
     arguments = (dy, dcast, dz, kept, bias, residual, weight, ln_bias, stats, moments, dx, dresidual, dbias, dweight,
                  dln_bias, partials if partials is not None else like, seed, offset, threshold, dy_stride,
                  dcast_stride, dz_stride, kept_stride, residual_stride, rows)  # fmt: skip
-    plan.variant(programs, plan.tiles, *arguments)
-    if plan.rest is not None:
-        plan.rest(rest_programs, plan.rest_tiles, *arguments)
+    if plan.post is not None:
+        plan.post(plan.columns, programs, *arguments)
+    plan.variant(plan.columns, programs, *arguments)
     if partials is not None and plan.reduce is not None:
-        plan.reduce(-(-cols // plan.reduce_block), plan.sums, partials, dbias, dweight, dln_bias, programs,
-                    rest_programs)  # fmt: skip
+        plan.reduce(-(-cols // plan.reduce_block), plan.sums, partials, dbias, dweight, dln_bias, programs)
 
 
 # --- the variants behind the keys ---------------------------------------------------------------------------------
 
 
-tuning.register(configs, "norm_forward", "dropout_add", "norm_backward", "norm_backward_rest")
+# Programs that wait for one another must run at the same time: so many do on the smallest part of a GPU.
+_MOST_WAITING = 16
+
+
+tuning.register(configs, "norm_forward", "dropout_add", "norm_backward")
 
 
 def _build(kernel: Any, types: dict[str, str | None], constants: dict[str, Any], config: tuning.Config, site: NormSite,
@@ -184,9 +203,9 @@ def _plan_forward(site: NormSite, seed: int, aligned: bool, bucket: int) -> _For
     # No part of the key says whether the sum is written: training and inference share a config, and so have the same bits.
     parts = ("dropout" if seed else "plain", "alone" if residual is None else "adds")
     moved = widths(x.itemsize, site.z.itemsize, site.y.itemsize)
-    width = vector_width(x, residual)
     if not site.normalizes:
         config = tuning.choose(TuningKey("dropout_add", parts, moved, cols, bucket), site.device_index)
+        width = vector_width(x, residual, config=config)
         variant = _build(kernels.dropout_add_kernel, types, {"VECTOR": width}, config, site, aligned)
         return _Forward(variant, config.rows, -(-cols // config.block_n), 2**31 - 1)
     config = tuning.choose(TuningKey("norm_forward", (rule.kind, *parts), moved, cols, bucket), site.device_index)
@@ -197,7 +216,7 @@ def _plan_forward(site: NormSite, seed: int, aligned: bool, bucket: int) -> _For
         "WEIGHT": triton_dtype(weight or site.acc),
         "SUM": triton_dtype(site.z),
         "HAT": triton_dtype(rule.hat_dtype(site.z, weight)),
-        "VECTOR": width,
+        "VECTOR": vector_width(x, residual, config=config),
         "PERSISTENT": config.per_sm > 0,
     }
     variant = _build(kernels.norm_forward_kernel, types, constants, config, site, aligned)
@@ -230,11 +249,12 @@ def _plan_backward(site: NormSite, needs: tuple[bool, ...], dy: _Dtype, dz: _Dty
     key = _backward_tuning_key(site, seed, sums, bucket, (
         dy, dcast, dz, kept, residual if inputs else None, x if needs_x else None,
         residual if needs_residual else None))  # fmt: skip
-    config = rest_config = tuning.choose(key, site.device_index)
-    cut = normalizes and config.block_n < cols
-    if cut:
-        rest_config = tuning.choose(replace(key, kernel="norm_backward_rest"), site.device_index)
-    reduce_config = configs.sum_partials(config.block_n)
+    config = tuning.choose(key, site.device_index)
+    columns = launch.column_tiles(cols, config.columns)
+    exchange = "none"
+    if normalizes and columns > 1:
+        exchange = "wait" if columns <= _MOST_WAITING and launch.waits(site.device_index, site.acc) else "read"
+    reduce_config = configs.sum_partials()
     pointers = site.pointers
     types: dict[str, str | None] = {
         "dy": pointer_type(dy),
@@ -246,7 +266,7 @@ def _plan_backward(site: NormSite, needs: tuple[bool, ...], dy: _Dtype, dz: _Dty
         "weight": pointers["weight"] if normalizes else None,
         "ln_bias": pointers["ln_bias"] if normalizes and save == "output" else None,
         "stats": pointer_type(site.acc) if normalizes else None,
-        "moments": pointer_type(site.acc) if cut else None,
+        "moments": {"none": None, "wait": pointer_type(torch.int64), "read": pointer_type(site.acc)}[exchange],
         "dx": pointers["x"] if needs_x else None,
         "dresidual": pointers["residual"] if needs_residual else None,
         "dbias": pointers["bias"] if needs_bias else None,
@@ -256,7 +276,7 @@ def _plan_backward(site: NormSite, needs: tuple[bool, ...], dy: _Dtype, dz: _Dty
         **SEED_TYPES[seed],
         "threshold": "i32",
         **dict.fromkeys(("dy_stride", "dcast_stride", "dsum_stride", "kept_stride", "residual_stride", "M"), "i64"),
-        **dict.fromkeys(("programs", "rest_programs"), "i32"),
+        "programs": "i32",
     }
     gradients = {place: types[name] for place, name in
                  (("first", "dbias"), ("second", "dweight"), ("third", "dln_bias"))}  # fmt: skip
@@ -265,26 +285,24 @@ def _plan_backward(site: NormSite, needs: tuple[bool, ...], dy: _Dtype, dz: _Dty
         "SAVED": save,
         "SUM": triton_dtype(site.z),
         "WEIGHT_OFFSET": float(rule.weight_offset),
-        "VECTOR": vector_width(*read),
-        "FIRST_COL": 0,
-        "REST_COL": config.block_n if cut else cols,
+        "VECTOR": vector_width(*read, config=config),
+        "EXCHANGE": exchange,
     }
+    reads = types | dict.fromkeys(("dsum", "dx", "dresidual", "dbias", "dweight", "dln_bias"))
 
-    def build(kernel: Callable[..., Any], config: tuning.Config, **more: int) -> Variant:
-        return _build(kernel, types | gradients, constants | more, config, site, aligned)
+    def build(types: dict[str, str | None], **more: str) -> Variant:
+        return _build(kernels.norm_backward_kernel, types, constants | more, config, site, aligned)
 
-    processors = launch.processors(site.device_index)
-    tiles = 1 if normalizes else launch.column_tiles(cols, config.block_n)
-    rest_tiles = launch.column_tiles(cols - config.block_n, rest_config.block_n) if cut else 1
     return _Backward(
-        variant=build(kernels.norm_backward_kernel, config),
+        post=build(reads, EXCHANGE="post") if exchange == "read" else None,
+        variant=build(types),
         rows=config.rows,
-        tiles=tiles,
-        programs=max(2, processors * config.per_sm // tiles),
-        rest=build(kernels.norm_backward_kernel, rest_config, FIRST_COL=config.block_n) if cut else None,
-        rest_tiles=rest_tiles,
-        rest_programs=max(2, processors * rest_config.per_sm // rest_tiles),
-        reduce=build(sum_partials_kernel, reduce_config) if sums else None,
+        columns=columns,
+        programs=max(2, launch.processors(site.device_index) * config.per_sm // columns),
+        exchange=exchange,
+        reduce=_build(sum_partials_kernel, types | gradients, constants, reduce_config, site, aligned)
+        if sums
+        else None,
         reduce_block=reduce_config.block_n,
         sums=sums,
     )

@@ -156,7 +156,7 @@ def backward(site: SliceSite, grads: Any, saved: Any, outs: Any, state: State) -
                  unused if partials is None else partials, g_stride // unit, x_stride // unit, total // unit,
                  widths.count, rows)  # fmt: skip
     if partials is not None and plan.reduce is not None:
-        plan.reduce(-(-cols // plan.reduce_block), plan.sums, partials, dweight, dbias, None, parts, 0)
+        plan.reduce(-(-cols // plan.reduce_block), plan.sums, partials, dweight, dbias, None, parts)
 
 
 # --- the variants behind the keys ---------------------------------------------------------------------------------
@@ -257,12 +257,12 @@ def _plan_backward(site: SliceSite, needs: tuple[bool, bool, bool], dy: torch.dt
                   "DY_STRIDED": dy_strided, "UNUSED": separate == 2}  # fmt: skip
 
     def build(kernel: Any, config: tuning.Config, cols: int, **more: Any) -> Variant:
-        return launch.build(kernel, types | more, constants | {"REST_COL": cols}, config,
+        return launch.build(kernel, types | more, constants, config,
                             device_index=site.device_index, acc=site.acc, cols=cols, aligned=aligned)  # fmt: skip
 
     reduce_config = configs.sum_partials()
     more = {"first": gradients["dweight"], "second": gradients["dbias"], "third": None,
-            **dict.fromkeys(("programs", "rest_programs"), "i32")}  # fmt: skip
+            "programs": "i32"}  # fmt: skip
     reduced = widths.uniform if site.constants.shared else widths.total
     return _Plan(
         variant=build(slices_backward_kernel, config, widths.total),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +25,6 @@ _NOISE = 0.01
 # Configs in the second round besides the heuristic's, and workloads that are compiled ahead.
 _FINALISTS = 2
 _AHEAD = 6
-
-Settled = dict[str, Config]
 
 
 @dataclass(frozen=True)
@@ -92,39 +89,35 @@ class Sweeper:
         self._keys_at.clear()
         self._submitted.clear()
 
-        def todo(workload: Tunable, settled: Settled) -> list[TuningKey]:
-            return [key for key in self._keys(workload, settled) if key not in done and wanted(key)]
+        def todo(workload: Tunable) -> list[TuningKey]:
+            return [key for key in self._keys(workload) if key not in done and wanted(key)]
 
         queue: deque[Tunable] = deque()
         rest = iter(workloads)
         while True:
             # While one workload is timed, the next ones are compiled.
             while len(queue) < _AHEAD and (workload := next(rest, None)) is not None:
-                if keys := todo(workload, {}):
+                if keys := todo(workload):
                     queue.append(workload)
                     self._compile_ahead(workload, keys)
             if not queue:
                 return
             workload, bench = queue.popleft(), None
-            settled: Settled = {}
-            # A chosen config may add a key: that of the remaining columns, if it cuts the rows.
-            while keys := todo(workload, settled):
+            for key in todo(workload):
                 if not goes_on():
                     return
                 try:
                     bench = bench or self._timer.open(workload)
-                    with _all_forced(settled):  # the remaining columns are timed with the first launch's config
-                        outcome = self._tune(workload, keys[0], settled, bench)
+                    outcome = self._tune(workload, key, bench)
                 except RuntimeError as error:  # for example out of memory: a long run must go on
                     self.failures.append(f"{workload}: {str(error).splitlines()[0]}")
                     break
-                done.add(outcome.key)
-                settled[outcome.key.kernel] = outcome.best
+                done.add(key)
                 yield outcome
 
-    def _tune(self, workload: Tunable, key: TuningKey, settled: Settled, bench: Bench) -> Outcome:
+    def _tune(self, workload: Tunable, key: TuningKey, bench: Bench) -> Outcome:
         candidates = self._candidates(key)
-        pending = {config: self._compile(workload, key, config, settled) for config in candidates}
+        pending = {config: self._compile(workload, key, config) for config in candidates}
         usages = {config: [each.result() for each in futures] for config, futures in pending.items()}
         first = candidates[0]
         dropped = {config: "" if config == first else reason_to_drop(config, usages[config], usages[first], self._limits)
@@ -151,46 +144,25 @@ class Sweeper:
         shipped = tuning.shipped(key, self._name) if self._name else None
         return list(dict.fromkeys([*found, *([shipped] if shipped is not None and valid(key, shipped) else [])]))
 
-    def _keys(self, workload: Tunable, settled: Settled) -> list[TuningKey]:
-        place = (str(workload.at(4)), tuple(settled.items()))
+    def _keys(self, workload: Tunable) -> list[TuningKey]:
+        place = str(workload.at(4))
         if place not in self._keys_at:
-            with _all_forced(settled):
-                self._keys_at[place] = keys_of(workload, self._device)
+            self._keys_at[place] = keys_of(workload, self._device)
         return [workload.key_at(key) for key in self._keys_at[place]]
 
     def _compile_ahead(self, workload: Tunable, keys: list[TuningKey]) -> None:
-        """Compiles all candidates, and those of kernels that depend on the first one's block."""
         for key in keys:
-            blocks: set[int] = set()
             for config in self._candidates(key):
-                self._compile(workload, key, config, {})
-                if config.block_n in blocks:
-                    continue
-                blocks.add(config.block_n)
-                settled = {key.kernel: config}
-                for after in self._keys(workload, settled):
-                    if after.kernel.startswith(f"{key.kernel}_"):
-                        for remains in self._candidates(after):
-                            self._compile(workload, after, remains, settled)
+                self._compile(workload, key, config)
 
-    def _compile(self, workload: Tunable, key: TuningKey, config: Config,
-                 settled: Settled) -> list[Future[Usage]]:  # fmt: skip
+    def _compile(self, workload: Tunable, key: TuningKey, config: Config) -> list[Future[Usage]]:
         """Submits all kernels of the workload under a config; the usages of those that run with it."""
-        forced = {kernel: c for kernel, c in settled.items() if key.kernel.startswith(f"{kernel}_")}
-        forced[key.kernel] = config
-        place = (str(workload.at(4)), tuple(forced.items()))
+        place = (str(workload.at(4)), key.kernel, config)
         if place not in self._submitted:
-            with _all_forced(forced), launch.collecting() as requests:
+            with tuning.forced(key.kernel, config), launch.collecting() as requests:
                 workload.at(4).step(self._device)()
             first = self._candidates(key)[0] == config
             found = [(request, self._pool.submit(request, fit=first or request.config != config))
                      for request in requests]  # fmt: skip
             self._submitted[place] = [future for request, future in found if request.config == config]
         return self._submitted[place]
-
-
-def _all_forced(configs: Settled) -> ExitStack:
-    stack = ExitStack()
-    for kernel, config in configs.items():
-        stack.enter_context(tuning.forced(kernel, config))
-    return stack
