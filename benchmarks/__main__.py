@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def sweep_all(options: argparse.Namespace) -> int:
-    """Measures along lines of hidden sizes, of slices and of rows; compiles ahead on all cores."""
+    """Measures along lines of hidden sizes, of slices, of rows and of models' widths; compiles ahead on all cores."""
     if _lacks_gpu():
         return 2
     from .runner import measure_all, this_machine

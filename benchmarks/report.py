@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fusedops.core.spec import Spec
 
-from . import figures, plot, results, table, targets
+from . import figures, plot, results, sweep, table, targets
 from .cases import discover
 from .columns import COLUMNS, MODE_NAMES, PROVIDER_NAMES, Place, best, by_place, every, launch_bound
 from .results import Row
@@ -38,7 +38,7 @@ To repeat all measurements, on a GPU, with `pip install .[bench]`:
 
 ```
 python -m benchmarks run                         # the shapes that have goals
-python -m benchmarks sweep --resume              # hidden sizes, slices and rows; --budget SECONDS stops in time
+python -m benchmarks sweep --resume              # hidden sizes, slices, rows and widths; --budget SECONDS stops in time
 python -m benchmarks report                      # this page and its pictures
 python -m benchmarks table --write README.md     # the README's figures
 python -m benchmarks compare OLD.csv NEW.csv     # regressions, before a release
@@ -53,7 +53,13 @@ def markdown(folder: Path, device: str) -> str:
     both = results.merge(swept, main)
     name = device.replace("_", " ").upper()
     parts = [_HEAD, _sources(main, swept, device), _HOW, _targets(main), _against_peers(both), _slower(both)]
-    parts += [_memory(both, device), *_pictures(swept, device), _figures(main, name), _host(both, device)]
+    parts += [
+        _memory(both, device),
+        *_pictures(swept, device),
+        *_widths(swept),
+        _figures(main, name),
+        _host(both, device),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -172,6 +178,28 @@ def _pictures(swept: list[Row], device: str) -> Iterator[str]:
             for what, name in (("bandwidth", "Bandwidth"), ("speed_up", "Speed-up over each peer")):
                 path = _image(device, f"{what}_{axis}_{data.dtype}_{data.mode}")
                 yield f"![{name}, {data.named}]({path})"
+
+
+def _widths(swept: list[Row]) -> Iterator[str]:
+    """Widths that are no power of two: the fraction of the floor, and how much faster than the best peer."""
+    places = {place[:2]: seen for place, seen in by_place(swept).items() if place[2:] == _USUAL and "fusedops" in seen}
+    lines = []
+    for spec in discover():
+        for line in sweep.lines(spec, ("widths",)):
+            for _, sides in sorted(line.points):
+                seen = places.get((spec.name, "x".join(map(str, sides))))
+                if seen is None:
+                    continue
+                ours = seen["fusedops"]
+                peers = [row.gpu_us / ours.gpu_us for name, row in seen.items() if name != "fusedops"]
+                lines.append(f"| `{spec.name}` | {' × '.join(map(str, sides))} | {ours.gpu_us:.1f} | {ours.fraction:.2f} | "  # noqa: RUF001
+                             f"{f'{min(peers):.2f}' if peers else ''} |")  # fmt: skip
+    if lines:
+        yield ("## Widths of models\n\nForward + backward in bf16, 2²⁵ and 2²³ elements: hidden sizes that are no power of two, "
+               "five of them drawn at random.")  # fmt: skip
+        yield "\n".join(
+            ["| operator | shape | µs | of the floor | over the best peer |", "|---|---|--:|--:|--:|", *lines]
+        )
 
 
 def _figures(main: list[Row], name: str) -> str:

@@ -1,4 +1,4 @@
-"""The sweeps: each operator along lines of hidden sizes, of slices and of rows; what there is to time, in which order.
+"""The sweeps: each operator along lines of hidden sizes, slices, rows and widths; what there is to time, in which order.
 
 Measuring is `runner`'s. Here is no GPU, and nothing is timed.
 """
@@ -6,6 +6,7 @@ Measuring is `runner`'s. Here is no GPU, and nothing is timed.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,13 +19,15 @@ from .results import Row
 
 __all__ = ["AXES", "DEFAULT_DTYPES", "EFFORT", "ELEMENTS", "Line", "Work", "chunks", "lines", "plan", "remaining"]
 
-AXES = ("hidden", "slices", "rows")
+AXES = ("hidden", "slices", "rows", "widths")
 DEFAULT_DTYPES = ("bf16", "fp32", "fp16")  # in the order of measuring
 PROVIDERS = ("fusedops", "eager", "eager_combined", "compile", "liger")
 ELEMENTS = 1 << 25  # along a line of hidden sizes: twice the L2 in 16 bits, and the floor stays the same
 EFFORT = timing.Effort(replay_ms=8.0, warmup_ms=3.0, blocks=3, block_ms=3.0, launch_bound_calls=80)
 _ROWS = tuple(4**k for k in range(10))  # 1 to 262,144
 _MOST = 1 << 28  # elements along a line of rows
+_DRAWN = 5  # widths besides those of the specs
+_SEED = 20
 _ODD = 2  # the rank of what is no power of two
 
 Pairs = tuple[tuple[str, str], ...]  # (mode, provider)
@@ -58,6 +61,9 @@ def lines(spec: Spec, axes: Collection[str] = AXES) -> Iterator[Line]:
     for tail in sweep.rows if "rows" in axes else ():
         counts = (rows for rows in _ROWS if rows * math.prod(tail) <= _MOST)
         yield Line(spec.name, "rows", tail, tuple((rows, (rows, *tail)) for rows in counts))
+    for elements in (ELEMENTS, ELEMENTS // 4) if "widths" in axes and sweep.widths else ():
+        tails = (*sweep.widths, *_drawn(sweep.widths))
+        yield Line(spec.name, "widths", tails[0][:-1], tuple((t[-1], _filled(t, elements)) for t in tails))
 
 
 def plan(specs: Iterable[Spec], axes: Collection[str] = AXES, dtypes: Sequence[str] = DEFAULT_DTYPES) -> list[Case]:
@@ -99,8 +105,16 @@ def chunks(work: Sequence[Work], size: int) -> Iterator[Sequence[Work]]:
         yield work[start : start + size]
 
 
-def _filled(tail: tuple[int, ...]) -> tuple[int, ...]:
-    return (ELEMENTS // math.prod(tail), *tail)
+def _drawn(tails: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    """Tails of other widths in the same range, random multiples of eight: nobody has chosen them."""
+    known = [tail[-1] for tail in tails]
+    others = [width for width in range(min(known) // 8 * 8, max(known), 8) if width not in known]
+    for width in random.Random(_SEED).sample(others, _DRAWN):
+        yield (*tails[0][:-1], width)
+
+
+def _filled(tail: tuple[int, ...], elements: int = ELEMENTS) -> tuple[int, ...]:
+    return (elements // math.prod(tail), *tail)
 
 
 def _rank(axis: str, x: int) -> int:

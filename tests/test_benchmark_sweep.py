@@ -70,6 +70,16 @@ def test_hidden_sizes_span_the_range():
     assert {x for x, _ in next(sweep.lines(SPECS["swiglu"], ("hidden",))).points} == {1 << k for k in range(8, 17)}
 
 
+def test_widths_are_measured_with_many_rows_and_with_fewer():
+    many, fewer = sweep.lines(SPECS["rms_norm"], ("widths",))
+    assert [x for x, _ in many.points] == [x for x, _ in fewer.points]
+    widths = {x for x, _ in many.points}
+    assert {1536, 5120, 7168, 18432, 4097} < widths and len(widths) == len(SPECS["rms_norm"].sweep.widths) + 5
+    for line, elements in ((many, 1 << 25), (fewer, 1 << 23)):
+        assert all(0 <= elements - math.prod(sides) < width for width, sides in line.points)
+    assert not list(sweep.lines(SPECS["swiglu"], ("widths",)))
+
+
 def test_a_run_cut_short_leaves_coarse_lines_whole():
     every = keys(sweep.plan(SPECS.values()))
     coarse = {(256, "hidden"), (4096, "hidden"), (65536, "hidden"), (1, "rows"), (256, "rows"), (65536, "rows")}

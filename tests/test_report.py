@@ -195,6 +195,27 @@ def test_memory_that_a_peer_saves_is_listed(tmp_path):
     assert "Nowhere." in section(report.markdown(tmp_path, "nvidia_h200"), "### In memory")
 
 
+def test_widths_are_listed_with_the_best_peer(tmp_path):
+    """In the usual dtype and mode, those of a spec's widths alone; a peer may be absent."""
+    wide, odd = [Case(SPECS["rms_norm"], sides, torch.bfloat16) for sides in ((6553, 5120), (2047, 4097))]
+    ours, eager, compiled = rows_of(wide, providers=("fusedops", "eager", "compile"), gpu_us=100.0, floor_us=80.0)
+    results.write(tmp_path / "nvidia_h200.csv", rows_of(LARGE))
+    rows = [
+        ours,
+        replace(eager, gpu_us=300.0),
+        replace(compiled, gpu_us=150.0),
+        *rows_of(odd, gpu_us=50.0, floor_us=20.0),
+    ]
+    results.write(
+        tmp_path / "sweep_nvidia_h200.csv", [*rows, *rows_of(LARGE), replace(ours, shape="1638x5120", dtype="fp32")]
+    )
+    found = section(report.markdown(tmp_path, "nvidia_h200"), "## Widths of models")
+    assert [line for line in found.splitlines() if line.startswith("| `")] == [
+        "| `rms_norm` | 6553 × 5120 | 100.0 | 0.80 | 1.50 |",  # noqa: RUF001
+        "| `rms_norm` | 2047 × 4097 | 50.0 | 0.40 |  |",  # noqa: RUF001
+    ]
+
+
 def test_goals_are_stated_as_met_missed_or_not_measured(tmp_path):
     results.write(tmp_path / "nvidia_h200.csv", rows_of(CASES[0], gpu_us=1e4) + rows_of(CASES[1], gpu_us=1.0))
     lines = section(report.markdown(tmp_path, "nvidia_h200"), "## Targets and results")

@@ -91,6 +91,7 @@ class Sweep:
         hidden: tails of different widths, each with as many rows as give the same number of elements.
         slices: tails of different numbers of slices, likewise.
         rows: tails for which the number of rows varies.
+        widths: tails of widths that are no power of two, with many rows and with fewer.
     """
 
     hidden: tuple[tuple[int, ...], ...] = tuple(
@@ -98,6 +99,7 @@ class Sweep:
     )
     slices: tuple[tuple[int, ...], ...] = ()
     rows: tuple[tuple[int, ...], ...] = ((1024,), (4096,))
+    widths: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.operators import site_of
-from ..core.spec import BadSample, Maker, Sample, Shape, Spec, masked
+from ..core.spec import BadSample, Maker, Sample, Shape, Spec, Sweep, masked
 from ..core.tuning_key import Grid
 from . import launching, ops, reference
 from .operator import NORM, constants_of
@@ -406,9 +406,14 @@ _NORM_BENCHMARKS = (
     ((1024, 32768), _BF16),
 )
 _FUSED_BENCHMARKS = (*_NORM_BENCHMARKS, ((16384, 768), _FP16))
+# Hidden sizes of models, and odd ones.
+_SWEEP = Sweep(widths=tuple(
+    (cols,) for cols in (1536, 2560, 2880, 3072, 3584, 4608, 5120, 5376, 6144, 7168, 9216, 12288, 13824, 14336, 18432, 24576,
+                         4095, 4097)
+))  # fmt: skip
 
-# Rows of one program each: 2^k and 3*2^(k-1), which differ in how much of a block they fill.
-_TUNED = tuple(cols for k in range(8, 18) for cols in (1 << (k - 1), 3 << (k - 2)) if cols <= 65536)
+# Powers of two and three times these; and five times, which from 2560 on are as many tiles.
+_TUNED = (*[cols for k in range(8, 18) for cols in (1 << (k - 1), 3 << (k - 2)) if cols <= 65536], 2560, 5120, 10240)
 GRID = Grid(tuple((cols,) for cols in _TUNED), tuple((1 << k,) for k in (8, 10, 12, 14, 16)), (0, 1, 2, 3, 4))
 
 SPECS = (
@@ -426,6 +431,7 @@ SPECS = (
         launches=(1, 2),
         saved=0,
         shapes=_NORM_BENCHMARKS,
+        sweep=_SWEEP,
         liger=_liger_layer_norm,
     ),
     Spec(
@@ -442,6 +448,7 @@ SPECS = (
         launches=(1, 2),
         saved=0,
         shapes=_NORM_BENCHMARKS,
+        sweep=_SWEEP,
         liger=_liger_rms_norm,
     ),
     Spec(
@@ -459,6 +466,7 @@ SPECS = (
         launches=(1, 2),
         saved=0,
         shapes=_FUSED_BENCHMARKS,
+        sweep=_SWEEP,
     ),
     Spec(
         name="bias_dropout_add_ln",
@@ -475,6 +483,7 @@ SPECS = (
         launches=(1, 2),
         saved=1,
         shapes=_FUSED_BENCHMARKS,
+        sweep=_SWEEP,
     ),
     Spec(
         name="bias_dropout_add_rms_norm",
@@ -491,5 +500,6 @@ SPECS = (
         launches=(1, 2),
         saved=1,
         shapes=_FUSED_BENCHMARKS,
+        sweep=_SWEEP,
     ),
 )

@@ -367,6 +367,7 @@ SPECS = (
             hidden=tuple((64, 1 << k) for k in range(4, 11)),
             slices=tuple((1 << k, 64) for k in range(0, 9, 2)),
             rows=((64, 64),),
+            widths=tuple((26, cols) for cols in (48, 80, 96, 112, 160, 224)),
         ),
         combined=_combined,
     ),
