@@ -305,9 +305,9 @@ def test_the_installed_release_is_launched_directly(monkeypatch: pytest.MonkeyPa
     kernel = launch.diagnose(0)
     assert (kernel.launcher, kernel.reason) == ("direct", "")
     x, y = torch.zeros(16), torch.zeros(16)
-    kernel.variant(2, 3, x, y, None, None, 5, 6)
+    kernel.variant(2, 3, x, y, None, None, 5)
     kernel._compiled.run(2, 3, 1, STREAM, FUNCTION, kernel._compiled.packed_metadata, None, None, None, x, y, None, None,
-                         5, 6, *kernel._filler)  # fmt: skip
+                         5, *kernel._filler)  # fmt: skip
     assert taken[0] == addresses(taken[1])
 
 

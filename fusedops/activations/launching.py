@@ -135,7 +135,7 @@ def backward(site: ActivationSite, grads: Any, saved: Any, outs: Any, state: Sta
     if plan.reduce is not None:
         # Few rows are one program's work: it stores the sums itself.
         programs = 1
-        if row_tiles > 2:
+        if row_tiles > launch.MOST_ALONE:
             programs = min(row_tiles, plan.programs)
             partials = dy.new_empty(programs, cols, dtype=site.acc)
     plan.variant(plan.tiles, programs, dy, x, other, dx, dother, dy if partials is None else partials, seed, offset,

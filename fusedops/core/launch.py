@@ -25,6 +25,7 @@ from .tuning_key import Config
 
 __all__ = [
     "LONGEST_ROW",
+    "MOST_ALONE",
     "MOST_TILES",
     "SEED_TYPES",
     "Kernel",
@@ -158,6 +159,8 @@ def triton_dtype(dtype: torch.dtype) -> Any:
 # A kernel is compiled for each length of a row. Longer ones are vectors rather than rows of features, for which the
 # reference implementation runs.
 LONGEST_ROW = 1 << 23
+# Tiles of rows that one program takes alone: another launch, which adds up what several have summed, takes longer.
+MOST_ALONE = 4
 # The longest axis 1 of a CUDA grid, and axis 2.
 MOST_TILES = 65535
 

@@ -150,7 +150,7 @@ def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) ->
     row_tiles = -(-rows // plan.rows)
     programs = 1
     # Few rows are one program's work: it stores the column sums itself.
-    if row_tiles > 2:
+    if row_tiles > launch.MOST_ALONE:
         programs = min(row_tiles, plan.programs)
         if plan.reduce is not None:
             partials = like.new_empty(programs, plan.sums, cols, dtype=site.acc)
@@ -171,7 +171,7 @@ def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) ->
 # --- the variants behind the keys ---------------------------------------------------------------------------------
 
 
-# Programs that wait for one another must run at the same time: so many do on the smallest part of a GPU.
+# At most so many programs of a row wait for one another: each reads all the others' words.
 _MOST_WAITING = 16
 
 
@@ -253,7 +253,9 @@ def _plan_backward(site: NormSite, needs: tuple[bool, ...], dy: _Dtype, dz: _Dty
     columns = launch.column_tiles(cols, config.columns)
     exchange = "none"
     if normalizes and columns > 1:
-        exchange = "wait" if columns <= _MOST_WAITING and launch.waits(site.device_index, site.acc) else "read"
+        # Programs that wait for one another must run at the same time, on a part of a GPU too.
+        together = columns <= min(_MOST_WAITING, launch.processors(site.device_index))
+        exchange = "wait" if together and launch.waits(site.device_index, site.acc) else "read"
     reduce_config = configs.sum_partials()
     pointers = site.pointers
     types: dict[str, str | None] = {

@@ -146,7 +146,7 @@ def backward(site: SliceSite, grads: Any, saved: Any, outs: Any, state: State) -
         plan = tuning.plan(_backwards, key, _plan_backward, like.device)
     row_tiles = -(-rows // plan.rows)
     # Few rows are one program's work: it stores the parameter gradients itself.
-    programs = min(row_tiles, plan.programs) if row_tiles > 2 else 1
+    programs = min(row_tiles, plan.programs) if row_tiles > launch.MOST_ALONE else 1
     parts = programs * plan.groups if constants.shared else programs
     partials, cols = None, widths.uniform if constants.shared else total
     if plan.reduce is not None and parts > 1:
