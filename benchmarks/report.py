@@ -195,8 +195,8 @@ def _widths(swept: list[Row]) -> Iterator[str]:
                 lines.append(f"| `{spec.name}` | {' × '.join(map(str, sides))} | {ours.gpu_us:.1f} | {ours.fraction:.2f} | "  # noqa: RUF001
                              f"{f'{min(peers):.2f}' if peers else ''} |")  # fmt: skip
     if lines:
-        yield ("## Widths of models\n\nForward + backward in bf16, 2²⁵ and 2²³ elements: hidden sizes that are no power of two, "
-               "five of them drawn at random.")  # fmt: skip
+        yield ("## Widths of models\n\nForward + backward in bf16: what has been measured of hidden sizes that are no power of "
+               "two, at 2²⁵ and 2²³ elements.")  # fmt: skip
         yield "\n".join(
             ["| operator | shape | µs | of the floor | over the best peer |", "|---|---|--:|--:|--:|", *lines]
         )

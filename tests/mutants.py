@@ -1,4 +1,4 @@
-"""Whether the short suite sees faults: ``python tests/mutants.py`` makes twenty, one at a time, and runs tests on each.
+"""Whether the short suite sees faults: ``python tests/mutants.py`` makes one at a time, and runs tests on each.
 
 A mutant is one change of a line, in a temporary copy of the package and its tests. The tests named with it are those of
 the short suite that have to fail; first they have to pass on the code as it is. A mutant that survives is a gap in the
@@ -77,7 +77,14 @@ MUTANTS = (
         "norms/kernels.py",
         "place = 2 * column * M + rows[None, :]",
         "place = rows[None, :] + 0 * column",
-        ("test_layouts.py", "test_rows_that_programs_share"),
+        ("test_norm_tiles.py", "test_rows_that_programs_share"),
+    ),
+    Mutant(
+        "the gradients of rows that programs share of the rows after them",
+        "norms/kernels.py",
+        "rows = rows_of(tiles - 1 - step + ahead, ROWS)",
+        "rows = rows_of(tiles - 1 - step + ahead - 1, ROWS)",
+        ("test_norm_tiles.py", "test_rows_whose_programs_wait"),
     ),
     # --- launches -----------------------------------------------------------------------------------------------------
     Mutant(

@@ -98,7 +98,7 @@ def build(plan: Callable[[], object], target: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(launch, "specialise", Built)
     monkeypatch.setattr(launch, "_built", {})
     monkeypatch.setattr(launch, "processors", lambda index: 132)
-    monkeypatch.setattr(launch, "waits", lambda index, acc: target != "gfx942" and acc == torch.float32)
+    monkeypatch.setattr(launch, "waits", lambda index, acc, programs: target != "gfx942" and acc == torch.float32)
     plan()
     return Built.spilled
 

@@ -9,7 +9,15 @@ from torch import Tensor
 from fusedops.core.spec import Sample, Spec
 from support import ALL_SPECS, DEVICE, Case, call, cases, random_like, tensors_of
 
-_PICKED = ("shape 129x40", "shape 3x1000", "shape 2x20000", "sum returned", "save=output", "save=inputs")
+_PICKED = (
+    "shape 129x40",
+    "shape 3x1000",
+    "shape 2x20000",
+    "wide, without residual",
+    "sum returned",
+    "save=output",
+    "save=inputs",
+)
 
 
 def _picked(spec: Spec, sample: Sample) -> bool:

@@ -63,10 +63,12 @@ def test_no_reduction_where_no_parameter_learns(spec: Spec, device: torch.device
 @every
 @pytest.mark.kernels
 def test_wide_rows(spec: Spec, device: torch.device) -> None:
-    """At most the row statistics, the column tiles and the reduction."""
+    """One launch each way. Where programs of a norm's backward cannot wait for one another, two."""
     forward, backward = _launches(spec, _sample(spec, 2, 20000, device))
     assert len(forward) == spec.launches[0]
-    assert len(backward) <= 3
+    assert len(backward) == 1 + (
+        backward[0] == "norm_backward_kernel" and INTERPRETED and spec.name != "bias_dropout_add"
+    )
 
 
 @every

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from fusedops.core.spec import Sample, Spec
-from fusedops.core.tuning import forced
-from fusedops.core.tuning_key import Config
 from support import ALL_SPECS, DEVICE, Case, call, cases, eager, random_like, rows_of, tensors_of
 from tolerances import check_gradients, check_values
 
@@ -182,44 +180,6 @@ over_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], 
 @pytest.mark.parametrize("rows", sorted({PROCESSORS + d for d in (-1, 0, 1)} | {131, 132, 133}))
 def test_rows_around_a_multiple_of_the_processors(spec: Spec, dtype: torch.dtype, rows: int) -> None:
     _check(spec, _resized(spec, dtype, (rows, 24)))
-
-
-_NORMS = [
-    spec
-    for spec in ALL_SPECS
-    if spec.samples.__module__.startswith("fusedops.norms") and spec.name != "bias_dropout_add"
-]
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("parts", [3, 5])
-@pytest.mark.parametrize("spec", _NORMS, ids=lambda spec: spec.name)
-def test_tiles_side_by_side(spec: Spec, parts: int) -> None:
-    """Of rows whose last tile has idle lanes, and of such as leave a tile empty; all that may be kept."""
-    for block, persistent in ((64, 0), (128, 1)):
-        config = Config(block, 2, 1, 2, 1, parts=parts)
-        with forced("norm_forward", dataclasses.replace(config, per_sm=persistent)), forced("norm_backward", config):
-            _check(spec, _resized(spec, torch.float32, (5, 60 * parts)))
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize(
-    ("config", "dtype"),
-    [(Config(16, 1, 1, 2, 1, parts=3), torch.float32), (Config(64, 2, 1, 1, 1), torch.float64)],
-    ids=str,
-)
-@pytest.mark.parametrize("spec", _NORMS, ids=lambda spec: spec.name)
-def test_rows_that_programs_share(spec: Spec, config: Config, dtype: torch.dtype) -> None:
-    """Two or three programs have columns of each row, the last of them fewer; few rows and many."""
-    for rows in (3, 37):
-        with forced("norm_backward", config):
-            _check(spec, _resized(spec, dtype, (rows, 100)))
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("spec", _NORMS, ids=lambda spec: spec.name)
-def test_wide_rows(spec: Spec) -> None:
-    _check(spec, _resized(spec, torch.float32, (5, 10000)))
 
 
 @over_specs

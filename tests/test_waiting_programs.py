@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +18,15 @@ from support import DEVICE
 
 pytestmark = pytest.mark.gpu
 
-COLS = 24_576  # three programs a row and more
+COLS = 24_576  # in fp32 six programs a row
+
+
+@pytest.fixture(autouse=True)
+def ends() -> Iterator[None]:
+    """Programs that wait for ever end with this process."""
+    faulthandler.dump_traceback_later(240, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 def _tensors(rows: int, cols: int = COLS) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,7 +66,7 @@ def test_one_launch(rows: int) -> None:
 
 
 def test_sums_of_zero() -> None:
-    """Which are there nevertheless: no program waits for another number."""
+    """Zeros are sums too: no program waits for another number in their place."""
     tensors = _tensors(40)
     dy = torch.zeros(40, COLS, device=DEVICE)
     dy[7] = -0.0
@@ -103,7 +114,7 @@ def test_streams() -> None:
 
 
 def test_more_programs_than_may_wait() -> None:
-    """So many may not run at the same time: a launch leaves the sums, a second one reads them."""
+    """A launch leaves the sums, a second one reads them."""
     tensors = _tensors(5)
     dy = torch.randn(5, COLS, device=DEVICE)
     with forced("norm_backward", Config(1024, 1, 4, 2, 1)), launch.record() as launched:

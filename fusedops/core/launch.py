@@ -34,7 +34,6 @@ __all__ = [
     "build",
     "collecting",
     "collects",
-    "column_tiles",
     "compile_kernel",
     "current_device",
     "diagnose",
@@ -139,9 +138,17 @@ def overlaps(device_index: int) -> bool:
     return torch.cuda.get_device_capability(device_index) >= (9, 0)
 
 
-def waits(device_index: int, acc: torch.dtype) -> bool:
-    """Whether programs may wait for sums of ``acc`` that their neighbours leave: on NVIDIA GPUs, which start them in order."""
-    return device_index >= 0 and acc == torch.float32 and not _cannot_compile(device_index)
+def waits(device_index: int, acc: torch.dtype, programs: int) -> bool:
+    """Whether so many neighbours in the grid may wait for sums of ``acc`` that the others leave.
+
+    All of them must run at the same time. NVIDIA's GPUs start programs in the order of the grid, which CUDA does not
+    promise. So neighbours are only kept apart by kernels that have taken the rest of the GPU, and these end, unless they
+    wait too: kernels of other streams, of each of CUDA's six priorities one that is not complete. There has to be room for
+    these. A part of a GPU that a context has to itself has at least eight multiprocessors.
+    """
+    if device_index < 0 or acc != torch.float32 or _cannot_compile(device_index):
+        return False
+    return programs <= 8 and 6 * (programs - 1) < processors(device_index)
 
 
 def pointer_type(dtype: torch.dtype | None) -> str | None:
@@ -165,16 +172,11 @@ MOST_ALONE = 4
 MOST_TILES = 65535
 
 
-def column_tiles(cols: int, block_n: int) -> int:
-    """Tiles along axis 1 of the grid."""
-    tiles = -(-cols // block_n)
-    if tiles > MOST_TILES:
-        raise ValueError(f"fusedops: the last dimension has {cols} elements, expected at most {MOST_TILES * block_n}")
-    return tiles
-
-
 def vector_width(*dtypes: torch.dtype | None, config: Config | None = None) -> int:
-    """Neighbouring columns a thread holds, as Triton's coalescing has it: 16 bytes of the narrowest tensor, if it has them."""
+    """Neighbouring columns of which a thread draws the mask: at most 16 bytes of the narrowest tensor.
+
+    With more than Triton gives a thread, or fewer, the mask is the same, and takes an exchange or another draw.
+    """
     each = 8 if config is None else config.block_n * config.rows // (32 * config.warps)
     return 8 if min(d.itemsize for d in dtypes if d is not None) == 2 and each >= 8 else 4
 

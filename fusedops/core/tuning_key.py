@@ -52,7 +52,7 @@ class Config:
 
     @property
     def columns(self) -> int:
-        """Of a program."""
+        """Columns that a program has."""
         return self.block_n * self.parts
 
 

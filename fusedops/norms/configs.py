@@ -130,8 +130,8 @@ def _backward_of_parts(block: int, parts: int, itemsize: int, *, few: bool) -> C
     return Config(block, 1, warps, stages, max(8 // warps, 1), parts=parts)
 
 
-# Tiles of rows that programs share, the widest first: columns and tiles side by side, and the rest of the config. Three
-# sums and rows that wait for the others' sums leave registers for four thousand columns in two rows, or six in one.
+# Configs of programs that share rows, the widest first. Of three sums, and of the rows that wait for the others' sums,
+# registers hold six thousand columns in one row, or four thousand in two.
 _SHARED = {
     2: (Config(8192, 1, 8, 3, 1), Config(2048, 1, 8, 3, 1, parts=3), Config(4096, 1, 4, 3, 2), Config(1024, 1, 4, 3, 2, parts=3)),
     4: (Config(4096, 1, 8, 3, 1), Config(1024, 1, 8, 3, 1, parts=3), Config(2048, 1, 4, 3, 2)),

@@ -246,10 +246,13 @@ def norm_forward_kernel(
             tl.store(stats + rows, rstd, mask=in_rows)
             if KIND == "layer":
                 tl.store(stats + M + rows, mean, mask=in_rows)
+            tl.debug_barrier()  # other threads may read what these have stored
             for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
                 cols = start + tl.arange(0, BLOCK_N)
                 mask = in_rows[:, None] & (cols < N)[None, :]
-                if z is not None:
+                # Where it is not rounded the sum is computed again, with or without z: one of the two would have been
+                # contracted with what follows.
+                if z is not None and SUM != ACC:
                     h = tl.load(z + rows[:, None] * N + cols[None, :], mask=mask, other=0.0).to(ACC)
                 else:
                     bias_row = load_row_vector(bias, cols, N, ACC)
@@ -358,16 +361,21 @@ def _post(moments, along, total, column, rows, in_rows, M, KIND: tl.constexpr, E
 
 
 @triton.jit
+def _await_words(places, there):
+    """The words at ``places``, once they are not zero; 0 where none is asked for. PTX: a loop would end the pipelining."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred asked, absent; setp.ne.s32 asked, $2, 0; mov.b64 $0, 0; WAIT: @asked ld.relaxed.gpu.global.b64 $0, "
+        "[$1]; setp.eq.and.s64 absent, $0, 0, asked; @absent bra WAIT; }",
+        "=&l,l,r", [places, there.to(tl.int32)], dtype=tl.int64, is_pure=False, pack=1)  # fmt: skip
+
+
+@triton.jit
 def _collect(moments, rows, in_rows, M, KIND: tl.constexpr, EXCHANGE: tl.constexpr, COLUMNS: tl.constexpr):
     """The sums over all columns, of what the programs left, in their order; the second is meant for LayerNorm alone."""
     column = tl.arange(0, triton.next_power_of_2(COLUMNS))[:, None]
     there = (column < COLUMNS) & in_rows[None, :]
     if EXCHANGE == "wait":
-        word = tl.inline_asm_elementwise(
-            "{ .reg .pred asked, absent; setp.ne.s32 asked, $2, 0; mov.b64 $0, 0; WAIT: @asked ld.relaxed.gpu.global.b64 $0, "
-            "[$1]; setp.eq.and.s64 absent, $0, 0, asked; @absent bra WAIT; }",
-            "=&l,l,r", [moments + column * M + rows[None, :], there.to(tl.int32)], dtype=tl.int64, is_pure=False,
-            pack=1)  # fmt: skip
+        word = _await_words(moments + column * M + rows[None, :], there)
         along = word.to(tl.int32).to(tl.float32, bitcast=True)
         total = (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     else:
@@ -457,10 +465,12 @@ def norm_backward_kernel(
     """All gradients of the family; programs share the columns along axis 0 of the grid, the rows along axis 1.
 
     A program has ``PARTS`` tiles of columns side by side. It sums its rows' parameter gradients in registers and stores
-    them once, and takes the next rows' loads ahead. Rows of more columns than one program's are shared by several, which
-    need each other's part of the row means. With ``EXCHANGE`` "wait" they leave it in ``moments``, zero before, and wait
-    for the others': they are neighbours in the grid, hence started one after the other, and no program waits for one
-    behind the next rows'. Where that cannot be relied on, a launch with "post" only leaves it, and one with "read" follows.
+    them once, and takes the next rows' loads ahead.
+
+    Wider rows are shared by several programs, which need each other's sums over columns for the row means. ``EXCHANGE``
+    says how. "wait": a program leaves its sums in ``moments``, which is zero before, and waits for the others'. These are
+    its neighbours in the grid, so that they start at about the same time. "post": it leaves its sums and ends; a second
+    launch with "read" finds them all.
 
     Rows are taken from the last to the first: what was written last, by the producer of dy, is what the L2 cache holds.
     """
@@ -481,7 +491,7 @@ def norm_backward_kernel(
     normalizes: tl.constexpr = dy is not None and KIND != "none"
     ahead = 0
     if EXCHANGE == "wait":
-        # A program finishes its last rows while the others' sums of the next ones are on their way.
+        # A program stores the gradients of one tile of rows after it has left the sums of the next.
         ahead = tl.num_programs(1)
         late_rstd, late_mean = tl.zeros((ROWS,), ACC), tl.zeros((ROWS,), ACC)
         late_gradients, late_kept = _nothing(dy, dcast, kept, SAVED, SUM, ROWS, BLOCK_N, PARTS, ACC)

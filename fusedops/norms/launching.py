@@ -40,7 +40,7 @@ class _Backward:
     """A backward's launches.
 
     Attributes:
-        post: leaves the sums over each program's columns, where programs cannot wait for one another.
+        post: leaves the sums over each program's columns, where programs do not wait for one another.
         variant: stores all gradients.
         rows: of a tile.
         columns: programs that share rows.
@@ -104,7 +104,7 @@ def forward(site: NormSite, tensors: Any, outs: Any, state: State) -> None:
 
 
 def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) -> None:
-    """One launch, another that adds the parts of sums over rows, and one before where programs share rows without waiting.
+    """One launch; another that adds the parts of sums over rows; and where programs share rows but do not wait, one before.
 
     Gradients that are None in ``outs`` are not computed.
 
@@ -169,10 +169,6 @@ def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) ->
 
 
 # --- the variants behind the keys ---------------------------------------------------------------------------------
-
-
-# At most so many programs of a row wait for one another: each reads all the others' words.
-_MOST_WAITING = 16
 
 
 tuning.register(configs, "norm_forward", "dropout_add", "norm_backward")
@@ -250,12 +246,10 @@ def _plan_backward(site: NormSite, needs: tuple[bool, ...], dy: _Dtype, dz: _Dty
         dy, dcast, dz, kept, residual if inputs else None, x if needs_x else None,
         residual if needs_residual else None))  # fmt: skip
     config = tuning.choose(key, site.device_index)
-    columns = launch.column_tiles(cols, config.columns)
+    columns = -(-cols // config.columns)
     exchange = "none"
     if normalizes and columns > 1:
-        # Programs that wait for one another must run at the same time, on a part of a GPU too.
-        together = columns <= min(_MOST_WAITING, launch.processors(site.device_index))
-        exchange = "wait" if together and launch.waits(site.device_index, site.acc) else "read"
+        exchange = "wait" if launch.waits(site.device_index, site.acc, columns) else "read"
     reduce_config = configs.sum_partials()
     pointers = site.pointers
     types: dict[str, str | None] = {

@@ -1,0 +1,89 @@
+"""Rows in several tiles, and rows that several programs share: every sample of the norms, whatever is kept and returned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fusedops.core import launch
+from fusedops.core.spec import Sample, Spec
+from fusedops.core.tuning import forced
+from fusedops.core.tuning_key import Config, block_holding
+from support import ALL_SPECS, INTERPRETED, Case, cases
+from tolerances import check_gradients
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+pytestmark = pytest.mark.kernels
+
+_NORMS = [
+    spec
+    for spec in ALL_SPECS
+    if spec.samples.__module__.startswith("fusedops.norms") and spec.name != "bias_dropout_add"
+]
+
+
+def _cols(spec: Spec, sample: Sample) -> int:
+    return sample.tensors[spec.tensors[0]].shape[-1]
+
+
+@triton.jit
+def _found(places, there):  # type: ignore[no-untyped-def]
+    return tl.load(places, mask=there, other=0)
+
+
+def _few(spec: Spec, sample: Sample) -> bool:
+    return sample.tensors[spec.tensors[0]].dim() > 0 and 33 <= _cols(spec, sample) <= 127
+
+
+@cases((torch.float32, torch.bfloat16), _few, _NORMS)
+def test_tiles_side_by_side(case: Case) -> None:
+    """Of which the last has idle lanes, or none has a lane that is not; in one-tile and in persistent programs."""
+    sample = case.sample()
+    for parts, persistent in ((3, 0), (5, 1)):
+        block = block_holding(-(-_cols(case.spec, sample) // parts))
+        config = Config(block, 2, 1, 2, 1, parts=parts)
+        with forced("norm_forward", Config(block, 2, 1, 2, persistent, parts=parts)), forced("norm_backward", config):
+            check_gradients(case.spec, sample, values=True)
+
+
+@cases((torch.float32, torch.float64), _few, _NORMS)
+def test_rows_that_programs_share(case: Case) -> None:
+    sample = case.sample()
+    for config in (Config(16, 2, 1, 2, 1), Config(16, 1, 1, 2, 1, parts=3)):
+        with forced("norm_backward", config):
+            check_gradients(case.spec, sample, values=True)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="tests/test_waiting_programs.py is for GPUs")
+@cases((torch.float32, torch.bfloat16), _few, _NORMS)
+def test_rows_whose_programs_wait(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here one program follows the other: each launch is made twice, and the second finds all the words."""
+    from fusedops.norms import kernels
+
+    waiting = []
+    build = launch.build
+
+    def twice(kernel: Any, types: Any, constants: dict[str, Any], config: Config, **more: Any) -> launch.Variant:
+        variant = build(kernel, types, constants, config, **more)
+        if constants.get("EXCHANGE") != "wait":
+            return variant
+        waiting.append(config)
+
+        def launched(*arguments: Any) -> None:
+            variant(*arguments)
+            variant(*arguments)
+
+        return launched
+
+    monkeypatch.setattr(kernels, "_await_words", _found)
+    monkeypatch.setattr(launch, "build", twice)
+    monkeypatch.setattr(launch, "waits", lambda index, acc, programs: acc == torch.float32)
+    sample = case.sample()
+    for config in (Config(16, 2, 1, 2, 1), Config(16, 1, 1, 2, 1, parts=3)):
+        with forced("norm_backward", config):
+            check_gradients(case.spec, sample, values=True)
+    assert waiting or _cols(case.spec, sample) <= 16
