@@ -26,6 +26,9 @@ _NORMS = [
 ]
 
 
+_SHARED = Config(16, 2, 1, 2, 1, parts=2)  # two to four programs a row, the last with an empty tile or not
+
+
 def _cols(spec: Spec, sample: Sample) -> int:
     return sample.tensors[spec.tensors[0]].shape[-1]
 
@@ -36,10 +39,11 @@ def _found(places, there):  # type: ignore[no-untyped-def]
 
 
 def _few(spec: Spec, sample: Sample) -> bool:
-    return sample.tensors[spec.tensors[0]].dim() > 0 and 33 <= _cols(spec, sample) <= 127
+    x = sample.tensors[spec.tensors[0]]
+    return x.dim() > 0 and 33 <= x.shape[-1] <= 127 and x.numel() <= 1024
 
 
-@cases((torch.float32, torch.bfloat16), _few, _NORMS)
+@cases((torch.float32,), _few, _NORMS)
 def test_tiles_side_by_side(case: Case) -> None:
     """Of which the last has idle lanes, or none has a lane that is not; in one-tile and in persistent programs."""
     sample = case.sample()
@@ -50,16 +54,15 @@ def test_tiles_side_by_side(case: Case) -> None:
             check_gradients(case.spec, sample, values=True)
 
 
-@cases((torch.float32, torch.float64), _few, _NORMS)
+@cases((torch.float64,), _few, _NORMS)
 def test_rows_that_programs_share(case: Case) -> None:
     sample = case.sample()
-    for config in (Config(16, 2, 1, 2, 1), Config(16, 1, 1, 2, 1, parts=3)):
-        with forced("norm_backward", config):
-            check_gradients(case.spec, sample, values=True)
+    with forced("norm_backward", _SHARED):
+        check_gradients(case.spec, sample, values=True)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="tests/test_waiting_programs.py is for GPUs")
-@cases((torch.float32, torch.bfloat16), _few, _NORMS)
+@cases((torch.bfloat16,), _few, _NORMS)
 def test_rows_whose_programs_wait(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here one program follows the other: each launch is made twice, and the second finds all the words."""
     from fusedops.norms import kernels
@@ -83,7 +86,6 @@ def test_rows_whose_programs_wait(case: Case, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(launch, "build", twice)
     monkeypatch.setattr(launch, "waits", lambda index, acc, programs: acc == torch.float32)
     sample = case.sample()
-    for config in (Config(16, 2, 1, 2, 1), Config(16, 1, 1, 2, 1, parts=3)):
-        with forced("norm_backward", config):
-            check_gradients(case.spec, sample, values=True)
-    assert waiting or _cols(case.spec, sample) <= 16
+    with forced("norm_backward", _SHARED):
+        check_gradients(case.spec, sample, values=True)
+    assert waiting
