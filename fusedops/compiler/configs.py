@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..core.tuning_key import Config, TuningKey, around, block_holding, in_buckets
+from ..core.tuning_key import Config, TuningKey, around, block_holding, fewest_warps, in_buckets, power_of_two
 
 __all__ = ["candidates", "heuristic", "sum_partials", "valid"]
 
@@ -25,14 +25,14 @@ def heuristic(key: TuningKey) -> Config:
     if key.variant[1] == "0 sums":
         many = key.bucket >= 2
         if width <= 512:
-            rows = max(1, (2048 if many else 512) // _power_of_two(width))
-            return Config(block, rows, _warps(rows * width, (32 if many else 16) // half, 32))
+            rows = max(1, (2048 if many else 512) // power_of_two(width))
+            return Config(block, rows, fewest_warps(rows * width, (32 if many else 16) // half, 32))
         # Of one tensor in and one out a program has registers for two rows.
         rows = 2 if many and _moved(key) <= 2 and width <= 8192 else 1
-        return Config(block, rows, _warps(width, (24 if many else 16) // half, 32))
-    two = key.variant[0] == "rows" and half == 1 and _power_of_two(width) == width and 1024 <= width <= 4096
-    rows = 2 if two else max(1, 1024 // _power_of_two(width))
-    warps = _warps(rows * width, 32 // half, 16)
+        return Config(block, rows, fewest_warps(width, (24 if many else 16) // half, 32))
+    two = key.variant[0] == "rows" and half == 1 and power_of_two(width) == width and 1024 <= width <= 4096
+    rows = 2 if two else max(1, 1024 // power_of_two(width))
+    warps = fewest_warps(rows * width, 32 // half, 16)
     # Where much is spilled, ptxas may take half of the registers that there are.
     return Config(block, rows, warps, 3 if width < 8192 else 2, max(8 // warps, 1), 128 if warps == 16 else 0)
 
@@ -45,15 +45,6 @@ def _parts(key: TuningKey) -> int:
 def _moved(key: TuningKey) -> int:
     """Whole tensors that are read or written."""
     return int(key.variant[3].split()[0]) // _parts(key)
-
-
-def _power_of_two(n: int) -> int:
-    """The next one."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
-def _warps(elements: int, each: int, most: int) -> int:
-    return min(_power_of_two(-(-elements // (32 * each))), most)
 
 
 def _is_long(key: TuningKey) -> bool:

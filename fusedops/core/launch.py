@@ -144,7 +144,7 @@ def waits(device_index: int, acc: torch.dtype, programs: int) -> bool:
     All of them must run at the same time. NVIDIA's GPUs start programs in the order of the grid, which CUDA does not
     promise. So neighbours are only kept apart by kernels that have taken the rest of the GPU, and these end, unless they
     wait too: kernels of other streams, of each of CUDA's six priorities one that is not complete. There has to be room for
-    these. A part of a GPU that a context has to itself has at least eight multiprocessors.
+    these.
     """
     if device_index < 0 or acc != torch.float32 or _cannot_compile(device_index):
         return False
@@ -166,7 +166,7 @@ def triton_dtype(dtype: torch.dtype) -> Any:
 # A kernel is compiled for each length of a row. Longer ones are vectors rather than rows of features, for which the
 # reference implementation runs.
 LONGEST_ROW = 1 << 23
-# Tiles of rows that one program takes alone: another launch, which adds up what several have summed, takes longer.
+# Tiles of rows that one program takes alone, without another launch that adds up what several have summed.
 MOST_ALONE = 4
 # The longest axis 1 of a CUDA grid, and axis 2.
 MOST_TILES = 65535

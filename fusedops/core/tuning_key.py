@@ -19,8 +19,10 @@ __all__ = [
     "around",
     "block_holding",
     "family_of",
+    "fewest_warps",
     "fingerprint",
     "in_buckets",
+    "power_of_two",
     "register",
     "tiles_holding",
     "valid",
@@ -153,6 +155,16 @@ def around(config: Config, *, least: int = 4, most: int = 64) -> list[Config]:
         if near == config or (whole and least <= near.columns * near.rows // (32 * near.warps) <= most):
             found.append(near)
     return found
+
+
+def power_of_two(n: int) -> int:
+    """The next one."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def fewest_warps(elements: int, each: int, most: int = 32) -> int:
+    """The fewest warps whose threads have at most so many elements each."""
+    return min(power_of_two(-(-elements // (32 * each))), most)
 
 
 def block_holding(cols: int) -> int:

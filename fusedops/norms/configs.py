@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from ..core.tuning_key import Config, TuningKey, around, block_holding, in_buckets, tiles_holding
+from ..core.tuning_key import (
+    Config,
+    TuningKey,
+    around,
+    block_holding,
+    fewest_warps,
+    in_buckets,
+    power_of_two,
+    tiles_holding,
+)
 
 __all__ = ["candidates", "heuristic", "sum_partials", "valid"]
 
@@ -16,12 +25,8 @@ _AHEAD_BYTES = 128 * 1024
 _FEW, _SOME, _MANY = 1, 2, 3
 
 
-def _power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
-
-
 def _warps(elements: int, each: int, most: int = 16) -> int:
-    return min(max(_power_of_two(elements // (32 * each)), 1), most)
+    return min(max(power_of_two(elements // (32 * each)), 1), most)
 
 
 def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Config:
@@ -32,7 +37,7 @@ def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Co
     """
     block, parts = _forward_tiles(cols, itemsize)
     if parts > 1:
-        warps = _fewest_warps(block * parts, 24)
+        warps = fewest_warps(block * parts, 24)
         # With two inputs the compiler would take more registers, and only one program of sixteen warps be resident.
         return Config(block, 1, warps, registers=64 if warps == 16 and adds else 0, parts=parts)
     if itemsize > 2:
@@ -125,7 +130,7 @@ def _backward(cols: int, itemsize: int, bucket: int, sums: int, drops: bool) -> 
 def _backward_of_parts(block: int, parts: int, itemsize: int, *, few: bool) -> Config:
     """Whole rows in several tiles: eight warps a multiprocessor. With ``few`` registers for other things, two programs."""
     width = block * parts
-    warps = _fewest_warps(width, 40 if few and itemsize == 2 and width == 5120 else 32)
+    warps = fewest_warps(width, 40 if few and itemsize == 2 and width == 5120 else 32)
     stages = 4 if itemsize == 2 and (parts == 5 or warps == 8) else 3
     return Config(block, 1, warps, stages, max(8 // warps, 1), parts=parts)
 
@@ -148,11 +153,6 @@ def _shared_backward(cols: int, itemsize: int, sums: int) -> Config:
     return next(
         (config for config in found if lanes[config] <= 1.1 * cols), min(found, key=lambda config: lanes[config])
     )
-
-
-def _fewest_warps(width: int, each: int) -> int:
-    """The fewest warps that have at most so many elements per thread."""
-    return min(_power_of_two(-(-width // (32 * each))), 32)
 
 
 def _wide_dtype_backward(block: int, itemsize: int, bucket: int, sums: int) -> Config:
@@ -240,7 +240,7 @@ def _forwards(cols: int, itemsize: int) -> list[Config]:
     block, parts = _forward_tiles(cols, itemsize)
     found = []
     if parts > 1:
-        warps = _fewest_warps(block * parts, 24)
+        warps = fewest_warps(block * parts, 24)
         found = [Config(block, 1, w, registers=registers, parts=parts)
                  for w, registers in ((warps, 0), (warps, 64), (warps // 2, 0), (2 * warps, 0)) if 1 <= w <= 32]  # fmt: skip
     elif block <= _WHOLE_FORWARD // (itemsize // 2):
