@@ -86,6 +86,34 @@ MUTANTS = (
         "rows = rows_of(tiles - 1 - step + ahead - 1, ROWS)",
         ("test_norm_tiles.py", "test_rows_whose_programs_wait"),
     ),
+    Mutant(
+        "a slice's last part counted as full",
+        "slices/widths.py",
+        "// part, parts)",
+        "// part + 1, parts)",
+        ("test_slice_tiles.py", "test_every_slice or several_tiles"),
+    ),
+    Mutant(
+        "the loads that a loop takes ahead of the slices' rows one tile late",
+        "slices/kernels.py",
+        "_place_of_rows(tiles - 1 - step - programs, taken, M, ROWS)",
+        "_place_of_rows(tiles - 1 - step, taken, M, ROWS)",
+        ("test_slice_tiles.py", "several_tiles and bfloat16"),
+    ),
+    Mutant(
+        "a slice's parts summed without the first",
+        "slices/kernels.py",
+        "for part in tl.static_range(1, PARTS):\n        terms += parts[part].to(ACC)",
+        "for part in tl.static_range(2, PARTS):\n        terms += parts[part].to(ACC)",
+        ("test_slice_tiles.py", "several_tiles"),
+    ),
+    Mutant(
+        "tanh in 16 bits without its series near zero",
+        "core/device.py",
+        "square < 0.0064, x - x * square * 0.3333333, far",
+        "square < 0.0064, x - x * square * 3.3333333, far",
+        ("test_values.py", "batched and test_values and bfloat16"),
+    ),
     # --- launches -----------------------------------------------------------------------------------------------------
     Mutant(
         "the row stride of a saved tensor ignored",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..core.tuning_key import Config, TuningKey, around, block_holding, in_buckets
 
-__all__ = ["VECTOR", "candidates", "heuristic", "sum_partials", "valid"]
+__all__ = ["VECTOR", "candidates", "heuristic", "valid"]
 
 # Elements of a tile: sixteen per thread of four warps; half as many for few rows.
 _ELEMENTS = 2048
@@ -45,11 +45,6 @@ def _pointwise(itemsize: int, *, backward: bool) -> Config:
     if itemsize == 8:
         return Config(512, 1, 8)
     return Config(_ELEMENTS, 1, 8 if backward else 4)
-
-
-def sum_partials(block_n: int) -> Config:
-    """The reduction of the partial sums."""
-    return Config(min(32, block_n), 64, 4)
 
 
 def heuristic(key: TuningKey) -> Config:

@@ -247,6 +247,6 @@ def _plan_backward(site: ActivationSite, needs: tuple[bool, bool], dy: torch.dty
     if not sums:
         return _Plan(variant, config.rows, tiles)
     programs = max(2, launch.processors(site.device_index) * max(config.per_sm, 1) // tiles)
-    reduce_config = configs.sum_partials(config.block_n)
+    reduce_config = tuning.adding(programs, site.cols)
     reduce = build(sum_partials_kernel, reduce_config, constants | {"PERSISTENT": False})
     return _Plan(variant, config.rows, tiles, programs, reduce, reduce_config.block_n)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..core.tuning_key import Config, TuningKey, around, block_holding, fewest_warps, in_buckets, power_of_two
 
-__all__ = ["candidates", "heuristic", "sum_partials", "valid"]
+__all__ = ["candidates", "heuristic", "valid"]
 
 _LEAST_BLOCK = 512
 
@@ -79,8 +79,3 @@ def _near(config: Config) -> list[Config]:
 def valid(key: TuningKey, config: Config) -> bool:
     """Whether a row is whole in the block, with few idle lanes."""
     return config.block_n >= _LEAST_BLOCK if _is_long(key) else config.block_n == block_holding(key.cols)
-
-
-def sum_partials(*, grouped: bool) -> Config:
-    """Of the kernel that adds the parts of sums over rows: some hundred of all rows, some ten of each of several groups."""
-    return Config(64, 32, 4) if grouped else Config(16, 256, 8)

@@ -290,7 +290,8 @@ class _Launcher:
             chosen.append(config)
             programs.append(launch.processors(site.device_index) * max(config.per_sm, 1))
         reduce = None
-        config = configs.sum_partials(grouped=self.last.grouped)
+        # Of the rows of a group there are few parts.
+        config = tuning.adding(1 if self.last.grouped else programs[-1], cols)
         if self.reduce is not None:
             reduce = self._built(site, self.reduce, seeded, {}, config, aligned)
         return _Plan(tuple(variants), tuple([c.rows for c in chosen]), tuple([-(-cols // c.block_n) for c in chosen]),

@@ -43,8 +43,12 @@ _ALL = (
 ACTIVATIONS = {activation.name: activation for activation in _ALL}
 
 
-def device_functions(name: str) -> tuple[Any, Any]:
-    """The activation and its derivative as Triton functions, which kernels take as constants."""
+def device_functions(name: str, *, narrow: bool = False) -> tuple[Any, Any]:
+    """The activation and its derivative as Triton functions, which kernels take as constants.
+
+    With ``narrow`` results are rounded to 16 bits.
+    """
     from . import device
 
-    return getattr(device, name), getattr(device, f"{name}_derivative")
+    value = getattr(device, name)
+    return getattr(device, f"{name}_in_16_bits", value) if narrow else value, getattr(device, f"{name}_derivative")

@@ -231,6 +231,14 @@ def tanh(x):
 
 
 @triton.jit
+def tanh_in_16_bits(x):
+    """With a relative error of 1e-5, for results that are rounded to 16 bits, in two thirds of the instructions."""
+    far = 1.0 - 2.0 * reciprocal(1.0 + exponential(x, 2.0))
+    square = x * x
+    return tl.where(square < 0.0064, x - x * square * 0.3333333, far)
+
+
+@triton.jit
 def tanh_derivative(x):
     # For |x|: 4 r (1 - r) with r = 1 / (1 + exp(2 |x|)) neither overflows nor cancels.
     r = reciprocal(1.0 + exponential(tl.abs(x), 2.0))

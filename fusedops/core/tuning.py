@@ -19,7 +19,7 @@ import torch
 
 from . import cache
 from .cache import slug
-from .tuning_key import BUCKET, BUCKETS, Config, TuningKey, family_of, register, valid, widths
+from .tuning_key import BUCKET, BUCKETS, Config, TuningKey, adding, family_of, register, valid, widths
 
 __all__ = [
     "BUCKET",
@@ -27,6 +27,7 @@ __all__ = [
     "Config",
     "Source",
     "TuningKey",
+    "adding",
     "capturing",
     "choose",
     "collected_keys",

@@ -16,6 +16,7 @@ __all__ = [
     "Family",
     "Grid",
     "TuningKey",
+    "adding",
     "around",
     "block_holding",
     "family_of",
@@ -56,6 +57,10 @@ class Config:
     def columns(self) -> int:
         """Columns that a program has."""
         return self.block_n * self.parts
+
+    def lanes(self, cols: int) -> int:
+        """Columns that as many programs, or passes, have as rows of ``cols`` need."""
+        return -(-cols // self.columns) * self.columns
 
 
 # The smallest number of rows of each bucket. The number of rows changes which config is best, never what is compiled.
@@ -182,6 +187,16 @@ def tiles_holding(cols: int) -> tuple[int, int]:
     """The columns of a tile and the number of tiles that hold a row with the fewest idle lanes; the fewer tiles if equal."""
     found = [(block_holding(-(-cols // parts)), parts) for parts in _PARTS]
     return min((tile for tile in found if tile[1] == 1 or tile[0] >= _LEAST_PART), key=math.prod)
+
+
+def adding(parts: int, cols: int) -> Config:
+    """The config of the kernel that adds up to so many parts of sums over rows, of so many columns each.
+
+    Many parts are loaded many at a time, and so are those of few columns, which are few programs.
+    """
+    if parts > 384 or cols <= 512:
+        return Config(16, 256, 8)
+    return Config(64, 32, 4) if parts <= 32 else Config(32, 64, 4)
 
 
 def in_buckets(rule: Callable[[TuningKey], Config], key: TuningKey) -> list[Config]:

@@ -13,7 +13,7 @@ from ..core.tuning_key import (
     tiles_holding,
 )
 
-__all__ = ["candidates", "heuristic", "sum_partials", "valid"]
+__all__ = ["candidates", "heuristic", "valid"]
 
 # The widest row that a forward program holds whole.
 _WHOLE_FORWARD = 16384
@@ -43,7 +43,11 @@ def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Co
     if itemsize > 2:
         return _wide_dtype_forward(block, itemsize, bucket, adds)
     if block > _WHOLE_FORWARD:
-        return Config(4096, 1, 8, 3) if adds and bucket >= _SOME else Config(_WHOLE_FORWARD, 1, 16)
+        if adds and bucket >= _SOME:
+            return Config(4096, 1, 8, 3)
+        # The widest tile of which at most a tenth of the lanes are idle.
+        passes = (Config(_WHOLE_FORWARD, 1, 16), Config(8192, 1, 8), Config(4096, 1, 8))
+        return next((config for config in passes if config.lanes(cols) <= 1.1 * cols), passes[-1])
     if block == _WHOLE_FORWARD:
         if adds:
             return Config(block, 1, 32, registers=64) if cols == block else Config(block, 1, 16)
@@ -148,11 +152,9 @@ def _shared_backward(cols: int, itemsize: int, sums: int) -> Config:
     """Programs of as many columns as leave at most a tenth of the lanes idle; else with the fewest idle lanes."""
     found = _SHARED[itemsize]
     if itemsize == 2 and sums > 2:
-        found = (found[1], Config(4096, 2, 8, 3, 1), found[3])
-    lanes = {config: -(-cols // config.columns) * config.columns for config in found}
-    return next(
-        (config for config in found if lanes[config] <= 1.1 * cols), min(found, key=lambda config: lanes[config])
-    )
+        found = (found[1], Config(4096, 2, 8, 3, 1), Config(2048, 1, 4, 3, 2), found[3])
+    fewest = min(found, key=lambda config: config.lanes(cols))
+    return next((config for config in found if config.lanes(cols) <= 1.1 * cols), fewest)
 
 
 def _wide_dtype_backward(block: int, itemsize: int, bucket: int, sums: int) -> Config:
@@ -189,11 +191,6 @@ def _backward_of_sum(cols: int, itemsize: int, bucket: int) -> Config:
     if block == 1024:
         return Config(block, 4 if bucket == _SOME and cols <= block else 2, 4, 3, 4)
     return Config(block, (1024 if few else 2048) // block, 2, 3, 8 if few else 4)
-
-
-def sum_partials() -> Config:
-    """The reduction of the partial sums."""
-    return Config(32, 64, 4)
 
 
 def heuristic(key: TuningKey) -> Config:

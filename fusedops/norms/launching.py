@@ -250,7 +250,8 @@ def _plan_backward(site: NormSite, needs: tuple[bool, ...], dy: _Dtype, dz: _Dty
     exchange = "none"
     if normalizes and columns > 1:
         exchange = "wait" if launch.waits(site.device_index, site.acc, columns) else "read"
-    reduce_config = configs.sum_partials()
+    programs = max(2, launch.processors(site.device_index) * config.per_sm // columns)
+    reduce_config = tuning.adding(programs, cols)
     pointers = site.pointers
     types: dict[str, str | None] = {
         "dy": pointer_type(dy),
@@ -294,7 +295,7 @@ def _plan_backward(site: NormSite, needs: tuple[bool, ...], dy: _Dtype, dz: _Dty
         variant=build(types),
         rows=config.rows,
         columns=columns,
-        programs=max(2, launch.processors(site.device_index) * config.per_sm // columns),
+        programs=programs,
         exchange=exchange,
         reduce=_build(sum_partials_kernel, types | gradients, constants, reduce_config, site, aligned)
         if sums

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..core.tuning_key import Config, TuningKey, around, in_buckets
+from ..core.tuning_key import Config, TuningKey, around, in_buckets, power_of_two
+from .widths import holding
 
-__all__ = ["candidates", "heuristic", "sum_partials", "valid", "widest"]
+__all__ = ["candidates", "heuristic", "valid", "widest"]
 
 # Buckets of rows: up to 255; up to 4095; up to 65535.
 _FEW, _SOME, _MANY = 1, 2, 3
+
+# Elements that are loaded one by one take addresses and masks, and their sums most exchanges: the fewest warps and rows.
+_OF_ELEMENTS = Config(256, 1, 1, 3, 32)
 
 
 def widest(itemsize: int) -> int:
@@ -37,6 +41,10 @@ def _forward(itemsize: int, width: int, bucket: int, *, equal: bool, vectors: bo
     ``width`` is the widest slice's; ``equal``: all widths are equal; ``vectors``: the widths have a common factor;
     ``apart``: the slices are separate tensors.
     """
+    if equal and _is_of_one_warp(itemsize, width, forward=True, vectors=vectors):
+        return _of_one_warp(1024 // itemsize)
+    if itemsize == 2 and width <= 256 and not (vectors or equal):
+        return _OF_ELEMENTS
     few = bucket <= (_SOME if equal else _FEW)
     each = 32 if equal and vectors else 16
     if itemsize > 2:
@@ -52,6 +60,8 @@ def _backward(itemsize: int, width: int, bucket: int, *, equal: bool, vectors: b
     Widths without a common factor load single elements, whose addresses and masks take the registers of half a tile. A
     kernel for several widths has the registers of its largest part.
     """
+    if equal and _is_of_one_warp(itemsize, width, forward=False, vectors=vectors):
+        return _of_one_warp(512 // itemsize)
     if itemsize > 2:
         tile = _tile(itemsize, width, 8 if vectors else 4, 4 if equal else 2, equal=equal)
         return replace(tile, stages=3, per_sm=max(1, 16 // tile.warps))
@@ -63,18 +73,21 @@ def _backward(itemsize: int, width: int, bucket: int, *, equal: bool, vectors: b
         crowd = 8 if (bucket > _FEW and width <= 16) or each == 32 else 16
         return replace(tile, stages=3, per_sm=max(1, crowd // tile.warps))
     if not vectors:
-        return (
-            Config(256, 1, 4, 3, 8) if width <= 256 else Config(256, max(2, width // 256), max(2, width // 256), 3, 8)
-        )
+        return _OF_ELEMENTS if width <= 256 else Config(256, max(2, width // 256), max(2, width // 256), 3, 8)
     if width <= 256:
-        return Config(256, 2 if width > 128 and bucket > _SOME else 1, 1, 3, 16)
+        return Config(256, 1, 1, 3, 16)
     tile = _tile(itemsize, width, 16, 2, equal=False)
     return replace(tile, stages=3, per_sm=max(1, 8 // tile.warps))
 
 
-def sum_partials() -> Config:
-    """The reduction of the partial sums."""
-    return Config(32, 64, 4)
+def _is_of_one_warp(itemsize: int, width: int, *, forward: bool, vectors: bool) -> bool:
+    """Whether slices of one width are best in programs of one warp: those in parts, and backwards with idle lanes."""
+    parts = holding(width, 16 // itemsize if vectors else 1)[1]
+    return width <= min(256, 1024 // itemsize) and (parts > 1 if forward else width != power_of_two(width))
+
+
+def _of_one_warp(lanes: int) -> Config:
+    return Config(lanes, 2, 1, 3, 16)
 
 
 def heuristic(key: TuningKey) -> Config:
@@ -87,7 +100,11 @@ def heuristic(key: TuningKey) -> Config:
 
 
 def valid(key: TuningKey, config: Config) -> bool:
-    """A tile holds a row of the widest slice."""
+    """A tile holds a row of the widest slice, in one warp where that is best: others were measured for wider slices."""
+    if "equal" in key.variant and config.warps > 1:
+        forward, vectors = key.kernel == "slices_forward", "vectors" in key.variant
+        if _is_of_one_warp(key.itemsize, key.cols, forward=forward, vectors=vectors):
+            return False
     return config.block_n >= 16 and config.block_n * config.rows >= 1 << (key.cols - 1).bit_length()
 
 

@@ -1,26 +1,22 @@
 """The slices family's kernels: one forward and one backward for all slices, and the table of their addresses.
 
-A tile is ``(slots, rows, lanes)``: a slot holds one slice's rows, a row as many lanes as the next power of two of the
-slice's width. Slots of one tile belong to one *width class*, that power of two; ``CLASSES`` holds for each class, four
-bits each, one plus the logarithm of its number of slots, zero where the class does not occur. Axis 0 of the grid is
-the *group*: as many slices as a tile has slots. The programs of a group, along axis 1, share the rows. So neighbours in
-time serve the same rows of neighbouring slices, which lie side by side in memory.
+A tile is ``(slots, rows, lanes)``: a slot holds one slice's rows. A slice is one part, or three, five or seven side by
+side, each with as many lanes; parts are tuples of tiles. Slices of similar widths share a `Tile`'s shape, and ``TILES``
+are the shapes that occur. Axis 0 of the grid is the *group*: as many slices as a tile has slots. The programs of a group,
+along axis 1, share the rows. So neighbours in time serve the same rows of neighbouring slices, which lie side by side in
+memory.
 
 Absence is the flag: a pointer that is None takes its instructions with it. Slices that are tensors of their own come
-as a table of int64 addresses; widths that differ as a table of int32: for each group its class and its first slot, and
-then for each slot the number of its slice, its first column and its width, zero for none. ``total`` is the sum of the
-widths. ``ALIGN`` is 0, or else all addresses are multiples of 16 bytes, and all columns, widths and distances between
-rows of so many elements. The arguments ``total`` and ``…_stride``, a distance between rows, count in these units: what
-is multiplied by a constant is known to the compiler as its multiple.
+as a table of int64 addresses; widths that differ as `Groups.table`, in int32. ``total`` is the sum of the widths.
+``ALIGN`` is 0, or else all addresses are multiples of 16 bytes, and all columns, widths and distances between rows of so
+many elements. The arguments ``total`` and ``…_stride``, a distance between rows, count in these units: what is multiplied
+by a constant is known to the compiler as its multiple.
 """
 
 import triton
 import triton.language as tl
 
 from ..core.device import await_predecessor, place_along_rows
-
-# Classes from 1 to 8192 lanes.
-_POWERS = tl.constexpr(14)
 
 
 @triton.jit
@@ -88,22 +84,28 @@ def _at(place, first_row):
 
 
 @triton.jit
-def _inside(slots, lanes, PADDED: tl.constexpr):
-    """Which lanes of which slots hold features."""
-    width = slots[2]
-    inside = slots[3][:, None] & (lanes >= 0)[None, :]
-    if PADDED:
-        inside &= lanes[None, :] < width[:, None]
-    return inside
+def _inside(slots, lanes, LANES: tl.constexpr, PARTS: tl.constexpr, FULL: tl.constexpr):
+    """Which lanes of which slots hold features, part by part."""
+    parts = ()
+    for part in tl.static_range(PARTS):
+        inside = slots[3][:, None] & (lanes >= 0)[None, :]
+        if part >= FULL:
+            inside &= (part * LANES + lanes)[None, :] < slots[2][:, None]
+        parts = parts + (inside,)
+    return parts
 
 
 @triton.jit
-def _load_parameter(vector, slots, lanes, inside, SHARED: tl.constexpr, ACC: tl.constexpr):
-    """Each slot's own part of a parameter, or the one that they share; None where it is absent."""
+def _load_parameter(vector, slots, lanes, inside, SHARED: tl.constexpr, ACC: tl.constexpr, LANES: tl.constexpr,
+                    PARTS: tl.constexpr):  # fmt: skip
+    """Each slot's own part of a parameter, or the one that they share, part by part; no parts if it is absent."""
+    parts = ()
     if vector is not None:
         column = slots[1]
-        cols = (column * 0 if SHARED else column)[:, None] + lanes[None, :]
-        return tl.load(vector + cols, mask=inside, other=0.0).to(ACC)[:, None, :]
+        for part in tl.static_range(PARTS):
+            cols = (column * 0 if SHARED else column)[:, None] + part * LANES + lanes[None, :]
+            parts = parts + (tl.load(vector + cols, mask=inside[part], other=0.0).to(ACC)[:, None, :],)
+    return parts
 
 
 @triton.jit
@@ -113,63 +115,105 @@ def _per_width(slots, ACC: tl.constexpr):
 
 
 @triton.jit
-def _standardize(x, in_rows, inside, per_width, EPS: tl.constexpr, PADDED: tl.constexpr):
-    """Rows with mean and scale taken out, and the reciprocal of that scale; zeros outside, whatever eps is."""
-    mean = tl.sum(x, axis=2) * per_width
-    x = x - mean[:, :, None]
-    if PADDED:
-        x = tl.where(inside[:, None, :], x, 0.0)
-    rstd = tl.where(in_rows, tl.rsqrt(tl.sum(x * x, axis=2) * per_width + EPS), 0.0)
-    return x * rstd[:, :, None], rstd
+def _place_of_rows(tile, taken, M, ROWS: tl.constexpr):
+    """The first row of a tile, and which of its rows there are in which slots."""
+    first_row = tl.cast(tile, tl.int64) * ROWS
+    in_rows = (tl.arange(0, ROWS) < M - first_row) & (first_row >= 0)
+    return first_row, taken[:, None] & in_rows[None, :]
 
 
 @triton.jit
-def _affine(hat, w, b):
-    if w is not None:
-        hat = hat * w
-    if b is not None:
-        hat = hat + b
+def _load(place, first_row, in_rows, inside, LANES: tl.constexpr, PARTS: tl.constexpr):
+    parts = ()
+    for part in tl.static_range(PARTS):
+        mask = in_rows[:, :, None] & inside[part][:, None, :]
+        parts = parts + (tl.load(_at(place, first_row) + part * LANES, mask=mask, other=0.0),)
+    return parts
+
+
+@triton.jit
+def _mean(parts, per_width, ACC: tl.constexpr, PARTS: tl.constexpr):
+    terms = parts[0].to(ACC)
+    for part in tl.static_range(1, PARTS):
+        terms += parts[part].to(ACC)
+    return tl.sum(terms, axis=2) * per_width
+
+
+@triton.jit
+def _standardize(rows, in_rows, inside, per_width, EPS: tl.constexpr, ACC: tl.constexpr, PARTS: tl.constexpr,
+                 FULL: tl.constexpr):  # fmt: skip
+    """Rows with mean and scale taken out, and the reciprocal of that scale; zeros outside, whatever eps is."""
+    mean = _mean(rows, per_width, ACC, PARTS)[:, :, None]
+    centred, squares = (), ()
+    for part in tl.static_range(PARTS):
+        x = rows[part].to(ACC) - mean
+        if part >= FULL:
+            x = tl.where(inside[part][:, None, :], x, 0.0)
+        centred = centred + (x,)
+        squares = squares + (x * x,)
+    rstd = tl.where(in_rows, tl.rsqrt(_mean(squares, per_width, ACC, PARTS) + EPS), 0.0)
+    hats = ()
+    for part in tl.static_range(PARTS):
+        hats = hats + (centred[part] * rstd[:, :, None],)
+    return hats, rstd
+
+
+@triton.jit
+def _affine(hat, ws, bs, part: tl.constexpr):
+    if len(ws) > 0:
+        hat = hat * ws[part]
+    if len(bs) > 0:
+        hat = hat + bs[part]
     return hat
 
 
 @triton.jit
-def _forward_tile(x, y, w, b, tile, taken, inside, per_width, M, EPS: tl.constexpr, VALUE: tl.constexpr,
-                  PADDED: tl.constexpr, ACC: tl.constexpr, Y: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    first_row = tile.to(tl.int64) * ROWS
-    in_rows = taken[:, None] & (tl.arange(0, ROWS) < M - first_row)[None, :]
-    mask = in_rows[:, :, None] & inside[:, None, :]
-    h = tl.load(_at(x, first_row), mask=mask, other=0.0).to(ACC)
-    hat, _ = _standardize(h, in_rows, inside, per_width, EPS, PADDED)
-    tl.store(_at(y, first_row), VALUE(_affine(hat, w, b)).to(Y), mask=mask)
+def _forward_tile(rows, y, ws, bs, first_row, in_rows, inside, per_width, EPS: tl.constexpr, VALUE: tl.constexpr,
+                  ACC: tl.constexpr, Y: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
+                  FULL: tl.constexpr):  # fmt: skip
+    hats, _ = _standardize(rows, in_rows, inside, per_width, EPS, ACC, PARTS, FULL)
+    for part in tl.static_range(PARTS):
+        out = VALUE(_affine(hats[part], ws, bs, part)).to(Y)
+        tl.store(_at(y, first_row) + part * LANES, out, mask=in_rows[:, :, None] & inside[part][:, None, :])
 
 
 @triton.jit
-def _forward_group(x, x_addresses, table, weight, bias, y, x_stride, total, group, part, programs, K, M,
-                   POWER: tl.constexpr, GROUPS: tl.constexpr, CLASSES: tl.constexpr, EPS: tl.constexpr,
-                   VALUE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr,
-                   APART: tl.constexpr, STRIDED: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
-                   ACC: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+def _forward_group(x, x_addresses, table, weight, bias, y, x_stride, total, group, share, programs, K, M,
+                   SLOTS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
+                   FULL: tl.constexpr, GROUPS: tl.constexpr, EPS: tl.constexpr, VALUE: tl.constexpr, X: tl.constexpr,
+                   Y: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr, APART: tl.constexpr, STRIDED: tl.constexpr,
+                   ALIGN: tl.constexpr, INDEX: tl.constexpr, ACC: tl.constexpr, STAGES: tl.constexpr,
                    PERSISTENT: tl.constexpr):  # fmt: skip
     """One group's rows: a tile, or ``PERSISTENT``, tiles in a loop that takes the next rows' loads ahead."""
-    depth: tl.constexpr = ((CLASSES >> (4 * POWER)) & 15) - 1
-    tile_rows: tl.constexpr = (BLOCK_N * ROWS + (1 << (depth + POWER)) - 1) >> (depth + POWER)
-    padded: tl.constexpr = D != 1 << POWER
-    lanes = tl.arange(0, 1 << POWER)
-    slots = _slots(table, group, K, GROUPS, 1 << depth, D, ALIGN)
-    x_place = _place(x, x_addresses, slots, x_stride, lanes, K, M, X, False, STRIDED, D, ALIGN, INDEX, tile_rows)
-    y_place = _place(y, None, slots, total, lanes, K, M, Y, APART, False, D, ALIGN, INDEX, tile_rows)
-    inside = _inside(slots, lanes, padded)
+    lanes = tl.arange(0, LANES)
+    slots = _slots(table, group, K, GROUPS, SLOTS, D, ALIGN)
+    x_place = _place(x, x_addresses, slots, x_stride, lanes, K, M, X, False, STRIDED, D, ALIGN, INDEX, ROWS)
+    y_place = _place(y, None, slots, total, lanes, K, M, Y, APART, False, D, ALIGN, INDEX, ROWS)
+    inside = _inside(slots, lanes, LANES, PARTS, FULL)
     per_width = _per_width(slots, ACC)
-    w = _load_parameter(weight, slots, lanes, inside, SHARED, ACC)
-    b = _load_parameter(bias, slots, lanes, inside, SHARED, ACC)
+    ws = _load_parameter(weight, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
+    bs = _load_parameter(bias, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
+    first_row, in_rows = _place_of_rows(share, slots[3], M, ROWS)
     if PERSISTENT:
-        tiles = tl.cdiv(M, tile_rows).to(tl.int32)
-        for tile in tl.range(part, tiles, programs, num_stages=STAGES):
-            _forward_tile(x_place, y_place, w, b, tile, slots[3], inside, per_width, M, EPS, VALUE, padded, ACC, Y,
-                          tile_rows)  # fmt: skip
+        # Less than four bytes are not copied asynchronously. The loop itself then takes the next rows' loads ahead.
+        carried: tl.constexpr = ALIGN * X.primitive_bitwidth < 32
+        if carried:
+            ahead = _load(x_place, first_row, in_rows, inside, LANES, PARTS)
+        tiles = tl.cdiv(M, ROWS).to(tl.int32)
+        for tile in tl.range(share, tiles, programs, num_stages=STAGES):
+            first_row, in_rows = _place_of_rows(tile, slots[3], M, ROWS)
+            if carried:
+                rows = ahead
+                next_row, in_next = _place_of_rows(tile + programs, slots[3], M, ROWS)
+                ahead = _load(x_place, next_row, in_next, inside, LANES, PARTS)
+            else:
+                rows = _load(x_place, first_row, in_rows, inside, LANES, PARTS)
+            _forward_tile(rows, y_place, ws, bs, first_row, in_rows, inside, per_width, EPS, VALUE, ACC, Y, LANES, PARTS,
+                          FULL)  # fmt: skip
     else:
-        _forward_tile(x_place, y_place, w, b, part, slots[3], inside, per_width, M, EPS, VALUE, padded,
-                      ACC, Y, tile_rows)  # fmt: skip
+        rows = _load(x_place, first_row, in_rows, inside, LANES, PARTS)
+        _forward_tile(rows, y_place, ws, bs, first_row, in_rows, inside, per_width, EPS, VALUE, ACC, Y, LANES, PARTS,
+                      FULL)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["x_stride", "total", "K", "M"])
@@ -188,7 +232,7 @@ def slices_forward_kernel(
     VALUE: tl.constexpr,
     X: tl.constexpr,
     D: tl.constexpr,
-    CLASSES: tl.constexpr,
+    TILES: tl.constexpr,
     SHARED: tl.constexpr,
     APART: tl.constexpr,
     STRIDED: tl.constexpr,
@@ -196,8 +240,6 @@ def slices_forward_kernel(
     INDEX: tl.constexpr,
     GROUPS: tl.constexpr,
     ACC: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     PERSISTENT: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -205,110 +247,133 @@ def slices_forward_kernel(
     """``y = VALUE(layer_norm(x))``, slice by slice: the grid is (groups of slices, shares of the rows)."""
     await_predecessor(OVERLAP)
     group = tl.program_id(0)
-    part, programs = place_along_rows()
-    for power in tl.static_range(_POWERS):
-        if (CLASSES >> (4 * power)) & 15 > 0:
-            if table is None:
-                _forward_group(x, x_addresses, table, weight, bias, y, x_stride, total, group, part, programs, K, M,
-                               power, GROUPS, CLASSES, EPS, VALUE, X, y.dtype.element_ty, D, SHARED, APART, STRIDED,
-                               ALIGN, INDEX, ACC, BLOCK_N, ROWS, STAGES, PERSISTENT)  # fmt: skip
-            else:
-                if tl.load(table + group) == power:
-                    _forward_group(x, x_addresses, table, weight, bias, y, x_stride, total, group, part, programs, K, M,
-                                   power, GROUPS, CLASSES, EPS, VALUE, X, y.dtype.element_ty, D, SHARED, APART, STRIDED,
-                                   ALIGN, INDEX, ACC, BLOCK_N, ROWS, STAGES, PERSISTENT)  # fmt: skip
+    share, programs = place_along_rows()
+    for kind in tl.static_range(len(TILES)):
+        if table is None or tl.load(table + group) == kind:
+            _forward_group(x, x_addresses, table, weight, bias, y, x_stride, total, group, share, programs, K, M,
+                           TILES[kind][0], TILES[kind][1], TILES[kind][2], TILES[kind][3], TILES[kind][4], GROUPS, EPS,
+                           VALUE, X, y.dtype.element_ty, D, SHARED, APART, STRIDED, ALIGN, INDEX, ACC, STAGES,
+                           PERSISTENT)  # fmt: skip
 
 
 @triton.jit
-def _store_gradient(gradient, partials, value, slot, sums, slots, lanes, inside, total, group, part, programs,
-                    GROUPS: tl.constexpr, D: tl.constexpr,
-                    SHARED: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
-    """A group's sums over its rows: the gradient itself where no other program has a part in it, else a part."""
-    if SHARED:
-        value = tl.sum(value, axis=0)
-        in_width = lanes < D
-        place = part.to(tl.int64) * GROUPS + group
-        if programs * GROUPS == 1:
-            tl.store(gradient + lanes, value.to(gradient.dtype.element_ty), mask=in_width)
+def _store_gradient(gradient, partials, sums, slot, count, slots, lanes, inside, total, group, share, programs,
+                    GROUPS: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr, ALIGN: tl.constexpr, LANES: tl.constexpr,
+                    PARTS: tl.constexpr):  # fmt: skip
+    """A group's sums over its rows: the gradient itself where no other program has a share in it, else that share."""
+    for part in tl.static_range(PARTS):
+        value = tl.sum(sums[part], axis=1)
+        within = part * LANES + lanes
+        if SHARED:
+            value = tl.sum(value, axis=0)
+            place = share.to(tl.int64) * GROUPS + group
+            if programs * GROUPS == 1:
+                tl.store(gradient + within, value.to(gradient.dtype.element_ty), mask=within < D)
+            else:
+                tl.store(partials + (place * count + slot) * D + within, value, mask=within < D)
         else:
-            tl.store(partials + (place * sums + slot) * D + lanes, value, mask=in_width)
-    else:
-        cols = slots[1][:, None] + lanes[None, :]
-        if programs == 1:
-            tl.store(gradient + cols, value.to(gradient.dtype.element_ty), mask=inside)
-        else:
-            place = part.to(tl.int64) * sums + slot
-            tl.store(partials + place * (total * ALIGN if ALIGN > 1 else total) + cols, value, mask=inside)
+            cols = slots[1][:, None] + within[None, :]
+            if programs == 1:
+                tl.store(gradient + cols, value.to(gradient.dtype.element_ty), mask=inside[part])
+            else:
+                place = share.to(tl.int64) * count + slot
+                tl.store(partials + place * (total * ALIGN if ALIGN > 1 else total) + cols, value, mask=inside[part])
+
+
+@triton.jit
+def _zeros(vector, SLOTS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
+           ACC: tl.constexpr):  # fmt: skip
+    """Sums over rows, part by part; no parts if the parameter needs none."""
+    parts = ()
+    if vector is not None:
+        for _ in tl.static_range(PARTS):
+            parts = parts + (tl.zeros((SLOTS, ROWS, LANES), ACC),)
+    return parts
 
 
 @triton.jit
 def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, dweight, dbias, partials, dy_stride,
-                    x_stride, total, group, part, programs, K, M, POWER: tl.constexpr, GROUPS: tl.constexpr,
-                    CLASSES: tl.constexpr, EPS: tl.constexpr, DERIVATIVE: tl.constexpr, DY: tl.constexpr,
-                    X: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr, DY_APART: tl.constexpr,
-                    DX_APART: tl.constexpr, DY_STRIDED: tl.constexpr, UNUSED: tl.constexpr, STRIDED: tl.constexpr,
-                    ALIGN: tl.constexpr, INDEX: tl.constexpr, ACC: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-                    STAGES: tl.constexpr):  # fmt: skip
+                    x_stride, total, group, share, programs, K, M, SLOTS: tl.constexpr, ROWS: tl.constexpr,
+                    LANES: tl.constexpr, PARTS: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
+                    EPS: tl.constexpr, DERIVATIVE: tl.constexpr, DY: tl.constexpr, X: tl.constexpr, D: tl.constexpr,
+                    SHARED: tl.constexpr, DY_APART: tl.constexpr, DX_APART: tl.constexpr, DY_STRIDED: tl.constexpr,
+                    UNUSED: tl.constexpr, STRIDED: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+                    ACC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """One group's gradients; the rows come from the last to the first: the L2 cache still holds what was made last."""
-    depth: tl.constexpr = ((CLASSES >> (4 * POWER)) & 15) - 1
-    tile_rows: tl.constexpr = (BLOCK_N * ROWS + (1 << (depth + POWER)) - 1) >> (depth + POWER)
-    padded: tl.constexpr = D != 1 << POWER
-    sums: tl.constexpr = (dweight is not None) + (dbias is not None)
-    lanes = tl.arange(0, 1 << POWER)
-    slots = _slots(table, group, K, GROUPS, 1 << depth, D, ALIGN)
+    count: tl.constexpr = (dweight is not None) + (dbias is not None)
+    lanes = tl.arange(0, LANES)
+    slots = _slots(table, group, K, GROUPS, SLOTS, D, ALIGN)
     taken = slots[3]
     dy_place = _place(dy, dy_addresses, slots, dy_stride, lanes, K, M, DY, DY_APART, DY_STRIDED, D, ALIGN, INDEX,
-                      tile_rows)  # fmt: skip
-    x_place = _place(x, x_addresses, slots, x_stride, lanes, K, M, X, False, STRIDED, D, ALIGN, INDEX, tile_rows)
+                      ROWS)  # fmt: skip
+    x_place = _place(x, x_addresses, slots, x_stride, lanes, K, M, X, False, STRIDED, D, ALIGN, INDEX, ROWS)
     if dx is not None:
-        dx_place = _place(dx, None, slots, total, lanes, K, M, X, DX_APART, False, D, ALIGN, INDEX, tile_rows)
-    inside = _inside(slots, lanes, padded)
+        dx_place = _place(dx, None, slots, total, lanes, K, M, X, DX_APART, False, D, ALIGN, INDEX, ROWS)
+    inside = _inside(slots, lanes, LANES, PARTS, FULL)
+    read = inside
     if UNUSED and dy_addresses is not None:
-        # Address zero stands for an output that nothing came of: its gradient is zero.
+        # Address zero stands for an output that nothing came of: its gradient is zero. Nor is such a slice read: a NaN in
+        # it is nobody's.
         given = tl.load(dy_addresses + slots[0], mask=taken, other=0) != 0
+        read = ()
+        for part in tl.static_range(PARTS):
+            read = read + (inside[part] & given[:, None],)
     per_width = _per_width(slots, ACC)
-    w = _load_parameter(weight, slots, lanes, inside, SHARED, ACC)
-    b = _load_parameter(bias, slots, lanes, inside, SHARED, ACC)
-    if dweight is not None:
-        dweight_sum = tl.zeros((1 << depth, tile_rows, 1 << POWER), ACC)
-    if dbias is not None:
-        dbias_sum = tl.zeros((1 << depth, tile_rows, 1 << POWER), ACC)
+    ws = _load_parameter(weight, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
+    bs = _load_parameter(bias, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
+    dweight_sums = _zeros(dweight, SLOTS, ROWS, LANES, PARTS, ACC)
+    dbias_sums = _zeros(dbias, SLOTS, ROWS, LANES, PARTS, ACC)
 
-    tiles = tl.cdiv(M, tile_rows).to(tl.int32)
-    for step in tl.range(part, tiles, programs, num_stages=STAGES):
-        first_row = (tiles - 1 - step).to(tl.int64) * tile_rows
-        in_rows = taken[:, None] & (tl.arange(0, tile_rows) < M - first_row)[None, :]
-        mask = in_rows[:, :, None] & inside[:, None, :]
-        if UNUSED and dy_addresses is not None:
-            # Nor is such a slice read: a NaN in it is nobody's.
-            mask &= given[:, None, None]
-        g = tl.load(_at(dy_place, first_row), mask=mask, other=0.0).to(ACC)
-        h = tl.load(_at(x_place, first_row), mask=mask, other=0.0).to(ACC)
-        hat, rstd = _standardize(h, in_rows, inside, per_width, EPS, padded)
-        g *= DERIVATIVE(_affine(hat, w, b))
-        if dweight is not None:
-            dweight_sum += g * hat
-        if dbias is not None:
-            dbias_sum += g
+    tiles = tl.cdiv(M, ROWS).to(tl.int32)
+    # Less than four bytes are not copied asynchronously. The loop itself then takes the next rows' loads ahead.
+    carried: tl.constexpr = ALIGN * X.primitive_bitwidth < 32 or ALIGN * DY.primitive_bitwidth < 32
+    if carried:
+        first_row, in_rows = _place_of_rows(tiles - 1 - share, taken, M, ROWS)
+        next_gs = _load(dy_place, first_row, in_rows, read, LANES, PARTS)
+        next_rows = _load(x_place, first_row, in_rows, read, LANES, PARTS)
+    for step in tl.range(share, tiles, programs, num_stages=STAGES):
+        first_row, in_rows = _place_of_rows(tiles - 1 - step, taken, M, ROWS)
+        if carried:
+            gs, rows = next_gs, next_rows
+            next_row, in_next = _place_of_rows(tiles - 1 - step - programs, taken, M, ROWS)
+            next_gs = _load(dy_place, next_row, in_next, read, LANES, PARTS)
+            next_rows = _load(x_place, next_row, in_next, read, LANES, PARTS)
+        else:
+            gs = _load(dy_place, first_row, in_rows, read, LANES, PARTS)
+            rows = _load(x_place, first_row, in_rows, read, LANES, PARTS)
+        hats, rstd = _standardize(rows, in_rows, inside, per_width, EPS, ACC, PARTS, FULL)
+        new_dweight_sums, new_dbias_sums, terms, along_terms = (), (), (), ()
+        for part in tl.static_range(PARTS):
+            g, hat = gs[part].to(ACC), hats[part]
+            g *= DERIVATIVE(_affine(hat, ws, bs, part))
+            if dweight is not None:
+                new_dweight_sums = new_dweight_sums + (dweight_sums[part] + g * hat,)
+            if dbias is not None:
+                new_dbias_sums = new_dbias_sums + (dbias_sums[part] + g,)
+            if weight is not None:
+                g *= ws[part]
+            terms = terms + (g,)
+            along_terms = along_terms + (g * hat,)
+        dweight_sums, dbias_sums = new_dweight_sums, new_dbias_sums
         if dx is not None:
-            if w is not None:
-                g *= w
-            along = tl.sum(g * hat, axis=2) * per_width
-            mean = tl.sum(g, axis=2) * per_width
-            if POWER == 0:
-                # One column is its own mean, and nothing remains of g. The difference would be another number: g is a
-                # product, which a fused multiply-add takes as it was before it was rounded, but the mean after that.
-                out = g * hat
-            else:
-                out = (g - mean[:, :, None] - hat * along[:, :, None]) * rstd[:, :, None]
-            tl.store(_at(dx_place, first_row), out.to(X), mask=mask)
+            along = _mean(along_terms, per_width, ACC, PARTS)[:, :, None]
+            mean = _mean(terms, per_width, ACC, PARTS)[:, :, None]
+            for part in tl.static_range(PARTS):
+                if PARTS * LANES == 1:
+                    # One column is its own mean, and nothing remains of g. The difference would be another number: g is
+                    # a product, which a fused multiply-add takes as it was before it was rounded, but the mean after.
+                    out = along_terms[part]
+                else:
+                    out = (terms[part] - mean - hats[part] * along) * rstd[:, :, None]
+                mask = in_rows[:, :, None] & read[part][:, None, :]
+                tl.store(_at(dx_place, first_row) + part * LANES, out.to(X), mask=mask)
 
     if dweight is not None:
-        _store_gradient(dweight, partials, tl.sum(dweight_sum, axis=1), 0, sums, slots, lanes, inside, total, group,
-                        part, programs, GROUPS, D, SHARED, ALIGN)  # fmt: skip
+        _store_gradient(dweight, partials, dweight_sums, 0, count, slots, lanes, inside, total, group, share, programs,
+                        GROUPS, D, SHARED, ALIGN, LANES, PARTS)  # fmt: skip
     if dbias is not None:
-        _store_gradient(dbias, partials, tl.sum(dbias_sum, axis=1), sums - 1, sums, slots, lanes, inside, total, group,
-                        part, programs, GROUPS, D, SHARED, ALIGN)  # fmt: skip
+        _store_gradient(dbias, partials, dbias_sums, count - 1, count, slots, lanes, inside, total, group, share,
+                        programs, GROUPS, D, SHARED, ALIGN, LANES, PARTS)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["dy_stride", "x_stride", "total", "K", "M"])
@@ -334,7 +399,7 @@ def slices_backward_kernel(
     DY: tl.constexpr,
     X: tl.constexpr,
     D: tl.constexpr,
-    CLASSES: tl.constexpr,
+    TILES: tl.constexpr,
     SHARED: tl.constexpr,
     DY_APART: tl.constexpr,
     DX_APART: tl.constexpr,
@@ -345,8 +410,6 @@ def slices_backward_kernel(
     INDEX: tl.constexpr,
     GROUPS: tl.constexpr,
     ACC: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """All gradients, slice by slice, from dy and x alone; the grid is (groups, shares of the rows).
@@ -355,20 +418,13 @@ def slices_backward_kernel(
     gradients in registers and stores them once, and takes the next rows' loads ahead.
     """
     group = tl.program_id(0)
-    part, programs = place_along_rows()
-    for power in tl.static_range(_POWERS):
-        if (CLASSES >> (4 * power)) & 15 > 0:
-            if table is None:
-                _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, dweight, dbias, partials,
-                                dy_stride, x_stride, total, group, part, programs, K, M, power, GROUPS, CLASSES, EPS,
-                                DERIVATIVE, DY, X, D, SHARED, DY_APART, DX_APART, DY_STRIDED, UNUSED, STRIDED, ALIGN,
-                                INDEX, ACC, BLOCK_N, ROWS, STAGES)  # fmt: skip
-            else:
-                if tl.load(table + group) == power:
-                    _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, dweight, dbias, partials,
-                                    dy_stride, x_stride, total, group, part, programs, K, M, power, GROUPS, CLASSES, EPS,
-                                    DERIVATIVE, DY, X, D, SHARED, DY_APART, DX_APART, DY_STRIDED, UNUSED, STRIDED, ALIGN,
-                                    INDEX, ACC, BLOCK_N, ROWS, STAGES)  # fmt: skip
+    share, programs = place_along_rows()
+    for kind in tl.static_range(len(TILES)):
+        if table is None or tl.load(table + group) == kind:
+            _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, dweight, dbias, partials,
+                            dy_stride, x_stride, total, group, share, programs, K, M, TILES[kind][0], TILES[kind][1],
+                            TILES[kind][2], TILES[kind][3], TILES[kind][4], GROUPS, EPS, DERIVATIVE, DY, X, D, SHARED,
+                            DY_APART, DX_APART, DY_STRIDED, UNUSED, STRIDED, ALIGN, INDEX, ACC, STAGES)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=[f"a{i}" for i in range(64)] + ["start", "count"])

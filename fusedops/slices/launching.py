@@ -177,8 +177,9 @@ def _tuning_key(site: SliceSite, kernel: str, bucket: int) -> tuning.TuningKey:
 
 
 @functools.lru_cache(maxsize=1024)
-def _groups(widths: Widths, config: tuning.Config) -> Groups:
-    return Groups.of(widths, config.block_n, config.rows)
+def _groups(widths: Widths, config: tuning.Config, itemsize: int) -> Groups:
+    vector = min(widths.align, 16 // itemsize)
+    return Groups.of(widths, config.block_n, config.rows, vector)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -203,7 +204,7 @@ def _common(
         "EPS": float(site.constants.eps),
         "X": triton_dtype(site.x),
         "D": site.widths.uniform,
-        "CLASSES": groups.classes,
+        "TILES": tuple(map(tuple, groups.tiles)),
         "SHARED": site.constants.shared,
         "STRIDED": strided,
         "GROUPS": groups.count,
@@ -219,11 +220,11 @@ def _plan_forward(site: SliceSite, aligned: bool, strided: bool, near: bool, buc
 
     widths = site.widths
     config = tuning.choose(_tuning_key(site, "slices_forward", bucket), site.device_index)
-    groups = _groups(widths, config)
+    groups = _groups(widths, config, site.x.itemsize)
     types, constants = _common(site, groups, aligned, strided, near)
     types["y"] = pointer_type(site.y)
-    constants |= {"VALUE": device_functions(site.activation.name)[0], "APART": site.constants.separate,
-                  "PERSISTENT": config.per_sm > 0}  # fmt: skip
+    value, _ = device_functions(site.activation.name, narrow=site.y.itemsize == 2)
+    constants |= {"VALUE": value, "APART": site.constants.separate, "PERSISTENT": config.per_sm > 0}
     variant = launch.build(slices_forward_kernel, types, constants, config, device_index=site.device_index,
                            acc=site.acc, cols=widths.total, aligned=aligned)  # fmt: skip
     programs = 2**31 - 1
@@ -241,7 +242,7 @@ def _plan_backward(site: SliceSite, needs: tuple[bool, bool, bool], dy: torch.dt
     widths = site.widths
     needs_weight, needs_bias, needs_x = needs
     config = tuning.choose(_tuning_key(site, "slices_backward", bucket), site.device_index)
-    groups = _groups(widths, config)
+    groups = _groups(widths, config, site.x.itemsize)
     types, constants = _common(site, groups, aligned, strided, near)
     sums = needs_weight + needs_bias
     gradients = {"dweight": pointer_type(site.dtypes[0]) if needs_weight else None,
@@ -260,15 +261,16 @@ def _plan_backward(site: SliceSite, needs: tuple[bool, bool, bool], dy: torch.dt
         return launch.build(kernel, types | more, constants, config,
                             device_index=site.device_index, acc=site.acc, cols=cols, aligned=aligned)  # fmt: skip
 
-    reduce_config = configs.sum_partials()
     more = {"first": gradients["dweight"], "second": gradients["dbias"], "third": None,
             "programs": "i32"}  # fmt: skip
-    reduced = widths.uniform if site.constants.shared else widths.total
+    programs = max(2, launch.processors(site.device_index) * config.per_sm // groups.count)
+    parts, reduced = (programs * groups.count, widths.uniform) if site.constants.shared else (programs, widths.total)
+    reduce_config = tuning.adding(parts, reduced)
     return _Plan(
         variant=build(slices_backward_kernel, config, widths.total),
         rows=groups.shortest,
         groups=groups.count,
-        programs=max(2, launch.processors(site.device_index) * config.per_sm // groups.count),
+        programs=programs,
         table=_group_table(groups.table, device),
         reduce=build(sum_partials_kernel, reduce_config, reduced, **more) if sums else None,
         reduce_block=reduce_config.block_n,

@@ -187,11 +187,11 @@ def _samples(apart: bool) -> Callable[[torch.device, torch.dtype], Iterator[Samp
         for params in ("", "w", "b"):
             yield sample(f"parameters {params or 'none'}", (9, 40), (9, 31), params)
             yield sample(f"parameters {params or 'none'}, equal", (9, 5, 8), None, params)
-        for params in ("w", "b", "wb"):
-            yield sample(f"shared parameters {params}", (40, 5, 8), None, params, (8,))
+        for params, width in (("w", 8), ("b", 8), ("wb", 24)):
+            yield sample(f"shared parameters {params}", (40, 5, width), None, params, (width,))
         yield sample("flat parameters", (4, 5, 8), None, param_shape=(40,))
         yield sample("concatenated", (6, 44), (12, 32), concat=True)
-        yield sample("concatenated, equal", (6, 4, 16), concat=True)
+        yield sample("concatenated, equal", (6, 4, 24), concat=True)
         yield sample("large eps", (5, 33), (11, 22), eps=0.3)
         for activation in (*ACTIVATIONS, "none"):
             if activation != "tanh":

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["Groups", "Widths", "widths_of"]
+from ..core.tuning_key import power_of_two
+
+__all__ = ["Groups", "Tile", "Widths", "holding", "widths_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,43 +50,108 @@ def widths_of(sizes: tuple[int, ...]) -> Widths:
     return Widths(sizes, columns[:-1], len(sizes), columns[-1], sizes[0] if len(set(sizes)) == 1 else 0, align)
 
 
+# Parts of a slice. Of many parts few lanes are idle and few threads share a row, which exchange its sums; but no thread
+# has more than so many of its elements in registers, and kernels for several widths have code for each part.
+_PARTS = (1, 3, 5, 7)
+_MOST_EACH = 28
+_MOST_PARTS_OF_MIXED = 3
+# The most tiles of a kernel. It has code for each part of each, and with twice as much compiles in twenty seconds, not four.
+_MOST_TILES = 4
+
+
+class Tile(NamedTuple):
+    """The shape of tiles of slices of similar widths: ``(slots, rows, lanes)``, as many times as a slice has parts.
+
+    Attributes:
+        slots: slices.
+        rows: of each.
+        lanes: of a part.
+        parts: of a slice, side by side.
+        full: parts without idle lanes in every slice.
+    """
+
+    slots: int
+    rows: int
+    lanes: int
+    parts: int
+    full: int
+
+
 @dataclass(frozen=True)
 class Groups:
     """Which slices share a tile.
 
     Attributes:
-        classes: the kernels' ``CLASSES``.
+        tiles: of slices with many columns first; all powers of two but the parts.
         count: how many groups.
-        shortest: the fewest rows that a tile of any group has.
-        table: the kernels' ``table``; empty for slices of one width, which need none.
+        shortest: the fewest rows that a tile has.
+        table: for each group the index of its tile and its first slot, and then for each slot the number of its slice, its
+            first column and its width, zero for none; empty for slices of one width, which need none.
     """
 
-    classes: int
+    tiles: tuple[Tile, ...]
     count: int
     shortest: int
     table: tuple[int, ...]
 
     @classmethod
-    def of(cls, widths: Widths, lanes: int, rows: int) -> Groups:
-        """Groups of up to ``lanes`` lanes, in tiles of ``lanes * rows`` elements; a wider slice is a group by itself."""
-        members: dict[int, list[int]] = {}
+    def of(cls, widths: Widths, lanes: int, rows: int, vector: int) -> Groups:
+        """Groups of up to ``lanes`` lanes, in tiles of about ``lanes * rows`` elements; a wider slice is one by itself.
+
+        A thread loads ``vector`` elements of a part at a time.
+        """
+        held = _held(widths, vector)
+        members: dict[tuple[int, int], list[int]] = {}
         for number, size in enumerate(widths.sizes):
-            members.setdefault((size - 1).bit_length(), []).append(number)
-        classes, shortest = 0, lanes * rows
-        powers: list[int] = []
-        slots: list[int] = []
+            members.setdefault(next(each for each in held if math.prod(each) >= size), []).append(number)
+        tiles: list[Tile] = []
         firsts: list[int] = []
+        kinds: list[int] = []
+        slots: list[int] = []
         # The widest first: they have the most work, and no program should begin with them last.
-        for power in sorted(members, reverse=True):
-            numbers = members[power]
-            depth = min((len(numbers) - 1).bit_length(), max(lanes >> power, 1).bit_length() - 1)
-            classes |= (depth + 1) << (4 * power)
-            shortest = min(shortest, max(1, lanes * rows >> (depth + power)))
-            for start in range(0, len(numbers), 1 << depth):
+        for each in sorted(members, key=math.prod, reverse=True):
+            part, parts = each
+            numbers = members[each]
+            together = min(power_of_two(len(numbers)), _most(lanes / (part * parts)))
+            full = min(min(widths.sizes[number] for number in numbers) // part, parts)
+            several = _most(1.25 * lanes * rows / (together * part * parts))
+            tiles.append(Tile(together, several, part, parts, full))
+            for start in range(0, len(numbers), together):
                 firsts.append(len(slots) // 3)
-                powers.append(power)
-                for slot in range(start, start + (1 << depth)):
+                kinds.append(len(tiles) - 1)
+                for slot in range(start, start + together):
                     number = numbers[slot] if slot < len(numbers) else -1
                     slots += (number, widths.columns[number], widths.sizes[number]) if number >= 0 else (0, 0, 0)
-        table = () if widths.uniform else (*powers, *firsts, *slots)
-        return cls(classes, len(powers), shortest, table)
+        table = () if widths.uniform else (*kinds, *firsts, *slots)
+        return cls(tuple(tiles), len(kinds), min(tile.rows for tile in tiles), table)
+
+
+def _most(n: float) -> int:
+    """The largest power of two up to n; 1 if there is none."""
+    return 1 << max(int(n).bit_length() - 1, 0)
+
+
+def _held(widths: Widths, vector: int) -> list[tuple[int, int]]:
+    """Lanes and parts for all widths, the narrowest first: for each those with the fewest idle lanes, unless these are many.
+
+    Then those go whose slices have the fewest more lanes in the next.
+    """
+    most = _PARTS[-1] if widths.uniform else _MOST_PARTS_OF_MIXED
+    held = collections.Counter(holding(size, vector, most) for size in widths.sizes)
+    found = sorted(held, key=math.prod)
+    while len(found) > _MOST_TILES:
+        more = [held[narrow] * (math.prod(wide) - math.prod(narrow)) for narrow, wide in itertools.pairwise(found)]
+        place = more.index(min(more))
+        held[found[place + 1]] += held[found[place]]
+        del found[place]
+    return found
+
+
+def holding(size: int, vector: int, most: int = _PARTS[-1]) -> tuple[int, int]:
+    """Lanes and parts, up to ``most``, that hold a slice with the fewest idle lanes; the fewer parts if equal.
+
+    A thread loads ``vector`` elements of a part at a time.
+    """
+    found = [(power_of_two(-(-size // parts)), parts) for parts in _PARTS]
+    several = [each for each in found if each[0] >= vector and each[1] * vector <= _MOST_EACH and each[1] <= most]
+    return min([found[0], *several], key=math.prod)

@@ -62,6 +62,8 @@ def _plain(value: Any) -> Any:
 def _constant(value: Any) -> Any:
     import triton.language as tl
 
+    if isinstance(value, list):
+        return tuple(map(_constant, value))
     if not isinstance(value, dict):
         return value
     return tl.dtype(value["dtype"]) if "dtype" in value else _found(value["function"])

@@ -1,0 +1,63 @@
+"""Tiles of slices: which slices they hold, and programs that take several of them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from fusedops.core.spec import Sample, Spec
+from fusedops.core.tuning import forced
+from fusedops.core.tuning_key import Config
+from fusedops.slices.widths import Groups, widths_of
+from support import ALL_SPECS, Case, cases
+from tolerances import check_gradients
+
+_SLICES = [spec for spec in ALL_SPECS if spec.samples.__module__.startswith("fusedops.slices")]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_slice_has_a_slot_that_holds_it(seed: int) -> None:
+    draw = random.Random(seed)
+    step = draw.choice((1, 4, 8))
+    sizes = tuple(step * draw.randint(1, 300 // step) for _ in range(draw.randint(2, 90)))
+    lanes, rows, vector = draw.choice((64, 256, 1024)), draw.choice((1, 4)), draw.choice((1, step))
+    widths = widths_of(sizes)
+    groups = Groups.of(widths, lanes, rows, vector)
+    kinds, firsts = groups.table[: groups.count], groups.table[groups.count : 2 * groups.count]
+    slots = groups.table[2 * groups.count :]
+    seen = []
+    for kind, first in zip(kinds, firsts, strict=True):
+        tile = groups.tiles[kind]
+        assert tile.slots * tile.lanes * tile.parts <= max(lanes, tile.lanes * tile.parts)
+        for slot in range(first, first + tile.slots):
+            number, column, width = slots[3 * slot : 3 * slot + 3]
+            if width:
+                assert (column, width) == (widths.columns[number], sizes[number])
+                assert tile.full * tile.lanes <= width <= tile.parts * tile.lanes
+                seen.append(number)
+    assert sorted(seen) == list(range(len(sizes)))
+    assert groups.shortest == min(tile.rows for tile in groups.tiles)
+    assert len(groups.tiles) <= 4
+
+
+def test_a_fifth_of_the_lanes_is_idle() -> None:
+    """With widths of all kinds, on the average."""
+    sizes = tuple(range(33, 257))
+    groups = Groups.of(widths_of(sizes), 256, 1, 1)
+    tiles = [groups.tiles[kind] for kind in groups.table[: groups.count]]
+    assert sum(tile.slots * tile.lanes * tile.parts for tile in tiles) < 1.25 * sum(sizes)
+
+
+def _some(spec: Spec, sample: Sample) -> bool:
+    return sample.name.startswith(("ten widths", "multiples", "equal 2x3x4x24", "concatenated", "shared parameters wb"))
+
+
+@pytest.mark.kernels
+@cases((torch.bfloat16, torch.float32), _some, _SLICES)
+def test_programs_of_several_tiles(case: Case) -> None:
+    """Of one row each, one program a multiprocessor: loads are taken ahead, by the compiler or by the loop."""
+    config = Config(64, 1, 1, 2, 1)
+    with forced("slices_forward", config), forced("slices_backward", config):
+        check_gradients(case.spec, case.sample(), values=True)
