@@ -206,7 +206,10 @@ def heuristic(key: TuningKey) -> Config:
 
 
 def valid(key: TuningKey, config: Config) -> bool:
-    """Whether the tiles are at most those that hold a row with the fewest idle lanes."""
+    """Whether the tiles are at most those that hold a row with the fewest idle lanes.
+
+    Of several rows there are as many lanes as registers hold only where none is idle, as in the width that was measured.
+    """
     block, parts = block_holding(key.cols), 1
     if key.kernel == "norm_forward":
         block, parts = _forward_tiles(key.cols, key.itemsize)
@@ -214,6 +217,8 @@ def valid(key: TuningKey, config: Config) -> bool:
             return False
     elif key.kernel == "norm_backward" and "none" not in key.variant:
         block, parts = tiles_holding(key.cols)
+        if config.rows > 1 and config.columns * config.rows > _WHOLE_BACKWARD and key.cols % config.columns:
+            return False
     return config.block_n >= 16 and config.columns <= block * parts
 
 
