@@ -101,7 +101,7 @@ MUTANTS = (
         ("test_slice_tiles.py", "several_tiles and bfloat16"),
     ),
     Mutant(
-        "a slice's parts summed without the first",
+        "a slice's parts summed without the second",
         "slices/kernels.py",
         "for part in tl.static_range(1, PARTS):\n        terms += parts[part].to(ACC)",
         "for part in tl.static_range(2, PARTS):\n        terms += parts[part].to(ACC)",

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+import fusedops
 from fusedops.core.spec import Sample, Spec
 from fusedops.core.tuning import forced
 from fusedops.core.tuning_key import Config
@@ -61,3 +62,17 @@ def test_programs_of_several_tiles(case: Case) -> None:
     config = Config(64, 1, 1, 2, 1)
     with forced("slices_forward", config), forced("slices_backward", config):
         check_gradients(case.spec, case.sample(), values=True)
+
+
+@pytest.mark.kernels
+def test_an_unused_output_gives_its_parameters_nothing(device: torch.device) -> None:
+    """Without an eps, and with a NaN among them, as in PyTorch."""
+    slices = [torch.randn(5, 6, device=device, requires_grad=True) for _ in range(3)]
+    weight, bias = torch.ones(18, device=device), torch.zeros(18, device=device)
+    bias[7] = float("nan")
+    weight.requires_grad_()
+    bias.requires_grad_()
+    fusedops.batched_layer_norm_tanh(slices, weight, bias, 0.0)[0].sum().backward()
+    for parameter in (weight, bias):
+        assert (parameter.grad[:6] != 0.0).any()
+        assert torch.equal(parameter.grad[6:], torch.zeros(12, device=device))

@@ -22,7 +22,8 @@ scales the result, as a weight does, moving it moves the result by as much, and 
 a row lies where the function is flat (GELU's minimum, tanh's ends), nothing moves, and the steps still round: an
 activation by 12 u (of a power of two, a reciprocal and products; counted in `test_activations.py`), and dropout by two
 more, its scale's division and product. So inside is 14 u(accumulator) times that part of |oracle|, element by element,
-by which the sensitivity falls short of it. A gradient scales with its cotangent, so it needs none.
+by which the sensitivity falls short of it. To that comes the relative error of the slices' tanh for results in 16 bits,
+1e-5 (tested there too). A gradient scales with its cotangent, so it needs none.
 
 u(y) gain is there where the output is kept for the backward, which then inverts the affine: its rounding, of
 |w hat| + |b| at most, is divided by |w|.
@@ -61,6 +62,7 @@ _DRAWS = 4
 _STEP = 2.0**-18
 # Roundings of an activation and of dropout's scale, relative to the result.
 _INSIDE = 14
+_NARROW = 1e-5
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -204,7 +206,8 @@ def check_values(spec: Spec, sample: Sample, outputs: Sequence[Tensor] | None = 
     unit = unit_roundoff(accumulator(sample))
     across = _depth(spec, sample) * unit + _roundings(spec, sample)[0]
     moves, _ = sensitivity(exactly, tensors)
-    slack = [2 * (across * move + _INSIDE * unit * (want.abs() - move).clamp(min=0.0))
+    narrow = _NARROW if promised[0].itemsize == 2 and spec.name.startswith("batched_layer_norm_tanh") else 0.0
+    slack = [2 * (across * move + _INSIDE * unit * (want.abs() - move).clamp(min=0.0)) + narrow * want.abs()
              for move, want in zip(moves, exact, strict=True)]  # fmt: skip
     if sample.options.get("rounding", "once") != "once":
         errors = _largest(eager(spec, sample, mask)(tensors), exact)

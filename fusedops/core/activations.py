@@ -20,10 +20,12 @@ class Activation:
     Attributes:
         name: its public name, and that of its device functions in `core.device`: ``name`` and ``name_derivative``.
         formula: the function in PyTorch's operators, differentiable to any order, by either mode.
+        has_narrow: whether there is a shorter device function for results in 16 bits, ``name_in_16_bits``.
     """
 
     name: str
     formula: Callable[[Tensor], Tensor]
+    has_narrow: bool = False
 
 
 _ALL = (
@@ -35,7 +37,7 @@ _ALL = (
     Activation("relu", F.relu),
     # So et al. 2021, arXiv:2109.08668.
     Activation("relu_squared", lambda x: F.relu(x).square()),
-    Activation("tanh", torch.tanh),
+    Activation("tanh", torch.tanh, has_narrow=True),
     Activation("sigmoid", torch.sigmoid),
     Activation("identity", lambda x: x),
 )
@@ -50,5 +52,5 @@ def device_functions(name: str, *, narrow: bool = False) -> tuple[Any, Any]:
     """
     from . import device
 
-    value = getattr(device, name)
-    return getattr(device, f"{name}_in_16_bits", value) if narrow else value, getattr(device, f"{name}_derivative")
+    shorter = narrow and ACTIVATIONS[name].has_narrow
+    return getattr(device, f"{name}_in_16_bits" if shorter else name), getattr(device, f"{name}_derivative")

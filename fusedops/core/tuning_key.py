@@ -58,8 +58,8 @@ class Config:
         """Columns that a program has."""
         return self.block_n * self.parts
 
-    def lanes(self, cols: int) -> int:
-        """Columns that as many programs, or passes, have as rows of ``cols`` need."""
+    def lanes_for(self, cols: int) -> int:
+        """Lanes of all programs, or passes, that a row of ``cols`` needs, with the idle ones."""
         return -(-cols // self.columns) * self.columns
 
 
@@ -192,11 +192,11 @@ def tiles_holding(cols: int) -> tuple[int, int]:
 def adding(parts: int, cols: int) -> Config:
     """The config of the kernel that adds up to so many parts of sums over rows, of so many columns each.
 
-    Many parts are loaded many at a time, and so are those of few columns, which are few programs.
+    Few columns are the work of few programs, which then load many parts at a time.
     """
-    if parts > 384 or cols <= 512:
-        return Config(16, 256, 8)
-    return Config(64, 32, 4) if parts <= 32 else Config(32, 64, 4)
+    if parts <= 32:
+        return Config(64, 32, 4)
+    return Config(16, 256, 8) if parts > 384 or cols <= 512 else Config(32, 64, 4)
 
 
 def in_buckets(rule: Callable[[TuningKey], Config], key: TuningKey) -> list[Config]:

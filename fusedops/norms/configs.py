@@ -45,9 +45,9 @@ def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Co
     if block > _WHOLE_FORWARD:
         if adds and bucket >= _SOME:
             return Config(4096, 1, 8, 3)
-        # The widest tile of which at most a tenth of the lanes are idle.
+        # The widest tile that leaves at most a tenth of the lanes idle.
         passes = (Config(_WHOLE_FORWARD, 1, 16), Config(8192, 1, 8), Config(4096, 1, 8))
-        return next((config for config in passes if config.lanes(cols) <= 1.1 * cols), passes[-1])
+        return next((config for config in passes if config.lanes_for(cols) <= 1.1 * cols), passes[-1])
     if block == _WHOLE_FORWARD:
         if adds:
             return Config(block, 1, 32, registers=64) if cols == block else Config(block, 1, 16)
@@ -153,8 +153,8 @@ def _shared_backward(cols: int, itemsize: int, sums: int) -> Config:
     found = _SHARED[itemsize]
     if itemsize == 2 and sums > 2:
         found = (found[1], Config(4096, 2, 8, 3, 1), Config(2048, 1, 4, 3, 2), found[3])
-    fewest = min(found, key=lambda config: config.lanes(cols))
-    return next((config for config in found if config.lanes(cols) <= 1.1 * cols), fewest)
+    fewest = min(found, key=lambda config: config.lanes_for(cols))
+    return next((config for config in found if config.lanes_for(cols) <= 1.1 * cols), fewest)
 
 
 def _wide_dtype_backward(block: int, itemsize: int, bucket: int, sums: int) -> Config:
@@ -208,7 +208,7 @@ def heuristic(key: TuningKey) -> Config:
 def valid(key: TuningKey, config: Config) -> bool:
     """Whether the tiles are at most those that hold a row with the fewest idle lanes.
 
-    Of several rows there are as many lanes as registers hold only where none is idle, as in the width that was measured.
+    Tiles of several rows that fill the registers are valid only without idle lanes, as they were measured.
     """
     block, parts = block_holding(key.cols), 1
     if key.kernel == "norm_forward":

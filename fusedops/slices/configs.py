@@ -12,7 +12,8 @@ __all__ = ["candidates", "heuristic", "valid", "widest"]
 # Buckets of rows: up to 255; up to 4095; up to 65535.
 _FEW, _SOME, _MANY = 1, 2, 3
 
-# Elements that are loaded one by one take addresses and masks, and their sums most exchanges: the fewest warps and rows.
+# Elements that are loaded one by one each need an address and a mask, and their sums the most exchanges between threads.
+# So a program is one warp with one row.
 _OF_ELEMENTS = Config(256, 1, 1, 3, 32)
 
 
@@ -41,7 +42,7 @@ def _forward(itemsize: int, width: int, bucket: int, *, equal: bool, vectors: bo
     ``width`` is the widest slice's; ``equal``: all widths are equal; ``vectors``: the widths have a common factor;
     ``apart``: the slices are separate tensors.
     """
-    if equal and _is_of_one_warp(itemsize, width, forward=True, vectors=vectors):
+    if equal and _is_of_one_warp(itemsize, width, forward=True):
         return _of_one_warp(1024 // itemsize)
     if itemsize == 2 and width <= 256 and not (vectors or equal):
         return _OF_ELEMENTS
@@ -60,7 +61,7 @@ def _backward(itemsize: int, width: int, bucket: int, *, equal: bool, vectors: b
     Widths without a common factor load single elements, whose addresses and masks take the registers of half a tile. A
     kernel for several widths has the registers of its largest part.
     """
-    if equal and _is_of_one_warp(itemsize, width, forward=False, vectors=vectors):
+    if equal and _is_of_one_warp(itemsize, width, forward=False):
         return _of_one_warp(512 // itemsize)
     if itemsize > 2:
         tile = _tile(itemsize, width, 8 if vectors else 4, 4 if equal else 2, equal=equal)
@@ -73,16 +74,20 @@ def _backward(itemsize: int, width: int, bucket: int, *, equal: bool, vectors: b
         crowd = 8 if (bucket > _FEW and width <= 16) or each == 32 else 16
         return replace(tile, stages=3, per_sm=max(1, crowd // tile.warps))
     if not vectors:
-        return _OF_ELEMENTS if width <= 256 else Config(256, max(2, width // 256), max(2, width // 256), 3, 8)
+        wide = power_of_two(width) // 256
+        return _OF_ELEMENTS if wide <= 1 else Config(256, wide, wide, 3, 8)
     if width <= 256:
         return Config(256, 1, 1, 3, 16)
     tile = _tile(itemsize, width, 16, 2, equal=False)
     return replace(tile, stages=3, per_sm=max(1, 8 // tile.warps))
 
 
-def _is_of_one_warp(itemsize: int, width: int, *, forward: bool, vectors: bool) -> bool:
-    """Whether slices of one width are best in programs of one warp: those in parts, and backwards with idle lanes."""
-    parts = holding(width, 16 // itemsize if vectors else 1)[1]
+def _is_of_one_warp(itemsize: int, width: int, *, forward: bool) -> bool:
+    """Whether slices of one width are best in programs of one warp.
+
+    Forward those in parts, backward all but those of a power of two lanes; up to 256 columns, or 1 KiB.
+    """
+    _, parts = holding(width, min(width & -width, 16 // itemsize))
     return width <= min(256, 1024 // itemsize) and (parts > 1 if forward else width != power_of_two(width))
 
 
@@ -100,11 +105,10 @@ def heuristic(key: TuningKey) -> Config:
 
 
 def valid(key: TuningKey, config: Config) -> bool:
-    """A tile holds a row of the widest slice, in one warp where that is best: others were measured for wider slices."""
-    if "equal" in key.variant and config.warps > 1:
-        forward, vectors = key.kernel == "slices_forward", "vectors" in key.variant
-        if _is_of_one_warp(key.itemsize, key.cols, forward=forward, vectors=vectors):
-            return False
+    """A tile holds a row of the widest slice, in one warp where that is best: more were measured for a wider slice."""
+    forward, several = key.kernel == "slices_forward", "equal" in key.variant and config.warps > 1
+    if several and _is_of_one_warp(key.itemsize, key.cols, forward=forward):
+        return False
     return config.block_n >= 16 and config.block_n * config.rows >= 1 << (key.cols - 1).bit_length()
 
 

@@ -1,16 +1,16 @@
 """The slices family's kernels: one forward and one backward for all slices, and the table of their addresses.
 
-A tile is ``(slots, rows, lanes)``: a slot holds one slice's rows. A slice is one part, or three, five or seven side by
-side, each with as many lanes; parts are tuples of tiles. Slices of similar widths share a `Tile`'s shape, and ``TILES``
-are the shapes that occur. Axis 0 of the grid is the *group*: as many slices as a tile has slots. The programs of a group,
-along axis 1, share the rows. So neighbours in time serve the same rows of neighbouring slices, which lie side by side in
-memory.
+A tile is ``(slots, rows, lanes)``: a slot holds one slice's rows. A slice is one such part, or three, five or seven side by
+side, in a tuple. Slices of similar widths share a `Tile`'s shape, and ``TILES`` are the shapes that occur. Axis 0 of the
+grid is the *group*: as many slices as a tile has slots. The programs of a group, along axis 1, share the rows. So
+neighbours in time serve the same rows of neighbouring slices, which lie side by side in memory.
 
 Absence is the flag: a pointer that is None takes its instructions with it. Slices that are tensors of their own come
 as a table of int64 addresses; widths that differ as `Groups.table`, in int32. ``total`` is the sum of the widths.
 ``ALIGN`` is 0, or else all addresses are multiples of 16 bytes, and all columns, widths and distances between rows of so
 many elements. The arguments ``total`` and ``…_stride``, a distance between rows, count in these units: what is multiplied
-by a constant is known to the compiler as its multiple.
+by a constant is known to the compiler as its multiple. ``CARRIED``: a thread's neighbouring elements are fewer than the
+four bytes that are the least to be copied asynchronously, so that the loop carries the next rows in registers.
 """
 
 import triton
@@ -111,7 +111,7 @@ def _load_parameter(vector, slots, lanes, inside, SHARED: tl.constexpr, ACC: tl.
 @triton.jit
 def _per_width(slots, ACC: tl.constexpr):
     """What a sum over a slice's lanes is multiplied by to be their mean."""
-    return 1.0 / slots[2].to(ACC)[:, None]
+    return 1.0 / tl.maximum(slots[2], 1).to(ACC)[:, None]
 
 
 @triton.jit
@@ -182,7 +182,7 @@ def _forward_group(x, x_addresses, table, weight, bias, y, x_stride, total, grou
                    SLOTS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
                    FULL: tl.constexpr, GROUPS: tl.constexpr, EPS: tl.constexpr, VALUE: tl.constexpr, X: tl.constexpr,
                    Y: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr, APART: tl.constexpr, STRIDED: tl.constexpr,
-                   ALIGN: tl.constexpr, INDEX: tl.constexpr, ACC: tl.constexpr, STAGES: tl.constexpr,
+                   ALIGN: tl.constexpr, INDEX: tl.constexpr, CARRIED: tl.constexpr, ACC: tl.constexpr, STAGES: tl.constexpr,
                    PERSISTENT: tl.constexpr):  # fmt: skip
     """One group's rows: a tile, or ``PERSISTENT``, tiles in a loop that takes the next rows' loads ahead."""
     lanes = tl.arange(0, LANES)
@@ -195,14 +195,12 @@ def _forward_group(x, x_addresses, table, weight, bias, y, x_stride, total, grou
     bs = _load_parameter(bias, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
     first_row, in_rows = _place_of_rows(share, slots[3], M, ROWS)
     if PERSISTENT:
-        # Less than four bytes are not copied asynchronously. The loop itself then takes the next rows' loads ahead.
-        carried: tl.constexpr = ALIGN * X.primitive_bitwidth < 32
-        if carried:
+        if CARRIED:
             ahead = _load(x_place, first_row, in_rows, inside, LANES, PARTS)
         tiles = tl.cdiv(M, ROWS).to(tl.int32)
         for tile in tl.range(share, tiles, programs, num_stages=STAGES):
             first_row, in_rows = _place_of_rows(tile, slots[3], M, ROWS)
-            if carried:
+            if CARRIED:
                 rows = ahead
                 next_row, in_next = _place_of_rows(tile + programs, slots[3], M, ROWS)
                 ahead = _load(x_place, next_row, in_next, inside, LANES, PARTS)
@@ -238,6 +236,7 @@ def slices_forward_kernel(
     STRIDED: tl.constexpr,
     ALIGN: tl.constexpr,
     INDEX: tl.constexpr,
+    CARRIED: tl.constexpr,
     GROUPS: tl.constexpr,
     ACC: tl.constexpr,
     STAGES: tl.constexpr,
@@ -252,7 +251,7 @@ def slices_forward_kernel(
         if table is None or tl.load(table + group) == kind:
             _forward_group(x, x_addresses, table, weight, bias, y, x_stride, total, group, share, programs, K, M,
                            TILES[kind][0], TILES[kind][1], TILES[kind][2], TILES[kind][3], TILES[kind][4], GROUPS, EPS,
-                           VALUE, X, y.dtype.element_ty, D, SHARED, APART, STRIDED, ALIGN, INDEX, ACC, STAGES,
+                           VALUE, X, y.dtype.element_ty, D, SHARED, APART, STRIDED, ALIGN, INDEX, CARRIED, ACC, STAGES,
                            PERSISTENT)  # fmt: skip
 
 
@@ -298,7 +297,7 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
                     EPS: tl.constexpr, DERIVATIVE: tl.constexpr, DY: tl.constexpr, X: tl.constexpr, D: tl.constexpr,
                     SHARED: tl.constexpr, DY_APART: tl.constexpr, DX_APART: tl.constexpr, DY_STRIDED: tl.constexpr,
                     UNUSED: tl.constexpr, STRIDED: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
-                    ACC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+                    CARRIED: tl.constexpr, ACC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """One group's gradients; the rows come from the last to the first: the L2 cache still holds what was made last."""
     count: tl.constexpr = (dweight is not None) + (dbias is not None)
     lanes = tl.arange(0, LANES)
@@ -310,14 +309,10 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
     if dx is not None:
         dx_place = _place(dx, None, slots, total, lanes, K, M, X, DX_APART, False, D, ALIGN, INDEX, ROWS)
     inside = _inside(slots, lanes, LANES, PARTS, FULL)
-    read = inside
     if UNUSED and dy_addresses is not None:
         # Address zero stands for an output that nothing came of: its gradient is zero. Nor is such a slice read: a NaN in
         # it is nobody's.
-        given = tl.load(dy_addresses + slots[0], mask=taken, other=0) != 0
-        read = ()
-        for part in tl.static_range(PARTS):
-            read = read + (inside[part] & given[:, None],)
+        taken &= tl.load(dy_addresses + slots[0], mask=taken, other=0) != 0
     per_width = _per_width(slots, ACC)
     ws = _load_parameter(weight, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
     bs = _load_parameter(bias, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
@@ -325,27 +320,27 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
     dbias_sums = _zeros(dbias, SLOTS, ROWS, LANES, PARTS, ACC)
 
     tiles = tl.cdiv(M, ROWS).to(tl.int32)
-    # Less than four bytes are not copied asynchronously. The loop itself then takes the next rows' loads ahead.
-    carried: tl.constexpr = ALIGN * X.primitive_bitwidth < 32 or ALIGN * DY.primitive_bitwidth < 32
-    if carried:
+    if CARRIED:
         first_row, in_rows = _place_of_rows(tiles - 1 - share, taken, M, ROWS)
-        next_gs = _load(dy_place, first_row, in_rows, read, LANES, PARTS)
-        next_rows = _load(x_place, first_row, in_rows, read, LANES, PARTS)
+        next_gs = _load(dy_place, first_row, in_rows, inside, LANES, PARTS)
+        next_rows = _load(x_place, first_row, in_rows, inside, LANES, PARTS)
     for step in tl.range(share, tiles, programs, num_stages=STAGES):
         first_row, in_rows = _place_of_rows(tiles - 1 - step, taken, M, ROWS)
-        if carried:
+        if CARRIED:
             gs, rows = next_gs, next_rows
             next_row, in_next = _place_of_rows(tiles - 1 - step - programs, taken, M, ROWS)
-            next_gs = _load(dy_place, next_row, in_next, read, LANES, PARTS)
-            next_rows = _load(x_place, next_row, in_next, read, LANES, PARTS)
+            next_gs = _load(dy_place, next_row, in_next, inside, LANES, PARTS)
+            next_rows = _load(x_place, next_row, in_next, inside, LANES, PARTS)
         else:
-            gs = _load(dy_place, first_row, in_rows, read, LANES, PARTS)
-            rows = _load(x_place, first_row, in_rows, read, LANES, PARTS)
+            gs = _load(dy_place, first_row, in_rows, inside, LANES, PARTS)
+            rows = _load(x_place, first_row, in_rows, inside, LANES, PARTS)
         hats, rstd = _standardize(rows, in_rows, inside, per_width, EPS, ACC, PARTS, FULL)
         new_dweight_sums, new_dbias_sums, terms, along_terms = (), (), (), ()
         for part in tl.static_range(PARTS):
             g, hat = gs[part].to(ACC), hats[part]
             g *= DERIVATIVE(_affine(hat, ws, bs, part))
+            if UNUSED and dy_addresses is not None:
+                g = tl.where(in_rows[:, :, None], g, 0.0)  # whatever its parameters are
             if dweight is not None:
                 new_dweight_sums = new_dweight_sums + (dweight_sums[part] + g * hat,)
             if dbias is not None:
@@ -365,7 +360,7 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
                     out = along_terms[part]
                 else:
                     out = (terms[part] - mean - hats[part] * along) * rstd[:, :, None]
-                mask = in_rows[:, :, None] & read[part][:, None, :]
+                mask = in_rows[:, :, None] & inside[part][:, None, :]
                 tl.store(_at(dx_place, first_row) + part * LANES, out.to(X), mask=mask)
 
     if dweight is not None:
@@ -408,6 +403,7 @@ def slices_backward_kernel(
     STRIDED: tl.constexpr,
     ALIGN: tl.constexpr,
     INDEX: tl.constexpr,
+    CARRIED: tl.constexpr,
     GROUPS: tl.constexpr,
     ACC: tl.constexpr,
     STAGES: tl.constexpr,
@@ -424,7 +420,7 @@ def slices_backward_kernel(
             _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, dweight, dbias, partials,
                             dy_stride, x_stride, total, group, share, programs, K, M, TILES[kind][0], TILES[kind][1],
                             TILES[kind][2], TILES[kind][3], TILES[kind][4], GROUPS, EPS, DERIVATIVE, DY, X, D, SHARED,
-                            DY_APART, DX_APART, DY_STRIDED, UNUSED, STRIDED, ALIGN, INDEX, ACC, STAGES)  # fmt: skip
+                            DY_APART, DX_APART, DY_STRIDED, UNUSED, STRIDED, ALIGN, INDEX, CARRIED, ACC, STAGES)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=[f"a{i}" for i in range(64)] + ["start", "count"])

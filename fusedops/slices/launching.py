@@ -188,9 +188,9 @@ def _group_table(table: tuple[int, ...], device: torch.device) -> Tensor | None:
 
 
 def _common(
-    site: SliceSite, groups: Groups, aligned: bool, strided: bool, near: bool
+    site: SliceSite, groups: Groups, itemsize: int, aligned: bool, strided: bool, near: bool
 ) -> tuple[dict[str, str | None], dict[str, Any]]:
-    """Types and constants that both kernels have."""
+    """Types and constants that both kernels have; ``itemsize`` is that of the narrowest tensor with rows that is read."""
     types: dict[str, str | None] = {
         "x": pointer_type(site.x) if site.constants.dims else None,
         "x_addresses": None if site.constants.dims else pointer_type(torch.int64),
@@ -210,6 +210,7 @@ def _common(
         "GROUPS": groups.count,
         "INDEX": triton_dtype(torch.int32 if near else torch.int64),
         "ALIGN": site.widths.align if aligned else 0,
+        "CARRIED": (site.widths.align if aligned else 1) * itemsize < 4,
     }
     return types, constants
 
@@ -221,7 +222,7 @@ def _plan_forward(site: SliceSite, aligned: bool, strided: bool, near: bool, buc
     widths = site.widths
     config = tuning.choose(_tuning_key(site, "slices_forward", bucket), site.device_index)
     groups = _groups(widths, config, site.x.itemsize)
-    types, constants = _common(site, groups, aligned, strided, near)
+    types, constants = _common(site, groups, site.x.itemsize, aligned, strided, near)
     types["y"] = pointer_type(site.y)
     value, _ = device_functions(site.activation.name, narrow=site.y.itemsize == 2)
     constants |= {"VALUE": value, "APART": site.constants.separate, "PERSISTENT": config.per_sm > 0}
@@ -243,7 +244,7 @@ def _plan_backward(site: SliceSite, needs: tuple[bool, bool, bool], dy: torch.dt
     needs_weight, needs_bias, needs_x = needs
     config = tuning.choose(_tuning_key(site, "slices_backward", bucket), site.device_index)
     groups = _groups(widths, config, site.x.itemsize)
-    types, constants = _common(site, groups, aligned, strided, near)
+    types, constants = _common(site, groups, min(site.x.itemsize, dy.itemsize), aligned, strided, near)
     sums = needs_weight + needs_bias
     gradients = {"dweight": pointer_type(site.dtypes[0]) if needs_weight else None,
                  "dbias": pointer_type(site.dtypes[1]) if needs_bias else None}  # fmt: skip

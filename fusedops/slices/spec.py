@@ -294,11 +294,13 @@ _BUCKET = 3  # of the rows: some thousands
 def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> dict[str, Callable[[], object]]:
     """Functions that build all variants of the operator, by name; the widest slice has ``cols`` columns.
 
-    With ``other``, the parameters' dtype, only the variants with the most traffic. One width represents each number of warps.
+    With ``other``, the parameters' dtype, only the variants with the most traffic. One width represents each number of warps,
+    and one, an eighth of 768, slices in parts.
     """
     if other is not None and cols == 8192:
         cols = configs.widest(dtype.itemsize)
-    if cols not in (17, 64, 256, 1024, 2048, 4096) or cols > configs.widest(dtype.itemsize):
+    cols = 96 if cols == 768 else cols  # three parts
+    if cols not in (17, 64, 96, 256, 1024, 2048, 4096) or cols > configs.widest(dtype.itemsize):
         return {}
 
     def build(sizes: tuple[int, ...], dims: int, shared: bool = False, concat: bool = False, near: bool = True,
@@ -333,8 +335,8 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
 _BF16, _FP32 = torch.bfloat16, torch.float32
 
 # Slices of one width each, about 4096 columns in all; of several, with and without a common factor.
-_EQUAL = tuple((min(64, 4096 >> k), 1 << k) for k in range(3, 13))
-_MIXED = (("R4096",), ("W32",), ("W64",), ("W1024",), ("O64",), ("O512",))
+_EQUAL = (*((min(64, 4096 >> k), 1 << k) for k in range(3, 13)), (64, 48), (42, 96), (21, 192))
+_MIXED = (("R4096",), ("W32",), ("W64",), ("W256",), ("W1024",), ("O64",), ("O256",), ("O512",))
 GRID = Grid(
     (*_EQUAL, *_MIXED),
     ((64, 64), (16, 256), ("R4096",)),

@@ -50,12 +50,12 @@ def widths_of(sizes: tuple[int, ...]) -> Widths:
     return Widths(sizes, columns[:-1], len(sizes), columns[-1], sizes[0] if len(set(sizes)) == 1 else 0, align)
 
 
-# Parts of a slice. Of many parts few lanes are idle and few threads share a row, which exchange its sums; but no thread
-# has more than so many of its elements in registers, and kernels for several widths have code for each part.
+# Parts of a slice. More parts mean fewer idle lanes, and fewer threads to a row, which exchange its sums. But no thread has
+# more of a row in registers than so many elements.
 _PARTS = (1, 3, 5, 7)
 _MOST_EACH = 28
+# The kernel has code for each part of each tile. Twice as many tiles take twenty seconds to compile, not four.
 _MOST_PARTS_OF_MIXED = 3
-# The most tiles of a kernel. It has code for each part of each, and with twice as much compiles in twenty seconds, not four.
 _MOST_TILES = 4
 
 
@@ -96,9 +96,9 @@ class Groups:
 
     @classmethod
     def of(cls, widths: Widths, lanes: int, rows: int, vector: int) -> Groups:
-        """Groups of up to ``lanes`` lanes, in tiles of about ``lanes * rows`` elements; a wider slice is one by itself.
+        """Groups of up to ``lanes`` lanes, in tiles of about ``lanes * rows`` elements; a wider slice is a group by itself.
 
-        A thread loads ``vector`` elements of a part at a time.
+        A thread loads at most ``vector`` elements of a part at a time.
         """
         held = _held(widths, vector)
         members: dict[tuple[int, int], list[int]] = {}
@@ -132,9 +132,9 @@ def _most(n: float) -> int:
 
 
 def _held(widths: Widths, vector: int) -> list[tuple[int, int]]:
-    """Lanes and parts for all widths, the narrowest first: for each those with the fewest idle lanes, unless these are many.
+    """The lanes and parts that hold all widths, the narrowest first: for each those with the fewest idle lanes.
 
-    Then those go whose slices have the fewest more lanes in the next.
+    While they are too many, those go whose slices add the fewest lanes in the next wider.
     """
     most = _PARTS[-1] if widths.uniform else _MOST_PARTS_OF_MIXED
     held = collections.Counter(holding(size, vector, most) for size in widths.sizes)
@@ -150,8 +150,11 @@ def _held(widths: Widths, vector: int) -> list[tuple[int, int]]:
 def holding(size: int, vector: int, most: int = _PARTS[-1]) -> tuple[int, int]:
     """Lanes and parts, up to ``most``, that hold a slice with the fewest idle lanes; the fewer parts if equal.
 
-    A thread loads ``vector`` elements of a part at a time.
+    A thread loads at most ``vector`` elements of a part at a time.
     """
-    found = [(power_of_two(-(-size // parts)), parts) for parts in _PARTS]
-    several = [each for each in found if each[0] >= vector and each[1] * vector <= _MOST_EACH and each[1] <= most]
-    return min([found[0], *several], key=math.prod)
+    found = [(power_of_two(size), 1)]
+    for parts in _PARTS[1:]:
+        lanes = power_of_two(-(-size // parts))
+        if parts <= most and vector <= lanes and parts * vector <= _MOST_EACH:
+            found.append((lanes, parts))
+    return min(found, key=math.prod)
