@@ -77,6 +77,7 @@ class ActivationOperator(Operator):
     tensors = ("x", "other")
     outputs = ("y",)
     saved = ("kept", "kept_other")
+    rows = frozenset(("x", "y", "kept"))
 
     record = staticmethod(ActivationConstants)
 
@@ -129,6 +130,10 @@ class ActivationOperator(Operator):
             vector = site_of(self, constants, dtypes, 0, device_index, dropout, saves)
         return ActivationSite(constants, device_index, cols, dtypes, dropout, saves, accumulator(y), (True,), 1,
                               itemgetter(0, 1), encode(constants, dtypes, saves), y, vector)  # fmt: skip
+
+    def has_rows(self, constants: ActivationConstants, name: str) -> bool:
+        """See `Operator`; up has, a bias has none."""
+        return name in self.rows or constants.kind != "bias"
 
     # --- PyTorch's operators --------------------------------------------------------------------------------------------
 

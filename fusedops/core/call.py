@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, compat, dropout, launch, operators, rng
+from . import checks, compat, dropout, launch, operators, rng, sharding
 from .function import PLAIN, Call, apply, forward
 from .operator import Operator, Site, Tensors
 from .rng import NO_DROPOUT
@@ -42,6 +42,8 @@ class Signature:
         self.kernels = self.cols >= 0
         # Tensor subclasses see registered operators.
         self.special = not self.kernels or not PLAIN.issuperset(map(type, tensors))
+        if self.special:
+            sharding.prepare()
         self.native: Callable[..., Any] | None = None
         if not self.special and first.is_cuda and not autocast:
             self.native = op.native(constants, self.dtypes)
@@ -154,6 +156,7 @@ def _traced(op: Operator, constants: Any, tensors: Tensors, p: Any) -> Any:
     seed: Tensor | None = None
     if p > 0.0:
         seed = rng.recorded(first.device) if p < 1.0 else torch.zeros(2, dtype=torch.int64, device=first.device)
+    sharding.prepare()
     saves = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     dtypes = operators.dtypes_of(op, tensors)
     outs = operators.call_forward(op, constants, tensors, (seed, None, rng.threshold(p)), cols,

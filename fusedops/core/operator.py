@@ -91,6 +91,7 @@ class Operator(ABC):
         saved: what a backward reads, by name.
         numbers: names of the constants that are floating-point numbers.
         shares: places of two tensors; where the backward writes no gradient for the first, it has the second's.
+        rows: of all these names, those of tensors that have rows, in their leading dimensions.
         tags: of the registered operators.
         native_elements: of calls that PyTorch has an operator for, those up to this size on a GPU go to it: both take
             a few microseconds there, and a native autograd node costs tens of microseconds less on the host.
@@ -106,6 +107,7 @@ class Operator(ABC):
     numbers: ClassVar[tuple[str, ...]] = ()
     shares: ClassVar[tuple[int, int] | None] = None
     variadic: ClassVar[bool] = False
+    rows: ClassVar[frozenset[str]] = frozenset()
     tags: ClassVar[tuple[torch.Tag, ...]] = ()
     native_elements: int = 65536
 
@@ -149,6 +151,14 @@ class Operator(ABC):
     def site(self, constants: Any, dtypes: Dtypes, cols: int, device_index: int, *, dropout: bool,
              saves: bool) -> Any:  # fmt: skip
         """The site for these choices, to be kept."""
+
+    def leading(self, constants: Any, dims: int) -> int:
+        """How many of the first tensor's dimensions are rows, along which it may be sharded."""
+        return dims - 1 if self.rows else 0
+
+    def has_rows(self, constants: Any, name: str) -> bool:
+        """Whether the tensor of that name has rows; else it is a parameter."""
+        return name in self.rows
 
     # --- PyTorch's operators --------------------------------------------------------------------------------------------
 

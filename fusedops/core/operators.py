@@ -21,6 +21,7 @@ __all__ = [
     "NAMES",
     "backward",
     "call_forward",
+    "decode",
     "dtypes_of",
     "encode",
     "forward",
@@ -52,7 +53,8 @@ def encode(constants: Any, dtypes: Dtypes, saves: bool) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _decode(op: Operator, call: str, numbers: tuple[float, ...]) -> tuple[Any, Dtypes, bool]:
+def decode(op: Operator, call: str, numbers: tuple[float, ...]) -> tuple[Any, Dtypes, bool]:
+    """The constants, the tensors' dtypes, and whether a backward will follow."""
     _, saves, *words = call.split(" ")
     count = len(op.tensors)
     constants = op.constants.read(words[count:], numbers)
@@ -61,7 +63,7 @@ def _decode(op: Operator, call: str, numbers: tuple[float, ...]) -> tuple[Any, D
 
 def site_from(op: Operator, device_index: int, dropout: bool, cols: int, call: str, numbers: tuple[float, ...]) -> Any:
     """The site that a call's arguments stand for."""
-    constants, dtypes, saves = _decode(op, call, numbers)
+    constants, dtypes, saves = decode(op, call, numbers)
     return site_of(op, constants, dtypes, cols, device_index, dropout, saves)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compat, function, rng
+from . import compat, function, rng, sharding
 from .operator import Operator, Site
 from .operators import present, site_from
 
@@ -42,7 +42,6 @@ def define(op: Operator) -> None:
     constants = f"int threshold, int cols, str call{numbers}"
     arguments = _schema(op.tensors, op)
     saved = _schema(op.saved, op)
-    gradients = tuple([f"d{name}" for name in op.tensors])
     cotangents = _schema(tuple([f"d{name}" for name in op.outputs[: op.visible]]))
     read = op.visible + len(op.saved)
 
@@ -56,6 +55,8 @@ def define(op: Operator) -> None:
     def write(*args: Any) -> None:
         tensors, outs, constants = args[: count + 1], args[count + 1 : -1], _constants(args[-1])
         given: Any = _flat(op, tensors[:count])
+        if _without_rows(given[op.first], ()):
+            return
         site = forward_site((*tensors, *constants), given[op.first].get_device())
         function.on_device(site, op.forward, given, outs, (*rng.unpacked(tensors[count]), constants[0]))
 
@@ -71,7 +72,10 @@ def define(op: Operator) -> None:
     def write_gradients(*args: Any) -> None:
         tensors, outs, constants = args[: read + 1], args[read + 1 : -1], _constants(args[-1])
         grads = tensors[: op.visible]
-        device_index = next(g for g in grads if g is not None).get_device()
+        given = next(g for g in grads if g is not None)
+        if _without_rows(given, outs):
+            return
+        device_index = given.get_device()
         site = backward_site((*tensors, *constants), device_index)
         state = (*rng.unpacked(tensors[read]), constants[1])
         function.on_device(site, op.backward, grads, _flat(op, tensors[op.visible : read]), outs, state)
@@ -79,11 +83,19 @@ def define(op: Operator) -> None:
     _define(
         library, f"{op.name}_forward", f"{arguments}, Tensor? seed", constants, op.outputs, allocate, write, op.tags
     )
-    _define(library, f"{op.name}_backward", f"{cotangents}, {saved}, Tensor? seed", f"str needs, {constants}", gradients,
-            allocate_gradients, write_gradients, op.tags)  # fmt: skip
+    _define(library, f"{op.name}_backward", f"{cotangents}, {saved}, Tensor? seed", f"str needs, {constants}",
+            [f"d{name}" for name in op.tensors], allocate_gradients, write_gradients, op.tags)  # fmt: skip
+
+    sharding.add(op)
+    _differentiate(op, library, forward_site)
+
+
+def _differentiate(op: Operator, library: torch.library.Library, site_of: Callable[[Sequence[Any], int], Any]) -> None:
+    """Gives the forward its derivative; ``site_of`` makes the site of its arguments on a device."""
+    count = len(op.tensors)
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        site = forward_site(inputs, -1)
+        site = site_of(inputs, -1)
         outs = present(output, site.outs)
         ctx.save_for_backward(*site.saved((*_flat(op, inputs[:count]), *outs, None)), inputs[count])
         ctx.set_materialize_grads(False)
@@ -104,6 +116,16 @@ def define(op: Operator) -> None:
 
     torch.library.register_autograd(f"fusedops::{op.name}_forward", derivative, setup_context=setup_context,
                                     lib=library)  # fmt: skip
+
+
+def _without_rows(given: Tensor, gradients: Sequence[Tensor | None]) -> bool:
+    """Whether this is the shard of a rank that has no rows: its share in all gradients is zero."""
+    if given.numel():
+        return False
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.zero_()
+    return True
 
 
 def _schema(names: Sequence[str], op: Operator | None = None) -> str:

@@ -132,6 +132,7 @@ class Norm(Operator):
     saved = ("kept", "kept_bias", "kept_residual", "kept_weight", "kept_ln_bias", "stats")
     numbers = ("eps", "weight_offset")
     shares = (0, 2)
+    rows = frozenset(("x", "residual", "y", "z", "cast", "kept", "kept_residual"))
 
     record = staticmethod(constants_of)
 
@@ -213,6 +214,10 @@ class Norm(Operator):
         return NormSite(constants, device_index, cols, dtypes, dropout, saves, accumulator(z), outs, returned,
                         _saved(constants, outs[1]), encode(constants, dtypes, saves), y, z,
                         constants.cast_dtype if outs[2] else None, constants.dims, moments, shares)  # fmt: skip
+
+    def leading(self, constants: NormConstants, dims: int) -> int:
+        """See `Operator`."""
+        return dims - constants.dims
 
     # --- PyTorch's operators --------------------------------------------------------------------------------------------
 
@@ -299,7 +304,7 @@ class Norm(Operator):
         _, stores, casts, _ = site.outs
         z = empty(x, site.z) if stores else None
         cast = empty(x, site.cast) if casts else None
-        return y, z, cast, x.new_empty(moments, x.numel() // site.cols, dtype=site.acc)
+        return y, z, cast, x.new_empty(moments, *x.shape[: x.dim() - site.dims], dtype=site.acc)
 
     forward = staticmethod(launching.forward)
     backward = staticmethod(launching.backward)

@@ -119,6 +119,7 @@ class SliceOperator(Operator):
     variadic = True
     outputs = ("y",)
     saved = ("kept_weight", "kept_bias", "kept")
+    rows = frozenset(("slices", "y", "kept"))
     numbers = ("eps",)
     # Tables of addresses outlive a call, which memory that a graph tree manages must not.
     tags = tuple([getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name)])
@@ -199,6 +200,10 @@ class SliceOperator(Operator):
         return SliceSite(constants, device_index, cols, dtypes, dropout, saves, accumulator(x), (True,), 1,
                          itemgetter(slice(None, -2)), encode(constants, dtypes, saves), widths_of(constants.sizes),
                          constants.out_dtype or x)  # fmt: skip
+
+    def leading(self, constants: SliceConstants, dims: int) -> int:
+        """See `Operator`; slices in separate tensors have their outputs in one buffer, slice after slice."""
+        return 0 if constants.separate or not constants.dims else dims - constants.dims
 
     # --- PyTorch's operators --------------------------------------------------------------------------------------------
 

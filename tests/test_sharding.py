@@ -1,0 +1,138 @@
+"""DTensors: rows sharded over three processes give the same bits as one, without communication."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+import fusedops
+from support import INTERPRETED
+
+pytestmark = [pytest.mark.kernels, pytest.mark.skipif(not INTERPRETED, reason="gloo's processes have CPUs")]
+
+RANKS = 3
+
+
+class Call(NamedTuple):
+    """A call, and the shapes of its tensors: those with ROWS have rows, the others are parameters."""
+
+    name: str
+    function: Callable[..., Any]
+    shapes: tuple[tuple[Any, ...], ...]
+
+
+ROWS = "rows"
+CALLS = (
+    Call("layer_norm", lambda x, w, b: fusedops.layer_norm(x, 24, w, b), ((ROWS, 24), (24,), (24,))),
+    Call("rms_norm", lambda x, w: fusedops.rms_norm(x, 24, w), ((ROWS, 24), (24,))),
+    Call("bias_dropout_add_ln", lambda *t: fusedops.bias_dropout_add_ln(*t, p=0.0, return_sum=True),
+         ((ROWS, 24), (24,), (ROWS, 24), (24,), (24,))),
+    Call("bias_gelu", fusedops.bias_gelu, ((ROWS, 24), (24,))),
+    Call("glu", fusedops.glu, ((ROWS, 24), (ROWS, 24))),
+    Call("glu, packed", fusedops.glu, ((ROWS, 24),)),
+    Call("slices", fusedops.batched_layer_norm_tanh, ((ROWS, 3, 8), (3, 8), (8,))),
+    Call("slices of widths", lambda x, w: fusedops.batched_layer_norm_tanh(x, w, sizes=(7, 17)), ((ROWS, 24), (24,))),
+)  # fmt: skip
+
+
+def _tensors(call: Call, rows: tuple[int, ...]) -> list[Tensor]:
+    made = torch.Generator().manual_seed(len(call.name))
+    shapes = [(*rows, *shape[1:]) if shape[0] is ROWS else shape for shape in call.shapes]
+    return [torch.randn(shape, generator=made) for shape in shapes]
+
+
+def _outputs(found: Any) -> tuple[Tensor, ...]:
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _expected(call: Call, tensors: list[Tensor], made: torch.Generator) -> tuple[list[Tensor], ...]:
+    """Outputs, cotangents and gradients of one process."""
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    outputs = _outputs(call.function(*leaves))
+    along = [torch.randn(out.shape, generator=made) for out in outputs]
+    return [*outputs], along, [*torch.autograd.grad(outputs, leaves, along)]
+
+
+def _sharded(call: Call, rows: tuple[int, ...], placement: Any, mesh: Any, *, compiled: bool = False) -> None:
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    tensors = _tensors(call, rows)
+    outputs, along, gradients = _expected(call, tensors, torch.Generator().manual_seed(7))
+    places = [placement if shape[0] is ROWS else Replicate() for shape in call.shapes]
+    leaves = [distribute_tensor(t, mesh, [place]).requires_grad_() for t, place in zip(tensors, places, strict=True)]
+    cotangents = [distribute_tensor(g, mesh, [placement]) for g in along]
+    function, collectives = call.function, CommDebugMode()
+    if compiled:  # under no mode: torch.compile does not support that
+        function = torch.compile(function, backend="aot_eager", fullgraph=True)
+    with nullcontext() if compiled else collectives:
+        found = _outputs(function(*leaves))
+        grads = torch.autograd.grad(found, leaves, cotangents)
+    # DTensor shards no dimension over more ranks than it has elements: it gathers the rows.
+    shards = placement.is_replicate() or rows[placement.dim] >= RANKS
+    if shards and not compiled:
+        assert not collectives.get_total_counts(), (call.name, dict(collectives.get_comm_counts()))
+    for out, expected in zip(found, outputs, strict=True):
+        assert not shards or out.placements == (placement,)
+        assert torch.equal(out.full_tensor(), expected)
+    for grad, expected, place in zip(grads, gradients, places, strict=True):
+        rowwise = isinstance(place, Shard)
+        partial = isinstance(placement, Shard) and not rowwise
+        assert not shards or grad.placements == ((Partial() if partial else place),)
+        if partial:
+            torch.testing.assert_close(grad.full_tensor(), expected, rtol=1e-5, atol=1e-5)
+        else:
+            assert torch.equal(grad.full_tensor(), expected)
+
+
+def _other_placements(mesh: Any) -> None:
+    """What no rule takes as it is, DTensor redistributes: partial sums, a sharded width, a cotangent placed otherwise."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    call = CALLS[0]
+    tensors = _tensors(call, (4, 6))
+    outputs, (along,), gradients = _expected(call, tensors, torch.Generator().manual_seed(7))
+    for source, width in ((Partial(), Replicate()), (Shard(2), Shard(0)), (Shard(1), Replicate())):
+        x, w, b = tensors
+        part = x / RANKS
+        placed = (
+            DTensor.from_local(part, mesh, [source]) if source.is_partial() else distribute_tensor(x, mesh, [source])
+        )
+        leaves = [placed.requires_grad_(), *[distribute_tensor(t, mesh, [width]).requires_grad_() for t in (w, b)]]
+        out = call.function(*leaves)
+        torch.testing.assert_close(out.full_tensor(), outputs[0])
+        grads = torch.autograd.grad(out, leaves, distribute_tensor(along, mesh, [Shard(0)]))
+        for grad, expected in zip(grads, gradients, strict=True):
+            torch.testing.assert_close(grad.full_tensor(), expected, rtol=1e-5, atol=1e-5)
+
+
+def _work(rank: int, store: str) -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # fresh memory is NaN
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for call in CALLS:
+        # Of four along the first dimension the ranks have two, two and none; of five along the second, one has one.
+        for rows, placement in (((4, 5), Shard(0)), ((4, 5), Shard(1)), ((1, 2), Shard(0)), ((4, 5), Replicate())):
+            _sharded(call, rows, placement, mesh)
+    _other_placements(mesh)
+    for call in CALLS[2], CALLS[3]:
+        _sharded(call, (4, 6), Shard(1), mesh, compiled=True)
+    dist.destroy_process_group()
+
+
+def test_three_processes(tmp_path: Path) -> None:
+    mp.spawn(_work, (str(tmp_path / "store"),), RANKS)
