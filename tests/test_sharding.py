@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import math
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,6 +18,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import fusedops
+from fusedops.core.sharding import numbers
 from support import INTERPRETED
 
 pytestmark = [pytest.mark.kernels, pytest.mark.skipif(not INTERPRETED, reason="gloo's processes have CPUs")]
@@ -36,6 +40,10 @@ CALLS = (
     Call("rms_norm", lambda x, w: fusedops.rms_norm(x, 24, w), ((ROWS, 24), (24,))),
     Call("bias_dropout_add_ln", lambda *t: fusedops.bias_dropout_add_ln(*t, p=0.0, return_sum=True),
          ((ROWS, 24), (24,), (ROWS, 24), (24,), (24,))),
+    Call("bias_dropout_add_ln with dropout", lambda *t: fusedops.bias_dropout_add_ln(*t, p=0.4),
+         ((ROWS, 24), (24,), (ROWS, 24), (24,), (24,))),
+    Call("bias_dropout_add with dropout", lambda *t: fusedops.bias_dropout_add(*t, p=0.4), ((ROWS, 24), (24,), (ROWS, 24))),
+    Call("bias_act with dropout", lambda *t: fusedops.bias_act(*t, "silu", p=0.4), ((ROWS, 24), (24,))),
     Call("bias_gelu", fusedops.bias_gelu, ((ROWS, 24), (24,))),
     Call("glu", fusedops.glu, ((ROWS, 24), (ROWS, 24))),
     Call("glu, packed", fusedops.glu, ((ROWS, 24),)),
@@ -54,10 +62,11 @@ def _outputs(found: Any) -> tuple[Tensor, ...]:
     return found if isinstance(found, tuple) else (found,)
 
 
-def _expected(call: Call, tensors: list[Tensor], made: torch.Generator) -> tuple[list[Tensor], ...]:
+def _expected(function: Callable[..., Any], tensors: list[Tensor], made: torch.Generator) -> tuple[list[Tensor], ...]:
     """Outputs, cotangents and gradients of one process."""
     leaves = [t.clone().requires_grad_() for t in tensors]
-    outputs = _outputs(call.function(*leaves))
+    torch.manual_seed(5)
+    outputs = _outputs(function(*leaves))
     along = [torch.randn(out.shape, generator=made) for out in outputs]
     return [*outputs], along, [*torch.autograd.grad(outputs, leaves, along)]
 
@@ -66,15 +75,16 @@ def _sharded(call: Call, rows: tuple[int, ...], placement: Any, mesh: Any, *, co
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.debug import CommDebugMode
 
-    tensors = _tensors(call, rows)
-    outputs, along, gradients = _expected(call, tensors, torch.Generator().manual_seed(7))
+    tensors, function = _tensors(call, rows), call.function
+    if compiled:
+        function = torch.compile(function, backend="aot_eager", fullgraph=True)
+    outputs, along, gradients = _expected(function, tensors, torch.Generator().manual_seed(7))
     places = [placement if shape[0] is ROWS else Replicate() for shape in call.shapes]
     leaves = [distribute_tensor(t, mesh, [place]).requires_grad_() for t, place in zip(tensors, places, strict=True)]
     cotangents = [distribute_tensor(g, mesh, [placement]) for g in along]
-    function, collectives = call.function, CommDebugMode()
-    if compiled:  # under no mode: torch.compile does not support that
-        function = torch.compile(function, backend="aot_eager", fullgraph=True)
-    with nullcontext() if compiled else collectives:
+    torch.manual_seed(5)
+    collectives = CommDebugMode()
+    with nullcontext() if compiled else collectives:  # torch.compile supports no mode
         found = _outputs(function(*leaves))
         grads = torch.autograd.grad(found, leaves, cotangents)
     # DTensor shards no dimension over more ranks than it has elements: it gathers the rows.
@@ -83,7 +93,7 @@ def _sharded(call: Call, rows: tuple[int, ...], placement: Any, mesh: Any, *, co
         assert not collectives.get_total_counts(), (call.name, dict(collectives.get_comm_counts()))
     for out, expected in zip(found, outputs, strict=True):
         assert not shards or out.placements == (placement,)
-        assert torch.equal(out.full_tensor(), expected)
+        assert torch.equal(out.full_tensor(), expected), (call.name, rows, placement)
     for grad, expected, place in zip(grads, gradients, places, strict=True):
         rowwise = isinstance(place, Shard)
         partial = isinstance(placement, Shard) and not rowwise
@@ -100,7 +110,7 @@ def _other_placements(mesh: Any) -> None:
 
     call = CALLS[0]
     tensors = _tensors(call, (4, 6))
-    outputs, (along,), gradients = _expected(call, tensors, torch.Generator().manual_seed(7))
+    outputs, (along,), gradients = _expected(call.function, tensors, torch.Generator().manual_seed(7))
     for source, width in ((Partial(), Replicate()), (Shard(2), Shard(0)), (Shard(1), Replicate())):
         x, w, b = tensors
         part = x / RANKS
@@ -113,6 +123,38 @@ def _other_placements(mesh: Any) -> None:
         grads = torch.autograd.grad(out, leaves, distribute_tensor(along, mesh, [Shard(0)]))
         for grad, expected in zip(grads, gradients, strict=True):
             torch.testing.assert_close(grad.full_tensor(), expected, rtol=1e-5, atol=1e-5)
+
+
+def _sequence_parallel(mesh: Any) -> None:
+    """PyTorch's own plan for norms, over ours."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+    torch.manual_seed(3)
+    module, x = fusedops.nn.FusedLayerNorm(24), torch.randn(4, 6, 24)
+    expected = module(x)
+    parallel = parallelize_module(copy.deepcopy(module), mesh, SequenceParallel())
+    out = parallel(x.chunk(RANKS, 1)[dist.get_rank()])
+    assert out.placements == (Shard(1),)
+    assert torch.equal(out.full_tensor(), expected)
+    out.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(parallel.weight.grad.full_tensor(), module.weight.grad, rtol=1e-5, atol=1e-5)
+
+
+def _two_dimensions() -> None:
+    """Batch and sequence sharded over a mesh of two dimensions: the mask is that of one process."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1, RANKS))
+    x = torch.ones(2, 7, 24)
+    torch.manual_seed(6)
+    expected = fusedops.bias_dropout_add(x, None, torch.zeros_like(x), p=0.5)
+    placed = distribute_tensor(x, mesh, [Shard(0), Shard(1)])
+    torch.manual_seed(6)
+    found = fusedops.bias_dropout_add(placed, None, torch.zeros_like(placed), p=0.5)
+    assert torch.equal(found.full_tensor(), expected)
 
 
 def _work(rank: int, store: str) -> None:
@@ -129,9 +171,34 @@ def _work(rank: int, store: str) -> None:
         for rows, placement in (((4, 5), Shard(0)), ((4, 5), Shard(1)), ((1, 2), Shard(0)), ((4, 5), Replicate())):
             _sharded(call, rows, placement, mesh)
     _other_placements(mesh)
-    for call in CALLS[2], CALLS[3]:
+    _sequence_parallel(mesh)
+    _two_dimensions()
+    for call in CALLS[2:6]:
         _sharded(call, (4, 6), Shard(1), mesh, compiled=True)
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dims"),
+    [
+        ((4, 6), (2,), (0,)), ((5, 7), (3,), (1,)), ((4, 6), (2, 2), (0, 1)), ((4, 6, 5), (2, 3), (1, 2)),
+        ((4, 6, 5), (2, 3), (0, 2)), ((4, 6, 5), (2, 2, 2), (0, 1, 2)), ((4,), (3,), (0,)), ((3, 9), (2, 2), (1, 1)),
+        ((4, 6), (2, 2), (None, 1)),
+    ],
+)  # fmt: skip
+def test_which_rows_a_shard_has(shape: tuple[int, ...], ranks: tuple[int, ...], dims: tuple[int | None, ...]) -> None:
+    """On every rank, as the chunks that PyTorch's own `torch.chunk` takes."""
+    rows = torch.arange(math.prod(shape)).view(shape)
+    for place in itertools.product(*map(range, ranks)):
+        shard = rows
+        for count, at, dim in zip(ranks, place, dims, strict=True):
+            if dim is not None:
+                chunks = shard.chunk(count, dim)
+                shard = chunks[at] if at < len(chunks) else shard.narrow(dim, 0, 0)
+        own = torch.arange(shard.numel())
+        base, outer, outer_apart, inner, inner_apart = numbers(shape, ranks, place, dims)
+        found = base + own // outer * outer_apart + own % outer // inner * inner_apart + own % inner
+        assert torch.equal(found, shard.flatten())
 
 
 def test_three_processes(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ..core.activations import device_functions
 from ..core.launch import SEED_TYPES, Variant, pointer_type, vector_width
 from ..core.operand import dense, empty_dense, is_dense
 from ..core.operand import rows as as_rows
-from ..core.rng import State
+from ..core.rng import State, seed_kind
 from ..core.tuning import BUCKET, TuningKey, widths
 from . import configs
 
@@ -69,7 +69,7 @@ def forward(site: ActivationSite, tensors: Any, outs: Any, state: State) -> None
         plan.variant(-(-elements // plan.rows), 1, x, other, y, elements)
         return
     seed, offset, threshold = state
-    seeded = 0 if seed is None else 1 if offset is not None else 2
+    seeded = 0 if seed is None else seed_kind(offset)
     cols, kind = site.cols, site.kind
     x, x_stride, bits = as_rows(x, cols * 2 if kind == "packed" else cols)
     other, other_stride, of_other = as_rows(other, cols)  # a bias is one row
@@ -110,7 +110,7 @@ def backward(site: ActivationSite, grads: Any, saved: Any, outs: Any, state: Sta
         return
     cols, kind = site.cols, site.kind
     seed, offset, threshold = state
-    seeded = 0 if seed is None else 1 if offset is not None else 2
+    seeded = 0 if seed is None else seed_kind(offset)
     dy, dy_stride, bits = as_rows(dy, cols)
     x, x_stride, of_x = as_rows(x, cols * 2 if kind == "packed" else cols)
     other, other_stride, of_other = as_rows(other, cols)

@@ -20,7 +20,7 @@ from ..core import launch, tuning
 from ..core.launch import SEED_TYPES, Variant, pointer_type, vector_width
 from ..core.operand import rows as as_rows
 from ..core.operand import vector
-from ..core.rng import State
+from ..core.rng import State, seed_kind
 from ..core.tuning import BUCKET, TuningKey, widths
 from . import configs
 from .codegen import Kernel, backward_kernels, forward_kernels, reduce_kernel
@@ -146,6 +146,7 @@ class _Launcher:
         """The function."""
         plans: dict[Any, _Plan] = tuning.register_cache({})
         namespace: dict[str, Any] = {"as_rows": as_rows, "vector": vector, "BUCKET": BUCKET, "plans": plans, "torch": torch,
+                                     "seed_kind": seed_kind,
                                      "make": functools.partial(tuning.plan, plans), "build": self._plan, "site": self.site,
                                      "summed": self._summed}  # fmt: skip
         exec(compile(self.source(), f"<fusedops launch of {self.program.op}>", "exec"), namespace)
@@ -154,7 +155,7 @@ class _Launcher:
     def source(self) -> str:
         """Of the function."""
         like, output = self.like
-        lines = ["seed, offset, _ = state", "kind = 0 if seed is None else 1 if offset is not None else 2", "bits = 0",
+        lines = ["seed, offset, _ = state", "kind = 0 if seed is None else seed_kind(offset)", "bits = 0",
                  f"rows = {like}.numel() // {self.program.row_size(output)}"]  # fmt: skip
         for kind, place in dict.fromkeys((a.kind, a.place) for kernel in self.kernels for a in kernel.arguments):
             lines += self._operand(kind, place)

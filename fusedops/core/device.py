@@ -48,11 +48,25 @@ def load_row_vector(vector, cols, N: tl.constexpr, ACC: tl.constexpr):
 
 @triton.jit
 def load_seed(seed, offset):
-    """The seed and offset of the random state: scalars, or read from ``seed[0], seed[1]``."""
+    """The seed as a tuple, and the offset, of the random state: scalars, or read from ``seed[0], seed[1]``.
+
+    Where ``offset`` is a pointer too, five numbers follow, which `_rows_of_all` takes.
+    """
     if seed.dtype.is_ptr():
-        return tl.load(seed), tl.load(seed + 1)
+        words = (tl.load(seed),)
+        if offset is not None:
+            for i in tl.static_range(2, 7):
+                words = words + (tl.load(seed + i),)  # noqa: RUF005
+        return words, tl.load(seed + 1)
     else:
-        return seed, offset
+        return (seed,), offset
+
+
+@triton.jit
+def _rows_of_all(rows, words):
+    """For rows of a shard, which rows of the whole tensor they are: see `sharding.numbers`."""
+    within = rows % words[2]
+    return words[1] + (rows // words[2]) * words[3] + (within // words[4]) * words[5] + within % words[4]
 
 
 @triton.jit
@@ -84,16 +98,18 @@ def _keep_scale(
 ):
     """Dropout's factors for a ``(ROWS, BLOCK_N)`` tile: one over the keep probability where kept, else 0.
 
-    The decision for (row, column) depends on the seed, the offset, the row and the column alone, never on the tiling:
+    The decision for (row, column) depends on the seed, the offset, the row and the column alone, never on tiles or shards:
     eight adjacent columns share one Philox call, and each uses 16 of its 128 bits. ``VECTOR`` is the number of adjacent
     columns per thread, 8 or 4: with 4, two threads make the same call, which is cheaper than an exchange.
     """
     scale = 65536.0 / tl.maximum(65536 - threshold, 1).to(ACC)
+    if len(seed) > 1:
+        rows = _rows_of_all(rows, seed)
     groups_per_row: tl.constexpr = (N + LANES - 1) // LANES
     if VECTOR == 8:
         slots = tl.arange(0, BLOCK_N // 8)
         group = rows[:, None] * groups_per_row + (slots + first_col // LANES)[None, :]
-        w0, w1, w2, w3 = _philox(seed, offset, group)
+        w0, w1, w2, w3 = _philox(seed[0], offset, group)
         # The last dimension joined varies fastest: lane = 4 * (word's high bit) + 2 * (its low bit) + half.
         low0 = tl.join(_kept(w0, False, threshold, scale), _kept(w2, False, threshold, scale))
         low1 = tl.join(_kept(w1, False, threshold, scale), _kept(w3, False, threshold, scale))
@@ -103,7 +119,7 @@ def _keep_scale(
     else:
         slots = tl.arange(0, BLOCK_N // 4)
         group = rows[:, None] * groups_per_row + (slots // 2 + first_col // LANES)[None, :]
-        w0, w1, w2, w3 = _philox(seed, offset, group)
+        w0, w1, w2, w3 = _philox(seed[0], offset, group)
         upper = (slots % 2 == 1)[None, :]
         even, odd = tl.where(upper, w2, w0), tl.where(upper, w3, w1)
         low = tl.join(_kept(even, False, threshold, scale), _kept(odd, False, threshold, scale))

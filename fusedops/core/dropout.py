@@ -115,7 +115,7 @@ def _variant(device_index: int, dtype: torch.dtype, seed: int, cols: int) -> lau
 def _write(like: Tensor, seed: Tensor, threshold: int, cols: int) -> Tensor:
     out = _empty(like)
     first, second = rng.unpacked(seed)
-    kind = 1 if second is not None else 2
+    kind = rng.seed_kind(second)
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
         variant = _variant(out.get_device(), out.dtype, kind, cols)
         rows = out.numel() // cols

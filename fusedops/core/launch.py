@@ -181,11 +181,13 @@ def vector_width(*dtypes: torch.dtype | None, config: Config | None = None) -> i
     return 8 if min(d.itemsize for d in dtypes if d is not None) == 2 and each >= 8 else 4
 
 
-# The arguments ``seed`` and ``offset`` of a kernel, by the kind of random state: absent, two numbers, a tensor of both.
+# The arguments ``seed`` and ``offset`` of a kernel, by the kind of random state: absent, two numbers, a tensor of both, or
+# that of a shard, given twice.
 SEED_TYPES: tuple[dict[str, str | None], ...] = (
     {"seed": None, "offset": None},
     {"seed": "i64", "offset": "i64"},
     {"seed": "*i64", "offset": None},
+    {"seed": "*i64", "offset": "*i64"},
 )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import sharding
 from .checks import DTYPES
 from .operator import Dtypes, Operator, Site, Tensors
 from .rng import State
@@ -97,7 +98,10 @@ def forward(op: Operator, site: Site, tensors: Tensors, state: State) -> tuple[T
 def call_forward(op: Operator, constants: Any, tensors: Tensors, state: State, cols: int, call: str) -> Any:
     """What the registered operator returns."""
     operator = getattr(torch.ops.fusedops, f"{op.name}_forward")
-    return operator(*_listed(op, tensors), _seed(state), state[2], cols, call, *constants.numbers())
+    seed = _seed(state)
+    if seed is not None:
+        tensors, seed = sharding.placed(op, constants, op.tensors, tensors, seed)
+    return operator(*_listed(op, tensors), seed, state[2], cols, call, *constants.numbers())
 
 
 def backward(op: Operator, site: Site, grads: Tensors, saved: Tensors, state: State,
@@ -105,7 +109,12 @@ def backward(op: Operator, site: Site, grads: Tensors, saved: Tensors, state: St
     """The gradients, from the registered operator."""
     operator = getattr(torch.ops.fusedops, f"{op.name}_backward")
     digits = "".join(["1" if need else "0" for need in needed])
-    outs = operator(*grads, *_listed(op, saved), _seed(state), digits, state[2], site.cols, site.call,
+    seed = _seed(state)
+    if seed is not None:
+        names = (*op.outputs[: op.visible], *op.saved)
+        both, seed = sharding.placed(op, site.constants, names, (*grads, *saved), seed)
+        grads, saved = both[: op.visible], both[op.visible :]
+    outs = operator(*grads, *_listed(op, saved), seed, digits, state[2], site.cols, site.call,
                     *site.constants.numbers())  # fmt: skip
     return present(outs, needed)
 

@@ -28,14 +28,15 @@ __all__ = [
     "draw",
     "keep_probability",
     "recorded",
+    "seed_kind",
     "state_of",
     "threshold",
     "unpacked",
 ]
 
 Seed = tuple[int, int] | torch.Tensor
-# What a kernel takes: seed and offset (or a tensor of both and None), and the threshold.
-State = tuple[int | Tensor | None, int | None, int]
+# What a kernel takes: seed and offset (or a tensor of both and None, or a shard's and the same again), and the threshold.
+State = tuple[int | Tensor | None, int | Tensor | None, int]
 
 NO_DROPOUT: State = (None, None, 0)
 
@@ -132,14 +133,24 @@ def beyond(state: State, further: int, threshold: int | None = None) -> State:
     own = own if threshold is None else threshold
     if not further:
         return first, second, own
-    if second is None:
+    if not isinstance(second, int):
         assert isinstance(first, Tensor)
         return first + torch.tensor([0, further], device=first.device), None, own
     return first, second + further, own
 
 
-def unpacked(seed: Tensor | None) -> tuple[int | Tensor | None, int | None]:
-    """A registered operator's seed as a launch takes it: on the CPU it holds numbers that were drawn on the host."""
+def seed_kind(offset: int | Tensor | None) -> int:
+    """Which of `launch.SEED_TYPES` a state with a seed is."""
+    return 2 if offset is None else 1 if type(offset) is int else 3
+
+
+def unpacked(seed: Tensor | None) -> tuple[int | Tensor | None, int | Tensor | None]:
+    """A registered operator's seed as a launch takes it: on the CPU it holds numbers that were drawn on the host.
+
+    That of a shard is longer, and stays a tensor everywhere.
+    """
+    if seed is not None and seed.shape[0] > 2:
+        return seed, seed
     if seed is None or seed.is_cuda:
         return seed, None
     first, second = seed.tolist()

@@ -15,7 +15,7 @@ from ..core import launch, tuning
 from ..core.launch import SEED_TYPES, Variant, pointer_type, triton_dtype, vector_width
 from ..core.operand import rows as as_rows
 from ..core.operand import vector
-from ..core.rng import State
+from ..core.rng import State, seed_kind
 from ..core.tuning import BUCKET, TuningKey, widths
 from . import configs
 
@@ -71,7 +71,7 @@ def forward(site: NormSite, tensors: Any, outs: Any, state: State) -> None:
     x, bias, residual, weight, ln_bias = tensors
     y, z, cast, stats = outs
     seed, offset, threshold = state
-    kind = 0 if seed is None else 1 if offset is not None else 2
+    kind = 0 if seed is None else seed_kind(offset)
     cols = site.cols
     dims = site.dims
     x, x_stride, bits = as_rows(x, cols, dims)
@@ -117,7 +117,7 @@ def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) ->
     kept, bias, residual, weight, ln_bias, stats = saved
     dx, dbias, dresidual, dweight, dln_bias = outs
     seed, offset, threshold = state
-    kind = 0 if seed is None else 1 if offset is not None else 2
+    kind = 0 if seed is None else seed_kind(offset)
     cols, dims = site.cols, site.dims
     dz_stride = dcast_stride = residual_stride = cols
     dy, dy_stride, bits = as_rows(dy, cols, dims)

@@ -365,7 +365,7 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
     """Functions that build all variants of an operator, by name.
 
     With ``other``, the residual's dtype, the widest LayerNorm under each way to keep, with a gradient of the sum; and
-    that with a low-precision copy.
+    that with a low-precision copy, of a shard.
     """
 
     def build(kind: Kind, adds: bool, save: str, residual: torch.dtype, dsum: bool,
@@ -374,7 +374,7 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
         dtypes = (dtype, added, residual if adds else None, normed, dtype if kind == "layer" else None)
         constants = constants_of("compiled", kind, 1e-5, 0.0, "once", None, save, adds and kind != "none", None, cast)
         site = site_of(NORM, constants, dtypes, cols, -1, adds, True)
-        seed = 1 if adds else 0
+        seed = (3 if cast else 1) if adds else 0
         needs = (True, adds, adds, kind != "none", kind == "layer")
         launching._plan_forward(site, seed, True, _BUCKET)
         launching._plan_backward(site, needs, site.y, site.z if dsum else None, site.cast, seed, True, _BUCKET)
