@@ -380,7 +380,7 @@ def test_unneeded_gradients(kind: Any, needs: str, device: torch.device) -> None
     dy, other = torch.randn(6, 20, device=device), torch.randn(6, 20, device=device)
     tensors = (other, other) if kind == "glu" else (torch.cat((other, other), -1), None)
     call = operators.encode(ActivationConstants("glu", kind, "silu"), operators.dtypes_of(ACTIVATION, tensors), True)
-    given = (dy, *tensors, None, needs, 0, 20, call)
+    given = (dy, *tensors, None, 0, needs, 20, call)
     made = torch.ops.fusedops.activation_backward(*given)
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = torch.ops.fusedops.activation_backward(*given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import os
@@ -97,7 +98,8 @@ def _sharded(call: Call, rows: tuple[int, ...], placement: Any, mesh: Any, *, co
     for grad, expected, place in zip(grads, gradients, places, strict=True):
         rowwise = isinstance(place, Shard)
         partial = isinstance(placement, Shard) and not rowwise
-        assert not shards or grad.placements == ((Partial() if partial else place),)
+        if shards and not compiled:  # torch.compile may add a parameter's gradients at once
+            assert grad.placements == ((Partial() if partial else place),)
         if partial:
             torch.testing.assert_close(grad.full_tensor(), expected, rtol=1e-5, atol=1e-5)
         else:
@@ -123,6 +125,72 @@ def _other_placements(mesh: Any) -> None:
         grads = torch.autograd.grad(out, leaves, distribute_tensor(along, mesh, [Shard(0)]))
         for grad, expected in zip(grads, gradients, strict=True):
             torch.testing.assert_close(grad.full_tensor(), expected, rtol=1e-5, atol=1e-5)
+
+
+def _masks_stay_with_their_rows(mesh: Any) -> None:
+    """With dropout nothing may move after the mask's rows are known: not by cotangents, nor by sharded parameters."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    call = CALLS[3]
+    assert "dropout" in call.name
+    for save in ("sum", "inputs"):
+        function = functools.partial(fusedops.bias_dropout_add_ln, p=0.4, save=save)
+        tensors = _tensors(call, (4, 6))
+        outputs, (along,), gradients = _expected(function, tensors, torch.Generator().manual_seed(7))
+        for rows, other, vectors, cotangent in (
+            (Shard(0), Shard(1), Replicate(), Replicate()), (Replicate(), Replicate(), Shard(0), Shard(1)),
+            (Shard(1), Shard(1), Shard(0), Shard(0)), (Shard(2), Replicate(), Replicate(), Shard(0)),
+        ):  # fmt: skip
+            places = (rows, vectors, other, vectors, vectors)
+            leaves = [distribute_tensor(t, mesh, [p]).requires_grad_() for t, p in zip(tensors, places, strict=True)]
+            torch.manual_seed(5)
+            out = function(*leaves)
+            assert torch.equal(out.full_tensor(), outputs[0]), (rows, other, vectors)
+            grads = torch.autograd.grad(out, leaves, distribute_tensor(along, mesh, [cotangent]))
+            for grad, expected in zip(grads, gradients, strict=True):
+                torch.testing.assert_close(grad.full_tensor(), expected, rtol=1e-5, atol=1e-5)
+
+
+def _a_parameter_learns_later(mesh: Any) -> None:
+    """DTensor keeps the placements of a call: the outputs of a backward depend on what is needed."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    x, weight = torch.randn(4, 6, 24), torch.randn(24)
+    placed, vector = (
+        distribute_tensor(x, mesh, [Shard(0)]).requires_grad_(),
+        distribute_tensor(weight, mesh, [Replicate()]),
+    )
+    fusedops.layer_norm(placed, 24, vector).sum().backward()
+    assert vector.grad is None
+    vector.requires_grad_()
+    fusedops.layer_norm(placed, 24, vector).sum().backward()
+    weight.requires_grad_()
+    torch.nn.functional.layer_norm(x, (24,), weight).sum().backward()
+    torch.testing.assert_close(vector.grad.full_tensor(), weight.grad, rtol=1e-5, atol=1e-5)
+
+
+def _on_one_rank_alone(rank: int) -> None:
+    """The others take part in no mesh, and have no rows."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = DeviceMesh("cpu", [0])
+    out = fusedops.bias_dropout_add(distribute_tensor(torch.ones(4, 24), mesh, [Shard(0)]), None, None, p=0.5)
+    assert out.to_local().numel() == (4 * 24 if rank == 0 else 0)
+
+
+def _second_derivatives(mesh: Any) -> None:
+    """With dropout, in PyTorch's operators."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    def twice(t: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        (once,) = torch.autograd.grad(fusedops.bias_act(t, None, "silu", p=0.4).sum(), t, create_graph=True)
+        return torch.autograd.grad(once.sum(), t)[0]
+
+    x = torch.randn(4, 6, 24)
+    found = twice(distribute_tensor(x, mesh, [Shard(1)]).requires_grad_())
+    torch.testing.assert_close(found.full_tensor(), twice(x.clone().requires_grad_()))
 
 
 def _sequence_parallel(mesh: Any) -> None:
@@ -171,6 +239,10 @@ def _work(rank: int, store: str) -> None:
         for rows, placement in (((4, 5), Shard(0)), ((4, 5), Shard(1)), ((1, 2), Shard(0)), ((4, 5), Replicate())):
             _sharded(call, rows, placement, mesh)
     _other_placements(mesh)
+    _masks_stay_with_their_rows(mesh)
+    _a_parameter_learns_later(mesh)
+    _on_one_rank_alone(rank)
+    _second_derivatives(mesh)
     _sequence_parallel(mesh)
     _two_dimensions()
     for call in CALLS[2:6]:
@@ -183,7 +255,7 @@ def _work(rank: int, store: str) -> None:
     [
         ((4, 6), (2,), (0,)), ((5, 7), (3,), (1,)), ((4, 6), (2, 2), (0, 1)), ((4, 6, 5), (2, 3), (1, 2)),
         ((4, 6, 5), (2, 3), (0, 2)), ((4, 6, 5), (2, 2, 2), (0, 1, 2)), ((4,), (3,), (0,)), ((3, 9), (2, 2), (1, 1)),
-        ((4, 6), (2, 2), (None, 1)),
+        ((4, 6), (2, 2), (None, 1)), ((2, 4, 4, 4), (2, 2, 1), (1, 2, 3)),
     ],
 )  # fmt: skip
 def test_which_rows_a_shard_has(shape: tuple[int, ...], ranks: tuple[int, ...], dims: tuple[int | None, ...]) -> None:

@@ -91,7 +91,7 @@ class Operator(ABC):
         saved: what a backward reads, by name.
         numbers: names of the constants that are floating-point numbers.
         shares: places of two tensors; where the backward writes no gradient for the first, it has the second's.
-        rows: of all these names, those of tensors that have rows, in their leading dimensions.
+        rows: which of the names above are of tensors with rows, in their leading dimensions.
         tags: of the registered operators.
         native_elements: of calls that PyTorch has an operator for, those up to this size on a GPU go to it: both take
             a few microseconds there, and a native autograd node costs tens of microseconds less on the host.

@@ -111,10 +111,11 @@ def backward(op: Operator, site: Site, grads: Tensors, saved: Tensors, state: St
     digits = "".join(["1" if need else "0" for need in needed])
     seed = _seed(state)
     if seed is not None:
-        names = (*op.outputs[: op.visible], *op.saved)
-        both, seed = sharding.placed(op, site.constants, names, (*grads, *saved), seed)
-        grads, saved = both[: op.visible], both[op.visible :]
-    outs = operator(*grads, *_listed(op, saved), seed, digits, state[2], site.cols, site.call,
+        # What is saved stays where it is, and cotangents come to it.
+        names = (*op.saved, *op.outputs[: op.visible])
+        both, seed = sharding.placed(op, site.constants, names, (*saved, *grads), seed)
+        saved, grads = both[: len(saved)], both[len(saved) :]
+    outs = operator(*grads, *_listed(op, saved), seed, state[2], digits, site.cols, site.call,
                     *site.constants.numbers())  # fmt: skip
     return present(outs, needed)
 

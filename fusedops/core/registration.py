@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import compat, function, rng, sharding
 from .operator import Operator, Site
-from .operators import present, site_from
+from .operators import decode, present, site_from
 
 __all__ = ["define", "implement"]
 
@@ -40,6 +40,8 @@ def define(op: Operator) -> None:
     count = len(op.tensors)
     numbers = "".join([f", float {name}" for name in op.numbers])
     constants = f"int threshold, int cols, str call{numbers}"
+    # DTensor keeps placements by what follows the first int: so does ``needs``, on which the outputs depend.
+    backward_constants = f"int threshold, str needs, int cols, str call{numbers}"
     arguments = _schema(op.tensors, op)
     saved = _schema(op.saved, op)
     cotangents = _schema(tuple([f"d{name}" for name in op.outputs[: op.visible]]))
@@ -65,7 +67,7 @@ def define(op: Operator) -> None:
         return site_from(op, device_index, args[read] is not None, cols, call, tuple(rest))
 
     def allocate_gradients(*args: Any) -> Sequence[Tensor | None]:
-        needed = [digit == "1" for digit in args[read + 1]]
+        needed = [digit == "1" for digit in args[read + 2]]
         site = backward_site(args, -1)
         return op.allocate_gradients(site, args[: op.visible], _flat(op, args[op.visible : read]), needed)
 
@@ -77,16 +79,17 @@ def define(op: Operator) -> None:
             return
         device_index = given.get_device()
         site = backward_site((*tensors, *constants), device_index)
-        state = (*rng.unpacked(tensors[read]), constants[1])
+        state = (*rng.unpacked(tensors[read]), constants[0])
         function.on_device(site, op.backward, grads, _flat(op, tensors[op.visible : read]), outs, state)
 
     _define(
         library, f"{op.name}_forward", f"{arguments}, Tensor? seed", constants, op.outputs, allocate, write, op.tags
     )
-    _define(library, f"{op.name}_backward", f"{cotangents}, {saved}, Tensor? seed", f"str needs, {constants}",
+    _define(library, f"{op.name}_backward", f"{cotangents}, {saved}, Tensor? seed", backward_constants,
             [f"d{name}" for name in op.tensors], allocate_gradients, write_gradients, op.tags)  # fmt: skip
 
-    sharding.add(op)
+    if op.rows:
+        sharding.add(op, decode)
     _differentiate(op, library, forward_site)
 
 

@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 Seed = tuple[int, int] | torch.Tensor
-# What a kernel takes: seed and offset (or a tensor of both and None, or a shard's and the same again), and the threshold.
+# What a kernel takes: seed and offset (or a tensor of both and None, or a shard's seven numbers, given twice), and the threshold.
 State = tuple[int | Tensor | None, int | Tensor | None, int]
 
 NO_DROPOUT: State = (None, None, 0)

@@ -9,10 +9,11 @@ A dropout mask is that of the whole tensor: with the seed a rank's kernels get n
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,14 +21,16 @@ from torch import Tensor
 from . import compat
 from .operator import Operator, Tensors
 
-__all__ = ["add", "placed", "prepare"]
+__all__ = ["add", "numbers", "placed", "prepare", "replicated"]
 
-_waiting: list[Operator] = []
+# Reads constants, dtypes, and whether a backward will follow, out of a registered operator's arguments.
+_Decode: TypeAlias = Callable[..., tuple[Any, Any, bool]]
+_waiting: list[tuple[Operator, _Decode]] = []
 
 
-def add(op: Operator) -> None:
+def add(op: Operator, decode: _Decode) -> None:
     """Remembers an operator whose rules `prepare` registers."""
-    _waiting.append(op)
+    _waiting.append((op, decode))
 
 
 @compat.constant_when_traced
@@ -35,54 +38,54 @@ def prepare() -> None:
     """Registers the rules of all operators, if there may be DTensors."""
     if "torch.distributed.tensor" in sys.modules:
         while _waiting:
-            _register(_waiting.pop())
+            _register(*_waiting.pop())
 
 
-def _register(op: Operator) -> None:
-    from torch.distributed.tensor import Partial, Replicate, Shard
+def _placement(op: Operator, constants: Any, name: str, dim: int | None) -> Any:
+    """The placement of the tensor of that name where rows are sharded along ``dim``, or replicated if it is None."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    if dim is None or not (name == "stats" or op.has_rows(constants, name)):
+        return Replicate()
+    return Shard(dim + 1) if name == "stats" else Shard(dim)
+
+
+def _register(op: Operator, decode: _Decode) -> None:
+    from torch.distributed.tensor import Partial
     from torch.distributed.tensor.experimental import register_sharding
-
-    from . import operators
 
     count, read = len(op.tensors), op.visible + len(op.saved)
 
-    def rules(constants: Any, read: Sequence[tuple[str, Any]], rest: int, written: Sequence[tuple[str, bool]],
+    def rules(constants: Any, given: Sequence[tuple[str, Any]], rest: int, written: Sequence[tuple[str, bool]],
               dims: int) -> list[Any]:  # fmt: skip
-        """For each dimension of rows, and for no sharding, the placements of what is written, and of what is read."""
+        """Without sharding, and for each dimension of rows, the placements of what is written, and of what is read."""
         found = []
-        for dim in (*range(op.leading(constants, dims)), None):
-
-            def place(name: str, partial: bool = False, dim: int | None = dim) -> Any:
-                if dim is None or name == "seed":
-                    return Replicate()
-                if name == "stats":
-                    return Shard(dim + 1)
-                if op.has_rows(constants, name):
-                    return Shard(dim)
-                return Partial() if partial else Replicate()
-
-            outs = [place(name, partial=True) if there else Replicate() for name, there in written]
+        for dim in (None, *range(op.leading(constants, dims))):
+            outs = []
+            for name, there in written:
+                place = _placement(op, constants, name, dim if there else None)
+                # A gradient of a tensor without rows is a sum over them.
+                sums = there and dim is not None and name in op.tensors and place.is_replicate()
+                outs.append(Partial() if sums else place)
             ins: list[Any] = []
-            for name, value in read:
+            for name, value in given:
                 many = value if isinstance(value, (list, tuple)) else (value,)
-                ins += [None if each is None else place(name) for each in many]
+                ins += [None if each is None else _placement(op, constants, name, dim) for each in many]
             found.append((outs, ins + [None] * rest))
         return found
 
     def of_forward(*args: Any) -> list[Any]:
-        _, _, call, *numbers = args[count + 1 :]
-        constants, dtypes, saves = operators.decode(op, call, tuple(numbers))
+        _, _, call, *floats = args[count + 1 :]
+        constants, dtypes, saves = decode(op, call, tuple(floats))
         there = op.writes(constants, dtypes, dropout=args[count] is not None, saves=saves)
         first = args[op.first]
-        first = first[0] if op.variadic else first
-        read = zip((*op.tensors, "seed"), args[: count + 1], strict=True)
-        return rules(
-            constants, list(read), len(args) - count - 1, list(zip(op.outputs, there, strict=True)), first.ndim
-        )
+        dims = first[0].ndim if op.variadic else first.ndim
+        given = list(zip((*op.tensors, "seed"), args[: count + 1], strict=True))
+        return rules(constants, given, len(args) - count - 1, list(zip(op.outputs, there, strict=True)), dims)
 
     def of_backward(*args: Any) -> list[Any]:
-        needs, _, _, call, *numbers = args[read + 1 :]
-        constants, _, _ = operators.decode(op, call, tuple(numbers))
+        _, needs, _, call, *floats = args[read + 1 :]
+        constants, _, _ = decode(op, call, tuple(floats))
         written = [(name, digit == "1") for name, digit in zip(op.tensors, needs, strict=True)]
         names = (*op.outputs[: op.visible], *op.saved, "seed")
         given = list(zip(names, args[: read + 1], strict=True))
@@ -98,36 +101,59 @@ def _register(op: Operator) -> None:
 
 def placed(op: Operator, constants: Any, names: Sequence[str], tensors: Tensors, seed: Tensor | None,
            ) -> tuple[Tensors, Tensor | None]:  # fmt: skip
-    """The tensors of a call and its seed: with dropout, DTensors with rows are placed alike, and the seed says how."""
-    first = next(
-        (t for t, name in zip(tensors, names, strict=True) if t is not None and op.has_rows(constants, name)), None
-    )
+    """The tensors of a call, and its seed with `numbers` for a kernel to tell the rows of this rank.
+
+    All DTensors are placed as one of the rules says, the one for the placement of the first tensor with rows: so nothing is
+    left for DTensor to move, after which the numbers would be those of other rows.
+    """
+    known = zip(tensors, names, strict=True)
+    first = next((t for t, name in known if t is not None and op.has_rows(constants, name)), None)
     module = sys.modules.get("torch.distributed.tensor")
     if seed is None or module is None or not isinstance(first, module.DTensor):
         return tensors, seed
-    mesh, replicated = first.device_mesh, module.Replicate()
-    leading, placements, shards = op.leading(constants, first.ndim), [], [1] * first.ndim
+    mesh, leading, shards = first.device_mesh, op.leading(constants, first.ndim), [1] * first.ndim
+    dims: list[int | None] = []
     for at, placement in enumerate(first.placements):
-        keeps = type(placement) is module.Shard and placement.dim < leading
-        if keeps:
-            shards[placement.dim] *= mesh.size(at)
-            # As the rules do, and as `numbers` can tell: of no more shards than rows, and of two dimensions and the first.
-            keeps = first.shape[placement.dim] >= shards[placement.dim] and sum(n > 1 for n in shards[1:]) <= 2
-        placements.append(placement if keeps else replicated)
+        dim, ranks = getattr(placement, "dim", 0), mesh.size(at)
+        keeps = type(placement) is module.Shard and dim < leading and first.shape[dim] >= shards[dim] * ranks
+        # No more shards than rows, as in the rules; and two sharded dimensions beside the first, as in the numbers.
+        keeps = keeps and (dim == 0 or ranks == 1 or sum(n > 1 for i, n in enumerate(shards) if i not in (0, dim)) < 2)
+        shards[dim] *= ranks if keeps else 1
+        dims.append(dim if keeps else None)
     given: list[Any] = list(tensors)
-    tensors = [t.redistribute(mesh, placements) if t is not None and op.has_rows(constants, name) else t
-               for t, name in zip(given, names, strict=True)]  # fmt: skip
+    tensors = [t.redistribute(mesh, [_placement(op, constants, name, dim) for dim in dims])
+               if isinstance(t, module.DTensor) else t for t, name in zip(given, names, strict=True)]  # fmt: skip
     if isinstance(seed, module.DTensor):
         seed = seed.to_local()
-    known = numbers(tuple(first.shape[:leading]), [mesh.size(i) for i in range(mesh.ndim)],
-                    list(mesh.get_coordinate()), [getattr(p, "dim", None) for p in placements])  # fmt: skip
+    place = mesh.get_coordinate() or [0] * mesh.ndim  # None on a rank that is not in the mesh, and has no rows
+    sizes = tuple([mesh.size(at) for at in range(mesh.ndim)])
     device = first.to_local().device
-    seed = torch.cat([seed[:2].to(device), torch.tensor(known, dtype=torch.int64, device=device)])
-    return tensors, module.DTensor.from_local(seed, mesh, [replicated] * mesh.ndim, run_check=False)
+    rows = tuple(first.shape[:leading]), sizes, tuple(place), tuple(dims), device
+    make = _numbers_on if torch.compiler.is_compiling() or compat.is_intercepted() else _kept_numbers_on
+    seed = torch.cat([seed[:2].to(device), make(*rows)])
+    return tensors, replicated(seed, first)
+
+
+def replicated(t: Tensor, like: Any) -> Any:
+    """A tensor of this rank as one that all ranks of ``like`` have; itself where ``like`` is no DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None or not isinstance(like, module.DTensor):
+        return t
+    mesh = like.device_mesh
+    return module.DTensor.from_local(t, mesh, [module.Replicate()] * mesh.ndim, run_check=False)
+
+
+def _numbers_on(shape: Sequence[int], ranks: Sequence[int], place: Sequence[int], dims: Sequence[int | None],
+                device: torch.device) -> Tensor:  # fmt: skip
+    return torch.tensor(numbers(shape, ranks, place, dims), dtype=torch.int64, device=device)
+
+
+# A copy to a GPU waits for it: one for each placement.
+_kept_numbers_on = functools.lru_cache(maxsize=1024)(_numbers_on)
 
 
 def numbers(shape: Sequence[int], ranks: Sequence[int], place: Sequence[int], dims: Sequence[int | None]) -> list[int]:
-    """What a kernel needs to tell which rows of all a shard's are.
+    """What a kernel needs to tell the whole tensor's index of each row of a shard.
 
     Row ``r`` of the shard is row ``base + r // outer * outer_apart + r % outer // inner * inner_apart + r % inner`` of the
     whole tensor: the rows of a shard lie apart where another dimension than the first is sharded.
@@ -136,19 +162,21 @@ def numbers(shape: Sequence[int], ranks: Sequence[int], place: Sequence[int], di
         shape: the whole tensor's rows.
         ranks: of each dimension of the mesh.
         place: of this rank in them.
-        dims: which dimension of the tensor each shards, None for none.
+        dims: which dimension of the tensor each shards, None for none; at most two others than the first.
     Returns:
         base, outer, outer_apart, inner, inner_apart.
     """
-    sizes, starts = list(shape), [0] * len(shape)
+    sizes, starts, apart = list(shape), [0] * len(shape), set()
     for count, at, dim in zip(ranks, place, dims, strict=True):
-        if dim is not None:  # as `torch.chunk`
+        if dim is not None and count > 1:  # as `torch.chunk`
             most = -(-sizes[dim] // count)
             start = min(at * most, sizes[dim])
             starts[dim] += start
             sizes[dim] = min(most, sizes[dim] - start)
+            apart |= {dim} - {0}
+    assert len(apart) <= 2, dims
     base = sum(start * math.prod(shape[dim + 1 :]) for dim, start in enumerate(starts))
     found = [1 << 62, 0, 1 << 62, 0]
-    for place_of, dim in zip((2, 0), sorted({d for d in dims if d}, reverse=True), strict=False):
-        found[place_of : place_of + 2] = max(math.prod(sizes[dim:]), 1), math.prod(shape[dim:])
+    for at, dim in zip((2, 0), sorted(apart, reverse=True), strict=False):
+        found[at : at + 2] = max(math.prod(sizes[dim:]), 1), math.prod(shape[dim:])
     return [base, *found]

@@ -321,6 +321,9 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
     }
     if other is not None:
         return plans
+    if cols == 256:
+        odd = tuple(width | 1 for width in (cols // 5, cols - 2, cols // 3, cols // 2))
+        plans["slices without a common factor"] = partial(build, odd, 1)
     return plans | {
         "slices that share parameters": partial(build, equal, 2, shared=True),
         "rows far apart": partial(build, equal, 2, near=False),
