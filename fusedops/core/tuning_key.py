@@ -143,6 +143,9 @@ class Family(Protocol):
         """Whether a config that was measured for a similar key is correct here and leaves few lanes idle."""
 
 
+# The most programs that a multiprocessor runs.
+_MOST_PER_SM = 32
+
 # The steps of `around`: factors of rows, warps and programs per multiprocessor, and an increment of the stages.
 _MOVES = (
     (1, 1, 1, 0), (2, 1, 1, 0), (0.5, 1, 1, 0), (1, 2, 1, 0), (1, 0.5, 1, 0), (1, 1, 1, 1), (1, 1, 1, -1), (1, 1, 2, 0),
@@ -156,7 +159,7 @@ def around(config: Config, *, least: int = 4, most: int = 64) -> list[Config]:
     for rows, warps, per_sm, stages in _MOVES:
         near = replace(config, rows=int(config.rows * rows), warps=int(config.warps * warps),
                        per_sm=int(config.per_sm * per_sm), stages=config.stages + stages)  # fmt: skip
-        whole = near.rows > 0 and 0 < near.warps <= 32 and near.per_sm > 0 and 1 <= near.stages <= 4
+        whole = near.rows > 0 and 0 < near.warps <= 32 and 0 < near.per_sm <= _MOST_PER_SM and 1 <= near.stages <= 4
         if near == config or (whole and least <= near.columns * near.rows // (32 * near.warps) <= most):
             found.append(near)
     return found
@@ -224,7 +227,7 @@ def valid(key: TuningKey, config: Config) -> bool:
     if family is None or not all(isinstance(value, int) for value in astuple(config)):
         return False
     powers = all(value > 0 and value & (value - 1) == 0 for value in (config.block_n, config.rows, config.warps))
-    limits = config.warps <= 32 and 1 <= config.stages <= 8 and 0 <= config.per_sm <= 32
+    limits = config.warps <= 32 and 1 <= config.stages <= 8 and 0 <= config.per_sm <= _MOST_PER_SM
     registers = config.registers == 0 or (16 <= config.registers <= 255 and config.registers % 8 == 0)
     return powers and limits and registers and 1 <= config.parts <= MOST_PARTS and family.valid(key, config)
 
