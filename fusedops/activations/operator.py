@@ -133,7 +133,7 @@ class ActivationOperator(Operator):
 
     def has_rows(self, constants: ActivationConstants, name: str) -> bool:
         """See `Operator`; up has, a bias has none."""
-        return name in self.rows or constants.kind != "bias"
+        return name in self.rows or (constants.kind != "bias" and name in ("other", "kept_other"))
 
     # --- PyTorch's operators --------------------------------------------------------------------------------------------
 
