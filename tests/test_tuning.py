@@ -231,6 +231,19 @@ def test_candidates_hold_the_heuristic_and_are_valid() -> None:
         assert set(candidates) == set(family.candidates(replace(key, bucket=0))), "compiled once for all rows"
 
 
+@pytest.mark.parametrize("cols", [4095, 4097, 7001])
+@pytest.mark.parametrize("variant", [("layer", "dropout", "3 sums", "4 moved"), ("rms", "plain", "1 sums", "3 moved")])
+def test_unaligned_rows_take_no_tiles_that_spill(cols: int, variant: tuple[str, ...]) -> None:
+    """Nor do they take the next power of two's entry of the shipped table, which was measured for aligned rows."""
+    key = TuningKey("norm_backward", variant, "16bit", cols, 3)
+    family = family_of(key.kernel)
+    assert family is not None
+    assert max(config.block_n for config in family.candidates(key)) < 4096
+    wide = Config(4096, 1, 4, 3, 2)
+    assert valid(replace(key, cols=4096), wide)
+    assert not valid(key, wide)
+
+
 def test_every_key_has_several_candidates() -> None:
     few = [str(q) for q in every_key() if len(family_of(q.kernel).candidates(q)) < 3]  # type: ignore[union-attr]
     assert not few

@@ -104,6 +104,14 @@ def _dropout_add(cols: int, bucket: int) -> Config:
     return Config(block, 2048 // block, 8 if block == 2048 else 4)
 
 
+def _is_unaligned(cols: int, itemsize: int) -> bool:
+    """Whether rows of 16 bits are loaded element by element.
+
+    That takes more registers: a tile of 4096 columns spills them, and the parts of a row are to be narrower.
+    """
+    return itemsize == 2 and cols % 8 != 0
+
+
 def _backward(cols: int, itemsize: int, bucket: int, sums: int, drops: bool) -> Config:
     """The backward: whole rows if the column sums fit in registers, else rows that programs share.
 
@@ -112,8 +120,16 @@ def _backward(cols: int, itemsize: int, bucket: int, sums: int, drops: bool) -> 
     block, parts = tiles_holding(cols)
     if block * parts > (_WHOLE_BACKWARD if itemsize < 8 else _WHOLE_BACKWARD // 4):
         return _shared_backward(cols, itemsize, sums)
+    few = sums < 3 and not drops
+    if _is_unaligned(cols, itemsize):
+        if not few and block * parts > 4096:
+            return Config(512, 1, 4, 1, 2, parts=3)
+        if block == 8192:
+            return Config(1024, 1, 8, 1, 1, parts=8)
+        if block == 4096:
+            return Config(1024, 1, 4, 3, 2, parts=4) if few else Config(512, 1, 4, 1, 2, parts=8)
     if parts > 1:
-        return _backward_of_parts(block, parts, itemsize, few=sums < 3 and not drops)
+        return _backward_of_parts(block, parts, itemsize, few=few)
     if itemsize > 2:
         return _wide_dtype_backward(block, itemsize, bucket, sums)
     if block == 8192:
@@ -208,7 +224,8 @@ def heuristic(key: TuningKey) -> Config:
 def valid(key: TuningKey, config: Config) -> bool:
     """Whether the tiles are at most those that hold a row with the fewest idle lanes.
 
-    Tiles of several rows that fill the registers are valid only without idle lanes, as they were measured.
+    Tiles of several rows that fill the registers are valid only without idle lanes, as they were measured, and wide
+    tiles only of aligned rows.
     """
     block, parts = block_holding(key.cols), 1
     if key.kernel == "norm_forward":
@@ -218,6 +235,8 @@ def valid(key: TuningKey, config: Config) -> bool:
     elif key.kernel == "norm_backward" and "none" not in key.variant:
         block, parts = tiles_holding(key.cols)
         if config.rows > 1 and config.columns * config.rows > _WHOLE_BACKWARD and key.cols % config.columns:
+            return False
+        if _is_unaligned(key.cols, key.itemsize) and config.block_n >= 4096:
             return False
     return config.block_n >= 16 and config.columns <= block * parts
 
