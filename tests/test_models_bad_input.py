@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -114,33 +113,54 @@ def process_group() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.usefixtures("process_group")
-def test_fsdp() -> None:
-    from torch.distributed.fsdp import fully_shard
+def test_fsdp_with_a_wrapper() -> None:
+    """The older FSDP, which flattens parameters; its constructor needs a GPU."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
-    os.environ.setdefault("MASTER_ADDR", "localhost")
-    model = _model()
-    fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
-    with pytest.raises(ValueError, match="the model is wrapped in FSDP; fuse the model before it is wrapped"):
+    model = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(model)
+    message = "the model is wrapped in FSDP; fuse the model before it is wrapped, or shard it by fully_shard"
+    with pytest.raises(ValueError, match=message):
         fusedops.fuse_model(model)
-    with pytest.raises(ValueError, match="FSDP"):
-        fusedops.fuse_model(_holding(model))
+    with pytest.raises(ValueError, match="module '0' is wrapped in FSDP"):
+        fusedops.fuse_model(nn.Sequential(model))
 
 
 @pytest.mark.usefixtures("process_group")
-def test_fused_and_then_sharded() -> None:
-    """The other way about, which the message recommends, works; unfusing then must wait."""
-    from torch.distributed.fsdp import fully_shard
+@pytest.mark.parametrize("shard", ["fully_shard", "replicate"])
+@pytest.mark.parametrize("first", [True, False], ids=["fused first", "sharded first"])
+def test_fused_and_sharded(shard: str, first: bool) -> None:
+    """In either order a module gets the same class, with the same values; unfused, it is sharded still."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
 
+    function: Any = fully_shard
+    if shard == "replicate":
+        from torch.distributed._composable.replicate_with_fsdp import replicate as function
     original, model = _model(), _model()
     model.load_state_dict(original.state_dict())
-    fusedops.fuse_model(model)
-    for module in (model[1], model):
-        fully_shard(module, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+    mesh = init_device_mesh("cpu", (1,))
+    for turn in (first, not first):
+        if turn:
+            fusedops.fuse_model(model)
+        else:
+            function(model[1], mesh=mesh)
+            function(model, mesh=mesh)
+    norm: Any = type(model[1])
+    assert [line.name for line in fusedops.fusion_status(model).replaced] == ["1", "2"]
+    assert isinstance(model[1], FSDPModule)
+    assert norm.__bases__[1] is norm._fusedops_class
     x = torch.randn(3, 4)
     torch.testing.assert_close(model(x), original(x))
-    with pytest.raises(ValueError, match="module '1' was changed after it was fused, to FSDP"):
-        fusedops.unfuse_model(model)
+    with pytest.raises(ValueError, match="check takes no sharded model; fuse the model with check before fully_shard"):
+        fusedops.fuse_model(model, check=x)
+    assert type(model[1]) is norm
+    fusedops.unfuse_model(model)
+    assert isinstance(model[1], FSDPModule)
+    assert type(model[1]).__bases__[1] is nn.LayerNorm
+    torch.testing.assert_close(model(x), original(x))
+    fusedops.fuse_model(model)
+    assert type(model[1]) is norm
 
 
 def test_unfuse_takes_modules() -> None:

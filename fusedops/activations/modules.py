@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ..core.activations import ACTIVATIONS
+from ..core.beside import TensorsBeside
 from ..core.checks import check_choice, check_p
 from . import ops
 
@@ -34,7 +35,7 @@ class FusedGELU(nn.GELU):
         return ops.gelu(input, self.approximate)
 
 
-class FusedBiasGELU(nn.GELU):
+class FusedBiasGELU(TensorsBeside, nn.GELU):
     """``gelu(x + bias)`` in one pass, for the bias of the linear layer before.
 
     Args:
@@ -49,16 +50,18 @@ class FusedBiasGELU(nn.GELU):
     Source: Hendrycks and Gimpel 2016, arXiv:1606.08415.
     """
 
+    _beside = ("bias",)
+
     def __init__(self, approximate: str = "none") -> None:
         check_choice(type(self).__name__, "approximate", approximate, ops.APPROXIMATIONS)
         super().__init__(approximate)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Add ``bias`` and activate; see the class."""
-        return ops.bias_gelu(x, bias, self.approximate)
+        return ops.bias_gelu(x, self._vector(bias, x), self.approximate)
 
 
-class FusedBiasAct(nn.Dropout):
+class FusedBiasAct(TensorsBeside, nn.Dropout):
     """``dropout(activation(x + bias))`` in one pass: what stands between the two linear layers of an MLP.
 
     Args:
@@ -73,6 +76,8 @@ class FusedBiasAct(nn.Dropout):
     Numerics: computed in fp32, in fp64 for fp64 inputs; the backward regenerates the mask from the seed.
     """
 
+    _beside = ("bias",)
+
     def __init__(self, activation: str = "gelu", p: float = 0.0) -> None:
         check_choice(type(self).__name__, "activation", activation, ACTIVATIONS)
         check_p(type(self).__name__, p)
@@ -81,14 +86,14 @@ class FusedBiasAct(nn.Dropout):
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Add ``bias``, activate and drop; see the class."""
-        return ops.bias_act(x, bias, self.activation, p=self.p, training=self.training)
+        return ops.bias_act(x, self._vector(bias, x), self.activation, p=self.p, training=self.training)
 
     def extra_repr(self) -> str:
         """The activation, and torch.nn.Dropout's line."""
         return f"{self.activation!r}, {super().extra_repr()}"
 
 
-class FusedGLU(nn.Module):
+class FusedGLU(TensorsBeside):
     """``activation(gate) * up`` in one pass.
 
     Args:
@@ -104,6 +109,8 @@ class FusedGLU(nn.Module):
     Source: Shazeer 2020, arXiv:2002.05202.
     """
 
+    _beside = ("up",)
+
     def __init__(self, activation: str = "silu") -> None:
         super().__init__()
         check_choice(type(self).__name__, "activation", activation, ACTIVATIONS)
@@ -111,14 +118,14 @@ class FusedGLU(nn.Module):
 
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
         """Activate ``gate`` and multiply by ``up``; see the class."""
-        return ops.glu(gate, up, self.activation)
+        return ops.glu(gate, self._rows(up, gate), self.activation)
 
     def extra_repr(self) -> str:
         """The activation."""
         return f"{self.activation!r}"
 
 
-class FusedSwiGLU(nn.Module):
+class FusedSwiGLU(TensorsBeside):
     """``silu(gate) * up`` in one pass.
 
     Shape:
@@ -132,12 +139,14 @@ class FusedSwiGLU(nn.Module):
     Source: Shazeer 2020, arXiv:2002.05202.
     """
 
+    _beside = ("up",)
+
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
         """Activate ``gate`` and multiply by ``up``; see the class."""
-        return ops.swiglu(gate, up)
+        return ops.swiglu(gate, self._rows(up, gate))
 
 
-class FusedGEGLU(nn.Module):
+class FusedGEGLU(TensorsBeside):
     """``gelu(gate) * up`` in one pass.
 
     Args:
@@ -153,6 +162,8 @@ class FusedGEGLU(nn.Module):
     Source: Shazeer 2020, arXiv:2002.05202.
     """
 
+    _beside = ("up",)
+
     def __init__(self, approximate: str = "none") -> None:
         super().__init__()
         check_choice(type(self).__name__, "approximate", approximate, ops.APPROXIMATIONS)
@@ -160,7 +171,7 @@ class FusedGEGLU(nn.Module):
 
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
         """Activate ``gate`` and multiply by ``up``; see the class."""
-        return ops.geglu(gate, up, self.approximate)
+        return ops.geglu(gate, self._rows(up, gate), self.approximate)
 
     def extra_repr(self) -> str:
         """torch.nn.GELU's line."""

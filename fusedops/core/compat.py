@@ -58,6 +58,7 @@ __all__ = [
     "in_forward_mode",
     "is_batched",
     "is_compiled",
+    "is_distributed",
     "is_fake",
     "is_intercepted",
     "is_recording",
@@ -68,10 +69,12 @@ __all__ = [
     "profiling",
     "quiet",
     "replace_call",
+    "sharded_class",
     "share_memory",
     "transforms",
     "transforms_when_traced",
     "unflatten",
+    "unsharded_class",
     "without_modes",
     "without_transforms",
 ]
@@ -320,6 +323,36 @@ def default_store() -> Any:
 
 # The modules of PyTorch's FSDP, in which classes of wrapped modules are.
 FSDP = ("torch.distributed.fsdp.", "torch.distributed._composable.")
+# Those that `sharded_class` makes, by FSDP's class in front, where FSDP's own table is not to be had.
+_sharded_classes: dict[type, dict[type, type]] = {}
+
+
+def unsharded_class(cls: Any) -> Any:
+    """The class of a module before `fully_shard` or `replicate` put one of FSDP's in front of it."""
+    bases = cls.__bases__
+    fsdp = len(bases) == 2 and f"{bases[0].__module__}.".startswith(FSDP) and not issubclass(bases[0], torch.nn.Module)
+    return bases[1] if fsdp else cls
+
+
+def sharded_class(sharded: Any, cls: Any) -> Any:
+    """The class that `fully_shard` makes of ``cls``, as it made ``sharded`` of another class.
+
+    It is in FSDP's private table too, of which torch.compile's saved guards read. Without the table there is one here.
+    """
+    first = sharded.__bases__[0]
+    path = "torch.distributed.fsdp._fully_shard._fully_shard"
+    table = _imported(path, "cls_to_fsdp_cls") if first.__name__ == "FSDPModule" else None
+    table = _sharded_classes.setdefault(first, {}) if table is None else table
+    table.setdefault(unsharded_class(sharded), sharded)
+    if cls not in table:
+        body = {name: value for name, value in vars(sharded).items() if name not in ("__dict__", "__weakref__")}
+        table[cls] = type(cls)(sharded.__name__, (first, cls), body)
+    return table[cls]
+
+
+def is_distributed(module: torch.nn.Module) -> bool:
+    """Whether `distribute_module` gave a module its hooks. Without the private mark a plain tensor is refused by DTensor."""
+    return "_distribute_module_applied" in module.__dict__
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -12,15 +12,18 @@ import copyreg
 import functools
 import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
+from ..core import compat
 from .hooks import ORIGINAL
 from .rule import Family, Rule
 
-__all__ = ["fuse", "fuse_all", "fused_class", "is_fused", "original_class", "replaced_since", "unfuse"]
+__all__ = ["fuse", "fuse_all", "fused_class", "is_fused", "original_class", "replaced_since", "unfuse",
+           "unsharded"]  # fmt: skip
 
 # What `object.__reduce_ex__` makes new objects with.
 _new_object: Any = copyreg.__newobj__  # type: ignore[attr-defined]
@@ -129,6 +132,22 @@ def replaced_since(module: nn.Module) -> str:
     cls: Any = type(module)
     rule: Rule = cls._fusedops_rule
     return next((name for name in ("forward", *rule.methods) if name in vars(module)), "")
+
+
+@contextmanager
+def unsharded(model: nn.Module) -> Iterator[Collection[nn.Module]]:
+    """Takes FSDP's classes off the modules that have one for a block, and puts them on the classes that these have then.
+
+    `fully_shard` puts a class of its own in front of a module's. Fused before or after it, a module gets the same class.
+    """
+    sharded = {m: type(m) for m in model.modules() if compat.unsharded_class(type(m)) is not type(m)}
+    for module, cls in sharded.items():
+        module.__class__ = compat.unsharded_class(cls)
+    try:
+        yield sharded
+    finally:
+        for module, cls in sharded.items():
+            _become(module, compat.sharded_class(cls, type(module)))
 
 
 def _become(module: nn.Module, cls: type[nn.Module]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable
+import sys
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -13,20 +14,35 @@ from torch import nn
 from ..core import compat
 from .rule import Rule
 
-__all__ = ["check_flags", "check_model", "check_rules", "excluded"]
+__all__ = ["check_flags", "check_model", "check_module", "check_rules", "check_whole", "excluded"]
 
 _QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized", "bitsandbytes.",
               "torchao.", "auto_gptq.", "gptqmodel.", "awq.")  # fmt: skip
 
 
-def check_model(model: Any) -> None:
-    """The model is one that can be fused: neither compiled nor scripted nor quantised nor wrapped in FSDP."""
+def check_module(model: Any) -> None:
+    """The model is a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"fuse_model: model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+def check_model(model: nn.Module) -> None:
+    """The model is one that can be fused: neither compiled nor scripted nor quantised nor wrapped in FSDP."""
     for name, module in model.named_modules():
         obstacle = _obstacle(module)
         if obstacle:
             raise ValueError(f"fuse_model: {f'module {name!r}' if name else 'the model'} {obstacle}")
+
+
+def check_whole(model: nn.Module, sharded: Collection[nn.Module]) -> None:
+    """The model is one that ``check`` can run: with none of its modules sharded, and no DTensors.
+
+    A module of a sharded model does not run by itself, and each rank would draw another movement.
+    """
+    distributed: Any = sys.modules.get("torch.distributed.tensor")
+    if sharded or (distributed and any(isinstance(p, distributed.DTensor) for p in model.parameters())):
+        raise ValueError("fuse_model: check takes no sharded model; fuse the model with check before fully_shard or "
+                         "parallelize_module, or without check after them")  # fmt: skip
 
 
 def _obstacle(module: nn.Module) -> str:
@@ -38,7 +54,7 @@ def _obstacle(module: nn.Module) -> str:
         return ("is compiled; fuse the model before torch.compile, or pass compile_rest=True instead of compiling "
                 "(after that, unfuse_model first)")  # fmt: skip
     if any(base.startswith(compat.FSDP) for base in bases):
-        return "is wrapped in FSDP; fuse the model before it is wrapped"
+        return "is wrapped in FSDP; fuse the model before it is wrapped, or shard it by fully_shard"
     if bases[0].startswith(_QUANTIZED) or getattr(module, "is_quantized", False) is True:
         return "is quantised; fuse the model before it is quantised, or load it unquantised"
     return ""

@@ -55,12 +55,25 @@ def fuse_model(
         TypeError: the model is no module; a class refuses to have a subclass; an entry of exclude is neither a name
             nor a class; check asks for inputs that the model does not have; rules is no sequence of rules; dry_run or
             compile_rest is no bool.
-        ValueError: the model is compiled, scripted, quantised or wrapped in FSDP; a name in exclude is unknown, or a
-            class in it has no module in the model.
+        ValueError: the model is compiled, scripted, quantised or wrapped in `FullyShardedDataParallel`; it is sharded,
+            and check is given; a name in exclude is unknown, or a class in it has no module in the model.
     """
-    eligibility.check_model(model)
+    eligibility.check_module(model)
     eligibility.check_flags(dry_run=dry_run, compile_rest=compile_rest)
-    table = (*eligibility.check_rules(rules), *RULES)
+    with classes.unsharded(model) as sharded:
+        eligibility.check_model(model)
+        if check is not False:
+            eligibility.check_whole(model, sharded)
+        report = _fused(model, exclude, eligibility.check_rules(rules), dry_run=dry_run, check=check)
+    if compile_rest and not dry_run:
+        model.compile()
+        _compiled.add(model)
+    return report
+
+
+def _fused(model: nn.Module, exclude: Sequence[str | type[nn.Module]], rules: tuple[Rule, ...], *, dry_run: bool,
+           check: Any) -> FusionReport:  # fmt: skip
+    table = (*rules, *RULES)
     left, off = eligibility.excluded(model, exclude, TRICKS.union(*map(_names, table)))
     verdicts = {
         module: Verdict(None, "excluded") if module in left else _judge(module, table, off)
@@ -83,9 +96,6 @@ def fuse_model(
             classes.unfuse(module)
     elif not dry_run:
         classes.fuse_all(planned, off & TRICKS)
-    if compile_rest and not dry_run:
-        model.compile()
-        _compiled.add(model)
     return report
 
 
@@ -97,11 +107,16 @@ def unfuse_model(model: nn.Module) -> None:
 
     Raises:
         TypeError: the model is no module.
-        ValueError: something else changed a fused module's class since (FSDP, a parametrization), or replaced its
-            forward (Accelerate), and must be undone first; then nothing is changed.
+        ValueError: something else changed a fused module's class since (a parametrization), or replaced its forward
+            (Accelerate), and must be undone first; then nothing is changed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"unfuse_model: model must be a torch.nn.Module, got {type(model).__name__}")
+    with classes.unsharded(model):
+        _unfuse(model)
+
+
+def _unfuse(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if not classes.is_fused(module) and hasattr(type(module), "_fusedops_original"):
             raise ValueError(f"unfuse_model: the class of module {name!r} was changed after it was fused, to "
@@ -133,9 +148,10 @@ def fusion_status(model: nn.Module) -> FusionReport:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fusion_status: model must be a torch.nn.Module, got {type(model).__name__}")
-    verdicts = {module: _now(module) for module in model.modules()}
-    _drop_idle(verdicts, hooked=True)
-    return _report(model, verdicts)
+    with classes.unsharded(model):
+        verdicts = {module: _now(module) for module in model.modules()}
+        _drop_idle(verdicts, hooked=True)
+        return _report(model, verdicts)
 
 
 def _now(module: nn.Module) -> Verdict:

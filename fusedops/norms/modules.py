@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..core.beside import TensorsBeside
 from ..core.checks import check_p
 from . import ops
 from .reference import Rounding
@@ -132,7 +133,7 @@ class FusedRMSNorm(_RoundedRMSNorm):
                             rounding=self.rounding)  # fmt: skip
 
 
-class FusedBiasDropoutAdd(nn.Dropout):
+class FusedBiasDropoutAdd(TensorsBeside, nn.Dropout):
     """``dropout(x + bias) + residual`` in one pass.
 
     Args:
@@ -149,16 +150,19 @@ class FusedBiasDropoutAdd(nn.Dropout):
     Source: Srivastava et al. 2014, JMLR 15(56).
     """
 
+    _beside = ("bias", "residual")
+
     def __init__(self, p: float = 0.5) -> None:
         check_p(type(self).__name__, p)
         super().__init__(p)
 
     def forward(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """Drop, and add ``residual``; see the class."""
+        bias, residual = self._vector(bias, x), self._rows(residual, x)
         return ops.bias_dropout_add(x, bias, residual, p=self.p, training=self.training)
 
 
-class FusedBiasDropoutAddLayerNorm(nn.LayerNorm):
+class FusedBiasDropoutAddLayerNorm(TensorsBeside, nn.LayerNorm):
     """``layer_norm(dropout(x + bias) + residual)`` in one pass.
 
     ``weight`` and ``bias`` of the module are the norm's, under torch.nn.LayerNorm's ``state_dict`` keys; the bias
@@ -186,6 +190,8 @@ class FusedBiasDropoutAddLayerNorm(nn.LayerNorm):
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
 
+    _beside = ("bias", "residual")
+
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -209,6 +215,7 @@ class FusedBiasDropoutAddLayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Any:
         """Drop, add ``residual`` and normalise; see the class."""
+        bias, residual = self._vector(bias, x), self._rows(residual, x)
         _check_width(self, x)
         return ops.bias_dropout_add_ln(x, bias, residual, self.weight, self.bias, p=self.p, training=self.training,
                                        eps=self.eps, return_sum=self.return_sum, save=self.save)  # fmt: skip
@@ -218,7 +225,7 @@ class FusedBiasDropoutAddLayerNorm(nn.LayerNorm):
         return f"{super().extra_repr()}, p={self.p}" + _differences(self, return_sum=False, save="sum")
 
 
-class FusedBiasDropoutAddRMSNorm(_RoundedRMSNorm):
+class FusedBiasDropoutAddRMSNorm(TensorsBeside, _RoundedRMSNorm):
     """``rms_norm(dropout(x + bias) + residual)`` in one pass.
 
     ``weight`` is the norm's, under torch.nn.RMSNorm's ``state_dict`` key; the bias that is added before dropout
@@ -247,6 +254,8 @@ class FusedBiasDropoutAddRMSNorm(_RoundedRMSNorm):
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
 
+    _beside = ("bias", "residual")
+
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -272,6 +281,7 @@ class FusedBiasDropoutAddRMSNorm(_RoundedRMSNorm):
 
     def forward(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Any:
         """Drop, add ``residual`` and normalise; see the class."""
+        bias, residual = self._vector(bias, x), self._rows(residual, x)
         _check_width(self, x)
         return ops.bias_dropout_add_rms_norm(x, bias, residual, self.weight, p=self.p, training=self.training,
                                              eps=self.eps, weight_offset=self.weight_offset, rounding=self.rounding,
