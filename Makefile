@@ -4,11 +4,13 @@
 #   VENV     where it goes; VENV=system installs nothing and uses PYTHON as it is (it must have torch and triton)
 #   ARGS     further arguments for the demo, pytest or coverage: make demo ARGS="--steps 50", make test ARGS="-k values"
 #   JOBS     test processes at a time
+#   RANKS    processes of demo-distributed: as many as there are GPUs, or any number on a CPU
 #   PINS     the file of pinned versions that are installed
 
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= auto
+RANKS ?= 2
 PINS ?= constraints.txt
 ARGS ?=
 
@@ -29,10 +31,11 @@ PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n $(JOBS) --dis
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest tests $(PARALLEL) $(FULL) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-plain test-interpret coverage lint format docs wheel clean
+.PHONY: help venv demo demo-distributed test test-all test-plain test-interpret coverage lint format docs wheel clean
 
 help:
 	@echo "make demo      train a small language model with torch.nn and with fusedops.nn, and compare"
+	@echo "make demo-distributed  train one on RANKS processes, FSDP2 times tensor parallel, and compare with one process"
 	@echo "make test      the tests, with a choice of each one's parameters; those that need a GPU run where there is one"
 	@echo "make test-all  the tests with all of their parameters, which takes an hour"
 	@echo "make coverage  which classes of the installed Transformers fuse_model knows"
@@ -58,6 +61,9 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 
 demo: $(READY)
 	$(PY) examples/train_lm.py $(ARGS)
+
+demo-distributed: $(READY)
+	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/train_lm_distributed.py $(ARGS)
 
 # Triton decides when a kernel is decorated whether it is interpreted or compiled: hence two processes.
 test: test-plain test-interpret

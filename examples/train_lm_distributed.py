@@ -1,0 +1,250 @@
+"""Train a small language model on several GPUs, or several processes of a CPU: FSDP2 times tensor parallel.
+
+The model is a pre-norm transformer over bytes, like Llama's but for its positions, that learns the source text of
+Python's standard library. It is built once of ``torch.nn`` and once of ``fusedops.nn``; `CONTENDERS` is the difference.
+Within a group of ``--tp`` processes the linear layers are split by columns and rows, and norms, sums and dropout have a
+part of each sequence (sequence parallel). Over the groups the batch is split, and FSDP2 shards what is left of parameters.
+
+    torchrun --nproc-per-node 2 examples/train_lm_distributed.py
+    torchrun --nproc-per-node 8 examples/train_lm_distributed.py --tp 4 --layers 16 --width 4096 --heads 32
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import parallel as tp
+
+from fusedops.nn import FusedBiasDropoutAddRMSNorm, FusedSwiGLU
+
+VOCABULARY = 256  # bytes
+
+
+class TorchAddNorm(nn.RMSNorm):
+    """Dropout, the sum with the residual stream and the norm: three operators. Returns the sum too."""
+
+    def __init__(self, width: int, *, p: float) -> None:
+        super().__init__(width, eps=1e-6)
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, x: Tensor, *, residual: Tensor | None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Map ``(batch, context, width)`` to two tensors of that shape."""
+        x = self.dropout(x)
+        x = x if residual is None else residual + x
+        return super().forward(x), x
+
+
+class TorchSwiGLU(nn.Module):
+    """The gated unit: two operators."""
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Map two tensors of one shape to a third."""
+        return F.silu(gate) * up
+
+
+Parts = tuple[Any, Any]  # what the two models make of all that is no matrix product
+FusedAddNorm = functools.partial(FusedBiasDropoutAddRMSNorm, eps=1e-6, return_sum=True)
+CONTENDERS: dict[str, Parts] = {"torch.nn": (TorchAddNorm, TorchSwiGLU), "fusedops.nn": (FusedAddNorm, FusedSwiGLU)}
+
+
+class Attention(nn.Module):
+    """Causal self-attention, with the heads that this process has."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.size = width // heads
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        """Map ``(batch, context, width)`` to the same shape."""
+        q, k, v = (f(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+
+
+class MLP(nn.Module):
+    """The gated feed-forward part, with the columns that this process has."""
+
+    def __init__(self, width: int, gated_unit: Any) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
+        self.down, self.unit = nn.Linear(3 * width, width, bias=False), gated_unit()
+
+    def forward(self, x: Tensor) -> Any:
+        """Map ``(batch, context, width)`` to the same shape."""
+        return self.down(self.unit(self.gate(x), self.up(x)))
+
+
+class Block(nn.Module):
+    """A pre-norm block: each norm first adds the branch before it to the residual stream."""
+
+    def __init__(self, width: int, heads: int, p: float, parts: Parts) -> None:
+        super().__init__()
+        add_norm, gated_unit = parts
+        self.attention_norm, self.mlp_norm = (add_norm(width, p=p) for _ in range(2))
+        self.attention, self.mlp = Attention(width, heads), MLP(width, gated_unit)
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Map a branch and the residual stream to those behind this block."""
+        x, residual = self.attention_norm(x, residual=residual)
+        x, residual = self.mlp_norm(self.attention(x), residual=residual)
+        return self.mlp(x), residual
+
+
+class LanguageModel(nn.Module):
+    """Bytes and those that follow in, the mean loss out."""
+
+    def __init__(self, args: argparse.Namespace, parts: Parts) -> None:
+        super().__init__()
+        self.bytes, self.positions = nn.Embedding(VOCABULARY, args.width), nn.Embedding(args.context, args.width)
+        blocks = [Block(args.width, args.heads, args.dropout, parts) for _ in range(args.layers)]
+        self.blocks, self.norm = nn.ModuleList(blocks), parts[0](args.width, p=args.dropout)
+        self.head = nn.Linear(args.width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Map ``(batch, context)`` bytes, and as many targets, to a number."""
+        places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        x, residual = self.bytes(tokens) + self.positions(places), None
+        for block in self.blocks:
+            x, residual = block(x, residual)
+        logits = self.head(self.norm(x, residual=residual)[0])
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+# How it is spread. --------------------------------------------------------------------------------------------------
+
+
+def plan() -> dict[str, tp.ParallelStyle]:
+    """The usual plan of a pre-norm model: between the branches, each process has a part of every sequence."""
+    rows: dict[str, Any] = {"output_layouts": Shard(1), "use_local_output": False}
+    embedding = tp.RowwiseParallel(input_layouts=Replicate(), **rows)
+    gather = tp.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    columns = ("attention.query", "attention.key", "attention.value", "mlp.gate", "mlp.up")  # of which each has some
+    return {
+        **dict.fromkeys(("bytes", "positions"), embedding),
+        **dict.fromkeys(("blocks.*.*_norm", "norm"), tp.SequenceParallel()),
+        **dict.fromkeys(("blocks.*.attention", "blocks.*.mlp"), gather),
+        **{f"blocks.*.{name}": tp.ColwiseParallel() for name in columns},
+        **{f"blocks.*.{name}": tp.RowwiseParallel(**rows) for name in ("attention.out", "mlp.down")},
+        "head": tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+
+
+def spread(model: LanguageModel, mesh: DeviceMesh) -> None:
+    """Split the model over the tensor-parallel processes first, and shard what each has over the others."""
+    if mesh["tp"].size() > 1:
+        tp.parallelize_module(model, mesh["tp"], plan())
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh["dp"])
+
+
+# Training. ----------------------------------------------------------------------------------------------------------
+
+
+def read_corpus() -> Tensor:
+    """The standard library's modules, one after the other, as bytes."""
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return torch.frombuffer(bytearray(b"".join(module.read_bytes() for module in modules)), dtype=torch.uint8)
+
+
+def batches(corpus: Tensor, args: argparse.Namespace, steps: int) -> Iterator[Tensor]:
+    """Random windows of one byte more than the context: the same ones in every process."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        starts = torch.randint(len(corpus) - args.context, (args.batch, 1), generator=generator)
+        yield corpus[(starts + torch.arange(args.context + 1)).to(corpus.device)].long()
+
+
+def train(parts: Parts, corpus: Tensor, args: argparse.Namespace, steps: int,
+          mesh: DeviceMesh | None) -> tuple[list[float], float, float]:  # fmt: skip
+    """Losses, tokens a second and MiB of a training on the mesh, or in this process alone; on a GPU in bf16 autocast."""
+    device, on_gpu = corpus.device, corpus.device.type == "cuda"
+    torch.manual_seed(0)  # the same weights everywhere
+    model = LanguageModel(args, parts).to(device)
+    groups, group = (1, 0) if mesh is None else (mesh["dp"].size(), mesh["dp"].get_local_rank())
+    if mesh is not None:
+        spread(model, mesh)
+    torch.manual_seed(1 + group)  # for dropout: alike within a tensor-parallel group, other data elsewhere
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate)
+    losses, warm_up, started = [], min(5, steps - 1), time.perf_counter()
+    for step, windows in enumerate(batches(corpus, args, steps)):
+        if step == warm_up and on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter() if step == warm_up else started
+        own = windows.chunk(groups)[group]
+        with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
+            loss = model(own[:, :-1], own[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    means = torch.stack(losses) / groups
+    if mesh is not None:
+        dist.all_reduce(means, group=mesh["dp"].get_group())
+    found = means.tolist()  # which waits for the GPU
+    speed = (steps - warm_up) * args.batch * args.context / (time.perf_counter() - started)
+    return found, speed, torch.cuda.max_memory_allocated() / 2**20 if on_gpu else 0.0
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Train a small language model on several processes; run by torchrun.")
+    parser.add_argument("--tp", type=int, help="processes that split a layer: 2 for an even number of processes, or 1")
+    parser.add_argument("--parts", choices=[*CONTENDERS, "both"], default="both", help="what the model is made of")
+    sizes = {"layers": (2, 8), "width": (96, 1024), "heads": (4, 16), "context": (64, 512), "batch": (12, 32),
+             "steps": (40, 200), "rate": (2e-3, 3e-4), "dropout": (0.0, 0.0)}  # fmt: skip
+    for name, presets in sizes.items():
+        default: Any = presets[torch.cuda.is_available()]
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{default} on this machine")
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("run this by torchrun: torchrun --nproc-per-node 2 examples/train_lm_distributed.py")
+    processes = int(os.environ["WORLD_SIZE"])
+    args.tp = args.tp or (2 if processes % 2 == 0 else 1)
+    if processes % args.tp or args.heads % args.tp or args.context % args.tp or args.batch % (processes // args.tp):
+        parser.error("--tp divides the processes, --heads and --context, and what is left of the processes --batch")
+    return args
+
+
+def main() -> None:
+    """Train each model on all processes, and the first steps in one."""
+    args = parse_arguments()
+    kind = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
+    if kind == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    mesh = init_device_mesh(kind, (dist.get_world_size() // args.tp, args.tp), mesh_dim_names=("dp", "tp"))
+    corpus, first = read_corpus().to(kind), dist.get_rank() == 0
+    if first:
+        print(f"{dist.get_world_size()} processes on {kind}: data over {mesh.shape[0]}, tensors over {args.tp}")
+    for name, parts in CONTENDERS.items():
+        if args.parts not in (name, "both"):
+            continue
+        losses, speed, mib = train(parts, corpus, args, args.steps, mesh)
+        if first:
+            memory = f", peak memory {mib:,.0f} MiB a process" if mib else ""
+            print(f"{name:>12}  loss {losses[0]:.3f} to {losses[-1]:.3f}, {speed:,.0f} tokens/s{memory}", flush=True)
+        if first and not args.dropout:  # groups with other data drop other elements
+            alone = train(parts, corpus, args, min(args.steps, 10), None)[0]
+            gap = max(abs(a - b) for a, b in zip(alone, losses, strict=False))
+            print(f"{'':>12}  largest difference from one process, {len(alone)} steps: {gap:.1g}", flush=True)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
