@@ -1,0 +1,352 @@
+"""Tensor parallel and sharded models, before fusing and after: values, gradients and checkpoints of one process."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+import fusedops
+from support import INTERPRETED
+
+RANKS = 3  # of which the first two compute; all three load what these saved
+VOCABULARY, WIDTH, HEADS, BATCH, LENGTH = 64, 32, 4, 2, 8
+ROOT = Path(__file__).parents[1]
+
+# Sums of up to 64 products in another order. Losses and gradients are of order one.
+_close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
+
+
+def _full(t: Any) -> Tensor:
+    """All of a tensor, sharded or not."""
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+def _scattered(model: nn.Module) -> nn.Module:
+    """With weights and biases of norms, and biases of linear layers, that are not ones and zeros."""
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            nn.init.normal_(parameter, 1.0, 0.3)
+    return model.train()
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=2,
+                         num_attention_heads=HEADS, num_key_value_heads=2, max_position_embeddings=64,
+                         initializer_range=0.2)  # fmt: skip
+    return _scattered(LlamaForCausalLM(config))
+
+
+def _bert(p: float) -> nn.Module:
+    """Dropout of rows only: that of attention weights is drawn for the heads that a rank has."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=2,
+                        num_attention_heads=HEADS, max_position_embeddings=64, hidden_dropout_prob=p,
+                        attention_probs_dropout_prob=0.0, initializer_range=0.2)  # fmt: skip
+    return _scattered(BertForMaskedLM(config))
+
+
+def _layers(model: Any) -> nn.ModuleList:
+    layers: nn.ModuleList = model.model.layers if hasattr(model, "model") else model.bert.encoder.layer
+    return layers
+
+
+def _loss(model: nn.Module, ids: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+def _ids(step: int = 1) -> Tensor:
+    return torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
+
+
+def _llama_plan(*, sequence: bool) -> dict[str, Any]:
+    """The usual one: layers by columns and rows; with ``sequence``, norms and sums have a part of each sequence."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import parallel as tp
+
+    layer, rows = "model.layers.*.", {"output_layouts": Shard(1), "use_local_output": False} if sequence else {}
+    plan: dict[str, Any] = {layer + f"self_attn.{name}_proj": tp.ColwiseParallel() for name in "qkv"}
+    plan |= {layer + f"mlp.{name}_proj": tp.ColwiseParallel() for name in ("gate", "up")}
+    plan |= {layer + name: tp.RowwiseParallel(**rows) for name in ("self_attn.o_proj", "mlp.down_proj")}
+    plan["model.embed_tokens"] = tp.RowwiseParallel(input_layouts=Replicate(), **rows)
+    if not sequence:
+        return {**plan, "lm_head": tp.ColwiseParallel(output_layouts=Replicate())}
+    places, whole = {"hidden_states": Shard(1)}, {"hidden_states": Replicate()}
+    return {
+        **plan,
+        "model.layers.*.*_layernorm": tp.SequenceParallel(),
+        layer + "self_attn": tp.PrepareModuleInput(
+            input_kwarg_layouts=places, desired_input_kwarg_layouts=whole, use_local_output=True
+        ),
+        layer + "mlp": tp.PrepareModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
+        ),
+        "model.norm": tp.SequenceParallel(),
+        "lm_head": tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+
+
+def _bert_plan() -> dict[str, Any]:
+    from torch.distributed.tensor import parallel as tp
+
+    columns = (*[f"attention.self.{name}" for name in ("query", "key", "value")], "intermediate.dense")
+    plan: dict[str, Any] = {f"bert.encoder.layer.*.{name}": tp.ColwiseParallel() for name in columns}
+    rows = ("attention.output.dense", "output.dense")
+    return plan | {f"bert.encoder.layer.*.{name}": tp.RowwiseParallel() for name in rows}
+
+
+# --- properties, on the two ranks that compute ------------------------------------------------------------------------
+
+
+def _modules_under_sequence_parallel(mesh: Any) -> None:
+    """`SequenceParallel` hands on the first argument alone: others arrive all the same, placed as that is."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+    made, nns, p = torch.Generator().manual_seed(2), fusedops.nn, 0.4 if INTERPRETED else 0.0
+    x, other = (torch.randn(BATCH, LENGTH, WIDTH, generator=made) for _ in range(2))
+    bias = torch.randn(WIDTH, generator=made)
+    cases: tuple[tuple[nn.Module, dict[str, Tensor]], ...] = (
+        (nns.FusedLayerNorm(WIDTH), {}),
+        (nns.FusedRMSNorm(WIDTH), {}),
+        (nns.FusedBiasDropoutAdd(p), {"bias": bias, "residual": other}),
+        (nns.FusedBiasDropoutAddLayerNorm(WIDTH, p=p), {"bias": bias, "residual": other}),
+        (nns.FusedBiasDropoutAddRMSNorm(WIDTH, p=p, return_sum=True), {"bias": bias, "residual": other}),
+        (nns.FusedBiasAct("silu", p), {"bias": bias}),
+        (nns.FusedBiasGELU(), {"bias": bias}),
+        (nns.FusedGLU(), {"up": other}),
+        (nns.FusedSwiGLU(), {"up": other}),
+        (nns.FusedGEGLU(), {"up": other}),
+    )
+
+    def run(module: nn.Module, tensors: list[Tensor], names: list[str], along: Any) -> tuple[list[Tensor], ...]:
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        torch.manual_seed(5)
+        first, others = leaves[:1], leaves[1:]
+        found = module(*first, **dict(zip(names, others, strict=True))) if names else module(*leaves)
+        outputs = list(found) if isinstance(found, tuple) else [found]
+        return outputs, list(torch.autograd.grad(outputs, leaves, [along for _ in outputs]))
+
+    for module, others in cases:
+        tensors = [x, *others.values()]
+        outputs, gradients = run(module, tensors, [], other)
+        parallel = parallelize_module(copy.deepcopy(module), mesh, SequenceParallel())
+        own = [t.chunk(2, 1)[dist.get_rank()] if t.ndim == 3 else t for t in tensors]
+        for names in ([], list(others)):
+            found, grads = run(parallel, own, names, distribute_tensor(other, mesh, [Shard(1)]))
+            for out, expected in zip(found, outputs, strict=True):
+                assert out.placements == (Shard(1),), type(module).__name__
+                _close(_full(out), expected)
+            for grad, expected in zip(grads, gradients, strict=True):
+                _close(grad, expected.chunk(2, 1)[dist.get_rank()] if expected.ndim == 3 else expected)
+
+
+def _agrees(model: nn.Module, reference: nn.Module, over: Any = None) -> None:
+    """Loss and gradients are those of one process; the ranks ``over`` this mesh have parts of the batch."""
+    assert fusedops.fusion_status(model).replaced
+    torch.manual_seed(3)
+    expected = _loss(reference, _ids())
+    expected.backward()
+    torch.manual_seed(3)
+    loss = _loss(model, _ids() if over is None else _ids().chunk(2)[dist.get_rank()])
+    loss.backward()
+    found = _full(loss.detach()).clone()
+    if over is not None:
+        dist.all_reduce(found, group=over.get_group())
+        found /= 2
+    _close(found, expected.detach())
+    gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    for name, parameter in model.named_parameters():
+        # The softmax does not depend on a bias of all keys.
+        assert name.endswith("key.bias") or gradients[name].abs().max() > 1e-3, name
+        _close(_full(parameter.grad), gradients[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+def _tensor_parallel_models(mesh: Any) -> None:
+    """Fused before the plan is applied, or after: the same modules call the same operators."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    cases: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [(_llama, _llama_plan(sequence=True))]
+    if not INTERPRETED:  # which takes long, and the kernels are those
+        cases += [(_llama, _llama_plan(sequence=False)), (functools.partial(_bert, 0.2), _bert_plan())]
+    for make, plan in cases:
+        reports = []
+        for first in (True, False):
+            model = make()
+            for fusing in (first, not first):
+                if fusing:
+                    fusedops.fuse_model(model)
+                else:
+                    parallelize_module(model, mesh, plan)
+            reports.append([(line.name, line.calls) for line in fusedops.fusion_status(model).replaced])
+            reference = make()
+            fusedops.fuse_model(reference)
+            _agrees(model, reference)
+        assert reports[0] == reports[1]
+
+
+def _sharded_models(mesh: Any) -> None:
+    """Fused before `fully_shard`, or after: the same classes, FSDP's in front; each rank has a part of the batch."""
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    for make in (_llama, functools.partial(_bert, 0.0)):
+        classes = []
+        for first in (True, False):
+            model = make()
+            for fusing in (first, not first):
+                if fusing:
+                    fusedops.fuse_model(model)
+                else:
+                    for part in (*_layers(model), model):
+                        fully_shard(part, mesh=mesh)
+            classes.append([type(module) for module in model.modules()])
+            assert isinstance(model, FSDPModule)
+            _agrees(model, make(), mesh)
+        assert classes[0] == classes[1]
+
+
+def _spread(model: nn.Module, mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    if mesh["tp"].size() > 1:
+        parallelize_module(model, mesh["tp"], _llama_plan(sequence=True))
+    for part in (*_layers(model), model):
+        fully_shard(part, mesh=mesh["dp"])
+
+
+def _compiled_blocks(mesh: Any) -> None:
+    """Whole graphs, compiled once, under FSDP2 times tensor parallel; training as one process does."""
+    import torch._dynamo
+
+    model, reference = _llama(), _llama()
+    fusedops.fuse_model(model)
+    for layer in _layers(model):
+        layer.compile(backend="aot_eager", fullgraph=True)
+    _spread(model, mesh)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, reference)]
+    for step in range(3):
+        torch._dynamo.config.error_on_recompile = step > 0
+        losses = [_loss(m, _ids(step)) for m in (model, reference)]
+        _close(*losses)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(_layers(model))
+    torch._dynamo.config.error_on_recompile = False
+
+
+def _save(mesh: Any, folder: str) -> None:
+    """Of a fused model that is split and sharded, under the keys of the model as it was."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    model = _llama()
+    fusedops.fuse_model(model)
+    _spread(model, mesh)
+    state = get_model_state_dict(model)
+    assert list(state) == list(_llama().state_dict())
+    checkpoint.save(state, checkpoint_id=folder, process_group=mesh["tp"].get_group())
+
+
+def _load(folder: str, *, fused: bool) -> None:
+    """On all ranks, into a sharded model, fused or not."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = _llama()
+    if fused:
+        fusedops.fuse_model(model)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for part in (*_layers(model), model):
+        fully_shard(part, mesh=mesh)
+    state = {name: torch.zeros_like(t) for name, t in get_model_state_dict(model).items()}
+    checkpoint.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state)
+    expected = _llama().state_dict()
+    for name, t in model.state_dict().items():
+        assert torch.equal(_full(t), expected[name]), name
+
+
+def _work(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
+    if rank < 2:
+        one = mesh["tp"]
+        _modules_under_sequence_parallel(one)
+        _tensor_parallel_models(one)
+        if not INTERPRETED:
+            _compiled_blocks(mesh)
+            _sharded_models(one)
+            _save(mesh, f"{folder}/saved")
+    dist.barrier()
+    if not INTERPRETED:
+        _load(f"{folder}/saved", fused=False)
+        _load(f"{folder}/saved", fused=True)
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
+def test_three_processes(tmp_path: Path) -> None:
+    mp.spawn(_work, (str(tmp_path),), RANKS)
+    if not INTERPRETED:
+        _load_alone(tmp_path / "saved")
+
+
+def _load_alone(folder: Path) -> None:
+    """What two ranks saved, into the model as it was and into the fused one, in one process."""
+    from torch.distributed import checkpoint
+
+    for fused in (False, True):
+        model = _llama()
+        expected = {name: t.clone() for name, t in model.state_dict().items()}
+        if fused:
+            fusedops.fuse_model(model)
+        state = {name: torch.zeros_like(t) for name, t in model.state_dict().items()}
+        checkpoint.load(state, checkpoint_id=folder, no_dist=True)
+        assert state.keys() == expected.keys()
+        for name, t in expected.items():
+            assert torch.equal(state[name], t), name
+
+
+@pytest.mark.once
+def test_example_trains_as_one_process() -> None:
+    """`make demo-distributed`, for a few steps of a tiny model."""
+    sizes = ["--steps", "3", "--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "4"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               "examples/train_lm_distributed.py", "--tp", "2", *sizes]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "2 processes on cpu: data over 1, tensors over 2" in done.stdout
+    differences = re.findall(r"largest difference from one process, 3 steps: (\S+)", done.stdout)
+    assert len(differences) == 2, done.stdout
+    # Losses of five and a half; a unit in the last place of one is 5e-7.
+    assert max(map(float, differences)) < 5e-6
