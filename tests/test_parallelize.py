@@ -259,13 +259,14 @@ def _compiled_blocks(mesh: Any) -> None:
 
 
 def _save(mesh: Any, folder: str) -> None:
-    """Of a fused model that is split and sharded, under the keys of the model as it was."""
+    """Of a model that is split, sharded and then fused, under the keys of the model as it was."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     model = _llama()
-    fusedops.fuse_model(model)
     _spread(model, mesh)
+    fusedops.fuse_model(model)
+    _agrees(model, _llama())
     state = get_model_state_dict(model)
     assert list(state) == list(_llama().state_dict())
     checkpoint.save(state, checkpoint_id=folder, process_group=mesh["tp"].get_group())
