@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import fusedops
+from fusedops.core import compat
 
 pytestmark = pytest.mark.once
 
@@ -127,16 +128,15 @@ def test_fsdp_with_a_wrapper() -> None:
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("shard", ["fully_shard", "replicate"])
+@pytest.mark.parametrize("table", [True, False], ids=["", "without FSDP's table"])
 @pytest.mark.parametrize("first", [True, False], ids=["fused first", "sharded first"])
-def test_fused_and_sharded(shard: str, first: bool) -> None:
+def test_fused_and_sharded(table: bool, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In either order a module gets the same class, with the same values; unfused, it is sharded still."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    function: Any = fully_shard
-    if shard == "replicate":
-        from torch.distributed._composable.replicate_with_fsdp import replicate as function
+    if not table:
+        monkeypatch.setattr(compat, "_imported", lambda module, name: None)
     original, model = _model(), _model()
     model.load_state_dict(original.state_dict())
     mesh = init_device_mesh("cpu", (1,))
@@ -144,8 +144,8 @@ def test_fused_and_sharded(shard: str, first: bool) -> None:
         if turn:
             fusedops.fuse_model(model)
         else:
-            function(model[1], mesh=mesh)
-            function(model, mesh=mesh)
+            fully_shard(model[1], mesh=mesh)
+            fully_shard(model, mesh=mesh)
     norm: Any = type(model[1])
     assert [line.name for line in fusedops.fusion_status(model).replaced] == ["1", "2"]
     assert isinstance(model[1], FSDPModule)

@@ -323,15 +323,15 @@ def default_store() -> Any:
 
 # The modules of PyTorch's FSDP, in which classes of wrapped modules are.
 FSDP = ("torch.distributed.fsdp.", "torch.distributed._composable.")
-# Those that `sharded_class` makes, by FSDP's class in front, where FSDP's own table is not to be had.
-_sharded_classes: dict[type, dict[type, type]] = {}
+# The classes that `sharded_class` makes, where FSDP's own table is not to be had.
+_sharded_classes: dict[type, type] = {}
 
 
 def unsharded_class(cls: Any) -> Any:
-    """The class of a module before `fully_shard` or `replicate` put one of FSDP's in front of it."""
+    """The class of a module before `fully_shard` put one of FSDP's in front of it."""
     bases = cls.__bases__
-    fsdp = len(bases) == 2 and f"{bases[0].__module__}.".startswith(FSDP) and not issubclass(bases[0], torch.nn.Module)
-    return bases[1] if fsdp else cls
+    name = f"{bases[0].__module__}.{bases[0].__name__}"
+    return bases[1] if len(bases) == 2 and name.startswith(FSDP) and name.endswith(".FSDPModule") else cls
 
 
 def sharded_class(sharded: Any, cls: Any) -> Any:
@@ -339,14 +339,12 @@ def sharded_class(sharded: Any, cls: Any) -> Any:
 
     It is in FSDP's private table too, of which torch.compile's saved guards read. Without the table there is one here.
     """
-    first = sharded.__bases__[0]
-    path = "torch.distributed.fsdp._fully_shard._fully_shard"
-    table = _imported(path, "cls_to_fsdp_cls") if first.__name__ == "FSDPModule" else None
-    table = _sharded_classes.setdefault(first, {}) if table is None else table
+    table = _imported("torch.distributed.fsdp._fully_shard._fully_shard", "cls_to_fsdp_cls")
+    table = _sharded_classes if table is None else table
     table.setdefault(unsharded_class(sharded), sharded)
     if cls not in table:
         body = {name: value for name, value in vars(sharded).items() if name not in ("__dict__", "__weakref__")}
-        table[cls] = type(cls)(sharded.__name__, (first, cls), body)
+        table[cls] = type(cls)(sharded.__name__, (sharded.__bases__[0], cls), body)
     return table[cls]
 
 
