@@ -96,7 +96,7 @@ class ActivationOperator(Operator):
         """All that can be wrong but p."""
         op, kind = constants.op, constants.kind
         x, other = tensors
-        first, second = ("gate", "up") if kind != "bias" else ("input" if op == "gelu" else "x", "bias")
+        first, second = _arguments(constants)
         checks.check_tensor(op, first, x)
         if x.dim() == 0 and (kind == "packed" or other is not None):
             raise ValueError(f"{op}: {first} must have at least one dimension, got a scalar")
@@ -134,6 +134,14 @@ class ActivationOperator(Operator):
     def has_rows(self, constants: ActivationConstants, name: str) -> bool:
         """See `Operator`; up has, a bias has none."""
         return name in self.rows or (constants.kind != "bias" and name in ("other", "kept_other"))
+
+    def has_columns(self, constants: ActivationConstants) -> bool:
+        """See `Operator`; of a packed tensor no rank has the same columns of both halves."""
+        return constants.kind != "packed"
+
+    def argument(self, constants: ActivationConstants, place: int) -> str:
+        """See `Operator`."""
+        return _arguments(constants)[place]
 
     # --- PyTorch's operators --------------------------------------------------------------------------------------------
 
@@ -182,6 +190,12 @@ class ActivationOperator(Operator):
         x, other = saved
         make = empty if site.vector is None else empty_dense
         return make(x, x.dtype) if needed[0] else None, make(other, other.dtype) if needed[1] else None
+
+
+def _arguments(constants: ActivationConstants) -> tuple[str, str]:
+    if constants.kind != "bias":
+        return "gate", "up"
+    return "input" if constants.op == "gelu" else "x", "bias"
 
 
 def _gelu(constants: ActivationConstants, tensors: Any) -> Tensor:

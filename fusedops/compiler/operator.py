@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..core import launch, rng
 from ..core.dropout import Dropout
-from ..core.operator import Constants, Dtypes, Operator, Site
+from ..core.operator import Axes, Constants, Dtypes, Operator, Site
 from ..core.operators import encode
 from ..core.registration import define
 from . import launching
@@ -144,6 +144,23 @@ class Program(Operator):
         return RowwiseSite(constants, device_index, cols, dtypes, dropout, saves, self.acc, outs,
                            self.count + (self.own and saves), itemgetter(*taken), encode(constants, dtypes, saves),
                            self, {})  # fmt: skip
+
+    # --- DTensors -----------------------------------------------------------------------------------------------------
+
+    def argument(self, constants: Any, place: int) -> str:
+        """The function's name of it."""
+        return self.structure.inputs[place].name
+
+    def axes(self, constants: Any, tensors: Any) -> Axes:
+        """Those whose sizes may change."""
+        structure, sizes = self.structure, self.sizes_of(tensors)
+        numbers = {axis: number for number, axis in enumerate(structure.rows) if axis in self.dynamic}
+        found = [tuple([numbers.get(label[0]) if len(label) == 1 else None for label in operand.labels])
+                 for operand in (*structure.inputs, *structure.outputs)]  # fmt: skip
+        count = len(structure.inputs)
+        carriers = [place for place, its in enumerate(found[:count]) if any(axis is not None for axis in its)]
+        return Axes(tuple([sizes[axis] for axis in structure.rows]), math.prod([sizes[axis] for axis in structure.unrolled]),
+                    structure.cols, tuple(found[:count]), tuple(found[count:]), tuple(carriers))  # fmt: skip
 
     # --- PyTorch's operators ------------------------------------------------------------------------------------------
 

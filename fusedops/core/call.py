@@ -18,9 +18,9 @@ from torch import Tensor
 from . import checks, compat, dropout, launch, operators, rng, sharding
 from .function import PLAIN, Call, apply, forward
 from .operator import Operator, Site, Tensors
-from .rng import NO_DROPOUT
+from .rng import NO_DROPOUT, State
 
-__all__ = ["run"]
+__all__ = ["run", "with_state"]
 
 # More than a program has different calls. A program with ever new ones starts with an empty cache again.
 _MOST_CALLS = 8192
@@ -42,8 +42,6 @@ class Signature:
         self.kernels = self.cols >= 0
         # Tensor subclasses see registered operators.
         self.special = not self.kernels or not PLAIN.issuperset(map(type, tensors))
-        if self.special:
-            sharding.prepare()
         self.native: Callable[..., Any] | None = None
         if not self.special and first.is_cuda and not autocast:
             self.native = op.native(constants, self.dtypes)
@@ -129,18 +127,29 @@ def _elsewhere(op: Operator, tensors: Tensors, p: float, signature: Signature) -
     # A symbol is not asked: it would become a guard, or be unknown.
     if not signature.kernels or (type(elements) is int and not elements):
         return op.reference(constants, tensors, dropout.dropout_of(p, NO_DROPOUT, signature.cols))
+    if sharding.distributes(tensors):
+        return _on_shards(op, constants, tensors, p)
     if compat.transforms() or compat.in_forward_mode():
         state = rng.state_of(p, first.device)
         return op.reference(constants, tensors, dropout.dropout_of(p, state, signature.cols))
-    state = NO_DROPOUT
-    if p > 0.0:
-        recorded = p < 1.0 and compat.is_recording(*tensors)
-        state = (rng.recorded(first.device), None, rng.threshold(p)) if recorded else rng.state_of(p, first.device)
+    return _called(op, signature, tensors, _drawn(p, tensors, first.device), registered=True)
+
+
+def _drawn(p: float, tensors: Tensors, device: torch.device) -> State:
+    """The random state of a call whose tensors may be recorded."""
+    if 0.0 < p < 1.0 and compat.is_recording(*tensors):
+        return rng.recorded(device), None, rng.threshold(p)
+    return rng.state_of(p, device)
+
+
+def _called(op: Operator, signature: Signature, tensors: Tensors, state: State, *, registered: bool) -> Any:
+    """The outputs from the registered operator, or from a launch."""
     saves = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    site = signature.site(op, (p > 0.0) + 2 * saves)
+    site = signature.site(op, (state[0] is not None) + 2 * saves)
     if saves:
-        return Call.apply((op, site, state, True), *tensors)  # type: ignore[no-untyped-call]
-    return op.expose(constants, tensors, operators.forward(op, site, tensors, state))
+        return Call.apply((op, site, state, registered), *tensors)  # type: ignore[no-untyped-call]
+    launched = operators.forward if registered else forward
+    return op.expose(site.constants, tensors, launched(op, site, tensors, state))
 
 
 def _traced(op: Operator, constants: Any, tensors: Tensors, p: Any) -> Any:
@@ -153,13 +162,69 @@ def _traced(op: Operator, constants: Any, tensors: Tensors, p: Any) -> Any:
     cols = op.cols(constants, tensors) if fused else -1
     if cols < 0:
         return op.reference(constants, tensors, dropout.dropout_of(p, NO_DROPOUT, cols))
-    seed: Tensor | None = None
-    if p > 0.0:
-        seed = rng.recorded(first.device) if p < 1.0 else torch.zeros(2, dtype=torch.int64, device=first.device)
-    sharding.prepare()
+    if sharding.distributes(tensors):
+        return _on_shards(op, constants, tensors, p)
+    return _in_graph(op, constants, tensors, _recorded(p, first.device))
+
+
+def _recorded(p: float, device: torch.device) -> State:
+    """The random state of a call that torch.compile traces."""
+    if p <= 0.0:
+        return NO_DROPOUT
+    seed = rng.recorded(device) if p < 1.0 else torch.zeros(2, dtype=torch.int64, device=device)
+    return seed, None, rng.threshold(p)
+
+
+def _in_graph(op: Operator, constants: Any, tensors: Tensors, state: State) -> Any:
+    """The registered operator, and of its outputs those that are there."""
     saves = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     dtypes = operators.dtypes_of(op, tensors)
-    outs = operators.call_forward(op, constants, tensors, (seed, None, rng.threshold(p)), cols,
+    outs = operators.call_forward(op, constants, tensors, state, op.cols(constants, tensors),
                                   operators.encode(constants, dtypes, saves))  # fmt: skip
-    there = op.writes(constants, dtypes, dropout=seed is not None, saves=saves)
+    there = op.writes(constants, dtypes, dropout=state[0] is not None, saves=saves)
     return op.expose(constants, tensors, operators.present(outs, there))
+
+
+# --- DTensors -----------------------------------------------------------------------------------------------------------
+
+
+def _on_shards(op: Operator, constants: Any, tensors: Tensors, p: float) -> Any:
+    """A call on DTensors: on each rank a call on its own tensors."""
+    layout = sharding.layout(op, constants, tensors, dropout=p > 0.0)
+    local = layout.local(op, constants, tensors)
+    first = local[op.first]
+    assert first is not None
+    state = _recorded(p, first.device) if torch.compiler.is_dynamo_compiling() else _drawn(p, local, first.device)
+    seed = operators.seed_of(state)
+    if seed is not None:
+        seed = layout.seed(seed, first.device)
+        state = seed, seed, state[2]
+    outs = op.over_columns(constants, local, state, layout) if layout.splits_columns else None
+    if outs is None:
+        outs = with_state(op, constants, local, state)
+    if torch.compiler.is_dynamo_compiling() and len(layout.axes.outputs) > op.visible:
+        # AOTAutograd loses DTensors that are views of one tensor (PyTorch 2.13).
+        outs = [out.clone() for out in outs]
+    return layout.whole(outs)
+
+
+def with_state(op: Operator, constants: Any, tensors: Tensors, state: State) -> Any:
+    """The outputs of a call that was checked, with a random state that was drawn."""
+    if torch.compiler.is_dynamo_compiling():
+        if op.cols(constants, tensors) < 0:  # of no columns
+            return op.reference(constants, tensors, dropout.none)
+        return _in_graph(op, constants, tensors, state)
+    signature = Signature(op, constants, tensors, nested=False, autocast=False)
+    first = tensors[op.first]
+    assert first is not None
+    if type(first.numel()) is int and not first.numel():
+        return _nothing(op, signature, tensors)
+    return _called(op, signature, tensors, state, registered=signature.special or compat.is_intercepted())
+
+
+def _nothing(op: Operator, signature: Signature, tensors: Tensors) -> Any:
+    """Outputs of a rank that has no rows or no columns: its share in all gradients is zero, and not absent."""
+    outs = op.expose(signature.constants, tensors, op.allocate(signature.site(op, 0), tensors))
+    # Of a function that has all derivatives.
+    zero = sum([t.flatten()[:0].exp().sum() for t in tensors if t is not None and t.requires_grad])
+    return tuple([None if out is None else out + zero for out in outs])

@@ -50,12 +50,12 @@ def load_row_vector(vector, cols, N: tl.constexpr, ACC: tl.constexpr):
 def load_seed(seed, offset):
     """The seed as a tuple, and the offset, of the random state: scalars, or read from ``seed[0], seed[1]``.
 
-    Where ``offset`` is a pointer too, five numbers follow, which `_rows_of_all` takes.
+    Where ``offset`` is a pointer too, seven numbers follow, which `_rows_of_all` and `_groups` take.
     """
     if seed.dtype.is_ptr():
         words = (tl.load(seed),)
         if offset is not None:
-            for i in tl.static_range(2, 7):
+            for i in tl.static_range(2, 9):
                 words = words + (tl.load(seed + i),)  # noqa: RUF005
         return words, tl.load(seed + 1)
     else:
@@ -67,6 +67,16 @@ def _rows_of_all(rows, words):
     """For rows of a shard, which rows of the whole tensor they are: see `sharding.numbers`."""
     within = rows % words[2]
     return words[1] + (rows // words[2]) * words[3] + (within // words[4]) * words[5] + within % words[4]
+
+
+@triton.jit
+def _groups(rows, words, slots, N: tl.constexpr):
+    """The numbers of a tile's groups of columns; ``slots`` are those of its first row."""
+    if len(words) > 1:
+        return (_rows_of_all(rows, words) * words[6] + words[7])[:, None] + slots[None, :]
+    else:
+        groups_per_row: tl.constexpr = (N + LANES - 1) // LANES
+        return rows[:, None] * groups_per_row + slots[None, :]
 
 
 @triton.jit
@@ -103,12 +113,9 @@ def _keep_scale(
     columns per thread, 8 or 4: with 4, two threads make the same call, which is cheaper than an exchange.
     """
     scale = 65536.0 / tl.maximum(65536 - threshold, 1).to(ACC)
-    if len(seed) > 1:
-        rows = _rows_of_all(rows, seed)
-    groups_per_row: tl.constexpr = (N + LANES - 1) // LANES
     if VECTOR == 8:
         slots = tl.arange(0, BLOCK_N // 8)
-        group = rows[:, None] * groups_per_row + (slots + first_col // LANES)[None, :]
+        group = _groups(rows, seed, slots + first_col // LANES, N)
         w0, w1, w2, w3 = _philox(seed[0], offset, group)
         # The last dimension joined varies fastest: lane = 4 * (word's high bit) + 2 * (its low bit) + half.
         low0 = tl.join(_kept(w0, False, threshold, scale), _kept(w2, False, threshold, scale))
@@ -118,7 +125,7 @@ def _keep_scale(
         lanes = tl.join(tl.join(low0, low1), tl.join(high0, high1))
     else:
         slots = tl.arange(0, BLOCK_N // 4)
-        group = rows[:, None] * groups_per_row + (slots // 2 + first_col // LANES)[None, :]
+        group = _groups(rows, seed, slots // 2 + first_col // LANES, N)
         w0, w1, w2, w3 = _philox(seed[0], offset, group)
         upper = (slots % 2 == 1)[None, :]
         even, odd = tl.where(upper, w2, w0), tl.where(upper, w3, w1)

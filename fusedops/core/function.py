@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compat, dropout, launch, operators, rng, sharding
+from . import compat, dropout, launch, operators, rng
 from .dropout import Dropout
 from .operator import Operator, Site, Tensors
 from .rng import State
@@ -123,7 +123,7 @@ def _mask(site: Site, state: State) -> Callable[[Tensor], Dropout]:
             return dropout.none
         plain = torch.empty(like.shape, dtype=site.acc, device=like.device)
         mask = dropout.keep_scale(plain, rng.beyond(state, further, threshold), site.cols)
-        return dropout.fixed(sharding.replicated(mask, like))
+        return dropout.fixed(mask)
 
     return masked
 

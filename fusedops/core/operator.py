@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from .dropout import Dropout
 from .rng import State
 
-__all__ = ["Constants", "Dtypes", "Operator", "Site", "Tensors"]
+__all__ = ["Axes", "Constants", "Dtypes", "Operator", "Site", "Tensors"]
 
 Tensors = Sequence[Tensor | None]
 Dtypes = tuple[torch.dtype | None, ...]
@@ -77,6 +77,31 @@ class Site:
     returned: int
     saved: Callable[[tuple[Any, ...]], tuple[Any, ...]]
     call: str
+
+
+class Axes(NamedTuple):
+    """Along what a call may be sharded: its rows, and, numbered behind them, the columns.
+
+    Attributes:
+        rows: the sizes of the rows' axes.
+        parts: rows of the dropout mask in each row.
+        columns: columns of the dropout mask, and of a row whose columns may be sharded.
+        tensors: of each tensor, the axis that each dimension is; None for one that is not sharded.
+        outputs: the same of the outputs that the caller gets.
+        carriers: the places of the tensors with rows.
+    """
+
+    rows: tuple[int, ...]
+    parts: int
+    columns: int
+    tensors: tuple[tuple[int | None, ...], ...]
+    outputs: tuple[tuple[int | None, ...], ...]
+    carriers: tuple[int, ...]
+
+    @property
+    def mask(self) -> tuple[int, ...]:
+        """The shape of the dropout mask."""
+        return (*self.rows, self.parts, self.columns)
 
 
 class Operator(ABC):
@@ -152,9 +177,43 @@ class Operator(ABC):
              saves: bool) -> Any:  # fmt: skip
         """The site for these choices, to be kept."""
 
+    # --- DTensors -------------------------------------------------------------------------------------------------------
+
+    def argument(self, constants: Any, place: int) -> str:
+        """The name of a tensor argument, for messages."""
+        return self.tensors[min(place, len(self.tensors) - 1)]
+
+    def axes(self, constants: Any, tensors: Tensors) -> Axes:
+        """Along what the call may be sharded."""
+        first = tensors[self.first]
+        assert first is not None
+        leading = self.leading(constants, first.dim())
+        columns = leading if self.has_columns(constants) else None
+        inner = [None] * (first.dim() - leading - 1)
+        carrying = (*range(leading), *inner, columns)[: first.dim()]
+        found: list[tuple[int | None, ...]] = []
+        carriers = []
+        for place, t in enumerate(tensors):
+            carries = self.has_rows(constants, self.tensors[min(place, len(self.tensors) - 1)])
+            carriers += [place] * carries
+            found.append(() if t is None else carrying if carries else (columns,) * t.dim())
+        return Axes(tuple(first.shape[:leading]), 1, int(self.cols(constants, tensors)), tuple(found),
+                    (carrying,) * self.visible, tuple(carriers))  # fmt: skip
+
     def leading(self, constants: Any, dims: int) -> int:
-        """How many of the first tensor's dimensions are rows, along which it may be sharded."""
-        return dims - 1 if self.rows else 0
+        """How many of the first tensor's dimensions are rows."""
+        return max(dims - 1, 0)
+
+    def has_columns(self, constants: Any) -> bool:
+        """Whether rows may be sharded along their last dimension, as parameters, of one dimension, are then."""
+        return False
+
+    def over_columns(self, constants: Any, tensors: Tensors, state: State, layout: Any) -> Any:
+        """The outputs of a rank that has some columns of its rows; None where columns do not depend on one another.
+
+        ``layout`` is a `sharding.Layout`, which adds up what ranks have of a row.
+        """
+        return None
 
     def has_rows(self, constants: Any, name: str) -> bool:
         """Whether the tensor of that name has rows; else it is a parameter."""

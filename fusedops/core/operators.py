@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import sharding
 from .checks import DTYPES
 from .operator import Dtypes, Operator, Site, Tensors
 from .rng import State
@@ -28,6 +27,7 @@ __all__ = [
     "forward",
     "named",
     "present",
+    "seed_of",
     "site_from",
     "site_of",
 ]
@@ -78,7 +78,8 @@ def site_of(op: Operator, constants: Any, dtypes: Dtypes, cols: int, device_inde
 # --- calls --------------------------------------------------------------------------------------------------------------
 
 
-def _seed(state: State) -> Tensor | None:
+def seed_of(state: State) -> Tensor | None:
+    """A random state as one tensor, None without dropout."""
     first, second, _ = state
     if first is None or isinstance(first, Tensor):
         return first
@@ -98,10 +99,7 @@ def forward(op: Operator, site: Site, tensors: Tensors, state: State) -> tuple[T
 def call_forward(op: Operator, constants: Any, tensors: Tensors, state: State, cols: int, call: str) -> Any:
     """What the registered operator returns."""
     operator = getattr(torch.ops.fusedops, f"{op.name}_forward")
-    seed = _seed(state)
-    if seed is not None:
-        tensors, seed = sharding.placed(op, constants, op.tensors, tensors, seed)
-    return operator(*_listed(op, tensors), seed, state[2], cols, call, *constants.numbers())
+    return operator(*_listed(op, tensors), seed_of(state), state[2], cols, call, *constants.numbers())
 
 
 def backward(op: Operator, site: Site, grads: Tensors, saved: Tensors, state: State,
@@ -109,13 +107,7 @@ def backward(op: Operator, site: Site, grads: Tensors, saved: Tensors, state: St
     """The gradients, from the registered operator."""
     operator = getattr(torch.ops.fusedops, f"{op.name}_backward")
     digits = "".join(["1" if need else "0" for need in needed])
-    seed = _seed(state)
-    if seed is not None:
-        # What is saved stays where it is, and cotangents come to it.
-        names = (*op.saved, *op.outputs[: op.visible])
-        both, seed = sharding.placed(op, site.constants, names, (*saved, *grads), seed)
-        saved, grads = both[: len(saved)], both[len(saved) :]
-    outs = operator(*grads, *_listed(op, saved), seed, state[2], digits, site.cols, site.call,
+    outs = operator(*grads, *_listed(op, saved), seed_of(state), state[2], digits, site.cols, site.call,
                     *site.constants.numbers())  # fmt: skip
     return present(outs, needed)
 

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compat, function, rng, sharding
+from . import compat, function, rng
 from .operator import Operator, Site
-from .operators import decode, present, site_from
+from .operators import present, site_from
 
 __all__ = ["define", "implement"]
 
@@ -40,7 +40,6 @@ def define(op: Operator) -> None:
     count = len(op.tensors)
     numbers = "".join([f", float {name}" for name in op.numbers])
     constants = f"int threshold, int cols, str call{numbers}"
-    # DTensor keeps placements by what follows the first int: so does ``needs``, on which the outputs depend.
     backward_constants = f"int threshold, str needs, int cols, str call{numbers}"
     arguments = _schema(op.tensors, op)
     saved = _schema(op.saved, op)
@@ -57,7 +56,7 @@ def define(op: Operator) -> None:
     def write(*args: Any) -> None:
         tensors, outs, constants = args[: count + 1], args[count + 1 : -1], _constants(args[-1])
         given: Any = _flat(op, tensors[:count])
-        if _without_rows(given[op.first], ()):
+        if _is_empty(given[op.first], ()):
             return
         site = forward_site((*tensors, *constants), given[op.first].get_device())
         function.on_device(site, op.forward, given, outs, (*rng.unpacked(tensors[count]), constants[0]))
@@ -75,7 +74,7 @@ def define(op: Operator) -> None:
         tensors, outs, constants = args[: read + 1], args[read + 1 : -1], _constants(args[-1])
         grads = tensors[: op.visible]
         given = next(g for g in grads if g is not None)
-        if _without_rows(given, outs):
+        if _is_empty(given, outs):
             return
         device_index = given.get_device()
         site = backward_site((*tensors, *constants), device_index)
@@ -88,8 +87,6 @@ def define(op: Operator) -> None:
     _define(library, f"{op.name}_backward", f"{cotangents}, {saved}, Tensor? seed", backward_constants,
             [f"d{name}" for name in op.tensors], allocate_gradients, write_gradients, op.tags)  # fmt: skip
 
-    if op.rows:
-        sharding.add(op, decode)
     _differentiate(op, library, forward_site)
 
 
@@ -121,8 +118,8 @@ def _differentiate(op: Operator, library: torch.library.Library, site_of: Callab
                                     lib=library)  # fmt: skip
 
 
-def _without_rows(given: Tensor, gradients: Sequence[Tensor | None]) -> bool:
-    """Whether this is the shard of a rank that has no rows: its share in all gradients is zero."""
+def _is_empty(given: Tensor, gradients: Sequence[Tensor | None]) -> bool:
+    """Whether this is the shard of a rank that has nothing of a tensor: its share in all gradients is zero."""
     if given.numel():
         return False
     for gradient in gradients:

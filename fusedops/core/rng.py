@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 Seed = tuple[int, int] | torch.Tensor
-# What a kernel takes: seed and offset (or a tensor of both and None, or a shard's seven numbers, given twice), and the threshold.
+# What a kernel takes: seed and offset (or a tensor of both and None, or a shard's nine numbers, given twice), and the threshold.
 State = tuple[int | Tensor | None, int | Tensor | None, int]
 
 NO_DROPOUT: State = (None, None, 0)
@@ -135,7 +135,8 @@ def beyond(state: State, further: int, threshold: int | None = None) -> State:
         return first, second, own
     if not isinstance(second, int):
         assert isinstance(first, Tensor)
-        return first + torch.tensor([0, further], device=first.device), None, own
+        moved = torch.cat([first[:1], first[1:2] + further, first[2:]])
+        return moved, None if second is None else moved, own
     return first, second + further, own
 
 

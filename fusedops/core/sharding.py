@@ -1,10 +1,10 @@
-"""Sharding rules: with which placements of DTensors the registered operators compute shard by shard.
+"""Calls on DTensors: placed as the call needs them, computed on each rank's tensors, and put together again.
 
-Rows do not depend on one another. Sharded along any of their dimensions they need no communication, parameters are
-replicated, and of a parameter's gradient each rank has a partial sum. What is placed otherwise, DTensor redistributes
-first. The rules are registered when the first DTensor comes, as the import of DTensor takes seconds.
+A call has *axes*: those of its rows, and the columns. Rows do not depend on one another, so that a rank that has some of
+them needs nothing of the others'; parameters are replicated, and of their gradients each rank has a partial sum. Where
+columns do not depend on one another either they are sharded likewise; a norm adds up two numbers of a row.
 
-A dropout mask is that of the whole tensor: with the seed a rank's kernels get numbers that say which rows theirs are.
+A dropout mask is that of the whole tensor: with the seed a rank's kernels get numbers that say which part is theirs.
 """
 
 from __future__ import annotations
@@ -12,171 +12,257 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import compat
-from .operator import Operator, Tensors
+from .operator import Axes, Operator, Tensors
 
-__all__ = ["add", "numbers", "placed", "prepare", "replicated"]
+__all__ = ["Layout", "distributes", "layout", "numbers"]
 
-# Reads constants, dtypes, and whether a backward will follow, out of a registered operator's arguments.
-_Decode: TypeAlias = Callable[..., tuple[Any, Any, bool]]
-_waiting: list[tuple[Operator, _Decode]] = []
-
-
-def add(op: Operator, decode: _Decode) -> None:
-    """Remembers an operator whose rules `prepare` registers."""
-    _waiting.append((op, decode))
+# Columns whose keep decisions are drawn at once.
+_LANES = 8
 
 
-@compat.constant_when_traced
-def prepare() -> None:
-    """Registers the rules of all operators, if there may be DTensors."""
-    if "torch.distributed.tensor" in sys.modules:
-        while _waiting:
-            _register(*_waiting.pop())
+def distributes(tensors: Tensors) -> bool:
+    """Whether one of them is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(t, module.DTensor) for t in tensors)
 
 
-def _placement(op: Operator, constants: Any, name: str, dim: int | None) -> Any:
-    """The placement of the tensor of that name where rows are sharded along ``dim``, or replicated if it is None."""
-    from torch.distributed.tensor import Replicate, Shard
+class Layout(NamedTuple):
+    """How a call's axes are placed on a mesh.
 
-    if dim is None or not (name == "stats" or op.has_rows(constants, name)):
-        return Replicate()
-    return Shard(dim + 1) if name == "stats" else Shard(dim)
+    Attributes:
+        mesh: all DTensors' mesh.
+        axes: the call's.
+        dims: of each dimension of the mesh, the axis that it shards; None for none.
+        place: of this rank in the dimensions of the mesh, zeros on a rank that is not in it.
+        member: whether it is.
+    """
 
+    mesh: Any
+    axes: Axes
+    dims: tuple[int | None, ...]
+    place: tuple[int, ...]
+    member: bool
 
-def _register(op: Operator, decode: _Decode) -> None:
-    from torch.distributed.tensor import Partial
-    from torch.distributed.tensor.experimental import register_sharding
+    @property
+    def splits_columns(self) -> bool:
+        """Whether a rank has a part of each row."""
+        return len(self.axes.rows) in self.dims
 
-    count, read = len(op.tensors), op.visible + len(op.saved)
+    def part(self, axis: int, size: int) -> tuple[int, int]:
+        """The first index, and the number, of those that this rank has of an axis of ``size``."""
+        start = 0
+        for at, dim in enumerate(self.dims):
+            if dim == axis:
+                first, size = _chunk(size, self.mesh.size(at), self.place[at])
+                start += first
+        return start, size
 
-    def rules(constants: Any, given: Sequence[tuple[str, Any]], rest: int, written: Sequence[tuple[str, bool]],
-              dims: int) -> list[Any]:  # fmt: skip
-        """Without sharding, and for each dimension of rows, the placements of what is written, and of what is read."""
-        found = []
-        for dim in (None, *range(op.leading(constants, dims))):
-            outs = []
-            for name, there in written:
-                place = _placement(op, constants, name, dim if there else None)
-                # A gradient of a tensor without rows is a sum over them.
-                sums = there and dim is not None and name in op.tensors and place.is_replicate()
-                outs.append(Partial() if sums else place)
-            ins: list[Any] = []
-            for name, value in given:
-                many = value if isinstance(value, (list, tuple)) else (value,)
-                ins += [None if each is None else _placement(op, constants, name, dim) for each in many]
-            found.append((outs, ins + [None] * rest))
+    def local(self, op: Operator, constants: Any, tensors: Tensors) -> list[Tensor | None]:
+        """This rank's tensors; their gradients become DTensors again, those of parameters partial sums."""
+        module = sys.modules["torch.distributed.tensor"]
+        return [self._local(t, its, place in self.axes.carriers, f"{constants.op}: {op.argument(constants, place)}")
+                if isinstance(t, module.DTensor) else t
+                for place, (t, its) in enumerate(zip(tensors, self.axes.tensors, strict=True))]  # fmt: skip
+
+    def _local(self, t: Any, its: tuple[int | None, ...], carries: bool, name: str) -> Tensor:
+        from torch.distributed.tensor import Partial, Replicate, Shard
+
+        placements = [Shard(its.index(dim)) if dim is not None and dim in its else Replicate() for dim in self.dims]
+        gradients = [Partial() if dim is not None and dim not in its else placement
+                     for dim, placement in zip(self.dims, placements, strict=True)]  # fmt: skip
+        sliced: Sequence[int] = ()
+        if not carries:
+            # What all ranks have of a parameter is taken apart here: `redistribute` would gather its gradient.
+            sliced = [at for at, placement in enumerate(placements) if placement.is_shard()]
+            if not all(t.placements[at].is_replicate() for at in sliced):
+                sliced = ()
+        for at in sliced:
+            placements[at], gradients[at] = Replicate(), Partial()
+        if tuple(t.placements) != tuple(placements):
+            try:
+                t = t.redistribute(self.mesh, placements)
+            except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
+                raise ValueError(
+                    f"{name} is placed {tuple(t.placements)}, which PyTorch cannot make {placements}"
+                ) from error
+        found: Tensor = t.to_local(grad_placements=gradients)
+        if not self.member:
+            rows = range(len(self.axes.rows))
+            return found.new_empty([0 if axis in rows else size for axis, size in zip(its, t.shape, strict=True)])
+        for axis in dict.fromkeys([self.dims[at] for at in sliced]):
+            assert axis is not None
+            dim = its.index(axis)
+            found = found.narrow(dim, *self.part(axis, found.shape[dim]))
         return found
 
-    def of_forward(*args: Any) -> list[Any]:
-        _, _, call, *floats = args[count + 1 :]
-        constants, dtypes, saves = decode(op, call, tuple(floats))
-        there = op.writes(constants, dtypes, dropout=args[count] is not None, saves=saves)
-        first = args[op.first]
-        dims = first[0].ndim if op.variadic else first.ndim
-        given = list(zip((*op.tensors, "seed"), args[: count + 1], strict=True))
-        return rules(constants, given, len(args) - count - 1, list(zip(op.outputs, there, strict=True)), dims)
+    def whole(self, outs: Tensors) -> tuple[Tensor | None, ...]:
+        """DTensors of the outputs that this rank has a part of."""
+        return tuple([None if out is None else self._whole(out, its)
+                      for out, its in zip(outs, self.axes.outputs, strict=False)])  # fmt: skip
 
-    def of_backward(*args: Any) -> list[Any]:
-        _, needs, _, call, *floats = args[read + 1 :]
-        constants, _, _ = decode(op, call, tuple(floats))
-        written = [(name, digit == "1") for name, digit in zip(op.tensors, needs, strict=True)]
-        names = (*op.outputs[: op.visible], *op.saved, "seed")
-        given = list(zip(names, args[: read + 1], strict=True))
-        dims = next(value.ndim for name, value in given if value is not None and op.has_rows(constants, name))
-        return rules(constants, given, len(args) - read - 1, written, dims)
+    def _whole(self, out: Tensor, its: tuple[int | None, ...]) -> Tensor:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    register_sharding(getattr(torch.ops.fusedops, f"{op.name}_forward").default)(of_forward)
-    register_sharding(getattr(torch.ops.fusedops, f"{op.name}_backward").default)(of_backward)
+        placements = [Replicate() if dim is None else Shard(its.index(dim)) for dim in self.dims]
+        sizes = (*self.axes.rows, self.axes.columns)
+        shape = torch.Size([size if axis is None else sizes[axis] for axis, size in zip(its, out.shape, strict=True)])
+        return DTensor.from_local(out, self.mesh, placements, run_check=False, shape=shape, stride=_strides(out, shape))
+
+    def total(self, t: Tensor) -> Tensor:
+        """The sum of numbers of rows over the ranks that have the same rows."""
+        columns = len(self.axes.rows)
+        return _Total.apply(t, self.mesh, tuple([dim == columns for dim in self.dims])) if self.member else t  # type: ignore[no-untyped-call]
+
+    def seed(self, seed: Tensor, device: torch.device) -> Tensor:
+        """A call's random state with `numbers`, on the device."""
+        ranks = tuple([self.mesh.size(at) for at in range(self.mesh.ndim)])
+        make = _numbers_on if torch.compiler.is_compiling() or compat.is_intercepted() else _kept_numbers_on
+        return torch.cat([seed.to(device), make(self.axes.mask, ranks, self.place, self.dims, device)])
+
+
+class _Total(torch.autograd.Function):
+    """The sum over ranks along some dimensions of a mesh. So is its derivative: each rank's output depends on all inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, mesh: Any, along: tuple[bool, ...]) -> Tensor:
+        """One collective for each dimension; along the others nothing is moved, whatever is there."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        ctx.mesh, ctx.along = mesh, along
+        parts = DTensor.from_local(t, mesh, [Partial() if adds else Replicate() for adds in along], run_check=False)
+        return parts.redistribute(mesh, [Replicate()] * len(along)).to_local()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """The same of the gradients."""
+        return _Total.apply(gradient, ctx.mesh, ctx.along), None, None  # type: ignore[no-untyped-call]
+
+
+def layout(op: Operator, constants: Any, tensors: Tensors, *, dropout: bool) -> Layout:
+    """Where a call is computed: each dimension of the mesh shards what it shards of the first tensor with rows that it shards.
+
+    Raises:
+        TypeError: not all tensors are DTensors.
+        ValueError: they are on several meshes.
+    """
+    mesh = _mesh(op, constants, tensors)
+    axes = op.axes(constants, tensors)
+    dims: list[int | None] = []
+    for at in range(mesh.ndim):
+        votes = [_axis(t, its, at) for place, (t, its) in enumerate(zip(tensors, axes.tensors, strict=True))
+                 if place in axes.carriers]  # fmt: skip
+        dim = next((vote for vote in votes if vote is not None), None)
+        dims.append(dim if not dropout or dim is None or _numbered(axes, mesh, dims, dim) else None)
+    place = mesh.get_coordinate()
+    return Layout(mesh, axes, tuple(dims), tuple(place or [0] * mesh.ndim), place is not None)
+
+
+def _mesh(op: Operator, constants: Any, tensors: Tensors) -> Any:
+    """The mesh of all tensors."""
+    module = sys.modules["torch.distributed.tensor"]
+    places = [place for place, t in enumerate(tensors) if isinstance(t, module.DTensor)]
+    first, *_ = places
+    mesh: Any = tensors[first].device_mesh  # type: ignore[union-attr]
+    for place, t in enumerate(tensors):
+        # A number in a tensor is one for all ranks, but its gradient would not be.
+        if t is None or (place not in places and not t.dim() and not t.requires_grad):
+            continue
+        names = op.argument(constants, place), op.argument(constants, first)
+        if place not in places:
+            raise TypeError(f"{constants.op}: {names[0]} is a tensor of one rank, expected a DTensor as {names[1]} is; "
+                            f"see DTensor.from_local and distribute_tensor")  # fmt: skip
+        if t.device_mesh != mesh:  # type: ignore[attr-defined]
+            raise ValueError(f"{constants.op}: {names[0]} is on {t.device_mesh}, expected {mesh} as {names[1]}")  # type: ignore[attr-defined]
+    return mesh
+
+
+def _axis(t: Any, its: tuple[int | None, ...], at: int) -> int | None:
+    """The axis that a dimension of the mesh shards of a tensor."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    if not isinstance(t, DTensor):
+        return None
+    placement = t.placements[at]
+    return its[placement.dim] if type(placement) is Shard else None
+
+
+def _numbered(axes: Axes, mesh: Any, dims: Sequence[int | None], dim: int) -> bool:
+    """Whether `numbers` can tell the parts of a mask with one more dimension sharded."""
+    ranks, columns = [mesh.size(at) for at in range(len(dims) + 1)], len(axes.rows)
+    sharded = {axis for axis, count in zip((*dims, dim), ranks, strict=True) if axis is not None and count > 1}
+    size, even = axes.columns, True
+    for axis, count in zip((*dims, dim), ranks, strict=True):
+        if axis == columns and count > 1:
+            if not even or -(-size // count) % _LANES:
+                return False
+            even, size = size % count == 0, -(-size // count)
+    return len(sharded - {0, columns}) <= 2
+
+
+def _chunk(size: int, count: int, at: int) -> tuple[int, int]:
+    """The first index and the size of a chunk, as `torch.chunk`."""
+    most = -(-size // count)
+    start = min(at * most, size)
+    return start, min(most, size - start)
+
+
+def _strides(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense tensor whose dimensions lie in memory in the order of ``local``'s."""
+    found, step = [0] * len(shape), 1
+    order = range(len(shape)) if local.is_contiguous() else sorted(range(len(shape)), key=local.stride, reverse=True)
+    for dim in reversed(order):
+        found[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(found)
 
 
 # --- dropout ------------------------------------------------------------------------------------------------------------
 
 
-def placed(op: Operator, constants: Any, names: Sequence[str], tensors: Tensors, seed: Tensor | None,
-           ) -> tuple[Tensors, Tensor | None]:  # fmt: skip
-    """The tensors of a call, and its seed with `numbers` for a kernel to tell the rows of this rank.
-
-    All DTensors are placed as one of the rules says, the one for the placement of the first tensor with rows: so nothing is
-    left for DTensor to move, after which the numbers would be those of other rows.
-    """
-    known = zip(tensors, names, strict=True)
-    first = next((t for t, name in known if t is not None and op.has_rows(constants, name)), None)
-    module = sys.modules.get("torch.distributed.tensor")
-    if seed is None or module is None or not isinstance(first, module.DTensor):
-        return tensors, seed
-    mesh, leading, shards = first.device_mesh, op.leading(constants, first.ndim), [1] * first.ndim
-    dims: list[int | None] = []
-    for at, placement in enumerate(first.placements):
-        dim, ranks = getattr(placement, "dim", 0), mesh.size(at)
-        keeps = type(placement) is module.Shard and dim < leading and first.shape[dim] >= shards[dim] * ranks
-        # No more shards than rows, as in the rules; and two sharded dimensions beside the first, as in the numbers.
-        keeps = keeps and (dim == 0 or ranks == 1 or sum(n > 1 for i, n in enumerate(shards) if i not in (0, dim)) < 2)
-        shards[dim] *= ranks if keeps else 1
-        dims.append(dim if keeps else None)
-    given: list[Any] = list(tensors)
-    tensors = [t.redistribute(mesh, [_placement(op, constants, name, dim) for dim in dims])
-               if isinstance(t, module.DTensor) else t for t, name in zip(given, names, strict=True)]  # fmt: skip
-    if isinstance(seed, module.DTensor):
-        seed = seed.to_local()
-    place = mesh.get_coordinate() or [0] * mesh.ndim  # None on a rank that is not in the mesh, and has no rows
-    sizes = tuple([mesh.size(at) for at in range(mesh.ndim)])
-    device = first.to_local().device
-    rows = tuple(first.shape[:leading]), sizes, tuple(place), tuple(dims), device
-    make = _numbers_on if torch.compiler.is_compiling() or compat.is_intercepted() else _kept_numbers_on
-    seed = torch.cat([seed[:2].to(device), make(*rows)])
-    return tensors, replicated(seed, first)
-
-
-def replicated(t: Tensor, like: Any) -> Any:
-    """A tensor of this rank as one that all ranks of ``like`` have; itself where ``like`` is no DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")
-    if module is None or not isinstance(like, module.DTensor):
-        return t
-    mesh = like.device_mesh
-    return module.DTensor.from_local(t, mesh, [module.Replicate()] * mesh.ndim, run_check=False)
-
-
-def _numbers_on(shape: Sequence[int], ranks: Sequence[int], place: Sequence[int], dims: Sequence[int | None],
+def _numbers_on(mask: Sequence[int], ranks: Sequence[int], place: Sequence[int], dims: Sequence[int | None],
                 device: torch.device) -> Tensor:  # fmt: skip
-    return torch.tensor(numbers(shape, ranks, place, dims), dtype=torch.int64, device=device)
+    return torch.tensor(numbers(mask, ranks, place, dims), dtype=torch.int64, device=device)
 
 
 # A copy to a GPU waits for it: one for each placement.
 _kept_numbers_on = functools.lru_cache(maxsize=1024)(_numbers_on)
 
 
-def numbers(shape: Sequence[int], ranks: Sequence[int], place: Sequence[int], dims: Sequence[int | None]) -> list[int]:
-    """What a kernel needs to tell the whole tensor's index of each row of a shard.
+def numbers(mask: Sequence[int], ranks: Sequence[int], place: Sequence[int], dims: Sequence[int | None]) -> list[int]:
+    """What a kernel needs to tell where in the whole mask the rows and columns of a shard are.
 
     Row ``r`` of the shard is row ``base + r // outer * outer_apart + r % outer // inner * inner_apart + r % inner`` of the
-    whole tensor: the rows of a shard lie apart where another dimension than the first is sharded.
+    whole mask: the rows of a shard lie apart where another dimension than the first is sharded. Its columns begin with
+    group ``first`` of the ``groups`` of eight that the whole mask's rows have.
 
     Args:
-        shape: the whole tensor's rows.
+        mask: the whole mask's shape: rows, then the parts of each, and columns.
         ranks: of each dimension of the mesh.
         place: of this rank in them.
-        dims: which dimension of the tensor each shards, None for none; at most two others than the first.
+        dims: which dimension of the call each shards, None for none; of rows at most two others than the first. The
+            columns are the one after the rows.
     Returns:
-        base, outer, outer_apart, inner, inner_apart.
+        base, outer, outer_apart, inner, inner_apart, groups, first.
     """
-    sizes, starts, apart = list(shape), [0] * len(shape), set()
-    for count, at, dim in zip(ranks, place, dims, strict=True):
-        if dim is not None and count > 1:  # as `torch.chunk`
-            most = -(-sizes[dim] // count)
-            start = min(at * most, sizes[dim])
-            starts[dim] += start
-            sizes[dim] = min(most, sizes[dim] - start)
-            apart |= {dim} - {0}
-    assert len(apart) <= 2, dims
-    base = sum(start * math.prod(shape[dim + 1 :]) for dim, start in enumerate(starts))
+    *shape, columns = mask
+    count = len(shape) - 1  # of rows, without the parts
+    sizes, starts, apart = [*shape, columns], [0] * len(mask), set()
+    for ranks_along, at, dim in zip(ranks, place, dims, strict=True):
+        if dim is not None and ranks_along > 1:
+            axis = dim if dim < count else len(shape)
+            start, sizes[axis] = _chunk(sizes[axis], ranks_along, at)
+            starts[axis] += start
+            apart |= {axis} - {0, len(shape)}
+    assert len(apart) <= 2 and (starts[-1] % _LANES == 0 or starts[-1] == columns), dims
+    base = sum(start * math.prod(shape[dim + 1 :]) for dim, start in enumerate(starts[:-1]))
     found = [1 << 62, 0, 1 << 62, 0]
     for at, dim in zip((2, 0), sorted(apart, reverse=True), strict=False):
-        found[at : at + 2] = max(math.prod(sizes[dim:]), 1), math.prod(shape[dim:])
-    return [base, *found]
+        found[at : at + 2] = max(math.prod(sizes[dim:-1]), 1), math.prod(shape[dim:])
+    return [base, *found, -(-columns // _LANES), starts[-1] // _LANES]

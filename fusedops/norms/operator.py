@@ -21,6 +21,8 @@ from ..core.operand import empty
 from ..core.operator import Constants, Dtypes, Operator, Site
 from ..core.operators import NAMES, encode, named
 from ..core.registration import define
+from ..core.rng import State
+from ..core.sharding import Layout
 from . import launching, reference
 from .reference import NormRule, accumulator
 
@@ -218,6 +220,23 @@ class Norm(Operator):
     def leading(self, constants: NormConstants, dims: int) -> int:
         """See `Operator`."""
         return dims - constants.dims
+
+    def has_columns(self, constants: NormConstants) -> bool:
+        """See `Operator`; of several normalised dimensions none is sharded."""
+        return constants.dims == 1
+
+    def argument(self, constants: NormConstants, place: int) -> str:
+        """See `Operator`."""
+        name = NORM.tensors[place]
+        return name if constants.shape is None else {"x": "input", "ln_bias": "bias"}.get(name, name)
+
+    def over_columns(self, constants: NormConstants, tensors: Any, state: State, layout: Layout) -> Any:
+        """See `sharded`."""
+        if constants.rule.kind == "none":
+            return None
+        from .sharded import norm_over_columns
+
+        return norm_over_columns(constants, tensors, state, layout)
 
     # --- PyTorch's operators --------------------------------------------------------------------------------------------
 

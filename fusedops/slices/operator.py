@@ -17,7 +17,7 @@ from ..core.activations import ACTIVATIONS, Activation
 from ..core.dropout import Dropout
 from ..core.function import vjp
 from ..core.operand import empty
-from ..core.operator import Constants, Dtypes, Operator, Site
+from ..core.operator import Axes, Constants, Dtypes, Operator, Site
 from ..core.operators import NAMES, encode, named
 from ..core.registration import define
 from . import configs, launching, reference
@@ -202,8 +202,20 @@ class SliceOperator(Operator):
                          constants.out_dtype or x)  # fmt: skip
 
     def leading(self, constants: SliceConstants, dims: int) -> int:
-        """See `Operator`; slices in separate tensors have their outputs in one buffer, slice after slice."""
-        return 0 if constants.separate or not constants.dims else dims - constants.dims
+        """See `Operator`."""
+        return dims - max(constants.dims, 1)
+
+    def axes(self, constants: SliceConstants, tensors: Any) -> Axes:
+        """See `Operator`; there may be an output for each slice, or one without a dimension for the slices."""
+        found = super().axes(constants, tensors)
+        rows = tuple(range(len(found.rows)))
+        if constants.separate:
+            return found._replace(outputs=((*rows, None),) * len(constants.sizes))
+        return found._replace(outputs=((*rows, None),)) if constants.concat else found
+
+    def argument(self, constants: SliceConstants, place: int) -> str:
+        """See `Operator`."""
+        return self.tensors[place] if place < 2 or constants.dims else f"slice {place - 2}"
 
     # --- PyTorch's operators --------------------------------------------------------------------------------------------
 
