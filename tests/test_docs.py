@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import fusedops
+import fusedops.distributed
 from pages import PAGES, ROOT, anchors, blocks, links, spans
 
 pytestmark = pytest.mark.once
@@ -198,7 +199,8 @@ def test_every_page_can_be_found() -> None:
 
 # --- reference ----------------------------------------------------------------------------------------------------
 
-FACES = {"fusedops": (fusedops, "docs/api/functional.md"), "fusedops.nn": (fusedops.nn, "docs/api/nn.md")}
+FACES = {"fusedops": (fusedops, "docs/api/functional.md"), "fusedops.nn": (fusedops.nn, "docs/api/nn.md"),
+         "fusedops.distributed": (fusedops.distributed, "docs/api/distributed.md")}  # fmt: skip
 NAMES = [(face, name) for face, (module, _) in FACES.items() for name in module.__all__ if name != "__version__"]
 
 

@@ -20,7 +20,12 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
+from fusedops.activations.operator import ACTIVATION
+from fusedops.core import launch
 from fusedops.core.sharding import numbers
+from fusedops.distributed import check_seeds
+from fusedops.norms.operator import NORM
+from fusedops.slices.operator import SLICES
 from support import INTERPRETED
 
 pytestmark = [pytest.mark.kernels, pytest.mark.skipif(not INTERPRETED, reason="gloo's processes have CPUs")]
@@ -233,8 +238,12 @@ def _compare(found: Tensor, expected: Tensor, terms: int, what: Any) -> None:
         assert torch.equal(whole, expected), what
 
 
-def _check(call: Call, case: Case, meshes: dict[tuple[int, ...], Any]) -> None:
-    """A call, forward and backward, against one process: values, placements and collectives."""
+def _check(call: Call, case: Case, meshes: dict[tuple[int, ...], Any], *, kernels: bool = True) -> None:
+    """A call, forward and backward, against one process: values, placements and collectives.
+
+    PyTorch's sums over rows depend on the number of columns, and its activations, to the last bits, on where an element
+    is: vector instructions take all but the last ones. The kernels' do not.
+    """
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
     mesh, columns, what = meshes[case.mesh], _columns(call, case), (call.name, case)
@@ -246,20 +255,24 @@ def _check(call: Call, case: Case, meshes: dict[tuple[int, ...], Any]) -> None:
         found = _outputs(call.function(*leaves))
     gathered = COLS in case.along and columns == "gathered"
     reduced = COLS in case.along and columns == "reduced"
+    last_bits = 0 if kernels else 2
     for number, (out, one) in enumerate(zip(found, expected.outputs, strict=True)):
         wanted = [Replicate() if dim is None or (dim == COLS and gathered)
                   else Shard(len(case.rows) if dim == COLS else dim) for dim in case.along]  # fmt: skip
         assert list(out.placements) == wanted, what  # type: ignore[attr-defined]
-        _compare(out, one, case.width if reduced and number == 0 else 0, (*what, "output", number))  # the sum is local
+        _compare(
+            out, one, case.width if reduced and number == 0 else last_bits, (*what, "output", number)
+        )  # the sum is local
     cotangents = [distribute_tensor(g, mesh, out.placements) for g, out in zip(expected.cotangents, found, strict=True)]  # type: ignore[attr-defined]
     with Traffic() as backward:
         grads = torch.autograd.grad(found, leaves, cotangents)
-    terms = case.width * reduced
+    terms = case.width * reduced + last_bits
     for grad, one, place, shape in zip(grads, expected.gradients, places, call.shapes, strict=True):
         wanted = [place[at] if dim is None or not place[at].is_replicate() or (dim == COLS and gathered) else Partial()
                   for at, dim in enumerate(case.along)]  # fmt: skip
         assert list(grad.placements) == wanted, (*what, shape, grad.placements, wanted)  # type: ignore[attr-defined]
-        rows = math.prod(case.rows) if shape[0] is not ROWS and any(isinstance(dim, int) for dim in case.along) else 0
+        partial = any(isinstance(dim, int) for dim in case.along) or not kernels
+        rows = math.prod(case.rows) if shape[0] is not ROWS and partial else 0
         _compare(grad, one, terms + rows, (*what, "gradient", shape))
     if not gathered:
         _check_traffic(call, case, reduced, (forward, backward))
@@ -418,6 +431,18 @@ def _on_one_rank_alone(rank: int) -> None:
         assert fusedops.layer_norm(x, 24).to_local().numel() == (4 * 24 if rank == 0 else 0)
 
 
+def _without_kernels(meshes: dict[tuple[int, ...], Any]) -> None:
+    """PyTorch's operators give the same, with PyTorch's masks; a row-wise function is made of them itself."""
+    names = [call for call in CALLS if "rowwise" not in call.name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "runs_kernels", lambda kind: False)
+        for op in (NORM, ACTIVATION, SLICES):
+            patch.setattr(op, "signatures", ({}, {}))
+        for call, case in itertools.product(names, CASES):
+            if call.columns != "gathered" or COLS not in case.along:
+                _check(call, case, meshes, kernels=False)
+
+
 def _second_derivatives(mesh: Any) -> None:
     """In PyTorch's operators, with the mask of the first, and across ranks."""
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -505,6 +530,15 @@ def _bad_input(mesh: Any, other: Any) -> None:
         fusedops.glu(x, unknown)
 
 
+def _seeds(mesh: Any) -> None:
+    """The check passes for one seed, and names the ranks that have another."""
+    check_seeds(mesh)
+    if dist.get_rank() in (1, 3):
+        torch.rand(1)
+    with pytest.raises(RuntimeError, match="the random state of rank 1, 3 is not that of rank 0"):
+        check_seeds(mesh)
+
+
 def _work(rank: int, store: str) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
@@ -522,8 +556,12 @@ def _work(rank: int, store: str) -> None:
         torch.manual_seed(3)  # all ranks draw the same tensors
         check(mesh)
     _on_one_rank_alone(rank)
+    _without_kernels(meshes)
     _several_dimensions_of_rows(square)
     _bad_input(mesh, square)
+    for checked in (mesh, square):
+        torch.manual_seed(3)
+        _seeds(checked)
     for name, case in (("bias_dropout_add_ln with dropout", CASES[4]), ("slices in tensors", CASES[1]),
                        ("rowwise with dropout", CASES[1])):  # fmt: skip
         _compiled(_call(name), case, mesh)
@@ -532,6 +570,54 @@ def _work(rank: int, store: str) -> None:
 
 def test_four_processes(tmp_path: Path) -> None:
     mp.spawn(_work, (str(tmp_path / "store"),), RANKS)
+
+
+# --- simulated ranks ----------------------------------------------------------------------------------------------------
+
+
+def _simulated(shape: tuple[int, ...], rank: int) -> list[Any]:
+    """Placements, local shapes and collectives of calls on one of many ranks; each has a row and eight columns."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    seen = []
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(shape))
+    try:
+        mesh = init_device_mesh("cpu", shape)
+        for name, along in itertools.product(
+            _SIMULATED, ((0,), (COLS,)) if len(shape) == 1 else ((0, COLS), (COLS, 0))
+        ):
+            call, ranks = _call(name), dict(zip(along, shape, strict=True))
+            case = Case((ranks.get(0, 2), 3), 8 * ranks.get(COLS, 2), shape, along, vectors=True)
+            whole = [_sizes(call, case, tensor) for tensor in call.shapes]
+            leaves = []
+            for sizes, tensor in zip(whole, call.shapes, strict=True):
+                places = _placements(call, case, tensor)
+                local = [size // math.prod([shape[at] for at, p in enumerate(places) if p.is_shard(dim)])
+                         for dim, size in enumerate(sizes)]  # fmt: skip
+                leaves.append(DTensor.from_local(torch.randn(local), mesh, places, run_check=False).requires_grad_())
+            with Traffic() as traffic:
+                found = _outputs(call.function(*leaves))
+                grads = torch.autograd.grad(found, leaves, [torch.ones_like(out) for out in found])
+            tensors: list[Any] = [*found, *grads]
+            for t, sizes in zip(grads, whole, strict=True):
+                assert list(t.shape) == sizes
+            seen.append((name, along, [(t.placements, t.to_local().shape) for t in tensors], traffic.found))
+    finally:
+        dist.destroy_process_group()
+    return seen
+
+
+_SIMULATED = ("layer_norm", "bias_dropout_add_ln with dropout", "bias_act with dropout", "glu")
+
+
+@pytest.mark.parametrize(("few", "many"), [((2,), (1024,)), ((2, 2), (128, 8))])
+def test_many_ranks_do_what_few_do(few: tuple[int, ...], many: tuple[int, ...]) -> None:
+    """Of a thousand each moves what one of two moves: the numbers of its own rows."""
+    seen = _simulated(few, 0)
+    assert seen == _simulated(many, 0) == _simulated(many, 517)
+    assert any(collectives for *_, collectives in seen)
 
 
 # --- one process --------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import checks, compat, dropout, launch, operators, rng, sharding
+from .dropout import Dropout
 from .function import PLAIN, Call, apply, forward
 from .operator import Operator, Site, Tensors
 from .rng import NO_DROPOUT, State
@@ -124,11 +125,11 @@ def _elsewhere(op: Operator, tensors: Tensors, p: float, signature: Signature) -
     constants, first = signature.constants, tensors[op.first]
     assert first is not None
     elements = first.numel()
+    if _is_on_shards(op, constants, tensors):
+        return _on_shards(op, constants, tensors, p)
     # A symbol is not asked: it would become a guard, or be unknown.
     if not signature.kernels or (type(elements) is int and not elements):
         return op.reference(constants, tensors, dropout.dropout_of(p, NO_DROPOUT, signature.cols))
-    if sharding.distributes(tensors):
-        return _on_shards(op, constants, tensors, p)
     if compat.transforms() or compat.in_forward_mode():
         state = rng.state_of(p, first.device)
         return op.reference(constants, tensors, dropout.dropout_of(p, state, signature.cols))
@@ -159,11 +160,11 @@ def _traced(op: Operator, constants: Any, tensors: Tensors, p: Any) -> Any:
     first = tensors[op.first]
     assert first is not None
     fused = launch.runs_kernels(first.device.type) and not nested and not compat.transforms_when_traced()
+    if not nested and _is_on_shards(op, constants, tensors):
+        return _on_shards(op, constants, tensors, p)
     cols = op.cols(constants, tensors) if fused else -1
     if cols < 0:
         return op.reference(constants, tensors, dropout.dropout_of(p, NO_DROPOUT, cols))
-    if sharding.distributes(tensors):
-        return _on_shards(op, constants, tensors, p)
     return _in_graph(op, constants, tensors, _recorded(p, first.device))
 
 
@@ -188,17 +189,18 @@ def _in_graph(op: Operator, constants: Any, tensors: Tensors, state: State) -> A
 # --- DTensors -----------------------------------------------------------------------------------------------------------
 
 
+def _is_on_shards(op: Operator, constants: Any, tensors: Tensors) -> bool:
+    """Whether a call is one on DTensors, of rows that kernels can be compiled for."""
+    return sharding.distributes(tensors) and op.cols(constants, tensors) >= 0
+
+
 def _on_shards(op: Operator, constants: Any, tensors: Tensors, p: float) -> Any:
     """A call on DTensors: on each rank a call on its own tensors."""
     layout = sharding.layout(op, constants, tensors, dropout=p > 0.0)
     local = layout.local(op, constants, tensors)
     first = local[op.first]
     assert first is not None
-    state = _recorded(p, first.device) if torch.compiler.is_dynamo_compiling() else _drawn(p, local, first.device)
-    seed = operators.seed_of(state)
-    if seed is not None:
-        seed = layout.seed(seed, first.device)
-        state = seed, seed, state[2]
+    state = _of_shard(layout, p, local, first.device)
     outs = op.over_columns(constants, local, state, layout) if layout.splits_columns else None
     if outs is None:
         outs = with_state(op, constants, local, state)
@@ -208,8 +210,22 @@ def _on_shards(op: Operator, constants: Any, tensors: Tensors, p: float) -> Any:
     return layout.whole(outs)
 
 
-def with_state(op: Operator, constants: Any, tensors: Tensors, state: State) -> Any:
-    """The outputs of a call that was checked, with a random state that was drawn."""
+def _of_shard(layout: sharding.Layout, p: float, local: Tensors, device: torch.device) -> State | Dropout:
+    """The random state of a rank's kernels; where no kernels run, dropout with the rank's part of PyTorch's mask."""
+    if not launch.runs_kernels(device.type):
+        return layout.dropout(p)
+    state = _recorded(p, device) if torch.compiler.is_dynamo_compiling() else _drawn(p, local, device)
+    seed = operators.seed_of(state)
+    if seed is None:
+        return state
+    seed = layout.seed(seed, device)
+    return seed, seed, state[2]
+
+
+def with_state(op: Operator, constants: Any, tensors: Tensors, state: State | Dropout) -> Any:
+    """The outputs of a call that was checked, with what `Operator.over_columns` has for dropout."""
+    if not isinstance(state, tuple):
+        return op.reference(constants, tensors, state)
     if torch.compiler.is_dynamo_compiling():
         if op.cols(constants, tensors) < 0:  # of no columns
             return op.reference(constants, tensors, dropout.none)

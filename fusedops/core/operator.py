@@ -208,10 +208,14 @@ class Operator(ABC):
         """Whether rows may be sharded along their last dimension, as parameters, of one dimension, are then."""
         return False
 
-    def over_columns(self, constants: Any, tensors: Tensors, state: State, layout: Any) -> Any:
+    def over_columns(self, constants: Any, tensors: Tensors, state: State | Dropout, layout: Any) -> Any:
         """The outputs of a rank that has some columns of its rows; None where columns do not depend on one another.
 
-        ``layout`` is a `sharding.Layout`, which adds up what ranks have of a row.
+        Args:
+            constants: of the call.
+            tensors: the rank's.
+            state: the random state of the rank's kernels; where no kernels run, dropout.
+            layout: a `sharding.Layout`, which adds up what ranks have of a row.
         """
         return None
 

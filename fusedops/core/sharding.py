@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import compat
+from . import compat, dropout
+from .dropout import Dropout
 from .operator import Axes, Operator, Tensors
+from .rng import NO_DROPOUT
 
 __all__ = ["Layout", "distributes", "layout", "numbers"]
 
@@ -119,6 +121,19 @@ class Layout(NamedTuple):
         """The sum of numbers of rows over the ranks that have the same rows."""
         columns = len(self.axes.rows)
         return _Total.apply(t, self.mesh, tuple([dim == columns for dim in self.dims])) if self.member else t  # type: ignore[no-untyped-call]
+
+    def dropout(self, p: float) -> Dropout:
+        """PyTorch's dropout of the whole tensor, as one process draws it, in this rank's part."""
+        shape = (*self.axes.rows, self.axes.columns)
+
+        def masked(h: Tensor, dtype: torch.dtype) -> Tensor:
+            whole = torch.ones(shape, dtype=h.dtype, device=h.device)
+            scale = dropout.dropout_of(p, NO_DROPOUT, self.axes.columns)(whole, dtype)
+            for axis, size in enumerate(shape):
+                scale = scale.narrow(axis, *self.part(axis, size))
+            return h * scale
+
+        return masked if p > 0.0 else dropout.none
 
     def seed(self, seed: Tensor, device: torch.device) -> Tensor:
         """A call's random state with `numbers`, on the device."""

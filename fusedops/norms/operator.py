@@ -230,7 +230,7 @@ class Norm(Operator):
         name = NORM.tensors[place]
         return name if constants.shape is None else {"x": "input", "ln_bias": "bias"}.get(name, name)
 
-    def over_columns(self, constants: NormConstants, tensors: Any, state: State, layout: Layout) -> Any:
+    def over_columns(self, constants: NormConstants, tensors: Any, state: State | Dropout, layout: Layout) -> Any:
         """See `sharded`."""
         if constants.rule.kind == "none":
             return None

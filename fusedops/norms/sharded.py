@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from ..compiler.function import rowwise
+from ..core import dropout
 from ..core.call import with_state
+from ..core.dropout import Dropout
 from ..core.rng import State
 from ..core.sharding import Layout
 from .operator import NORM, NormConstants
@@ -25,12 +27,13 @@ __all__ = ["norm_over_columns"]
 
 
 def norm_over_columns(
-    constants: NormConstants, tensors: Any, state: State, layout: Layout
+    constants: NormConstants, tensors: Any, state: State | Dropout, layout: Layout
 ) -> tuple[Tensor | None, ...]:
     """The output, the pre-norm sum and the low-precision copy of a norm, in this rank's columns."""
     x, bias, residual, weight, ln_bias = tensors
     rule, z, columns = constants.rule, x, layout.axes.columns
-    if bias is not None or residual is not None or state[0] is not None:
+    drops = state[0] is not None if isinstance(state, tuple) else state is not dropout.none
+    if bias is not None or residual is not None or drops:
         added = replace(constants, rule=replace(rule, kind="none"), shape=None, return_sum=False, out_dtype=None,
                         cast_dtype=None)  # fmt: skip
         z = with_state(NORM, added, (x, bias, residual, None, None), state)[0]
