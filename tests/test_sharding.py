@@ -61,6 +61,11 @@ def _rotated(x: Tensor, weight: Tensor) -> Tensor:
     return F.dropout(torch.cat((-second, first), -1), 0.4) * weight
 
 
+@fusedops.rowwise(strict=True)
+def _dropped_twice(x: Tensor) -> Tensor:
+    return F.dropout(x.sin(), 0.4) + F.dropout(x.cos(), 0.3)
+
+
 FULL, VECTOR = (ROWS, COLS), (COLS,)
 CALLS = (
     Call("layer_norm", lambda x, w, b: fusedops.layer_norm(x, x.shape[-1], w, b), (FULL, VECTOR, VECTOR), "reduced", (2, 2)),
@@ -438,7 +443,7 @@ def _without_kernels(meshes: dict[tuple[int, ...], Any]) -> None:
         patch.setattr(launch, "runs_kernels", lambda kind: False)
         for op in (NORM, ACTIVATION, SLICES):
             patch.setattr(op, "signatures", ({}, {}))
-        for call, case in itertools.product(names, CASES):
+        for call, case in itertools.product(names, CASES[::2]):
             if call.columns != "gathered" or COLS not in case.along:
                 _check(call, case, meshes, kernels=False)
 
@@ -455,7 +460,7 @@ def _second_derivatives(mesh: Any) -> None:
     x = torch.randn(2, 6, 32, dtype=torch.float64)
     for dim, function in (
         (1, lambda t: fusedops.bias_act(t, None, "silu", p=0.4)), (2, lambda t: fusedops.bias_act(t, None, "silu", p=0.4)),
-        (2, lambda t: fusedops.layer_norm(t, 32).sin()),
+        (2, lambda t: fusedops.layer_norm(t, 32).sin()), (1, _dropped_twice),
     ):  # fmt: skip
         found = twice(function, distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_())
         torch.testing.assert_close(found.full_tensor(), twice(function, x.clone().requires_grad_()))
