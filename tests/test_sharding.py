@@ -26,9 +26,10 @@ from fusedops.core.sharding import numbers
 from fusedops.distributed import check_seeds
 from fusedops.norms.operator import NORM
 from fusedops.slices.operator import SLICES
-from support import INTERPRETED
+from support import DEVICE, INTERPRETED
 
-pytestmark = [pytest.mark.kernels, pytest.mark.skipif(not INTERPRETED, reason="gloo's processes have CPUs")]
+pytestmark = pytest.mark.kernels
+on_cpus = pytest.mark.skipif(not INTERPRETED, reason="gloo's processes have CPUs")
 
 RANKS = 4
 
@@ -573,6 +574,7 @@ def _work(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
+@on_cpus
 def test_four_processes(tmp_path: Path) -> None:
     mp.spawn(_work, (str(tmp_path / "store"),), RANKS)
 
@@ -617,12 +619,49 @@ def _simulated(shape: tuple[int, ...], rank: int) -> list[Any]:
 _SIMULATED = ("layer_norm", "bias_dropout_add_ln with dropout", "bias_act with dropout", "glu")
 
 
+@on_cpus
 @pytest.mark.parametrize(("few", "many"), [((2,), (1024,)), ((2, 2), (128, 8))])
 def test_many_ranks_do_what_few_do(few: tuple[int, ...], many: tuple[int, ...]) -> None:
     """Of a thousand each moves what one of two moves: the numbers of its own rows."""
     seen = _simulated(few, 0)
     assert seen == _simulated(many, 0) == _simulated(many, 517)
     assert any(collectives for *_, collectives in seen)
+
+
+@pytest.mark.parametrize("name", ["bias_dropout_add_ln with dropout", "bias_dropout_add with dropout",
+                                  "bias_act with dropout", "rowwise with dropout"])  # fmt: skip
+@pytest.mark.parametrize("dim", [0, 1, COLS])
+def test_the_second_of_two_ranks(name: str, dim: Any) -> None:
+    """On a GPU too: its part of the outputs, masks and gradients of one process."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    call, case = _call(name), Case((4, 6), 64, (2,), (dim,))
+    if dim == COLS and call.columns != "local":
+        return  # what ranks exchange is not there
+    whole = [t.to(DEVICE).requires_grad_() for t in _tensors(call, case)]
+    torch.manual_seed(5)
+    expected = _outputs(call.function(*whole))
+    expected = [*expected, *torch.autograd.grad(expected, whole, [torch.ones_like(out) for out in expected])]
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        mesh = init_device_mesh(DEVICE.type, (2,))
+
+        def part(t: Tensor, place: Any) -> Tensor:
+            return t.detach().chunk(2, place.dim)[1].contiguous() if place.is_shard() else t.detach()
+
+        places = [_placements(call, case, shape)[0] for shape in call.shapes]
+        leaves = [DTensor.from_local(part(t, place), mesh, [place], run_check=False).requires_grad_()
+                  for t, place in zip(whole, places, strict=True)]  # fmt: skip
+        torch.manual_seed(5)
+        found: Any = _outputs(call.function(*leaves))
+        found = [*found, *torch.autograd.grad(found, leaves, [torch.ones_like(out) for out in found])]
+        for own, one in zip(found, expected, strict=True):
+            if not own.placements[0].is_partial():
+                assert torch.equal(own.to_local(), part(one, own.placements[0]))
+    finally:
+        dist.destroy_process_group()
 
 
 # --- one process --------------------------------------------------------------------------------------------------------

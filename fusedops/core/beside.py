@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from . import compat, sharding
+from . import compat
 
 __all__ = ["TensorsBeside"]
 
@@ -30,7 +30,11 @@ class TensorsBeside(nn.Module):
 
     def _vector(self, t: Tensor | None, x: Any) -> Tensor | None:
         """A tensor without rows, which all ranks have: a DTensor, if those hooks made ``x`` one."""
-        return sharding.replicated(t, x) if t is not None and self._places(t, x) else t
+        if t is None or not self._places(t, x):
+            return t
+        from torch.distributed.tensor import Replicate
+
+        return self._placed(t, x, [Replicate()] * x.device_mesh.ndim)
 
     def _rows(self, t: Tensor | None, x: Any) -> Tensor | None:
         """This rank's rows: a DTensor placed as ``x``, if those hooks made that one."""
@@ -38,8 +42,11 @@ class TensorsBeside(nn.Module):
             return t
         if t.shape != x.to_local().shape or any(placement.is_partial() for placement in x.placements):
             return t  # which DTensor refuses
-        placed: Tensor = type(x).from_local(t, x.device_mesh, x.placements, run_check=False, shape=x.shape,
-                                            stride=x.stride())  # fmt: skip
+        return self._placed(t, x, x.placements, shape=x.shape, stride=x.stride())
+
+    @staticmethod
+    def _placed(t: Tensor, x: Any, placements: Any, **sizes: Any) -> Tensor:
+        placed: Tensor = type(x).from_local(t, x.device_mesh, placements, run_check=False, **sizes)
         return placed
 
     def _places(self, t: Tensor, x: Any) -> bool:
