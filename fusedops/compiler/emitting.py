@@ -273,7 +273,24 @@ class Emitter:
             return f"{op[2:]}_derivative({args[0]})"
         if op == "neg" and node.kind == "float":
             return f"{args[0]} * -1.0"  # Triton subtracts from zero, which has another zero
-        return (_UNARY.get(op) or _BINARY[op]).format(*args)
+        return self._of_products(node) or (_UNARY.get(op) or _BINARY[op]).format(*args)
+
+    def _of_products(self, node: Node) -> str:
+        """A sum or difference of two products; "" if it is none.
+
+        The compiler would leave one of the two unrounded, and not the same one in every element of a tile.
+        """
+        if node.op not in ("add", "sub") or any(arg.op != "mul" or arg in self.leaves for arg in node.args):
+            return ""
+        one, other = node.args
+        if one is other:
+            return ""
+        for product, rest, signs in ((other, one, ("-", "")), (one, other, ("", "-"))):
+            if all(factor.op != "const" for factor in product.args):  # of which Triton would make a tensor in fp32
+                first, second, third = [self.named[value] for value in (*product.args, rest)]
+                left, right = signs if node.op == "sub" else ("", "")
+                return f"tl.fma({left}{first}, {second}, {right}{third})"
+        return ""
 
     def _reduction(self, node: Node) -> str:
         if self._is_loaded(node):

@@ -144,6 +144,9 @@ def keep_scale(seed, offset, threshold, rows, first_col, N: tl.constexpr, ROWS: 
 
 
 # --- activations and their derivatives, on tiles in the accumulator's dtype ---------------------------------------------
+#
+# A sum of two products says by ``tl.fma`` which of them is not rounded: the compiler would choose another for some
+# elements of a tile, and bits would depend on an element's place in it.
 
 
 @triton.jit
@@ -225,7 +228,7 @@ def silu(x):
 @triton.jit
 def silu_derivative(x):
     s, rest = logistic(exponential(x, -1.0))
-    return s + s * (x * rest)
+    return tl.fma(s, x * rest, s)
 
 
 @triton.jit
@@ -236,7 +239,7 @@ def quick_gelu(x):
 @triton.jit
 def quick_gelu_derivative(x):
     s, rest = logistic(exponential(x, -1.702))
-    return s + 1.702 * (s * (x * rest))
+    return tl.fma(1.702 * s, x * rest, s)
 
 
 @triton.jit
@@ -265,7 +268,7 @@ def tanh_in_16_bits(x):
 def tanh_derivative(x):
     # For |x|: 4 r (1 - r) with r = 1 / (1 + exp(2 |x|)) neither overflows nor cancels.
     r = reciprocal(1.0 + exponential(tl.abs(x), 2.0))
-    return 4.0 * (r - r * r)
+    return 4.0 * tl.fma(-r, r, r)
 
 
 @triton.jit
@@ -309,4 +312,4 @@ def gelu_tanh(x):
 def gelu_tanh_derivative(x):
     square = x * x
     s, rest = logistic(exponential(x * (1.5957691216057308 + 0.07135481627260025 * square), -1.0))
-    return s + s * (x * rest * (1.5957691216057308 + 0.21406444881780076 * square))
+    return tl.fma(s, x * rest * (1.5957691216057308 + 0.21406444881780076 * square), s)
