@@ -22,7 +22,10 @@ __all__ = ["add_parser", "run"]
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """``doctor``, which has no options."""
-    parser = commands.add_parser("doctor", help="say how things stand here", description=__doc__)
+    parser = commands.add_parser(
+        "doctor", help="print diagnostics of the setup",
+        description="Prints diagnostics of the setup, one per line; the exit code is 1 for a fault.",
+    )  # fmt: skip
     parser.set_defaults(command=run)
 
 

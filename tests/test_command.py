@@ -68,6 +68,14 @@ def test_wrong_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]
     assert "usage: fusedops" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("name", "told"), [("tune", "geglu, gelu"), ("doctor", "Prints diagnostics of the setup")])
+def test_help_is_plain_text_and_lists_operators(name: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert told in text and "`" not in text
+
+
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["tune", "--op", "layer_norm"]) == 2

@@ -46,7 +46,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Measures which configs are fastest on this GPU and stores them in the user's cache.",
     )  # fmt: skip
     parser.set_defaults(command=run)
-    parser.add_argument("--op", action="append", metavar="NAME", help="only this operator; may be repeated")
+    parser.add_argument("--op", action="append", metavar="NAME", help="only this operator; may be repeated; one of "
+                        f"{', '.join(sorted({spec.functional or spec.name for spec in discover()}))}")  # fmt: skip
     parser.add_argument("--shape", action="append", metavar="MxN", help="rows and columns (slices: rows, slices and "
                         "columns); may be repeated; by default the benchmark's shapes")  # fmt: skip
     parser.add_argument("--dtype", action="append", metavar="D", help=f"one of {', '.join(DTYPES)}; may be repeated")
