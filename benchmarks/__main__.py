@@ -1,7 +1,7 @@
 """What the library costs and saves: measured, tabulated, drawn, and compared.
 
 ``run`` measures the shapes that have goals and ``check`` compares with those; ``sweep`` measures along lines of hidden
-sizes and of rows; ``models`` measures whole models, ``rowwise`` users' functions; ``plot``, ``table`` and ``report`` show
+sizes and of rows; ``models`` measures whole models, ``rowwise`` users' functions; ``table`` and ``report`` show
 what was measured; ``compare`` names regressions.
 """
 
@@ -22,6 +22,7 @@ from fusedops.core.spec import Spec
 from . import comparing, limits, results, rowwise, sweep, targets, timing
 from .cases import DTYPES, MODES, Case, cases, discover
 from .models import command as whole_models
+from .models import page as model_pages
 from .providers import PROVIDERS, build, worthwhile
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -82,8 +83,6 @@ def run(options: argparse.Namespace) -> int:
         print(f"  {time.perf_counter() - begun:.1f} s, {time.perf_counter() - started:.0f} s in all", flush=True)
     seen = {row.key for row in rows}
     print(targets.report(v for v in targets.compare(rows) if (*_place(v.target), "fusedops") in seen))
-    if path is not None and rows:
-        _draw(path, name)
     # What we failed to time, or refused to, is our fault; a peer's is not.
     return 0 if sum(row.provider == "fusedops" for row in rows) == expected else 1
 
@@ -157,36 +156,51 @@ def report(options: argparse.Namespace) -> int:
     try:
         options.page.write_text(reporting.markdown(path.parent, path.stem), encoding="utf-8")
         print(f"wrote {options.page}")
-        for picture in () if options.text_only else reporting.draw(path.parent, path.stem, options.page.parent):
-            print(f"wrote {picture}")
+        if not options.text_only:
+            from .drawing import draw
+
+            for name, chart in reporting.charts(path.parent, path.stem).items():
+                draw(chart, options.page.parent / name)
+                print(f"wrote {options.page.parent / name}")
     except (ImportError, OSError, ValueError) as error:
         print(f"no report: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def plot(options: argparse.Namespace) -> int:
-    """Draws a results file."""
-    path = options.output or _DEFAULT
-    return _draw(path, _device_of(path))
-
-
 def table(options: argparse.Namespace) -> int:
-    """Prints a results file as Markdown tables, or puts them between a page's two markers."""
+    """Prints a results file as Markdown tables, or fills the README's and the operators' pages from it."""
     from . import table as tables
 
     path = options.output or _DEFAULT
     try:
-        text = tables.markdown(results.load(path), _device_of(path), options.mode)
         if options.write is None:
-            print(text)
-        else:
-            tables.fill(options.write, text)
-            print(f"wrote {options.write}")
+            print(tables.markdown(results.load(path), _device_of(path), options.mode))
+            return 0
+        for page in options.write or _filled_pages():
+            page.write_text(filled(page, path), encoding="utf-8")
+            print(f"wrote {page}")
     except (OSError, ValueError) as error:
         print(f"no table: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def filled(page: Path, path: Path) -> str:
+    """A page's text with the tables that its markers ask for, made from a results file and from that of whole models."""
+    from . import table as tables
+
+    def content(what: str) -> str:
+        if what == "models":
+            return model_pages.summary(path.with_name(f"models_{path.name}"))
+        return tables.markdown((row for row in results.load(path) if row.op in what.split()), _device_of(path))
+
+    return tables.fill(page.read_text(encoding="utf-8"), content)
+
+
+def _filled_pages() -> list[Path]:
+    return [page for page in (_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md")))
+            if "<!-- figures: " in page.read_text(encoding="utf-8")]  # fmt: skip
 
 
 def check(options: argparse.Namespace) -> int:
@@ -217,8 +231,8 @@ def _parser() -> argparse.ArgumentParser:
     tables = commands.add_parser("table", parents=[output], help=table.__doc__)
     tables.set_defaults(command=table)
     tables.add_argument("--mode", choices=MODES, default="fwd_bwd")
-    tables.add_argument("--write", type=Path, metavar="PAGE", help="fill the page between <!-- figures --> and "
-                        "<!-- /figures --> instead of printing")  # fmt: skip
+    tables.add_argument("--write", type=Path, nargs="*", metavar="PAGE", help="fill these pages between their lines "
+                        "<!-- figures: ... --> and <!-- /figures --> instead (default: all that have them)")  # fmt: skip
     _add_sweep(commands.add_parser("sweep", help=sweep_all.__doc__))
     whole_models.add_options(commands.add_parser("models", help=whole_models.run.__doc__))
     rowwise.add_options(commands.add_parser("rowwise", help=rowwise.run.__doc__))
@@ -231,8 +245,7 @@ def _parser() -> argparse.ArgumentParser:
     reports.set_defaults(command=report)
     reports.add_argument("--page", type=Path, default=_ROOT / "docs" / "report.md", help="default: docs/report.md")
     reports.add_argument("--text-only", action="store_true", help="leave the pictures as they are")
-    for name, command in (("plot", plot), ("check", check)):
-        commands.add_parser(name, parents=[output], help=command.__doc__).set_defaults(command=command)
+    commands.add_parser("check", parents=[output], help=check.__doc__).set_defaults(command=check)
     return parser
 
 
@@ -301,18 +314,6 @@ def _measured(case: Case, wanted: Sequence[tuple[str, str]], path: Path, commit:
 
 def _place(target: targets.Target) -> tuple[str, str, str, str]:
     return (target.op, target.shape, target.dtype, target.mode)
-
-
-def _draw(path: Path, device: str) -> int:
-    from . import plot as plotting
-
-    try:
-        plotting.draw(results.load(path), path.with_suffix(".png"), device)
-    except (ImportError, ValueError) as error:
-        print(f"no plot: {error}", file=sys.stderr)
-        return 1
-    print(f"wrote {path.with_suffix('.png')}")
-    return 0
 
 
 if __name__ == "__main__":

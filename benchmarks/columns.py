@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable
 
 from .results import Row, elements
 
-__all__ = ["COLOURS", "COLUMNS", "MODE_NAMES", "PROVIDER_NAMES", "Place", "best", "by_place", "every", "launch_bound"]
+__all__ = ["COLOURS", "COLUMNS", "MODE_NAMES", "PROVIDER_NAMES", "Place", "best", "by_place", "every", "launch_bound",
+           "sized"]  # fmt: skip
 
 Place = tuple[str, str, str, str]  # op, shape, dtype, mode
 
@@ -35,6 +37,11 @@ MODE_NAMES = {"fwd": "forward", "fwd_bwd": "forward + backward"}
 def launch_bound(row: Row) -> bool:
     """Whether the tensors are so small that the host's time is what counts."""
     return elements(row.shape) <= 1 << 16
+
+
+def sized(shape: str) -> str:
+    """A shape as a reader sees it, with spaces at which no line is broken."""
+    return re.sub(r"([x+])", "\u00a0\\1\u00a0", shape).replace("x", "\u00d7")
 
 
 def by_place(rows: Iterable[Row]) -> dict[Place, dict[str, Row]]:

@@ -1,17 +1,17 @@
-"""The results as Markdown, for the README: times and fractions of the floor, one line a shape."""
+"""The results as Markdown, for the operators' pages: times and fractions of the floor, one line a shape."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
-from .columns import COLUMNS, best, every, launch_bound
+from .columns import COLUMNS, best, every, launch_bound, sized
 from .results import Row
 
 __all__ = ["fill", "markdown"]
 
 _MODES = {"fwd": "Forward", "fwd_bwd": "Forward + backward"}
-_BEGIN, _END = "<!-- figures -->", "<!-- /figures -->"
+_FIGURES = re.compile(r"(<!-- figures: (.+?) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 
 def markdown(rows: Iterable[Row], device: str, mode: str = "fwd_bwd") -> str:
@@ -40,14 +40,9 @@ def markdown(rows: Iterable[Row], device: str, mode: str = "fwd_bwd") -> str:
     return "\n\n".join(parts)
 
 
-def fill(page: Path, content: str) -> None:
-    """Puts ``content`` between the page's two markers, in place of what stood there."""
-    text = page.read_text(encoding="utf-8")
-    if text.count(_BEGIN) != 1 or text.count(_END) != 1 or text.index(_BEGIN) > text.index(_END):
-        raise ValueError(f"{page} does not hold {_BEGIN} and then {_END}, each once")
-    before, rest = text.split(_BEGIN)
-    after = rest.split(_END)[1]
-    page.write_text(f"{before}{_BEGIN}\n\n{content}\n\n{_END}{after}", encoding="utf-8")
+def fill(text: str, content: Callable[[str], str]) -> str:
+    """A page with ``content(what)`` between each ``<!-- figures: what -->`` and the ``<!-- /figures -->`` behind it."""
+    return _FIGURES.sub(lambda match: f"{match[1]}\n{content(match[2])}\n\n{match[3]}", text)
 
 
 def _table(rows: list[Row], columns: tuple[str, ...], cells: Callable[[dict[str, Row]], list[str]]) -> str:
@@ -58,7 +53,7 @@ def _table(rows: list[Row], columns: tuple[str, ...], cells: Callable[[dict[str,
     above = ""
     for (op, shape, dtype), seen in groups.items():
         name = "" if op == above else f"`{op}`"
-        lines.append(f"| {name} | {shape.replace('x', ' × ')} | {dtype} | " + " | ".join(cells(seen)) + " |")  # noqa: RUF001
+        lines.append(f"| {name} | {sized(shape)} | {dtype} | " + " | ".join(cells(seen)) + " |")
         above = op
     return "\n".join(lines)
 

@@ -438,11 +438,28 @@ def test_page(tmp_path):
     for cells in (
         "10.00 ± 0.10 | 8.00 ± 0.10 (1.25)",
         "1000 | 700 (0.70)",
-        "5.00 | 5.00",
+        "5.00 | 5.00 (1.00)",
         "2.5000 (0.0100) | 2.4000 (0.0100)",
     ):
         assert f" | {cells} |\n" in text
     assert "## Generation" not in text and "torch.compile |" not in text
+
+
+def test_a_speed_up_over_another_run_is_marked(tmp_path):
+    path = tmp_path / "models_nvidia_h200.csv"
+    results.write(path, [row(), row("fused", 8.0, 700.0), row("liger", 5.0, commit="other")])
+    assert " | 10.00 ± 0.10 | 8.00 ± 0.10 (1.25) | 5.00 ± 0.10 (2.00†) |\n" in page.markdown(path)
+
+
+def test_summary_marks_the_fastest_and_names_where_another_is(tmp_path):
+    path = tmp_path / "models_nvidia_h200.csv"
+    results.write(path, [row(), row("fused", 8.0), row("compile", 12.5), row("liger", 5.0)])
+    text = page.summary(path)
+    where = "BERT-base, 32\u00a0\u00d7\u00a0512"
+    assert f"| {where} | 10.0 | 1.25 | 0.80 |  | **2.00** |\n" in text
+    assert f"Faster than `fuse_model` alone: Liger-Kernel on {where}. " in text
+    results.write(path, [row("liger", 9.0)])
+    assert "Faster than" not in page.summary(path)
 
 
 def test_the_committed_page_is_what_its_results_give():

@@ -186,27 +186,6 @@ def test_check_fails_until_every_figure_is_met(tmp_path, capsys):
     assert capsys.readouterr().out.count("MISSED") == 1
 
 
-def test_plot(tmp_path):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "nvidia_h200.csv"
-    rows = [
-        row(provider, gpu, op=op, mode=mode, shape=shape)
-        for op in ("layer_norm", "rms_norm")
-        for mode in ("fwd", "fwd_bwd")
-        for shape in ("8x256", "8192x4096")
-        for provider, gpu in (("fusedops", 95.0), ("eager", 200.0), ("compile", 130.0))
-    ]
-    results.write(path, rows)
-    assert command.main(["plot", "--output", str(path)]) == 0
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_plot_of_nothing_says_so(tmp_path, capsys):
-    results.write(tmp_path / "none.csv", [])
-    assert command.main(["plot", "--output", str(tmp_path / "none.csv")]) == 1
-    assert "nothing to draw" in capsys.readouterr().err
-
-
 # --- which providers are timed ------------------------------------------------------------------------------------
 
 

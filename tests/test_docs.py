@@ -12,12 +12,14 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 import fusedops
 import fusedops.distributed
+from fusedops import models
 from pages import PAGES, ROOT, anchors, blocks, links, spans
 
 pytestmark = pytest.mark.once
@@ -199,25 +201,92 @@ def test_every_page_can_be_found() -> None:
 
 # --- reference ----------------------------------------------------------------------------------------------------
 
-FACES = {"fusedops": (fusedops, "docs/api/functional.md"), "fusedops.nn": (fusedops.nn, "docs/api/nn.md"),
-         "fusedops.distributed": (fusedops.distributed, "docs/api/distributed.md")}  # fmt: skip
-NAMES = [(face, name) for face, (module, _) in FACES.items() for name in module.__all__ if name != "__version__"]
+FACES = {module.__name__: module for module in (fusedops, fusedops.nn, fusedops.distributed)}
+NAMES = [(face, name) for face, module in FACES.items() for name in module.__all__ if name != "__version__"]
+ENTRIES = [entry for text in TEXTS.values() for entry in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)]
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_every_name_has_its_entry(face: str) -> None:
-    module, page = FACES[face]
-    entries = re.findall(r"^::: ([\w.]+)$", TEXTS[page], re.MULTILINE)
-    assert sorted(entries) == sorted(f"{face}.{name}" for name in module.__all__ if name != "__version__")
+def test_every_name_has_one_entry() -> None:
+    """The public names, and what `fusedops.models` has beside those; no entry stands twice."""
+    wanted = {f"{face}.{name}" for face, name in NAMES}
+    wanted |= {f"fusedops.models.{name}" for name in models.__all__ if name not in fusedops.__all__}
+    assert len(ENTRIES) == len(set(ENTRIES)) and wanted <= set(ENTRIES)
+    assert not {e for e in ENTRIES if e.rpartition(".")[0] in FACES} - wanted
 
 
 @pytest.mark.parametrize(("face", "name"), NAMES)
 def test_docstring_names_the_arguments(face: str, name: str) -> None:
     """Those of the real signature, in its order; of a module that is its constructor's, inherited ones included."""
-    thing = getattr(FACES[face][0], name)
+    thing = getattr(FACES[face], name)
     text = inspect.getdoc(thing) or ""
     section = text.partition("\nArgs:\n")[2]
     section = re.split(r"^\S", section, maxsplit=1, flags=re.MULTILINE)[0]
     named = [n for names in re.findall(r"^    (\w[\w, ]*):", section, re.MULTILINE) for n in names.split(", ")]
     parameters = inspect.signature(thing).parameters.values()
     assert named == [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def test_command_line_page_names_every_option_and_variable() -> None:
+    page = TEXTS["docs/command_line.md"]
+    for command in ("tune", "doctor"):
+        text = _help("-m fusedops", command)
+        assert text is not None and f"fusedops {command}" in page
+        options = set(re.findall(r"^ +(--[a-z]+)", text, re.MULTILINE))
+        assert options == set(re.findall(r"^\| `(--[a-z]+)", page, re.MULTILINE) if command == "tune" else ())
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "fusedops").rglob("*.py"))
+    read = set(re.findall(r"""environ(?:\.get\(|\[)"([A-Z_]+)"|"([A-Z_]+)" (?:not )?in os\.environ""", sources))
+    for name in {name for names in read for name in names if name} - {"PYTHONPATH"}:
+        assert f"`{name}`" in page, f"docs/command_line.md does not name {name}"
+
+
+# --- the front page -----------------------------------------------------------------------------------------------
+
+
+def test_readme_is_one_page_and_begins_with_code() -> None:
+    text = TEXTS["README.md"]
+    assert len(text.splitlines()) <= 130
+    first = next(block for block in blocks(text) if block.language in _PYTHON)
+    assert first.line + first.text.count("\n") <= 25
+
+
+# --- the site's HTML ----------------------------------------------------------------------------------------------
+
+
+def _markup() -> ModuleType:
+    """The hook's part that needs no MkDocs."""
+    spec = importlib.util.spec_from_file_location("markup", ROOT / "docs" / "hooks" / "markup.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("page", "shown"),
+    [
+        ("<p>a <code>b</code></p>", []),
+        ("<pre><code>`b` in code</code></pre>", []),
+        ("<li>\n <code>The form of ``slices``</code>\n</li>", ["The form of ``slices``"]),
+        ("<p>with `x`</p><p>and &#96;y</p>", ["with `x`and `y"]),
+    ],
+)
+def test_literal_backticks_are_found(page: str, shown: list[str]) -> None:
+    assert _markup().literal_backticks(page) == shown
+
+
+def test_a_letter_and_its_hat_become_one_character() -> None:
+    formula = '<mover accent="true"><mi>z</mi><mo>&#x0005E;</mo></mover><mo>&#x0005E;</mo>'
+    assert _markup().hatted(formula) == '<mi style="font-style: italic">\u1e91</mi><mo>&#x0005E;</mo>'
+
+
+@pytest.mark.parametrize(
+    ("cell", "broken"),
+    [
+        ("<td><code>bias_dropout_add</code></td>", "<td><code>bias_<wbr>dropout_<wbr>add</code></td>"),
+        ("<td><code>FusedBiasGELUNorm</code></td>", "<td><code>Fused<wbr>Bias<wbr>GELUNorm</code></td>"),
+        ("<td><code>layer_norm</code></td>", "<td><code>layer_norm</code></td>"),
+        ("<p><code>bias_dropout_add</code></p>", "<p><code>bias_dropout_add</code></p>"),
+    ],
+)
+def test_long_names_in_tables_may_be_broken_at_their_joints(cell: str, broken: str) -> None:
+    assert _markup().breakable(cell) == broken

@@ -12,13 +12,14 @@ import torch
 
 import made_up_results as made_up
 from benchmarks import __main__ as command
-from benchmarks import comparing, figures, report, results
+from benchmarks import comparing, drawing, figures, report, results, table
 from benchmarks.cases import Case
-from benchmarks.columns import COLOURS, COLUMNS
+from benchmarks.columns import COLOURS, COLUMNS, sized
 
 pytestmark = pytest.mark.once
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 SPECS = made_up.SPECS
 LARGE = Case(SPECS["layer_norm"], (8192, 4096), torch.bfloat16)
 SMALL = Case(SPECS["layer_norm"], (8, 256), torch.bfloat16)
@@ -98,7 +99,7 @@ def test_compare_command(tmp_path, capsys):
     assert "no case of fusedops in common" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["check", "compare", "plot", "report", "table"])
+@pytest.mark.parametrize("verb", ["check", "compare", "report", "table"])
 @pytest.mark.parametrize(
     ("text", "said"), [(None, "no such file: {}"), ("a,b\n1,2\n", "{} has the columns ['a', 'b']")]
 )
@@ -128,16 +129,35 @@ def write_results(folder, *, swept=True):
 
 def test_the_committed_report_is_what_its_results_give():
     """If this fails, run ``python -m benchmarks report`` and commit what it wrote."""
-    text = report.markdown(ROOT / "benchmarks" / "results", "nvidia_h200")
+    text = report.markdown(RESULTS, "nvidia_h200")
     assert (ROOT / "docs" / "report.md").read_text(encoding="utf-8") == text
 
 
-def test_the_committed_reports_pictures_are_there_and_small():
-    text = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
-    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
-    assert len(pictures) >= 3
-    for picture in pictures:
-        assert 0 < (ROOT / "docs" / picture).stat().st_size < 300_000
+def test_the_committed_tables_are_what_their_results_give():
+    """If this fails, run ``python -m benchmarks table --write`` and commit what it wrote."""
+    pages = command._filled_pages()
+    assert {page.name for page in pages} >= {"README.md", "norms.md", "activations.md", "slices.md"}
+    for page in pages:
+        assert command.filled(page, RESULTS / "nvidia_h200.csv") == page.read_text(encoding="utf-8"), page.name
+
+
+def test_the_committed_pictures_show_their_results():
+    """If this fails, run ``python -m benchmarks report`` and commit what it drew."""
+    charts = report.charts(RESULTS, "nvidia_h200")
+    drawn = {path.relative_to(ROOT / "docs").as_posix(): path for path in (ROOT / "docs" / "images").iterdir()}
+    assert {name: drawing.digest_of(path) for name, path in drawn.items()} == {
+        name: chart.digest() for name, chart in charts.items()
+    }
+    assert all(path.stat().st_size < 300_000 for path in drawn.values())
+    assert "](docs/images/nvidia_h200_fractions.svg)" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_page_is_filled_between_its_markers_alone():
+    text = "a\n<!-- figures: one two -->\nold\n<!-- /figures -->\nb\n<!-- figures: models -->\n<!-- /figures -->\n"
+    assert table.fill(text, str.upper) == (
+        "a\n<!-- figures: one two -->\n\nONE TWO\n\n<!-- /figures -->\n"
+        "b\n<!-- figures: models -->\n\nMODELS\n\n<!-- /figures -->\n"
+    )
 
 
 def test_the_report_depends_on_nothing_but_the_rows(tmp_path):
@@ -157,6 +177,10 @@ def section(text, title):
     return text.split(f"{title}\n")[1].split("\n#")[0]
 
 
+def table_lines(text):
+    return [line for line in text.splitlines() if line.startswith("| `")]
+
+
 def test_every_case_that_a_peer_wins_is_listed_worst_first(tmp_path):
     main = rows_of(*CASES, SMALL, providers=("fusedops", "eager"))
     changed = [
@@ -169,13 +193,19 @@ def test_every_case_that_a_peer_wins_is_listed_worst_first(tmp_path):
     text = report.markdown(tmp_path, "nvidia_h200")
     lost = section(text, "### In GPU time")
     assert "A peer is faster by more than 0.5% in 2 of 4 cases" in lost and "are ties, and are not listed" in lost
-    assert [line for line in lost.splitlines() if line.startswith("| `")] == [
-        "| `rms_norm` | 8192 × 4096 | bf16 | forward + backward | 200.0 | 100.0 | eager | 2.00 |",  # noqa: RUF001
-        "| `layer_norm` | 8192 × 4096 | bf16 | forward + backward | 130.0 | 100.0 | eager | 1.30 |",  # noqa: RUF001
+    shape = sized("8192x4096")
+    assert table_lines(lost.partition("<details")[0]) == [
+        "| `gelu` | 1 | 0 |  |  |",
+        f"| `layer_norm` | 2 | 1 | 1.30 | {shape}, bf16, forward + backward |",
+        f"| `rms_norm` | 1 | 1 | 2.00 | {shape}, bf16, forward + backward |",
     ]
-    lost = section(text, "### In a plain Python loop")
-    assert [line for line in lost.splitlines() if line.startswith("| `")] == [
-        "| `layer_norm` | 8 × 256 | bf16 | forward + backward | 90.0 | 80.0 | eager | 1.12 |",  # noqa: RUF001
+    assert table_lines(lost.partition("<details")[2]) == [
+        f"| `rms_norm` | {shape} | bf16 | forward + backward | 200.0 | 100.0 | eager | 2.00 |",
+        f"| `layer_norm` | {shape} | bf16 | forward + backward | 130.0 | 100.0 | eager | 1.30 |",
+    ]
+    lost = section(text, "### In a plain Python loop").partition("<details")[2]
+    assert table_lines(lost) == [
+        f"| `layer_norm` | {sized('8x256')} | bf16 | forward + backward | 90.0 | 80.0 | eager | 1.12 |",
     ]
 
 
@@ -210,9 +240,10 @@ def test_widths_are_listed_with_the_best_peer(tmp_path):
         tmp_path / "sweep_nvidia_h200.csv", [*rows, *rows_of(LARGE), replace(ours, shape="1638x5120", dtype="fp32")]
     )
     found = section(report.markdown(tmp_path, "nvidia_h200"), "## Widths of models")
-    assert [line for line in found.splitlines() if line.startswith("| `")] == [
-        "| `rms_norm` | 6553 × 5120 | 100.0 | 0.80 | 1.50 |",  # noqa: RUF001
-        "| `rms_norm` | 2047 × 4097 | 50.0 | 0.40 |  |",  # noqa: RUF001
+    assert table_lines(found) == [
+        "| `rms_norm` | 2 | 0.57 (0.40 to 0.80) | 1.50 (1.50 to 1.50) |",
+        f"| `rms_norm` | {sized('6553x5120')} | 100.0 | 0.80 | 1.50 |",
+        f"| `rms_norm` | {sized('2047x4097')} | 50.0 | 0.40 |  |",
     ]
 
 
@@ -220,8 +251,9 @@ def test_goals_are_stated_as_met_missed_or_not_measured(tmp_path):
     results.write(tmp_path / "nvidia_h200.csv", rows_of(CASES[0], gpu_us=1e4) + rows_of(CASES[1], gpu_us=1.0))
     lines = section(report.markdown(tmp_path, "nvidia_h200"), "## Targets and results")
     assert "1 are met, 1 missed and 33 not measured" in lines
-    assert re.search(r"`layer_norm` \| 8192 × 4096 .* \| \*\*missed\*\* \|", lines)  # noqa: RUF001
-    assert re.search(r"`rms_norm` \| 8192 × 4096 .* \| met \|", lines)  # noqa: RUF001
+    missed, folded = lines.split("<details")
+    assert re.search(r"`layer_norm` .* \| \*\*missed\*\* \|", missed) and "`rms_norm`" not in missed
+    assert re.search(r"`rms_norm` .* \| met \|", folded)
 
 
 def test_a_report_of_nothing_says_so(tmp_path, capsys):
@@ -245,20 +277,24 @@ def test_every_picture_that_the_report_shows_is_drawn(tmp_path):
         warnings.simplefilter("error")
         assert command.main(["report", "--output", str(tmp_path / "nvidia_h200.csv"), "--page", str(page)]) == 0
     shown = set(re.findall(r"!\[[^]]+\]\(([^)]+)\)", page.read_text(encoding="utf-8")))
-    assert shown == {str(path.relative_to(page.parent)) for path in page.parent.rglob("*.png")}
-    assert {f"images/nvidia_h200_bandwidth_{axis}_bf16_fwd_bwd.png" for axis in ("hidden", "rows")} <= shown
-    assert all((page.parent / path).read_bytes().startswith(b"\x89PNG") for path in shown)
+    assert shown == {str(path.relative_to(page.parent)) for path in page.parent.rglob("*.svg")}
+    assert {f"images/nvidia_h200_bandwidth_{axis}_bf16_fwd_bwd.svg" for axis in ("hidden", "rows")} <= shown
+    charts = report.charts(tmp_path, "nvidia_h200")
+    for path in shown:
+        text = (page.parent / path).read_text(encoding="utf-8")
+        assert drawing.digest_of(page.parent / path) == charts[path].digest()
+        assert "prefers-color-scheme:dark" in text and "#000000" not in text and "#ffffff" not in text
 
 
 @pytest.fixture
 def drawn(monkeypatch):
     """The figures, kept instead of written."""
-    pytest.importorskip("matplotlib")
+    plt = pytest.importorskip("matplotlib.pyplot")
     kept = []
-    monkeypatch.setattr(figures, "save", lambda figure, path: kept.append(figure))
+    monkeypatch.setattr(drawing, "_save", lambda figure, chart, path: kept.append(figure))
+    monkeypatch.setattr(plt, "close", lambda figure: None)
     yield kept
-    from matplotlib import pyplot as plt
-
+    monkeypatch.undo()
     plt.close("all")
 
 
@@ -269,12 +305,12 @@ def data_of(rows, dtype="bf16"):
 def test_a_picture_of_lines_has_a_panel_a_line_the_roofline_and_one_legend(drawn, tmp_path):
     swept = made_up.rows(axes=("hidden",), ops=("layer_norm", "bias_dropout_add_ln"))
     rows = [replace(row, loop_us=2.0 * row.gpu_us) for row in swept]
-    assert figures.bandwidth(data_of(rows), ("hidden", "slices"), tmp_path / "picture.png")
+    drawing.draw(figures.bandwidth(data_of(rows), ("hidden", "slices")), tmp_path / "picture.svg")
     (figure,) = drawn
     assert [axis.get_title(loc="left") for axis in figure.axes] == ["layer_norm", "bias_dropout_add_ln"]
     (legend,) = figure.legends
     names = [text.get_text() for text in legend.get_texts()]
-    assert names == ["fusedops", "PyTorch eager", "torch.compile", "Liger-Kernel", "roofline: a copy, 4.26 TB/s"]
+    assert names == ["fusedops", "PyTorch eager", "torch.compile", "Liger-Kernel", "roofline"]
     lines = {line.get_label(): line for line in figure.axes[0].get_lines()}
     assert {name: lines[name].get_color() for name in ("fusedops", "torch.compile", "Liger-Kernel")} == {
         name: COLOURS[name] for name in ("fusedops", "torch.compile", "Liger-Kernel")
@@ -288,26 +324,42 @@ def test_a_picture_of_lines_has_a_panel_a_line_the_roofline_and_one_legend(drawn
 def test_speed_ups_are_the_peers_time_over_ours(drawn, tmp_path):
     rows = made_up.rows(axes=("hidden",), ops=("gelu",))
     rows = [replace(row, gpu_us={"fusedops": 10.0, "eager": 30.0, "compile": 9.0}[row.provider]) for row in rows]
-    assert figures.speed_up(data_of(rows), ("hidden",), tmp_path / "picture.png")
+    drawing.draw(figures.speed_up(data_of(rows), ("hidden",)), tmp_path / "picture.svg")
     lines = {line.get_label(): set(line.get_ydata()) for line in drawn[0].axes[0].get_lines()}
     assert lines == {"PyTorch eager": {3.0}, "torch.compile": {0.9}, "as fast as fusedops": {1.0}}
 
 
-def test_bars_are_drawn_for_those_that_were_measured(drawn, tmp_path):
+def test_dots_are_drawn_for_those_that_were_measured(drawn, tmp_path):
     rows = rows_of(SMALL, LARGE, providers=("fusedops", "eager"), peak_mib=96.0, loop_us=77.0)
-    assert figures.peak_memory(data_of(rows), tmp_path / "picture.png")
-    assert figures.host_time(data_of(rows), tmp_path / "picture.png")
-    for figure, number in zip(drawn, ("1.5", "77"), strict=True):  # 96 MiB are one and a half tensors of 64
-        assert [text.get_text() for text in figure.axes[0].texts] == [number, number]
-        assert [text.get_text() for text in figure.legends[0].get_texts()] == ["fusedops", "PyTorch eager"]
+    shape = f"layer_norm  {sized('8192x4096')}"
+    charts = (figures.peak_memory(data_of(rows)), figures.host_time(data_of(rows)))
+    for chart, name, number in zip(charts, (shape, "layer_norm"), ("1.5", "77"), strict=True):  # 96 MiB are 1.5 tensors
+        drawing.draw(chart, tmp_path / "picture.svg")
+        assert [text.get_text() for text in drawn[-1].axes[0].texts] == [name, number]
+        assert [text.get_text() for text in drawn[-1].legends[0].get_texts()] == ["fusedops", "PyTorch eager"]
 
 
-def test_nothing_is_drawn_of_nothing(drawn, tmp_path):
+def test_the_largest_shape_of_the_typical_width_stands_for_an_operator():
+    small, large = [Case(SPECS["layer_norm"], sides, torch.bfloat16) for sides in ((256, 4096), (8192, 4096))]
+    for cases in ((small, large), (large, small)):
+        chart = figures.fractions(data_of(rows_of(*cases, gpu_us=100.0, floor_us=50.0)))
+        assert chart.groups == {f"layer_norm  {sized('8192x4096')}": {"fusedops": 0.5}}
+
+
+def test_a_digest_tells_charts_of_other_numbers_apart():
+    rows = rows_of(LARGE, gpu_us=100.0, floor_us=50.0)
+    chart = figures.fractions(data_of(rows))
+    assert chart.digest() == figures.fractions(data_of(rows)).digest()
+    assert chart.digest() != figures.fractions(data_of([replace(rows[0], gpu_us=100.1)])).digest()
+    assert chart.digest() != replace(chart, title="Another").digest()
+
+
+def test_nothing_is_drawn_of_nothing():
     rows = made_up.rows(axes=("hidden",), ops=("gelu",))
-    assert not figures.bandwidth(data_of(rows, "fp32"), ("hidden",), tmp_path / "picture.png")
-    assert not figures.bandwidth(data_of(rows), ("rows",), tmp_path / "picture.png")
-    assert not figures.host_time(data_of(rows), tmp_path / "picture.png")
-    assert not drawn
+    assert figures.bandwidth(data_of(rows, "fp32"), ("hidden",)) is None
+    assert figures.bandwidth(data_of(rows), ("rows",)) is None
+    assert figures.host_time(data_of(rows)) is None
+    assert figures.fractions(data_of(rows, "fp32")) is None
 
 
 def test_columns_have_colours_of_their_own():

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from ..columns import every
+from ..columns import every, sized
 from .providers import WITHOUT
 from .results import Place, Row, by_place, read
 from .workloads import MODELS, MODES
 
-__all__ = ["markdown", "table"]
+__all__ = ["markdown", "summary", "table"]
 
 _NAMES = {
     "eager": "eager",
@@ -41,7 +43,8 @@ _HOW = """## How it is measured
 
 ms are wall-clock time a step, the host's included: steps run back to back, and the device is waited for only around a
 block of them. A figure is the median of blocks (five to sixty), in which the contenders take turns; behind ± is the
-interquartile range. In brackets is the speed-up over eager, where both were measured at one commit: above 1 is faster.
+interquartile range. In brackets is the speed-up over eager: above 1 is faster. Behind † the two were measured at
+different commits, and so in different runs, which may differ by the state of the machine.
 The host's time is a median of single steps, each begun with nothing queued; where it is the longer one, it was a slower
 moment of the host's. Peak memory is all that a step holds at once: weights, gradients and activations. The text that
 batches are made of is the source of Python's standard library, byte by byte. Contenders that compile are measured after
@@ -102,8 +105,11 @@ def markdown(path: Path) -> str:
     for mode in MODES:
         places = _ordered(row for row in rows if row.mode == mode)
         if places:
-            parts += [_MODE_TITLES[mode], "ms a step:", _grid(places, _time)]
-            parts += ["The host's time, until the step's Python returns, ms:", _grid(places, _host)]
+            parts += [_MODE_TITLES[mode], "ms a step, and in brackets the speed-up over eager:", _grid(places, _time)]
+            parts += [
+                "The host's time until the step's Python returns, ms, and the speed-up:",
+                _grid(places, _host),
+            ]
             parts += ["Peak memory, MiB, and in brackets the part of eager's:", _grid(places, _memory)]
     tricks = _tricks(rows)
     if tricks:
@@ -114,6 +120,32 @@ def markdown(path: Path) -> str:
     return "\n\n".join([*parts, _HOW]) + "\n"
 
 
+def summary(path: Path) -> str:
+    """The README's table: speed-ups of a training step over eager, the greatest bold, and where another is faster."""
+    names = {"fused": "`fuse_model`", "compile": "torch.compile", "fused_compile": "both", "liger": "Liger-Kernel"}
+    lines = ["| model, batch | eager, ms | " + " | ".join(names.values()) + " |", "|---|--:|" + "--:|" * len(names)]
+    lost = []
+    for (model, _, shape), seen in _ordered(row for row in read(path) if row.mode == "train"):
+        ms = {name: row.ms for name, row in seen.items() if (name == "eager" or name in names) and row.ms is not None}
+        if "eager" not in ms or "fused" not in ms:
+            continue
+        least = min(ms.values())
+        cells = [_bold(f"{ms['eager'] / ms[name]:.2f}", ms[name] == least) if name in ms else "" for name in names]
+        where = f"{_MODEL_NAMES[model]}, {sized(shape)}"
+        lines.append(f"| {where} | {ms['eager']:.1f} | {' | '.join(cells)} |")
+        faster = [_NAMES[name] for name in ("eager", "compile", "liger") if ms.get(name, math.inf) < ms["fused"]]
+        if faster:
+            lost.append(f"{' and '.join(faster)} on {where}")
+    text = "Some were measured in other runs than eager: the figures of whole models mark them, and have the spread."
+    if lost:
+        text = f"Faster than `fuse_model` alone: {'; '.join(lost)}. {text}"
+    return "\n".join(lines) + "\n\n" + textwrap.fill(text, 120, break_on_hyphens=False)
+
+
+def _bold(text: str, wanted: bool) -> str:
+    return f"**{text}**" if wanted else text
+
+
 def _tricks(rows: list[Row]) -> str:
     """A line for each trick that was measured: a step with it and without."""
     keyed = {row.key: row for row in rows}
@@ -122,8 +154,7 @@ def _tricks(rows: list[Row]) -> str:
         trick, other = WITHOUT.get(row.provider, ("", ""))
         base = keyed.get((*row.place, other))
         if trick and base is not None and base.commit == row.commit:
-            shape = row.shape.replace("x", " × ").replace("+", " + ")  # noqa: RUF001
-            lines.append(f"| `{trick}` | {_MODEL_NAMES[row.model]} | {row.mode} | {shape} | {_NAMES[other]} | "
+            lines.append(f"| `{trick}` | {_MODEL_NAMES[row.model]} | {row.mode} | {sized(row.shape)} | {_NAMES[other]} | "
                          f"{_time(base, None)} | {_time(row, None)} |")  # fmt: skip
     return "\n".join(lines) if len(lines) > 2 else ""
 
@@ -132,19 +163,19 @@ def _time(row: Row, eager: Row | None) -> str:
     if row.ms is None:
         return ""
     spread = "" if row.spread is None else f" ± {row.spread:.2f}"
-    times = _times(row, eager)
-    return f"{row.ms:.2f}{spread}" + ("" if times is None else f" ({times:.2f})")
+    return f"{row.ms:.2f}{spread}{_times(row, eager, 'ms')}"
 
 
-def _times(row: Row, eager: Row | None) -> float | None:
-    """How many times as fast as eager, if that was measured at the same commit."""
-    if eager is None or eager is row or eager.ms is None or row.ms is None or eager.commit != row.commit:
-        return None
-    return eager.ms / row.ms
+def _times(row: Row, eager: Row | None, field: str) -> str:
+    """How many times as fast as eager; behind a dagger if that was measured at another commit."""
+    ours, theirs = getattr(row, field), getattr(eager, field, None)
+    if eager is None or eager is row or ours is None or theirs is None:
+        return ""
+    return f" ({theirs / ours:.2f}{'' if eager.commit == row.commit else '†'})"
 
 
 def _host(row: Row, eager: Row | None) -> str:
-    return "" if row.host_ms is None else f"{row.host_ms:.2f}"
+    return "" if row.host_ms is None else f"{row.host_ms:.2f}{_times(row, eager, 'host_ms')}"
 
 
 def _memory(row: Row, eager: Row | None) -> str:
@@ -163,7 +194,7 @@ def _loss(row: Row, eager: Row | None) -> str:
 def _plain(row: Row, eager: Row | None) -> str:
     if row.ms is None:
         return f"loss {_loss(row, eager)}"
-    times = "" if (ratio := _times(row, eager)) is None else f" ({ratio:.2f}x)"
+    times = _times(row, eager, "ms").replace(")", "x)")
     peak = "" if row.peak_mib is None else f" {row.peak_mib:.0f} MiB"
     return f"{row.ms:.2f} ms{times}{peak}"
 
@@ -188,7 +219,7 @@ def _grid(places: Places, cell: Cell) -> str:
     lines = ["| model | shape | " + " | ".join(_NAMES[name] for name in columns) + " |",
              "|---|---|" + "--:|" * len(columns)]  # fmt: skip
     for (model, _, shape), seen in places:
-        named = f"{_MODEL_NAMES[model]} | {shape.replace('x', ' × ').replace('+', ' + ')}"  # noqa: RUF001
+        named = f"{_MODEL_NAMES[model]} | {sized(shape)}"
         lines.append(f"| {named} | {' | '.join(_cells(seen, columns, cell))} |")
     return "\n".join(lines)
 
@@ -198,4 +229,4 @@ def _source(path: Path, rows: list[Row]) -> str:
     versions = " | ".join(every(rows, field) for field in fields)
     device = path.stem.removeprefix("models_").replace("_", " ").upper()
     return ("| file | device | torch | Triton | Transformers | commit | rows |\n|---|---|---|---|---|---|--:|\n"
-            f"| `benchmarks/results/{path.name}` | {device} | {versions} | {len(rows)} |")  # fmt: skip
+            f"| [{path.name}](../benchmarks/results/{path.name}) | {device} | {versions} | {len(rows)} |")  # fmt: skip

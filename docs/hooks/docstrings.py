@@ -12,7 +12,8 @@ from griffe import Class, Extension, Function, Object, Parameter, ParameterKind,
 
 # Google's parser wants an empty line before a section; the others it does not know.
 _SECTION = re.compile(r"^(?=(?:Args|Returns|Raises):$)", re.MULTILINE)
-_OWN_SECTION = re.compile(r"^(Shape|Numerics|Kept for backward|Source):\s+", re.MULTILINE)
+_RETURNS = re.compile(r"^Returns:\n +", re.MULTILINE)
+_OWN_SECTION = re.compile(r"^(Shape|Numerics|Source):\s+", re.MULTILINE)
 _KINDS = {kind: getattr(ParameterKind, kind.name.lower()) for kind in inspect._ParameterKind}
 
 
@@ -21,8 +22,13 @@ class Docstrings(Extension):
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
         """Sets sections apart; those that Google's style does not know become paragraphs."""
-        if obj.docstring is not None:
-            obj.docstring.value = _OWN_SECTION.sub(r"\n**\1:** ", _SECTION.sub("\n", obj.docstring.value))
+        if obj.docstring is None:
+            return
+        text = obj.docstring.value
+        if isinstance(obj, Function) and obj.returns is not None:
+            # Without a type in front, what stands before a sentence's first colon would be taken for one.
+            text = _RETURNS.sub(lambda match: f"{match[0]}{obj.returns}: ", text)
+        obj.docstring.value = _OWN_SECTION.sub(r"\n**\1:** ", _SECTION.sub("\n", text))
 
     def on_class(self, *, cls: Class, **_: Any) -> None:
         """Shows a module's constructor, be it torch.nn's, and the public class that it stands in for."""

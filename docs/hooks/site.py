@@ -1,4 +1,4 @@
-"""What the site needs beside the pages in docs/: the pages of the root, files outside docs/, figures, formulas.
+"""What the site needs beside the pages in docs/: the pages of the root, files outside docs/, formulas, the search's order.
 
 Links are written as GitHub follows them. Here those that leave docs/ are led to their page on the site, or to a copy.
 """
@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from latex2mathml.converter import convert
+from markup import breakable, hatted, literal_backticks  # beside this file, which is where MkDocs looks
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -21,9 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # Pages of the root, and where they are on the site.
 ROOT_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
+_LAST = {"report", "model_figures", "architecture", "contributing", "changelog"}  # in the order of what a search finds
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _CODE = re.compile(r"(^ *```.*?^ *```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
-_FIGURES = re.compile(r"<!-- figures: (.*?) -->")
 _FORMULA = re.compile(r'<div class="arithmatex">\s*\\\[(.*?)\\\]\s*</div>', re.DOTALL)
 
 
@@ -35,8 +36,10 @@ def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files, **_: Any) -> str:
-    """Leads links on, and puts a family's figures where its page asks for them."""
+    """Leads links on, and tells the search which pages come first."""
     here = PurePosixPath(page.file.src_uri)
+    # A guide explains what the reference, the tables of figures and the pages for contributors only name.
+    page.meta["search"] = {"boost": 0.3 if here.parts[0] == "api" or here.stem in _LAST else 2}
     origin = next((ROOT / name for name, target in ROOT_PAGES.items() if target == str(here)), ROOT / "docs" / here)
 
     def lead(match: re.Match[str]) -> str:
@@ -47,14 +50,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         link = os.path.relpath(on_site, here.parent) + (f"#{anchor}" if anchor else "")
         return match[1] + link + match[3]
 
-    markdown = _FIGURES.sub(lambda match: _figures(match[1].split()), markdown)
     parts = _CODE.split(markdown)
     return "".join(part if i % 2 else _LINK.sub(lead, part) for i, part in enumerate(parts))
 
 
-def on_page_content(html_text: str, **_: Any) -> str:
-    """Formulas become MathML."""
-    return _FORMULA.sub(lambda match: _mathml(html.unescape(match[1])), html_text)
+def on_page_content(html_text: str, page: Page, **_: Any) -> str:
+    """Formulas become MathML, and names in tables may be broken; a backtick that a reader would see is an error."""
+    shown = literal_backticks(html_text)
+    if shown:
+        raise PluginError(f"{page.file.src_uri} shows literal backticks: {'; '.join(shown)}")
+    return breakable(_FORMULA.sub(lambda match: _mathml(html.unescape(match[1])), html_text))
 
 
 def _on_site(origin: Path, target: str, config: MkDocsConfig, files: Files) -> str:
@@ -73,33 +78,8 @@ def _on_site(origin: Path, target: str, config: MkDocsConfig, files: Files) -> s
     return copy
 
 
-def _figures(operators: list[str]) -> str:
-    """The lines of the README's tables about these operators, under the tables' own captions."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = text.partition("<!-- figures -->")[2].partition("<!-- /figures -->")[0]
-    blocks = []
-    for block in section.strip().split("\n\n"):
-        if not block.startswith("| operator"):
-            blocks.append(block)
-            continue
-        head, rule, *rows = block.splitlines()
-        kept, wanted = [], False
-        for row in rows:
-            named = re.match(r"\| `(\w+)` ", row)
-            wanted = named[1] in operators if named else wanted
-            if wanted:
-                kept.append(row)
-        if kept:
-            blocks.append("\n".join((head, rule, *kept)))
-        else:
-            blocks.pop()  # the caption of an empty table
-    if not any(block.startswith("| operator") for block in blocks):
-        raise PluginError(f"README.md has no figures of {', '.join(operators)}")
-    return "\n\n".join(blocks)
-
-
 def _mathml(tex: str) -> str:
     formula = convert(tex.strip(), display="block")
     if "\\" in formula or "&amp;" in formula:
         raise PluginError(f"a formula has a command that is not understood: {tex}")
-    return f'<div class="formula">{formula}</div>'
+    return f'<div class="formula">{hatted(formula)}</div>'
