@@ -169,6 +169,28 @@ def test_unfuse_with_a_forward_put_in_place_since(spec: Any) -> None:
         close(outputs(model(**arguments))[0], expected)
 
 
+@transformers_only
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_forward_of_a_model_that_generates_is_replaced(when: str) -> None:
+    """As Accelerate's mixed precision does: ``generate`` is fused all the same, and the forward is the model's own."""
+    (spec,) = (s for s in SAMPLES if s.name == "llama")
+    model = build(spec)
+
+    def replace() -> None:
+        old = model.forward
+        model.forward = lambda *args, **kwargs: old(*args, **kwargs)  # type: ignore[method-assign]
+
+    if when == "before":
+        replace()
+    report = fusedops.fuse_model(model)
+    if when == "after":
+        replace()
+    for each in (report, fusedops.fusion_status(model)):
+        assert each.modules[0].calls == "no_repeat_ngram in generate"
+    fusedops.unfuse_model(model)
+    assert not fusedops.fusion_status(model)
+
+
 # --- what others see -----------------------------------------------------------------------------------------------
 
 

@@ -126,12 +126,16 @@ def unfuse(module: nn.Module) -> None:
 
 
 def replaced_since(module: nn.Module) -> str:
-    """The method of a fused module that was replaced on the instance after it was fused; "" for none."""
+    """The method of a fused module that was replaced on the instance after it was fused; "" for none.
+
+    A forward counts unless the rule has nothing to do with it, as that for ``generate``.
+    """
     if not is_fused(module):
         return ""
     cls: Any = type(module)
     rule: Rule = cls._fusedops_rule
-    return next((name for name in ("forward", *rule.methods) if name in vars(module)), "")
+    names = (*(name for name in rule.known if name == "forward"), *rule.methods)
+    return next((name for name in names if name in vars(module)), "")
 
 
 @contextmanager

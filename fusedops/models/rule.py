@@ -149,7 +149,7 @@ def judge(module: nn.Module, rules: tuple[Rule | Family, ...], excluded: frozens
         alike = next((rule for rule in rules if isinstance(rule, Rule) and rule.resembles(cls)), None)
         why = next((why for entry in rules if isinstance(entry, Family) and (why := entry.why(module))), "no rule")
         return Verdict(None, f"its forward is not the one that rule {alike.name} knows" if alike else why)
-    replaced = next((name for name in ("forward", *rule.known, *rule.methods) if name in vars(module)), None)
+    replaced = next((name for name in (*rule.known, *rule.methods) if name in vars(module)), None)
     if replaced is not None:
         return Verdict(None, f"its {replaced} was replaced on the instance")
     if "parametrizations" in module._modules:
