@@ -74,12 +74,28 @@ def test_example_runs(page: str, line: int, source: str, device: torch.device,
 _COMMAND = re.compile(r"^(?:\$ )?((?:[A-Z][A-Z_]+=\S+ )*)((?:make|fusedops|python|pip|pre-commit)(?: .*)?)$")
 
 
-def _commands() -> list[object]:
-    """The command lines of all blocks that are not Python, and the inline code that starts as one."""
-    found = {}
+_WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def _lines() -> dict[str, list[str]]:
+    """What may be commands, by page: lines of blocks that are not Python, inline code, and the steps of workflows."""
+    found = {
+        name: [line for b in blocks(text) if b.language not in (*_PYTHON, "math") for line in b.text.splitlines()]
+        for name, text in TEXTS.items()
+    }
     for name, text in TEXTS.items():
-        lines = [line for b in blocks(text) if b.language not in (*_PYTHON, "math") for line in b.text.splitlines()]
-        for line in (*lines, *spans(text)):
+        found[name] += spans(text)
+    for path in _WORKFLOWS:
+        steps = re.findall(r"^[ -]+run: (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        found[path.relative_to(ROOT).as_posix()] = [re.sub(r"\$\{\{.*?\}\}", "x", step) for step in steps]
+    return found
+
+
+def _commands() -> list[object]:
+    """The command lines of the pages and of the workflows."""
+    found = {}
+    for name, lines in _lines().items():
+        for line in lines:
             match = _COMMAND.match(line.strip())
             command = match[2].partition(" #")[0].strip() if match else "fusedops"
             if match and command != "fusedops":  # the library's own name, in prose

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import fusedops
-from pages import ROOT
+from pages import ROOT, links
 
 pytestmark = [
     pytest.mark.once,
@@ -26,11 +27,12 @@ pytestmark = [
 # Not part of the source: what others make in a checkout.
 _LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "dist", "site", "*.egg-info", "__pycache__", ".*_cache")
 _PACKAGE = ROOT / "fusedops"
+_HOST = "https://example.org/someone/fusedops"
 
 
-def _run(*command: object, cwd: Path) -> str:
+def _run(*command: object, cwd: Path, **settings: str) -> str:
     """What a command prints, run in an environment that does not know the checkout."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | settings
     done = subprocess.run([str(word) for word in command], cwd=cwd, env=environment, capture_output=True, text=True,
                           timeout=300)  # fmt: skip
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
@@ -45,7 +47,8 @@ def dist(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) 
         return Path(given).resolve()
     place = tmp_path_factory.mktemp("packaging")
     shutil.copytree(ROOT, place / "source", ignore=_LEFT_OUT)
-    _run(sys.executable, "-m", "build", "--no-isolation", "--outdir", place / "dist", cwd=place / "source")
+    _run(sys.executable, "-m", "build", "--no-isolation", "--outdir", place / "dist", cwd=place / "source",
+         REPO_URL=_HOST, SITE_URL="")  # fmt: skip
     return place / "dist"
 
 
@@ -69,10 +72,17 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return interpreter
 
 
-def _metadata(wheel: Path) -> Message:
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-        return Parser().parsestr(archive.read(name).decode())
+def _metadata(built: Path) -> Message:
+    """Of the wheel or the archive."""
+    if built.suffix == ".whl":
+        with zipfile.ZipFile(built) as archive:
+            (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+            return Parser().parsestr(archive.read(name).decode())
+    with tarfile.open(built) as tar:
+        (name,) = (n for n in tar.getnames() if n.count("/") == 1 and n.endswith("/PKG-INFO"))
+        file = tar.extractfile(name)
+        assert file is not None
+        return Parser().parsestr(file.read().decode())
 
 
 def _files_of_the_package() -> set[str]:
@@ -103,7 +113,78 @@ def test_metadata(wheel: Path) -> None:
     assert metadata["Version"] == fusedops.__version__
     assert set(metadata.get_all("Provides-Extra")) >= {"bench", "demo", "docs", "lint", "test"}
     needed = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
-    assert {line.split(">")[0] for line in needed} == {"torch", "triton"}
+    assert {line.split(">")[0] for line in needed} == {"einops", "torch", "triton"}
+
+
+# --- what PyPI shows ----------------------------------------------------------------------------------------------
+
+
+def _targets(page: str) -> list[str]:
+    """What the links and pictures of a page name, but for places in the page itself."""
+    found = [*links(page), *re.findall(r'\b(?:src|srcset|href)="([^"]*)"', page)]
+    found += re.findall(r"^\[[^\]]+\]: *(\S+)", page, re.MULTILINE)
+    return [target for target in found if not target.startswith("#")]
+
+
+@pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
+def test_description_has_no_relative_link(kind: str, dist: Path) -> None:
+    (built,) = dist.glob(kind)
+    page = _metadata(built).get_payload()
+    assert isinstance(page, str)
+    assert "```python" in page
+    assert not [target for target in _targets(page) if not re.match(r"https?://", target)]
+
+
+def test_description_names_the_files_of_the_release(wheel: Path) -> None:
+    """All that the README names, at this version's tag."""
+    metadata = _metadata(wheel)
+    urls = dict(line.split(", ") for line in metadata.get_all("Project-URL"))
+    assert set(urls) == {"Homepage", "Documentation", "Changelog", "Issues"}
+    start = re.compile(rf"{re.escape(urls['Homepage'])}/(?:blob|raw)/v{re.escape(fusedops.__version__)}/([^#]+)")
+    found = {match[1] for target in _targets(str(metadata.get_payload())) if (match := start.match(target))}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert found == {target.partition("#")[0] for target in _targets(readme) if ":" not in target}
+    assert all((ROOT / path).is_file() for path in found)
+
+
+_README = """# A page
+See [`glu`](docs/glu.md#a), [here](#here) and [there](https://example.org).
+![A plot](plot.png)
+<picture><source media="(prefers-color-scheme: dark)" srcset="dark.svg"><img src="light.svg"></picture>
+<a href="docs/all.md">All</a>
+```md
+[code](code.md)
+```
+"""
+
+
+def _described(base: str) -> str:
+    spec = importlib.util.spec_from_file_location("fusedops_setup", ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return str(module.description(_README, base))
+
+
+def test_description_with_an_address() -> None:
+    text, at = _described(_HOST), f"v{fusedops.__version__}"
+    assert f"[`glu`]({_HOST}/blob/{at}/docs/glu.md#a), [here](#here) and [there](https://example.org)" in text
+    assert f"![A plot]({_HOST}/raw/{at}/plot.png)" in text
+    assert f'srcset="{_HOST}/raw/{at}/dark.svg"' in text
+    assert f'<img src="{_HOST}/raw/{at}/light.svg">' in text
+    assert f'<a href="{_HOST}/blob/{at}/docs/all.md">All</a>' in text
+    assert "[code](code.md)" in text
+
+
+def test_description_without_an_address() -> None:
+    """Links become text, and pictures are left out."""
+    text = _described("")
+    assert "See `glu`, [here](#here) and [there](https://example.org).\n" in text
+    assert ">All</a>" in text
+    assert "[code](code.md)" in text
+    for absent in ("docs/", "plot", "picture", "light.svg", "\0"):
+        assert absent not in text, absent
 
 
 _PROBE = """

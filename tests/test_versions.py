@@ -1,0 +1,80 @@
+"""One statement of supported versions: docs/versions.md, with which pyproject.toml, CI and all other pages agree."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pages import PAGES, ROOT
+
+pytestmark = pytest.mark.once
+
+_PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+_PINS = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+_WORKFLOWS = ROOT / ".github" / "workflows"
+_ROW = re.compile(r"^\| (Python|PyTorch|Triton|einops|Transformers) \| ([\d.]+)[^|]*\| ([\d., ]+) \|$", re.MULTILINE)
+_PAGE = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+NEEDED = {name: needed for name, needed, _ in _ROW.findall(_PAGE)}
+TESTED = {name: tested.split(", ") for name, _, tested in _ROW.findall(_PAGE)}
+# The names under which pip knows them.
+_PACKAGES = {"PyTorch": "torch", "Triton": "triton", "einops": "einops", "Transformers": "transformers"}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+def _matrix(workflow: str, name: str) -> list[str]:
+    """The versions that a workflow lists."""
+    (found,) = re.findall(rf"^ +{name}: \[(.*)\]$", (_WORKFLOWS / workflow).read_text(encoding="utf-8"), re.MULTILINE)
+    return re.findall(r'"([\d.]+)"', found)
+
+
+def test_page_names_each_once() -> None:
+    assert list(NEEDED) == ["Python", *_PACKAGES]
+    assert all(_numbers(tested[0])[:2] >= _numbers(NEEDED[name]) for name, tested in TESTED.items())
+
+
+@pytest.mark.parametrize("name", _PACKAGES)
+def test_lower_bound_is_the_packages(name: str) -> None:
+    bounds = re.findall(rf'"{_PACKAGES[name]}>=([\d.]+)', _PROJECT.partition("\ndocs = ")[0])
+    extra = re.search(rf'^hf = \["{_PACKAGES[name]}>=([\d.]+)"\]', _PROJECT, re.MULTILINE)
+    assert (extra[1] if extra else bounds[0]) == NEEDED[name]
+
+
+@pytest.mark.parametrize("name", ["Triton", "einops", "Transformers"])
+def test_pinned_version_is_named(name: str) -> None:
+    (pinned,) = re.findall(rf"^{_PACKAGES[name]}==([\d.]+)$", _PINS, re.MULTILINE)
+    assert pinned in TESTED[name]
+
+
+def test_python_is_what_ci_runs() -> None:
+    classifiers = re.findall(r'"Programming Language :: Python :: (\d\.\d+)"', _PROJECT)
+    assert TESTED["Python"] == classifiers == _matrix("ci.yml", "python-version")
+    assert f'requires-python = ">={NEEDED["Python"]}"' in _PROJECT
+
+
+def test_transformers_is_what_runs_each_night() -> None:
+    assert TESTED["Transformers"] == _matrix("nightly.yml", "transformers")
+
+
+def test_pytorch_is_what_ci_runs() -> None:
+    """The lowest and the highest minor release that the pins allow, and the one of each night."""
+    (low, high) = re.findall(r"^torch>=([\d.]+),<([\d.]+)$", _PINS, re.MULTILINE)[0]
+    (nightly,) = re.findall(
+        r"^ +torch: ([\d.]+)$", (_WORKFLOWS / "nightly.yml").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    major, minor = _numbers(high)
+    assert TESTED["PyTorch"] == [low, f"{major}.{minor - 1}", nightly]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_other_pages_agree(page: Path) -> None:
+    """Where they say what is needed: "Python 3.10 or newer", "needs torch 2.11 and Triton 3.6"."""
+    text = " ".join(page.read_text(encoding="utf-8").split())
+    said = re.findall(r"(Python|PyTorch|torch|Triton|Transformers) ([\d.]*\d),? or (?:newer|later)", text)
+    for torch, triton in re.findall(r"needs (?:PyTorch|torch) ([\d.]*\d) and Triton ([\d.]*\d)", text):
+        said += [("torch", torch), ("Triton", triton)]
+    assert all(NEEDED["PyTorch" if name == "torch" else name] == version for name, version in said), said
