@@ -7,12 +7,15 @@ import functools
 import importlib.util
 import inspect
 import io
+import os
 import re
 import runpy
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -58,14 +61,27 @@ def test_there_are_examples() -> None:
     assert {"README.md", "docs/quickstart.md", "docs/operators.md", "docs/norms.md"} <= with_examples
 
 
-@pytest.mark.parametrize(("page", "line", "source"), _examples())
-def test_example_runs(page: str, line: int, source: str, device: torch.device,
-                      monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # fmt: skip
-    """In a namespace of its own, on the device at hand: an example may not lean on the one before it."""
+@pytest.fixture
+def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """An empty folder, and afterwards neither settings nor what Accelerate keeps for the process."""
     monkeypatch.chdir(tmp_path)
+    with mock.patch.dict(os.environ), torch.random.fork_rng():
+        yield
+    if "accelerate" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
+
+
+# Pages whose examples place models and data themselves, as a script does.
+_PLACED = ("docs/recipes.md",)
+
+
+@pytest.mark.usefixtures("as_in_a_new_process")
+@pytest.mark.parametrize(("page", "line", "source"), _examples())
+def test_example_runs(page: str, line: int, source: str, device: torch.device) -> None:
+    """In a namespace of its own, on the device at hand: an example may not lean on the one before it."""
     # Blank lines in front make a traceback name the page's own line.
     code = compile("\n" * (line - 1) + source, str(ROOT / page), "exec")
-    with torch.random.fork_rng(), torch.device(device):
+    with contextlib.nullcontext() if page in _PLACED else torch.device(device):
         exec(code, {"__name__": f"example_{Path(page).stem}_{line}"})
 
 

@@ -1,0 +1,226 @@
+"""docs/recipes.md: each row of the table of the order of calls holds, in both orders. The blocks run in test_docs.py."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedops
+from pages import ROOT
+from zoo import transformers_only
+
+pytestmark = [pytest.mark.once, transformers_only]
+
+_PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+_TABLE = _PAGE.partition("## Order of calls")[2].partition("\n## ")[0]
+_LINES = [
+    [cell.strip() for cell in line.strip("|").split(" | ")] for line in re.findall(r"^\| .*\|$", _TABLE, re.MULTILINE)
+]
+# Links are left out of a row's name.
+ROWS = {re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", name): (before, after) for name, before, after in _LINES[1:]}
+_IDS = torch.arange(24).reshape(2, 12)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A group of one process on the CPU, an empty folder, and no notices of other libraries."""
+    monkeypatch.chdir(tmp_path)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore")
+        yield
+    torch.distributed.destroy_process_group()
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=60, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                                        num_attention_heads=4, initializer_range=0.2)).train()  # fmt: skip
+
+
+# --- the calls ------------------------------------------------------------------------------------------------------
+
+
+def _to_dtype(model: nn.Module) -> nn.Module:
+    return model.to(torch.bfloat16)
+
+
+def _load(model: nn.Module) -> nn.Module:
+    model.load_state_dict({name: -t for name, t in model.state_dict().items()})
+    return model
+
+
+def _pretrained(model: Any) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    model.save_pretrained("saved")
+    return AutoModelForCausalLM.from_pretrained("saved").train()  # type: ignore[no-any-return]
+
+
+def _step(model: nn.Module) -> nn.Module:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(input_ids=_IDS, labels=_IDS).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model
+
+
+def _adapted(model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "up_proj", "down_proj"], init_lora_weights=False)
+    return get_peft_model(model, lora)  # type: ignore[no-any-return]
+
+
+def _checkpointed(model: Any) -> nn.Module:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model  # type: ignore[no-any-return]
+
+
+def _sharded(model: Any) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)  # type: ignore[no-any-return]
+
+
+def _split(model: Any) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan: Any = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+    for layer in model.model.layers:
+        parallelize_module(layer.mlp, init_device_mesh("cpu", (1,)), plan)
+    return model  # type: ignore[no-any-return]
+
+
+def _wrapped(model: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def _prepared(model: nn.Module) -> nn.Module:
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True, mixed_precision="bf16").prepare(model)  # type: ignore[no-any-return]
+
+
+def _trained(model: nn.Module) -> nn.Module:
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"input_ids": row, "labels": row} for row in _IDS]
+    arguments = TrainingArguments("run", max_steps=1, report_to="none", use_cpu=True, disable_tqdm=True, seed=0)
+    Trainer(model, arguments, train_dataset=rows).train()
+    return model
+
+
+def _compiled(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="eager")  # type: ignore[return-value]
+
+
+def _compiled_in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+def _quantised(model: nn.Module) -> nn.Module:
+    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)  # type: ignore[no-any-return]
+
+
+CALLS: dict[str, tuple[Callable[[Any], nn.Module], ...]] = {
+    "`model.to(device)`": (nn.Module.cpu,),
+    "`model.to(dtype)`": (_to_dtype,),
+    "`load_state_dict`, `from_pretrained`": (_load, _pretrained),
+    "an optimizer of `model.parameters()`": (_step,),
+    "PEFT: `get_peft_model`": (_adapted,),
+    "gradient checkpointing": (_checkpointed,),
+    "DDP": (torch.nn.parallel.DistributedDataParallel,),
+    "`fully_shard`, `parallelize_module`": (_sharded, _split),
+    "`FullyShardedDataParallel` (the older FSDP)": (_wrapped,),
+    "`Accelerator.prepare`, `Trainer`": (_prepared, _trained),
+    "`torch.compile`, `model.compile()`": (_compiled, _compiled_in_place),
+    "quantisation by `torch.ao.quantization`": (_quantised,),
+}
+_CASES = [pytest.param(row, call, id=call.__name__) for row, calls in CALLS.items() for call in calls]
+
+
+# --- both orders ----------------------------------------------------------------------------------------------------
+
+
+def _results(model: nn.Module) -> list[Tensor]:
+    """The loss and the gradients of all parameters that have one."""
+    model.zero_grad()
+    loss = model(input_ids=_IDS, labels=_IDS).loss
+    if loss.requires_grad:
+        loss.backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return [loss.detach(), *(g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads)]
+
+
+def _compare(model: nn.Module, call: Callable[[Any], nn.Module]) -> None:
+    """Against the same call on a model that is not fused, or, as it takes seconds to compile, one that is not compiled."""
+    expected = _results(_model() if call in (_compiled, _compiled_in_place) else call(_model()))
+    assert fusedops.fusion_status(model)
+    # Some ten roundings each way, in another order; bf16 has an eps of 2⁻⁷.
+    low = call in (_to_dtype, _prepared)
+    relative = 0.1 if low else 1e-4
+    for found, wanted in zip(_results(model), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0.0, atol=relative * float(wanted.abs().max()))
+
+
+def test_table_and_calls_are_the_same() -> None:
+    assert list(ROWS) == list(CALLS)
+    assert all(
+        cell.startswith(("yes", "no: `ValueError`", "`load_state_dict`")) for row in ROWS.values() for cell in row
+    )
+
+
+@pytest.mark.parametrize("row, call", _CASES)
+def test_called_before(row: str, call: Callable[[Any], nn.Module]) -> None:
+    model = call(_model())
+    if ROWS[row][0].startswith("no"):
+        with pytest.raises(ValueError, match="fuse the model before"):
+            fusedops.fuse_model(model)
+        return
+    assert fusedops.fuse_model(model)
+    _compare(model, call)
+
+
+@pytest.mark.parametrize("row, call", _CASES)
+def test_called_after(row: str, call: Callable[[Any], nn.Module]) -> None:
+    model = _model()
+    exclude = re.search(r"`exclude=\[\"(\w+)\"\]`", ROWS[row][1])
+    assert fusedops.fuse_model(model, exclude=[exclude[1]] if exclude else [])
+    if call is _pretrained:
+        assert not fusedops.fusion_status(call(model)), "a model that is loaded is another one, and not fused"
+    else:
+        _compare(call(model), call)
+
+
+@pytest.mark.parametrize("call", [_sharded, _split])
+def test_check_takes_no_sharded_model(call: Callable[[Any], nn.Module]) -> None:
+    with pytest.raises(ValueError, match="check takes no sharded model"):
+        fusedops.fuse_model(call(_model()), check={"input_ids": _IDS})
+
+
+def test_own_forward_of_a_prepared_model_is_left() -> None:
+    """As the page says of Accelerate."""
+    layer = _prepared(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True))
+    assert fusedops.fuse_model(layer).modules[0].reason == "its forward was replaced on the instance"
