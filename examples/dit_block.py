@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 import fusedops
@@ -124,8 +125,8 @@ class Block(nn.Module):
 
     def attend(self, x: Tensor) -> Tensor:
         """Self-attention, without the bias of its output projection."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
-        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+        q, k, v = rearrange(self.qkv(x), "b t (qkv h d) -> qkv b h t d", qkv=3, h=self.heads)
+        attended = rearrange(F.scaled_dot_product_attention(q, k, v), "b h t d -> b t (h d)")
         return F.linear(attended, self.out.weight)
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 import fusedops
@@ -77,8 +78,8 @@ class TorchBlock(nn.Module):
 
     def attend(self, x: Tensor) -> Tensor:
         """Causal self-attention, without its output projection."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        q, k, v = rearrange(self.qkv(x), "b t (qkv h d) -> qkv b h t d", qkv=3, h=self.heads)
+        return rearrange(F.scaled_dot_product_attention(q, k, v, is_causal=True), "b h t d -> b t (h d)")
 
     def expand(self, x: Tensor) -> Tensor:
         """The first linear of the MLP and its activation: two operators."""
@@ -181,7 +182,7 @@ def train(name: str, model: LanguageModel, corpus: Tensor, config: Config) -> Ru
             synchronize(device)
             started = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
-            loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            loss = F.cross_entropy(rearrange(model(inputs), "b t v -> (b t) v"), rearrange(targets, "b t -> (b t)"))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -71,8 +72,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         """Map ``(batch, context, width)`` to the same shape."""
-        q, k, v = (f(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for f in (self.query, self.key, self.value))
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        layers = (self.query, self.key, self.value)
+        q, k, v = (rearrange(layer(x), "b t (h d) -> b h t d", d=self.size) for layer in layers)
+        return self.out(rearrange(F.scaled_dot_product_attention(q, k, v, is_causal=True), "b h t d -> b t (h d)"))
 
 
 class MLP(nn.Module):
@@ -121,7 +123,7 @@ class LanguageModel(nn.Module):
         for block in self.blocks:
             x, residual = block(x, residual)
         logits = self.head(self.norm(x, residual=residual)[0])
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return F.cross_entropy(rearrange(logits, "b t v -> (b t) v"), rearrange(targets, "b t -> (b t)"))
 
 
 # How it is spread. --------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -52,7 +53,8 @@ def masks(sample: RowwiseFunction) -> Iterator[None]:
         keep = keep_mask(SEED, OFFSET + (count << 48), rows * parts, cols, p, device=input.device)
         count += 1
         scale = 1.0 / (1.0 - drop_threshold(p) / 65536)
-        keep = keep.view(rows, parts, cols) if sample.drops_whole else keep.view(rows, parts, cols)[:, 0]
+        keep = rearrange(keep, "(rows parts) cols -> rows parts cols", parts=parts)
+        keep = keep if sample.drops_whole else keep[:, 0]
         return input * (keep.reshape(input.shape) * scale).to(input.dtype)
 
     with mock.patch.object(F, "dropout", dropout):

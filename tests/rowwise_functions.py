@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -176,8 +177,8 @@ def partial_rotary(packed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Te
 
 def interleaved_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """A rotary embedding of neighbours (Su et al. 2021)."""
-    even, odd = x[..., 0::2], x[..., 1::2]
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+    even, odd = rearrange(x, "... (d pair) -> pair ... d", pair=2)
+    return rearrange([even * cos - odd * sin, even * sin + odd * cos], "pair ... d -> ... (d pair)")
 
 
 # --- softmax and losses -------------------------------------------------------------------------------------------------

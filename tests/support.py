@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -210,7 +211,8 @@ def keep_mask(
     counter = [group & 0xFFFFFFFF, group >> 32, zeros + (offset & 0xFFFFFFFF), zeros + (offset >> 32)]
     words = torch.stack(philox(counter, (seed & 0xFFFFFFFF, seed >> 32)), -1)
     lanes = torch.stack((words & 0xFFFF, words >> 16), -1)
-    return (lanes >= drop_threshold(p)).view(rows, groups * 8)[:, :cols]
+    keep = rearrange(lanes >= drop_threshold(p), "(rows groups) words halves -> rows (groups words halves)", rows=rows)
+    return keep[:, :cols]
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import einops
 import pytest
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -81,6 +83,30 @@ def test_first_call_with_one_row(sample: RowwiseFunction) -> None:
     function = rowwise(sample)
     for rows in (1, 4):
         check(sample, function, sample.tensors(torch.float32, DEVICE, rows))
+
+
+@kernels
+@pytest.mark.parametrize("name", ["rearrange", "einops.rearrange"])
+def test_heads_taken_apart_by_einops(name: str) -> None:
+    """Named directly or as an attribute of the package; another batch is no other kernel."""
+
+    def directly(x: Tensor, weight: Tensor) -> Tensor:
+        heads = rearrange(x, "b t (h d) -> b h t d", d=8)
+        return rearrange(F.rms_norm(heads, (8,), weight, 1e-6), "b h t d -> b t (h d)")
+
+    def by_package(x: Tensor, weight: Tensor) -> Tensor:
+        heads = einops.rearrange(x, "b t (h d) -> b h t d", d=8)
+        return einops.rearrange(F.rms_norm(heads, (8,), weight, 1e-6), "b h t d -> b t (h d)")
+
+    function = fusedops.rowwise(directly if name == "rearrange" else by_package, strict=True)
+    weight, built = randn(8), []
+    for shape in ((2, 3, 24), (4, 5, 24)):
+        x = randn(*shape)
+        expected = F.rms_norm(x.unflatten(-1, (3, 8)), (8,), weight, 1e-6).flatten(-2)
+        torch.testing.assert_close(function(x, weight), expected, rtol=1e-5, atol=1e-5)
+        built.append(launch.variants())
+    assert built[0]
+    assert built[0] == built[1]
 
 
 @kernels

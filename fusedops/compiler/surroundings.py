@@ -63,7 +63,7 @@ def variables(function: Callable[..., Any]) -> list[Variable]:
 
 def _around(function: Any, seen: set[int]) -> Iterator[Variable]:
     function = getattr(function, "function", function) if type(function).__name__ == "Rowwise" else function
-    if not isinstance(function, FunctionType) or id(function) in seen:
+    if not isinstance(function, FunctionType) or id(function) in seen or is_of_a_library(function):
         return
     seen.add(id(function))
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
@@ -122,22 +122,22 @@ def _attribute(find: Callable[[Sequence[Any]], Any], name: str, args: Sequence[A
 
 def _is_constant(value: Any) -> bool:
     """Whether this is a part of the program, not of its state."""
-    return isinstance(value, ModuleType) and value.__name__.partition(".")[0] in ("torch", "math")
+    return isinstance(value, ModuleType) and value.__name__.partition(".")[0] in ("torch", "einops", "math")
 
 
 def is_code(value: Any) -> bool:
-    """Whether this is something that does not change: a function of PyTorch's or Python's, a class."""
+    """Whether this is something that does not change: a function of a library's, a class."""
     if isinstance(value, (ModuleType, type, enum.Enum)) or inspect.isbuiltin(value):
         return True
     return callable(value) and not isinstance(value, nn.Module) and is_of_a_library(value)
 
 
 def is_of_a_library(value: Any) -> bool:
-    """Whether a function or class is PyTorch's or Python's own: one that was made by `exec` only says so."""
+    """Whether a function or class is PyTorch's, einops' or Python's own: one that was made by `exec` only says so."""
     home = str(getattr(value, "__module__", None) or type(value).__module__)
     if isinstance(value, FunctionType) and value.__globals__ is not vars(sys.modules.get(home, builtins)):
         return False
-    return home.partition(".")[0] in ("torch", "math", builtins.__name__)
+    return home.partition(".")[0] in ("torch", "einops", "math", builtins.__name__)
 
 
 def state_of(value: Any) -> Any:

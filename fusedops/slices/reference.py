@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -60,13 +61,13 @@ def composite(slices: Sequence[Tensor], weight: Tensor | None, bias: Tensor | No
     """
     together = dims > 0 and len(set(sizes)) == 1
     if together:
-        parts = [slices[0] if dims == 2 else slices[0].unflatten(-1, (len(sizes), sizes[0]))]
+        parts = [slices[0] if dims == 2 else rearrange(slices[0], "... (k d) -> ... k d", k=len(sizes))]
     else:
         parts = list(slices[0].split(sizes, -1)) if dims else list(slices)
     weights, biases = (_parts(p, sizes, together=together, shared=shared) for p in (weight, bias))
     outputs = tuple([rule(*each) for each in zip(parts, weights, biases, strict=True)])
     if together:
-        return (outputs[0].flatten(-2) if concat or dims == 1 else outputs[0],)
+        return (rearrange(outputs[0], "... k d -> ... (k d)") if concat or dims == 1 else outputs[0],)
     return (torch.cat(outputs, -1),) if dims or concat else outputs
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 __all__ = ["candidates"]
@@ -75,7 +76,7 @@ class _Found:
         found = []
         for frames in (self.number("temporal_patch_size", default=1), 1):
             given = {name: self.normal(32, channels * frames * patch * patch), grid: torch.tensor([[1, 4, 4]] * 2)}
-            shaped = {**given, name: given[name].view(32, channels * frames, patch, patch)}
+            shaped = {**given, name: rearrange(given[name], "n (c h w) -> n c h w", h=patch, w=patch)}
             found += [given, shaped, {**given, "merge_sizes": torch.tensor([2, 2])}]
         return [arguments for arguments in found if arguments.keys() <= self._names]
 

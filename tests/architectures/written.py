@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -197,13 +198,13 @@ class ConvNeXtBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         input = x
         x = self.dwconv(x)
-        x = x.permute(0, 2, 3, 1)
+        x = rearrange(x, "b c h w -> b h w c")
         x = self.norm(x)
         x = self.pwconv1(x)
         x = self.act(x)
         x = self.pwconv2(x)
         x = self.gamma * x
-        return input + x.permute(0, 3, 1, 2)
+        return input + rearrange(x, "b h w c -> b c h w")
 
 
 class PostNormLayer(nn.Module):
