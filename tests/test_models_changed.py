@@ -169,6 +169,17 @@ def test_unfuse_with_a_forward_put_in_place_since(spec: Any) -> None:
         close(outputs(model(**arguments))[0], expected)
 
 
+def test_forward_of_the_class_put_on_the_instance_is_removed() -> None:
+    """As Accelerate's hooks leave it: it would call the fused forward after unfusing."""
+    model = nn.Sequential(nn.LayerNorm(_N), nn.GELU())
+    fusedops.fuse_model(model)
+    model[0].forward = model[0].forward  # type: ignore[method-assign]
+    assert len(fusedops.fusion_status(model)) == 2
+    fusedops.unfuse_model(model)
+    assert "forward" not in vars(model[0])
+    assert type(model[0]) is nn.LayerNorm
+
+
 @transformers_only
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_forward_of_a_model_that_generates_is_replaced(when: str) -> None:

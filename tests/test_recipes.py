@@ -224,3 +224,16 @@ def test_own_forward_of_a_prepared_model_is_left() -> None:
     """As the page says of Accelerate."""
     layer = _prepared(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True))
     assert fusedops.fuse_model(layer).modules[0].reason == "its forward was replaced on the instance"
+
+
+def test_own_forward_of_a_prepared_model_is_given_back() -> None:
+    """As the troubleshooting page says."""
+    from accelerate import Accelerator
+
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    fusedops.fuse_model(layer)
+    prepared = _prepared(layer)
+    with pytest.raises(ValueError, match="was given a forward of its own"):
+        fusedops.unfuse_model(prepared)
+    fusedops.unfuse_model(Accelerator().unwrap_model(prepared, keep_fp32_wrapper=False))
+    assert type(layer) is nn.TransformerEncoderLayer

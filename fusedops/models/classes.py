@@ -91,7 +91,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether the module's class is a fused one, with nothing put on top of it since."""
+    """Whether the module's class is a fused one, and no subclass of it that was made since."""
     return "_fusedops_original" in vars(type(module))
 
 
@@ -122,6 +122,9 @@ def fuse_all(planned: Mapping[nn.Module, Rule], off: frozenset[str] = frozenset(
 
 def unfuse(module: nn.Module) -> None:
     """Give the module its own class back."""
+    if is_fused(module):
+        for name in [name for name in _replaceable(module) if _is_own(module, name)]:
+            delattr(module, name)
     _become(module, original_class(module))
 
 
@@ -132,17 +135,28 @@ def replaced_since(module: nn.Module) -> str:
     """
     if not is_fused(module):
         return ""
+    return next((n for n in _replaceable(module) if n in vars(module) and not _is_own(module, n)), "")
+
+
+def _replaceable(module: nn.Module) -> list[str]:
+    """The methods of a fused module that an attribute of the instance may replace."""
     cls: Any = type(module)
     rule: Rule = cls._fusedops_rule
-    names = (*(name for name in rule.known if name == "forward"), *rule.methods)
-    return next((name for name in names if name in vars(module)), "")
+    return list(dict.fromkeys((*(name for name in rule.known if name == "forward"), *rule.methods)))
+
+
+def _is_own(module: nn.Module, name: str) -> bool:
+    """Whether the instance's method is its class's: removed hooks, as Accelerate's, leave such a one."""
+    method = vars(module).get(name)
+    return isinstance(method, types.MethodType) and method == types.MethodType(getattr(type(module), name), module)
 
 
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[Collection[nn.Module]]:
-    """Takes FSDP's classes off the modules that have one for a block, and puts them on the classes that these have then.
+    """For a block, give sharded modules the classes that they had before FSDP; afterwards put FSDP's classes back.
 
-    `fully_shard` puts a class of its own in front of a module's. Fused before or after it, a module gets the same class.
+    `fully_shard` gives a module a class that inherits from FSDP's and from the module's. So the order of `fully_shard` and
+    `fuse_model` makes no difference to the class that a module ends up with.
     """
     sharded = {m: type(m) for m in model.modules() if compat.unsharded_class(type(m)) is not type(m)}
     for module, cls in sharded.items():
@@ -172,7 +186,7 @@ def _get_name(self: nn.Module) -> str:
 
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:
-    """As any module, but for the class, which pickle could not import: it is made again from the original."""
+    """The module's usual reduction, but with a fused class that is made again from the original when it is loaded."""
     cls: Any = type(self)
     # From protocol 2 on, an object is its class and its state.
     reduced = cls._fusedops_original.__reduce_ex__(self, max(2, int(protocol)))
