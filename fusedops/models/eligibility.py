@@ -1,4 +1,4 @@
-"""Which models `fusedops.fuse_model` takes, and what ``exclude`` names in them."""
+"""Checks of the arguments of `fusedops.fuse_model`, and the modules that ``exclude`` names."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch
 
 
 def check_module(model: Any) -> None:
-    """The model is a module."""
+    """Raise unless the model is a torch.nn.Module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"fuse_model: model must be a torch.nn.Module, got {type(model).__name__}")
 
 
 def check_model(model: nn.Module) -> None:
-    """The model is one that can be fused: neither compiled nor scripted nor quantised nor wrapped in FSDP."""
+    """Raise if the model is compiled, scripted, quantised or wrapped in FSDP."""
     for name, module in model.named_modules():
         obstacle = _obstacle(module)
         if obstacle:
@@ -35,7 +35,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_whole(model: nn.Module, sharded: Collection[nn.Module]) -> None:
-    """The model is one that ``check`` can run: with none of its modules sharded, and no DTensors.
+    """Raise if the model is sharded or has DTensors, which ``check`` cannot run.
 
     A module of a sharded model does not run by itself, and each rank would draw another movement.
     """

@@ -32,31 +32,32 @@ def fuse_model(
     check: Any = False,
     compile_rest: bool = False,
 ) -> FusionReport:
-    """Make a model use the fused operators, in place.
+    """Make the modules of a model call the fused operators, in place; return a report.
 
-    Every module that a rule knows gets a subclass of its own class as its class, and nothing else changes: parameters
+    Each module for which there is a rule gets a subclass of its own class as its class. Nothing else changes: parameters
     stay the same objects, and ``state_dict`` keys, hooks, dtype, device, training mode, tied weights and optimizers
     are as before. `unfuse_model` undoes it. A module that is fused already is left.
 
     Args:
-        model: any model of PyTorch or Transformers; modules without a rule are left as they are.
-        exclude: names of modules, patterns of names with ``*``, names of classes, or classes; the modules named, and
-            all in them, are left. A name that is none of these may be a rule's, which is then not used; what is in
-            the modules that it would take is not left.
-        rules: further rules, asked before those of the library.
-        dry_run: report, and change nothing; with ``check``, the report has the differences too.
+        model: a model of PyTorch or Transformers, or your own. Modules without a rule are left as they are.
+        exclude: what is left: names of modules, patterns of names with ``*``, names of classes, or classes, each with
+            all modules inside. A name that is none of these may be the name of a rule. That rule is then not applied;
+            modules inside of those that it matches may still be fused.
+        rules: further rules, tried before those of the library.
+        dry_run: return the report without changing the model; with ``check``, the report has the differences too.
         check: example inputs (a tensor, a tuple of arguments or a dict of keyword arguments), or True for the model's
             own ``dummy_inputs``. The model and each fused module run on them in evaluation mode before and after,
-            forward and backward; a module that differs by more than rounding is restored, and the report says so.
-        compile_rest: compile the model with torch.compile afterwards, in place; the fused operators stay whole in it.
+            forward and backward. A module that differs by more than rounding is restored, and reported as left.
+        compile_rest: afterwards compile the model with torch.compile, in place; fused operators stay whole in the graph.
     Returns:
-        What was replaced by what, and what was left and why. Printed, it is a summary; ``table()`` has every module.
+        A report of what each module calls now, or why it was left. Printed, it is a summary; ``table()`` has a line for
+        each module.
     Raises:
-        TypeError: the model is no module; a class refuses to have a subclass; an entry of exclude is neither a name
-            nor a class; check asks for inputs that the model does not have; rules is no sequence of rules; dry_run or
-            compile_rest is no bool.
-        ValueError: the model is compiled, scripted, quantised or wrapped in `FullyShardedDataParallel`; it is sharded,
-            and check is given; a name in exclude is unknown, or a class in it has no module in the model.
+        TypeError: the model is not a torch.nn.Module; a class refuses to have a subclass; an entry of exclude is neither a
+            name nor a class; check is True and the model has no ``dummy_inputs``; rules is not a sequence of `Rule`;
+            dry_run or compile_rest is not a bool.
+        ValueError: the model is compiled, scripted, quantised or wrapped in `FullyShardedDataParallel`; check is given for
+            a sharded model; a name in exclude is unknown, or the model has no module of a class in it.
     """
     eligibility.check_module(model)
     eligibility.check_flags(dry_run=dry_run, compile_rest=compile_rest)
@@ -100,15 +101,15 @@ def _fused(model: nn.Module, exclude: Sequence[str | type[nn.Module]], rules: tu
 
 
 def unfuse_model(model: nn.Module) -> None:
-    """Give every module that `fuse_model` changed its own class back, and take ``compile_rest`` back.
+    """Undo `fuse_model`, in place: each fused module gets its own class back, and ``compile_rest`` is undone.
 
     Args:
-        model: the model, or a part of it; changed in place.
+        model: the model, or a part of it.
 
     Raises:
-        TypeError: the model is no module.
-        ValueError: something else changed a fused module's class since (a parametrization), or replaced its forward
-            (Accelerate), and must be undone first; then nothing is changed.
+        TypeError: the model is not a torch.nn.Module.
+        ValueError: a fused module's class was changed since (by a parametrization), or its forward was replaced (by
+            Accelerate). Undo that first. The model is unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"unfuse_model: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -133,18 +134,18 @@ def _unfuse(model: nn.Module) -> None:
 
 
 def fusion_status(model: nn.Module) -> FusionReport:
-    """What of `fuse_model` is in force now, whatever was done to the model since.
+    """Report which modules of a model call fused operators now, after whatever else was done to the model.
 
-    A module that was given hooks (by ZeRO, PEFT or Accelerate, say) is called by its block as PyTorch would call it, and
-    so calls its own operator; a module under another forward or class calls none.
+    A module that got hooks since (from ZeRO, PEFT or Accelerate, say) is called by its block as PyTorch would call it, and
+    calls its own operator. A module whose forward or class was replaced since calls none.
 
     Args:
         model: the model, or a part of it; it is not changed.
     Returns:
-        A report as `fuse_model`'s: what each module calls now, what its block does in its place, and what is not in force
-        and why. True if anything is fused.
+        A report as `fuse_model` returns: what each module calls now, what its block computes for it, and why other modules
+        call no fused operator. True if anything is fused.
     Raises:
-        TypeError: the model is no module.
+        TypeError: the model is not a torch.nn.Module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fusion_status: model must be a torch.nn.Module, got {type(model).__name__}")

@@ -69,7 +69,7 @@ def dropped(end: Branch, dropout: nn.Module) -> Branch:
 
 
 def _is_own(end: Branch, module: Any) -> bool:
-    """Whether nobody sees that a module does not change in place what it takes: a product is of nobody else's."""
+    """Whether the module's change in place may be left out: there is none, or nothing else reads its input."""
     return end.bias is not None or not getattr(module, "inplace", False)
 
 
@@ -176,7 +176,7 @@ class _Replacing:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """The module's, for functions that ask what they are given; in traced code, which makes it bare first, its own."""
+        """The module's class, for ``isinstance``; in traced code, where a bare proxy is made first, the proxy's own."""
         return type(self.__dict__.get("_module", self))
 
     def __getattr__(self, name: str) -> Any:
@@ -263,7 +263,7 @@ def _match(x: Any, residual: Any) -> bool:
 
 
 def in_place(end: Branch, residual: Any) -> tuple[Branch, Any]:
-    """``branch += residual``, to be finished: what it is added to, or None where that is done."""
+    """``branch += residual``: the branch, and the residual if it is still to be added, or None."""
     new = (end.bias is not None or end.drops) and end.activation is None and _match(end.product, residual)
     if new and torch.promote_types(end.product.dtype, residual.dtype) == end.product.dtype:
         return end, residual
@@ -273,7 +273,7 @@ def in_place(end: Branch, residual: Any) -> tuple[Branch, Any]:
 
 
 def add(end: Branch, residual: Tensor | None, *, first: bool = False) -> Tensor:
-    """The branch added to the residual stream. ``first``: it stands in front, which those see that are no tensors."""
+    """The branch added to the residual stream. ``first``: it is the left operand, which matters to other types."""
     if residual is None:  # it has been
         return finished(end)
     if (end.bias is None and not end.drops) or end.activation is not None or not _match(end.product, residual):

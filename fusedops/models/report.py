@@ -1,4 +1,4 @@
-"""What was done to a model: one line a module."""
+"""Reports about a model: a line for each module."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _REST = {NO_RULE: "left as they are: no rule is about them", NOT_FUSED: "not fus
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a fused module or model is from what it was, and how far it may be.
+    """The difference that ``check`` measured between a module or model before and after fusing, and its limit.
 
     Attributes:
         output: the largest difference of an output.
         gradient: the largest difference of a gradient.
-        allowed_output: the largest that passes.
-        allowed_gradient: the same, of a gradient.
+        allowed_output: the limit for ``output``.
+        allowed_gradient: the limit for ``gradient``.
     """
 
     output: float
@@ -32,7 +32,7 @@ class Difference:
 
     @property
     def passes(self) -> bool:
-        """Whether both are within bounds; NaN is not."""
+        """Whether both differences are within their limits; NaN is not."""
         return self.output <= self.allowed_output and self.gradient <= self.allowed_gradient
 
     def __str__(self) -> str:
@@ -41,17 +41,17 @@ class Difference:
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """One module.
+    """A line of a report: one module.
 
     Attributes:
-        name: as in ``named_modules``; "" is the model itself.
-        type: its class's name.
-        rule: the rule that it was replaced by, "" if it was left.
-        calls: the operators that it calls, "" if it was left or only helps its block.
-        helps: what it does otherwise than before, as a rule for its block, if it calls no operator itself.
-        reason: why a module was left.
-        by: the fused module that does this one's work too, by name; None if it runs itself, or not at all.
-        difference: what ``check`` found; None if it did not look at the module.
+        name: the module's name in ``named_modules``; "" is the model itself.
+        type: the name of its class.
+        rule: the name of the rule by which it is fused; "" if it was left.
+        calls: the fused operators that it calls; "" if it calls none.
+        helps: what a fused module does that calls no operator itself, such as leaving its last bias to its block.
+        reason: why the module was left.
+        by: the name of the fused module that computes this one too; None if there is none.
+        difference: the result of ``check``; None if the module was not compared.
     """
 
     name: str
@@ -65,25 +65,25 @@ class ModuleReport:
 
     @property
     def replaced(self) -> bool:
-        """Whether the module's class was, or in a dry run would be, replaced."""
+        """Whether the module got another class, or would get one in a dry run."""
         return bool(self.rule)
 
     @property
     def fused(self) -> bool:
-        """Whether that makes it call an operator itself."""
+        """Whether the module calls a fused operator itself."""
         return bool(self.calls)
 
 
 @dataclass(frozen=True, repr=False)
 class FusionReport:
-    """What `fusedops.fuse_model` did, or in a dry run would do; true if that is anything.
+    """The result of `fusedops.fuse_model` and `fusedops.fusion_status`: a `ModuleReport` for each module.
 
-    Its length and its elements are those of ``replaced``. Printed, it has a line for each kind of module; `table` has
-    one for each module.
+    Length and iteration are those of ``replaced``, so that a report is true if any module is fused. Printed, it has a line
+    for each kind of module; `table` has a line for each module.
 
     Attributes:
-        modules: every module of the model.
-        difference: of the whole model's outputs and gradients, from ``check``.
+        modules: all modules of the model.
+        difference: the result of ``check`` for the whole model; None without a check.
     """
 
     modules: tuple[ModuleReport, ...]
@@ -91,17 +91,17 @@ class FusionReport:
 
     @property
     def replaced(self) -> tuple[ModuleReport, ...]:
-        """The modules whose class was replaced: those that were fused, and those that help their block."""
+        """The modules that got another class: those that call operators, and those that help their block."""
         return tuple(module for module in self.modules if module.replaced)
 
     @property
     def left(self) -> tuple[ModuleReport, ...]:
-        """The others, each with its reason."""
+        """The modules that were left, each with its reason."""
         return tuple(module for module in self.modules if not module.replaced)
 
     @property
     def unchecked(self) -> tuple[ModuleReport, ...]:
-        """The replaced modules that ``check`` did not run, as its inputs do not reach them; empty without a check."""
+        """The replaced modules that the inputs of ``check`` do not reach; empty without a check."""
         if self.difference is None:
             return ()
         return tuple(module for module in self.replaced if module.difference is None)
@@ -113,7 +113,7 @@ class FusionReport:
         return len(self.replaced)
 
     def __str__(self) -> str:
-        """What was done, a line for each kind."""
+        """The summary: a line for each kind of module."""
         fused = sum(module.fused for module in self.modules)
         helping = f", {len(self) - fused} more are done by them or help them" if len(self) > fused else ""
         lines = [f"{fused} of {len(self.modules)} modules call fused operators{helping}"]
@@ -128,7 +128,7 @@ class FusionReport:
         return str(self)
 
     def table(self) -> str:
-        """A line for each module: what it was replaced by, or why it was left."""
+        """Return a text with a line for each module: the operators that it calls, or why it was left."""
         rows = [("module", "type", "replaced by, or why left")]
         unchecked = set(self.unchecked)
         rows += [

@@ -1,4 +1,4 @@
-"""A rule: which classes it knows, and the methods that a fused class has in place of theirs."""
+"""Rules: the classes that each one matches, and the methods of the fused class."""
 
 from __future__ import annotations
 
@@ -48,29 +48,29 @@ def needs_norm(*paths: str) -> Callable[[nn.Module, At], str]:
 class Rule:
     """How the modules of a kind are fused.
 
-    A class is known by its code: by inheriting the ``known`` methods of a class of torch.nn unchanged (``base``), or
-    by a fingerprint of those methods. Its name decides nothing; ``names`` are there for the report to say of a class of
-    that name why it was left.
+    A rule matches a class by its code: the class inherits the ``known`` methods of a class of torch.nn unchanged
+    (``base``), or these methods have one of the ``fingerprints``. Names do not decide; ``names`` only let the report say
+    why a class of that name was left.
 
     Attributes:
-        name: what the report calls it.
-        calls: the operators that a fused module calls, for the report; "" if it calls none itself. A function of the
-            module and `At` where that hangs on them.
-        helps: what a module does otherwise than it did, if it calls no operator itself; for the report. A function
-            where that hangs on the module.
-        methods: what a fused class has in place of the original's methods, and besides them. A ``forward`` must do
-            right whatever the module's children have become: see `fusedops.models.parts`.
-        base: the class that the rule was written for: of torch.nn, or the full name of one from elsewhere.
-        fingerprints: of the ``known`` methods, for classes from elsewhere.
-        names: classes from elsewhere that the rule was written for.
-        known: the methods that decide whether a class is known.
-        fits: says why a module of a known class is left after all; "" if it is not.
-        parts: paths of what is in a module whose work a fused one does itself, unless it has hooks or is of another
-            kind. A function where that hangs on the module.
-        needs: says why a module of a known class would call no operator, given it and `At`; "" if it would.
-        leaves: whether a module with ``_fusedops_branch`` leaves anything to its block, given it and `At`.
-        takes: paths of the modules whose ends a fused one takes; None for all that are in it.
-        made: the family that made the rule, by name, and of what; None for a rule of the table.
+        name: the rule's name, in reports and in ``exclude``.
+        calls: the operators that a fused module calls, for the report; "" if it calls none itself. May be a function of
+            the module and `At`.
+        helps: for the report, what a fused module does that calls no operator itself. May be a function of the module.
+        methods: the methods of the fused class, which replace the original's or come in addition. A ``forward`` must be
+            correct whatever the module's children have become: see `fusedops.models.parts`.
+        base: the class that the rule is written for: a class of torch.nn, or the full name of another one.
+        fingerprints: those of the ``known`` methods, for classes outside of torch.nn.
+        names: names of classes outside of torch.nn for which the rule is written.
+        known: the names of the methods that decide whether the rule matches a class.
+        fits: a function that returns why a module of a matching class is left; "" if it is fused.
+        parts: paths of the modules inside that the fused module computes itself, unless they have hooks or are of another
+            kind. May be a function of the module.
+        needs: a function of the module and `At` that returns why it would call no operator; "" if it would.
+        leaves: a function of the module and `At`: whether a module with ``_fusedops_branch`` leaves its last steps to its
+            block.
+        takes: paths of the modules whose last steps a fused module computes; None for all modules inside.
+        made: for a rule made by a `Family`, its name and key; None for a rule of the table.
     """
 
     name: str
@@ -89,14 +89,14 @@ class Rule:
     made: tuple[str, Any] | None = None
 
     def knows(self, cls: type) -> bool:
-        """Whether a class's code is what the rule was written for."""
+        """Whether the rule matches a class."""
         base = self._base_of(cls)
         if base is not None:
             return all(getattr(cls, name) is getattr(base, name) and is_pytorchs(base, name) for name in self.known)
         return bool(self.fingerprints) and fingerprint(cls, self.known) in self.fingerprints
 
     def resembles(self, cls: type) -> bool:
-        """Whether one would expect the rule to know the class, by its name or its base."""
+        """Whether a user would expect the rule to match the class, by its name or its base."""
         return cls.__name__ in self.names or self._base_of(cls) is not None
 
     def _base_of(self, cls: type) -> type | None:
