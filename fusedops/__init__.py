@@ -1,19 +1,30 @@
 """Fused operators for PyTorch in Triton: the functional API. The modules are in `fusedops.nn`."""
 
 from . import nn as nn  # not in __all__: a star import must not shadow torch.nn
-from .activations.ops import bias_act, bias_gelu, geglu, gelu, glu, swiglu
+from .activations.ops import bias_act, bias_gelu, gated_act, geglu, gelu, glu, swiglu
 from .compiler.errors import NotRowwiseError
 from .compiler.function import rowwise
 from .core.tuning import Tuner, register_tuner
 from .core.version import __version__
 from .generation.ops import no_repeat_ngram
 from .models import fuse_model, fusion_status, unfuse_model
-from .norms.ops import bias_dropout_add, bias_dropout_add_ln, bias_dropout_add_rms_norm, layer_norm, rms_norm
-from .slices.ops import batched_layer_norm_tanh
+from .norms.ops import (
+    add_layer_norm,
+    add_rms_norm,
+    bias_dropout_add,
+    bias_dropout_add_ln,
+    bias_dropout_add_rms_norm,
+    layer_norm,
+    rms_norm,
+)
+from .slices.ops import batched_layer_norm_act, batched_layer_norm_tanh
 
 __all__ = [
     "NotRowwiseError",
     "__version__",
+    "add_layer_norm",
+    "add_rms_norm",
+    "batched_layer_norm_act",
     "batched_layer_norm_tanh",
     "bias_act",
     "bias_dropout_add",
@@ -22,6 +33,7 @@ __all__ = [
     "bias_gelu",
     "fuse_model",
     "fusion_status",
+    "gated_act",
     "geglu",
     "gelu",
     "glu",

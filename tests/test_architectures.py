@@ -39,7 +39,7 @@ every = pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in _SHORT else pytest.mark.full) for n in architectures.names()]
 )
 _MOVEMENTS, _DRAWS = 16, 3
-_OPERATORS = ("bias_act", "bias_dropout_add_ln", "bias_dropout_add_rms_norm", "bias_dropout_add", "gelu", "glu", "layer_norm",
+_OPERATORS = ("bias_act", "bias_dropout_add_ln", "bias_dropout_add_rms_norm", "bias_dropout_add", "gelu", "gated_act", "layer_norm",
               "rms_norm")  # fmt: skip
 # What these call hangs on what they are given.
 _BY_INPUT = {"HiggsAudioV2DecoderLayer"}

@@ -322,7 +322,7 @@ def test_importing_is_light(interpret: str) -> None:
 def test_public_api() -> None:
     assert set(fusedops.__all__) >= {"layer_norm", "rms_norm", "bias_dropout_add", "bias_dropout_add_ln",
                                      "bias_dropout_add_rms_norm", "gelu", "bias_gelu", "bias_act", "geglu", "swiglu",
-                                     "glu", "__version__"}  # fmt: skip
+                                     "gated_act", "__version__"}  # fmt: skip
     for module in (fusedops, fusedops.nn):
         for name in module.__all__:
             assert getattr(module, name) is not None

@@ -310,7 +310,7 @@ def test_block_whose_norms_are_not_fused() -> None:
     """There is nothing to join."""
     table = _table(fusedops.fuse_model(build(next(spec for spec in MODELS if spec.name == "llama")), exclude=["norm"]))
     assert table["model.layers.0"] == "what it would join is not there"
-    assert table["model.layers.0.mlp"] == "glu"
+    assert table["model.layers.0.mlp"] == "gated_act"
 
 
 def test_report_of_an_attention_with_hooks() -> None:

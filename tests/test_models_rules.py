@@ -161,7 +161,7 @@ def test_modules_of_models_without_a_sample(name: str) -> None:
     module: Any = importlib.import_module(f"transformers.models.{name.lower()}.modeling_{name.lower()}")
     config = getattr(module, f"{name}{'Text' * (name == 'Gemma3')}Config")(hidden_size=8, intermediate_size=16)
     (line, *_) = fusedops.fuse_model(getattr(module, f"{name}MLP")(config)).modules
-    assert (line.rule, line.calls) == ("mlp", "glu")
+    assert (line.rule, line.calls) == ("mlp", "gated_act")
 
 
 @pytest.mark.parametrize("name", sorted({name for spec in SAMPLES for name, rule in spec.rules.items()
@@ -482,7 +482,7 @@ def test_a_packed_projection_has_one_gradient(activation: nn.Module, fused: bool
     shapes: list[tuple[int, ...] | None] = []
 
     def observe(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if name == "glu":
+        if name == "gated_act":
             assert args[1] is None
             shapes.append(tuple(args[0].shape))
 

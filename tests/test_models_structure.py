@@ -323,17 +323,17 @@ def activation_that_is_a_function(self, x):
     return self.fc2(self.fn(self.fc1(x)))
 
 
-@_case(glu=1)
+@_case(gated_act=1)
 def gated(self, x):
     return self.down(self.act(self.gate(x)) * self.up(x))
 
 
-@_case(glu=1)
+@_case(gated_act=1)
 def gated_second(self, x):
     return self.down(self.up(x) * self.act(self.gate(x)))
 
 
-@_case(glu=1)
+@_case(gated_act=1)
 def gated_in_statements(self, x):
     gate = self.act(self.gate(x))
     up = self.up(x)
@@ -342,18 +342,18 @@ def gated_in_statements(self, x):
     return self.down(h)
 
 
-@_case(bias_dropout_add=1, glu=1)
+@_case(bias_dropout_add=1, gated_act=1)
 def gated_and_added(self, x):
     return x + self.drop1(self.fc2(self.fn(self.gate(x)) * self.up(x)))
 
 
-@_case(glu=1)
+@_case(gated_act=1)
 def chunked(self, x):
     gate, up = self.packed(x).chunk(2, dim=-1)
     return self.down(self.act(gate) * up)
 
 
-@_case(glu=1)
+@_case(gated_act=1)
 def chunked_and_kept(self, x):
     both = self.packed(x)
     gate, up = torch.chunk(both, 2, dim=-1)
@@ -384,7 +384,7 @@ def chunked_along_rows(self, x):
     return self.down((self.act(gate) * up)[..., :12])
 
 
-@_case(glu=1)
+@_case(gated_act=1)
 def a_gate_used_again(self, x):
     gate, up = self.packed(x).chunk(2, dim=-1)
     return self.down(self.act(gate) * up) + gate.sum()
@@ -1301,7 +1301,7 @@ def a_gate_between_dropouts(self, x):
     return x + self.drop1(self.fc2(gate * up))
 
 
-@_case(bias_dropout_add=1, glu=1)
+@_case(bias_dropout_add=1, gated_act=1)
 def a_gate_that_is_none(self, x):
     gate = self.act(self.gate(x))
     if self.other:
@@ -1317,7 +1317,7 @@ def a_gate_changed_before(self, x):
     return act * self.up(x)
 
 
-@_case(glu=1)
+@_case(gated_act=1)
 def a_gate_whose_rows_change(self, x):
     x = x * 1
     gate = self.act(self.gate(x * 1))

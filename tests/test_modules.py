@@ -55,7 +55,7 @@ PAIRS = [
     Pair(FusedGELU, nn.GELU, (), {}),
     Pair(FusedBiasGELU, nn.GELU, (), {}),
     Pair(FusedBiasAct, nn.Dropout, (), {"activation": "identity", "p": 0.5}),
-    Pair(FusedBiasDropoutAdd, nn.Dropout, (), {}),
+    Pair(FusedBiasDropoutAdd, nn.Dropout, (), {"p": 0.5}),
     Pair(FusedBiasDropoutAddLayerNorm, nn.LayerNorm, (N,), {"p": 0.3}),
     Pair(FusedBiasDropoutAddRMSNorm, nn.RMSNorm, (N,), {"p": 0.3}),
 ]
@@ -265,7 +265,7 @@ def test_repr(pair: Pair) -> None:
 
 
 def test_repr_of_the_options() -> None:
-    assert repr(FusedRMSNorm(8, weight_offset=1.0, rounding="gemma")).endswith("weight_offset=1.0, rounding='gemma')")
+    assert repr(FusedRMSNorm(8, weight_offset=1.0, rounding="llama")).endswith("weight_offset=1.0, rounding='llama')")
     module = FusedBiasDropoutAddRMSNorm(8, p=0.1, return_sum=True, save="output")
     assert repr(module).endswith("p=0.1, return_sum=True, save='output')")
 
@@ -312,7 +312,8 @@ def test_several_normalised_dimensions(device: torch.device) -> None:
 
 @pytest.mark.parametrize("fused", [FusedRMSNorm, FusedBiasDropoutAddRMSNorm])
 def test_weight_offset_starts_at_a_scale_of_one(fused: type[nn.Module], device: torch.device) -> None:
-    module = fused(N, weight_offset=1.0).to(device).eval()
+    options = {"p": 0.1} if fused is FusedBiasDropoutAddRMSNorm else {}
+    module = fused(N, weight_offset=1.0, **options).to(device).eval()
     assert not module.weight.any()
     x = torch.randn(4, N, device=device)
     close(module(x), nn.RMSNorm(N, device=device)(x))

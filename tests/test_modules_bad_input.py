@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,15 +14,15 @@ from torch import nn
 import fusedops
 from fusedops.generation import FusedNoRepeatNGramLogitsProcessor
 from fusedops.nn import (
-    FusedBatchedLayerNormTanh,
+    FusedBatchedLayerNormAct,
     FusedBiasAct,
     FusedBiasDropoutAdd,
     FusedBiasDropoutAddLayerNorm,
     FusedBiasDropoutAddRMSNorm,
     FusedBiasGELU,
+    FusedGatedAct,
     FusedGEGLU,
     FusedGELU,
-    FusedGLU,
     FusedLayerNorm,
     FusedRMSNorm,
 )
@@ -30,7 +31,7 @@ SIZES = (4, 17, 1, 32)
 
 
 def test_bad_activations() -> None:
-    for build in (FusedGLU, FusedBiasAct):
+    for build in (FusedGatedAct, FusedBiasAct):
         with pytest.raises(ValueError, match=f"{build.__name__}: activation must be one of 'gelu', .*, got 'mish'"):
             build("mish")
     with pytest.raises(ValueError, match=r"FusedBiasAct: p must be in \[0, 1\], got 1.5"):
@@ -39,15 +40,22 @@ def test_bad_activations() -> None:
         FusedGEGLU("fast")
 
 
+def test_dropout_has_no_default() -> None:
+    """A probability that nobody chose would drop a part of a model that has no dropout."""
+    for build in (FusedBiasDropoutAdd, lambda: FusedBiasDropoutAddLayerNorm(4), lambda: FusedBiasDropoutAddRMSNorm(4)):
+        with pytest.raises(TypeError, match=r"missing 1 required .*argument: 'p'"):
+            build()
+
+
 @pytest.mark.parametrize("fused", [FusedBiasDropoutAddLayerNorm, FusedBiasDropoutAddRMSNorm])
 def test_bad_arguments(fused: type[nn.Module]) -> None:
     with pytest.raises(ValueError, match=r"normalized_shape must have one dimension, got \(2, 3\)"):
-        fused((2, 3))
+        fused((2, 3), p=0.1)
     for p in (-0.1, 1.1, float("nan")):
         with pytest.raises(ValueError, match=r"p must be in \[0, 1\]"):
             fused(4, p=p)
     with pytest.raises(ValueError, match=r"x has shape \(2, 5\), expected \(\*, 4\)"):
-        fused(4, elementwise_affine=False)(torch.randn(2, 5))
+        fused(4, elementwise_affine=False, p=0.1)(torch.randn(2, 5))
 
 
 X = torch.randn(2, 4)
@@ -74,11 +82,11 @@ REFUSED: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (lambda: FusedGELU("fast"), lambda: fusedops.gelu(X, "fast")),
     (lambda: FusedBiasGELU(None), lambda: fusedops.bias_gelu(X, None, None)),
     (lambda: FusedGEGLU("fast"), lambda: fusedops.geglu(X, X, "fast")),
-    (lambda: FusedGLU("mish"), lambda: fusedops.glu(X, X, "mish")),
+    (lambda: FusedGatedAct("mish"), lambda: fusedops.gated_act(X, X, "mish")),
     (lambda: FusedBiasAct("mish"), lambda: fusedops.bias_act(X, None, "mish")),
     (lambda: FusedBiasAct("relu", -1.0), lambda: fusedops.bias_act(X, None, "relu", p=-1.0)),
-    *[(lambda o=o: FusedBatchedLayerNormTanh(**{"sizes": (1, 3)} | o),
-       lambda o=o: fusedops.batched_layer_norm_tanh(X, **{"sizes": (1, 3)} | o))
+    *[(lambda o=o: FusedBatchedLayerNormAct(**{"sizes": (1, 3)} | o),
+       lambda o=o: fusedops.batched_layer_norm_act(X, **{"sizes": (1, 3)} | o))
       for o in ({"sizes": (4, 0)}, {"sizes": ()}, {"sizes": 4}, {"sizes": (4, 0.5)}, {"eps": -1.0},
                 {"activation": "mish"})],
     *[(lambda o=o: FusedNoRepeatNGramLogitsProcessor(**{"ngram_size": 3} | o),
@@ -103,7 +111,9 @@ def test_constants_are_refused_as_the_call_refuses_them(place: int) -> None:
 @pytest.mark.parametrize("norm", [FusedLayerNorm, FusedRMSNorm, FusedBiasDropoutAddLayerNorm])
 def test_sizes_that_no_tensor_has(norm: type[nn.Module]) -> None:
     """A call has a tensor to compare them with."""
-    with pytest.raises(ValueError, match=rf"{norm.__name__}: normalized_shape must hold no negative size, got \(-1,\)"):
+    name = norm.__name__
+    norm = functools.partial(norm, p=0.1) if norm is FusedBiasDropoutAddLayerNorm else norm
+    with pytest.raises(ValueError, match=rf"{name}: normalized_shape must hold no negative size, got \(-1,\)"):
         norm(-1)
     with pytest.raises(TypeError, match=r"normalized_shape must be an int or a sequence of ints, got one of float"):
         norm([4.0])
@@ -111,7 +121,7 @@ def test_sizes_that_no_tensor_has(norm: type[nn.Module]) -> None:
 
 
 def test_bad_layers() -> None:
-    build = FusedBatchedLayerNormTanh.from_layers
+    build = FusedBatchedLayerNormAct.from_layers
     for layers, error, match in (
         ([], ValueError, "must hold at least one"),
         ([nn.LayerNorm(3), nn.RMSNorm(3)], TypeError, "layer 1 must be a torch.nn.LayerNorm, got RMSNorm"),
@@ -122,22 +132,22 @@ def test_bad_layers() -> None:
         with pytest.raises(error, match=match):
             build(layers)
     with pytest.raises(ValueError, match="activation must be one of"):
-        FusedBatchedLayerNormTanh(SIZES, activation="tan")
+        FusedBatchedLayerNormAct(SIZES, activation="tan")
     with pytest.raises(ValueError, match=r"sizes\[1\] must be at least 1, got 0"):
-        FusedBatchedLayerNormTanh((2, 0))
+        FusedBatchedLayerNormAct((2, 0))
     with pytest.raises(ValueError, match=r"slices has shape \(2, 9\), expected \(\*, 54\) for the sizes of 4 slices"):
-        FusedBatchedLayerNormTanh(SIZES)(torch.randn(2, 9))
+        FusedBatchedLayerNormAct(SIZES)(torch.randn(2, 9))
 
 
 def test_layers_that_do_more_than_a_norm() -> None:
     """A subclass's dropout would be lost; one that only computes faster is taken."""
     with pytest.raises(TypeError, match=r"layer 1 must be a torch\.nn\.LayerNorm, got FusedBiasDropoutAddLayerNorm"):
-        FusedBatchedLayerNormTanh.from_layers([nn.LayerNorm(4), FusedBiasDropoutAddLayerNorm(4, p=0.5)])
-    assert FusedBatchedLayerNormTanh.from_layers([FusedLayerNorm(4), nn.LayerNorm(3)]).sizes == (4, 3)
+        FusedBatchedLayerNormAct.from_layers([nn.LayerNorm(4), FusedBiasDropoutAddLayerNorm(4, p=0.5)])
+    assert FusedBatchedLayerNormAct.from_layers([FusedLayerNorm(4), nn.LayerNorm(3)]).sizes == (4, 3)
 
 
 def test_slices_module_refuses() -> None:
     with pytest.raises(ValueError, match="eps must be at least 0, got -1"):
-        FusedBatchedLayerNormTanh([4, 4], eps=-1.0)
+        FusedBatchedLayerNormAct([4, 4], eps=-1.0)
     with pytest.raises(ValueError, match=r"slices has shape \(\), expected \(\*, 8\)"):
-        FusedBatchedLayerNormTanh([4, 4])(torch.tensor(1.0))
+        FusedBatchedLayerNormAct([4, 4])(torch.tensor(1.0))

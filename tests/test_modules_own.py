@@ -13,10 +13,10 @@ from torch import nn
 
 import fusedops
 from fusedops.nn import (
-    FusedBatchedLayerNormTanh,
+    FusedBatchedLayerNormAct,
     FusedBiasAct,
+    FusedGatedAct,
     FusedGEGLU,
-    FusedGLU,
     FusedSwiGLU,
 )
 from modules import N, close, randomise
@@ -25,7 +25,7 @@ GATED = {
     "FusedSwiGLU": (FusedSwiGLU(), fusedops.swiglu),
     "FusedGEGLU": (FusedGEGLU(), fusedops.geglu),
     "FusedGEGLU tanh": (FusedGEGLU("tanh"), lambda *halves: fusedops.geglu(*halves, approximate="tanh")),
-    "FusedGLU": (FusedGLU("relu"), lambda *halves: fusedops.glu(*halves, activation="relu")),
+    "FusedGatedAct": (FusedGatedAct("relu"), lambda *halves: fusedops.gated_act(*halves, activation="relu")),
 }
 
 
@@ -74,7 +74,7 @@ def _layers(sizes: tuple[int, ...] = SIZES, **options: Any) -> list[nn.LayerNorm
 def test_slices_take_over_layers(options: dict[str, Any], device: torch.device) -> None:
     """In each form of input; and what they give back are the layers that they took over."""
     layers = [layer.to(device) for layer in _layers(**options)]
-    module = FusedBatchedLayerNormTanh.from_layers(layers)
+    module = FusedBatchedLayerNormAct.from_layers(layers)
     slices = [torch.randn(5, size, device=device, dtype=options.get("dtype")) for size in SIZES]
     expected = [layer(x).tanh() for layer, x in zip(layers, slices, strict=True)]
     for ours, theirs in zip(module(slices), expected, strict=True):
@@ -92,30 +92,30 @@ def test_slices_of_one_width(device: torch.device) -> None:
     layers = [layer.to(device) for layer in _layers((8,) * 3)]
     x = torch.randn(2, 5, 3, 8, device=device)
     expected = torch.stack([layer(t).tanh() for layer, t in zip(layers, x.unbind(-2), strict=True)], -2)
-    close(FusedBatchedLayerNormTanh.from_layers(layers)(x), expected)
-    joined = FusedBatchedLayerNormTanh.from_layers(layers, activation="relu", concat=True)(x)
+    close(FusedBatchedLayerNormAct.from_layers(layers)(x), expected)
+    joined = FusedBatchedLayerNormAct.from_layers(layers, activation="relu", concat=True)(x)
     apart = [layer(t).relu() for layer, t in zip(layers, x.unbind(-2), strict=True)]
     close(joined, rearrange(apart, "k b t d -> b t (k d)"))
 
 
 def test_slices_keep_what_layers_are() -> None:
     layers = [layer.eval().requires_grad_(False) for layer in _layers()]
-    module = FusedBatchedLayerNormTanh.from_layers(layers)
+    module = FusedBatchedLayerNormAct.from_layers(layers)
     assert not module.training and not any(p.requires_grad for p in module.parameters())
     assert not any(p.requires_grad for layer in module.to_layers() for p in layer.parameters())
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert repr(twin) == repr(module)
         assert all(map(torch.equal, twin.parameters(), module.parameters()))
     assert "4, 17, 1, 32" in repr(module) and "activation='tanh'" in repr(module)
-    assert "<20 slices, 60 columns>" in repr(FusedBatchedLayerNormTanh([3] * 20))
-    fresh = FusedBatchedLayerNormTanh(SIZES)
+    assert "<20 slices, 60 columns>" in repr(FusedBatchedLayerNormAct([3] * 20))
+    fresh = FusedBatchedLayerNormAct(SIZES)
     assert fresh.weight.eq(1).all() and fresh.bias.eq(0).all() and list(fresh.state_dict()) == ["weight", "bias"]
 
 
 def test_slices_that_nothing_came_of(device: torch.device) -> None:
     """They get no gradient, as layers that were not used get none, and a NaN in one of them is nobody's."""
     slices = [torch.randn(5, size, device=device, requires_grad=True) for size in (3, 8, 4)]
-    module = FusedBatchedLayerNormTanh((3, 8, 4), device=device)
+    module = FusedBatchedLayerNormAct((3, 8, 4), device=device)
     with torch.no_grad():
         slices[1].fill_(float("nan"))
     module(slices)[0].square().sum().backward()

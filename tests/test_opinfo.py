@@ -42,7 +42,7 @@ def _unit(activation: str) -> Function:
 def _gated(input: Tensor, dim: int = -1) -> Tensor:
     """`F.glu` has the gate second, along any dimension."""
     up, gate = input.chunk(2, dim)
-    return fusedops.glu(gate, up, "sigmoid")
+    return fusedops.gated_act(gate, up, "sigmoid")
 
 
 DROP_INS: dict[str, Function] = {

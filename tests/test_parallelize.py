@@ -135,7 +135,7 @@ def _modules_under_sequence_parallel(mesh: Any) -> None:
         (nns.FusedBiasDropoutAddRMSNorm(WIDTH, p=p, return_sum=True), {"bias": bias, "residual": other}),
         (nns.FusedBiasAct("silu", p), {"bias": bias}),
         (nns.FusedBiasGELU(), {"bias": bias}),
-        (nns.FusedGLU(), {"up": other}),
+        (nns.FusedGatedAct(), {"up": other}),
         (nns.FusedSwiGLU(), {"up": other}),
         (nns.FusedGEGLU(), {"up": other}),
     )

@@ -43,7 +43,7 @@ _INTERPRETED = {"leaves", "activations", "torch_pre_norm", "bert", "distilbert",
 SAMPLES = [spec for spec in _PRESENT if not INTERPRETED or spec.name in _INTERPRETED]
 
 # The operators that rules call.
-_OPERATORS = ("bias_act", "bias_dropout_add", "bias_dropout_add_ln", "bias_dropout_add_rms_norm", "gelu", "glu", "layer_norm",
+_OPERATORS = ("bias_act", "bias_dropout_add", "bias_dropout_add_ln", "bias_dropout_add_rms_norm", "gelu", "gated_act", "layer_norm",
               "rms_norm")  # fmt: skip
 
 every = pytest.mark.parametrize("spec", SAMPLES, ids=lambda spec: spec.name)

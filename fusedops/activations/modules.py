@@ -7,9 +7,10 @@ from torch import Tensor, nn
 from ..core.activations import ACTIVATIONS
 from ..core.beside import TensorsBeside
 from ..core.checks import check_choice, check_p
+from ..core.deprecation import warn_old
 from . import ops
 
-__all__ = ["FusedBiasAct", "FusedBiasGELU", "FusedGEGLU", "FusedGELU", "FusedGLU", "FusedSwiGLU"]
+__all__ = ["FusedBiasAct", "FusedBiasGELU", "FusedGEGLU", "FusedGELU", "FusedGLU", "FusedGatedAct", "FusedSwiGLU"]
 
 
 class FusedGELU(nn.GELU):
@@ -93,8 +94,8 @@ class FusedBiasAct(TensorsBeside, nn.Dropout):
         return f"{self.activation!r}, {super().extra_repr()}"
 
 
-class FusedGLU(TensorsBeside):
-    """``activation(gate) * up`` in one pass.
+class FusedGatedAct(TensorsBeside):
+    """``activation(gate) * up`` in one pass; not `torch.nn.GLU`, as `fusedops.gated_act` is not its function.
 
     Args:
         activation: a name as in `fusedops.bias_act`.
@@ -118,11 +119,27 @@ class FusedGLU(TensorsBeside):
 
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
         """Activate ``gate`` and multiply by ``up``; see the class."""
-        return ops.glu(gate, self._rows(up, gate), self.activation)
+        return ops.gated_act(gate, self._rows(up, gate), self.activation)
 
     def extra_repr(self) -> str:
         """The activation."""
         return f"{self.activation!r}"
+
+
+class FusedGLU(FusedGatedAct):
+    """The old name of `FusedGatedAct`, deprecated.
+
+    Args:
+        activation: as in `FusedGatedAct`.
+    Shape:
+        As `FusedGatedAct`.
+    Raises:
+        As `FusedGatedAct`.
+    """
+
+    def __init__(self, activation: str = "silu") -> None:
+        warn_old("fusedops.nn.FusedGLU", "fusedops.nn.FusedGatedAct")
+        super().__init__(activation)
 
 
 class FusedSwiGLU(TensorsBeside):

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from ..core.call import run
 from ..core.checks import check_choice, check_p_off
+from ..core.deprecation import warn_old
 from .operator import ACTIVATION
 
-__all__ = ["APPROXIMATIONS", "bias_act", "bias_gelu", "geglu", "gelu", "glu", "swiglu"]
+__all__ = ["APPROXIMATIONS", "bias_act", "bias_gelu", "gated_act", "geglu", "gelu", "glu", "swiglu"]
 
 # F.gelu's argument, and the table's names.
 APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
@@ -123,8 +124,11 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return run(ACTIVATION, arguments, (gate, up))[0]  # type: ignore[no-any-return]
 
 
-def glu(gate: Tensor, up: Tensor | None = None, activation: str = "silu") -> Tensor:
+def gated_act(gate: Tensor, up: Tensor | None = None, activation: str = "silu") -> Tensor:
     """``activation(gate) * up`` in one pass.
+
+    It differs from `torch.nn.functional.glu`: the activation is an argument, and of a packed tensor the first half is the
+    gate. ``F.glu(x)`` of the halves a and b is ``gated_act(b, a, "sigmoid")``.
 
     ``gate`` and ``up`` may be views of one projection's output, in either order: they are read in place. With the
     projection itself as ``gate`` and up None the backward writes one gradient for it, with no copy.
@@ -143,8 +147,24 @@ def glu(gate: Tensor, up: Tensor | None = None, activation: str = "silu") -> Ten
     Saved for backward: gate and up.
     Source: Dauphin et al. 2017, arXiv:1612.08083; Shazeer 2020, arXiv:2002.05202.
     """
-    arguments = ("glu", "packed" if up is None else "glu", activation)
+    arguments = ("gated_act", "packed" if up is None else "glu", activation)
     return run(ACTIVATION, arguments, (gate, up))[0]  # type: ignore[no-any-return]
+
+
+def glu(gate: Tensor, up: Tensor | None = None, activation: str = "silu") -> Tensor:
+    """The old name of `gated_act`, deprecated.
+
+    Args:
+        gate: as in `gated_act`.
+        up: as in `gated_act`.
+        activation: as in `gated_act`.
+    Returns:
+        As `gated_act`.
+    Raises:
+        As `gated_act`.
+    """
+    warn_old("fusedops.glu", "fusedops.gated_act")
+    return gated_act(gate, up, activation)
 
 
 def _approximation(op: str, approximate: Any) -> str:

@@ -414,7 +414,8 @@ SPECS = (
     ),
     Spec(
         name="glu",
-        call=ops.glu,
+        functional="gated_act",
+        call=ops.gated_act,
         reference=_glu_reference,
         eager=_glu_eager,
         tensors=("gate", "up"),

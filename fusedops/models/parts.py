@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..activations.ops import bias_act, glu
+from ..activations.ops import bias_act, gated_act
 from ..core.compat import constant_when_traced
 from ..norms.ops import bias_dropout_add
 from .autocast import low_dtype, narrowed, normed
@@ -379,7 +379,7 @@ def gated(end: Branch, up: Tensor) -> Tensor:
     name = activation_name(activation)
     if name is None or not _match(gate, up):
         return activation(gate) * up  # type: ignore[no-any-return]
-    return glu(gate, up, name)
+    return gated_act(gate, up, name)
 
 
 def gated_by(up: Tensor, end: Branch) -> Tensor:
@@ -393,4 +393,4 @@ def packed_gated(x: Tensor, activation: Any) -> Tensor:
     if name is None or x.shape[-1] % 2 or getattr(activation, "inplace", False):
         gate, up = x.chunk(2, dim=-1)
         return activation(gate) * up  # type: ignore[no-any-return]
-    return glu(x, None, name)
+    return gated_act(x, None, name)

@@ -463,7 +463,7 @@ def _rounded(probe: _Probe, found: Form, compute: Compute) -> Form:
             raise _RefusedError("autocast changes what it computes")
     if not any(x.dtype in _HALF for x, _, _ in runs):
         raise _RefusedError("it does not take half precision")
-    roundings: tuple[Rounding, ...] = ("once", "llama") if found.kind == "layer" else ("once", "llama", "t5", "gemma")
+    roundings: tuple[Rounding, ...] = ("once", "llama") if found.kind == "layer" else ("once", "llama", "t5")
     for same in (_same_bits, _rounds_less):
         for rounding in roundings:
             tried = found._replace(rounding=rounding)

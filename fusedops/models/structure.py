@@ -322,7 +322,7 @@ def _operator(step: Step, module: nn.Module, at: At) -> str:
         if not parts.activation_name(activation):
             return ""
     if step.kind == "gate":
-        return "glu"
+        return "gated_act"
     if not any(_is_left(path, module, at) for path in step.sources):
         return ""
     return "bias_act" if step.kind == "activate" else "bias_dropout_add"

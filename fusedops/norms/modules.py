@@ -18,6 +18,8 @@ from . import ops
 from .reference import Rounding
 
 __all__ = [
+    "FusedAddLayerNorm",
+    "FusedAddRMSNorm",
     "FusedBiasDropoutAdd",
     "FusedBiasDropoutAddLayerNorm",
     "FusedBiasDropoutAddRMSNorm",
@@ -87,6 +89,7 @@ class _RoundedRMSNorm(nn.RMSNorm):
         rounding: Rounding = "once",
     ) -> None:
         name = type(self).__name__
+        rounding = ops.known_rounding(rounding)
         ops.check_constants(name, "rms", eps, weight_offset, rounding)
         super().__init__(ops.check_sizes(name, normalized_shape), eps, elementwise_affine, device, dtype)
         self.rounding = rounding
@@ -114,7 +117,8 @@ class FusedRMSNorm(_RoundedRMSNorm):
         device: where the parameters live.
         dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the input's.
         weight_offset: added to ``weight`` before it scales; 1.0 for Gemma.
-        rounding: "once" rounds at the end only; "llama", "t5" and "gemma" round where those Hugging Face modules do.
+        rounding: "once" rounds at the end only, as Gemma's module does; "llama" and "t5" round where those Hugging Face
+            modules do.
     Shape:
         input and output: ``(*, *normalized_shape)``, in the input's dtype ("llama" and
         "t5" widen it to a wider weight's dtype).
@@ -152,7 +156,7 @@ class FusedBiasDropoutAdd(TensorsBeside, nn.Dropout):
 
     _beside = ("bias", "residual")
 
-    def __init__(self, p: float = 0.5) -> None:
+    def __init__(self, p: float) -> None:
         check_p(type(self).__name__, p)
         super().__init__(p)
 
@@ -201,7 +205,7 @@ class FusedBiasDropoutAddLayerNorm(TensorsBeside, nn.LayerNorm):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         *,
-        p: float = 0.5,
+        p: float,
         return_sum: bool = False,
         save: Save = "sum",
     ) -> None:
@@ -239,7 +243,8 @@ class FusedBiasDropoutAddRMSNorm(TensorsBeside, _RoundedRMSNorm):
         dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the inputs'.
         p: drop probability in [0, 1]; nothing is dropped in evaluation mode.
         weight_offset: added to ``weight`` before it scales; 1.0 for Gemma.
-        rounding: "once" rounds at the end only; "llama", "t5" and "gemma" round where those Hugging Face modules do.
+        rounding: "once" rounds at the end only, as Gemma's module does; "llama" and "t5" round where those Hugging Face
+            modules do.
         return_sum: return ``(y, z)`` with the sum ``z = dropout(x + bias) + residual``, for pre-norm blocks.
         save: what is kept for the backward: the "sum", the "output", or the "inputs".
     Shape:
@@ -264,13 +269,14 @@ class FusedBiasDropoutAddRMSNorm(TensorsBeside, _RoundedRMSNorm):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         *,
-        p: float = 0.5,
+        p: float,
         weight_offset: float = 0.0,
         rounding: Rounding = "once",
         return_sum: bool = False,
         save: Save = "sum",
     ) -> None:
         name = type(self).__name__
+        rounding = ops.known_rounding(rounding)
         ops.check_constants(name, "rms", eps, save=save)
         check_p(name, p)
         super().__init__(_width(name, normalized_shape), eps, elementwise_affine, device, dtype,
@@ -290,6 +296,94 @@ class FusedBiasDropoutAddRMSNorm(TensorsBeside, _RoundedRMSNorm):
     def extra_repr(self) -> str:
         """torch.nn's line, and what differs from it."""
         return f"{super().extra_repr()}, p={self.p}" + _differences(self, return_sum=False, save="sum")
+
+
+class FusedAddLayerNorm(TensorsBeside, nn.LayerNorm):
+    """``layer_norm(x + residual)`` and the sum itself, in one pass: a pre-norm block's step from branch to branch.
+
+    Args:
+        normalized_shape: the hidden size N, an int or a sequence of one int.
+        eps: added to the variance.
+        elementwise_affine: whether ``weight`` and ``bias`` are learnt; they start at ones and zeros.
+        bias: whether the norm has a ``bias``; counts only with ``elementwise_affine``.
+        device: where the parameters live.
+        dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the inputs'.
+    Shape:
+        x and residual: ``(..., N)``.
+        Returns ``(y, z)``, each ``(..., N)``: the normalised sum, and the sum in the promotion of the inputs' dtypes.
+    Raises:
+        ValueError: a shape does not fit; ``eps`` is negative; ``normalized_shape`` has several dimensions.
+        TypeError: an input is no floating-point tensor.
+        RuntimeError: inputs and parameters are on different devices.
+    Numerics: statistics in fp32, in fp64 for fp64 inputs.
+    Source: Ba et al. 2016, arXiv:1607.06450.
+    """
+
+    _beside = ("residual",)
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        name = type(self).__name__
+        ops.check_constants(name, "layer", eps)
+        super().__init__(_width(name, normalized_shape), eps, elementwise_affine, bias, device, dtype)
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Add ``residual`` and normalise; see the class."""
+        _check_width(self, x)
+        return ops.add_layer_norm(x, self._rows(residual, x), self.weight, self.bias, self.eps)  # type: ignore[arg-type]
+
+
+class FusedAddRMSNorm(TensorsBeside, _RoundedRMSNorm):
+    """``rms_norm(x + residual)`` and the sum itself, in one pass: a Llama block's step from branch to branch.
+
+    Args:
+        normalized_shape: the hidden size N, an int or a sequence of one int.
+        eps: added to the mean square; None means the epsilon of fp32 (of fp64 for fp64 inputs).
+        elementwise_affine: whether ``weight`` is learnt; it starts at ``1 - weight_offset``.
+        device: where the parameters live.
+        dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the inputs'.
+        weight_offset: added to ``weight`` before it scales; 1.0 for Gemma.
+        rounding: as in `FusedRMSNorm`.
+    Shape:
+        x and residual: ``(..., N)``.
+        Returns ``(y, z)``, each ``(..., N)``: the normalised sum, and the sum in the promotion of the inputs' dtypes.
+    Raises:
+        ValueError: a shape does not fit; ``eps`` is negative; ``rounding`` is unknown; ``normalized_shape`` has several
+            dimensions.
+        TypeError: an input is no floating-point tensor.
+        RuntimeError: inputs and parameters are on different devices.
+    Numerics: statistics in fp32, in fp64 for fp64 inputs.
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    """
+
+    _beside = ("residual",)
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_offset: float = 0.0,
+        rounding: Rounding = "once",
+    ) -> None:
+        super().__init__(_width(type(self).__name__, normalized_shape), eps, elementwise_affine, device, dtype,
+                         weight_offset=weight_offset, rounding=rounding)  # fmt: skip
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Add ``residual`` and normalise; see the class."""
+        _check_width(self, x)
+        return ops.add_rms_norm(x, self._rows(residual, x), self.weight, self.eps,  # type: ignore[arg-type]
+                                weight_offset=self.weight_offset, rounding=self.rounding)  # fmt: skip
 
 
 def _width(name: str, normalized_shape: int | Sequence[int]) -> int:

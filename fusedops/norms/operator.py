@@ -28,7 +28,7 @@ from .reference import NormRule, accumulator
 
 __all__ = ["NORM", "NormConstants", "NormSite", "check_constants", "constants_of"]
 
-_ROUNDINGS = ("once", "llama", "t5", "gemma")
+_ROUNDINGS = ("once", "llama", "t5")
 _SAVES = ("sum", "output", "inputs")
 
 # Whether GPU autocast runs PyTorch's norms in fp32 (rms_norm: from 2.12 on).
@@ -156,7 +156,7 @@ class Norm(Operator):
         """All that can be wrong but p."""
         op, shape = constants.op, constants.shape
         x, bias, residual, weight, ln_bias = tensors
-        first, last = ("x", "ln_bias") if shape is None else ("input", "bias")
+        first, last = self.argument(constants, 0), self.argument(constants, 4)
         checks.check_tensor(op, first, x)
         if shape is None:
             if x.dim() == 0:
@@ -228,7 +228,9 @@ class Norm(Operator):
     def argument(self, constants: NormConstants, place: int) -> str:
         """See `Operator`."""
         name = NORM.tensors[place]
-        return name if constants.shape is None else {"x": "input", "ln_bias": "bias"}.get(name, name)
+        if name == "ln_bias" and (constants.shape is not None or constants.op == "add_layer_norm"):
+            return "bias"
+        return "input" if name == "x" and constants.shape is not None else name
 
     def over_columns(self, constants: NormConstants, tensors: Any, state: State | Dropout, layout: Layout) -> Any:
         """See `sharded`."""

@@ -11,15 +11,19 @@ from torch import Tensor
 
 from ..core.call import run
 from ..core.checks import check_p_off
+from ..core.deprecation import warn_old
 from .operator import NORM, check_constants
 from .reference import Rounding
 
 __all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
     "bias_dropout_add",
     "bias_dropout_add_ln",
     "bias_dropout_add_rms_norm",
     "check_constants",
     "check_sizes",
+    "known_rounding",
     "layer_norm",
     "rms_norm",
 ]
@@ -78,8 +82,9 @@ def rms_norm(
         weight: ``normalized_shape``, or None for ones; its dtype may differ from the input's.
         eps: added to the mean square, at least 0; None for the machine epsilon of the statistics' dtype.
         weight_offset: added to the weight; 1.0 for Gemma's convention.
-        rounding: "once", all in fp32 with one rounding at the end; "llama", "t5" and "gemma" round where the Hugging
-            Face modules of that name round, and "llama" and "t5" give a wider output under a wider weight, as they do.
+        rounding: "once", all in fp32 with one rounding at the end, as `F.rms_norm` and Gemma's module; "llama" and "t5"
+            round where the Hugging Face modules of that name round, and give a wider output under a wider weight, as they
+            do.
         out_dtype: the output's dtype; None for the input's (see ``rounding``).
     Returns:
         The input's shape.
@@ -91,6 +96,8 @@ def rms_norm(
     Saved for backward: the input, and one number a row.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
+    if rounding == "gemma":  # type: ignore[comparison-overlap]
+        rounding = known_rounding(rounding)
     shape = (normalized_shape,) if type(normalized_shape) is int else _shape("rms_norm", normalized_shape)
     arguments = ("rms_norm", "rms", eps, weight_offset, rounding, shape, "sum", False, out_dtype, None)
     return run(NORM, arguments, (input, None, None, weight, None))[0]  # type: ignore[no-any-return]
@@ -224,10 +231,98 @@ def bias_dropout_add_rms_norm(
     Saved for backward: one tensor of x's size (see ``save``), and one number a row.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
+    if rounding == "gemma":  # type: ignore[comparison-overlap]
+        rounding = known_rounding(rounding)
     op = "bias_dropout_add_rms_norm"
     arguments = (op, "rms", eps, weight_offset, rounding, None, save, return_sum, out_dtype, cast_dtype)
     outputs = run(NORM, arguments, (x, bias, residual, weight, None), p if training else check_p_off(op, p))
     return outputs[0] if cast_dtype is None and not return_sum else _several(outputs, return_sum, cast_dtype)
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``layer_norm(x + residual)`` and the sum itself, in one pass: a pre-norm block's step from branch to branch.
+
+    `bias_dropout_add_ln` with ``return_sum=True``, no dropout and no bias before it.
+
+    Args:
+        x: ``(*, N)``, the branch's output; fp16, bf16, fp32 or fp64; any strides.
+        residual: x's shape, the residual stream.
+        weight: ``(N,)`` of the norm, or None for ones.
+        bias: ``(N,)`` of the norm, or None for zeros.
+        eps: added to the variance, at least 0.
+        out_dtype: the normalised output's dtype; None for the sum's, or fp32 under GPU autocast.
+    Returns:
+        The normalised sum, then the sum: both x's shape. The sum is in the promoted dtype of x and residual.
+    Raises:
+        ValueError: a shape does not fit or eps is negative; the message names it.
+        TypeError: an argument is no floating-point tensor.
+        RuntimeError: an argument is on another device.
+    Numerics: as `bias_dropout_add_ln`.
+    Saved for backward: the sum, and two numbers a row.
+    Source: Ba et al. 2016, arXiv:1607.06450.
+    """
+    _check_residual("add_layer_norm", residual)
+    arguments = ("add_layer_norm", "layer", eps, 0.0, "once", None, "sum", True, out_dtype, None)
+    return run(NORM, arguments, (x, None, residual, weight, bias))[:2]  # type: ignore[no-any-return]
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float | None = None,
+    *,
+    weight_offset: float = 0.0,
+    rounding: Rounding = "once",
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``rms_norm(x + residual)`` and the sum itself, in one pass: a Llama block's step from branch to branch.
+
+    `bias_dropout_add_rms_norm` with ``return_sum=True``, no dropout and no bias.
+
+    Args:
+        x: ``(*, N)``, the branch's output; fp16, bf16, fp32 or fp64; any strides.
+        residual: x's shape, the residual stream.
+        weight: ``(N,)`` of the norm, or None for ones.
+        eps: added to the mean square, at least 0; None for the machine epsilon of the statistics' dtype.
+        weight_offset: added to the weight; 1.0 for Gemma's convention.
+        rounding: as in `rms_norm`; "llama" for the bits of Hugging Face's Llama.
+        out_dtype: the normalised output's dtype; None for the sum's (see ``rounding``).
+    Returns:
+        The normalised sum, then the sum: both x's shape. The sum is in the promoted dtype of x and residual.
+    Raises:
+        ValueError: a shape does not fit, eps is negative or rounding unknown; the message names it.
+        TypeError: an argument is no floating-point tensor.
+        RuntimeError: an argument is on another device.
+    Numerics: as `bias_dropout_add_ln`.
+    Saved for backward: the sum, and one number a row.
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    """
+    _check_residual("add_rms_norm", residual)
+    arguments = ("add_rms_norm", "rms", eps, weight_offset, rounding, None, "sum", True, out_dtype, None)
+    return run(NORM, arguments, (x, None, residual, weight, None))[:2]  # type: ignore[no-any-return]
+
+
+def _check_residual(op: str, residual: Any) -> None:
+    """The operator takes None, these functions do not: their name promises a sum."""
+    if residual is None:
+        raise TypeError(f"{op}: residual must be a torch.Tensor, got NoneType")
+
+
+def known_rounding(rounding: Any) -> Any:
+    """The rounding mode: "gemma" is the old name of "once"."""
+    if rounding != "gemma":
+        return rounding
+    warn_old('rounding="gemma"', 'rounding="once", which gives the same bits', 4)
+    return "once"
 
 
 def _several(outputs: Any, return_sum: bool, cast_dtype: torch.dtype | None) -> tuple[Tensor, ...]:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 __all__ = ["Dropout", "Kind", "NormRule", "Rounding", "accumulator", "dropout_add", "forward", "normalize", "sum_dtype"]
 
 Kind = Literal["layer", "rms", "none"]
-Rounding = Literal["once", "llama", "t5", "gemma"]
+Rounding = Literal["once", "llama", "t5"]
 # Multiplies by the keep mask over its probability; the second argument is the dtype of `F.dropout`'s input.
 Dropout = Callable[[Tensor, torch.dtype], Tensor]
 
@@ -48,7 +48,7 @@ class NormRule:
 
         Llama's and T5's modules multiply by the weight outside their fp32 island, so a wider weight widens the output.
         """
-        if weight_dtype is None or self.kind == "none" or self.rounding in ("once", "gemma"):
+        if weight_dtype is None or self.kind == "none" or self.rounding == "once":
             return z_dtype
         if self.rounding == "llama":
             return torch.promote_types(weight_dtype, z_dtype)

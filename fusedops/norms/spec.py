@@ -61,7 +61,7 @@ def _norm_samples(layer: bool) -> Callable[[torch.device, torch.dtype], Iterator
             yield sample("fp32 parameters wide", (2, 16500), param_dtype=torch.float32)
         if not layer:
             yield sample("weight offset", (6, 72), weight_offset=1.0)
-            for rounding in ("llama", "t5", "gemma"):
+            for rounding in ("llama", "t5"):
                 yield sample(f"{rounding} rounding", (6, 72), rounding=rounding)
                 if dtype in _HALF:
                     yield sample(f"{rounding} rounding, fp32 weight", (6, 72), rounding=rounding,
@@ -211,7 +211,7 @@ def _fused_samples(kind: str) -> Callable[[torch.device, torch.dtype], Iterator[
             yield sample("cast to the same dtype", (6, 48), p=0.25, cast_dtype=dtype)
         if kind == "rms":
             yield sample("weight offset", (6, 72), p=0.1, weight_offset=1.0)
-            for rounding in ("llama", "t5", "gemma"):
+            for rounding in ("llama", "t5"):
                 yield sample(f"{rounding} rounding", (6, 72), p=0.1, rounding=rounding)
         if dtype in _HALF:
             yield sample("fp32 residual", (6, 48), p=0.2, residual_dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The slices family's module: the parameters of all slices' norms, and one functional call."""
+"""The slices family's modules: the parameters of all slices' norms, and one functional call."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from ..core.checks import check_choice, check_eps
+from ..core.deprecation import warn_old
 from . import ops
 
-__all__ = ["FusedBatchedLayerNormTanh"]
+__all__ = ["FusedBatchedLayerNormAct", "FusedBatchedLayerNormTanh"]
 
 
-class FusedBatchedLayerNormTanh(nn.Module):
-    """``tanh(layer_norm(slice))`` on many slices of features at once, each with its own norm.
+class FusedBatchedLayerNormAct(nn.Module):
+    """``activation(layer_norm(slice))`` on many slices of features at once, each with its own norm.
 
-    Stands in for a list of `torch.nn.LayerNorm`, one a slice, each followed by tanh; `from_layers` takes over such a
+    Stands in for a list of `torch.nn.LayerNorm`, one a slice, each followed by an activation; `from_layers` takes over such a
     list's parameters and `to_layers` gives them back. ``weight`` and ``bias`` hold all slices' side by side, in one
     tensor each.
 
@@ -29,7 +30,7 @@ class FusedBatchedLayerNormTanh(nn.Module):
         bias: whether there is a ``bias``; counts only with ``elementwise_affine``.
         device: where the parameters live.
         dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the slices'.
-        activation: what follows the norm; the names are those of `fusedops.batched_layer_norm_tanh`.
+        activation: what follows the norm; the names are those of `fusedops.batched_layer_norm_act`.
         concat: return one tensor with the slices side by side, as the next linear takes it.
     Shape:
         slices: one tensor ``(*, ΣD_k)``; or ``(*, K, D)`` where all widths are D; or a sequence of K tensors
@@ -91,8 +92,8 @@ class FusedBatchedLayerNormTanh(nn.Module):
                     f"for the sizes of {len(self.sizes)} slices"
                 )
             sizes = None
-        return ops.batched_layer_norm_tanh(slices, self.weight, self.bias, self.eps, sizes=sizes,
-                                           activation=self.activation, concat=self.concat)  # fmt: skip
+        return ops.batched_layer_norm_act(slices, self.weight, self.bias, self.eps, sizes=sizes,
+                                          activation=self.activation, concat=self.concat)  # fmt: skip
 
     def extra_repr(self) -> str:
         """The constructor's arguments, in the style of `torch.nn.LayerNorm`."""
@@ -106,16 +107,22 @@ class FusedBatchedLayerNormTanh(nn.Module):
 
     @classmethod
     def from_layers(cls, layers: Iterable[nn.LayerNorm], *, activation: str = "tanh",
-                    concat: bool = False) -> FusedBatchedLayerNormTanh:  # fmt: skip
+                    concat: bool = False) -> FusedBatchedLayerNormAct:  # fmt: skip
         """The module with the parameters of these layers, one a slice, in copies.
 
+        Args:
+            layers: the layers.
+            activation: as in the constructor.
+            concat: as in the constructor.
         Raises:
             TypeError: a layer is no `torch.nn.LayerNorm`.
-            ValueError: there are none; a layer normalises several dimensions; or one differs from the first in what
-                they must have in common: eps, which parameters it has, their dtype, device, and whether they learn.
+            ValueError: there are none; ``activation`` is unknown; a layer normalises several dimensions; or one differs
+                from the first in what they must have in common: eps, which parameters it has, their dtype, device, and
+                whether they learn.
         """
         layers = list(layers)
         name = cls.__name__
+        check_choice(name, "activation", activation, ops.ACTIVATION_NAMES)
         if not layers:
             raise ValueError(f"{name}: layers must hold at least one torch.nn.LayerNorm, got none")
         for k, layer in enumerate(layers):
@@ -130,7 +137,8 @@ class FusedBatchedLayerNormTanh(nn.Module):
         like = first.weight
         module = cls([layer.normalized_shape[0] for layer in layers], first.eps, first.elementwise_affine,
                      first.bias is not None, None if like is None else like.device,
-                     None if like is None else like.dtype, activation=activation, concat=concat)  # fmt: skip
+                     None if like is None else like.dtype, concat=concat)  # fmt: skip
+        module.activation = activation
         for parameter in ("weight", "bias"):
             joined = getattr(module, parameter)
             if joined is not None:
@@ -153,6 +161,55 @@ class FusedBatchedLayerNormTanh(nn.Module):
                     parameter.copy_(joined.split(self.sizes)[k])
             layers.append(layer.train(self.training))
         return layers
+
+
+class FusedBatchedLayerNormTanh(FusedBatchedLayerNormAct):
+    """``tanh(layer_norm(slice))`` on many slices of features at once: `FusedBatchedLayerNormAct` with its tanh.
+
+    Args:
+        sizes: as in `FusedBatchedLayerNormAct`.
+        eps: as in `FusedBatchedLayerNormAct`.
+        elementwise_affine: as in `FusedBatchedLayerNormAct`.
+        bias: as in `FusedBatchedLayerNormAct`.
+        device: as in `FusedBatchedLayerNormAct`.
+        dtype: as in `FusedBatchedLayerNormAct`.
+        activation: deprecated; another activation is `FusedBatchedLayerNormAct`'s.
+        concat: as in `FusedBatchedLayerNormAct`.
+    Shape:
+        As `FusedBatchedLayerNormAct`.
+    Raises:
+        As `FusedBatchedLayerNormAct`.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: str | None = None,
+        concat: bool = False,
+    ) -> None:
+        if activation is None:
+            activation = "tanh"
+        else:
+            warn_old("FusedBatchedLayerNormTanh(activation=…)", "FusedBatchedLayerNormAct")
+        super().__init__(sizes, eps, elementwise_affine, bias, device, dtype, activation=activation, concat=concat)
+
+    @classmethod
+    def from_layers(cls, layers: Iterable[nn.LayerNorm], *, activation: str | None = None,
+                    concat: bool = False) -> FusedBatchedLayerNormTanh:  # fmt: skip
+        """As `FusedBatchedLayerNormAct.from_layers`, with tanh; ``activation`` is deprecated."""
+        if activation is None:
+            activation = "tanh"
+        else:
+            warn_old("FusedBatchedLayerNormTanh.from_layers(activation=…)", "FusedBatchedLayerNormAct")
+        module = super().from_layers(layers, activation=activation, concat=concat)
+        assert isinstance(module, FusedBatchedLayerNormTanh)
+        return module
 
 
 def _common(layer: nn.LayerNorm) -> str:

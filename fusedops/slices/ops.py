@@ -1,4 +1,4 @@
-"""The slices family's functional: its constants, its tensors, and one call into `core.call`."""
+"""The slices family's functionals: their constants, their tensors, and one call into `core.call`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from ..core.call import run
+from ..core.deprecation import warn_old
 from .operator import ACTIVATION_NAMES, SLICES
 
-__all__ = ["ACTIVATION_NAMES", "batched_layer_norm_tanh", "check_sizes"]
-
-_OP = "batched_layer_norm_tanh"
+__all__ = ["ACTIVATION_NAMES", "batched_layer_norm_act", "batched_layer_norm_tanh", "check_sizes"]
 
 
-def batched_layer_norm_tanh(
+def batched_layer_norm_act(
     slices: Tensor | Sequence[Tensor],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
@@ -27,7 +26,7 @@ def batched_layer_norm_tanh(
     activation: str = "tanh",
     concat: bool = False,
 ) -> Any:
-    """``tanh(layer_norm(slice))`` for many slices of features at once: one launch, and at most two for the backward.
+    """``activation(layer_norm(slice))`` for many slices of features at once: one launch, and at most two for the backward.
 
     Args:
         slices: the K slices, fp16, bf16, fp32 or fp64, in one of three forms: one tensor ``(*, K, D)``; one tensor
@@ -54,6 +53,44 @@ def batched_layer_norm_tanh(
     Saved for backward: the arguments.
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
+    return _batched("batched_layer_norm_act", slices, weight, bias, (eps, activation, concat), sizes)
+
+
+def batched_layer_norm_tanh(
+    slices: Tensor | Sequence[Tensor],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    sizes: Sequence[int] | None = None,
+    activation: str | None = None,
+    concat: bool = False,
+) -> Any:
+    """``tanh(layer_norm(slice))`` for many slices of features at once: `batched_layer_norm_act` with its tanh.
+
+    Args:
+        slices: as in `batched_layer_norm_act`.
+        weight: as in `batched_layer_norm_act`.
+        bias: as in `batched_layer_norm_act`.
+        eps: as in `batched_layer_norm_act`.
+        sizes: as in `batched_layer_norm_act`.
+        activation: deprecated; another activation is `batched_layer_norm_act`'s.
+        concat: as in `batched_layer_norm_act`.
+    Returns:
+        As `batched_layer_norm_act`.
+    Raises:
+        As `batched_layer_norm_act`.
+    """
+    if activation is None:
+        activation = "tanh"
+    else:
+        warn_old("batched_layer_norm_tanh(activation=…)", "batched_layer_norm_act")
+    return _batched("batched_layer_norm_tanh", slices, weight, bias, (eps, activation, concat), sizes)
+
+
+def _batched(op: str, slices: Any, weight: Any, bias: Any, options: tuple[Any, Any, Any], sizes: Any) -> Any:
+    """One call of either; ``options`` are eps, activation and concat."""
+    eps, activation, concat = options
     tensors: Sequence[Tensor]
     sizes_of: Any
     if isinstance(slices, Tensor):
@@ -62,18 +99,18 @@ def batched_layer_norm_tanh(
             dims, sizes_of = 2, slices.shape[-2:]
             count, size = sizes_of if len(sizes_of) == 2 else (0, 0)
         else:
-            dims, sizes_of = 1, check_sizes(sizes)
+            dims, sizes_of = 1, check_sizes(sizes, op)
             count, size = len(sizes_of), sizes_of[0]
     else:
-        dims, tensors = 0, _checked_sequence(slices)
+        dims, tensors = 0, _checked_sequence(slices, op)
         sizes_of = _widths(tensors)
         count, size = len(sizes_of), sizes_of[0]
-        if sizes is not None and sizes_of != (named := check_sizes(sizes)):
-            _check_named(tensors, sizes_of, named)
+        if sizes is not None and sizes_of != (named := check_sizes(sizes, op)):
+            _check_named(tensors, sizes_of, named, op)
     shared = False
     if count > 1 and (_is_one_for_all(weight, size) or _is_one_for_all(bias, size)):
         weight, bias, shared = _sharing(weight, bias, count, size)
-    arguments = (_OP, sizes_of, dims, bool(concat), eps, "identity" if activation == "none" else activation, shared)
+    arguments = (op, sizes_of, dims, bool(concat), eps, "identity" if activation == "none" else activation, shared)
     outputs = run(SLICES, arguments, (weight, bias, *tensors))
     return outputs if dims == 0 and not concat else outputs[0]
 
@@ -84,7 +121,7 @@ def batched_layer_norm_tanh(
 _SHAPE, _LAST = attrgetter("shape"), itemgetter(-1)
 
 
-def check_sizes(sizes: Any, op: str = _OP) -> tuple[int, ...]:
+def check_sizes(sizes: Any, op: str) -> tuple[int, ...]:
     """The widths as a tuple of ints, each at least 1."""
     traced = torch.compiler.is_dynamo_compiling()
     if not traced and type(sizes) is tuple and set(map(type, sizes)) == {int} and min(sizes) > 0:
@@ -101,11 +138,11 @@ def check_sizes(sizes: Any, op: str = _OP) -> tuple[int, ...]:
     return tuple([index(size) for size in sizes])
 
 
-def _checked_sequence(slices: Any) -> Sequence[Tensor]:
+def _checked_sequence(slices: Any, op: str) -> Sequence[Tensor]:
     if not isinstance(slices, Sequence):
-        raise TypeError(f"{_OP}: slices must be a torch.Tensor or a sequence of them, got {type(slices).__name__}")
+        raise TypeError(f"{op}: slices must be a torch.Tensor or a sequence of them, got {type(slices).__name__}")
     if not slices:
-        raise ValueError(f"{_OP}: slices must hold at least one tensor, got an empty sequence")
+        raise ValueError(f"{op}: slices must hold at least one tensor, got an empty sequence")
     return slices
 
 
@@ -119,13 +156,13 @@ def _widths(slices: Sequence[Tensor]) -> tuple[int, ...]:
         return (0,) * len(slices)
 
 
-def _check_named(slices: Sequence[Tensor], widths: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+def _check_named(slices: Sequence[Tensor], widths: tuple[int, ...], sizes: tuple[int, ...], op: str) -> None:
     """The widths that the caller names are those that the slices have."""
     if len(sizes) != len(widths):
-        raise ValueError(f"{_OP}: sizes names {len(sizes)} slices, but there are {len(widths)}")
+        raise ValueError(f"{op}: sizes names {len(sizes)} slices, but there are {len(widths)}")
     for k, (t, width, size) in enumerate(zip(slices, widths, sizes, strict=True)):
         if width and width != size:
-            raise ValueError(f"{_OP}: slice {k} has shape {tuple(t.shape)}, but sizes[{k}] is {size}")
+            raise ValueError(f"{op}: slice {k} has shape {tuple(t.shape)}, but sizes[{k}] is {size}")
 
 
 # --- parameters -------------------------------------------------------------------------------------------------------

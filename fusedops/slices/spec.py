@@ -135,7 +135,7 @@ def _gathered(tensors: dict[str, Any]) -> list[Any]:
 
 def _call_sequence(weight: Tensor | None = None, bias: Tensor | None = None, **rest: Any) -> Any:
     options = {name: value for name, value in rest.items() if not name.startswith("slice_")}
-    return ops.batched_layer_norm_tanh(_gathered(rest), weight, bias, **options)
+    return ops.batched_layer_norm_act(_gathered(rest), weight, bias, **options)
 
 
 def _sequence(make: Callable[[str, float], Callable[..., Tensor]], weight: Tensor | None = None,
@@ -350,7 +350,8 @@ GRID = Grid(
 SPECS = (
     Spec(
         name="batched_layer_norm_tanh",
-        call=ops.batched_layer_norm_tanh,
+        functional="batched_layer_norm_act",
+        call=ops.batched_layer_norm_act,
         reference=partial(_one, _by_reference),
         eager=partial(_one, _by_functional),
         tensors=("slices", "weight", "bias"),
@@ -394,6 +395,6 @@ SPECS = (
         sweep=Sweep(
             hidden=((16, 16), (16, 64), (16, 256), (16, 1024)), slices=((1, 64), (4, 64), (16, 64)), rows=((16, 64),)
         ),
-        functional="batched_layer_norm_tanh",
+        functional="batched_layer_norm_act",
     ),
 )

@@ -218,7 +218,7 @@ RULES = (
     _layer_rule("t5_feed_forward", "493046debaeb", "FF", "DenseReluDense", _feed_forward),
     Rule(
         name="t5_gated_dense",  # and MT5, UMT5, Pix2Struct
-        calls="glu",
+        calls="gated_act",
         parts=("act", "wo"),
         needs=_needs_activation("act"),
         methods={**_finishing(_t5_gated), **consumers("wi_0", "wi_1")},

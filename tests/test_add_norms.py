@@ -1,0 +1,112 @@
+"""`add_layer_norm` and `add_rms_norm` are the longer functionals without bias and dropout, under names of their own."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fusedops
+from fusedops.core import launch
+from fusedops.nn import FusedAddLayerNorm, FusedAddRMSNorm
+from modules import close, randomise
+
+N = 24
+DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
+
+
+def _layer(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Any, Any]:
+    return (fusedops.add_layer_norm(x, residual, weight, bias, 1e-4),
+            fusedops.bias_dropout_add_ln(x, None, residual, weight, bias, p=0.0, eps=1e-4, return_sum=True))  # fmt: skip
+
+
+def _rms(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Any, Any]:
+    options: dict[str, Any] = {"weight_offset": 1.0, "rounding": "llama"}
+    return (fusedops.add_rms_norm(x, residual, weight, 1e-4, **options),
+            fusedops.bias_dropout_add_rms_norm(x, None, residual, weight, p=0.0, eps=1e-4, return_sum=True,
+                                               **options))  # fmt: skip
+
+
+@pytest.mark.parametrize("both", [_layer, _rms])
+@pytest.mark.parametrize("dtype, stream", DTYPES, ids=str)
+def test_equal_the_longer_functionals(
+    both: Callable[..., Any], dtype: torch.dtype, stream: torch.dtype, device: torch.device
+) -> None:
+    """Bit for bit, forward and backward; the second output is the sum, on which the residual stream goes on."""
+    x, residual = torch.randn(5, N).to(device, dtype), torch.randn(5, N).to(device, stream)
+    leaves = [t.requires_grad_() for t in (x, residual, *torch.randn(2, N, device=device))]
+    ours, theirs = both(*leaves)
+    assert isinstance(ours, tuple) and len(ours) == 2
+    assert torch.equal(ours[1].detach(), (x + residual).detach())
+    results = []
+    for outputs in (ours, theirs):
+        weights = [torch.linspace(-1, 1, N, device=device) * (i + 1) for i in range(2)]
+        total = sum((o.float() * o.float() * w).sum() for o, w in zip(outputs, weights, strict=True))
+        results.append([*outputs, *torch.autograd.grad(total, leaves, allow_unused=True)])
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.kernels
+def test_one_launch(device: torch.device) -> None:
+    x, residual, weight = (torch.randn(s, device=device) for s in ((5, N), (5, N), (N,)))
+    with launch.record() as launched:
+        fusedops.add_rms_norm(x, residual, weight)
+    assert len(launched) == 1
+
+
+@pytest.mark.parametrize("fused, native", [(FusedAddLayerNorm, nn.LayerNorm), (FusedAddRMSNorm, nn.RMSNorm)])
+def test_modules(fused: type[nn.Module], native: type[nn.Module], device: torch.device) -> None:
+    """The torch.nn module of the sum, with its parameters, and the sum."""
+    module, twin = fused(N, 1e-4), randomise(native(N, 1e-4))
+    assert isinstance(module, native) and repr(module) == repr(twin).replace(native.__name__, fused.__name__)
+    module.load_state_dict(twin.state_dict())
+    module, twin = module.to(device), twin.to(device)
+    x, residual = torch.randn(2, 5, N, device=device)
+    for copied in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        y, z = copied(x, residual)
+        close(z, x + residual)
+        close(y, twin(x + residual))
+    bare = fused(N, elementwise_affine=False).to(device)
+    close(bare(x, residual)[0], native(N, elementwise_affine=False).to(device)(x + residual))
+
+
+def test_rms_module_with_options(device: torch.device) -> None:
+    module = FusedAddRMSNorm(N, weight_offset=1.0, rounding="llama", device=device)
+    x, residual = torch.randn(2, 5, N, device=device)
+    close(module(x, residual)[0], F.rms_norm(x + residual, (N,)))
+    assert repr(module).endswith("weight_offset=1.0, rounding='llama')")
+
+
+X = torch.randn(2, 4)
+W = torch.ones(4)
+BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no residual": (lambda: fusedops.add_rms_norm(X, None, W), TypeError,
+                    "add_rms_norm: residual must be a torch.Tensor, got NoneType"),
+    "no residual, LayerNorm": (lambda: fusedops.add_layer_norm(X, None, W, W), TypeError,
+                               "add_layer_norm: residual must be a torch.Tensor, got NoneType"),
+    "residual": (lambda: fusedops.add_rms_norm(X, X[:1], W), ValueError,
+                 r"add_rms_norm: residual has shape \(1, 4\), expected \(2, 4\)"),
+    "weight": (lambda: fusedops.add_rms_norm(X, X, W[:3]), ValueError,
+               r"add_rms_norm: weight has shape \(3,\), expected \(4,\)"),
+    "bias": (lambda: fusedops.add_layer_norm(X, X, W, W[:3]), ValueError,
+             r"add_layer_norm: bias has shape \(3,\), expected \(4,\)"),
+    "eps": (lambda: fusedops.add_layer_norm(X, X, W, W, -1.0), ValueError, "add_layer_norm: eps must be at least 0"),
+    "rounding": (lambda: fusedops.add_rms_norm(X, X, W, rounding="gemma"), ValueError,
+                 "add_rms_norm: rounding must be one of 'once', 'llama', 't5', got 'gemma'"),
+    "several dimensions": (lambda: FusedAddRMSNorm((2, 4)), ValueError,
+                           r"FusedAddRMSNorm: normalized_shape must have one dimension, got \(2, 4\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    call, error, match = BAD[name]
+    for _ in range(2):
+        with pytest.raises(error, match=match):
+            call()
