@@ -14,6 +14,8 @@ from torch import nn
 import fusedops
 from fusedops.generation import FusedNoRepeatNGramLogitsProcessor
 from fusedops.nn import (
+    FusedAddLayerNorm,
+    FusedAddRMSNorm,
     FusedBatchedLayerNormAct,
     FusedBiasAct,
     FusedBiasDropoutAdd,
@@ -54,8 +56,28 @@ def test_bad_arguments(fused: type[nn.Module]) -> None:
     for p in (-0.1, 1.1, float("nan")):
         with pytest.raises(ValueError, match=r"p must be in \[0, 1\]"):
             fused(4, p=p)
-    with pytest.raises(ValueError, match=r"x has shape \(2, 5\), expected \(\*, 4\)"):
-        fused(4, elementwise_affine=False, p=0.1)(torch.randn(2, 5))
+
+
+NORMS: dict[type[nn.Module], dict[str, Any]] = {
+    FusedBiasDropoutAddLayerNorm: {"p": 0.0},
+    FusedBiasDropoutAddRMSNorm: {"p": 0.0},
+    FusedAddLayerNorm: {},
+    FusedAddRMSNorm: {},
+}
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("fused", NORMS, ids=lambda fused: fused.__name__)
+def test_input_of_another_width(fused: type[nn.Module], affine: bool) -> None:
+    """The module knows its width: the input is wrong, and not the weight."""
+    module = fused(8, elementwise_affine=affine, **NORMS[fused])
+    x, residual = torch.randn(2, 4, 7)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"^{fused.__name__}: x has shape \(4, 7\), expected \(\*, 8\)$"):
+            module(x, residual=residual)
+        module(*torch.randn(1, 4, 8), residual=torch.randn(4, 8))
+    with pytest.raises(ValueError, match=r"residual has shape \(4, 7\), expected \(4, 8\)"):
+        module(torch.randn(4, 8), residual=residual)
 
 
 X = torch.randn(2, 4)
@@ -65,7 +87,7 @@ REFUSED: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (lambda: FusedLayerNorm(4, eps="1"), lambda: fusedops.layer_norm(X, 4, eps="1")),
     (lambda: FusedLayerNorm(4, eps=None), lambda: fusedops.layer_norm(X, 4, eps=None)),
     (lambda: FusedLayerNorm(()), lambda: fusedops.layer_norm(X, ())),
-    (lambda: FusedLayerNorm(4.0), lambda: fusedops.layer_norm(X, 4.0)),
+    *[(lambda s=s: FusedLayerNorm(s), lambda s=s: fusedops.layer_norm(X, s)) for s in (4.0, "4", b"\x04", "", True)],
     (lambda: FusedRMSNorm(4, eps=-1.0), lambda: fusedops.rms_norm(X, 4, eps=-1.0)),
     (lambda: FusedRMSNorm(()), lambda: fusedops.rms_norm(X, ())),
     (lambda: FusedRMSNorm(4, weight_offset=float("inf")), lambda: fusedops.rms_norm(X, 4, weight_offset=float("inf"))),
@@ -87,11 +109,12 @@ REFUSED: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (lambda: FusedBiasAct("relu", -1.0), lambda: fusedops.bias_act(X, None, "relu", p=-1.0)),
     *[(lambda o=o: FusedBatchedLayerNormAct(**{"sizes": (1, 3)} | o),
        lambda o=o: fusedops.batched_layer_norm_act(X, **{"sizes": (1, 3)} | o))
-      for o in ({"sizes": (4, 0)}, {"sizes": ()}, {"sizes": 4}, {"sizes": (4, 0.5)}, {"eps": -1.0},
+      for o in ({"sizes": (4, 0)}, {"sizes": ()}, {"sizes": 4}, {"sizes": (4, 0.5)}, {"sizes": "13"}, {"sizes": (True, 3)},
+                {"eps": -1.0},
                 {"activation": "mish"})],
     *[(lambda o=o: FusedNoRepeatNGramLogitsProcessor(**{"ngram_size": 3} | o),
        lambda o=o: fusedops.no_repeat_ngram(X.long(), X, **{"ngram_size": 3} | o))
-      for o in ({"ngram_size": 0}, {"ngram_size": 2.0}, {"window": 2}, {"window": "8"}, {"prompt_length": -1},
+      for o in ({"ngram_size": 0}, {"ngram_size": 2.0}, {"ngram_size": True}, {"window": 2}, {"window": "8"}, {"prompt_length": -1},
                 {"pad_token_id": 0.5})],
 ]  # fmt: skip
 
@@ -124,6 +147,7 @@ def test_bad_layers() -> None:
     build = FusedBatchedLayerNormAct.from_layers
     for layers, error, match in (
         ([], ValueError, "must hold at least one"),
+        (3, TypeError, "layers must be torch.nn.LayerNorm modules, got int"),
         ([nn.LayerNorm(3), nn.RMSNorm(3)], TypeError, "layer 1 must be a torch.nn.LayerNorm, got RMSNorm"),
         ([nn.LayerNorm((2, 3))], ValueError, r"layer 0 normalises \(2, 3\)"),
         ([nn.LayerNorm(3), nn.LayerNorm(4, eps=0.1)], ValueError, "layer 1 has eps=0.1"),
@@ -151,3 +175,5 @@ def test_slices_module_refuses() -> None:
         FusedBatchedLayerNormAct([4, 4], eps=-1.0)
     with pytest.raises(ValueError, match=r"slices has shape \(\), expected \(\*, 8\)"):
         FusedBatchedLayerNormAct([4, 4])(torch.tensor(1.0))
+    with pytest.raises(TypeError, match=r"slice 0 must be a torch\.Tensor, got str"):
+        FusedBatchedLayerNormAct([4, 4])("abc")

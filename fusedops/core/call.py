@@ -79,19 +79,23 @@ def run(op: Operator, arguments: Any, tensors: Any, p: Any = 0.0) -> Any:
     if p != 0.0 and not (type(p) is float and 0.0 <= p <= 1.0):
         checks.check_p(signature.constants.op, p)
     first = tensors[op.first]
-    elements = first.numel()
-    if signature.special or compat.is_intercepted() or not elements:
-        return _elsewhere(op, tensors, p, signature)
-    if elements <= op.native_elements and signature.native is not None and p == 0.0:
-        return (signature.native(signature.constants, tensors),)
-    which, state = (0, NO_DROPOUT) if p == 0.0 else (1, rng.state_of(p, first.device))
-    if torch.is_grad_enabled():
-        for t in tensors:
-            if t is not None and t.requires_grad:
-                site = signature.sites[which + 2] or signature.site(op, which + 2)
-                return apply((op, site, state, False), *tensors)
-    site = signature.sites[which] or signature.site(op, which)
-    return op.expose(site.constants, tensors, forward(op, site, tensors, state))
+    try:
+        elements = first.numel()
+        if signature.special or compat.is_intercepted() or not elements:
+            return _elsewhere(op, tensors, p, signature)
+        if elements <= op.native_elements and signature.native is not None and p == 0.0:
+            return (signature.native(signature.constants, tensors),)
+        which, state = (0, NO_DROPOUT) if p == 0.0 else (1, rng.state_of(p, first.device))
+        if torch.is_grad_enabled():
+            for t in tensors:
+                if t is not None and t.requires_grad:
+                    site = signature.sites[which + 2] or signature.site(op, which + 2)
+                    return apply((op, site, state, False), *tensors)
+        site = signature.sites[which] or signature.site(op, which)
+        return op.expose(site.constants, tensors, forward(op, site, tensors, state))
+    except RuntimeError:
+        _check_dense(op, signature, tensors)
+        raise
 
 
 def _checked(op: Operator, arguments: Any, tensors: Tensors) -> Signature:
@@ -120,11 +124,28 @@ def _validated(op: Operator, constants: Any, tensors: Tensors) -> tuple[Any, boo
     return op.autocast(constants, tensors) if torch.is_autocast_enabled("cuda") else constants, nested
 
 
+def _check_dense(op: Operator, signature: Signature, tensors: Tensors) -> None:
+    """Names a tensor without strides, or a nested one, after PyTorch's error.
+
+    No key holds the layout, which would cost every call: such a tensor may look like those of an earlier call.
+    """
+    constants = signature.constants
+    first = tensors[op.first]
+    # PyTorch takes nested tensors itself where it has the operator; its error is then about something else.
+    if first is not None and first.is_nested and op.native(constants, signature.dtypes) is not None:
+        return
+    for place, t in enumerate(tensors):
+        if t is not None:
+            checks.check_dense(constants.op, op.argument(constants, place), t)
+
+
 def _elsewhere(op: Operator, tensors: Tensors, p: float, signature: Signature) -> Any:
     """A call that is no launch: see the module."""
     constants, first = signature.constants, tensors[op.first]
     assert first is not None
     elements = first.numel()
+    if not first.is_nested and any(t is not None and t.layout is not torch.strided for t in tensors):
+        _check_dense(op, signature, tensors)  # some of PyTorch's operators would take it
     if _is_on_shards(op, constants, tensors):
         return _on_shards(op, constants, tensors, p)
     # A symbol is not asked: it would become a guard, or be unknown.

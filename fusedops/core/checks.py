@@ -11,6 +11,7 @@ import torch
 __all__ = [
     "DTYPES",
     "check_choice",
+    "check_dense",
     "check_eps",
     "check_number",
     "check_out_dtype",
@@ -25,13 +26,22 @@ _DTYPE_NAMES = "torch.float16, torch.bfloat16, torch.float32, torch.float64"
 
 
 def check_tensor(op: str, name: str, value: Any, like: torch.Tensor | None = None) -> None:
-    """Raises unless ``value`` is a floating-point tensor, on the device of ``like`` if that is given."""
+    """Raises unless ``value`` is a dense floating-point tensor, on the device of ``like`` if that is given."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
     if value.dtype not in DTYPES:
         raise TypeError(f"{op}: {name} has dtype {value.dtype}, expected one of {_DTYPE_NAMES}")
+    check_dense(op, name, value)
     if like is not None and value.device != like.device:
         raise RuntimeError(f"{op}: {name} is on {value.device}, expected {like.device} as the first argument")
+
+
+def check_dense(op: str, name: str, value: torch.Tensor) -> None:
+    """Raises for a nested tensor, and for one without strides, such as a sparse one."""
+    if value.is_nested:
+        raise TypeError(f"{op}: {name} is a nested tensor, expected a dense one")
+    if value.layout is not torch.strided:
+        raise TypeError(f"{op}: {name} has layout {value.layout}, expected torch.strided")
 
 
 def check_shape(op: str, name: str, value: torch.Tensor, expected: tuple[int, ...]) -> None:

@@ -51,13 +51,17 @@ class NoRepeatNGram:
         differentiated = (
             (scores.requires_grad and torch.is_grad_enabled()) or compat.transforms() or compat.in_forward_mode()
         )
-        if not runs or differentiated or scores.numel() == 0:
-            return reference.no_repeat_ngram(*tensors, rule, inplace=inplace)
-        if observed:
-            return _registered(*tensors, rule, inplace=inplace)
-        assert site is not None
-        out = scores if inplace else empty(scores, scores.dtype)
-        on_device(site, launching.forward, *tensors, out, rule)  # type: ignore[arg-type]
+        try:
+            if not runs or differentiated or scores.numel() == 0:
+                return reference.no_repeat_ngram(*tensors, rule, inplace=inplace)
+            if observed:
+                return _registered(*tensors, rule, inplace=inplace)
+            assert site is not None
+            out = scores if inplace else empty(scores, scores.dtype)
+            on_device(site, launching.forward, *tensors, out, rule)  # type: ignore[arg-type]
+        except RuntimeError:
+            _check(*tensors, inplace=inplace)  # names a tensor without strides: no key holds the layout
+            raise
         return out
 
     def _signature(self, scores: Any, input_ids: Any, allowed: Any, *, padded: bool, inplace: bool) -> _Signature:
@@ -118,6 +122,7 @@ def _check_other(op: str, name: str, value: Any, dtypes: tuple[torch.dtype, ...]
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
     if value.dtype not in dtypes:
         raise TypeError(f"{op}: {name} has dtype {value.dtype}, expected {' or '.join(map(str, dtypes))}")
+    checks.check_dense(op, name, value)
     if value.device != scores.device:
         raise RuntimeError(f"{op}: {name} is on {value.device}, expected {scores.device} as scores")
 

@@ -62,7 +62,7 @@ def check_rule(op: str, ngram_size: Any, window: Any, prompt_length: Any, pad_to
 
 
 def _check_integer(op: str, name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int):
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, int)):
         raise TypeError(f"{op}: {name} must be an integer, got {type(value).__name__}")
     if value < least:
         raise ValueError(f"{op}: {name} must be at least {least}, got {value}")

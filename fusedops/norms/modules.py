@@ -220,9 +220,14 @@ class FusedBiasDropoutAddLayerNorm(TensorsBeside, nn.LayerNorm):
     def forward(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Any:
         """Drop, add ``residual`` and normalise; see the class."""
         bias, residual = self._vector(bias, x), self._rows(residual, x)
-        _check_width(self, x)
-        return ops.bias_dropout_add_ln(x, bias, residual, self.weight, self.bias, p=self.p, training=self.training,
-                                       eps=self.eps, return_sum=self.return_sum, save=self.save)  # fmt: skip
+        if self.weight is None:
+            _check_width(self, x)
+        try:
+            return ops.bias_dropout_add_ln(x, bias, residual, self.weight, self.bias, p=self.p, training=self.training,
+                                           eps=self.eps, return_sum=self.return_sum, save=self.save)  # fmt: skip
+        except ValueError:
+            _check_width(self, x)
+            raise
 
     def extra_repr(self) -> str:
         """torch.nn's line, and what differs from it."""
@@ -288,10 +293,15 @@ class FusedBiasDropoutAddRMSNorm(TensorsBeside, _RoundedRMSNorm):
     def forward(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Any:
         """Drop, add ``residual`` and normalise; see the class."""
         bias, residual = self._vector(bias, x), self._rows(residual, x)
-        _check_width(self, x)
-        return ops.bias_dropout_add_rms_norm(x, bias, residual, self.weight, p=self.p, training=self.training,
-                                             eps=self.eps, weight_offset=self.weight_offset, rounding=self.rounding,
-                                             return_sum=self.return_sum, save=self.save)  # fmt: skip
+        if self.weight is None:
+            _check_width(self, x)
+        try:
+            return ops.bias_dropout_add_rms_norm(x, bias, residual, self.weight, p=self.p, training=self.training,
+                                                 eps=self.eps, weight_offset=self.weight_offset, rounding=self.rounding,
+                                                 return_sum=self.return_sum, save=self.save)  # fmt: skip
+        except ValueError:
+            _check_width(self, x)
+            raise
 
     def extra_repr(self) -> str:
         """torch.nn's line, and what differs from it."""
@@ -336,8 +346,13 @@ class FusedAddLayerNorm(TensorsBeside, nn.LayerNorm):
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Add ``residual`` and normalise; see the class."""
-        _check_width(self, x)
-        return ops.add_layer_norm(x, self._rows(residual, x), self.weight, self.bias, self.eps)  # type: ignore[arg-type]
+        if self.weight is None:
+            _check_width(self, x)
+        try:
+            return ops.add_layer_norm(x, self._rows(residual, x), self.weight, self.bias, self.eps)  # type: ignore[arg-type]
+        except ValueError:
+            _check_width(self, x)
+            raise
 
 
 class FusedAddRMSNorm(TensorsBeside, _RoundedRMSNorm):
@@ -381,9 +396,14 @@ class FusedAddRMSNorm(TensorsBeside, _RoundedRMSNorm):
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Add ``residual`` and normalise; see the class."""
-        _check_width(self, x)
-        return ops.add_rms_norm(x, self._rows(residual, x), self.weight, self.eps,  # type: ignore[arg-type]
-                                weight_offset=self.weight_offset, rounding=self.rounding)  # fmt: skip
+        if self.weight is None:
+            _check_width(self, x)
+        try:
+            return ops.add_rms_norm(x, self._rows(residual, x), self.weight, self.eps,  # type: ignore[arg-type]
+                                    weight_offset=self.weight_offset, rounding=self.rounding)  # fmt: skip
+        except ValueError:
+            _check_width(self, x)
+            raise
 
 
 def _width(name: str, normalized_shape: int | Sequence[int]) -> int:
@@ -395,9 +415,13 @@ def _width(name: str, normalized_shape: int | Sequence[int]) -> int:
 
 
 def _check_width(module: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> None:
-    """Without a weight nothing else in the call knows the hidden size."""
-    if module.weight is None and isinstance(x, Tensor) and x.shape[-1:] != module.normalized_shape:
-        raise ValueError(f"x has shape {tuple(x.shape)}, expected (*, {module.normalized_shape[0]})")
+    """Names an input that is not as wide as the module.
+
+    The operator takes its width from the input: it would blame the weight, or notice nothing without one.
+    """
+    if isinstance(x, Tensor) and not x.is_nested and x.shape[-1:] != module.normalized_shape:
+        name, expected = type(module).__name__, module.normalized_shape[0]
+        raise ValueError(f"{name}: x has shape {tuple(x.shape)}, expected (*, {expected})")
 
 
 def _differences(module: nn.Module, **defaults: object) -> str:

@@ -348,10 +348,12 @@ def _shape(op: str, normalized_shape: Any) -> tuple[int, ...]:
     if isinstance(normalized_shape, numbers.Integral):
         return (_size(op, normalized_shape),)
     try:
-        sizes = tuple(normalized_shape)
+        sizes = None if isinstance(normalized_shape, (str, bytes, bytearray)) else tuple(normalized_shape)
     except TypeError:
+        sizes = None
+    if sizes is None:
         got = type(normalized_shape).__name__
-        raise TypeError(f"{op}: normalized_shape must be an int or a sequence of ints, got {got}") from None
+        raise TypeError(f"{op}: normalized_shape must be an int or a sequence of ints, got {got}")
     if not sizes:
         raise ValueError(f"{op}: normalized_shape must name at least one dimension, got ()")
     return tuple([size if type(size) is int else _size(op, size) for size in sizes])

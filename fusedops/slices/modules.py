@@ -84,7 +84,7 @@ class FusedBatchedLayerNormAct(nn.Module):
     def forward(self, slices: Tensor | Sequence[Tensor]) -> Any:
         """Normalise and activate; see the class."""
         sizes: tuple[int, ...] | None = self.sizes
-        if isinstance(slices, Tensor) and slices.shape[-1:] != (sum(self.sizes),):
+        if isinstance(slices, Tensor) and not slices.is_nested and slices.shape[-1:] != (sum(self.sizes),):
             # Not side by side: then a slice is a row of the last two dimensions.
             if slices.shape[-2:] != (len(self.sizes), self.sizes[0]) or len(set(self.sizes)) > 1:
                 raise ValueError(
@@ -120,8 +120,10 @@ class FusedBatchedLayerNormAct(nn.Module):
                 from the first in what they must have in common: eps, which parameters it has, their dtype, device, and
                 whether they learn.
         """
-        layers = list(layers)
         name = cls.__name__
+        if not isinstance(layers, Iterable):
+            raise TypeError(f"{name}: layers must be torch.nn.LayerNorm modules, got {type(layers).__name__}")
+        layers = list(layers)
         check_choice(name, "activation", activation, ops.ACTIVATION_NAMES)
         if not layers:
             raise ValueError(f"{name}: layers must hold at least one torch.nn.LayerNorm, got none")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.call import run
+from ..core.checks import check_tensor
 from ..core.deprecation import warn_old
 from .operator import ACTIVATION_NAMES, SLICES
 
@@ -96,19 +97,27 @@ def _batched(op: str, slices: Any, weight: Any, bias: Any, options: tuple[Any, A
     if isinstance(slices, Tensor):
         tensors = (slices,)
         if sizes is None:
-            dims, sizes_of = 2, slices.shape[-2:]
+            try:
+                dims, sizes_of = 2, slices.shape[-2:]
+            except RuntimeError:  # a nested tensor has no shape
+                check_tensor(op, "slices", slices)
+                raise
             count, size = sizes_of if len(sizes_of) == 2 else (0, 0)
         else:
             dims, sizes_of = 1, check_sizes(sizes, op)
             count, size = len(sizes_of), sizes_of[0]
     else:
-        dims, tensors = 0, _checked_sequence(slices, op)
+        if not isinstance(slices, Sequence) or not slices:
+            _refuse_sequence(slices, op)
+        dims, tensors = 0, slices
         sizes_of = _widths(tensors)
         count, size = len(sizes_of), sizes_of[0]
         if sizes is not None and sizes_of != (named := check_sizes(sizes, op)):
             _check_named(tensors, sizes_of, named, op)
     shared = False
-    if count > 1 and (_is_one_for_all(weight, size) or _is_one_for_all(bias, size)):
+    # Inside this function, as every call comes here.
+    if count > 1 and ((isinstance(weight, Tensor) and weight.dim() == 1 and weight.shape[0] == size)
+                      or (isinstance(bias, Tensor) and bias.dim() == 1 and bias.shape[0] == size)):  # fmt: skip
         weight, bias, shared = _sharing(weight, bias, count, size)
     arguments = (op, sizes_of, dims, bool(concat), eps, "identity" if activation == "none" else activation, shared)
     outputs = run(SLICES, arguments, (weight, bias, *tensors))
@@ -131,19 +140,17 @@ def check_sizes(sizes: Any, op: str) -> tuple[int, ...]:
     if not sizes:
         raise ValueError(f"{op}: sizes must name at least one slice, got an empty sequence")
     for k, size in enumerate(sizes):
-        if not isinstance(size, int) and not hasattr(size, "__index__"):
+        if type(size) is not int and (isinstance(size, bool) or not hasattr(size, "__index__")):
             raise TypeError(f"{op}: sizes[{k}] must be an int, got {type(size).__name__}")
         if size < 1:
             raise ValueError(f"{op}: sizes[{k}] must be at least 1, got {size}")
     return tuple([index(size) for size in sizes])
 
 
-def _checked_sequence(slices: Any, op: str) -> Sequence[Tensor]:
+def _refuse_sequence(slices: Any, op: str) -> None:
     if not isinstance(slices, Sequence):
         raise TypeError(f"{op}: slices must be a torch.Tensor or a sequence of them, got {type(slices).__name__}")
-    if not slices:
-        raise ValueError(f"{op}: slices must hold at least one tensor, got an empty sequence")
-    return slices
+    raise ValueError(f"{op}: slices must hold at least one tensor, got an empty sequence")
 
 
 def _widths(slices: Sequence[Tensor]) -> tuple[int, ...]:
@@ -152,12 +159,14 @@ def _widths(slices: Sequence[Tensor]) -> tuple[int, ...]:
         return tuple([index(t.shape[-1]) if isinstance(t, Tensor) and t.dim() else 0 for t in slices])
     try:
         return tuple(map(_LAST, map(_SHAPE, slices)))
-    except (AttributeError, IndexError):
+    except (AttributeError, IndexError, RuntimeError):  # no tensor, no dimension, a nested tensor
         return (0,) * len(slices)
 
 
 def _check_named(slices: Sequence[Tensor], widths: tuple[int, ...], sizes: tuple[int, ...], op: str) -> None:
     """The widths that the caller names are those that the slices have."""
+    for k, t in enumerate(slices):
+        check_tensor(op, f"slice {k}", t)
     if len(sizes) != len(widths):
         raise ValueError(f"{op}: sizes names {len(sizes)} slices, but there are {len(widths)}")
     for k, (t, width, size) in enumerate(zip(slices, widths, sizes, strict=True)):
