@@ -84,6 +84,7 @@ lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m mypy --strict tests/typed_client.py
 	$(PY) -m codespell_lib
 
 format: $(READY)

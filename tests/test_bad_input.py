@@ -51,7 +51,7 @@ def test_bad_samples_cover_every_kind_of_error(spec: Spec) -> None:
 
 # What no kernel reads; the first two have the key of a good call.
 KINDS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "coo": (Tensor.to_sparse, "has layout torch.sparse_coo, expected torch.strided"),
+    "sparse": (Tensor.to_sparse, "has layout torch.sparse_coo, expected torch.strided"),
     "csr": (Tensor.to_sparse_csr, "has layout torch.sparse_csr, expected torch.strided"),
     "complex": (lambda t: t.to(torch.complex64), "has dtype torch.complex64, expected"),
     "8 bits": (lambda t: t.to(torch.float8_e5m2), "has dtype torch.float8_e5m2, expected"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
-from ..core.activations import ACTIVATIONS
+from ..core.activations import ACTIVATIONS, ActivationName
 from ..core.beside import TensorsBeside
 from ..core.checks import check_choice, check_p
 from ..core.deprecation import warn_old
@@ -27,13 +29,19 @@ class FusedGELU(nn.GELU):
     Source: Hendrycks and Gimpel 2016, arXiv:1606.08415.
     """
 
-    def __init__(self, approximate: str = "none") -> None:
+    approximate: ops.Approximate
+
+    def __init__(self, approximate: ops.Approximate = "none") -> None:
         check_choice(type(self).__name__, "approximate", approximate, ops.APPROXIMATIONS)
         super().__init__(approximate)
 
     def forward(self, input: Tensor) -> Tensor:
         """Activate ``input``; see the class."""
         return ops.gelu(input, self.approximate)
+
+    if TYPE_CHECKING:  # torch.nn's returns Any
+
+        def __call__(self, input: Tensor) -> Tensor: ...  # noqa: D102
 
 
 class FusedBiasGELU(TensorsBeside, nn.GELU):
@@ -52,14 +60,19 @@ class FusedBiasGELU(TensorsBeside, nn.GELU):
     """
 
     _beside = ("bias",)
+    approximate: ops.Approximate
 
-    def __init__(self, approximate: str = "none") -> None:
+    def __init__(self, approximate: ops.Approximate = "none") -> None:
         check_choice(type(self).__name__, "approximate", approximate, ops.APPROXIMATIONS)
         super().__init__(approximate)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Add ``bias`` and activate; see the class."""
         return ops.bias_gelu(x, self._vector(bias, x), self.approximate)
+
+    if TYPE_CHECKING:  # torch.nn's returns Any
+
+        def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor: ...  # noqa: D102
 
 
 class FusedBiasAct(TensorsBeside, nn.Dropout):
@@ -79,15 +92,19 @@ class FusedBiasAct(TensorsBeside, nn.Dropout):
 
     _beside = ("bias",)
 
-    def __init__(self, activation: str = "gelu", p: float = 0.0) -> None:
+    def __init__(self, activation: ActivationName = "gelu", p: float = 0.0) -> None:
         check_choice(type(self).__name__, "activation", activation, ACTIVATIONS)
         check_p(type(self).__name__, p)
         super().__init__(p)
-        self.activation = activation
+        self.activation: ActivationName = activation
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Add ``bias``, activate and drop; see the class."""
         return ops.bias_act(x, self._vector(bias, x), self.activation, p=self.p, training=self.training)
+
+    if TYPE_CHECKING:  # torch.nn's returns Any
+
+        def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor: ...  # noqa: D102
 
     def extra_repr(self) -> str:
         """The activation, and torch.nn.Dropout's line."""
@@ -112,14 +129,18 @@ class FusedGatedAct(TensorsBeside):
 
     _beside = ("up",)
 
-    def __init__(self, activation: str = "silu") -> None:
+    def __init__(self, activation: ActivationName = "silu") -> None:
         super().__init__()
         check_choice(type(self).__name__, "activation", activation, ACTIVATIONS)
-        self.activation = activation
+        self.activation: ActivationName = activation
 
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
         """Activate ``gate`` and multiply by ``up``; see the class."""
         return ops.gated_act(gate, self._rows(up, gate), self.activation)
+
+    if TYPE_CHECKING:  # torch.nn's returns Any
+
+        def __call__(self, gate: Tensor, up: Tensor | None = None) -> Tensor: ...  # noqa: D102
 
     def extra_repr(self) -> str:
         """The activation."""
@@ -137,7 +158,7 @@ class FusedGLU(FusedGatedAct):
         As `FusedGatedAct`.
     """
 
-    def __init__(self, activation: str = "silu") -> None:
+    def __init__(self, activation: ActivationName = "silu") -> None:
         warn_old("fusedops.nn.FusedGLU", "fusedops.nn.FusedGatedAct")
         super().__init__(activation)
 
@@ -162,6 +183,10 @@ class FusedSwiGLU(TensorsBeside):
         """Activate ``gate`` and multiply by ``up``; see the class."""
         return ops.swiglu(gate, self._rows(up, gate))
 
+    if TYPE_CHECKING:  # torch.nn's returns Any
+
+        def __call__(self, gate: Tensor, up: Tensor | None = None) -> Tensor: ...  # noqa: D102
+
 
 class FusedGEGLU(TensorsBeside):
     """``gelu(gate) * up`` in one pass.
@@ -181,14 +206,18 @@ class FusedGEGLU(TensorsBeside):
 
     _beside = ("up",)
 
-    def __init__(self, approximate: str = "none") -> None:
+    def __init__(self, approximate: ops.Approximate = "none") -> None:
         super().__init__()
         check_choice(type(self).__name__, "approximate", approximate, ops.APPROXIMATIONS)
-        self.approximate = approximate
+        self.approximate: ops.Approximate = approximate
 
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
         """Activate ``gate`` and multiply by ``up``; see the class."""
         return ops.geglu(gate, self._rows(up, gate), self.approximate)
+
+    if TYPE_CHECKING:  # torch.nn's returns Any
+
+        def __call__(self, gate: Tensor, up: Tensor | None = None) -> Tensor: ...  # noqa: D102
 
     def extra_repr(self) -> str:
         """torch.nn.GELU's line."""

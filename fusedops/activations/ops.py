@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
+from ..core.activations import ActivationName
 from ..core.call import run
 from ..core.checks import check_choice, check_p_off
 from ..core.deprecation import warn_old
 from .operator import ACTIVATION
 
-__all__ = ["APPROXIMATIONS", "bias_act", "bias_gelu", "gated_act", "geglu", "gelu", "glu", "swiglu"]
+__all__ = ["APPROXIMATIONS", "Approximate", "bias_act", "bias_gelu", "gated_act", "geglu", "gelu", "glu", "swiglu"]
 
 # F.gelu's argument, and the table's names.
 APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
+Approximate = Literal["none", "tanh"]
 
 
-def gelu(input: Tensor, approximate: str = "none") -> Tensor:
+def gelu(input: Tensor, approximate: Approximate = "none") -> Tensor:
     """The Gaussian error linear unit; a drop-in for `torch.nn.functional.gelu`.
 
     Args:
@@ -36,7 +38,7 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     return run(ACTIVATION, arguments, (input, None))[0]  # type: ignore[no-any-return]
 
 
-def bias_gelu(x: Tensor, bias: Tensor | None, approximate: str = "none") -> Tensor:
+def bias_gelu(x: Tensor, bias: Tensor | None, approximate: Approximate = "none") -> Tensor:
     """``gelu(x + bias)`` in one pass.
 
     Args:
@@ -58,7 +60,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None, approximate: str = "none") -> Tens
     return run(ACTIVATION, arguments, (x, bias))[0]  # type: ignore[no-any-return]
 
 
-def bias_act(x: Tensor, bias: Tensor | None, activation: str = "gelu", *, p: float = 0.0,
+def bias_act(x: Tensor, bias: Tensor | None, activation: ActivationName = "gelu", *, p: float = 0.0,
              training: bool = True) -> Tensor:  # fmt: skip
     """``dropout(activation(x + bias))`` in one pass: what stands between the two linear layers of an MLP.
 
@@ -83,7 +85,7 @@ def bias_act(x: Tensor, bias: Tensor | None, activation: str = "gelu", *, p: flo
     return run(ACTIVATION, arguments, (x, bias), p if training else check_p_off("bias_act", p))[0]  # type: ignore[no-any-return]
 
 
-def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Tensor:
+def geglu(gate: Tensor, up: Tensor | None = None, approximate: Approximate = "none") -> Tensor:
     """``gelu(gate) * up`` in one pass.
 
     Args:
@@ -124,7 +126,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return run(ACTIVATION, arguments, (gate, up))[0]  # type: ignore[no-any-return]
 
 
-def gated_act(gate: Tensor, up: Tensor | None = None, activation: str = "silu") -> Tensor:
+def gated_act(gate: Tensor, up: Tensor | None = None, activation: ActivationName = "silu") -> Tensor:
     """``activation(gate) * up`` in one pass.
 
     It differs from `torch.nn.functional.glu`: the activation is an argument, and of a packed tensor the first half is the
@@ -151,7 +153,7 @@ def gated_act(gate: Tensor, up: Tensor | None = None, activation: str = "silu") 
     return run(ACTIVATION, arguments, (gate, up))[0]  # type: ignore[no-any-return]
 
 
-def glu(gate: Tensor, up: Tensor | None = None, activation: str = "silu") -> Tensor:
+def glu(gate: Tensor, up: Tensor | None = None, activation: ActivationName = "silu") -> Tensor:
     """The old name of `gated_act`, deprecated.
 
     Args:

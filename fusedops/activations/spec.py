@@ -314,7 +314,7 @@ _GLU_PASSES = {"fwd": 3, "fwd_bwd": 8}
 _SWEEP = Sweep(hidden=tuple((1 << k,) for k in range(8, 17)), rows=((4096,),))
 
 
-def _bias_gelu_spec(name: str, approximate: str) -> Spec:
+def _bias_gelu_spec(name: str, approximate: ops.Approximate) -> Spec:
     return Spec(
         name=name,
         functional="bias_gelu",

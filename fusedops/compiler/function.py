@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -29,6 +29,16 @@ __all__ = ["Rowwise", "rowwise"]
 _MOST_CALLS = 8192
 
 
+_P = ParamSpec("_P")
+_Q = ParamSpec("_Q")
+_R = TypeVar("_R")
+_Self = TypeVar("_Self")
+
+
+@overload
+def rowwise(function: Callable[_P, _R], *, strict: bool = ...) -> Rowwise[_P, _R]: ...
+@overload
+def rowwise(function: None = ..., *, strict: bool = ...) -> Callable[[Callable[_P, _R]], Rowwise[_P, _R]]: ...
 def rowwise(function: Callable[..., Any] | None = None, *, strict: bool = False) -> Any:
     """A function whose rows depend on their own row and on shared vectors, as one kernel forward and one backward.
 
@@ -78,7 +88,7 @@ class _Call:
     token: Any = None
 
 
-class Rowwise:
+class Rowwise(Generic[_P, _R]):
     """A function that runs as kernels: what `rowwise` returns.
 
     Attributes:
@@ -86,7 +96,7 @@ class Rowwise:
         strict: whether a function that cannot be one kernel is an error.
     """
 
-    def __init__(self, function: Callable[..., Any], *, strict: bool = False) -> None:
+    def __init__(self, function: Callable[_P, _R], *, strict: bool = False) -> None:
         functools.update_wrapper(self, function)
         self.function, self.strict = function, strict
         self.name = getattr(function, "__name__", type(function).__name__)
@@ -100,18 +110,19 @@ class Rowwise:
         self._calls: dict[Any, _Call] = {}
         self._warned = False
         # Plain functions, which torch.compile knows by their identity.
-        self._in_graph: Callable[..., Any] = lambda *args: self(*args)
+        self._in_graph: Callable[..., Any] = lambda *args: self(*args)  # type: ignore[call-arg]
         self._allow: Callable[[], bool] = compat.constant_when_traced(lambda: _allowed(self._in_graph))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *given: _P.args, **kwargs: _P.kwargs) -> _R:
         """The function's outputs."""
+        args: Any = given
         if torch.compiler.is_dynamo_compiling():
-            return self._compiled(*args, **kwargs)
+            return self._compiled(*args, **kwargs)  # type: ignore[no-any-return]
         if kwargs or len(args) != self._count:
             args = self._positional(args, kwargs)
         autocast = compat.any_autocast_enabled() and _autocast()
         if recording():
-            return self._run(*args)  # a part of what is being traced
+            return self._run(*args)  # type: ignore[no-any-return]  # a part of what is being traced
         key: Any = None
         call: _Call | None = None
         try:
@@ -127,20 +138,24 @@ class Rowwise:
             call = self._calls[key] = self._looked_at(args, autocast)
         program = call.program
         if program is None:
-            return self._run(*args)
+            return self._run(*args)  # type: ignore[no-any-return]
         tensors, token = [args[place] for place in call.places], call.token
         if call.captured:
             tensors += [captured.find(args) for captured in call.captured]
             token = (token, *map(type, tensors))
             if not program.fits(tensors):  # one was replaced by another
                 self._calls.pop(key, None)
-                return self(*args)
+                return self(*args)  # type: ignore[call-arg]
         outs = run(program, (self.name, token), tensors, program.p)
         container = program.structure.container
         if container == "tensor":
-            return outs[0]
-        return tuple(outs[: program.count]) if container == "tuple" else list(outs[: program.count])
+            return outs[0]  # type: ignore[no-any-return]
+        return tuple(outs[: program.count]) if container == "tuple" else list(outs[: program.count])  # type: ignore[return-value]
 
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> Rowwise[_P, _R]: ...
+    @overload
+    def __get__(self: Rowwise[Concatenate[_Self, _Q], _R], instance: _Self, owner: Any = None) -> Callable[_Q, _R]: ...
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """A method where the function is one."""
         return self if instance is None else functools.partial(self, instance)
@@ -204,7 +219,7 @@ class Rowwise:
     def _run(self, *args: Any) -> Any:
         """The function, whose parameters by keyword alone are here by place like others."""
         if not self._by_keyword:
-            return self.function(*args)
+            return self.function(*args)  # type: ignore[call-arg]
         first = len(args) - len(self._by_keyword)
         return self.function(*args[:first], **dict(zip(self._by_keyword, args[first:], strict=True)))
 

@@ -41,7 +41,7 @@ class Rowwise(nn.Module):
 
     def __init__(self, function: Callable[..., Any], **parameters: Any) -> None:
         super().__init__()
-        self.function: Function = function if isinstance(function, Function) else rowwise(function)
+        self.function: Function[..., Any] = function if isinstance(function, Function) else rowwise(function)
         names = list(inspect.signature(self.function).parameters)
         self._names = names
         self._constants: dict[str, Any] = {}

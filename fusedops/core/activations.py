@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["ACTIVATIONS", "Activation", "device_functions"]
+__all__ = ["ACTIVATIONS", "Activation", "ActivationName", "device_functions"]
+
+# The names in `ACTIVATIONS`, for type checkers.
+ActivationName = Literal[
+    "gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu_squared", "tanh", "sigmoid", "identity"
+]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..activations.ops import bias_act, gated_act
+from ..core.activations import ActivationName
 from ..core.compat import constant_when_traced
 from ..norms.ops import bias_dropout_add
 from .autocast import low_dtype, narrowed, normed
@@ -318,8 +319,14 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 # Activations that have one kernel in PyTorch already, so that nothing is gained by fusing them alone.
-_NATIVE = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Tanh: "tanh", nn.Sigmoid: "sigmoid", nn.Identity: "identity"}
-_FUNCTIONS = {
+_NATIVE: dict[type, ActivationName] = {
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    nn.Tanh: "tanh",
+    nn.Sigmoid: "sigmoid",
+    nn.Identity: "identity",
+}
+_FUNCTIONS: dict[Any, ActivationName] = {
     F.relu: "relu",
     F.gelu: "gelu",
     gelu_tanh: "gelu_tanh",
@@ -329,7 +336,7 @@ _FUNCTIONS = {
 }
 
 
-def activation_name(activation: Any) -> str | None:
+def activation_name(activation: Any) -> ActivationName | None:
     """The operators' name of an activation, which is a module or a function; None if they have none."""
     if not isinstance(activation, nn.Module):
         return next((name for function, name in _FUNCTIONS.items() if activation is function), None)

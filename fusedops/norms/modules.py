@@ -7,13 +7,14 @@ values and their ``state_dict`` keys are the same, and weights load both ways.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
 from ..core.beside import TensorsBeside
 from ..core.checks import check_p
+from ..core.returned import Returned
 from . import ops
 from .reference import Rounding
 
@@ -66,6 +67,10 @@ class FusedLayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input``; see the class."""
         return ops.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+    if TYPE_CHECKING:  # torch.nn's returns Any
+
+        def __call__(self, input: Tensor) -> Tensor: ...  # noqa: D102
 
 
 class _RoundedRMSNorm(nn.RMSNorm):
@@ -136,6 +141,10 @@ class FusedRMSNorm(_RoundedRMSNorm):
         return ops.rms_norm(x, self.normalized_shape, self.weight, self.eps, weight_offset=self.weight_offset,
                             rounding=self.rounding)  # fmt: skip
 
+    if TYPE_CHECKING:  # torch.nn's returns Any
+
+        def __call__(self, x: Tensor) -> Tensor: ...  # noqa: D102
+
 
 class FusedBiasDropoutAdd(TensorsBeside, nn.Dropout):
     """``dropout(x + bias) + residual`` in one pass.
@@ -165,8 +174,12 @@ class FusedBiasDropoutAdd(TensorsBeside, nn.Dropout):
         bias, residual = self._vector(bias, x), self._rows(residual, x)
         return ops.bias_dropout_add(x, bias, residual, p=self.p, training=self.training)
 
+    if TYPE_CHECKING:  # torch.nn's returns Any
 
-class FusedBiasDropoutAddLayerNorm(TensorsBeside, nn.LayerNorm):
+        def __call__(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor: ...  # noqa: D102
+
+
+class FusedBiasDropoutAddLayerNorm(TensorsBeside, nn.LayerNorm, Generic[Returned]):
     """``layer_norm(dropout(x + bias) + residual)`` in one pass.
 
     ``weight`` and ``bias`` of the module are the norm's, under torch.nn.LayerNorm's ``state_dict`` keys; the bias
@@ -196,6 +209,21 @@ class FusedBiasDropoutAddLayerNorm(TensorsBeside, nn.LayerNorm):
 
     _beside = ("bias", "residual")
 
+    @overload
+    def __init__(self: FusedBiasDropoutAddLayerNorm[Tensor], normalized_shape: int | Sequence[int],
+                 eps: float = ..., elementwise_affine: bool = ..., bias: bool = ..., device: torch.device | str | int | None = ...,
+                 dtype: torch.dtype | None = ..., *, p: float, return_sum: Literal[False] = ...,
+                 save: Save = ...) -> None: ...  # fmt: skip
+    @overload
+    def __init__(self: FusedBiasDropoutAddLayerNorm[tuple[Tensor, Tensor]], normalized_shape: int | Sequence[int],
+                 eps: float = ..., elementwise_affine: bool = ..., bias: bool = ..., device: torch.device | str | int | None = ...,
+                 dtype: torch.dtype | None = ..., *, p: float, return_sum: Literal[True],
+                 save: Save = ...) -> None: ...  # fmt: skip
+    @overload
+    def __init__(self: FusedBiasDropoutAddLayerNorm[Any], normalized_shape: int | Sequence[int],
+                 eps: float = ..., elementwise_affine: bool = ..., bias: bool = ..., device: torch.device | str | int | None = ...,
+                 dtype: torch.dtype | None = ..., *, p: float, return_sum: bool,
+                 save: Save = ...) -> None: ...  # fmt: skip
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -217,24 +245,29 @@ class FusedBiasDropoutAddLayerNorm(TensorsBeside, nn.LayerNorm):
         self.return_sum = return_sum
         self.save = save
 
-    def forward(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Any:
+    def forward(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Returned:  # type: ignore[override]
         """Drop, add ``residual`` and normalise; see the class."""
         bias, residual = self._vector(bias, x), self._rows(residual, x)
         if self.weight is None:
             _check_width(self, x)
         try:
-            return ops.bias_dropout_add_ln(x, bias, residual, self.weight, self.bias, p=self.p, training=self.training,
-                                           eps=self.eps, return_sum=self.return_sum, save=self.save)  # fmt: skip
+            return ops.bias_dropout_add_ln(x, bias, residual, self.weight, self.bias,  # type: ignore[return-value]
+                                           p=self.p, training=self.training, eps=self.eps, return_sum=self.return_sum,
+                                           save=self.save)  # fmt: skip
         except ValueError:
             _check_width(self, x)
             raise
+
+    if TYPE_CHECKING:  # torch.nn's returns Any
+
+        def __call__(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Returned: ...  # noqa: D102
 
     def extra_repr(self) -> str:
         """torch.nn's line, and what differs from it."""
         return f"{super().extra_repr()}, p={self.p}" + _differences(self, return_sum=False, save="sum")
 
 
-class FusedBiasDropoutAddRMSNorm(TensorsBeside, _RoundedRMSNorm):
+class FusedBiasDropoutAddRMSNorm(TensorsBeside, _RoundedRMSNorm, Generic[Returned]):
     """``rms_norm(dropout(x + bias) + residual)`` in one pass.
 
     ``weight`` is the norm's, under torch.nn.RMSNorm's ``state_dict`` key; the bias that is added before dropout
@@ -266,6 +299,21 @@ class FusedBiasDropoutAddRMSNorm(TensorsBeside, _RoundedRMSNorm):
 
     _beside = ("bias", "residual")
 
+    @overload
+    def __init__(self: FusedBiasDropoutAddRMSNorm[Tensor], normalized_shape: int | Sequence[int],
+                 eps: float | None = ..., elementwise_affine: bool = ..., device: torch.device | str | int | None = ...,
+                 dtype: torch.dtype | None = ..., *, p: float, weight_offset: float = ..., rounding: Rounding = ...,
+                 return_sum: Literal[False] = ..., save: Save = ...) -> None: ...  # fmt: skip
+    @overload
+    def __init__(self: FusedBiasDropoutAddRMSNorm[tuple[Tensor, Tensor]], normalized_shape: int | Sequence[int],
+                 eps: float | None = ..., elementwise_affine: bool = ..., device: torch.device | str | int | None = ...,
+                 dtype: torch.dtype | None = ..., *, p: float, weight_offset: float = ..., rounding: Rounding = ...,
+                 return_sum: Literal[True], save: Save = ...) -> None: ...  # fmt: skip
+    @overload
+    def __init__(self: FusedBiasDropoutAddRMSNorm[Any], normalized_shape: int | Sequence[int],
+                 eps: float | None = ..., elementwise_affine: bool = ..., device: torch.device | str | int | None = ...,
+                 dtype: torch.dtype | None = ..., *, p: float, weight_offset: float = ..., rounding: Rounding = ...,
+                 return_sum: bool, save: Save = ...) -> None: ...  # fmt: skip
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -290,18 +338,23 @@ class FusedBiasDropoutAddRMSNorm(TensorsBeside, _RoundedRMSNorm):
         self.return_sum = return_sum
         self.save = save
 
-    def forward(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Any:
+    def forward(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Returned:  # type: ignore[override]
         """Drop, add ``residual`` and normalise; see the class."""
         bias, residual = self._vector(bias, x), self._rows(residual, x)
         if self.weight is None:
             _check_width(self, x)
         try:
-            return ops.bias_dropout_add_rms_norm(x, bias, residual, self.weight, p=self.p, training=self.training,
+            return ops.bias_dropout_add_rms_norm(x, bias, residual, self.weight, p=self.p,  # type: ignore[return-value]
+                                                 training=self.training,
                                                  eps=self.eps, weight_offset=self.weight_offset, rounding=self.rounding,
                                                  return_sum=self.return_sum, save=self.save)  # fmt: skip
         except ValueError:
             _check_width(self, x)
             raise
+
+    if TYPE_CHECKING:  # torch.nn's returns Any
+
+        def __call__(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Returned: ...  # noqa: D102
 
     def extra_repr(self) -> str:
         """torch.nn's line, and what differs from it."""
@@ -354,6 +407,10 @@ class FusedAddLayerNorm(TensorsBeside, nn.LayerNorm):
             _check_width(self, x)
             raise
 
+    if TYPE_CHECKING:  # torch.nn's returns Any
+
+        def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...  # noqa: D102
+
 
 class FusedAddRMSNorm(TensorsBeside, _RoundedRMSNorm):
     """``rms_norm(x + residual)`` and the sum itself, in one pass: a Llama block's step from branch to branch.
@@ -404,6 +461,10 @@ class FusedAddRMSNorm(TensorsBeside, _RoundedRMSNorm):
         except ValueError:
             _check_width(self, x)
             raise
+
+    if TYPE_CHECKING:  # torch.nn's returns Any
+
+        def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...  # noqa: D102
 
 
 def _width(name: str, normalized_shape: int | Sequence[int]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -136,6 +136,31 @@ def bias_dropout_add(
     return run(NORM, arguments, tensors, p if training else check_p_off("bias_dropout_add", p))[0]  # type: ignore[no-any-return]
 
 
+@overload
+def bias_dropout_add_ln(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None,
+                        ln_bias: Tensor | None, *, p: float, training: bool = ..., eps: float = ...,
+                        return_sum: Literal[False] = ..., save: Save = ..., out_dtype: torch.dtype | None = ...,
+                        cast_dtype: None = ...) -> Tensor: ...  # fmt: skip
+@overload
+def bias_dropout_add_ln(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None,
+                        ln_bias: Tensor | None, *, p: float, training: bool = ..., eps: float = ...,
+                        return_sum: Literal[True], save: Save = ..., out_dtype: torch.dtype | None = ...,
+                        cast_dtype: None = ...) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def bias_dropout_add_ln(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None,
+                        ln_bias: Tensor | None, *, p: float, training: bool = ..., eps: float = ...,
+                        return_sum: Literal[False] = ..., save: Save = ..., out_dtype: torch.dtype | None = ...,
+                        cast_dtype: torch.dtype) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def bias_dropout_add_ln(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None,
+                        ln_bias: Tensor | None, *, p: float, training: bool = ..., eps: float = ...,
+                        return_sum: Literal[True], save: Save = ..., out_dtype: torch.dtype | None = ...,
+                        cast_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def bias_dropout_add_ln(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None,
+                        ln_bias: Tensor | None, *, p: float, training: bool = ..., eps: float = ...,
+                        return_sum: bool = ..., save: Save = ..., out_dtype: torch.dtype | None = ...,
+                        cast_dtype: torch.dtype | None = ...) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def bias_dropout_add_ln(
     x: Tensor,
     bias: Tensor | None,
@@ -189,6 +214,36 @@ def bias_dropout_add_ln(
     return outputs[0] if cast_dtype is None and not return_sum else _several(outputs, return_sum, cast_dtype)
 
 
+@overload
+def bias_dropout_add_rms_norm(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, *,
+                              p: float, training: bool = ..., eps: float | None = ..., weight_offset: float = ...,
+                              rounding: Rounding = ..., return_sum: Literal[False] = ...,
+                              save: Save = ..., out_dtype: torch.dtype | None = ...,
+                              cast_dtype: None = ...) -> Tensor: ...  # fmt: skip
+@overload
+def bias_dropout_add_rms_norm(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, *,
+                              p: float, training: bool = ..., eps: float | None = ..., weight_offset: float = ...,
+                              rounding: Rounding = ..., return_sum: Literal[True],
+                              save: Save = ..., out_dtype: torch.dtype | None = ...,
+                              cast_dtype: None = ...) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def bias_dropout_add_rms_norm(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, *,
+                              p: float, training: bool = ..., eps: float | None = ..., weight_offset: float = ...,
+                              rounding: Rounding = ..., return_sum: Literal[False] = ...,
+                              save: Save = ..., out_dtype: torch.dtype | None = ...,
+                              cast_dtype: torch.dtype) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def bias_dropout_add_rms_norm(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, *,
+                              p: float, training: bool = ..., eps: float | None = ..., weight_offset: float = ...,
+                              rounding: Rounding = ..., return_sum: Literal[True],
+                              save: Save = ..., out_dtype: torch.dtype | None = ...,
+                              cast_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def bias_dropout_add_rms_norm(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, *,
+                              p: float, training: bool = ..., eps: float | None = ..., weight_offset: float = ...,
+                              rounding: Rounding = ..., return_sum: bool = ...,
+                              save: Save = ..., out_dtype: torch.dtype | None = ...,
+                              cast_dtype: torch.dtype | None = ...) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def bias_dropout_add_rms_norm(
     x: Tensor,
     bias: Tensor | None,

@@ -54,7 +54,7 @@ def norm_over_columns(
     if weight is None or hat == acc:
         found = _normalized(z, mean, rstd, weight, ln_bias, out, cast)
     else:
-        _, *found = _normalized_rounded(z, rstd, weight, hat, out, cast)
+        found = _normalized_rounded(z, rstd, weight, hat, out, cast)[1:]
     if constants.return_sum and z is x:
         z = z.clone()  # as from the kernels: never the caller's own tensor
     return found[0], z if constants.return_sum else None, found[1] if cast is not None else None

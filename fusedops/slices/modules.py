@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
 from ..core.checks import check_choice, check_eps
 from ..core.deprecation import warn_old
+from ..core.returned import Sliced
 from . import ops
 
 __all__ = ["FusedBatchedLayerNormAct", "FusedBatchedLayerNormTanh"]
 
 
-class FusedBatchedLayerNormAct(nn.Module):
+class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
     """``activation(layer_norm(slice))`` on many slices of features at once, each with its own norm.
 
     Stands in for a list of `torch.nn.LayerNorm`, one a slice, each followed by an activation; `from_layers` takes over such a
@@ -43,6 +44,21 @@ class FusedBatchedLayerNormAct(nn.Module):
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
 
+    @overload
+    def __init__(self: FusedBatchedLayerNormAct[tuple[Tensor, ...]], sizes: Sequence[int], eps: float = ...,
+                 elementwise_affine: bool = ..., bias: bool = ..., device: torch.device | str | int | None = ...,
+                 dtype: torch.dtype | None = ..., *, activation: ops.SliceActivation = ...,
+                 concat: Literal[False] = ...) -> None: ...  # fmt: skip
+    @overload
+    def __init__(self: FusedBatchedLayerNormAct[Tensor], sizes: Sequence[int], eps: float = ...,
+                 elementwise_affine: bool = ..., bias: bool = ..., device: torch.device | str | int | None = ...,
+                 dtype: torch.dtype | None = ..., *, activation: ops.SliceActivation = ...,
+                 concat: Literal[True]) -> None: ...  # fmt: skip
+    @overload
+    def __init__(self: FusedBatchedLayerNormAct[Any], sizes: Sequence[int], eps: float = ...,
+                 elementwise_affine: bool = ..., bias: bool = ..., device: torch.device | str | int | None = ...,
+                 dtype: torch.dtype | None = ..., *, activation: ops.SliceActivation = ...,
+                 concat: bool) -> None: ...  # fmt: skip
     def __init__(
         self,
         sizes: Sequence[int],
@@ -52,7 +68,7 @@ class FusedBatchedLayerNormAct(nn.Module):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         *,
-        activation: str = "tanh",
+        activation: ops.SliceActivation = "tanh",
         concat: bool = False,
     ) -> None:
         super().__init__()
@@ -63,7 +79,7 @@ class FusedBatchedLayerNormAct(nn.Module):
         check_choice(name, "activation", activation, ops.ACTIVATION_NAMES)
         self.eps = eps
         self.elementwise_affine = elementwise_affine
-        self.activation = activation
+        self.activation: ops.SliceActivation = activation
         self.concat = concat
         total = sum(self.sizes)
         for parameter, wanted in (("weight", elementwise_affine), ("bias", elementwise_affine and bias)):
@@ -81,6 +97,10 @@ class FusedBatchedLayerNormAct(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    @overload
+    def forward(self, slices: Tensor) -> Tensor: ...
+    @overload
+    def forward(self, slices: Sequence[Tensor]) -> Sliced: ...
     def forward(self, slices: Tensor | Sequence[Tensor]) -> Any:
         """Normalise and activate; see the class."""
         sizes: tuple[int, ...] | None = self.sizes
@@ -95,6 +115,14 @@ class FusedBatchedLayerNormAct(nn.Module):
         return ops.batched_layer_norm_act(slices, self.weight, self.bias, self.eps, sizes=sizes,
                                           activation=self.activation, concat=self.concat)  # fmt: skip
 
+    if TYPE_CHECKING:  # torch.nn's returns Any
+
+        @overload
+        def __call__(self, slices: Tensor) -> Tensor: ...
+        @overload
+        def __call__(self, slices: Sequence[Tensor]) -> Sliced: ...
+        def __call__(self, slices: Tensor | Sequence[Tensor]) -> Any: ...  # noqa: D102
+
     def extra_repr(self) -> str:
         """The constructor's arguments, in the style of `torch.nn.LayerNorm`."""
         sizes = str(self.sizes)
@@ -105,9 +133,21 @@ class FusedBatchedLayerNormAct(nn.Module):
             f"activation={self.activation!r}, concat={self.concat}"
         )
 
+    @overload
     @classmethod
-    def from_layers(cls, layers: Iterable[nn.LayerNorm], *, activation: str = "tanh",
-                    concat: bool = False) -> FusedBatchedLayerNormAct:  # fmt: skip
+    def from_layers(cls, layers: Iterable[nn.LayerNorm], *, activation: ops.SliceActivation = ...,
+                    concat: Literal[False] = ...) -> FusedBatchedLayerNormAct[tuple[Tensor, ...]]: ...  # fmt: skip
+    @overload
+    @classmethod
+    def from_layers(cls, layers: Iterable[nn.LayerNorm], *, activation: ops.SliceActivation = ...,
+                    concat: Literal[True]) -> FusedBatchedLayerNormAct[Tensor]: ...  # fmt: skip
+    @overload
+    @classmethod
+    def from_layers(cls, layers: Iterable[nn.LayerNorm], *, activation: ops.SliceActivation = ...,
+                    concat: bool) -> FusedBatchedLayerNormAct[Any]: ...  # fmt: skip
+    @classmethod
+    def from_layers(cls, layers: Iterable[nn.LayerNorm], *, activation: ops.SliceActivation = "tanh",
+                    concat: bool = False) -> FusedBatchedLayerNormAct[Any]:  # fmt: skip
         """The module with the parameters of these layers, one a slice, in copies.
 
         Args:
@@ -165,7 +205,7 @@ class FusedBatchedLayerNormAct(nn.Module):
         return layers
 
 
-class FusedBatchedLayerNormTanh(FusedBatchedLayerNormAct):
+class FusedBatchedLayerNormTanh(FusedBatchedLayerNormAct[Sliced]):
     """``tanh(layer_norm(slice))`` on many slices of features at once: `FusedBatchedLayerNormAct` with its tanh.
 
     Args:
@@ -183,6 +223,21 @@ class FusedBatchedLayerNormTanh(FusedBatchedLayerNormAct):
         As `FusedBatchedLayerNormAct`.
     """
 
+    @overload
+    def __init__(self: FusedBatchedLayerNormTanh[tuple[Tensor, ...]], sizes: Sequence[int], eps: float = ...,
+                 elementwise_affine: bool = ..., bias: bool = ..., device: torch.device | str | int | None = ...,
+                 dtype: torch.dtype | None = ..., *, activation: ops.SliceActivation | None = ...,
+                 concat: Literal[False] = ...) -> None: ...  # fmt: skip
+    @overload
+    def __init__(self: FusedBatchedLayerNormTanh[Tensor], sizes: Sequence[int], eps: float = ...,
+                 elementwise_affine: bool = ..., bias: bool = ..., device: torch.device | str | int | None = ...,
+                 dtype: torch.dtype | None = ..., *, activation: ops.SliceActivation | None = ...,
+                 concat: Literal[True]) -> None: ...  # fmt: skip
+    @overload
+    def __init__(self: FusedBatchedLayerNormTanh[Any], sizes: Sequence[int], eps: float = ...,
+                 elementwise_affine: bool = ..., bias: bool = ..., device: torch.device | str | int | None = ...,
+                 dtype: torch.dtype | None = ..., *, activation: ops.SliceActivation | None = ...,
+                 concat: bool) -> None: ...  # fmt: skip
     def __init__(
         self,
         sizes: Sequence[int],
@@ -192,7 +247,7 @@ class FusedBatchedLayerNormTanh(FusedBatchedLayerNormAct):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         *,
-        activation: str | None = None,
+        activation: ops.SliceActivation | None = None,
         concat: bool = False,
     ) -> None:
         if activation is None:
@@ -201,9 +256,21 @@ class FusedBatchedLayerNormTanh(FusedBatchedLayerNormAct):
             warn_old("FusedBatchedLayerNormTanh(activation=…)", "FusedBatchedLayerNormAct")
         super().__init__(sizes, eps, elementwise_affine, bias, device, dtype, activation=activation, concat=concat)
 
+    @overload
     @classmethod
-    def from_layers(cls, layers: Iterable[nn.LayerNorm], *, activation: str | None = None,
-                    concat: bool = False) -> FusedBatchedLayerNormTanh:  # fmt: skip
+    def from_layers(cls, layers: Iterable[nn.LayerNorm], *, activation: ops.SliceActivation | None = ...,
+                    concat: Literal[False] = ...) -> FusedBatchedLayerNormTanh[tuple[Tensor, ...]]: ...  # fmt: skip
+    @overload
+    @classmethod
+    def from_layers(cls, layers: Iterable[nn.LayerNorm], *, activation: ops.SliceActivation | None = ...,
+                    concat: Literal[True]) -> FusedBatchedLayerNormTanh[Tensor]: ...  # fmt: skip
+    @overload
+    @classmethod
+    def from_layers(cls, layers: Iterable[nn.LayerNorm], *, activation: ops.SliceActivation | None = ...,
+                    concat: bool) -> FusedBatchedLayerNormTanh[Any]: ...  # fmt: skip
+    @classmethod
+    def from_layers(cls, layers: Iterable[nn.LayerNorm], *, activation: ops.SliceActivation | None = None,
+                    concat: bool = False) -> FusedBatchedLayerNormTanh[Any]:  # fmt: skip
         """As `FusedBatchedLayerNormAct.from_layers`, with tanh; ``activation`` is deprecated."""
         if activation is None:
             activation = "tanh"

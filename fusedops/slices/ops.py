@@ -4,19 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter, index, itemgetter
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
+from ..core.activations import ActivationName
 from ..core.call import run
 from ..core.checks import check_tensor
 from ..core.deprecation import warn_old
 from .operator import ACTIVATION_NAMES, SLICES
 
-__all__ = ["ACTIVATION_NAMES", "batched_layer_norm_act", "batched_layer_norm_tanh", "check_sizes"]
+__all__ = ["ACTIVATION_NAMES", "SliceActivation", "batched_layer_norm_act", "batched_layer_norm_tanh", "check_sizes"]
+
+# "none" is another name of "identity".
+SliceActivation = ActivationName | Literal["none"]
 
 
+@overload
+def batched_layer_norm_act(slices: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ...,
+                           eps: float = ..., *, sizes: Sequence[int] | None = ..., activation: SliceActivation = ...,
+                           concat: bool = ...) -> Tensor: ...  # fmt: skip
+@overload
+def batched_layer_norm_act(slices: Sequence[Tensor], weight: Tensor | None = ..., bias: Tensor | None = ...,
+                           eps: float = ..., *, sizes: Sequence[int] | None = ..., activation: SliceActivation = ...,
+                           concat: Literal[False] = ...) -> tuple[Tensor, ...]: ...  # fmt: skip
+@overload
+def batched_layer_norm_act(slices: Sequence[Tensor], weight: Tensor | None = ..., bias: Tensor | None = ...,
+                           eps: float = ..., *, sizes: Sequence[int] | None = ..., activation: SliceActivation = ...,
+                           concat: Literal[True]) -> Tensor: ...  # fmt: skip
+@overload
+def batched_layer_norm_act(slices: Tensor | Sequence[Tensor], weight: Tensor | None = ..., bias: Tensor | None = ...,
+                           eps: float = ..., *, sizes: Sequence[int] | None = ..., activation: SliceActivation = ...,
+                           concat: bool = ...) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def batched_layer_norm_act(
     slices: Tensor | Sequence[Tensor],
     weight: Tensor | None = None,
@@ -24,7 +44,7 @@ def batched_layer_norm_act(
     eps: float = 1e-5,
     *,
     sizes: Sequence[int] | None = None,
-    activation: str = "tanh",
+    activation: SliceActivation = "tanh",
     concat: bool = False,
 ) -> Any:
     """``activation(layer_norm(slice))`` for many slices of features at once: one launch, and at most two for the backward.
@@ -57,6 +77,22 @@ def batched_layer_norm_act(
     return _batched("batched_layer_norm_act", slices, weight, bias, (eps, activation, concat), sizes)
 
 
+@overload
+def batched_layer_norm_tanh(slices: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ...,
+                            eps: float = ..., *, sizes: Sequence[int] | None = ..., activation: SliceActivation | None = ...,
+                            concat: bool = ...) -> Tensor: ...  # fmt: skip
+@overload
+def batched_layer_norm_tanh(slices: Sequence[Tensor], weight: Tensor | None = ..., bias: Tensor | None = ...,
+                            eps: float = ..., *, sizes: Sequence[int] | None = ..., activation: SliceActivation | None = ...,
+                            concat: Literal[False] = ...) -> tuple[Tensor, ...]: ...  # fmt: skip
+@overload
+def batched_layer_norm_tanh(slices: Sequence[Tensor], weight: Tensor | None = ..., bias: Tensor | None = ...,
+                            eps: float = ..., *, sizes: Sequence[int] | None = ..., activation: SliceActivation | None = ...,
+                            concat: Literal[True]) -> Tensor: ...  # fmt: skip
+@overload
+def batched_layer_norm_tanh(slices: Tensor | Sequence[Tensor], weight: Tensor | None = ..., bias: Tensor | None = ...,
+                            eps: float = ..., *, sizes: Sequence[int] | None = ..., activation: SliceActivation | None = ...,
+                            concat: bool = ...) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def batched_layer_norm_tanh(
     slices: Tensor | Sequence[Tensor],
     weight: Tensor | None = None,
@@ -64,7 +100,7 @@ def batched_layer_norm_tanh(
     eps: float = 1e-5,
     *,
     sizes: Sequence[int] | None = None,
-    activation: str | None = None,
+    activation: SliceActivation | None = None,
     concat: bool = False,
 ) -> Any:
     """``tanh(layer_norm(slice))`` for many slices of features at once: `batched_layer_norm_act` with its tanh.

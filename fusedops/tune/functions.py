@@ -45,7 +45,7 @@ class FunctionWorkload:
     """
 
     name: str
-    function: Rowwise
+    function: Rowwise[..., Any]
     arguments: tuple[tuple[str, Argument], ...]
     rows: int = 1
     columns: int = 1
@@ -136,7 +136,7 @@ def planned(workload: FunctionWorkload, device: torch.device) -> FunctionWorkloa
     return replace(workload, rows=explanation.rows, columns=columns, moved=moved)
 
 
-def _loaded(name: str) -> Rowwise:
+def _loaded(name: str) -> Rowwise[..., Any]:
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise FunctionError(f"--function must be FILE:NAME, such as blocks.py:gated_norm, got {name!r}")

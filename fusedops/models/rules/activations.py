@@ -12,12 +12,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...activations.ops import bias_act, gelu
+from ...activations.ops import Approximate, bias_act, gelu
+from ...core.activations import ActivationName
 from ..rule import Rule
 
 __all__ = ["RULES"]
 
-_APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
+_APPROXIMATE: dict[str, Approximate] = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 def _gelu(self: Any, input: Tensor) -> Tensor:
@@ -28,7 +29,7 @@ def _gelu_name(self: Any) -> str | None:
     return {"none": "gelu", "tanh": "gelu_tanh"}.get(self.approximate)
 
 
-def _named(activation: str) -> dict[str, Callable[..., Any]]:
+def _named(activation: ActivationName) -> dict[str, Callable[..., Any]]:
     """The methods of a module that is one activation and nothing else."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
@@ -61,7 +62,7 @@ def _calls_gelu(approximate: str, own: str) -> Callable[[nn.Module], str]:
 _CALLS = {"gelu": "gelu", "gelu_tanh": "gelu, tanh"}
 
 
-def _rule(name: str, activation: str, *fingerprints: str, **options: Any) -> Rule:
+def _rule(name: str, activation: ActivationName, *fingerprints: str, **options: Any) -> Rule:
     """The rule for classes of Transformers that are this activation."""
     calls = _CALLS.get(activation, f"bias_act, {activation}")
     return Rule(name=name, calls=calls, methods=_named(activation), fingerprints=fingerprints, **options)

@@ -1,0 +1,55 @@
+"""What type checkers infer for a user's file is what its calls return; `make lint` runs mypy on that file."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import pytest
+from torch import Tensor
+
+import typed_client
+from fusedops.activations.ops import APPROXIMATIONS, Approximate
+from fusedops.core.activations import ACTIVATIONS, ActivationName
+from fusedops.norms import operator
+from fusedops.norms.ops import Save
+from fusedops.norms.reference import Rounding
+
+pytestmark = pytest.mark.once
+
+CLIENT = Path(typed_client.__file__)
+
+
+def _has_type(value: Any, expected: Any) -> bool:
+    if get_origin(expected) is not tuple:
+        return isinstance(value, expected)
+    items = get_args(expected)
+    length = len(value) if items[-1] is Ellipsis else len(items)
+    return type(value) is tuple and len(value) == length and all(isinstance(item, Tensor) for item in value)
+
+
+@pytest.mark.parametrize("check", typed_client.CHECKS, ids=lambda check: check.__name__)
+def test_values_have_the_inferred_types(check: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[bool] = []
+    monkeypatch.setattr(typed_client, "assert_type", lambda value, expected: found.append(_has_type(value, expected)))
+    check()
+    assert found and all(found)
+
+
+@pytest.mark.parametrize("literal, names", [
+    (ActivationName, ACTIVATIONS), (Approximate, APPROXIMATIONS), (Rounding, operator._ROUNDINGS), (Save, operator._SAVES),
+])  # fmt: skip
+def test_literals_are_the_names(literal: Any, names: Any) -> None:
+    assert get_args(literal) == tuple(names)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
+def test_mypy_on_the_client() -> None:
+    done = subprocess.run([sys.executable, "-m", "mypy", "--strict", str(CLIENT)], cwd=CLIENT.parent.parent,
+                          capture_output=True, text=True, timeout=600)  # fmt: skip
+    assert done.returncode == 0, done.stdout
