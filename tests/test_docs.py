@@ -127,8 +127,9 @@ def _help(how: str, *words: str) -> str | None:
     module = how.removeprefix("-m ")
     try:
         sys.argv = [how, *words, "--help"]
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        with (contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), mock.patch.dict(sys.modules)):
             if module != how:
+                sys.modules.pop(f"{module}.__main__", None)  # of which another test may have imported functions
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(str(ROOT / how), run_name="__main__")
