@@ -127,7 +127,7 @@ def _help(how: str, *words: str) -> str | None:
     module = how.removeprefix("-m ")
     try:
         sys.argv = [how, *words, "--help"]
-        with (contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), mock.patch.dict(sys.modules)):
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), mock.patch.dict(sys.modules):
             if module != how:
                 sys.modules.pop(f"{module}.__main__", None)  # of which another test may have imported functions
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
