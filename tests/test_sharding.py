@@ -72,7 +72,7 @@ CALLS = (
     Call("layer_norm", lambda x, w, b: fusedops.layer_norm(x, x.shape[-1], w, b), (FULL, VECTOR, VECTOR), "reduced", (2, 2)),
     Call("layer_norm, two dimensions", lambda x, w: fusedops.layer_norm(x, (3, 8), w), ((ROWS, 3, 8), (3, 8)), "gathered"),
     Call("rms_norm", lambda x, w: fusedops.rms_norm(x, x.shape[-1], w), (FULL, VECTOR), "reduced", (1, 1)),
-    Call("rms_norm, offset", lambda x, w: fusedops.rms_norm(x, x.shape[-1], w, weight_offset=1.0, rounding="gemma"),
+    Call("rms_norm, offset", lambda x, w: fusedops.rms_norm(x, x.shape[-1], w, weight_offset=1.0),
          (FULL, VECTOR), "reduced", (1, 1)),
     Call("bias_dropout_add_ln", lambda *t: fusedops.bias_dropout_add_ln(*t, p=0.0, return_sum=True),
          (FULL, VECTOR, FULL, VECTOR, VECTOR), "reduced", (2, 2)),
@@ -532,8 +532,10 @@ def _bad_input(mesh: Any, other: Any) -> None:
     with pytest.raises(ValueError, match=r"bias_gelu: bias is on DeviceMesh\(\(2, 2\).* as x$"):
         fusedops.bias_gelu(x, distribute_tensor(vector, other, [Replicate()] * 2))
     unknown = DTensor.from_local(plain, mesh, [Partial("nonsense")])
-    with pytest.raises(ValueError, match=r"glu: up is placed \(Partial\(nonsense\),\), which PyTorch cannot make"):
-        fusedops.glu(x, unknown)
+    with pytest.raises(
+        ValueError, match=r"gated_act: up is placed \(Partial\(nonsense\),\), which PyTorch cannot make"
+    ):
+        fusedops.gated_act(x, unknown)
 
 
 def _seeds(mesh: Any) -> None:
