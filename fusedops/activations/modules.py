@@ -155,7 +155,7 @@ class FusedGLU(FusedGatedAct):
     Shape:
         As `FusedGatedAct`.
     Raises:
-        As `FusedGatedAct`.
+        ValueError: where `FusedGatedAct` raises one; so it is with TypeError and RuntimeError.
     """
 
     def __init__(self, activation: ActivationName = "silu") -> None:

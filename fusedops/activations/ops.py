@@ -163,7 +163,7 @@ def glu(gate: Tensor, up: Tensor | None = None, activation: ActivationName = "si
     Returns:
         As `gated_act`.
     Raises:
-        As `gated_act`.
+        ValueError: where `gated_act` raises one; so it is with TypeError and RuntimeError.
     """
     warn_old("fusedops.glu", "fusedops.gated_act")
     return gated_act(gate, up, activation)

@@ -220,7 +220,7 @@ class FusedBatchedLayerNormTanh(FusedBatchedLayerNormAct[Sliced]):
     Shape:
         As `FusedBatchedLayerNormAct`.
     Raises:
-        As `FusedBatchedLayerNormAct`.
+        ValueError: where `FusedBatchedLayerNormAct` raises one; so it is with TypeError and RuntimeError.
     """
 
     @overload

@@ -116,7 +116,7 @@ def batched_layer_norm_tanh(
     Returns:
         As `batched_layer_norm_act`.
     Raises:
-        As `batched_layer_norm_act`.
+        ValueError: where `batched_layer_norm_act` raises one; so it is with TypeError and RuntimeError.
     """
     if activation is None:
         activation = "tanh"
