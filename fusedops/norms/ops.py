@@ -175,7 +175,7 @@ def bias_dropout_add_ln(
     save: Save = "sum",
     out_dtype: torch.dtype | None = None,
     cast_dtype: torch.dtype | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, ...]:
     """``layer_norm(dropout(x + bias) + residual)`` in one pass.
 
     Args:
@@ -259,7 +259,7 @@ def bias_dropout_add_rms_norm(
     save: Save = "sum",
     out_dtype: torch.dtype | None = None,
     cast_dtype: torch.dtype | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, ...]:
     """``rms_norm(dropout(x + bias) + residual)`` in one pass.
 
     Args:

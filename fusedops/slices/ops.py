@@ -46,7 +46,7 @@ def batched_layer_norm_act(
     sizes: Sequence[int] | None = None,
     activation: SliceActivation = "tanh",
     concat: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, ...]:
     """``activation(layer_norm(slice))`` for many slices of features at once: one launch, and at most two for the backward.
 
     Args:
@@ -102,7 +102,7 @@ def batched_layer_norm_tanh(
     sizes: Sequence[int] | None = None,
     activation: SliceActivation | None = None,
     concat: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, ...]:
     """``tanh(layer_norm(slice))`` for many slices of features at once: `batched_layer_norm_act` with its tanh.
 
     Args:
@@ -125,7 +125,8 @@ def batched_layer_norm_tanh(
     return _batched("batched_layer_norm_tanh", slices, weight, bias, (eps, activation, concat), sizes)
 
 
-def _batched(op: str, slices: Any, weight: Any, bias: Any, options: tuple[Any, Any, Any], sizes: Any) -> Any:
+def _batched(op: str, slices: Any, weight: Any, bias: Any, options: tuple[Any, Any, Any],
+             sizes: Any) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """One call of either; ``options`` are eps, activation and concat."""
     eps, activation, concat = options
     tensors: Sequence[Tensor]
@@ -157,7 +158,7 @@ def _batched(op: str, slices: Any, weight: Any, bias: Any, options: tuple[Any, A
         weight, bias, shared = _sharing(weight, bias, count, size)
     arguments = (op, sizes_of, dims, bool(concat), eps, "identity" if activation == "none" else activation, shared)
     outputs = run(SLICES, arguments, (weight, bias, *tensors))
-    return outputs if dims == 0 and not concat else outputs[0]
+    return outputs if dims == 0 and not concat else outputs[0]  # type: ignore[no-any-return]
 
 
 # --- widths -----------------------------------------------------------------------------------------------------------
