@@ -1,8 +1,8 @@
 """What the library costs and saves: measured, tabulated, drawn, and compared.
 
 ``run`` measures the shapes that have goals and ``check`` compares with those; ``sweep`` measures along lines of hidden
-sizes and of rows; ``models`` measures whole models, ``rowwise`` users' functions; ``table`` and ``report`` show
-what was measured; ``compare`` names regressions.
+sizes and of rows; ``models`` measures whole models, ``distributed`` models on several GPUs, ``rowwise`` users' functions;
+``table`` and ``report`` show what was measured; ``compare`` names regressions.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from fusedops.core.spec import Spec
 from . import comparing, limits, results, rowwise, sweep, targets, timing
 from .cases import DTYPES, MODES, Case, cases, discover
 from .models import command as whole_models
+from .models import distributed
 from .models import page as model_pages
 from .providers import PROVIDERS, build, worthwhile
 
@@ -235,6 +236,7 @@ def _parser() -> argparse.ArgumentParser:
                         "<!-- figures: ... --> and <!-- /figures --> instead (default: all that have them)")  # fmt: skip
     _add_sweep(commands.add_parser("sweep", help=sweep_all.__doc__))
     whole_models.add_options(commands.add_parser("models", help=whole_models.run.__doc__))
+    distributed.add_options(commands.add_parser("distributed", help=distributed.run.__doc__))
     rowwise.add_options(commands.add_parser("rowwise", help=rowwise.run.__doc__))
     compares = commands.add_parser("compare", help=compare.__doc__)
     compares.set_defaults(command=compare)

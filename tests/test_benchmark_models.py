@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import os
+import subprocess
 import sys
 import types
 from dataclasses import replace
@@ -14,11 +16,11 @@ import torch
 
 from benchmarks import __main__ as command
 from benchmarks.models import command as models_command
-from benchmarks.models import measuring, page, results, runner, text, training, workloads
+from benchmarks.models import distributed, measuring, page, results, runner, text, training, workloads
 from benchmarks.models import providers as contenders
 from benchmarks.models.providers import COMPILING, PROVIDERS, Contender, contender, offered
 from benchmarks.models.results import Row
-from benchmarks.results import UnreadableError
+from benchmarks.results import UnreadableError, read_records
 from zoo import counted, transformers_only
 
 ROOT = Path(__file__).parent.parent
@@ -509,3 +511,27 @@ def test_what_is_not_there(arguments, match, monkeypatch, capsys):
     monkeypatch.setattr(models_command, "_measure", None)
     assert command.main(["models", *arguments]) == 2
     assert match in capsys.readouterr().err
+
+
+# --- several GPUs -----------------------------------------------------------------------------------------------------
+
+
+def test_two_processes_are_measured_alike(tmp_path):
+    """Fused and as it is, a spread model has one loss and the same collectives; masks are checked first."""
+    path = tmp_path / "distributed.csv"
+    words = ["distributed", "--tiny", "--model", "llama", "--layout", "tp", "--steps", "1", "--blocks", "1"]
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"} | {"CUDA_VISIBLE_DEVICES": ""}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*torchrun, "-m", "benchmarks", *words, "--output", str(path)], cwd=ROOT, text=True,
+                          env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, timeout=240, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = {record["provider"]: record for record in read_records(path, distributed.COLUMNS)}
+    eager, fused = rows["eager"], rows["fused"]
+    assert eager["collectives"] == fused["collectives"] != ""
+    assert float(eager["loss"]) == pytest.approx(float(fused["loss"]), abs=1e-3)
+
+
+def test_one_process_is_told_to_use_torchrun(monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    assert command.main(["distributed"]) == 2
+    assert "torchrun" in capsys.readouterr().err

@@ -150,7 +150,7 @@ MODELS = {
         _SPECIAL | {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
                     "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
                     "max_position_embeddings": 4096, "tie_word_embeddings": True},
-        {"vocab_size": TOKENS, **_TINY_BERT, "num_key_value_heads": 1}, _next_token,
+        {"vocab_size": TOKENS, **_TINY_BERT, "num_attention_heads": 4, "num_key_value_heads": 2}, _next_token,
         sizes=((4, 2048),), tiny_sizes=(2, 16), loss_sizes=(8, 128),
     ),
     # Its config's default is no dropout; it was trained with 0.1.
