@@ -447,6 +447,20 @@ def _without_kernels(meshes: dict[tuple[int, ...], Any]) -> None:
         for call, case in itertools.product(names, CASES[::2]):
             if call.columns != "gathered" or COLS not in case.along:
                 _check(call, case, meshes, kernels=False)
+        _on_one_rank_alone(dist.get_rank())
+        _scalars(meshes[(RANKS,)])
+
+
+def _scalars(mesh: Any) -> None:
+    """A tensor without dimensions has the mask of one process."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    for seed in range(4):
+        torch.manual_seed(seed)
+        expected = fusedops.bias_act(torch.tensor(2.0), None, "silu", p=0.5)
+        torch.manual_seed(seed)
+        found = fusedops.bias_act(distribute_tensor(torch.tensor(2.0), mesh, [Replicate()]), None, "silu", p=0.5)
+        assert torch.equal(found.full_tensor(), expected)
 
 
 def _second_derivatives(mesh: Any) -> None:

@@ -59,6 +59,8 @@ class Layout(NamedTuple):
 
     def part(self, axis: int, size: int) -> tuple[int, int]:
         """The first index, and the number, of those that this rank has of an axis of ``size``."""
+        if not self.member and axis < len(self.axes.rows):
+            return 0, 0
         start = 0
         for at, dim in enumerate(self.dims):
             if dim == axis:
@@ -131,7 +133,7 @@ class Layout(NamedTuple):
             scale = dropout.dropout_of(p, NO_DROPOUT, self.axes.columns)(whole, dtype)
             for axis, size in enumerate(shape):
                 scale = scale.narrow(axis, *self.part(axis, size))
-            return h * scale
+            return h * scale.reshape(h.shape)  # of a scalar too
 
         return masked if p > 0.0 else dropout.none
 
