@@ -424,6 +424,18 @@ def _a_parameter_learns_later(mesh: Any) -> None:
     torch.testing.assert_close(vector.grad.full_tensor(), weight.grad, rtol=1e-5, atol=1e-5)
 
 
+def _gradients_that_are_absent(mesh: Any) -> None:
+    """A parameter that was moved, and that the loss does not depend on."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    x, residual, weight = [distribute_tensor(torch.ones(shape), mesh, [Shard(0)]).requires_grad_()
+                           for shape in ((4, 24), (4, 24), (24,))]  # fmt: skip
+    _, z = fusedops.bias_dropout_add_ln(x, None, residual, weight, None, p=0.0, return_sum=True)
+    z.sum().backward()
+    assert x.grad.full_tensor().eq(1).all()
+    assert weight.grad.full_tensor().eq(0).all()
+
+
 def _on_one_rank_alone(rank: int) -> None:
     """The others take part in no mesh, and have nothing."""
     from torch.distributed.device_mesh import DeviceMesh
@@ -574,7 +586,8 @@ def _work(rank: int, store: str) -> None:
         if call.columns != "gathered" or COLS not in case.along or case is CASES[4]:
             _check(call, case, meshes)
     for check in (_other_placements, _partial_sums_meet_a_sharded_residual, _masks_stay_with_their_rows, _roundings,
-                  _a_parameter_learns_later, _second_derivatives, _sequence_parallel, _captured_parameters):  # fmt: skip
+                  _a_parameter_learns_later, _gradients_that_are_absent, _second_derivatives, _sequence_parallel,
+                  _captured_parameters):  # fmt: skip
         torch.manual_seed(3)  # all ranks draw the same tensors
         check(mesh)
     _on_one_rank_alone(rank)

@@ -89,7 +89,8 @@ class Layout(NamedTuple):
                 sliced = ()
         for at in sliced:
             placements[at], gradients[at] = Replicate(), Partial()
-        if tuple(t.placements) != tuple(placements):
+        moves = tuple(t.placements) != tuple(placements)
+        if moves:
             try:
                 t = t.redistribute(self.mesh, placements)
             except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
@@ -97,6 +98,8 @@ class Layout(NamedTuple):
                     f"{name} is placed {tuple(t.placements)}, which PyTorch cannot make {placements}"
                 ) from error
         found: Tensor = t.to_local(grad_placements=gradients)
+        if moves and found.requires_grad and not torch.compiler.is_dynamo_compiling():
+            found = _Present.apply(found)  # type: ignore[no-untyped-call]
         if not self.member:
             rows = range(len(self.axes.rows))
             return found.new_empty([0 if axis in rows else size for axis, size in zip(its, t.shape, strict=True)])
@@ -142,6 +145,20 @@ class Layout(NamedTuple):
         ranks = tuple([self.mesh.size(at) for at in range(self.mesh.ndim)])
         make = _numbers_on if torch.compiler.is_compiling() or compat.is_intercepted() else _kept_numbers_on
         return torch.cat([seed.to(device), make(self.axes.mask, ranks, self.place, self.dims, device)])
+
+
+class _Present(torch.autograd.Function):
+    """The tensor itself. Its gradient is zero where there is none, which `redistribute` cannot move (PyTorch 2.13)."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor) -> Tensor:
+        """A view."""
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """The gradient, which autograd made zeros of if it was absent."""
+        return gradient
 
 
 class _Total(torch.autograd.Function):
