@@ -436,6 +436,20 @@ def _gradients_that_are_absent(mesh: Any) -> None:
     assert weight.grad.full_tensor().eq(0).all()
 
 
+def _implicit_replication(mesh: Any) -> None:
+    """PyTorch's context manager makes replicated DTensors of other tensors, whose gradients are those of one process."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    x, weight = torch.randn(4, 24), torch.ones(24, requires_grad=True)
+    with implicit_replication():
+        found = fusedops.layer_norm(distribute_tensor(x, mesh, [Shard(0)]), 24, weight)
+    found.square().sum().backward()
+    expected = weight.detach().clone().requires_grad_()
+    F.layer_norm(x, (24,), expected).square().sum().backward()
+    torch.testing.assert_close(weight.grad, expected.grad, rtol=1e-5, atol=1e-5)
+
+
 def _on_one_rank_alone(rank: int) -> None:
     """The others take part in no mesh, and have nothing."""
     from torch.distributed.device_mesh import DeviceMesh
@@ -587,7 +601,7 @@ def _work(rank: int, store: str) -> None:
             _check(call, case, meshes)
     for check in (_other_placements, _partial_sums_meet_a_sharded_residual, _masks_stay_with_their_rows, _roundings,
                   _a_parameter_learns_later, _gradients_that_are_absent, _second_derivatives, _sequence_parallel,
-                  _captured_parameters):  # fmt: skip
+                  _captured_parameters, _implicit_replication):  # fmt: skip
         torch.manual_seed(3)  # all ranks draw the same tensors
         check(mesh)
     _on_one_rank_alone(rank)

@@ -217,6 +217,7 @@ def _is_on_shards(op: Operator, constants: Any, tensors: Tensors) -> bool:
 
 def _on_shards(op: Operator, constants: Any, tensors: Tensors, p: float) -> Any:
     """A call on DTensors: on each rank a call on its own tensors."""
+    tensors = sharding.replicated(tensors)
     layout = sharding.layout(op, constants, tensors, dropout=p > 0.0)
     local = layout.local(op, constants, tensors)
     first = local[op.first]

@@ -10,6 +10,7 @@ import copy
 import functools
 import inspect
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -69,6 +70,7 @@ __all__ = [
     "profiling",
     "quiet",
     "replace_call",
+    "replicates_implicitly",
     "sharded_class",
     "share_memory",
     "transforms",
@@ -351,6 +353,12 @@ def sharded_class(sharded: Any, cls: Any) -> Any:
 def is_distributed(module: torch.nn.Module) -> bool:
     """Whether `distribute_module` gave a module its hooks. Without the private mark a plain tensor is refused by DTensor."""
     return "_distribute_module_applied" in module.__dict__
+
+
+def replicates_implicitly() -> bool:
+    """Whether ``torch.distributed.tensor.experimental.implicit_replication`` is on; False without the private name."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return bool(getattr(getattr(kind, "_op_dispatcher", None), "_allow_implicit_replication", False))
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

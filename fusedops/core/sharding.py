@@ -23,7 +23,7 @@ from .dropout import Dropout
 from .operator import Axes, Operator, Tensors
 from .rng import NO_DROPOUT
 
-__all__ = ["Layout", "distributes", "layout", "numbers"]
+__all__ = ["Layout", "distributes", "layout", "numbers", "replicated"]
 
 # Columns whose keep decisions are drawn at once.
 _LANES = 8
@@ -33,6 +33,17 @@ def distributes(tensors: Tensors) -> bool:
     """Whether one of them is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(t, module.DTensor) for t in tensors)
+
+
+def replicated(tensors: Tensors) -> Tensors:
+    """The tensors, with replicated DTensors of those that are none, where PyTorch's ``implicit_replication`` is on."""
+    if torch.compiler.is_dynamo_compiling() or not compat.replicates_implicitly():
+        return tensors
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = next(t.device_mesh for t in tensors if isinstance(t, DTensor))
+    return [t if t is None or isinstance(t, DTensor)
+            else DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False) for t in tensors]  # fmt: skip
 
 
 class Layout(NamedTuple):
