@@ -1,4 +1,4 @@
-"""Several GPUs: a check of what dropout on DTensors relies on."""
+"""Several GPUs: a check that all ranks have the same random state."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["check_seeds"]
 
 
 def check_seeds(mesh: DeviceMesh) -> None:
-    """Checks that all ranks of a mesh have the same random state, as the dropout masks of DTensors need.
+    """Checks that all ranks of a mesh have the same random state, which dropout on DTensors requires.
 
-    All ranks of the mesh call it; it gathers eight bytes of each. A step calls the same operators on all ranks, so that
-    a check after seeding is enough.
+    All ranks of the mesh must call this function. It gathers eight bytes from each rank. One check after seeding is enough
+    if all ranks call the same operators.
 
     Args:
         mesh: the mesh of the DTensors.
     Raises:
-        RuntimeError: a rank has another state than the first one; the message names such ranks.
+        RuntimeError: a rank's state differs from that of the first rank; the message names these ranks.
     """
     if mesh.get_coordinate() is None:
         return  # of the ranks that the mesh is not for

@@ -24,8 +24,8 @@ class FusedGELU(nn.GELU):
         input and output: ``(*, N)``, in the input's dtype (fp16, bf16, fp32 or fp64).
     Raises:
         ValueError: ``approximate`` is unknown.
-        TypeError: the input is no floating-point tensor.
-    Numerics: computed in fp32, in fp64 for fp64 inputs.
+        TypeError: the input is not a floating-point tensor.
+    Numerics: computed in fp32 (fp64 for fp64 inputs).
     Source: Hendrycks and Gimpel 2016, arXiv:1606.08415.
     """
 
@@ -45,17 +45,17 @@ class FusedGELU(nn.GELU):
 
 
 class FusedBiasGELU(TensorsBeside, nn.GELU):
-    """``gelu(x + bias)`` in one pass, for the bias of the linear layer before.
+    """``gelu(x + bias)`` in one pass; usually with the bias of the linear layer before.
 
     Args:
         approximate: "none" or "tanh".
     Shape:
-        x: ``(*, N)``; bias: ``(N,)`` or None. Returns ``(*, N)`` in the promotion of the inputs' dtypes.
+        x: ``(*, N)``; bias: ``(N,)`` or None. Returns ``(*, N)`` in the promoted dtype of the inputs.
     Raises:
         ValueError: ``approximate`` is unknown; the bias does not fit.
-        TypeError: an input is no floating-point tensor.
+        TypeError: an input is not a floating-point tensor.
         RuntimeError: the inputs are on different devices.
-    Numerics: computed in fp32, in fp64 for fp64 inputs.
+    Numerics: computed in fp32 (fp64 for fp64 inputs).
     Source: Hendrycks and Gimpel 2016, arXiv:1606.08415.
     """
 
@@ -76,18 +76,18 @@ class FusedBiasGELU(TensorsBeside, nn.GELU):
 
 
 class FusedBiasAct(TensorsBeside, nn.Dropout):
-    """``dropout(activation(x + bias))`` in one pass: what stands between the two linear layers of an MLP.
+    """``dropout(activation(x + bias))`` in one pass: the operations between the two linear layers of an MLP.
 
     Args:
         activation: a name as in `fusedops.bias_act`.
         p: drop probability in [0, 1]; nothing is dropped in evaluation mode.
     Shape:
-        x: ``(*, N)``; bias: ``(N,)`` or None. Returns ``(*, N)`` in the promotion of the inputs' dtypes.
+        x: ``(*, N)``; bias: ``(N,)`` or None. Returns ``(*, N)`` in the promoted dtype of the inputs.
     Raises:
         ValueError: ``activation`` is unknown, ``p`` out of range, or the bias does not fit.
-        TypeError: an input is no floating-point tensor.
+        TypeError: an input is not a floating-point tensor.
         RuntimeError: the inputs are on different devices.
-    Numerics: computed in fp32, in fp64 for fp64 inputs; the backward regenerates the mask from the seed.
+    Numerics: computed in fp32 (fp64 for fp64 inputs); the backward regenerates the mask from the seed.
     """
 
     _beside = ("bias",)
@@ -112,18 +112,20 @@ class FusedBiasAct(TensorsBeside, nn.Dropout):
 
 
 class FusedGatedAct(TensorsBeside):
-    """``activation(gate) * up`` in one pass; not `torch.nn.GLU`, as `fusedops.gated_act` is not its function.
+    """``activation(gate) * up`` in one pass.
+
+    It differs from `torch.nn.GLU` as `fusedops.gated_act` differs from `torch.nn.functional.glu`.
 
     Args:
         activation: a name as in `fusedops.bias_act`.
     Shape:
-        gate and up: ``(*, N)``; or gate ``(*, 2 N)`` alone, with the gate first and up second. Returns ``(*, N)`` in
-        the promotion of the inputs' dtypes.
+        gate and up: ``(*, N)``; or only gate, packed: ``(*, 2 N)``, the gate first and up second. Returns ``(*, N)`` in
+        the promoted dtype of the inputs.
     Raises:
         ValueError: ``activation`` is unknown; the shapes differ.
-        TypeError: an input is no floating-point tensor.
+        TypeError: an input is not a floating-point tensor.
         RuntimeError: the inputs are on different devices.
-    Numerics: computed in fp32, in fp64 for fp64 inputs.
+    Numerics: computed in fp32 (fp64 for fp64 inputs).
     Source: Shazeer 2020, arXiv:2002.05202.
     """
 
@@ -167,13 +169,13 @@ class FusedSwiGLU(TensorsBeside):
     """``silu(gate) * up`` in one pass.
 
     Shape:
-        gate and up: ``(*, N)``; or gate ``(*, 2 N)`` alone, with the gate first and up second. Returns ``(*, N)`` in
-        the promotion of the inputs' dtypes.
+        gate and up: ``(*, N)``; or only gate, packed: ``(*, 2 N)``, the gate first and up second. Returns ``(*, N)`` in
+        the promoted dtype of the inputs.
     Raises:
         ValueError: the shapes differ.
-        TypeError: an input is no floating-point tensor.
+        TypeError: an input is not a floating-point tensor.
         RuntimeError: the inputs are on different devices.
-    Numerics: computed in fp32, in fp64 for fp64 inputs.
+    Numerics: computed in fp32 (fp64 for fp64 inputs).
     Source: Shazeer 2020, arXiv:2002.05202.
     """
 
@@ -194,13 +196,13 @@ class FusedGEGLU(TensorsBeside):
     Args:
         approximate: "none" or "tanh".
     Shape:
-        gate and up: ``(*, N)``; or gate ``(*, 2 N)`` alone, with the gate first and up second. Returns ``(*, N)`` in
-        the promotion of the inputs' dtypes.
+        gate and up: ``(*, N)``; or only gate, packed: ``(*, 2 N)``, the gate first and up second. Returns ``(*, N)`` in
+        the promoted dtype of the inputs.
     Raises:
         ValueError: ``approximate`` is unknown; the shapes differ.
-        TypeError: an input is no floating-point tensor.
+        TypeError: an input is not a floating-point tensor.
         RuntimeError: the inputs are on different devices.
-    Numerics: computed in fp32, in fp64 for fp64 inputs.
+    Numerics: computed in fp32 (fp64 for fp64 inputs).
     Source: Shazeer 2020, arXiv:2002.05202.
     """
 

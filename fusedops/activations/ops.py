@@ -24,13 +24,13 @@ def gelu(input: Tensor, approximate: Approximate = "none") -> Tensor:
 
     Args:
         input: ``(*, N)``, fp16, bf16, fp32 or fp64; any strides.
-        approximate: "none" for ``x Φ(x)``, "tanh" for the approximation by a hyperbolic tangent.
+        approximate: "none" for ``x Φ(x)``, "tanh" for the approximation with tanh.
     Returns:
         The input's shape and dtype.
     Raises:
         ValueError: approximate is unknown.
-        TypeError: the input is no floating-point tensor.
-    Numerics: computed in fp32 (fp64 for fp64), rounded once.
+        TypeError: the input is not a floating-point tensor.
+    Numerics: computed in fp32 (fp64 for fp64 inputs), rounded once.
     Saved for backward: the input.
     Source: Hendrycks and Gimpel 2016, arXiv:1606.08415.
     """
@@ -43,16 +43,16 @@ def bias_gelu(x: Tensor, bias: Tensor | None, approximate: Approximate = "none")
 
     Args:
         x: ``(*, N)``, fp16, bf16, fp32 or fp64; any strides.
-        bias: ``(N,)``, or None; as a rule the bias of the linear layer that made x.
+        bias: ``(N,)``, or None; usually the bias of the linear layer before.
         approximate: as in `gelu`.
     Returns:
-        x's shape, in PyTorch's promotion of the arguments.
+        x's shape, in the dtype to which PyTorch promotes the arguments.
     Raises:
         ValueError: the bias does not fit or approximate is unknown; the message names it.
-        TypeError: an argument is no floating-point tensor.
+        TypeError: an argument is not a floating-point tensor.
         RuntimeError: an argument is on another device.
-    Numerics: computed in fp32 (fp64 for fp64), rounded once. The bias gradient is summed in that dtype, always in the
-        same order.
+    Numerics: computed in fp32 (fp64 for fp64 inputs), rounded once. The bias gradient is summed in
+        that dtype, always in the same order.
     Saved for backward: x and bias.
     Source: Hendrycks and Gimpel 2016, arXiv:1606.08415.
     """
@@ -62,20 +62,20 @@ def bias_gelu(x: Tensor, bias: Tensor | None, approximate: Approximate = "none")
 
 def bias_act(x: Tensor, bias: Tensor | None, activation: ActivationName = "gelu", *, p: float = 0.0,
              training: bool = True) -> Tensor:  # fmt: skip
-    """``dropout(activation(x + bias))`` in one pass: what stands between the two linear layers of an MLP.
+    """``dropout(activation(x + bias))`` in one pass: the operations between the two linear layers of an MLP.
 
     Args:
         x: ``(*, N)``, fp16, bf16, fp32 or fp64; any strides.
-        bias: ``(N,)``, or None; as a rule the bias of the linear layer that made x.
+        bias: ``(N,)``, or None; usually the bias of the linear layer before.
         activation: a name in `fusedops.core.activations.ACTIVATIONS`: "gelu", "gelu_tanh", "quick_gelu", "silu",
             "relu", "relu_squared", "tanh", "sigmoid", "identity".
-        p: drop probability in [0, 1]; on GPUs to the nearest 2⁻¹⁶, and the scale is one over what is really kept.
+        p: drop probability in [0, 1]; GPUs round it to a multiple of 2⁻¹⁶ and scale by the rounded keep probability.
         training: False turns dropout off.
     Returns:
-        x's shape, in PyTorch's promotion of the arguments.
+        x's shape, in the dtype to which PyTorch promotes the arguments.
     Raises:
         ValueError: the bias does not fit, p is out of range or activation unknown; the message names it.
-        TypeError: an argument is no floating-point tensor.
+        TypeError: an argument is not a floating-point tensor.
         RuntimeError: an argument is on another device.
     Numerics: as `bias_gelu`. The backward draws the same mask again from the seed.
     Saved for backward: x and bias.
@@ -90,16 +90,16 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: Approximate = "no
 
     Args:
         gate: ``(*, N)``, fp16, bf16, fp32 or fp64; any strides.
-        up: gate's shape; or None, and ``gate`` is ``(*, 2 N)`` with the gate first and up second.
+        up: gate's shape; or None if ``gate`` is packed: ``(*, 2 N)``, the gate first and up second.
         approximate: as in `gelu`.
     Returns:
-        ``(*, N)``, in PyTorch's promotion of the arguments.
+        ``(*, N)``, in the dtype to which PyTorch promotes the arguments.
     Raises:
         ValueError: the shapes differ, a packed tensor's last dimension is odd, or approximate is unknown.
-        TypeError: an argument is no floating-point tensor.
+        TypeError: an argument is not a floating-point tensor.
         RuntimeError: an argument is on another device.
-    Numerics: computed in fp32 (fp64 for fp64), rounded once.
-    Saved for backward: gate and up. Packed, their gradients are one tensor.
+    Numerics: computed in fp32 (fp64 for fp64 inputs), rounded once.
+    Saved for backward: gate and up. If they are packed, so is their gradient.
     Source: Shazeer 2020, arXiv:2002.05202.
     """
     arguments = ("geglu", "packed" if up is None else "glu", _approximation("geglu", approximate))
@@ -111,15 +111,15 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
     Args:
         gate: ``(*, N)``, fp16, bf16, fp32 or fp64; any strides.
-        up: gate's shape; or None, and ``gate`` is ``(*, 2 N)`` with the gate first and up second.
+        up: gate's shape; or None if ``gate`` is packed: ``(*, 2 N)``, the gate first and up second.
     Returns:
-        ``(*, N)``, in PyTorch's promotion of the arguments.
+        ``(*, N)``, in the dtype to which PyTorch promotes the arguments.
     Raises:
         ValueError: the shapes differ, or a packed tensor's last dimension is odd.
-        TypeError: an argument is no floating-point tensor.
+        TypeError: an argument is not a floating-point tensor.
         RuntimeError: an argument is on another device.
-    Numerics: computed in fp32 (fp64 for fp64), rounded once.
-    Saved for backward: gate and up. Packed, their gradients are one tensor.
+    Numerics: computed in fp32 (fp64 for fp64 inputs), rounded once.
+    Saved for backward: gate and up. If they are packed, so is their gradient.
     Source: Shazeer 2020, arXiv:2002.05202.
     """
     arguments = ("swiglu", "packed" if up is None else "glu", "silu")
@@ -129,23 +129,23 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 def gated_act(gate: Tensor, up: Tensor | None = None, activation: ActivationName = "silu") -> Tensor:
     """``activation(gate) * up`` in one pass.
 
-    It differs from `torch.nn.functional.glu`: the activation is an argument, and of a packed tensor the first half is the
-    gate. ``F.glu(x)`` of the halves a and b is ``gated_act(b, a, "sigmoid")``.
+    It differs from `torch.nn.functional.glu`: the activation is an argument, and the first half of a packed tensor is the
+    gate. If x has the halves a and b, ``F.glu(x)`` is ``gated_act(b, a, "sigmoid")``.
 
-    ``gate`` and ``up`` may be views of one projection's output, in either order: they are read in place. With the
-    projection itself as ``gate`` and up None the backward writes one gradient for it, with no copy.
+    ``gate`` and ``up`` may be views of one projection's output, in either order: they are read in place. If ``gate`` is
+    the whole projection and ``up`` is None, the backward writes one gradient for it, without a copy.
 
     Args:
         gate: ``(*, N)``, fp16, bf16, fp32 or fp64; any strides.
-        up: gate's shape; or None, and ``gate`` is ``(*, 2 N)`` with the gate first and up second.
+        up: gate's shape; or None if ``gate`` is packed: ``(*, 2 N)``, the gate first and up second.
         activation: a name as in `bias_act`.
     Returns:
-        ``(*, N)``, in PyTorch's promotion of the arguments.
+        ``(*, N)``, in the dtype to which PyTorch promotes the arguments.
     Raises:
         ValueError: the shapes differ, a packed tensor's last dimension is odd, or activation is unknown.
-        TypeError: an argument is no floating-point tensor.
+        TypeError: an argument is not a floating-point tensor.
         RuntimeError: an argument is on another device.
-    Numerics: computed in fp32 (fp64 for fp64), rounded once.
+    Numerics: computed in fp32 (fp64 for fp64 inputs), rounded once.
     Saved for backward: gate and up.
     Source: Dauphin et al. 2017, arXiv:1612.08083; Shazeer 2020, arXiv:2002.05202.
     """

@@ -40,20 +40,21 @@ def rowwise(function: Callable[_P, _R], *, strict: bool = ...) -> Rowwise[_P, _R
 @overload
 def rowwise(function: None = ..., *, strict: bool = ...) -> Callable[[Callable[_P, _R]], Rowwise[_P, _R]]: ...
 def rowwise(function: Callable[..., Any] | None = None, *, strict: bool = False) -> Any:
-    """A function whose rows depend on their own row and on shared vectors, as one kernel forward and one backward.
+    """A function that runs as one kernel forward and one backward.
 
-    The function takes tensors and numbers and is made of PyTorch's operators: arithmetic, comparisons, `torch.where`,
+    Each output row may depend on the same row of the inputs and on vectors that all rows share. The function takes tensors
+    and numbers, and consists of PyTorch's operators: arithmetic, comparisons, `torch.where`,
     activations, casts, sums, means, norms and softmax over the last dimensions, `chunk`, `cat` and equal slices of a row, and
-    `F.dropout`, whose mask is drawn again in the backward and never stored. It is traced at its first call; calls with
-    another number of rows use the same kernels, other dtypes, row lengths or numbers are traced anew. On devices without the
-    kernels the function itself runs.
+    `F.dropout`, whose mask is drawn again in the backward and never stored. It is traced at its first call. Calls with
+    another number of rows use the same kernels; other dtypes, row lengths or numbers are traced again. On a device without
+    kernels, such as a CPU, the function itself runs.
 
     Args:
         function: the function.
-        strict: raise `NotRowwiseError` where it cannot be one kernel; otherwise a warning says why, once, and the function
-            runs as it is.
+        strict: raise `NotRowwiseError` if the function cannot be one kernel. If False, the function runs as it is then, and one
+            warning gives the reason.
     Returns:
-        a `Rowwise`, called like the function.
+        A `Rowwise`, called like the function.
 
     Example::
 
@@ -89,11 +90,11 @@ class _Call:
 
 
 class Rowwise(Generic[_P, _R]):
-    """A function that runs as kernels: what `rowwise` returns.
+    """A function that runs as fused kernels; `rowwise` returns it.
 
     Attributes:
-        function: the user's.
-        strict: whether a function that cannot be one kernel is an error.
+        function: the original function.
+        strict: whether it is an error if the function cannot be one kernel.
     """
 
     def __init__(self, function: Callable[_P, _R], *, strict: bool = False) -> None:
@@ -173,7 +174,7 @@ class Rowwise(Generic[_P, _R]):
     # --- to look inside -----------------------------------------------------------------------------------------------
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """What runs for these arguments: print it.
+        """A description of what runs for these arguments, for `print`.
 
         Args:
             args: as in a call.

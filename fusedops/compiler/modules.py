@@ -1,4 +1,4 @@
-"""The module form of `rowwise`: a function with parameters of its own."""
+"""The module form of `rowwise`: a function with its own parameters."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["Rowwise"]
 class Rowwise(nn.Module):
     """A row-wise function with some of its arguments as parameters.
 
-    Keyword arguments of the constructor are arguments of the function, by name: a tensor becomes a parameter, a number is a
-    constant. The others are the arguments of `forward`, in the function's order. An argument of the name ``training`` that
-    is not given is whether the module is in training mode.
+    Keyword arguments of the constructor are arguments of the function, by name: a tensor becomes a parameter, a number a
+    constant. `forward` takes the other arguments, in the function's order. An argument named ``training`` is set to the
+    module's training mode if it is not given.
 
     Args:
         function: a function, or what `fusedops.rowwise` returns.
     Shape:
-        as the function's.
+        As the function's.
     Raises:
         TypeError: the function has no argument of that name; a value is neither a tensor nor a number.
         NotRowwiseError: the function is ``strict`` and cannot be one kernel.

@@ -34,26 +34,26 @@ def fuse_model(
 ) -> FusionReport:
     """Make the modules of a model call the fused operators, in place; return a report.
 
-    Each module for which there is a rule gets a subclass of its own class as its class. Nothing else changes: parameters
-    stay the same objects, and ``state_dict`` keys, hooks, dtype, device, training mode, tied weights and optimizers
-    are as before. `unfuse_model` undoes it. A module that is fused already is left.
+    If a rule matches a module, its class becomes a subclass of its own class. Nothing else changes: parameters stay the same
+    objects, and ``state_dict`` keys, hooks, dtype, device, training mode, tied weights and optimizers are as before. A
+    module that is already fused stays as it is. `unfuse_model` undoes the call.
 
     Args:
         model: a model of PyTorch or Transformers, or your own. Modules without a rule are left as they are.
-        exclude: what is left: names of modules, patterns of names with ``*``, names of classes, or classes, each with
-            all modules inside. A name that is none of these may be the name of a rule. That rule is then not applied;
-            modules inside of those that it matches may still be fused.
-        rules: further rules, tried before those of the library.
+        exclude: modules to leave as they are: names of modules, patterns of names with ``*``, names of classes, or classes.
+            The modules inside are left too. An entry may also be the name of a rule, which is then not applied; modules
+            inside those that it matches may still be fused.
+        rules: your own rules, tried before those of the library.
         dry_run: return the report without changing the model; with ``check``, the report has the differences too.
         check: example inputs (a tensor, a tuple of arguments or a dict of keyword arguments), or True for the model's
             own ``dummy_inputs``. The model and each fused module run on them in evaluation mode before and after,
             forward and backward. A module that differs by more than rounding is restored, and reported as left.
         compile_rest: afterwards compile the model with torch.compile, in place; fused operators stay whole in the graph.
     Returns:
-        A report of what each module calls now, or why it was left. Printed, it is a summary; ``table()`` has a line for
-        each module.
+        A report: which operators each module calls now, or why it was left. ``print`` shows a summary; ``table()`` has a
+        line for each module.
     Raises:
-        TypeError: the model is not a torch.nn.Module; a class refuses to have a subclass; an entry of exclude is neither a
+        TypeError: the model is not a torch.nn.Module; a class cannot be subclassed; an entry of exclude is neither a
             name nor a class; check is True and the model has no ``dummy_inputs``; rules is not a sequence of `Rule`;
             dry_run or compile_rest is not a bool.
         ValueError: the model is compiled, scripted, quantised or wrapped in `FullyShardedDataParallel`; check is given for
@@ -108,7 +108,7 @@ def unfuse_model(model: nn.Module) -> None:
 
     Raises:
         TypeError: the model is not a torch.nn.Module.
-        ValueError: a fused module's class was changed since (by a parametrization), or its forward was replaced (by
+        ValueError: after fusing, a module's class was changed (as by a parametrization), or its forward was replaced (as by
             Accelerate). Undo that first. The model is unchanged.
     """
     if not isinstance(model, nn.Module):
@@ -134,16 +134,16 @@ def _unfuse(model: nn.Module) -> None:
 
 
 def fusion_status(model: nn.Module) -> FusionReport:
-    """Report which modules of a model call fused operators now, after whatever else was done to the model.
+    """Report which modules of a model call fused operators now, also after other changes to the model.
 
-    A module that got hooks since (from ZeRO, PEFT or Accelerate, say) is called by its block as PyTorch would call it, and
-    calls its own operator. A module whose forward or class was replaced since calls none.
+    If a module got hooks after it was fused (for example from ZeRO, PEFT or Accelerate), its block calls it as PyTorch would,
+    and the module calls its own operator. If a module's forward or class was replaced, it calls no fused operator.
 
     Args:
         model: the model, or a part of it; it is not changed.
     Returns:
-        A report as `fuse_model` returns: what each module calls now, what its block computes for it, and why other modules
-        call no fused operator. True if anything is fused.
+        A report as of `fuse_model`: which operators each module calls, which modules its block computes, and why other
+        modules call no fused operator. The report is true if any module is fused.
     Raises:
         TypeError: the model is not a torch.nn.Module.
     """

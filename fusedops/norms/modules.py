@@ -1,7 +1,7 @@
 """The norm family's modules: parameters and one functional call.
 
-Each is a subclass of the torch.nn module it stands in for: ``isinstance`` stays true, the parameters, their initial
-values and their ``state_dict`` keys are the same, and weights load both ways.
+Each is a subclass of the torch.nn module that it replaces. So ``isinstance`` is true, the parameters, their initial values
+and their ``state_dict`` keys are the same, and weights load in both directions.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class FusedLayerNorm(nn.LayerNorm):
     Args:
         normalized_shape: the trailing dimensions to normalise, an int or a sequence of ints.
         eps: added to the variance.
-        elementwise_affine: whether ``weight`` and ``bias`` are learnt; they start at ones and zeros.
-        bias: whether there is a ``bias``; counts only with ``elementwise_affine``.
-        device: where the parameters live.
+        elementwise_affine: whether the module has learnable ``weight`` and ``bias``; they start at ones and zeros.
+        bias: whether the module has a ``bias``; used only with ``elementwise_affine``.
+        device: the parameters' device.
         dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the input's.
     Shape:
         input and output: ``(*, *normalized_shape)``, in the input's dtype (fp32 under CUDA autocast).
     Raises:
         ValueError: ``eps`` or a size is negative; the input's trailing dimensions are not ``normalized_shape``.
-        TypeError: the input is no floating-point tensor.
+        TypeError: the input is not a floating-point tensor.
         RuntimeError: input and parameters are on different devices.
-    Numerics: statistics in fp32, in fp64 for fp64 inputs; two-pass variance.
+    Numerics: statistics in fp32 (fp64 for fp64 inputs); two-pass variance.
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
 
@@ -74,7 +74,7 @@ class FusedLayerNorm(nn.LayerNorm):
 
 
 class _RoundedRMSNorm(nn.RMSNorm):
-    """What the RMSNorm modules add to `torch.nn.RMSNorm`: a weight that is stored less an offset, and where to round.
+    """`torch.nn.RMSNorm` with an offset that is added to the weight, and a rounding mode.
 
     The weight starts at ``1 - weight_offset``, so that the scale itself starts at one as torch.nn's does.
     """
@@ -117,22 +117,22 @@ class FusedRMSNorm(_RoundedRMSNorm):
 
     Args:
         normalized_shape: the trailing dimensions to normalise, an int or a sequence of ints.
-        eps: added to the mean square; None means the epsilon of fp32 (of fp64 for fp64 inputs).
-        elementwise_affine: whether ``weight`` is learnt; it starts at ``1 - weight_offset``.
-        device: where the parameters live.
+        eps: added to the mean square; None for the machine epsilon of fp32 (fp64 for fp64 inputs).
+        elementwise_affine: whether the module has a learnable ``weight``; it starts at ``1 - weight_offset``.
+        device: the parameters' device.
         dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the input's.
         weight_offset: added to ``weight`` before it scales; 1.0 for Gemma.
         rounding: "once" rounds at the end only, as Gemma's module does; "llama" and "t5" round where those Hugging Face
             modules do.
     Shape:
-        input and output: ``(*, *normalized_shape)``, in the input's dtype ("llama" and
-        "t5" widen it to a wider weight's dtype).
+        input and output: ``(*, *normalized_shape)``, in the input's dtype; with "llama" and "t5" in the weight's dtype
+        if that is wider.
     Raises:
         ValueError: ``eps`` or a size is negative, ``rounding`` is unknown; the input's trailing dimensions are not
             ``normalized_shape``.
-        TypeError: the input is no floating-point tensor.
+        TypeError: the input is not a floating-point tensor.
         RuntimeError: input and parameters are on different devices.
-    Numerics: statistics in fp32, in fp64 for fp64 inputs.
+    Numerics: statistics in fp32 (fp64 for fp64 inputs).
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
 
@@ -153,13 +153,13 @@ class FusedBiasDropoutAdd(TensorsBeside, nn.Dropout):
         p: drop probability in [0, 1]; nothing is dropped in evaluation mode.
     Shape:
         x and residual: ``(..., N)``; bias: ``(N,)``. bias and residual may each be None.
-        Returns ``(..., N)`` in the promotion of the inputs' dtypes (fp16, bf16, fp32 or fp64).
+        Returns ``(..., N)`` in the promoted dtype of the inputs (fp16, bf16, fp32 or fp64).
     Raises:
-        ValueError: ``p`` lies outside [0, 1]; a shape does not fit.
-        TypeError: an input is no floating-point tensor.
+        ValueError: ``p`` is outside [0, 1]; a shape does not fit.
+        TypeError: an input is not a floating-point tensor.
         RuntimeError: the inputs are on different devices.
-    Numerics: the kept values are scaled by one over the quantised keep probability, so the expectation is exact;
-        the backward regenerates the mask from the seed.
+    Numerics: GPUs round p to a multiple of 2⁻¹⁶ and divide the kept values by the rounded keep probability, so the
+        expectation is exact; the backward regenerates the mask from the seed.
     Source: Srivastava et al. 2014, JMLR 15(56).
     """
 
@@ -182,28 +182,28 @@ class FusedBiasDropoutAdd(TensorsBeside, nn.Dropout):
 class FusedBiasDropoutAddLayerNorm(TensorsBeside, nn.LayerNorm, Generic[Returned]):
     """``layer_norm(dropout(x + bias) + residual)`` in one pass.
 
-    ``weight`` and ``bias`` of the module are the norm's, under torch.nn.LayerNorm's ``state_dict`` keys; the bias
-    that is added before dropout (usually the preceding linear's) is an argument of the call.
+    The module's ``weight`` and ``bias`` are the norm's, with the ``state_dict`` keys of `torch.nn.LayerNorm`. The bias before
+    dropout, usually that of the linear layer before, is an argument of the call.
 
     Args:
         normalized_shape: the hidden size N, an int or a sequence of one int.
         eps: added to the variance.
-        elementwise_affine: whether ``weight`` and ``bias`` are learnt; they start at ones and zeros.
-        bias: whether the norm has a ``bias``; counts only with ``elementwise_affine``.
-        device: where the parameters live.
+        elementwise_affine: whether the module has learnable ``weight`` and ``bias``; they start at ones and zeros.
+        bias: whether the norm has a ``bias``; used only with ``elementwise_affine``.
+        device: the parameters' device.
         dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the inputs'.
         p: drop probability in [0, 1]; nothing is dropped in evaluation mode.
         return_sum: return ``(y, z)`` with the sum ``z = dropout(x + bias) + residual``, for pre-norm blocks.
-        save: what is kept for the backward: the "sum", the "output", or the "inputs".
+        save: what is saved for the backward: the "sum", the "output", or the "inputs"; see `bias_dropout_add_ln`.
     Shape:
         x and residual: ``(..., N)``; bias: ``(N,)``. bias and residual may each be None.
-        Returns ``(..., N)`` in the promotion of the dtypes of x, bias and residual (fp32 under CUDA autocast).
+        Returns ``(..., N)`` in the promoted dtype of x, bias and residual (fp32 under CUDA autocast).
     Raises:
-        ValueError: a shape does not fit; ``p`` lies outside [0, 1]; ``normalized_shape`` has several dimensions;
+        ValueError: a shape does not fit; ``p`` is outside [0, 1]; ``normalized_shape`` has several dimensions;
             another constant is out of range.
-        TypeError: an input is no floating-point tensor.
+        TypeError: an input is not a floating-point tensor.
         RuntimeError: inputs and parameters are on different devices.
-    Numerics: statistics in fp32, in fp64 for fp64 inputs; the backward regenerates the mask from the seed.
+    Numerics: statistics in fp32 (fp64 for fp64 inputs); the backward regenerates the mask from the seed.
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
 
@@ -270,30 +270,30 @@ class FusedBiasDropoutAddLayerNorm(TensorsBeside, nn.LayerNorm, Generic[Returned
 class FusedBiasDropoutAddRMSNorm(TensorsBeside, _RoundedRMSNorm, Generic[Returned]):
     """``rms_norm(dropout(x + bias) + residual)`` in one pass.
 
-    ``weight`` is the norm's, under torch.nn.RMSNorm's ``state_dict`` key; the bias that is added before dropout
-    (usually the preceding linear's) is an argument of the call.
+    The module's ``weight`` is the norm's, with the ``state_dict`` key of `torch.nn.RMSNorm`. The bias before dropout, usually
+    that of the linear layer before, is an argument of the call.
 
     Args:
         normalized_shape: the hidden size N, an int or a sequence of one int.
-        eps: added to the mean square; None means the epsilon of fp32 (of fp64 for fp64 inputs).
-        elementwise_affine: whether ``weight`` is learnt; it starts at ``1 - weight_offset``.
-        device: where the parameters live.
+        eps: added to the mean square; None for the machine epsilon of fp32 (fp64 for fp64 inputs).
+        elementwise_affine: whether the module has a learnable ``weight``; it starts at ``1 - weight_offset``.
+        device: the parameters' device.
         dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the inputs'.
         p: drop probability in [0, 1]; nothing is dropped in evaluation mode.
         weight_offset: added to ``weight`` before it scales; 1.0 for Gemma.
         rounding: "once" rounds at the end only, as Gemma's module does; "llama" and "t5" round where those Hugging Face
             modules do.
         return_sum: return ``(y, z)`` with the sum ``z = dropout(x + bias) + residual``, for pre-norm blocks.
-        save: what is kept for the backward: the "sum", the "output", or the "inputs".
+        save: what is saved for the backward: the "sum", the "output", or the "inputs"; see `bias_dropout_add_ln`.
     Shape:
         x and residual: ``(..., N)``; bias: ``(N,)``. bias and residual may each be None.
-        Returns ``(..., N)`` in the promotion of the dtypes of x, bias and residual.
+        Returns ``(..., N)`` in the promoted dtype of x, bias and residual.
     Raises:
-        ValueError: a shape does not fit; ``p`` lies outside [0, 1]; ``normalized_shape`` has several dimensions;
+        ValueError: a shape does not fit; ``p`` is outside [0, 1]; ``normalized_shape`` has several dimensions;
             another constant is out of range.
-        TypeError: an input is no floating-point tensor.
+        TypeError: an input is not a floating-point tensor.
         RuntimeError: inputs and parameters are on different devices.
-    Numerics: statistics in fp32, in fp64 for fp64 inputs; the backward regenerates the mask from the seed.
+    Numerics: statistics in fp32 (fp64 for fp64 inputs); the backward regenerates the mask from the seed.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
 
@@ -362,23 +362,23 @@ class FusedBiasDropoutAddRMSNorm(TensorsBeside, _RoundedRMSNorm, Generic[Returne
 
 
 class FusedAddLayerNorm(TensorsBeside, nn.LayerNorm):
-    """``layer_norm(x + residual)`` and the sum itself, in one pass: a pre-norm block's step from branch to branch.
+    """``layer_norm(x + residual)`` and the sum, in one pass, for the residual additions of a pre-norm block.
 
     Args:
         normalized_shape: the hidden size N, an int or a sequence of one int.
         eps: added to the variance.
-        elementwise_affine: whether ``weight`` and ``bias`` are learnt; they start at ones and zeros.
-        bias: whether the norm has a ``bias``; counts only with ``elementwise_affine``.
-        device: where the parameters live.
+        elementwise_affine: whether the module has learnable ``weight`` and ``bias``; they start at ones and zeros.
+        bias: whether the norm has a ``bias``; used only with ``elementwise_affine``.
+        device: the parameters' device.
         dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the inputs'.
     Shape:
         x and residual: ``(..., N)``.
-        Returns ``(y, z)``, each ``(..., N)``: the normalised sum, and the sum in the promotion of the inputs' dtypes.
+        Returns ``(y, z)``, each ``(..., N)``: the normalised sum, and the sum in the promoted dtype of the inputs.
     Raises:
         ValueError: a shape does not fit; ``eps`` is negative; ``normalized_shape`` has several dimensions.
-        TypeError: an input is no floating-point tensor.
+        TypeError: an input is not a floating-point tensor.
         RuntimeError: inputs and parameters are on different devices.
-    Numerics: statistics in fp32, in fp64 for fp64 inputs.
+    Numerics: statistics in fp32 (fp64 for fp64 inputs).
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
 
@@ -413,25 +413,25 @@ class FusedAddLayerNorm(TensorsBeside, nn.LayerNorm):
 
 
 class FusedAddRMSNorm(TensorsBeside, _RoundedRMSNorm):
-    """``rms_norm(x + residual)`` and the sum itself, in one pass: a Llama block's step from branch to branch.
+    """``rms_norm(x + residual)`` and the sum, in one pass, for the residual additions of a Llama block.
 
     Args:
         normalized_shape: the hidden size N, an int or a sequence of one int.
-        eps: added to the mean square; None means the epsilon of fp32 (of fp64 for fp64 inputs).
-        elementwise_affine: whether ``weight`` is learnt; it starts at ``1 - weight_offset``.
-        device: where the parameters live.
+        eps: added to the mean square; None for the machine epsilon of fp32 (fp64 for fp64 inputs).
+        elementwise_affine: whether the module has a learnable ``weight``; it starts at ``1 - weight_offset``.
+        device: the parameters' device.
         dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the inputs'.
         weight_offset: added to ``weight`` before it scales; 1.0 for Gemma.
         rounding: as in `FusedRMSNorm`.
     Shape:
         x and residual: ``(..., N)``.
-        Returns ``(y, z)``, each ``(..., N)``: the normalised sum, and the sum in the promotion of the inputs' dtypes.
+        Returns ``(y, z)``, each ``(..., N)``: the normalised sum, and the sum in the promoted dtype of the inputs.
     Raises:
         ValueError: a shape does not fit; ``eps`` is negative; ``rounding`` is unknown; ``normalized_shape`` has several
             dimensions.
-        TypeError: an input is no floating-point tensor.
+        TypeError: an input is not a floating-point tensor.
         RuntimeError: inputs and parameters are on different devices.
-    Numerics: statistics in fp32, in fp64 for fp64 inputs.
+    Numerics: statistics in fp32 (fp64 for fp64 inputs).
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
 

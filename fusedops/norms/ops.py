@@ -53,10 +53,10 @@ def layer_norm(
         The input's shape.
     Raises:
         ValueError: a shape does not fit or eps is negative; the message names it.
-        TypeError: an argument is no floating-point tensor.
+        TypeError: an argument is not a floating-point tensor.
         RuntimeError: an argument is on another device.
-    Numerics: statistics in fp32 (fp64 for fp64), the variance by a second pass over the row; one rounding at the end.
-    Saved for backward: the input, and two numbers a row.
+    Numerics: statistics in fp32 (fp64 for fp64 inputs), the variance by a second pass over the row; one rounding at the end.
+    Saved for backward: the input, and two numbers per row.
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
     shape = (normalized_shape,) if type(normalized_shape) is int else _shape("layer_norm", normalized_shape)
@@ -82,18 +82,18 @@ def rms_norm(
         weight: ``normalized_shape``, or None for ones; its dtype may differ from the input's.
         eps: added to the mean square, at least 0; None for the machine epsilon of the statistics' dtype.
         weight_offset: added to the weight; 1.0 for Gemma's convention.
-        rounding: "once", all in fp32 with one rounding at the end, as `F.rms_norm` and Gemma's module; "llama" and "t5"
-            round where the Hugging Face modules of that name round, and give a wider output under a wider weight, as they
-            do.
+        rounding: "once" computes in fp32 and rounds once at the end, as `F.rms_norm` and Gemma's module do; "llama" and "t5"
+            round where the Hugging Face modules of that name do. If the weight has a wider dtype than the input, their
+            output has the wider dtype too.
         out_dtype: the output's dtype; None for the input's (see ``rounding``).
     Returns:
         The input's shape.
     Raises:
         ValueError: a shape does not fit, eps is negative or rounding unknown; the message names it.
-        TypeError: an argument is no floating-point tensor.
+        TypeError: an argument is not a floating-point tensor.
         RuntimeError: an argument is on another device.
-    Numerics: statistics in fp32 (fp64 for fp64).
-    Saved for backward: the input, and one number a row.
+    Numerics: statistics in fp32 (fp64 for fp64 inputs).
+    Saved for backward: the input, and one number per row.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
     if rounding == "gemma":  # type: ignore[comparison-overlap]
@@ -116,18 +116,18 @@ def bias_dropout_add(
 
     Args:
         x: ``(*, N)``, fp16, bf16, fp32 or fp64; any strides.
-        bias: ``(N,)`` added before dropout, or None; as a rule the bias of the linear layer that made x.
+        bias: ``(N,)`` added before dropout, or None; usually the bias of the linear layer before.
         residual: x's shape, or None.
-        p: drop probability in [0, 1]; on GPUs to the nearest 2⁻¹⁶, and the scale is one over what is really kept.
+        p: drop probability in [0, 1]; GPUs round it to a multiple of 2⁻¹⁶ and scale by the rounded keep probability.
         training: False turns dropout off.
-        out_dtype: the output's dtype; None for PyTorch's promotion of the arguments.
+        out_dtype: the output's dtype; None for the dtype to which PyTorch promotes the arguments.
     Returns:
         x's shape.
     Raises:
         ValueError: a shape does not fit or p is out of range; the message names it.
-        TypeError: an argument is no floating-point tensor.
+        TypeError: an argument is not a floating-point tensor.
         RuntimeError: an argument is on another device.
-    Numerics: computed in fp32 (fp64 for fp64), rounded once. The backward draws the same mask again from the seed.
+    Numerics: computed in fp32 (fp64 for fp64 inputs), rounded once. The backward draws the same mask again from the seed.
     Saved for backward: nothing.
     Source: Srivastava et al. 2014, "Dropout"; Salmon et al. 2011 for the mask's generator, Philox.
     """
@@ -180,32 +180,32 @@ def bias_dropout_add_ln(
 
     Args:
         x: ``(*, N)``, fp16, bf16, fp32 or fp64; any strides.
-        bias: ``(N,)`` added before dropout, or None; as a rule the bias of the linear layer that made x.
+        bias: ``(N,)`` added before dropout, or None; usually the bias of the linear layer before.
         residual: x's shape, or None.
         weight: ``(N,)`` of the norm, or None for ones.
         ln_bias: ``(N,)`` of the norm, or None for zeros.
-        p: drop probability in [0, 1]; on GPUs to the nearest 2⁻¹⁶, and the scale is one over what is really kept.
+        p: drop probability in [0, 1]; GPUs round it to a multiple of 2⁻¹⁶ and scale by the rounded keep probability.
         training: False turns dropout off.
         eps: added to the variance, at least 0.
         return_sum: also return the pre-norm sum, as pre-norm blocks need.
-        save: the one tensor saved for the backward. "sum" always works. "output" saves the output, which the next layer as
-            a rule saves anyway, and inverts the affine: the forward writes one tensor less, but columns whose weight
-            is zero get no weight gradient, small weights lose precision, and the output must not be changed in place.
-            "inputs" saves x, bias and residual.
+        save: what is saved for the backward. "sum" saves the pre-norm sum and is always correct. "output" saves the output,
+            which the next layer usually saves anyway, and the backward inverts the affine: the forward writes one tensor
+            less, but a weight of zero gets no gradient, small weights reduce precision, and the output must not be
+            changed in place. "inputs" saves x, bias and residual.
         out_dtype: the output's dtype; None for the pre-norm sum's, or fp32 under GPU autocast.
-        cast_dtype: also return the output cast to this dtype, from the same pass: rows of a post-norm block, say, go
-            to the next residual in fp32 and to linear layers in bf16. Both have gradients, which the backward adds.
+        cast_dtype: also return the output cast to this dtype, from the same pass. For example, a post-norm block passes
+            its output to the next residual in fp32 and to linear layers in bf16. The backward adds both gradients.
     Returns:
-        x's shape, in the promoted dtype of x, bias and residual. With ``return_sum`` and ``cast_dtype`` a tuple: the
-        output, the pre-norm sum, the cast output, as far as they are asked for. An output that is of ``cast_dtype``
-        is returned twice.
+        x's shape, in the promoted dtype of x, bias and residual. With ``return_sum`` or ``cast_dtype`` a tuple: the
+        output, then the pre-norm sum if ``return_sum``, then the cast output if ``cast_dtype``. An output that has
+        ``cast_dtype`` already is returned twice.
     Raises:
         ValueError: a shape does not fit, p or eps is out of range; the message names it.
-        TypeError: an argument is no floating-point tensor.
+        TypeError: an argument is not a floating-point tensor.
         RuntimeError: an argument is on another device.
-    Numerics: statistics in fp32 (fp64 for fp64), of the pre-norm sum as rounded to its dtype. The backward draws the same mask
-        again from the seed.
-    Saved for backward: one tensor of x's size (see ``save``), and two numbers a row.
+    Numerics: statistics in fp32 (fp64 for fp64 inputs), of the pre-norm sum, rounded to its dtype. The backward draws
+        the same mask again from the seed.
+    Saved for backward: the tensors of ``save``, and two numbers per row.
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
     op = "bias_dropout_add_ln"
@@ -267,7 +267,7 @@ def bias_dropout_add_rms_norm(
         bias: ``(N,)`` added before dropout, or None.
         residual: x's shape, or None.
         weight: ``(N,)`` of the norm, or None for ones.
-        p: drop probability in [0, 1]; on GPUs to the nearest 2⁻¹⁶, and the scale is one over what is really kept.
+        p: drop probability in [0, 1]; GPUs round it to a multiple of 2⁻¹⁶ and scale by the rounded keep probability.
         training: False turns dropout off.
         eps: added to the mean square, at least 0; None for the machine epsilon of the statistics' dtype.
         weight_offset: added to the weight; 1.0 for Gemma's convention.
@@ -275,15 +275,15 @@ def bias_dropout_add_rms_norm(
         return_sum: also return the pre-norm sum, as pre-norm blocks need.
         save: as in `bias_dropout_add_ln`.
         out_dtype: the output's dtype; None for the pre-norm sum's (see ``rounding``).
-        cast_dtype: also return the output in this dtype, as `bias_dropout_add_ln` does.
+        cast_dtype: as in `bias_dropout_add_ln`.
     Returns:
         As `bias_dropout_add_ln`.
     Raises:
         ValueError: a shape does not fit, p or eps is out of range, rounding unknown; the message names it.
-        TypeError: an argument is no floating-point tensor.
+        TypeError: an argument is not a floating-point tensor.
         RuntimeError: an argument is on another device.
     Numerics: as `bias_dropout_add_ln`.
-    Saved for backward: one tensor of x's size (see ``save``), and one number a row.
+    Saved for backward: the tensors of ``save``, and one number per row.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
     if rounding == "gemma":  # type: ignore[comparison-overlap]
@@ -303,9 +303,9 @@ def add_layer_norm(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``layer_norm(x + residual)`` and the sum itself, in one pass: a pre-norm block's step from branch to branch.
+    """``layer_norm(x + residual)`` and the sum, in one pass, for the residual additions of a pre-norm block.
 
-    `bias_dropout_add_ln` with ``return_sum=True``, no dropout and no bias before it.
+    The same as `bias_dropout_add_ln` with ``p=0.0``, ``bias=None`` and ``return_sum=True``.
 
     Args:
         x: ``(*, N)``, the branch's output; fp16, bf16, fp32 or fp64; any strides.
@@ -318,10 +318,10 @@ def add_layer_norm(
         The normalised sum, then the sum: both x's shape. The sum is in the promoted dtype of x and residual.
     Raises:
         ValueError: a shape does not fit or eps is negative; the message names it.
-        TypeError: an argument is no floating-point tensor.
+        TypeError: an argument is not a floating-point tensor.
         RuntimeError: an argument is on another device.
     Numerics: as `bias_dropout_add_ln`.
-    Saved for backward: the sum, and two numbers a row.
+    Saved for backward: the sum, and two numbers per row.
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
     _check_residual("add_layer_norm", residual)
@@ -339,9 +339,9 @@ def add_rms_norm(
     rounding: Rounding = "once",
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``rms_norm(x + residual)`` and the sum itself, in one pass: a Llama block's step from branch to branch.
+    """``rms_norm(x + residual)`` and the sum, in one pass, for the residual additions of a Llama block.
 
-    `bias_dropout_add_rms_norm` with ``return_sum=True``, no dropout and no bias.
+    The same as `bias_dropout_add_rms_norm` with ``p=0.0``, ``bias=None`` and ``return_sum=True``.
 
     Args:
         x: ``(*, N)``, the branch's output; fp16, bf16, fp32 or fp64; any strides.
@@ -349,16 +349,16 @@ def add_rms_norm(
         weight: ``(N,)`` of the norm, or None for ones.
         eps: added to the mean square, at least 0; None for the machine epsilon of the statistics' dtype.
         weight_offset: added to the weight; 1.0 for Gemma's convention.
-        rounding: as in `rms_norm`; "llama" for the bits of Hugging Face's Llama.
+        rounding: as in `rms_norm`; "llama" gives the same bits as the Llama of Hugging Face.
         out_dtype: the normalised output's dtype; None for the sum's (see ``rounding``).
     Returns:
         The normalised sum, then the sum: both x's shape. The sum is in the promoted dtype of x and residual.
     Raises:
         ValueError: a shape does not fit, eps is negative or rounding unknown; the message names it.
-        TypeError: an argument is no floating-point tensor.
+        TypeError: an argument is not a floating-point tensor.
         RuntimeError: an argument is on another device.
     Numerics: as `bias_dropout_add_ln`.
-    Saved for backward: the sum, and one number a row.
+    Saved for backward: the sum, and one number per row.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
     _check_residual("add_rms_norm", residual)

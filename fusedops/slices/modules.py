@@ -18,29 +18,29 @@ __all__ = ["FusedBatchedLayerNormAct", "FusedBatchedLayerNormTanh"]
 
 
 class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
-    """``activation(layer_norm(slice))`` on many slices of features at once, each with its own norm.
+    """``activation(layer_norm(slice))`` on many slices of features in one launch; each slice has its own norm.
 
-    Stands in for a list of `torch.nn.LayerNorm`, one a slice, each followed by an activation; `from_layers` takes over such a
-    list's parameters and `to_layers` gives them back. ``weight`` and ``bias`` hold all slices' side by side, in one
-    tensor each.
+    The module replaces a list of `torch.nn.LayerNorm`, one per slice, each followed by an activation. `from_layers` copies
+    the parameters of such a list, and `to_layers` returns such a list. ``weight`` is one tensor with the weights of all
+    slices side by side, and so is ``bias``.
 
     Args:
         sizes: the widths D_k of the slices.
         eps: added to the variance.
-        elementwise_affine: whether ``weight`` and ``bias`` are learnt; they start at ones and zeros.
-        bias: whether there is a ``bias``; counts only with ``elementwise_affine``.
-        device: where the parameters live.
+        elementwise_affine: whether the module has learnable ``weight`` and ``bias``; they start at ones and zeros.
+        bias: whether the module has a ``bias``; used only with ``elementwise_affine``.
+        device: the parameters' device.
         dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the slices'.
-        activation: what follows the norm; the names are those of `fusedops.batched_layer_norm_act`.
-        concat: return one tensor with the slices side by side, as the next linear takes it.
+        activation: the activation after the norm, a name as in `fusedops.batched_layer_norm_act`.
+        concat: return one tensor with the slices side by side, for a linear layer that follows.
     Shape:
-        slices: one tensor ``(*, ΣD_k)``; or ``(*, K, D)`` where all widths are D; or a sequence of K tensors
+        slices: one tensor ``(*, ΣD_k)``; or ``(*, K, D)`` if all widths are D; or a sequence of K tensors
         ``(*, D_k)``. The output has the form of the input, a tuple for a sequence; with ``concat`` ``(*, ΣD_k)``.
     Raises:
         ValueError: the slices' widths are not ``sizes``; a batch size differs; ``activation`` is unknown.
-        TypeError: a slice is no floating-point tensor, or the slices' dtypes differ.
+        TypeError: a slice is not a floating-point tensor, or the slices' dtypes differ.
         RuntimeError: slices and parameters are on different devices.
-    Numerics: statistics in fp32, in fp64 for fp64 inputs; two-pass variance.
+    Numerics: statistics in fp32 (fp64 for fp64 inputs); two-pass variance.
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
 
@@ -148,17 +148,17 @@ class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
     @classmethod
     def from_layers(cls, layers: Iterable[nn.LayerNorm], *, activation: ops.SliceActivation = "tanh",
                     concat: bool = False) -> FusedBatchedLayerNormAct[Any]:  # fmt: skip
-        """The module with the parameters of these layers, one a slice, in copies.
+        """A module with copies of the parameters of these layers, one per slice.
 
         Args:
             layers: the layers.
             activation: as in the constructor.
             concat: as in the constructor.
         Raises:
-            TypeError: a layer is no `torch.nn.LayerNorm`.
-            ValueError: there are none; ``activation`` is unknown; a layer normalises several dimensions; or one differs
-                from the first in what they must have in common: eps, which parameters it has, their dtype, device, and
-                whether they learn.
+            TypeError: a layer is not a `torch.nn.LayerNorm`.
+            ValueError: ``layers`` is empty; ``activation`` is unknown; a layer normalises several dimensions; or a layer
+                differs from the first one in eps, in which parameters it has, or in their dtype, device or
+                ``requires_grad``.
         """
         name = cls.__name__
         if not isinstance(layers, Iterable):
@@ -190,7 +190,7 @@ class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
         return module.train(first.training)
 
     def to_layers(self) -> list[nn.LayerNorm]:
-        """One `torch.nn.LayerNorm` a slice, with copies of its parameters; the activation is not among them."""
+        """One `torch.nn.LayerNorm` per slice, with copies of its parameters and without the activation."""
         like = self.weight
         layers = []
         for k, size in enumerate(self.sizes):
@@ -206,7 +206,7 @@ class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
 
 
 class FusedBatchedLayerNormTanh(FusedBatchedLayerNormAct[Sliced]):
-    """``tanh(layer_norm(slice))`` on many slices of features at once: `FusedBatchedLayerNormAct` with its tanh.
+    """``tanh(layer_norm(slice))`` on many slices of features in one launch: `FusedBatchedLayerNormAct` with tanh.
 
     Args:
         sizes: as in `FusedBatchedLayerNormAct`.
@@ -215,7 +215,7 @@ class FusedBatchedLayerNormTanh(FusedBatchedLayerNormAct[Sliced]):
         bias: as in `FusedBatchedLayerNormAct`.
         device: as in `FusedBatchedLayerNormAct`.
         dtype: as in `FusedBatchedLayerNormAct`.
-        activation: deprecated; another activation is `FusedBatchedLayerNormAct`'s.
+        activation: deprecated; for another activation use `FusedBatchedLayerNormAct`.
         concat: as in `FusedBatchedLayerNormAct`.
     Shape:
         As `FusedBatchedLayerNormAct`.

@@ -47,29 +47,29 @@ def batched_layer_norm_act(
     activation: SliceActivation = "tanh",
     concat: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """``activation(layer_norm(slice))`` for many slices of features at once: one launch, and at most two for the backward.
+    """``activation(layer_norm(slice))`` for many slices of features in one launch; the backward takes at most two.
 
     Args:
         slices: the K slices, fp16, bf16, fp32 or fp64, in one of three forms: one tensor ``(*, K, D)``; one tensor
-            ``(*, ΣD_k)`` with ``sizes``; or a sequence of K tensors ``(*, D_k)`` of one dtype, each where it is in
-            memory. Any strides.
-        weight: of the norms, each slice its own: ``(ΣD_k,)``, or ``(K, D)`` where all widths are D; or one for all
-            slices: ``(D,)``; or None for ones. Its dtype may differ from the slices'.
-        bias: likewise, or None for zeros.
+            ``(*, ΣD_k)`` with ``sizes``; or a sequence of K tensors ``(*, D_k)`` of one dtype, which are read in place.
+            Any strides.
+        weight: the weights of the norms. ``(ΣD_k,)``, or ``(K, D)`` if all widths are D, has a weight for each slice;
+            ``(D,)`` is shared by all slices; None stands for ones. Its dtype may differ from the slices'.
+        bias: as ``weight``; None stands for zeros.
         eps: added to the variance, at least 0.
         sizes: the widths D_k of the slices of one tensor ``(*, ΣD_k)``; without it the last two dimensions are K and
             D.
-        activation: what follows the norm: "tanh", "sigmoid", "relu", "relu_squared", "gelu", "gelu_tanh",
+        activation: the activation after the norm: "tanh", "sigmoid", "relu", "relu_squared", "gelu", "gelu_tanh",
             "quick_gelu", "silu", or "identity" ("none").
         concat: return one tensor with the slices side by side, ``(*, ΣD_k)``.
     Returns:
-        The form of ``slices``: one tensor in their shape, or a tuple of K; with ``concat`` one tensor. In their dtype,
-        or in fp32 under GPU autocast.
+        One tensor in the shape of ``slices``, or a tuple of K tensors if ``slices`` is a sequence; with ``concat`` always
+        one tensor. The dtype is that of the slices, or fp32 under GPU autocast.
     Raises:
         ValueError: shapes or sizes do not fit, eps is negative, activation unknown; the message names the slice.
-        TypeError: an argument is no floating-point tensor, or the slices' dtypes differ.
+        TypeError: an argument is not a floating-point tensor, or the slices' dtypes differ.
         RuntimeError: an argument is on another device.
-    Numerics: statistics in fp32 (fp64 for fp64), the variance by a second pass over the row; one rounding at the end.
+    Numerics: statistics in fp32 (fp64 for fp64 inputs), the variance by a second pass over the row; one rounding at the end.
         Parameter gradients are summed in a fixed order.
     Saved for backward: the arguments.
     Source: Ba et al. 2016, arXiv:1607.06450.
@@ -103,7 +103,7 @@ def batched_layer_norm_tanh(
     activation: SliceActivation | None = None,
     concat: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """``tanh(layer_norm(slice))`` for many slices of features at once: `batched_layer_norm_act` with its tanh.
+    """``tanh(layer_norm(slice))`` for many slices of features in one launch: `batched_layer_norm_act` with tanh.
 
     Args:
         slices: as in `batched_layer_norm_act`.
@@ -111,7 +111,7 @@ def batched_layer_norm_tanh(
         bias: as in `batched_layer_norm_act`.
         eps: as in `batched_layer_norm_act`.
         sizes: as in `batched_layer_norm_act`.
-        activation: deprecated; another activation is `batched_layer_norm_act`'s.
+        activation: deprecated; for another activation use `batched_layer_norm_act`.
         concat: as in `batched_layer_norm_act`.
     Returns:
         As `batched_layer_norm_act`.
