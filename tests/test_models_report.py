@@ -165,12 +165,12 @@ def test_prints_as_a_summary() -> None:
     report = fusedops.fuse_model(model, exclude=["gelu"])
     assert str(report) == repr(report)
     assert str(report).splitlines() == [
-        "3 of 32 modules call fused operators, 9 more are done by them or help them",
+        "3 of 32 modules call fused operators, 9 more are computed inside them or support them",
         "  3 x TransformerEncoderLayer  bias_act, bias_dropout_add_ln",
         "  3 x MultiheadAttention       leaves its last bias to the block",
-        "  6 x LayerNorm                done by its block",
+        "  6 x LayerNorm                computed by its block",
         "  1 x GELU                     left: excluded, with rule gelu",
-        "4 left as they are: no rule is about them",
+        "4 left as they are: no rule matches",
         "table() has a line for each module",
     ]
 
@@ -281,7 +281,9 @@ _ALONE = {"MultiheadAttention", "BertLMPredictionHead", "BertOnlyMLMHead", "Robe
 
 
 def _table(report: FusionReport) -> dict[str, str]:
-    return {m.name: "done by its block" if m.by is not None else m.calls or m.helps or m.reason for m in report.modules}
+    return {
+        m.name: "computed by its block" if m.by is not None else m.calls or m.helps or m.reason for m in report.modules
+    }
 
 
 def test_status_of_what_changed_since() -> None:
@@ -295,12 +297,12 @@ def test_status_of_what_changed_since() -> None:
     model[1].forward = functools.partial(model[1].forward)
     model[3].__class__ = type("Wrapped", (type(model[3]),), {})
     now = _table(fusedops.fusion_status(model))
-    assert now["0.norm1"] == "layer_norm" and now["0.norm2"] == "done by its block"
+    assert now["0.norm1"] == "layer_norm" and now["0.norm2"] == "computed by its block"
     assert now["1"] == "its forward was replaced on the instance after it was fused"
     assert now["1.norm1"] == "layer_norm" and now["1.linear1"] == "not fused"
     assert now["3"] == "its class was changed after it was fused"
     handle.remove()
-    assert _table(fusedops.fusion_status(model))["0.norm1"] == "done by its block"
+    assert _table(fusedops.fusion_status(model))["0.norm1"] == "computed by its block"
     with pytest.raises(TypeError, match=r"fusion_status: model must be a torch\.nn\.Module, got str"):
         fusedops.fusion_status("model")  # type: ignore[arg-type]
 

@@ -238,7 +238,7 @@ def _line(name: str, module: nn.Module, verdicts: Mapping[nn.Module, Verdict], b
             name, type(module).__name__, reason=reason, by=by if reason in (NO_RULE, NOT_FUSED) else None
         )
     if by is not None:
-        return ModuleReport(name, type(module).__name__, rule.name, helps="done by its block", by=by)
+        return ModuleReport(name, type(module).__name__, rule.name, helps="computed by its block", by=by)
     calls = rule.calls if isinstance(rule.calls, str) else rule.calls(module, _rules_in(module, verdicts))
     helps = rule.helps if isinstance(rule.helps, str) else rule.helps(module)
     return ModuleReport(name, type(module).__name__, rule.name, calls, helps)

@@ -11,7 +11,7 @@ __all__ = ["NOT_FUSED", "NO_RULE", "Difference", "FusionReport", "ModuleReport"]
 
 # Reasons of modules that the summary only counts.
 NO_RULE, NOT_FUSED = "no rule", "not fused"
-_REST = {NO_RULE: "left as they are: no rule is about them", NOT_FUSED: "not fused"}
+_REST = {NO_RULE: "left as they are: no rule matches", NOT_FUSED: "not fused"}
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class FusionReport:
     def __str__(self) -> str:
         """The summary: a line for each kind of module."""
         fused = sum(module.fused for module in self.modules)
-        helping = f", {len(self) - fused} more are done by them or help them" if len(self) > fused else ""
+        helping = f", {len(self) - fused} more are computed inside them or support them" if len(self) > fused else ""
         lines = [f"{fused} of {len(self.modules)} modules call fused operators{helping}"]
         rows = [(f"{count} x", kind, what) for (kind, what), count in _kinds(self.modules)]
         widths = [max([len(row[column]) for row in rows], default=0) for column in (0, 1)]
@@ -154,7 +154,7 @@ def _kinds(modules: Iterable[ModuleReport]) -> list[tuple[tuple[str, str], int]]
 
 def _outcome(module: ModuleReport) -> str:
     if module.by is not None:
-        return "done by its block"
+        return "computed by its block"
     return module.calls or module.helps if module.replaced else f"left: {module.reason}"
 
 
