@@ -27,8 +27,10 @@ endif
 
 # Without pytest-xdist (a GPU machine with VENV=system, say) the tests run one after the other.
 PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n $(JOBS) --dist worksteal")
+# A test that is stuck shows where, and ends its worker. The system's pytest may not know the second option.
+STUCK := $(if $(READY),-o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true)
 # The workers share the cores among themselves, so each keeps to one thread.
-PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest tests $(PARALLEL) $(FULL) $(ARGS)
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest tests $(PARALLEL) $(STUCK) $(FULL) $(ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo demo-distributed test test-all test-plain test-interpret coverage lint format docs wheel clean
