@@ -211,7 +211,8 @@ def keep_mask(
     counter = [group & 0xFFFFFFFF, group >> 32, zeros + (offset & 0xFFFFFFFF), zeros + (offset >> 32)]
     words = torch.stack(philox(counter, (seed & 0xFFFFFFFF, seed >> 32)), -1)
     lanes = torch.stack((words & 0xFFFF, words >> 16), -1)
-    keep = rearrange(lanes >= drop_threshold(p), "(rows groups) words halves -> rows (groups words halves)", rows=rows)
+    keep = rearrange(lanes >= drop_threshold(p), "(rows groups) words halves -> rows (groups words halves)",
+                     rows=rows, groups=groups)  # fmt: skip
     return keep[:, :cols]
 
 
