@@ -2,6 +2,7 @@
 
 from . import nn as nn  # not in __all__: a star import must not shadow torch.nn
 from .activations.ops import bias_act, bias_gelu, gated_act, geglu, gelu, glu, swiglu
+from .backend.entry import compile, explain  # noqa: A004
 from .compiler.errors import NotRowwiseError
 from .compiler.function import rowwise
 from .core.tuning import Tuner, register_tuner
@@ -31,6 +32,8 @@ __all__ = [
     "bias_dropout_add_ln",
     "bias_dropout_add_rms_norm",
     "bias_gelu",
+    "compile",
+    "explain",
     "fuse_model",
     "fusion_status",
     "gated_act",

@@ -89,8 +89,13 @@ def _cotangent(plan: Plan, number: int, part: Part) -> Node:
     return plan.structure.graph.make("cotangent", attrs=(number, part), axes=axes, kind="float")
 
 
-def planned(structure: Structure) -> Plan:
-    """The plan of a function."""
+def planned(structure: Structure, *, memory: bool = False) -> Plan:
+    """The plan of a function.
+
+    Args:
+        structure: of it.
+        memory: a byte that is saved counts as much as one that is moved.
+    """
     structure = _rounded(*_apart(structure))
     differentiable = tuple(
         [place for place, operand in enumerate(structure.inputs) if operand.kind == "float" and structure.used[place]]
@@ -111,7 +116,7 @@ def planned(structure: Structure) -> Plan:
             costs = _cost(structure, forward, roots, parts, dtype)
             name = next((name for node in parts.values() for name in reversed(node.names)), _line_of(structure, parts))
             candidates.append((Alternative(name, *costs), parts, dtype))
-    candidates.sort(key=lambda found: (found[0].moved, found[0].held, found[0].operators))
+    candidates.sort(key=lambda found: (found[0].moved + memory * found[0].held, found[0].held, found[0].operators))
     alternatives = tuple(dict.fromkeys([found[0] for found in candidates]))
     return _completed(bare, candidates[0][1], candidates[0][2], alternatives)
 

@@ -574,3 +574,150 @@ def _is_complete(taken: tuple[Any, ...], arguments: Sequence[Place | None]) -> b
         return False
     last = taken[-1] if isinstance(taken[-1], tuple) else taken[len(taken) - len(arguments) :]
     return last == tuple(arguments)
+
+
+# --- graphs that torch.compile makes ------------------------------------------------------------------------------------
+
+# Nodes of a graph: operators, those that take functions, the one of a checkpointed part, and functions that change what is
+# recorded (whether gradients are, and in which dtype). The modules whose functions compute tensors and do nothing else.
+OVERLOAD: type = torch._ops.OpOverload
+CAST = torch.ops.aten._to_copy.default
+OPERATORS: tuple[type, ...] = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
+HIGHER_ORDER: type = torch._ops.HigherOrderOperator
+PURE_MODULES = frozenset({"torch", "torch.functional", "torch.nn.functional", "torch._tensor", "torch._C._nn", "torch._C._special",
+                          "torch._C._linalg", "torch._C._fft", "_operator", "builtins", "math"})  # fmt: skip
+CHECKPOINTED: Any = _find("_higher_order_ops.wrap.tag_activation_checkpoint", None)
+GRAD_MODES = frozenset({torch._C._set_grad_enabled})
+AUTOCASTS = frozenset({torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast})
+
+
+def mutates(target: Any) -> bool:
+    """Whether an operator writes into one of its arguments."""
+    return isinstance(target, OVERLOAD) and target._schema.is_mutable  # type: ignore[attr-defined]
+
+
+def aten_name(target: Any) -> str:
+    """The name of one of PyTorch's operators, without its overload; "" for others."""
+    if isinstance(target, OVERLOAD) and target.namespace == "aten":  # type: ignore[attr-defined]
+        return str(target.overloadpacket.__name__)  # type: ignore[attr-defined]
+    return ""
+
+
+def leaves(value: Any) -> list[Any]:
+    """What is in tuples, lists and dictionaries."""
+    from torch.utils import _pytree as pytree
+
+    return pytree.tree_leaves(value)
+
+
+def is_erased(node: torch.fx.Node) -> bool:
+    """Whether a node is no longer in its graph."""
+    return bool(node._erased)
+
+
+def is_traceable_subclass(tensor: Tensor) -> bool:
+    """Whether a tensor is of a class that holds others, as DTensor."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def as_fake(inputs: Sequence[Any]) -> list[Any]:
+    """Inputs of a graph that Dynamo made as fake tensors, with the sizes that are symbols in it."""
+    context = torch._guards.TracingContext.try_get()
+    mode: Any = torch._guards.detect_fake_mode(list(inputs)) or fake_mode()
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, Tensor) or (is_fake(value) and value.fake_mode is mode):  # type: ignore[attr-defined]
+            return value
+        known = None if context is None or is_fake(value) else context.tensor_to_context.get(value)
+        if known is None:
+            return mode.from_tensor(value)
+        return mode.from_tensor(value, symbolic_context=known, source=known.tensor_source, trace=False)
+
+    with mode:
+        return list(map(fake, inputs))
+
+
+def recorded_graph(function: Callable[..., Any], fakes: Sequence[Any]) -> torch.fx.GraphModule:
+    """The operators that a function of fake tensors dispatches to, with gradients on or off as they are."""
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode = torch._guards.detect_fake_mode(list(fakes))
+    with mode or nullcontext(), enable_python_dispatcher():
+        return make_fx(function, _allow_non_fake_inputs=True)(*fakes)
+
+
+def recording_nothing() -> AbstractContextManager[Any]:
+    """What is computed meanwhile is not recorded."""
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+    return disable_proxy_modes_tracing()
+
+
+def recorded_attribute(tensor: Tensor, name: str) -> Tensor:
+    """A tensor that a graph holds, as a value of the graph that is being recorded."""
+    from torch.fx.experimental.proxy_tensor import track_tensor_tree
+
+    tracer = _tracer()
+    setattr(tracer.root, name, tensor)
+    with recording_nothing():
+        fake: Tensor = as_fake([tensor])[0]
+    track_tensor_tree(fake, tracer.create_proxy("get_attr", name, (), {}), constant=None, tracer=tracer)
+    return fake
+
+
+def _tracer() -> Any:
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode().tracer  # type: ignore[union-attr]
+
+
+def recorded_call(
+    target: Any, args: Any, kwargs: Any, found: Any = None, names: Mapping[int, str] | None = None
+) -> Any:
+    """Records a call as one node; what it found is the node's value. Modules among the arguments have names."""
+    from torch.fx.experimental.proxy_tensor import track_tensor_tree
+    from torch.utils import _pytree as pytree
+
+    tracer = _tracer()
+
+    def proxy(value: Any) -> Any:
+        if isinstance(value, torch.nn.Module):
+            name = (names or {})[id(value)]
+            setattr(tracer.root, name, value)
+            return tracer.create_proxy("get_attr", name, (), {})
+        return tracer.unwrap_proxy(value)
+
+    node = tracer.create_proxy("call_function", target, *pytree.tree_map(proxy, (args, kwargs)))
+    return track_tensor_tree(found, node, constant=None, tracer=tracer)
+
+
+def compile_by_inductor(gm: torch.fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: Any) -> Any:
+    """What Inductor makes of a graph in which casts are operators."""
+    wrapper = torch._TorchCompileInductorWrapper(mode, options, None)
+    with casts_recorded():
+        return wrapper(gm, list(inputs))
+
+
+@contextmanager
+def casts_recorded() -> Iterator[None]:
+    """Within it a graph is compiled as it is: autocast casts neither while it is compiled nor when it is run.
+
+    AOTAutograd switches autocast off at each run, forward and backward, if it is on for any device at compile time: it is
+    then left on for one that nobody has.
+    """
+    kinds = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
+    if not kinds:
+        yield
+        return
+    for kind in kinds:
+        torch.set_autocast_enabled(kind, False)
+    torch.set_autocast_enabled("hpu", True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("hpu", False)
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, True)

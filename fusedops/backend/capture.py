@@ -1,0 +1,141 @@
+"""From the graph that Dynamo hands to a backend to one of aten operators, in which derivatives are still PyTorch's.
+
+Autocast is casts there, and a module's function is what it dispatches to, so that row-wise operators can be told from
+others. PyTorch differentiates the captured graph anew. What would lose its derivative in a capture, such as a custom
+autograd function, stays one node; so does a checkpointed part, whose body is captured by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from ..core import compat, launch
+from ..models.tricks.masks import not_expanded
+from .changes import without_changes
+
+__all__ = ["NotCapturedError", "captured"]
+
+Inner = Callable[[fx.GraphModule], fx.GraphModule]
+
+_WITHOUT_EFFECT = frozenset({"_log_api_usage_once"})
+
+
+class NotCapturedError(Exception):
+    """A graph that cannot be captured without a loss."""
+
+
+def captured(gm: fx.GraphModule, inputs: Sequence[Any], inner: Inner) -> fx.GraphModule:
+    """The graph in aten operators, with the same inputs and outputs.
+
+    Placeholders have a mark whether they require a gradient, ``meta["requires_grad"]``.
+
+    Args:
+        gm: from Dynamo.
+        inputs: of it, real or fake.
+        inner: what is done with the captured bodies of checkpointed parts.
+    Raises:
+        NotCapturedError: there is something in it of which cannot be told what a capture would lose.
+    """
+    if any(isinstance(value, Tensor) and compat.is_traceable_subclass(value) for value in inputs):
+        raise NotCapturedError("an input is a tensor subclass")
+    return _captured(gm, compat.as_fake(inputs), inner)
+
+
+def _captured(gm: fx.GraphModule, fakes: Sequence[Any], inner: Inner) -> fx.GraphModule:
+    for node in gm.graph.nodes:
+        if node.op == "call_module":
+            raise NotCapturedError(f"it calls the module {node.target}")
+        if node.op == "call_function" and not _is_known(node.target):
+            raise NotCapturedError(f"it calls {getattr(node.target, '__name__', node.target)}")
+
+    def run(*args: Any) -> Any:
+        return _Capture(gm, inner).run(*args)
+
+    made = compat.recorded_graph(run, fakes)
+    given = [[node for node in graph.nodes if node.op == "placeholder"] for graph in (made.graph, gm.graph)]
+    for ours, theirs, fake in zip(*given, fakes, strict=True):
+        ours.target = theirs.target
+        ours.meta.update({key: value for key, value in theirs.meta.items() if key not in ("val", "example_value")})
+        ours.meta["requires_grad"] = isinstance(fake, Tensor) and fake.requires_grad
+    made.meta.update(gm.meta)
+    without_changes(made.graph)
+    made.graph.eliminate_dead_code(_has_effects)
+    made.recompile()
+    return made
+
+
+def _has_effects(node: fx.Node) -> bool:
+    return node.is_impure() or node.target in compat.GRAD_MODES
+
+
+def _is_known(target: Any) -> bool:
+    if isinstance(target, compat.OPERATORS) or target in compat.GRAD_MODES or target in compat.AUTOCASTS:
+        return True
+    return (
+        getattr(target, "__module__", None) in compat.PURE_MODULES or getattr(target, "__name__", "") in _WITHOUT_EFFECT
+    )
+
+
+class _Capture(fx.Interpreter):
+    """Runs Dynamo's graph while what it dispatches to is being recorded."""
+
+    def __init__(self, gm: fx.GraphModule, inner: Inner) -> None:
+        super().__init__(gm)
+        self.inner = inner
+        self.names: dict[int, str] = {}  # of modules
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """See `fx.Interpreter`."""
+        found = self.fetch_attr(target)
+        if isinstance(found, Tensor):
+            return compat.recorded_attribute(found, target.replace(".", "_"))
+        self.names[id(found)] = target.replace(".", "_")
+        return found
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """See `fx.Interpreter`."""
+        if target in compat.GRAD_MODES:
+            compat.recorded_call(target, args, kwargs)
+            return target(*args, **kwargs)
+        if isinstance(target, compat.HIGHER_ORDER):
+            return self._one_node(target, args, kwargs)
+        if target is F.dropout or target is torch.dropout:
+            return _dropout(*args, **kwargs)
+        if target is F.scaled_dot_product_attention:
+            return _attention(*args, **kwargs)
+        return super().call_function(target, args, kwargs)
+
+    def _one_node(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """An operator that takes functions, as it is; the body of a checkpointed part captured by itself."""
+        with compat.recording_nothing():
+            if target is compat.CHECKPOINTED:
+                body, *rest = args
+                args = (self.inner(_captured(body, rest, self.inner)), *rest)
+                self.names[id(args[0])] = self.names[id(body)]
+            found = target(*args, **kwargs)
+        return compat.recorded_call(target, args, kwargs, found, self.names)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False,
+             train: bool | None = None) -> Tensor:  # fmt: skip
+    """As one operator on all devices: on some PyTorch draws numbers and multiplies."""
+    if inplace or not input.is_floating_point():
+        return F.dropout(input, p, training, inplace)
+    if not (training if train is None else train) or p == 0.0:
+        return input
+    found: Tensor = torch.ops.aten.native_dropout(input, p, True)[0]
+    return found
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
+) -> Tensor:
+    """With a mask that PyTorch's fused attention takes."""
+    if attn_mask is not None and launch.runs_kernels(attn_mask.device.type):
+        attn_mask = not_expanded(attn_mask)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **options)

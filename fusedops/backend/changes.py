@@ -1,0 +1,66 @@
+"""Changes in place of a graph's own tensors, as operators that return: so parts of the graph can be moved and replaced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..core import compat
+
+__all__ = ["without_changes"]
+
+
+def without_changes(graph: fx.Graph) -> None:
+    """Puts operators that return in the place of those that write into a tensor of the graph's own.
+
+    A tensor that shares memory with an input, or with another that is used later, is left as it is.
+    """
+    for node in list(graph.nodes):
+        if (operator := _returning(node)) is not None and _is_own(node):
+            _replace(graph, node, operator)
+
+
+def _returning(node: fx.Node) -> Any:
+    """The operator that returns what another writes, None if there is none."""
+    name, first = compat.aten_name(node.target), node.args[0] if node.args else None
+    if (
+        not name.endswith("_")
+        or not compat.mutates(node.target)
+        or not isinstance(first, fx.Node)
+        or "out" in node.kwargs
+    ):
+        return None
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    found = getattr(packet, str(node.target).rpartition(".")[2], None)
+    value = first.meta.get("val")
+    return found if isinstance(value, Tensor) and found is not None and not compat.mutates(found) else None
+
+
+def _is_own(node: fx.Node) -> bool:
+    """Whether no input shares the memory that is written to, and nothing that is used later but the tensor itself."""
+    changed: Any = node.args[0]
+    others = [other for other in node.graph.nodes if other is not changed and other < node]
+    sharing = [other for other in others if any(isinstance(value, Tensor) and compat.share_memory(value, changed.meta["val"])
+                                                for value in compat.leaves(other.meta.get("val")))]  # fmt: skip
+    if changed.op in ("placeholder", "get_attr") or any(other.op in ("placeholder", "get_attr") for other in sharing):
+        return False
+    return not any(user is node or node < user for other in sharing for user in other.users)
+
+
+def _replace(graph: fx.Graph, node: fx.Node, operator: Any) -> None:
+    changed: Any = node.args[0]
+    value = changed.meta["val"]
+    with graph.inserting_before(node):
+        made = graph.call_function(operator, node.args, node.kwargs)
+        with compat.recording_nothing():
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda other: other.meta["val"])
+            made.meta["val"] = operator(*args, **kwargs)
+        if made.meta["val"].dtype != value.dtype:
+            made = graph.call_function(compat.CAST, (made,), {"dtype": value.dtype})
+            made.meta["val"] = torch.empty_like(value)
+    for user in [user for user in changed.users if node < user]:
+        user.replace_input_with(changed, made)
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)

@@ -1,0 +1,102 @@
+"""`fusedops.compile`, `fusedops.explain`, and the backend that torch.compile finds by the name ``fusedops``."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import fx, nn
+
+from ..core import compat
+from .capture import NotCapturedError, captured
+from .fusing import fused
+from .report import CompileReport
+
+__all__ = ["backend", "compile", "explain"]
+
+_Compiled = TypeVar("_Compiled", bound=nn.Module | Callable[..., Any])
+
+
+def compile(model: _Compiled, *, fullgraph: bool = False, dynamic: bool | None = None, mode: str | None = None,  # noqa: A001
+            options: Mapping[str, Any] | None = None) -> _Compiled:  # fmt: skip
+    """A compiled model in which row-wise regions are fused operators.
+
+    The same as ``torch.compile(model, backend="fusedops", ...)``. Between its matrix products and attentions a model computes
+    functions of rows: sums with biases, dropout and residuals, norms, activations. Each such region that pays becomes one
+    kernel forward and one backward, as with `fusedops.rowwise`; Inductor compiles the rest of the graph. On a device without
+    kernels, such as a CPU, Inductor compiles everything. If a graph cannot be taken apart, a ``RuntimeWarning`` names the
+    reason, and Inductor compiles it whole.
+
+    Args:
+        model: a module or a function.
+        fullgraph: as in `torch.compile`.
+        dynamic: as in `torch.compile`.
+        mode: as in `torch.compile`, for Inductor.
+        options: as in `torch.compile`, for Inductor.
+    Returns:
+        The compiled model, as from `torch.compile`. `explain` reports its regions.
+    """
+    given: dict[str, Any] = {"fullgraph": fullgraph, "dynamic": dynamic, "mode": mode, "options": options}
+    compiled: Any = torch.compile(model, backend=backend, **given)
+    return compiled  # type: ignore[no-any-return]
+
+
+def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> CompileReport:
+    """The row-wise regions that `fusedops.compile` finds in a call of a model, and why the others are left.
+
+    The model is called once with the given arguments, positional and by keyword. It is traced, but not compiled. Call it under
+    autocast and in the mode (training or not) in which it is to run.
+
+    Args:
+        model: a module or a function.
+    Returns:
+        The report, for `print`.
+    """
+    report = CompileReport()
+    traced: Any = torch.compile(model, backend=functools.partial(_explained, report))
+    traced(*args, **kwargs)
+    return report
+
+
+def backend(gm: fx.GraphModule, inputs: Sequence[Any], *, mode: str | None = None,
+            options: Mapping[str, Any] | None = None) -> Any:  # fmt: skip
+    """What torch.compile calls with each graph, by the entry point ``fusedops``.
+
+    Args:
+        gm: the graph, from Dynamo.
+        inputs: of it.
+        mode: of Inductor.
+        options: of Inductor.
+    """
+    report = CompileReport()
+    made = _with_operators(gm, inputs, report)
+    for reason in report.left:
+        warnings.warn(f"fusedops leaves a graph to Inductor: {reason}", RuntimeWarning, stacklevel=2)
+    return compat.compile_by_inductor(made, inputs, mode, options)
+
+
+def _explained(report: CompileReport, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    _with_operators(gm, inputs, report)
+    return gm.forward
+
+
+def _with_operators(gm: fx.GraphModule, inputs: Sequence[Any], report: CompileReport) -> fx.GraphModule:
+    """The graph with operators in the place of its regions; as it is, if it cannot be captured."""
+    found = CompileReport()
+
+    def inner(body: fx.GraphModule) -> fx.GraphModule:
+        found.regions += fused(body)
+        return body
+
+    report.graphs += 1
+    try:
+        made = inner(captured(gm, inputs, inner))
+    except Exception as error:  # noqa: BLE001 - a graph in which something is unknown is Inductor's
+        reason = str(error) if isinstance(error, NotCapturedError) else f"{type(error).__name__}: {error}"
+        report.left.append(reason)
+        return gm
+    report.regions += found.regions
+    return made

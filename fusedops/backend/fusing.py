@@ -1,0 +1,248 @@
+"""Puts programs in the place of regions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..compiler.errors import NotRowwiseError
+from ..core import compat, operators, rng
+from .programs import Made, made
+from .regions import BIAS, COPIES, Finder, Region, name_of, size_of, value_of
+from .report import RegionReport
+
+__all__ = ["fused"]
+
+
+def fused(gm: fx.GraphModule) -> list[RegionReport]:
+    """Makes the regions of a captured graph operators, and says what became of each."""
+    apart = _biases_apart(gm.graph)
+    needs = _needs_gradients(gm.graph)
+    finder = Finder(gm.graph)
+    todo, tried = deque(finder.found()), set[Region]()
+    owners: dict[fx.Node, Region] = {}
+    found, reports = list[tuple[Region, Made]](), list[RegionReport]()
+    while todo:
+        region = todo.popleft()
+        names = tuple(dict.fromkeys([name_of(node) for node in region.nodes if name_of(node)]))
+        try:
+            if reason := _why_not(region, needs):
+                raise NotRowwiseError(reason)
+            program = made(region)
+            if _is_cyclic(gm.graph, owners | dict.fromkeys(region.nodes, region)):
+                raise NotRowwiseError("it needs what another region needs of it")
+        except Exception as error:  # noqa: BLE001 - what is unknown in a region is Inductor's, with its reason
+            reason = str(error) if isinstance(error, NotRowwiseError) else f"{type(error).__name__}: {error}"
+            parts = [] if region in tried else finder.smaller(region)
+            tried.update(parts)
+            todo.extendleft(reversed(parts))
+            if not parts:
+                reports.append(RegionReport(names, _shape(region), reason))
+            continue
+        owners.update(dict.fromkeys(region.nodes, region))
+        found.append((region, program))
+        reports.append(RegionReport(names, _shape(region), "", _rows(program), program.program))
+    replaced: dict[fx.Node, fx.Node] = {}
+    for region, program in found:
+        _replace(gm.graph, region, program, needs, replaced)
+    _biases_back(gm.graph, apart)
+    _sort(gm.graph)
+    for node in gm.graph.nodes:  # strides need not be what they were when a view was recorded
+        if name_of(node) in ("view", "_unsafe_view"):
+            node.target = torch.ops.aten.reshape.default
+    gm.graph.eliminate_dead_code(lambda node: node.is_impure() or node.target in compat.GRAD_MODES)
+    gm.graph.lint()
+    gm.recompile()
+    return reports
+
+
+def _shape(region: Region) -> tuple[int, ...]:
+    """Of the largest output, in the call that is traced."""
+    values = [value for node in region.outputs for value in compat.leaves(value_of(node)) if isinstance(value, Tensor)]
+    return max([compat.hints(value.shape) for value in values], key=math.prod, default=())
+
+
+def _rows(made: Made) -> int:
+    program = made.program
+    sizes = program.sizes_of([value_of(node) for node in made.inputs])
+    return math.prod(compat.hints([sizes[axis] for axis in program.structure.rows]))
+
+
+# --- biases of matrix products ------------------------------------------------------------------------------------------
+
+
+def _biases_apart(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Takes biases from matrix products, for regions to add: the sums, with the products.
+
+    A product whose rows are only viewed as several dimensions has the bias added behind the view.
+    """
+    found = {}
+    for node in list(graph.nodes):
+        if name_of(node) != "addmm" or node.kwargs or value_of(node.args[0]).dim() != 1:
+            continue
+        bias, *factors = node.args
+        users = list(node.users)
+        viewed = users[0] if len(users) == 1 and _keeps_columns(users[0]) else node
+        with graph.inserting_before(node):
+            product = graph.call_function(torch.ops.aten.mm.default, tuple(factors))
+        product.meta.update(node.meta)
+        node.replace_all_uses_with(product)
+        graph.erase_node(node)
+        rows = product if viewed is node else viewed
+        with graph.inserting_after(rows):
+            total = graph.call_function(torch.ops.aten.add.Tensor, (rows, bias))
+        total.meta.update(rows.meta)
+        total.meta[BIAS] = True
+        rows.replace_all_uses_with(total, lambda user, total=total: user is not total)  # type: ignore[misc]
+        found[total] = product
+    return found
+
+
+def _keeps_columns(node: fx.Node) -> bool:
+    if name_of(node) != "view":
+        return False
+    before, after = value_of(node.args[0]), value_of(node)  # type: ignore[arg-type]
+    return type(after.shape[-1]) is int and before.shape[-1] == after.shape[-1]
+
+
+def _biases_back(graph: fx.Graph, apart: dict[fx.Node, fx.Node]) -> None:
+    """Puts those back that no region has added."""
+    for total, product in apart.items():
+        if compat.is_erased(total):
+            continue
+        rows, bias = total.args
+        assert isinstance(rows, fx.Node)
+        total.replace_all_uses_with(rows)
+        graph.erase_node(total)
+        with graph.inserting_before(product):
+            node = graph.call_function(torch.ops.aten.addmm.default, (bias, *product.args))
+        node.meta.update(product.meta)
+        product.replace_all_uses_with(node)
+        graph.erase_node(product)
+
+
+# --- gradients ----------------------------------------------------------------------------------------------------------
+
+
+def _needs_gradients(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes whose values have gradients."""
+    found: set[fx.Node] = set()
+    enabled = torch.is_grad_enabled()
+    for node in graph.nodes:
+        if node.target in compat.GRAD_MODES:
+            enabled = bool(node.args[0])
+            continue
+        own = node.meta.get("requires_grad") or (
+            node.op == "get_attr" and getattr(value_of(node), "requires_grad", False)
+        )
+        if own or (enabled and name_of(node) != "detach" and found.intersection(node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _why_not(region: Region, needs: set[fx.Node]) -> str:
+    """Why Inductor computes a region as well; "" if it does not."""
+    if not all(isinstance(value_of(node), Tensor) for node in region.outputs):
+        return "a part of it has several results"
+    if any(name_of(node) == "native_dropout" for node in region.nodes):
+        return ""  # its mask is not stored
+    full = max(map(size_of, region.nodes))
+    small = [node for node in region.inputs if isinstance(value := value_of(node), Tensor) and size_of(node) < full
+             and value.is_floating_point() and (node in needs or value.dim() == 1)]  # fmt: skip
+    if not small:
+        return "no gradient is summed over its rows, and no mask is stored"
+    if all(node.meta.get(BIAS) or name_of(node) in COPIES for node in region.nodes):
+        return "it adds a bias to a matrix product, and nothing more"
+    return ""
+
+
+# --- the operators ------------------------------------------------------------------------------------------------------
+
+
+def _replace(
+    graph: fx.Graph, region: Region, made: Made, needs: set[fx.Node], replaced: dict[fx.Node, fx.Node]
+) -> None:
+    """One node for the region's, before the first that uses it.
+
+    Args:
+        replaced: outputs of regions, old and new.
+    """
+    program, own = made.program, set(region.nodes)
+    place = {node: place for place, node in enumerate(graph.nodes)}
+    last = max(region.nodes, key=place.__getitem__)
+    first = min([user for node in region.outputs for user in node.users if user not in own], key=place.__getitem__)
+    saves = bool(needs.intersection(made.inputs)) and bool(needs.intersection(region.nodes))
+    dtypes = [value_of(node).dtype for node in made.inputs]
+    constants = program.record(program.op)
+    # Not beyond the last of its own, where gradients may be switched on again.
+    with graph.inserting_before(first) if place[first] < place[last] else graph.inserting_before(last.next):
+        seed, threshold = None, rng.threshold(program.p)
+        if threshold > 0:
+            seed = graph.call_function(torch.ops.fusedops.random_state.default, (value_of(made.inputs[0]).device,))
+        target = getattr(torch.ops.fusedops, f"{program.name}_forward").default
+        call = operators.encode(constants, tuple(dtypes), saves)
+        given = [replaced.get(one, one) for one in made.inputs]
+        node = graph.call_function(target, (*given, seed, threshold, program.structure.cols, call))
+        outs = [graph.call_function(operator.getitem, (node, number)) for number in range(program.count)]
+    for old, number in made.outputs:
+        old.replace_all_uses_with(outs[number], lambda user: user not in own)
+        outs[number].meta.setdefault("val", value_of(old))
+        replaced[old] = outs[number]
+    for node in reversed(region.nodes):
+        graph.erase_node(node)
+
+
+# --- order --------------------------------------------------------------------------------------------------------------
+
+
+def _is_cyclic(graph: fx.Graph, owners: dict[fx.Node, Region]) -> bool:
+    """Whether regions that become single nodes need each other."""
+    state: dict[Any, int] = {}
+
+    def unit(node: fx.Node) -> Any:
+        return owners.get(node, node)
+
+    def needed(one: Any) -> Iterable[Any]:
+        nodes = one.nodes if isinstance(one, Region) else [one]
+        return [other for node in nodes for arg in node.all_input_nodes if (other := unit(arg)) is not one]
+
+    for node in graph.nodes:
+        stack = [(unit(node), iter(needed(unit(node))))] if unit(node) not in state else []
+        for one, _ in stack:
+            state[one] = 1
+        while stack:
+            one, rest = stack[-1]
+            other = next(rest, None)
+            if other is None:
+                state[one] = 2
+                stack.pop()
+            elif state.get(other) == 1:
+                return True
+            elif other not in state:
+                state[other] = 1
+                stack.append((other, iter(needed(other))))
+    return False
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Arguments first, and otherwise as it is. Regions are where they are first used: what they use may come later."""
+    order: dict[fx.Node, None] = {}
+    for root in list(graph.nodes):
+        stack: list[tuple[fx.Node, Any]] = [(root, iter(root.all_input_nodes))] if root not in order else []
+        while stack:
+            node, rest = stack[-1]
+            arg = next((arg for arg in rest if arg not in order), None)
+            if arg is None:
+                order.setdefault(node)
+                stack.pop()
+            else:
+                stack.append((arg, iter(arg.all_input_nodes)))
+    for one, other in itertools.pairwise(order):
+        one.append(other)

@@ -1,0 +1,201 @@
+"""The program of a region: traced by `fusedops.compiler` as a function of the user's is."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+from torch.nn import functional as F
+
+from ..compiler.errors import NotRowwiseError
+from ..compiler.operator import Program
+from ..compiler.planning import planned
+from ..compiler.structure import Structure, structured
+from ..compiler.tracing import Traced, trace
+from ..core import compat
+from .regions import Region, name_of, value_of
+
+__all__ = ["Made", "made"]
+
+# Programs by the text of their region and its tensors; a process with ever new models starts again.
+_known: dict[Any, Any] = {}
+_MOST = 4096
+
+
+class Made:
+    """A region's program, with the region's tensors in the order in which it takes and returns them.
+
+    Attributes:
+        program: the program.
+        inputs: nodes of the graph.
+        outputs: nodes of the region; of several that are one value the program has one.
+    """
+
+    def __init__(self, program: Program, inputs: Sequence[fx.Node], outputs: Sequence[tuple[fx.Node, int]]) -> None:
+        self.program, self.inputs, self.outputs = program, inputs, outputs
+
+
+def made(found: Region) -> Made:
+    """The program of a region.
+
+    Raises:
+        NotRowwiseError: it cannot be one kernel.
+    """
+    tensors = [node for node in found.inputs if isinstance(value_of(node), Tensor)]
+    function = _Function(found, tensors)
+    shapes = [tuple(value_of(node).shape) for node in tensors]
+    key = (function.text, tuple([(value_of(node).dtype, _text(shape)) for node, shape in zip(tensors, shapes, strict=True)]),
+           value_of(tensors[0]).device.type)  # fmt: skip
+    if key not in _known:
+        if len(_known) >= _MOST:
+            _known.clear()
+        try:
+            _known[key] = _made(function, tensors)
+        except NotRowwiseError as error:
+            _known[key] = str(error).removeprefix("region: ")  # an error would keep the tensors of its frames
+    known = _known[key]
+    if isinstance(known, str):
+        raise NotRowwiseError(known)
+    program, places = known
+    return Made(program, tensors, list(zip(function.outputs, places, strict=True)))
+
+
+def _text(shape: Sequence[Any]) -> str:
+    return str([str(size) for size in shape])
+
+
+class _Function:
+    """A region as a function of its tensors.
+
+    Attributes:
+        graph: of it.
+        text: the same for regions that are the same.
+        outputs: the nodes that it returns.
+    """
+
+    def __init__(self, region: Region, tensors: Sequence[fx.Node]) -> None:
+        self.graph, copies = fx.Graph(), dict[fx.Node, Any]()
+        self.outputs = region.outputs
+        self._sizes = _symbols(tensors)
+        self.expressions: list[str] = []
+        for place, node in enumerate(tensors):
+            copies[node] = self.graph.placeholder(f"t{place}")
+        given = list(copies.values())
+        for node in region.inputs:
+            if node not in copies:
+                copies[node] = self._size(value_of(node), given)
+        for node in region.nodes:
+            if name_of(node) == "native_dropout":
+                copies[node] = (self.graph.call_function(F.dropout, (copies[node.args[0]], *node.args[1:3])), None)  # type: ignore[index]
+            elif node.target is operator.getitem and isinstance(parts := copies[node.args[0]], tuple):  # type: ignore[index]
+                if (found := parts[node.args[1]]) is None:  # type: ignore[index]
+                    raise NotRowwiseError("dropout's mask is used")
+                copies[node] = found
+            else:
+                args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
+                copies[node] = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        self.graph.output(tuple([copies[node] for node in self.outputs]))
+        for node in self.graph.nodes:
+            node.meta.clear()
+        module = fx.GraphModule(torch.nn.Module(), self.graph, "region")
+        self.text = "\n".join([module.code, *self.expressions])
+        self.call = module.forward
+
+    def _size(self, value: Any, given: Sequence[fx.Node]) -> Any:
+        """A size that is a symbol, from sizes of tensors."""
+        expression = getattr(getattr(value, "node", None), "expr", None)
+        if expression is None or not all(symbol in self._sizes for symbol in expression.free_symbols):
+            raise NotRowwiseError("a size is not one of its tensors'")
+        symbols = sorted(expression.free_symbols, key=str)
+        sizes = [self.graph.call_function(torch.ops.aten.sym_size.int, (given[place], dim))
+                 for place, dim in [self._sizes[symbol] for symbol in symbols]]  # fmt: skip
+
+        def size(*numbers: int) -> int:
+            return _evaluated(expression, symbols, *numbers)
+
+        self.expressions.append(f"{expression} of {symbols}")
+        return self.graph.call_function(size, tuple(sizes))
+
+
+def _evaluated(expression: Any, symbols: Sequence[Any], *sizes: int) -> int:
+    return int(expression.subs(dict(zip(symbols, sizes, strict=True))))
+
+
+def _symbols(tensors: Sequence[fx.Node]) -> dict[Any, tuple[int, int]]:
+    """Where sizes that are symbols are found: the place of a tensor, and its dimension."""
+    found: dict[Any, tuple[int, int]] = {}
+    for place, node in enumerate(tensors):
+        for dim, size in enumerate(value_of(node).shape):
+            expression = getattr(getattr(size, "node", None), "expr", None)
+            if expression is not None and expression.is_Symbol:
+                found.setdefault(expression, (place, dim))
+    return found
+
+
+def _made(function: _Function, tensors: Sequence[fx.Node]) -> tuple[Program, list[int]]:
+    values = [value_of(node) for node in tensors]
+    symbols = {symbol for value in values for size in value.shape for symbol in _free_symbols(size)}
+    structure, places = _structure(function, values, {})
+    if symbols:
+        others = {symbol: 2 * hint + 3 for symbol, hint in _hints(values).items()}
+        if _structure(function, values, others)[0].text() != structure.text():
+            raise NotRowwiseError("the result depends on the number of rows")
+    program = Program("region", _reference(function, places), planned(structure, memory=True))
+    for operand, value in zip(structure.inputs, values, strict=True):
+        for label, size in zip(operand.labels, value.shape, strict=True):
+            if _free_symbols(size) and not (len(label) == 1 and label[0] in program.dynamic):
+                raise NotRowwiseError("a length that changes from call to call is one of columns")
+    return program, places
+
+
+def _reference(function: _Function, places: Sequence[int]) -> Callable[..., Any]:
+    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
+        outs = function.call(*tensors)
+        return tuple([outs[places.index(number)] for number in range(max(places) + 1)])
+
+    return call
+
+
+def _free_symbols(size: Any) -> Any:
+    return getattr(getattr(getattr(size, "node", None), "expr", None), "free_symbols", ())
+
+
+def _hints(values: Sequence[Tensor]) -> dict[Any, int]:
+    sizes: list[tuple[Any, int]] = [
+        pair for value in values for pair in zip(value.shape, compat.hints(value.shape), strict=True)
+    ]
+    return {size.node.expr: hint for size, hint in sizes if _free_symbols(size) and size.node.expr.is_Symbol}
+
+
+def _structure(function: _Function, values: Sequence[Tensor], others: dict[Any, int]) -> tuple[Structure, list[int]]:
+    """The structure for sizes as they are, or with other numbers for symbols; and the output that each one is."""
+    hints = _hints(values) | others
+
+    def sized(size: Any) -> int:
+        return _evaluated(size.node.expr, list(hints), *hints.values()) if _free_symbols(size) else int(size)
+
+    given = []
+    for value in values:
+        tensor = torch.empty([sized(size) for size in value.shape], dtype=value.dtype, device="meta")
+        tensor.fusedops_device = value.device  # type: ignore[attr-defined]
+        given.append(tensor)
+    with compat.recording_nothing(), compat.without_modes():
+        traced = trace(function.call, given, region, [f"t{place}" for place in range(len(given))], lambda _: None)
+    places = _merged(traced)
+    return structured(traced), places
+
+
+def region() -> None:
+    """What is traced is known by this name."""
+
+
+def _merged(traced: Traced) -> list[int]:
+    """Outputs that are one value are returned once: the place of each among those that are left."""
+    kept: dict[Any, int] = {}
+    places = [kept.setdefault((out.node, out.labels, out.dtype), len(kept)) for out in traced.outputs]
+    traced.outputs = [traced.outputs[places.index(number)] for number in range(len(kept))]
+    return places

@@ -1,0 +1,89 @@
+"""The report of `fusedops.explain`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from ..compiler.codegen import backward_kernels, forward_kernels
+from ..compiler.operator import Program
+
+__all__ = ["CompileReport", "RegionReport"]
+
+
+@dataclass(frozen=True)
+class RegionReport:
+    """A row-wise region of a model.
+
+    Attributes:
+        operators: of PyTorch that are in it, each once, in their order.
+        shape: of its largest output, in the call that was traced.
+        reason: why it was left to Inductor; "" if it is one operator.
+        rows: of that operator, in the call that was traced.
+        program: that operator; None if there is none.
+    """
+
+    operators: tuple[str, ...]
+    shape: tuple[int, ...]
+    reason: str = ""
+    rows: int = 0
+    program: Program | None = field(default=None, repr=False)
+
+    @property
+    def moved(self) -> int:
+        """Bytes of full tensors that its kernels read and write, forward and backward."""
+        return 0 if self.program is None else self.rows * _moved_of_row(self.program)
+
+    @property
+    def saved(self) -> int:
+        """Bytes of full tensors that its backward needs, its outputs not counted."""
+        return 0 if self.program is None else self.rows * self.program.plan.alternatives[0].held
+
+
+@functools.lru_cache(maxsize=1024)
+def _moved_of_row(program: Program) -> int:
+    how = {"grouped": False, "tiled": program.tiled}
+    kernels = forward_kernels(program.plan, program.acc, **how, saves=True)
+    if program.plan.differentiable:
+        kernels += backward_kernels(program.plan, program.acc, **how, given=range(program.count),
+                                    wanted=program.plan.differentiable)  # fmt: skip
+    return program.structure.cols * sum([dtype.itemsize for kernel in kernels for dtype in kernel.moved])
+
+
+@dataclass
+class CompileReport:
+    """The regions of a model, from `fusedops.explain`.
+
+    Attributes:
+        regions: of all graphs.
+        left: why whole graphs were left to Inductor, one entry for each such graph.
+        graphs: how many graphs there are.
+    """
+
+    regions: list[RegionReport] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    graphs: int = 0
+
+    @property
+    def fused(self) -> list[RegionReport]:
+        """The regions that are one operator each."""
+        return [region for region in self.regions if not region.reason]
+
+    def __str__(self) -> str:
+        """A line for each kind of region."""
+        fused = self.fused
+        moved, saved = sum([region.moved for region in fused]), sum([region.saved for region in fused])
+        where = "1 graph" if self.graphs == 1 else f"{self.graphs} graphs"
+        summary = f"{len(fused)} of {len(self.regions)} row-wise regions are one operator, in {where}"
+        lines = [f"{summary}: {_mib(moved)} moved, {_mib(saved)} saved for backward"]
+        lines += [f"a graph is left to Inductor: {reason} ({count} x)" for reason, count in Counter(self.left).items()]
+        for kind, count in Counter(self.regions).items():
+            what = f"left: {kind.reason}" if kind.reason else f"{_mib(kind.moved)} moved, {_mib(kind.saved)} saved"
+            lines.append(f"  {count} x {' x '.join(map(str, kind.shape))}  {', '.join(kind.operators)}  {what}")
+        return "\n".join(lines)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB" if size < 10 * 2**20 else f"{math.ceil(size / 2**20)} MiB"

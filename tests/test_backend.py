@@ -1,0 +1,404 @@
+"""`fusedops.compile`: values, gradients, masks, and which parts of a graph become operators.
+
+Most graphs are not compiled by Inductor, which takes seconds for each, but run as AOTAutograd leaves them.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fusedops
+from fusedops.backend import entry
+from fusedops.backend.report import CompileReport
+from fusedops.core import compat, launch
+from support import DEVICE, KERNEL_PATH
+
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
+
+
+class Backend:
+    """Makes operators of a graph's regions, and runs the graph without compiling it."""
+
+    def __init__(self) -> None:
+        self.report = CompileReport()
+        self.saved: list[Tensor] = []  # fake tensors
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        made = entry._with_operators(gm, inputs, self.report)
+
+        def forward(graph: torch.fx.GraphModule, _: Any) -> Any:
+            values = [node.meta.get("val") for node in graph.graph.find_nodes(op="output")[0].all_input_nodes
+                      if node.op == "call_function"]  # fmt: skip
+            self.saved += [value for value in values if isinstance(value, Tensor)]
+            return make_boxed_func(graph.forward)
+
+        with compat.casts_recorded():
+            backward = lambda graph, _: make_boxed_func(graph.forward)  # noqa: E731
+            return aot_autograd(fw_compiler=forward, bw_compiler=backward)(made, inputs)
+
+
+class PostNorm(nn.Module):
+    """A feed-forward part as BERT's."""
+
+    def __init__(self, width: int = 24, p: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.dropout(self.down(F.gelu(self.up(x)))) + x)
+
+
+class PreNorm(nn.Module):
+    """Two blocks as Llama's: the residual stream is handed on, and queries and keys are normalised and turned."""
+
+    def __init__(self, width: int = 32, head: int = 8) -> None:
+        super().__init__()
+        self.head = head
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(3))
+        self.mix = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(2))
+        self.gate, self.up, self.down = (
+            nn.Linear(*sizes, bias=False) for sizes in ((width, 48), (width, 48), (48, width))
+        )
+        self.of_heads = nn.RMSNorm(head)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = self.of_heads(self.mix[0](self.norms[0](x)).unflatten(-1, (-1, self.head)).transpose(1, 2))
+        first, second = heads.chunk(2, -1)
+        heads = heads * cos + torch.cat([-second, first], -1) * sin
+        x = x + self.mix[1](F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2))
+        y = self.norms[1](x)
+        return self.norms[2](x + self.down(F.silu(self.gate(y)) * self.up(y)))
+
+
+class Adaptive(nn.Module):
+    """A block of a diffusion transformer: one scale, shift and gate for all rows of a picture."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.modulation, self.mlp = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        shift, scale, gate = self.modulation(F.silu(c)).unsqueeze(1).chunk(3, -1)
+        return x + gate * self.mlp(F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift)
+
+
+def _rows(*shape: int) -> Tensor:
+    return torch.randn(*shape, device=DEVICE)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]], int]] = {
+    "post-norm": (PostNorm, lambda: (_rows(3, 5, 24),), 2),
+    "pre-norm": (PreNorm, lambda: (_rows(2, 6, 32), _rows(6, 8), _rows(6, 8)), 4),
+    "adaptive": (Adaptive, lambda: (_rows(3, 7, 16), _rows(3, 16)), 2),
+    "embeddings": (lambda: nn.Sequential(nn.Embedding(9, 16), nn.LayerNorm(16), nn.Linear(16, 4)),
+                   lambda: (torch.arange(9, device=DEVICE).view(3, 3),), 1),
+}  # fmt: skip
+every = pytest.mark.parametrize("name", MODELS)
+
+
+def _built(name: str) -> tuple[nn.Module, tuple[Tensor, ...], int]:
+    make, inputs, count = MODELS[name]
+    model = make().to(DEVICE)
+    for parameter in model.parameters():  # a norm's are ones and zeros
+        nn.init.normal_(parameter, 0.5 if parameter.dim() == 1 else 0.0, 0.4)
+    return model, inputs(), count
+
+
+def _results(model: Callable[..., Any], module: nn.Module, inputs: Sequence[Tensor], cotangent: Tensor) -> list[Tensor]:
+    """The output, and the gradients of parameters and inputs."""
+    leaves = [t.detach().clone().requires_grad_() if t.is_floating_point() else t for t in inputs]
+    output = model(*leaves)
+    wanted = [*module.parameters(), *[leaf for leaf in leaves if leaf.requires_grad]]
+    return [output, *torch.autograd.grad(output, wanted, cotangent.to(output.dtype))]
+
+
+def _moved(module: nn.Module, draw: int) -> nn.Module:
+    """A copy whose parameters are moved by a unit in the last place, up or down."""
+    generator, moved = torch.Generator().manual_seed(draw), copy.deepcopy(module)
+    for parameter in moved.parameters():
+        signs = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter) * 2 - 1
+        parameter.data *= 1 + torch.finfo(parameter.dtype).eps * signs
+    return moved
+
+
+def _check(found: Sequence[Tensor], module: nn.Module, inputs: Sequence[Tensor], cotangent: Tensor, eps: float) -> None:
+    """No farther from fp64 than four times what eager is, in the worst of four samples, and four units of the largest number.
+
+    The samples are eager runs with parameters moved by a unit in the last place: each is rounded otherwise. A chain of
+    roundings in another order differs by a few times what they do.
+    """
+    modules = [module, *[_moved(module, draw) for draw in range(3)]]
+    eager = [_results(other, other, inputs, cotangent) for other in modules]
+    exact = copy.deepcopy(module).double()
+    with torch.autocast(DEVICE.type, enabled=False):
+        given = [t.double() if t.is_floating_point() else t for t in inputs]
+        wanted = _results(exact, exact, given, cotangent.double())
+    for number, (ours, best) in enumerate(zip(found, wanted, strict=True)):
+        theirs = [sample[number] for sample in eager]
+        assert ours.dtype == theirs[0].dtype and ours.shape == best.shape
+        allowed = max([(other.double() - best).abs().max() for other in theirs])
+        assert (ours.double() - best).abs().max() <= 4 * (allowed + eps * best.abs().max()), number
+
+
+@every
+def test_values_and_gradients(name: str) -> None:
+    model, inputs, count = _built(name)
+    cotangent = torch.randn_like(model(*inputs))
+    backend = Backend()
+    with launch.record() as launches:
+        found = _results(torch.compile(model, backend=backend, fullgraph=True), model, inputs, cotangent)
+    assert len(backend.report.fused) == count and backend.report.graphs == 1 and not backend.report.left
+    assert sum("forward" in kernel for kernel in launches) >= count and any("backward" in kernel for kernel in launches)
+    _check(found, model, inputs, cotangent, torch.finfo(torch.float32).eps)
+
+
+def test_autocast() -> None:
+    """Casts are in the regions; what a model computes without autocast stays so, also while the graph runs under it."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.router = PostNorm(), nn.Linear(24, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inner(x)
+            with torch.autocast(DEVICE.type, enabled=False):
+                x = x.to(self.router.weight.dtype)
+                return self.router(x) + x.cumsum(-1)[..., :3]
+
+    model = Mixed().to(DEVICE)
+    x = _rows(3, 5, 24)
+    cotangent = torch.randn_like(model(x))
+    backend = Backend()
+    compiled = torch.compile(model, backend=backend)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        found = _results(compiled, model, (x,), cotangent)
+        # Triton's interpreter truncates where a GPU rounds.
+        _check(found, model, (x,), cotangent, 2 * torch.finfo(torch.bfloat16).eps)
+    assert len(backend.report.fused) == 3
+    names = {name for region in backend.report.fused for name in region.operators}
+    assert {"_to_copy", "native_layer_norm"} <= names
+
+
+# --- dropout ------------------------------------------------------------------------------------------------------------
+
+
+def _drops(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    return F.dropout(x + bias, 0.25) + residual
+
+
+def test_dropout_is_drawn_again_in_the_backward() -> None:
+    """The mask that the output shows is the one of the gradients; nothing of it is saved."""
+    x, residual, bias = _rows(64, 40), _rows(64, 40), _rows(40)
+    for t in (x, residual, bias):
+        t.requires_grad_()
+    backend = Backend()
+    compiled = torch.compile(_drops, backend=backend)
+    torch.manual_seed(1)
+    y = compiled(x, bias, residual)
+    kept = ((y - residual).abs() > 1e-6).double()
+    assert abs(kept.mean() - 0.75) < 5 * (0.25 * 0.75 / kept.numel()) ** 0.5
+    cotangent = torch.randn_like(y)
+    dx, dbias, dresidual = torch.autograd.grad(y, (x, bias, residual), cotangent)
+    torch.testing.assert_close(dx, cotangent * kept.float() / 0.75, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(dbias, dx.sum(0), rtol=1e-5, atol=1e-5)
+    assert torch.equal(dresidual, cotangent)
+    assert sum(t.numel() == x.numel() for t in backend.saved) == 1  # the output alone
+    torch.manual_seed(1)
+    assert torch.equal(compiled(x, bias, residual), y)
+    assert not torch.equal(compiled(x, bias, residual), y)
+
+
+def test_dropouts_of_one_graph_differ() -> None:
+    def function(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return F.dropout(x + bias, 0.5), F.dropout((x @ x.mT) + bias, 0.5)
+
+    first, second = torch.compile(function, backend=Backend())(
+        torch.ones(64, 64, device=DEVICE), torch.ones(64, device=DEVICE)
+    )
+    assert not torch.equal(first == 0, second == 0)
+
+
+def test_no_dropout_in_evaluation() -> None:
+    model = PostNorm(p=0.5).to(DEVICE).eval()
+    x = _rows(3, 24)
+    torch.testing.assert_close(torch.compile(model, backend=Backend())(x), model(x))
+
+
+def test_checkpointing_saves_inputs_alone_and_draws_the_same() -> None:
+    model = PostNorm(p=0.5).to(DEVICE)
+    x = _rows(16, 24).requires_grad_()
+    found = []
+    for wrapped in (model, lambda t: checkpoint(model, t, use_reentrant=False)):
+        backend = Backend()
+        torch.manual_seed(2)
+        y = torch.compile(wrapped, backend=backend)(x)
+        found.append((y, *torch.autograd.grad(y, (x, *model.parameters()), torch.ones_like(y))))
+        full = sum(t.dtype == x.dtype and t.numel() >= x.numel() for t in backend.saved)
+        assert len(backend.report.fused) == 2
+        assert full == 1 if wrapped is not model else full > 2  # the output itself is one
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+# --- graphs -------------------------------------------------------------------------------------------------------------
+
+
+def test_one_graph_serves_all_lengths() -> None:
+    model, _, count = _built("post-norm")
+    backend = Backend()
+    compiled = torch.compile(model, backend=backend)
+    for batch, length in ((3, 5), (2, 9), (7, 4)):
+        x = _rows(batch, length, 24)
+        torch._dynamo.mark_dynamic(x, (0, 1))
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+    assert backend.report.graphs == 1 and len(backend.report.fused) == count
+
+
+def test_inference_saves_nothing() -> None:
+    model, inputs, _ = _built("post-norm")
+    backend = Backend()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend=backend)(*inputs), model(*inputs), rtol=1e-4, atol=1e-5)
+    assert len(backend.saved) == 1
+
+
+class _Doubled(torch.autograd.Function):
+    """Its gradient is not that of what it computes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3
+
+
+def _own_derivative(x: Tensor, w: Tensor) -> Tensor:
+    return F.layer_norm(_Doubled.apply(x), (8,), w)
+
+
+def _cut(x: Tensor, w: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = F.layer_norm(x, (8,), w)
+    return F.layer_norm(x, (8,), w) * scale + F.layer_norm(x.detach(), (8,), w)
+
+
+def _in_place(x: Tensor, w: Tensor) -> Tensor:
+    y = x * 1
+    first, _ = torch.broadcast_tensors(y, x)
+    y += w
+    other = x + 1
+    other.mul_(2).sub_(w)
+    return F.layer_norm(first, (8,), w) + F.layer_norm(other, (8,), w) * y
+
+
+def _same_memory(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y = F.layer_norm(x, (8,), w)
+    return y, y.view(-1), y, x, x.view(-1)
+
+
+def _transposed(x: Tensor, w: Tensor) -> Tensor:
+    y = F.layer_norm(x.transpose(0, 1), (8,), w)
+    return y.transpose(0, 1).reshape(-1, 16)
+
+
+def _integers(x: Tensor, w: Tensor) -> Tensor:
+    return torch.where(torch.arange(x.shape[0], device=x.device)[:, None, None] > 1, F.layer_norm(x, (8,), w), w)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # PyTorch's own
+@pytest.mark.parametrize("function", [_own_derivative, _cut, _in_place, _same_memory, _transposed, _integers])
+def test_semantics_of_the_graph(function: Callable[..., Any]) -> None:
+    """Derivatives of the user's, parts without gradients, changes in place, outputs that share memory."""
+    x, w = _rows(4, 6, 8).requires_grad_(), _rows(8).requires_grad_()
+
+    def results(call: Callable[..., Any]) -> list[Tensor]:
+        outputs = compat.leaves(call(x, w))
+        total = sum([(index + 1) * (t * t.detach().cos()).sum() for index, t in enumerate(outputs)])
+        return [*outputs, *torch.autograd.grad(total, (x, w))]
+
+    backend = Backend()
+    found, expected = results(torch.compile(function, backend=backend)), results(function)
+    assert backend.report.fused and not backend.report.left
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    pointers = [[t.data_ptr() for t in ours[:-2]] for ours in (found, expected)]
+    shared = [[a == b for a, b in itertools.combinations(ours, 2)] for ours in pointers]
+    assert shared[0] == shared[1]
+
+
+def test_parameter_changed_in_place_is_read_in_its_turn() -> None:
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        first = F.layer_norm(x, (8,), w)
+        w.add_(1)
+        return first, F.layer_norm(x, (8,), w)
+
+    x, w = _rows(4, 8), _rows(8)
+    one, other = w.clone(), w.clone()
+    for found, expected in zip(torch.compile(function, backend=Backend())(x, one), function(x, other), strict=True):
+        torch.testing.assert_close(found, expected)
+    assert torch.equal(one, other)
+
+
+def test_graph_that_cannot_be_captured_is_left_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    @torch.compiler.allow_in_graph
+    def unknown(x: Tensor) -> Tensor:
+        return x + 1
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return F.layer_norm(unknown(x), (8,), w)
+
+    monkeypatch.setattr(compat, "compile_by_inductor", lambda gm, *_: gm.forward)
+    x, w = _rows(4, 8), _rows(8)
+    with pytest.warns(RuntimeWarning, match="leaves a graph to Inductor: it calls unknown"):
+        found = fusedops.compile(function)(x, w)
+    torch.testing.assert_close(found, function(x, w))
+    assert "a graph is left to Inductor: it calls unknown" in str(fusedops.explain(function, x, w))
+
+
+# --- the report and the entry point -------------------------------------------------------------------------------------
+
+
+def test_explain_names_regions_and_reasons() -> None:
+    class Two(PostNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).view(-1, 2, 12).transpose(1, 2).softmax(-1)
+
+    report = fusedops.explain(Two(p=0.1).to(DEVICE), _rows(6, 24))
+    assert [region.operators for region in report.fused] == [
+        ("add", "native_dropout", "native_layer_norm"),
+        ("add", "gelu"),
+    ]
+    dropped, activation = report.fused
+    assert dropped.shape == (6, 24) and dropped.saved == 6 * 24 * 4
+    # x, residual and y, and for the backward dy, the sum, dx and the residual's gradient; the sum is written, too
+    assert dropped.moved == 8 * 6 * 24 * 4
+    assert activation.moved == 5 * 6 * 48 * 4 and activation.saved == 6 * 48 * 4
+    assert {region.reason for region in report.regions} == {
+        "", "no gradient is summed over its rows, and no mask is stored"}  # fmt: skip
+    assert "2 of 3 row-wise regions are one operator, in 1 graph" in str(report)
+
+
+@pytest.mark.plain
+def test_through_inductor() -> None:
+    """As users call it; on a GPU with Inductor's kernels around."""
+    model, inputs, _ = _built("post-norm")
+    cotangent = torch.randn_like(model(*inputs))
+    with launch.record() as launches:
+        found = _results(fusedops.compile(model, fullgraph=True), model, inputs, cotangent)
+    assert bool(launches) == KERNEL_PATH
+    _check(found, model, inputs, cotangent, torch.finfo(torch.float32).eps)
