@@ -9,6 +9,7 @@ import copy
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -120,7 +121,7 @@ def _results(model: Callable[..., Any], module: nn.Module, inputs: Sequence[Tens
     """The output, and the gradients of parameters and inputs."""
     leaves = [t.detach().clone().requires_grad_() if t.is_floating_point() else t for t in inputs]
     output = model(*leaves)
-    wanted = [*module.parameters(), *[leaf for leaf in leaves if leaf.requires_grad]]
+    wanted = [t for t in (*module.parameters(), *leaves) if t.requires_grad]
     return [output, *torch.autograd.grad(output, wanted, cotangent.to(output.dtype))]
 
 
@@ -190,6 +191,45 @@ def test_autocast() -> None:
     assert len(backend.report.fused) == 3
     names = {name for region in backend.report.fused for name in region.operators}
     assert {"_to_copy", "native_layer_norm"} <= names
+
+
+class Products(nn.Module):
+    """Products of the same rows: three of a kind, one without bias, one frozen, one whose result a region takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.frozen, self.narrow = (nn.Linear(16, size) for size in (16, 8, 24, 16, 4))
+        self.bare, self.norm = nn.Linear(16, 16, bias=False), nn.LayerNorm(16)
+        self.frozen.requires_grad_(False)
+        self.normed = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (
+            self.q(x),
+            self.k(x),
+            self.v(x),
+            self.frozen(x),
+            self.narrow(x),
+            self.bare(x),
+            self.norm(self.normed(x)),
+        )
+        return torch.cat([part.float().cumsum(-1) for part in parts], -1)
+
+
+def test_products_of_the_same_rows_are_one() -> None:
+    """Where their weights are cast: the sums and gradients of three products, from one."""
+    model, x = Products().to(DEVICE), _rows(3, 5, 16)
+    cotangent = torch.randn_like(model(x))
+    backend = Backend()
+    compiled = torch.compile(model, backend=backend)
+    graphs = []
+    with mock.patch.object(entry, "fused", lambda gm, fused=entry.fused: (fused(gm), graphs.append(gm))[0]):  # type: ignore[misc]
+        torch.compile(model, backend=Backend())(x)
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            found = _results(compiled, model, (x,), cotangent)
+            _check(found, model, (x,), cotangent, 2 * torch.finfo(torch.bfloat16).eps)
+    products = [[compat.aten_name(node.target) for node in gm.graph.nodes].count("addmm") for gm in graphs]
+    assert products == [5, 3]  # q with k and v, frozen, narrow; without autocast five: the norm's region adds its bias
 
 
 # --- dropout ------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from ..compiler.errors import NotRowwiseError
 from ..core import compat, operators, rng
+from .products import joined
 from .programs import Made, made
 from .regions import BIAS, COPIES, Finder, Region, name_of, size_of, value_of
 from .report import RegionReport
@@ -53,6 +54,7 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
     for region, program in found:
         _replace(gm.graph, region, program, needs, replaced)
     _biases_back(gm.graph, apart)
+    joined(gm.graph, needs)
     _sort(gm.graph)
     for node in gm.graph.nodes:  # strides need not be what they were when a view was recorded
         if name_of(node) in ("view", "_unsafe_view"):

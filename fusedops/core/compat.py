@@ -603,6 +603,11 @@ def aten_name(target: Any) -> str:
     return ""
 
 
+def namespace(target: Any) -> str:
+    """Of an operator; "" for what is none."""
+    return str(target.namespace) if isinstance(target, OVERLOAD) else ""  # type: ignore[attr-defined]
+
+
 def leaves(value: Any) -> list[Any]:
     """What is in tuples, lists and dictionaries."""
     from torch.utils import _pytree as pytree

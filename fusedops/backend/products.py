@@ -1,0 +1,98 @@
+"""Matrix products of the same rows as one product, where autocast casts their weights anyway."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..core import compat
+from .regions import VIEWS, name_of, value_of
+
+__all__ = ["joined"]
+
+
+def joined(graph: fx.Graph, needs: set[fx.Node]) -> int:
+    """Joins the products of linear layers that multiply the same rows: query, key and value, or gate and up.
+
+    The weights lie behind one another in the tensor into which they are cast, so that this copies nothing more. Backward, the
+    rows have one gradient from one product, instead of several and their sum.
+
+    Args:
+        graph: of operators.
+        needs: the nodes whose values have gradients.
+    Returns:
+        The number of products that were joined with others.
+    """
+    groups: dict[Any, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if (weight := _weight(node)) is not None and not _feeds_operators(node):
+            bias = node.args[0] if name_of(node) == "addmm" else None
+            trained = (weight in needs, bias in needs)
+            key = (_rows_of(node.args[-2]), name_of(node), value_of(weight).dtype, value_of(node).dtype, trained)
+            groups.setdefault(key, []).append(node)
+    found = [group for group in groups.values() if len(group) > 1]
+    for group in found:
+        _join(graph, group)
+    return sum(map(len, found))
+
+
+def _weight(node: fx.Node) -> fx.Node | None:
+    """The parameter of a linear layer whose weight is cast for this product alone; None for other nodes."""
+    if name_of(node) not in ("mm", "addmm") or node.kwargs:
+        return None
+    turned: Any = node.args[-1]
+    cast: Any = turned.args[0] if name_of(turned) == "t" else None
+    if cast is None or name_of(cast) != "_to_copy" or len(turned.users) > 1 or len(cast.users) > 1:
+        return None
+    weight: fx.Node = cast.args[0]
+    sizes = value_of(weight).shape
+    is_known = weight.op in ("placeholder", "get_attr") and all(type(size) is int for size in sizes)
+    return weight if is_known and sizes[0] % 8 == 0 else None
+
+
+def _rows_of(node: fx.Node) -> Any:
+    """What tells rows from others: a tensor, and how it is cast and viewed."""
+    if name_of(node) not in ("view", "_to_copy"):
+        return node
+    return name_of(node), _rows_of(node.args[0]), str(node.args[1:]), str(node.kwargs)  # type: ignore[arg-type]
+
+
+def _feeds_operators(node: fx.Node) -> bool:
+    """Whether an operator of a region takes a product: its gradients would be copied behind one another."""
+    todo = list(node.users)
+    while todo:
+        user = todo.pop()
+        if compat.namespace(user.target) == "fusedops":
+            return True
+        if name_of(user) in VIEWS or user.target is operator.getitem:
+            todo += user.users
+    return False
+
+
+def _join(graph: fx.Graph, group: list[fx.Node]) -> None:
+    """Puts one product and its parts in the place of several."""
+    first, aten = group[0], torch.ops.aten
+    casts: list[Any] = [node.args[-1].args[0] for node in group]  # type: ignore[union-attr]
+    sizes = [value_of(cast).shape[0] for cast in casts]
+    with graph.inserting_before(first):
+        weight = graph.call_function(aten.t.default, (_behind(graph, casts),))
+        factors: tuple[Any, ...] = (first.args[-2], weight)
+        if name_of(first) == "addmm":
+            factors = (_behind(graph, [node.args[0] for node in group]), *factors)
+        product = graph.call_function(first.target, factors)  # type: ignore[arg-type]
+        product.meta.update({key: value for key, value in first.meta.items() if key != "val"})
+        parts = graph.call_function(aten.split_with_sizes.default, (product, sizes, 1))
+        for number, node in enumerate(group):
+            part = graph.call_function(operator.getitem, (parts, number))
+            part.meta.update(node.meta)
+            node.replace_all_uses_with(part)
+    for node in group:
+        graph.erase_node(node)
+
+
+def _behind(graph: fx.Graph, tensors: Iterable[Any]) -> fx.Node:
+    return graph.call_function(torch.ops.aten.cat.default, (list(tensors),))
