@@ -16,7 +16,7 @@ from ..compiler.errors import NotRowwiseError
 from ..core import compat, operators, rng
 from .products import joined
 from .programs import Made, made
-from .regions import BIAS, COPIES, Finder, Region, name_of, size_of, value_of
+from .regions import BIAS, COPIES, VIEWS, Finder, Region, name_of, size_of, value_of
 from .report import RegionReport
 
 __all__ = ["fused"]
@@ -49,7 +49,7 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
             continue
         owners.update(dict.fromkeys(region.nodes, region))
         found.append((region, program))
-        reports.append(RegionReport(names, _shape(region), "", _rows(program), program.program))
+        reports.append(RegionReport(names, _shape(region), "", _apart(region), _rows(program), program.program))
     replaced: dict[fx.Node, fx.Node] = {}
     for region, program in found:
         _replace(gm.graph, region, program, needs, replaced)
@@ -69,6 +69,17 @@ def _shape(region: Region) -> tuple[int, ...]:
     """Of the largest output, in the call that is traced."""
     values = [value for node in region.outputs for value in compat.leaves(value_of(node)) if isinstance(value, Tensor)]
     return max([compat.hints(value.shape) for value in values], key=math.prod, default=())
+
+
+def _apart(region: Region) -> int:
+    """Bytes that its operators read and write one by one; views move none."""
+    moved = 0
+    for node in region.nodes:
+        if name_of(node) and name_of(node) not in VIEWS:
+            values = [value_of(other) for other in (node, *node.all_input_nodes)]
+            tensors = [value for value in compat.leaves(values) if isinstance(value, Tensor)]
+            moved += sum([math.prod(compat.hints(t.shape)) * t.dtype.itemsize for t in tensors])
+    return moved
 
 
 def _rows(made: Made) -> int:

@@ -20,7 +20,7 @@ from ..compiler.lowering import TABLE
 from ..core import compat, launch
 from ..core.operators import NAMES
 
-__all__ = ["BIAS", "COPIES", "Finder", "Region", "name_of", "size_of", "value_of"]
+__all__ = ["BIAS", "COPIES", "VIEWS", "Finder", "Region", "name_of", "size_of", "value_of"]
 
 # The mark of a sum of a matrix product and a bias, in `fx.Node.meta`.
 BIAS = "fusedops_bias"

@@ -21,6 +21,7 @@ class RegionReport:
         operators: of PyTorch that are in it, each once, in their order.
         shape: of its largest output, in the call that was traced.
         reason: why it was left to Inductor; "" if it is one operator.
+        apart: bytes that PyTorch's operators read and write forward, one by one.
         rows: of that operator, in the call that was traced.
         program: that operator; None if there is none.
     """
@@ -28,13 +29,19 @@ class RegionReport:
     operators: tuple[str, ...]
     shape: tuple[int, ...]
     reason: str = ""
+    apart: int = 0
     rows: int = 0
     program: Program | None = field(default=None, repr=False)
 
     @property
+    def forward(self) -> int:
+        """Bytes of full tensors that its forward kernel reads and writes, for a backward that follows."""
+        return 0 if self.program is None else self.rows * _moved_of_row(self.program)[0]
+
+    @property
     def moved(self) -> int:
         """Bytes of full tensors that its kernels read and write, forward and backward."""
-        return 0 if self.program is None else self.rows * _moved_of_row(self.program)
+        return 0 if self.program is None else self.rows * sum(_moved_of_row(self.program))
 
     @property
     def saved(self) -> int:
@@ -43,13 +50,18 @@ class RegionReport:
 
 
 @functools.lru_cache(maxsize=1024)
-def _moved_of_row(program: Program) -> int:
+def _moved_of_row(program: Program) -> tuple[int, int]:
+    """Bytes of a row, forward and backward."""
     how = {"grouped": False, "tiled": program.tiled}
-    kernels = forward_kernels(program.plan, program.acc, **how, saves=True)
+    forward, backward = forward_kernels(program.plan, program.acc, **how, saves=True), []
     if program.plan.differentiable:
-        kernels += backward_kernels(program.plan, program.acc, **how, given=range(program.count),
+        backward = backward_kernels(program.plan, program.acc, **how, given=range(program.count),
                                     wanted=program.plan.differentiable)  # fmt: skip
-    return program.structure.cols * sum([dtype.itemsize for kernel in kernels for dtype in kernel.moved])
+    cols = program.structure.cols
+    moved = [
+        cols * sum([dtype.itemsize for kernel in kernels for dtype in kernel.moved]) for kernels in (forward, backward)
+    ]
+    return moved[0], moved[1]
 
 
 @dataclass
@@ -80,7 +92,8 @@ class CompileReport:
         lines = [f"{summary}: {_mib(moved)} moved, {_mib(saved)} saved for backward"]
         lines += [f"a graph is left to Inductor: {reason} ({count} x)" for reason, count in Counter(self.left).items()]
         for kind, count in Counter(self.regions).items():
-            what = f"left: {kind.reason}" if kind.reason else f"{_mib(kind.moved)} moved, {_mib(kind.saved)} saved"
+            what = f"{_mib(kind.moved)} moved, {_mib(kind.saved)} saved; forward {_mib(kind.forward)}, not {_mib(kind.apart)}"
+            what = f"left: {kind.reason}" if kind.reason else what
             lines.append(f"  {count} x {' x '.join(map(str, kind.shape))}  {', '.join(kind.operators)}  {what}")
         return "\n".join(lines)
 
