@@ -434,9 +434,8 @@ def test_explain_names_regions_and_reasons() -> None:
     assert "2 of 3 row-wise regions are one operator, in 1 graph" in str(report)
 
 
-@pytest.mark.plain
 def test_through_inductor() -> None:
-    """As users call it; on a GPU with Inductor's kernels around."""
+    """As users call it, with Inductor's kernels around."""
     model, inputs, _ = _built("post-norm")
     cotangent = torch.randn_like(model(*inputs))
     with launch.record() as launches:

@@ -22,7 +22,8 @@ __all__ = ["NotCapturedError", "captured"]
 
 Inner = Callable[[fx.GraphModule], fx.GraphModule]
 
-_WITHOUT_EFFECT = frozenset({"_log_api_usage_once"})
+# Functions of others that do nothing which a graph has to repeat.
+_WITHOUT_EFFECT = frozenset({"_log_api_usage_once", "lazy_load_decompositions"})
 
 
 class NotCapturedError(Exception):

@@ -162,7 +162,7 @@ class Finder:
         tensors = [t for t in tensors if isinstance(t, Tensor)]
         if any(compat.share_memory(t, other) for t in tensors for other in changed):
             return False
-        return all(_is_readable(t) for t in tensors) and bool(tensors)
+        return all(_is_readable(t) for t in tensors) and len({t.device for t in tensors}) == 1
 
     def _columns(self, node: fx.Node) -> int:
         """How many columns a reduction is over; 0 for other nodes."""
@@ -238,7 +238,8 @@ class Finder:
         """Whether a node is no reduction, or one over rows as long as others are."""
         if name_of(node) not in _OVER_DIMS | _NORMS | _SOFTMAX:
             return True
-        return self._columns(node) in (columns, columns or -1) or (not columns and bool(self._columns(node)))
+        found = self._columns(node)
+        return bool(found) and columns in (0, found)
 
     def _trimmed(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         """Without what is only viewed or cast on the way in, and only viewed on the way out."""
@@ -269,7 +270,7 @@ def _is_eligible_by_name(node: fx.Node) -> bool:
 
 def _is_readable(tensor: Tensor) -> bool:
     read = tensor.dtype in NAMES and tensor.layout is torch.strided and launch.runs_kernels(tensor.device.type)
-    return read and 0 not in compat.hints(tensor.shape)
+    return read and compat.have_hints(tensor.shape) and 0 not in compat.hints(tensor.shape)
 
 
 def _is_fixed(node: fx.Node) -> bool:

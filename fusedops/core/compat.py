@@ -603,6 +603,11 @@ def aten_name(target: Any) -> str:
     return ""
 
 
+def have_hints(sizes: Iterable[Any]) -> bool:
+    """Whether numbers are known for all sizes: not for those that depend on data."""
+    return all(not isinstance(size, torch.SymInt) or size.node.has_hint() for size in sizes)
+
+
 def namespace(target: Any) -> str:
     """Of an operator; "" for what is none."""
     return str(target.namespace) if isinstance(target, OVERLOAD) else ""  # type: ignore[attr-defined]
