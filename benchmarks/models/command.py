@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from .. import results as operator_results
-from . import ahead, page, profiling, results
+from . import ahead, first_calls, page, profiling, results
 from .measuring import Effort
-from .providers import PROVIDERS
+from .providers import OURS, PROVIDERS
 from .runner import Setting, Work, run_work, stages, without
 from .text import Text
 from .workloads import MODELS, MODES, Workload, loss_workloads, named, workloads
@@ -38,6 +38,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--provider", action="append", metavar="NAME", help=f"only this one of {', '.join(PROVIDERS)}; may "
                         "be repeated")  # fmt: skip
     parser.add_argument("--loss", action="store_true", help="instead of timing, train for a short while")
+    parser.add_argument("--first-calls", action="store_true", help="instead of timing steps, time how long each provider "
+                        f"compiles (default: {' and '.join(first_calls.DEFAULT)}), cold and in a second process")  # fmt: skip
     parser.add_argument("--seeds", type=int, default=3, help="of --loss: how many trainings (default: 3)")
     parser.add_argument("--steps", type=int, default=100, help="of --loss: the steps of each (default: 100)")
     parser.add_argument(
@@ -88,6 +90,8 @@ def _work(options: argparse.Namespace) -> int:
     setting = Setting(
         device, Text(device), _TINY if options.tiny else Effort(), tuple(range(options.seeds)), options.steps
     )
+    if options.first_calls:
+        return _time_first_calls(chosen, wanted or first_calls.DEFAULT, setting, options)
     if options.profile:
         return _profile(chosen, wanted or ["eager", "fused"], setting)
     return _measure(stages(chosen, wanted), setting, options)
@@ -117,11 +121,32 @@ def _profile(chosen: list[Workload], wanted: list[str], setting: Setting) -> int
     return 0
 
 
+def _time_first_calls(
+    chosen: list[Workload], wanted: Sequence[str], setting: Setting, options: argparse.Namespace
+) -> int:
+    path = _output(options, setting.device, "compile")
+    rows = []
+    for workload in [workload for workload in chosen if workload.mode != "generate"]:
+        for name in wanted:
+            rows.append(first_calls.measured(workload, name, setting.device))
+            print(f"{workload} {name}: {rows[-1].cold_s:.1f} s, {rows[-1].warm_s:.1f} s", flush=True)
+            if path is not None:
+                first_calls.write(path, rows[-1:])
+    print(first_calls.table(rows))
+    return 0
+
+
+def _output(options: argparse.Namespace, device: torch.device, kind: str) -> Path | None:
+    """The file of the command line; by default that of the GPU, and none for a CPU or for tiny models."""
+    if options.output is not None or device.type != "cuda" or options.tiny:
+        path: Path | None = options.output
+        return path
+    return _RESULTS / f"{kind}_{operator_results.device_slug(torch.cuda.get_device_name(device))}.csv"
+
+
 def _measure(plan: list[list[Work]], setting: Setting, options: argparse.Namespace) -> int:
     name = torch.cuda.get_device_name(setting.device) if setting.device.type == "cuda" else "CPU"
-    path = options.output
-    if path is None and setting.device.type == "cuda" and not options.tiny:
-        path = _RESULTS / f"models_{operator_results.device_slug(name)}.csv"
+    path = _output(options, setting.device, "models")
     print(f"{name}, torch {torch.__version__}; results to {path or 'the terminal only'}", flush=True)
     rows, missing = _run_all(plan, setting, options, path)
     print(page.table(rows if path is None else results.read(path)))
@@ -149,9 +174,7 @@ def _run_all(plan: list[list[Work]], setting: Setting, options: argparse.Namespa
             print(item.workload, flush=True)
             new = run_work(item, setting)
             rows += new
-            missing += sum(n.startswith("fused") for n in item.providers) - sum(
-                r.provider.startswith("fused") for r in new
-            )
+            missing += sum(name in OURS for name in item.providers) - sum(row.provider in OURS for row in new)
             if path is not None:
                 results.write(path, new)
             print(f"  {time.perf_counter() - begun:.1f} s", flush=True)

@@ -13,7 +13,7 @@ import torch
 from .. import timing
 from .providers import Contender
 
-__all__ = ["Effort", "Measured", "Warm", "blocks", "synchronize", "warm_up"]
+__all__ = ["Effort", "Measured", "Warm", "blocks", "seconds", "synchronize", "warm_up"]
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Measured:
 def warm_up(contender: Contender, effort: Effort, device: torch.device) -> Warm:
     """Runs steps until all is compiled and loaded, then takes memory and the host's time from single ones."""
     with contender.in_force():
-        first = _seconds(contender.step, device)[1]
+        first = seconds(contender.step, device)[1]
         contender.step()
         contender.clear()
         peak = _peak_mib(contender, device)
-        singles = [_seconds(contender.step, device) for _ in range(effort.singles)]
+        singles = [seconds(contender.step, device) for _ in range(effort.singles)]
         contender.clear()
     returned = statistics.median(host for host, _ in singles)
     return Warm(first, statistics.median(whole for _, whole in singles), returned * 1e3, peak)
@@ -92,7 +92,7 @@ def _block(step: Callable[[], object], steps: int, device: torch.device) -> floa
     return (time.perf_counter() - start) / steps
 
 
-def _seconds(step: Callable[[], object], device: torch.device) -> tuple[float, float]:
+def seconds(step: Callable[[], object], device: torch.device) -> tuple[float, float]:
     """Until the step returns, the queue empty at its start, and until the device is done."""
     synchronize(device)
     start = time.perf_counter()

@@ -19,7 +19,10 @@ _NAMES = {
     "fused": "fused",
     "liger": "Liger-Kernel",
     "compile": "torch.compile",
+    "compile_autotune": "torch.compile, max-autotune",
     "fused_compile": "fused + torch.compile",
+    "backend": "`fusedops.compile`",
+    "fused_backend": "fused + `fusedops.compile`",
 }
 _MODE_TITLES = {
     "train": "## Training step\n\nForward and backward, bf16 autocast over fp32 weights, dropout on.",
@@ -32,6 +35,12 @@ _MODEL_NAMES = {
     "t5": "T5-base",
     "llama": "Llama-like, 1B",
     "vit": "ViT-B/16",
+    "qwen3": "Qwen-3-like, 0.6B",
+    "gemma2": "Gemma-2-like, 1.6B",
+    "mixtral": "Mixtral-like, 0.8B",
+    "dit": "DiT-L/2-like",
+    "nanogpt": "nanoGPT, by hand",
+    "meta_llama": "Llama, by hand, 1B",
 }
 
 _HEAD = """# Whole models: figures
@@ -62,12 +71,26 @@ To measure it all again, on a GPU, with `pip install .[bench,hf]`:
 
 ```
 python -m benchmarks models --provider eager --provider fused --provider liger
-python -m benchmarks models --provider compile --provider fused_compile
+python -m benchmarks models --provider compile --provider fused_compile --provider backend --provider fused_backend
 python -m benchmarks models --model bert --provider fused --provider fused_without_packing    # and so on
 python -m benchmarks models --loss
+python -m benchmarks models --first-calls                      # seconds to compile, cold and in a second process
 python -m benchmarks models --page                             # this page
 python -m benchmarks models --profile --model gpt2 --mode train --provider fused    # where the time goes
 ```"""
+
+# Said where there are rows of such a provider or model.
+_NOTES = {
+    "compile_autotune": 'Max-autotune is `torch.compile(mode="max-autotune-no-cudagraphs")`.',
+    "backend": '`fusedops.compile` is `torch.compile(backend="fusedops")` on the whole model; behind fused, on what '
+    "`fuse_model` has left.",
+    "nanogpt": "nanoGPT and Llama by hand are not Transformers' code but in the manner of nanoGPT's and Meta's, at the "
+    "sizes of GPT-2 and the Llama-like model.",
+    "gemma2": "Gemma-2-like is half of the layers of Gemma 2 2B; its attention has a soft cap, and is the one that "
+    "Transformers writes out.",
+    "mixtral": "Mixtral-like is a quarter of the width and of the layers of Mixtral 8x7B, with its eight experts.",
+    "dit": "DiT-L/2-like is written by hand; its loss is the error of the noise that it predicts in latents.",
+}
 
 _LOSS = """## Loss after 100 steps
 
@@ -117,12 +140,15 @@ def markdown(path: Path) -> str:
     losses = _ordered(row for row in rows if row.mode == "loss")
     if losses:
         parts += [_LOSS, _grid(losses, _loss)]
-    return "\n\n".join([*parts, _HOW]) + "\n"
+    present = {name for row in rows for name in (row.provider, row.model)}
+    notes = " ".join(note for name, note in _NOTES.items() if name in present)
+    return "\n\n".join([*parts, *([textwrap.fill(notes, 120, break_on_hyphens=False)] if notes else []), _HOW]) + "\n"
 
 
 def summary(path: Path) -> str:
     """The README's table: speed-ups of a training step over eager, the greatest bold, and where another is faster."""
     names = {"fused": "`fuse_model`", "compile": "torch.compile", "fused_compile": "both", "liger": "Liger-Kernel"}
+    names |= {name: _NAMES[name] for name in {row.provider for row in read(path)} & {"backend"}}
     lines = ["| model, batch | eager, ms | " + " | ".join(names.values()) + " |", "|---|--:|" + "--:|" * len(names)]
     lost = []
     for (model, _, shape), seen in _ordered(row for row in read(path) if row.mode == "train"):

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 import fusedops
+from fusedops.backend.entry import backend
 
 from .text import Text
 from .workloads import Workload
 
-__all__ = ["COMPILING", "PROVIDERS", "WITHOUT", "Contender", "contender", "offered", "prepare"]
+__all__ = ["COMPILING", "OURS", "PROVIDERS", "WITHOUT", "Contender", "contender", "offered", "prepare"]
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -69,10 +70,13 @@ def prepare(name: str, model: nn.Module) -> Context:
 def offered(workload: Workload) -> list[str]:
     """The providers that are measured there unless others are named.
 
-    Generation is not compiled: its cache grows by a token a step, and the graphs are compiled again and again. A short
-    training is not either, as its sizes are others than those that were compiled.
+    Autotuning takes minutes a model: it is measured where the best of torch.compile counts. Generation is not compiled:
+    its cache grows by a token a step, and the graphs are compiled again and again. A short training is not either, as its
+    sizes are others than those that were compiled.
     """
-    names = [name for name in PROVIDERS if name not in WITHOUT and (name != "liger" or _has_liger(workload))]
+    names = [name for name in PROVIDERS if name not in WITHOUT and name != "compile_autotune"
+             and (name != "liger" or _has_liger(workload))]  # fmt: skip
+    names += ["compile_autotune"] if workload.name == "llama" else []
     return [name for name in names if name not in COMPILING or workload.mode in ("train", "infer")]
 
 
@@ -102,9 +106,15 @@ def _fused(model: nn.Module, **options: Any) -> Context:
     return nullcontext
 
 
-def _compile(model: nn.Module) -> Context:
-    model.compile()
+def _compile(model: nn.Module, **options: Any) -> Context:
+    model.compile(**options)
     return nullcontext
+
+
+def _fused_backend(model: nn.Module) -> Context:
+    """Fused by rules, and what they leave by the backend."""
+    _fused(model)
+    return _compile(model, backend=backend)
 
 
 def _liger(model: nn.Module) -> Context:
@@ -138,8 +148,13 @@ PROVIDERS: dict[str, Callable[[nn.Module], Context]] = {
     "fused": _fused,
     "liger": _liger,
     "compile": _compile,
+    "compile_autotune": partial(_compile, mode="max-autotune-no-cudagraphs"),
     "fused_compile": partial(_fused, compile_rest=True),
+    "backend": partial(_compile, backend=backend),
+    "fused_backend": _fused_backend,
     **{name: partial(_fused, exclude=[trick], compile_rest=other == "fused_compile")
        for name, (trick, other) in WITHOUT.items()},
 }  # fmt: skip
-COMPILING = ("compile", *[name for name in PROVIDERS if name.startswith("fused_compile")])
+COMPILING = tuple([name for name in PROVIDERS if "compile" in name or "backend" in name])
+# Of ours a run must have a row; it may lack a peer's.
+OURS = frozenset(name for name in PROVIDERS if name.startswith("fused") or "backend" in name)

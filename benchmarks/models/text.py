@@ -42,3 +42,11 @@ class Text:
     def chosen(self, like: Tensor, fraction: float) -> Tensor:
         """A random mask of the shape, True in about that fraction."""
         return (torch.rand(like.shape, generator=self._generator) < fraction).to(like.device)
+
+    def noise(self, like: Tensor) -> Tensor:
+        """Normally distributed numbers of the shape."""
+        return torch.randn(like.shape, generator=self._generator).to(like)
+
+    def steps(self, count: int, number: int) -> Tensor:
+        """So many random ones of a number of steps."""
+        return torch.randint(number, (count,), generator=self._generator).to(self._bytes.device)

@@ -1,11 +1,12 @@
 """The models, and what is done with each.
 
-All are built from their config with random weights; nothing is downloaded. Tiny ones keep the structure and shrink the
-sizes, for machines without a GPU.
+All have random weights; nothing is downloaded. Those of Transformers are built from their config, others are written by
+hand. Tiny ones keep the structure and shrink the sizes, for machines without a GPU.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .text import EOS, MASK, PAD, TOKENS, Text
+from .written import DiT, MetaLlama, NanoGPT
 
 __all__ = ["MODELS", "MODES", "Model", "Workload", "loss_workloads", "named", "workloads"]
 
@@ -29,16 +31,17 @@ class Model:
     """An architecture at its usual size.
 
     Attributes:
-        cls: its class in Transformers; ``config`` that of its config.
-        options: the config's arguments that are not its defaults; ``tiny`` those that shrink it.
+        cls: the name of its class in Transformers, or a class that is written by hand.
+        config: the name of its config's class in Transformers; None of a class that takes the options itself.
+        options: the arguments that are not its defaults; ``tiny`` those that shrink it.
         batch: inputs with labels, of given sizes.
         sizes: those of a training step and of inference, the most telling first; ``tiny_sizes`` the tiny model's.
         loss_sizes: those of the short training.
         prompts: how many prompts are continued, their length, and by how many tokens; None where nothing is generated.
     """
 
-    cls: str
-    config: str
+    cls: str | type[nn.Module]
+    config: str | None
     options: dict[str, Any]
     tiny: dict[str, Any]
     batch: Callable[[Text, Sizes], Batch]
@@ -70,18 +73,24 @@ class Workload:
 
     def build(self, device: torch.device, seed: int = 0) -> nn.Module:
         """The model as its mode wants it: in bf16 and evaluation mode but for training. Same weights for same seed."""
-        import transformers
-
-        options = self.model.options | (self.model.tiny if self.tiny else {})
-        config = getattr(transformers, self.model.config)(**options)
-        if hasattr(config, "use_cache"):
-            config.use_cache = self.mode == "generate"  # nothing else reads the keys and values that a forward returns
         torch.manual_seed(seed)
         with device:
-            model: nn.Module = getattr(transformers, self.model.cls)(config)
+            model = self._made()
         if self.mode in ("train", "loss"):
             return model.to(device).train()
         return model.to(device, torch.bfloat16).eval()
+
+    def _made(self) -> nn.Module:
+        options = self.model.options | (self.model.tiny if self.tiny else {})
+        if not isinstance(self.model.cls, str):
+            return self.model.cls(**options)
+        import transformers
+
+        config = getattr(transformers, str(self.model.config))(**options)
+        if hasattr(config, "use_cache"):
+            config.use_cache = self.mode == "generate"  # nothing else reads the keys and values that a forward returns
+        model: nn.Module = getattr(transformers, self.model.cls)(config)
+        return model
 
     def batch(self, text: Text) -> Batch:
         """The arguments of a call, or of ``generate``."""
@@ -95,7 +104,7 @@ class Workload:
         # T5's decoder reads the labels' place; the others' labels would add a loss.
         labels = batch.pop("labels")
         batch = {name: value.bfloat16() if value.is_floating_point() else value for name, value in batch.items()}
-        return batch | ({"decoder_input_ids": labels} if self.model.cls.startswith("T5") else {})
+        return batch | ({"decoder_input_ids": labels} if self.name == "t5" else {})
 
     def __str__(self) -> str:
         return f"{self.name} {self.mode} {self.shape}"
@@ -104,6 +113,17 @@ class Workload:
 def _next_token(text: Text, sizes: Sizes) -> Batch:
     tokens = text.tokens(*sizes)
     return {"input_ids": tokens, "labels": tokens}  # the models shift
+
+
+def _shifted(name: str) -> Callable[[Text, Sizes], Batch]:
+    """The inputs under their name, and the tokens that follow them."""
+
+    def batch(text: Text, sizes: Sizes) -> Batch:
+        count, length = sizes
+        tokens = text.tokens(count, length + 1)
+        return {name: tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+    return batch
 
 
 def _masked(text: Text, sizes: Sizes) -> Batch:
@@ -125,8 +145,22 @@ def _picture(text: Text, sizes: Sizes) -> Batch:
     return {"pixel_values": windows[:, :-1].reshape(sizes).float() / 127.5 - 1.0, "labels": windows[:, -1]}
 
 
+def _noisy(text: Text, sizes: Sizes) -> Batch:
+    """Windows of the text as latents, mixed with noise as far as their step says, and the noise; the byte is the class."""
+    count, patches = sizes
+    side = 2 * math.isqrt(patches)
+    windows = text.windows(count, 4 * side * side + 1)
+    latents = windows[:, :-1].reshape(count, 4, side, side).float() / 127.5 - 1.0
+    noise, steps = text.noise(latents), text.steps(count, _STEPS)
+    level = (steps / _STEPS).view(-1, 1, 1, 1)
+    mixed = (1 - level).sqrt() * latents + level.sqrt() * noise
+    return {"x": mixed, "t": steps, "y": windows[:, -1], "labels": noise}
+
+
+_STEPS = 1000  # of the diffusion
 _SPECIAL = {"pad_token_id": PAD, "eos_token_id": EOS}
 _TINY_BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+_TINY_GROUPS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 MODELS = {
     "bert": Model(
@@ -150,7 +184,7 @@ MODELS = {
         _SPECIAL | {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
                     "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
                     "max_position_embeddings": 4096, "tie_word_embeddings": True},
-        {"vocab_size": TOKENS, **_TINY_BERT, "num_attention_heads": 4, "num_key_value_heads": 2}, _next_token,
+        {"vocab_size": TOKENS, **_TINY_BERT, **_TINY_GROUPS}, _next_token,
         sizes=((4, 2048),), tiny_sizes=(2, 16), loss_sizes=(8, 128),
     ),
     # Its config's default is no dropout; it was trained with 0.1.
@@ -158,6 +192,41 @@ MODELS = {
         "ViTForImageClassification", "ViTConfig", {"num_labels": 1000, "hidden_dropout_prob": 0.1},
         {"image_size": 32, **_TINY_BERT}, _picture,
         sizes=((128, 3, 224, 224),), tiny_sizes=(2, 3, 32, 32), loss_sizes=(8, 3, 224, 224),
+    ),
+    # Qwen3 0.6B: queries and keys are normalised.
+    "qwen3": Model(
+        "Qwen3ForCausalLM", "Qwen3Config",
+        _SPECIAL | {"bos_token_id": EOS, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+                    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True},
+        {"vocab_size": TOKENS, **_TINY_BERT, **_TINY_GROUPS, "head_dim": 16}, _next_token,
+        sizes=((4, 2048),), tiny_sizes=(2, 16), loss_sizes=(8, 128),
+    ),
+    # Half of the layers of Gemma 2 2B. Its attention has a soft cap, which PyTorch's has not: Transformers writes it out.
+    "gemma2": Model(
+        "Gemma2ForCausalLM", "Gemma2Config", _SPECIAL | {"bos_token_id": EOS, "num_hidden_layers": 13},
+        {"vocab_size": TOKENS, **_TINY_BERT, **_TINY_GROUPS, "head_dim": 16, "sliding_window": 8}, _next_token,
+        sizes=((2, 2048),), tiny_sizes=(2, 16), loss_sizes=(4, 128),
+    ),
+    # Eight experts, of which each token takes two, as in Mixtral 8x7B, at a quarter of its width and of its layers.
+    "mixtral": Model(
+        "MixtralForCausalLM", "MixtralConfig",
+        _SPECIAL | {"bos_token_id": EOS, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 8,
+                    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64},
+        {"vocab_size": TOKENS, **_TINY_BERT, **_TINY_GROUPS, "head_dim": 16}, _next_token,
+        sizes=((4, 2048),), tiny_sizes=(2, 16), loss_sizes=(8, 128),
+    ),
+    "dit": Model(
+        DiT, None, {}, {"input_size": 8, "hidden_size": 32, "depth": 2, "num_heads": 2}, _noisy,
+        sizes=((32, 256),), tiny_sizes=(2, 16), loss_sizes=(8, 256),
+    ),
+    "nanogpt": Model(
+        NanoGPT, None, {}, {"vocab_size": TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 2}, _shifted("idx"),
+        sizes=((16, 1024),), tiny_sizes=(2, 16), loss_sizes=(8, 128),
+    ),
+    "meta_llama": Model(
+        MetaLlama, None, {},
+        {"vocab_size": TOKENS, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 64},
+        _shifted("tokens"), sizes=((4, 2048),), tiny_sizes=(2, 16), loss_sizes=(8, 128),
     ),
 }  # fmt: skip
 
