@@ -319,7 +319,9 @@ def test_a_letter_and_its_hat_become_one_character() -> None:
         ("<td><code>FusedBiasGELUNorm</code></td>", "<td><code>Fused<wbr>Bias<wbr>GELUNorm</code></td>"),
         ("<td><code>layer_norm</code></td>", "<td><code>layer_norm</code></td>"),
         ("<p><code>bias_dropout_add</code></p>", "<p><code>bias_dropout_add</code></p>"),
+        ("<th>torch.compile</th>", "<th>torch.<wbr>compile</th>"),
+        ('<th style="a"><code>fuse_model</code></th>', '<th style="a"><code>fuse_<wbr>model</code></th>'),
     ],
 )
-def test_long_names_in_tables_may_be_broken_at_their_joints(cell: str, broken: str) -> None:
+def test_names_in_tables_may_be_broken_at_their_joints(cell: str, broken: str) -> None:
     assert _markup().breakable(cell) == broken

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from textwrap import dedent
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from griffe import Class, Extension, Function, Object, Parameter, ParameterKind,
 # Google's parser wants an empty line before a section; the others it does not know.
 _SECTION = re.compile(r"^(?=(?:Args|Returns|Raises):$)", re.MULTILINE)
 _RETURNS = re.compile(r"^Returns:\n +", re.MULTILINE)
-_OWN_SECTION = re.compile(r"^(Shape|Numerics|Source):\s+", re.MULTILINE)
+_OWN_SECTION = re.compile(r"^(Shape|Numerics|Saved for backward|Gradient|Source):\s+", re.MULTILINE)
+_EXAMPLE = re.compile(r"^Example::\n\n((?: {4}.*\n|\n)*(?: {4}.*))", re.MULTILINE)
 _KINDS = {kind: getattr(ParameterKind, kind.name.lower()) for kind in inspect._ParameterKind}
 
 
@@ -28,10 +30,18 @@ class Docstrings(Extension):
         if isinstance(obj, Function) and obj.returns is not None:
             # Without a type in front, what stands before a sentence's first colon would be taken for one.
             text = _RETURNS.sub(lambda match: f"{match[0]}{obj.returns}: ", text)
+        text = _EXAMPLE.sub(lambda match: f"**Example:**\n\n```python\n{dedent(match[1])}\n```", text)
         obj.docstring.value = _OWN_SECTION.sub(r"\n**\1:** ", _SECTION.sub("\n", text))
+
+    def on_function(self, *, func: Function, **_: Any) -> None:
+        """Shows no default of ``*args`` and ``**kwargs``, which have none."""
+        for parameter in func.parameters:
+            if parameter.kind in (ParameterKind.var_positional, ParameterKind.var_keyword):
+                parameter.default = None
 
     def on_class(self, *, cls: Class, **_: Any) -> None:
         """Shows a module's constructor, be it torch.nn's, and the public class that it stands in for."""
+        cls.bases = [base for base in cls.bases if not str(base).startswith("Generic")]
         if not cls.name.startswith("Fused"):
             return
         real = getattr(importlib.import_module(cls.module.path), cls.name)

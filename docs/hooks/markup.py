@@ -11,6 +11,8 @@ __all__ = ["breakable", "hatted", "literal_backticks"]
 _APART = re.compile(r"<(pre|math|script|style)\b.*?</\1>", re.DOTALL)
 _TAG = re.compile(r"<[^>]*>")
 _CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
+_HEAD = re.compile(r"<th\b.*?</th>", re.DOTALL)
+_WORD = re.compile(r"(?<=>)[^<]+")
 _NAME = re.compile(r"(<code>)([^<]+)(</code>)")
 _HAT = re.compile(r"<mover[^>]*>\s*<mi>(\w)</mi>\s*<mo[^>]*>(?:\^|&#x0005E;|&#x00302;)</mo>\s*</mover>")
 _JOINT = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[._])(?=\w)")
@@ -23,11 +25,15 @@ def literal_backticks(text: str) -> list[str]:
 
 
 def breakable(text: str) -> str:
-    """The page with a possible line break at each joint of a long name in a table, for narrow screens."""
+    """The page with a possible line break at each joint of a name in a table's head, and of a long one in its cells.
+
+    Narrow screens need them: a table is as wide as its longest words.
+    """
 
     def joints(match: re.Match[str]) -> str:
         return match[1] + (_JOINT.sub("<wbr>", match[2]) if len(match[2]) > 12 else match[2]) + match[3]
 
+    text = _HEAD.sub(lambda head: _WORD.sub(lambda word: _JOINT.sub("<wbr>", word[0]), head[0]), text)
     return _CELL.sub(lambda cell: _NAME.sub(joints, cell[0]), text)
 
 

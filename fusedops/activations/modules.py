@@ -157,7 +157,9 @@ class FusedGLU(FusedGatedAct):
     Shape:
         As `FusedGatedAct`.
     Raises:
-        ValueError: where `FusedGatedAct` raises one; so it is with TypeError and RuntimeError.
+        ValueError: as `FusedGatedAct`.
+        TypeError: as `FusedGatedAct`.
+        RuntimeError: as `FusedGatedAct`.
     """
 
     def __init__(self, activation: ActivationName = "silu") -> None:

@@ -163,7 +163,9 @@ def glu(gate: Tensor, up: Tensor | None = None, activation: ActivationName = "si
     Returns:
         As `gated_act`.
     Raises:
-        ValueError: where `gated_act` raises one; so it is with TypeError and RuntimeError.
+        ValueError: as `gated_act`.
+        TypeError: as `gated_act`.
+        RuntimeError: as `gated_act`.
     """
     warn_old("fusedops.glu", "fusedops.gated_act")
     return gated_act(gate, up, activation)

@@ -6,7 +6,7 @@ __all__ = ["NotRowwiseError"]
 
 
 class NotRowwiseError(RuntimeError):
-    """A function that `rowwise` cannot make one kernel of.
+    """The error if `rowwise` cannot fuse a function.
 
     Args:
         message: which operator, where, and why.

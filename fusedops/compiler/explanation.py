@@ -27,12 +27,12 @@ class KernelExplanation:
     """One kernel of a call with all gradients.
 
     Attributes:
-        name: in the source.
-        key: its tuning key.
-        config: its launch parameters.
-        origin: where that comes from.
-        moved: bytes of a row that it reads and writes, of whole tensors.
-        usage: a thread's registers and spilled bytes; None where kernels are not compiled.
+        name: the kernel's name in the source.
+        key: the tuning key, on which the config depends.
+        config: the launch parameters.
+        origin: the source of the config: the cache, the shipped table or a heuristic.
+        moved: the bytes per row that the kernel reads from and writes to full tensors.
+        usage: registers and spilled bytes per thread; None on devices where kernels are not compiled.
     """
 
     name: str
@@ -53,14 +53,16 @@ class Explanation:
     """What runs for a call.
 
     Attributes:
-        function: its name.
-        reason: why the function runs as it is; "" if kernels run.
-        rows: of the call.
-        columns, parts: columns of each of the equal parts that a row is taken in, and how many these are.
-        tensors: of each that goes in or out, its name, its dtype and along what it varies.
-        saved: what is saved for the backward.
-        alternatives: what may be saved of the function's own, the best first, in bytes of a row.
-        kernels: those of a call with all gradients, in the order in which they run.
+        function: the function's name.
+        reason: why the function runs unfused; "" if kernels run.
+        rows: the number of rows.
+        columns: the number of columns in each part of a row.
+        parts: the number of equal parts into which a row is split; 1 if it is not split.
+        tensors: the name and dtype of each input and output, and the dimensions along which it varies.
+        saved: the tensors that are saved for the backward.
+        alternatives: the intermediate results that could be saved for the backward, the best first, with their cost in
+            bytes per row.
+        kernels: the kernels of a call in which every input needs a gradient, in the order in which they run.
     """
 
     function: str

@@ -43,16 +43,16 @@ def rowwise(function: Callable[..., Any] | None = None, *, strict: bool = False)
     """A function that runs as one kernel forward and one backward.
 
     Each output row may depend on the same row of the inputs and on vectors that all rows share. The function takes tensors
-    and numbers, and consists of PyTorch's operators: arithmetic, comparisons, `torch.where`,
-    activations, casts, sums, means, norms and softmax over the last dimensions, `chunk`, `cat` and equal slices of a row, and
-    `F.dropout`, whose mask is drawn again in the backward and never stored. It is traced at its first call. Calls with
-    another number of rows use the same kernels; other dtypes, row lengths or numbers are traced again. On a device without
-    kernels, such as a CPU, the function itself runs.
+    and numbers. It may call PyTorch's operators for arithmetic, comparisons, `torch.where`, activations and casts; sums,
+    means, norms and softmax over the last dimensions; `chunk`, `cat` and equal slices of a row; and `F.dropout`, whose mask
+    is recomputed in the backward and never stored. The function is traced at its first call. A call with another number
+    of rows uses the same kernels. A call with another dtype, row length or Python number is traced again. On a device
+    without kernels, such as a CPU, the function itself runs.
 
     Args:
         function: the function.
-        strict: raise `NotRowwiseError` if the function cannot be one kernel. If False, the function runs as it is then, and one
-            warning gives the reason.
+        strict: True raises `NotRowwiseError` if the function cannot be fused. False runs such a function unfused, and warns
+            once with the reason.
     Returns:
         A `Rowwise`, called like the function.
 
@@ -94,7 +94,7 @@ class Rowwise(Generic[_P, _R]):
 
     Attributes:
         function: the original function.
-        strict: whether it is an error if the function cannot be one kernel.
+        strict: whether a function that cannot be fused is an error.
     """
 
     def __init__(self, function: Callable[_P, _R], *, strict: bool = False) -> None:
@@ -174,7 +174,7 @@ class Rowwise(Generic[_P, _R]):
     # --- to look inside -----------------------------------------------------------------------------------------------
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """A description of what runs for these arguments, for `print`.
+        """A description of what runs for these arguments; `print` shows it as text.
 
         Args:
             args: as in a call.

@@ -16,26 +16,26 @@ _NAME = "FusedNoRepeatNGramLogitsProcessor"
 
 
 class FusedNoRepeatNGramLogitsProcessor:
-    """No n-gram twice: a drop-in for `transformers.NoRepeatNGramLogitsProcessor`.
+    """A logits processor that prevents repeated n-grams: a drop-in for `transformers.NoRepeatNGramLogitsProcessor`.
 
-    ``model.generate(…, logits_processor=[FusedNoRepeatNGramLogitsProcessor(3)])``, in place of
+    Use ``model.generate(…, logits_processor=[FusedNoRepeatNGramLogitsProcessor(3)])`` in place of
     ``no_repeat_ngram_size=3``.
 
     Args:
         ngram_size: n, at least 1.
         window: only n-grams within the last ``window`` tokens count, at least ``ngram_size``; None for all.
         allowed: ids of tokens that are never banned.
-        prompt_length: n-grams that touch the first ``prompt_length`` tokens do not count; with padded prompts, the
-            padding is part of it.
-        pad_token_id: n-grams that touch padding at the beginning do not count; None to take it for text.
-        inplace: write to the scores that come in. In ``generate`` that is right unless ``output_logits`` asks for them.
+        prompt_length: n-grams that contain one of the first ``prompt_length`` tokens do not count. The length of a padded
+            prompt includes its padding.
+        pad_token_id: n-grams that contain this token at the beginning of a row do not count. None: padding counts as text.
+        inplace: write to the argument ``scores``. This is correct in ``generate``, except with ``output_logits=True``.
     Shape:
         input_ids: ``(B, L)``; scores: ``(B, V)``. Returns ``(B, V)``.
     Raises:
         ValueError: an argument is out of range, or a shape does not fit.
         TypeError: an argument is of another type or dtype.
         RuntimeError: the tensors are on different devices.
-    Numerics: nothing is computed with the scores.
+    Numerics: the scores are copied bit for bit.
     Source: as `fusedops.no_repeat_ngram`, which it calls.
     """
 

@@ -15,32 +15,32 @@ __all__ = ["check_rule", "no_repeat_ngram"]
 def no_repeat_ngram(input_ids: Tensor, scores: Tensor, ngram_size: int, *, window: int | None = None,
                     allowed: Tensor | None = None, prompt_length: int = 0, pad_token_id: int | None = None,
                     inplace: bool = False) -> Tensor:  # fmt: skip
-    """Bans every next token that would repeat an n-gram of its row: its score becomes minus infinity.
+    """The scores with minus infinity for every next token that would repeat an n-gram of its row.
 
-    A token is banned if it follows, anywhere in the row, the same ``ngram_size - 1`` tokens that end the row. With
-    ``ngram_size=1`` that is every token of the row; a row of fewer than ``ngram_size`` tokens bans none. All other
-    scores keep their bits. On a GPU it is one launch, and the host waits for nothing.
+    Let the row end in some ``ngram_size - 1`` tokens. A token is banned if it follows the same tokens anywhere in the
+    row. With ``ngram_size=1`` every token of the row is banned. A row of fewer than ``ngram_size`` tokens bans none. All
+    other scores are unchanged. On a GPU the call is one launch, without a synchronisation.
 
     Args:
-        input_ids: ``(B, L)``, int64 or int32: each row's tokens so far; any strides. What is outside ``[0, V)`` is
-            compared like any other token, and never banned.
+        input_ids: ``(B, L)``, int64 or int32: each row's tokens so far; any strides. Tokens outside ``[0, V)`` are
+            compared like others, and never banned.
         scores: ``(B, V)``, fp16, bf16, fp32 or fp64: each row's scores of the next token; any strides.
         ngram_size: n, at least 1.
         window: only n-grams within a row's last ``window`` tokens count, at least ``ngram_size``; None for all.
         allowed: ``(V,)``, boolean: True for tokens that are never banned; or None.
-        prompt_length: n-grams that touch a row's first ``prompt_length`` tokens do not count.
-        pad_token_id: n-grams that touch the run of this token at a row's beginning do not count; None if rows are not
-            padded, or if padding is to be taken for text, as Hugging Face's processor takes it.
-        inplace: write to ``scores``, which moves almost nothing; else its copy is most of the cost.
+        prompt_length: n-grams that contain one of a row's first ``prompt_length`` tokens do not count.
+        pad_token_id: n-grams that contain this token at the beginning of a row do not count. None: rows are not padded,
+            or padding counts as text, as in Hugging Face's processor.
+        inplace: write to ``scores`` instead of a copy, which is most of the cost.
     Returns:
         ``(B, V)`` in the scores' dtype; ``scores`` itself if ``inplace``.
     Raises:
-        ValueError: a shape does not fit, a number is out of range, or ``inplace`` is asked of overlapping rows; the
-            message names it.
+        ValueError: a shape does not fit, a number is out of range, or ``inplace`` is True and rows of ``scores`` overlap;
+            the message names it.
         TypeError: an argument is of another type or dtype.
         RuntimeError: a tensor is on another device.
-    Numerics: nothing is computed with the scores.
-    Gradient: where one is asked, PyTorch's operators compute both ways; it is zero for banned tokens.
+    Numerics: the scores are copied bit for bit.
+    Gradient: if the scores require one, PyTorch's operators run instead of the kernel; it is zero for banned tokens.
     Source: Paulus et al. 2017, arXiv:1705.04304, section 2.5; Klein et al. 2017, arXiv:1701.02810.
     """
     # In every call: these numbers are in no key.

@@ -46,11 +46,11 @@ def needs_norm(*paths: str) -> Callable[[nn.Module, At], str]:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Rule:
-    """How the modules of a kind are fused.
+    """How `fuse_model` replaces the modules of a class.
 
     A rule matches a class by its code: the class inherits the ``known`` methods of a class of torch.nn unchanged
-    (``base``), or these methods have one of the ``fingerprints``. Names do not decide; ``names`` only let the report say
-    why a class of that name was left.
+    (``base``), or these methods have one of the ``fingerprints``. The name of a class does not matter. ``names`` is used
+    only in the report, to say why a class with such a name was left.
 
     Attributes:
         name: the rule's name, in reports and in ``exclude``.
@@ -58,7 +58,7 @@ class Rule:
             the module and `At`.
         helps: for the report, what a fused module does that calls no operator itself. May be a function of the module.
         methods: the methods of the fused class, which replace the original's or come in addition. A ``forward`` must be
-            correct whatever the module's children have become: see `fusedops.models.parts`.
+            also be correct if the module's children have hooks or were replaced: see `fusedops.models.parts`.
         base: the class that the rule is written for: a class of torch.nn, or the full name of another one.
         fingerprints: those of the ``known`` methods, for classes outside of torch.nn.
         names: names of classes outside of torch.nn for which the rule is written.
@@ -67,8 +67,8 @@ class Rule:
         parts: paths of the modules inside that the fused module computes itself, unless they have hooks or are of another
             kind. May be a function of the module.
         needs: a function of the module and `At` that returns why it would call no operator; "" if it would.
-        leaves: a function of the module and `At`: whether a module with ``_fusedops_branch`` leaves its last steps to its
-            block.
+        leaves: a function of the module and `At` that returns whether the module leaves its last steps to the block that
+            contains it. It is called only if the rule has the method ``_fusedops_branch``.
         takes: paths of the modules whose last steps a fused module computes; None for all modules inside.
         made: for a rule made by a `Family`, its name and key; None for a rule of the table.
     """

@@ -42,7 +42,7 @@ class FusedLayerNorm(nn.LayerNorm):
         device: the parameters' device.
         dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the input's.
     Shape:
-        input and output: ``(*, *normalized_shape)``, in the input's dtype (fp32 under CUDA autocast).
+        input and output: ``(*, *normalized_shape)``, in the input's dtype (fp32 under GPU autocast).
     Raises:
         ValueError: ``eps`` or a size is negative; the input's trailing dimensions are not ``normalized_shape``.
         TypeError: the input is not a floating-point tensor.
@@ -197,7 +197,7 @@ class FusedBiasDropoutAddLayerNorm(TensorsBeside, nn.LayerNorm, Generic[Returned
         save: what is saved for the backward: the "sum", the "output", or the "inputs"; see `bias_dropout_add_ln`.
     Shape:
         x and residual: ``(..., N)``; bias: ``(N,)``. bias and residual may each be None.
-        Returns ``(..., N)`` in the promoted dtype of x, bias and residual (fp32 under CUDA autocast).
+        Returns ``(..., N)`` in the promoted dtype of x, bias and residual (fp32 under GPU autocast).
     Raises:
         ValueError: a shape does not fit; ``p`` is outside [0, 1]; ``normalized_shape`` has several dimensions;
             another constant is out of range.

@@ -220,7 +220,9 @@ class FusedBatchedLayerNormTanh(FusedBatchedLayerNormAct[Sliced]):
     Shape:
         As `FusedBatchedLayerNormAct`.
     Raises:
-        ValueError: where `FusedBatchedLayerNormAct` raises one; so it is with TypeError and RuntimeError.
+        ValueError: as `FusedBatchedLayerNormAct`.
+        TypeError: as `FusedBatchedLayerNormAct`.
+        RuntimeError: as `FusedBatchedLayerNormAct`.
     """
 
     @overload

@@ -116,7 +116,9 @@ def batched_layer_norm_tanh(
     Returns:
         As `batched_layer_norm_act`.
     Raises:
-        ValueError: where `batched_layer_norm_act` raises one; so it is with TypeError and RuntimeError.
+        ValueError: as `batched_layer_norm_act`.
+        TypeError: as `batched_layer_norm_act`.
+        RuntimeError: as `batched_layer_norm_act`.
     """
     if activation is None:
         activation = "tanh"
