@@ -45,29 +45,30 @@ _MODEL_NAMES = {
 
 _HEAD = """# Whole models: figures
 
-What [`fuse_model`](models.md) gains on models of Transformers, built from config with random weights. The page is
-written by `python -m benchmarks models --page` from the results file, and holds no figure that it does not."""
+The speed-up of [`fuse_model`](models.md) on models of Transformers, built from config with random weights.
+`python -m benchmarks models --page` writes this page from the results file."""
 
 _HOW = """## How it is measured
 
-ms are wall-clock time a step, the host's included: steps run back to back, and the device is waited for only around a
-block of them. A figure is the median of blocks (five to sixty), in which the contenders take turns; behind ± is the
-interquartile range. In brackets is the speed-up over eager: above 1 is faster. Behind † the two were measured at
-different commits, and so in different runs, which may differ by the state of the machine.
-The host's time is a median of single steps, each begun with nothing queued; where it is the longer one, it was a slower
-moment of the host's. Peak memory is all that a step holds at once: weights, gradients and activations. The text that
-batches are made of is the source of Python's standard library, byte by byte. Contenders that compile are measured after
-the others, in turns among themselves; compilation is not in any figure.
+- **Time** is wall-clock time per step, including the host's. Steps run back to back, with a synchronisation only around each
+  block of steps. A figure is the median of five to sixty blocks, in which the candidates take turns. The number after ± is the
+  interquartile range. The number in brackets is the speed-up over eager: above 1 is faster.
+- **†** marks a comparison of two commits, and so of two runs. The state of the machine may differ between them.
+- **Host time** is the median of single steps that start with an empty queue. It was measured at another moment than the time
+  per step, and so may exceed it.
+- **Peak memory** includes weights, gradients and activations.
+- **Text** in batches is the source of Python's standard library, byte by byte.
+- **Compiled candidates** are measured after the others, and take turns among themselves. No figure includes compilation.
+- **Models.** All attention is PyTorch's `scaled_dot_product_attention`, Transformers' default. Dropout is 0.1 if the model has
+  dropout. Llama has none; for ViT, whose config has 0, it is set to 0.1. A training step has no optimizer, and a forward returns
+  no keys and values.
+- **torch.compile** compiles the whole model in its default mode. "fused + torch.compile" is
+  `fuse_model(model, compile_rest=True)`. With PyTorch 2.11, a BERT or ViT that is only compiled gets a [mask](models.md#masks)
+  that rules out PyTorch's fused attention. Generation is not compiled: its cache grows by one token per step, and each size
+  would be compiled.
+- **Liger-Kernel** patches Llama, and none of the other models.
 
-All attention is PyTorch's `scaled_dot_product_attention`, Transformers' default. Dropout is 0.1 where the model has
-any: Llama has none, and ViT's config, whose default is 0, is set to 0.1. A training step has no optimizer, and a
-forward returns no keys and values. `torch.compile` is used in its default mode on the whole model; fused +
-torch.compile is `fuse_model(model, compile_rest=True)`. With PyTorch 2.11, a BERT or ViT compiled alone has a
-[mask](models.md#masks) that keeps it from PyTorch's fused attention. Generation is not compiled: its cache grows by a
-token a step, and `torch.compile` would compile again and again. Liger-Kernel patches Llama, and none of the other
-models.
-
-To measure it all again, on a GPU, with `pip install .[bench,hf]`:
+To repeat all measurements, on a GPU, with `pip install .[bench,hf]`:
 
 ```
 python -m benchmarks models --provider eager --provider fused --provider liger
@@ -94,15 +95,15 @@ _NOTES = {
 
 _LOSS = """## Loss after 100 steps
 
-The mean of the last 5 of 100 steps of AdamW at a rate of 1e-4, in batches of 8, again with dropout and autocast, as a
-mean over three seeds, and in brackets the greatest less the least of them; a seed gives all contenders the same weights
-and batches. BERT guesses 15% of the tokens, masked; T5 continues 128 bytes by 64. There is no text for ViT, so its
-pictures are windows of the text's bytes, and their class is the byte that follows."""
+The mean of the last 5 of 100 steps of AdamW at a learning rate of 1e-4, in batches of 8, with dropout and autocast. Each
+figure is the mean over three seeds; in brackets is the range over the seeds. For a seed, all candidates have the same weights
+and batches. BERT predicts the 15% of the tokens that are masked. T5 continues 128 bytes with 64. ViT has no text: its images
+are windows of the text's bytes, and the class is the byte that follows."""
 
 
 _TRICKS = """## Tricks
 
-What each [trick](models.md#turning-tricks-off) is worth: a step of the fused model with it, and with that one turned off."""
+The effect of each [trick](models.md#turning-tricks-off): a step of the fused model with all tricks, and without this one."""
 
 Places = list[tuple[Place, dict[str, Row]]]
 Cell = Callable[[Row, "Row | None"], str]  # of a row, beside eager's
@@ -128,12 +129,16 @@ def markdown(path: Path) -> str:
     for mode in MODES:
         places = _ordered(row for row in rows if row.mode == mode)
         if places:
-            parts += [_MODE_TITLES[mode], "ms a step, and in brackets the speed-up over eager:", _grid(places, _time)]
             parts += [
-                "The host's time until the step's Python returns, ms, and the speed-up:",
+                _MODE_TITLES[mode],
+                "Time per step in ms, and in brackets the speed-up over eager:",
+                _grid(places, _time),
+            ]
+            parts += [
+                "Host time per step in ms, until the Python call returns, and in brackets the speed-up over eager:",
                 _grid(places, _host),
             ]
-            parts += ["Peak memory, MiB, and in brackets the part of eager's:", _grid(places, _memory)]
+            parts += ["Peak memory in MiB, and in brackets its ratio to eager's:", _grid(places, _memory)]
     tricks = _tricks(rows)
     if tricks:
         parts += [_TRICKS, tricks]
