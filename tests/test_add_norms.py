@@ -63,15 +63,15 @@ def test_one_launch(device: torch.device) -> None:
 @pytest.mark.parametrize("fused, native", [(FusedAddLayerNorm, nn.LayerNorm), (FusedAddRMSNorm, nn.RMSNorm)])
 def test_modules(fused: type[nn.Module], native: type[nn.Module], device: torch.device) -> None:
     """The torch.nn module of the sum, with its parameters, and the sum."""
-    module, twin = fused(N, 1e-4), randomise(native(N, 1e-4))
-    assert isinstance(module, native) and repr(module) == repr(twin).replace(native.__name__, fused.__name__)
-    module.load_state_dict(twin.state_dict())
-    module, twin = module.to(device), twin.to(device)
+    module, original = fused(N, 1e-4), randomise(native(N, 1e-4))
+    assert isinstance(module, native) and repr(module) == repr(original).replace(native.__name__, fused.__name__)
+    module.load_state_dict(original.state_dict())
+    module, original = module.to(device), original.to(device)
     x, residual = torch.randn(2, 5, N, device=device)
     for copied in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         y, z = copied(x, residual)
         close(z, x + residual)
-        close(y, twin(x + residual))
+        close(y, original(x + residual))
     bare = fused(N, elementwise_affine=False).to(device)
     close(bare(x, residual)[0], native(N, elementwise_affine=False).to(device)(x + residual))
 

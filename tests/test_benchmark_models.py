@@ -109,7 +109,7 @@ def test_a_workload_is_what_its_mode_says(workload):
 
 
 @transformers_only
-def test_labels_ask_for_what_the_inputs_do_not_say():
+def test_labels_are_masked_tokens_or_the_next_byte():
     bert = workloads.Workload("bert", "train", (8, 64)).batch(TEXT)
     masked = bert["labels"] != -100
     assert torch.equal(masked, bert["input_ids"] == text.MASK)

@@ -250,7 +250,7 @@ class Extended(Launcher37):
 
 
 @pytest.mark.parametrize("launcher", [Instrumented, Unwrapped(), Reordered, Checked, Extended])
-def test_unknown_launchers_are_triton_s_to_call(launcher: Any, build: Callable[[Any], launch.Kernel],
+def test_unknown_launchers_are_called_through_triton(launcher: Any, build: Callable[[Any], launch.Kernel],
                                                 launches: list[tuple[Any, ...]]) -> None:  # fmt: skip
     kernel = build(launcher)
     assert kernel.launcher == "compiled"

@@ -211,8 +211,8 @@ def test_double_backward_of_a_subclass(spec: Spec, kind: str, device: torch.devi
         assert all(isinstance(t, Wrapper) for t in found)
         close(tuple(t.held for t in found), expected)
         return
-    twins = tuple(TwoTensor(t, 2.0 * t) for t in both.tensors)
-    found = second_order(both.ours, twins, [TwoTensor(w, w) for w in weights])
+    doubled = tuple(TwoTensor(t, 2.0 * t) for t in both.tensors)
+    found = second_order(both.ours, doubled, [TwoTensor(w, w) for w in weights])
     close(tuple(t.a for t in found), expected)
     close(tuple(t.b for t in found), second_order(both.theirs, tuple(2.0 * t for t in both.tensors), weights))
 

@@ -234,23 +234,25 @@ def test_every_page_can_be_found() -> None:
 
 # --- reference ----------------------------------------------------------------------------------------------------
 
-FACES = {module.__name__: module for module in (fusedops, fusedops.nn, fusedops.distributed)}
-NAMES = [(face, name) for face, module in FACES.items() for name in module.__all__ if name != "__version__"]
+MODULES = {module.__name__: module for module in (fusedops, fusedops.nn, fusedops.distributed)}
+NAMES = [
+    (module_name, name) for module_name, module in MODULES.items() for name in module.__all__ if name != "__version__"
+]
 ENTRIES = [entry for text in TEXTS.values() for entry in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)]
 
 
 def test_every_name_has_one_entry() -> None:
     """The public names, and what `fusedops.models` has beside those; no entry stands twice."""
-    wanted = {f"{face}.{name}" for face, name in NAMES}
+    wanted = {f"{module_name}.{name}" for module_name, name in NAMES}
     wanted |= {f"fusedops.models.{name}" for name in models.__all__ if name not in fusedops.__all__}
     assert len(ENTRIES) == len(set(ENTRIES)) and wanted <= set(ENTRIES)
-    assert not {e for e in ENTRIES if e.rpartition(".")[0] in FACES} - wanted
+    assert not {e for e in ENTRIES if e.rpartition(".")[0] in MODULES} - wanted
 
 
-@pytest.mark.parametrize(("face", "name"), NAMES)
-def test_docstring_names_the_arguments(face: str, name: str) -> None:
+@pytest.mark.parametrize(("module_name", "name"), NAMES)
+def test_docstring_names_the_arguments(module_name: str, name: str) -> None:
     """Those of the real signature, in its order; of a module that is its constructor's, inherited ones included."""
-    thing = getattr(FACES[face], name)
+    thing = getattr(MODULES[module_name], name)
     text = inspect.getdoc(thing) or ""
     section = text.partition("\nArgs:\n")[2]
     section = re.split(r"^\S", section, maxsplit=1, flags=re.MULTILINE)[0]

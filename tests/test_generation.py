@@ -91,9 +91,9 @@ def test_copies(duplicate: Callable[[Any], Any]) -> None:
     ids, scores = _inputs()
     processor = FusedNoRepeatNGramLogitsProcessor(1, allowed=[2, 3], window=20)
     want = processor(ids, scores)
-    twin = duplicate(processor)
-    assert torch.equal(twin(ids, scores), want)
-    assert repr(twin) == repr(processor) == "FusedNoRepeatNGramLogitsProcessor(1, window=20, allowed=(2, 3))"
+    copied = duplicate(processor)
+    assert torch.equal(copied(ids, scores), want)
+    assert repr(copied) == repr(processor) == "FusedNoRepeatNGramLogitsProcessor(1, window=20, allowed=(2, 3))"
 
 
 def test_another_vocabulary_has_its_own_mask() -> None:

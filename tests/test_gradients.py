@@ -37,7 +37,7 @@ def test_gradients(case: Case) -> None:
 
 
 def _small(spec: Spec, sample: Sample) -> bool:
-    """One ordinary sample with every tensor, and those that return the sum, and a twin, where there are any."""
+    """One ordinary sample with every tensor, and those that return the sum, and a cast output, if there are any."""
     return sample.name in ("shape 7x17", "sum returned", "cast, sum returned")
 
 

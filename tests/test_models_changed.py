@@ -216,7 +216,7 @@ def test_fused_class_is_pickled() -> None:
         pickle.dumps(type("Local", (type(model[0]),), {}))
 
 
-def test_stand_in_is_a_module_to_those_who_ask() -> None:
+def test_stand_in_is_an_instance_of_the_modules_class() -> None:
     module = nn.TransformerEncoderLayer(_N, 2)
     view = replacing(module, {"linear1": None})
     assert isinstance(view, nn.TransformerEncoderLayer)

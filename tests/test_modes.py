@@ -204,13 +204,13 @@ def test_negative_views(spec: Spec, device: torch.device) -> None:
     both = pair(spec, device)
     weights = both.cotangents()
     with torch.no_grad():
-        unwatched = both.theirs(*both.tensors)
+        values = both.theirs(*both.tensors)
     expected = second_order(both.theirs, both.tensors, weights)
     count = len(both.tensors)
     for chosen in [*([i] for i in range(count)), range(count)]:
         tensors = [_negated(t) if i in chosen else t for i, t in enumerate(both.tensors)]
         with torch.no_grad():
-            close(both.ours(*tensors), unwatched)
+            close(both.ours(*tensors), values)
         close(second_order(both.ours, tensors, weights), expected)
     leaves = both.leaves()
     outputs = both.ours(*leaves)

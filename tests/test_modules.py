@@ -33,12 +33,12 @@ class Pair:
     """A module and the torch.nn module that it extends; ``options`` go to the fused constructor alone."""
 
     fused: type[nn.Module]
-    twin: type[nn.Module]
+    native: type[nn.Module]
     shape: tuple[Any, ...]
     options: dict[str, Any]
 
     def build(self, **options: Any) -> tuple[nn.Module, nn.Module]:
-        return self.fused(*self.shape, **self.options, **options), self.twin(*self.shape, **options)
+        return self.fused(*self.shape, **self.options, **options), self.native(*self.shape, **options)
 
     @property
     def drops(self) -> bool:
@@ -78,27 +78,27 @@ def _inputs(pair: Pair, device: torch.device, dtype: torch.dtype = torch.float32
     return tuple(t.to(device, dtype) for t in tensors)
 
 
-def _composite(module: nn.Module, twin: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+def _composite(module: nn.Module, native: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
     """What torch.nn computes where nothing is dropped."""
     z: Tensor = sum(inputs[1:], inputs[0])
-    return z if isinstance(twin, nn.Dropout) else twin(z)
+    return z if isinstance(native, nn.Dropout) else native(z)
 
 
 @every
 def test_is_the_torch_module(pair: Pair) -> None:
-    module, twin = pair.build()
-    assert isinstance(module, pair.twin)
-    assert {k: v.shape for k, v in module.state_dict().items()} == {k: v.shape for k, v in twin.state_dict().items()}
-    assert [name for name, _ in module.named_parameters()] == [name for name, _ in twin.named_parameters()]
+    module, native = pair.build()
+    assert isinstance(module, pair.native)
+    assert {k: v.shape for k, v in module.state_dict().items()} == {k: v.shape for k, v in native.state_dict().items()}
+    assert [name for name, _ in module.named_parameters()] == [name for name, _ in native.named_parameters()]
 
 
 @pytest.mark.parametrize("pair", PAIRS[:3], ids=_id)
 def test_constructor_is_torchs(pair: Pair) -> None:
     """Same names, order and defaults; what is added is keyword-only."""
-    ours, theirs = (list(inspect.signature(c).parameters.values()) for c in (pair.fused, pair.twin))
+    ours, theirs = (list(inspect.signature(c).parameters.values()) for c in (pair.fused, pair.native))
     assert [(p.name, p.default) for p in ours[: len(theirs)]] == [(p.name, p.default) for p in theirs]
     assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(theirs) :])
-    forward = [list(inspect.signature(c.forward).parameters) for c in (pair.fused, pair.twin)]
+    forward = [list(inspect.signature(c.forward).parameters) for c in (pair.fused, pair.native)]
     assert forward[0] == forward[1]
 
 
@@ -118,26 +118,26 @@ def test_initial_values_and_generator(pair: Pair) -> None:
 
 @norms
 def test_state_dict_both_ways(pair: Pair) -> None:
-    module, twin = pair.build()
+    module, native = pair.build()
     randomise(module)
-    twin.load_state_dict(module.state_dict())
+    native.load_state_dict(module.state_dict())
     for key, value in module.state_dict().items():
-        assert torch.equal(value, twin.state_dict()[key])
-    randomise(twin)
-    module.load_state_dict(twin.state_dict())
-    for key, value in twin.state_dict().items():
+        assert torch.equal(value, native.state_dict()[key])
+    randomise(native)
+    module.load_state_dict(native.state_dict())
+    for key, value in native.state_dict().items():
         assert torch.equal(value, module.state_dict()[key])
     with pytest.raises(RuntimeError, match="Unexpected key"):
-        module.load_state_dict({**twin.state_dict(), "extra": torch.zeros(1)})
+        module.load_state_dict({**native.state_dict(), "extra": torch.zeros(1)})
 
 
 def _variants(pair: Pair) -> list[dict[str, Any]]:
     variants: list[dict[str, Any]] = [{}]
     if pair.shape:
         variants += [{"eps": 0.25}, {"elementwise_affine": False}]
-    if pair.twin is nn.GELU:
+    if pair.native is nn.GELU:
         variants.append({"approximate": "tanh"})
-    if pair.twin is nn.LayerNorm:
+    if pair.native is nn.LayerNorm:
         variants.append({"bias": False})
     return variants
 
@@ -146,10 +146,10 @@ def _variants(pair: Pair) -> list[dict[str, Any]]:
                          ids=lambda v: _id(v) if isinstance(v, Pair) else str(v))  # fmt: skip
 def test_values_are_the_composites(pair: Pair, options: dict[str, Any], device: torch.device) -> None:
     """In evaluation, and in training with nothing to drop."""
-    module, twin = (randomise(m).to(device) for m in pair.build(**options))
-    twin.load_state_dict(module.state_dict())
+    module, native = (randomise(m).to(device) for m in pair.build(**options))
+    native.load_state_dict(module.state_dict())
     inputs = _inputs(pair, device)
-    expected = _composite(module, twin, inputs)
+    expected = _composite(module, native, inputs)
     close(module.eval()(*inputs), expected)
     if pair.drops:
         module.train()
@@ -159,13 +159,13 @@ def test_values_are_the_composites(pair: Pair, options: dict[str, Any], device: 
 
 @norms
 def test_absent_parameters_stay_absent(pair: Pair) -> None:
-    module, twin = pair.build(elementwise_affine=False)
+    module, native = pair.build(elementwise_affine=False)
     assert list(module.parameters()) == [] and module.weight is None
-    assert module.state_dict().keys() == twin.state_dict().keys()
-    if pair.twin is nn.LayerNorm:
-        module, twin = pair.build(bias=False)
+    assert module.state_dict().keys() == native.state_dict().keys()
+    if pair.native is nn.LayerNorm:
+        module, native = pair.build(bias=False)
         assert module.bias is None
-        assert list(module.state_dict()) == list(twin.state_dict()) == ["weight"]
+        assert list(module.state_dict()) == list(native.state_dict()) == ["weight"]
 
 
 @every
@@ -213,35 +213,35 @@ def test_calls_its_functional(pair: Pair, device: torch.device) -> None:
 def test_copies(pair: Pair, way: str, device: torch.device) -> None:
     module = randomise(pair.build()[0]).to(device).eval()
     if way == "pickle":
-        twin = pickle.loads(pickle.dumps(module))
+        copied = pickle.loads(pickle.dumps(module))
     elif way == "deepcopy":
-        twin = copy.deepcopy(module)
+        copied = copy.deepcopy(module)
     else:
         file = io.BytesIO()
         torch.save(module, file)
         file.seek(0)
-        twin = torch.load(file, weights_only=False)
-    assert type(twin) is type(module) and repr(twin) == repr(module)
+        copied = torch.load(file, weights_only=False)
+    assert type(copied) is type(module) and repr(copied) == repr(module)
     inputs = _inputs(pair, device)
-    assert torch.equal(module(*inputs), twin(*inputs))
-    for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+    assert torch.equal(module(*inputs), copied(*inputs))
+    for ours, theirs in zip(module.parameters(), copied.parameters(), strict=True):
         assert ours.data_ptr() != theirs.data_ptr()
 
 
 @every
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_to_dtype(pair: Pair, dtype: torch.dtype, device: torch.device) -> None:
-    module, twin = (randomise(m) for m in pair.build())
+    module, native = (randomise(m) for m in pair.build())
     moved = module.half() if dtype == torch.float16 else module.to(dtype)
     assert all(parameter.dtype == dtype for parameter in moved.parameters())
-    twin.load_state_dict(module.state_dict())
-    twin.to(dtype)
+    native.load_state_dict(module.state_dict())
+    native.to(dtype)
     moved.to(device).eval()
-    twin.to(device)
+    native.to(device)
     inputs = _inputs(pair, device, dtype)
     actual = moved(*inputs)
     assert actual.dtype == dtype
-    expected = _composite(moved, twin.double(), tuple(t.double() for t in inputs))
+    expected = _composite(moved, native.double(), tuple(t.double() for t in inputs))
     # Values below about 16: one rounding of the output, and of the sum, each half an ulp of the dtype.
     torch.testing.assert_close(
         actual.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps
@@ -258,8 +258,8 @@ def test_device_and_dtype_arguments(pair: Pair, device: torch.device) -> None:
 @every
 def test_repr(pair: Pair) -> None:
     """torch.nn's line, then what differs from it."""
-    module, twin = pair.build()
-    before, line, extra = module.extra_repr().partition(twin.extra_repr())
+    module, native = pair.build()
+    before, line, extra = module.extra_repr().partition(native.extra_repr())
     assert line and before == ("'identity', " if "activation" in pair.options else "")
     assert extra == (", p=0.3" if pair.options.get("p") == 0.3 else "")
 
@@ -329,7 +329,7 @@ def test_sum_returned(fused: type[nn.Module], device: torch.device) -> None:
 
 
 def pair_twin(fused: type[nn.Module]) -> type[nn.Module]:
-    return next(pair.twin for pair in PAIRS if pair.fused is fused)
+    return next(pair.native for pair in PAIRS if pair.fused is fused)
 
 
 def test_normalized_shape_of_tensors(device: torch.device) -> None:

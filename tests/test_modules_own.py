@@ -103,9 +103,9 @@ def test_slices_keep_what_layers_are() -> None:
     module = FusedBatchedLayerNormAct.from_layers(layers)
     assert not module.training and not any(p.requires_grad for p in module.parameters())
     assert not any(p.requires_grad for layer in module.to_layers() for p in layer.parameters())
-    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert repr(twin) == repr(module)
-        assert all(map(torch.equal, twin.parameters(), module.parameters()))
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert repr(copied) == repr(module)
+        assert all(map(torch.equal, copied.parameters(), module.parameters()))
     assert "4, 17, 1, 32" in repr(module) and "activation='tanh'" in repr(module)
     assert "<20 slices, 60 columns>" in repr(FusedBatchedLayerNormAct([3] * 20))
     fresh = FusedBatchedLayerNormAct(SIZES)

@@ -59,9 +59,9 @@ def test_output_is_the_norm_of_the_returned_sum(case: Case) -> None:
 @cases(select=lambda spec, sample: "cast_dtype" in sample.options)
 def test_a_twin_is_the_output_in_another_dtype(case: Case) -> None:
     """To the last bit; and it is the output itself, not a copy, if that has its dtype."""
-    y, *_, twin = call(case.spec, case.sample())(tensors_of(case.spec, case.sample()))
-    assert torch.equal(twin, y.to(twin.dtype))
-    assert (twin is y) == (twin.dtype == y.dtype)
+    y, *_, cast = call(case.spec, case.sample())(tensors_of(case.spec, case.sample()))
+    assert torch.equal(cast, y.to(cast.dtype))
+    assert (cast is y) == (cast.dtype == y.dtype)
 
 
 @cases((torch.float64,))

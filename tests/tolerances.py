@@ -160,7 +160,7 @@ def sum_dtype(spec: Spec, sample: Sample) -> torch.dtype:
 
 
 def output_dtypes(spec: Spec, sample: Sample) -> list[torch.dtype]:
-    """The dtypes that the contract promises: of the output, and of the sum and the twin where they are returned.
+    """The dtypes that the contract promises: of the output, and of the sum and the cast output if they are returned.
 
     The output has the sum's, unless ``out_dtype`` says otherwise or Llama's or T5's rounding multiplies by a wider
     weight last.
@@ -170,8 +170,8 @@ def output_dtypes(spec: Spec, sample: Sample) -> list[torch.dtype]:
     if sample.options.get("rounding") in ("llama", "t5") and weight is not None:
         output = torch.promote_types(summed, weight.dtype)
     output = sample.options.get("out_dtype") or output
-    twin = sample.options.get("cast_dtype")
-    return [output, *([summed] if sample.options.get("return_sum") else []), *([twin] if twin else [])]
+    cast = sample.options.get("cast_dtype")
+    return [output, *([summed] if sample.options.get("return_sum") else []), *([cast] if cast else [])]
 
 
 def _roundings(spec: Spec, sample: Sample) -> tuple[float, float]:
