@@ -47,7 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )  # fmt: skip
     parser.set_defaults(command=run)
     parser.add_argument("--op", action="append", metavar="NAME", help="only this operator; may be repeated; one of "
-                        f"{', '.join(sorted({spec.functional or spec.name for spec in discover()}))}")  # fmt: skip
+                        f"{_listed(discover())}")  # fmt: skip
     parser.add_argument("--shape", action="append", metavar="MxN", help="rows and columns (slices: rows, slices and "
                         "columns); may be repeated; by default the benchmark's shapes")  # fmt: skip
     parser.add_argument("--dtype", action="append", metavar="D", help=f"one of {', '.join(DTYPES)}; may be repeated")
@@ -211,6 +211,11 @@ def _short(config: Config) -> str:
     return f"({text}{f' {config.registers}r' if config.registers else ''})"
 
 
+def _listed(specs: Sequence[Spec]) -> str:
+    """The operators by their public names; the names of specs are accepted too."""
+    return ", ".join(sorted({spec.functional or spec.name for spec in specs}))
+
+
 def _specs(names: Sequence[str]) -> list[Spec]:
     """The specs of the named operators or functionals; all without names."""
     every = discover()
@@ -220,7 +225,7 @@ def _specs(names: Sequence[str]) -> list[Spec]:
             if name in operators():
                 raise UsageError(f"{name} cannot be tuned: its kernel has one config for all sizes")
             near = difflib.get_close_matches(name, known, 3)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(sorted(known))}"
+            hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {_listed(every)}"
             raise UsageError(f"no operator {name!r}; {hint}")
     return [spec for spec in every if not names or spec.name in names or spec.functional in names]
 
