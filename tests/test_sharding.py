@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
 from fusedops.activations.operator import ACTIVATION
-from fusedops.core import launch
+from fusedops.core import compat, launch, sharding
 from fusedops.core.sharding import numbers
 from fusedops.distributed import check_seeds
 from fusedops.norms.operator import NORM
@@ -436,6 +436,50 @@ def _gradients_that_are_absent(mesh: Any) -> None:
     assert weight.grad.full_tensor().eq(0).all()
 
 
+def _gradients_are_absent_on_all_ranks_or_none(mesh: Any) -> None:
+    """A rank without rows has the gradients that the others have: else their next collective waits for it."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    def shapes(t: Any) -> Any:
+        return None if t is None else (tuple(t.shape), t.placements)
+
+    for rows, moves in ((RANKS, False), (RANKS - 1, False), (RANKS - 1, True)):
+        x, residual = (distribute_tensor(torch.ones(rows, 24), mesh, [Shard(0)]).requires_grad_() for _ in range(2))
+        weight = distribute_tensor(torch.ones(24), mesh, [Shard(0) if moves else Replicate()]).requires_grad_()
+        y, z = fusedops.bias_dropout_add_ln(x, None, residual, weight, None, p=0.4, return_sum=True)
+        for out in (y, z):
+            found = torch.autograd.grad(out.sum(), (x, residual, weight), retain_graph=True, allow_unused=True)
+            assert (found[2] is None) == (out is z and not moves)
+            every: list[Any] = [None] * RANKS
+            dist.all_gather_object(every, [shapes(t) for t in found])
+            assert all(seen == every[0] for seen in every), every
+        first = torch.autograd.grad(y.square().sum(), (x, weight), create_graph=True)
+        second = torch.autograd.grad(sum(t.square().sum() for t in first), (x, residual, weight), allow_unused=True)
+        dist.all_gather_object(every, [shapes(t) for t in second])
+        assert all(seen == every[0] for seen in every), every
+
+
+def _no_elements_draw_nothing(mesh: Any) -> None:
+    """As in one process."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    state = torch.get_rng_state()
+    fusedops.bias_dropout_add(distribute_tensor(torch.ones(0, 24), mesh, [Shard(0)]), None, None, p=0.5)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def _collectives_that_are_under_way(mesh: Any) -> None:
+    """What a row-wise parallel layer hands on is not there yet; a call waits for it."""
+    from torch.distributed.tensor import DTensor, Partial, Shard
+
+    x = torch.randn(4, 24)
+    placed = DTensor.from_local(x / RANKS, mesh, [Partial()]).requires_grad_()
+    out = fusedops.layer_norm(placed.redistribute(placements=[Shard(0)], async_op=True), 24)
+    _compare(out, F.layer_norm(x, (24,)), 24, ())
+    out.sum().backward()
+    assert placed.grad is not None
+
+
 def _implicit_replication(mesh: Any) -> None:
     """PyTorch's context manager makes replicated DTensors of other tensors, whose gradients are those of one process."""
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -475,6 +519,15 @@ def _without_kernels(meshes: dict[tuple[int, ...], Any]) -> None:
                 _check(call, case, meshes, kernels=False)
         _on_one_rank_alone(dist.get_rank())
         _scalars(meshes[(RANKS,)])
+
+
+def _without_private_names(meshes: dict[tuple[int, ...], Any]) -> None:
+    """Of DTensor: its public functions give the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compat, "_dtensor_parts", lambda: None)
+        patch.setattr(sharding, "_plans", {})
+        for case in CASES[::3]:
+            _check(_call("bias_dropout_add_ln with dropout"), case, meshes)
 
 
 def _scalars(mesh: Any) -> None:
@@ -600,11 +653,13 @@ def _work(rank: int, store: str) -> None:
         if call.columns != "gathered" or COLS not in case.along or case is CASES[4]:
             _check(call, case, meshes)
     for check in (_other_placements, _partial_sums_meet_a_sharded_residual, _masks_stay_with_their_rows, _roundings,
-                  _a_parameter_learns_later, _gradients_that_are_absent, _second_derivatives, _sequence_parallel,
+                  _a_parameter_learns_later, _gradients_that_are_absent, _gradients_are_absent_on_all_ranks_or_none,
+                  _no_elements_draw_nothing, _collectives_that_are_under_way, _second_derivatives, _sequence_parallel,
                   _captured_parameters, _implicit_replication):  # fmt: skip
         torch.manual_seed(3)  # all ranks draw the same tensors
         check(mesh)
     _on_one_rank_alone(rank)
+    _without_private_names(meshes)
     _without_kernels(meshes)
     _several_dimensions_of_rows(square)
     _bad_input(mesh, square)

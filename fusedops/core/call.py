@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import checks, compat, dropout, launch, operators, rng, sharding
 from .dropout import Dropout
-from .function import PLAIN, Call, apply, forward
+from .function import PLAIN, Call, Nothing, apply, forward
 from .operator import Operator, Site, Tensors
 from .rng import NO_DROPOUT, State
 
@@ -218,8 +218,8 @@ def _is_on_shards(op: Operator, constants: Any, tensors: Tensors) -> bool:
 def _on_shards(op: Operator, constants: Any, tensors: Tensors, p: float) -> Any:
     """A call on DTensors: on each rank a call on its own tensors."""
     tensors = sharding.replicated(tensors)
-    layout = sharding.layout(op, constants, tensors, dropout=p > 0.0)
-    local = layout.local(op, constants, tensors)
+    plan = sharding.planned(op, constants, tensors, dropout=p > 0.0)
+    layout, local = plan.layout, plan.local(tensors)
     first = local[op.first]
     assert first is not None
     state = _of_shard(layout, p, local, first.device)
@@ -229,13 +229,15 @@ def _on_shards(op: Operator, constants: Any, tensors: Tensors, p: float) -> Any:
     if torch.compiler.is_dynamo_compiling() and len(layout.axes.outputs) > op.visible:
         # AOTAutograd loses DTensors that are views of one tensor (PyTorch 2.13).
         outs = [out.clone() for out in outs]
-    return layout.whole(outs)
+    return plan.whole(outs)
 
 
 def _of_shard(layout: sharding.Layout, p: float, local: Tensors, device: torch.device) -> State | Dropout:
     """The random state of a rank's kernels; where no kernels run, dropout with the rank's part of PyTorch's mask."""
     if not launch.runs_kernels(device.type):
         return layout.dropout(p)
+    if layout.axes.rows.count(0):  # nothing is drawn for no elements in one process either
+        return NO_DROPOUT
     state = _recorded(p, device) if torch.compiler.is_dynamo_compiling() else _drawn(p, local, device)
     seed = operators.seed_of(state)
     if seed is None:
@@ -261,8 +263,9 @@ def with_state(op: Operator, constants: Any, tensors: Tensors, state: State | Dr
 
 
 def _nothing(op: Operator, signature: Signature, tensors: Tensors) -> Any:
-    """Outputs of a rank that has no rows or no columns: its share in all gradients is zero, and not absent."""
-    outs = op.expose(signature.constants, tensors, op.allocate(signature.site(op, 0), tensors))
-    # Of a function that has all derivatives.
-    zero = sum([t.flatten()[:0].exp().sum() for t in tensors if t is not None and t.requires_grad])
-    return tuple([None if out is None else out + zero for out in outs])
+    """Outputs of a rank that has no rows or no columns."""
+    saves = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    site = signature.site(op, 2 * saves)
+    if saves:
+        return Nothing.apply((op, site), *tensors)  # type: ignore[no-untyped-call]
+    return op.expose(site.constants, tensors, op.allocate(site, tensors))

@@ -17,7 +17,7 @@ from .dropout import Dropout
 from .operator import Operator, Site, Tensors
 from .rng import State
 
-__all__ = ["PLAIN", "Call", "apply", "forward", "gradients", "on_device", "vjp"]
+__all__ = ["PLAIN", "Call", "Nothing", "apply", "forward", "gradients", "on_device", "vjp"]
 
 # Types of arguments that kernels read themselves; others see registered operators.
 PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
@@ -67,6 +67,40 @@ class Call(torch.autograd.Function):
 
 
 apply: Callable[..., Any] = compat.fast_apply(Call)
+
+
+class Nothing(torch.autograd.Function):
+    """A call of no elements beside ranks that have some: no launch, and a gradient, of zeros, where those have one.
+
+    Collectives that a gradient goes through would wait for a rank that has none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: tuple[Operator, Site], *tensors: Tensor | None) -> Any:
+        """See `Call`."""
+        op, site = ctx.call = call
+        ctx.shapes = [None if t is None else t.shape for t in tensors]
+        outs = op.allocate(site, tensors)
+        ctx.save_for_backward(*site.saved((*tensors, *outs, None)))
+        ctx.set_materialize_grads(False)
+        return op.expose(site.constants, tensors, outs) if op.variadic else outs[: site.returned]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        """As `gradients`."""
+        (op, site), saved, needs = ctx.call, ctx.saved_tensors, ctx.needs_input_grad[1:]
+        grads = (*grads, *(None,) * (op.visible - len(grads)))
+        if all(g is None for g in grads):
+            return (None,) * (1 + len(needs))
+        if torch.is_grad_enabled():
+            return None, *op.derivative(site, grads, saved, lambda *_: dropout.none, needs)
+        if site.cols < 0:  # without columns, which do not depend on one another: all have a gradient
+            like = next(g for g in grads if g is not None)
+            return None, *[like.new_zeros(shape, dtype=dtype) if need else None
+                           for shape, dtype, need in zip(ctx.shapes, site.dtypes, needs, strict=True)]  # fmt: skip
+        needed = op.needed(site, grads, needs)
+        outs = [None if t is None else t.zero_() for t in op.allocate_gradients(site, grads, saved, needed)]
+        return None, *(outs if needed is needs else op.expose_gradients(site, grads, saved, outs, needs))
 
 
 def gradients(op: Operator, site: Site, state: State, saved: Tensors, grads: Tensors,

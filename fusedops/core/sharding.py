@@ -13,6 +13,7 @@ import functools
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +22,10 @@ from torch import Tensor
 from . import compat, dropout
 from .dropout import Dropout
 from .operator import Axes, Operator, Tensors
+from .parts import Place, parts, total, wholes
 from .rng import NO_DROPOUT
 
-__all__ = ["Layout", "distributes", "layout", "numbers", "replicated"]
+__all__ = ["Layout", "distributes", "layout", "numbers", "planned", "replicated"]
 
 # Columns whose keep decisions are drawn at once.
 _LANES = 8
@@ -44,6 +46,22 @@ def replicated(tensors: Tensors) -> Tensors:
     mesh = next(t.device_mesh for t in tensors if isinstance(t, DTensor))
     return [t if t is None or isinstance(t, DTensor)
             else DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False) for t in tensors]  # fmt: skip
+
+
+class Move(NamedTuple):
+    """How a tensor becomes this rank's.
+
+    Attributes:
+        name: of the argument, for messages.
+        placements: what it is redistributed to; None if it is placed so already.
+        gradient: the place of its gradient.
+        sliced: of what each rank has all of: dimension, first index and number of those that this rank takes.
+    """
+
+    name: str
+    placements: tuple[Any, ...] | None
+    gradient: Place
+    sliced: tuple[tuple[int, int, int], ...]
 
 
 class Layout(NamedTuple):
@@ -79,64 +97,53 @@ class Layout(NamedTuple):
                 start += first
         return start, size
 
-    def local(self, op: Operator, constants: Any, tensors: Tensors) -> list[Tensor | None]:
-        """This rank's tensors; their gradients become DTensors again, those of parameters partial sums."""
+    def moves(self, op: Operator, constants: Any, tensors: Tensors) -> tuple[Move | None, ...]:
+        """What happens to each DTensor."""
         module = sys.modules["torch.distributed.tensor"]
-        return [self._local(t, its, place in self.axes.carriers, f"{constants.op}: {op.argument(constants, place)}")
-                if isinstance(t, module.DTensor) else t
-                for place, (t, its) in enumerate(zip(tensors, self.axes.tensors, strict=True))]  # fmt: skip
+        return tuple([self._move(t, its, place in self.axes.carriers, f"{constants.op}: {op.argument(constants, place)}")
+                      if isinstance(t, module.DTensor) else None
+                      for place, (t, its) in enumerate(zip(tensors, self.axes.tensors, strict=True))])  # fmt: skip
 
-    def _local(self, t: Any, its: tuple[int | None, ...], carries: bool, name: str) -> Tensor:
+    def _move(self, t: Any, its: tuple[int | None, ...], carries: bool, name: str) -> Move:
         from torch.distributed.tensor import Partial, Replicate, Shard
 
         placements = [Shard(its.index(dim)) if dim is not None and dim in its else Replicate() for dim in self.dims]
         gradients = [Partial() if dim is not None and dim not in its else placement
                      for dim, placement in zip(self.dims, placements, strict=True)]  # fmt: skip
-        sliced: Sequence[int] = ()
+        taken: list[int] = []
         if not carries:
             # What all ranks have of a parameter is taken apart here: `redistribute` would gather its gradient.
-            sliced = [at for at, placement in enumerate(placements) if placement.is_shard()]
-            if not all(t.placements[at].is_replicate() for at in sliced):
-                sliced = ()
-        for at in sliced:
+            taken = [at for at, placement in enumerate(placements) if placement.is_shard()]
+            if not all(t.placements[at].is_replicate() for at in taken):
+                taken = []
+        for at in taken:
             placements[at], gradients[at] = Replicate(), Partial()
         moves = tuple(t.placements) != tuple(placements)
-        if moves:
-            try:
-                t = t.redistribute(self.mesh, placements)
-            except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
-                raise ValueError(
-                    f"{name} is placed {tuple(t.placements)}, which PyTorch cannot make {placements}"
-                ) from error
-        found: Tensor = t.to_local(grad_placements=gradients)
-        if moves and found.requires_grad and not torch.compiler.is_dynamo_compiling():
-            found = _Present.apply(found)  # type: ignore[no-untyped-call]
-        if not self.member:
-            rows = range(len(self.axes.rows))
-            return found.new_empty([0 if axis in rows else size for axis, size in zip(its, t.shape, strict=True)])
-        for axis in dict.fromkeys([self.dims[at] for at in sliced]):
+        sliced = []
+        for axis in dict.fromkeys([self.dims[at] for at in taken]):
             assert axis is not None
             dim = its.index(axis)
-            found = found.narrow(dim, *self.part(axis, found.shape[dim]))
-        return found
+            sliced.append((dim, *self.part(axis, t.shape[dim])))
+        return Move(name, tuple(placements) if moves else None, Place(self.mesh, tuple(gradients), t.shape, moves),
+                    tuple(sliced))  # fmt: skip
 
-    def whole(self, outs: Tensors) -> tuple[Tensor | None, ...]:
-        """DTensors of the outputs that this rank has a part of."""
-        return tuple([None if out is None else self._whole(out, its)
-                      for out, its in zip(outs, self.axes.outputs, strict=False)])  # fmt: skip
+    def places(self, outs: Tensors) -> list[Place]:
+        """Where the outputs are that this rank has a part of."""
+        return [self._place(out, its) for out, its in zip(outs, self.axes.outputs, strict=False)]
 
-    def _whole(self, out: Tensor, its: tuple[int | None, ...]) -> Tensor:
-        from torch.distributed.tensor import DTensor, Replicate, Shard
+    def _place(self, out: Tensor | None, its: tuple[int | None, ...]) -> Place:
+        from torch.distributed.tensor import Replicate, Shard
 
-        placements = [Replicate() if dim is None else Shard(its.index(dim)) for dim in self.dims]
+        placements = tuple([Replicate() if dim is None else Shard(its.index(dim)) for dim in self.dims])
         sizes = (*self.axes.rows, self.axes.columns)
-        shape = torch.Size([size if axis is None else sizes[axis] for axis, size in zip(its, out.shape, strict=True)])
-        return DTensor.from_local(out, self.mesh, placements, run_check=False, shape=shape, stride=_strides(out, shape))
+        shape = () if out is None else out.shape
+        whole = [size if axis is None else sizes[axis] for axis, size in zip(its, shape, strict=out is not None)]
+        return Place(self.mesh, placements, torch.Size(whole))
 
     def total(self, t: Tensor) -> Tensor:
         """The sum of numbers of rows over the ranks that have the same rows."""
         columns = len(self.axes.rows)
-        return _Total.apply(t, self.mesh, tuple([dim == columns for dim in self.dims])) if self.member else t  # type: ignore[no-untyped-call]
+        return total(t, self.mesh, tuple([dim == columns for dim in self.dims])) if self.member else t
 
     def dropout(self, p: float) -> Dropout:
         """PyTorch's dropout of the whole tensor, as one process draws it, in this rank's part."""
@@ -158,36 +165,97 @@ class Layout(NamedTuple):
         return torch.cat([seed.to(device), make(self.axes.mask, ranks, self.place, self.dims, device)])
 
 
-class _Present(torch.autograd.Function):
-    """The tensor itself. Its gradient is zero where there is none, which `redistribute` cannot move (PyTorch 2.13)."""
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What calls with the same shapes and placements have in common.
 
-    @staticmethod
-    def forward(ctx: Any, t: Tensor) -> Tensor:
-        """A view."""
-        return t.view_as(t)
+    Attributes:
+        layout: how the axes are placed.
+        moves: what happens to each tensor that is a DTensor.
+        places: where the outputs are, by their shapes on this rank.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """The gradient, which autograd made zeros of if it was absent."""
-        return gradient
+    layout: Layout
+    moves: tuple[Move | None, ...]
+    places: dict[Any, list[Place]] = field(default_factory=dict)
+
+    def local(self, tensors: Tensors) -> list[Tensor | None]:
+        """This rank's tensors; their gradients become DTensors again, those of parameters partial sums."""
+        moved = [(_moved(t, move), move) for t, move in zip(tensors, self.moves, strict=True) if move is not None]
+        own = iter(parts([t for t, _ in moved], [move.gradient for _, move in moved]))
+        return [t if move is None else self._sliced(next(own), t, move, its)
+                for t, move, its in zip(tensors, self.moves, self.layout.axes.tensors, strict=True)]  # fmt: skip
+
+    def _sliced(self, found: Tensor, t: Any, move: Move, its: tuple[int | None, ...]) -> Tensor:
+        if not self.layout.member:
+            rows = range(len(self.layout.axes.rows))
+            return found.new_empty([0 if axis in rows else size for axis, size in zip(its, t.shape, strict=True)])
+        for dim, start, size in move.sliced:
+            found = found.narrow(dim, start, size)
+        return found
+
+    def whole(self, outs: Tensors) -> tuple[Tensor | None, ...]:
+        """DTensors of the outputs that this rank has a part of."""
+        if torch.compiler.is_dynamo_compiling():
+            return wholes(outs, self.layout.places(outs))
+        shapes = tuple([None if out is None else out.shape for out in outs])
+        places = self.places.get(shapes)
+        if places is None:
+            places = self.places[shapes] = self.layout.places(outs)
+        return wholes(outs, places)
 
 
-class _Total(torch.autograd.Function):
-    """The sum over ranks along some dimensions of a mesh. So is its derivative: each rank's output depends on all inputs."""
+def _moved(t: Any, move: Move) -> Any:
+    if move.placements is None:
+        return t
+    try:
+        return t.redistribute(t.device_mesh, move.placements)
+    except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{move.name} is placed {tuple(t.placements)}, which PyTorch cannot make "
+                         f"{list(move.placements)}") from error  # fmt: skip
 
-    @staticmethod
-    def forward(ctx: Any, t: Tensor, mesh: Any, along: tuple[bool, ...]) -> Tensor:
-        """One collective for each dimension; along the others nothing is moved, whatever is there."""
-        from torch.distributed.tensor import DTensor, Partial, Replicate
 
-        ctx.mesh, ctx.along = mesh, along
-        parts = DTensor.from_local(t, mesh, [Partial() if adds else Replicate() for adds in along], run_check=False)
-        return parts.redistribute(mesh, [Replicate()] * len(along)).to_local()
+# More than a program has calls with other shapes and placements.
+_MOST_PLANS = 4096
+_plans: dict[Any, Plan] = {}
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        """The same of the gradients."""
-        return _Total.apply(gradient, ctx.mesh, ctx.along), None, None  # type: ignore[no-untyped-call]
+
+def planned(op: Operator, constants: Any, tensors: Tensors, *, dropout: bool) -> Plan:
+    """`layout` and `Layout.moves`; made once for each operator, placements, shapes and mesh."""
+    try:
+        key = _key(op, constants, tensors, dropout)
+        plan = None if key is None else _plans.get(key)
+    except TypeError:  # of symbols
+        key = plan = None
+    if plan is None:
+        made = layout(op, constants, tensors, dropout=dropout)
+        plan = Plan(made, made.moves(op, constants, tensors))
+        if key is not None:
+            if len(_plans) >= _MOST_PLANS:
+                _plans.clear()
+            _plans[key] = plan
+    return plan
+
+
+def _key(op: Operator, constants: Any, tensors: Tensors, dropout: bool) -> Any:
+    """All that a plan depends on; None for a call whose plan is not kept.
+
+    A mesh may equal one whose process group has ended: hence its number, which is no other's as the plan keeps the mesh.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return None
+    module = sys.modules["torch.distributed.tensor"]
+    mesh: Any = None
+    found: list[Any] = []
+    for t in tensors:
+        if t is None:
+            found.append(None)
+            continue
+        if not isinstance(t, module.DTensor) or (mesh is not None and t.device_mesh is not mesh):
+            return None
+        mesh = t.device_mesh
+        found.append((t.placements, t.shape, t.dtype))
+    return op, constants, dropout, id(mesh), tuple(mesh.get_coordinate() or ()), tuple(found)
 
 
 def layout(op: Operator, constants: Any, tensors: Tensors, *, dropout: bool) -> Layout:
@@ -256,16 +324,6 @@ def _chunk(size: int, count: int, at: int) -> tuple[int, int]:
     most = -(-size // count)
     start = min(at * most, size)
     return start, min(most, size - start)
-
-
-def _strides(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a dense tensor whose dimensions lie in memory in the order of ``local``'s."""
-    found, step = [0] * len(shape), 1
-    order = range(len(shape)) if local.is_contiguous() else sorted(range(len(shape)), key=local.stride, reverse=True)
-    for dim in reversed(order):
-        found[dim] = step
-        step *= max(shape[dim], 1)
-    return tuple(found)
 
 
 # --- dropout ------------------------------------------------------------------------------------------------------------

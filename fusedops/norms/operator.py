@@ -358,7 +358,7 @@ class Norm(Operator):
 
 def _flat(t: Tensor, dims: int) -> Tensor:
     # `flatten` has no rule for gradients that `torch.autograd.grad` maps over (``is_grads_batched=True``).
-    return t if dims == 1 else t.reshape(*t.shape[:-dims], -1)
+    return t if dims == 1 else t.reshape(*t.shape[:-dims], math.prod(t.shape[-dims:]))
 
 
 def _layer_norm(constants: NormConstants, tensors: Any) -> Tensor:
