@@ -93,6 +93,18 @@ def test_output_that_is_the_same_for_a_whole_row() -> None:
 
 
 @kernels
+def test_gradient_of_fp64_that_is_summed_over_the_middle_rows() -> None:
+    """It is written whole, in fp64 too, and then summed."""
+    made = torch.Generator().manual_seed(0)
+    x, shift, along = (torch.randn(shape, dtype=torch.float64, generator=made).to(DEVICE)
+                       for shape in ((3, 4, 32), (3, 1, 32), (3, 4, 32)))  # fmt: skip
+    shift.requires_grad_()
+    function = fusedops.rowwise(lambda x, shift: x * (1 + shift), strict=True)
+    (found,) = torch.autograd.grad(function(x, shift), shift, along)
+    torch.testing.assert_close(found, (along * x).sum(1, keepdim=True), rtol=1e-13, atol=1e-13)
+
+
+@kernels
 @pytest.mark.parametrize("which", ["stack", "cat", "transpose"])
 def test_outputs_whose_rows_are_not_outermost(which: str) -> None:
     functions: dict[str, Callable[..., Any]] = {

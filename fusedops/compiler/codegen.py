@@ -115,7 +115,7 @@ def _backward_kernels(plan: Plan, acc: torch.dtype, *, grouped: bool, tiled: boo
             if how == "sum":
                 sums.append((place, part, node))
             else:
-                out = operand if how == "store" else whole(structure, operand)
+                out = operand if how == "store" else whole(structure, operand, acc)
                 writer.written |= {} if how == "store" else {place: None}
                 stores.append(_Store("gradient", place, out, part, node))
     return writer.kernels(stores, sums)

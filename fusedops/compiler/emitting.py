@@ -108,12 +108,12 @@ def strides_of(structure: Structure, operand: Operand) -> tuple[dict[int, int], 
     return strides, math.prod([structure.sizes[axis] for axis in static])
 
 
-def whole(structure: Structure, operand: Operand) -> Operand:
-    """An operand with all rows, and all columns if it has any: for a gradient that is summed later."""
+def whole(structure: Structure, operand: Operand, acc: torch.dtype) -> Operand:
+    """An operand with all rows, and all columns if it has any: for a gradient that is summed later, in ``acc``."""
     unrolled = [axis for axis in structure.unrolled if axis in operand.axes]
     columns = structure.columns if set(structure.columns) & set(operand.axes) else ()
     axes = (*structure.rows, *unrolled, *columns)
-    return Operand(tuple([(axis,) for axis in axes]), torch.float32, "float", operand.name)
+    return Operand(tuple([(axis,) for axis in axes]), acc, "float", operand.name)
 
 
 class Emitter:

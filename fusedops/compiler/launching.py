@@ -225,8 +225,9 @@ class _Launcher:
             return []
         operand = self._operand_of(kind, place)
         if kind == "gradient" and place in self.last.written:
-            shape = ", ".join([self._product(label) for label in whole(self.structure, operand).labels])
-            return [f"{name} = {self.like[0]}.new_empty({shape}, dtype=torch.float32)"]
+            labels = whole(self.structure, operand, self.program.acc).labels
+            shape = ", ".join([self._product(label) for label in labels])
+            return [f"{name} = {self.like[0]}.new_empty({shape}, dtype={self.program.acc})"]
         if kind in ("output", "gradient") or (
             kind == "intermediate" and not self.cotangents
         ):  # allocated for this call
@@ -270,7 +271,7 @@ class _Launcher:
     def _summed(self, place: int, gradient: Tensor, out: Tensor, sizes: Sequence[int]) -> None:
         """The sum of a gradient over the rows that the input has not."""
         operand = self.structure.inputs[place]
-        axes = whole(self.structure, operand).axes
+        axes = whole(self.structure, operand, self.program.acc).axes
         gone = [at for at, axis in enumerate(axes) if axis not in operand.axes]
         rest = [axis for axis in axes if axis in operand.axes]
         total = gradient.sum(gone) if gone else gradient
@@ -329,7 +330,7 @@ class _Launcher:
         if kind == "cotangent":
             return pointer_type(self.cotangents[place])
         if kind == "gradient" and place in self.last.written:
-            return pointer_type(torch.float32)
+            return pointer_type(self.program.acc)
         if kind in ("input", "output", "intermediate", "gradient"):
             return pointer_type(self._operand_of(kind, place).dtype)
         return "i32" if kind in ("threshold", "chunks", "programs") else "i64"
