@@ -23,6 +23,7 @@ from . import comparing, limits, results, rowwise, sweep, targets, timing
 from .cases import DTYPES, MODES, Case, cases, discover
 from .models import command as whole_models
 from .models import distributed
+from .models import distributed_results as several_gpus
 from .models import page as model_pages
 from .providers import PROVIDERS, build, worthwhile
 
@@ -188,10 +189,12 @@ def table(options: argparse.Namespace) -> int:
 
 
 def filled(page: Path, path: Path) -> str:
-    """A page's text with the tables that its markers ask for, made from a results file and from that of whole models."""
+    """A page's text with the tables that its markers ask for, made from a results file and from those beside it."""
     from . import table as tables
 
     def content(what: str) -> str:
+        if what == "distributed":
+            return several_gpus.markdown(path.parent)
         if what == "models":
             return model_pages.summary(path.with_name(f"models_{path.name}"))
         return tables.markdown((row for row in results.load(path) if row.op in what.split()), _device_of(path))

@@ -6,7 +6,6 @@ import contextlib
 import csv
 import os
 import re
-import subprocess
 import sys
 import types
 from dataclasses import replace
@@ -19,7 +18,6 @@ from einops import rearrange
 from benchmarks import __main__ as command
 from benchmarks.models import command as models_command
 from benchmarks.models import (
-    distributed,
     first_calls,
     measuring,
     page,
@@ -666,27 +664,3 @@ def test_what_is_not_there(arguments, match, monkeypatch, capsys):
     monkeypatch.setattr(models_command, "_measure", None)
     assert command.main(["models", *arguments]) == 2
     assert match in capsys.readouterr().err
-
-
-# --- several GPUs -----------------------------------------------------------------------------------------------------
-
-
-def test_two_processes_are_measured_alike(tmp_path):
-    """Fused and as it is, a spread model has one loss and the same collectives; masks are checked first."""
-    path = tmp_path / "distributed.csv"
-    words = ["distributed", "--tiny", "--model", "llama", "--layout", "tp", "--steps", "1", "--blocks", "1"]
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"} | {"CUDA_VISIBLE_DEVICES": ""}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*torchrun, "-m", "benchmarks", *words, "--output", str(path)], cwd=ROOT, text=True,
-                          env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, timeout=240, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = {record["provider"]: record for record in read_records(path, distributed.COLUMNS)}
-    eager, fused = rows["eager"], rows["fused"]
-    assert eager["collectives"] == fused["collectives"] != ""
-    assert float(eager["loss"]) == pytest.approx(float(fused["loss"]), abs=1e-3)
-
-
-def test_one_process_is_told_to_use_torchrun(monkeypatch, capsys):
-    monkeypatch.delenv("RANK", raising=False)
-    assert command.main(["distributed"]) == 2
-    assert "torchrun" in capsys.readouterr().err
