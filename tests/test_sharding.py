@@ -762,6 +762,24 @@ def test_the_second_of_two_ranks(name: str, dim: Any) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU to wait for")
+def test_dropout_does_not_wait_for_the_gpu() -> None:
+    """The random state of a shard goes there without the host's waiting."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        x = DTensor.from_local(torch.ones(4, 64, device=DEVICE), init_device_mesh("cuda", (2,)), [Shard(0)])
+        for mode in ("default", "error"):  # the first call compiles
+            torch.cuda.set_sync_debug_mode(mode)
+            fusedops.bias_dropout_add(x, None, None, p=0.5)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        dist.destroy_process_group()
+
+
 # --- one process --------------------------------------------------------------------------------------------------------
 
 

@@ -239,11 +239,11 @@ def _of_shard(layout: sharding.Layout, p: float, local: Tensors, device: torch.d
     if layout.axes.rows.count(0):  # nothing is drawn for no elements in one process either
         return NO_DROPOUT
     state = _recorded(p, device) if torch.compiler.is_dynamo_compiling() else _drawn(p, local, device)
-    seed = operators.seed_of(state)
-    if seed is None:
+    first, second, threshold = state
+    if first is None:
         return state
-    seed = layout.seed(seed, device)
-    return seed, seed, state[2]
+    seed = layout.seed(first if isinstance(first, Tensor) else (first, second), device)  # type: ignore[arg-type]
+    return seed, seed, threshold
 
 
 def with_state(op: Operator, constants: Any, tensors: Tensors, state: State | Dropout) -> Any:

@@ -158,11 +158,14 @@ class Layout(NamedTuple):
 
         return masked if p > 0.0 else dropout.none
 
-    def seed(self, seed: Tensor, device: torch.device) -> Tensor:
+    def seed(self, seed: Tensor | tuple[int, int], device: torch.device) -> Tensor:
         """A call's random state with `numbers`, on the device."""
-        ranks = tuple([self.mesh.size(at) for at in range(self.mesh.ndim)])
+        where = self.axes.mask, tuple([self.mesh.size(at) for at in range(self.mesh.ndim)]), self.place, self.dims
+        if isinstance(seed, tuple):
+            # A copy that blocks would wait for all that the GPU has still to do.
+            return torch.tensor([*seed, *_kept_numbers(*where)], dtype=torch.int64).to(device, non_blocking=True)
         make = _numbers_on if torch.compiler.is_compiling() or compat.is_intercepted() else _kept_numbers_on
-        return torch.cat([seed.to(device), make(self.axes.mask, ranks, self.place, self.dims, device)])
+        return torch.cat([seed, make(*where, device)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -334,7 +337,7 @@ def _numbers_on(mask: Sequence[int], ranks: Sequence[int], place: Sequence[int],
     return torch.tensor(numbers(mask, ranks, place, dims), dtype=torch.int64, device=device)
 
 
-# A copy to a GPU waits for it: one for each placement.
+# A copy to a GPU waits for it, and is recorded under graph capture: one for each placement.
 _kept_numbers_on = functools.lru_cache(maxsize=1024)(_numbers_on)
 
 
@@ -369,3 +372,6 @@ def numbers(mask: Sequence[int], ranks: Sequence[int], place: Sequence[int], dim
     for at, dim in zip((2, 0), sorted(apart, reverse=True), strict=False):
         found[at : at + 2] = max(math.prod(sizes[dim:-1]), 1), math.prod(shape[dim:])
     return [base, *found, -(-columns // _LANES), starts[-1] // _LANES]
+
+
+_kept_numbers = functools.lru_cache(maxsize=1024)(numbers)
