@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,10 +21,12 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import fusedops
+from benchmarks.models import plans
+from fusedops.models.rules import norms
 from support import INTERPRETED
 
 RANKS = 3  # of which the first two compute; all three load what these saved
-VOCABULARY, WIDTH, HEADS, BATCH, LENGTH = 64, 32, 4, 2, 8
+VOCABULARY, WIDTH, LAYERS, HEADS, BATCH, LENGTH = 64, 32, 2, 4, 2, 8
 ROOT = Path(__file__).parents[1]
 
 # Sums of up to 64 products in another order. Losses and gradients are of order one.
@@ -49,7 +53,7 @@ def _llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=2,
+    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=LAYERS,
                          num_attention_heads=HEADS, num_key_value_heads=2, max_position_embeddings=64,
                          initializer_range=0.2)  # fmt: skip
     return _scattered(LlamaForCausalLM(config))
@@ -60,7 +64,7 @@ def _bert(p: float) -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
     torch.manual_seed(0)
-    config = BertConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=2,
+    config = BertConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=LAYERS,
                         num_attention_heads=HEADS, max_position_embeddings=64, hidden_dropout_prob=p,
                         attention_probs_dropout_prob=0.0, initializer_range=0.2)  # fmt: skip
     return _scattered(BertForMaskedLM(config))
@@ -116,6 +120,19 @@ def _bert_plan() -> dict[str, Any]:
     return plan | {f"bert.encoder.layer.*.{name}": tp.RowwiseParallel() for name in rows}
 
 
+class _Block(nn.Module):
+    """Two sums, of which the norm in between takes the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x + self.first(x)
+        return z + self.second(self.norm(z))
+
+
 # --- properties, on the two ranks that compute ------------------------------------------------------------------------
 
 
@@ -162,6 +179,49 @@ def _modules_under_sequence_parallel(mesh: Any) -> None:
                 _close(grad, expected.chunk(2, 1)[dist.get_rank()] if expected.ndim == 3 else expected)
 
 
+def _sums_of_plain_rows(mesh: Any) -> None:
+    """Of plain tensors too a block joins sum and norm under `SequenceParallel`; it calls a norm with another hook."""
+    from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+    torch.manual_seed(4)
+    reference, x, along = _scattered(_Block()), torch.randn(BATCH, LENGTH, WIDTH), torch.randn(BATCH, LENGTH, WIDTH)
+    expected = reference(x)
+    expected.backward(along)
+    for hooked in (False, True):
+        model: Any = parallelize_module(
+            copy.deepcopy(reference), mesh, {"norm": SequenceParallel(use_local_output=True)}
+        )
+        fusedops.fuse_model(model)
+        sums: list[Any] = []
+        if hooked:
+            model.norm.register_forward_pre_hook(lambda module, inputs, sums=sums: sums.append(inputs[0]))
+        lines = {line.name: line.calls for line in fusedops.fusion_status(model).replaced}
+        assert ("bias_dropout_add_ln" in lines[""]) == (not hooked), lines
+        model.norm.zero_grad()
+        with _counted() as joined:
+            out = model(x.chunk(2, 1)[dist.get_rank()])
+        assert len(joined) == (not hooked)
+        _close(out, expected.chunk(2, 1)[dist.get_rank()])
+        out.backward(along.chunk(2, 1)[dist.get_rank()])
+        _close(_full(model.norm.weight.grad), reference.norm.weight.grad)
+        assert len(sums) == hooked
+
+
+@contextlib.contextmanager
+def _counted() -> Iterator[list[str]]:
+    """The calls of operators that join a sum and a norm, by the rules of norms."""
+    called: list[str] = []
+
+    def counting(name: str) -> Callable[..., Any]:
+        operator = getattr(fusedops, name)
+        return lambda *args, **kwargs: called.append(name) or operator(*args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for name in ("bias_dropout_add_ln", "bias_dropout_add_rms_norm"):
+            stack.enter_context(mock.patch.object(norms, name, counting(name)))
+        yield called
+
+
 def _agrees(model: nn.Module, reference: nn.Module, over: Any = None) -> None:
     """Loss and gradients are those of one process; the ranks ``over`` this mesh have parts of the batch."""
     assert fusedops.fusion_status(model).replaced
@@ -189,7 +249,8 @@ def _tensor_parallel_models(mesh: Any) -> None:
 
     cases: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [(_llama, _llama_plan(sequence=True))]
     if not INTERPRETED:  # which takes long, and the kernels are those
-        cases += [(_llama, _llama_plan(sequence=False)), (functools.partial(_bert, 0.2), _bert_plan())]
+        cases += [(_llama, _llama_plan(sequence=False)), (functools.partial(_bert, 0.2), _bert_plan()),
+                  (functools.partial(_bert, 0.2), plans.plan("bert"))]  # fmt: skip
     for make, plan in cases:
         reports = []
         for first in (True, False):
@@ -202,8 +263,14 @@ def _tensor_parallel_models(mesh: Any) -> None:
             reports.append([(line.name, line.calls) for line in fusedops.fusion_status(model).replaced])
             reference = make()
             fusedops.fuse_model(reference)
-            _agrees(model, reference)
+            with _counted() as joined:
+                _agrees(model, reference)
+            # Sums are joined with the norms, whether these are under `SequenceParallel` or not.
+            assert len(joined) == 2 * LAYERS * (1 if make is _llama else 2) or INTERPRETED, joined
         assert reports[0] == reports[1]
+        blocks = [calls for name, calls in reports[0] if re.search(r"layers?\.\d+$", name)]
+        operator = "bias_dropout_add_rms_norm" if make is _llama else "bias_dropout_add_ln"
+        assert blocks == [operator] * LAYERS or INTERPRETED, blocks  # where Llama's norms round otherwise
 
 
 def _sharded_models(mesh: Any) -> None:
@@ -302,6 +369,7 @@ def _work(rank: int, folder: str) -> None:
     if rank < 2:
         one = mesh["tp"]
         _modules_under_sequence_parallel(one)
+        _sums_of_plain_rows(one)
         _tensor_parallel_models(one)
         if not INTERPRETED:
             _compiled_blocks(mesh)

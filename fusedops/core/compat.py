@@ -73,6 +73,7 @@ __all__ = [
     "quiet",
     "replace_call",
     "replicates_implicitly",
+    "rows_placed_by",
     "sharded_class",
     "share_memory",
     "transforms",
@@ -400,6 +401,38 @@ def waited(t: Tensor) -> Tensor:
         return t
     kind = getattr(sys.modules.get("torch.distributed._functional_collectives"), "AsyncCollectiveTensor", None)
     return t.trigger_wait() if kind is not None and isinstance(t, kind) else t
+
+
+def rows_placed_by(module: torch.nn.Module) -> Any:
+    """What `SequenceParallel`'s hooks do, if a module has these hooks alone: ``(mesh, placements, to_local)``; else None.
+
+    They place the argument so, and return the output, as a plain tensor if ``to_local``. Without the private names None:
+    the module is called, slower.
+    """
+    before: Any = getattr(module, "_forward_pre_hooks", ())
+    after: Any = getattr(module, "_forward_hooks", ())
+    others = getattr(module, "_backward_hooks", True) or getattr(module, "_backward_pre_hooks", True)
+    if not is_distributed(module) or others or len(before) != 1 or len(after) != 1:
+        return None
+    style = _imported("torch.distributed.tensor.parallel", "SequenceParallel")
+    mesh, place = _closed_over(*before.values())
+    _, release = _closed_over(*after.values())
+    known = place is not None and place.func is getattr(style, "_prepare_input_fn", None)
+    if not known or release is None or release.func is not getattr(style, "_prepare_output_fn", None):
+        return None
+    return mesh, tuple(place.args[0]), release.args[0]
+
+
+def _closed_over(hook: Any) -> tuple[Any, Any]:
+    """The mesh and the function of a hook that `distribute_module` made."""
+    mesh, function = None, None
+    for cell in getattr(hook, "__closure__", None) or ():
+        value = cell.cell_contents
+        if isinstance(value, functools.partial):
+            function = value
+        elif type(value).__name__ == "DeviceMesh":
+            mesh = value
+    return (mesh, function) if mesh is not None else (None, None)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -15,6 +15,7 @@ from .hooks import found, has_hooks, is_simple
 from .report import NO_RULE, NOT_FUSED, FusionReport, ModuleReport
 from .rule import At, Family, Rule, Verdict, judge
 from .rules import RULES
+from .spread import rows_of_norm
 from .tricks import TRICKS
 
 __all__ = ["fuse_model", "fusion_status", "unfuse_model"]
@@ -178,12 +179,12 @@ def _judge(module: nn.Module, rules: tuple[Rule | Family, ...], excluded: frozen
 def _rules_in(module: nn.Module, verdicts: Mapping[nn.Module, Verdict], *, hooked: bool = True) -> At:
     """The rules of what is in a module, by path: of what is to be fused, and of what is fused already.
 
-    With ``hooked`` there is none for what has hooks: that is called as it is.
+    With ``hooked`` there is none for what has hooks: that is called as it is. Norms under `SequenceParallel` are joined.
     """
 
     def at(path: str) -> Rule | None:
         inner = found(module, path)
-        if inner is None or inner not in verdicts or (hooked and has_hooks(inner)):
+        if inner is None or inner not in verdicts or (hooked and has_hooks(inner) and not rows_of_norm(inner)):
             return None
         return verdicts[inner].rule or getattr(type(inner), "_fusedops_rule", None)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..core.compat import constant_when_traced, has_compiled_call, has_global_hooks, has_own_hooks
 
 __all__ = ["ORIGINAL", "can_call", "found", "has_hooks", "is_conv1d", "is_linear", "is_plain", "is_simple", "is_unchanged",
-           "original"]  # fmt: skip
+           "keeps_method", "original"]  # fmt: skip
 
 # The prefix of the names under which fused classes keep methods of their originals.
 ORIGINAL = "_fusedops_original_"
@@ -30,7 +30,8 @@ _CALL = nn.Module.__call__
 # torch.compile guards on the class of a module, so a function of the class alone is a constant to it. An attribute that
 # it sees looked up in a class becomes a guard of its own, and the module is then checked before every step.
 @constant_when_traced
-def _has(cls: Any, method: str) -> bool:
+def keeps_method(cls: Any, method: str) -> bool:
+    """Whether instances of a fused class have this method of a rule, and their call is the class's own."""
     # A forward that replaces the fused class's, there or in a subclass, is called; the rule's method is not.
     return hasattr(cls, method) and cls.forward is cls._fusedops_class.forward and cls.__call__ is _CALL
 
@@ -50,7 +51,7 @@ def original(module: Any, method: str) -> Any:
 
 def can_call(module: nn.Module, method: str) -> bool:
     """Whether the module has this method of a rule, and the method may be called in place of the module."""
-    return _has(type(module), method) and not has_hooks(module)
+    return keeps_method(type(module), method) and not has_hooks(module)
 
 
 @constant_when_traced

@@ -22,6 +22,7 @@ from ..norms.ops import bias_dropout_add
 from .autocast import low_dtype, narrowed, normed
 from .cast import Cast
 from .hooks import can_call, has_hooks, is_conv1d, is_linear, original
+from .spread import rows_of_norm
 
 __all__ = ["Branch", "activate", "activated", "activation_name", "add", "add_norm", "add_norm_cast", "branch",
            "branches", "drop", "dropped", "finished", "first", "folded", "gated", "gated_by", "gelu_tanh", "handed",
@@ -292,8 +293,23 @@ def add_norm(end: Branch, residual: Tensor | None, norm: Any, *modules: nn.Modul
         end = Branch(finished(end))
     if residual is not None and can_call(norm, "_fusedops_add_norm") and _match(end.product, residual):
         return norm._fusedops_add_norm(end, residual, return_sum, low_dtype(residual, modules))
+    if residual is not None and end.bias is None and _match(end.product, residual):
+        rows = rows_of_norm(norm)
+        taken = None if rows is None else rows.take(end.product, residual)
+        # A plain tensor's mask would be that of this rank's rows alone.
+        if rows is not None and taken is not None and (taken[1] is residual or not end.drops):
+            return _add_norm_of_rows(end, residual, norm, taken, rows.to_local, return_sum)
     z = add(end, residual)
     return (norm(z), z) if return_sum else norm(z)
+
+
+def _add_norm_of_rows(end: Branch, residual: Tensor, norm: Any, rows: Any, to_local: bool, return_sum: bool) -> Any:
+    """`add_norm` of a norm under `SequenceParallel`, of rows that are placed as its hooks would place the sum."""
+    product, stream = rows
+    found = norm._fusedops_add_norm(end._replace(product=product), stream, return_sum, None)
+    y, *z = found if return_sum else (found,)
+    y = y.to_local() if to_local else y
+    return (y, z[0] if stream is residual else z[0].to_local()) if z else y
 
 
 def add_norm_cast(end: Branch, residual: Tensor | None, norm: Any, *modules: nn.Module) -> tuple[Tensor, Tensor]:
