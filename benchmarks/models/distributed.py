@@ -185,9 +185,10 @@ def _measured(workload: Workload, layout: str, device: torch.device, name: str,
 def _trained(device: torch.device, name: str, options: argparse.Namespace) -> Iterator[Row]:
     """The example's trainings."""
     for trained in example.trainings(device, options.steps, options.blocks, tiny=options.tiny):
-        ms = statistics.median(trained.ms)
+        times = [_largest(ms, device) for ms in trained.ms]
+        ms = statistics.median(times)
         yield _row((example.NAME, trained.shape, trained.layout, trained.provider), name, ms=ms,
-                   spread=_spread_of(trained.ms), tokens=1e3 * trained.tokens / ms,
+                   spread=_spread_of(times), tokens=1e3 * trained.tokens / ms,
                    peak_mib=_largest(trained.peak_mib, device), loss=trained.loss, difference=trained.difference,
                    moved_mib=trained.traffic.bytes / 2**20, collectives=str(trained.traffic))  # fmt: skip
 

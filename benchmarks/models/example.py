@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import statistics
 import sys
@@ -70,7 +71,7 @@ def _layout(example: Any, corpus: Any, args: Any, sides: tuple[int, int],
     seen: dict[str, list[tuple[list[float], float, float]]] = {name: [] for name in PROVIDERS}
     for _ in range(blocks):
         for name, parts in PROVIDERS.items():
-            seen[name].append(example.train(example.CONTENDERS[parts], corpus, args, steps, mesh))
+            seen[name].append(_train(example, parts, corpus, args, steps, mesh))
     for name, parts in PROVIDERS.items():
         losses = seen[name][0][0]
         difference = max(abs(a - b) for a, b in zip(losses, alone[name], strict=False))
@@ -84,17 +85,23 @@ def _traffic(example: Any, parts: str, corpus: Any, args: Any, steps: int, mesh:
     """Of a short training, the weights' included."""
     traffic = Traffic()
     with traffic:
-        example.train(example.CONTENDERS[parts], corpus, args, steps, mesh)
+        _train(example, parts, corpus, args, steps, mesh)
     return traffic
+
+
+def _train(example: Any, parts: str, corpus: Any, args: Any, steps: int, mesh: Any) -> Any:
+    """The example's function, after the memory of the training before was freed: sharded models are in reference cycles."""
+    gc.collect()
+    if corpus.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return example.train(example.CONTENDERS[parts], corpus, args, steps, mesh)
 
 
 def _alone(example: Any, parts: str, corpus: Any, args: Any) -> list[float]:
     """The first steps' losses in one process, the first; the others wait, and get them."""
     found: list[Any] = [None]
     if dist.get_rank() == 0:
-        found = [example.train(example.CONTENDERS[parts], corpus, args, _COMPARED, None)[0]]
-        if corpus.device.type == "cuda":
-            torch.cuda.empty_cache()
+        found = [_train(example, parts, corpus, args, _COMPARED, None)[0]]
     dist.broadcast_object_list(found, 0)
     return found[0]  # type: ignore[no-any-return]
 
