@@ -193,6 +193,24 @@ def test_autocast() -> None:
     assert {"_to_copy", "native_layer_norm"} <= names
 
 
+def test_parts_without_autocast_keep_their_precision() -> None:
+    """Casts are in the graph: while it runs under autocast, products in fp32 stay so, forward and backward."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        with torch.autocast(DEVICE.type, enabled=False):
+            return x @ w
+
+    x, w = _rows(16, 16), _rows(16, 16).requires_grad_()
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        y = torch.compile(function, backend=Backend())(x, w)
+        (dw,) = torch.autograd.grad(y, w, torch.ones_like(y))
+    assert y.dtype == dw.dtype == torch.float32
+    # The dot product of n terms in fp32: n units of the sum of magnitudes.
+    unit = 16 * torch.finfo(torch.float32).eps
+    assert ((y.double() - x.double() @ w.double()).abs() <= unit * (x.abs() @ w.abs())).all()
+    assert ((dw.double() - x.double().sum(0)[:, None]).abs() <= unit * x.abs().sum(0)[:, None]).all()
+
+
 class Products(nn.Module):
     """Products of the same rows: three of a kind, one without bias, one frozen, one whose result a region takes."""
 
@@ -228,8 +246,9 @@ def test_products_of_the_same_rows_are_one() -> None:
         with torch.autocast(DEVICE.type, torch.bfloat16):
             found = _results(compiled, model, (x,), cotangent)
             _check(found, model, (x,), cotangent, 2 * torch.finfo(torch.bfloat16).eps)
-    products = [[compat.aten_name(node.target) for node in gm.graph.nodes].count("addmm") for gm in graphs]
-    assert products == [5, 3]  # q with k and v, frozen, narrow; without autocast five: the norm's region adds its bias
+    names = [[compat.aten_name(node.target) for node in gm.graph.nodes] for gm in graphs]
+    assert [found.count("addmm") for found in names] == [5, 3]  # q with k and v, frozen, narrow
+    assert [found.count("mm") for found in names] == [2, 2]  # bare, and that whose bias the norm's region adds
 
 
 # --- dropout ------------------------------------------------------------------------------------------------------------
@@ -251,6 +270,7 @@ def test_dropout_is_drawn_again_in_the_backward() -> None:
     kept = ((y - residual).abs() > 1e-6).double()
     assert abs(kept.mean() - 0.75) < 5 * (0.25 * 0.75 / kept.numel()) ** 0.5
     cotangent = torch.randn_like(y)
+    assert "native_dropout" in backend.report.fused[0].operators
     dx, dbias, dresidual = torch.autograd.grad(y, (x, bias, residual), cotangent)
     torch.testing.assert_close(dx, cotangent * kept.float() / 0.75, rtol=1e-6, atol=0.0)
     torch.testing.assert_close(dbias, dx.sum(0), rtol=1e-5, atol=1e-5)
@@ -339,10 +359,11 @@ def _cut(x: Tensor, w: Tensor) -> Tensor:
 
 def _in_place(x: Tensor, w: Tensor) -> Tensor:
     y = x * 1
-    first, _ = torch.broadcast_tensors(y, x)
+    first = y.view(y.shape)
     y += w
     other = x + 1
     other.mul_(2).sub_(w)
+    y = y * F.layer_norm(x, (8,), w)
     return F.layer_norm(first, (8,), w) + F.layer_norm(other, (8,), w) * y
 
 
@@ -360,11 +381,17 @@ def _integers(x: Tensor, w: Tensor) -> Tensor:
     return torch.where(torch.arange(x.shape[0], device=x.device)[:, None, None] > 1, F.layer_norm(x, (8,), w), w)
 
 
+def _crossed(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Two regions, each of which needs a part of the other."""
+    one, other = F.layer_norm(x, (8,), w), F.layer_norm(x.sin(), (8,), w)
+    return one + (other * 3) @ w.outer(w), other + (one * 2) @ w.outer(w)
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # PyTorch's own
-@pytest.mark.parametrize("function", [_own_derivative, _cut, _in_place, _same_memory, _transposed, _integers])
+@pytest.mark.parametrize("function", [_own_derivative, _cut, _in_place, _same_memory, _transposed, _integers, _crossed])
 def test_semantics_of_the_graph(function: Callable[..., Any]) -> None:
     """Derivatives of the user's, parts without gradients, changes in place, outputs that share memory."""
-    x, w = _rows(4, 6, 8).requires_grad_(), _rows(8).requires_grad_()
+    x, w = _rows(4, 6, 8).double().requires_grad_(), _rows(8).double().requires_grad_()
 
     def results(call: Callable[..., Any]) -> list[Tensor]:
         outputs = compat.leaves(call(x, w))
@@ -375,10 +402,25 @@ def test_semantics_of_the_graph(function: Callable[..., Any]) -> None:
     found, expected = results(torch.compile(function, backend=backend)), results(function)
     assert backend.report.fused and not backend.report.left
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)  # in fp64, whose roundings are far below
     pointers = [[t.data_ptr() for t in ours[:-2]] for ours in (found, expected)]
     shared = [[a == b for a, b in itertools.combinations(ours, 2)] for ours in pointers]
     assert shared[0] == shared[1]
+
+
+def test_parts_without_gradients_save_nothing() -> None:
+    """Under `torch.no_grad`, and of tensors that are detached."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = F.layer_norm(x, (8,), w)
+        return F.layer_norm(x, (8,), w) @ scale.mT + F.layer_norm(x.detach(), (8,), w.detach()) @ scale.mT
+
+    graphs = []
+    with mock.patch.object(entry, "fused", lambda gm, fused=entry.fused: (fused(gm), graphs.append(gm))[0]):
+        torch.compile(function, backend=Backend())(_rows(4, 8).requires_grad_(), _rows(8).requires_grad_())
+    calls = [str(node.args[-1]) for node in graphs[0].graph.nodes if compat.namespace(node.target) == "fusedops"]
+    assert ["saves" if " saves " in call else "drops" for call in calls] == ["drops", "saves", "drops"]
 
 
 def test_parameter_changed_in_place_is_read_in_its_turn() -> None:
@@ -408,6 +450,42 @@ def test_graph_that_cannot_be_captured_is_left_with_a_warning(monkeypatch: pytes
         found = fusedops.compile(function)(x, w)
     torch.testing.assert_close(found, function(x, w))
     assert "a graph is left to Inductor: it calls unknown" in str(fusedops.explain(function, x, w))
+
+
+def test_parts_of_a_split_stay_together() -> None:
+    """A part that nothing else in the region takes is one of its outputs."""
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(32, 96)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            q, _, v = self.layer(x).chunk(3, -1)
+            return q * q, v @ v.mT
+
+    [region] = fusedops.explain(Parts().to(DEVICE), _rows(2, 9, 32)).regions
+    assert not region.reason and region.operators == ("add", "split", "mul")
+
+
+def test_a_sum_of_all_elements_is_no_part_of_a_region() -> None:
+    report = fusedops.explain(lambda x, w: F.dropout(x + w, 0.5).sum(), _rows(6, 8), _rows(8).requires_grad_())
+    assert [region.operators for region in report.fused] == [("add", "native_dropout")]
+
+
+def test_smaller_region_is_tried() -> None:
+    """A token put before the rows cannot be in the kernel of the norm behind it."""
+    backend = Backend()
+    w = _rows(8).requires_grad_()
+
+    def function(x: Tensor, token: Tensor) -> Tensor:
+        return F.layer_norm(torch.cat([token.expand(len(x), 1, 8), x], 1) * 2, (8,), w)
+
+    x, token = _rows(3, 12, 8), _rows(8)
+    torch.testing.assert_close(
+        torch.compile(function, backend=backend)(x, token), function(x, token), rtol=1e-4, atol=1e-5
+    )
+    assert [region.operators for region in backend.report.fused] == [("mul", "native_layer_norm")]
 
 
 # --- the report and the entry point -------------------------------------------------------------------------------------

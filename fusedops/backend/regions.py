@@ -96,8 +96,7 @@ class Finder:
         self.before = self._reached(self.nodes, lambda node: node.all_input_nodes)
         self.behind = self._reached(self.nodes[::-1], lambda node: node.users)
         self.part = self._parts()
-        changed = self._changed()
-        self.eligible = {node for node in self.nodes if self._is_eligible(node, changed)}
+        self.eligible = {node for node in self.nodes if self._is_eligible(node)}
         self.taken: set[fx.Node] = set()
 
     def found(self) -> list[Region]:
@@ -141,16 +140,7 @@ class Finder:
             number += _is_fixed(node)
         return found
 
-    def _changed(self) -> list[Tensor]:
-        """The tensors that are changed in place."""
-        found = []
-        for node in self.nodes:
-            if _is_fixed(node):
-                values = [value_of(arg) for arg in node.all_input_nodes]
-                found += [value for value in values if isinstance(value, Tensor)]
-        return found
-
-    def _is_eligible(self, node: fx.Node, changed: Sequence[Tensor]) -> bool:
+    def _is_eligible(self, node: fx.Node) -> bool:
         if node.op != "call_function":
             return False
         if node.target is operator.getitem:
@@ -160,8 +150,6 @@ class Finder:
         tensors = [value_of(other) for other in (node, *node.all_input_nodes)]
         tensors = [t for value in tensors for t in (value if isinstance(value, (tuple, list)) else [value])]
         tensors = [t for t in tensors if isinstance(t, Tensor)]
-        if any(compat.share_memory(t, other) for t in tensors for other in changed):
-            return False
         return all(_is_readable(t) for t in tensors) and len({t.device for t in tensors}) == 1
 
     def _columns(self, node: fx.Node) -> int:
