@@ -327,6 +327,19 @@ def test_one_graph_serves_all_lengths() -> None:
     assert backend.report.graphs == 1 and len(backend.report.fused) == count
 
 
+def test_number_of_rows_is_no_constant_of_a_kernel() -> None:
+    w = _rows(8).requires_grad_()
+
+    def function(x: Tensor) -> Tensor:
+        return F.layer_norm(x, (8,), w) * x.shape[0]
+
+    compiled = torch.compile(function, backend=Backend())
+    for rows in (3, 5):
+        x = _rows(rows, 8)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch.testing.assert_close(compiled(x), function(x), rtol=1e-4, atol=1e-5)
+
+
 def test_inference_saves_nothing() -> None:
     model, inputs, _ = _built("post-norm")
     backend = Backend()
