@@ -205,7 +205,8 @@ def _weighted(model: nn.Module, arguments: dict[str, Any]) -> Tensor:
 def test_autocast(name: str) -> None:
     """Training in bf16: the dtypes of before, and no further from the fp32 results than twice that, or 8 roundings more.
 
-    How far that is, is the most of four models: its own numbers, and those moved by a unit of bf16.
+    How far that is, is the most of four models: its own numbers, and those moved by a unit of bf16. Gradients may be twice as
+    far again: that of a key's bias is zero but for roundings, and of these there are only four samples.
     """
 
     def check(compile_it: Callable[[nn.Module], Any]) -> None:
@@ -226,7 +227,9 @@ def test_autocast(name: str) -> None:
         assert {k: x.dtype for k, x in found.items()} == {k: x.dtype for k, x in eager.items()}
         for key in found.keys() & exact.keys():
             x, z = found[key], exact[key]
-            allowed = 2 * max(distance(ys[key], z) for ys in (eager, *moved) if key in ys) + 8 * 2.0**-8 * size_of(z)
+            times = 4 if key.startswith("gradient") else 2
+            allowed = times * max(distance(ys[key], z) for ys in (eager, *moved) if key in ys)
+            allowed += 8 * 2.0**-8 * size_of(z)
             assert distance(x, z) <= allowed, f"{key}: {distance(x, z):.3g}, allowed {allowed:.3g}"
 
     _holds(check)
