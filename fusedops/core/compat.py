@@ -730,7 +730,8 @@ def recorded_graph(function: Callable[..., Any], fakes: Sequence[Any]) -> torch.
 
     mode = torch._guards.detect_fake_mode(list(fakes))
     with mode or nullcontext(), enable_python_dispatcher():
-        return make_fx(function, _allow_non_fake_inputs=True)(*fakes)
+        # With a table of its own: without one, `detach` becomes `alias` (PyTorch 2.14), which has a derivative.
+        return make_fx(function, decomposition_table={}, _allow_non_fake_inputs=True)(*fakes)
 
 
 def recording_nothing() -> AbstractContextManager[Any]:
