@@ -22,7 +22,7 @@ __all__ = ["NotCapturedError", "captured"]
 Inner = Callable[[fx.GraphModule], fx.GraphModule]
 
 # Functions of others that do nothing which a graph has to repeat.
-_WITHOUT_EFFECT = frozenset({"_log_api_usage_once", "lazy_load_decompositions"})
+_WITHOUT_EFFECT = frozenset({"_are_functorch_transforms_active", "_log_api_usage_once", "lazy_load_decompositions"})
 
 
 class NotCapturedError(Exception):
