@@ -37,7 +37,7 @@ from architectures.compiled import compiled, compiled_alone
 from fusedops.backend.entry import backend
 from fusedops.backend.report import CompileReport
 from fusedops.core import compat
-from support import DEVICE, KERNEL_PATH
+from support import DEVICE
 from zoo import without_dropout
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -251,10 +251,15 @@ def test_fewer_regions_than_in_the_file_are_lost(monkeypatch: pytest.MonkeyPatch
     assert len(backend_coverage.lost([replace(found, graphs_left=1)])) == 1
 
 
-@pytest.mark.skipif(KERNEL_PATH, reason="there are kernels for this device")
+def _on_cpu() -> tuple[nn.Module, dict[str, Any]]:
+    model, arguments = built("llama")
+    return model.cpu(), {name: t.cpu() if isinstance(t, Tensor) else t for name, t in arguments.items()}
+
+
+@pytest.mark.plain
 def test_without_kernels_everything_is_inductors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is given the graph with none of our operators, and does what it did."""
-    model, arguments = built("llama")
+    model, arguments = _on_cpu()
     expected, graphs = _values(model, arguments), []
     monkeypatch.setattr(compat, "compile_by_inductor", lambda gm, *_: graphs.append(gm) or gm.forward)
     model.compile(backend=backend)
@@ -262,5 +267,5 @@ def test_without_kernels_everything_is_inductors(monkeypatch: pytest.MonkeyPatch
     assert len(graphs) == 1
     assert not [node for node in graphs[0].graph.nodes if str(node.target).startswith("fusedops")]
     assert all(torch.equal(found[k], expected[k]) for k in expected)
-    report: CompileReport = compiled(built("llama")[0])
+    report: CompileReport = compiled(_on_cpu()[0])
     assert not report.regions
