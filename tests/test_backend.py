@@ -44,7 +44,7 @@ class Backend:
             self.saved += [value for value in values if isinstance(value, Tensor)]
             return make_boxed_func(graph.forward)
 
-        with compat.casts_recorded():
+        with entry._autocast_of(self.report):
             backward = lambda graph, _: make_boxed_func(graph.forward)  # noqa: E731
             return aot_autograd(fw_compiler=forward, bw_compiler=backward)(made, inputs)
 
@@ -457,11 +457,20 @@ def test_graph_that_cannot_be_captured_is_left_with_a_warning(monkeypatch: pytes
     def function(x: Tensor, w: Tensor) -> Tensor:
         return F.layer_norm(unknown(x), (8,), w)
 
-    monkeypatch.setattr(compat, "compile_by_inductor", lambda gm, *_: gm.forward)
+    casts = []
+
+    def compile_(gm: torch.fx.GraphModule, *_: Any) -> Any:
+        casts.append(torch.is_autocast_enabled(DEVICE.type))
+        return gm.forward
+
+    monkeypatch.setattr(compat, "compile_by_inductor", compile_)
     x, w = _rows(4, 8), _rows(8)
-    with pytest.warns(RuntimeWarning, match="leaves a graph to Inductor: it calls unknown"):
-        found = fusedops.compile(function)(x, w)
-    torch.testing.assert_close(found, function(x, w))
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        fusedops.compile(lambda x, w: F.layer_norm(x, (8,), w))(x, w)
+        with pytest.warns(RuntimeWarning, match="leaves a graph to Inductor: it calls unknown"):
+            found = fusedops.compile(function)(x, w)
+        torch.testing.assert_close(found, function(x, w))
+    assert casts == [False, True]  # what is left has no casts yet
     assert "a graph is left to Inductor: it calls unknown" in str(fusedops.explain(function, x, w))
 
 

@@ -780,10 +780,8 @@ def recorded_call(
 
 
 def compile_by_inductor(gm: torch.fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: Any) -> Any:
-    """What Inductor makes of a graph in which casts are operators."""
-    wrapper = torch._TorchCompileInductorWrapper(mode, options, None)
-    with casts_recorded():
-        return wrapper(gm, list(inputs))
+    """What Inductor makes of a graph."""
+    return torch._TorchCompileInductorWrapper(mode, options, None)(gm, list(inputs))
 
 
 @contextmanager

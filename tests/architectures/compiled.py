@@ -15,7 +15,7 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from fusedops.backend.entry import _with_operators
+from fusedops.backend.entry import _autocast_of, _with_operators
 from fusedops.backend.report import CompileReport
 
 __all__ = ["compiled", "compiled_alone"]
@@ -28,7 +28,8 @@ def compiled(model: nn.Module, **options: Any) -> CompileReport:
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         made = _with_operators(gm, inputs, report)
         _raise_errors(report)
-        return _run_as_it_is(made, inputs)
+        with _autocast_of(report):
+            return _aot(made, list(inputs))
 
     _compile(model, backend, options)
     return report
@@ -53,12 +54,6 @@ def _compile(model: nn.Module, backend: Callable[..., Any], options: dict[str, A
 
     torch._dynamo.reset()
     model._compiled_call_impl = torch.compile(call, backend=backend, **options)
-
-
-def _run_as_it_is(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Casts are in the graph: autocast must not cast again."""
-    with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
-        return _aot(gm, list(inputs))
 
 
 def _nothing(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
