@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
@@ -22,7 +23,11 @@ __all__ = ["NotCapturedError", "captured"]
 Inner = Callable[[fx.GraphModule], fx.GraphModule]
 
 # Functions of others that do nothing which a graph has to repeat.
-_WITHOUT_EFFECT = frozenset({"_are_functorch_transforms_active", "_log_api_usage_once", "lazy_load_decompositions"})
+_WITHOUT_EFFECT = frozenset({"_log_api_usage_once", "lazy_load_decompositions"})
+
+
+# Methods that change how a tensor is differentiated, of which nothing is recorded.
+_CHANGES_DERIVATIVE = frozenset({"detach_", "requires_grad_", "register_hook", "retain_grad"})
 
 
 class NotCapturedError(Exception):
@@ -50,19 +55,27 @@ def _captured(gm: fx.GraphModule, fakes: Sequence[Any], inner: Inner) -> fx.Grap
     for node in gm.graph.nodes:
         if node.op == "call_module":
             raise NotCapturedError(f"it calls the module {node.target}")
+        if node.op == "call_method" and node.target in _CHANGES_DERIVATIVE:
+            raise NotCapturedError(f"it calls {node.target}")
         if node.op == "call_function" and not _is_known(node.target):
             raise NotCapturedError(f"it calls {getattr(node.target, '__name__', node.target)}")
 
     def run(*args: Any) -> Any:
         return _Capture(gm, inner).run(*args)
 
+    trained = [isinstance(fake, Tensor) and fake.requires_grad for fake in fakes]
+    computed = [fake for fake, needed in zip(fakes, trained, strict=True) if needed and not fake.is_leaf]
+    versions = [fake._version for fake in computed]
     made = compat.recorded_graph(run, fakes)
+    if versions != [fake._version for fake in computed]:  # PyTorch takes such a change for another in a captured graph
+        raise NotCapturedError("it changes an input that others are differentiated through")
     given = [[node for node in graph.nodes if node.op == "placeholder"] for graph in (made.graph, gm.graph)]
-    for ours, theirs, fake in zip(*given, fakes, strict=True):
+    for ours, theirs, needed in zip(*given, trained, strict=True):
         ours.target = theirs.target
         ours.meta.update({key: value for key, value in theirs.meta.items() if key not in ("val", "example_value")})
-        ours.meta["requires_grad"] = isinstance(fake, Tensor) and fake.requires_grad
+        ours.meta["requires_grad"] = needed
     made.meta.update(gm.meta)
+    compat.copy_sources(gm, made)
     without_changes(made.graph)
     made.graph.eliminate_dead_code(_has_effects)
     made.recompile()
@@ -104,6 +117,8 @@ class _Capture(fx.Interpreter):
             return target(*args, **kwargs)
         if isinstance(target, compat.HIGHER_ORDER):
             return self._one_node(target, args, kwargs)
+        if target is F.dropout or target is torch.dropout:
+            return _dropout(*args, **kwargs)
         if target is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
         return super().call_function(target, args, kwargs)
@@ -117,6 +132,17 @@ class _Capture(fx.Interpreter):
                 self.names[id(args[0])] = self.names[id(body)]
             found = target(*args, **kwargs)
         return compat.recorded_call(target, args, kwargs, found, self.names)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False,
+             train: bool | None = None) -> Tensor:  # fmt: skip
+    """As one operator on all devices: on some PyTorch draws numbers and multiplies."""
+    if inplace or not input.is_floating_point():
+        return F.dropout(input, p, training, inplace)
+    if not (training if train is None else train) or p == 0.0:
+        return input
+    found: Tensor = torch.ops.aten.native_dropout(input, p, True)[0]
+    return found
 
 
 def _attention(

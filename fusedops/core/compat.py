@@ -670,6 +670,17 @@ def mutates(target: Any) -> bool:
     return isinstance(target, OVERLOAD) and target._schema.is_mutable  # type: ignore[attr-defined]
 
 
+def written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operator writes into."""
+    if not mutates(target):
+        return []
+    found: list[Any] = []
+    for place, argument in enumerate(target._schema.arguments):
+        if argument.is_write:
+            found += leaves(args[place] if place < len(args) else kwargs.get(argument.name))
+    return found
+
+
 def aten_name(target: Any) -> str:
     """The name of one of PyTorch's operators, without its overload; "" for others."""
     if isinstance(target, OVERLOAD) and target.namespace == "aten":  # type: ignore[attr-defined]
@@ -692,6 +703,21 @@ def leaves(value: Any) -> list[Any]:
     from torch.utils import _pytree as pytree
 
     return pytree.tree_leaves(value)
+
+
+def copy_sources(source: torch.fx.GraphModule, target: torch.fx.GraphModule) -> None:
+    """Hands on where Dynamo found the inputs of a graph: AOTAutograd tells parameters, whose memory stays where it is, by it."""
+    names = getattr(source, "_param_name_to_source", None)
+    if names is None:
+        return
+    from torch._dynamo.source import ConstantSource
+
+    held = [name for name, _ in (*target.named_parameters(), *target.named_buffers())]
+    found: Any = {name: names[name] if name in names else ConstantSource(name) for name in held}
+    target._param_name_to_source = found
+    given = [graph.find_nodes(op="placeholder") for graph in (source.graph, target.graph)]
+    for theirs, ours in zip(*given, strict=True):
+        ours._dynamo_source = theirs._dynamo_source
 
 
 def is_erased(node: torch.fx.Node) -> bool:
@@ -730,8 +756,7 @@ def recorded_graph(function: Callable[..., Any], fakes: Sequence[Any]) -> torch.
 
     mode = torch._guards.detect_fake_mode(list(fakes))
     with mode or nullcontext(), enable_python_dispatcher():
-        # With a table of its own: without one, `detach` becomes `alias` (PyTorch 2.14), which has a derivative.
-        return make_fx(function, decomposition_table={}, _allow_non_fake_inputs=True)(*fakes)
+        return make_fx(function, _allow_non_fake_inputs=True)(*fakes)
 
 
 def recording_nothing() -> AbstractContextManager[Any]:
@@ -780,8 +805,10 @@ def recorded_call(
 
 
 def compile_by_inductor(gm: torch.fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: Any) -> Any:
-    """What Inductor makes of a graph."""
-    return torch._TorchCompileInductorWrapper(mode, options, None)(gm, list(inputs))
+    """What Inductor makes of a graph in which casts are operators."""
+    wrapper = torch._TorchCompileInductorWrapper(mode, options, None)
+    with casts_recorded():
+        return wrapper(gm, list(inputs))
 
 
 @contextmanager
