@@ -12,14 +12,24 @@ from ..core import compat
 __all__ = ["without_changes"]
 
 
+# Those whose counterparts that return have no derivative, or another.
+_WITHOUT_DERIVATIVE = frozenset({"copy_", "logical_not_"})
+
+
 def without_changes(graph: fx.Graph) -> None:
     """Puts operators that return in the place of those that write into a tensor of the graph's own.
 
-    A tensor that shares memory with an input, or with another that is used later, is left as it is.
+    A tensor that shares memory with an input, or with another that is used later, is left as it is. So is one that was made
+    where gradients are recorded and is changed where they are not: it keeps its gradient, and what an operator returns has none.
     """
+    enabled, recorded = torch.is_grad_enabled(), set[fx.Node]()
     for node in list(graph.nodes):
-        if (operator := _returning(node)) is not None and _is_own(node):
+        if node.target in compat.GRAD_MODES:
+            enabled = bool(node.args[0])
+        elif (operator := _returning(node)) is not None and (enabled or node.args[0] not in recorded) and _is_own(node):
             _replace(graph, node, operator)
+        if enabled:
+            recorded.add(node)
 
 
 def _returning(node: fx.Node) -> Any:
@@ -35,6 +45,8 @@ def _returning(node: fx.Node) -> Any:
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
     found = getattr(packet, str(node.target).rpartition(".")[2], None)
     value = first.meta.get("val")
+    if name in _WITHOUT_DERIVATIVE:
+        return None
     return found if isinstance(value, Tensor) and found is not None and not compat.mutates(found) else None
 
 
@@ -59,7 +71,7 @@ def _replace(graph: fx.Graph, node: fx.Node, operator: Any) -> None:
             made.meta["val"] = operator(*args, **kwargs)
         if made.meta["val"].dtype != value.dtype:
             made = graph.call_function(compat.CAST, (made,), {"dtype": value.dtype})
-            made.meta["val"] = torch.empty_like(value)
+        made.meta["val"] = value  # later views were recorded as ones of this memory
     for user in [user for user in changed.users if node < user]:
         user.replace_input_with(changed, made)
     node.replace_all_uses_with(made)
