@@ -107,8 +107,9 @@ class _Function:
 
     def _size(self, value: Any, given: Sequence[fx.Node]) -> Any:
         """A size that is a symbol, from sizes of tensors."""
-        expression = getattr(getattr(value, "node", None), "expr", None)
-        if expression is None or not all(symbol in self._sizes for symbol in expression.free_symbols):
+        expression: Any = getattr(getattr(value, "node", None), "expr", None)
+        is_size = expression is not None and expression.is_integer
+        if not is_size or not all(symbol in self._sizes for symbol in expression.free_symbols):
             raise NotRowwiseError("a size is not one of its tensors'")
         symbols = sorted(expression.free_symbols, key=str)
         sizes = [self.graph.call_function(torch.ops.aten.sym_size.int, (given[place], dim))
