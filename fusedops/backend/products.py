@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ..core import compat
-from .regions import VIEWS, name_of, value_of
+from .regions import VIEWS, escapes, name_of, parts_of, value_of
 
 __all__ = ["joined"]
 
@@ -27,12 +27,14 @@ def joined(graph: fx.Graph, needs: set[fx.Node]) -> int:
     Returns:
         The number of products that were joined with others.
     """
-    groups: dict[Any, list[fx.Node]] = {}
+    groups, parts = dict[Any, list[fx.Node]](), parts_of(graph)
     for node in graph.nodes:
-        if (weight := _weight(node)) is not None and not _feeds_operators(node):
+        if (weight := _weight(node)) is not None and not _feeds_operators(node) and not escapes(node):
             bias = node.args[0] if name_of(node) == "addmm" else None
             trained = (weight in needs, bias in needs)
-            key = (_rows_of(node.args[-2]), name_of(node), value_of(weight).dtype, value_of(node).dtype, trained)
+            places = (parts[node], parts[node.args[-1].args[0]])
+            rows = _rows_of(node.args[-2], parts)
+            key = (rows, name_of(node), value_of(weight).dtype, value_of(node).dtype, trained, places)
             groups.setdefault(key, []).append(node)
     found = [group for group in groups.values() if len(group) > 1]
     for group in found:
@@ -51,14 +53,18 @@ def _weight(node: fx.Node) -> fx.Node | None:
     weight: fx.Node = cast.args[0]
     sizes = value_of(weight).shape
     is_known = weight.op in ("placeholder", "get_attr") and all(type(size) is int for size in sizes)
+    bias: Any = node.args[0]
+    if name_of(node) == "addmm" and tuple(value_of(bias).shape) != (sizes[0],):
+        return None
     return weight if is_known and sizes[0] % 8 == 0 else None
 
 
-def _rows_of(node: fx.Node) -> Any:
-    """What tells rows from others: a tensor, and how it is cast and viewed."""
+def _rows_of(node: fx.Node, parts: dict[fx.Node, int]) -> Any:
+    """What tells rows from others: a tensor, and how and in which part of the graph it is cast and viewed."""
     if name_of(node) not in ("view", "_to_copy"):
         return node
-    return name_of(node), _rows_of(node.args[0]), str(node.args[1:]), str(node.kwargs)  # type: ignore[arg-type]
+    before = _rows_of(node.args[0], parts)  # type: ignore[arg-type]
+    return name_of(node), before, str(node.args[1:]), str(node.kwargs), parts[node]
 
 
 def _feeds_operators(node: fx.Node) -> bool:

@@ -20,7 +20,7 @@ from ..compiler.lowering import TABLE
 from ..core import compat, launch
 from ..core.operators import NAMES
 
-__all__ = ["BIAS", "COPIES", "VIEWS", "Finder", "Region", "name_of", "size_of", "value_of"]
+__all__ = ["BIAS", "COPIES", "VIEWS", "Finder", "Region", "escapes", "name_of", "parts_of", "size_of", "value_of"]
 
 # The mark of a sum of a matrix product and a bias, in `fx.Node.meta`.
 BIAS = "fusedops_bias"
@@ -87,6 +87,31 @@ def size_of(node: fx.Node) -> Any:
     return math.prod(compat.hints(tensors[0].shape)) if tensors else 0
 
 
+def parts_of(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The part of the graph that each node is in, as a number. A node may be moved among others of its part.
+
+    Between parts gradients are switched on or off, or tensors are changed.
+    """
+    found, number = {}, 0
+    for node in graph.nodes:
+        number += _is_fixed(node)
+        found[node] = number
+        number += _is_fixed(node)
+    return found
+
+
+def escapes(node: fx.Node) -> bool:
+    """Whether a value, or a view of it, is returned by the graph or changed in place: then it needs memory of its own."""
+    todo = list(node.users)
+    while todo:
+        user = todo.pop()
+        if user.op == "output" or _is_fixed(user):
+            return True
+        if name_of(user) in VIEWS or name_of(user) == "detach" or user.target is operator.getitem:
+            todo += user.users
+    return False
+
+
 class Finder:
     """Finds the regions of a graph."""
 
@@ -95,7 +120,7 @@ class Finder:
         self.place = {node: place for place, node in enumerate(self.nodes)}
         self.before = self._reached(self.nodes, lambda node: node.all_input_nodes)
         self.behind = self._reached(self.nodes[::-1], lambda node: node.users)
-        self.part = self._parts()
+        self.part = parts_of(graph)
         self.eligible = {node for node in self.nodes if self._is_eligible(node)}
         self.taken: set[fx.Node] = set()
 
@@ -129,15 +154,6 @@ class Finder:
             for other in next_to(node):
                 bits |= found[other] | 1 << self.place[other]
             found[node] = bits
-        return found
-
-    def _parts(self) -> dict[fx.Node, int]:
-        """Nodes are moved among others of the same part: between them gradients are switched on or off, or tensors are changed."""
-        found, number = {}, 0
-        for node in self.nodes:
-            number += _is_fixed(node)
-            found[node] = number
-            number += _is_fixed(node)
         return found
 
     def _is_eligible(self, node: fx.Node) -> bool:
@@ -191,7 +207,8 @@ class Finder:
             bits[0] |= 1 << self.place[node]
             bits[1] |= self.before[node]
             bits[2] |= self.behind[node]
-            todo += sorted([*node.all_input_nodes, *node.users], key=self.place.__getitem__, reverse=True)
+            neighbours = [other for other in (*node.all_input_nodes, *node.users) if other in self.eligible]
+            todo += sorted(neighbours, key=self.place.__getitem__, reverse=True)
             if not todo:
                 todo = self._shared(own, size)
         nodes = self._trimmed(sorted(own, key=self.place.__getitem__))
