@@ -44,7 +44,7 @@ class Backend:
             self.saved += [value for value in values if isinstance(value, Tensor)]
             return make_boxed_func(graph.forward)
 
-        with entry._autocast_of(self.report):
+        with compat.casts_recorded():
             backward = lambda graph, _: make_boxed_func(graph.forward)  # noqa: E731
             return aot_autograd(fw_compiler=forward, bw_compiler=backward)(made, inputs)
 
@@ -327,19 +327,6 @@ def test_one_graph_serves_all_lengths() -> None:
     assert backend.report.graphs == 1 and len(backend.report.fused) == count
 
 
-def test_number_of_rows_is_no_constant_of_a_kernel() -> None:
-    w = _rows(8).requires_grad_()
-
-    def function(x: Tensor) -> Tensor:
-        return F.layer_norm(x, (8,), w) * x.shape[0]
-
-    compiled = torch.compile(function, backend=Backend())
-    for rows in (3, 5):
-        x = _rows(rows, 8)
-        torch._dynamo.mark_dynamic(x, 0)
-        torch.testing.assert_close(compiled(x), function(x), rtol=1e-4, atol=1e-5)
-
-
 def test_inference_saves_nothing() -> None:
     model, inputs, _ = _built("post-norm")
     backend = Backend()
@@ -400,8 +387,97 @@ def _crossed(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return one + (other * 3) @ w.outer(w), other + (one * 2) @ w.outer(w)
 
 
+def _changed_without_gradients(x: Tensor, w: Tensor) -> Tensor:
+    """The change is no part of the derivative; what it changes still has one."""
+    y = x * w
+    with torch.no_grad():
+        y.mul_(2)
+    return F.layer_norm(y, (8,), w)
+
+
+def _changed_twice(x: Tensor, w: Tensor) -> Tensor:
+    """The second time through a view that is not used later."""
+    y = x * 1
+    y.add_(w)
+    y.view(-1, 8).mul_(2)
+    return F.layer_norm(y, (8,), w) + y
+
+
+def _copied(x: Tensor, w: Tensor) -> Tensor:
+    y = x * 2
+    y.copy_(x)
+    return F.layer_norm(y + w, (8,), w)
+
+
+def _inverted(x: Tensor, w: Tensor) -> Tensor:
+    """PyTorch passes the gradient through this change."""
+    y = x * 1
+    y.logical_not_()
+    return F.layer_norm(y * x, (8,), w)
+
+
+def _written_into(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """A tensor without a gradient has one after a part of it is written."""
+    y = x.detach().clone()
+    y[:, 0] = w
+    return F.layer_norm(y, (8,), w.detach()), x * 2
+
+
+def _viewed(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """A view in the middle of a region is returned with what it is of."""
+    y = x + w
+    rows = y.view(-1, 8)
+    return F.layer_norm(rows, (8,), w), y, rows
+
+
+def _view_changed(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        y = x + w
+        rows = y.view(-1, 8)
+        z = F.layer_norm(rows, (8,), w)
+        rows.add_(1)
+    return z.view(x.shape) + x * w, y + x
+
+
+def _cloned(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    y = F.layer_norm(x, (8,), w) + w
+    return y, y.clone()
+
+
+def _clone_of_changed(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    y = F.layer_norm(x, (8,), w) + w
+    other, rows = y.clone(), y.view(-1)
+    y.mul_(2)
+    return other, rows
+
+
+def _without_gradient(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """One of a region's results."""
+    y = x.detach() * 2
+    return F.layer_norm(y, (8,), w), y + x.detach()
+
+
+def _bias_without_gradients(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The product's rows are viewed where gradients are recorded again."""
+    with torch.no_grad():
+        y = F.linear(x.view(-1, 8), w.outer(w), w)
+    return F.layer_norm(y.view(x.shape), (8,), w), x * 2
+
+
+def _bias_changed(x: Tensor, w: Tensor) -> Tensor:
+    """The product's rows are viewed after that."""
+    bias = w.detach().clone()
+    alias = bias.view(-1)
+    y = F.linear(x.view(-1, 8), w.outer(w), bias)
+    alias.mul_(3)
+    return F.layer_norm(y.view(x.shape), (8,), w) + bias
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # PyTorch's own
-@pytest.mark.parametrize("function", [_own_derivative, _cut, _in_place, _same_memory, _transposed, _integers, _crossed])
+@pytest.mark.parametrize("function", [
+    _own_derivative, _cut, _in_place, _same_memory, _transposed, _integers, _crossed, _changed_without_gradients, _changed_twice,
+    _copied, _inverted, _written_into, _viewed, _view_changed, _cloned, _clone_of_changed, _without_gradient,
+    _bias_without_gradients, _bias_changed])  # fmt: skip
 def test_semantics_of_the_graph(function: Callable[..., Any]) -> None:
     """Derivatives of the user's, parts without gradients, changes in place, outputs that share memory."""
     x, w = _rows(4, 6, 8).double().requires_grad_(), _rows(8).double().requires_grad_()
@@ -409,16 +485,131 @@ def test_semantics_of_the_graph(function: Callable[..., Any]) -> None:
     def results(call: Callable[..., Any]) -> list[Tensor]:
         outputs = compat.leaves(call(x, w))
         total = sum([(index + 1) * (t * t.detach().cos()).sum() for index, t in enumerate(outputs)])
-        return [*outputs, *torch.autograd.grad(total, (x, w))]
+        return [*outputs, *torch.autograd.grad(total, (x, w), materialize_grads=True)]
 
     backend = Backend()
     found, expected = results(torch.compile(function, backend=backend)), results(function)
     assert backend.report.fused and not backend.report.left
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)  # in fp64, whose roundings are far below
+        assert one.requires_grad == other.requires_grad
     pointers = [[t.data_ptr() for t in ours[:-2]] for ours in (found, expected)]
     shared = [[a == b for a, b in itertools.combinations(ours, 2)] for ours in pointers]
     assert shared[0] == shared[1]
+
+
+def test_region_whose_saved_input_is_changed_later_is_left() -> None:
+    """Eager PyTorch saves the sum, a region what is added."""
+
+    def function(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+        y = F.layer_norm(F.gelu(x + bias), (8,), w)
+        x.mul_(0)
+        return y
+
+    x, w, bias = _rows(4, 8), _rows(8).requires_grad_(), _rows(8).requires_grad_()
+    backend, results = Backend(), []
+    for call in (function, torch.compile(function, backend=backend)):
+        given = x.clone()
+        y = call(given, w, bias)
+        results.append((y, given, *torch.autograd.grad(y, (w, bias), torch.ones_like(y))))
+    assert [region.reason for region in backend.report.regions] == ["a tensor that it saves is changed later"]
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_fractions_of_sizes_are_no_sizes() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return F.layer_norm(x, (8,), w) * (1.0 / x.shape[0])
+
+    w, backend = _rows(8).requires_grad_(), Backend()
+    compiled = torch.compile(function, backend=backend)
+    for rows in (4, 6):
+        x = _rows(rows, 8)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch.testing.assert_close(compiled(x, w), function(x, w), rtol=1e-4, atol=1e-5)
+    assert backend.report.graphs == 1
+
+
+def _detached(x: Tensor, w: Tensor) -> Tensor:
+    y = x * w
+    y.detach_()
+    return F.layer_norm(y + w, (8,), w) + x
+
+
+def _input_changed(x: Tensor, w: Tensor) -> Tensor:
+    y = x * 2
+    other = y.unsqueeze(1).squeeze(1)
+    x.zero_()
+    return F.layer_norm(other, (8,), w) + y
+
+
+@pytest.mark.parametrize("function", [_detached, _input_changed])
+def test_graph_whose_derivative_would_be_lost_is_left(function: Callable[..., Any]) -> None:
+    x, w = _rows(1, 4, 8).double().requires_grad_(), _rows(8).double().requires_grad_()
+    backend, results = Backend(), []
+    for call in (function, torch.compile(function, backend=backend)):
+        y = call((x * 1)[:1], w)
+        results.append([y, *torch.autograd.grad(y, (x, w), torch.ones_like(y))])
+    assert len(backend.report.left) == 1
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_parameters_are_known_to_stay_where_they_are(constant: bool) -> None:
+    """CUDA graphs copy all other inputs; a graph may hold constants of its own."""
+
+    class Scaled(PostNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * torch.tensor(2.0, device=x.device) if constant else x)
+
+    name, found = "_try_get_metadata_from_dynamo", list[Any]()
+    original = getattr(torch._functorch.aot_autograd, name)
+
+    def seen(*args: Any) -> Any:
+        found.append(original(*args))
+        return found[-1]
+
+    model = Scaled().to(DEVICE)
+    with mock.patch.object(torch._functorch.aot_autograd, name, seen):
+        torch.compile(model, backend=Backend())(_rows(3, 24))
+    assert len(found[0][1]) == len(list(model.parameters())) + constant
+
+
+def test_products_of_other_parts_are_not_joined() -> None:
+    """Not those without gradients, nor of changed rows or weights, nor with biases of one element."""
+
+    def function(x: Tensor, one: Tensor, other: Tensor, frozen: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            first = F.linear(x, one)
+            with torch.no_grad():
+                second = F.linear(x, other)
+            third = F.linear(x, frozen)
+            frozen.mul_(3)
+            fourth = F.linear(x, frozen)
+            fifth, sixth = F.linear(x, one, bias), F.linear(x, other, bias)
+        return tuple([t.float() for t in (first, second, third, fourth, fifth, sixth)])
+
+    x, frozen, bias = _rows(6, 16), _rows(8, 16), _rows(1)
+    one, other = _rows(8, 16).requires_grad_(), _rows(8, 16).requires_grad_()
+    results = []
+    for call in (function, torch.compile(function, backend=Backend())):
+        found = call(x, one, other, frozen.clone(), bias)
+        results.append([*found, *[torch.tensor(t.requires_grad) for t in found]])
+    for ours, eager in zip(*results, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2)
+
+
+def test_returned_products_are_not_joined() -> None:
+    """They have memory each."""
+
+    def function(x: Tensor, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            return F.linear(x, one), F.linear(x, other)
+
+    given = [_rows(*shape).requires_grad_() for shape in ((6, 16), (8, 16), (8, 16))]
+    first, second = torch.compile(function, backend=Backend())(*given)
+    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
 
 
 def test_parts_without_gradients_save_nothing() -> None:
@@ -457,20 +648,11 @@ def test_graph_that_cannot_be_captured_is_left_with_a_warning(monkeypatch: pytes
     def function(x: Tensor, w: Tensor) -> Tensor:
         return F.layer_norm(unknown(x), (8,), w)
 
-    casts = []
-
-    def compile_(gm: torch.fx.GraphModule, *_: Any) -> Any:
-        casts.append(torch.is_autocast_enabled(DEVICE.type))
-        return gm.forward
-
-    monkeypatch.setattr(compat, "compile_by_inductor", compile_)
+    monkeypatch.setattr(compat, "compile_by_inductor", lambda gm, *_: gm.forward)
     x, w = _rows(4, 8), _rows(8)
-    with torch.autocast(DEVICE.type, torch.bfloat16):
-        fusedops.compile(lambda x, w: F.layer_norm(x, (8,), w))(x, w)
-        with pytest.warns(RuntimeWarning, match="leaves a graph to Inductor: it calls unknown"):
-            found = fusedops.compile(function)(x, w)
-        torch.testing.assert_close(found, function(x, w))
-    assert casts == [False, True]  # what is left has no casts yet
+    with pytest.warns(RuntimeWarning, match="leaves a graph to Inductor: it calls unknown"):
+        found = fusedops.compile(function)(x, w)
+    torch.testing.assert_close(found, function(x, w))
     assert "a graph is left to Inductor: it calls unknown" in str(fusedops.explain(function, x, w))
 
 

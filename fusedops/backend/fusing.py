@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ..compiler.errors import NotRowwiseError
 from ..core import compat, operators, rng
 from .products import joined
 from .programs import Made, made
-from .regions import BIAS, COPIES, VIEWS, Finder, Region, name_of, size_of, value_of
+from .regions import BIAS, COPIES, VIEWS, Finder, Region, escapes, name_of, parts_of, size_of, value_of
 from .report import RegionReport
 
 __all__ = ["fused"]
@@ -27,6 +27,8 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
     apart = _biases_apart(gm.graph)
     needs = _needs_gradients(gm.graph)
     finder = Finder(gm.graph)
+    changes = [(finder.part[node], value_of(changed)) for node in gm.graph.nodes
+               for changed in compat.written(node.target, node.args, node.kwargs) if isinstance(changed, fx.Node)]  # fmt: skip
     todo, tried = deque(finder.found()), set[Region]()
     owners: dict[fx.Node, Region] = {}
     found, reports = list[tuple[Region, Made]](), list[RegionReport]()
@@ -36,7 +38,11 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
         try:
             if reason := _why_not(region, needs):
                 raise NotRowwiseError(reason)
+            _views_apart(gm.graph, region)
             program = made(region)
+            later = [value for part, value in changes if part > finder.part[region.nodes[0]]]
+            if later and _saves(region, program, needs) and _is_any_of(_saved(program), later):
+                raise NotRowwiseError("a tensor that it saves is changed later")
             if _is_cyclic(gm.graph, owners | dict.fromkeys(region.nodes, region)):
                 raise NotRowwiseError("it needs what another region needs of it")
         except Exception as error:  # noqa: BLE001 - what is unknown in a region is Inductor's, with its reason
@@ -96,13 +102,14 @@ def _biases_apart(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
     A product whose rows are only viewed as several dimensions has the bias added behind the view.
     """
-    found = {}
+    found, parts = {}, parts_of(graph)
     for node in list(graph.nodes):
         if name_of(node) != "addmm" or node.kwargs or value_of(node.args[0]).dim() != 1:
             continue
         bias, *factors = node.args
         users = list(node.users)
-        viewed = users[0] if len(users) == 1 and _keeps_columns(users[0]) else node
+        is_viewed = len(users) == 1 and _keeps_columns(users[0]) and parts[users[0]] == parts[node]
+        viewed = users[0] if is_viewed else node
         with graph.inserting_before(node):
             product = graph.call_function(torch.ops.aten.mm.default, tuple(factors))
         product.meta.update(node.meta)
@@ -157,7 +164,32 @@ def _needs_gradients(graph: fx.Graph) -> set[fx.Node]:
         )
         if own or (enabled and name_of(node) != "detach" and found.intersection(node.all_input_nodes)):
             found.add(node)
+            for changed in compat.written(node.target, node.args, node.kwargs):
+                if isinstance(changed, fx.Node):
+                    found.update(_sharing(graph, changed))
     return found
+
+
+def _sharing(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    """The nodes whose values share a node's memory."""
+
+    def shares(value: Any) -> bool:
+        return isinstance(value, Tensor) and compat.share_memory(value, value_of(node))
+
+    return [other for other in graph.nodes if any(map(shares, compat.leaves(value_of(other))))]
+
+
+def _views_apart(graph: fx.Graph, region: Region) -> None:
+    """Takes the views that others use outside once more: what a region returns shares no memory."""
+    own = set(region.nodes)
+    for node in reversed(region.nodes):
+        is_view = name_of(node) in VIEWS or (
+            node.target is operator.getitem and name_of(node.args[0]) in VIEWS  # type: ignore[arg-type]
+        )
+        if is_view and any(user not in own for user in node.users):
+            with graph.inserting_after(node):
+                copy = graph.node_copy(node, lambda arg: arg)
+            node.replace_all_uses_with(copy, lambda user, copy=copy: user not in own and user is not copy)  # type: ignore[misc]
 
 
 def _why_not(region: Region, needs: set[fx.Node]) -> str:
@@ -176,6 +208,23 @@ def _why_not(region: Region, needs: set[fx.Node]) -> str:
     return ""
 
 
+def _saves(region: Region, made: Made, needs: set[fx.Node]) -> bool:
+    """Whether a backward follows."""
+    return bool(needs.intersection(made.inputs)) and bool(needs.intersection(region.nodes))
+
+
+def _saved(made: Made) -> list[fx.Node]:
+    """The tensors that are saved for the backward, but for what only the operator has."""
+    plan = made.program.plan
+    return [*[made.inputs[place] for place in plan.saved_inputs],
+            *[node for node, number in made.outputs if number == plan.intermediate_output]]  # fmt: skip
+
+
+def _is_any_of(nodes: Iterable[fx.Node], tensors: Sequence[Tensor]) -> bool:
+    """Whether one of the nodes shares memory with one of the tensors."""
+    return any(compat.share_memory(value_of(node), tensor) for node in nodes for tensor in tensors)
+
+
 # --- the operators ------------------------------------------------------------------------------------------------------
 
 
@@ -191,7 +240,7 @@ def _replace(
     place = {node: place for place, node in enumerate(graph.nodes)}
     last = max(region.nodes, key=place.__getitem__)
     first = min([user for node in region.outputs for user in node.users if user not in own], key=place.__getitem__)
-    saves = bool(needs.intersection(made.inputs)) and bool(needs.intersection(region.nodes))
+    saves = _saves(region, made, needs)
     dtypes = [value_of(node).dtype for node in made.inputs]
     constants = program.record(program.op)
     # Not beyond the last of its own, where gradients may be switched on again.
@@ -204,10 +253,19 @@ def _replace(
         given = [replaced.get(one, one) for one in made.inputs]
         node = graph.call_function(target, (*given, seed, threshold, program.structure.cols, call))
         outs = [graph.call_function(operator.getitem, (node, number)) for number in range(program.count)]
+    taken = set[int]()
     for old, number in made.outputs:
-        old.replace_all_uses_with(outs[number], lambda user: user not in own)
-        outs[number].meta.setdefault("val", value_of(old))
-        replaced[old] = outs[number]
+        out = outs[number]
+        if number in taken and escapes(old):  # values that are the same have memory each
+            with graph.inserting_after(outs[-1]):
+                out = graph.call_function(torch.ops.aten.clone.default, (out,))
+        elif saves and old not in needs:  # all outputs of an operator have gradients, if one has
+            with graph.inserting_after(outs[-1]):
+                out = graph.call_function(torch.ops.aten.detach.default, (out,))
+        taken.add(number)
+        old.replace_all_uses_with(out, lambda user: user not in own)
+        out.meta.setdefault("val", value_of(old))
+        replaced[old] = out
     for node in reversed(region.nodes):
         graph.erase_node(node)
 
