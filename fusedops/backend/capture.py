@@ -1,8 +1,8 @@
 """From the graph that Dynamo hands to a backend to one of aten operators, in which derivatives are still PyTorch's.
 
 Autocast is casts there, and a module's function is what it dispatches to, so that row-wise operators can be told from
-others. PyTorch differentiates the captured graph anew. What would lose its derivative in a capture, such as a custom
-autograd function, stays one node; so does a checkpointed part, whose body is captured by itself.
+others. PyTorch differentiates the captured graph. An operator whose derivative a capture would lose, such as a custom
+autograd function, stays one node. So does a checkpointed part, whose body is captured by itself.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def captured(gm: fx.GraphModule, inputs: Sequence[Any], inner: Inner) -> fx.Grap
         inputs: of it, real or fake.
         inner: what is done with the captured bodies of checkpointed parts.
     Raises:
-        NotCapturedError: there is something in it of which cannot be told what a capture would lose.
+        NotCapturedError: a capture could change what the graph computes, or its derivative.
     """
     if any(isinstance(value, Tensor) and compat.is_traceable_subclass(value) for value in inputs):
         raise NotCapturedError("an input is a tensor subclass")
@@ -148,7 +148,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
 ) -> Tensor:
-    """With a mask that PyTorch's fused attention takes."""
+    """Attention with the mask in a layout that PyTorch's fused kernels support."""
     if attn_mask is not None and launch.runs_kernels(attn_mask.device.type):
         attn_mask = not_expanded(attn_mask)
     return F.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **options)

@@ -1,4 +1,4 @@
-"""Changes in place of a graph's own tensors, as operators that return: so parts of the graph can be moved and replaced."""
+"""Replaces in-place operators by out-of-place ones, so that parts of the graph can be moved and replaced."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from ..core import compat
 __all__ = ["without_changes"]
 
 
-# Those whose counterparts that return have no derivative, or another.
+# The derivative of their out-of-place variants is missing, or another.
 _WITHOUT_DERIVATIVE = frozenset({"copy_", "logical_not_"})
 
 
 def without_changes(graph: fx.Graph) -> None:
-    """Puts operators that return in the place of those that write into a tensor of the graph's own.
+    """Replaces in-place operators by out-of-place ones, where the tensor is an intermediate of the graph.
 
     A tensor that shares memory with an input, or with another that is used later, is left as it is. So is one that was made
-    where gradients are recorded and is changed where they are not: it keeps its gradient, and what an operator returns has none.
+    where gradients are recorded and is changed where they are not: it keeps its gradient, and the result of an operator would
+    have none.
     """
     enabled, recorded = torch.is_grad_enabled(), set[fx.Node]()
     for node in list(graph.nodes):

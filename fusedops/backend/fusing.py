@@ -23,7 +23,7 @@ __all__ = ["fused"]
 
 
 def fused(gm: fx.GraphModule) -> list[RegionReport]:
-    """Makes the regions of a captured graph operators, and says what became of each."""
+    """Replaces the regions of a captured graph by operators, and reports each region."""
     apart = _biases_apart(gm.graph)
     needs = _needs_gradients(gm.graph)
     finder = Finder(gm.graph)
@@ -133,7 +133,7 @@ def _keeps_columns(node: fx.Node) -> bool:
 
 
 def _biases_back(graph: fx.Graph, apart: dict[fx.Node, fx.Node]) -> None:
-    """Puts those back that no region has added."""
+    """Restores the products whose biases no region adds."""
     for total, product in apart.items():
         if compat.is_erased(total):
             continue
@@ -180,7 +180,7 @@ def _sharing(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
 
 
 def _views_apart(graph: fx.Graph, region: Region) -> None:
-    """Takes the views that others use outside once more: what a region returns shares no memory."""
+    """Repeats outside the region the views that are used there, so that its outputs share no memory."""
     own = set(region.nodes)
     for node in reversed(region.nodes):
         is_view = name_of(node) in VIEWS or (
@@ -214,7 +214,7 @@ def _saves(region: Region, made: Made, needs: set[fx.Node]) -> bool:
 
 
 def _saved(made: Made) -> list[fx.Node]:
-    """The tensors that are saved for the backward, but for what only the operator has."""
+    """The inputs and outputs that are saved for the backward."""
     plan = made.program.plan
     return [*[made.inputs[place] for place in plan.saved_inputs],
             *[node for node, number in made.outputs if number == plan.intermediate_output]]  # fmt: skip
