@@ -457,6 +457,12 @@ def _without_gradient(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return F.layer_norm(y, (8,), w), y + x.detach()
 
 
+def _compared(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """A comparison has no gradient to hand on."""
+    y = F.layer_norm(x, (8,), w)
+    return torch.where(y > 0.5, x.detach(), 1.0), y
+
+
 def _bias_without_gradients(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """The product's rows are viewed where gradients are recorded again."""
     with torch.no_grad():
@@ -477,7 +483,7 @@ def _bias_changed(x: Tensor, w: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [
     _own_derivative, _cut, _in_place, _same_memory, _transposed, _integers, _crossed, _changed_without_gradients, _changed_twice,
     _copied, _inverted, _written_into, _viewed, _view_changed, _cloned, _clone_of_changed, _without_gradient,
-    _bias_without_gradients, _bias_changed])  # fmt: skip
+    _compared, _bias_without_gradients, _bias_changed])  # fmt: skip
 def test_semantics_of_the_graph(function: Callable[..., Any]) -> None:
     """Derivatives of the user's, parts without gradients, changes in place, outputs that share memory."""
     x, w = _rows(4, 6, 8).double().requires_grad_(), _rows(8).double().requires_grad_()

@@ -162,7 +162,11 @@ def _needs_gradients(graph: fx.Graph) -> set[fx.Node]:
         own = node.meta.get("requires_grad") or (
             node.op == "get_attr" and getattr(value_of(node), "requires_grad", False)
         )
-        if own or (enabled and name_of(node) != "detach" and found.intersection(node.all_input_nodes)):
+        value = value_of(node)
+        is_cut = name_of(node) == "detach" or (
+            isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+        )
+        if own or (enabled and not is_cut and found.intersection(node.all_input_nodes)):
             found.add(node)
             for changed in compat.written(node.target, node.args, node.kwargs):
                 if isinstance(changed, fx.Node):
