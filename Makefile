@@ -33,7 +33,7 @@ STUCK := $(if $(READY),-o faulthandler_timeout=600 -o faulthandler_exit_on_timeo
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest tests $(PARALLEL) $(STUCK) $(FULL) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-distributed test test-all test-plain test-interpret coverage lint format docs wheel clean
+.PHONY: help venv demo demo-distributed test test-all test-plain test-interpret coverage backend-coverage lint format docs wheel clean
 
 help:
 	@echo "make demo      train a small language model with torch.nn and with fusedops.nn, and compare"
@@ -41,6 +41,7 @@ help:
 	@echo "make test      the tests, with a choice of each one's parameters; those that need a GPU run where there is one"
 	@echo "make test-all  the tests with all of their parameters, which takes an hour"
 	@echo "make coverage  which classes of the installed Transformers fuse_model knows"
+	@echo "make backend-coverage  which row-wise regions the compile backend fuses, in some 450 architectures"
 	@echo "make lint      ruff, mypy, codespell"
 	@echo "make format    let ruff rewrite the code"
 	@echo "make docs      the site, into site/; a warning is an error"
@@ -81,6 +82,9 @@ test-interpret: $(READY)
 
 coverage: $(READY)
 	OMP_NUM_THREADS=1 $(PY) tests/model_coverage.py $(ARGS)
+
+backend-coverage: $(READY)
+	OMP_NUM_THREADS=1 $(PY) tests/backend_coverage.py $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

@@ -233,6 +233,28 @@ MUTANTS = (
         ("test_models_hooks.py", "test_global_forward_hooks_see_every_call"),
         interpreted=False,
     ),
+    # --- the backend of torch.compile ---------------------------------------------------------------------------------
+    Mutant(
+        "a region that a path leaves and comes back to",
+        "backend/regions.py",
+        "        return not bits[1] & bits[2] & ~bits[0]\n",
+        "        return True\n",
+        ("test_backend.py", "test_values_and_gradients"),
+    ),
+    Mutant(
+        "a change in place that a view of the tensor does not see",
+        "backend/changes.py",
+        "    return not any(user is node or node < user for other in sharing for user in other.users)\n",
+        "    return True\n",
+        ("test_backend.py", "test_semantics_of_the_graph"),
+    ),
+    Mutant(
+        "casts by autocast while a captured graph runs",
+        "core/compat.py",
+        '    torch.set_autocast_enabled("hpu", True)\n',
+        "",
+        ("test_backend.py", "test_parts_without_autocast_keep_their_precision"),
+    ),
 )
 
 

@@ -1,8 +1,6 @@
 """Whole models of some hundreds of architectures do fused what they did: values, gradients, hooks, copies, tokens.
 
-Each test compares a model with itself. How far the two may differ is measured, as `fuse_model(check=...)` does: all
-parameters and inputs are moved by a unit in the last place, and the results may differ by sixteen times what that makes
-of them, and by their own rounding.
+Each test compares a model with itself; `architectures.comparing` says how far the two may differ.
 
 The short suite takes `_SHORT`; with ``--full`` all of `architectures.names` run.
 """
@@ -26,6 +24,7 @@ from torch import Tensor, nn
 import architectures
 import fusedops
 from architectures import outputs
+from architectures.comparing import DRAWS, built, compare, distance, first_results, moved_by, size_of
 from fusedops.models import classes
 from support import DEVICE, KERNEL_PATH
 from zoo import observed
@@ -38,12 +37,10 @@ _SHORT = {"bert", "gpt2", "t5", "llama", "gemma2", "vit", "mixtral", "written/na
 every = pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in _SHORT else pytest.mark.full) for n in architectures.names()]
 )
-_MOVEMENTS, _DRAWS = 16, 3
 _OPERATORS = ("bias_act", "bias_dropout_add_ln", "bias_dropout_add_rms_norm", "bias_dropout_add", "gelu", "gated_act", "layer_norm",
               "rms_norm")  # fmt: skip
 # What these call hangs on what they are given.
 _BY_INPUT = {"HiggsAudioV2DecoderLayer"}
-Results = dict[str, Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -68,110 +65,18 @@ def _undone() -> Iterator[None]:
 
 
 def _built(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    architecture = architectures.make(name)
-    try:
-        model = architecture.build()
-        arguments = architecture.inputs(model)
-    except Exception as error:  # noqa: BLE001, another Transformers than the one for which left.txt was written
-        pytest.skip(f"cannot be built or run: {error}")
+    model, arguments = built(name)
     _fused.append(model)
-    return model.to(DEVICE), {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in arguments.items()}
-
-
-def _results(
-    model: nn.Module, arguments: dict[str, Any], draw: int | None = None, *, inputs_too: bool = True
-) -> Results:
-    """Outputs, and the gradients of a random sum of them by parameters and inputs; with ``draw``, of that sum moved."""
-    inputs = {k: v.detach().clone().requires_grad_(inputs_too and v.is_floating_point()) if isinstance(v, Tensor) else v
-              for k, v in arguments.items()}  # fmt: skip
-    torch.manual_seed(3)
-    found = outputs(model(**inputs))
-    by = {n: p for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
-    by |= {f"input {k}": v for k, v in inputs.items() if isinstance(v, Tensor) and v.requires_grad}
-    generator = torch.Generator().manual_seed(1)
-    move = _mover(draw)
-    total = torch.zeros((), dtype=torch.float64, device=DEVICE)
-    for y in found:
-        weight = move(torch.randn(y.shape, generator=generator).to(y))
-        if y.requires_grad:
-            total = total + (y.masked_fill(~y.isfinite(), 0.0) * weight).double().sum()
-    gradients = torch.autograd.grad(total, list(by.values()), allow_unused=True) if total.requires_grad else ()
-    results = {f"output {index}": y.detach().clone() for index, y in enumerate(found)}
-    return results | {f"gradient of {n}": g for n, g in zip(by, gradients, strict=False) if g is not None}
-
-
-def _first(model: nn.Module, arguments: dict[str, Any]) -> tuple[Callable[..., Results], Results]:
-    """How to run a model that is not fused, and its results: some set what of their inputs requires a gradient."""
-    try:
-        return _results, _results(model, arguments)
-    except RuntimeError:
-        run = partial(_results, inputs_too=False)
-        try:
-            return run, run(model, arguments)
-        except Exception as error:  # noqa: BLE001, such a model, or such a mode of it, is out of order by itself
-            pytest.skip(f"fails without being fused: {error}")
-
-
-def _mover(draw: int | None, unit: float = 0.0) -> Callable[[Any], Any]:
-    """Moves every number by a unit in the last place, or by ``unit`` of it, at random; without ``draw``, none."""
-    generator = torch.Generator().manual_seed(draw or 0)
-
-    def move(x: Any) -> Any:
-        if draw is None or not isinstance(x, Tensor) or not x.is_floating_point():
-            return x
-        signs = (torch.randint(0, 2, x.shape, generator=generator) * 2 - 1).to(x)
-        return x.detach() * (1 + max(unit, torch.finfo(x.dtype).eps) * signs)
-
-    return move
-
-
-def _moved(
-    model: nn.Module, arguments: dict[str, Any], draw: int, unit: float = 0.0
-) -> tuple[nn.Module, dict[str, Any]]:
-    move, other = _mover(draw, unit), copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.copy_(move(parameter))
-    return other, {k: move(v) for k, v in arguments.items()}
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    """The largest difference; none where both are the same infinity or both NaN."""
-    if a.shape != b.shape:
-        return float("inf")
-    a, b = a.double(), b.double()
-    different = (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
-    return float(different.max()) if different.numel() else 0.0
-
-
-def _size(x: Tensor) -> float:
-    finite = x[x.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
-
-
-def _compare(found: Results, expected: Results, moved: list[Results]) -> None:
-    """Each result within its bounds, and of the same dtype; the worst is named."""
-    assert found.keys() == expected.keys()
-    assert {n: x.dtype for n, x in found.items()} == {n: x.dtype for n, x in expected.items()}
-    wrong = {}
-    for name, x in expected.items():
-        moves = max((_distance(m[name], x) for m in moved if name in m), default=0.0)
-        allowed = torch.finfo(x.dtype).eps * _size(x) + _MOVEMENTS * moves
-        distance = _distance(found[name], x)
-        if not distance <= allowed:
-            wrong[name] = (distance, allowed)
-    if wrong:
-        name, (distance, allowed) = max(wrong.items(), key=lambda item: item[1][0] / (item[1][1] or 1e-30))
-        pytest.fail(f"{len(wrong)} of {len(expected)} results differ; {name} by {distance:.3g}, allowed {allowed:.3g}")
+    return model, arguments
 
 
 def _unchanged_by_fusing(model: nn.Module, arguments: dict[str, Any]) -> None:
     """The same results fused as not, within what moving all numbers by a unit in the last place makes of them."""
-    others = [_moved(model, arguments, draw) for draw in range(_DRAWS)]  # before a run: some models keep its tensors
-    run, expected = _first(model, arguments)
+    others = [moved_by(model, arguments, draw) for draw in range(DRAWS)]  # before a run: some models keep its tensors
+    run, expected = first_results(model, arguments)
     moved = [run(*other, draw) for draw, other in enumerate(others)]
     fusedops.fuse_model(model)
-    _compare(run(model, arguments), expected, moved)
+    compare(run(model, arguments), expected, moved)
 
 
 @every
@@ -197,7 +102,7 @@ def test_training_with_dropout(name: str) -> None:
     model, arguments = _built(name)
     if KERNEL_PATH:
         fusedops.fuse_model(model)
-        assert _first(model.train(), arguments)[1]
+        assert first_results(model.train(), arguments)[1]
     else:
         _unchanged_by_fusing(model.train(), arguments)
 
@@ -232,13 +137,13 @@ def test_autocast(name: str) -> None:
         eager = run(model, arguments)
     except Exception as error:  # noqa: BLE001, some models mix dtypes under autocast
         pytest.skip(f"does not run under autocast: {error}")
-    moved = [run(*_moved(model, arguments, draw, 2.0**-8)) for draw in range(_DRAWS)]
+    moved = [run(*moved_by(model, arguments, draw, 2.0**-8)) for draw in range(DRAWS)]
     fusedops.fuse_model(model)
     found = run(model, arguments)
     assert [x.dtype for x in found] == [x.dtype for x in eager]
     for index, (x, z) in enumerate(zip(found, exact, strict=True)):
-        allowed = 2 * max(_distance(ys[index], z) for ys in (eager, *moved)) + 8 * 2.0**-8 * _size(z)
-        assert _distance(x, z) <= allowed, f"output {index}: {_distance(x, z):.3g}, allowed {allowed:.3g}"
+        allowed = 2 * max(distance(ys[index], z) for ys in (eager, *moved)) + 8 * 2.0**-8 * size_of(z)
+        assert distance(x, z) <= allowed, f"output {index}: {distance(x, z):.3g}, allowed {allowed:.3g}"
 
 
 def _counted(model: nn.Module, arguments: dict[str, Any]) -> Counter[str]:
@@ -383,7 +288,7 @@ def _same(found: list[Tensor], expected: list[Tensor]) -> None:
 def test_unfused_as_before(name: str) -> None:
     """The same classes, parameters, keys and bits."""
     model, arguments = _built(name)
-    run, before = _first(model.train(), arguments)
+    run, before = first_results(model.train(), arguments)
     types, parameters = [type(m) for m in model.modules()], list(model.named_parameters())
     fusedops.fuse_model(model)
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in parameters]

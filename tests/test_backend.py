@@ -44,7 +44,7 @@ class Backend:
             self.saved += [value for value in values if isinstance(value, Tensor)]
             return make_boxed_func(graph.forward)
 
-        with compat.casts_recorded():
+        with entry._autocast_of(self.report):
             backward = lambda graph, _: make_boxed_func(graph.forward)  # noqa: E731
             return aot_autograd(fw_compiler=forward, bw_compiler=backward)(made, inputs)
 
@@ -325,6 +325,19 @@ def test_one_graph_serves_all_lengths() -> None:
         torch._dynamo.mark_dynamic(x, (0, 1))
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
     assert backend.report.graphs == 1 and len(backend.report.fused) == count
+
+
+def test_number_of_rows_is_no_constant_of_a_kernel() -> None:
+    w = _rows(8).requires_grad_()
+
+    def function(x: Tensor) -> Tensor:
+        return F.layer_norm(x, (8,), w) * x.shape[0]
+
+    compiled = torch.compile(function, backend=Backend())
+    for rows in (3, 5):
+        x = _rows(rows, 8)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch.testing.assert_close(compiled(x), function(x), rtol=1e-4, atol=1e-5)
 
 
 def test_inference_saves_nothing() -> None:
@@ -654,11 +667,20 @@ def test_graph_that_cannot_be_captured_is_left_with_a_warning(monkeypatch: pytes
     def function(x: Tensor, w: Tensor) -> Tensor:
         return F.layer_norm(unknown(x), (8,), w)
 
-    monkeypatch.setattr(compat, "compile_by_inductor", lambda gm, *_: gm.forward)
+    casts = []
+
+    def compile_(gm: torch.fx.GraphModule, *_: Any) -> Any:
+        casts.append(torch.is_autocast_enabled(DEVICE.type))
+        return gm.forward
+
+    monkeypatch.setattr(compat, "compile_by_inductor", compile_)
     x, w = _rows(4, 8), _rows(8)
-    with pytest.warns(RuntimeWarning, match="leaves a graph to Inductor: it calls unknown"):
-        found = fusedops.compile(function)(x, w)
-    torch.testing.assert_close(found, function(x, w))
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        fusedops.compile(lambda x, w: F.layer_norm(x, (8,), w))(x, w)
+        with pytest.warns(RuntimeWarning, match="leaves a graph to Inductor: it calls unknown"):
+            found = fusedops.compile(function)(x, w)
+        torch.testing.assert_close(found, function(x, w))
+    assert casts == [False, True]  # what is left has no casts yet
     assert "a graph is left to Inductor: it calls unknown" in str(fusedops.explain(function, x, w))
 
 

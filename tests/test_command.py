@@ -186,7 +186,7 @@ def test_nothing_wrong(capsys: pytest.CaptureFixture[str], kernel_path: bool) ->
     starts = ("versions: fusedops", "device: ", "launcher: ", "configs: ", "tuning at first use: ", "cache: ",
               "entries: none")  # fmt: skip
     # Functions of whole models, and further names of an operator.
-    others = {"NotRowwiseError", "__version__", "fuse_model", "fusion_status", "unfuse_model",
+    others = {"NotRowwiseError", "__version__", "compile", "explain", "fuse_model", "fusion_status", "unfuse_model",
               "add_layer_norm", "add_rms_norm", "batched_layer_norm_tanh", "glu"}  # fmt: skip
     operators = tuple(f"{name}: " for name in fusedops.__all__ if name not in others)
     for start in starts + operators:

@@ -440,3 +440,15 @@ def test_functions_that_differ_in_p_share_no_operator(fresh_dynamo: None) -> Non
         made(ones(128, 64), p)
         compiled = torch.compile(lambda x, p=p: made(x, p), fullgraph=True, backend="aot_eager")
         assert abs((compiled(ones(128, 64)) == 0).double().mean().item() - p) < 0.05
+
+
+@pytest.mark.parametrize("number", [torch.finfo(torch.float64).min, 1e300, -1e-300, 3.3e39, 1e-40, 0.1])
+def test_numbers_in_fp64_are_exact(number: float) -> None:
+    """Beyond fp32's range, too: a mask of attention has the least number of its dtype."""
+
+    @fusedops.rowwise(strict=True)
+    def filled(x: Tensor) -> Tensor:
+        return torch.where(x > 0, number, x)
+
+    x = torch.randn(3, 8, dtype=torch.float64, device=DEVICE)
+    assert torch.equal(filled(x), torch.where(x > 0, number, x))

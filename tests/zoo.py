@@ -34,6 +34,7 @@ __all__ = [
     "transformers_only",
     "undropped",
     "unpacked",
+    "without_dropout",
 ]
 
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
@@ -58,20 +59,25 @@ def build(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def undropped(spec: ModelSpec) -> nn.Module:
-    """In training, with nothing dropped.
+    """In training, with nothing dropped."""
+    return without_dropout(build(spec))
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """The model in training, with nothing dropped.
 
     A stack that may drop whole layers is in evaluation mode: in training, Transformers 5.17 draws a number for each
     layer at a probability of zero too, and compares it in Python, which breaks a graph. Its layers are in training.
     """
-    model = build(spec).train()
-    for module in model.modules():
+    for module in model.train().modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if hasattr(module, "layerdrop"):
             module.training = False
-        for name in ("dropout", "activation_dropout", "attention_dropout", "layerdrop"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+        for owner in (module, getattr(module, "config", None)):  # some read their config at each call
+            for name, value in list(getattr(owner, "__dict__", {}).items()):
+                if "drop" in name and isinstance(value, float):
+                    setattr(owner, name, 0.0)
     return model
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
@@ -23,7 +22,7 @@ __all__ = ["NotCapturedError", "captured"]
 Inner = Callable[[fx.GraphModule], fx.GraphModule]
 
 # Functions of others that do nothing which a graph has to repeat.
-_WITHOUT_EFFECT = frozenset({"_log_api_usage_once", "lazy_load_decompositions"})
+_WITHOUT_EFFECT = frozenset({"_are_functorch_transforms_active", "_log_api_usage_once", "lazy_load_decompositions"})
 
 
 # Methods that change how a tensor is differentiated, of which nothing is recorded.
@@ -117,8 +116,6 @@ class _Capture(fx.Interpreter):
             return target(*args, **kwargs)
         if isinstance(target, compat.HIGHER_ORDER):
             return self._one_node(target, args, kwargs)
-        if target is F.dropout or target is torch.dropout:
-            return _dropout(*args, **kwargs)
         if target is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
         return super().call_function(target, args, kwargs)
@@ -132,17 +129,6 @@ class _Capture(fx.Interpreter):
                 self.names[id(args[0])] = self.names[id(body)]
             found = target(*args, **kwargs)
         return compat.recorded_call(target, args, kwargs, found, self.names)
-
-
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False,
-             train: bool | None = None) -> Tensor:  # fmt: skip
-    """As one operator on all devices: on some PyTorch draws numbers and multiplies."""
-    if inplace or not input.is_floating_point():
-        return F.dropout(input, p, training, inplace)
-    if not (training if train is None else train) or p == 0.0:
-        return input
-    found: Tensor = torch.ops.aten.native_dropout(input, p, True)[0]
-    return found
 
 
 def _attention(

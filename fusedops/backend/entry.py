@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -75,7 +76,13 @@ def backend(gm: fx.GraphModule, inputs: Sequence[Any], *, mode: str | None = Non
     made = _with_operators(gm, inputs, report)
     for reason in report.left:
         warnings.warn(f"fusedops leaves a graph to Inductor: {reason}", RuntimeWarning, stacklevel=2)
-    return compat.compile_by_inductor(made, inputs, mode, options)
+    with _autocast_of(report):
+        return compat.compile_by_inductor(made, inputs, mode, options)
+
+
+def _autocast_of(report: CompileReport) -> AbstractContextManager[None]:
+    """Of a graph that was captured the casts are operators; one that is left is cast while it is compiled."""
+    return nullcontext() if report.left else compat.casts_recorded()
 
 
 def _explained(report: CompileReport, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

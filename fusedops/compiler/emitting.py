@@ -495,8 +495,19 @@ def _literal(node: Node, acc: torch.dtype) -> str:
         return "negative_zero(ACC)"
     if acc != torch.float64 or float(torch.tensor(value, dtype=torch.float32)) == value:
         return repr(value)
-    terms: list[float] = []  # Triton takes a number for fp32, and a sum of such is exact
-    while value and len(terms) < 3:
-        terms.append(float(torch.tensor(value, dtype=torch.float32)))
-        value -= terms[-1]
-    return "(" + " + ".join([f"tl.full((1, 1), {term!r}, ACC)" for term in terms]) + ")"
+    # Triton takes a number for fp32: a sum of such is exact, and so is a product with powers of two.
+    mantissa, exponent = math.frexp(value)
+    if -100 <= exponent <= 127:
+        mantissa, exponent = value, 0
+    terms: list[float] = []
+    while mantissa and len(terms) < 3:
+        terms.append(float(torch.tensor(mantissa, dtype=torch.float32)))
+        mantissa -= terms[-1]
+    powers = [100] * (abs(exponent) // 100) + [abs(exponent) % 100]
+    factors = [math.ldexp(1.0, power if exponent > 0 else -power) for power in powers if power]
+    total = " + ".join(map(_in_fp64, terms))
+    return f"({' * '.join([f'({total})', *map(_in_fp64, factors)])})" if factors else f"({total})"
+
+
+def _in_fp64(value: float) -> str:
+    return f"tl.full((1, 1), {value!r}, ACC)"

@@ -756,7 +756,8 @@ def recorded_graph(function: Callable[..., Any], fakes: Sequence[Any]) -> torch.
 
     mode = torch._guards.detect_fake_mode(list(fakes))
     with mode or nullcontext(), enable_python_dispatcher():
-        return make_fx(function, _allow_non_fake_inputs=True)(*fakes)
+        # With a table of its own: without one, `detach` becomes `alias` (PyTorch 2.14), which has a derivative.
+        return make_fx(function, decomposition_table={}, _allow_non_fake_inputs=True)(*fakes)
 
 
 def recording_nothing() -> AbstractContextManager[Any]:
@@ -805,10 +806,8 @@ def recorded_call(
 
 
 def compile_by_inductor(gm: torch.fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: Any) -> Any:
-    """What Inductor makes of a graph in which casts are operators."""
-    wrapper = torch._TorchCompileInductorWrapper(mode, options, None)
-    with casts_recorded():
-        return wrapper(gm, list(inputs))
+    """What Inductor makes of a graph."""
+    return torch._TorchCompileInductorWrapper(mode, options, None)(gm, list(inputs))
 
 
 @contextmanager

@@ -1,0 +1,169 @@
+"""``python tests/backend_coverage.py``: the row-wise regions of some hundreds of architectures, from `fusedops.explain`.
+
+For each of `architectures.names`, in training: how many regions are one operator, of how many; the bytes that their kernels
+read and write, and those that are saved for backward, at its small sizes; and why others are left, with their number. Last
+come all reasons, and of how many architectures each leaves something.
+
+``--write`` writes the table to ``coverage/backend_transformers_VERSION.csv``; ``--check`` fails if fewer regions of an
+architecture are fused than there, or more of its graphs are left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import re
+import signal
+import sys
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"  # else there are no kernels for a CPU, and no regions
+
+import torch
+import transformers
+
+import architectures
+import fusedops
+
+FOLDER = Path(__file__).with_name("coverage")
+_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Regions:
+    """Of an architecture.
+
+    Attributes:
+        graphs: how many torch.compile traces.
+        graphs_left: how many of them are Inductor's as they are.
+        reasons: why regions and graphs are left, the commonest first.
+    """
+
+    architecture: str
+    graphs: int
+    graphs_left: int
+    regions: int
+    fused: int
+    moved_bytes: int
+    saved_bytes: int
+    reasons: str
+
+
+COLUMNS = tuple(field.name for field in fields(Regions))
+
+
+def regions_of(name: str) -> Regions:
+    """Of one architecture; the reason is the error where it cannot be traced."""
+    architecture = architectures.make(name)
+    torch._dynamo.reset()
+    signal.alarm(_SECONDS)
+    try:
+        model = architecture.build().train()
+
+        def call(**arguments: Any) -> Any:  # torch.compile passes over models whose own class is PyTorch's
+            return model(**arguments)
+
+        report = fusedops.explain(call, **architecture.inputs(model))
+    except Exception as error:  # noqa: BLE001, not all can be traced
+        return Regions(name, 0, 0, 0, 0, 0, 0, f"not traced: {type(error).__name__}")
+    finally:
+        signal.alarm(0)
+    reasons = Counter([*report.left, *[region.reason for region in report.regions if region.reason]])
+    fused = report.fused
+    return Regions(
+        name, report.graphs, len(report.left), len(report.regions), len(fused), sum(region.moved for region in fused),
+        sum(region.saved for region in fused), "; ".join(f"{count} x {_short(why)}" for why, count in reasons.most_common()),
+    )  # fmt: skip
+
+
+def _short(reason: str) -> str:
+    return (reason.strip().splitlines() or [""])[0].replace(";", ",")[:120]
+
+
+def by_reason(found: Iterable[Regions]) -> str:
+    """A line for each reason, numbers and names in it aside: how often, and in how many architectures."""
+    counts: Counter[str] = Counter()
+    where: dict[str, set[str]] = defaultdict(set)
+    for regions in found:
+        for part in filter(None, regions.reasons.split("; ")):
+            count, _, why = part.partition(" x ") if " x " in part else ("1", "", part)
+            kind = re.sub(r"\d+", "N", why)
+            counts[kind] += int(count)
+            where[kind].add(regions.architecture)
+    return "\n".join(
+        f"{count:6}  in {len(where[kind]):3} architectures  {kind}" for kind, count in counts.most_common()
+    )
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def path() -> Path:
+    return FOLDER / f"backend_transformers_{transformers.__version__}.csv"
+
+
+def write(found: Iterable[Regions]) -> None:
+    FOLDER.mkdir(exist_ok=True)
+    with path().open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(map(asdict, sorted(found, key=lambda regions: regions.architecture)))
+
+
+def lost(found: Iterable[Regions]) -> list[str]:
+    """The architectures of which fewer regions are fused than when the file was written, or more graphs left."""
+    with path().open(newline="", encoding="utf-8") as file:
+        before = {row["architecture"]: (int(row["fused"]), int(row["graphs_left"])) for row in csv.DictReader(file)}
+    return [f"{now.architecture}: {now.fused} fused, before {before[now.architecture][0]}; {now.graphs_left} graphs left, "
+            f"before {before[now.architecture][1]}; {now.reasons}"
+            for now in found if now.architecture in before
+            and (now.fused < before[now.architecture][0] or now.graphs_left > before[now.architecture][1])]  # fmt: skip
+
+
+def _late(*_: Any) -> None:
+    raise TimeoutError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python tests/backend_coverage.py", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("names", nargs="*", help="architectures; by default all")
+    parser.add_argument("--write", action="store_true", help="write the file of this version of Transformers")
+    parser.add_argument(
+        "--check", action="store_true", help="fail if something that was fused in that file no longer is"
+    )
+    options = parser.parse_args(arguments)
+    if options.write and options.names:
+        parser.error("--write is for all architectures")
+    if options.check and not path().exists():
+        print(f"there is no {path()}: write it first, with --write")
+        return 1
+    start, found = time.monotonic(), []
+    signal.signal(signal.SIGALRM, _late)
+    for name in options.names or architectures.names():
+        with warnings.catch_warnings(), architectures.quiet():
+            warnings.simplefilter("ignore")
+            found.append(regions_of(name))
+        print(f"{name:32}{found[-1].fused:4} of {found[-1].regions:4} regions  {found[-1].reasons}", flush=True)
+    total, fused = sum(regions.regions for regions in found), sum(regions.fused for regions in found)
+    print(f"\n{fused} of {total} regions of {len(found)} architectures are one operator each, in "
+          f"{time.monotonic() - start:.0f} s; the others are left:\n{by_reason(found)}")  # fmt: skip
+    gone = lost(found) if options.check else []
+    if gone:
+        print(f"\nless than before, {len(gone)} architectures:", *gone, sep="\n  ")
+    if options.write:
+        write(found)
+    return bool(gone)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""Whole models of some hundreds of architectures do under the compile backend what they did: values, gradients, dropout.
+
+Each test compares a model with itself; `architectures.comparing` says how far the two may differ, and
+`architectures.compiled` what is compiled. A model that PyTorch's own parts of that do not compile or compute rightly is
+skipped.
+
+The short suite takes `_SHORT`; with ``--full`` all of `architectures.names` run.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import architectures
+import backend_coverage
+from architectures import outputs
+from architectures.comparing import (
+    DRAWS,
+    Results,
+    built,
+    compare,
+    distance,
+    first_results,
+    moved_by,
+    size_of,
+)
+from architectures.compiled import compiled, compiled_alone
+from fusedops.backend.entry import backend
+from fusedops.backend.report import CompileReport
+from fusedops.core import compat
+from support import DEVICE
+from zoo import without_dropout
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+# Post-norm, biases and dropout; relative positions and a decoder; rotary embeddings; packed projections in parts; experts.
+_SHORT = {"bert", "t5", "llama", "gpt_neox", "mixtral"}
+_every = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in _SHORT else pytest.mark.full) for n in architectures.names()]
+)
+Check = Callable[[Callable[[nn.Module], Any]], None]
+
+
+def every(test: Callable[..., None]) -> Callable[..., None]:
+    """For all architectures, with the kernels."""
+    return pytest.mark.kernels(_every(test))
+
+
+@pytest.fixture(autouse=True)
+def _own_warnings() -> Iterator[None]:
+    """Those of the models themselves are not ours to mend; fusedops' own stay errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", module=r"fusedops\.")
+        yield
+
+
+def _holds(check: Check) -> None:
+    """Under the backend, unless it does not hold without its operators either."""
+    try:
+        check(compiled)
+    except pytest.skip.Exception:
+        raise
+    except (Exception, pytest.fail.Exception):
+        try:
+            check(compiled_alone)
+        except Exception as error:  # noqa: BLE001, of any kind
+            pytest.skip(f"fails without fused operators: {error}")
+        except pytest.fail.Exception as error:
+            pytest.skip(f"differs without fused operators: {error}")
+        raise
+
+
+def _agrees(name: str, prepare: Callable[[nn.Module], nn.Module], compile_it: Callable[[nn.Module], Any]) -> None:
+    """Values and gradients of the model as it is and compiled."""
+    model, arguments = built(name)
+    prepare(model)
+    others = [moved_by(model, arguments, draw) for draw in range(DRAWS)]  # before a run: some models keep its tensors
+    run, expected = first_results(model, arguments)
+    if _draws(model, arguments):
+        pytest.skip("draws random numbers without dropout")
+    moved = [run(*other, draw) for draw, other in enumerate(others)]
+    compile_it(model)
+    compare(run(model, arguments), expected, moved)
+
+
+def _draws(model: nn.Module, arguments: dict[str, Any]) -> bool:
+    """Whether a call draws random numbers, which a compiled model draws in another order."""
+    generator = torch.cuda.default_generators[0] if DEVICE.type == "cuda" else torch.default_generator
+    before = generator.get_state()
+    with torch.no_grad():
+        model(**arguments)
+    return not torch.equal(generator.get_state(), before)
+
+
+@every
+def test_training(name: str) -> None:
+    """With nothing dropped."""
+    _holds(partial(_agrees, name, without_dropout))
+
+
+@every
+def test_inference(name: str) -> None:
+    """In evaluation mode, with no gradient recorded."""
+
+    def check(compile_it: Callable[[nn.Module], Any]) -> None:
+        model, arguments = built(name)
+        others = [moved_by(model, arguments, draw) for draw in range(DRAWS)]
+        try:
+            expected = _values(model, arguments)
+        except Exception as error:  # noqa: BLE001, such a model is out of order by itself
+            pytest.skip(f"fails without being compiled: {error}")
+        moved = [_values(*other) for other in others]
+        compile_it(model)
+        compare(_values(model, arguments), expected, moved)
+
+    _holds(check)
+
+
+def _values(model: nn.Module, arguments: dict[str, Any]) -> Results:
+    torch.manual_seed(3)
+    with torch.no_grad():
+        return {f"output {index}": y for index, y in enumerate(outputs(model(**arguments)))}
+
+
+@every
+def test_checkpointing(name: str) -> None:
+    """The same values and gradients, with nothing dropped; what is dropped is dropped again."""
+    model, _ = built(name)
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        return
+    _holds(partial(_agrees, name, lambda other: _checkpointed(without_dropout(other))))
+    _holds(partial(_drops, name, lambda other: _checkpointed(other.train())))
+
+
+def _checkpointed(model: Any) -> nn.Module:
+    try:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    except ValueError as error:
+        pytest.skip(f"says that it supports checkpointing, but: {error}")
+    return model
+
+
+@every
+def test_dropout(name: str) -> None:
+    """A seed gives the same bits again, and gradients are those of the function with its mask."""
+    _holds(partial(_drops, name, nn.Module.train))
+
+
+def _drops(name: str, prepare: Callable[[nn.Module], nn.Module], compile_it: Callable[[nn.Module], Any]) -> None:
+    model, arguments = built(name)
+    if not _draws(prepare(model), arguments):
+        return
+    model.double()
+    arguments = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in arguments.items()}
+    run, _ = first_results(model, arguments)
+    eagerly = _slope_error(model, run, arguments)
+    compile_it(model)
+    once, again = run(model, arguments), run(model, arguments)
+    assert once.keys() == again.keys()
+    assert all(distance(once[k], again[k]) == 0 for k in once), "a seed gives other results"
+    # Of a wrong mask in the backward all of the gradient is wrong: a hundredth is left to kinks and casts to fp32.
+    assert _slope_error(model, run, arguments) <= 0.01 + 16 * eagerly
+
+
+def _slope_error(model: nn.Module, run: Callable[..., Results], arguments: dict[str, Any]) -> float:
+    """How far the gradient's length is from the slope along it, relative to the length; the seed is the same all along."""
+    gradients = {
+        n.removeprefix("gradient of "): g for n, g in run(model, arguments).items() if n.startswith("gradient")
+    }
+    by = {n: p for n, p in model.named_parameters() if n in gradients}
+    length = sum(gradients[n].square().sum() for n in by).sqrt()
+    step = 1e-5 / length
+    sums = []
+    with torch.no_grad():
+        for sign in (1, -2, 1):  # ahead, behind, and back
+            for name, parameter in by.items():
+                parameter += sign * step * gradients[name]
+            sums.append(_weighted(model, arguments))
+    return float(abs((sums[0] - sums[1]) / (2 * step * length) / length - 1)) if length > 0 else 0.0
+
+
+def _weighted(model: nn.Module, arguments: dict[str, Any]) -> Tensor:
+    """The sum of the outputs whose gradients `results_of` gives."""
+    generator, total = torch.Generator().manual_seed(1), torch.zeros((), dtype=torch.float64, device=DEVICE)
+    torch.manual_seed(3)
+    with torch.enable_grad():  # as the graph was compiled
+        for y in outputs(model(**arguments)):
+            weight = torch.randn(y.shape, generator=generator).to(y)
+            if y.requires_grad:
+                total = total + (y.detach().masked_fill(~y.isfinite(), 0.0) * weight).double().sum()
+    return total
+
+
+@every
+def test_autocast(name: str) -> None:
+    """Training in bf16: the dtypes of before, and no further from the fp32 results than twice that, or 8 roundings more.
+
+    How far that is, is the most of four models: its own numbers, and those moved by a unit of bf16. Gradients may be twice as
+    far again: that of a key's bias is zero but for roundings, and of these there are only four samples.
+    """
+
+    def check(compile_it: Callable[[nn.Module], Any]) -> None:
+        model, arguments = built(name)
+        without_dropout(model)
+        run, exact = first_results(model, arguments)
+        if _draws(model, arguments):
+            pytest.skip("draws random numbers without dropout")
+        others = [moved_by(model, arguments, draw, 2.0**-8) for draw in range(DRAWS)]
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            try:
+                eager = run(model, arguments)
+            except Exception as error:  # noqa: BLE001, some models mix dtypes under autocast
+                pytest.skip(f"does not run under autocast: {error}")
+            moved = [run(*other, draw) for draw, other in enumerate(others)]
+            compile_it(model)
+            found = run(model, arguments)
+        assert {k: x.dtype for k, x in found.items()} == {k: x.dtype for k, x in eager.items()}
+        for key in found.keys() & exact.keys():
+            x, z = found[key], exact[key]
+            times = 4 if key.startswith("gradient") else 2
+            allowed = times * max(distance(ys[key], z) for ys in (eager, *moved) if key in ys)
+            allowed += 8 * 2.0**-8 * size_of(z)
+            assert distance(x, z) <= allowed, f"{key}: {distance(x, z):.3g}, allowed {allowed:.3g}"
+
+    _holds(check)
+
+
+@pytest.mark.kernels
+def test_fewer_regions_than_in_the_file_are_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And a graph more that is left; what is new in the file's place is not."""
+    found = backend_coverage.regions_of("llama")
+    assert (
+        found.fused == found.regions - sum(int(part.split(" x ")[0]) for part in found.reasons.split("; ") if part) > 0
+    )
+    assert found.moved_bytes > found.saved_bytes > 0 and found.graphs == 1 and not found.graphs_left
+    monkeypatch.setattr(backend_coverage, "FOLDER", tmp_path)
+    backend_coverage.write([found])
+    assert backend_coverage.lost([found, replace(found, architecture="other", fused=0)]) == []
+    (line,) = backend_coverage.lost([replace(found, fused=found.fused - 1)])
+    assert line.startswith(f"llama: {found.fused - 1} fused, before {found.fused}; ")
+    assert len(backend_coverage.lost([replace(found, graphs_left=1)])) == 1
+
+
+def _on_cpu() -> tuple[nn.Module, dict[str, Any]]:
+    model, arguments = built("llama")
+    return model.cpu(), {name: t.cpu() if isinstance(t, Tensor) else t for name, t in arguments.items()}
+
+
+@pytest.mark.plain
+def test_without_kernels_everything_is_inductors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is given the graph with none of our operators, and does what it did."""
+    model, arguments = _on_cpu()
+    expected, graphs = _values(model, arguments), []
+    monkeypatch.setattr(compat, "compile_by_inductor", lambda gm, *_: graphs.append(gm) or gm.forward)
+    model.compile(backend=backend)
+    found = _values(model, arguments)
+    assert len(graphs) == 1
+    assert not [node for node in graphs[0].graph.nodes if str(node.target).startswith("fusedops")]
+    assert all(torch.equal(found[k], expected[k]) for k in expected)
+    report: CompileReport = compiled(_on_cpu()[0])
+    assert not report.regions
