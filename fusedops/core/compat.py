@@ -654,15 +654,16 @@ def _is_complete(taken: tuple[Any, ...], arguments: Sequence[Place | None]) -> b
 
 # Nodes of a graph: operators, those that take functions, the one of a checkpointed part, and functions that change what is
 # recorded (whether gradients are, and in which dtype). The modules whose functions compute tensors and do nothing else.
-OVERLOAD: type = torch._ops.OpOverload
-CAST = torch.ops.aten._to_copy.default
-OPERATORS: tuple[type, ...] = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
-HIGHER_ORDER: type = torch._ops.HigherOrderOperator
+# Without a private name graphs have no such nodes: they are left whole.
+OVERLOAD: type = _find("_ops.OpOverload", type(None))
+CAST: Any = _find("ops.aten._to_copy.default", None)
+HIGHER_ORDER: type = _find("_ops.HigherOrderOperator", type(None))
+OPERATORS: tuple[type, ...] = (OVERLOAD, _find("_ops.OpOverloadPacket", type(None)), HIGHER_ORDER)
 PURE_MODULES = frozenset({"torch", "torch.functional", "torch.nn.functional", "torch._tensor", "torch._C._nn", "torch._C._special",
                           "torch._C._linalg", "torch._C._fft", "_operator", "builtins", "math"})  # fmt: skip
 CHECKPOINTED: Any = _find("_higher_order_ops.wrap.tag_activation_checkpoint", None)
-GRAD_MODES = frozenset({torch._C._set_grad_enabled})
-AUTOCASTS = frozenset({torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast})
+GRAD_MODES = frozenset({_find("_C._set_grad_enabled", None)})
+AUTOCASTS = frozenset({_find(f"amp.autocast_mode.{name}", None) for name in ("_enter_autocast", "_exit_autocast")})
 
 
 def mutates(target: Any) -> bool:
@@ -821,12 +822,13 @@ def casts_recorded() -> Iterator[None]:
     if not kinds:
         yield
         return
+    before = torch.is_autocast_enabled("hpu")
     for kind in kinds:
         torch.set_autocast_enabled(kind, False)
     torch.set_autocast_enabled("hpu", True)
     try:
         yield
     finally:
-        torch.set_autocast_enabled("hpu", False)
+        torch.set_autocast_enabled("hpu", before)
         for kind in kinds:
             torch.set_autocast_enabled(kind, True)
