@@ -631,6 +631,41 @@ def test_returned_products_are_not_joined() -> None:
     assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_vocabularies_are_padded_to_whole_vectors(bias: bool) -> None:
+    """Logits, loss and gradients are the same, and no product, forward or backward, has the odd number of columns."""
+    model, x = nn.Linear(16, 4099, bias).to(DEVICE), _rows(2, 512, 16)
+    seen: list[Tensor] = []
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            logits = model(x)
+            return logits, F.cross_entropy(logits.flatten(0, 1).float(), x.new_zeros(1024).long())
+
+    def graph(gm: torch.fx.GraphModule, _: Any) -> Any:
+        seen.extend(value for node in gm.graph.nodes if compat.aten_name(node.target) in ("mm", "addmm")
+                    for value in (node.meta["val"], *[arg.meta["val"] for arg in node.all_input_nodes]))  # fmt: skip
+        return make_boxed_func(gm.forward)
+
+    def padding(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        with compat.casts_recorded():
+            made = entry._with_operators(gm, inputs, CompileReport())
+            return aot_autograd(fw_compiler=graph, bw_compiler=graph)(made, inputs)
+
+    results = []
+    for call in (function, torch.compile(function, backend=padding)):
+        model.zero_grad()
+        rows = x.clone().requires_grad_()
+        logits, loss = call(rows)
+        (loss + logits.float().square().mean()).backward()
+        assert logits.view(-1, 4099).shape == (1024, 4099)
+        results.append([logits, loss, rows.grad, *[parameter.grad for parameter in model.parameters()]])
+    for ours, eager in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2 * float(eager.detach().abs().max()))
+    assert seen
+    assert 4099 not in {size for value in seen for size in value.shape} or not KERNEL_PATH
+
+
 def test_parts_without_gradients_save_nothing() -> None:
     """Under `torch.no_grad`, and of tensors that are detached."""
 

@@ -40,6 +40,16 @@ def test_an_expanded_mask_is_laid_out() -> None:
     assert torch.equal(found, mask)
 
 
+def test_a_transposed_mask_of_numbers_is_contiguous_along_the_keys() -> None:
+    """As T5's before Transformers 5.23: a permuted table, expanded over the batch, of which no copy a batch is made."""
+    table = torch.randn(5, 7, 3, device=DEVICE)
+    mask = table.permute(2, 0, 1)[None].expand(2, 3, 5, 7)
+    with making_kernels():
+        found = laid_out(mask)
+    assert found.stride() == (0, 35, 7, 1)
+    assert torch.equal(found, mask)
+
+
 _LEFT = {
     "none": None,
     "no tensor": object(),
@@ -49,6 +59,8 @@ _LEFT = {
     "of numbers": torch.zeros(5, 1).expand(2, 1, 5, 5),
     "sparse": torch.ones(2, 5, dtype=torch.bool).to_sparse(),
     "rows of their own": torch.ones(2, 5, dtype=torch.bool).to_sparse_csr(),
+    "numbers at a length at which cuDNN errs": torch.zeros(64, 5).t().expand(2, 1, 5, 64),
+    "integers": torch.zeros(7, 5, dtype=torch.long).t(),
     "a length at which cuDNN errs": torch.ones(192, 1, dtype=torch.bool).expand(2, 1, 192, 192),
     "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]).bool(),
 }

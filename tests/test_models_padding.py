@@ -72,7 +72,7 @@ def test_which_layers(outputs: int, fused: bool) -> None:
 def test_elsewhere_it_is_the_layer_that_it_was() -> None:
     """On the CPU: bit for bit, and contiguous."""
     model = nn.Sequential(_layer(device=torch.device("cpu")))
-    rows = _rows(2 * padding._LEAST_ROWS, device=torch.device("cpu"))
+    rows = _rows(2 * padding.LEAST_ROWS, device=torch.device("cpu"))
     before = model(rows)
     assert fusedops.fuse_model(model)
     assert torch.equal(model(rows), before) and model(rows).is_contiguous()

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from ..core import compat, launch
-from ..models.tricks.masks import not_expanded
+from ..models.tricks.masks import made_contiguous
 from .changes import without_changes
 
 __all__ = ["NotCapturedError", "captured"]
@@ -136,5 +136,5 @@ def _attention(
 ) -> Tensor:
     """Attention with the mask in a layout that PyTorch's fused kernels support."""
     if attn_mask is not None and launch.runs_kernels(attn_mask.device.type):
-        attn_mask = not_expanded(attn_mask)
+        attn_mask = made_contiguous(attn_mask)
     return F.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **options)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from ..compiler.errors import NotRowwiseError
 from ..core import compat, operators, rng
-from .products import joined
+from .products import joined, padded
 from .programs import Made, made
 from .regions import BIAS, COPIES, VIEWS, Finder, Region, escapes, name_of, parts_of, size_of, value_of
 from .report import RegionReport
@@ -60,6 +60,7 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
     for region, program in found:
         _replace(gm.graph, region, program, needs, replaced)
     _biases_back(gm.graph, apart)
+    padded(gm.graph)
     joined(gm.graph, needs)
     _sort(gm.graph)
     for node in gm.graph.nodes:  # strides need not be what they were when a view was recorded

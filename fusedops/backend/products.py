@@ -1,4 +1,4 @@
-"""Matrix products of the same rows as one product, where autocast casts their weights anyway."""
+"""Matrix products in the form that is fast: of the same rows as one, and with columns that are aligned."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..core import compat
+from ..core import compat, launch
+from ..models.tricks.padding import ALIGNED, HALF, LEAST_OUTPUTS, LEAST_ROWS, MULTIPLE
 from .regions import VIEWS, escapes, name_of, parts_of, value_of
 
-__all__ = ["joined"]
+__all__ = ["joined", "padded"]
 
 
 def joined(graph: fx.Graph, needs: set[fx.Node]) -> int:
@@ -102,3 +103,49 @@ def _join(graph: fx.Graph, group: list[fx.Node]) -> None:
 
 def _behind(graph: fx.Graph, tensors: Iterable[Any]) -> fx.Node:
     return graph.call_function(torch.ops.aten.cat.default, (list(tensors),))
+
+
+def padded(graph: fx.Graph) -> int:
+    """Pads linear layers with very many outputs, whose number is no multiple of eight, as `fuse_model` does.
+
+    Backward, both products are of aligned rows too. The result is a view of the padded rows, also where a model returns it.
+
+    Args:
+        graph: of operators.
+    Returns:
+        The number of products that were padded.
+    """
+    found = [node for node in graph.nodes if _gains_by_padding(node)]
+    for node in found:
+        _pad(graph, node)
+    return len(found)
+
+
+def _gains_by_padding(node: fx.Node) -> bool:
+    if name_of(node) not in ("mm", "addmm") or node.kwargs or name_of(node.args[-1]) != "t":  # type: ignore[arg-type]
+        return False
+    product, rows = value_of(node), value_of(node.args[-2])  # type: ignore[arg-type]
+    columns, depth = product.shape[1], rows.shape[1]
+    if type(columns) is not int or type(depth) is not int or not launch.runs_kernels(product.device.type):
+        return False
+    is_wide = columns >= LEAST_OUTPUTS and columns % ALIGNED != 0 and depth % ALIGNED == 0
+    is_long = is_wide and compat.hints(rows.shape)[0] >= LEAST_ROWS
+    bias = value_of(node.args[0]).shape if name_of(node) == "addmm" else (columns,)  # type: ignore[arg-type]
+    return is_long and product.dtype in HALF and tuple(bias) == (columns,)
+
+
+def _pad(graph: fx.Graph, node: fx.Node) -> None:
+    aten, turned = torch.ops.aten, node.args[-1]
+    columns: int = value_of(node).shape[1]
+    more = -columns % MULTIPLE
+    with graph.inserting_before(node):
+        weight = graph.call_function(aten.constant_pad_nd.default, (turned.args[0], (0, 0, 0, more)))  # type: ignore[union-attr]
+        factors: tuple[Any, ...] = (node.args[-2], graph.call_function(aten.t.default, (weight,)))
+        if name_of(node) == "addmm":
+            factors = (graph.call_function(aten.constant_pad_nd.default, (node.args[0], (0, more))), *factors)
+        product = graph.call_function(node.target, factors)  # type: ignore[arg-type]
+        product.meta.update({key: value for key, value in node.meta.items() if key != "val"})
+        part = graph.call_function(aten.slice.Tensor, (product, 1, 0, columns))
+    part.meta.update(node.meta)
+    node.replace_all_uses_with(part)
+    graph.erase_node(node)

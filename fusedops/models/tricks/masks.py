@@ -10,25 +10,31 @@ from torch import Tensor
 from .. import compiling
 from ..hooks import is_plain
 
-__all__ = ["laid_out", "not_expanded"]
+__all__ = ["laid_out", "made_contiguous"]
 
 
 def laid_out(mask: Any) -> Any:
-    """An attention's mask, not expanded over the keys, where torch.compile makes kernels."""
+    """An attention's mask, contiguous along the keys, where torch.compile makes kernels."""
     if not isinstance(mask, Tensor) or not compiling.makes_kernels(mask) or not is_plain(mask):
         return mask
-    return not_expanded(mask)
+    return made_contiguous(mask)
 
 
-def not_expanded(mask: Tensor) -> Tensor:
-    """A mask of truth values that is not expanded over the keys.
+def made_contiguous(mask: Tensor) -> Tensor:
+    """A mask of truth values that is not expanded over the keys, or of numbers that lie behind one another along them.
 
-    On GPUs PyTorch's fused attention takes no mask whose last dimension is expanded, and what it falls back to multiplies
-    in fp32. Compiled with PyTorch 2.11, or Transformers before 5.23, models make such masks where nothing is masked.
+    On GPUs PyTorch's fused attention takes no mask whose last dimension has another stride than one, and what it falls back
+    to multiplies in fp32. Compiled with PyTorch 2.11, or Transformers before 5.23, models make masks of truth values that are
+    expanded where nothing is masked, and T5 hands on the transposed table of its biases.
 
     Lengths of 64 more than a multiple of 128 are left: with a mask, cuDNN's backward may give NaN there (PyTorch's issue
     196678).
     """
-    if mask.dtype != torch.bool or mask.layout != torch.strided or mask.is_nested:
+    if mask.layout != torch.strided or mask.is_nested or not mask.dim() or mask.shape[-1] % 128 == 64:
         return mask
-    return mask.contiguous() if mask.dim() and mask.stride(-1) == 0 and mask.shape[-1] % 128 != 64 else mask
+    if mask.dtype == torch.bool:
+        return mask.contiguous() if mask.stride(-1) == 0 else mask
+    if not mask.is_floating_point() or mask.stride(-1) < 2:
+        return mask
+    once = tuple([slice(0, 1) if stride == 0 else slice(None) for stride in mask.stride()])
+    return mask[once].contiguous().expand(mask.shape)

@@ -3,7 +3,8 @@
 In half precision, matrix products on tensor cores load 16 bytes at once, which takes rows whose length is a multiple
 of eight; with others cuBLAS falls back to kernels that take several times as long. Here the weight gets rows of zeros
 up to the next multiple of 64, and the columns that come of them are cut off again. The product is the same; what it
-costs is a copy of the weight, and one of the gradient in backward. torch.compile pads by itself.
+costs is a copy of the weight, and one of the gradient in backward. torch.compile pads by itself, and `fusedops.backend`
+does as is done here.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from torch.nn import functional as F
 from ..hooks import is_plain
 from ..rule import Rule
 
-__all__ = ["RULES", "padded_linear"]
+__all__ = ["ALIGNED", "HALF", "LEAST_OUTPUTS", "LEAST_ROWS", "MULTIPLE", "RULES", "padded_linear"]
 
-_MULTIPLE = 64
-_ALIGNED = 8
+MULTIPLE = 64
+ALIGNED = 8
 # Below so many outputs, or rows of input, there is nothing to win.
-_LEAST_OUTPUTS = 4096
-_LEAST_ROWS = 1024
-_HALF = (torch.float16, torch.bfloat16)
+LEAST_OUTPUTS = 4096
+LEAST_ROWS = 1024
+HALF = (torch.float16, torch.bfloat16)
 
 
 def padded_linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -37,7 +38,7 @@ def padded_linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
         dtype: of the product.
     """
     columns = weight.shape[0]
-    more = -columns % _MULTIPLE
+    more = -columns % MULTIPLE
     weight = F.pad(weight.to(dtype), (0, 0, 0, more))
     bias = None if bias is None else F.pad(bias.to(dtype), (0, more))
     return F.linear(input.to(dtype), weight, bias)[..., :columns]
@@ -45,16 +46,16 @@ def padded_linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
 
 def _product_dtype(input: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
     """The half precision that the product is in, where padding gains; None where it does not, or might do otherwise."""
-    if not input.is_cuda or torch.compiler.is_compiling() or input.shape[-1] % _ALIGNED:
+    if not input.is_cuda or torch.compiler.is_compiling() or input.shape[-1] % ALIGNED:
         return None
     given = (input, weight) if bias is None else (input, weight, bias)
-    if input.numel() < _LEAST_ROWS * input.shape[-1] or not all(map(is_plain, given)):
+    if input.numel() < LEAST_ROWS * input.shape[-1] or not all(map(is_plain, given)):
         return None
     dtypes = {t.dtype for t in given}
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
-        return dtype if dtype in _HALF and dtypes <= {*_HALF, torch.float32} else None
-    return weight.dtype if dtypes == {weight.dtype} and weight.dtype in _HALF else None
+        return dtype if dtype in HALF and dtypes <= {*HALF, torch.float32} else None
+    return weight.dtype if dtypes == {weight.dtype} and weight.dtype in HALF else None
 
 
 def _linear(self: Any, input: Tensor) -> Tensor:
@@ -66,7 +67,7 @@ def _linear(self: Any, input: Tensor) -> Tensor:
 
 def _fits(module: nn.Module) -> str:
     outputs = int(module.out_features)  # type: ignore[arg-type]
-    return "" if outputs >= _LEAST_OUTPUTS and outputs % _ALIGNED else "no rule"
+    return "" if outputs >= LEAST_OUTPUTS and outputs % ALIGNED else "no rule"
 
 
 RULES = (
