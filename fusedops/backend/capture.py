@@ -7,15 +7,17 @@ autograd function, stays one node. So does a checkpointed part, whose body is ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
 from ..core import compat, launch
 from ..models.tricks.masks import made_contiguous
 from .changes import without_changes
+from .masks import Constants, Mask, kind_of
 
 __all__ = ["NotCapturedError", "captured"]
 
@@ -50,7 +52,10 @@ def captured(gm: fx.GraphModule, inputs: Sequence[Any], inner: Inner) -> fx.Grap
     return _captured(gm, compat.as_fake(inputs), inner)
 
 
-def _captured(gm: fx.GraphModule, fakes: Sequence[Any], inner: Inner) -> fx.GraphModule:
+def _captured(
+    gm: fx.GraphModule, fakes: Sequence[Any], inner: Inner, known: Mapping[int, Tensor] | None = None
+) -> fx.GraphModule:
+    """See `captured`; ``known`` are the values of placeholders, by their places."""
     for node in gm.graph.nodes:
         if node.op == "call_module":
             raise NotCapturedError(f"it calls the module {node.target}")
@@ -60,7 +65,8 @@ def _captured(gm: fx.GraphModule, fakes: Sequence[Any], inner: Inner) -> fx.Grap
             raise NotCapturedError(f"it calls {getattr(node.target, '__name__', node.target)}")
 
     def run(*args: Any) -> Any:
-        return _Capture(gm, inner).run(*args)
+        constants = {compat.recorded_node(args[place]): value for place, value in (known or {}).items()}
+        return _Capture(gm, inner, Constants(constants)).run(*args)
 
     trained = [isinstance(fake, Tensor) and fake.requires_grad for fake in fakes]
     computed = [fake for fake, needed in zip(fakes, trained, strict=True) if needed and not fake.is_leaf]
@@ -88,17 +94,18 @@ def _has_effects(node: fx.Node) -> bool:
 def _is_known(target: Any) -> bool:
     if isinstance(target, compat.OPERATORS) or target in compat.GRAD_MODES or target in compat.AUTOCASTS:
         return True
-    return (
-        getattr(target, "__module__", None) in compat.PURE_MODULES or getattr(target, "__name__", "") in _WITHOUT_EFFECT
-    )
+    module = getattr(target, "__module__", None) or ""
+    # Where Dynamo does not look into einops, its functions are nodes.
+    is_pure = module in compat.PURE_MODULES or module.partition(".")[0] == "einops"
+    return is_pure or getattr(target, "__name__", "") in _WITHOUT_EFFECT
 
 
 class _Capture(fx.Interpreter):
     """Runs Dynamo's graph while what it dispatches to is being recorded."""
 
-    def __init__(self, gm: fx.GraphModule, inner: Inner) -> None:
+    def __init__(self, gm: fx.GraphModule, inner: Inner, constants: Constants) -> None:
         super().__init__(gm)
-        self.inner = inner
+        self.inner, self.constants = inner, constants
         self.names: dict[int, str] = {}  # of modules
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -117,24 +124,47 @@ class _Capture(fx.Interpreter):
         if isinstance(target, compat.HIGHER_ORDER):
             return self._one_node(target, args, kwargs)
         if target is F.scaled_dot_product_attention:
-            return _attention(*args, **kwargs)
+            return self._attention(*args, **kwargs)
         return super().call_function(target, args, kwargs)
 
     def _one_node(self, target: Any, args: Any, kwargs: Any) -> Any:
         """An operator that takes functions, as it is; the body of a checkpointed part captured by itself."""
+        known: dict[int, Tensor] = {}
+        if target is compat.CHECKPOINTED:
+            values = {place: self._value(arg) for place, arg in enumerate(args[1:]) if _is_mask(arg)}
+            known = {place: value for place, value in values.items() if value is not None}
         with compat.recording_nothing():
             if target is compat.CHECKPOINTED:
                 body, *rest = args
-                args = (self.inner(_captured(body, rest, self.inner)), *rest)
+                args = (self.inner(_captured(body, rest, self.inner, known)), *rest)
                 self.names[id(args[0])] = self.names[id(body)]
             found = target(*args, **kwargs)
         return compat.recorded_call(target, args, kwargs, found, self.names)
 
+    def _attention(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
+    ) -> Tensor:
+        """Attention with no mask where none is needed, or else in a layout that PyTorch's fused kernels support."""
+        if attn_mask is not None and launch.runs_kernels(attn_mask.device.type):
+            known = (
+                self._value(attn_mask)
+                if _is_mask(attn_mask) and len(rest) < 2 and not options.get("is_causal")
+                else None
+            )
+            kind = Mask.OTHER if known is None else kind_of(known)
+            is_square = attn_mask.shape[-2:] == (query.shape[-2], key.shape[-2])
+            if kind is Mask.ALL:
+                attn_mask = None
+            elif kind is Mask.CAUSAL and is_square:
+                attn_mask, options = None, {**options, "is_causal": True}
+            else:
+                attn_mask = made_contiguous(attn_mask)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **options)
 
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
-) -> Tensor:
-    """Attention with the mask in a layout that PyTorch's fused kernels support."""
-    if attn_mask is not None and launch.runs_kernels(attn_mask.device.type):
-        attn_mask = made_contiguous(attn_mask)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **options)
+    def _value(self, tensor: Tensor) -> Tensor | None:
+        """What a tensor holds, if no input decides it."""
+        return self.constants.value(compat.recorded_node(tensor))
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() >= 2 and (value.dtype == torch.bool or value.is_floating_point())

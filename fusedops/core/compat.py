@@ -682,6 +682,11 @@ def written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list
     return found
 
 
+def draws(target: Any) -> bool:
+    """Whether an operator's results are random."""
+    return isinstance(target, OVERLOAD) and torch.Tag.nondeterministic_seeded in target.tags  # type: ignore[attr-defined]
+
+
 def aten_name(target: Any) -> str:
     """The name of one of PyTorch's operators, without its overload; "" for others."""
     if isinstance(target, OVERLOAD) and target.namespace == "aten":  # type: ignore[attr-defined]
@@ -766,6 +771,12 @@ def recording_nothing() -> AbstractContextManager[Any]:
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
     return disable_proxy_modes_tracing()
+
+
+def recorded_node(tensor: Tensor) -> torch.fx.Node:
+    """The node of a value of the graph that is being recorded."""
+    node: torch.fx.Node = _tracer().unwrap_proxy(tensor).node
+    return node
 
 
 def recorded_attribute(tensor: Tensor, name: str) -> Tensor:

@@ -1,0 +1,126 @@
+"""Attention masks that a graph makes of nothing but numbers: causal ones, and ones that mask nothing.
+
+Compiled, models make such masks where they pass none eagerly. With a mask PyTorch's fused attention computes every score, and
+without it, or told that it is causal, only those that count.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..core import compat
+from .regions import name_of, value_of
+
+__all__ = ["Constants", "Mask", "kind_of"]
+
+_MOST_ELEMENTS = 2**30
+
+
+class Constants:
+    """The values of nodes that depend on no input, computed on the CPU; each once.
+
+    Args:
+        given: what is known of placeholders.
+    """
+
+    def __init__(self, given: Mapping[fx.Node, Tensor] | None = None) -> None:
+        self._known: dict[fx.Node, Any] = dict(given or {})
+
+    def value(self, node: fx.Node) -> Tensor | None:
+        """The value of a node of the graph so far; None if it is not known, or too large."""
+        if node not in self._known:
+            needed = _ancestors(node, self._known)
+            if _is_changed(node.graph, needed):
+                self._known[node] = None
+            else:
+                with compat.without_modes():
+                    for one in needed:
+                        self._known[one] = self._computed(one)
+        found = self._known[node]
+        return found if isinstance(found, Tensor) else None
+
+    def _computed(self, node: fx.Node) -> Any:
+        args = [self._known[arg] for arg in node.all_input_nodes]
+        if any(arg is None for arg in args) or not _is_constant(node):
+            return None
+        given = fx.node.map_arg((node.args, node.kwargs), self._known.__getitem__)
+        args, kwargs = given  # type: ignore[misc]
+        if "device" in node.kwargs:
+            kwargs = {**kwargs, "device": torch.device("cpu")}  # type: ignore[dict-item]
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+class Mask(Enum):
+    """Which keys a mask lets queries see."""
+
+    ALL = auto()
+    CAUSAL = auto()
+    OTHER = auto()
+
+
+def kind_of(mask: Tensor) -> Mask:
+    """Whether each query sees all keys, or those up to its own place, of as many."""
+    with compat.without_modes():
+        seen = _seen(mask)
+        if seen is None:
+            return Mask.OTHER
+        if bool(seen.all()):
+            return Mask.ALL
+        *_, queries, keys = seen.shape
+        is_causal = queries == keys and bool((seen == seen.new_ones(keys, keys).tril()).all())
+        return Mask.CAUSAL if is_causal else Mask.OTHER
+
+
+def _seen(mask: Tensor) -> Tensor | None:
+    """Where the mask lets queries see keys; None if it adds other numbers than zero and the least."""
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        return None
+    seen = mask == 0
+    return seen if bool((seen | (mask <= torch.finfo(mask.dtype).min)).all()) else None
+
+
+def _ancestors(node: fx.Node, known: Mapping[fx.Node, Any]) -> list[fx.Node]:
+    """It and what it is computed from, arguments first."""
+    order: dict[fx.Node, None] = {}
+    stack = [(node, iter(node.all_input_nodes))]
+    while stack:
+        one, rest = stack[-1]
+        arg = next((arg for arg in rest if arg not in order and arg not in known), None)
+        if arg is None:
+            order.setdefault(one)
+            stack.pop()
+        else:
+            stack.append((arg, iter(arg.all_input_nodes)))
+    return list(order)
+
+
+def _is_changed(graph: fx.Graph, nodes: list[fx.Node]) -> bool:
+    """Whether an operator writes into one of the nodes, or into what is made of one, which may be a view of it."""
+    near = set(nodes)
+    for node in graph.nodes:
+        if near.intersection(node.all_input_nodes):
+            if near.intersection(compat.written(node.target, node.args, node.kwargs)):
+                return True
+            near.add(node)
+    return False
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether its value follows from its arguments, and is small enough."""
+    if node.op != "call_function":
+        return False
+    tensors = [value for value in compat.leaves(value_of(node)) if isinstance(value, Tensor)]
+    sizes = [size for tensor in tensors for size in tensor.shape]
+    is_known = bool(tensors) and all(type(size) is int for size in sizes)
+    if not is_known or any(math.prod(tensor.shape) > _MOST_ELEMENTS for tensor in tensors):
+        return False
+    return node.target is operator.getitem or (bool(name_of(node)) and not compat.draws(node.target))
