@@ -16,7 +16,9 @@ from torch.nn import functional as F
 
 from ..core import compat, launch
 from ..models.tricks.masks import made_contiguous
+from ..models.tricks.padding import HALF
 from .changes import without_changes
+from .heads import Repeats
 from .masks import Constants, Mask, kind_of
 
 __all__ = ["NotCapturedError", "captured"]
@@ -107,6 +109,7 @@ class _Capture(fx.Interpreter):
         super().__init__(gm)
         self.inner, self.constants = inner, constants
         self.names: dict[int, str] = {}  # of modules
+        self.repeats = Repeats()
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """See `fx.Interpreter`."""
@@ -125,7 +128,11 @@ class _Capture(fx.Interpreter):
             return self._one_node(target, args, kwargs)
         if target is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
-        return super().call_function(target, args, kwargs)
+        return self.repeats.note(target, args, kwargs, super().call_function(target, args, kwargs))
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """See `fx.Interpreter`."""
+        return self.repeats.note(target, args, kwargs, super().call_method(target, args, kwargs))
 
     def _one_node(self, target: Any, args: Any, kwargs: Any) -> Any:
         """An operator that takes functions, as it is; the body of a checkpointed part captured by itself."""
@@ -144,13 +151,12 @@ class _Capture(fx.Interpreter):
     def _attention(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
     ) -> Tensor:
-        """Attention with no mask where none is needed, or else in a layout that PyTorch's fused kernels support."""
-        if attn_mask is not None and launch.runs_kernels(attn_mask.device.type):
-            known = (
-                self._value(attn_mask)
-                if _is_mask(attn_mask) and len(rest) < 2 and not options.get("is_causal")
-                else None
-            )
+        """Attention with no mask and no repeated heads where it needs none, or else with a mask that fused kernels support."""
+        if not launch.runs_kernels(query.device.type):
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **options)
+        if attn_mask is not None:
+            may_change = _is_mask(attn_mask) and len(rest) < 2 and not options.get("is_causal")
+            known = self._value(attn_mask) if may_change else None
             kind = Mask.OTHER if known is None else kind_of(known)
             is_square = attn_mask.shape[-2:] == (query.shape[-2], key.shape[-2])
             if kind is Mask.ALL:
@@ -159,11 +165,22 @@ class _Capture(fx.Interpreter):
                 attn_mask, options = None, {**options, "is_causal": True}
             else:
                 attn_mask = made_contiguous(attn_mask)
+        if attn_mask is None and _is_half(query) and len(rest) < 4:
+            heads = self.repeats.once(key), self.repeats.once(value)
+            if heads[0] is not None and heads[1] is not None and heads[0].shape[1] == heads[1].shape[1]:
+                (key, value), options = heads, {**options, "enable_gqa": True}  # type: ignore[assignment]
         return F.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **options)
 
     def _value(self, tensor: Tensor) -> Tensor | None:
         """What a tensor holds, if no input decides it."""
         return self.constants.value(compat.recorded_node(tensor))
+
+
+def _is_half(tensor: Tensor) -> bool:
+    """Whether attention computes in half precision, of which PyTorch has fused kernels for groups of queries."""
+    kind = tensor.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+    return dtype in HALF
 
 
 def _is_mask(value: Any) -> bool:

@@ -47,14 +47,11 @@ class Constants:
         return found if isinstance(found, Tensor) else None
 
     def _computed(self, node: fx.Node) -> Any:
-        args = [self._known[arg] for arg in node.all_input_nodes]
-        if any(arg is None for arg in args) or not _is_constant(node):
+        if any(self._known[arg] is None for arg in node.all_input_nodes) or not _is_constant(node):
             return None
-        given = fx.node.map_arg((node.args, node.kwargs), self._known.__getitem__)
-        args, kwargs = given  # type: ignore[misc]
-        if "device" in node.kwargs:
-            kwargs = {**kwargs, "device": torch.device("cpu")}  # type: ignore[dict-item]
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        target: Any = node.target
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self._known.__getitem__)
+        return target(*args, **kwargs | ({"device": torch.device("cpu")} if "device" in kwargs else {}))
 
 
 class Mask(Enum):

@@ -1,0 +1,212 @@
+"""`fusedops.compile` hands attention to PyTorch without masks and repeated heads that it does not need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fusedops.backend import capture, entry
+from fusedops.backend.report import CompileReport
+from support import DEVICE
+
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
+
+_LENGTH = 8
+
+
+@pytest.fixture
+def calls() -> Iterator[list[tuple[bool, bool, int]]]:
+    """Of each attention that is captured: whether there is a mask, whether it is causal, and the keys' heads."""
+    seen: list[tuple[bool, bool, int]] = []
+    attention, captured = F.scaled_dot_product_attention, capture._Capture._attention
+
+    def called(
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *rest: Any, **options: Any
+    ) -> Tensor:
+        seen.append((mask is not None, bool(options.get("is_causal")), key.shape[1]))
+        assert value.shape[1] == key.shape[1]
+        return attention(query, key, value, mask, *rest, **options)
+
+    def spied(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        with mock.patch.object(capture, "F", SimpleNamespace(scaled_dot_product_attention=called)):
+            return captured(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    with mock.patch.object(capture._Capture, "_attention", spied):
+        yield seen
+
+
+def _backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+    report = CompileReport()
+    made = entry._with_operators(gm, inputs, report)
+    assert not report.left, report.left
+    return made.forward
+
+
+def _heads(count: int, length: int = _LENGTH) -> Tensor:
+    return torch.randn(2, count, length, 16, device=DEVICE, requires_grad=True)
+
+
+def _places() -> tuple[Tensor, Tensor]:
+    """Of queries and keys."""
+    places = torch.arange(_LENGTH, device=DEVICE)
+    return places[None, None, :, None], places[None, None, None, :]
+
+
+def _causal(rows: Tensor) -> Tensor:
+    query, key = _places()
+    return (key <= query).expand(rows.shape[0], -1, -1, -1)
+
+
+def _of_documents(rows: Tensor) -> Tensor:
+    """Causal within documents, as Transformers numbers them: here all rows are one."""
+    query, key = _places()
+    places = torch.arange(_LENGTH, device=DEVICE).expand(rows.shape[0], -1)
+    steps = torch.cat([places[:, :1] - 1, places], -1).diff(dim=-1)
+    document = (steps != 1).cumsum(-1)
+    batch = torch.arange(rows.shape[0], device=DEVICE)[:, None, None, None]
+    return (document[batch, query] == document[batch, key]) & (key <= query)
+
+
+def _of_numbers(rows: Tensor) -> Tensor:
+    full = torch.full((_LENGTH, _LENGTH), torch.finfo(rows.dtype).min, dtype=rows.dtype, device=DEVICE)
+    return full.triu(1)[None, None]
+
+
+def _nothing(rows: Tensor) -> Tensor:
+    return (_places()[0] >= 0).expand(rows.shape[0], 1, _LENGTH, _LENGTH)
+
+
+def _window(rows: Tensor) -> Tensor:
+    query, key = _places()
+    return (key <= query) & (query - key < _LENGTH - 1)
+
+
+def _strict(rows: Tensor) -> Tensor:
+    query, key = _places()
+    return (key < query) | (key == 0)
+
+
+def _padded(rows: Tensor) -> Tensor:
+    return (rows[:, :1, None, :, 0] < 9) & _causal(rows)
+
+
+def _changed(rows: Tensor) -> Tensor:
+    mask = torch.ones(_LENGTH, _LENGTH, dtype=torch.bool, device=DEVICE)
+    mask[0].logical_and_(rows[0, 0, :, 0] < 0)
+    mask[0, 0] = True
+    return mask
+
+
+def _shifted(rows: Tensor) -> Tensor:
+    """No causal mask, but a bias that is as large for keys that come later."""
+    return 0.5 * (_places()[0] < _places()[1]).to(rows.dtype)
+
+
+MASKS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[bool, bool]]] = {
+    "causal": (_causal, (False, True)),
+    "of documents": (_of_documents, (False, True)),
+    "of numbers": (_of_numbers, (False, True)),
+    "nothing": (_nothing, (False, False)),
+    "window": (_window, (True, False)),
+    "strict": (_strict, (True, False)),
+    "padded": (_padded, (True, False)),
+    "changed": (_changed, (True, False)),
+    "shifted": (_shifted, (True, False)),
+}
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str, recomputed: bool, calls: list[tuple[bool, bool, int]]) -> None:
+    """Those that numbers alone decide are known, also in a part that is computed again; the others stay."""
+    made, expected = MASKS[name]
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    def function(*heads: Tensor) -> Tensor:
+        mask = made(heads[0])
+        if recomputed:
+            return checkpoint(attention, *heads, mask, use_reentrant=False)  # type: ignore[no-any-return]
+        return attention(*heads, mask)
+
+    _compare(function, [_heads(4), _heads(4), _heads(4)])
+    assert calls == [(*expected, 4)]
+
+
+def test_a_mask_of_other_lengths_stays(calls: list[tuple[bool, bool, int]]) -> None:
+    """PyTorch's flag begins at the first key."""
+
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows, columns = torch.arange(5, device=DEVICE)[:, None], torch.arange(_LENGTH, device=DEVICE)
+        return F.scaled_dot_product_attention(query, key, value, columns <= rows)
+
+    _compare(function, [_heads(4, 5), _heads(4), _heads(4)])
+    assert calls == [(True, False, 4)]
+
+
+def _expanded(heads: Tensor) -> Tensor:
+    batch, count, *rows = heads.shape
+    return heads[:, :, None].expand(batch, count, 2, *rows).reshape(batch, 2 * count, *rows)
+
+
+def _tiled(heads: Tensor) -> Tensor:
+    """Other heads behind one another."""
+    batch, count, *rows = heads.shape
+    return heads[:, None].expand(batch, 2, count, *rows).reshape(batch, 2 * count, *rows)
+
+
+def _changed_later(heads: Tensor) -> Tensor:
+    copy = heads.clone()
+    repeated = copy.repeat_interleave(2, 1)
+    copy.mul_(2)
+    return repeated
+
+
+GROUPS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "expanded": (_expanded, 2),
+    "repeat_interleave": (lambda heads: heads.repeat_interleave(2, 1), 2),
+    "unevenly": (lambda heads: heads.repeat_interleave(torch.tensor([1, 3], device=DEVICE), 1, output_size=4), 4),
+    "tiled": (_tiled, 4),
+    "changed later": (_changed_later, 4),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_of_queries(name: str, calls: list[tuple[bool, bool, int]]) -> None:
+    """Keys and values are not repeated in half precision, in which fused attention takes groups."""
+    repeated, count = GROUPS[name]
+
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            return F.scaled_dot_product_attention(query, repeated(key), repeated(value), is_causal=True)
+
+    _compare(function, [_heads(4), _heads(2), _heads(2)], 2e-2)
+    assert calls == [(False, True, count)]
+
+
+def test_groups_of_queries_in_single_precision(calls: list[tuple[bool, bool, int]]) -> None:
+    _compare(
+        lambda q, k, v: F.scaled_dot_product_attention(q, _expanded(k), _expanded(v)), [_heads(4), _heads(2), _heads(2)]
+    )
+    assert calls == [(False, False, 4)]
+
+
+def _compare(function: Callable[..., Tensor], heads: list[Tensor], tolerance: float = 1e-5) -> None:
+    """Values and gradients, of a compiled function and of the function."""
+    cotangent = torch.randn(heads[0].shape, device=DEVICE)
+    compiled = torch.compile(function, backend=_backend, fullgraph=True)
+    results = []
+    for call in (function, compiled):
+        found = call(*heads).float()
+        results.append([found, *torch.autograd.grad(found, heads, cotangent)])
+    for ours, eager in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, eager, rtol=tolerance, atol=tolerance * float(eager.detach().abs().max()))
