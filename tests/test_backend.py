@@ -212,7 +212,8 @@ def test_parts_without_autocast_keep_their_precision() -> None:
 
 
 class Products(nn.Module):
-    """Products of the same rows: three of a kind, one without bias, one frozen, one whose result a region takes."""
+    """Products of the same rows: three of a kind, one without bias, one frozen, one whose result a region takes, and two
+    that are multiplied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,6 +221,7 @@ class Products(nn.Module):
         self.bare, self.norm = nn.Linear(16, 16, bias=False), nn.LayerNorm(16)
         self.frozen.requires_grad_(False)
         self.normed = nn.Linear(16, 16)
+        self.gate, self.up = (nn.Linear(16, 16, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         parts = (
@@ -230,6 +232,7 @@ class Products(nn.Module):
             self.narrow(x),
             self.bare(x),
             self.norm(self.normed(x)),
+            F.silu(self.gate(x)) * self.up(x),
         )
         return torch.cat([part.float().cumsum(-1) for part in parts], -1)
 
@@ -248,7 +251,10 @@ def test_products_of_the_same_rows_are_one() -> None:
             _check(found, model, (x,), cotangent, 2 * torch.finfo(torch.bfloat16).eps)
     names = [[compat.aten_name(node.target) for node in gm.graph.nodes] for gm in graphs]
     assert [found.count("addmm") for found in names] == [5, 3]  # q with k and v, frozen, narrow
-    assert [found.count("mm") for found in names] == [2, 2]  # bare, and that whose bias the norm's region adds
+    assert [found.count("mm") for found in names] == [
+        4,
+        4,
+    ]  # bare, gate, up, and that whose bias the norm's region adds
 
 
 # --- dropout ------------------------------------------------------------------------------------------------------------

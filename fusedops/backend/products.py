@@ -11,16 +11,17 @@ from torch import fx
 
 from ..core import compat, launch
 from ..models.tricks.padding import ALIGNED, HALF, LEAST_OUTPUTS, LEAST_ROWS, MULTIPLE
-from .regions import VIEWS, escapes, name_of, parts_of, value_of
+from .regions import VIEWS, escapes, is_of_elements, name_of, parts_of, value_of
 
 __all__ = ["joined", "padded"]
 
 
 def joined(graph: fx.Graph, needs: set[fx.Node]) -> int:
-    """Joins the products of linear layers that multiply the same rows: query, key and value, or gate and up.
+    """Joins the products of linear layers that multiply the same rows: query, key and value.
 
     The weights lie behind one another in the tensor into which they are cast, so that this copies nothing more. Backward, the
-    rows have one gradient from one product, instead of several and their sum.
+    rows have one gradient from one product, instead of several and their sum. Gate and up stay apart: one kernel makes both
+    their gradients, and would compute each twice to write them as one tensor.
 
     Args:
         graph: of operators.
@@ -37,7 +38,7 @@ def joined(graph: fx.Graph, needs: set[fx.Node]) -> int:
             rows = _rows_of(node.args[-2], parts)
             key = (rows, name_of(node), value_of(weight).dtype, value_of(node).dtype, trained, places)
             groups.setdefault(key, []).append(node)
-    found = [group for group in groups.values() if len(group) > 1]
+    found = [group for group in map(_that_never_meet, groups.values()) if len(group) > 1]
     for group in found:
         _join(graph, group)
     return sum(map(len, found))
@@ -66,6 +67,24 @@ def _rows_of(node: fx.Node, parts: dict[fx.Node, int]) -> Any:
         return node
     before = _rows_of(node.args[0], parts)  # type: ignore[arg-type]
     return name_of(node), before, str(node.args[1:]), str(node.kwargs), parts[node]
+
+
+def _that_never_meet(products: list[fx.Node]) -> list[fx.Node]:
+    """Those whose values no operator of elements takes together."""
+    reached = {node: _elements_from(node) for node in products}
+    return [node for node in products
+            if not any(reached[node] & reached[other] for other in products if other is not node)]  # fmt: skip
+
+
+def _elements_from(node: fx.Node) -> set[fx.Node]:
+    """What operators of elements make of a node, one after the other."""
+    found, todo = set[fx.Node](), list(node.users)
+    while todo:
+        user = todo.pop()
+        if user not in found and (is_of_elements(user) or user.target is operator.getitem):
+            found.add(user)
+            todo += user.users
+    return found
 
 
 def _feeds_operators(node: fx.Node) -> bool:

@@ -20,7 +20,19 @@ from ..compiler.lowering import TABLE
 from ..core import compat, launch
 from ..core.operators import NAMES
 
-__all__ = ["BIAS", "COPIES", "VIEWS", "Finder", "Region", "escapes", "name_of", "parts_of", "size_of", "value_of"]
+__all__ = [
+    "BIAS",
+    "COPIES",
+    "VIEWS",
+    "Finder",
+    "Region",
+    "escapes",
+    "is_of_elements",
+    "name_of",
+    "parts_of",
+    "size_of",
+    "value_of",
+]
 
 # The mark of a sum of a matrix product and a bias, in `fx.Node.meta`.
 BIAS = "fusedops_bias"
@@ -160,8 +172,8 @@ class Finder:
         if node.op != "call_function":
             return False
         if node.target is operator.getitem:
-            return _is_eligible_by_name(node.args[0])  # type: ignore[arg-type]
-        if not _is_eligible_by_name(node) or _is_fixed(node):
+            return is_of_elements(node.args[0])  # type: ignore[arg-type]
+        if not is_of_elements(node) or _is_fixed(node):
             return False
         tensors = [value_of(other) for other in (node, *node.all_input_nodes)]
         tensors = [t for value in tensors for t in (value if isinstance(value, (tuple, list)) else [value])]
@@ -268,7 +280,8 @@ def _is_dropout(node: fx.Node) -> bool:
     return name_of(node) == "native_dropout"
 
 
-def _is_eligible_by_name(node: fx.Node) -> bool:
+def is_of_elements(node: fx.Node) -> bool:
+    """Whether a node computes elements of rows, or sums over them."""
     name = name_of(node)
     return _is_dropout(node) or (name in TABLE and name not in _NOT_TAKEN and not name.endswith("_"))
 
