@@ -770,6 +770,26 @@ def test_smaller_region_is_tried() -> None:
 # --- the report and the entry point -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("keys", [1024, 1040])
+def test_long_softmaxes_are_regions(keys: int) -> None:
+    """An attention with a soft cap, written out: Inductor reads rows of up to 1024 scores once, too."""
+
+    def function(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        scores = 3 * torch.tanh(query @ key.mT / 3) + mask
+        return F.softmax(scores, -1, dtype=torch.float32) @ value
+
+    given = [_rows(2, 2, 3, 8).requires_grad_(), *[_rows(2, 2, keys, 8).requires_grad_() for _ in range(2)]]
+    mask = torch.zeros(2, 1, 3, keys, device=DEVICE).masked_fill(_rows(2, 1, 3, keys) < 0, float("-inf"))
+    cotangent, backend, results = _rows(2, 2, 3, 8), Backend(), []
+    for call in (function, torch.compile(function, backend=backend)):
+        y = call(*given, mask)
+        results.append([y, *torch.autograd.grad(y, given, cotangent)])
+    assert [region.operators[-1] for region in backend.report.fused] == ["_softmax"] * (keys > 1024)
+    # Sums of up to 1040 terms, of weights that add up to one: a few units of the largest.
+    for ours, eager in zip(*results, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=0.0, atol=2e-6 * float(eager.detach().abs().max()) + 1e-6)
+
+
 def test_explain_names_regions_and_reasons() -> None:
     class Two(PostNorm):
         def forward(self, x: Tensor) -> Tensor:

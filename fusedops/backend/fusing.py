@@ -16,10 +16,13 @@ from ..compiler.errors import NotRowwiseError
 from ..core import compat, operators, rng
 from .products import joined, padded
 from .programs import Made, made
-from .regions import BIAS, COPIES, VIEWS, Finder, Region, escapes, name_of, parts_of, size_of, value_of
+from .regions import BIAS, COPIES, VIEWS, Finder, Region, columns_of, escapes, name_of, parts_of, size_of, value_of
 from .report import RegionReport
 
 __all__ = ["fused"]
+
+# Up to so many columns Inductor's kernels hold a row in registers.
+_LONGEST_OF_INDUCTOR = 1024
 
 
 def fused(gm: fx.GraphModule) -> list[RegionReport]:
@@ -203,6 +206,8 @@ def _why_not(region: Region, needs: set[fx.Node]) -> str:
         return "a part of it has several results"
     if any(name_of(node) == "native_dropout" for node in region.nodes):
         return ""  # its mask is not stored
+    if max(map(columns_of, region.nodes)) > _LONGEST_OF_INDUCTOR:
+        return ""  # it is read once, and not once a reduction
     full = max(map(size_of, region.nodes))
     small = [node for node in region.inputs if isinstance(value := value_of(node), Tensor) and size_of(node) < full
              and value.is_floating_point() and (node in needs or value.dim() == 1)]  # fmt: skip

@@ -150,7 +150,7 @@ class Finder:
 
     def _found(self, nodes: Iterable[fx.Node]) -> Iterator[Region]:
         for node in nodes:
-            if node in self.eligible and node not in self.taken and (columns := self._columns(node)):
+            if node in self.eligible and node not in self.taken and (columns := columns_of(node)):
                 yield from self._grown(node, columns)
         for node in nodes:
             if node in self.eligible and node not in self.taken and (_is_dropout(node) or node.meta.get(BIAS)):
@@ -179,30 +179,6 @@ class Finder:
         tensors = [t for value in tensors for t in (value if isinstance(value, (tuple, list)) else [value])]
         tensors = [t for t in tensors if isinstance(t, Tensor)]
         return all(_is_readable(t) for t in tensors) and len({t.device for t in tensors}) == 1
-
-    def _columns(self, node: fx.Node) -> int:
-        """How many columns a reduction is over; 0 for other nodes."""
-        name = name_of(node)
-        if (
-            not node.args
-            or not isinstance(node.args[0], fx.Node)
-            or not isinstance(value := value_of(node.args[0]), Tensor)
-        ):
-            return 0
-        rank = value.dim()
-        dims: Any = ()
-        if name in _NORMS:
-            dims = range(rank - len(node.args[1]), rank)  # type: ignore[arg-type]
-        elif name in _SOFTMAX:
-            dims = [node.args[1]]
-        elif name in _OVER_DIMS:
-            place = 2 if name == "linalg_vector_norm" else 1
-            dims = node.args[place] if len(node.args) > place else node.kwargs.get("dim", ())
-        dims = sorted(d % rank for d in ([dims] if isinstance(dims, int) else dims or ())) if rank else []
-        if not dims or dims != list(range(rank - len(dims), rank)) or len(dims) == rank:
-            return 0
-        sizes = [value.shape[d] for d in dims]
-        return math.prod(sizes) if all(type(size) is int for size in sizes) else 0
 
     # --- growth ---------------------------------------------------------------------------------------------------------
 
@@ -255,7 +231,7 @@ class Finder:
         """Whether a node is no reduction, or one over rows as long as others are."""
         if name_of(node) not in _OVER_DIMS | _NORMS | _SOFTMAX:
             return True
-        found = self._columns(node)
+        found = columns_of(node)
         return bool(found) and columns in (0, found)
 
     def _trimmed(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -278,6 +254,31 @@ class Finder:
 
 def _is_dropout(node: fx.Node) -> bool:
     return name_of(node) == "native_dropout"
+
+
+def columns_of(node: fx.Node) -> int:
+    """How many columns a reduction is over; 0 for other nodes."""
+    name = name_of(node)
+    if (
+        not node.args
+        or not isinstance(node.args[0], fx.Node)
+        or not isinstance(value := value_of(node.args[0]), Tensor)
+    ):
+        return 0
+    rank = value.dim()
+    dims: Any = ()
+    if name in _NORMS:
+        dims = range(rank - len(node.args[1]), rank)  # type: ignore[arg-type]
+    elif name in _SOFTMAX:
+        dims = [node.args[1]]
+    elif name in _OVER_DIMS:
+        place = 2 if name == "linalg_vector_norm" else 1
+        dims = node.args[place] if len(node.args) > place else node.kwargs.get("dim", ())
+    dims = sorted(d % rank for d in ([dims] if isinstance(dims, int) else dims or ())) if rank else []
+    if not dims or dims != list(range(rank - len(dims), rank)) or len(dims) == rank:
+        return 0
+    sizes = [value.shape[d] for d in dims]
+    return math.prod(sizes) if all(type(size) is int for size in sizes) else 0
 
 
 def is_of_elements(node: fx.Node) -> bool:
