@@ -257,6 +257,37 @@ def test_products_of_the_same_rows_are_one() -> None:
     ]  # bare, gate, up, and that whose bias the norm's region adds
 
 
+def test_parameters_are_cast_together() -> None:
+    """Backward their gradients are cast as one tensor, forward each is read and written once, as casts are."""
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 16), nn.Linear(16, 24, bias=False), nn.Linear(24, 4)).to(
+        DEVICE
+    )
+    model[1].requires_grad_(False)
+    x, graphs = _rows(5, 16), list[torch.fx.Graph]()
+
+    def keep(gm: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(gm.graph)
+        return make_boxed_func(gm.forward)
+
+    def casting(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        made = entry._with_operators(gm, inputs, CompileReport())
+        with compat.casts_recorded():
+            return aot_autograd(fw_compiler=keep, bw_compiler=keep)(made, inputs)
+
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        cotangent = torch.randn_like(model(x))
+        found = _results(torch.compile(model, backend=casting), model, (x,), cotangent)
+        _check(found, model, (x,), cotangent, 2 * torch.finfo(torch.bfloat16).eps)
+    forward, backward = [[node for node in graph.nodes if compat.aten_name(node.target) in ("cat", "_to_copy")]
+                         for graph in graphs]  # fmt: skip
+    # Trained and frozen ones, not the rows, nor the bias of four elements, which is not aligned; the gradients of the former two.
+    large = [node for node in forward if compat.aten_name(node.target) == "cat"]
+    assert sorted(len(node.args[0]) for node in large) == [2, 4] if KERNEL_PATH else not large
+    casts = [node for node in backward if compat.aten_name(node.target) == "_to_copy"]
+    widths = [node.meta["val"].numel() for node in casts if node.meta["val"].dtype == torch.float32]
+    assert 16 * 8 + 8 + 16 * 24 + 24 * 4 in widths or not KERNEL_PATH
+
+
 # --- dropout ------------------------------------------------------------------------------------------------------------
 
 

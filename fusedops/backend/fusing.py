@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from ..compiler.errors import NotRowwiseError
 from ..core import compat, operators, rng
+from .casts import cast_together
 from .products import joined, padded
 from .programs import Made, made
 from .regions import BIAS, COPIES, VIEWS, Finder, Region, columns_of, escapes, name_of, parts_of, size_of, value_of
@@ -65,6 +66,7 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
     _biases_back(gm.graph, apart)
     padded(gm.graph)
     joined(gm.graph, needs)
+    cast_together(gm.graph, needs)
     _sort(gm.graph)
     for node in gm.graph.nodes:  # strides need not be what they were when a view was recorded
         if name_of(node) in ("view", "_unsafe_view"):

@@ -11,6 +11,7 @@ from torch import fx
 
 from ..core import compat, launch
 from ..models.tricks.padding import ALIGNED, HALF, LEAST_OUTPUTS, LEAST_ROWS, MULTIPLE
+from .casts import BEHIND
 from .regions import VIEWS, escapes, is_of_elements, name_of, parts_of, value_of
 
 __all__ = ["joined", "padded"]
@@ -121,7 +122,9 @@ def _join(graph: fx.Graph, group: list[fx.Node]) -> None:
 
 
 def _behind(graph: fx.Graph, tensors: Iterable[Any]) -> fx.Node:
-    return graph.call_function(torch.ops.aten.cat.default, (list(tensors),))
+    node = graph.call_function(torch.ops.aten.cat.default, (list(tensors),))
+    node.meta[BEHIND] = True
+    return node
 
 
 def padded(graph: fx.Graph) -> int:
