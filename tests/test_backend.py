@@ -288,6 +288,39 @@ def test_parameters_are_cast_together() -> None:
     assert 16 * 8 + 8 + 16 * 24 + 24 * 4 in widths or not KERNEL_PATH
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_small_tables_are_products(dtype: torch.dtype) -> None:
+    """Each look-up counts once, in fp32, and nothing is added in an order that changes; other tables are left."""
+    few, many = (torch.randn(rows, 3, device=DEVICE, dtype=dtype, requires_grad=True) for rows in (5, 65))
+    places = torch.randint(0, 4, (3, 1500), device=DEVICE)  # nothing looks up the last row
+    names: list[str] = []
+
+    def function(few: Tensor, many: Tensor) -> Tensor:
+        skipped = F.embedding(places, many[:5], padding_idx=1)
+        return F.embedding(places, few) + F.embedding(places, many) + skipped
+
+    def backward(gm: torch.fx.GraphModule, _: Any) -> Any:
+        names.extend(compat.aten_name(node.target) for node in gm.graph.nodes)
+        return make_boxed_func(gm.forward)
+
+    def summing(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        made = entry._with_operators(gm, inputs, CompileReport())
+        return aot_autograd(fw_compiler=lambda gm, _: make_boxed_func(gm.forward), bw_compiler=backward)(made, inputs)
+
+    cotangent = torch.randn(3, 1500, 3, device=DEVICE)
+    y = torch.compile(function, backend=summing)(few, many)
+    assert torch.equal(y, function(few, many))
+    found = torch.autograd.grad(y, (few, many), cotangent.to(dtype))
+    wanted = torch.zeros(5, 3, dtype=torch.float64, device=DEVICE)
+    rows = cotangent.to(dtype).double().view(-1, 3)
+    wanted.index_add_(0, places.view(-1), rows)
+    # A sum of 1500 rows at most, in fp32, and rounded to the dtype.
+    unit = torch.finfo(dtype).eps + 1500 * torch.finfo(torch.float32).eps
+    assert ((found[0].double() - wanted).abs() <= unit * wanted.abs().max()).all()
+    assert names.count("embedding_dense_backward") == (2 if KERNEL_PATH else 3)
+    assert names.count("bmm") == KERNEL_PATH
+
+
 # --- dropout ------------------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from ..compiler.errors import NotRowwiseError
 from ..core import compat, operators, rng
 from .casts import cast_together
+from .embeddings import with_summed_gradients
 from .products import joined, padded
 from .programs import Made, made
 from .regions import BIAS, COPIES, VIEWS, Finder, Region, columns_of, escapes, name_of, parts_of, size_of, value_of
@@ -67,6 +68,7 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
     padded(gm.graph)
     joined(gm.graph, needs)
     cast_together(gm.graph, needs)
+    with_summed_gradients(gm.graph, needs)
     _sort(gm.graph)
     for node in gm.graph.nodes:  # strides need not be what they were when a view was recorded
         if name_of(node) in ("view", "_unsafe_view"):

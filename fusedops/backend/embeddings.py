@@ -1,0 +1,88 @@
+"""Embeddings of few rows that are looked up very often: of token types, or of the distances between positions.
+
+The gradient of such a table is a sum of as many rows as there are look-ups, into few places. PyTorch compiles it to atomic
+additions, which wait for one another; here it is a product with the look-ups as zeros and ones.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..core import compat, launch
+from ..core.registration import implement
+from .regions import name_of, value_of
+
+__all__ = ["with_summed_gradients"]
+
+_MOST_ROWS, _LEAST_LOOKUPS = 64, 4096
+# A product of so many parts of the look-ups keeps a GPU busy.
+_MOST_PARTS = 256
+
+
+def with_summed_gradients(graph: fx.Graph, needs: set[fx.Node]) -> int:
+    """Replaces the embeddings of few rows whose gradients are wanted.
+
+    Args:
+        graph: of operators.
+        needs: the nodes whose values have gradients.
+    Returns:
+        The number of embeddings.
+    """
+    found = [
+        node for node in graph.nodes if name_of(node) == "embedding" and node.args[0] in needs and _is_of_few(node)
+    ]
+    for node in found:
+        node.target = torch.ops.fusedops.embedding_of_few.default
+    return len(found)
+
+
+def _is_of_few(node: fx.Node) -> bool:
+    if len(node.args) != 2 or node.kwargs:  # a row that has no gradient, or gradients by frequency
+        return False
+    table, places = value_of(node.args[0]), value_of(node.args[1])  # type: ignore[arg-type]
+    if not all(type(size) is int for size in (*table.shape, *places.shape)):
+        return False
+    is_often = math.prod(places.shape) >= _LEAST_LOOKUPS
+    return table.shape[0] <= _MOST_ROWS and is_often and launch.runs_kernels(table.device.type)
+
+
+# --- the operator -------------------------------------------------------------------------------------------------------
+
+
+def _embedding(table: Tensor, places: Tensor) -> Tensor:
+    return torch.nn.functional.embedding(places, table)
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    table, places = inputs
+    ctx.save_for_backward(places)
+    ctx.rows, ctx.dtype = table.shape[0], table.dtype
+
+
+def _derivative(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    """In fp32, or in the gradient's dtype if that is wider."""
+    (places,) = ctx.saved_tensors
+    count = places.numel()
+    parts = math.gcd(count, _MOST_PARTS)
+    acc = torch.promote_types(grad.dtype, torch.float32)
+    is_there = places.reshape(parts, 1, -1) == torch.arange(ctx.rows, device=places.device).view(1, -1, 1)
+    summed = torch.bmm(is_there.to(acc), grad.reshape(parts, count // parts, -1).to(acc)).sum(0)
+    return summed.to(ctx.dtype), None
+
+
+def _functional(mode: Any, itself: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """For the compiler it is what it does."""
+    with mode:
+        return _embedding(*args)
+
+
+_LIBRARY = torch.library.Library("fusedops", "FRAGMENT")
+_LIBRARY.define("embedding_of_few(Tensor table, Tensor places) -> Tensor")
+implement(_LIBRARY, "embedding_of_few", _embedding, _embedding)
+torch.library.register_autograd("fusedops::embedding_of_few", _derivative, setup_context=_setup, lib=_LIBRARY)
+if compat.Functional is not None:
+    torch.library.register_torch_dispatch("fusedops::embedding_of_few", compat.Functional, _functional, lib=_LIBRARY)
