@@ -197,6 +197,8 @@ def filled(page: Path, path: Path) -> str:
             return several_gpus.markdown(path.parent)
         if what == "models":
             return model_pages.summary(path.with_name(f"models_{path.name}"))
+        if what == "compile":
+            return model_pages.compiled(path.with_name(f"models_{path.name}"), path.with_name(f"compile_{path.name}"))
         return tables.markdown((row for row in results.load(path) if row.op in what.split()), _device_of(path))
 
     return tables.fill(page.read_text(encoding="utf-8"), content)

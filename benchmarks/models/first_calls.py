@@ -25,7 +25,7 @@ from .providers import contender
 from .text import Text
 from .workloads import Workload
 
-__all__ = ["COLUMNS", "DEFAULT", "Row", "measured", "table", "write"]
+__all__ = ["COLUMNS", "DEFAULT", "Row", "measured", "read", "table", "write"]
 
 DEFAULT = ("compile", "backend")
 _LATER = 3  # steps that are taken from the first
@@ -105,6 +105,13 @@ def write(path: Path, rows: Sequence[Row]) -> None:
         record = asdict(row) | {"cold_s": f"{row.cold_s:.2f}", "warm_s": f"{row.warm_s:.2f}"}
         records[_key(record)] = record
     results.write_records(path, COLUMNS, [records[key] for key in sorted(records)])
+
+
+def read(path: Path) -> list[Row]:
+    """A file's rows; none of a file that is not there."""
+    kinds = {"cold_s": float, "warm_s": float}
+    records: list[dict[str, Any]] = [dict(record) for record in results.read_records(path, COLUMNS)]
+    return [Row(**{name: kinds.get(name, str)(value) for name, value in record.items()}) for record in records]
 
 
 def _place(row: Row) -> tuple[str, str, str]:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ..columns import every, sized
+from .first_calls import read as first_calls_of
 from .providers import WITHOUT
 from .results import Place, Row, by_place, read
 from .workloads import MODELS, MODES
 
-__all__ = ["markdown", "summary", "table"]
+__all__ = ["compiled", "markdown", "summary", "table"]
 
 _NAMES = {
     "eager": "eager",
@@ -171,6 +172,35 @@ def summary(path: Path) -> str:
     if lost:
         text = f"Faster than `fuse_model` alone: {'; '.join(lost)}. {text}"
     return "\n".join(lines) + "\n\n" + textwrap.fill(text, 120, break_on_hyphens=False)
+
+
+def compiled(path: Path, first_calls: Path) -> str:
+    """Training steps of compiled models, the least bold, and in brackets the speed-up over torch.compile of the same run.
+
+    Behind it are the seconds to compile, if they were measured.
+    """
+    names = ("compile", "fused_compile", "backend")
+    lines = ["| model, batch | " + " | ".join([f"{_NAMES[name]}, ms" for name in names])
+             + f" | peak of {_NAMES['compile']}, MiB | of {_NAMES['backend']}, MiB |", "|---|" + "--:|" * 5]  # fmt: skip
+    for (model, _, shape), seen in _ordered(row for row in read(path) if row.mode == "train"):
+        if "compile" not in seen or "backend" not in seen or seen["compile"].commit != seen["backend"].commit:
+            continue
+        base, ours = seen["compile"], seen["backend"]
+        rows = {name: seen[name] for name in names if name in seen and seen[name].commit == ours.commit}
+        least = min(row.ms for row in rows.values() if row.ms is not None)
+        cells = [_bold(_time(rows[name], base), rows[name].ms == least) if name in rows else "" for name in names]
+        peaks = [f"{row.peak_mib:.0f}" for row in (base, ours) if row.peak_mib is not None]
+        lines.append(f"| {_MODEL_NAMES[model]}, {sized(shape)} | {' | '.join([*cells, *peaks])} |")
+    if len(lines) == 2:
+        return "Nothing has been measured yet."
+    parts = ["\n".join(lines)]
+    seconds = first_calls_of(first_calls)
+    if seconds:
+        head = ["| model, batch | | first step, s | in a second process, s |", "|---|---|--:|--:|"]
+        lines = [f"| {_MODEL_NAMES[row.model]}, {sized(row.shape)} | {_NAMES[row.provider]} | {row.cold_s:.1f} | {row.warm_s:.1f} |"
+                 for row in seconds]  # fmt: skip
+        parts.append("\n".join([*head, *lines]))
+    return "\n\n".join(parts)
 
 
 def _bold(text: str, wanted: bool) -> str:
