@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -109,7 +109,7 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 
 def read(path: Path) -> list[Row]:
     """A file's rows; none of a file that is not there."""
-    kinds = {"cold_s": float, "warm_s": float}
+    kinds: dict[str, Callable[[str], Any]] = {"cold_s": float, "warm_s": float}
     records: list[dict[str, Any]] = [dict(record) for record in results.read_records(path, COLUMNS)]
     return [Row(**{name: kinds.get(name, str)(value) for name, value in record.items()}) for record in records]
 
