@@ -255,6 +255,27 @@ MUTANTS = (
         "",
         ("test_backend.py", "test_parts_without_autocast_keep_their_precision"),
     ),
+    Mutant(
+        "a mask that an input changes in place, taken for constant",
+        "backend/masks.py",
+        "            if near.intersection(compat.written(node.target, node.args, node.kwargs)):\n",
+        "            if False:\n",
+        ("test_backend_attention.py", "test_masks"),
+    ),
+    Mutant(
+        "a bias of attention, taken for a mask",
+        "backend/masks.py",
+        "    return seen if bool((seen | (mask <= torch.finfo(mask.dtype).min)).all()) else None\n",
+        "    return seen\n",
+        ("test_backend_attention.py", "test_masks"),
+    ),
+    Mutant(
+        "heads that were changed after they were repeated",
+        "backend/heads.py",
+        "        return (self.result._version, self.source._version) != self.versions\n",
+        "        return False\n",
+        ("test_backend_attention.py", "test_groups_of_queries"),
+    ),
 )
 
 

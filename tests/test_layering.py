@@ -176,6 +176,7 @@ ALLOWED = {
     ("", "_modules"): "a module's children by name, shared and absent ones too, which `named_children` leaves out",
     ("", "_parameters"): "as `_modules`",
     ("backend/capture.py", "_version"): "how often a tensor was changed in place",
+    ("backend/heads.py", "_version"): "as in capture.py",
     ("models/probe.py", "_buffers"): "a module's own buffers by name, absent ones too",
     ("models/tricks/one_token.py", "_attn_implementation"): "of Transformers, whose sources rules know",
     ("tune/command.py", "_SubParsersAction"): "of argparse, which has no public name for the annotation",
