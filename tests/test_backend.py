@@ -288,6 +288,56 @@ def test_parameters_are_cast_together() -> None:
     assert 16 * 8 + 8 + 16 * 24 + 24 * 4 in widths or not KERNEL_PATH
 
 
+def _cast_without_gradients(x: Tensor, wq: Tensor, wk: Tensor, bq: Tensor, bk: Tensor) -> Tensor:
+    with torch.no_grad():
+        one, other = bq.bfloat16(), bk.bfloat16()
+    return F.linear(x, wq.bfloat16(), one) @ F.linear(x, wk.bfloat16(), other).T
+
+
+def _cast_after_a_change(x: Tensor, wq: Tensor, wk: Tensor, bq: Tensor, bk: Tensor) -> Tensor:
+    one = bq.bfloat16()
+    with torch.no_grad():
+        bk[:8].add_(3.0)
+    other = bk.bfloat16()
+    return F.linear(x, wq.bfloat16(), one) @ F.linear(x, wk.bfloat16(), other).T
+
+
+@pytest.mark.parametrize("function", [_cast_without_gradients, _cast_after_a_change])
+def test_casts_stay_in_their_part_of_the_graph(function: Callable[..., Tensor]) -> None:
+    x, results = _rows(4, 16).bfloat16(), []
+    given = [_rows(*shape) for shape in ((16, 16), (16, 16), (16,), (16,))]
+    for call in (function, torch.compile(function, backend=Backend())):
+        leaves = [t.clone().requires_grad_() for t in given]
+        y = call(x, *leaves)
+        found = torch.autograd.grad(y.float().square().sum(), leaves, allow_unused=True)
+        results.append([y, *[torch.zeros(()) if g is None else g for g in found]])
+    for ours, eager in zip(*results, strict=True):
+        assert ours.shape == eager.shape
+        torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2 * float(eager.detach().abs().max()))
+
+
+@pytest.mark.parametrize("function", [
+    lambda y: (y.view(-1)[:5000].zero_(), y)[1],
+    lambda y: (y.view(512, -1)[3:9].mul_(3), y)[1],
+    lambda y: torch.as_strided(y, (1024, 4099), (4099, 1)) * 1,
+])  # fmt: skip
+def test_products_that_are_read_by_their_place_in_memory_are_not_padded(function: Callable[[Tensor], Tensor]) -> None:
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            return function(F.linear(x, weight))
+
+    x, weight = _rows(1024, 8), _rows(4099, 8)
+    torch.testing.assert_close(
+        torch.compile(product, backend=Backend())(x, weight), product(x, weight), rtol=2e-2, atol=1e-1
+    )
+
+
+def test_bits_are_read_in_another_dtype() -> None:
+    x = _rows(3, 16)
+    found = torch.compile(lambda x: F.relu(x).view(torch.int32), backend=Backend())(x)
+    assert torch.equal(found, F.relu(x).view(torch.int32))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_small_tables_are_products(dtype: torch.dtype) -> None:
     """Each look-up counts once, in fp32, and nothing is added in an order that changes; other tables are left."""

@@ -142,6 +142,32 @@ def test_masks(name: str, recomputed: bool, calls: list[tuple[bool, bool, int]])
     assert calls == [(*expected, 4)]
 
 
+@pytest.mark.parametrize(
+    "changed", [lambda mask: mask[3:, 0].fill_(False), lambda mask: mask.view(-1)[24:].fill_(True)]
+)
+def test_a_mask_that_is_changed_after_its_use(
+    changed: Callable[[Tensor], Tensor], calls: list[tuple[bool, bool, int]]
+) -> None:
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask = torch.ones(_LENGTH, _LENGTH, dtype=torch.bool, device=DEVICE).tril()
+        rows = F.scaled_dot_product_attention(query, key, value, mask[None])
+        changed(mask)
+        return F.scaled_dot_product_attention(rows, key, value, mask)
+
+    _compare(function, [_heads(4), _heads(4), _heads(4)])
+    assert calls == [(False, True, 4), (True, False, 4)]
+
+
+@pytest.mark.parametrize("scale", [0.5, -0.5])
+def test_scores_that_are_turned_keep_their_mask(scale: float, calls: list[tuple[bool, bool, int]]) -> None:
+    """PyTorch's kernels may mask before they scale."""
+    _compare(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, _causal(q), scale=scale),
+        [_heads(4), _heads(4), _heads(4)],
+    )
+    assert calls == [(scale < 0, scale > 0, 4)]
+
+
 def test_a_mask_of_other_lengths_stays(calls: list[tuple[bool, bool, int]]) -> None:
     """PyTorch's flag begins at the first key."""
 
@@ -191,6 +217,29 @@ def test_groups_of_queries(name: str, calls: list[tuple[bool, bool, int]]) -> No
 
     _compare(function, [_heads(4), _heads(2), _heads(2)], 2e-2)
     assert calls == [(False, True, count)]
+
+
+def test_heads_that_are_repeated_without_gradients(calls: list[tuple[bool, bool, int]]) -> None:
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with torch.no_grad():
+            keys, values = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            return F.scaled_dot_product_attention(query, keys, values)
+
+    query, key, value = _heads(4), _heads(2), _heads(2)
+    found = torch.compile(function, backend=_backend, fullgraph=True)(query, key, value).float()
+    assert torch.autograd.grad(found.sum(), (query, key), allow_unused=True)[1] is None
+    assert calls == [(False, False, 4)]
+
+
+def test_queries_that_are_fewer_than_repeated_heads(calls: list[tuple[bool, bool, int]]) -> None:
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            return F.scaled_dot_product_attention(query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1))
+
+    heads = [_heads(1), _heads(2), _heads(2)]
+    assert torch.compile(function, backend=_backend, fullgraph=True)(*heads).shape == function(*heads).shape
+    assert calls == [(False, False, 4)]
 
 
 def test_groups_of_queries_in_single_precision(calls: list[tuple[bool, bool, int]]) -> None:

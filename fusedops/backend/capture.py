@@ -19,7 +19,7 @@ from ..models.tricks.masks import made_contiguous
 from ..models.tricks.padding import HALF
 from .changes import without_changes
 from .heads import Repeats
-from .masks import Constants, Mask, kind_of
+from .masks import Constants, Mask
 
 __all__ = ["NotCapturedError", "captured"]
 
@@ -138,7 +138,8 @@ class _Capture(fx.Interpreter):
         """An operator that takes functions, as it is; the body of a checkpointed part captured by itself."""
         known: dict[int, Tensor] = {}
         if target is compat.CHECKPOINTED:
-            values = {place: self._value(arg) for place, arg in enumerate(args[1:]) if _is_mask(arg)}
+            values = {place: self.constants.value(compat.recorded_node(arg))
+                      for place, arg in enumerate(args[1:]) if _is_mask(arg)}  # fmt: skip
             known = {place: value for place, value in values.items() if value is not None}
         with compat.recording_nothing():
             if target is compat.CHECKPOINTED:
@@ -155,32 +156,43 @@ class _Capture(fx.Interpreter):
         if not launch.runs_kernels(query.device.type):
             return F.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **options)
         if attn_mask is not None:
-            may_change = _is_mask(attn_mask) and len(rest) < 2 and not options.get("is_causal")
-            known = self._value(attn_mask) if may_change else None
-            kind = Mask.OTHER if known is None else kind_of(known)
-            is_square = attn_mask.shape[-2:] == (query.shape[-2], key.shape[-2])
+            is_droppable = _is_mask(attn_mask) and len(rest) < 2 and not options.get("is_causal")
+            kind = self.constants.kind(compat.recorded_node(attn_mask)) if is_droppable else Mask.OTHER
             if kind is Mask.ALL:
                 attn_mask = None
-            elif kind is Mask.CAUSAL and is_square:
+            elif (
+                kind is Mask.CAUSAL
+                and _is_positive(options.get("scale"))
+                and attn_mask.shape[-2:] == (query.shape[-2], key.shape[-2])
+            ):
                 attn_mask, options = None, {**options, "is_causal": True}
             else:
                 attn_mask = made_contiguous(attn_mask)
-        if attn_mask is None and _is_half(query) and len(rest) < 4:
+        if attn_mask is None and _takes_groups(query, value) and len(rest) < 4 and query.shape[1] % key.shape[1] == 0:
             heads = self.repeats.once(key), self.repeats.once(value)
             if heads[0] is not None and heads[1] is not None and heads[0].shape[1] == heads[1].shape[1]:
                 (key, value), options = heads, {**options, "enable_gqa": True}  # type: ignore[assignment]
         return F.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **options)
 
-    def _value(self, tensor: Tensor) -> Tensor | None:
-        """What a tensor holds, if no input decides it."""
-        return self.constants.value(compat.recorded_node(tensor))
+
+def _takes_groups(query: Tensor, value: Tensor) -> bool:
+    """Whether PyTorch has a fused kernel that takes groups of queries: in half precision, of heads that are not too large."""
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    if (
+        query.dim() != 4
+        or dtype not in HALF
+        or not all(type(t.shape[-1]) is int and t.shape[-1] <= 256 for t in (query, value))
+    ):
+        return False
+    if kind != "cuda":
+        return True
+    return torch.backends.cuda.flash_sdp_enabled() and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
-def _is_half(tensor: Tensor) -> bool:
-    """Whether attention computes in half precision, of which PyTorch has fused kernels for groups of queries."""
-    kind = tensor.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
-    return dtype in HALF
+def _is_positive(scale: Any) -> bool:
+    """Whether scores are scaled so that what is masked, least, stays so."""
+    return scale is None or (type(scale) in (int, float) and scale > 0)
 
 
 def _is_mask(value: Any) -> bool:

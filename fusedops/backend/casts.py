@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..core import compat, launch
+from ..core import launch
 from ..core.registration import implement
 from .regions import escapes, name_of, parts_of, value_of
 
-__all__ = ["BEHIND", "cast_together"]
+__all__ = ["JOINED", "cast_together"]
 
-# The mark of a tensor of casts behind one another, in `fx.Node.meta`.
-BEHIND = "fusedops_behind"
-# Inductor reads up to so many tensors in one kernel that joins them. Of more elements a launch is no part of the time.
+# The mark of a tensor that joins casts, in `fx.Node.meta`.
+JOINED = "fusedops_joined"
+# Inductor reads up to so many tensors in one kernel that joins them. Beyond so many elements a launch does not matter.
 _MOST_TENSORS, _MOST_ELEMENTS = 8, 2**23
 # A matrix product loads 16 bytes at once: no matrix may begin between two such loads.
 _ALIGNED = 8
@@ -37,10 +37,10 @@ def cast_together(graph: fx.Graph, needs: set[fx.Node]) -> int:
     groups = dict[Any, list[list[tuple[fx.Node, list[fx.Node]]]]]()
     for node in graph.nodes:
         casts = _casts_of(node)
-        if not casts:
+        if not casts or len({parts[cast] for cast in casts}) > 1:
             continue
         value = value_of(casts[0])
-        key = (value.dtype, value.device, parts[node], tuple({cast.args[0] in needs for cast in casts}))
+        key = (value.dtype, value.device, parts[casts[0]], tuple({cast.args[0] in needs for cast in casts}))
         open_ = groups.setdefault(key, [[]])
         if not _fit([*[one for _, some in open_[-1] for one in some], *casts]):
             open_.append([])
@@ -60,12 +60,12 @@ def _count(cast: fx.Node) -> int:
 
 
 def _casts_of(node: fx.Node) -> list[fx.Node]:
-    """The casts that a node is, or has behind one another; none where they cannot be joined."""
+    """The casts that a node is, or joins; none where they cannot be joined."""
     casts: Any = [node]
-    if node.meta.get(BEHIND):
+    if node.meta.get(JOINED):
         casts = node.args[0]
-    elif any(user.meta.get(BEHIND) for user in node.users):
-        return []
+    elif any(user.meta.get(JOINED) for user in node.users):
+        return []  # they are counted with what joins them
     is_used = all(_is_of_layer(user, node) for user in node.users)
     return list(casts) if is_used and all(map(_is_joinable, casts)) and not escapes(node) else []
 
@@ -87,12 +87,12 @@ def _is_joinable(cast: fx.Node) -> bool:
 
 
 def _cast(graph: fx.Graph, group: list[tuple[fx.Node, list[fx.Node]]]) -> None:
-    """One cast in the place of several, which nothing uses any more."""
+    """One cast in the place of several."""
     aten, casts = torch.ops.aten, [cast for _, some in group for cast in some]
     place = {node: place for place, node in enumerate(graph.nodes)}
     with graph.inserting_before(min([*casts, *[node for node, _ in group]], key=place.__getitem__)):
         given = ([cast.args[0] for cast in casts], casts[0].kwargs["dtype"])
-        whole = graph.call_function(torch.ops.fusedops.cast_behind.default, given)
+        whole = graph.call_function(torch.ops.fusedops.cast_joined.default, given)
         counts = [sum(map(_count, some)) for _, some in group]
         parts = graph.call_function(aten.split_with_sizes.default, (whole, counts))
         for number, (node, some) in enumerate(group):
@@ -107,7 +107,7 @@ def _cast(graph: fx.Graph, group: list[tuple[fx.Node, list[fx.Node]]]) -> None:
 # --- the operator -------------------------------------------------------------------------------------------------------
 
 
-def _behind(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def _joined(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """The elements of all tensors in another dtype, behind one another. Each is read and written once."""
     return torch.cat([tensor.to(dtype).view(-1) for tensor in tensors])
 
@@ -122,15 +122,7 @@ def _derivative(ctx: Any, grad: Tensor) -> tuple[list[Tensor], None]:
     return [part.view(shape) for part, shape in zip(parts, ctx.shapes, strict=True)], None
 
 
-def _functional(mode: Any, itself: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """For the compiler it is what it does."""
-    with mode:
-        return _behind(*args)
-
-
 _LIBRARY = torch.library.Library("fusedops", "FRAGMENT")
-_LIBRARY.define("cast_behind(Tensor[] tensors, ScalarType dtype) -> Tensor")
-implement(_LIBRARY, "cast_behind", _behind, _behind)
-torch.library.register_autograd("fusedops::cast_behind", _derivative, setup_context=_setup, lib=_LIBRARY)
-if compat.Functional is not None:
-    torch.library.register_torch_dispatch("fusedops::cast_behind", compat.Functional, _functional, lib=_LIBRARY)
+_LIBRARY.define("cast_joined(Tensor[] tensors, ScalarType dtype) -> Tensor")
+implement(_LIBRARY, "cast_joined", _joined, _joined, decomposed=True)
+torch.library.register_autograd("fusedops::cast_joined", _derivative, setup_context=_setup, lib=_LIBRARY)

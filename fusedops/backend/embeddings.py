@@ -1,7 +1,8 @@
 """Embeddings of few rows that are looked up very often: of token types, or of the distances between positions.
 
 The gradient of such a table is a sum of as many rows as there are look-ups, into few places. PyTorch compiles it to atomic
-additions, which wait for one another; here it is a product with the look-ups as zeros and ones.
+additions, which wait for one another; here it is a product with the look-ups as zeros and ones. A gradient that is not finite
+makes its column of the table's not a number.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..core import compat, launch
+from ..core import launch
 from ..core.registration import implement
 from .regions import name_of, value_of
 
 __all__ = ["with_summed_gradients"]
 
 _MOST_ROWS, _LEAST_LOOKUPS = 64, 4096
+# Of the zeros and ones.
+_MOST_ELEMENTS = 2**26
 # A product of so many parts of the look-ups keeps a GPU busy.
 _MOST_PARTS = 256
 
@@ -46,8 +49,9 @@ def _is_of_few(node: fx.Node) -> bool:
     table, places = value_of(node.args[0]), value_of(node.args[1])  # type: ignore[arg-type]
     if not all(type(size) is int for size in (*table.shape, *places.shape)):
         return False
-    is_often = math.prod(places.shape) >= _LEAST_LOOKUPS
-    return table.shape[0] <= _MOST_ROWS and is_often and launch.runs_kernels(table.device.type)
+    lookups = math.prod(places.shape)
+    is_fit = table.shape[0] <= _MOST_ROWS and _LEAST_LOOKUPS <= lookups <= _MOST_ELEMENTS // max(table.shape[0], 1)
+    return is_fit and launch.runs_kernels(table.device.type)
 
 
 # --- the operator -------------------------------------------------------------------------------------------------------
@@ -74,15 +78,7 @@ def _derivative(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return summed.to(ctx.dtype), None
 
 
-def _functional(mode: Any, itself: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """For the compiler it is what it does."""
-    with mode:
-        return _embedding(*args)
-
-
 _LIBRARY = torch.library.Library("fusedops", "FRAGMENT")
 _LIBRARY.define("embedding_of_few(Tensor table, Tensor places) -> Tensor")
-implement(_LIBRARY, "embedding_of_few", _embedding, _embedding)
+implement(_LIBRARY, "embedding_of_few", _embedding, _embedding, decomposed=True)
 torch.library.register_autograd("fusedops::embedding_of_few", _derivative, setup_context=_setup, lib=_LIBRARY)
-if compat.Functional is not None:
-    torch.library.register_torch_dispatch("fusedops::embedding_of_few", compat.Functional, _functional, lib=_LIBRARY)

@@ -71,7 +71,7 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
     with_summed_gradients(gm.graph, needs)
     _sort(gm.graph)
     for node in gm.graph.nodes:  # strides need not be what they were when a view was recorded
-        if name_of(node) in ("view", "_unsafe_view"):
+        if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
             node.target = torch.ops.aten.reshape.default
     gm.graph.eliminate_dead_code(lambda node: node.is_impure() or node.target in compat.GRAD_MODES)
     gm.graph.lint()

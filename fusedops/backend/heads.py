@@ -10,7 +10,7 @@ from torch import Tensor
 
 __all__ = ["Repeats"]
 
-# Functions and methods by which heads are repeated: the first with the last, or the second.
+# Functions and methods by which heads are repeated: `expand` followed by `reshape`, or `repeat_interleave` alone.
 _REPEATING = frozenset({"expand", "repeat_interleave", "reshape"})
 
 
@@ -49,7 +49,7 @@ class Repeats:
         return found
 
     def once(self, heads: Tensor) -> Tensor | None:
-        """The heads of which these are repetitions, each one's behind one another; None if they are none.
+        """The heads of which these are repetitions, those of a head next to each other; None if these are no repetitions.
 
         Args:
             heads: of shape (batch, heads, length, size).
@@ -66,9 +66,16 @@ class Repeats:
             is_group = expanded.source.shape == (batch, count, 1, *rows)
             if not is_group or heads.shape != (batch, count * group, *rows):
                 return None
-            return expanded.source.squeeze(2) if group > 1 else None
-        is_along_heads = source.dim() == 4 and _without_heads(source) == _without_heads(heads)
-        return source if last.name != "expand" and is_along_heads and source.shape[1] < heads.shape[1] else None
+            return expanded.source.squeeze(2) if group > 1 and _have_gradients_alike(expanded.source, heads) else None
+        if last.name != "repeat_interleave" or source.dim() != 4 or not _have_gradients_alike(source, heads):
+            return None
+        is_along_heads = _without_heads(source) == _without_heads(heads)
+        return source if is_along_heads and source.shape[1] < heads.shape[1] else None
+
+
+def _have_gradients_alike(source: Tensor, heads: Tensor) -> bool:
+    """Not where gradients were off when the heads were repeated."""
+    return source.requires_grad == heads.requires_grad
 
 
 def _without_heads(heads: Tensor) -> tuple[Any, ...]:

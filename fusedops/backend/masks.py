@@ -18,40 +18,9 @@ from torch import Tensor, fx
 from ..core import compat
 from .regions import name_of, value_of
 
-__all__ = ["Constants", "Mask", "kind_of"]
+__all__ = ["Constants", "Mask"]
 
-_MOST_ELEMENTS = 2**30
-
-
-class Constants:
-    """The values of nodes that depend on no input, computed on the CPU; each once.
-
-    Args:
-        given: what is known of placeholders.
-    """
-
-    def __init__(self, given: Mapping[fx.Node, Tensor] | None = None) -> None:
-        self._known: dict[fx.Node, Any] = dict(given or {})
-
-    def value(self, node: fx.Node) -> Tensor | None:
-        """The value of a node of the graph so far; None if it is not known, or too large."""
-        if node not in self._known:
-            needed = _ancestors(node, self._known)
-            if _is_changed(node.graph, needed):
-                self._known[node] = None
-            else:
-                with compat.without_modes():
-                    for one in needed:
-                        self._known[one] = self._computed(one)
-        found = self._known[node]
-        return found if isinstance(found, Tensor) else None
-
-    def _computed(self, node: fx.Node) -> Any:
-        if any(self._known[arg] is None for arg in node.all_input_nodes) or not _is_constant(node):
-            return None
-        target: Any = node.target
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self._known.__getitem__)
-        return target(*args, **kwargs | ({"device": torch.device("cpu")} if "device" in kwargs else {}))
+_MOST_BYTES = 2**30
 
 
 class Mask(Enum):
@@ -75,6 +44,55 @@ def kind_of(mask: Tensor) -> Mask:
         return Mask.CAUSAL if is_causal else Mask.OTHER
 
 
+class Constants:
+    """The values of nodes that depend on no input, computed on the CPU.
+
+    Args:
+        given: what is known of placeholders.
+    """
+
+    def __init__(self, given: Mapping[fx.Node, Tensor] | None = None) -> None:
+        self._given = dict(given or {})
+        self._known: dict[fx.Node, Tensor | None] = {}
+        self._kinds: dict[fx.Node, Mask] = {}
+
+    def value(self, node: fx.Node) -> Tensor | None:
+        """The value of a node of the graph so far; None if it is not known, or too large."""
+        needed = _ancestors(node)
+        if _is_changed(node.graph, needed):  # perhaps since it was asked for last
+            return None
+        if node not in self._known:
+            is_known = all(one in self._given or _is_constant(one) for one in needed)
+            self._known[node] = self._computed(node, needed) if is_known else None
+        return self._known[node]
+
+    def kind(self, node: fx.Node) -> Mask:
+        """What a node is as a mask."""
+        value = self.value(node)
+        if value is None:
+            return Mask.OTHER
+        if node not in self._kinds:
+            self._kinds[node] = kind_of(value)
+        return self._kinds[node]
+
+    def _computed(self, node: fx.Node, needed: list[fx.Node]) -> Tensor | None:
+        found: dict[fx.Node, Any] = dict(self._given)
+        with compat.without_modes():
+            for one in needed:
+                if one in found:
+                    continue
+                target: Any = one.target
+                args, kwargs = fx.node.map_arg((one.args, dict(one.kwargs)), found.__getitem__)
+                try:
+                    found[one] = target(
+                        *args, **kwargs | ({"device": torch.device("cpu")} if "device" in kwargs else {})
+                    )
+                except Exception:  # noqa: BLE001 - there is no such operator on the CPU, or not for these tensors
+                    return None
+        value = found[node]
+        return value if isinstance(value, Tensor) else None
+
+
 def _seen(mask: Tensor) -> Tensor | None:
     """Where the mask lets queries see keys; None if it adds other numbers than zero and the least."""
     if mask.dtype == torch.bool:
@@ -85,13 +103,13 @@ def _seen(mask: Tensor) -> Tensor | None:
     return seen if bool((seen | (mask <= torch.finfo(mask.dtype).min)).all()) else None
 
 
-def _ancestors(node: fx.Node, known: Mapping[fx.Node, Any]) -> list[fx.Node]:
+def _ancestors(node: fx.Node) -> list[fx.Node]:
     """It and what it is computed from, arguments first."""
     order: dict[fx.Node, None] = {}
     stack = [(node, iter(node.all_input_nodes))]
     while stack:
         one, rest = stack[-1]
-        arg = next((arg for arg in rest if arg not in order and arg not in known), None)
+        arg = next((arg for arg in rest if arg not in order), None)
         if arg is None:
             order.setdefault(one)
             stack.pop()
@@ -105,6 +123,8 @@ def _is_changed(graph: fx.Graph, nodes: list[fx.Node]) -> bool:
     near = set(nodes)
     for node in graph.nodes:
         if near.intersection(node.all_input_nodes):
+            if isinstance(node.target, compat.HIGHER_ORDER) and node.target is not compat.CHECKPOINTED:
+                return True  # it may, and does not say so
             if near.intersection(compat.written(node.target, node.args, node.kwargs)):
                 return True
             near.add(node)
@@ -112,12 +132,12 @@ def _is_changed(graph: fx.Graph, nodes: list[fx.Node]) -> bool:
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Whether its value follows from its arguments, and is small enough."""
+    """Whether its value follows from its arguments alone, and is small enough."""
     if node.op != "call_function":
         return False
     tensors = [value for value in compat.leaves(value_of(node)) if isinstance(value, Tensor)]
     sizes = [size for tensor in tensors for size in tensor.shape]
     is_known = bool(tensors) and all(type(size) is int for size in sizes)
-    if not is_known or any(math.prod(tensor.shape) > _MOST_ELEMENTS for tensor in tensors):
+    if not is_known or any(math.prod(tensor.shape) * tensor.dtype.itemsize > _MOST_BYTES for tensor in tensors):
         return False
     return node.target is operator.getitem or (bool(name_of(node)) and not compat.draws(node.target))

@@ -11,8 +11,8 @@ from torch import fx
 
 from ..core import compat, launch
 from ..models.tricks.padding import ALIGNED, HALF, LEAST_OUTPUTS, LEAST_ROWS, MULTIPLE
-from .casts import BEHIND
-from .regions import VIEWS, escapes, is_of_elements, name_of, parts_of, value_of
+from .casts import JOINED
+from .regions import VIEWS, escapes, is_laid_out, is_of_elements, name_of, parts_of, value_of
 
 __all__ = ["joined", "padded"]
 
@@ -123,7 +123,7 @@ def _join(graph: fx.Graph, group: list[fx.Node]) -> None:
 
 def _behind(graph: fx.Graph, tensors: Iterable[Any]) -> fx.Node:
     node = graph.call_function(torch.ops.aten.cat.default, (list(tensors),))
-    node.meta[BEHIND] = True
+    node.meta[JOINED] = True
     return node
 
 
@@ -137,7 +137,7 @@ def padded(graph: fx.Graph) -> int:
     Returns:
         The number of products that were padded.
     """
-    found = [node for node in graph.nodes if _gains_by_padding(node)]
+    found = [node for node in graph.nodes if _gains_by_padding(node) and not is_laid_out(node)]
     for node in found:
         _pad(graph, node)
     return len(found)
@@ -151,7 +151,7 @@ def _gains_by_padding(node: fx.Node) -> bool:
     if type(columns) is not int or type(depth) is not int or not launch.runs_kernels(product.device.type):
         return False
     is_wide = columns >= LEAST_OUTPUTS and columns % ALIGNED != 0 and depth % ALIGNED == 0
-    is_long = is_wide and compat.hints(rows.shape)[0] >= LEAST_ROWS
+    is_long = is_wide and compat.have_hints(rows.shape) and compat.hints(rows.shape)[0] >= LEAST_ROWS
     bias = value_of(node.args[0]).shape if name_of(node) == "addmm" else (columns,)  # type: ignore[arg-type]
     return is_long and product.dtype in HALF and tuple(bias) == (columns,)
 

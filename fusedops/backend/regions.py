@@ -27,6 +27,7 @@ __all__ = [
     "Finder",
     "Region",
     "escapes",
+    "is_laid_out",
     "is_of_elements",
     "name_of",
     "parts_of",
@@ -114,14 +115,22 @@ def parts_of(graph: fx.Graph) -> dict[fx.Node, int]:
 
 def escapes(node: fx.Node) -> bool:
     """Whether a value, or a view of it, is returned by the graph or changed in place: then it needs memory of its own."""
+    return any(user.op == "output" or _is_fixed(user) for user in _users_of_memory(node))
+
+
+def is_laid_out(node: fx.Node) -> bool:
+    """Whether a value, or a view of it, is changed in place or read by strides: then it lies in memory as it does."""
+    return any(_is_fixed(user) or name_of(user) == "as_strided" for user in _users_of_memory(node))
+
+
+def _users_of_memory(node: fx.Node) -> Iterator[fx.Node]:
+    """What uses a node or a view of it."""
     todo = list(node.users)
     while todo:
         user = todo.pop()
-        if user.op == "output" or _is_fixed(user):
-            return True
+        yield user
         if name_of(user) in VIEWS or name_of(user) == "detach" or user.target is operator.getitem:
             todo += user.users
-    return False
 
 
 class Finder:

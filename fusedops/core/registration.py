@@ -219,12 +219,22 @@ def _constants(call: str) -> tuple[Any, ...]:
 # --- past the dispatcher ------------------------------------------------------------------------------------------------
 
 
-def implement(
-    library: torch.library.Library, name: str, function: Callable[..., Any], fake: Callable[..., Any]
-) -> None:
-    """Gives the operator ``fusedops::name`` its implementation for every device, and the fake one for tracers."""
+def implement(library: torch.library.Library, name: str, function: Callable[..., Any], fake: Callable[..., Any], *,
+              decomposed: bool = False) -> None:  # fmt: skip
+    """Gives the operator ``fusedops::name`` its implementation for every device, and the fake one for tracers.
+
+    Args:
+        decomposed: whether compilers see what the implementation does, instead of the operator.
+    """
     library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fusedops::{name}", fake, lib=library)
+    if decomposed and compat.Functional is not None:
+
+        def functional(mode: Any, itself: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            with mode:
+                return function(*args, **(kwargs or {}))
+
+        torch.library.register_torch_dispatch(f"fusedops::{name}", compat.Functional, functional, lib=library)
 
 
 def _shortened(dispatched: Callable[..., Any], function: Callable[..., Any], read: int) -> Callable[..., Any]:

@@ -30,11 +30,13 @@ def made_contiguous(mask: Tensor) -> Tensor:
     Lengths of 64 more than a multiple of 128 are left: with a mask, cuDNN's backward may give NaN there (PyTorch's issue
     196678).
     """
-    if mask.layout != torch.strided or mask.is_nested or not mask.dim() or mask.shape[-1] % 128 == 64:
+    if mask.layout != torch.strided or mask.is_nested or not mask.dim():
+        return mask
+    stride = mask.stride(-1)
+    is_apart = stride == 0 if mask.dtype == torch.bool else mask.is_floating_point() and stride > 1
+    if not is_apart or mask.shape[-1] % 128 == 64:  # asked last: of a length that may change it is a guard
         return mask
     if mask.dtype == torch.bool:
-        return mask.contiguous() if mask.stride(-1) == 0 else mask
-    if not mask.is_floating_point() or mask.stride(-1) < 2:
-        return mask
+        return mask.contiguous()
     once = tuple([slice(0, 1) if stride == 0 else slice(None) for stride in mask.stride()])
     return mask[once].contiguous().expand(mask.shape)
