@@ -168,6 +168,21 @@ def test_scores_that_are_turned_keep_their_mask(scale: float, calls: list[tuple[
     assert calls == [(scale < 0, scale > 0, 4)]
 
 
+def test_a_change_of_what_the_places_led_to_leaves_a_mask(calls: list[tuple[bool, bool, int]]) -> None:
+    """Rotary embeddings and masks come of the same places, and experts write into rows."""
+
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        places = torch.arange(_LENGTH, device=DEVICE)
+        mask = places[None, :] <= places[:, None]
+        turned = query * torch.cos(places)[:, None]
+        rows = F.scaled_dot_product_attention(turned, key, value, mask).clone()
+        rows[:, :, 0] = 0.0
+        return F.scaled_dot_product_attention(rows, key, value, mask)
+
+    _compare(function, [_heads(4), _heads(4), _heads(4)])
+    assert calls == [(False, True, 4)] * 2
+
+
 def test_a_mask_of_other_lengths_stays(calls: list[tuple[bool, bool, int]]) -> None:
     """PyTorch's flag begins at the first key."""
 

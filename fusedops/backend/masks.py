@@ -119,15 +119,16 @@ def _ancestors(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_changed(graph: fx.Graph, nodes: list[fx.Node]) -> bool:
-    """Whether an operator writes into one of the nodes, or into what is made of one, which may be a view of it."""
-    near = set(nodes)
+    """Whether an operator writes into the memory of one of the nodes."""
+    tensors = [value for node in nodes for value in compat.leaves(value_of(node)) if isinstance(value, Tensor)]
     for node in graph.nodes:
-        if near.intersection(node.all_input_nodes):
-            if isinstance(node.target, compat.HIGHER_ORDER) and node.target is not compat.CHECKPOINTED:
-                return True  # it may, and does not say so
-            if near.intersection(compat.written(node.target, node.args, node.kwargs)):
+        written = compat.written(node.target, node.args, node.kwargs)
+        if isinstance(node.target, compat.HIGHER_ORDER) and node.target is not compat.CHECKPOINTED:
+            written = node.all_input_nodes  # it may, and does not say so
+        for one in written:
+            value = value_of(one) if isinstance(one, fx.Node) else None
+            if isinstance(value, Tensor) and any(compat.share_memory(value, tensor) for tensor in tensors):
                 return True
-            near.add(node)
     return False
 
 
