@@ -54,7 +54,7 @@ MUTANTS = (
     Mutant(
         "a norm's backward without the keep mask",
         "norms/kernels.py",
-        "        if scale is not None:\n            dz *= scale\n",
+        "                if scale is not None:\n                    dz *= scale\n",
         "",
         ("test_rng.py", "test_backward_has_the_forwards_mask"),
     ),
@@ -191,8 +191,8 @@ MUTANTS = (
     Mutant(
         "a random state recorded as numbers",
         "core/call.py",
-        "recorded = p < 1.0 and compat.is_recording(*tensors)",
-        "recorded = False",
+        "    if 0.0 < p < 1.0 and compat.is_recording(*tensors):\n",
+        "    if False:\n",
         ("test_rng_recorded.py", "test_traced_calls"),
     ),
     Mutant(
