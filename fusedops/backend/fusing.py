@@ -71,7 +71,7 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
     with_summed_gradients(gm.graph, needs)
     _sort(gm.graph)
     for node in gm.graph.nodes:  # strides need not be what they were when a view was recorded
-        if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+        if name_of(node) in ("view", "_unsafe_view") and not isinstance(node.args[1], torch.dtype):
             node.target = torch.ops.aten.reshape.default
     gm.graph.eliminate_dead_code(lambda node: node.is_impure() or node.target in compat.GRAD_MODES)
     gm.graph.lint()
