@@ -418,14 +418,19 @@ def test_no_dropout_in_evaluation() -> None:
 
 
 def test_checkpointing_saves_inputs_alone() -> None:
-    model = PostNorm(p=0.5).to(DEVICE)
+    """Values and gradients are those of a part that is not computed again; on a GPU it draws from another state."""
+    model, found = PostNorm(p=0.5).to(DEVICE), []
     x = _rows(16, 24).requires_grad_()
     for wrapped in (model, lambda t: checkpoint(model, t, use_reentrant=False)):
         backend = Backend()
-        torch.compile(wrapped, backend=backend)(x)
+        torch.manual_seed(2)
+        y = torch.compile(wrapped, backend=backend)(x)
+        found.append((y, *torch.autograd.grad(y, (x, *model.parameters()), torch.ones_like(y))))
         full = sum(t.dtype == x.dtype and t.numel() >= x.numel() for t in backend.saved)
         assert len(backend.report.fused) == 2
         assert full == 1 if wrapped is not model else full > 2  # the output itself is one
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other) or DEVICE.type == "cuda"
 
 
 def test_checkpointing_draws_the_same() -> None:

@@ -24,14 +24,12 @@ _MOST_TENSORS, _MOST_ELEMENTS = 8, 2**23
 _ALIGNED = 8
 
 
-def cast_together(graph: fx.Graph, needs: set[fx.Node]) -> int:
+def cast_together(graph: fx.Graph, needs: set[fx.Node]) -> None:
     """Puts parameters behind one another in one tensor to cast them, several at a time.
 
     Args:
         graph: of operators.
         needs: the nodes whose values have gradients.
-    Returns:
-        The number of casts that were joined with others.
     """
     parts = parts_of(graph)
     groups = dict[Any, list[list[tuple[fx.Node, list[fx.Node]]]]]()
@@ -40,15 +38,13 @@ def cast_together(graph: fx.Graph, needs: set[fx.Node]) -> int:
         if not casts or len({parts[cast] for cast in casts}) > 1:
             continue
         value = value_of(casts[0])
-        key = (value.dtype, value.device, parts[casts[0]], tuple({cast.args[0] in needs for cast in casts}))
+        key = (value.dtype, value.device, parts[casts[0]], frozenset([cast.args[0] in needs for cast in casts]))
         open_ = groups.setdefault(key, [[]])
         if not _fit([*[one for _, some in open_[-1] for one in some], *casts]):
             open_.append([])
         open_[-1].append((node, casts))
-    found = [group for open_ in groups.values() for group in open_ if len(group) > 1]
-    for group in found:
+    for group in [group for open_ in groups.values() for group in open_ if len(group) > 1]:
         _cast(graph, group)
-    return sum([len(casts) for group in found for _, casts in group])
 
 
 def _fit(casts: list[fx.Node]) -> bool:

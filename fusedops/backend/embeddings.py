@@ -26,21 +26,16 @@ _MOST_ELEMENTS = 2**26
 _MOST_PARTS = 256
 
 
-def with_summed_gradients(graph: fx.Graph, needs: set[fx.Node]) -> int:
+def with_summed_gradients(graph: fx.Graph, needs: set[fx.Node]) -> None:
     """Replaces the embeddings of few rows whose gradients are wanted.
 
     Args:
         graph: of operators.
         needs: the nodes whose values have gradients.
-    Returns:
-        The number of embeddings.
     """
-    found = [
-        node for node in graph.nodes if name_of(node) == "embedding" and node.args[0] in needs and _is_of_few(node)
-    ]
-    for node in found:
-        node.target = torch.ops.fusedops.embedding_of_few.default
-    return len(found)
+    for node in graph.nodes:
+        if name_of(node) == "embedding" and node.args[0] in needs and _is_of_few(node):
+            node.target = torch.ops.fusedops.embedding_of_few.default
 
 
 def _is_of_few(node: fx.Node) -> bool:

@@ -18,7 +18,20 @@ from .casts import cast_together
 from .embeddings import with_summed_gradients
 from .products import joined, padded
 from .programs import Made, made
-from .regions import BIAS, COPIES, VIEWS, Finder, Region, columns_of, escapes, name_of, parts_of, size_of, value_of
+from .regions import (
+    BIAS,
+    COPIES,
+    VIEWS,
+    Finder,
+    Region,
+    arguments_first,
+    columns_of,
+    escapes,
+    name_of,
+    parts_of,
+    size_of,
+    value_of,
+)
 from .report import RegionReport
 
 __all__ = ["fused"]
@@ -318,16 +331,5 @@ def _is_cyclic(graph: fx.Graph, owners: dict[fx.Node, Region]) -> bool:
 
 def _sort(graph: fx.Graph) -> None:
     """Arguments first, and otherwise as it is. Regions are where they are first used: what they use may come later."""
-    order: dict[fx.Node, None] = {}
-    for root in list(graph.nodes):
-        stack: list[tuple[fx.Node, Any]] = [(root, iter(root.all_input_nodes))] if root not in order else []
-        while stack:
-            node, rest = stack[-1]
-            arg = next((arg for arg in rest if arg not in order), None)
-            if arg is None:
-                order.setdefault(node)
-                stack.pop()
-            else:
-                stack.append((arg, iter(arg.all_input_nodes)))
-    for one, other in itertools.pairwise(order):
+    for one, other in itertools.pairwise(arguments_first(graph.nodes)):
         one.append(other)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from ..core import compat
-from .regions import name_of, value_of
+from .regions import arguments_first, name_of, value_of
 
 __all__ = ["Constants", "Mask"]
 
@@ -31,7 +31,7 @@ class Mask(Enum):
     OTHER = auto()
 
 
-def kind_of(mask: Tensor) -> Mask:
+def _kind_of(mask: Tensor) -> Mask:
     """Whether each query sees all keys, or those up to its own place, of as many."""
     with compat.without_modes():
         seen = _seen(mask)
@@ -58,7 +58,7 @@ class Constants:
 
     def value(self, node: fx.Node) -> Tensor | None:
         """The value of a node of the graph so far; None if it is not known, or too large."""
-        needed = _ancestors(node)
+        needed = arguments_first([node])
         if _is_changed(node.graph, needed):  # perhaps since it was asked for last
             return None
         if node not in self._known:
@@ -72,7 +72,7 @@ class Constants:
         if value is None:
             return Mask.OTHER
         if node not in self._kinds:
-            self._kinds[node] = kind_of(value)
+            self._kinds[node] = _kind_of(value)
         return self._kinds[node]
 
     def _computed(self, node: fx.Node, needed: list[fx.Node]) -> Tensor | None:
@@ -101,21 +101,6 @@ def _seen(mask: Tensor) -> Tensor | None:
         return None
     seen = mask == 0
     return seen if bool((seen | (mask <= torch.finfo(mask.dtype).min)).all()) else None
-
-
-def _ancestors(node: fx.Node) -> list[fx.Node]:
-    """It and what it is computed from, arguments first."""
-    order: dict[fx.Node, None] = {}
-    stack = [(node, iter(node.all_input_nodes))]
-    while stack:
-        one, rest = stack[-1]
-        arg = next((arg for arg in rest if arg not in order), None)
-        if arg is None:
-            order.setdefault(one)
-            stack.pop()
-        else:
-            stack.append((arg, iter(arg.all_input_nodes)))
-    return list(order)
 
 
 def _is_changed(graph: fx.Graph, nodes: list[fx.Node]) -> bool:

@@ -17,7 +17,7 @@ from .regions import VIEWS, escapes, is_laid_out, is_of_elements, name_of, parts
 __all__ = ["joined", "padded"]
 
 
-def joined(graph: fx.Graph, needs: set[fx.Node]) -> int:
+def joined(graph: fx.Graph, needs: set[fx.Node]) -> None:
     """Joins the products of linear layers that multiply the same rows: query, key and value.
 
     The weights lie behind one another in the tensor into which they are cast, so that this copies nothing more. Backward, the
@@ -27,8 +27,6 @@ def joined(graph: fx.Graph, needs: set[fx.Node]) -> int:
     Args:
         graph: of operators.
         needs: the nodes whose values have gradients.
-    Returns:
-        The number of products that were joined with others.
     """
     groups, parts = dict[Any, list[fx.Node]](), parts_of(graph)
     for node in graph.nodes:
@@ -39,10 +37,9 @@ def joined(graph: fx.Graph, needs: set[fx.Node]) -> int:
             rows = _rows_of(node.args[-2], parts)
             key = (rows, name_of(node), value_of(weight).dtype, value_of(node).dtype, trained, places)
             groups.setdefault(key, []).append(node)
-    found = [group for group in map(_that_never_meet, groups.values()) if len(group) > 1]
-    for group in found:
-        _join(graph, group)
-    return sum(map(len, found))
+    for group in [_that_never_meet(products) for products in groups.values()]:
+        if len(group) > 1:
+            _join(graph, group)
 
 
 def _weight(node: fx.Node) -> fx.Node | None:
@@ -127,20 +124,16 @@ def _behind(graph: fx.Graph, tensors: Iterable[Any]) -> fx.Node:
     return node
 
 
-def padded(graph: fx.Graph) -> int:
+def padded(graph: fx.Graph) -> None:
     """Pads linear layers with very many outputs, whose number is no multiple of eight, as `fuse_model` does.
 
     Backward, both products are of aligned rows too. The result is a view of the padded rows, also where a model returns it.
 
     Args:
         graph: of operators.
-    Returns:
-        The number of products that were padded.
     """
-    found = [node for node in graph.nodes if _gains_by_padding(node) and not is_laid_out(node)]
-    for node in found:
+    for node in [node for node in graph.nodes if _gains_by_padding(node) and not is_laid_out(node)]:
         _pad(graph, node)
-    return len(found)
 
 
 def _gains_by_padding(node: fx.Node) -> bool:

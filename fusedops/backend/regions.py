@@ -26,6 +26,8 @@ __all__ = [
     "VIEWS",
     "Finder",
     "Region",
+    "arguments_first",
+    "columns_of",
     "escapes",
     "is_laid_out",
     "is_of_elements",
@@ -111,6 +113,22 @@ def parts_of(graph: fx.Graph) -> dict[fx.Node, int]:
         found[node] = number
         number += _is_fixed(node)
     return found
+
+
+def arguments_first(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Nodes and all that they are computed from, each behind its arguments, and otherwise in their order."""
+    order: dict[fx.Node, None] = {}
+    for root in list(nodes):
+        stack: list[tuple[fx.Node, Any]] = [(root, iter(root.all_input_nodes))] if root not in order else []
+        while stack:
+            node, rest = stack[-1]
+            arg = next((arg for arg in rest if arg not in order), None)
+            if arg is None:
+                order.setdefault(node)
+                stack.pop()
+            else:
+                stack.append((arg, iter(arg.all_input_nodes)))
+    return list(order)
 
 
 def escapes(node: fx.Node) -> bool:
