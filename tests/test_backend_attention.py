@@ -274,3 +274,34 @@ def _compare(function: Callable[..., Tensor], heads: list[Tensor], tolerance: fl
         results.append([found, *torch.autograd.grad(found, heads, cotangent)])
     for ours, eager in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(ours, eager, rtol=tolerance, atol=tolerance * float(eager.detach().abs().max()))
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+def test_values_are_saved_without_rotated_queries(rotated: bool) -> None:
+    """Attention saves its values alone, not all of the joint product that they are a part of; unrotated, it saves all."""
+    query, key, value = (torch.nn.Linear(16, 32, bias=False).to(DEVICE) for _ in range(3))
+    x, cos = torch.randn(2, _LENGTH, 16, device=DEVICE), torch.randn(_LENGTH, 16, device=DEVICE)
+    memory: list[tuple[int, int]] = []
+
+    def function(x: Tensor) -> Tensor:
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            q, k, v = [layer(x).view(2, _LENGTH, 2, 16).transpose(1, 2) for layer in (query, key, value)]
+            q, k = (q * cos, k * cos) if rotated else (q, k)
+            return F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v).float()
+
+    def keep(tensor: Tensor) -> Tensor:
+        memory.append((tensor.untyped_storage().nbytes(), tensor.nbytes))
+        return tensor
+
+    results = []
+    for call in (function, torch.compile(function, backend=_backend)):
+        memory.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            found = call(x)
+        results.append(
+            [found.detach(), *torch.autograd.grad(found.square().sum(), [query.weight, key.weight, value.weight])]
+        )
+    for ours, eager in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2 * float(eager.abs().max()))
+    product = 2 * _LENGTH * 96 * 2  # bytes of all three
+    assert any(of == product for of, _ in memory) == (not rotated)

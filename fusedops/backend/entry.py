@@ -13,8 +13,9 @@ from torch import fx, nn
 
 from ..core import compat
 from .capture import NotCapturedError, captured
-from .fusing import fused
+from .fusing import fused, needs_gradients
 from .report import CompileReport
+from .returned import computed_again
 
 __all__ = ["backend", "compile", "explain"]
 
@@ -101,6 +102,7 @@ def _with_operators(gm: fx.GraphModule, inputs: Sequence[Any], report: CompileRe
     report.graphs += 1
     try:
         made = inner(captured(gm, inputs, inner))
+        computed_again(made.graph, needs_gradients(made.graph))
     except Exception as error:  # noqa: BLE001 - a graph in which something is unknown is Inductor's
         reason = str(error) if isinstance(error, NotCapturedError) else f"{type(error).__name__}: {error}"
         report.left.append(reason)

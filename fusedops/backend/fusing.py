@@ -34,7 +34,7 @@ from .regions import (
 )
 from .report import RegionReport
 
-__all__ = ["fused"]
+__all__ = ["fused", "needs_gradients"]
 
 # Up to so many columns Inductor's kernels hold a row in registers.
 _LONGEST_OF_INDUCTOR = 1024
@@ -43,7 +43,7 @@ _LONGEST_OF_INDUCTOR = 1024
 def fused(gm: fx.GraphModule) -> list[RegionReport]:
     """Replaces the regions of a captured graph by operators, and reports each region."""
     apart = _biases_apart(gm.graph)
-    needs = _needs_gradients(gm.graph)
+    needs = needs_gradients(gm.graph)
     finder = Finder(gm.graph)
     changes = [(finder.part[node], value_of(changed)) for node in gm.graph.nodes
                for changed in compat.written(node.target, node.args, node.kwargs) if isinstance(changed, fx.Node)]  # fmt: skip
@@ -172,7 +172,7 @@ def _biases_back(graph: fx.Graph, apart: dict[fx.Node, fx.Node]) -> None:
 # --- gradients ----------------------------------------------------------------------------------------------------------
 
 
-def _needs_gradients(graph: fx.Graph) -> set[fx.Node]:
+def needs_gradients(graph: fx.Graph) -> set[fx.Node]:
     """The nodes whose values have gradients."""
     found: set[fx.Node] = set()
     enabled = torch.is_grad_enabled()

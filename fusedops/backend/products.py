@@ -21,8 +21,9 @@ def joined(graph: fx.Graph, needs: set[fx.Node]) -> None:
     """Joins the products of linear layers that multiply the same rows: query, key and value.
 
     The weights lie behind one another in the tensor into which they are cast, so that this copies nothing more. Backward, the
-    rows have one gradient from one product, instead of several and their sum. Gate and up stay apart: one kernel makes both
-    their gradients, and would compute each twice to write them as one tensor.
+    rows have one gradient from one product, instead of several and their sum. Where attention takes the values as they are and
+    queries and keys rotated, the values are copied: it would save the whole product for them. Gate and up stay apart: one
+    kernel makes both their gradients, and would compute each twice to write them as one tensor.
 
     Args:
         graph: of operators.
@@ -39,7 +40,7 @@ def joined(graph: fx.Graph, needs: set[fx.Node]) -> None:
             groups.setdefault(key, []).append(node)
     for group in [_that_never_meet(products) for products in groups.values()]:
         if len(group) > 1:
-            _join(graph, group)
+            _join(graph, group, needs)
 
 
 def _weight(node: fx.Node) -> fx.Node | None:
@@ -97,7 +98,7 @@ def _feeds_operators(node: fx.Node) -> bool:
     return False
 
 
-def _join(graph: fx.Graph, group: list[fx.Node]) -> None:
+def _join(graph: fx.Graph, group: list[fx.Node], needs: set[fx.Node]) -> None:
     """Puts one product and its parts in the place of several."""
     first, aten = group[0], torch.ops.aten
     casts: list[Any] = [node.args[-1].args[0] for node in group]  # type: ignore[union-attr]
@@ -116,6 +117,31 @@ def _join(graph: fx.Graph, group: list[fx.Node]) -> None:
             node.replace_all_uses_with(part)
     for node in group:
         graph.erase_node(node)
+    saved = [part for part in parts.users if _is_saved_by_attention(part)]
+    if first in needs and len(saved) < len(parts.users):
+        for part in saved:
+            _copy(graph, part)
+
+
+def _is_saved_by_attention(part: fx.Node) -> bool:
+    todo = list(part.users)
+    while todo:
+        user = todo.pop()
+        if name_of(user).startswith("_scaled_dot_product"):
+            return True
+        if name_of(user) in VIEWS:
+            todo += user.users
+    return False
+
+
+def _copy(graph: fx.Graph, part: fx.Node) -> None:
+    """Copies a part, so that for its sake the others are not saved with it."""
+    users = list(part.users)
+    with graph.inserting_after(part):
+        copied = graph.call_function(torch.ops.aten.clone.default, (part,), {"memory_format": torch.contiguous_format})
+    copied.meta.update(part.meta)
+    for user in users:
+        user.replace_input_with(part, copied)
 
 
 def _behind(graph: fx.Graph, tensors: Iterable[Any]) -> fx.Node:
