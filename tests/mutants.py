@@ -276,6 +276,20 @@ MUTANTS = (
         "        return False\n",
         ("test_backend_attention.py", "test_groups_of_queries"),
     ),
+    Mutant(
+        "rotated queries, saved with the values of attention",
+        "backend/products.py",
+        "    if first in needs and len(saved) < len(parts.users):\n",
+        "    if False:\n",
+        ("test_backend_attention.py", "test_values_are_saved_without_rotated_queries"),
+    ),
+    Mutant(
+        "an activation that a matrix product reads, computed again",
+        "backend/returned.py",
+        "        if node in needs and _is_activation(node) and _is_read_by_elements(node):\n",
+        "        if node in needs and _is_activation(node):\n",
+        ("test_backend_returned.py", "test_activations_that_are_returned"),
+    ),
 )
 
 
