@@ -88,14 +88,24 @@ def _elements_from(node: fx.Node) -> set[fx.Node]:
 
 def _feeds_operators(node: fx.Node) -> bool:
     """Whether an operator of a region takes a product: its gradients would be copied behind one another."""
-    todo = list(node.users)
+    return any(compat.namespace(taker.target) == "fusedops" for taker in _takers(node))
+
+
+def _is_saved_by_attention(part: fx.Node) -> bool:
+    """Whether attention takes a part as it is, so that it saves it for backward."""
+    return any(name_of(taker).startswith("_scaled_dot_product") for taker in _takers(part))
+
+
+def _takers(node: fx.Node) -> list[fx.Node]:
+    """What takes a node or views of it."""
+    found, todo = list[fx.Node](), list(node.users)
     while todo:
         user = todo.pop()
-        if compat.namespace(user.target) == "fusedops":
-            return True
         if name_of(user) in VIEWS or user.target is operator.getitem:
             todo += user.users
-    return False
+        else:
+            found.append(user)
+    return found
 
 
 def _join(graph: fx.Graph, group: list[fx.Node], needs: set[fx.Node]) -> None:
@@ -121,17 +131,6 @@ def _join(graph: fx.Graph, group: list[fx.Node], needs: set[fx.Node]) -> None:
     if first in needs and len(saved) < len(parts.users):
         for part in saved:
             _copy(graph, part)
-
-
-def _is_saved_by_attention(part: fx.Node) -> bool:
-    todo = list(part.users)
-    while todo:
-        user = todo.pop()
-        if name_of(user).startswith("_scaled_dot_product"):
-            return True
-        if name_of(user) in VIEWS:
-            todo += user.users
-    return False
 
 
 def _copy(graph: fx.Graph, part: fx.Node) -> None:
