@@ -197,8 +197,9 @@ def filled(page: Path, path: Path) -> str:
             return several_gpus.markdown(path.parent)
         if what == "models":
             return model_pages.summary(path.with_name(f"models_{path.name}"))
-        if what == "compile":
-            return model_pages.compiled(path.with_name(f"models_{path.name}"), path.with_name(f"compile_{path.name}"))
+        if what.split()[0] == "compile":  # of the file's device, or of another that is named behind
+            name = f"{[path.stem, *what.split()[1:]][-1]}.csv"
+            return model_pages.compiled(path.with_name(f"models_{name}"), path.with_name(f"compile_{name}"))
         return tables.markdown((row for row in results.load(path) if row.op in what.split()), _device_of(path))
 
     return tables.fill(page.read_text(encoding="utf-8"), content)

@@ -1,4 +1,4 @@
-"""Time and memory of steps: wall-clock, as a model is used, the host's time included."""
+"""Time and memory of steps: wall-clock, as a model is used, the host's time included; and the kernels' time alone."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from .. import timing
 from .providers import Contender
 
-__all__ = ["Effort", "Measured", "Warm", "blocks", "seconds", "synchronize", "warm_up"]
+__all__ = ["Effort", "Kernel", "Measured", "Warm", "blocks", "kernels", "seconds", "synchronize", "warm_up"]
+
+_PROFILED = 5  # steps
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Effort:
 
     rounds: int = 5
     block_s: float = 0.2
-    singles: int = 3
+    singles: int = 9
     most: int = 60
 
 
@@ -45,6 +48,32 @@ class Measured:
 
     ms: float
     spread: float
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel (on a CPU, an operator) of a step: µs and launches a step."""
+
+    us: float
+    count: float
+    name: str
+
+
+def kernels(contender: Contender, device: torch.device) -> list[Kernel]:
+    """What ran on the device in a step, by the profiler, as a mean of some.
+
+    On a GPU the sum of the times is the step's where the host keeps the queue full. Take it after all timing: what the
+    profiler has loaded may slow down later launches.
+    """
+    on_gpu = device.type == "cuda"
+    with contender.in_force(), profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as run:
+        for _ in range(_PROFILED):
+            contender.step()
+        synchronize(device)
+    contender.clear()
+    events = [event for event in run.key_averages() if (event.device_type.name == "CUDA") == on_gpu]
+    return [Kernel((event.self_device_time_total if on_gpu else event.self_cpu_time_total) / _PROFILED,
+                   event.count / _PROFILED, event.key) for event in events]  # fmt: skip
 
 
 def warm_up(contender: Contender, effort: Effort, device: torch.device) -> Warm:

@@ -57,6 +57,8 @@ _HOW = """## How it is measured
 - **†** marks a comparison of two commits, and so of two runs. The state of the machine may differ between them.
 - **Host time** is the median of single steps that start with an empty queue. It was measured at another moment than the time
   per step, and so may exceed it.
+- **GPU time** is the sum of the times of a step's kernels, by the profiler. Where it is below the host time, the step is
+  bound by the host.
 - **Peak memory** includes weights, gradients and activations.
 - **Text** in batches is the source of Python's standard library, byte by byte.
 - **Compiled candidates** are measured after the others, and take turns among themselves. No figure includes compilation.
@@ -139,6 +141,8 @@ def markdown(path: Path) -> str:
                 "Host time per step in ms, until the Python call returns, and in brackets the speed-up over eager:",
                 _grid(places, _host),
             ]
+            if any(row.gpu_ms is not None for _, seen in places for row in seen.values()):
+                parts += ["GPU time per step in ms, and in brackets the speed-up over eager:", _grid(places, _gpu)]
             parts += ["Peak memory in MiB, and in brackets its ratio to eager's:", _grid(places, _memory)]
     tricks = _tricks(rows)
     if tricks:
@@ -180,8 +184,10 @@ def compiled(path: Path, first_calls: Path) -> str:
     Behind it are the seconds to compile, if they were measured.
     """
     names = ("compile", "fused_compile", "backend")
-    lines = ["| model, batch | " + " | ".join([f"{_NAMES[name]}, ms" for name in names])
-             + f" | peak of {_NAMES['compile']}, MiB | of {_NAMES['backend']}, MiB |", "|---|" + "--:|" * 5]  # fmt: skip
+    heads = [f"{_NAMES[name]}, ms" for name in names]
+    for figure in ("GPU time, ms", "peak, MiB"):
+        heads += [f"{_NAMES[name]}, {figure}" for name in ("compile", "backend")]
+    lines = [f"| model, batch | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
     for (model, _, shape), seen in _ordered(row for row in read(path) if row.mode == "train"):
         if "compile" not in seen or "backend" not in seen or seen["compile"].commit != seen["backend"].commit:
             continue
@@ -189,8 +195,8 @@ def compiled(path: Path, first_calls: Path) -> str:
         rows = {name: seen[name] for name in names if name in seen and seen[name].commit == ours.commit}
         least = min(row.ms for row in rows.values() if row.ms is not None)
         cells = [_bold(_time(rows[name], base), rows[name].ms == least) if name in rows else "" for name in names]
-        peaks = [f"{row.peak_mib:.0f}" for row in (base, ours) if row.peak_mib is not None]
-        lines.append(f"| {_MODEL_NAMES[model]}, {sized(shape)} | {' | '.join([*cells, *peaks])} |")
+        cells += [cell(row, base) for cell in (_gpu, _peak) for row in (base, ours)]
+        lines.append(f"| {_MODEL_NAMES[model]}, {sized(shape)} | {' | '.join(cells)} |")
     if len(lines) == 2:
         return "Nothing has been measured yet."
     parts = ["\n".join(lines)]
@@ -237,6 +243,14 @@ def _times(row: Row, eager: Row | None, field: str) -> str:
 
 def _host(row: Row, eager: Row | None) -> str:
     return "" if row.host_ms is None else f"{row.host_ms:.2f}{_times(row, eager, 'host_ms')}"
+
+
+def _gpu(row: Row, eager: Row | None) -> str:
+    return "" if row.gpu_ms is None else f"{row.gpu_ms:.2f}{_times(row, eager, 'gpu_ms')}"
+
+
+def _peak(row: Row, eager: Row | None) -> str:
+    return "" if row.peak_mib is None else f"{row.peak_mib:.0f}"
 
 
 def _memory(row: Row, eager: Row | None) -> str:

@@ -33,6 +33,7 @@ class Row:
     host_ms: float | None = None  # until the step's Python returns
     loss_spread: float | None = None  # greatest less least over the seeds
     transformers: str = ""
+    gpu_ms: float | None = None  # a step, of its kernels alone, by the profiler
 
     @property
     def place(self) -> Place:
@@ -46,7 +47,7 @@ class Row:
 
 
 COLUMNS = tuple(field.name for field in fields(Row))
-_NUMBERS = ("ms", "peak_mib", "loss", "spread", "host_ms", "loss_spread")
+_NUMBERS = ("ms", "peak_mib", "loss", "spread", "host_ms", "loss_spread", "gpu_ms")
 
 
 def read(path: Path) -> list[Row]:
