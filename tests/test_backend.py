@@ -797,6 +797,28 @@ def test_vocabularies_are_padded_to_whole_vectors(bias: bool) -> None:
     assert 4099 not in {size for value in seen for size in value.shape} or not KERNEL_PATH
 
 
+@pytest.mark.parametrize("columns", [4099, 4096])
+def test_gradients_of_padded_logits_are_not_copied_to_be_padded(columns: int, monkeypatch: Any) -> None:
+    """They come from another graph, in which the padding is unknown; others come with the strides of their result."""
+    model, x = nn.Linear(16, columns).to(DEVICE), _rows(2, 512, 16)
+    strides = []
+
+    def backward(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        strides.append(inputs[-1].stride())
+        return make_boxed_func(gm.forward)
+
+    def compiled(gm: torch.fx.GraphModule, inputs: Any, *_: Any) -> Any:
+        return aot_autograd(fw_compiler=lambda gm, _: make_boxed_func(gm.forward), bw_compiler=backward)(gm, inputs)
+
+    def function(x: Tensor) -> Tensor:
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            return model(x).transpose(0, 1)
+
+    monkeypatch.setattr(compat, "compile_by_inductor", compiled)
+    torch.compile(function, backend=entry.backend)(x).sum().backward()
+    assert strides == [(2 * columns, columns, 1) if columns == 4099 and KERNEL_PATH else (columns, 512 * columns, 1)]
+
+
 def test_parts_without_gradients_save_nothing() -> None:
     """Under `torch.no_grad`, and of tensors that are detached."""
 

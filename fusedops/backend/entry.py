@@ -14,6 +14,7 @@ from torch import fx, nn
 from ..core import compat
 from .capture import NotCapturedError, captured
 from .fusing import fused, needs_gradients
+from .products import returns_padded
 from .report import CompileReport
 from .returned import computed_again
 
@@ -77,7 +78,7 @@ def backend(gm: fx.GraphModule, inputs: Sequence[Any], *, mode: str | None = Non
     made = _with_operators(gm, inputs, report)
     for reason in report.left:
         warnings.warn(f"fusedops leaves a graph to Inductor: {reason}", RuntimeWarning, stacklevel=2)
-    with _autocast_of(report):
+    with _autocast_of(report), compat.contiguous_tangents() if returns_padded(made.graph) else nullcontext():
         return compat.compile_by_inductor(made, inputs, mode, options)
 
 

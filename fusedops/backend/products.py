@@ -14,7 +14,11 @@ from ..models.tricks.padding import ALIGNED, HALF, LEAST_OUTPUTS, LEAST_ROWS, MU
 from .casts import JOINED
 from .regions import VIEWS, escapes, is_laid_out, is_of_elements, name_of, parts_of, value_of
 
-__all__ = ["joined", "padded"]
+__all__ = ["joined", "padded", "returns_padded"]
+
+
+# The mark of the columns of a padded product that are not padding, in `fx.Node.meta`.
+PADDED = "fusedops_padded"
 
 
 def joined(graph: fx.Graph, needs: set[fx.Node]) -> None:
@@ -161,6 +165,17 @@ def padded(graph: fx.Graph) -> None:
         _pad(graph, node)
 
 
+def returns_padded(graph: fx.Graph) -> bool:
+    """Whether the graph returns a view of padded rows, whose gradient will come without padding."""
+    return any(_is_of_padded(node) for node in graph.output_node().all_input_nodes)
+
+
+def _is_of_padded(node: fx.Node) -> bool:
+    while name_of(node) in VIEWS and not node.meta.get(PADDED):
+        node = node.all_input_nodes[0]
+    return bool(node.meta.get(PADDED))
+
+
 def _gains_by_padding(node: fx.Node) -> bool:
     if name_of(node) not in ("mm", "addmm") or node.kwargs or name_of(node.args[-1]) != "t":  # type: ignore[arg-type]
         return False
@@ -187,5 +202,6 @@ def _pad(graph: fx.Graph, node: fx.Node) -> None:
         product.meta.update({key: value for key, value in node.meta.items() if key != "val"})
         part = graph.call_function(aten.slice.Tensor, (product, 1, 0, columns))
     part.meta.update(node.meta)
+    part.meta[PADDED] = True
     node.replace_all_uses_with(part)
     graph.erase_node(node)

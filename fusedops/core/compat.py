@@ -39,6 +39,7 @@ __all__ = [
     "compile_ahead",
     "compiles_ahead",
     "constant_when_traced",
+    "contiguous_tangents",
     "current_device",
     "current_stream",
     "current_target",
@@ -820,6 +821,20 @@ def recorded_call(
 def compile_by_inductor(gm: torch.fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: Any) -> Any:
     """What Inductor makes of a graph."""
     return torch._TorchCompileInductorWrapper(mode, options, None)(gm, list(inputs))
+
+
+def contiguous_tangents() -> AbstractContextManager[Any]:
+    """Within it a graph is compiled for gradients of its results that are contiguous, whatever the results' strides are.
+
+    AOTAutograd takes it that a gradient has the strides of the result, and copies one that comes otherwise. Without the private
+    name it does here, too: slower.
+    """
+    try:
+        from torch._functorch import config
+
+        return config.patch(guess_tangent_strides_as_outputs=False)  # type: ignore[no-any-return]
+    except (ImportError, AttributeError):
+        return nullcontext()
 
 
 @contextmanager
