@@ -31,11 +31,15 @@ from .structure import Operand
 if TYPE_CHECKING:
     from .operator import Program, RowwiseSite
 
-__all__ = ["backward", "chosen", "forward"]
+__all__ = ["BackwardKey", "backward", "backward_key", "chosen", "forward", "grouping"]
 
 tuning.register(configs, "rowwise_forward", "rowwise_backward", "rowwise_moments_forward", "rowwise_moments_backward")
 
 Launch = Callable[..., None]
+# Whether the rows are grouped, the dtype of each cotangent, and whether each gradient is wanted.
+BackwardKey = tuple[bool, tuple[torch.dtype | None, ...], tuple[bool, ...]]
+# Groups of fewer rows are read by index: a program of their own would have too little to do.
+_LEAST_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -70,12 +74,45 @@ def forward(site: RowwiseSite, tensors: Any, outs: Any, state: State) -> None:
 
 def backward(site: RowwiseSite, grads: Any, saved: Any, outs: Any, state: State) -> None:
     """One launch, of long rows two, and for sums over rows one more that adds their parts."""
-    key = (site.program.is_grouped_by(grads), tuple([None if g is None else g.dtype for g in grads]),
-           tuple([out is not None for out in outs]))  # fmt: skip
+    key = site.program.backward_key(grads, outs)
     run = site.launches.get(key)
     if run is None:
         run = site.launches[key] = _backward(site, *key).made()
     run(grads, saved, outs, state)
+
+
+def grouping(program: Program) -> Callable[[Any], bool]:
+    """See `Program.is_grouped`. Flat code, as all that is run at each call."""
+    sizes = {axis: f"tensors[{place}].shape[{dim}]" for axis, (_, place, dim) in program.dynamic.items()}
+    return _function("tensors", _has_many(program, sizes))
+
+
+def backward_key(program: Program) -> Callable[[Any, Any], BackwardKey]:
+    """See `Program.backward_key`."""
+    outputs, grouped = range(program.visible), "False"
+    for output in reversed(outputs):
+        dims = program.dims_of(output)
+        if program.group and dims.keys() >= program.dynamic.keys():
+            many = _has_many(program, {axis: f"grads[{output}].shape[{dims[axis]}]" for axis in program.dynamic})
+            grouped = f"{many} if grads[{output}] is not None else {grouped}"
+    dtypes = "".join([f"None if grads[{output}] is None else grads[{output}].dtype, " for output in outputs])
+    wanted = "".join([f"outs[{place}] is not None, " for place in range(len(program.tensors))])
+    return _function("grads, outs", f"({grouped}, ({dtypes}), ({wanted}))")
+
+
+def _has_many(program: Program, sizes: dict[int, str]) -> str:
+    """Whether each group has many rows, as an expression of the sizes that may change."""
+    if not program.group:
+        return "False"
+    rows = [sizes.get(axis, str(program.structure.sizes[axis])) for axis in program.structure.rows
+            if axis not in program.group]  # fmt: skip
+    return f"{' * '.join(rows) or '1'} >= {_LEAST_ROWS}"
+
+
+def _function(parameters: str, result: str) -> Callable[..., Any]:
+    namespace: dict[str, Any] = {}
+    exec(f"def function({parameters}):\n    return {result}", namespace)
+    return namespace["function"]  # type: ignore[no-any-return]
 
 
 def _forward(site: RowwiseSite, grouped: bool) -> _Launcher:
@@ -236,13 +273,20 @@ class _Launcher:
         strided = any(
             a.kind == "stride" and (a.place, a.of) == (place, kind) for k in self.kernels for a in k.arguments
         )
+        size = self.program.size_of_row(operand)
+        lines = [f"{name}, {name}_stride = {self.names[kind, place]}, {size}"]
         if strided and how is not None:
-            return [
-                f"{name}, {name}_stride, more = as_rows({self.names[kind, place]}, {how[0]}, {how[1]})",
-                "bits |= more",
-            ]
-        return [f"{name}, more = vector({self.names[kind, place]})",
-                f"{name}_stride = {self.program.size_of_row(operand)}", "bits |= more"]  # fmt: skip
+            read, bits = (
+                f"{name}, {name}_stride, more = as_rows({name}, {how[0]}, {how[1]})",
+                f"more | {size << 1 & 15}",
+            )
+        else:
+            read, bits = f"{name}, more = vector({name})", "more"
+        if kind == "intermediate":  # which may be absent
+            return [*lines, read, "bits |= more"]
+        # What `as_rows` and `vector` do with nearly all tensors, without a call.
+        return [*lines, f"more = {name}.data_ptr()", f"if more and {name}.is_contiguous() and not {name}.is_neg():",
+                f"    bits |= {bits}", "else:", f"    {read}", "    bits |= more"]  # fmt: skip
 
     def _operand_of(self, kind: str, place: int) -> Operand:
         if kind in ("input", "gradient"):

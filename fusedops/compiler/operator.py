@@ -32,8 +32,6 @@ __all__ = ["LONGEST_ROW", "Program", "RowwiseConstants", "RowwiseSite", "dynamic
 _registered: set[str] = set()
 # Rows that a program holds whole have at most so many columns a part.
 LONGEST_ROW = 16384
-# Groups of fewer rows are read by index: a program of their own would have too little to do.
-LEAST_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,12 @@ class RowwiseSite(Site):
 
 
 class Program(Operator):
-    """A function traced for tensors of these dtypes, columns and broadcast dimensions."""
+    """A function traced for tensors of these dtypes, columns and broadcast dimensions.
+
+    Attributes:
+        is_grouped: of the inputs, whether the rows come in groups, each of many rows.
+        backward_key: of cotangents and gradients, what their launches are known by.
+    """
 
     constants = RowwiseConstants
     native_elements = 0
@@ -99,7 +102,9 @@ class Program(Operator):
         self.thresholds = tuple(map(rng.threshold, structure.drops))
         self._outputs = output_allocator(self)
         self._gradients: dict[int, Any] = {}
-        self.group = group_of(structure)
+        self.group = () if self.tiled else group_of(structure)
+        self.is_grouped: Callable[[Any], bool] = launching.grouping(self)
+        self.backward_key: Callable[[Any, Any], launching.BackwardKey] = launching.backward_key(self)
         # Functions that are the same to the last number, in two places of a program, share the registered operators.
         if self.name not in _registered:
             _registered.add(self.name)
@@ -286,18 +291,6 @@ class Program(Operator):
     def shape(self, labels: Sequence[Label], sizes: Sequence[int]) -> list[int]:
         """Of a tensor with these dimensions."""
         return [math.prod([sizes[axis] for axis in label]) for label in labels]
-
-    def is_grouped(self, tensors: Any) -> bool:
-        """Whether the rows come in groups, each of many rows."""
-        return bool(self.group) and not self.tiled and self._are_many(self.sizes_of(tensors))
-
-    def is_grouped_by(self, grads: Any) -> bool:
-        """The same of a backward."""
-        return bool(self.group) and not self.tiled and self._are_many(self.sizes_by(grads))
-
-    def _are_many(self, sizes: Sequence[int]) -> bool:
-        rows = [sizes[axis] for axis in self.structure.rows if axis not in self.group]
-        return math.prod(rows) >= LEAST_ROWS
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Whether tensors are such as the function was traced for, but for the number of rows."""

@@ -53,13 +53,18 @@ def define(op: Operator) -> None:
     def allocate(*args: Any) -> Sequence[Tensor | None]:
         return op.allocate(forward_site(args, -1), _flat(op, args[:count]))
 
+    @functools.lru_cache(maxsize=4096)
+    def forward_of(text: str, dropout: bool, device_index: int) -> tuple[Any, int]:
+        threshold, cols, call, *rest = _constants(text)
+        return site_from(op, device_index, dropout, cols, call, tuple(rest)), threshold
+
     def write(*args: Any) -> None:
-        tensors, outs, constants = args[: count + 1], args[count + 1 : -1], _constants(args[-1])
-        given: Any = _flat(op, tensors[:count])
-        if _is_empty(given[op.first], ()):
+        given: Any = _flat(op, args[:count])
+        first, seed = given[op.first], args[count]
+        if _is_empty(first, ()):
             return
-        site = forward_site((*tensors, *constants), given[op.first].get_device())
-        function.on_device(site, op.forward, given, outs, (*rng.unpacked(tensors[count]), constants[0]))
+        site, threshold = forward_of(args[-1], seed is not None, first.get_device())
+        function.on_device(site, op.forward, given, args[count + 1 : -1], (*rng.unpacked(seed), threshold))
 
     def backward_site(args: Sequence[Any], device_index: int) -> Any:
         _, _, cols, call, *rest = args[read + 1 :]
@@ -70,16 +75,19 @@ def define(op: Operator) -> None:
         site = backward_site(args, -1)
         return op.allocate_gradients(site, args[: op.visible], _flat(op, args[op.visible : read]), needed)
 
+    @functools.lru_cache(maxsize=4096)
+    def backward_of(text: str, dropout: bool, device_index: int) -> tuple[Any, int]:
+        threshold, _, cols, call, *rest = _constants(text)
+        return site_from(op, device_index, dropout, cols, call, tuple(rest)), threshold
+
     def write_gradients(*args: Any) -> None:
-        tensors, outs, constants = args[: read + 1], args[read + 1 : -1], _constants(args[-1])
-        grads = tensors[: op.visible]
+        grads, seed, outs = args[: op.visible], args[read], args[read + 1 : -1]
         given = next(g for g in grads if g is not None)
         if _is_empty(given, outs):
             return
-        device_index = given.get_device()
-        site = backward_site((*tensors, *constants), device_index)
-        state = (*rng.unpacked(tensors[read]), constants[0])
-        function.on_device(site, op.backward, grads, _flat(op, tensors[op.visible : read]), outs, state)
+        site, threshold = backward_of(args[-1], seed is not None, given.get_device())
+        state = (*rng.unpacked(seed), threshold)
+        function.on_device(site, op.backward, grads, _flat(op, args[op.visible : read]), outs, state)
 
     _define(
         library, f"{op.name}_forward", f"{arguments}, Tensor? seed", constants, op.outputs, allocate, write, op.tags
@@ -211,7 +219,6 @@ def _string(constants: Sequence[Any]) -> str:
     return ";".join([f"{type(constant).__name__[0]}{constant}" for constant in constants])
 
 
-@functools.lru_cache(maxsize=4096)
 def _constants(call: str) -> tuple[Any, ...]:
     return tuple([_READ[constant[0]](constant[1:]) for constant in call.split(";")])
 
@@ -240,9 +247,9 @@ def implement(library: torch.library.Library, name: str, function: Callable[...,
 def _shortened(dispatched: Callable[..., Any], function: Callable[..., Any], read: int) -> Callable[..., Any]:
     """``dispatched``, or ``function`` where the dispatcher would do nothing but call that.
 
-    The first ``read`` arguments are looked at. The questions are in one flat function: each is asked at every call.
-    What cannot be asked is missed: an execution trace that is taken without a profiler, and what others register for
-    these operators, which are private.
+    The first ``read`` arguments are looked at: tensors, or None. The questions are in one flat function: each is asked at
+    every call. What cannot be asked is missed: an execution trace that is taken without a profiler, and what others
+    register for these operators, which are private.
     """
     modes, function_mode, transforms = compat.dispatch_modes, compat.function_modes, compat.transforms
     grad_mode, profiling, tracing, forward_mode = (torch.is_grad_enabled, compat.profiling, compat.jit_tracing,
@@ -257,7 +264,7 @@ def _shortened(dispatched: Callable[..., Any], function: Callable[..., Any], rea
         try:
             for arg in args[:read]:
                 # Without memory, or with other numbers in it than the tensor's.
-                if type(arg) in _TENSORS and (not arg.data_ptr() or arg.is_neg()):
+                if arg is not None and (not arg.data_ptr() or arg.is_neg()):
                     observed = True
         except RuntimeError:  # no storage either: batches in disguise, what a transform has left, sparse layouts
             observed = True
