@@ -48,7 +48,7 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
     changes = [(finder.part[node], value_of(changed)) for node in gm.graph.nodes
                for changed in compat.written(node.target, node.args, node.kwargs) if isinstance(changed, fx.Node)]  # fmt: skip
     todo, tried = deque(finder.found()), set[Region]()
-    owners: dict[fx.Node, Region] = {}
+    owners, saved = dict[fx.Node, Region](), set[fx.Node]()
     found, reports = list[tuple[Region, Made]](), list[RegionReport]()
     while todo:
         region = todo.popleft()
@@ -57,9 +57,10 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
             if reason := _why_not(region, needs):
                 raise NotRowwiseError(reason)
             _views_apart(gm.graph, region)
-            program = made(region)
+            program = made(region, saved)
             later = [value for part, value in changes if part > finder.part[region.nodes[0]]]
-            if later and _saves(region, program, needs) and _is_any_of(_saved(program), later):
+            saves = _saves(region, program, needs)
+            if later and saves and _is_any_of(_saved(program), later):
                 raise NotRowwiseError("a tensor that it saves is changed later")
             if _is_cyclic(gm.graph, owners | dict.fromkeys(region.nodes, region)):
                 raise NotRowwiseError("it needs what another region needs of it")
@@ -72,6 +73,7 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
                 reports.append(RegionReport(names, _shape(region), reason))
             continue
         owners.update(dict.fromkeys(region.nodes, region))
+        saved.update(_saved(program) if saves else ())
         found.append((region, program))
         reports.append(RegionReport(names, _shape(region), "", _apart(region), _rows(program), program.program))
     replaced: dict[fx.Node, fx.Node] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -39,22 +39,26 @@ class Made:
         self.program, self.inputs, self.outputs = program, inputs, outputs
 
 
-def made(found: Region) -> Made:
+def made(found: Region, saved: Collection[fx.Node] = ()) -> Made:
     """The program of a region.
 
+    Args:
+        found: the region.
+        saved: nodes that others save for the backward.
     Raises:
         NotRowwiseError: it cannot be one kernel.
     """
     tensors = [node for node in found.inputs if isinstance(value_of(node), Tensor)]
     function = _Function(found, tensors)
     shapes = [tuple(value_of(node).shape) for node in tensors]
-    key = (function.text, tuple([(value_of(node).dtype, _text(shape)) for node, shape in zip(tensors, shapes, strict=True)]),
+    kept = tuple([place for place, node in enumerate(tensors) if node in saved])
+    key = (function.text, kept, tuple([(value_of(node).dtype, _text(shape)) for node, shape in zip(tensors, shapes, strict=True)]),
            value_of(tensors[0]).device.type)  # fmt: skip
     if key not in _known:
         if len(_known) >= _MOST:
             _known.clear()
         try:
-            _known[key] = _made(function, tensors)
+            _known[key] = _made(function, tensors, kept)
         except NotRowwiseError as error:
             _known[key] = str(error).removeprefix("region: ")  # an error would keep the tensors of its frames
     known = _known[key]
@@ -137,7 +141,7 @@ def _symbols(tensors: Sequence[fx.Node]) -> dict[Any, tuple[int, int]]:
     return found
 
 
-def _made(function: _Function, tensors: Sequence[fx.Node]) -> tuple[Program, list[int]]:
+def _made(function: _Function, tensors: Sequence[fx.Node], kept: Collection[int]) -> tuple[Program, list[int]]:
     values = [value_of(node) for node in tensors]
     symbols = {symbol for value in values for size in value.shape for symbol in _free_symbols(size)}
     structure, places = _structure(function, values, {})
@@ -145,7 +149,7 @@ def _made(function: _Function, tensors: Sequence[fx.Node]) -> tuple[Program, lis
         others = {symbol: 2 * hint + 3 for symbol, hint in _hints(values).items()}
         if _structure(function, values, others)[0].text() != structure.text():
             raise NotRowwiseError("the result depends on the number of rows")
-    program = Program("region", _reference(function, places), planned(structure, memory=True))
+    program = Program("region", _reference(function, places), planned(structure, memory=True, kept=kept))
     for operand, value in zip(structure.inputs, values, strict=True):
         for label, size in zip(operand.labels, value.shape, strict=True):
             if _free_symbols(size) and not (len(label) == 1 and label[0] in program.dynamic):

@@ -8,7 +8,7 @@ forward saw. Nothing here depends on what requires a gradient: training and infe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -89,12 +89,13 @@ def _cotangent(plan: Plan, number: int, part: Part) -> Node:
     return plan.structure.graph.make("cotangent", attrs=(number, part), axes=axes, kind="float")
 
 
-def planned(structure: Structure, *, memory: bool = False) -> Plan:
+def planned(structure: Structure, *, memory: bool = False, kept: Collection[int] = ()) -> Plan:
     """The plan of a function.
 
     Args:
         structure: of it.
         memory: a byte that is saved counts as much as one that is moved.
+        kept: the places of inputs that are saved by others: to save these, too, takes no memory.
     """
     structure = _rounded(*_apart(structure))
     differentiable = tuple(
@@ -109,14 +110,21 @@ def planned(structure: Structure, *, memory: bool = False) -> Plan:
     roots = [node for parts in bare.gradients(numbers, wanted).values() for node in parts.values()]
     forward = reachable(node for parts in structure.results for node in parts.values())
     candidates: list[tuple[Alternative, Parts, torch.dtype | None]] = [
-        (Alternative("", *_cost(structure, forward, roots, {}, None)), {}, None)
+        (Alternative("", *_cost(structure, forward, roots, {}, None, kept)), {}, None)
     ]
     for parts, dtype in structure.values:
         if all(_is_whole(structure, node) and node in forward for node in parts.values()):
-            costs = _cost(structure, forward, roots, parts, dtype)
+            costs = _cost(structure, forward, roots, parts, dtype, kept)
             name = next((name for node in parts.values() for name in reversed(node.names)), _line_of(structure, parts))
             candidates.append((Alternative(name, *costs), parts, dtype))
-    candidates.sort(key=lambda found: (found[0].moved + memory * found[0].held, found[0].held, found[0].operators))
+
+    def rank(found: tuple[Alternative, Parts, torch.dtype | None]) -> tuple[int, int, int]:
+        choice, parts, dtype = found
+        # What is returned, too, is there anyway while the forward needs it. The backward makes it live on.
+        lives = choice.held + (_returned(structure, parts, dtype) if memory else 0)
+        return choice.moved + memory * choice.held, lives, choice.operators
+
+    candidates.sort(key=rank)
     alternatives = tuple(dict.fromkeys([found[0] for found in candidates]))
     return _completed(bare, candidates[0][1], candidates[0][2], alternatives)
 
@@ -156,22 +164,27 @@ def _completed(bare: Plan, parts: Parts, dtype: torch.dtype | None, alternatives
 # --- what an alternative costs ------------------------------------------------------------------------------------------
 
 
-def _cost(structure: Structure, forward: set[Node], roots: list[Node], parts: Parts,
-          dtype: torch.dtype | None) -> tuple[int, int, int]:  # fmt: skip
+def _cost(structure: Structure, forward: set[Node], roots: list[Node], parts: Parts, dtype: torch.dtype | None,
+          kept: Collection[int]) -> tuple[int, int, int]:  # fmt: skip
     """Bytes moved, bytes held and operators of a backward, of one row."""
     intermediate = set(parts.values())
     reached = reachable(roots, lambda node: node in intermediate or (node in forward and _is_stat(structure, node)))
     read = {node for node in reached if node.op == "input" and _is_whole(structure, node)}
     moved = sum([structure.inputs[node.attrs[0]].dtype.itemsize for node in read])
-    own, held = 0, moved
+    own, held = 0, sum([structure.inputs[node.attrs[0]].dtype.itemsize for node in read if node.attrs[0] not in kept])
     if parts:
         assert dtype is not None
         moved += len(parts) * dtype.itemsize
-        returned = any(intermediate == set(results.values()) for results in structure.results)
-        own = 0 if returned else len(parts) * dtype.itemsize
+        own = 0 if _returned(structure, parts, dtype) else len(parts) * dtype.itemsize
         held += own
     operators = sum(bool(node.args) and node not in intermediate for node in reached)
     return (moved + own) * structure.cols, held * structure.cols, operators
+
+
+def _returned(structure: Structure, parts: Parts, dtype: torch.dtype | None) -> int:
+    """Bytes of a row that are saved as one of the outputs."""
+    is_output = any(set(parts.values()) == set(results.values()) for results in structure.results)
+    return len(parts) * dtype.itemsize * structure.cols if dtype is not None and is_output else 0
 
 
 def _is_whole(structure: Structure, node: Node) -> bool:
