@@ -617,6 +617,21 @@ def test_summary_marks_the_fastest_and_names_where_another_is(tmp_path):
     assert "Faster than" not in page.summary(path)
 
 
+def test_compiled_steps_of_one_run_are_compared(tmp_path):
+    """With columns for what was measured."""
+    path, none = tmp_path / "models_nvidia_h200.csv", tmp_path / "compile_nvidia_h200.csv"
+    results.write(path, [row("compile", 8.0), row("backend", 4.0, commit="other")])
+    assert page.compiled(path, none) == "Nothing has been measured yet."
+    results.write(path, [row("backend", 4.0, 500.0), row("fused_compile", 9.0, commit="other")])
+    head, _, line = page.compiled(path, none).splitlines()
+    assert head.count("|") == 7 and "GPU time" not in head
+    assert line.endswith(" | 8.00 ± 0.10 |  | **4.00 ± 0.10 (2.00)** | 1000 | 500 |")
+    results.write(path, [row(name, ms, gpu_ms=ms - 1) for name, ms in (("compile", 7.0), ("backend", 4.0))])
+    head, _, line = page.compiled(path, none).splitlines()
+    assert "GPU time" in head and line.endswith(" | 6.00 | 3.00 (2.00) | 1000 | 1000 |")
+    assert " | 6.00 |  | 3.00 |\n" in page.markdown(path)
+
+
 def test_the_committed_page_is_what_its_results_give():
     """If this fails, run ``python -m benchmarks models --page`` and commit what it wrote."""
     text = page.markdown(ROOT / "benchmarks" / "results" / "models_nvidia_h200.csv")

@@ -139,6 +139,8 @@ class OnePlus(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, self.weight + 1.0, self.bias, self.eps)
 
 
+# Autocast on a GPU takes `F.rms_norm` in fp32 in newer releases; in PyTorch 2.11 it does not.
+_RMS_WIDENED = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
 _TAKEN: tuple[tuple[Any, Any], ...] = (
     (NanoGpts, ("layer", "once", 0.0, 1e-5, "weight", "bias", "input", True)),
     (functools.partial(NanoGpts, bias=False), ("layer", "once", 0.0, 1e-5, "weight", None, "input", True)),
@@ -150,8 +152,8 @@ _TAKEN: tuple[tuple[Any, Any], ...] = (
     (functools.partial(WithoutScale, True), ("rms", "once", 0.0, "eps", "weight", None, "x", False)),
     (Debertas, ("layer", "llama", 0.0, "eps", "weight", "shift", "x", False)),
     (functools.partial(AsItsBase, _N), ("layer", "once", 0.0, "eps", "weight", "bias", "x", True)),
-    (functools.partial(FunctionalRms, _N, 1e-5), ("rms", "once", 0.0, "eps", "weight", None, "rows", True)),
-    (functools.partial(FunctionalRms, _N), ("rms", "once", 0.0, None, "weight", None, "rows", True)),
+    (functools.partial(FunctionalRms, _N, 1e-5), ("rms", "once", 0.0, "eps", "weight", None, "rows", _RMS_WIDENED)),
+    (functools.partial(FunctionalRms, _N), ("rms", "once", 0.0, None, "weight", None, "rows", _RMS_WIDENED)),
     (functools.partial(OnePlus, _N), ("layer", "once", 1.0, "eps", "weight", "bias", "x", True)),
     (TwoAttributes, ("rms", "once", 0.0, "real", "weight", None, "x", False)),
 )

@@ -184,21 +184,25 @@ def compiled(path: Path, first_calls: Path) -> str:
     Behind it are the seconds to compile, if they were measured.
     """
     names = ("compile", "fused_compile", "backend")
-    heads = [f"{_NAMES[name]}, ms" for name in names]
-    for figure in ("GPU time, ms", "peak, MiB"):
-        heads += [f"{_NAMES[name]}, {figure}" for name in ("compile", "backend")]
-    lines = [f"| model, batch | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
-    for (model, _, shape), seen in _ordered(row for row in read(path) if row.mode == "train"):
-        if "compile" not in seen or "backend" not in seen or seen["compile"].commit != seen["backend"].commit:
-            continue
-        base, ours = seen["compile"], seen["backend"]
-        rows = {name: seen[name] for name in names if name in seen and seen[name].commit == ours.commit}
-        least = min(row.ms for row in rows.values() if row.ms is not None)
-        cells = [_bold(_time(rows[name], base), rows[name].ms == least) if name in rows else "" for name in names]
-        cells += [cell(row, base) for cell in (_gpu, _peak) for row in (base, ours)]
-        lines.append(f"| {_MODEL_NAMES[model]}, {sized(shape)} | {' | '.join(cells)} |")
-    if len(lines) == 2:
+    compared: Places = []
+    for place, seen in _ordered(row for row in read(path) if row.mode == "train"):
+        if "compile" in seen and "backend" in seen and seen["compile"].commit == seen["backend"].commit:
+            compared.append((place, {name: row for name, row in seen.items() if row.commit == seen["backend"].commit}))
+    if not compared:
         return "Nothing has been measured yet."
+    more = [(f"{_NAMES[name]}, {figure}", name, cell)
+            for figure, field, cell in (("GPU time, ms", "gpu_ms", _gpu), ("peak, MiB", "peak_mib", _peak))
+            for name in ("compile", "backend")
+            if any(getattr(row, field) is not None for _, seen in compared for row in seen.values())]  # fmt: skip
+    heads = [*[f"{_NAMES[name]}, ms" for name in names], *[head for head, *_ in more]]
+    lines = [f"| model, batch | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
+    for (model, _, shape), seen in compared:
+        least = min(row.ms for name, row in seen.items() if name in names and row.ms is not None)
+        cells = [
+            _bold(_time(seen[name], seen["compile"]), seen[name].ms == least) if name in seen else "" for name in names
+        ]
+        cells += [cell(seen[name], seen["compile"]) for _, name, cell in more]
+        lines.append(f"| {_MODEL_NAMES[model]}, {sized(shape)} | {' | '.join(cells)} |")
     parts = ["\n".join(lines)]
     seconds = first_calls_of(first_calls)
     if seconds:

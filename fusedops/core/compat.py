@@ -826,8 +826,8 @@ def compile_by_inductor(gm: torch.fx.GraphModule, inputs: Sequence[Any], mode: s
 def contiguous_tangents() -> AbstractContextManager[Any]:
     """Within it a graph is compiled for gradients of its results that are contiguous, whatever the results' strides are.
 
-    AOTAutograd takes it that a gradient has the strides of the result, and copies one that comes otherwise. Without the private
-    name it does here, too: slower.
+    In newer releases AOTAutograd takes it that a gradient has the strides of the result, and copies one that comes otherwise.
+    Without the private name it does so here, too: slower.
     """
     try:
         from torch._functorch import config

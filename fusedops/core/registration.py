@@ -247,9 +247,9 @@ def implement(library: torch.library.Library, name: str, function: Callable[...,
 def _shortened(dispatched: Callable[..., Any], function: Callable[..., Any], read: int) -> Callable[..., Any]:
     """``dispatched``, or ``function`` where the dispatcher would do nothing but call that.
 
-    The first ``read`` arguments are looked at: tensors, or None. The questions are in one flat function: each is asked at
-    every call. What cannot be asked is missed: an execution trace that is taken without a profiler, and what others
-    register for these operators, which are private.
+    The first ``read`` arguments are looked at. The questions are in one flat function: each is asked at every call.
+    What cannot be asked is missed: an execution trace that is taken without a profiler, and what others register for
+    these operators, which are private.
     """
     modes, function_mode, transforms = compat.dispatch_modes, compat.function_modes, compat.transforms
     grad_mode, profiling, tracing, forward_mode = (torch.is_grad_enabled, compat.profiling, compat.jit_tracing,
@@ -264,7 +264,7 @@ def _shortened(dispatched: Callable[..., Any], function: Callable[..., Any], rea
         try:
             for arg in args[:read]:
                 # Without memory, or with other numbers in it than the tensor's.
-                if arg is not None and (not arg.data_ptr() or arg.is_neg()):
+                if type(arg) in _TENSORS and (not arg.data_ptr() or arg.is_neg()):
                     observed = True
         except RuntimeError:  # no storage either: batches in disguise, what a transform has left, sparse layouts
             observed = True
