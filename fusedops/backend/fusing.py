@@ -59,8 +59,7 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
             _views_apart(gm.graph, region)
             program = made(region, saved)
             later = [value for part, value in changes if part > finder.part[region.nodes[0]]]
-            saves = _saves(region, program, needs)
-            if later and saves and _is_any_of(_saved(program), later):
+            if later and _saves(region, program, needs) and _is_any_of(_saved(program), later):
                 raise NotRowwiseError("a tensor that it saves is changed later")
             if _is_cyclic(gm.graph, owners | dict.fromkeys(region.nodes, region)):
                 raise NotRowwiseError("it needs what another region needs of it")
@@ -73,7 +72,7 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
                 reports.append(RegionReport(names, _shape(region), reason))
             continue
         owners.update(dict.fromkeys(region.nodes, region))
-        saved.update(_saved(program) if saves else ())
+        saved.update(_saved(program))  # also where no backward follows: inference is to compute the same
         found.append((region, program))
         reports.append(RegionReport(names, _shape(region), "", _apart(region), _rows(program), program.program))
     replaced: dict[fx.Node, fx.Node] = {}

@@ -46,17 +46,17 @@ def define(op: Operator) -> None:
     cotangents = _schema(tuple([f"d{name}" for name in op.outputs[: op.visible]]))
     read = op.visible + len(op.saved)
 
-    def forward_site(args: Sequence[Any], device_index: int) -> Any:
-        _, cols, call, *rest = args[count + 1 :]
-        return site_from(op, device_index, args[count] is not None, cols, call, tuple(rest))
+    def forward_site(constants: Sequence[Any], dropout: bool, device_index: int) -> Any:
+        _, cols, call, *rest = constants
+        return site_from(op, device_index, dropout, cols, call, tuple(rest))
 
     def allocate(*args: Any) -> Sequence[Tensor | None]:
-        return op.allocate(forward_site(args, -1), _flat(op, args[:count]))
+        return op.allocate(forward_site(args[count + 1 :], args[count] is not None, -1), _flat(op, args[:count]))
 
     @functools.lru_cache(maxsize=4096)
     def forward_of(text: str, dropout: bool, device_index: int) -> tuple[Any, int]:
-        threshold, cols, call, *rest = _constants(text)
-        return site_from(op, device_index, dropout, cols, call, tuple(rest)), threshold
+        constants = _constants(text)
+        return forward_site(constants, dropout, device_index), constants[0]
 
     def write(*args: Any) -> None:
         given: Any = _flat(op, args[:count])
@@ -66,19 +66,19 @@ def define(op: Operator) -> None:
         site, threshold = forward_of(args[-1], seed is not None, first.get_device())
         function.on_device(site, op.forward, given, args[count + 1 : -1], (*rng.unpacked(seed), threshold))
 
-    def backward_site(args: Sequence[Any], device_index: int) -> Any:
-        _, _, cols, call, *rest = args[read + 1 :]
-        return site_from(op, device_index, args[read] is not None, cols, call, tuple(rest))
+    def backward_site(constants: Sequence[Any], dropout: bool, device_index: int) -> Any:
+        _, _, cols, call, *rest = constants
+        return site_from(op, device_index, dropout, cols, call, tuple(rest))
 
     def allocate_gradients(*args: Any) -> Sequence[Tensor | None]:
         needed = [digit == "1" for digit in args[read + 2]]
-        site = backward_site(args, -1)
+        site = backward_site(args[read + 1 :], args[read] is not None, -1)
         return op.allocate_gradients(site, args[: op.visible], _flat(op, args[op.visible : read]), needed)
 
     @functools.lru_cache(maxsize=4096)
     def backward_of(text: str, dropout: bool, device_index: int) -> tuple[Any, int]:
-        threshold, _, cols, call, *rest = _constants(text)
-        return site_from(op, device_index, dropout, cols, call, tuple(rest)), threshold
+        constants = _constants(text)
+        return backward_site(constants, dropout, device_index), constants[0]
 
     def write_gradients(*args: Any) -> None:
         grads, seed, outs = args[: op.visible], args[read], args[read + 1 : -1]
@@ -98,12 +98,14 @@ def define(op: Operator) -> None:
     _differentiate(op, library, forward_site)
 
 
-def _differentiate(op: Operator, library: torch.library.Library, site_of: Callable[[Sequence[Any], int], Any]) -> None:
-    """Gives the forward its derivative; ``site_of`` makes the site of its arguments on a device."""
+def _differentiate(
+    op: Operator, library: torch.library.Library, site_of: Callable[[Sequence[Any], bool, int], Any]
+) -> None:
+    """Gives the forward its derivative; ``site_of`` makes the site of its constants, of whether it drops, and of a device."""
     count = len(op.tensors)
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        site = site_of(inputs, -1)
+        site = site_of(inputs[count + 1 :], inputs[count] is not None, -1)
         outs = present(output, site.outs)
         ctx.save_for_backward(*site.saved((*_flat(op, inputs[:count]), *outs, None)), inputs[count])
         ctx.set_materialize_grads(False)
