@@ -290,6 +290,20 @@ MUTANTS = (
         "        if node in needs and _is_activation(node):\n",
         ("test_backend_returned.py", "test_activations_that_are_returned"),
     ),
+    Mutant(
+        "a sum of what is saved, saved too",
+        "compiler/planning.py",
+        " for node in read if node.attrs[0] not in kept])\n",
+        " for node in read])\n",
+        ("test_backend_saved.py", "test_sums"),
+    ),
+    Mutant(
+        "an output that lives on for the backward, at no cost",
+        "compiler/planning.py",
+        "        lives = choice.held + (_returned(structure, parts, dtype) if memory else 0)\n",
+        "        lives = choice.held\n",
+        ("test_backend_saved.py", "test_sums"),
+    ),
 )
 
 
