@@ -7,6 +7,7 @@ binary. Interpreted kernels cannot be compiled, so this runs in the plain settin
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import subprocess
 import tempfile
@@ -17,7 +18,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
+from fusedops.compiler import launching
+from fusedops.compiler.operator import Program
+from fusedops.compiler.planning import planned
+from fusedops.compiler.structure import structured
+from fusedops.compiler.tracing import trace
 from fusedops.core import cache, launch, tuning
 from support import EVERY_SPEC, INTERPRETED
 
@@ -125,6 +133,29 @@ def test_compiles_for_the_others(member: str, kind: tuple[int, torch.dtype], tar
                                  monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     found = build(plans(*kind)[member], target, monkeypatch)
     assert target == "gfx942" or not found
+
+
+def modulated(
+    x: Tensor, product: Tensor, bias: Tensor, gate: Tensor, shift: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A branch of a diffusion transformer: four gradients are sums of rows."""
+    z = x + gate * (product + bias)
+    return z, (F.layer_norm(z, z.shape[-1:]) * (1 + scale) + shift).bfloat16()
+
+
+@pytest.mark.parametrize("cols", [384, 768, 1024, 1152, 2048, 4096])
+def test_functions_with_many_sums_do_not_spill(cols: int) -> None:
+    """As programs for groups of rows, whose vectors differ."""
+    names = list(inspect.signature(modulated).parameters)
+    shapes = ((32, 256, cols), (32, 256, cols), (cols,), *[(32, 1, cols)] * 3)
+    given = [torch.empty(shape, dtype=torch.float32 if name == "x" else torch.bfloat16, device="meta")
+             for name, shape in zip(names, shapes, strict=True)]  # fmt: skip
+    structure = structured(trace(modulated, given, modulated, names, lambda _: None))
+    program = Program("modulated", modulated, planned(structure))
+    requests = [request for _, request, _ in launching.chosen(program, -1, given)]
+    sums = [request for request in requests if request.config.per_sm]
+    assert len(requests) == 2 and len(sums) == 1
+    assert not spilled(launch.compile_kernel(sums[0], TARGETS["sm_90"]))
 
 
 @pytest.mark.pairs

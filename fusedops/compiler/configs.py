@@ -16,7 +16,7 @@ def heuristic(key: TuningKey) -> Config:
 
     On an H200 a forward is fastest with some 24 elements of a row a thread, so that many programs run at a time. A
     backward that sums over rows holds its sums: eight warps a multiprocessor, of at most 32 elements a thread, whose next
-    rows are on their way.
+    rows are on their way. A thread of 32 elements has registers for three sums of each column.
     """
     if _is_long(key):
         return _of_long_rows(key)
@@ -32,7 +32,10 @@ def heuristic(key: TuningKey) -> Config:
         return Config(block, rows, fewest_warps(width, (24 if many else 16) // half, 32))
     two = key.variant[0] == "rows" and half == 1 and power_of_two(width) == width and 1024 <= width <= 4096
     rows = 2 if two else max(1, 1024 // power_of_two(width))
-    warps = fewest_warps(rows * width, 32 // half, 16)
+    each = 32 // half
+    if _sums(key) * each // rows > 96 // half:
+        each //= 2
+    warps = fewest_warps(rows * width, each, 16)
     # Where much is spilled, ptxas may take half of the registers that there are.
     return Config(block, rows, warps, 3 if width < 8192 else 2, max(8 // warps, 1), 128 if warps == 16 else 0)
 
@@ -40,6 +43,11 @@ def heuristic(key: TuningKey) -> Config:
 def _parts(key: TuningKey) -> int:
     """Of a row, so many are unrolled."""
     return int(key.variant[2].split()[0])
+
+
+def _sums(key: TuningKey) -> int:
+    """Over rows, of each column."""
+    return int(key.variant[1].split()[0]) // _parts(key)
 
 
 def _moved(key: TuningKey) -> int:
