@@ -799,8 +799,8 @@ def test_vocabularies_are_padded_to_whole_vectors(bias: bool) -> None:
 
 @pytest.mark.parametrize("columns", [4099, 4096])
 def test_gradients_of_padded_logits_are_not_copied_to_be_padded(columns: int, monkeypatch: Any) -> None:
-    """They come from another graph, in which the padding is unknown. Others are taken as the release takes them: from PyTorch
-    2.13 on with the strides of their result."""
+    """They come from another graph, in which the padding is unknown. Others are taken as the release takes them: newer ones with
+    the strides of their result."""
     model, x = nn.Linear(16, columns).to(DEVICE), _rows(2, 512, 16)
     strides = []
 

@@ -396,6 +396,12 @@ for path in sys.argv[1:]:
 """
 
 
+def test_tangents_are_left_as_they_are_where_the_setting_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._functorch, "config", SimpleNamespace())
+    with compat.contiguous_tangents():
+        pass
+
+
 @pytest.fixture(scope="module")
 def without() -> dict[str, str]:
     """For each private path in torch, and for private modules, whether values hold without it; and what was printed."""

@@ -32,9 +32,7 @@ def heuristic(key: TuningKey) -> Config:
         return Config(block, rows, fewest_warps(width, (24 if many else 16) // half, 32))
     two = key.variant[0] == "rows" and half == 1 and power_of_two(width) == width and 1024 <= width <= 4096
     rows = 2 if two else max(1, 1024 // power_of_two(width))
-    each = 32 // half
-    if _sums(key) * each // rows > 96 // half:
-        each //= 2
+    each = (32 if _sums(key) <= 3 * rows else 16) // half
     warps = fewest_warps(rows * width, each, 16)
     # Where much is spilled, ptxas may take half of the registers that there are.
     return Config(block, rows, warps, 3 if width < 8192 else 2, max(8 // warps, 1), 128 if warps == 16 else 0)

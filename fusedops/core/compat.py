@@ -829,12 +829,12 @@ def contiguous_tangents() -> AbstractContextManager[Any]:
     In newer releases AOTAutograd takes it that a gradient has the strides of the result, and copies one that comes otherwise.
     Without the private name it does so here, too: slower.
     """
-    try:
-        from torch._functorch import config
+    import torch._functorch as functorch
 
-        return config.patch(guess_tangent_strides_as_outputs=False)  # type: ignore[no-any-return]
-    except (ImportError, AttributeError):
+    config: Any = getattr(functorch, "config", None)
+    if not hasattr(config, "guess_tangent_strides_as_outputs"):
         return nullcontext()
+    return config.patch(guess_tangent_strides_as_outputs=False)  # type: ignore[no-any-return]
 
 
 @contextmanager
