@@ -82,6 +82,31 @@ def test_strided_rows_are_read_in_place() -> None:
 
 
 @kernels
+def test_vectors_of_groups_are_read_in_place() -> None:
+    """As shifts and scales of one projection are. Where a vector's elements are apart it is copied."""
+    sample = SAMPLES["adaptive_layer_norm_grouped"]
+    shapes = {name: t.shape for name, t in sample.tensors(torch.float32, DEVICE).items()}
+    function, x = rowwise(sample), randn(*shapes["x"])
+    groups, *ones, cols = shapes["scale"]
+
+    def clones(scale: Tensor, shift: Tensor) -> int:
+        tensors = {"x": x, "scale": scale, "shift": shift}
+        assert all(t.shape == shapes[name] for name, t in tensors.items())
+        check(sample, function, tensors)
+        with (
+            torch.no_grad(),
+            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as p,
+        ):
+            function(*[tensors[name] for name in shapes])
+        return sum(event.count for event in p.key_averages() if event.key == "aten::clone")
+
+    scale, shift = randn(groups, 2 * cols).view(groups, *ones, 2 * cols).chunk(2, -1)
+    assert clones(scale, shift) == 0
+    assert clones(scale, randn(1, *ones, cols).expand(groups, *ones, cols)) == 0
+    assert clones(scale, randn(groups, *ones, 2 * cols)[..., ::2]) == 1
+
+
+@kernels
 def test_strided_cotangents() -> None:
     sample = SAMPLES["norm_then_add"]
     tensors = {name: t.requires_grad_() for name, t in sample.tensors(torch.float32, DEVICE).items()}

@@ -402,12 +402,10 @@ class Emitter:
         how = place_of(structure, operand, self.grouped)
         strides, size = strides_of(structure, operand)
         terms = [pointer]
-        if how == "rows":
+        if how in ("rows", "group"):
             contiguous = kind in ("output", "intermediate", "gradient") or size == 1
             apart = size if contiguous else self.argument("stride", place, f"{operand.name}_stride", kind)
-            terms.append(_times("rows", apart))
-        elif how == "group":
-            terms.append(_times("group", size))
+            terms.append(_times("group" if how == "group" else "rows", apart))
         elif how == "indexed":
             terms.append(self._index_of(operand))
         columns = [axis for axis in structure.columns if axis in strides]

@@ -296,11 +296,15 @@ class _Launcher:
 
     def _reading(self, operand: Operand) -> tuple[int, int] | None:
         """Elements of a row and its dimensions, where rows may be apart; None where the tensor has to be contiguous."""
-        leading = [label for label in operand.labels if set(label) & set(self.structure.rows)]
-        trailing = operand.labels[len(leading) :]
-        if not trailing or any(set(label) - set(self.structure.rows) for label in leading):
+        labels, rows = operand.labels, set(self.structure.rows)
+        leading = len(labels)  # those of rows, and dimensions of one element behind them
+        while leading and not rows.intersection(labels[leading - 1]):
+            leading -= 1
+        while leading < len(labels) and not labels[leading]:
+            leading += 1
+        if leading == len(labels) or not all(rows.issuperset(label) for label in labels[:leading]):
             return None
-        return self.program.size_of_row(operand), len(trailing)
+        return self.program.size_of_row(operand), len(labels) - leading
 
     def _product(self, axes: Sequence[int]) -> str:
         """The number of elements along axes, as an expression."""
