@@ -73,6 +73,20 @@ MUTANTS = (
         ("test_poison.py", "test_nothing_is_written_beside_the_outputs"),
     ),
     Mutant(
+        "the rows at hand carried to the next ones",
+        "norms/kernels.py",
+        "coming = rows_of(tiles - 1 - step - tl.num_programs(1), ROWS)",
+        "coming = rows_of(tiles - 1 - step, ROWS)",
+        ("test_norm_tiles.py", "test_rows_that_are_loaded_one_by_one"),
+    ),
+    Mutant(
+        "rows and vectors of groups read as if they were next to one another",
+        "compiler/emitting.py",
+        '_times("group" if how == "group" else "rows", apart)',
+        '_times("group" if how == "group" else "rows", size)',
+        ("test_rowwise_inputs.py", "test_strided_rows or test_vectors_of_groups"),
+    ),
+    Mutant(
         "the sums of a program that shares rows taken for those of the rows",
         "norms/kernels.py",
         "place = 2 * column * M + rows[None, :]",

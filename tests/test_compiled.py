@@ -60,7 +60,7 @@ def plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> Pl
 
 
 NO_SPILL = 8192
-WIDTHS = (17, 256, 768, 1024, 1536, 2048, 4096, 5120, 6144, 8192, 12288, 16384, 65536)
+WIDTHS = (17, 256, 768, 1024, 1536, 2048, 4095, 4096, 5120, 6144, 8192, 12288, 16384, 65536)
 
 
 class Built:
@@ -143,15 +143,34 @@ def modulated(
     return z, (F.layer_norm(z, z.shape[-1:]) * (1 + scale) + shift).bfloat16()
 
 
-@pytest.mark.parametrize("cols", [384, 768, 1024, 1152, 2048, 4096])
-def test_functions_with_many_sums_do_not_spill(cols: int) -> None:
-    """As programs for groups of rows, whose vectors differ."""
-    names = list(inspect.signature(modulated).parameters)
-    shapes = ((32, 256, cols), (32, 256, cols), (cols,), *[(32, 1, cols)] * 3)
-    given = [torch.empty(shape, dtype=torch.float32 if name == "x" else torch.bfloat16, device="meta")
-             for name, shape in zip(names, shapes, strict=True)]  # fmt: skip
-    structure = structured(trace(modulated, given, modulated, names, lambda _: None))
-    program = Program("modulated", modulated, planned(structure))
+def normed_twice(x: Tensor, product: Tensor, weight: Tensor, next_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A branch of Gemma 2: two norms, and six tensors in the backward."""
+    z = x + _normed(product, weight).bfloat16()
+    return z, _normed(z, next_weight).bfloat16()
+
+
+def _normed(x: Tensor, weight: Tensor) -> Tensor:
+    x = x.float()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * (1 + weight)
+
+
+@pytest.mark.parametrize(
+    ("function", "cols"),
+    [*[(modulated, cols) for cols in (384, 768, 1024, 1152, 2048, 4096)], (normed_twice, 2304)],
+    ids=lambda part: getattr(part, "__name__", str(part)),
+)
+def test_functions_of_many_tensors_do_not_spill(function: Callable[..., tuple[Tensor, Tensor]], cols: int) -> None:
+    """The vectors of some are those of groups of rows."""
+    names = list(inspect.signature(function).parameters)
+    rows = {
+        "x": (32, 256, cols),
+        "product": (32, 256, cols),
+        **dict.fromkeys(("gate", "shift", "scale"), (32, 1, cols)),
+    }
+    given = [torch.empty(rows.get(name, (cols,)), dtype=torch.float32 if name == "x" else torch.bfloat16, device="meta")
+             for name in names]  # fmt: skip
+    structure = structured(trace(function, given, function, names, lambda _: None))
+    program = Program(function.__name__, function, planned(structure))
     requests = [request for _, request, _ in launching.chosen(program, -1, given)]
     sums = [request for request in requests if request.config.per_sm]
     assert len(requests) == 2 and len(sums) == 1

@@ -54,6 +54,15 @@ def test_tiles_side_by_side(case: Case) -> None:
             check_gradients(case.spec, sample, values=True)
 
 
+@cases((torch.float16,), lambda spec, sample: _few(spec, sample) and _cols(spec, sample) % 2 != 0, _NORMS)
+def test_rows_that_are_loaded_one_by_one(case: Case) -> None:
+    """Those of the next tile are in registers while a tile's gradients are computed."""
+    sample = case.sample()
+    block = block_holding(-(-_cols(case.spec, sample) // 3))
+    with forced("norm_backward", Config(block, 2, 1, 1, 1, parts=3)):
+        check_gradients(case.spec, sample)
+
+
 @cases((torch.float64,), _few, _NORMS)
 def test_rows_that_programs_share(case: Case) -> None:
     sample = case.sample()

@@ -127,7 +127,7 @@ def _backward(cols: int, itemsize: int, bucket: int, sums: int, drops: bool) -> 
         if block == 8192:
             return Config(1024, 1, 8, 1, 1, parts=8)
         if block == 4096:
-            return Config(1024, 1, 4, 3, 2, parts=4) if few else Config(512, 1, 4, 1, 2, parts=8)
+            return Config(1024, 1, 16 if few else 8, 1, 1, parts=4)
     if parts > 1:
         return _backward_of_parts(block, parts, itemsize, few=few)
     if itemsize > 2:

@@ -299,11 +299,14 @@ def dropout_add_kernel(
 
 
 @triton.jit
-def _load_rows(dy, dcast, kept, bias, residual, seed, offset, threshold, dy_stride, dcast_stride, kept_stride,
-               residual_stride, rows, in_rows, first_col, exact, SAVED: tl.constexpr, SUM: tl.constexpr,
-               N: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr,
-               ACC: tl.constexpr):  # fmt: skip
-    """The output's gradient, with that of its low-precision copy, and what was kept of the rows, part by part."""
+def _load_rows(dy, dcast, kept, bias, residual, stats, seed, offset, threshold, dy_stride, dcast_stride, kept_stride,
+               residual_stride, rows, in_rows, first_col, exact, M, KIND: tl.constexpr, SAVED: tl.constexpr,
+               SUM: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+               VECTOR: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+    """The output's gradient, with that of its low-precision copy, and what was kept of the rows, part by part.
+
+    Then the rows' statistics, whose second is meant for LayerNorm alone.
+    """
     gradients, rest = (), ()
     for part in tl.static_range(PARTS):
         first = first_col + part * BLOCK_N
@@ -325,7 +328,13 @@ def _load_rows(dy, dcast, kept, bias, residual, seed, offset, threshold, dy_stri
             else:
                 k = tl.load(kept + rows[:, None] * kept_stride + cols[None, :], mask=mask, other=0.0)
             rest = rest + (k,)
-    return gradients, rest
+    rstd = tl.zeros((ROWS,), ACC)
+    if stats is not None:
+        rstd = tl.load(stats + rows, mask=in_rows, other=0.0)
+    mean = rstd
+    if KIND == "layer":
+        mean = tl.load(stats + M + rows, mask=in_rows, other=0.0)
+    return gradients, rest, rstd, mean
 
 
 @triton.jit
@@ -461,11 +470,13 @@ def norm_backward_kernel(
     VECTOR: tl.constexpr,
     STAGES: tl.constexpr,
     EXCHANGE: tl.constexpr,
+    CARRIED: tl.constexpr,
 ):
     """All gradients of the family; programs share the columns along axis 0 of the grid, the rows along axis 1.
 
     A program has ``PARTS`` tiles of columns side by side. It sums its rows' parameter gradients in registers and stores
-    them once, and takes the next rows' loads ahead.
+    them once, and takes the next rows' loads ahead: by the compiler's pipeline, or where elements are loaded one by one,
+    for which that has no copies, in registers (``CARRIED``).
 
     Wider rows are shared by several programs, which need each other's sums over columns for the row means. ``EXCHANGE``
     says how. "wait": a program leaves its sums in ``moments``, which is zero before, and waits for the others'. These are
@@ -496,7 +507,13 @@ def norm_backward_kernel(
         late_rstd, late_mean = tl.zeros((ROWS,), ACC), tl.zeros((ROWS,), ACC)
         late_gradients, late_kept = _nothing(dy, dcast, kept, SAVED, SUM, ROWS, BLOCK_N, PARTS, ACC)
 
-    for step in tl.range(tl.program_id(1), tiles + ahead, tl.num_programs(1), num_stages=STAGES):
+    if CARRIED:
+        first_rows = rows_of(tiles - 1 - tl.program_id(1), ROWS)
+        next_gradients, next_rest, next_rstd, next_mean = _load_rows(
+            dy, dcast, kept, bias, residual, stats, seed, offset, threshold, dy_stride, dcast_stride, kept_stride,
+            residual_stride, first_rows, (first_rows >= 0) & (first_rows < M), first_col, exact, M, KIND, SAVED, SUM, N,
+            BLOCK_N, PARTS, ROWS, VECTOR, ACC)  # fmt: skip
+    for step in tl.range(tl.program_id(1), tiles + ahead, tl.num_programs(1), num_stages=1 if CARRIED else STAGES):
         rows = rows_of(tiles - 1 - step, ROWS)
         in_rows = rows < M
         if EXCHANGE == "wait":
@@ -505,14 +522,19 @@ def norm_backward_kernel(
             # While the rows are on their way; of several tiles there are too many draws to be held.
             scale = keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)
         if dy is not None:
-            gradients, rest = _load_rows(dy, dcast, kept, bias, residual, seed, offset, threshold, dy_stride,
-                                         dcast_stride, kept_stride, residual_stride, rows, in_rows, first_col, exact,
-                                         SAVED, SUM, N, BLOCK_N, PARTS, ROWS, VECTOR, ACC)  # fmt: skip
+            if CARRIED:
+                gradients, rest, rstd, mean = next_gradients, next_rest, next_rstd, next_mean
+                coming = rows_of(tiles - 1 - step - tl.num_programs(1), ROWS)
+                next_gradients, next_rest, next_rstd, next_mean = _load_rows(
+                    dy, dcast, kept, bias, residual, stats, seed, offset, threshold, dy_stride, dcast_stride, kept_stride,
+                    residual_stride, coming, (coming >= 0) & (coming < M), first_col, exact, M, KIND, SAVED, SUM, N,
+                    BLOCK_N, PARTS, ROWS, VECTOR, ACC)  # fmt: skip
+            else:
+                gradients, rest, rstd, mean = _load_rows(
+                    dy, dcast, kept, bias, residual, stats, seed, offset, threshold, dy_stride, dcast_stride, kept_stride,
+                    residual_stride, rows, in_rows, first_col, exact, M, KIND, SAVED, SUM, N, BLOCK_N, PARTS, ROWS, VECTOR,
+                    ACC)  # fmt: skip
         if normalizes:
-            rstd = tl.load(stats + rows, mask=in_rows, other=0.0)
-            mean = rstd
-            if KIND == "layer":
-                mean = tl.load(stats + M + rows, mask=in_rows, other=0.0)
             if EXCHANGE != "read":
                 for part in tl.static_range(PARTS):
                     w = ws[part] if weight is not None else None

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["backward", "forward"]
 
 _Dtype = torch.dtype | None
+# Of so many elements a thread, registers hold the next rows as well.
+_CARRIED = 16
 
 
 @dataclass(frozen=True)
@@ -275,6 +277,8 @@ def _plan_backward(site: NormSite, needs: tuple[bool, ...], dy: _Dtype, dz: _Dty
         **dict.fromkeys(("dy_stride", "dcast_stride", "dsum_stride", "kept_stride", "residual_stride", "M"), "i64"),
         "programs": "i32",
     }
+    # The pipeline copies no less than four bytes.
+    one_by_one = (not aligned or cols % 2 != 0) and min(d.itemsize for d in read) < 4
     gradients = {place: types[name] for place, name in
                  (("first", "dbias"), ("second", "dweight"), ("third", "dln_bias"))}  # fmt: skip
     constants = {
@@ -284,6 +288,7 @@ def _plan_backward(site: NormSite, needs: tuple[bool, ...], dy: _Dtype, dz: _Dty
         "WEIGHT_OFFSET": float(rule.weight_offset),
         "VECTOR": vector_width(*read, config=config),
         "EXCHANGE": exchange,
+        "CARRIED": dy is not None and one_by_one and config.columns * config.rows <= _CARRIED * 32 * config.warps,
     }
     reads = types | dict.fromkeys(("dsum", "dx", "dresidual", "dbias", "dweight", "dln_bias"))
 
