@@ -55,15 +55,17 @@ python -m benchmarks compare OLD.csv NEW.csv     # regressions, before a release
 
 
 def markdown(folder: Path, device: str) -> str:
-    """The page, from ``<device>.csv`` and, where there is one, ``sweep_<device>.csv``."""
+    """The page, from ``<device>.csv`` and, where there is one, ``sweep_<device>.csv``; and of other devices the widths."""
     main, swept = results.load(folder / f"{device}.csv"), results.read(folder / f"sweep_{device}.csv")
     if not main:
         raise ValueError(f"{folder / f'{device}.csv'} holds no rows")
     both = results.merge(swept, main)
     pictures = charts(folder, device)
+    names = sorted(path.stem for path in folder.glob("sweep_*.csv") if path.stem != f"sweep_{device}")
+    others = {name: results.read(folder / f"{name}.csv") for name in names}  # of other devices
     parts = [
         _HEAD,
-        _sources(main, swept, device),
+        _sources({device: main, f"sweep_{device}": swept, **others}),
         _against_peers(both),
         *_shown(pictures, device, "fractions"),
         _targets(main),
@@ -72,7 +74,8 @@ def markdown(folder: Path, device: str) -> str:
         *_shown(pictures, device, "peak_memory"),
         *_along(pictures, device),
         *_widths(swept),
-        _tables(main, device.replace("_", " ").upper()),
+        *[part for name, rows in others.items() for part in _widths(rows, f" on {_device(name)}")],
+        _tables(main, _device(device)),
         _host(both),
         *_shown(pictures, device, "host_time"),
         _HOW,
@@ -120,14 +123,20 @@ def _views(swept: list[Row], specs: Sequence[Spec]) -> list[figures.Data]:
     return [figures.Data(swept, specs, dtype, mode) for dtype, mode in pairs]
 
 
-def _sources(main: list[Row], swept: list[Row], device: str) -> str:
+def _sources(files: dict[str, list[Row]]) -> str:
+    """Of each file its device, which its name has, and what its rows were measured with."""
     lines = ["| file | device | torch | Triton | commit | rows |", "|---|---|---|---|---|--:|"]
-    for name, rows in ((f"{device}.csv", main), (f"sweep_{device}.csv", swept)):
+    for name, rows in files.items():
         if rows:
             versions = (every(rows, field) for field in ("torch", "triton", "commit"))
-            lines.append(f"| [{name}](../benchmarks/results/{name}) | {device.replace('_', ' ').upper()} | "
+            lines.append(f"| [{name}.csv](../benchmarks/results/{name}.csv) | {_device(name)} | "
                          f"{' | '.join(versions)} | {len(rows)} |")  # fmt: skip
     return "\n".join(lines)
+
+
+def _device(name: str) -> str:
+    """The device of a results file."""
+    return name.removeprefix("sweep_").replace("_", " ").upper()
 
 
 def _targets(rows: list[Row]) -> str:
@@ -216,7 +225,7 @@ def _along(pictures: dict[str, figures.Chart], device: str) -> Iterator[str]:
             yield picture if axis == "hidden" and not index else _folded(name, picture)
 
 
-def _widths(swept: list[Row]) -> Iterator[str]:
+def _widths(swept: list[Row], where: str = "") -> Iterator[str]:
     """Widths that are no power of two: the fraction of the floor, and how much faster than the best peer."""
     places = {place[:2]: seen for place, seen in by_place(swept).items() if place[2:] == _USUAL and "fusedops" in seen}
     summary, lines = [], []
@@ -233,9 +242,9 @@ def _widths(swept: list[Row]) -> Iterator[str]:
                          f"{f'{min(peers):.2f}' if peers else ''} |")  # fmt: skip
         if found:
             floor = [seen["fusedops"].fraction for _, seen in found]
-            summary.append(f"| `{spec.name}` | {len(found)} | {_spread(floor)} | {_spread(over)} |")
+            summary.append(f"| `{spec.name}` | {len(found)} | {_spread(floor)} | {_spread(over) if over else ''} |")
     if lines:
-        yield ("## Widths of models\n\nForward + backward in bf16: the measured hidden sizes that are no power of two, "
+        yield (f"## Widths of models{where}\n\nForward + backward in bf16: the measured hidden sizes that are no power of two, "
                "at 2²⁵ and 2²³ elements. Geometric means, and in brackets the least and the greatest.")  # fmt: skip
         yield "\n".join(["| operator | shapes | of the floor | over the best peer |", "|---|--:|--:|--:|", *summary])
         head = ["| operator | shape | µs | of the floor | over the best peer |", "|---|---|--:|--:|--:|"]

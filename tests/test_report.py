@@ -247,6 +247,18 @@ def test_widths_are_listed_with_the_best_peer(tmp_path):
     ]
 
 
+def test_widths_of_other_devices_follow(tmp_path):
+    wide = Case(SPECS["rms_norm"], (6553, 5120), torch.bfloat16)
+    results.write(tmp_path / "nvidia_h200.csv", rows_of(LARGE))
+    results.write(tmp_path / "sweep_nvidia_h100.csv", rows_of(wide, gpu_us=100.0, floor_us=90.0))
+    page = report.markdown(tmp_path, "nvidia_h200")
+    assert "| [sweep_nvidia_h100.csv](../benchmarks/results/sweep_nvidia_h100.csv) | NVIDIA H100 |" in page
+    assert table_lines(section(page, "## Widths of models on NVIDIA H100")) == [
+        "| `rms_norm` | 1 | 0.90 (0.90 to 0.90) |  |",
+        f"| `rms_norm` | {sized('6553x5120')} | 100.0 | 0.90 |  |",
+    ]
+
+
 def test_goals_are_stated_as_met_missed_or_not_measured(tmp_path):
     results.write(tmp_path / "nvidia_h200.csv", rows_of(CASES[0], gpu_us=1e4) + rows_of(CASES[1], gpu_us=1.0))
     lines = section(report.markdown(tmp_path, "nvidia_h200"), "## Targets and results")
