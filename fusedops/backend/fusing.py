@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
     changes = [(finder.part[node], value_of(changed)) for node in gm.graph.nodes
                for changed in compat.written(node.target, node.args, node.kwargs) if isinstance(changed, fx.Node)]  # fmt: skip
     todo, tried = deque(finder.found()), set[Region]()
-    owners, saved = dict[fx.Node, Region](), set[fx.Node]()
+    saved = set[fx.Node]()
     found, reports = list[tuple[Region, Made]](), list[RegionReport]()
     while todo:
         region = todo.popleft()
@@ -61,7 +61,8 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
             later = [value for part, value in changes if part > finder.part[region.nodes[0]]]
             if later and _saves(region, program, needs) and _is_any_of(_saved(program), later):
                 raise NotRowwiseError("a tensor that it saves is changed later")
-            if _is_cyclic(gm.graph, owners | dict.fromkeys(region.nodes, region)):
+            place = {node: place for place, node in enumerate(gm.graph.nodes)}
+            if _needs_itself(region, [other for other, _ in found], place):
                 raise NotRowwiseError("it needs what another region needs of it")
         except Exception as error:  # noqa: BLE001 - what is unknown in a region is Inductor's, with its reason
             reason = str(error) if isinstance(error, NotRowwiseError) else f"{type(error).__name__}: {error}"
@@ -71,7 +72,6 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
             if not parts:
                 reports.append(RegionReport(names, _shape(region), reason))
             continue
-        owners.update(dict.fromkeys(region.nodes, region))
         saved.update(_saved(program))  # also where no backward follows: inference is to compute the same
         found.append((region, program))
         reports.append(RegionReport(names, _shape(region), "", _apart(region), _rows(program), program.program))
@@ -301,32 +301,29 @@ def _replace(
 # --- order --------------------------------------------------------------------------------------------------------------
 
 
-def _is_cyclic(graph: fx.Graph, owners: dict[fx.Node, Region]) -> bool:
-    """Whether regions that become single nodes need each other."""
-    state: dict[Any, int] = {}
+def _needs_itself(region: Region, others: Iterable[Region], place: Mapping[fx.Node, int]) -> bool:
+    """Whether what becomes a single node would need its own results, through what lies between.
 
-    def unit(node: fx.Node) -> Any:
-        return owners.get(node, node)
-
-    def needed(one: Any) -> Iterable[Any]:
-        nodes = one.nodes if isinstance(one, Region) else [one]
-        return [other for node in nodes for arg in node.all_input_nodes if (other := unit(arg)) is not one]
-
-    for node in graph.nodes:
-        stack = [(unit(node), iter(needed(unit(node))))] if unit(node) not in state else []
-        for one, _ in stack:
-            state[one] = 1
-        while stack:
-            one, rest = stack[-1]
-            other = next(rest, None)
-            if other is None:
-                state[one] = 2
-                stack.pop()
-            elif state.get(other) == 1:
-                return True
-            elif other not in state:
-                state[other] = 1
-                stack.append((other, iter(needed(other))))
+    Args:
+        others: that become single nodes, too, and do not need themselves.
+        place: of the nodes, in an order of the graph.
+    """
+    spans = sorted([(min(places), max(places), other) for other in others
+                    if (places := [place[node] for node in other.nodes])], key=lambda span: span[:2])  # fmt: skip
+    owners = {node: other for *_, other in spans for node in other.nodes}
+    end = max([place[node] for node in region.nodes])
+    for first, last, _ in spans:  # what comes later needs nothing that would need it
+        end = max(end, last) if first <= end else end
+    own, seen = set(region.nodes), set[fx.Node]()
+    todo = [user for node in region.nodes for user in node.users if user not in own]
+    while todo:
+        node = todo.pop()
+        if node in own:
+            return True
+        if node not in seen and place[node] <= end:
+            reached = owners[node].nodes if node in owners else (node,)
+            seen.update(reached)
+            todo += [user for one in reached for user in one.users]
     return False
 
 
