@@ -260,7 +260,7 @@ MUTANTS = (
         "backend/changes.py",
         "    return not any(user is node or node < user for other in sharing for user in other.users)\n",
         "    return True\n",
-        ("test_backend.py", "test_semantics_of_the_graph"),
+        ("test_backend_graphs.py", "test_semantics_of_the_graph"),
     ),
     Mutant(
         "casts by autocast while a captured graph runs",

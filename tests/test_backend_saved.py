@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from backends import Backend
 from support import DEVICE
-from test_backend import Backend
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
 

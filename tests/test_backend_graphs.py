@@ -1,0 +1,321 @@
+"""`fusedops.compile`: what a graph computes stays what it was, or the graph is left to Inductor."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import fusedops
+from backends import Backend, PostNorm, randn
+from fusedops.backend import entry
+from fusedops.core import compat
+from support import DEVICE
+
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
+
+
+class _Doubled(torch.autograd.Function):
+    """Its gradient is not that of what it computes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3
+
+
+def _own_derivative(x: Tensor, w: Tensor) -> Tensor:
+    return F.layer_norm(_Doubled.apply(x), (8,), w)
+
+
+def _cut(x: Tensor, w: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = F.layer_norm(x, (8,), w)
+    return F.layer_norm(x, (8,), w) * scale + F.layer_norm(x.detach(), (8,), w)
+
+
+def _in_place(x: Tensor, w: Tensor) -> Tensor:
+    y = x * 1
+    first = y.view(y.shape)
+    y += w
+    other = x + 1
+    other.mul_(2).sub_(w)
+    y = y * F.layer_norm(x, (8,), w)
+    return F.layer_norm(first, (8,), w) + F.layer_norm(other, (8,), w) * y
+
+
+def _same_memory(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y = F.layer_norm(x, (8,), w)
+    return y, y.view(-1), y, x, x.view(-1)
+
+
+def _transposed(x: Tensor, w: Tensor) -> Tensor:
+    y = F.layer_norm(x.transpose(0, 1), (8,), w)
+    return y.transpose(0, 1).reshape(-1, 16)
+
+
+def _integers(x: Tensor, w: Tensor) -> Tensor:
+    return torch.where(torch.arange(x.shape[0], device=x.device)[:, None, None] > 1, F.layer_norm(x, (8,), w), w)
+
+
+def _crossed(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Two regions, each of which needs a part of the other."""
+    one, other = F.layer_norm(x, (8,), w), F.layer_norm(x.sin(), (8,), w)
+    return one + (other * 3) @ w.outer(w), other + (one * 2) @ w.outer(w)
+
+
+def _changed_without_gradients(x: Tensor, w: Tensor) -> Tensor:
+    """The change is no part of the derivative; what it changes still has one."""
+    y = x * w
+    with torch.no_grad():
+        y.mul_(2)
+    return F.layer_norm(y, (8,), w)
+
+
+def _changed_twice(x: Tensor, w: Tensor) -> Tensor:
+    """The second time through a view that is not used later."""
+    y = x * 1
+    y.add_(w)
+    y.view(-1, 8).mul_(2)
+    return F.layer_norm(y, (8,), w) + y
+
+
+def _copied(x: Tensor, w: Tensor) -> Tensor:
+    y = x * 2
+    y.copy_(x)
+    return F.layer_norm(y + w, (8,), w)
+
+
+def _inverted(x: Tensor, w: Tensor) -> Tensor:
+    """PyTorch passes the gradient through this change."""
+    y = x * 1
+    y.logical_not_()
+    return F.layer_norm(y * x, (8,), w)
+
+
+def _written_into(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """A tensor without a gradient has one after a part of it is written."""
+    y = x.detach().clone()
+    y[:, 0] = w
+    return F.layer_norm(y, (8,), w.detach()), x * 2
+
+
+def _viewed(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """A view in the middle of a region is returned with what it is of."""
+    y = x + w
+    rows = y.view(-1, 8)
+    return F.layer_norm(rows, (8,), w), y, rows
+
+
+def _view_changed(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        y = x + w
+        rows = y.view(-1, 8)
+        z = F.layer_norm(rows, (8,), w)
+        rows.add_(1)
+    return z.view(x.shape) + x * w, y + x
+
+
+def _cloned(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    y = F.layer_norm(x, (8,), w) + w
+    return y, y.clone()
+
+
+def _clone_of_changed(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    y = F.layer_norm(x, (8,), w) + w
+    other, rows = y.clone(), y.view(-1)
+    y.mul_(2)
+    return other, rows
+
+
+def _without_gradient(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """One of a region's results."""
+    y = x.detach() * 2
+    return F.layer_norm(y, (8,), w), y + x.detach()
+
+
+def _compared(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """A comparison has no gradient to hand on."""
+    y = F.layer_norm(x, (8,), w)
+    return torch.where(y > 0.5, x.detach(), 1.0), y
+
+
+def _bias_without_gradients(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The product's rows are viewed where gradients are recorded again."""
+    with torch.no_grad():
+        y = F.linear(x.view(-1, 8), w.outer(w), w)
+    return F.layer_norm(y.view(x.shape), (8,), w), x * 2
+
+
+def _bias_changed(x: Tensor, w: Tensor) -> Tensor:
+    """The product's rows are viewed after that."""
+    bias = w.detach().clone()
+    alias = bias.view(-1)
+    y = F.linear(x.view(-1, 8), w.outer(w), bias)
+    alias.mul_(3)
+    return F.layer_norm(y.view(x.shape), (8,), w) + bias
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # PyTorch's own
+@pytest.mark.parametrize("function", [
+    _own_derivative, _cut, _in_place, _same_memory, _transposed, _integers, _crossed, _changed_without_gradients, _changed_twice,
+    _copied, _inverted, _written_into, _viewed, _view_changed, _cloned, _clone_of_changed, _without_gradient,
+    _compared, _bias_without_gradients, _bias_changed])  # fmt: skip
+def test_semantics_of_the_graph(function: Callable[..., Any]) -> None:
+    """Derivatives of the user's, parts without gradients, changes in place, outputs that share memory."""
+    x, w = randn(4, 6, 8).double().requires_grad_(), randn(8).double().requires_grad_()
+
+    def results(call: Callable[..., Any]) -> list[Tensor]:
+        outputs = compat.leaves(call(x, w))
+        total = sum([(index + 1) * (t * t.detach().cos()).sum() for index, t in enumerate(outputs)])
+        return [*outputs, *torch.autograd.grad(total, (x, w), materialize_grads=True)]
+
+    backend = Backend()
+    found, expected = results(torch.compile(function, backend=backend)), results(function)
+    assert backend.report.fused and not backend.report.left
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)  # in fp64, whose roundings are far below
+        assert one.requires_grad == other.requires_grad
+    pointers = [[t.data_ptr() for t in ours[:-2]] for ours in (found, expected)]
+    shared = [[a == b for a, b in itertools.combinations(ours, 2)] for ours in pointers]
+    assert shared[0] == shared[1]
+
+
+def test_region_whose_saved_input_is_changed_later_is_left() -> None:
+    """Eager PyTorch saves the sum, a region what is added."""
+
+    def function(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+        y = F.layer_norm(F.gelu(x + bias), (8,), w)
+        x.mul_(0)
+        return y
+
+    x, w, bias = randn(4, 8), randn(8).requires_grad_(), randn(8).requires_grad_()
+    backend, results = Backend(), []
+    for call in (function, torch.compile(function, backend=backend)):
+        given = x.clone()
+        y = call(given, w, bias)
+        results.append((y, given, *torch.autograd.grad(y, (w, bias), torch.ones_like(y))))
+    assert [region.reason for region in backend.report.regions] == ["a tensor that it saves is changed later"]
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_fractions_of_sizes_are_no_sizes() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return F.layer_norm(x, (8,), w) * (1.0 / x.shape[0])
+
+    w, backend = randn(8).requires_grad_(), Backend()
+    compiled = torch.compile(function, backend=backend)
+    for rows in (4, 6):
+        x = randn(rows, 8)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch.testing.assert_close(compiled(x, w), function(x, w), rtol=1e-4, atol=1e-5)
+    assert backend.report.graphs == 1
+
+
+def _detached(x: Tensor, w: Tensor) -> Tensor:
+    y = x * w
+    y.detach_()
+    return F.layer_norm(y + w, (8,), w) + x
+
+
+def _input_changed(x: Tensor, w: Tensor) -> Tensor:
+    y = x * 2
+    other = y.unsqueeze(1).squeeze(1)
+    x.zero_()
+    return F.layer_norm(other, (8,), w) + y
+
+
+@pytest.mark.parametrize("function", [_detached, _input_changed])
+def test_graph_whose_derivative_would_be_lost_is_left(function: Callable[..., Any]) -> None:
+    x, w = randn(1, 4, 8).double().requires_grad_(), randn(8).double().requires_grad_()
+    backend, results = Backend(), []
+    for call in (function, torch.compile(function, backend=backend)):
+        y = call((x * 1)[:1], w)
+        results.append([y, *torch.autograd.grad(y, (x, w), torch.ones_like(y))])
+    assert len(backend.report.left) == 1
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_parameters_are_known_to_stay_where_they_are(constant: bool) -> None:
+    """CUDA graphs copy all other inputs; a graph may hold constants of its own."""
+
+    class Scaled(PostNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * torch.tensor(2.0, device=x.device) if constant else x)
+
+    name, found = "_try_get_metadata_from_dynamo", list[Any]()
+    original = getattr(torch._functorch.aot_autograd, name)
+
+    def seen(*args: Any) -> Any:
+        found.append(original(*args))
+        return found[-1]
+
+    model = Scaled().to(DEVICE)
+    with mock.patch.object(torch._functorch.aot_autograd, name, seen):
+        torch.compile(model, backend=Backend())(randn(3, 24))
+    assert len(found[0][1]) == len(list(model.parameters())) + constant
+
+
+def test_parts_without_gradients_save_nothing() -> None:
+    """Under `torch.no_grad`, and of tensors that are detached."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = F.layer_norm(x, (8,), w)
+        return F.layer_norm(x, (8,), w) @ scale.mT + F.layer_norm(x.detach(), (8,), w.detach()) @ scale.mT
+
+    graphs = []
+    with mock.patch.object(entry, "fused", lambda gm, fused=entry.fused: (fused(gm), graphs.append(gm))[0]):
+        torch.compile(function, backend=Backend())(randn(4, 8).requires_grad_(), randn(8).requires_grad_())
+    calls = [str(node.args[-1]) for node in graphs[0].graph.nodes if compat.namespace(node.target) == "fusedops"]
+    assert ["saves" if " saves " in call else "drops" for call in calls] == ["drops", "saves", "drops"]
+
+
+def test_parameter_changed_in_place_is_read_in_its_turn() -> None:
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        first = F.layer_norm(x, (8,), w)
+        w.add_(1)
+        return first, F.layer_norm(x, (8,), w)
+
+    x, w = randn(4, 8), randn(8)
+    one, other = w.clone(), w.clone()
+    for found, expected in zip(torch.compile(function, backend=Backend())(x, one), function(x, other), strict=True):
+        torch.testing.assert_close(found, expected)
+    assert torch.equal(one, other)
+
+
+def test_graph_that_cannot_be_captured_is_left_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    @torch.compiler.allow_in_graph
+    def unknown(x: Tensor) -> Tensor:
+        return x + 1
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return F.layer_norm(unknown(x), (8,), w)
+
+    casts = []
+
+    def compile_(gm: torch.fx.GraphModule, *_: Any) -> Any:
+        casts.append(torch.is_autocast_enabled(DEVICE.type))
+        return gm.forward
+
+    monkeypatch.setattr(compat, "compile_by_inductor", compile_)
+    x, w = randn(4, 8), randn(8)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        fusedops.compile(lambda x, w: F.layer_norm(x, (8,), w))(x, w)
+        with pytest.warns(RuntimeWarning, match="leaves a graph to Inductor: it calls unknown"):
+            found = fusedops.compile(function)(x, w)
+        torch.testing.assert_close(found, function(x, w))
+    assert casts == [False, True]  # what is left has no casts yet
+    assert "a graph is left to Inductor: it calls unknown" in str(fusedops.explain(function, x, w))
