@@ -55,7 +55,7 @@ python -m benchmarks compare OLD.csv NEW.csv     # regressions, before a release
 
 
 def markdown(folder: Path, device: str) -> str:
-    """The page, from ``<device>.csv`` and, where there is one, ``sweep_<device>.csv``; and of other devices the widths."""
+    """The page, from ``<device>.csv`` and, where there is one, ``sweep_<device>.csv``; and the widths of other devices."""
     main, swept = results.load(folder / f"{device}.csv"), results.read(folder / f"sweep_{device}.csv")
     if not main:
         raise ValueError(f"{folder / f'{device}.csv'} holds no rows")
@@ -124,7 +124,7 @@ def _views(swept: list[Row], specs: Sequence[Spec]) -> list[figures.Data]:
 
 
 def _sources(files: dict[str, list[Row]]) -> str:
-    """Of each file its device, which its name has, and what its rows were measured with."""
+    """A table of the files: the device, which is in the name, the versions and the number of rows."""
     lines = ["| file | device | torch | Triton | commit | rows |", "|---|---|---|---|---|--:|"]
     for name, rows in files.items():
         if rows:

@@ -73,14 +73,14 @@ MUTANTS = (
         ("test_poison.py", "test_nothing_is_written_beside_the_outputs"),
     ),
     Mutant(
-        "the rows at hand carried to the next ones",
+        "the current rows loaded again instead of the next",
         "norms/kernels.py",
         "coming = rows_of(tiles - 1 - step - tl.num_programs(1), ROWS)",
         "coming = rows_of(tiles - 1 - step, ROWS)",
-        ("test_norm_tiles.py", "test_rows_that_are_loaded_one_by_one"),
+        ("test_norm_tiles.py", "test_next_rows_in_registers"),
     ),
     Mutant(
-        "rows and vectors of groups read as if they were next to one another",
+        "strides of rows and of vectors of groups ignored",
         "compiler/emitting.py",
         '_times("group" if how == "group" else "rows", apart)',
         '_times("group" if how == "group" else "rows", size)',

@@ -160,7 +160,7 @@ def _normed(x: Tensor, weight: Tensor) -> Tensor:
     ids=lambda part: getattr(part, "__name__", str(part)),
 )
 def test_functions_of_many_tensors_do_not_spill(function: Callable[..., tuple[Tensor, Tensor]], cols: int) -> None:
-    """The vectors of some are those of groups of rows."""
+    """Some have a vector for each group of rows."""
     names = list(inspect.signature(function).parameters)
     rows = {
         "x": (32, 256, cols),

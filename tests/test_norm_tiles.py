@@ -55,8 +55,8 @@ def test_tiles_side_by_side(case: Case) -> None:
 
 
 @cases((torch.float16,), lambda spec, sample: _few(spec, sample) and _cols(spec, sample) % 2 != 0, _NORMS)
-def test_rows_that_are_loaded_one_by_one(case: Case) -> None:
-    """Those of the next tile are in registers while a tile's gradients are computed."""
+def test_next_rows_in_registers(case: Case) -> None:
+    """Odd numbers of columns in 16 bits: the next rows are loaded before the gradients of these are computed."""
     sample = case.sample()
     block = block_holding(-(-_cols(case.spec, sample) // 3))
     with forced("norm_backward", Config(block, 2, 1, 1, 1, parts=3)):

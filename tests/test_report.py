@@ -247,7 +247,7 @@ def test_widths_are_listed_with_the_best_peer(tmp_path):
     ]
 
 
-def test_widths_of_other_devices_follow(tmp_path):
+def test_widths_of_other_devices_are_listed(tmp_path):
     wide = Case(SPECS["rms_norm"], (6553, 5120), torch.bfloat16)
     results.write(tmp_path / "nvidia_h200.csv", rows_of(LARGE))
     results.write(tmp_path / "sweep_nvidia_h100.csv", rows_of(wide, gpu_us=100.0, floor_us=90.0))

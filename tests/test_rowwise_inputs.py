@@ -83,7 +83,7 @@ def test_strided_rows_are_read_in_place() -> None:
 
 @kernels
 def test_vectors_of_groups_are_read_in_place() -> None:
-    """As shifts and scales of one projection are. Where a vector's elements are apart it is copied."""
+    """As shifts and scales of one projection are. They are copied if that keeps the kernel's tensors aligned."""
     sample = SAMPLES["adaptive_layer_norm_grouped"]
     shapes = {name: t.shape for name, t in sample.tensors(torch.float32, DEVICE).items()}
     function, x = rowwise(sample), randn(*shapes["x"])
@@ -104,6 +104,30 @@ def test_vectors_of_groups_are_read_in_place() -> None:
     assert clones(scale, shift) == 0
     assert clones(scale, randn(1, *ones, cols).expand(groups, *ones, cols)) == 0
     assert clones(scale, randn(groups, *ones, 2 * cols)[..., ::2]) == 1
+    assert clones(scale, randn(groups, *ones, 2 * cols + 1)[..., :cols]) == 1
+    assert clones(scale, randn(groups, *ones, 2 * cols)[..., 1 : cols + 1]) == 1
+
+
+@kernels
+@pytest.mark.parametrize("layout", ["vectors", "numbers", "rows"])
+def test_groups_keep_kernels_for_aligned_tensors(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of groups have no stride that counts; where a vector's is odd, it is copied. Odd rows count."""
+    aligned = []
+    build = launch.build
+
+    def noted(*arguments: Any, **more: Any) -> launch.Variant:
+        aligned.append(more["aligned"])
+        return build(*arguments, **more)
+
+    monkeypatch.setattr(launch, "build", noted)
+    x, wide = randn(3, 40, 25)[..., :24] if layout == "rows" else randn(3, 40, 24), randn(3, 1, 49)
+    if layout == "numbers":
+        fusedops.rowwise(lambda x, g: x.softmax(-1) * g[:, 0, None, None] + g[:, 1, None, None], strict=True)(
+            x, randn(3, 2)
+        )
+    else:
+        fusedops.rowwise(lambda x, scale: x.softmax(-1) * scale, strict=True)(x, wide[..., 1:25])
+    assert aligned and set(aligned) == {layout != "rows"}
 
 
 @kernels
@@ -124,6 +148,26 @@ def test_layout_of_a_later_call() -> None:
     function, weight = rowwise(sample), randn(24)
     for x in (randn(8, 24), _strided("rows"), _strided("transposed"), _strided("offset")):
         torch.testing.assert_close(function(x, weight), sample.function(x, weight), rtol=1e-5, atol=1e-5)
+
+
+@kernels
+@pytest.mark.parametrize("shape", [(1, 5, 24), (3, 1, 24)], ids=str)
+def test_dimensions_of_one_are_squeezed(shape: tuple[int, ...]) -> None:
+    place = shape.index(1)
+    sample = RowwiseFunction(
+        "squeezed", lambda x, w: F.rms_norm(x.squeeze(place) * 2, x.shape[-1:], w), lambda rows: {}
+    )
+    check(sample, rowwise(sample), {"x": randn(*shape), "w": randn(24)})
+
+
+@pytest.mark.filterwarnings("ignore:fusedops.rowwise runs:RuntimeWarning")
+@pytest.mark.parametrize("batches", [(2, 1), (1, 2, 1)], ids=str)
+def test_batches_that_may_be_squeezed_keep_their_dimensions(batches: tuple[int, ...]) -> None:
+    """What was made for a batch of two does not serve one."""
+    function = fusedops.rowwise(lambda x: x.squeeze(0).softmax(-1))
+    for batch in batches:
+        x = randn(batch, 5, 24)
+        torch.testing.assert_close(function(x), x.squeeze(0).softmax(-1))
 
 
 @kernels

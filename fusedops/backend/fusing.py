@@ -62,8 +62,8 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
             if later and _saves(region, program, needs) and _is_any_of(_saved(program), later):
                 raise NotRowwiseError("a tensor that it saves is changed later")
             place = {node: place for place, node in enumerate(gm.graph.nodes)}
-            if _needs_itself(region, [other for other, _ in found], place):
-                raise NotRowwiseError("it needs what another region needs of it")
+            if _is_cyclic(region, [other for other, _ in found], place):
+                raise NotRowwiseError("as an operator it would be in a cycle with another region")
         except Exception as error:  # noqa: BLE001 - what is unknown in a region is Inductor's, with its reason
             reason = str(error) if isinstance(error, NotRowwiseError) else f"{type(error).__name__}: {error}"
             parts = [] if region in tried else finder.smaller(region)
@@ -301,18 +301,18 @@ def _replace(
 # --- order --------------------------------------------------------------------------------------------------------------
 
 
-def _needs_itself(region: Region, others: Iterable[Region], place: Mapping[fx.Node, int]) -> bool:
-    """Whether what becomes a single node would need its own results, through what lies between.
+def _is_cyclic(region: Region, others: Iterable[Region], place: Mapping[fx.Node, int]) -> bool:
+    """Whether a region as a single node would be in a cycle.
 
     Args:
-        others: that become single nodes, too, and do not need themselves.
-        place: of the nodes, in an order of the graph.
+        others: regions that become single nodes, too, without a cycle.
+        place: of each node in the graph's order.
     """
     spans = sorted([(min(places), max(places), other) for other in others
                     if (places := [place[node] for node in other.nodes])], key=lambda span: span[:2])  # fmt: skip
     owners = {node: other for *_, other in spans for node in other.nodes}
     end = max([place[node] for node in region.nodes])
-    for first, last, _ in spans:  # what comes later needs nothing that would need it
+    for first, last, _ in spans:  # from no node after the end a path leads back
         end = max(end, last) if first <= end else end
     own, seen = set(region.nodes), set[fx.Node]()
     todo = [user for node in region.nodes for user in node.users if user not in own]

@@ -9,7 +9,7 @@ from ..core.tuning_key import Config, TuningKey, around, block_holding, fewest_w
 __all__ = ["candidates", "heuristic", "valid"]
 
 _LEAST_BLOCK = 512
-# Numbers of a thread in a backward of one row a program: of each lane its sums, and what is read or written. More spill.
+# The most values that a thread holds in a backward of one row a program, without spilling: sums, inputs and outputs.
 _MOST_HELD = 200
 
 
@@ -36,8 +36,8 @@ def heuristic(key: TuningKey) -> Config:
     rows = 2 if two else max(1, 1024 // power_of_two(width))
     each = (32 if _sums(key) <= 3 * rows else 16) // half
     warps = fewest_warps(rows * width, each, 16)
-    lanes = block * _parts(key) // (32 * warps)  # with the idle ones
-    if rows == 1 and warps <= 4 and lanes * (_sums(key) + _moved(key)) * half > _MOST_HELD:
+    lanes = block * _parts(key) // (32 * warps)  # of a thread, with the idle ones
+    if rows == 1 and warps <= 4 and block >= 64 * warps and lanes * (_sums(key) + _moved(key)) * half > _MOST_HELD:
         warps *= 2
     # Where much is spilled, ptxas may take half of the registers that there are.
     return Config(block, rows, warps, 3 if width < 8192 else 2, max(8 // warps, 1), 128 if warps == 16 else 0)

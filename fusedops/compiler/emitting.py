@@ -403,7 +403,8 @@ class Emitter:
         strides, size = strides_of(structure, operand)
         terms = [pointer]
         if how in ("rows", "group"):
-            contiguous = kind in ("output", "intermediate", "gradient") or size == 1
+            vector = bool(set(structure.columns) & set(strides))
+            contiguous = kind in ("output", "intermediate", "gradient") or size == 1 or (how == "group" and not vector)
             apart = size if contiguous else self.argument("stride", place, f"{operand.name}_stride", kind)
             terms.append(_times("group" if how == "group" else "rows", apart))
         elif how == "indexed":

@@ -24,7 +24,7 @@ from ..core.rng import State, seed_kind
 from ..core.tuning import BUCKET, TuningKey, widths
 from . import configs
 from .codegen import Kernel, backward_kernels, forward_kernels, reduce_kernel
-from .emitting import Argument, whole
+from .emitting import Argument, place_of, whole
 from .loading import loaded
 from .structure import Operand
 
@@ -275,18 +275,21 @@ class _Launcher:
         )
         size = self.program.size_of_row(operand)
         lines = [f"{name}, {name}_stride = {self.names[kind, place]}, {size}"]
-        if strided and how is not None:
-            read, bits = (
-                f"{name}, {name}_stride, more = as_rows({name}, {how[0]}, {how[1]})",
-                f"more | {size << 1 & 15}",
-            )
-        else:
-            read, bits = f"{name}, more = vector({name})", "more"
+        bits = f"more | {size << 1 & 15}" if strided else "more"  # of a contiguous tensor
+        read = [f"{name}, more = vector({name})", f"bits |= {bits}"]
         if kind == "intermediate":  # which may be absent
-            return [*lines, read, "bits |= more"]
+            return [*lines, *read]
+        if strided and how is not None:
+            in_place = f"{name}, {name}_stride, more = as_rows({name}, {how[0]}, {how[1]})"
+            if place_of(self.structure, operand, self.last.grouped) == "group":
+                # A copy of few vectors costs less than kernels for tensors that are not aligned.
+                copied = [f"{name}_stride = {size}", *read]
+                read = [in_place, "if more & 15:", *[f"    {line}" for line in copied]]
+            else:
+                read = [in_place, "bits |= more"]
         # What `as_rows` and `vector` do with nearly all tensors, without a call.
         return [*lines, f"more = {name}.data_ptr()", f"if more and {name}.is_contiguous() and not {name}.is_neg():",
-                f"    bits |= {bits}", "else:", f"    {read}", "    bits |= more"]  # fmt: skip
+                f"    bits |= {bits}", "else:", *[f"    {line}" for line in read]]  # fmt: skip
 
     def _operand_of(self, kind: str, place: int) -> Operand:
         if kind in ("input", "gradient"):
@@ -297,7 +300,7 @@ class _Launcher:
     def _reading(self, operand: Operand) -> tuple[int, int] | None:
         """Elements of a row and its dimensions, where rows may be apart; None where the tensor has to be contiguous."""
         labels, rows = operand.labels, set(self.structure.rows)
-        leading = len(labels)  # those of rows, and dimensions of one element behind them
+        leading = len(labels)  # dimensions of rows, and those of one element that follow
         while leading and not rows.intersection(labels[leading - 1]):
             leading -= 1
         while leading < len(labels) and not labels[leading]:

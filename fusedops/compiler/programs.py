@@ -8,7 +8,7 @@ import linecache
 import math
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
@@ -159,8 +159,15 @@ class Programs:
         shapes = [compat.hints(a.shape) for a in args if isinstance(a, Tensor)]
         try:
             traced, structure = self._at(args, _larger(shapes))
+            is_known = not self._is_squeezed(args, traced, structure)
         except Exception:  # noqa: BLE001 - tensors of one row fit together where those of more do not
+            is_known = False
+        if not is_known:
             traced, structure = self._at(args, shapes)
+            if self._is_squeezed(args, traced, structure):
+                raise NotRowwiseError(
+                    f"{self.name}: a result has a dimension less where there is one row, as by squeeze"
+                )
         for largest in (_FEW, _MANY):
             try:
                 again = self._at(args, _other_sizes(structure, largest))[1].text()
@@ -173,7 +180,22 @@ class Programs:
                 )
         return traced, structure
 
+    def _is_squeezed(self, args: Sequence[Any], traced: Traced, structure: Structure) -> bool:
+        """Whether outputs have fewer dimensions where there is one row. What fails there is found with other rows, too."""
+        try:
+            ones = self._trace(args, _shapes(structure, dict.fromkeys(dynamic_axes(structure), 1)))
+        except Exception:  # noqa: BLE001 - such as a view with a size that is written out
+            return False
+        return [len(value.labels) for value in ones.outputs] != [len(value.labels) for value in traced.outputs]
+
     def _at(self, args: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> tuple[Traced, Structure]:
+        traced = self._trace(args, shapes)
+        try:
+            return traced, structured(traced)
+        except NotRowwiseError as error:
+            raise NotRowwiseError(f"{self.name}: {error}") from None
+
+    def _trace(self, args: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> Traced:
         names = [name for name, a in zip(self.names, args, strict=True) if isinstance(a, Tensor)]
         sized = iter(shapes)
         given = [_without_memory(a, next(sized)) if isinstance(a, Tensor) else a for a in args]
@@ -181,11 +203,7 @@ class Programs:
         def find(tensor: Tensor) -> Captured | None:
             return origin(tensor, self.around, self.names, args)
 
-        traced = trace(self.run, given, self.function, names, find)
-        try:
-            return traced, structured(traced)
-        except NotRowwiseError as error:
-            raise NotRowwiseError(f"{self.name}: {error}") from None
+        return trace(self.run, given, self.function, names, find)
 
     def _program(self, args: Sequence[Any], structure: Structure) -> Program:
         """With the function of its tensors alone, for devices and transforms that the kernels do not serve."""
@@ -229,7 +247,12 @@ def _other_sizes(structure: Structure, largest: int) -> list[tuple[int, ...]]:
         n for n in range(limit, 1, -1) if n not in structure.sizes and all(n % d for d in range(2, math.isqrt(n) + 1))
     )
     primes = list(itertools.islice(candidates, len(axes)))
-    sizes = dict(enumerate(structure.sizes)) | dict(zip(axes, primes, strict=False))
+    return _shapes(structure, dict(zip(axes, primes, strict=False)))
+
+
+def _shapes(structure: Structure, others: Mapping[int, int]) -> list[tuple[int, ...]]:
+    """Of the inputs, with other sizes of some axes."""
+    sizes = dict(enumerate(structure.sizes)) | dict(others)
     return [
         tuple([math.prod([sizes[axis] for axis in label]) for label in operand.labels]) for operand in structure.inputs
     ]

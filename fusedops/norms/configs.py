@@ -121,13 +121,8 @@ def _backward(cols: int, itemsize: int, bucket: int, sums: int, drops: bool) -> 
     if block * parts > (_WHOLE_BACKWARD if itemsize < 8 else _WHOLE_BACKWARD // 4):
         return _shared_backward(cols, itemsize, sums)
     few = sums < 3 and not drops
-    if _is_unaligned(cols, itemsize):
-        if not few and block * parts > 4096:
-            return Config(512, 1, 4, 1, 2, parts=3)
-        if block == 8192:
-            return Config(1024, 1, 8, 1, 1, parts=8)
-        if block == 4096:
-            return Config(1024, 1, 16 if few else 8, 1, 1, parts=4)
+    if _is_unaligned(cols, itemsize) and (config := _unaligned_backward(cols, block, parts, few=few)):
+        return config
     if parts > 1:
         return _backward_of_parts(block, parts, itemsize, few=few)
     if itemsize > 2:
@@ -145,6 +140,19 @@ def _backward(cols: int, itemsize: int, bucket: int, sums: int, drops: bool) -> 
     rows = _rows(block, warps, 16 if bucket == _FEW else 32)
     crowded = (bucket > _MANY and block <= 512) or (bucket == _MANY and block == 256)
     return Config(block, rows, warps, 3, 4 if crowded else 2)
+
+
+def _unaligned_backward(cols: int, block: int, parts: int, *, few: bool) -> Config | None:
+    """Rows of 16 bits whose elements are loaded one or two at a time; None where that makes no difference."""
+    if not few and block * parts > 4096:
+        return Config(512, 1, 4, 1, 2, parts=3)
+    if block == 8192:
+        return Config(1024, 1, 8, 1, 1, parts=8)
+    if block == 4096 and cols % 2:  # the next rows are held in registers
+        return Config(1024, 1, 16 if few else 8, 3, 1, parts=4)
+    if block == 4096:
+        return Config(1024, 1, 4, 3, 2, parts=4) if few else Config(512, 1, 4, 1, 2, parts=8)
+    return None
 
 
 def _backward_of_parts(block: int, parts: int, itemsize: int, *, few: bool) -> Config:

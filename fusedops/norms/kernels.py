@@ -305,7 +305,7 @@ def _load_rows(dy, dcast, kept, bias, residual, stats, seed, offset, threshold, 
                VECTOR: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
     """The output's gradient, with that of its low-precision copy, and what was kept of the rows, part by part.
 
-    Then the rows' statistics, whose second is meant for LayerNorm alone.
+    Then the rows' statistics, rstd and mean; RMSNorm has no mean, and gets rstd.
     """
     gradients, rest = (), ()
     for part in tl.static_range(PARTS):
@@ -475,8 +475,8 @@ def norm_backward_kernel(
     """All gradients of the family; programs share the columns along axis 0 of the grid, the rows along axis 1.
 
     A program has ``PARTS`` tiles of columns side by side. It sums its rows' parameter gradients in registers and stores
-    them once, and takes the next rows' loads ahead: by the compiler's pipeline, or where elements are loaded one by one,
-    for which that has no copies, in registers (``CARRIED``).
+    them once, and loads the next rows ahead: by the compiler's pipeline, or, where elements are loaded one at a time, in
+    registers (``CARRIED``).
 
     Wider rows are shared by several programs, which need each other's sums over columns for the row means. ``EXCHANGE``
     says how. "wait": a program leaves its sums in ``moments``, which is zero before, and waits for the others'. These are

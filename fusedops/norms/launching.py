@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["backward", "forward"]
 
 _Dtype = torch.dtype | None
-# Of so many elements a thread, registers hold the next rows as well.
+# The most elements of a tile a thread for which registers hold the next tile as well.
 _CARRIED = 16
 
 
@@ -277,8 +277,9 @@ def _plan_backward(site: NormSite, needs: tuple[bool, ...], dy: _Dtype, dz: _Dty
         **dict.fromkeys(("dy_stride", "dcast_stride", "dsum_stride", "kept_stride", "residual_stride", "M"), "i64"),
         "programs": "i32",
     }
-    # The pipeline copies no less than four bytes.
-    one_by_one = (not aligned or cols % 2 != 0) and min(d.itemsize for d in read) < 4
+    # The pipeline copies four bytes or more: 16 bits are loaded one at a time. Tiles in fp32 would take too many registers.
+    narrow = normalizes and save != "inputs" and dcast is None and all(d.itemsize == 2 for d in read)
+    one_by_one = narrow and (not aligned or cols % 2 != 0)
     gradients = {place: types[name] for place, name in
                  (("first", "dbias"), ("second", "dweight"), ("third", "dln_bias"))}  # fmt: skip
     constants = {
@@ -288,7 +289,7 @@ def _plan_backward(site: NormSite, needs: tuple[bool, ...], dy: _Dtype, dz: _Dty
         "WEIGHT_OFFSET": float(rule.weight_offset),
         "VECTOR": vector_width(*read, config=config),
         "EXCHANGE": exchange,
-        "CARRIED": dy is not None and one_by_one and config.columns * config.rows <= _CARRIED * 32 * config.warps,
+        "CARRIED": one_by_one and config.columns * config.rows <= _CARRIED * 32 * config.warps,
     }
     reads = types | dict.fromkeys(("dsum", "dx", "dresidual", "dbias", "dweight", "dln_bias"))
 
