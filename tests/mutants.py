@@ -75,8 +75,8 @@ MUTANTS = (
     Mutant(
         "the current rows loaded again instead of the next",
         "norms/kernels.py",
-        "coming = rows_of(tiles - 1 - step - tl.num_programs(1), ROWS)",
-        "coming = rows_of(tiles - 1 - step, ROWS)",
+        "loaded = rows_of(tiles - 1 - step - tl.num_programs(1), ROWS)",
+        "loaded = rows_of(tiles - 1 - step, ROWS)",
         ("test_norm_tiles.py", "test_next_rows_in_registers"),
     ),
     Mutant(

@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -61,8 +61,7 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
             later = [value for part, value in changes if part > finder.part[region.nodes[0]]]
             if later and _saves(region, program, needs) and _is_any_of(_saved(program), later):
                 raise NotRowwiseError("a tensor that it saves is changed later")
-            place = {node: place for place, node in enumerate(gm.graph.nodes)}
-            if _is_cyclic(region, [other for other, _ in found], place):
+            if _is_cyclic(region, [other for other, _ in found]):
                 raise NotRowwiseError("as an operator it would be in a cycle with another region")
         except Exception as error:  # noqa: BLE001 - what is unknown in a region is Inductor's, with its reason
             reason = str(error) if isinstance(error, NotRowwiseError) else f"{type(error).__name__}: {error}"
@@ -301,19 +300,15 @@ def _replace(
 # --- order --------------------------------------------------------------------------------------------------------------
 
 
-def _is_cyclic(region: Region, others: Iterable[Region], place: Mapping[fx.Node, int]) -> bool:
-    """Whether a region as a single node would be in a cycle.
-
-    Args:
-        others: regions that become single nodes, too, without a cycle.
-        place: of each node in the graph's order.
-    """
-    spans = sorted([(min(places), max(places), other) for other in others
-                    if (places := [place[node] for node in other.nodes])], key=lambda span: span[:2])  # fmt: skip
-    owners = {node: other for *_, other in spans for node in other.nodes}
+def _is_cyclic(region: Region, others: Sequence[Region]) -> bool:
+    """Whether a region as a single node would be in a cycle; ``others`` become single nodes, too, without a cycle."""
+    place = {node: place for place, node in enumerate(region.nodes[0].graph.nodes)}
+    owners = {node: other for other in others for node in other.nodes}
     end = max([place[node] for node in region.nodes])
-    for first, last, _ in spans:  # from no node after the end a path leads back
-        end = max(end, last) if first <= end else end
+    places = [[place[node] for node in other.nodes] for other in others]
+    for first, last in sorted([(min(own), max(own)) for own in places]):
+        if first <= end:  # behind the end of all that overlaps no path leads back
+            end = max(end, last)
     own, seen = set(region.nodes), set[fx.Node]()
     todo = [user for node in region.nodes for user in node.users if user not in own]
     while todo:

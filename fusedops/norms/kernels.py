@@ -511,8 +511,8 @@ def norm_backward_kernel(
         first_rows = rows_of(tiles - 1 - tl.program_id(1), ROWS)
         next_gradients, next_rest, next_rstd, next_mean = _load_rows(
             dy, dcast, kept, bias, residual, stats, seed, offset, threshold, dy_stride, dcast_stride, kept_stride,
-            residual_stride, first_rows, (first_rows >= 0) & (first_rows < M), first_col, exact, M, KIND, SAVED, SUM, N,
-            BLOCK_N, PARTS, ROWS, VECTOR, ACC)  # fmt: skip
+            residual_stride, first_rows, first_rows < M, first_col, exact, M, KIND, SAVED, SUM, N, BLOCK_N, PARTS, ROWS,
+            VECTOR, ACC)  # fmt: skip
     for step in tl.range(tl.program_id(1), tiles + ahead, tl.num_programs(1), num_stages=1 if CARRIED else STAGES):
         rows = rows_of(tiles - 1 - step, ROWS)
         in_rows = rows < M
@@ -522,18 +522,17 @@ def norm_backward_kernel(
             # While the rows are on their way; of several tiles there are too many draws to be held.
             scale = keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)
         if dy is not None:
+            loaded, there = rows, in_rows
             if CARRIED:
-                gradients, rest, rstd, mean = next_gradients, next_rest, next_rstd, next_mean
-                coming = rows_of(tiles - 1 - step - tl.num_programs(1), ROWS)
-                next_gradients, next_rest, next_rstd, next_mean = _load_rows(
-                    dy, dcast, kept, bias, residual, stats, seed, offset, threshold, dy_stride, dcast_stride, kept_stride,
-                    residual_stride, coming, (coming >= 0) & (coming < M), first_col, exact, M, KIND, SAVED, SUM, N,
-                    BLOCK_N, PARTS, ROWS, VECTOR, ACC)  # fmt: skip
-            else:
-                gradients, rest, rstd, mean = _load_rows(
-                    dy, dcast, kept, bias, residual, stats, seed, offset, threshold, dy_stride, dcast_stride, kept_stride,
-                    residual_stride, rows, in_rows, first_col, exact, M, KIND, SAVED, SUM, N, BLOCK_N, PARTS, ROWS, VECTOR,
-                    ACC)  # fmt: skip
+                loaded = rows_of(tiles - 1 - step - tl.num_programs(1), ROWS)
+                there = (loaded >= 0) & (loaded < M)
+            gradients, rest, rstd, mean = _load_rows(
+                dy, dcast, kept, bias, residual, stats, seed, offset, threshold, dy_stride, dcast_stride, kept_stride,
+                residual_stride, loaded, there, first_col, exact, M, KIND, SAVED, SUM, N, BLOCK_N, PARTS, ROWS, VECTOR,
+                ACC)  # fmt: skip
+            if CARRIED:
+                gradients, rest, next_gradients, next_rest = next_gradients, next_rest, gradients, rest
+                rstd, mean, next_rstd, next_mean = next_rstd, next_mean, rstd, mean
         if normalizes:
             if EXCHANGE != "read":
                 for part in tl.static_range(PARTS):
