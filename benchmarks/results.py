@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 
 __all__ = [
@@ -68,7 +69,7 @@ class Row:
 
 def sides(shape: str) -> tuple[int, ...]:
     """The numbers in a shape's name; a letter before one (``4096xR4096``) tells shapes of equal numbers apart."""
-    return tuple(int(side.lstrip("R")) for side in shape.split("x"))
+    return tuple(int(side.lstrip(ascii_uppercase)) for side in shape.split("x"))
 
 
 def elements(shape: str) -> int:

@@ -10,12 +10,12 @@ import random
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from fusedops.core.spec import Spec
+from fusedops.core.spec import Shape, Spec
 
 from . import timing
 from .cases import DTYPES, Case
 from .providers import build
-from .results import Row
+from .results import Row, elements
 
 __all__ = ["AXES", "DEFAULT_DTYPES", "EFFORT", "ELEMENTS", "Line", "Work", "chunks", "lines", "plan", "remaining"]
 
@@ -40,7 +40,7 @@ class Line:
     op: str
     axis: str
     tail: tuple[int, ...]  # what stays the same; empty for hidden sizes alone
-    points: tuple[tuple[int, tuple[int, ...]], ...]
+    points: tuple[tuple[int, Shape], ...]
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,12 @@ def lines(spec: Spec, axes: Collection[str] = AXES) -> Iterator[Line]:
     for tail in sweep.rows if "rows" in axes else ():
         counts = (rows for rows in _ROWS if rows * math.prod(tail) <= _MOST)
         yield Line(spec.name, "rows", tail, tuple((rows, (rows, *tail)) for rows in counts))
-    for elements in (ELEMENTS, ELEMENTS // 4) if "widths" in axes and sweep.widths else ():
+    for size in (ELEMENTS, ELEMENTS // 4) if "widths" in axes and sweep.widths else ():
         tails = (*sweep.widths, *_drawn(sweep.widths))
-        yield Line(spec.name, "widths", tails[0][:-1], tuple((t[-1], _filled(t, elements)) for t in tails))
+        yield Line(spec.name, "widths", tails[0][:-1], tuple((t[-1], _filled(t, size)) for t in tails))
+    if "widths" in axes and sweep.ragged:
+        columns = [(elements(name), name) for name in sweep.ragged]
+        yield Line(spec.name, "widths", (), tuple((cols, (ELEMENTS // cols, name)) for cols, name in columns))
 
 
 def plan(specs: Iterable[Spec], axes: Collection[str] = AXES, dtypes: Sequence[str] = DEFAULT_DTYPES) -> list[Case]:

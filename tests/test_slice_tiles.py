@@ -25,7 +25,7 @@ def test_every_slice_has_a_slot_that_holds_it(seed: int) -> None:
     sizes = tuple(step * draw.randint(1, 300 // step) for _ in range(draw.randint(2, 90)))
     lanes, rows, vector = draw.choice((64, 256, 1024)), draw.choice((1, 4)), draw.choice((1, step))
     widths = widths_of(sizes)
-    groups = Groups.of(widths, lanes, rows, vector)
+    groups = Groups.of(widths, lanes, rows, vector, 1)
     kinds, firsts = groups.table[: groups.count], groups.table[groups.count : 2 * groups.count]
     slots = groups.table[2 * groups.count :]
     seen = []
@@ -34,11 +34,10 @@ def test_every_slice_has_a_slot_that_holds_it(seed: int) -> None:
         assert tile.slots * tile.lanes * tile.parts <= max(lanes, tile.lanes * tile.parts)
         for slot in range(first, first + tile.slots):
             number, column, width = slots[3 * slot : 3 * slot + 3]
-            if width:
-                assert (column, width) == (widths.columns[number], sizes[number])
-                assert tile.full * tile.lanes <= width <= tile.parts * tile.lanes
-                seen.append(number)
-    assert sorted(seen) == list(range(len(sizes)))
+            assert (column, width) == (widths.columns[number], sizes[number])
+            assert tile.full * tile.lanes <= width <= tile.parts * tile.lanes
+            seen.append(number)
+    assert set(seen) == set(range(len(sizes)))
     assert groups.shortest == min(tile.rows for tile in groups.tiles)
     assert len(groups.tiles) <= 4
 
@@ -46,13 +45,15 @@ def test_every_slice_has_a_slot_that_holds_it(seed: int) -> None:
 def test_a_fifth_of_the_lanes_is_idle() -> None:
     """With widths of all kinds, on the average."""
     sizes = tuple(range(33, 257))
-    groups = Groups.of(widths_of(sizes), 256, 1, 1)
+    groups = Groups.of(widths_of(sizes), 256, 1, 1, 1)
     tiles = [groups.tiles[kind] for kind in groups.table[: groups.count]]
     assert sum(tile.slots * tile.lanes * tile.parts for tile in tiles) < 1.25 * sum(sizes)
 
 
 def _some(spec: Spec, sample: Sample) -> bool:
-    return sample.name.startswith(("ten widths", "multiples", "equal 2x3x4x24", "concatenated", "shared parameters wb"))
+    return sample.name.startswith(
+        ("ten widths", "multiples", "equal 2x3x4x24", "equal 6x5x8", "concatenated", "shared parameters wb")
+    )
 
 
 @pytest.mark.kernels

@@ -92,6 +92,7 @@ class Sweep:
         slices: tails of different numbers of slices, likewise.
         rows: tails for which the number of rows varies.
         widths: tails of widths that are no power of two, with many rows and with fewer.
+        ragged: names of rows that are not of one width, which end with their columns.
     """
 
     hidden: tuple[tuple[int, ...], ...] = tuple(
@@ -100,6 +101,7 @@ class Sweep:
     slices: tuple[tuple[int, ...], ...] = ()
     rows: tuple[tuple[int, ...], ...] = ((1024,), (4096,))
     widths: tuple[tuple[int, ...], ...] = ()
+    ragged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

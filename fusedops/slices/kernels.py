@@ -21,13 +21,16 @@ from ..core.device import await_predecessor, place_along_rows
 
 @triton.jit
 def _slots(table, group, K, GROUPS: tl.constexpr, S: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr):
-    """For each of a group's slots its slice's number, first column and width, and whether there is such a slice."""
+    """For each of a group's slots its slice's number, first column and width, and whether there is such a slice.
+
+    As for all masks here: no mask, an empty tuple, where there is nothing to mask; else a tuple of one.
+    """
     if table is None:
         slots = group * S + tl.arange(0, S)
         number = slots
         column = slots * D
         width = tl.full((S,), D, tl.int32)
-        taken = slots < K
+        taken = () if S == 1 else (slots < K,)
     else:
         entries = table + 2 * GROUPS + 3 * (tl.load(table + GROUPS + group) + tl.arange(0, S))
         number = tl.load(entries)
@@ -36,8 +39,21 @@ def _slots(table, group, K, GROUPS: tl.constexpr, S: tl.constexpr, D: tl.constex
         if ALIGN > 1:
             column = tl.multiple_of(column, ALIGN)
             width = tl.multiple_of(width, ALIGN)
-        taken = width > 0
+        taken = ()
     return number, column, width, taken
+
+
+@triton.jit
+def _loaded(at, mask):
+    return tl.load(at) if len(mask) == 0 else tl.load(at, mask=mask[0], other=0)
+
+
+@triton.jit
+def _store(at, value, mask):
+    if len(mask) == 0:
+        tl.store(at, value)
+    else:
+        tl.store(at, value, mask=mask[0])
 
 
 @triton.jit
@@ -58,13 +74,13 @@ def _place(tensor, addresses, slots, stride, lanes, K, M, DTYPE: tl.constexpr, A
         return tensor, apart, local
     else:
         if addresses is not None:
-            start = tl.load(addresses + number, mask=taken, other=0).to(tl.pointer_type(DTYPE))
+            start = _loaded(addresses + number, taken).to(tl.pointer_type(DTYPE))
             if ALIGN > 0:
                 start = tl.multiple_of(start, 16)
         else:
             start = tensor + M * column.to(tl.int64)
         if STRIDED and addresses is not None:
-            apart = tl.load(addresses + K + number, mask=taken, other=0)
+            apart = _loaded(addresses + K + number, taken)
             if ALIGN > 1:
                 apart = tl.multiple_of(apart, ALIGN)
         elif D > 0:
@@ -85,13 +101,14 @@ def _at(place, first_row):
 
 @triton.jit
 def _inside(slots, lanes, LANES: tl.constexpr, PARTS: tl.constexpr, FULL: tl.constexpr):
-    """Which lanes of which slots hold features, part by part."""
+    """For each part a mask of the lanes and slots that hold features."""
     parts = ()
     for part in tl.static_range(PARTS):
-        inside = slots[3][:, None] & (lanes >= 0)[None, :]
-        if part >= FULL:
-            inside &= (part * LANES + lanes)[None, :] < slots[2][:, None]
-        parts = parts + (inside,)
+        within = (part * LANES + lanes)[None, :] < slots[2][:, None]
+        if len(slots[3]) > 0:
+            parts = parts + ((slots[3][0][:, None] & within,),)
+        else:
+            parts = parts + ((within,) if part >= FULL else (),)
     return parts
 
 
@@ -103,8 +120,8 @@ def _load_parameter(vector, slots, lanes, inside, SHARED: tl.constexpr, ACC: tl.
     if vector is not None:
         column = slots[1]
         for part in tl.static_range(PARTS):
-            cols = (column * 0 if SHARED else column)[:, None] + part * LANES + lanes[None, :]
-            parts = parts + (tl.load(vector + cols, mask=inside[part], other=0.0).to(ACC)[:, None, :],)
+            at = vector + (column * 0 if SHARED else column)[:, None] + part * LANES + lanes[None, :]
+            parts = parts + (_loaded(at, inside[part]).to(ACC)[:, None, :],)
     return parts
 
 
@@ -116,18 +133,35 @@ def _per_width(slots, ACC: tl.constexpr):
 
 @triton.jit
 def _place_of_rows(tile, taken, M, ROWS: tl.constexpr):
-    """The first row of a tile, and which of its rows there are in which slots."""
+    """The first row of a tile, and a mask of the rows that there are in each slot."""
     first_row = tl.cast(tile, tl.int64) * ROWS
-    in_rows = (tl.arange(0, ROWS) < M - first_row) & (first_row >= 0)
-    return first_row, taken[:, None] & in_rows[None, :]
+    if ROWS == 1 and len(taken) == 0:
+        return first_row, ()
+    elif ROWS == 1:
+        return first_row, (taken[0][:, None],)
+    else:
+        in_rows = (tl.arange(0, ROWS) < M - first_row)[None, :]
+        return first_row, (in_rows if len(taken) == 0 else taken[0][:, None] & in_rows,)
+
+
+@triton.jit
+def _joint(in_rows, inside):
+    """The mask of a part's elements."""
+    if len(in_rows) == 0 and len(inside) == 0:
+        return ()
+    elif len(in_rows) == 0:
+        return (inside[0][:, None, :],)
+    elif len(inside) == 0:
+        return (in_rows[0][:, :, None],)
+    else:
+        return (in_rows[0][:, :, None] & inside[0][:, None, :],)
 
 
 @triton.jit
 def _load(place, first_row, in_rows, inside, LANES: tl.constexpr, PARTS: tl.constexpr):
     parts = ()
     for part in tl.static_range(PARTS):
-        mask = in_rows[:, :, None] & inside[part][:, None, :]
-        parts = parts + (tl.load(_at(place, first_row) + part * LANES, mask=mask, other=0.0),)
+        parts = parts + (_loaded(_at(place, first_row) + part * LANES, _joint(in_rows, inside[part])),)
     return parts
 
 
@@ -148,10 +182,12 @@ def _standardize(rows, in_rows, inside, per_width, EPS: tl.constexpr, ACC: tl.co
     for part in tl.static_range(PARTS):
         x = rows[part].to(ACC) - mean
         if part >= FULL:
-            x = tl.where(inside[part][:, None, :], x, 0.0)
+            x = tl.where(inside[part][0][:, None, :], x, 0.0)
         centred = centred + (x,)
         squares = squares + (x * x,)
-    rstd = tl.where(in_rows, tl.rsqrt(_mean(squares, per_width, ACC, PARTS) + EPS), 0.0)
+    rstd = tl.rsqrt(_mean(squares, per_width, ACC, PARTS) + EPS)
+    if len(in_rows) > 0:
+        rstd = tl.where(in_rows[0], rstd, 0.0)
     hats = ()
     for part in tl.static_range(PARTS):
         hats = hats + (centred[part] * rstd[:, :, None],)
@@ -174,7 +210,7 @@ def _forward_tile(rows, y, ws, bs, first_row, in_rows, inside, per_width, EPS: t
     hats, _ = _standardize(rows, in_rows, inside, per_width, EPS, ACC, PARTS, FULL)
     for part in tl.static_range(PARTS):
         out = VALUE(_affine(hats[part], ws, bs, part)).to(Y)
-        tl.store(_at(y, first_row) + part * LANES, out, mask=in_rows[:, :, None] & inside[part][:, None, :])
+        _store(_at(y, first_row) + part * LANES, out, _joint(in_rows, inside[part]))
 
 
 @triton.jit
@@ -193,22 +229,23 @@ def _forward_group(x, x_addresses, table, weight, bias, y, x_stride, total, grou
     per_width = _per_width(slots, ACC)
     ws = _load_parameter(weight, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
     bs = _load_parameter(bias, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
-    first_row, in_rows = _place_of_rows(share, slots[3], M, ROWS)
+    tiles = tl.cdiv(M, ROWS).to(tl.int32)
     if PERSISTENT:
         if CARRIED:
+            first_row, in_rows = _place_of_rows(tl.minimum(share, tiles - 1), slots[3], M, ROWS)
             ahead = _load(x_place, first_row, in_rows, inside, LANES, PARTS)
-        tiles = tl.cdiv(M, ROWS).to(tl.int32)
         for tile in tl.range(share, tiles, programs, num_stages=STAGES):
             first_row, in_rows = _place_of_rows(tile, slots[3], M, ROWS)
             if CARRIED:
                 rows = ahead
-                next_row, in_next = _place_of_rows(tile + programs, slots[3], M, ROWS)
+                next_row, in_next = _place_of_rows(tl.minimum(tile + programs, tiles - 1), slots[3], M, ROWS)
                 ahead = _load(x_place, next_row, in_next, inside, LANES, PARTS)
             else:
                 rows = _load(x_place, first_row, in_rows, inside, LANES, PARTS)
             _forward_tile(rows, y_place, ws, bs, first_row, in_rows, inside, per_width, EPS, VALUE, ACC, Y, LANES, PARTS,
                           FULL)  # fmt: skip
-    else:
+    elif share < tiles:
+        first_row, in_rows = _place_of_rows(share, slots[3], M, ROWS)
         rows = _load(x_place, first_row, in_rows, inside, LANES, PARTS)
         _forward_tile(rows, y_place, ws, bs, first_row, in_rows, inside, per_width, EPS, VALUE, ACC, Y, LANES, PARTS,
                       FULL)  # fmt: skip
@@ -273,10 +310,10 @@ def _store_gradient(gradient, partials, sums, slot, count, slots, lanes, inside,
         else:
             cols = slots[1][:, None] + within[None, :]
             if programs == 1:
-                tl.store(gradient + cols, value.to(gradient.dtype.element_ty), mask=inside[part])
+                _store(gradient + cols, value.to(gradient.dtype.element_ty), inside[part])
             else:
                 place = share.to(tl.int64) * count + slot
-                tl.store(partials + place * (total * ALIGN if ALIGN > 1 else total) + cols, value, mask=inside[part])
+                _store(partials + place * (total * ALIGN if ALIGN > 1 else total) + cols, value, inside[part])
 
 
 @triton.jit
@@ -296,8 +333,8 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
                     LANES: tl.constexpr, PARTS: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
                     EPS: tl.constexpr, DERIVATIVE: tl.constexpr, DY: tl.constexpr, X: tl.constexpr, D: tl.constexpr,
                     SHARED: tl.constexpr, DY_APART: tl.constexpr, DX_APART: tl.constexpr, DY_STRIDED: tl.constexpr,
-                    UNUSED: tl.constexpr, STRIDED: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
-                    CARRIED: tl.constexpr, ACC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+                    UNUSED: tl.constexpr, STRIDED: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr, CARRIED: tl.constexpr,
+                    ACC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """One group's gradients; the rows come from the last to the first: the L2 cache still holds what was made last."""
     count: tl.constexpr = (dweight is not None) + (dbias is not None)
     lanes = tl.arange(0, LANES)
@@ -312,7 +349,7 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
     if UNUSED and dy_addresses is not None:
         # Address zero stands for an output that nothing came of: its gradient is zero. Nor is such a slice read: a NaN in
         # it is nobody's.
-        taken &= tl.load(dy_addresses + slots[0], mask=taken, other=0) != 0
+        taken = (_loaded(dy_addresses + slots[0], taken) != 0,)
     per_width = _per_width(slots, ACC)
     ws = _load_parameter(weight, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
     bs = _load_parameter(bias, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
@@ -321,14 +358,14 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
 
     tiles = tl.cdiv(M, ROWS).to(tl.int32)
     if CARRIED:
-        first_row, in_rows = _place_of_rows(tiles - 1 - share, taken, M, ROWS)
+        first_row, in_rows = _place_of_rows(tl.maximum(tiles - 1 - share, 0), taken, M, ROWS)
         next_gs = _load(dy_place, first_row, in_rows, inside, LANES, PARTS)
         next_rows = _load(x_place, first_row, in_rows, inside, LANES, PARTS)
     for step in tl.range(share, tiles, programs, num_stages=STAGES):
         first_row, in_rows = _place_of_rows(tiles - 1 - step, taken, M, ROWS)
         if CARRIED:
             gs, rows = next_gs, next_rows
-            next_row, in_next = _place_of_rows(tiles - 1 - step - programs, taken, M, ROWS)
+            next_row, in_next = _place_of_rows(tl.maximum(tiles - 1 - step - programs, 0), taken, M, ROWS)
             next_gs = _load(dy_place, next_row, in_next, inside, LANES, PARTS)
             next_rows = _load(x_place, next_row, in_next, inside, LANES, PARTS)
         else:
@@ -340,7 +377,7 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
             g, hat = gs[part].to(ACC), hats[part]
             g *= DERIVATIVE(_affine(hat, ws, bs, part))
             if UNUSED and dy_addresses is not None:
-                g = tl.where(in_rows[:, :, None], g, 0.0)  # whatever its parameters are
+                g = tl.where(in_rows[0][:, :, None], g, 0.0)  # whatever its parameters are
             if dweight is not None:
                 new_dweight_sums = new_dweight_sums + (dweight_sums[part] + g * hat,)
             if dbias is not None:
@@ -351,17 +388,16 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
             along_terms = along_terms + (g * hat,)
         dweight_sums, dbias_sums = new_dweight_sums, new_dbias_sums
         if dx is not None:
-            along = _mean(along_terms, per_width, ACC, PARTS)[:, :, None]
-            mean = _mean(terms, per_width, ACC, PARTS)[:, :, None]
+            along = (_mean(along_terms, per_width, ACC, PARTS) * rstd)[:, :, None]
+            mean = (_mean(terms, per_width, ACC, PARTS) * rstd)[:, :, None]
             for part in tl.static_range(PARTS):
                 if PARTS * LANES == 1:
                     # One column is its own mean, and nothing remains of g. The difference would be another number: g is
                     # a product, which a fused multiply-add takes as it was before it was rounded, but the mean after.
                     out = along_terms[part]
                 else:
-                    out = (terms[part] - mean - hats[part] * along) * rstd[:, :, None]
-                mask = in_rows[:, :, None] & inside[part][:, None, :]
-                tl.store(_at(dx_place, first_row) + part * LANES, out.to(X), mask=mask)
+                    out = terms[part] * rstd[:, :, None] - mean - hats[part] * along
+                _store(_at(dx_place, first_row) + part * LANES, out.to(X), _joint(in_rows, inside[part]))
 
     if dweight is not None:
         _store_gradient(dweight, partials, dweight_sums, 0, count, slots, lanes, inside, total, group, share, programs,

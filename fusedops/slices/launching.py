@@ -179,7 +179,7 @@ def _tuning_key(site: SliceSite, kernel: str, bucket: int) -> tuning.TuningKey:
 @functools.lru_cache(maxsize=1024)
 def _groups(widths: Widths, config: tuning.Config, itemsize: int) -> Groups:
     vector = min(widths.align, 16 // itemsize)
-    return Groups.of(widths, config.block_n, config.rows, vector)
+    return Groups.of(widths, config.block_n, config.rows, vector, config.warps)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -187,8 +187,12 @@ def _group_table(table: tuple[int, ...], device: torch.device) -> Tensor | None:
     return torch.tensor(table, dtype=torch.int32, device="cpu").to(device) if table else None
 
 
+# The most elements of a tile in a thread of a backward that carries the next rows in registers: with more it spills.
+_MOST_CARRIED = 14
+
+
 def _common(
-    site: SliceSite, groups: Groups, itemsize: int, aligned: bool, strided: bool, near: bool
+    site: SliceSite, groups: Groups, itemsize: int, carries: bool, aligned: bool, strided: bool, near: bool
 ) -> tuple[dict[str, str | None], dict[str, Any]]:
     """Types and constants that both kernels have; ``itemsize`` is that of the narrowest tensor with rows that is read."""
     types: dict[str, str | None] = {
@@ -210,7 +214,7 @@ def _common(
         "GROUPS": groups.count,
         "INDEX": triton_dtype(torch.int32 if near else torch.int64),
         "ALIGN": site.widths.align if aligned else 0,
-        "CARRIED": (site.widths.align if aligned else 1) * itemsize < 4,
+        "CARRIED": carries and (site.widths.align if aligned else 1) * itemsize < 4,
     }
     return types, constants
 
@@ -222,7 +226,7 @@ def _plan_forward(site: SliceSite, aligned: bool, strided: bool, near: bool, buc
     widths = site.widths
     config = tuning.choose(_tuning_key(site, "slices_forward", bucket), site.device_index)
     groups = _groups(widths, config, site.x.itemsize)
-    types, constants = _common(site, groups, site.x.itemsize, aligned, strided, near)
+    types, constants = _common(site, groups, site.x.itemsize, True, aligned, strided, near)
     types["y"] = pointer_type(site.y)
     value, _ = device_functions(site.activation.name, narrow=site.y.itemsize == 2)
     constants |= {"VALUE": value, "APART": site.constants.separate, "PERSISTENT": config.per_sm > 0}
@@ -244,7 +248,9 @@ def _plan_backward(site: SliceSite, needs: tuple[bool, bool, bool], dy: torch.dt
     needs_weight, needs_bias, needs_x = needs
     config = tuning.choose(_tuning_key(site, "slices_backward", bucket), site.device_index)
     groups = _groups(widths, config, site.x.itemsize)
-    types, constants = _common(site, groups, min(site.x.itemsize, dy.itemsize), aligned, strided, near)
+    # With several widths, registers are better spent on more programs: they wait in turn.
+    carries = widths.uniform > 0 and groups.most <= 32 * config.warps * _MOST_CARRIED
+    types, constants = _common(site, groups, min(site.x.itemsize, dy.itemsize), carries, aligned, strided, near)
     sums = needs_weight + needs_bias
     gradients = {"dweight": pointer_type(site.dtypes[0]) if needs_weight else None,
                  "dbias": pointer_type(site.dtypes[1]) if needs_bias else None}  # fmt: skip

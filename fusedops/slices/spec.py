@@ -7,6 +7,7 @@ One functional, two specs: slices in one tensor, and slices in separate tensors,
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -60,11 +61,27 @@ def _embeddings(cols: int) -> tuple[int, ...]:
 
 
 def _named(name: str) -> tuple[int, ...]:
-    """``R4096``: embeddings of so many columns. ``W96``, ``O96``: slices up to so wide, with and without a common factor."""
+    """Slices of unequal widths.
+
+    ``R4096``: embeddings of so many columns. ``D4096``: random widths that add up to so many, another set for each number.
+    ``W96``, ``O96``: slices up to so wide, with and without a common factor.
+    """
     number = int(name[1:])
     if name[0] == "R":
         return _embeddings(number)
+    if name[0] == "D":
+        return _drawn(number)
     return _up_to(number, min(number & -number, 8) if name[0] == "W" else 0)
+
+
+def _drawn(cols: int) -> tuple[int, ...]:
+    """Widths from 1 to 256 that add up to ``cols``, drawn with that number as the seed."""
+    widths: list[int] = []
+    draw = random.Random(cols)
+    while cols:
+        widths.append(min(draw.randint(1, 256), cols))
+        cols -= widths[-1]
+    return tuple(widths)
 
 
 def _up_to(widest: int, step: int) -> tuple[int, ...]:
@@ -374,6 +391,7 @@ SPECS = (
             slices=tuple((1 << k, 64) for k in range(0, 9, 2)),
             rows=((64, 64),),
             widths=tuple((26, cols) for cols in (48, 80, 96, 112, 160, 224)),
+            ragged=("R4096", *(f"D{cols}" for cols in range(8001, 12002, 444))),
         ),
         combined=_combined,
     ),

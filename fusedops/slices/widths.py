@@ -52,10 +52,10 @@ def widths_of(sizes: tuple[int, ...]) -> Widths:
 
 # Parts of a slice. More parts mean fewer idle lanes, and fewer threads to a row, which exchange its sums. But no thread has
 # more of a row in registers than so many elements.
-_PARTS = (1, 3, 5, 7)
+_PARTS = (1, 2, 3, 4, 5, 7)
 _MOST_EACH = 28
 # The kernel has code for each part of each tile. Twice as many tiles take twenty seconds to compile, not four.
-_MOST_PARTS_OF_MIXED = 3
+_MOST_PARTS_OF_MIXED = 4
 _MOST_TILES = 4
 
 
@@ -85,22 +85,25 @@ class Groups:
         tiles: of slices with many columns first; all powers of two but the parts.
         count: how many groups.
         shortest: the fewest rows that a tile has.
+        most: the most elements that a tile has.
         table: for each group the index of its tile and its first slot, and then for each slot the number of its slice, its
-            first column and its width, zero for none; empty for slices of one width, which need none.
+            first column and its width; empty for slices of one width, which need none. Where a group has too few slices,
+            the last has the other slots too: they store the same numbers.
     """
 
     tiles: tuple[Tile, ...]
     count: int
     shortest: int
+    most: int
     table: tuple[int, ...]
 
     @classmethod
-    def of(cls, widths: Widths, lanes: int, rows: int, vector: int) -> Groups:
+    def of(cls, widths: Widths, lanes: int, rows: int, vector: int, warps: int) -> Groups:
         """Groups of up to ``lanes`` lanes, in tiles of about ``lanes * rows`` elements; a wider slice is a group by itself.
 
-        A thread loads at most ``vector`` elements of a part at a time.
+        A thread of the ``warps`` loads at most ``vector`` elements of a part at a time.
         """
-        held = _held(widths, vector)
+        held = _held(widths, vector, warps)
         members: dict[tuple[int, int], list[int]] = {}
         for number, size in enumerate(widths.sizes):
             members.setdefault(next(each for each in held if math.prod(each) >= size), []).append(number)
@@ -120,10 +123,11 @@ class Groups:
                 firsts.append(len(slots) // 3)
                 kinds.append(len(tiles) - 1)
                 for slot in range(start, start + together):
-                    number = numbers[slot] if slot < len(numbers) else -1
-                    slots += (number, widths.columns[number], widths.sizes[number]) if number >= 0 else (0, 0, 0)
+                    number = numbers[min(slot, len(numbers) - 1)]
+                    slots += (number, widths.columns[number], widths.sizes[number])
         table = () if widths.uniform else (*kinds, *firsts, *slots)
-        return cls(tuple(tiles), len(kinds), min(tile.rows for tile in tiles), table)
+        most = max(math.prod(tile[:4]) for tile in tiles)
+        return cls(tuple(tiles), len(kinds), min(tile.rows for tile in tiles), most, table)
 
 
 def _most(n: float) -> int:
@@ -131,13 +135,16 @@ def _most(n: float) -> int:
     return 1 << max(int(n).bit_length() - 1, 0)
 
 
-def _held(widths: Widths, vector: int) -> list[tuple[int, int]]:
+def _held(widths: Widths, vector: int, warps: int) -> list[tuple[int, int]]:
     """The lanes and parts that hold all widths, the narrowest first: for each those with the fewest idle lanes.
 
-    While they are too many, those go whose slices add the fewest lanes in the next wider.
+    Of single elements a part is what the threads load twice: one address and distances that are constants lead to all
+    parts. Of several widths, while they are too many, those go whose slices add the fewest lanes in the next wider.
     """
-    most = _PARTS[-1] if widths.uniform else _MOST_PARTS_OF_MIXED
-    held = collections.Counter(holding(size, vector, most) for size in widths.sizes)
+    widest = 64 * warps if vector == 1 else None
+    if widths.uniform:
+        return [holding(widths.uniform, vector, widest)]
+    held = collections.Counter(holding(size, vector, widest, _MOST_PARTS_OF_MIXED) for size in widths.sizes)
     found = sorted(held, key=math.prod)
     while len(found) > _MOST_TILES:
         more = [held[narrow] * (math.prod(wide) - math.prod(narrow)) for narrow, wide in itertools.pairwise(found)]
@@ -147,14 +154,13 @@ def _held(widths: Widths, vector: int) -> list[tuple[int, int]]:
     return found
 
 
-def holding(size: int, vector: int, most: int = _PARTS[-1]) -> tuple[int, int]:
-    """Lanes and parts, up to ``most``, that hold a slice with the fewest idle lanes; the fewer parts if equal.
+def holding(size: int, vector: int, widest: int | None = None, most: int = _PARTS[-1]) -> tuple[int, int]:
+    """Lanes, up to ``widest``, and parts, up to ``most``, with the fewest idle lanes for a slice; the fewer parts if equal.
 
-    A thread loads at most ``vector`` elements of a part at a time.
+    A thread loads at most ``vector`` elements of a part at a time. A slice too wide for so many parts is one.
     """
-    found = [(power_of_two(size), 1)]
-    for parts in _PARTS[1:]:
-        lanes = power_of_two(-(-size // parts))
-        if parts <= most and vector <= lanes and parts * vector <= _MOST_EACH:
-            found.append((lanes, parts))
-    return min(found, key=math.prod)
+    found = [
+        (power_of_two(-(-size // parts)), parts) for parts in _PARTS if parts <= most and parts * vector <= _MOST_EACH
+    ]
+    held = [(lanes, parts) for lanes, parts in found if vector <= lanes <= (widest or lanes)]
+    return min(held, key=math.prod, default=(power_of_two(size), 1))
