@@ -30,7 +30,8 @@ is faster. `python -m benchmarks report` writes this page and its pictures from 
 
 _NAMES = """Some rows are variants of an operator. `bias_gelu_erf` and `bias_gelu_tanh` are `bias_gelu` with `approximate="none"`
 and `"tanh"`. `glu` is `gated_act` with `"quick_gelu"`. `_sequence` stands for slices in separate tensors, `_inplace` for
-`inplace=True`, and `_32k` for rows of 32,768 tokens. `R4096` are slices of mixed widths that add up to 4096."""
+`inplace=True`, and `_32k` for rows of 32,768 tokens. `R4096` are slices of mixed widths that add up to 4096,
+`D8001` of widths that are drawn from 1 to 256."""
 
 _HOW = """## How it is measured
 

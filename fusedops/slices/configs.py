@@ -15,7 +15,9 @@ _FEW, _SOME, _MANY = 1, 2, 3
 # Elements are loaded one by one, and their sums take the most exchanges between threads. So a program is one warp with one
 # row, of wider slices one slice's, and has no more registers than let all programs run at a time: 33.5 M elements of widths
 # from 1 to 256 take 184 µs forward + backward on an H100, with tiles of 256 lanes, of which every fourth had to wait, 404.
+# Slices of one width, of which several fit in a tile, have three quarters of the programs.
 _OF_ELEMENTS = Config(128, 1, 1, 3, 32, 64)
+_OF_ELEMENTS_ALIKE = Config(256, 1, 1, 3, 24, 80)
 
 
 def widest(itemsize: int) -> int:
@@ -43,10 +45,10 @@ def _forward(itemsize: int, width: int, bucket: int, *, equal: bool, vectors: bo
     ``width`` is the widest slice's; ``equal``: all widths are equal; ``vectors``: the widths have a common factor;
     ``apart``: the slices are separate tensors.
     """
+    if itemsize == 2 and not vectors and (1 < width <= 256 or not equal):
+        return _of_elements(width, equal=equal)
     if equal and _is_of_one_warp(itemsize, width, forward=True):
         return _of_one_warp(1024 // itemsize)
-    if itemsize == 2 and width <= 256 and not (vectors or equal):
-        return _OF_ELEMENTS
     few = bucket <= (_SOME if equal else _FEW)
     each = 32 if equal and vectors else 16
     if itemsize > 2:
@@ -62,6 +64,8 @@ def _backward(itemsize: int, width: int, bucket: int, *, equal: bool, vectors: b
     Widths without a common factor load single elements, whose addresses and masks take the registers of half a tile. A
     kernel for several widths has the registers of its largest part.
     """
+    if itemsize == 2 and not vectors and (1 < width <= 256 or not equal):
+        return _of_elements(width, equal=equal)
     if equal and _is_of_one_warp(itemsize, width, forward=False):
         return _of_one_warp(512 // itemsize)
     if itemsize > 2:
@@ -74,13 +78,18 @@ def _backward(itemsize: int, width: int, bucket: int, *, equal: bool, vectors: b
         tile = _tile(itemsize, width, each if vectors else 4, warps, equal=True)
         crowd = 8 if (bucket > _FEW and width <= 16) or each == 32 else 16
         return replace(tile, stages=3, per_sm=max(1, crowd // tile.warps))
-    if not vectors:
-        wide = power_of_two(width) // 256
-        return _OF_ELEMENTS if wide <= 1 else Config(256, wide, wide, 3, 8)
     if width <= 256:
         return Config(256, 1, 1, 3, 16)
     tile = _tile(itemsize, width, 16, 2, equal=False)
     return replace(tile, stages=3, per_sm=max(1, 8 // tile.warps))
+
+
+def _of_elements(width: int, *, equal: bool) -> Config:
+    """In 16 bits, where no 16 bytes are aligned; a warp for each 256 columns."""
+    if equal:
+        return _OF_ELEMENTS_ALIKE
+    warps = power_of_two(width) // 256
+    return _OF_ELEMENTS if warps <= 1 else replace(_OF_ELEMENTS, warps=warps, per_sm=28 // warps, registers=72)
 
 
 def _is_of_one_warp(itemsize: int, width: int, *, forward: bool) -> bool:
@@ -107,11 +116,16 @@ def heuristic(key: TuningKey) -> Config:
 
 
 def valid(key: TuningKey, config: Config) -> bool:
-    """A tile holds half a row of the widest slice, in one warp where that is best: more were measured for a wider slice."""
-    forward, several = key.kernel == "slices_forward", "equal" in key.variant and config.warps > 1
-    if several and _is_of_one_warp(key.itemsize, key.cols, forward=forward):
+    """A tile holds a row of the widest slice, in one warp where that is best: more were measured for a wider slice.
+
+    Of single elements a wider slice has a tile of its own, with at most eight in a thread.
+    """
+    equal = "equal" in key.variant
+    if key.itemsize == 2 and not equal and "vectors" not in key.variant:
+        return config.block_n >= 16 and key.cols <= 256 * config.warps
+    if equal and config.warps > 1 and _is_of_one_warp(key.itemsize, key.cols, forward=key.kernel == "slices_forward"):
         return False
-    return config.block_n >= 16 and 2 * config.block_n * config.rows >= power_of_two(key.cols)
+    return config.block_n >= 16 and config.block_n * config.rows >= power_of_two(key.cols)
 
 
 def candidates(key: TuningKey) -> list[Config]:

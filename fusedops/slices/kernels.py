@@ -21,16 +21,13 @@ from ..core.device import await_predecessor, place_along_rows
 
 @triton.jit
 def _slots(table, group, K, GROUPS: tl.constexpr, S: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr):
-    """For each of a group's slots its slice's number, first column and width, and whether there is such a slice.
-
-    As for all masks here: no mask, an empty tuple, where there is nothing to mask; else a tuple of one.
-    """
+    """For each of a group's slots its slice's number, first column and width, and whether there is such a slice."""
     if table is None:
         slots = group * S + tl.arange(0, S)
         number = slots
         column = slots * D
         width = tl.full((S,), D, tl.int32)
-        taken = () if S == 1 else (slots < K,)
+        taken = slots < K
     else:
         entries = table + 2 * GROUPS + 3 * (tl.load(table + GROUPS + group) + tl.arange(0, S))
         number = tl.load(entries)
@@ -39,21 +36,8 @@ def _slots(table, group, K, GROUPS: tl.constexpr, S: tl.constexpr, D: tl.constex
         if ALIGN > 1:
             column = tl.multiple_of(column, ALIGN)
             width = tl.multiple_of(width, ALIGN)
-        taken = ()
+        taken = width > 0
     return number, column, width, taken
-
-
-@triton.jit
-def _loaded(at, mask):
-    return tl.load(at) if len(mask) == 0 else tl.load(at, mask=mask[0], other=0)
-
-
-@triton.jit
-def _store(at, value, mask):
-    if len(mask) == 0:
-        tl.store(at, value)
-    else:
-        tl.store(at, value, mask=mask[0])
 
 
 @triton.jit
@@ -74,13 +58,13 @@ def _place(tensor, addresses, slots, stride, lanes, K, M, DTYPE: tl.constexpr, A
         return tensor, apart, local
     else:
         if addresses is not None:
-            start = _loaded(addresses + number, taken).to(tl.pointer_type(DTYPE))
+            start = tl.load(addresses + number, mask=taken, other=0).to(tl.pointer_type(DTYPE))
             if ALIGN > 0:
                 start = tl.multiple_of(start, 16)
         else:
             start = tensor + M * column.to(tl.int64)
         if STRIDED and addresses is not None:
-            apart = _loaded(addresses + K + number, taken)
+            apart = tl.load(addresses + K + number, mask=taken, other=0)
             if ALIGN > 1:
                 apart = tl.multiple_of(apart, ALIGN)
         elif D > 0:
@@ -101,14 +85,13 @@ def _at(place, first_row):
 
 @triton.jit
 def _inside(slots, lanes, LANES: tl.constexpr, PARTS: tl.constexpr, FULL: tl.constexpr):
-    """For each part a mask of the lanes and slots that hold features."""
+    """Which lanes of which slots hold features, part by part."""
     parts = ()
     for part in tl.static_range(PARTS):
-        within = (part * LANES + lanes)[None, :] < slots[2][:, None]
-        if len(slots[3]) > 0:
-            parts = parts + ((slots[3][0][:, None] & within,),)
-        else:
-            parts = parts + ((within,) if part >= FULL else (),)
+        inside = slots[3][:, None] & (lanes >= 0)[None, :]
+        if part >= FULL:
+            inside &= (part * LANES + lanes)[None, :] < slots[2][:, None]
+        parts = parts + (inside,)
     return parts
 
 
@@ -120,8 +103,8 @@ def _load_parameter(vector, slots, lanes, inside, SHARED: tl.constexpr, ACC: tl.
     if vector is not None:
         column = slots[1]
         for part in tl.static_range(PARTS):
-            at = vector + (column * 0 if SHARED else column)[:, None] + part * LANES + lanes[None, :]
-            parts = parts + (_loaded(at, inside[part]).to(ACC)[:, None, :],)
+            cols = (column * 0 if SHARED else column)[:, None] + part * LANES + lanes[None, :]
+            parts = parts + (tl.load(vector + cols, mask=inside[part], other=0.0).to(ACC)[:, None, :],)
     return parts
 
 
@@ -133,36 +116,44 @@ def _per_width(slots, ACC: tl.constexpr):
 
 @triton.jit
 def _place_of_rows(tile, taken, M, ROWS: tl.constexpr):
-    """The first row of a tile, and a mask of the rows that there are in each slot."""
+    """The first row of a tile, and which of its rows there are in which slots."""
     first_row = tl.cast(tile, tl.int64) * ROWS
-    if ROWS == 1 and len(taken) == 0:
-        return first_row, ()
-    elif ROWS == 1:
-        return first_row, (taken[0][:, None],)
-    else:
-        in_rows = (tl.arange(0, ROWS) < M - first_row)[None, :]
-        return first_row, (in_rows if len(taken) == 0 else taken[0][:, None] & in_rows,)
+    in_rows = tl.arange(0, ROWS) < M - first_row
+    return first_row, taken[:, None] & in_rows[None, :]
 
 
 @triton.jit
-def _joint(in_rows, inside):
-    """The mask of a part's elements."""
-    if len(in_rows) == 0 and len(inside) == 0:
-        return ()
-    elif len(in_rows) == 0:
-        return (inside[0][:, None, :],)
-    elif len(inside) == 0:
-        return (in_rows[0][:, :, None],)
+def _mask(in_rows, inside, FULL: tl.constexpr, WHOLE: tl.constexpr):
+    """The elements that a part of a tile has; all rows are there if ``WHOLE``, all lanes if ``FULL``."""
+    if WHOLE:
+        return inside[:, None, :]
+    elif FULL:
+        return in_rows[:, :, None]
     else:
-        return (in_rows[0][:, :, None] & inside[0][:, None, :],)
+        return in_rows[:, :, None] & inside[:, None, :]
 
 
 @triton.jit
-def _load(place, first_row, in_rows, inside, LANES: tl.constexpr, PARTS: tl.constexpr):
+def _load(place, first_row, in_rows, inside, LANES: tl.constexpr, PARTS: tl.constexpr, FULL: tl.constexpr,
+          WHOLE: tl.constexpr):  # fmt: skip
     parts = ()
     for part in tl.static_range(PARTS):
-        parts = parts + (_loaded(_at(place, first_row) + part * LANES, _joint(in_rows, inside[part])),)
+        at = _at(place, first_row) + part * LANES
+        if WHOLE and part < FULL:
+            parts = parts + (tl.load(at),)
+        else:
+            parts = parts + (tl.load(at, mask=_mask(in_rows, inside[part], part < FULL, WHOLE), other=0.0),)
     return parts
+
+
+@triton.jit
+def _store(place, first_row, in_rows, inside, part: tl.constexpr, value, LANES: tl.constexpr, FULL: tl.constexpr,
+           WHOLE: tl.constexpr):  # fmt: skip
+    at = _at(place, first_row) + part * LANES
+    if WHOLE and part < FULL:
+        tl.store(at, value)
+    else:
+        tl.store(at, value, mask=_mask(in_rows, inside[part], part < FULL, WHOLE))
 
 
 @triton.jit
@@ -175,19 +166,19 @@ def _mean(parts, per_width, ACC: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def _standardize(rows, in_rows, inside, per_width, EPS: tl.constexpr, ACC: tl.constexpr, PARTS: tl.constexpr,
-                 FULL: tl.constexpr):  # fmt: skip
+                 FULL: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
     """Rows with mean and scale taken out, and the reciprocal of that scale; zeros outside, whatever eps is."""
     mean = _mean(rows, per_width, ACC, PARTS)[:, :, None]
     centred, squares = (), ()
     for part in tl.static_range(PARTS):
         x = rows[part].to(ACC) - mean
         if part >= FULL:
-            x = tl.where(inside[part][0][:, None, :], x, 0.0)
+            x = tl.where(inside[part][:, None, :], x, 0.0)
         centred = centred + (x,)
         squares = squares + (x * x,)
     rstd = tl.rsqrt(_mean(squares, per_width, ACC, PARTS) + EPS)
-    if len(in_rows) > 0:
-        rstd = tl.where(in_rows[0], rstd, 0.0)
+    if not WHOLE:
+        rstd = tl.where(in_rows, rstd, 0.0)
     hats = ()
     for part in tl.static_range(PARTS):
         hats = hats + (centred[part] * rstd[:, :, None],)
@@ -205,12 +196,12 @@ def _affine(hat, ws, bs, part: tl.constexpr):
 
 @triton.jit
 def _forward_tile(rows, y, ws, bs, first_row, in_rows, inside, per_width, EPS: tl.constexpr, VALUE: tl.constexpr,
-                  ACC: tl.constexpr, Y: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
-                  FULL: tl.constexpr):  # fmt: skip
-    hats, _ = _standardize(rows, in_rows, inside, per_width, EPS, ACC, PARTS, FULL)
+                  ACC: tl.constexpr, Y: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr, FULL: tl.constexpr,
+                  WHOLE: tl.constexpr):  # fmt: skip
+    hats, _ = _standardize(rows, in_rows, inside, per_width, EPS, ACC, PARTS, FULL, WHOLE)
     for part in tl.static_range(PARTS):
         out = VALUE(_affine(hats[part], ws, bs, part)).to(Y)
-        _store(_at(y, first_row) + part * LANES, out, _joint(in_rows, inside[part]))
+        _store(y, first_row, in_rows, inside, part, out, LANES, FULL, WHOLE)
 
 
 @triton.jit
@@ -229,26 +220,27 @@ def _forward_group(x, x_addresses, table, weight, bias, y, x_stride, total, grou
     per_width = _per_width(slots, ACC)
     ws = _load_parameter(weight, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
     bs = _load_parameter(bias, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
+    whole: tl.constexpr = ROWS == 1 and (SLOTS == 1 or table is not None)
     tiles = tl.cdiv(M, ROWS).to(tl.int32)
     if PERSISTENT:
         if CARRIED:
             first_row, in_rows = _place_of_rows(tl.minimum(share, tiles - 1), slots[3], M, ROWS)
-            ahead = _load(x_place, first_row, in_rows, inside, LANES, PARTS)
+            ahead = _load(x_place, first_row, in_rows, inside, LANES, PARTS, FULL, whole)
         for tile in tl.range(share, tiles, programs, num_stages=STAGES):
             first_row, in_rows = _place_of_rows(tile, slots[3], M, ROWS)
             if CARRIED:
                 rows = ahead
                 next_row, in_next = _place_of_rows(tl.minimum(tile + programs, tiles - 1), slots[3], M, ROWS)
-                ahead = _load(x_place, next_row, in_next, inside, LANES, PARTS)
+                ahead = _load(x_place, next_row, in_next, inside, LANES, PARTS, FULL, whole)
             else:
-                rows = _load(x_place, first_row, in_rows, inside, LANES, PARTS)
+                rows = _load(x_place, first_row, in_rows, inside, LANES, PARTS, FULL, whole)
             _forward_tile(rows, y_place, ws, bs, first_row, in_rows, inside, per_width, EPS, VALUE, ACC, Y, LANES, PARTS,
-                          FULL)  # fmt: skip
+                          FULL, whole)  # fmt: skip
     elif share < tiles:
         first_row, in_rows = _place_of_rows(share, slots[3], M, ROWS)
-        rows = _load(x_place, first_row, in_rows, inside, LANES, PARTS)
+        rows = _load(x_place, first_row, in_rows, inside, LANES, PARTS, FULL, whole)
         _forward_tile(rows, y_place, ws, bs, first_row, in_rows, inside, per_width, EPS, VALUE, ACC, Y, LANES, PARTS,
-                      FULL)  # fmt: skip
+                      FULL, whole)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["x_stride", "total", "K", "M"])
@@ -310,10 +302,10 @@ def _store_gradient(gradient, partials, sums, slot, count, slots, lanes, inside,
         else:
             cols = slots[1][:, None] + within[None, :]
             if programs == 1:
-                _store(gradient + cols, value.to(gradient.dtype.element_ty), inside[part])
+                tl.store(gradient + cols, value.to(gradient.dtype.element_ty), mask=inside[part])
             else:
                 place = share.to(tl.int64) * count + slot
-                _store(partials + place * (total * ALIGN if ALIGN > 1 else total) + cols, value, inside[part])
+                tl.store(partials + place * (total * ALIGN if ALIGN > 1 else total) + cols, value, mask=inside[part])
 
 
 @triton.jit
@@ -333,8 +325,8 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
                     LANES: tl.constexpr, PARTS: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
                     EPS: tl.constexpr, DERIVATIVE: tl.constexpr, DY: tl.constexpr, X: tl.constexpr, D: tl.constexpr,
                     SHARED: tl.constexpr, DY_APART: tl.constexpr, DX_APART: tl.constexpr, DY_STRIDED: tl.constexpr,
-                    UNUSED: tl.constexpr, STRIDED: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr, CARRIED: tl.constexpr,
-                    ACC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+                    UNUSED: tl.constexpr, STRIDED: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+                    CARRIED: tl.constexpr, ACC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """One group's gradients; the rows come from the last to the first: the L2 cache still holds what was made last."""
     count: tl.constexpr = (dweight is not None) + (dbias is not None)
     lanes = tl.arange(0, LANES)
@@ -349,35 +341,36 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
     if UNUSED and dy_addresses is not None:
         # Address zero stands for an output that nothing came of: its gradient is zero. Nor is such a slice read: a NaN in
         # it is nobody's.
-        taken = (_loaded(dy_addresses + slots[0], taken) != 0,)
+        taken &= tl.load(dy_addresses + slots[0], mask=taken, other=0) != 0
     per_width = _per_width(slots, ACC)
     ws = _load_parameter(weight, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
     bs = _load_parameter(bias, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
     dweight_sums = _zeros(dweight, SLOTS, ROWS, LANES, PARTS, ACC)
     dbias_sums = _zeros(dbias, SLOTS, ROWS, LANES, PARTS, ACC)
 
+    whole: tl.constexpr = ROWS == 1 and (SLOTS == 1 or table is not None) and not (UNUSED and dy_addresses is not None)
     tiles = tl.cdiv(M, ROWS).to(tl.int32)
     if CARRIED:
         first_row, in_rows = _place_of_rows(tl.maximum(tiles - 1 - share, 0), taken, M, ROWS)
-        next_gs = _load(dy_place, first_row, in_rows, inside, LANES, PARTS)
-        next_rows = _load(x_place, first_row, in_rows, inside, LANES, PARTS)
+        next_gs = _load(dy_place, first_row, in_rows, inside, LANES, PARTS, FULL, whole)
+        next_rows = _load(x_place, first_row, in_rows, inside, LANES, PARTS, FULL, whole)
     for step in tl.range(share, tiles, programs, num_stages=STAGES):
         first_row, in_rows = _place_of_rows(tiles - 1 - step, taken, M, ROWS)
         if CARRIED:
             gs, rows = next_gs, next_rows
             next_row, in_next = _place_of_rows(tl.maximum(tiles - 1 - step - programs, 0), taken, M, ROWS)
-            next_gs = _load(dy_place, next_row, in_next, inside, LANES, PARTS)
-            next_rows = _load(x_place, next_row, in_next, inside, LANES, PARTS)
+            next_gs = _load(dy_place, next_row, in_next, inside, LANES, PARTS, FULL, whole)
+            next_rows = _load(x_place, next_row, in_next, inside, LANES, PARTS, FULL, whole)
         else:
-            gs = _load(dy_place, first_row, in_rows, inside, LANES, PARTS)
-            rows = _load(x_place, first_row, in_rows, inside, LANES, PARTS)
-        hats, rstd = _standardize(rows, in_rows, inside, per_width, EPS, ACC, PARTS, FULL)
+            gs = _load(dy_place, first_row, in_rows, inside, LANES, PARTS, FULL, whole)
+            rows = _load(x_place, first_row, in_rows, inside, LANES, PARTS, FULL, whole)
+        hats, rstd = _standardize(rows, in_rows, inside, per_width, EPS, ACC, PARTS, FULL, whole)
         new_dweight_sums, new_dbias_sums, terms, along_terms = (), (), (), ()
         for part in tl.static_range(PARTS):
             g, hat = gs[part].to(ACC), hats[part]
             g *= DERIVATIVE(_affine(hat, ws, bs, part))
             if UNUSED and dy_addresses is not None:
-                g = tl.where(in_rows[0][:, :, None], g, 0.0)  # whatever its parameters are
+                g = tl.where(in_rows[:, :, None], g, 0.0)  # whatever its parameters are
             if dweight is not None:
                 new_dweight_sums = new_dweight_sums + (dweight_sums[part] + g * hat,)
             if dbias is not None:
@@ -388,16 +381,16 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
             along_terms = along_terms + (g * hat,)
         dweight_sums, dbias_sums = new_dweight_sums, new_dbias_sums
         if dx is not None:
-            along = (_mean(along_terms, per_width, ACC, PARTS) * rstd)[:, :, None]
-            mean = (_mean(terms, per_width, ACC, PARTS) * rstd)[:, :, None]
+            along = _mean(along_terms, per_width, ACC, PARTS)[:, :, None]
+            mean = _mean(terms, per_width, ACC, PARTS)[:, :, None]
             for part in tl.static_range(PARTS):
                 if PARTS * LANES == 1:
                     # One column is its own mean, and nothing remains of g. The difference would be another number: g is
                     # a product, which a fused multiply-add takes as it was before it was rounded, but the mean after.
                     out = along_terms[part]
                 else:
-                    out = terms[part] * rstd[:, :, None] - mean - hats[part] * along
-                _store(_at(dx_place, first_row) + part * LANES, out.to(X), _joint(in_rows, inside[part]))
+                    out = (terms[part] - mean - hats[part] * along) * rstd[:, :, None]
+                _store(dx_place, first_row, in_rows, inside, part, out.to(X), LANES, FULL, whole)
 
     if dweight is not None:
         _store_gradient(dweight, partials, dweight_sums, 0, count, slots, lanes, inside, total, group, share, programs,

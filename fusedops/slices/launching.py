@@ -188,7 +188,7 @@ def _group_table(table: tuple[int, ...], device: torch.device) -> Tensor | None:
 
 
 # The most elements of a tile in a thread of a backward that carries the next rows in registers: with more it spills.
-_MOST_CARRIED = 14
+_MOST_CARRIED = 8
 
 
 def _common(
