@@ -11,7 +11,7 @@ import inspect
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from fusedops.compiler.planning import planned
 from fusedops.compiler.structure import structured
 from fusedops.compiler.tracing import trace
 from fusedops.core import cache, launch, tuning
+from fusedops.core.tuning_key import Config
 from support import EVERY_SPEC, INTERPRETED
 
 triton = pytest.importorskip("triton")
@@ -83,6 +84,44 @@ class Built:
             Built.spilled.append(f"{request.kernel.fn.__name__} {config}: {spilled(compiled)}")
 
 
+@pytest.fixture(autouse=True)
+def _functions_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Triton calls a specialised function by its arguments' types, without the tuples around them.
+
+    So ``f((x,), ())`` would call what was compiled for ``f((), (x,))``.
+    """
+    generator = importlib.import_module("triton.compiler.code_generator")
+    call, mangled = generator.CodeGenerator.call_JitFunction, generator.mangle_fn
+    calls: list[tuple[Any, str]] = []
+    known: dict[tuple[Any, str], str] = {}
+    taken: list[str] = []
+
+    def types(value: Any) -> str:
+        if isinstance(value, (tuple, triton.language.tuple)):
+            return f"({', '.join(map(types, value))})"
+        return str(getattr(value, "type", value))
+
+    def called(self: Any, fn: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
+        calls.append((self.module, types(tuple(inspect.getcallargs(fn.fn, *args, **kwargs).values()))))
+        try:
+            return call(self, fn, args, kwargs, *rest)
+        finally:
+            calls.pop()
+
+    def mangle(*args: Any) -> str:
+        name: str = mangled(*args)
+        if calls:
+            module, given = calls[-1]
+            if known.setdefault((module, name), given) != given:
+                taken.append(f"{name} is {known[module, name]} and {given}")
+        return name
+
+    monkeypatch.setattr(generator.CodeGenerator, "call_JitFunction", called)
+    monkeypatch.setattr(generator, "mangle_fn", mangle)
+    yield
+    assert not taken
+
+
 def spilled(compiled: Any) -> int:
     """Bytes of stack (NVIDIA) or registers (AMD) that the compiler spilled."""
     if "amdgcn" in compiled.asm:
@@ -133,6 +172,13 @@ def test_compiles_for_the_others(member: str, kind: tuple[int, torch.dtype], tar
                                  monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     found = build(plans(*kind)[member], target, monkeypatch)
     assert target == "gfx942" or not found
+
+
+def test_tiles_of_slices_compile_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one row or more, with and without idle lanes, in one kernel."""
+    member = plans(17, torch.float32)["slices without a common factor"]
+    with tuning.forced("slices_forward", Config(16, 1, 1)), tuning.forced("slices_backward", Config(16, 1, 1, 1, 1)):
+        assert not build(member, "sm_90", monkeypatch)
 
 
 def modulated(

@@ -340,7 +340,7 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
         return plans
     if cols == 96:
         plans["slices of one odd width"] = partial(build, (cols + 1,) * 20, 2)
-    if cols == 256 or (cols == 1024 and dtype.itemsize == 2):
+    if cols in (17, 256) or (cols == 1024 and dtype.itemsize == 2):
         odd = tuple(width | 1 for width in (cols // 5, cols - 2, cols // 3, cols // 2))
         plans["slices without a common factor"] = partial(build, odd, 1)
     return plans | {
