@@ -7,7 +7,6 @@ and every row stride of 8, which the compiled kernel then relies on.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -89,13 +88,16 @@ def empty_dense(like: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _evenly_spaced(t: Tensor, cols: int, dims: int) -> tuple[Tensor, int]:
-    sizes, strides = t.shape, t.stride()
+    strides = t.stride()
     if dims == 1 and (strides[-1] == 1 or cols == 1):
-        lead = [(size, stride) for size, stride in zip(sizes[:-1], strides[:-1], strict=True) if size != 1]
-        if not lead:
-            return t, cols
-        if all(a[1] == b[0] * b[1] for a, b in itertools.pairwise(lead)):
-            return t, lead[-1][1]
+        stride = None
+        for size, step in zip(t.shape, strides[:-1], strict=False):  # but the last dimension's
+            if size != 1:
+                if stride is not None and stride != size * step:
+                    break
+                stride = step
+        else:
+            return t, cols if stride is None else stride
     return t.contiguous(), cols
 
 
