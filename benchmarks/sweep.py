@@ -39,7 +39,7 @@ class Line:
 
     op: str
     axis: str
-    tail: tuple[int, ...]  # what stays the same; empty for hidden sizes alone
+    tail: tuple[int, ...]  # what stays the same; empty for hidden sizes alone, and for rows of several widths
     points: tuple[tuple[int, Shape], ...]
 
 

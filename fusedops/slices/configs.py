@@ -13,8 +13,8 @@ __all__ = ["candidates", "heuristic", "valid", "widest"]
 _FEW, _SOME, _MANY = 1, 2, 3
 
 # Elements are loaded one by one, and their sums take the most exchanges between threads. So a program is one warp with one
-# row, of wider slices one slice's, and has no more registers than let all programs run at a time: 33.5 M elements of widths
-# from 1 to 256 take 184 µs forward + backward on an H100, with tiles of 256 lanes, of which every fourth had to wait, 404.
+# row, of wider slices one slice's. Its registers are limited so that all programs run at once: 33.5 M elements of widths from
+# 1 to 256 take 184 µs forward + backward on an H100; tiles of 256 lanes, where a fourth of the programs waited, took 404.
 # Slices of one width, of which several fit in a tile, have three quarters of the programs.
 _OF_ELEMENTS = Config(128, 1, 1, 3, 32, 64)
 _OF_ELEMENTS_ALIKE = Config(256, 1, 1, 3, 24, 80)
@@ -89,7 +89,9 @@ def _of_elements(width: int, *, equal: bool) -> Config:
     if equal:
         return _OF_ELEMENTS_ALIKE
     warps = power_of_two(width) // 256
-    return _OF_ELEMENTS if warps <= 1 else replace(_OF_ELEMENTS, warps=warps, per_sm=28 // warps, registers=72)
+    if warps <= 1:
+        return _OF_ELEMENTS
+    return replace(_OF_ELEMENTS, block_n=128 * warps, warps=warps, per_sm=28 // warps, registers=72)
 
 
 def _is_of_one_warp(itemsize: int, width: int, *, forward: bool) -> bool:
@@ -118,7 +120,7 @@ def heuristic(key: TuningKey) -> Config:
 def valid(key: TuningKey, config: Config) -> bool:
     """A tile holds a row of the widest slice, in one warp where that is best: more were measured for a wider slice.
 
-    Of single elements a wider slice has a tile of its own, with at most eight in a thread.
+    Where elements are loaded one by one, a slice wider than the tile gets one of its own: at most eight elements per thread.
     """
     equal = "equal" in key.variant
     if key.itemsize == 2 and not equal and "vectors" not in key.variant:

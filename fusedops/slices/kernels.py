@@ -1,7 +1,7 @@
 """The slices family's kernels: one forward and one backward for all slices, and the table of their addresses.
 
-A tile is ``(slots, rows, lanes)``: a slot holds one slice's rows. A slice is one such part, or three, five or seven side by
-side, in a tuple. Slices of similar widths share a `Tile`'s shape, and ``TILES`` are the shapes that occur. Axis 0 of the
+A tile is ``(slots, rows, lanes)``: a slot holds one slice's rows. A slice is one such part, or up to seven side by side, in
+a tuple. Slices of similar widths share a `Tile`'s shape, and ``TILES`` are the shapes that occur. Axis 0 of the
 grid is the *group*: as many slices as a tile has slots. The programs of a group, along axis 1, share the rows. So
 neighbours in time serve the same rows of neighbouring slices, which lie side by side in memory.
 
@@ -21,13 +21,14 @@ from ..core.device import await_predecessor, place_along_rows
 
 @triton.jit
 def _slots(table, group, K, GROUPS: tl.constexpr, S: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr):
-    """For each of a group's slots its slice's number, first column and width, and whether there is such a slice."""
+    """Of each of a group's slots: its slice's number, first column and width, whether it has one, and has it for its own."""
     if table is None:
         slots = group * S + tl.arange(0, S)
         number = slots
         column = slots * D
         width = tl.full((S,), D, tl.int32)
         taken = slots < K
+        own = taken
     else:
         entries = table + 2 * GROUPS + 3 * (tl.load(table + GROUPS + group) + tl.arange(0, S))
         number = tl.load(entries)
@@ -36,8 +37,10 @@ def _slots(table, group, K, GROUPS: tl.constexpr, S: tl.constexpr, D: tl.constex
         if ALIGN > 1:
             column = tl.multiple_of(column, ALIGN)
             width = tl.multiple_of(width, ALIGN)
-        taken = width > 0
-    return number, column, width, taken
+        own = number >= 0
+        taken = own | (width > 0)
+        number = tl.where(own, number, -1 - number)
+    return number, column, width, taken, own
 
 
 @triton.jit
@@ -50,7 +53,7 @@ def _place(tensor, addresses, slots, stride, lanes, K, M, DTYPE: tl.constexpr, A
     where the table of addresses says, at the distances after them if ``STRIDED``. What is the same for all tiles is
     taken once, in the narrow dtype ``INDEX``: a tile's own part is one product.
     """
-    number, column, width, taken = slots
+    number, column, width, taken, _ = slots
     rows = tl.arange(0, ROWS)[None, :, None]
     if addresses is None and not APART:
         apart = stride * ALIGN if ALIGN > 1 else stride
@@ -88,7 +91,7 @@ def _inside(slots, lanes, LANES: tl.constexpr, PARTS: tl.constexpr, FULL: tl.con
     """Which lanes of which slots hold features, part by part."""
     parts = ()
     for part in tl.static_range(PARTS):
-        inside = slots[3][:, None] & (lanes >= 0)[None, :]
+        inside = slots[4][:, None] & (lanes >= 0)[None, :]
         if part >= FULL:
             inside &= (part * LANES + lanes)[None, :] < slots[2][:, None]
         parts = parts + (inside,)
@@ -124,7 +127,7 @@ def _place_of_rows(tile, taken, M, ROWS: tl.constexpr):
 
 @triton.jit
 def _mask(in_rows, inside, FULL: tl.constexpr, WHOLE: tl.constexpr):
-    """The elements that a part of a tile has; all rows are there if ``WHOLE``, all lanes if ``FULL``."""
+    """Which elements of a part are there: all rows of all slots with ``WHOLE``, all lanes with ``FULL``."""
     if WHOLE:
         return inside[:, None, :]
     elif FULL:
@@ -197,11 +200,11 @@ def _affine(hat, ws, bs, part: tl.constexpr):
 @triton.jit
 def _forward_tile(rows, y, ws, bs, first_row, in_rows, inside, per_width, EPS: tl.constexpr, VALUE: tl.constexpr,
                   ACC: tl.constexpr, Y: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr, FULL: tl.constexpr,
-                  WHOLE: tl.constexpr):  # fmt: skip
+                  WHOLE: tl.constexpr, ALONE: tl.constexpr):  # fmt: skip
     hats, _ = _standardize(rows, in_rows, inside, per_width, EPS, ACC, PARTS, FULL, WHOLE)
     for part in tl.static_range(PARTS):
         out = VALUE(_affine(hats[part], ws, bs, part)).to(Y)
-        _store(y, first_row, in_rows, inside, part, out, LANES, FULL, WHOLE)
+        _store(y, first_row, in_rows, inside, part, out, LANES, FULL, ALONE)
 
 
 @triton.jit
@@ -220,27 +223,30 @@ def _forward_group(x, x_addresses, table, weight, bias, y, x_stride, total, grou
     per_width = _per_width(slots, ACC)
     ws = _load_parameter(weight, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
     bs = _load_parameter(bias, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
+    # A row, which the loop's bounds keep inside, and a slice in every slot.
     whole: tl.constexpr = ROWS == 1 and (SLOTS == 1 or table is not None)
+    alone: tl.constexpr = ROWS == 1 and SLOTS == 1
     tiles = tl.cdiv(M, ROWS).to(tl.int32)
     if PERSISTENT:
+        # Past the end the last tile is loaded again: without a mask a load must be inside.
         if CARRIED:
-            first_row, in_rows = _place_of_rows(tl.minimum(share, tiles - 1), slots[3], M, ROWS)
+            first_row, in_rows = _place_of_rows(tl.minimum(share, tiles - 1), slots[4], M, ROWS)
             ahead = _load(x_place, first_row, in_rows, inside, LANES, PARTS, FULL, whole)
         for tile in tl.range(share, tiles, programs, num_stages=STAGES):
-            first_row, in_rows = _place_of_rows(tile, slots[3], M, ROWS)
+            first_row, in_rows = _place_of_rows(tile, slots[4], M, ROWS)
             if CARRIED:
                 rows = ahead
-                next_row, in_next = _place_of_rows(tl.minimum(tile + programs, tiles - 1), slots[3], M, ROWS)
+                next_row, in_next = _place_of_rows(tl.minimum(tile + programs, tiles - 1), slots[4], M, ROWS)
                 ahead = _load(x_place, next_row, in_next, inside, LANES, PARTS, FULL, whole)
             else:
                 rows = _load(x_place, first_row, in_rows, inside, LANES, PARTS, FULL, whole)
             _forward_tile(rows, y_place, ws, bs, first_row, in_rows, inside, per_width, EPS, VALUE, ACC, Y, LANES, PARTS,
-                          FULL, whole)  # fmt: skip
+                          FULL, whole, alone)  # fmt: skip
     elif share < tiles:
-        first_row, in_rows = _place_of_rows(share, slots[3], M, ROWS)
+        first_row, in_rows = _place_of_rows(share, slots[4], M, ROWS)
         rows = _load(x_place, first_row, in_rows, inside, LANES, PARTS, FULL, whole)
         _forward_tile(rows, y_place, ws, bs, first_row, in_rows, inside, per_width, EPS, VALUE, ACC, Y, LANES, PARTS,
-                      FULL, whole)  # fmt: skip
+                      FULL, whole, alone)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["x_stride", "total", "K", "M"])
@@ -331,7 +337,7 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
     count: tl.constexpr = (dweight is not None) + (dbias is not None)
     lanes = tl.arange(0, LANES)
     slots = _slots(table, group, K, GROUPS, SLOTS, D, ALIGN)
-    taken = slots[3]
+    taken = slots[4]
     dy_place = _place(dy, dy_addresses, slots, dy_stride, lanes, K, M, DY, DY_APART, DY_STRIDED, D, ALIGN, INDEX,
                       ROWS)  # fmt: skip
     x_place = _place(x, x_addresses, slots, x_stride, lanes, K, M, X, False, STRIDED, D, ALIGN, INDEX, ROWS)
@@ -348,7 +354,10 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
     dweight_sums = _zeros(dweight, SLOTS, ROWS, LANES, PARTS, ACC)
     dbias_sums = _zeros(dbias, SLOTS, ROWS, LANES, PARTS, ACC)
 
-    whole: tl.constexpr = ROWS == 1 and (SLOTS == 1 or table is not None) and not (UNUSED and dy_addresses is not None)
+    # A row, which the loop's bounds keep inside, and a slice in every slot; an unused output's address is zero.
+    used: tl.constexpr = not (UNUSED and dy_addresses is not None)
+    whole: tl.constexpr = ROWS == 1 and (SLOTS == 1 or table is not None) and used
+    alone: tl.constexpr = ROWS == 1 and SLOTS == 1 and used
     tiles = tl.cdiv(M, ROWS).to(tl.int32)
     if CARRIED:
         first_row, in_rows = _place_of_rows(tl.maximum(tiles - 1 - share, 0), taken, M, ROWS)
@@ -390,7 +399,7 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
                     out = along_terms[part]
                 else:
                     out = (terms[part] - mean - hats[part] * along) * rstd[:, :, None]
-                _store(dx_place, first_row, in_rows, inside, part, out.to(X), LANES, FULL, whole)
+                _store(dx_place, first_row, in_rows, inside, part, out.to(X), LANES, FULL, alone)
 
     if dweight is not None:
         _store_gradient(dweight, partials, dweight_sums, 0, count, slots, lanes, inside, total, group, share, programs,

@@ -187,8 +187,8 @@ def _group_table(table: tuple[int, ...], device: torch.device) -> Tensor | None:
     return torch.tensor(table, dtype=torch.int32, device="cpu").to(device) if table else None
 
 
-# The most elements of a tile in a thread of a backward that carries the next rows in registers: with more it spills.
-_MOST_CARRIED = 8
+# A backward that carries the next rows in registers has so many for each element of a tile: with fewer it spills.
+_REGISTERS_EACH = 9
 
 
 def _common(
@@ -248,8 +248,8 @@ def _plan_backward(site: SliceSite, needs: tuple[bool, bool, bool], dy: torch.dt
     needs_weight, needs_bias, needs_x = needs
     config = tuning.choose(_tuning_key(site, "slices_backward", bucket), site.device_index)
     groups = _groups(widths, config, site.x.itemsize)
-    # With several widths, registers are better spent on more programs: they wait in turn.
-    carries = widths.uniform > 0 and groups.most <= 32 * config.warps * _MOST_CARRIED
+    # With several widths, more programs hide the loads better than registers that carry rows.
+    carries = widths.uniform > 0 and groups.most * _REGISTERS_EACH <= 32 * config.warps * (config.registers or 128)
     types, constants = _common(site, groups, min(site.x.itemsize, dy.itemsize), carries, aligned, strided, near)
     sums = needs_weight + needs_bias
     gradients = {"dweight": pointer_type(site.dtypes[0]) if needs_weight else None,

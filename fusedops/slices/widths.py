@@ -87,8 +87,8 @@ class Groups:
         shortest: the fewest rows that a tile has.
         most: the most elements that a tile has.
         table: for each group the index of its tile and its first slot, and then for each slot the number of its slice, its
-            first column and its width; empty for slices of one width, which need none. Where a group has too few slices,
-            the last has the other slots too: they store the same numbers.
+            first column and its width; empty for slices of one width, which need none. A group's last slice fills the slots
+            that remain, with its number's complement: they load, so that no load needs a mask, but do not store.
     """
 
     tiles: tuple[Tile, ...]
@@ -124,7 +124,8 @@ class Groups:
                 kinds.append(len(tiles) - 1)
                 for slot in range(start, start + together):
                     number = numbers[min(slot, len(numbers) - 1)]
-                    slots += (number, widths.columns[number], widths.sizes[number])
+                    name = number if slot < len(numbers) else ~number
+                    slots += (name, widths.columns[number], widths.sizes[number])
         table = () if widths.uniform else (*kinds, *firsts, *slots)
         most = max(math.prod(tile[:4]) for tile in tiles)
         return cls(tuple(tiles), len(kinds), min(tile.rows for tile in tiles), most, table)
@@ -138,8 +139,9 @@ def _most(n: float) -> int:
 def _held(widths: Widths, vector: int, warps: int) -> list[tuple[int, int]]:
     """The lanes and parts that hold all widths, the narrowest first: for each those with the fewest idle lanes.
 
-    Of single elements a part is what the threads load twice: one address and distances that are constants lead to all
-    parts. Of several widths, while they are too many, those go whose slices add the fewest lanes in the next wider.
+    Where elements are loaded one by one, a part has at most two per thread: its address serves all parts, at constant
+    distances. With more than `_MOST_TILES` shapes, the one whose slices cost the fewest lanes in the next wider is dropped,
+    again and again.
     """
     widest = 64 * warps if vector == 1 else None
     if widths.uniform:
@@ -157,7 +159,8 @@ def _held(widths: Widths, vector: int, warps: int) -> list[tuple[int, int]]:
 def holding(size: int, vector: int, widest: int | None = None, most: int = _PARTS[-1]) -> tuple[int, int]:
     """Lanes, up to ``widest``, and parts, up to ``most``, with the fewest idle lanes for a slice; the fewer parts if equal.
 
-    A thread loads at most ``vector`` elements of a part at a time. A slice too wide for so many parts is one.
+    A thread loads at most ``vector`` elements of a part at a time. A slice too wide for that is a single part, whatever
+    ``widest``.
     """
     found = [
         (power_of_two(-(-size // parts)), parts) for parts in _PARTS if parts <= most and parts * vector <= _MOST_EACH
