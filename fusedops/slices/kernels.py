@@ -21,7 +21,7 @@ from ..core.device import await_predecessor, place_along_rows
 
 @triton.jit
 def _slots(table, group, K, GROUPS: tl.constexpr, S: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr):
-    """Of each of a group's slots: its slice's number, first column and width, whether it has one, and has it for its own."""
+    """Of each slot: its slice's number, first column and width, whether it has one, and whether it is the one that stores it."""
     if table is None:
         slots = group * S + tl.arange(0, S)
         number = slots
@@ -37,8 +37,8 @@ def _slots(table, group, K, GROUPS: tl.constexpr, S: tl.constexpr, D: tl.constex
         if ALIGN > 1:
             column = tl.multiple_of(column, ALIGN)
             width = tl.multiple_of(width, ALIGN)
+        taken = width > 0
         own = number >= 0
-        taken = own | (width > 0)
         number = tl.where(own, number, -1 - number)
     return number, column, width, taken, own
 
@@ -118,11 +118,11 @@ def _per_width(slots, ACC: tl.constexpr):
 
 
 @triton.jit
-def _place_of_rows(tile, taken, M, ROWS: tl.constexpr):
+def _place_of_rows(tile, own, M, ROWS: tl.constexpr):
     """The first row of a tile, and which of its rows there are in which slots."""
     first_row = tl.cast(tile, tl.int64) * ROWS
     in_rows = tl.arange(0, ROWS) < M - first_row
-    return first_row, taken[:, None] & in_rows[None, :]
+    return first_row, own[:, None] & in_rows[None, :]
 
 
 @triton.jit
@@ -337,7 +337,7 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
     count: tl.constexpr = (dweight is not None) + (dbias is not None)
     lanes = tl.arange(0, LANES)
     slots = _slots(table, group, K, GROUPS, SLOTS, D, ALIGN)
-    taken = slots[4]
+    own = slots[4]
     dy_place = _place(dy, dy_addresses, slots, dy_stride, lanes, K, M, DY, DY_APART, DY_STRIDED, D, ALIGN, INDEX,
                       ROWS)  # fmt: skip
     x_place = _place(x, x_addresses, slots, x_stride, lanes, K, M, X, False, STRIDED, D, ALIGN, INDEX, ROWS)
@@ -347,7 +347,7 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
     if UNUSED and dy_addresses is not None:
         # Address zero stands for an output that nothing came of: its gradient is zero. Nor is such a slice read: a NaN in
         # it is nobody's.
-        taken &= tl.load(dy_addresses + slots[0], mask=taken, other=0) != 0
+        own &= tl.load(dy_addresses + slots[0], mask=own, other=0) != 0
     per_width = _per_width(slots, ACC)
     ws = _load_parameter(weight, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
     bs = _load_parameter(bias, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
@@ -360,14 +360,14 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
     alone: tl.constexpr = ROWS == 1 and SLOTS == 1 and used
     tiles = tl.cdiv(M, ROWS).to(tl.int32)
     if CARRIED:
-        first_row, in_rows = _place_of_rows(tl.maximum(tiles - 1 - share, 0), taken, M, ROWS)
+        first_row, in_rows = _place_of_rows(tl.maximum(tiles - 1 - share, 0), own, M, ROWS)
         next_gs = _load(dy_place, first_row, in_rows, inside, LANES, PARTS, FULL, whole)
         next_rows = _load(x_place, first_row, in_rows, inside, LANES, PARTS, FULL, whole)
     for step in tl.range(share, tiles, programs, num_stages=STAGES):
-        first_row, in_rows = _place_of_rows(tiles - 1 - step, taken, M, ROWS)
+        first_row, in_rows = _place_of_rows(tiles - 1 - step, own, M, ROWS)
         if CARRIED:
             gs, rows = next_gs, next_rows
-            next_row, in_next = _place_of_rows(tl.maximum(tiles - 1 - step - programs, 0), taken, M, ROWS)
+            next_row, in_next = _place_of_rows(tl.maximum(tiles - 1 - step - programs, 0), own, M, ROWS)
             next_gs = _load(dy_place, next_row, in_next, inside, LANES, PARTS, FULL, whole)
             next_rows = _load(x_place, next_row, in_next, inside, LANES, PARTS, FULL, whole)
         else:

@@ -191,10 +191,15 @@ def _group_table(table: tuple[int, ...], device: torch.device) -> Tensor | None:
 _REGISTERS_EACH = 9
 
 
+def _is_one_by_one(widths: Widths, itemsize: int, aligned: bool) -> bool:
+    """Whether a thread's neighbours are fewer than the four bytes that are the least to be copied asynchronously."""
+    return (widths.align if aligned else 1) * itemsize < 4
+
+
 def _common(
-    site: SliceSite, groups: Groups, itemsize: int, carries: bool, aligned: bool, strided: bool, near: bool
+    site: SliceSite, groups: Groups, aligned: bool, strided: bool, near: bool
 ) -> tuple[dict[str, str | None], dict[str, Any]]:
-    """Types and constants that both kernels have; ``itemsize`` is that of the narrowest tensor with rows that is read."""
+    """Types and constants that both kernels have."""
     types: dict[str, str | None] = {
         "x": pointer_type(site.x) if site.constants.dims else None,
         "x_addresses": None if site.constants.dims else pointer_type(torch.int64),
@@ -214,7 +219,6 @@ def _common(
         "GROUPS": groups.count,
         "INDEX": triton_dtype(torch.int32 if near else torch.int64),
         "ALIGN": site.widths.align if aligned else 0,
-        "CARRIED": carries and (site.widths.align if aligned else 1) * itemsize < 4,
     }
     return types, constants
 
@@ -226,10 +230,11 @@ def _plan_forward(site: SliceSite, aligned: bool, strided: bool, near: bool, buc
     widths = site.widths
     config = tuning.choose(_tuning_key(site, "slices_forward", bucket), site.device_index)
     groups = _groups(widths, config, site.x.itemsize)
-    types, constants = _common(site, groups, site.x.itemsize, True, aligned, strided, near)
+    types, constants = _common(site, groups, aligned, strided, near)
     types["y"] = pointer_type(site.y)
     value, _ = device_functions(site.activation.name, narrow=site.y.itemsize == 2)
-    constants |= {"VALUE": value, "APART": site.constants.separate, "PERSISTENT": config.per_sm > 0}
+    constants |= {"VALUE": value, "APART": site.constants.separate, "PERSISTENT": config.per_sm > 0,
+                  "CARRIED": _is_one_by_one(widths, site.x.itemsize, aligned)}  # fmt: skip
     variant = launch.build(slices_forward_kernel, types, constants, config, device_index=site.device_index,
                            acc=site.acc, cols=widths.total, aligned=aligned)  # fmt: skip
     programs = 2**31 - 1
@@ -250,7 +255,8 @@ def _plan_backward(site: SliceSite, needs: tuple[bool, bool, bool], dy: torch.dt
     groups = _groups(widths, config, site.x.itemsize)
     # With several widths, more programs hide the loads better than registers that carry rows.
     carries = widths.uniform > 0 and groups.most * _REGISTERS_EACH <= 32 * config.warps * (config.registers or 128)
-    types, constants = _common(site, groups, min(site.x.itemsize, dy.itemsize), carries, aligned, strided, near)
+    carries &= _is_one_by_one(widths, min(site.x.itemsize, dy.itemsize), aligned)
+    types, constants = _common(site, groups, aligned, strided, near)
     sums = needs_weight + needs_bias
     gradients = {"dweight": pointer_type(site.dtypes[0]) if needs_weight else None,
                  "dbias": pointer_type(site.dtypes[1]) if needs_bias else None}  # fmt: skip
@@ -262,7 +268,7 @@ def _plan_backward(site: SliceSite, needs: tuple[bool, bool, bool], dy: torch.dt
     }
     constants |= {"DERIVATIVE": device_functions(site.activation.name)[1], "DY": triton_dtype(dy),
                   "DY_APART": site.constants.separate and not separate, "DX_APART": site.constants.dims == 0,
-                  "DY_STRIDED": dy_strided, "UNUSED": separate == 2}  # fmt: skip
+                  "DY_STRIDED": dy_strided, "UNUSED": separate == 2, "CARRIED": carries}  # fmt: skip
 
     def build(kernel: Any, config: tuning.Config, cols: int, **more: Any) -> Variant:
         return launch.build(kernel, types | more, constants, config,
