@@ -21,7 +21,7 @@ from .changes import without_changes
 from .heads import Repeats
 from .masks import Constants, Mask
 
-__all__ = ["NotCapturedError", "captured"]
+__all__ = ["NotCapturedError", "captured", "handed_on"]
 
 Inner = Callable[[fx.GraphModule], fx.GraphModule]
 
@@ -76,17 +76,23 @@ def _captured(
     made = compat.recorded_graph(run, fakes)
     if versions != [fake._version for fake in computed]:  # PyTorch takes such a change for another in a captured graph
         raise NotCapturedError("it changes an input that others are differentiated through")
-    given = [[node for node in graph.nodes if node.op == "placeholder"] for graph in (made.graph, gm.graph)]
-    for ours, theirs, needed in zip(*given, trained, strict=True):
-        ours.target = theirs.target
-        ours.meta.update({key: value for key, value in theirs.meta.items() if key not in ("val", "example_value")})
-        ours.meta["requires_grad"] = needed
-    made.meta.update(gm.meta)
-    compat.copy_sources(gm, made)
+    handed_on(gm, made)
+    for node, needed in zip(made.graph.find_nodes(op="placeholder"), trained, strict=True):
+        node.meta["requires_grad"] = needed
     without_changes(made.graph)
     made.graph.eliminate_dead_code(_has_effects)
     made.recompile()
     return made
+
+
+def handed_on(gm: fx.GraphModule, made: fx.GraphModule) -> None:
+    """Hands on what Dynamo says of a graph and its inputs to the one that was made of it."""
+    given = [graph.find_nodes(op="placeholder") for graph in (made.graph, gm.graph)]
+    for ours, theirs in zip(*given, strict=True):
+        ours.target = theirs.target
+        ours.meta.update({key: value for key, value in theirs.meta.items() if key not in ("val", "example_value")})
+    made.meta.update(gm.meta)
+    compat.copy_sources(gm, made)
 
 
 def _has_effects(node: fx.Node) -> bool:
@@ -96,10 +102,7 @@ def _has_effects(node: fx.Node) -> bool:
 def _is_known(target: Any) -> bool:
     if isinstance(target, compat.OPERATORS) or target in compat.GRAD_MODES or target in compat.AUTOCASTS:
         return True
-    module = getattr(target, "__module__", None) or ""
-    # Where Dynamo does not look into einops, its functions are nodes.
-    is_pure = module in compat.PURE_MODULES or module.partition(".")[0] == "einops"
-    return is_pure or getattr(target, "__name__", "") in _WITHOUT_EFFECT
+    return compat.is_pure(target) or getattr(target, "__name__", "") in _WITHOUT_EFFECT
 
 
 class _Capture(fx.Interpreter):

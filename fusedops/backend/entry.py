@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from ..core import compat
+from . import storing
 from .capture import NotCapturedError, captured
 from .fusing import fused, needs_gradients
 from .products import returns_padded
@@ -75,11 +76,21 @@ def backend(gm: fx.GraphModule, inputs: Sequence[Any], *, mode: str | None = Non
         options: of Inductor.
     """
     report = CompileReport()
-    made = _with_operators(gm, inputs, report)
+    made = _stored(gm, inputs, report)
     for reason in report.left:
         warnings.warn(f"fusedops leaves a graph to Inductor: {reason}", RuntimeWarning, stacklevel=2)
     with _autocast_of(report), compat.contiguous_tangents() if returns_padded(made.graph) else nullcontext():
         return compat.compile_by_inductor(made, inputs, mode, options)
+
+
+def _stored(gm: fx.GraphModule, inputs: Sequence[Any], report: CompileReport) -> fx.GraphModule:
+    """The graph with operators in the place of its regions, from disk where it is there."""
+    path = storing.stored_at(gm, inputs)
+    made = None if path is None else storing.read(path, gm)
+    if made is not None:
+        return made
+    made = _with_operators(gm, inputs, report)
+    return made if path is None or report.left else storing.write(path, gm, made, report.programs)
 
 
 def _autocast_of(report: CompileReport) -> AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from ..compiler.tracing import Traced, trace
 from ..core import compat
 from .regions import Region, name_of, value_of
 
-__all__ = ["Made", "made"]
+__all__ = ["Made", "Source", "made"]
 
 # Programs by the text of their region and its tensors; a process with ever new models starts again.
 _known: dict[Any, Any] = {}
@@ -37,6 +38,33 @@ class Made:
 
     def __init__(self, program: Program, inputs: Sequence[fx.Node], outputs: Sequence[tuple[fx.Node, int]]) -> None:
         self.program, self.inputs, self.outputs = program, inputs, outputs
+
+
+class Source:
+    """What a region's program is made of; called, the region in PyTorch's operators.
+
+    Attributes:
+        graph: the region as a function of its tensors.
+        places: of each of its results, the number of the program's output that it is.
+        structure: of it.
+        kept: see `planned`.
+    """
+
+    def __init__(self, graph: fx.Graph, places: Sequence[int], structure: Structure, kept: Sequence[int]) -> None:
+        self.graph, self.places, self.structure, self.kept = graph, places, structure, kept
+
+    @functools.cached_property
+    def _run(self) -> Callable[..., Any]:
+        return fx.GraphModule(torch.nn.Module(), self.graph, "region").forward
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The region's results, each once."""
+        outs = self._run(*tensors)
+        return tuple([outs[self.places.index(number)] for number in range(max(self.places) + 1)])
+
+    def program(self) -> Program:
+        """The program."""
+        return Program("region", self, planned(self.structure, memory=True, kept=self.kept))
 
 
 def made(found: Region, saved: Collection[fx.Node] = ()) -> Made:
@@ -141,7 +169,7 @@ def _symbols(tensors: Sequence[fx.Node]) -> dict[Any, tuple[int, int]]:
     return found
 
 
-def _made(function: _Function, tensors: Sequence[fx.Node], kept: Collection[int]) -> tuple[Program, list[int]]:
+def _made(function: _Function, tensors: Sequence[fx.Node], kept: Sequence[int]) -> tuple[Program, list[int]]:
     values = [value_of(node) for node in tensors]
     symbols = {symbol for value in values for size in value.shape for symbol in _free_symbols(size)}
     structure, places = _structure(function, values, {})
@@ -149,20 +177,12 @@ def _made(function: _Function, tensors: Sequence[fx.Node], kept: Collection[int]
         others = {symbol: 2 * hint + 3 for symbol, hint in _hints(values).items()}
         if _structure(function, values, others)[0].text() != structure.text():
             raise NotRowwiseError("the result depends on the number of rows")
-    program = Program("region", _reference(function, places), planned(structure, memory=True, kept=kept))
+    program = Source(function.graph, places, structure, kept).program()
     for operand, value in zip(structure.inputs, values, strict=True):
         for label, size in zip(operand.labels, value.shape, strict=True):
             if _free_symbols(size) and not (len(label) == 1 and label[0] in program.dynamic):
                 raise NotRowwiseError("a length that changes from call to call is one of columns")
     return program, places
-
-
-def _reference(function: _Function, places: Sequence[int]) -> Callable[..., Any]:
-    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-        outs = function.call(*tensors)
-        return tuple([outs[places.index(number)] for number in range(max(places) + 1)])
-
-    return call
 
 
 def _free_symbols(size: Any) -> Any:

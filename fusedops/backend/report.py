@@ -83,6 +83,11 @@ class CompileReport:
         """The regions that are one operator each."""
         return [region for region in self.regions if not region.reason]
 
+    @property
+    def programs(self) -> list[Program]:
+        """The operators of the regions, each once."""
+        return list(dict.fromkeys([region.program for region in self.regions if region.program is not None]))
+
     def __str__(self) -> str:
         """A line for each kind of region."""
         fused = self.fused

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
 import hashlib
 import json
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -26,7 +24,7 @@ from .ir import Graph, Node
 from .structure import Operand, Structure
 from .surroundings import PLAIN, is_code, is_of_a_library, variables
 
-__all__ = ["read", "stored_at", "write"]
+__all__ = ["decoded", "encoded", "read", "stored_at", "write"]
 
 
 class _NoValueError(Exception):
@@ -39,23 +37,16 @@ def stored_at(function: Callable[..., Any], *key: Any) -> Path | None:
     if root is None or not isinstance(function, FunctionType):
         return None
     try:
-        parts = [__version__, torch.__version__, sys.version, _own_code(), repr(key), *_text(function)]
+        parts = [__version__, torch.__version__, sys.version, cache.code_of_package(), repr(key), *_text(function)]
     except _NoValueError:
         return None
     return root / "rowwise" / f"{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:32]}.json"
 
 
-@functools.cache
-def _own_code() -> str:
-    """What this package's tracing is: a version says nothing of a working copy."""
-    files = sorted(Path(__file__).parent.rglob("*.py"))
-    return repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files])
-
-
 def read(path: Path) -> list[Structure]:
     """What is stored there; nothing where it cannot be read."""
     try:
-        return [_decoded(found) for found in json.loads(path.read_text())]
+        return [decoded(found) for found in json.loads(path.read_text())]
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError):
         return []
 
@@ -63,11 +54,7 @@ def read(path: Path) -> list[Structure]:
 def write(path: Path, structure: Structure) -> None:
     """Add a structure to the file, which is replaced at once; of two that write at a time one wins."""
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps([*map(_encoded, read(path)), _encoded(structure)])
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=cache.SCRATCH, delete=False) as file:
-            file.write(text)
-        Path(file.name).replace(path)
+        cache.replace(path, json.dumps([*map(encoded, read(path)), encoded(structure)]))
 
 
 # --- what a function is -------------------------------------------------------------------------------------------------
@@ -110,7 +97,8 @@ def _plain(value: Any) -> str:
 # --- structures as JSON -------------------------------------------------------------------------------------------------
 
 
-def _encoded(structure: Structure) -> dict[str, Any]:
+def encoded(structure: Structure) -> dict[str, Any]:
+    """A structure for JSON."""
     nodes = [[node.op, [arg.number for arg in node.args], node.attrs, sorted(node.axes), node.kind, node.names]
              for node in structure.graph.nodes.values()]  # fmt: skip
     return {
@@ -124,7 +112,8 @@ def _encoded(structure: Structure) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _decoded(found: Any) -> Structure:
+def decoded(found: Any) -> Structure:
+    """The structure that was encoded."""
     graph, nodes = Graph(), list[Node]()
     for op, args, attrs, axes, kind, names in found["nodes"]:
         node = graph.make(op, *[nodes[arg] for arg in args], attrs=_tuple(attrs), axes=axes, kind=kind)

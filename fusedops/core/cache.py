@@ -23,7 +23,8 @@ from typing import Any
 from .tuning_key import Config, TuningKey, fingerprint, valid
 from .version import __version__
 
-__all__ = ["SCRATCH", "EntryError", "check", "directory", "entries", "path_of", "read", "slug", "write"]
+__all__ = ["SCRATCH", "EntryError", "check", "code_of_package", "directory", "entries", "path_of", "read", "replace", "slug",
+           "write"]  # fmt: skip
 
 # The prefix of a file that is not complete yet.
 SCRATCH = ".writing-"
@@ -53,6 +54,14 @@ def directory() -> Path | None:
     else:
         base = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
     return base / "fusedops"
+
+
+@functools.cache
+def code_of_package() -> str:
+    """What this package's code is, for caches of what it makes: a version says nothing of a working copy."""
+    root = Path(__file__).parents[1]
+    files = [(path.relative_to(root).as_posix(), path.stat()) for path in sorted(root.rglob("*.py"))]
+    return repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files])
 
 
 def slug(device: str) -> str:
@@ -128,15 +137,20 @@ def write(key: TuningKey, device: str, config: Config, microseconds: Mapping[str
         "microseconds": dict(microseconds),
     }
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, json.dumps(content))
+        replace(path, json.dumps(content))
     except OSError as error:
         _warn_once("write", f"cannot write {path} ({error.strerror})", "make it writable, or set FUSEDOPS_CACHE_DIR")
         return False
     return True
 
 
-def _replace(path: Path, text: str) -> None:
+def replace(path: Path, text: str) -> None:
+    """Writes a whole file at once, and the folders that it is in: a reader sees the old one or the new one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
     handle, scratch = tempfile.mkstemp(prefix=SCRATCH, dir=path.parent)
     try:
         with os.fdopen(handle, "w") as file:

@@ -12,7 +12,7 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -250,8 +250,12 @@ def hints(shape: Sequence[Any]) -> tuple[int, ...]:
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
     """Whether tensors without memory would share it. Without the private name they are said to."""
-    first, second = (getattr(t.untyped_storage(), "_cdata", None) for t in (one, other))
-    return first == second
+    return memory_of(one) == memory_of(other)
+
+
+def memory_of(tensor: Tensor) -> Hashable:
+    """What tells the memory of a tensor from others', also where there is none. Without the private name it is one."""
+    return getattr(tensor.untyped_storage(), "_cdata", None)
 
 
 @functools.cache
@@ -665,6 +669,13 @@ PURE_MODULES = frozenset({"torch", "torch.functional", "torch.nn.functional", "t
 CHECKPOINTED: Any = _find("_higher_order_ops.wrap.tag_activation_checkpoint", None)
 GRAD_MODES = frozenset({_find("_C._set_grad_enabled", None)})
 AUTOCASTS = frozenset({_find(f"amp.autocast_mode.{name}", None) for name in ("_enter_autocast", "_exit_autocast")})
+
+
+def is_pure(target: Any) -> bool:
+    """Whether a function computes tensors and does nothing else."""
+    module = getattr(target, "__module__", None) or ""
+    # Where Dynamo does not look into einops, its functions are nodes.
+    return module in PURE_MODULES or module.partition(".")[0] == "einops"
 
 
 def mutates(target: Any) -> bool:

@@ -1,0 +1,314 @@
+"""Fused graphs on disk, so that a process after the first neither captures nor plans them.
+
+A file belongs to a graph of Dynamo: to its nodes with their arguments, to what is known of its inputs, to the settings of
+PyTorch that a capture reads, and to the versions. Where any of that has no value of its own (a size that is a symbol, an
+operator of others, a function), nothing is stored.
+
+What is compiled is what was stored, in the process that stores it, too: Inductor's own caches then know it again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ..compiler import storing
+from ..compiler.operator import Program
+from ..core import cache, compat, launch
+from ..core.version import __version__
+from .capture import handed_on
+from .products import PADDED
+from .programs import Source
+
+__all__ = ["read", "stored_at", "write"]
+
+_PLAIN = (bool, int, float, str, type(None))
+_OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
+# Operators that are PyTorch's or this package's: another's may compute something else tomorrow.
+_NAMESPACES = frozenset({"aten", "prims", "fusedops"})
+# Marks of nodes that last beyond the capture.
+_MARKS: dict[str, Callable[[Any], Any]] = {PADDED: bool, "recompute": CheckpointPolicy}
+_CHECKPOINTED = "checkpointed"
+_MOST_CONSTANT = 4096
+
+
+class _NoValueError(Exception):
+    """Something that is not the same in another process."""
+
+
+def stored_at(gm: fx.GraphModule, inputs: Sequence[Any]) -> Path | None:
+    """The file of a graph from Dynamo; None where it cannot be told by its text."""
+    root = cache.directory()
+    if root is None or getattr(torch.compiler.config, "force_disable_caches", False):
+        return None
+    try:
+        tensors = [value for value in inputs if isinstance(value, Tensor)]
+        text = [*_versions(), *_settings({tensor.device for tensor in tensors}), *map(_input, inputs), _sharing(tensors),
+                *_text(gm)]  # fmt: skip
+    except _NoValueError:
+        return None
+    return root / "graphs" / f"{hashlib.sha256(chr(10).join(text).encode()).hexdigest()[:32]}.json"
+
+
+def read(path: Path, gm: fx.GraphModule) -> fx.GraphModule | None:
+    """The graph that is stored there, with the inputs and tensors of the one from Dynamo; None without a usable one."""
+    try:
+        return _restored(json.loads(path.read_text()), gm)
+    except Exception:  # noqa: BLE001 - whatever is wrong with a file, its graph is captured again
+        return None
+
+
+def write(path: Path, gm: fx.GraphModule, made: fx.GraphModule, programs: Iterable[Program]) -> fx.GraphModule:
+    """Stores a graph with operators, and returns it as it will be read; as it is if it cannot be stored.
+
+    Args:
+        path: of the file.
+        gm: the graph from Dynamo.
+        made: what was made of it.
+        programs: the operators of its regions.
+    """
+    try:
+        found = _encoded(gm, made) | {"programs": {program.name: _program(program) for program in programs}}
+        text = json.dumps(found)
+        made = _restored(json.loads(text), gm)
+        cache.replace(path, text)
+    except (_NoValueError, OSError):
+        pass
+    return made
+
+
+def _restored(found: Any, gm: fx.GraphModule) -> fx.GraphModule:
+    for name, parts in found["programs"].items():
+        structure = storing.decoded(parts["structure"])
+        program = Source(_graph(parts["nodes"]), parts["places"], structure, parts["kept"]).program()
+        if program.name != name:
+            raise _NoValueError
+    return _decoded(found, gm)
+
+
+# --- what a graph is ----------------------------------------------------------------------------------------------------
+
+
+def _versions() -> list[str]:
+    einops: Any = sys.modules.get("einops")  # whose functions may be nodes
+    return [
+        __version__,
+        torch.__version__,
+        sys.version,
+        cache.code_of_package(),
+        str(getattr(einops, "__version__", "")),
+    ]
+
+
+def _settings(devices: Iterable[torch.device]) -> list[str]:
+    """What decides, beside the graph, which operators it dispatches to, and which of them are fused."""
+    found: list[Any] = [
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled(),
+        torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic,
+        torch.backends.mkldnn.enabled, torch.backends.mha.get_fastpath_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled(),
+    ]  # fmt: skip
+    for device in sorted({*devices, torch.device("cpu")}, key=str):
+        kind = device.type
+        found += [device, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), launch.runs_kernels(kind)]
+        if kind == "cuda":
+            found += [torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)]
+    return list(map(repr, found))
+
+
+def _text(gm: fx.GraphModule) -> list[str]:
+    """A graph, and the bodies of its checkpointed parts, in words."""
+    if "_checkpoint_context_fn" in gm.meta:  # which operators a part computes again is up to a function
+        raise _NoValueError
+    found, tensors = [json.dumps(_nodes(gm.graph, _named))], list[Tensor]()
+    for node in gm.graph.find_nodes(op="get_attr"):
+        held = _attribute(gm, node.target)
+        if isinstance(held, fx.GraphModule):
+            found += _text(held)
+        else:
+            tensors.append(held)
+    return [*found, *map(_input, tensors), _sharing(tensors)]
+
+
+def _attribute(gm: fx.GraphModule, name: Any) -> Any:
+    found: Any = gm
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _input(value: Any) -> str:
+    if type(value) in _PLAIN:
+        return repr(value)
+    is_plain = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
+    if not is_plain or compat.is_traceable_subclass(value):
+        raise _NoValueError
+    numbers = (*value.shape, *value.stride(), value.storage_offset())
+    if not all(type(number) is int for number in numbers):
+        raise _NoValueError
+    return repr((numbers, value.dtype, value.device, value.requires_grad, value.is_leaf, value.is_conj(), value.is_neg(),
+                 value.is_inference()))  # fmt: skip
+
+
+def _sharing(tensors: Sequence[Tensor]) -> str:
+    """Which tensors share memory: of each the first that has the same."""
+    first: dict[Any, int] = {}
+    return repr([first.setdefault(compat.memory_of(tensor), place) for place, tensor in enumerate(tensors)])
+
+
+# --- graphs as JSON -----------------------------------------------------------------------------------------------------
+
+
+def _encoded(gm: fx.GraphModule, made: fx.GraphModule) -> dict[str, Any]:
+    """A graph with what it holds: tensors and bodies of the graph from Dynamo, by their names there, and new constants."""
+    own = {node.target.replace(".", "_"): node.target for node in gm.graph.find_nodes(op="get_attr")}
+    held: dict[str, Any] = {}
+    for node in made.graph.find_nodes(op="get_attr"):
+        one, name = _attribute(made, node.target), own.get(node.target)
+        if isinstance(one, fx.GraphModule):
+            held[node.target] = {"name": name, "body": _encoded(_attribute(gm, name), one)}
+        else:
+            held[node.target] = {"name": name} if name is not None else {"constant": _constant(one)}
+    return {"nodes": _nodes(made.graph, _found_again), "held": held}
+
+
+def _decoded(found: Any, gm: fx.GraphModule) -> fx.GraphModule:
+    held: dict[str, Any] = {}
+    for target, one in found["held"].items():
+        own: Any = _tensor(*one["constant"]) if "constant" in one else _attribute(gm, one["name"])
+        held[target] = _decoded(one["body"], own) if "body" in one else own
+    made = fx.GraphModule(held, _graph(found["nodes"]))
+    handed_on(gm, made)
+    return made
+
+
+def _program(program: Program) -> dict[str, Any]:
+    source = program.function
+    assert isinstance(source, Source)
+    return {"structure": storing.encoded(source.structure), "kept": source.kept, "places": source.places,
+            "nodes": _nodes(source.graph, _found_again)}  # fmt: skip
+
+
+def _nodes(graph: fx.Graph, name: Callable[[Any], str]) -> list[Any]:
+    """Of each node its operator, name, target, arguments and marks; ``name`` is that of a function."""
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    found = []
+    for node in graph.nodes:
+        target = name(node.target) if node.op == "call_function" else node.target
+        marks = {key: getattr(node.meta[key], "value", True) for key in _MARKS if key in node.meta}
+        found.append([node.op, node.name, target, _plain(node.args, places), _plain(node.kwargs, places), marks])
+    return found
+
+
+def _graph(found: Any) -> fx.Graph:
+    graph, nodes = fx.Graph(), list[fx.Node]()
+    for op, name, target, args, kwargs, marks in found:
+        called = _function(target) if op == "call_function" else target
+        node = graph.create_node(op, called, _value(args, nodes), _value(kwargs, nodes), name)
+        node.meta.update({key: _MARKS[key](mark) for key, mark in marks.items()})
+        nodes.append(node)
+    return graph
+
+
+def _plain(value: Any, places: Mapping[fx.Node, int]) -> Any:
+    """An argument of a node as JSON: what JSON has not is a dictionary of its kind."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, fx.Node):
+        return {"node": places[value]}
+    if isinstance(value, (list, tuple)):
+        items = [_plain(item, places) for item in value]
+        return items if isinstance(value, list) else {"tuple": items}
+    if isinstance(value, dict):
+        return {"dict": [[_plain(key, places), _plain(item, places)] for key, item in value.items()]}
+    if isinstance(value, slice):
+        return {"slice": [_plain(item, places) for item in (value.start, value.stop, value.step)]}
+    if isinstance(value, _OF_TORCH):
+        return {"torch": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if value is Ellipsis:
+        return {"ellipsis": None}
+    raise _NoValueError
+
+
+def _value(found: Any, nodes: Sequence[fx.Node]) -> Any:
+    if isinstance(found, list):
+        return [_value(item, nodes) for item in found]
+    if not isinstance(found, dict):
+        return found
+    [(kind, inner)] = found.items()
+    if kind == "node":
+        return nodes[inner]
+    if kind == "tuple":
+        return tuple([_value(item, nodes) for item in inner])
+    if kind == "dict":
+        return {_value(key, nodes): _value(item, nodes) for key, item in inner}
+    if kind == "slice":
+        return slice(*[_value(item, nodes) for item in inner])
+    if kind == "torch":
+        return getattr(torch, inner)
+    return torch.device(inner) if kind == "device" else ...
+
+
+def _named(function: Any) -> str:
+    """The name of a function that is the same in every process."""
+    if function is compat.CHECKPOINTED:
+        return _CHECKPOINTED
+    if isinstance(function, compat.OPERATORS):
+        name = str(function)
+        if name.partition(".")[0] in _NAMESPACES:
+            return name
+    elif compat.is_pure(function) or function in compat.GRAD_MODES or function in compat.AUTOCASTS:
+        return f"{function.__module__}:{function.__qualname__}"
+    raise _NoValueError
+
+
+def _found_again(function: Any) -> str:
+    """The name of a function that is found by it."""
+    name = _named(function)
+    if _function(name) is not function:
+        raise _NoValueError
+    return name
+
+
+def _function(name: str) -> Any:
+    if name == _CHECKPOINTED:
+        return compat.CHECKPOINTED
+    module, _, path = name.rpartition(":")
+    found: Any = importlib.import_module(module) if module else torch.ops
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    if module and not (compat.is_pure(found) or found in compat.GRAD_MODES):
+        raise _NoValueError
+    return found
+
+
+def _constant(tensor: Tensor) -> list[Any]:
+    """A tensor of few numbers that the captured function made."""
+    is_small = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.numel() <= _MOST_CONSTANT
+    if (
+        not is_small
+        or compat.is_fake(tensor)
+        or tensor.is_complex()
+        or tensor.requires_grad
+        or not tensor.is_contiguous()
+    ):
+        raise _NoValueError
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.flatten().tolist()]
+
+
+def _tensor(dtype: str, shape: Sequence[int], numbers: Sequence[Any]) -> Tensor:
+    with compat.without_modes():
+        return torch.tensor(numbers, dtype=getattr(torch, dtype)).reshape(shape)

@@ -1,0 +1,296 @@
+"""Fused graphs on disk: a process after the first captures nothing, and nothing is found that another graph left there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from backends import randn
+from fusedops.backend import entry, storing
+from fusedops.backend.products import PADDED
+from fusedops.backend.report import CompileReport
+from fusedops.core import cache
+from support import DEVICE
+
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
+
+_STEP = """
+import sys, torch
+from unittest import mock
+from torch import nn
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+import backends, fusedops
+from fusedops.backend import entry
+from fusedops.core import compat, launch
+
+def compiled(gm, inputs, mode, options):
+    run = lambda graph, _: make_boxed_func(graph.forward)
+    return aot_autograd(fw_compiler=run, bw_compiler=run)(gm, inputs)
+
+captured = mock.patch.object(entry, "captured", side_effect=AssertionError) if sys.argv[1] == "again" else mock.MagicMock()
+torch.manual_seed(0)
+model, x = backends.PostNorm(p=0.5).to(backends.DEVICE), backends.randn(6, 24)
+with mock.patch.object(compat, "compile_by_inductor", compiled), captured, launch.record() as launched:
+    output = fusedops.compile(model)(x)
+    output.square().sum().backward()
+numbers = [output, *[parameter.grad for parameter in model.parameters()]]
+print(launched, [number.detach().double().cpu().numpy().tobytes().hex() for number in numbers])
+"""
+
+
+def test_a_second_process_neither_captures_nor_computes_anything_else(tmp_path: Path) -> None:
+    """The same bits, dropout drawn, and the same kernels."""
+
+    def run(turn: str) -> str:
+        env = os.environ | {"FUSEDOPS_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+        return subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", _STEP, turn], env=env, text=True,
+                              capture_output=True, check=True).stdout  # fmt: skip
+
+    first = run("first")
+    assert "forward_kernel" in first and "backward_kernel" in first
+    assert run("again") == first
+
+
+# --- what a file belongs to ---------------------------------------------------------------------------------------------
+
+
+def _normed(x: Tensor, w: Tensor) -> Tensor:
+    return F.layer_norm(x + w, (8,), w, None, 1e-5)
+
+
+def _normed_otherwise(x: Tensor, w: Tensor) -> Tensor:
+    return F.layer_norm(x + w, (8,), w, None, 1e-6)
+
+
+def _graph(function: Callable[..., Any], inputs: Sequence[Tensor], **options: Any) -> tuple[fx.GraphModule, list[Any]]:
+    """What Dynamo hands to a backend."""
+    found: list[Any] = []
+
+    def keep(gm: fx.GraphModule, given: list[Any]) -> Any:
+        found[:] = gm, given
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=keep, fullgraph=True, **options)(*inputs)
+    return found[0], found[1]
+
+
+def _path(function: Callable[..., Any] = _normed, inputs: Sequence[Tensor] | None = None,
+          settings: AbstractContextManager[Any] | None = None, **options: Any) -> Path | None:  # fmt: skip
+    gm, given = _graph(function, (randn(6, 8), randn(8)) if inputs is None else inputs, **options)
+    with settings or nullcontext():
+        return storing.stored_at(gm, given)
+
+
+@contextmanager
+def _without_flash() -> Iterator[None]:
+    before = torch.backends.cuda.flash_sdp_enabled()
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_flash_sdp(before)
+
+
+@contextmanager
+def _other_code() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "code_of_package", lambda: "other")
+        yield
+
+
+def _overlapping() -> tuple[Tensor, Tensor]:
+    x = randn(6, 8)
+    return x, x[0]
+
+
+OTHERS: dict[str, Callable[[], Path | None]] = {
+    "a number": lambda: _path(_normed_otherwise),
+    "rows": lambda: _path(inputs=(randn(7, 8), randn(8))),
+    "strides": lambda: _path(inputs=(randn(8, 6).t(), randn(8))),
+    "dtype": lambda: _path(inputs=(randn(6, 8).half(), randn(8).half())),
+    "a gradient": lambda: _path(inputs=(randn(6, 8).requires_grad_(), randn(8))),
+    "no leaf": lambda: _path(inputs=(randn(6, 8).requires_grad_() * 1, randn(8))),
+    "shared memory": lambda: _path(inputs=_overlapping()),
+    "gradients off": lambda: _path(settings=torch.no_grad()),
+    "autocast": lambda: _path(settings=torch.autocast(DEVICE.type, torch.bfloat16)),
+    "attention": lambda: _path(settings=_without_flash()),
+    "code": lambda: _path(settings=_other_code()),
+}
+
+
+def test_a_file_belongs_to_all_that_decides_what_is_made() -> None:
+    """Two calls that are alike have one, and each difference has another."""
+    own = _path()
+    assert own is not None and own == _path()
+    others = {name: other() for name, other in OTHERS.items()}
+    others |= {function.__name__: _path(function) for function in (_checkpointed, _checkpointed_otherwise)}
+    assert None not in others.values()
+    assert len({own, *others.values()}) == 1 + len(others), others
+
+
+@torch.library.custom_op("fusedops_tests::stored_nowhere", mutates_args=())
+def _own_operator(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@_own_operator.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _checkpointed(x: Tensor, w: Tensor) -> Tensor:
+    found: Tensor = checkpoint(_normed, x, w, use_reentrant=False)
+    return _normed(found, w)
+
+
+def _checkpointed_otherwise(x: Tensor, w: Tensor) -> Tensor:
+    found: Tensor = checkpoint(_normed_otherwise, x, w, use_reentrant=False)
+    return _normed(found, w)
+
+
+def _checkpointed_by_choice(x: Tensor, w: Tensor) -> Tensor:
+    """Which operators are computed again is up to a function."""
+    found: Tensor = checkpoint(_normed, x, w, use_reentrant=False, context_fn=_choice)
+    return found
+
+
+def _choice() -> Any:
+    return create_selective_checkpoint_contexts([torch.ops.aten.native_layer_norm.default])
+
+
+def _branching(x: Tensor, w: Tensor) -> Tensor:
+    found: Tensor = torch.cond(w.sum() > 0, _normed, _normed_otherwise, (x, w))
+    return found
+
+
+def _fake_inputs_of_symbols() -> Path | None:
+    gm, given = _graph(_normed, (randn(6, 8), randn(8)))
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+        given[0] = mode.from_tensor(given[0], symbolic_context=dynamic, source=ConstantSource("x"))
+    assert not isinstance(given[0].shape[0], int)
+    return storing.stored_at(gm, given)
+
+
+@contextmanager
+def _caches_off() -> Iterator[None]:
+    with torch.compiler.config.patch(force_disable_caches=True):
+        yield
+
+
+NOWHERE: dict[str, Callable[[], Path | None]] = {
+    "lengths that are symbols": lambda: _path(dynamic=True),
+    "sizes that are symbols": _fake_inputs_of_symbols,
+    "an operator of others": lambda: _path(lambda x, w: _normed(_own_operator(x), w)),
+    "a function": lambda: _path(_checkpointed_by_choice),
+    "control flow": lambda: _path(_branching),
+    "caches are off": lambda: _path(settings=_caches_off()),
+}
+
+
+@pytest.mark.parametrize("name", NOWHERE)
+def test_what_has_no_text_is_not_stored(name: str) -> None:
+    """It is captured in each process."""
+    assert NOWHERE[name]() is None
+
+
+# --- what is in a file --------------------------------------------------------------------------------------------------
+
+
+def _with_constants(x: Tensor, w: Tensor) -> Tensor:
+    numbers = torch.tensor([-0.0, float("inf"), 0.1, 2.0**-40], dtype=torch.float32)
+    return _normed(x, w) * numbers.to(x.device).max() + x[..., 1:2] / numbers.to(x.device)[0].exp()
+
+
+def _made(function: Callable[..., Any]) -> tuple[fx.GraphModule, list[Any], fx.GraphModule, CompileReport]:
+    gm, given = _graph(function, (randn(6, 8), randn(8)))
+    report = CompileReport()
+    made = entry._with_operators(gm, given, report)
+    assert report.fused and not report.left
+    return gm, given, made, report
+
+
+def _codes(gm: fx.GraphModule) -> list[str]:
+    """Of a graph, and of the bodies in it."""
+    return [module.code for module in gm.modules() if isinstance(module, fx.GraphModule)]
+
+
+@pytest.mark.parametrize("function", [_normed, _with_constants, _checkpointed])
+def test_the_graph_that_is_read_is_the_one_that_was_stored(function: Callable[..., Any], tmp_path: Path) -> None:
+    """To the last name, argument, mark and constant."""
+    gm, given, made, report = _made(function)
+    nodes = list(made.graph.nodes)
+    nodes[-2].meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    nodes[-3].meta[PADDED] = True
+    path = tmp_path / "graphs" / "graph.json"
+    written = storing.write(path, gm, made, report.programs)
+    found = storing.read(path, gm)
+    assert found is not None and written is not made
+    assert _codes(found) == _codes(written) == _codes(made)
+    marks = [{key: node.meta[key] for key in ("recompute", PADDED) if key in node.meta} for node in found.graph.nodes]
+    assert marks[-2] == {"recompute": CheckpointPolicy.MUST_RECOMPUTE} and marks[-3] == {PADDED: True}
+    assert not any(marks[:-3] + marks[-1:])
+    for ours, theirs in zip(found(*given), made(*given), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def _torn(content: dict[str, Any]) -> str:
+    return json.dumps(content)[:-20]
+
+
+def _another_program(content: dict[str, Any]) -> str:
+    return json.dumps(content | {"programs": {f"{name}x": found for name, found in content["programs"].items()}})
+
+
+def _other_inputs(content: dict[str, Any]) -> str:
+    return json.dumps(content | {"nodes": content["nodes"][1:]})
+
+
+def _any_function(content: dict[str, Any]) -> str:
+    """A file can name no function but PyTorch's operators."""
+    return json.dumps(content).replace("_operator:getitem", "os:system")
+
+
+@pytest.mark.parametrize("change", [_torn, _another_program, _other_inputs, _any_function])
+def test_a_file_that_cannot_be_used_is_replaced(
+    change: Callable[[dict[str, Any]], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph is captured again."""
+    monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path))
+    gm, given = _graph(_normed, (randn(6, 8), randn(8)))
+    path = storing.stored_at(gm, given)
+    assert path is not None
+    entry._stored(gm, given, CompileReport())
+    before = path.read_text()
+    path.write_text(change(json.loads(before)))
+    assert path.read_text() != before
+    report = CompileReport()
+    entry._stored(gm, given, report)
+    assert report.graphs == 1 and path.read_text() == before
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph is compiled as it was captured."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path / "file"))
+    gm, given = _graph(_normed, (randn(6, 8), randn(8)))
+    report = CompileReport()
+    made = entry._stored(gm, given, report)
+    assert report.fused and not report.left and "fusedops" in made.code
