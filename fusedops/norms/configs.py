@@ -32,8 +32,8 @@ def _warps(elements: int, each: int, most: int = 16) -> int:
 def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Config:
     """The forward: a whole row per program where it fits, tiles beyond.
 
-    ``adds``: a residual is a second input. Few rows need short programs; with many rows a thread has more elements,
-    especially where a quarter of the block is padding.
+    ``adds``: a residual is a second input. Few rows need short programs; with many rows and a residual a thread has more
+    elements.
     """
     block, parts = _forward_tiles(cols, itemsize)
     if parts > 1:
@@ -49,16 +49,12 @@ def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Co
         passes = (Config(_WHOLE_FORWARD, 1, 16), Config(8192, 1, 8), Config(4096, 1, 8))
         return next((config for config in passes if config.lanes_for(cols) <= 1.1 * cols), passes[-1])
     if block == _WHOLE_FORWARD:
-        if adds:
-            return Config(block, 1, 32, registers=64) if cols == block else Config(block, 1, 16)
-        return Config(block, 1, 16, 3, 1) if bucket >= _SOME and cols == block else Config(block, 1, 16)
+        return Config(block, 1, 32, registers=64) if adds and cols == block else Config(block, 1, 16)
     if adds and bucket <= _FEW and block >= 1024:
         return Config(block, 1, _warps(block, 8 if rms else 16))
     if block >= 2048:
-        each = (
-            32 if 4 * cols <= 3 * block or (block == 8192 and not adds) or (block == 4096 and bucket >= _MANY) else 16
-        )
-        return Config(block, 1, _warps(block, each))
+        few_warps = (block == 4096 and bucket >= _MANY) if adds else (block == 8192 and bucket < _MANY)
+        return Config(block, 1, _warps(block, 32 if few_warps else 16))
     if adds and block <= 128:
         return Config(block, 2048 // block, 8)
     rows = max(1, (2048 if bucket >= _MANY and not adds else 1024) // block)
@@ -88,7 +84,7 @@ def _wide_dtype_forward(block: int, itemsize: int, bucket: int, adds: bool) -> C
         return Config(block, 8, _warps(block * 8, 4) if adds else 4)
     if block <= 2048 and bucket <= _SOME and (adds or bucket == _SOME):
         return Config(block, 1, _warps(block, 4 if adds and block > 256 else 8))
-    rows = max(1, 1024 // block)
+    rows = max(1, (2048 if itemsize == 4 and bucket >= _MANY and not adds else 1024) // block)
     return Config(block, rows, _warps(block * rows, 16))
 
 
