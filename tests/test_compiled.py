@@ -28,6 +28,7 @@ from fusedops.compiler.structure import structured
 from fusedops.compiler.tracing import trace
 from fusedops.core import cache, launch, tuning
 from fusedops.core.tuning_key import Config
+from fusedops.norms import launching as norms
 from support import EVERY_SPEC, INTERPRETED
 
 triton = pytest.importorskip("triton")
@@ -162,6 +163,14 @@ def test_compiles_for_hopper(member: str, kind: tuple[int, torch.dtype], monkeyp
     cols, dtype = kind
     found = build(plans(cols, dtype)[member], "sm_90", monkeypatch)
     assert cols > NO_SPILL or not found
+
+
+@pytest.mark.parametrize("cols", [20480, 24576, 32767, 32768])
+@pytest.mark.parametrize("member", ["layer_norm", "rms_norm", "bias_dropout_add_ln", "bias_dropout_add_rms_norm"])
+def test_wide_rows_of_16_bits_do_not_spill(member: str, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the forward, which holds them whole."""
+    monkeypatch.setattr(norms, "_plan_backward", lambda *arguments: None)
+    assert not build(plans(cols, torch.bfloat16)[member], "sm_90", monkeypatch)
 
 
 @pytest.mark.pairs("kind.0 target", "kind.1 target")

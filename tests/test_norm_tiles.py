@@ -11,8 +11,8 @@ from fusedops.core import launch
 from fusedops.core.spec import Sample, Spec
 from fusedops.core.tuning import forced
 from fusedops.core.tuning_key import Config, block_holding
-from support import ALL_SPECS, INTERPRETED, Case, cases
-from tolerances import check_gradients
+from support import ALL_SPECS, DEVICE, INTERPRETED, Case, cases
+from tolerances import check_gradients, check_values
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -52,6 +52,20 @@ def test_tiles_side_by_side(case: Case) -> None:
         config = Config(block, 2, 1, 2, 1, parts=parts)
         with forced("norm_forward", Config(block, 2, 1, 2, persistent, parts=parts)), forced("norm_backward", config):
             check_gradients(case.spec, sample, values=True)
+
+
+@cases((torch.bfloat16, torch.float32), _few, _NORMS)
+def test_rows_that_are_passed_over(case: Case) -> None:
+    """Tile by tile, the last with idle lanes or without."""
+    sample = case.sample()
+    with forced("norm_forward", Config(16, 2, 1, 2)):
+        check_gradients(case.spec, sample, values=True)
+
+
+@pytest.mark.parametrize("cols", [28671, 32768])
+@pytest.mark.parametrize("spec", _NORMS, ids=lambda spec: spec.name)
+def test_widest_rows_that_are_whole(spec: Spec, cols: int) -> None:
+    check_values(spec, spec.benchmark((2, cols), torch.bfloat16, DEVICE))
 
 
 @cases((torch.float16,), lambda spec, sample: _few(spec, sample) and _cols(spec, sample) % 2 != 0, _NORMS)

@@ -244,6 +244,17 @@ def test_unaligned_rows_take_no_tiles_that_spill(cols: int, variant: tuple[str, 
     assert not valid(key, wide)
 
 
+@pytest.mark.parametrize("cols", [16392, 18432, 20001, 24576, 28672, 32767, 32768])
+@pytest.mark.parametrize("inputs", ["alone", "adds"])
+def test_wide_rows_of_16_bits_are_whole(cols: int, inputs: str) -> None:
+    """In a program of no tile that is idle, which a cache may hold."""
+    key = TuningKey("norm_forward", ("layer", "plain", inputs), "16bit", cols, 2)
+    config = heuristic(key)
+    assert config.columns - config.block_n < cols <= config.columns
+    assert valid(key, config)
+    assert heuristic(replace(key, widths="32bit")).columns < cols
+
+
 def test_every_key_has_several_candidates() -> None:
     few = [str(q) for q in every_key() if len(family_of(q.kernel).candidates(q)) < 3]  # type: ignore[union-attr]
     assert not few

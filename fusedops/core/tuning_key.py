@@ -182,7 +182,7 @@ def block_holding(cols: int) -> int:
 
 # A row of three or five times a power of two columns is as many tiles side by side.
 _PARTS = (1, 3, 5)
-MOST_PARTS = _PARTS[-1]
+MOST_PARTS = 8
 _LEAST_PART = 512
 
 

@@ -15,8 +15,9 @@ from ..core.tuning_key import (
 
 __all__ = ["candidates", "heuristic", "valid"]
 
-# The widest row that a forward program holds whole.
+# The widest row that a forward program holds whole, and the widest in 16 bits.
 _WHOLE_FORWARD = 16384
+_WHOLE_FORWARD_16BIT = 32768
 # The widest that a backward program holds whole in 16 and 32 bits.
 _WHOLE_BACKWARD = 8192
 # The limit of a backward program: bytes of rows loaded ahead in shared memory.
@@ -35,11 +36,11 @@ def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Co
     ``adds``: a residual is a second input. Few rows need short programs; with many rows and a residual a thread has more
     elements.
     """
-    block, parts = _forward_tiles(cols, itemsize)
+    block, parts = _forward_tiles(cols, itemsize, adds)
     if parts > 1:
         warps = fewest_warps(block * parts, 24)
         # With two inputs the compiler would take more registers, and only one program of sixteen warps be resident.
-        return Config(block, 1, warps, registers=64 if warps == 16 and adds else 0, parts=parts)
+        return Config(block, 1, warps, registers=64 if warps >= 16 and adds else 0, parts=parts)
     if itemsize > 2:
         return _wide_dtype_forward(block, itemsize, bucket, adds)
     if block > _WHOLE_FORWARD:
@@ -66,9 +67,16 @@ def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Co
     return Config(block, rows, _warps(block * rows, each))
 
 
-def _forward_tiles(cols: int, itemsize: int) -> tuple[int, int]:
-    """The columns and the number of tiles that hold a row. Several in 16 bits alone: in fp32 they gain nothing."""
+def _forward_tiles(cols: int, itemsize: int, adds: bool) -> tuple[int, int]:
+    """The columns and the number of tiles that hold a row. Several in 16 bits alone: in fp32 they gain nothing.
+
+    The widest rows take all registers of a multiprocessor, in 32 warps. A thread has four columns of a tile; or, with a
+    residual, the eight of one draw of the mask, unless elements that are loaded one at a time take more registers.
+    """
     block, parts = tiles_holding(cols)
+    if itemsize == 2 and _WHOLE_FORWARD < cols <= _WHOLE_FORWARD_16BIT:
+        block = 8192 if adds and not _is_unaligned(cols, itemsize) else 4096
+        return block, -(-cols // block)
     return (block, parts) if itemsize == 2 and block * parts <= _WHOLE_FORWARD else (block_holding(cols), 1)
 
 
@@ -233,7 +241,7 @@ def valid(key: TuningKey, config: Config) -> bool:
     """
     block, parts = block_holding(key.cols), 1
     if key.kernel == "norm_forward":
-        block, parts = _forward_tiles(key.cols, key.itemsize)
+        block, parts = _forward_tiles(key.cols, key.itemsize, "adds" in key.variant)
         if config.parts > 1 and config.columns < key.cols:
             return False
     elif key.kernel == "norm_backward" and "none" not in key.variant:
@@ -250,7 +258,7 @@ def candidates(key: TuningKey) -> list[Config]:
     heuristics = in_buckets(heuristic, key)
     first = heuristics[_MANY]
     if key.kernel == "norm_forward":
-        others = _forwards(key.cols, key.itemsize)
+        others = _forwards(key.cols, key.itemsize, "adds" in key.variant)
     elif key.kernel == "dropout_add":
         block = min(first.block_n, 1024)
         others = [Config(b, max(1, elements // b), warps) for b in (block // 2, block, first.block_n, 4096)
@@ -260,14 +268,17 @@ def candidates(key: TuningKey) -> list[Config]:
     return list(dict.fromkeys(c for c in (heuristics[key.bucket], *heuristics, *others) if valid(key, c)))
 
 
-def _forwards(cols: int, itemsize: int) -> list[Config]:
+def _forwards(cols: int, itemsize: int, adds: bool) -> list[Config]:
     """Whole rows with few or many elements per thread, in one-tile and persistent programs; tiles of wide rows."""
-    block, parts = _forward_tiles(cols, itemsize)
+    block, parts = _forward_tiles(cols, itemsize, adds)
     found = []
     if parts > 1:
         warps = fewest_warps(block * parts, 24)
         found = [Config(block, 1, w, registers=registers, parts=parts)
                  for w, registers in ((warps, 0), (warps, 64), (warps // 2, 0), (2 * warps, 0)) if 1 <= w <= 32]  # fmt: skip
+        if cols > _WHOLE_FORWARD:
+            tiles_of_row = ((4096, 32), (4096, 64), (8192, 64), (32768, 64))
+            found += [Config(b, 1, warps, registers=registers, parts=-(-cols // b)) for b, registers in tiles_of_row]
     elif block <= _WHOLE_FORWARD // (itemsize // 2):
         once = max(1, 1024 // block)
         for rows in dict.fromkeys((once, 2 * once, 4 * once if block <= 1024 else 1, 1)):
