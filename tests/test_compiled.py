@@ -98,6 +98,7 @@ def _functions_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Itera
     taken: list[str] = []
 
     def types(value: Any) -> str:
+        value = value.value if isinstance(value, triton.language.constexpr) else value
         if isinstance(value, (tuple, triton.language.tuple)):
             return f"({', '.join(map(types, value))})"
         return str(getattr(value, "type", value))

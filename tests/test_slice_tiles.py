@@ -69,6 +69,20 @@ def test_programs_of_several_tiles(case: Case) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("spec", _SLICES, ids=lambda spec: spec.name)
+def test_several_tiles_of_rows_that_are_carried(spec: Spec, device: torch.device) -> None:
+    """Slices of one odd width, whose loads the compiler cannot take ahead; some programs have a tile more than others."""
+    apart = spec.name.endswith("sequence")
+    shape = (301, 3, 5)
+    tensors = {name: torch.randn(3, 5, device=device) for name in ("weight", "bias")}
+    x = torch.randn(shape, device=device, dtype=torch.bfloat16)
+    tensors |= {f"slice_{number}": part for number, part in enumerate(x.unbind(1))} if apart else {"slices": x}
+    config = Config(64, 1, 1, 2, 1)
+    with forced("slices_forward", config), forced("slices_backward", config):
+        check_gradients(spec, Sample("carried", tensors), values=True)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("spec", _SLICES, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("per_sm", [0, 1])
 def test_a_slot_without_a_slice(spec: Spec, per_sm: int, device: torch.device) -> None:
     """Three slices in groups of two, in tiles of one row: nothing masks their loads."""
