@@ -85,8 +85,12 @@ class CompileReport:
 
     @property
     def programs(self) -> list[Program]:
-        """The operators of the regions, each once."""
-        return list(dict.fromkeys([region.program for region in self.regions if region.program is not None]))
+        """The operators of the regions; of those that are registered as one, the first."""
+        found: dict[str, Program] = {}
+        for region in self.fused:
+            assert region.program is not None
+            found.setdefault(region.program.name, region.program)
+        return list(found.values())
 
     def __str__(self) -> str:
         """A line for each kind of region."""

@@ -18,6 +18,8 @@ __all__ = ["candidates", "heuristic", "valid"]
 # The widest row that a forward program holds whole, and the widest in 16 bits.
 _WHOLE_FORWARD = 16384
 _WHOLE_FORWARD_16BIT = 32768
+# The widest at which LayerNorm's 32 warps have registers for the sum, the weight and the shift.
+_WITH_VECTORS = 24576
 # The widest that a backward program holds whole in 16 and 32 bits.
 _WHOLE_BACKWARD = 8192
 # The limit of a backward program: bytes of rows loaded ahead in shared memory.
@@ -38,13 +40,15 @@ def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Co
     """
     block, parts = _forward_tiles(cols, itemsize, adds)
     if parts > 1:
+        if adds and not rms and cols > _WITH_VECTORS:
+            return Config(4096, 1, 16, parts=-(-cols // 4096))
         warps = fewest_warps(block * parts, 24)
         # With two inputs the compiler would take more registers, and only one program of sixteen warps be resident.
         return Config(block, 1, warps, registers=64 if warps >= 16 and adds else 0, parts=parts)
     if itemsize > 2:
         return _wide_dtype_forward(block, itemsize, bucket, adds)
     if block > _WHOLE_FORWARD:
-        if adds and bucket >= _SOME:
+        if adds and bucket >= _SOME and not _is_unaligned(cols, itemsize):
             return Config(4096, 1, 8, 3)
         # The widest tile that leaves at most a tenth of the lanes idle.
         passes = (Config(_WHOLE_FORWARD, 1, 16), Config(8192, 1, 8), Config(4096, 1, 8))
@@ -71,11 +75,11 @@ def _forward_tiles(cols: int, itemsize: int, adds: bool) -> tuple[int, int]:
     """The columns and the number of tiles that hold a row. Several in 16 bits alone: in fp32 they gain nothing.
 
     The widest rows take all registers of a multiprocessor, in 32 warps. A thread has four columns of a tile; or, with a
-    residual, the eight of one draw of the mask, unless elements that are loaded one at a time take more registers.
+    residual, the eight of one draw of the mask. Two inputs that are loaded element by element take too many registers.
     """
     block, parts = tiles_holding(cols)
-    if itemsize == 2 and _WHOLE_FORWARD < cols <= _WHOLE_FORWARD_16BIT:
-        block = 8192 if adds and not _is_unaligned(cols, itemsize) else 4096
+    if itemsize == 2 and _WHOLE_FORWARD < cols <= _WHOLE_FORWARD_16BIT and not (adds and _is_unaligned(cols, itemsize)):
+        block = 8192 if adds else 4096
         return block, -(-cols // block)
     return (block, parts) if itemsize == 2 and block * parts <= _WHOLE_FORWARD else (block_holding(cols), 1)
 
@@ -237,12 +241,14 @@ def valid(key: TuningKey, config: Config) -> bool:
     """Whether the tiles are at most those that hold a row with the fewest idle lanes.
 
     Tiles of several rows that fill the registers are valid only without idle lanes, as they were measured, and wide
-    tiles only of aligned rows.
+    tiles only of aligned rows. A forward passes over no row that several tiles side by side hold, or are to hold if it is
+    one of the widest.
     """
     block, parts = block_holding(key.cols), 1
     if key.kernel == "norm_forward":
         block, parts = _forward_tiles(key.cols, key.itemsize, "adds" in key.variant)
-        if config.parts > 1 and config.columns < key.cols:
+        is_whole = config.parts > 1 or (parts > 1 and key.cols > _WHOLE_FORWARD)
+        if is_whole and config.columns < key.cols:
             return False
     elif key.kernel == "norm_backward" and "none" not in key.variant:
         block, parts = tiles_holding(key.cols)

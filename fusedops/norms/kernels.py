@@ -132,10 +132,8 @@ def _forward_rows(x, bias, residual, weight, ln_bias, vectors, y, cast, z, stats
             cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
             _store_sum(z, parts[part], rows, cols, _inside(in_rows, cols, (part + 1) * BLOCK_N <= N, N), N)
     # With a second input the rows are in registers late, and the vectors must not be later, if three quarters of the
-    # registers hold both; elements that are loaded one at a time take one each. Alone, vectors would only take registers
-    # meanwhile.
-    halves: tl.constexpr = 2 if N % 8 != 0 else WEIGHT.primitive_bitwidth // 16
-    vector_halves: tl.constexpr = halves * ((weight is not None) + (ln_bias is not None))
+    # registers hold both. Alone, vectors would only take registers meanwhile.
+    vector_halves: tl.constexpr = WEIGHT.primitive_bitwidth // 16 * ((weight is not None) + (ln_bias is not None))
     early: tl.constexpr = residual is not None and ROWS * PARTS * BLOCK_N * (2 + vector_halves) <= 3 * 32768
     if not LOADED and early:
         ws = _vectors(weight, 0, WEIGHT_OFFSET, ACC, N, BLOCK_N, PARTS)
