@@ -56,7 +56,7 @@ python -m benchmarks compare OLD.csv NEW.csv     # regressions, before a release
 
 
 def markdown(folder: Path, device: str) -> str:
-    """The page, from ``<device>.csv`` and, where there is one, ``sweep_<device>.csv``; and the widths of other devices."""
+    """The page, from ``<device>.csv`` and, where there is one, ``sweep_<device>.csv``; and widths and tables of other devices."""
     main, swept = results.load(folder / f"{device}.csv"), results.read(folder / f"sweep_{device}.csv")
     if not main:
         raise ValueError(f"{folder / f'{device}.csv'} holds no rows")
@@ -64,9 +64,10 @@ def markdown(folder: Path, device: str) -> str:
     pictures = charts(folder, device)
     names = sorted(path.stem for path in folder.glob("sweep_*.csv") if path.stem != f"sweep_{device}")
     others = {name: results.read(folder / f"{name}.csv") for name in names}  # of other devices
+    mains = {name.removeprefix("sweep_"): results.read(folder / f"{name.removeprefix('sweep_')}.csv") for name in names}
     parts = [
         _HEAD,
-        _sources({device: main, f"sweep_{device}": swept, **others}),
+        _sources({device: main, f"sweep_{device}": swept, **mains, **others}),
         _against_peers(both),
         *_shown(pictures, device, "fractions"),
         _targets(main),
@@ -77,6 +78,7 @@ def markdown(folder: Path, device: str) -> str:
         *_widths(swept),
         *[part for name, rows in others.items() for part in _widths(rows, f" on {_device(name)}")],
         _tables(main, _device(device)),
+        *[_tables(rows, _device(name), f" on {_device(name)}") for name, rows in mains.items() if rows],
         _host(both),
         *_shown(pictures, device, "host_time"),
         _HOW,
@@ -252,11 +254,11 @@ def _widths(swept: list[Row], where: str = "") -> Iterator[str]:
         yield _folded("All widths", "\n".join([*head, *lines]))
 
 
-def _tables(main: list[Row], name: str) -> str:
+def _tables(main: list[Row], name: str, where: str = "") -> str:
     large = [row for row in main if not launch_bound(row)]
     modes = [mode for mode in reversed(MODE_NAMES) if any(row.mode == mode for row in large)]
     tables = [_folded(_mode(mode).capitalize(), table.markdown(large, name, mode)) for mode in modes]
-    return "\n\n".join(["## The shapes with targets\n\nTimes, and fractions of the floor.", *tables])
+    return "\n\n".join([f"## The shapes with targets{where}\n\nTimes, and fractions of the floor.", *tables])
 
 
 def _host(rows: list[Row]) -> str:

@@ -247,7 +247,7 @@ def test_widths_are_listed_with_the_best_peer(tmp_path):
     ]
 
 
-def test_widths_of_other_devices_are_listed(tmp_path):
+def test_widths_and_tables_of_other_devices_are_listed(tmp_path):
     wide = Case(SPECS["rms_norm"], (6553, 5120), torch.bfloat16)
     results.write(tmp_path / "nvidia_h200.csv", rows_of(LARGE))
     results.write(tmp_path / "sweep_nvidia_h100.csv", rows_of(wide, gpu_us=100.0, floor_us=90.0))
@@ -257,6 +257,12 @@ def test_widths_of_other_devices_are_listed(tmp_path):
         "| `rms_norm` | 1 | 0.90 (0.90 to 0.90) |  |",
         f"| `rms_norm` | {sized('6553x5120')} | 100.0 | 0.90 |  |",
     ]
+    tables = "## The shapes with targets on NVIDIA H100"
+    assert tables not in page
+    results.write(tmp_path / "nvidia_h100.csv", rows_of(LARGE, gpu_us=80.0, floor_us=60.0))
+    page = report.markdown(tmp_path, "nvidia_h200")
+    assert "| [nvidia_h100.csv](../benchmarks/results/nvidia_h100.csv) | NVIDIA H100 |" in page
+    assert "80.0 (0.75)" in section(page, tables)
 
 
 def test_goals_are_stated_as_met_missed_or_not_measured(tmp_path):
