@@ -56,7 +56,7 @@ python -m benchmarks compare OLD.csv NEW.csv     # regressions, before a release
 
 
 def markdown(folder: Path, device: str) -> str:
-    """The page, from ``<device>.csv`` and, where there is one, ``sweep_<device>.csv``; and widths and tables of other devices."""
+    """The page, from ``<device>.csv`` and ``sweep_<device>.csv``; and the tables of the same files of other devices."""
     main, swept = results.load(folder / f"{device}.csv"), results.read(folder / f"sweep_{device}.csv")
     if not main:
         raise ValueError(f"{folder / f'{device}.csv'} holds no rows")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,13 +21,15 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from backends import randn
 from fusedops.backend import entry, storing
 from fusedops.backend.products import PADDED
-from fusedops.backend.report import CompileReport
-from fusedops.core import cache
+from fusedops.backend.programs import Source
+from fusedops.backend.report import CompileReport, RegionReport
+from fusedops.core import cache, compat, launch
 from support import DEVICE
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
@@ -92,32 +97,44 @@ def _graph(function: Callable[..., Any], inputs: Sequence[Tensor], **options: An
 
 
 def _path(function: Callable[..., Any] = _normed, inputs: Sequence[Tensor] | None = None,
-          settings: AbstractContextManager[Any] | None = None, **options: Any) -> Path | None:  # fmt: skip
-    gm, given = _graph(function, (randn(6, 8), randn(8)) if inputs is None else inputs, **options)
-    with settings or nullcontext():
-        return storing.stored_at(gm, given)
+          **options: Any) -> Path | None:  # fmt: skip
+    return storing.stored_at(*_graph(function, (randn(6, 8), randn(8)) if inputs is None else inputs, **options))
 
 
 @contextmanager
-def _without_flash() -> Iterator[None]:
-    before = torch.backends.cuda.flash_sdp_enabled()
-    torch.backends.cuda.enable_flash_sdp(False)
+def _set(read: Callable[[], Any], write: Callable[[Any], Any], value: Any) -> Iterator[None]:
+    """A setting of PyTorch, for a while."""
+    before = read()
+    write(value)
     try:
         yield
     finally:
-        torch.backends.cuda.enable_flash_sdp(before)
+        write(before)
 
 
-@contextmanager
-def _other_code() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache, "code_of_package", lambda: "other")
-        yield
+def _patched(owner: Any, name: str, value: Any) -> AbstractContextManager[Any]:
+    return mock.patch.object(owner, name, value)
 
 
 def _overlapping() -> tuple[Tensor, Tensor]:
     x = randn(6, 8)
     return x, x[0]
+
+
+def _of_inference() -> Path | None:
+    with torch.inference_mode():
+        x = randn(6, 8)
+    return _path(inputs=(x, randn(8)))
+
+
+def _pooled_along_rows(x: Tensor, w: Tensor) -> Tensor:
+    pooled: Tensor = F.max_pool1d(x.view(2, 3, 8), 3, 1, 1)
+    return F.layer_norm(pooled, (8,), w)
+
+
+def _pooled_along_both(x: Tensor, w: Tensor) -> Tensor:
+    pooled: Tensor = F.max_pool2d(x.view(2, 3, 8), 3, 1, 1)  # whose qualified name is the same
+    return F.layer_norm(pooled, (8,), w)
 
 
 OTHERS: dict[str, Callable[[], Path | None]] = {
@@ -128,11 +145,35 @@ OTHERS: dict[str, Callable[[], Path | None]] = {
     "a gradient": lambda: _path(inputs=(randn(6, 8).requires_grad_(), randn(8))),
     "no leaf": lambda: _path(inputs=(randn(6, 8).requires_grad_() * 1, randn(8))),
     "shared memory": lambda: _path(inputs=_overlapping()),
-    "gradients off": lambda: _path(settings=torch.no_grad()),
-    "autocast": lambda: _path(settings=torch.autocast(DEVICE.type, torch.bfloat16)),
-    "attention": lambda: _path(settings=_without_flash()),
-    "code": lambda: _path(settings=_other_code()),
+    "a step": lambda: _path(lambda x, w: _normed(x[::2], w)),
+    "another step": lambda: _path(lambda x, w: _normed(x[::3], w)),
+    "inference": _of_inference,
+    "pooled along rows": lambda: _path(_pooled_along_rows),
+    "pooled along both": lambda: _path(_pooled_along_both),
+    "a number of the part": lambda: _path(_checkpointed),
+    "another number of the part": lambda: _path(_checkpointed_otherwise),
 }
+cuda = torch.backends.cuda
+SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "gradients off": torch.no_grad,
+    "inference mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast(DEVICE.type, torch.bfloat16),
+    "autocast to fp16": lambda: torch.autocast(DEVICE.type, torch.float16),
+    "autocast of a GPU": lambda: _set(lambda: False, lambda on: torch.set_autocast_enabled("cuda", on), True),
+    "default dtype": lambda: _set(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "default device": lambda: torch.device("meta"),
+    "determinism": lambda: _set(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms,
+                                not torch.are_deterministic_algorithms_enabled()),
+    "cuDNN": lambda: torch.backends.cudnn.flags(enabled=not torch.backends.cudnn.enabled),
+    "flash attention": lambda: _set(cuda.flash_sdp_enabled, cuda.enable_flash_sdp, False),
+    "attention's sums": lambda: _set(cuda.fp16_bf16_reduction_math_sdp_allowed,
+                                     cuda.allow_fp16_bf16_reduction_math_sdp, True),
+    "attention's order": lambda: _patched(compat, "attention_order", lambda: [0]),
+    "kernels": lambda: _patched(launch, "runs_kernels", lambda kind: False),
+    "code": lambda: _patched(cache, "code_of_package", lambda: "other"),
+    "version": lambda: _patched(storing, "__version__", "other"),
+    "PyTorch": lambda: _patched(torch, "__version__", "other"),
+}  # fmt: skip
 
 
 def test_a_file_belongs_to_all_that_decides_what_is_made() -> None:
@@ -140,7 +181,10 @@ def test_a_file_belongs_to_all_that_decides_what_is_made() -> None:
     own = _path()
     assert own is not None and own == _path()
     others = {name: other() for name, other in OTHERS.items()}
-    others |= {function.__name__: _path(function) for function in (_checkpointed, _checkpointed_otherwise)}
+    gm, given = _graph(_normed, (randn(6, 8), randn(8)))
+    for name, setting in SETTINGS.items():
+        with setting():
+            others[name] = storing.stored_at(gm, given)
     assert None not in others.values()
     assert len({own, *others.values()}) == 1 + len(others), others
 
@@ -189,10 +233,21 @@ def _fake_inputs_of_symbols() -> Path | None:
     return storing.stored_at(gm, given)
 
 
-@contextmanager
-def _caches_off() -> Iterator[None]:
+@torch._dynamo.allow_in_graph
+@functools.wraps(F.softsign)
+def _softsign(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def _of_a_subclass() -> Path | None:
+    gm, given = _graph(_normed, (randn(6, 8), randn(8)))
+    return storing.stored_at(gm, [TwoTensor(given[0], given[0]), *given[1:]])
+
+
+def _with_caches_off() -> Path | None:
+    gm, given = _graph(_normed, (randn(6, 8), randn(8)))
     with torch.compiler.config.patch(force_disable_caches=True):
-        yield
+        return storing.stored_at(gm, given)
 
 
 NOWHERE: dict[str, Callable[[], Path | None]] = {
@@ -201,7 +256,9 @@ NOWHERE: dict[str, Callable[[], Path | None]] = {
     "an operator of others": lambda: _path(lambda x, w: _normed(_own_operator(x), w)),
     "a function": lambda: _path(_checkpointed_by_choice),
     "control flow": lambda: _path(_branching),
-    "caches are off": lambda: _path(settings=_caches_off()),
+    "a function of a known name": lambda: _path(lambda x, w: _normed(_softsign(x), w)),
+    "a tensor of tensors": _of_a_subclass,
+    "caches are off": _with_caches_off,
 }
 
 
@@ -232,7 +289,20 @@ def _codes(gm: fx.GraphModule) -> list[str]:
     return [module.code for module in gm.modules() if isinstance(module, fx.GraphModule)]
 
 
-@pytest.mark.parametrize("function", [_normed, _with_constants, _checkpointed])
+def _without_gradients(x: Tensor, w: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = _normed(x, w)
+    return _normed(x * scale, w)
+
+
+def _of_two_values(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """A region with a result twice, and one that saves what another does."""
+    z = x + w
+    y = F.layer_norm(z, (8,), w)
+    return z, y, z.clone(), F.layer_norm(z + y @ w.outer(w), (8,), w)
+
+
+@pytest.mark.parametrize("function", [_normed, _with_constants, _checkpointed, _without_gradients, _of_two_values])
 def test_the_graph_that_is_read_is_the_one_that_was_stored(function: Callable[..., Any], tmp_path: Path) -> None:
     """To the last name, argument, mark and constant."""
     gm, given, made, report = _made(function)
@@ -241,14 +311,62 @@ def test_the_graph_that_is_read_is_the_one_that_was_stored(function: Callable[..
     nodes[-3].meta[PADDED] = True
     path = tmp_path / "graphs" / "graph.json"
     written = storing.write(path, gm, made, report.programs)
-    found = storing.read(path, gm)
+    with mock.patch.object(storing, "Source", wraps=Source) as sources:
+        found = storing.read(path, gm)
     assert found is not None and written is not made
+    for call, program in zip(sources.call_args_list, report.programs, strict=True):
+        graph, places, structure, kept = call.args
+        own = program.function
+        assert (str(graph), list(places), list(kept)) == (str(own.graph), list(own.places), list(own.kept))
+        assert structure.text() == own.structure.text()
+    assert found.meta == written.meta == made.meta == gm.meta | made.meta
+    for one in (found, written):
+        for ours, theirs in zip(*[graph.find_nodes(op="placeholder") for graph in (one.graph, gm.graph)], strict=True):
+            assert ours.meta["tensor_dict"] is theirs.meta["tensor_dict"]
+            assert ours._dynamo_source is theirs._dynamo_source
     assert _codes(found) == _codes(written) == _codes(made)
     marks = [{key: node.meta[key] for key in ("recompute", PADDED) if key in node.meta} for node in found.graph.nodes]
     assert marks[-2] == {"recompute": CheckpointPolicy.MUST_RECOMPUTE} and marks[-3] == {PADDED: True}
     assert not any(marks[:-3] + marks[-1:])
     for ours, theirs in zip(found(*given), made(*given), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def _of_many_numbers(x: Tensor, w: Tensor) -> Tensor:
+    return _normed(x, w) + torch.tensor([float(n) for n in range(8000)])[-1]
+
+
+def _of_complex_numbers(x: Tensor, w: Tensor) -> Tensor:
+    return _normed(x, w) * (torch.tensor([1j, 2j]) ** 2).real[0]
+
+
+@pytest.mark.parametrize("function", [_of_many_numbers, _of_complex_numbers])
+def test_what_holds_other_constants_is_not_stored(function: Callable[..., Any], tmp_path: Path) -> None:
+    gm, _, made, report = _made(function)
+    assert storing.write(tmp_path / "graph.json", gm, made, report.programs) is made
+    assert not list(tmp_path.iterdir())
+
+
+def _left(x: Tensor, w: Tensor) -> Tensor:
+    found: Tensor = x.clone().detach_().add(w)
+    return found
+
+
+def test_a_graph_that_is_left_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process says why."""
+    monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path))
+    gm, given = _graph(_left, (randn(6, 8), randn(8)))
+    for _ in range(2):
+        report = CompileReport()
+        assert entry._stored(gm, given, report) is gm
+        assert report.left == ["it calls detach_"]
+
+
+def test_of_programs_of_one_name_the_first_is_stored() -> None:
+    """It is the one that is registered."""
+    programs: list[Any] = [SimpleNamespace(name=name) for name in ("a", "b", "a")]
+    report = CompileReport([RegionReport((), (), program=program) for program in programs])
+    assert [id(program) for program in report.programs] == [id(program) for program in programs[:2]]
 
 
 def _torn(content: dict[str, Any]) -> str:
@@ -265,10 +383,14 @@ def _other_inputs(content: dict[str, Any]) -> str:
 
 def _any_function(content: dict[str, Any]) -> str:
     """A file can name no function but PyTorch's operators."""
-    return json.dumps(content).replace("_operator:getitem", "os:system")
+    return json.dumps(content).replace("getitem", "os:system")
 
 
-@pytest.mark.parametrize("change", [_torn, _another_program, _other_inputs, _any_function])
+def _of_another_library(content: dict[str, Any]) -> str:
+    return json.dumps(content).replace("aten.add.Tensor", "fusedops_tests.stored_nowhere.default")
+
+
+@pytest.mark.parametrize("change", [_torn, _another_program, _other_inputs, _any_function, _of_another_library])
 def test_a_file_that_cannot_be_used_is_replaced(
     change: Callable[[dict[str, Any]], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

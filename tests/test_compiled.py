@@ -27,8 +27,11 @@ from fusedops.compiler.planning import planned
 from fusedops.compiler.structure import structured
 from fusedops.compiler.tracing import trace
 from fusedops.core import cache, launch, tuning
+from fusedops.core.operators import site_of
 from fusedops.core.tuning_key import Config
 from fusedops.norms import launching as norms
+from fusedops.norms.operator import NORM, constants_of
+from fusedops.norms.reference import Kind
 from support import EVERY_SPEC, INTERPRETED
 
 triton = pytest.importorskip("triton")
@@ -167,11 +170,17 @@ def test_compiles_for_hopper(member: str, kind: tuple[int, torch.dtype], monkeyp
 
 
 @pytest.mark.parametrize("cols", [20480, 24576, 32767, 32768])
-@pytest.mark.parametrize("member", ["layer_norm", "rms_norm", "bias_dropout_add_ln", "bias_dropout_add_rms_norm"])
-def test_wide_rows_of_16_bits_do_not_spill(member: str, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the forward, which holds them whole."""
-    monkeypatch.setattr(norms, "_plan_backward", lambda *arguments: None)
-    assert not build(plans(cols, torch.bfloat16)[member], "sm_90", monkeypatch)
+@pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("kind", "adds"), [("layer", False), ("rms", False), ("layer", True), ("rms", True)])
+def test_wide_rows_of_16_bits_do_not_spill(
+    kind: Kind, adds: bool, parameters: torch.dtype, cols: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the forward."""
+    dtype, added = torch.bfloat16, torch.bfloat16 if adds else None
+    dtypes = (dtype, added, added, parameters, parameters if kind == "layer" else None)
+    constants = constants_of("compiled", kind, 1e-5, 0.0, "once", None, "sum", adds, None, None)
+    site = site_of(NORM, constants, dtypes, cols, -1, adds, True)
+    assert not build(lambda: norms._plan_forward(site, int(adds), True, 2), "sm_90", monkeypatch)
 
 
 @pytest.mark.pairs("kind.0 target", "kind.1 target")

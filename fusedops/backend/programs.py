@@ -41,11 +41,11 @@ class Made:
 
 
 class Source:
-    """What a region's program is made of; called, the region in PyTorch's operators.
+    """What a region's program is built from. Calling it runs the region in PyTorch's operators.
 
     Attributes:
         graph: the region as a function of its tensors.
-        places: of each of its results, the number of the program's output that it is.
+        places: for each of its results, the number of the program's output.
         structure: of it.
         kept: see `planned`.
     """

@@ -85,7 +85,7 @@ class CompileReport:
 
     @property
     def programs(self) -> list[Program]:
-        """The operators of the regions; of those that are registered as one, the first."""
+        """The operators of the regions; of those of one name, the first, which is the one that is registered."""
         found: dict[str, Program] = {}
         for region in self.fused:
             assert region.program is not None

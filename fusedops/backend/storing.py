@@ -1,17 +1,18 @@
 """Fused graphs on disk, so that a process after the first neither captures nor plans them.
 
 A file belongs to a graph of Dynamo: to its nodes with their arguments, to what is known of its inputs, to the settings of
-PyTorch that a capture reads, and to the versions. Where any of that has no value of its own (a size that is a symbol, an
-operator of others, a function), nothing is stored.
+PyTorch that a capture reads, and to the versions. Where any of that need not be the same in another process (a size that is a
+symbol, an operator of another library, a function of the user's), nothing is stored.
 
-What is compiled is what was stored, in the process that stores it, too: Inductor's own caches then know it again.
+The process that stores a graph compiles the stored form, too, so that the keys of Inductor's caches are the same in later
+processes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
+import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..compiler import storing
@@ -33,11 +35,14 @@ __all__ = ["read", "stored_at", "write"]
 
 _PLAIN = (bool, int, float, str, type(None))
 _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
-# Operators that are PyTorch's or this package's: another's may compute something else tomorrow.
+# Operators of PyTorch and of this package: one of another library may change without a change of its name.
 _NAMESPACES = frozenset({"aten", "prims", "fusedops"})
-# Marks of nodes that last beyond the capture.
+# The functions of captured graphs that are no operators.
+_FUNCTIONS = {"getitem": operator.getitem, "dropout": F.dropout, "checkpointed": compat.CHECKPOINTED,
+              **{f"grad_mode{number}": mode for number, mode in enumerate(compat.GRAD_MODES)}}  # fmt: skip
+_KINDS = ("cpu", "cuda")
+# Marks of nodes that are read after the capture.
 _MARKS: dict[str, Callable[[Any], Any]] = {PADDED: bool, "recompute": CheckpointPolicy}
-_CHECKPOINTED = "checkpointed"
 _MOST_CONSTANT = 4096
 
 
@@ -46,15 +51,16 @@ class _NoValueError(Exception):
 
 
 def stored_at(gm: fx.GraphModule, inputs: Sequence[Any]) -> Path | None:
-    """The file of a graph from Dynamo; None where it cannot be told by its text."""
+    """The file of a graph from Dynamo; None if something in it cannot be written as text."""
     root = cache.directory()
     if root is None or getattr(torch.compiler.config, "force_disable_caches", False):
         return None
     try:
         tensors = [value for value in inputs if isinstance(value, Tensor)]
-        text = [*_versions(), *_settings({tensor.device for tensor in tensors}), *map(_input, inputs), _sharing(tensors),
+        devices = sorted({tensor.device for tensor in tensors}, key=str)
+        text = [*_versions(), *_settings(devices), *map(_input, inputs), _sharing(tensors),
                 *_text(gm)]  # fmt: skip
-    except _NoValueError:
+    except Exception:  # noqa: BLE001 - a graph in which something is unknown is captured in each process
         return None
     return root / "graphs" / f"{hashlib.sha256(chr(10).join(text).encode()).hexdigest()[:32]}.json"
 
@@ -68,7 +74,7 @@ def read(path: Path, gm: fx.GraphModule) -> fx.GraphModule | None:
 
 
 def write(path: Path, gm: fx.GraphModule, made: fx.GraphModule, programs: Iterable[Program]) -> fx.GraphModule:
-    """Stores a graph with operators, and returns it as it will be read; as it is if it cannot be stored.
+    """Stores a graph with operators, and returns it as later processes will read it, or unchanged if it cannot be stored.
 
     Args:
         path: of the file.
@@ -79,11 +85,11 @@ def write(path: Path, gm: fx.GraphModule, made: fx.GraphModule, programs: Iterab
     try:
         found = _encoded(gm, made) | {"programs": {program.name: _program(program) for program in programs}}
         text = json.dumps(found)
-        made = _restored(json.loads(text), gm)
+        restored = _restored(json.loads(text), gm)
         cache.replace(path, text)
-    except (_NoValueError, OSError):
-        pass
-    return made
+    except Exception:  # noqa: BLE001 - then it is captured in each process
+        return made
+    return restored
 
 
 def _restored(found: Any, gm: fx.GraphModule) -> fx.GraphModule:
@@ -109,27 +115,37 @@ def _versions() -> list[str]:
     ]
 
 
-def _settings(devices: Iterable[torch.device]) -> list[str]:
-    """What decides, beside the graph, which operators it dispatches to, and which of them are fused."""
+def _settings(devices: Sequence[torch.device]) -> list[str]:
+    """What decides, beside the graph, which operators it dispatches to, and which of them are fused.
+
+    A graph may make tensors on devices that none of its inputs is on.
+    """
     found: list[Any] = [
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled(),
         torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled(),
         torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic,
         torch.backends.mkldnn.enabled, torch.backends.mha.get_fastpath_enabled(),
         torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled(), compat.attention_order(),
+        torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed(), torch.backends.cudnn.version(),
+        torch.backends.opt_einsum.is_available(), torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy,
+        torch.backends.cpu.get_cpu_capability(),
     ]  # fmt: skip
-    for device in sorted({*devices, torch.device("cpu")}, key=str):
-        kind = device.type
-        found += [device, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), launch.runs_kernels(kind)]
-        if kind == "cuda":
-            found += [torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)]
+    for kind in _KINDS:
+        found += [torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), launch.runs_kernels(kind)]
+    if torch.cuda.is_initialized():
+        found.append(torch.cuda.current_device())
+    for device in devices:
+        if device.type not in _KINDS:
+            raise _NoValueError
+        if device.type == "cuda":
+            found += [device, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)]
     return list(map(repr, found))
 
 
 def _text(gm: fx.GraphModule) -> list[str]:
     """A graph, and the bodies of its checkpointed parts, in words."""
-    if "_checkpoint_context_fn" in gm.meta:  # which operators a part computes again is up to a function
+    if "_checkpoint_context_fn" in gm.meta:  # a function decides which operators are computed again, and has no text
         raise _NoValueError
     found, tensors = [json.dumps(_nodes(gm.graph, _named))], list[Tensor]()
     for node in gm.graph.find_nodes(op="get_attr"):
@@ -162,7 +178,7 @@ def _input(value: Any) -> str:
 
 
 def _sharing(tensors: Sequence[Tensor]) -> str:
-    """Which tensors share memory: of each the first that has the same."""
+    """Which tensors share memory: for each, the place of the first with its memory."""
     first: dict[Any, int] = {}
     return repr([first.setdefault(compat.memory_of(tensor), place) for place, tensor in enumerate(tensors)])
 
@@ -222,7 +238,7 @@ def _graph(found: Any) -> fx.Graph:
 
 
 def _plain(value: Any, places: Mapping[fx.Node, int]) -> Any:
-    """An argument of a node as JSON: what JSON has not is a dictionary of its kind."""
+    """An argument of a node as JSON: a type that JSON lacks becomes ``{kind: value}``."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, fx.Node):
@@ -236,7 +252,7 @@ def _plain(value: Any, places: Mapping[fx.Node, int]) -> Any:
         return {"slice": [_plain(item, places) for item in (value.start, value.stop, value.step)]}
     if isinstance(value, _OF_TORCH):
         return {"torch": str(value).removeprefix("torch.")}
-    if isinstance(value, torch.device):
+    if isinstance(value, torch.device) and value.type in (*_KINDS, "meta"):
         return {"device": str(value)}
     if value is Ellipsis:
         return {"ellipsis": None}
@@ -255,56 +271,55 @@ def _value(found: Any, nodes: Sequence[fx.Node]) -> Any:
         return tuple([_value(item, nodes) for item in inner])
     if kind == "dict":
         return {_value(key, nodes): _value(item, nodes) for key, item in inner}
-    if kind == "slice":
-        return slice(*[_value(item, nodes) for item in inner])
     if kind == "torch":
         return getattr(torch, inner)
-    return torch.device(inner) if kind == "device" else ...
+    if kind == "device":
+        return torch.device(inner)
+    raise _NoValueError
 
 
 def _named(function: Any) -> str:
-    """The name of a function that is the same in every process."""
+    """A name that no other function has, in any process."""
     if function is compat.CHECKPOINTED:
-        return _CHECKPOINTED
+        return "checkpointed"
     if isinstance(function, compat.OPERATORS):
         name = str(function)
         if name.partition(".")[0] in _NAMESPACES:
             return name
     elif compat.is_pure(function) or function in compat.GRAD_MODES or function in compat.AUTOCASTS:
-        return f"{function.__module__}:{function.__qualname__}"
+        module = function.__module__
+        for path in (function.__qualname__, function.__name__):  # neither finds all of PyTorch's functions
+            if _at(sys.modules.get(module), path) is function:
+                return f"{module}:{path}"
     raise _NoValueError
 
 
+def _at(found: Any, path: str) -> Any:
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
 def _found_again(function: Any) -> str:
-    """The name of a function that is found by it."""
-    name = _named(function)
+    """The name of a function of a captured graph, by which `_function` finds it."""
+    name = next((name for name, known in _FUNCTIONS.items() if known is function), None) or _named(function)
     if _function(name) is not function:
         raise _NoValueError
     return name
 
 
 def _function(name: str) -> Any:
-    if name == _CHECKPOINTED:
-        return compat.CHECKPOINTED
-    module, _, path = name.rpartition(":")
-    found: Any = importlib.import_module(module) if module else torch.ops
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    if module and not (compat.is_pure(found) or found in compat.GRAD_MODES):
+    if name in _FUNCTIONS:
+        return _FUNCTIONS[name]
+    if name.partition(".")[0] not in _NAMESPACES:
         raise _NoValueError
-    return found
+    return _at(torch.ops, name)
 
 
 def _constant(tensor: Tensor) -> list[Any]:
     """A tensor of few numbers that the captured function made."""
     is_small = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.numel() <= _MOST_CONSTANT
-    if (
-        not is_small
-        or compat.is_fake(tensor)
-        or tensor.is_complex()
-        or tensor.requires_grad
-        or not tensor.is_contiguous()
-    ):
+    if not is_small:
         raise _NoValueError
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.flatten().tolist()]
 

@@ -58,7 +58,7 @@ def directory() -> Path | None:
 
 @functools.cache
 def code_of_package() -> str:
-    """What this package's code is, for caches of what it makes: a version says nothing of a working copy."""
+    """Names, sizes and times of this package's files: in a working copy the version does not change with the code."""
     root = Path(__file__).parents[1]
     files = [(path.relative_to(root).as_posix(), path.stat()) for path in sorted(root.rglob("*.py"))]
     return repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files])

@@ -33,6 +33,7 @@ __all__ = [
     "Place",
     "any_autocast_enabled",
     "are_functional",
+    "attention_order",
     "below_autograd",
     "capturing",
     "cast_by_autocast",
@@ -254,7 +255,7 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def memory_of(tensor: Tensor) -> Hashable:
-    """What tells the memory of a tensor from others', also where there is none. Without the private name it is one."""
+    """An identity of a tensor's memory, also of a fake tensor's. Without the private name all tensors have the same."""
     return getattr(tensor.untyped_storage(), "_cdata", None)
 
 
@@ -668,6 +669,7 @@ PURE_MODULES = frozenset({"torch", "torch.functional", "torch.nn.functional", "t
                           "torch._C._linalg", "torch._C._fft", "_operator", "builtins", "math"})  # fmt: skip
 CHECKPOINTED: Any = _find("_higher_order_ops.wrap.tag_activation_checkpoint", None)
 GRAD_MODES = frozenset({_find("_C._set_grad_enabled", None)})
+attention_order: Callable[[], Any] = _find("_C._get_sdp_priority_order", lambda: None)
 AUTOCASTS = frozenset({_find(f"amp.autocast_mode.{name}", None) for name in ("_enter_autocast", "_exit_autocast")})
 
 

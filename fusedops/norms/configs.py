@@ -18,7 +18,7 @@ __all__ = ["candidates", "heuristic", "valid"]
 # The widest row that a forward program holds whole, and the widest in 16 bits.
 _WHOLE_FORWARD = 16384
 _WHOLE_FORWARD_16BIT = 32768
-# The widest at which LayerNorm's 32 warps have registers for the sum, the weight and the shift.
+# The widest LayerNorm with a residual that runs in 32 warps; wider ones run in 16, which have twice the registers each.
 _WITH_VECTORS = 24576
 # The widest that a backward program holds whole in 16 and 32 bits.
 _WHOLE_BACKWARD = 8192
@@ -241,14 +241,15 @@ def valid(key: TuningKey, config: Config) -> bool:
     """Whether the tiles are at most those that hold a row with the fewest idle lanes.
 
     Tiles of several rows that fill the registers are valid only without idle lanes, as they were measured, and wide
-    tiles only of aligned rows. A forward passes over no row that several tiles side by side hold, or are to hold if it is
-    one of the widest.
+    tiles only of aligned rows. A forward reads rows of 16 bits wider than others hold either whole or in two passes.
     """
     block, parts = block_holding(key.cols), 1
     if key.kernel == "norm_forward":
         block, parts = _forward_tiles(key.cols, key.itemsize, "adds" in key.variant)
-        is_whole = config.parts > 1 or (parts > 1 and key.cols > _WHOLE_FORWARD)
-        if is_whole and config.columns < key.cols:
+        is_wide = key.itemsize == 2 and key.cols > _WHOLE_FORWARD
+        if is_wide and (parts > 1) != (config.columns >= key.cols):
+            return False
+        if config.parts > 1 and config.columns < key.cols:
             return False
     elif key.kernel == "norm_backward" and "none" not in key.variant:
         block, parts = tiles_holding(key.cols)

@@ -131,10 +131,11 @@ def _forward_rows(x, bias, residual, weight, ln_bias, vectors, y, cast, z, stats
         for part in tl.static_range(PARTS):
             cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
             _store_sum(z, parts[part], rows, cols, _inside(in_rows, cols, (part + 1) * BLOCK_N <= N, N), N)
-    # With a second input the rows are in registers late, and the vectors must not be later, if three quarters of the
-    # registers hold both. Alone, vectors would only take registers meanwhile.
+    # With a second input the rows are in registers late, so the vectors are loaded before the reductions if sum and vectors
+    # fit in three quarters of the 65,536 registers, counted in halves. Alone, vectors would only take registers meanwhile.
     vector_halves: tl.constexpr = WEIGHT.primitive_bitwidth // 16 * ((weight is not None) + (ln_bias is not None))
-    early: tl.constexpr = residual is not None and ROWS * PARTS * BLOCK_N * (2 + vector_halves) <= 3 * 32768
+    halves: tl.constexpr = ROWS * PARTS * BLOCK_N * (ACC.primitive_bitwidth // 16 + vector_halves)
+    early: tl.constexpr = residual is not None and halves <= 3 * 32768
     if not LOADED and early:
         ws = _vectors(weight, 0, WEIGHT_OFFSET, ACC, N, BLOCK_N, PARTS)
         bs = _vectors(ln_bias, 0, 0.0, ACC, N, BLOCK_N, PARTS)
