@@ -225,7 +225,7 @@ def _forward_group(x, x_addresses, table, weight, bias, y, x_stride, total, grou
     bs = _load_parameter(bias, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
     # A row, which the loop's bounds keep inside, and a slice in every slot.
     whole: tl.constexpr = ROWS == 1 and (SLOTS == 1 or table is not None)
-    alone: tl.constexpr = ROWS == 1 and SLOTS == 1
+    alone: tl.constexpr = ROWS == 1 and (SLOTS == 1 or (table is not None and FULL == 0))
     tiles = tl.cdiv(M, ROWS).to(tl.int32)
     if PERSISTENT:
         # Past the end the last tile is loaded again: without a mask a load must be inside.
@@ -357,7 +357,7 @@ def _backward_group(dy, dy_addresses, x, x_addresses, table, weight, bias, dx, d
     # A row, which the loop's bounds keep inside, and a slice in every slot; an unused output's address is zero.
     used: tl.constexpr = not (UNUSED and dy_addresses is not None)
     whole: tl.constexpr = ROWS == 1 and (SLOTS == 1 or table is not None) and used
-    alone: tl.constexpr = ROWS == 1 and SLOTS == 1 and used
+    alone: tl.constexpr = ROWS == 1 and (SLOTS == 1 or (table is not None and FULL == 0)) and used
     tiles = tl.cdiv(M, ROWS).to(tl.int32)
     if CARRIED:
         first_row, in_rows = _place_of_rows(tl.maximum(tiles - 1 - share, 0), own, M, ROWS)

@@ -88,7 +88,8 @@ class Groups:
         most: the most elements that a tile has.
         table: for each group the index of its tile and its first slot, and then for each slot the number of its slice, its
             first column and its width; empty for slices of one width, which need none. A group's last slice fills the slots
-            that remain, with its number's complement: they load, so that no load needs a mask, but do not store.
+            that remain, with its number's complement. Where a part has no idle lanes and so no mask, they load as it does,
+            but do not store; else they have no columns.
     """
 
     tiles: tuple[Tile, ...]
@@ -124,8 +125,10 @@ class Groups:
                 kinds.append(len(tiles) - 1)
                 for slot in range(start, start + together):
                     number = numbers[min(slot, len(numbers) - 1)]
-                    name = number if slot < len(numbers) else ~number
-                    slots += (name, widths.columns[number], widths.sizes[number])
+                    name, size = number, widths.sizes[number]
+                    if slot >= len(numbers):
+                        name, size = ~number, size if full else 0
+                    slots += (name, widths.columns[number], size)
         table = () if widths.uniform else (*kinds, *firsts, *slots)
         most = max(math.prod(tile[:4]) for tile in tiles)
         return cls(tuple(tiles), len(kinds), min(tile.rows for tile in tiles), most, table)
