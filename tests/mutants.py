@@ -298,6 +298,20 @@ MUTANTS = (
         ("test_backend_attention.py", "test_values_are_saved_without_rotated_queries"),
     ),
     Mutant(
+        "a function in the key of a stored graph by its qualified name alone",
+        "backend/storing.py",
+        "if _at(sys.modules.get(module), path) is function:",
+        "if path:",
+        ("test_backend_storing.py", "belongs"),
+    ),
+    Mutant(
+        "autocast of a device that no input is on, missing from the key of a stored graph",
+        "backend/storing.py",
+        "for kind in _KINDS:",
+        "for kind in {device.type for device in devices}:",
+        ("test_backend_storing.py", "belongs"),
+    ),
+    Mutant(
         "an activation that a matrix product reads, computed again",
         "backend/returned.py",
         "        if node in needs and _is_activation(node) and _is_read_by_elements(node):\n",
