@@ -62,12 +62,13 @@ def markdown(folder: Path, device: str) -> str:
         raise ValueError(f"{folder / f'{device}.csv'} holds no rows")
     both = results.merge(swept, main)
     pictures = charts(folder, device)
-    names = sorted(path.stem for path in folder.glob("sweep_*.csv") if path.stem != f"sweep_{device}")
-    others = {name: results.read(folder / f"{name}.csv") for name in names}  # of other devices
-    mains = {name.removeprefix("sweep_"): results.read(folder / f"{name.removeprefix('sweep_')}.csv") for name in names}
+    others = sorted({path.stem.removeprefix("sweep_") for path in folder.glob("sweep_*.csv")} - {device})
+    mains, sweeps = (
+        {f"{kind}{name}": results.read(folder / f"{kind}{name}.csv") for name in others} for kind in ("", "sweep_")
+    )
     parts = [
         _HEAD,
-        _sources({device: main, f"sweep_{device}": swept, **mains, **others}),
+        _sources({device: main, f"sweep_{device}": swept, **mains, **sweeps}),
         _against_peers(both),
         *_shown(pictures, device, "fractions"),
         _targets(main),
@@ -76,7 +77,7 @@ def markdown(folder: Path, device: str) -> str:
         *_shown(pictures, device, "peak_memory"),
         *_along(pictures, device),
         *_widths(swept),
-        *[part for name, rows in others.items() for part in _widths(rows, f" on {_device(name)}")],
+        *[part for name, rows in sweeps.items() for part in _widths(rows, f" on {_device(name)}")],
         _tables(main, _device(device)),
         *[_tables(rows, _device(name), f" on {_device(name)}") for name, rows in mains.items() if rows],
         _host(both),

@@ -171,7 +171,7 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "attention's order": lambda: _patched(compat, "attention_order", lambda: [0]),
     "kernels": lambda: _patched(launch, "runs_kernels", lambda kind: False),
     "code": lambda: _patched(cache, "code_of_package", lambda: "other"),
-    "version": lambda: _patched(storing, "__version__", "other"),
+    "version": lambda: _patched(cache, "__version__", "other"),
     "PyTorch": lambda: _patched(torch, "__version__", "other"),
 }  # fmt: skip
 

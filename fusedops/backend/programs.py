@@ -62,8 +62,9 @@ class Source:
         outs = self._run(*tensors)
         return tuple([outs[self.places.index(number)] for number in range(max(self.places) + 1)])
 
+    @functools.cached_property
     def program(self) -> Program:
-        """The program."""
+        """The program, registered."""
         return Program("region", self, planned(self.structure, memory=True, kept=self.kept))
 
 
@@ -92,8 +93,7 @@ def made(found: Region, saved: Collection[fx.Node] = ()) -> Made:
     known = _known[key]
     if isinstance(known, str):
         raise NotRowwiseError(known)
-    program, places = known
-    return Made(program, tensors, list(zip(function.outputs, places, strict=True)))
+    return Made(known.program, tensors, list(zip(function.outputs, known.places, strict=True)))
 
 
 def _text(shape: Sequence[Any]) -> str:
@@ -169,7 +169,7 @@ def _symbols(tensors: Sequence[fx.Node]) -> dict[Any, tuple[int, int]]:
     return found
 
 
-def _made(function: _Function, tensors: Sequence[fx.Node], kept: Sequence[int]) -> tuple[Program, list[int]]:
+def _made(function: _Function, tensors: Sequence[fx.Node], kept: Sequence[int]) -> Source:
     values = [value_of(node) for node in tensors]
     symbols = {symbol for value in values for size in value.shape for symbol in _free_symbols(size)}
     structure, places = _structure(function, values, {})
@@ -177,12 +177,13 @@ def _made(function: _Function, tensors: Sequence[fx.Node], kept: Sequence[int]) 
         others = {symbol: 2 * hint + 3 for symbol, hint in _hints(values).items()}
         if _structure(function, values, others)[0].text() != structure.text():
             raise NotRowwiseError("the result depends on the number of rows")
-    program = Source(function.graph, places, structure, kept).program()
+    source = Source(function.graph, places, structure, kept)
+    dynamic = source.program.dynamic
     for operand, value in zip(structure.inputs, values, strict=True):
         for label, size in zip(operand.labels, value.shape, strict=True):
-            if _free_symbols(size) and not (len(label) == 1 and label[0] in program.dynamic):
+            if _free_symbols(size) and not (len(label) == 1 and label[0] in dynamic):
                 raise NotRowwiseError("a length that changes from call to call is one of columns")
-    return program, places
+    return source
 
 
 def _free_symbols(size: Any) -> Any:

@@ -10,7 +10,6 @@ processes.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import operator
 import sys
@@ -26,7 +25,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ..compiler import storing
 from ..compiler.operator import Program
 from ..core import cache, compat, launch
-from ..core.version import __version__
 from .capture import handed_on
 from .products import PADDED
 from .programs import Source
@@ -52,17 +50,13 @@ class _NoValueError(Exception):
 
 def stored_at(gm: fx.GraphModule, inputs: Sequence[Any]) -> Path | None:
     """The file of a graph from Dynamo; None if something in it cannot be written as text."""
-    root = cache.directory()
-    if root is None or getattr(torch.compiler.config, "force_disable_caches", False):
+    if getattr(torch.compiler.config, "force_disable_caches", False):
         return None
     try:
         tensors = [value for value in inputs if isinstance(value, Tensor)]
-        devices = sorted({tensor.device for tensor in tensors}, key=str)
-        text = [*_versions(), *_settings(devices), *map(_input, inputs), _sharing(tensors),
-                *_text(gm)]  # fmt: skip
+        return cache.file_of("graphs", [*_settings(), *map(_input, inputs), _sharing(tensors), *_text(gm)])
     except Exception:  # noqa: BLE001 - a graph in which something is unknown is captured in each process
         return None
-    return root / "graphs" / f"{hashlib.sha256(chr(10).join(text).encode()).hexdigest()[:32]}.json"
 
 
 def read(path: Path, gm: fx.GraphModule) -> fx.GraphModule | None:
@@ -95,8 +89,8 @@ def write(path: Path, gm: fx.GraphModule, made: fx.GraphModule, programs: Iterab
 def _restored(found: Any, gm: fx.GraphModule) -> fx.GraphModule:
     for name, parts in found["programs"].items():
         structure = storing.decoded(parts["structure"])
-        program = Source(_graph(parts["nodes"]), parts["places"], structure, parts["kept"]).program()
-        if program.name != name:
+        source = Source(_graph(parts["nodes"]), parts["places"], structure, parts["kept"])
+        if source.program.name != name:
             raise _NoValueError
     return _decoded(found, gm)
 
@@ -104,21 +98,10 @@ def _restored(found: Any, gm: fx.GraphModule) -> fx.GraphModule:
 # --- what a graph is ----------------------------------------------------------------------------------------------------
 
 
-def _versions() -> list[str]:
-    einops: Any = sys.modules.get("einops")  # whose functions may be nodes
-    return [
-        __version__,
-        torch.__version__,
-        sys.version,
-        cache.code_of_package(),
-        str(getattr(einops, "__version__", "")),
-    ]
-
-
-def _settings(devices: Sequence[torch.device]) -> list[str]:
+def _settings() -> list[str]:
     """What decides, beside the graph, which operators it dispatches to, and which of them are fused.
 
-    A graph may make tensors on devices that none of its inputs is on.
+    A graph may make tensors on devices that none of its inputs is on, and call einops.
     """
     found: list[Any] = [
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled(),
@@ -129,17 +112,14 @@ def _settings(devices: Sequence[torch.device]) -> list[str]:
         torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled(), compat.attention_order(),
         torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed(), torch.backends.cudnn.version(),
         torch.backends.opt_einsum.is_available(), torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy,
-        torch.backends.cpu.get_cpu_capability(),
+        torch.backends.cpu.get_cpu_capability(), getattr(sys.modules.get("einops"), "__version__", ""),
     ]  # fmt: skip
     for kind in _KINDS:
         found += [torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), launch.runs_kernels(kind)]
     if torch.cuda.is_initialized():
-        found.append(torch.cuda.current_device())
-    for device in devices:
-        if device.type not in _KINDS:
-            raise _NoValueError
-        if device.type == "cuda":
-            found += [device, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)]
+        indices = range(torch.cuda.device_count())
+        found += [torch.cuda.current_device(), [torch.cuda.get_device_name(index) for index in indices],
+                  [torch.cuda.get_device_capability(index) for index in indices]]  # fmt: skip
     return list(map(repr, found))
 
 
@@ -158,17 +138,14 @@ def _text(gm: fx.GraphModule) -> list[str]:
 
 
 def _attribute(gm: fx.GraphModule, name: Any) -> Any:
-    found: Any = gm
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
+    return operator.attrgetter(name)(gm)
 
 
 def _input(value: Any) -> str:
     if type(value) in _PLAIN:
         return repr(value)
     is_plain = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
-    if not is_plain or compat.is_traceable_subclass(value):
+    if not is_plain or compat.is_traceable_subclass(value) or value.device.type not in _KINDS:
         raise _NoValueError
     numbers = (*value.shape, *value.stride(), value.storage_offset())
     if not all(type(number) is int for number in numbers):
@@ -280,13 +257,14 @@ def _value(found: Any, nodes: Sequence[fx.Node]) -> Any:
 
 def _named(function: Any) -> str:
     """A name that no other function has, in any process."""
-    if function is compat.CHECKPOINTED:
-        return "checkpointed"
+    for name, known in _FUNCTIONS.items():
+        if known is function:
+            return name
     if isinstance(function, compat.OPERATORS):
         name = str(function)
         if name.partition(".")[0] in _NAMESPACES:
             return name
-    elif compat.is_pure(function) or function in compat.GRAD_MODES or function in compat.AUTOCASTS:
+    elif compat.is_pure(function) or function in compat.AUTOCASTS:
         module = function.__module__
         for path in (function.__qualname__, function.__name__):  # neither finds all of PyTorch's functions
             if _at(sys.modules.get(module), path) is function:
@@ -302,7 +280,7 @@ def _at(found: Any, path: str) -> Any:
 
 def _found_again(function: Any) -> str:
     """The name of a function of a captured graph, by which `_function` finds it."""
-    name = next((name for name, known in _FUNCTIONS.items() if known is function), None) or _named(function)
+    name = _named(function)
     if _function(name) is not function:
         raise _NoValueError
     return name

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import hashlib
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -19,7 +17,6 @@ from typing import Any
 import torch
 
 from ..core import cache
-from ..core.version import __version__
 from .ir import Graph, Node
 from .structure import Operand, Structure
 from .surroundings import PLAIN, is_code, is_of_a_library, variables
@@ -33,14 +30,12 @@ class _NoValueError(Exception):
 
 def stored_at(function: Callable[..., Any], *key: Any) -> Path | None:
     """The file of a function and what it is called with; None where it cannot be told by its text."""
-    root = cache.directory()
-    if root is None or not isinstance(function, FunctionType):
+    if not isinstance(function, FunctionType):
         return None
     try:
-        parts = [__version__, torch.__version__, sys.version, cache.code_of_package(), repr(key), *_text(function)]
+        return cache.file_of("rowwise", [repr(key), *_text(function)])
     except _NoValueError:
         return None
-    return root / "rowwise" / f"{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:32]}.json"
 
 
 def read(path: Path) -> list[Structure]:

@@ -15,16 +15,18 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .tuning_key import Config, TuningKey, fingerprint, valid
 from .version import __version__
 
-__all__ = ["SCRATCH", "EntryError", "check", "code_of_package", "directory", "entries", "path_of", "read", "replace", "slug",
-           "write"]  # fmt: skip
+__all__ = ["SCRATCH", "EntryError", "check", "code_of_package", "directory", "entries", "file_of", "path_of", "read", "replace",
+           "slug", "write"]  # fmt: skip
 
 # The prefix of a file that is not complete yet.
 SCRATCH = ".writing-"
@@ -62,6 +64,15 @@ def code_of_package() -> str:
     root = Path(__file__).parents[1]
     files = [(path.relative_to(root).as_posix(), path.stat()) for path in sorted(root.rglob("*.py"))]
     return repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files])
+
+
+def file_of(folder: str, text: Sequence[str]) -> Path | None:
+    """The file of what was made of a text by this code, in a folder of the cache; None without a home directory."""
+    root = directory()
+    if root is None:
+        return None
+    parts = [__version__, torch.__version__, sys.version, code_of_package(), *text]
+    return root / folder / f"{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:32]}.json"
 
 
 def slug(device: str) -> str:
