@@ -25,6 +25,7 @@ triton = pytest.importorskip("triton")
 PACKED = (4, 1, 2048)
 FUNCTION = 4711
 STREAM = 55
+SM_90 = compat.gpu_target("cuda", 90, 32)
 # The run-time arguments of the kernel in these tests, and their types; two constants follow.
 KINDS = {"x": "*fp32", "bias": None, "rows": "i64", "y": "*fp32"}
 CONSTANTS = {"N": 8, "STAGES": 1}
@@ -296,7 +297,7 @@ def test_the_installed_release_is_launched_directly(monkeypatch: pytest.MonkeyPa
     fitting = launch.compile_fitting
 
     def compiled_for_hopper(request: launch.Request, limit: int) -> Any:
-        compiled = fitting(request, limit, compat.gpu_target("cuda", 90, 32))
+        compiled = fitting(request, limit, SM_90)
         compiled.function = FUNCTION
         compiled._run = driver.CudaLauncher(compiled.src, compiled.metadata)
         return compiled
@@ -314,7 +315,24 @@ def test_the_installed_release_is_launched_directly(monkeypatch: pytest.MonkeyPa
 def test_the_target_without_triton_s_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert compat.current_target() == compat.gpu_target("cuda", 90, 32)
+    assert compat.current_target() == SM_90
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_a_kernel_is_assembled_as_by_inductor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also before Inductor has compiled anything here: or a later process would find another key in Triton's cache."""
+    from torch._inductor.runtime import compile_tasks
+
+    its, used = tmp_path / "ptxas", tmp_path / "used"
+    its.write_text(f'#!/bin/sh\necho >>{used}\nexec {triton.knobs.nvidia.ptxas.path} "$@"\n')
+    its.chmod(0o755)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compile_tasks, "_set_triton_ptxas_path", lambda: monkeypatch.setenv("TRITON_PTXAS_PATH", str(its)))
+    monkeypatch.setattr(launch, "compile_fitting", lambda request, _: launch.compile_kernel(request, SM_90))
+    monkeypatch.setattr(launch, "shared_memory", lambda index: 1 << 16)
+    monkeypatch.setattr("fusedops.core.direct.bind", lambda compiled, *_, **__: compiled)
+    assert launch.diagnose(0).variant.asm["cubin"]
+    assert used.exists()
 
 
 def test_launches_overlap_only_where_the_compiler_knows_how(monkeypatch: pytest.MonkeyPatch) -> None:

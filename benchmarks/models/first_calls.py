@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -76,7 +77,8 @@ def _in_a_new_process(workload: Workload, provider: str, device: torch.device) -
 
 
 def _first_step(workload: Workload, provider: str, device: torch.device) -> float:
-    """What is loaded at the first use of a device is so before."""
+    """What is loaded at the first use of a device is so before, and so is Inductor: some load it before their first step."""
+    import_module("torch._inductor.compile_fx")
     text = Text(device)
     contender("eager", workload, device, text.reseeded(0)).step()
     made = contender(provider, workload, device, text.reseeded(0))

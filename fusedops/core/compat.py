@@ -564,11 +564,23 @@ def compile_ahead(
 
     if not compiles_ahead():
         raise RuntimeError(f"fusedops: Triton {triton.__version__} cannot compile a kernel without launching it")
+    _choose_assembler()
     index = {name: (i,) for i, name in enumerate(kernel.arg_names)}
     constexprs = {index[name]: value for name, value in constants.items()}
     attrs = {index[name]: [["tt.divisibility", multiple]] for name, multiple in divisible.items()}
     source = triton.compiler.ASTSource(kernel, dict(signature), constexprs, attrs)
     return triton.compile(source, target=target, options=dict(options))
+
+
+def _choose_assembler() -> None:
+    """Takes PyTorch's ``ptxas`` wherever Inductor is loaded, as Inductor does when it compiles a kernel in this process.
+
+    The assembler's version is part of the key of Triton's cache. Whether Inductor compiles in this process is a matter of
+    chance: it does so until its workers run. Without the private name a kernel may be compiled once more in a later process.
+    """
+    choose = getattr(sys.modules.get("torch._inductor.runtime.compile_tasks"), "_set_triton_ptxas_path", None)
+    if choose is not None:
+        choose()
 
 
 def launch_hooks() -> Any:
