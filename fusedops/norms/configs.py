@@ -20,6 +20,8 @@ _WHOLE_FORWARD = 16384
 _WHOLE_FORWARD_16BIT = 32768
 # The widest LayerNorm with a residual that runs in 32 warps; wider ones run in 16, which have twice the registers each.
 _WITH_VECTORS = 24576
+# The widest LayerNorm alone of which two programs, of 16 warps each, fit in a multiprocessor; 32 warps leave no room for two.
+_TWO_RESIDENT = 20480
 # The widest that a backward program holds whole in 16 and 32 bits.
 _WHOLE_BACKWARD = 8192
 # The limit of a backward program: bytes of rows loaded ahead in shared memory.
@@ -43,6 +45,8 @@ def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Co
         if adds and not rms and cols > _WITH_VECTORS:
             return Config(4096, 1, 16, parts=-(-cols // 4096))
         warps = fewest_warps(block * parts, 24)
+        if warps > 16 and not adds and not rms and cols <= _TWO_RESIDENT and bucket >= _SOME:
+            return Config(block, 1, 16, registers=64, parts=parts)
         # With two inputs the compiler would take more registers, and only one program of sixteen warps be resident.
         return Config(block, 1, warps, registers=64 if warps >= 16 and adds else 0, parts=parts)
     if itemsize > 2:
