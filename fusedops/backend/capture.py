@@ -7,7 +7,7 @@ autograd function, stays one node. So does a checkpointed part, whose body is ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..models.tricks.padding import HALF
 from .changes import without_changes
 from .heads import Repeats
 from .masks import Constants, Mask
+from .regions import name_of
 
 __all__ = ["NotCapturedError", "captured", "handed_on"]
 
@@ -29,6 +30,8 @@ Inner = Callable[[fx.GraphModule], fx.GraphModule]
 _WITHOUT_EFFECT = frozenset({"_are_functorch_transforms_active", "_log_api_usage_once", "lazy_load_decompositions"})
 
 
+# The most numbers of a tensor that are written into a graph.
+_MOST_NUMBERS = 4096
 # Methods that change how a tensor is differentiated, of which nothing is recorded.
 _CHANGES_DERIVATIVE = frozenset({"detach_", "requires_grad_", "register_hook", "retain_grad"})
 
@@ -76,6 +79,7 @@ def _captured(
     made = compat.recorded_graph(run, fakes)
     if versions != [fake._version for fake in computed]:  # PyTorch takes such a change for another in a captured graph
         raise NotCapturedError("it changes an input that others are differentiated through")
+    _made_again(made, {str(node.target).replace(".", "_") for node in gm.graph.find_nodes(op="get_attr")})
     handed_on(gm, made)
     for node, needed in zip(made.graph.find_nodes(op="placeholder"), trained, strict=True):
         node.meta["requires_grad"] = needed
@@ -83,6 +87,33 @@ def _captured(
     made.graph.eliminate_dead_code(_has_effects)
     made.recompile()
     return made
+
+
+def _made_again(made: fx.GraphModule, given: Collection[str]) -> None:
+    """Makes constants of numbers at each call, as the captured function does, where the capture holds their tensors.
+
+    To Inductor a tensor that a graph holds is an input: it is copied to the GPU at each call, and CUDA graphs are off. A
+    number it puts into the code.
+
+    Args:
+        made: the captured graph.
+        given: the names of what Dynamo's graph holds.
+    """
+    for node in made.graph.find_nodes(op="get_attr"):
+        held = getattr(made, node.target)
+        if node.target in given or held.device.type != "cpu" or not 0 < held.numel() <= _MOST_NUMBERS:
+            continue
+        with compat.without_modes():
+            numbers = held.tolist()
+        for copy in [user for user in node.users if name_of(user) == "lift_fresh_copy"]:
+            with made.graph.inserting_before(copy):
+                tensor = made.graph.call_function(torch.tensor, (numbers,), {"dtype": held.dtype, "device": held.device})
+            tensor.meta.update(copy.meta)
+            copy.replace_all_uses_with(tensor)
+            made.graph.erase_node(copy)
+        if not node.users:
+            made.graph.erase_node(node)
+            delattr(made, node.target)
 
 
 def handed_on(gm: fx.GraphModule, made: fx.GraphModule) -> None:

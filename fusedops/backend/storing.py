@@ -36,12 +36,11 @@ _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 # Operators of PyTorch and of this package: one of another library may change without a change of its name.
 _NAMESPACES = frozenset({"aten", "prims", "fusedops"})
 # The functions of captured graphs that are no operators.
-_FUNCTIONS = {"getitem": operator.getitem, "dropout": F.dropout, "checkpointed": compat.CHECKPOINTED,
+_FUNCTIONS = {"getitem": operator.getitem, "dropout": F.dropout, "tensor": torch.tensor, "checkpointed": compat.CHECKPOINTED,
               **{f"grad_mode{number}": mode for number, mode in enumerate(compat.GRAD_MODES)}}  # fmt: skip
 _KINDS = ("cpu", "cuda")
 # Marks of nodes that are read after the capture.
 _MARKS: dict[str, Callable[[Any], Any]] = {PADDED: bool, "recompute": CheckpointPolicy}
-_MOST_CONSTANT = 4096
 
 
 class _NoValueError(Exception):
@@ -164,22 +163,22 @@ def _sharing(tensors: Sequence[Tensor]) -> str:
 
 
 def _encoded(gm: fx.GraphModule, made: fx.GraphModule) -> dict[str, Any]:
-    """A graph with what it holds: tensors and bodies of the graph from Dynamo, by their names there, and new constants."""
+    """A graph with what it holds: tensors and bodies of the graph from Dynamo, by their names there."""
     own = {node.target.replace(".", "_"): node.target for node in gm.graph.find_nodes(op="get_attr")}
     held: dict[str, Any] = {}
     for node in made.graph.find_nodes(op="get_attr"):
-        one, name = _attribute(made, node.target), own.get(node.target)
-        if isinstance(one, fx.GraphModule):
-            held[node.target] = {"name": name, "body": _encoded(_attribute(gm, name), one)}
-        else:
-            held[node.target] = {"name": name} if name is not None else {"constant": _constant(one)}
+        if node.target not in own:
+            raise _NoValueError
+        one, name = _attribute(made, node.target), own[node.target]
+        body = {"body": _encoded(_attribute(gm, name), one)} if isinstance(one, fx.GraphModule) else {}
+        held[node.target] = {"name": name} | body
     return {"nodes": _nodes(made.graph, _found_again), "held": held}
 
 
 def _decoded(found: Any, gm: fx.GraphModule) -> fx.GraphModule:
     held: dict[str, Any] = {}
     for target, one in found["held"].items():
-        own: Any = _tensor(*one["constant"]) if "constant" in one else _attribute(gm, one["name"])
+        own = _attribute(gm, one["name"])
         held[target] = _decoded(one["body"], own) if "body" in one else own
     made = fx.GraphModule(held, _graph(found["nodes"]))
     handed_on(gm, made)
@@ -292,16 +291,3 @@ def _function(name: str) -> Any:
     if name.partition(".")[0] not in _NAMESPACES:
         raise _NoValueError
     return _at(torch.ops, name)
-
-
-def _constant(tensor: Tensor) -> list[Any]:
-    """A tensor of few numbers that the captured function made."""
-    is_small = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.numel() <= _MOST_CONSTANT
-    if not is_small:
-        raise _NoValueError
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.flatten().tolist()]
-
-
-def _tensor(dtype: str, shape: Sequence[int], numbers: Sequence[Any]) -> Tensor:
-    with compat.without_modes():
-        return torch.tensor(numbers, dtype=getattr(torch, dtype)).reshape(shape)
