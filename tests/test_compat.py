@@ -320,19 +320,22 @@ def test_the_target_without_triton_s_driver(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_a_kernel_is_assembled_as_by_inductor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Also before Inductor has compiled anything here: or a later process would find another key in Triton's cache."""
+    """Whatever was compiled here before, or else a later process would find another key in Triton's cache."""
     from torch._inductor.runtime import compile_tasks
+    from triton.backends.nvidia import compiler
 
     its, used = tmp_path / "ptxas", tmp_path / "used"
-    its.write_text(f'#!/bin/sh\necho >>{used}\nexec {triton.knobs.nvidia.ptxas.path} "$@"\n')
+    its.write_text(f'#!/bin/sh\necho >>{used}\n{triton.knobs.nvidia.ptxas.path} "$@" && echo its\n')
     its.chmod(0o755)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(compile_tasks, "_set_triton_ptxas_path", lambda: monkeypatch.setenv("TRITON_PTXAS_PATH", str(its)))
     monkeypatch.setattr(launch, "compile_fitting", lambda request, _: launch.compile_kernel(request, SM_90))
     monkeypatch.setattr(launch, "shared_memory", lambda index: 1 << 16)
     monkeypatch.setattr("fusedops.core.direct.bind", lambda compiled, *_, **__: compiled)
+    assert "its" not in compiler.get_ptxas_version(90)
     assert launch.diagnose(0).variant.asm["cubin"]
-    assert used.exists()
+    assert used.exists() and "its" in compiler.get_ptxas_version(90)
+    compiler.get_ptxas_version.cache_clear()
 
 
 def test_launches_overlap_only_where_the_compiler_knows_how(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -575,12 +575,21 @@ def compile_ahead(
 def _choose_assembler() -> None:
     """Takes PyTorch's ``ptxas`` wherever Inductor is loaded, as Inductor does when it compiles a kernel in this process.
 
-    The assembler's version is part of the key of Triton's cache. Whether Inductor compiles in this process is a matter of
-    chance: it does so until its workers run. Without the private name a kernel may be compiled once more in a later process.
+    The assembler's version is part of the key of Triton's cache. Whether Inductor compiles in this process, and whether Triton
+    has noted a version before, differs between a process with Inductor's caches and one without. Without the private name a
+    kernel may be compiled once more in a later process.
     """
     choose = getattr(sys.modules.get("torch._inductor.runtime.compile_tasks"), "_set_triton_ptxas_path", None)
     if choose is not None:
-        choose()
+        _take_assembler(choose)
+
+
+@functools.cache
+def _take_assembler(choose: Callable[[], None]) -> None:
+    choose()
+    version = getattr(sys.modules.get("triton.backends.nvidia.compiler"), "get_ptxas_version", None)
+    if hasattr(version, "cache_clear"):
+        version.cache_clear()
 
 
 def launch_hooks() -> Any:
