@@ -328,7 +328,9 @@ def test_a_kernel_is_assembled_as_by_inductor(monkeypatch: pytest.MonkeyPatch, t
     its.write_text(f'#!/bin/sh\necho >>{used}\n{triton.knobs.nvidia.ptxas.path} "$@" && echo its\n')
     its.chmod(0o755)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(compile_tasks, "_set_triton_ptxas_path", lambda: monkeypatch.setenv("TRITON_PTXAS_PATH", str(its)))
+    monkeypatch.setattr(
+        compile_tasks, "_set_triton_ptxas_path", lambda: monkeypatch.setenv("TRITON_PTXAS_PATH", str(its))
+    )
     monkeypatch.setattr(launch, "compile_fitting", lambda request, _: launch.compile_kernel(request, SM_90))
     monkeypatch.setattr(launch, "shared_memory", lambda index: 1 << 16)
     monkeypatch.setattr("fusedops.core.direct.bind", lambda compiled, *_, **__: compiled)

@@ -107,7 +107,9 @@ def _made_again(made: fx.GraphModule, given: Collection[str]) -> None:
             numbers = held.tolist()
         for copy in [user for user in node.users if name_of(user) == "lift_fresh_copy"]:
             with made.graph.inserting_before(copy):
-                tensor = made.graph.call_function(torch.tensor, (numbers,), {"dtype": held.dtype, "device": held.device})
+                tensor = made.graph.call_function(
+                    torch.tensor, (numbers,), {"dtype": held.dtype, "device": held.device}
+                )
             tensor.meta.update(copy.meta)
             copy.replace_all_uses_with(tensor)
             made.graph.erase_node(copy)

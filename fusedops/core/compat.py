@@ -587,7 +587,7 @@ def _choose_assembler() -> None:
 @functools.cache
 def _take_assembler(choose: Callable[[], None]) -> None:
     choose()
-    version = getattr(sys.modules.get("triton.backends.nvidia.compiler"), "get_ptxas_version", None)
+    version: Any = getattr(sys.modules.get("triton.backends.nvidia.compiler"), "get_ptxas_version", None)
     if hasattr(version, "cache_clear"):
         version.cache_clear()
 
