@@ -16,6 +16,7 @@ from ..compiler.errors import NotRowwiseError
 from ..core import compat, operators, rng
 from .casts import cast_together
 from .embeddings import with_summed_gradients
+from .permutations import with_rows_put_back
 from .products import joined, padded
 from .programs import Made, made
 from .regions import (
@@ -82,6 +83,7 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
     joined(gm.graph, needs)
     cast_together(gm.graph, needs)
     with_summed_gradients(gm.graph, needs)
+    with_rows_put_back(gm.graph, needs)
     _sort(gm.graph)
     for node in gm.graph.nodes:  # strides need not be what they were when a view was recorded
         if name_of(node) in ("view", "_unsafe_view") and not isinstance(node.args[1], torch.dtype):

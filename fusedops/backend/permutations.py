@@ -1,0 +1,101 @@
+"""Rows in the order of a permutation, as a mixture of experts has its tokens: the gradient puts them back.
+
+An index may name a row more than once. PyTorch therefore compiles its gradient to atomic additions, in any order. What a sort
+gives names each row once, and divided by a number each row that often.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from ..core import compat, launch
+from ..core.registration import implement
+from .regions import name_of, value_of
+
+__all__ = ["with_rows_put_back"]
+
+
+def with_rows_put_back(graph: fx.Graph, needs: set[fx.Node]) -> None:
+    """Replaces the indices by permutations whose gradients are wanted.
+
+    Args:
+        graph: of operators.
+        needs: the nodes whose values have gradients.
+    """
+    nodes = [node for node in graph.nodes if name_of(node) in ("index", "index_select") and node in needs]
+    changed = [value_of(one) for node in graph.nodes if nodes
+               for one in compat.written(node.target, node.args, node.kwargs) if isinstance(one, fx.Node)]  # fmt: skip
+    for node in nodes:
+        order, each = _order_of(node) or (None, 1)
+        made_of = _permutation(order)
+        if made_of and not any(compat.share_memory(value_of(one), value) for one in made_of for value in changed):
+            node.target, node.args = torch.ops.fusedops.rows_in_order.default, (node.args[0], order, each)
+
+
+def _order_of(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """What is perhaps a permutation, and how often it names each row; None of another index."""
+    args: Any = node.args
+    rows, places = value_of(args[0]), args[1]
+    if name_of(node) == "index_select":
+        places = args[2:] if args[1] == 0 else ()
+    if len(places) != 1 or not isinstance(rows, Tensor) or not launch.runs_kernels(rows.device.type):
+        return None
+    order, each = places[0], 1
+    if isinstance(order, fx.Node) and name_of(order) in ("floor_divide", "div"):
+        order, each = cast("Any", order.args[:2])
+    if not isinstance(order, fx.Node) or type(each) is not int or each < 1:
+        return None
+    sizes = (*value_of(order).shape, rows.shape[0])
+    is_whole = all(type(size) is int for size in sizes) and sizes[:-1] == (rows.shape[0] * each,)
+    return (order, each) if is_whole else None
+
+
+def _permutation(node: Any) -> list[fx.Node]:
+    """The nodes that a permutation of 0, 1, 2, … is made of; none if it need not be one."""
+    value = value_of(node) if isinstance(node, fx.Node) else None
+    if not isinstance(value, Tensor) or value.dim() != 1 or value.dtype != torch.int64:
+        return []
+    (size,), name, args = value.shape, name_of(node), node.args
+    if name == "arange":
+        return [node] if args in ((size,), (0, size), (0, size, 1)) else []
+    if node.target is operator.getitem:
+        return [node] if name_of(args[0]) == "sort" and args[1] == 1 else []
+    if name == "index_put" and len(args) == 3:
+        parts = (*args[1], args[2])
+    elif node.target is torch.ops.aten.scatter.src:
+        parts = args[2:]
+    else:
+        return []
+    # Values that are a permutation, each put in a place of its own.
+    found = [_permutation(part) for part in parts]
+    is_whole = len(parts) == 2 and all(found) and all(value_of(part).shape == (size,) for part in parts)
+    return [node, *found[0], *found[1]] if is_whole else []
+
+
+# --- the operator -------------------------------------------------------------------------------------------------------
+
+
+def _rows_in_order(rows: Tensor, order: Tensor, each: int) -> Tensor:
+    return rows[order if each == 1 else order // each]
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    _, order, ctx.each = inputs
+    ctx.save_for_backward(order)
+
+
+def _derivative(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    (order,) = ctx.saved_tensors
+    back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
+    rows = grad[back]
+    return rows if ctx.each == 1 else rows.unflatten(0, (-1, ctx.each)).sum(1), None, None
+
+
+_LIBRARY = torch.library.Library("fusedops", "FRAGMENT")
+_LIBRARY.define("rows_in_order(Tensor rows, Tensor order, int each) -> Tensor")
+implement(_LIBRARY, "rows_in_order", _rows_in_order, _rows_in_order, decomposed=True)
+torch.library.register_autograd("fusedops::rows_in_order", _derivative, setup_context=_setup, lib=_LIBRARY)
