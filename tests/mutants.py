@@ -319,6 +319,28 @@ MUTANTS = (
         ("test_backend_returned.py", "test_activations_that_are_returned"),
     ),
     Mutant(
+        "a constant of a captured graph, held as an input",
+        "backend/capture.py",
+        """    _made_again(made, {str(node.target).replace(".", "_") for node in gm.graph.find_nodes(op="get_attr")})\n""",
+        "",
+        ("test_backend_graphs.py", "test_parameters_are_known"),
+    ),
+    Mutant(
+        "some places of a permutation, taken for all",
+        "backend/permutations.py",
+        " and all(value_of(part).shape == (size,) for part in parts)",
+        "",
+        ("test_backend_permutations.py", "test_gradients_of_permuted_rows"),
+    ),
+    Mutant(
+        "a kernel assembled by Triton's tool where Inductor is loaded",
+        "core/compat.py",
+        "    _choose_assembler()\n",
+        "",
+        ("test_compat.py", "test_a_kernel_is_assembled_as_by_inductor"),
+        interpreted=False,
+    ),
+    Mutant(
         "a sum of what is saved, saved too",
         "compiler/planning.py",
         " for node in read if node.attrs[0] not in kept])\n",
