@@ -249,7 +249,7 @@ def test_graph_whose_derivative_would_be_lost_is_left(function: Callable[..., An
 
 @pytest.mark.parametrize("constant", [False, True])
 def test_parameters_are_known_to_stay_where_they_are(constant: bool) -> None:
-    """CUDA graphs copy all other inputs, and are off where one is on the CPU: constants are none."""
+    """CUDA graphs copy every other input, and one on the CPU turns them off. Constants are no inputs."""
 
     class Scaled(PostNorm):
         def forward(self, x: Tensor) -> Tensor:

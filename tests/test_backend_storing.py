@@ -273,7 +273,8 @@ def test_what_has_no_text_is_not_stored(name: str) -> None:
 
 def _with_constants(x: Tensor, w: Tensor) -> Tensor:
     numbers = torch.tensor([-0.0, float("inf"), 0.1, 2.0**-40], dtype=torch.float32)
-    return _normed(x, w) * numbers.to(x.device).max() + x[..., 1:2] / numbers.to(x.device)[0].exp()
+    none = torch.tensor([]).to(x.device)
+    return _normed(x, w) * numbers.to(x.device).max() + x[..., 1:2] / numbers.to(x.device)[0].exp() + none.sum()
 
 
 def _made(function: Callable[..., Any]) -> tuple[fx.GraphModule, list[Any], fx.GraphModule, CompileReport]:

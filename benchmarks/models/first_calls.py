@@ -77,7 +77,7 @@ def _in_a_new_process(workload: Workload, provider: str, device: torch.device) -
 
 
 def _first_step(workload: Workload, provider: str, device: torch.device) -> float:
-    """What is loaded at the first use of a device is so before, and so is Inductor: some load it before their first step."""
+    """Not timed are the first use of a device and the import of Inductor: some providers import it before their first step."""
     import_module("torch._inductor.compile_fx")
     text = Text(device)
     contender("eager", workload, device, text.reseeded(0)).step()

@@ -30,7 +30,7 @@ Inner = Callable[[fx.GraphModule], fx.GraphModule]
 _WITHOUT_EFFECT = frozenset({"_are_functorch_transforms_active", "_log_api_usage_once", "lazy_load_decompositions"})
 
 
-# The most numbers of a tensor that are written into a graph.
+# A tensor with more elements is not written into a graph.
 _MOST_NUMBERS = 4096
 # Methods that change how a tensor is differentiated, of which nothing is recorded.
 _CHANGES_DERIVATIVE = frozenset({"detach_", "requires_grad_", "register_hook", "retain_grad"})
@@ -90,18 +90,19 @@ def _captured(
 
 
 def _made_again(made: fx.GraphModule, given: Collection[str]) -> None:
-    """Makes constants of numbers at each call, as the captured function does, where the capture holds their tensors.
+    """Replaces small CPU tensors that the capture holds by calls of `torch.tensor`, as in the captured function.
 
-    To Inductor a tensor that a graph holds is an input: it is copied to the GPU at each call, and CUDA graphs are off. A
-    number it puts into the code.
+    Inductor takes a held tensor as an input. It copies it to the GPU at each call, and uses no CUDA graphs. It writes numbers
+    into its code.
 
     Args:
         made: the captured graph.
-        given: the names of what Dynamo's graph holds.
+        given: the names of the attributes of Dynamo's graph; they stay.
     """
     for node in made.graph.find_nodes(op="get_attr"):
         held = getattr(made, node.target)
-        if node.target in given or held.device.type != "cpu" or not 0 < held.numel() <= _MOST_NUMBERS:
+        is_plain = node.target not in given and type(held) is Tensor and held.layout is torch.strided
+        if not is_plain or held.device.type != "cpu" or held.numel() > _MOST_NUMBERS or 0 in held.shape[:-1]:
             continue
         with compat.without_modes():
             numbers = held.tolist()
@@ -115,7 +116,9 @@ def _made_again(made: fx.GraphModule, given: Collection[str]) -> None:
             made.graph.erase_node(copy)
         if not node.users:
             made.graph.erase_node(node)
-            delattr(made, node.target)
+    left = {node.target for node in made.graph.find_nodes(op="get_attr")}
+    for name in [name for name, _ in made.named_buffers(recurse=False) if name not in left]:
+        delattr(made, name)
 
 
 def handed_on(gm: fx.GraphModule, made: fx.GraphModule) -> None:

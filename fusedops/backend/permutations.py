@@ -1,7 +1,7 @@
-"""Rows in the order of a permutation, as a mixture of experts has its tokens: the gradient puts them back.
+"""Indices that are permutations, as in a mixture of experts. Their gradients put the rows back.
 
-An index may name a row more than once. PyTorch therefore compiles its gradient to atomic additions, in any order. What a sort
-gives names each row once, and divided by a number each row that often.
+An index may name a row more than once. PyTorch therefore compiles its gradient to atomic additions, in any order. The indices
+from a sort name each row once. Divided by k, they name each row k times.
 """
 
 from __future__ import annotations
@@ -20,29 +20,35 @@ __all__ = ["with_rows_put_back"]
 
 
 def with_rows_put_back(graph: fx.Graph, needs: set[fx.Node]) -> None:
-    """Replaces the indices by permutations whose gradients are wanted.
+    """Replaces the index operators whose index is a permutation and whose gradient is wanted.
 
     Args:
         graph: of operators.
         needs: the nodes whose values have gradients.
     """
-    nodes = [node for node in graph.nodes if name_of(node) in ("index", "index_select") and node in needs]
-    changed = [value_of(one) for node in graph.nodes if nodes
-               for one in compat.written(node.target, node.args, node.kwargs) if isinstance(one, fx.Node)]  # fmt: skip
+    nodes = [node for node in graph.nodes if name_of(node) == "index" and node in needs]
+    changed = [value for node in graph.nodes if nodes for one in _perhaps_written(node)
+               for value in compat.leaves(value_of(one)) if isinstance(value, Tensor)]  # fmt: skip
     for node in nodes:
         order, each = _order_of(node) or (None, 1)
         made_of = _permutation(order)
-        if made_of and not any(compat.share_memory(value_of(one), value) for one in made_of for value in changed):
+        read = [*made_of, *node.all_input_nodes[1:]]
+        if made_of and not any(compat.share_memory(value_of(one), value) for one in read for value in changed):
             node.target, node.args = torch.ops.fusedops.rows_in_order.default, (node.args[0], order, each)
 
 
+def _perhaps_written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a node writes into, as far as it says. An operator that takes functions does not say."""
+    if isinstance(node.target, compat.HIGHER_ORDER):
+        return node.all_input_nodes
+    return [one for one in compat.written(node.target, node.args, node.kwargs) if isinstance(one, fx.Node)]
+
+
 def _order_of(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """What is perhaps a permutation, and how often it names each row; None of another index."""
-    args: Any = node.args
-    rows, places = value_of(args[0]), args[1]
-    if name_of(node) == "index_select":
-        places = args[2:] if args[1] == 0 else ()
-    if len(places) != 1 or not isinstance(rows, Tensor) or not launch.runs_kernels(rows.device.type):
+    """The node that may be a permutation, and how often the index names each row. None for any other index."""
+    rows, places = value_of(node.args[0]), cast("Any", node.args[1])  # type: ignore[arg-type]
+    is_run = isinstance(rows, Tensor) and rows.dim() > 0 and launch.runs_kernels(rows.device.type)
+    if len(places) != 1 or not is_run:
         return None
     order, each = places[0], 1
     if isinstance(order, fx.Node) and name_of(order) in ("floor_divide", "div"):
@@ -55,9 +61,14 @@ def _order_of(node: fx.Node) -> tuple[fx.Node, int] | None:
 
 
 def _permutation(node: Any) -> list[fx.Node]:
-    """The nodes that a permutation of 0, 1, 2, … is made of; none if it need not be one."""
+    """The nodes from which a permutation of 0, 1, 2, … is made. Empty if the node may be something else."""
     value = value_of(node) if isinstance(node, fx.Node) else None
-    if not isinstance(value, Tensor) or value.dim() != 1 or value.dtype != torch.int64:
+    if (
+        not isinstance(value, Tensor)
+        or value.dim() != 1
+        or value.dtype != torch.int64
+        or type(value.shape[0]) is not int
+    ):
         return []
     (size,), name, args = value.shape, name_of(node), node.args
     if name == "arange":
@@ -70,7 +81,7 @@ def _permutation(node: Any) -> list[fx.Node]:
         parts = args[2:]
     else:
         return []
-    # Values that are a permutation, each put in a place of its own.
+    # A permutation that is written to the places of another one is a permutation.
     found = [_permutation(part) for part in parts]
     is_whole = len(parts) == 2 and all(found) and all(value_of(part).shape == (size,) for part in parts)
     return [node, *found[0], *found[1]] if is_whole else []
@@ -90,7 +101,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _derivative(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     (order,) = ctx.saved_tensors
-    back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
+    back = torch.zeros_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
     rows = grad[back]
     return rows if ctx.each == 1 else rows.unflatten(0, (-1, ctx.each)).sum(1), None, None
 

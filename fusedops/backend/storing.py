@@ -163,7 +163,7 @@ def _sharing(tensors: Sequence[Tensor]) -> str:
 
 
 def _encoded(gm: fx.GraphModule, made: fx.GraphModule) -> dict[str, Any]:
-    """A graph with what it holds: tensors and bodies of the graph from Dynamo, by their names there."""
+    """A graph with what it holds: tensors and bodies of the graph from Dynamo, named as in that graph."""
     own = {node.target.replace(".", "_"): node.target for node in gm.graph.find_nodes(op="get_attr")}
     held: dict[str, Any] = {}
     for node in made.graph.find_nodes(op="get_attr"):

@@ -573,11 +573,12 @@ def compile_ahead(
 
 
 def _choose_assembler() -> None:
-    """Takes PyTorch's ``ptxas`` wherever Inductor is loaded, as Inductor does when it compiles a kernel in this process.
+    """Chooses PyTorch's ``ptxas`` if Inductor is loaded. Inductor does the same when it compiles a kernel in this process.
 
-    The assembler's version is part of the key of Triton's cache. Whether Inductor compiles in this process, and whether Triton
-    has noted a version before, differs between a process with Inductor's caches and one without. Without the private name a
-    kernel may be compiled once more in a later process.
+    The assembler's version is part of the key of Triton's cache. A process with warm caches of Inductor may compile nothing
+    itself, and would keep Triton's ``ptxas``: its keys would differ from those of the first process. The version that Triton
+    noted earlier is forgotten for the same reason. Without the private names a kernel may be compiled once more in a later
+    process.
     """
     choose = getattr(sys.modules.get("torch._inductor.runtime.compile_tasks"), "_set_triton_ptxas_path", None)
     if choose is not None:
@@ -586,7 +587,10 @@ def _choose_assembler() -> None:
 
 @functools.cache
 def _take_assembler(choose: Callable[[], None]) -> None:
-    choose()
+    try:
+        choose()
+    except Exception:  # noqa: BLE001 - another release's, or a warning as an error: Triton's own stays
+        return
     version: Any = getattr(sys.modules.get("triton.backends.nvidia.compiler"), "get_ptxas_version", None)
     if hasattr(version, "cache_clear"):
         version.cache_clear()

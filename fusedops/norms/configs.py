@@ -20,8 +20,6 @@ _WHOLE_FORWARD = 16384
 _WHOLE_FORWARD_16BIT = 32768
 # The widest LayerNorm with a residual that runs in 32 warps; wider ones run in 16, which have twice the registers each.
 _WITH_VECTORS = 24576
-# The widest LayerNorm alone of which two programs, of 16 warps each, fit in a multiprocessor; 32 warps leave no room for two.
-_TWO_RESIDENT = 20480
 # The widest that a backward program holds whole in 16 and 32 bits.
 _WHOLE_BACKWARD = 8192
 # The limit of a backward program: bytes of rows loaded ahead in shared memory.
@@ -42,7 +40,11 @@ def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Co
     """
     block, parts = _forward_tiles(cols, itemsize, adds)
     if parts > 1:
-        return _forward_of_parts(cols, block, parts, bucket, adds, rms)
+        if adds and not rms and cols > _WITH_VECTORS:
+            return Config(4096, 1, 16, parts=-(-cols // 4096))
+        warps = fewest_warps(block * parts, 24)
+        # With two inputs the compiler would take more registers, and only one program of sixteen warps be resident.
+        return Config(block, 1, warps, registers=64 if warps >= 16 and adds else 0, parts=parts)
     if itemsize > 2:
         return _wide_dtype_forward(block, itemsize, bucket, adds)
     if block > _WHOLE_FORWARD:
@@ -67,17 +69,6 @@ def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Co
     if rows == 1:
         each = 8 if block <= 512 else 16
     return Config(block, rows, _warps(block * rows, each))
-
-
-def _forward_of_parts(cols: int, block: int, parts: int, bucket: int, adds: bool, rms: bool) -> Config:
-    """A whole row in several tiles."""
-    if adds and not rms and cols > _WITH_VECTORS:
-        return Config(4096, 1, 16, parts=-(-cols // 4096))
-    warps = fewest_warps(block * parts, 24)
-    if warps > 16 and not adds and not rms and cols <= _TWO_RESIDENT and bucket >= _SOME:
-        return Config(block, 1, 16, registers=64, parts=parts)
-    # With two inputs the compiler would take more registers, and only one program of sixteen warps be resident.
-    return Config(block, 1, warps, registers=64 if warps >= 16 and adds else 0, parts=parts)
 
 
 def _forward_tiles(cols: int, itemsize: int, adds: bool) -> tuple[int, int]:
