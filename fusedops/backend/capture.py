@@ -97,7 +97,7 @@ def _made_again(made: fx.GraphModule, given: Collection[str]) -> None:
 
     Args:
         made: the captured graph.
-        given: the names of the attributes of Dynamo's graph; they stay.
+        given: the names of the attributes of Dynamo's graph, which are not replaced.
     """
     for node in made.graph.find_nodes(op="get_attr"):
         held = getattr(made, node.target)
