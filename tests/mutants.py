@@ -157,6 +157,20 @@ MUTANTS = (
         "all(t is None or is_dense(t) for t in (second, third))",
         ("test_layouts.py", "test_matrix_layouts and (gelu or norm)"),
     ),
+    Mutant(
+        "windows lost that an axis of the grid does not hold",
+        "generation/kernels.py",
+        "tile, _ = place_along_rows()",
+        "tile = tl.program_id(1)",
+        ("test_exact_launches.py", "test_more_tiles_than_an_axis_holds"),
+    ),
+    Mutant(
+        "the first n-gram behind padding left out",
+        "generation/kernels.py",
+        "at >= _leading(",
+        "at > _leading(",
+        ("test_exact.py", "test_values and padding"),
+    ),
     # --- keys of the call cache -----------------------------------------------------------------------------------------
     Mutant(
         "a norm's key without the residual's dtype",

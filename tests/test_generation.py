@@ -192,7 +192,8 @@ def test_generates_what_transformers_generates(build: Callable[[], Any], way: st
     free, want = generate(), generate(no_repeat_ngram_size=2)
     with launch.record() as names:
         got = generate(logits_processor=[FusedNoRepeatNGramLogitsProcessor(2)])
-    assert len(names) == (steps if kernel_path else 0)
+    # T5's decoder begins with one token, which is too short for any ban.
+    assert len(names) == (steps - model.config.is_encoder_decoder if kernel_path else 0)
     inplace = generate(logits_processor=[FusedNoRepeatNGramLogitsProcessor(2, inplace=True)])
     if way == "logits":
         assert all(map(torch.equal, got.logits, want.logits))

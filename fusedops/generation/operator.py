@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..core import checks, compat, launch
 from ..core.function import PLAIN, on_device
-from ..core.operand import empty
 from ..core.registration import implement
 from . import launching, reference
 from .launching import Site, site_of
@@ -57,8 +56,8 @@ class NoRepeatNGram:
             if observed:
                 return _registered(*tensors, rule, inplace=inplace)
             assert site is not None
-            out = scores if inplace else empty(scores, scores.dtype)
-            on_device(site, launching.forward, *tensors, out, rule)  # type: ignore[arg-type]
+            out = scores if inplace else _copy(scores)
+            on_device(site, launching.forward, out, input_ids, allowed, rule)  # type: ignore[arg-type]
         except RuntimeError:
             _check(*tensors, inplace=inplace)  # names a tensor without strides: no key holds the layout
             raise
@@ -77,7 +76,7 @@ class NoRepeatNGram:
         site = None
         # In place minus infinity cannot be written to scores whose sign is still to be flipped.
         if launch.runs_kernels(scores.device.type) and not (inplace and scores.is_neg()):
-            site = site_of(scores.get_device(), scores.dtype, input_ids.dtype, allowed is not None, padded, inplace)
+            site = site_of(scores.get_device(), scores.dtype, input_ids.dtype, allowed is not None, padded)
         found = _Signature(site, not PLAIN.issuperset(map(type, tensors)))
         if not found.special:
             if len(self.signatures) >= _MOST_CALLS:
@@ -153,27 +152,25 @@ def _registered(scores: Tensor, input_ids: Tensor, allowed: Tensor | None, rule:
     return torch.ops.fusedops.no_repeat_ngram_forward(scores, input_ids, allowed, *rule)  # type: ignore[no-any-return]
 
 
-def _write(scores: Tensor, input_ids: Tensor, allowed: Tensor | None, out: Tensor, rule: Rule) -> None:
-    site = site_of(scores.get_device(), scores.dtype, input_ids.dtype, allowed is not None,
-                   rule.pad_token_id is not None, out is scores)  # fmt: skip
-    on_device(site, launching.forward, scores, input_ids, allowed, out, rule)  # type: ignore[arg-type]
+def _copy(scores: Tensor, *_: Any) -> Tensor:
+    """What is written to out of place: contiguous, in memory of its own, and with no sign to be flipped."""
+    return scores.clone(memory_format=torch.contiguous_format)
 
 
-def _empty(scores: Tensor, *_: Any) -> Tensor:
-    return empty(scores, scores.dtype)
-
-
-def _forward(scores: Tensor, input_ids: Tensor, allowed: Tensor | None, *rule: Any) -> Tensor:
-    out = _empty(scores)
-    _write(scores, input_ids, allowed, out, Rule(*rule))
+def _forward(scores: Tensor, *call: Any) -> Tensor:
+    out = _copy(scores)
+    _forward_inplace(out, *call)
     return out
 
 
-def _forward_inplace(scores: Tensor, input_ids: Tensor, allowed: Tensor | None, *rule: Any) -> None:
-    _write(scores, input_ids, allowed, scores, Rule(*rule))
+def _forward_inplace(scores: Tensor, input_ids: Tensor, allowed: Tensor | None, *constants: Any) -> None:
+    rule = Rule(*constants)
+    site = site_of(scores.get_device(), scores.dtype, input_ids.dtype, allowed is not None,
+                   rule.pad_token_id is not None)  # fmt: skip
+    on_device(site, launching.forward, scores, input_ids, allowed, rule)  # type: ignore[arg-type]
 
 
-implement(_LIBRARY, "no_repeat_ngram_forward", _forward, _empty)
+implement(_LIBRARY, "no_repeat_ngram_forward", _forward, _copy)
 implement(_LIBRARY, "no_repeat_ngram_forward_", _forward_inplace, lambda *_: None)
 
 NO_REPEAT_NGRAM = NoRepeatNGram()

@@ -19,7 +19,8 @@ def no_repeat_ngram(input_ids: Tensor, scores: Tensor, ngram_size: int, *, windo
 
     Let the row end in some ``ngram_size - 1`` tokens. A token is banned if it follows the same tokens anywhere in the
     row. With ``ngram_size=1`` every token of the row is banned. A row of fewer than ``ngram_size`` tokens bans none. All
-    other scores are unchanged. On a GPU the call is one launch, without a synchronisation.
+    other scores are unchanged. On a GPU the call is a copy of the scores, unless ``inplace``, and one launch, which is left
+    out where the rows are too short for any ban; there is no synchronisation.
 
     Args:
         input_ids: ``(B, L)``, int64 or int32: each row's tokens so far; any strides. Tokens outside ``[0, V)`` are
