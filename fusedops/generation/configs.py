@@ -6,5 +6,5 @@ from ..core.tuning import Config
 
 __all__ = ["CONFIG"]
 
-# The columns of a tile are windows: eight per thread, so that enough loads are in flight.
-CONFIG = Config(2048, 1, 8)
+# The columns of a tile are windows, four per thread: many short programs hide latency better than few long ones.
+CONFIG = Config(1024, 1, 8)
