@@ -39,12 +39,10 @@ def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Co
     elements.
     """
     block, parts = _forward_tiles(cols, itemsize, adds)
+    if block * parts == 8192 and not (adds or rms or bucket >= _MANY):
+        block, parts = 8192, 1  # few rows alone are faster in one tile
     if parts > 1:
-        if adds and not rms and cols > _WITH_VECTORS:
-            return Config(4096, 1, 16, parts=-(-cols // 4096))
-        warps = fewest_warps(block * parts, 24)
-        # With two inputs the compiler would take more registers, and only one program of sixteen warps be resident.
-        return Config(block, 1, warps, registers=64 if warps >= 16 and adds else 0, parts=parts)
+        return _forward_of_parts(cols, block, parts, adds, rms)
     if itemsize > 2:
         return _wide_dtype_forward(block, itemsize, bucket, adds)
     if block > _WHOLE_FORWARD:
@@ -58,30 +56,49 @@ def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Co
     if adds and bucket <= _FEW and block >= 1024:
         return Config(block, 1, _warps(block, 8 if rms else 16))
     if block >= 2048:
-        few_warps = (block == 4096 and bucket >= _MANY) if adds else (block == 8192 and bucket < _MANY)
+        few_warps = (block == 4096 and bucket >= _MANY) if adds else block == 8192
         return Config(block, 1, _warps(block, 32 if few_warps else 16))
     if adds and block <= 128:
         return Config(block, 2048 // block, 8)
     rows = max(1, (2048 if bucket >= _MANY and not adds else 1024) // block)
     if adds and bucket <= _SOME:
         rows = 1
-    each = 32 if bucket >= _SOME else 16
+    each = 32 if bucket >= _SOME and block < 1024 else 16
     if rows == 1:
         each = 8 if block <= 512 else 16
     return Config(block, rows, _warps(block * rows, each))
 
 
+def _forward_of_parts(cols: int, block: int, parts: int, adds: bool, rms: bool) -> Config:
+    """Whole rows in several tiles of 16 bits."""
+    if adds and not rms and cols > _WITH_VECTORS:
+        return Config(4096, 1, 16, parts=-(-cols // 4096))
+    narrow = block * parts <= _WHOLE_FORWARD and not _is_unaligned(cols, 2)
+    warps = fewest_warps(block * parts, 56 if adds and narrow and parts != 3 else 24, 8 if narrow and not adds else 32)
+    # With two inputs the compiler would take more registers, and only one program of sixteen warps be resident.
+    return Config(block, 1, warps, registers=64 if warps >= 16 and adds else 0, parts=parts)
+
+
 def _forward_tiles(cols: int, itemsize: int, adds: bool) -> tuple[int, int]:
     """The columns and the number of tiles that hold a row. Several in 16 bits alone: in fp32 they gain nothing.
+
+    Tiles without idle lanes are loaded without a mask, so that of a row with idle lanes only the last tile has one.
 
     The widest rows take all registers of a multiprocessor, in 32 warps. A thread has four columns of a tile; or, with a
     residual, the eight of one draw of the mask. Two inputs that are loaded element by element take too many registers.
     """
     block, parts = tiles_holding(cols)
-    if itemsize == 2 and _WHOLE_FORWARD < cols <= _WHOLE_FORWARD_16BIT and not (adds and _is_unaligned(cols, itemsize)):
+    if itemsize > 2:
+        return block_holding(cols), 1
+    if _WHOLE_FORWARD < cols <= _WHOLE_FORWARD_16BIT and not (adds and _is_unaligned(cols, itemsize)):
         block = 8192 if adds else 4096
-        return block, -(-cols // block)
-    return (block, parts) if itemsize == 2 and block * parts <= _WHOLE_FORWARD else (block_holding(cols), 1)
+    elif block * parts > _WHOLE_FORWARD:
+        return block_holding(cols), 1
+    elif block == 8192 and not _is_unaligned(cols, itemsize) and (cols < block or not adds):
+        block = 4096 if adds else 2048
+    elif 6 * 2048 < cols <= 7 * 2048 and not _is_unaligned(cols, itemsize):
+        block = 2048
+    return block, -(-cols // block)
 
 
 def _wide_dtype_forward(block: int, itemsize: int, bucket: int, adds: bool) -> Config:
@@ -125,10 +142,12 @@ def _backward(cols: int, itemsize: int, bucket: int, sums: int, drops: bool) -> 
 
     ``sums`` is the number of parameter gradients; ``drops`` says whether a mask is drawn.
     """
+    few = sums < 3 and not drops
+    if (config := _aligned_backward(cols, itemsize, bucket, sums, drops)) is not None:
+        return config
     block, parts = tiles_holding(cols)
     if block * parts > (_WHOLE_BACKWARD if itemsize < 8 else _WHOLE_BACKWARD // 4):
         return _shared_backward(cols, itemsize, sums)
-    few = sums < 3 and not drops
     if _is_unaligned(cols, itemsize) and (config := _unaligned_backward(cols, block, parts, few=few)):
         return config
     if parts > 1:
@@ -136,7 +155,7 @@ def _backward(cols: int, itemsize: int, bucket: int, sums: int, drops: bool) -> 
     if itemsize > 2:
         return _wide_dtype_backward(block, itemsize, bucket, sums)
     if block == 8192:
-        return Config(block, 1, 16 if sums > 2 else 8, 3, 1)
+        return Config(block, 1, 16, 3, 1)
     if block == 4096 and bucket >= _MANY:
         return Config(block, 1, 4, 3, 2)
     if block == 2048 and bucket >= _MANY:
@@ -148,6 +167,19 @@ def _backward(cols: int, itemsize: int, bucket: int, sums: int, drops: bool) -> 
     rows = _rows(block, warps, 16 if bucket == _FEW else 32)
     crowded = (bucket > _MANY and block <= 512) or (bucket == _MANY and block == 256)
     return Config(block, rows, warps, 3, 4 if crowded else 2)
+
+
+def _aligned_backward(cols: int, itemsize: int, bucket: int, sums: int, drops: bool) -> Config | None:
+    """Aligned rows of 16 bits that are wider than 4096; None where the width makes no difference."""
+    if itemsize > 2 or _is_unaligned(cols, itemsize) or cols <= 4096:
+        return None
+    # Whole rows in eight warps, as far as registers hold a row, the next one, and the sums.
+    parts, most = -(-cols // 2048), (7, 7, 6, 0)[sums] if bucket >= _SOME and not drops else 4
+    if 4 <= parts <= most and sums < 3:
+        return Config(2048, 1, 8, 3 if drops or parts > 4 else 4, 1, parts=parts)
+    if sums > 2 and cols <= 3 * _SHARED_BY_MANY.columns and bucket >= _SOME:
+        return _SHARED_BY_MANY
+    return None
 
 
 def _unaligned_backward(cols: int, block: int, parts: int, *, few: bool) -> Config | None:
@@ -166,7 +198,7 @@ def _unaligned_backward(cols: int, block: int, parts: int, *, few: bool) -> Conf
 def _backward_of_parts(block: int, parts: int, itemsize: int, *, few: bool) -> Config:
     """Whole rows in several tiles: eight warps a multiprocessor. With ``few`` registers for other things, two programs."""
     width = block * parts
-    warps = fewest_warps(width, 40 if few and itemsize == 2 and width == 5120 else 32)
+    warps = fewest_warps(width, 40 if few and itemsize == 2 and parts == 5 else 32)
     stages = 4 if itemsize == 2 and (parts == 5 or warps == 8) else 3
     return Config(block, 1, warps, stages, max(8 // warps, 1), parts=parts)
 
@@ -180,13 +212,23 @@ _SHARED = {
 }  # fmt: skip
 
 
+# Short programs of rows that others leave too many idle lanes in, up to eight a row.
+_SHARED_BY_MANY = Config(512, 1, 2, 3, 4, parts=3)
+
+
 def _shared_backward(cols: int, itemsize: int, sums: int) -> Config:
     """Programs of as many columns as leave at most a tenth of the lanes idle; else with the fewest idle lanes."""
     found = _SHARED[itemsize]
-    if itemsize == 2 and sums > 2:
-        found = (found[1], Config(4096, 2, 8, 3, 1), Config(2048, 1, 4, 3, 2), found[3])
+    unaligned = _is_unaligned(cols, itemsize)
     fewest = min(found, key=lambda config: config.lanes_for(cols))
-    return next((config for config in found if config.lanes_for(cols) <= 1.1 * cols), fewest)
+    if itemsize == 2 and sums > 2:
+        found = (found[3], Config(2048, 1, 4, 3, 2) if unaligned else Config(4096, 2, 8, 3, 1))
+        best = min(found, key=lambda config: config.lanes_for(cols))
+    else:
+        best = next((config for config in found if config.lanes_for(cols) <= 1.1 * cols), fewest)
+    if itemsize == 2 and not unaligned and cols <= 8 * _SHARED_BY_MANY.columns and 8 * best.lanes_for(cols) > 9 * cols:
+        return _SHARED_BY_MANY
+    return best
 
 
 def _wide_dtype_backward(block: int, itemsize: int, bucket: int, sums: int) -> Config:
@@ -234,7 +276,12 @@ def heuristic(key: TuningKey) -> Config:
         return _dropout_add(cols, bucket)
     if "none" in variant:
         return _backward_of_sum(cols, itemsize, bucket)
-    return _backward(cols, itemsize, bucket, int(variant[2].partition(" ")[0]), "dropout" in variant)
+    return _backward(cols, itemsize, bucket, _sums(key), "dropout" in variant)
+
+
+def _sums(key: TuningKey) -> int:
+    """The number of parameter gradients of a backward."""
+    return int(key.variant[2].partition(" ")[0])
 
 
 def valid(key: TuningKey, config: Config) -> bool:
@@ -242,8 +289,10 @@ def valid(key: TuningKey, config: Config) -> bool:
 
     Tiles of several rows that fill the registers are valid only without idle lanes, as they were measured, and wide
     tiles only of aligned rows. A forward reads rows of 16 bits wider than others hold either whole or in two passes.
+    A tile of 8192 columns with idle lanes is not, where several tiles of 16 bits have been measured.
     """
     block, parts = block_holding(key.cols), 1
+    is_idle = key.itemsize == 2 and config.block_n == 8192 > key.cols
     if key.kernel == "norm_forward":
         block, parts = _forward_tiles(key.cols, key.itemsize, "adds" in key.variant)
         is_wide = key.itemsize == 2 and key.cols > _WHOLE_FORWARD
@@ -251,8 +300,12 @@ def valid(key: TuningKey, config: Config) -> bool:
             return False
         if config.parts > 1 and config.columns < key.cols:
             return False
+        if is_idle and "adds" in key.variant and not _is_unaligned(key.cols, key.itemsize):
+            return False
     elif key.kernel == "norm_backward" and "none" not in key.variant:
         block, parts = tiles_holding(key.cols)
+        if is_idle and _sums(key) < 3:
+            return False
         if config.rows > 1 and config.columns * config.rows > _WHOLE_BACKWARD and key.cols % config.columns:
             return False
         if _is_unaligned(key.cols, key.itemsize) and config.block_n >= 4096:
