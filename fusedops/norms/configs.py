@@ -38,7 +38,7 @@ def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Co
     ``adds``: a residual is a second input. Few rows need short programs; with many rows and a residual a thread has more
     elements.
     """
-    block, parts = _forward_tiles(cols, itemsize, adds)
+    block, parts = _forward_tiles(cols, itemsize, adds, rms)
     if block * parts == 8192 and not (adds or rms or bucket >= _MANY):
         block, parts = 8192, 1  # few rows alone are faster in one tile
     if parts > 1:
@@ -73,13 +73,16 @@ def _forward_of_parts(cols: int, block: int, parts: int, adds: bool, rms: bool) 
     """Whole rows in several tiles of 16 bits."""
     if adds and not rms and cols > _WITH_VECTORS:
         return Config(4096, 1, 16, parts=-(-cols // 4096))
-    narrow = block * parts <= _WHOLE_FORWARD and not _is_unaligned(cols, 2)
-    warps = fewest_warps(block * parts, 56 if adds and narrow and parts != 3 else 24, 8 if narrow and not adds else 32)
+    width, each, most = block * parts, 24, 32
+    if width <= _WHOLE_FORWARD and not _is_unaligned(cols, 2):
+        most = 32 if adds else 8
+        each = 56 if adds and (parts == 7 or (width <= 5120 and parts == 5)) else 24
+    warps = fewest_warps(width, each, most)
     # With two inputs the compiler would take more registers, and only one program of sixteen warps be resident.
     return Config(block, 1, warps, registers=64 if warps >= 16 and adds else 0, parts=parts)
 
 
-def _forward_tiles(cols: int, itemsize: int, adds: bool) -> tuple[int, int]:
+def _forward_tiles(cols: int, itemsize: int, adds: bool, rms: bool) -> tuple[int, int]:
     """The columns and the number of tiles that hold a row. Several in 16 bits alone: in fp32 they gain nothing.
 
     Tiles without idle lanes are loaded without a mask, so that of a row with idle lanes only the last tile has one.
@@ -94,9 +97,9 @@ def _forward_tiles(cols: int, itemsize: int, adds: bool) -> tuple[int, int]:
         block = 8192 if adds else 4096
     elif block * parts > _WHOLE_FORWARD:
         return block_holding(cols), 1
-    elif block == 8192 and not _is_unaligned(cols, itemsize) and (cols < block or not adds):
-        block = 4096 if adds else 2048
-    elif 6 * 2048 < cols <= 7 * 2048 and not _is_unaligned(cols, itemsize):
+    elif not _is_unaligned(cols, itemsize) and (
+        (block == 8192 and not adds) or (6 * 2048 < cols <= 7 * 2048 and not (adds and rms))
+    ):
         block = 2048
     return block, -(-cols // block)
 
@@ -212,21 +215,27 @@ _SHARED = {
 }  # fmt: skip
 
 
-# Short programs of rows that others leave too many idle lanes in, up to eight a row.
+# Short programs of rows that others leave too many idle lanes in.
 _SHARED_BY_MANY = Config(512, 1, 2, 3, 4, parts=3)
+# The most programs of a row for which those of few columns were measured.
+_MOST_SHARING = 8
 
 
 def _shared_backward(cols: int, itemsize: int, sums: int) -> Config:
-    """Programs of as many columns as leave at most a tenth of the lanes idle; else with the fewest idle lanes."""
+    """Programs of as many columns as leave at most a tenth of the lanes idle; else with the fewest idle lanes.
+
+    With three sums in 16 bits the fewest idle lanes are best, and of rows that leave an eighth idle many short programs.
+    """
     found = _SHARED[itemsize]
-    unaligned = _is_unaligned(cols, itemsize)
-    fewest = min(found, key=lambda config: config.lanes_for(cols))
     if itemsize == 2 and sums > 2:
-        found = (found[3], Config(2048, 1, 4, 3, 2) if unaligned else Config(4096, 2, 8, 3, 1))
-        best = min(found, key=lambda config: config.lanes_for(cols))
-    else:
-        best = next((config for config in found if config.lanes_for(cols) <= 1.1 * cols), fewest)
-    if itemsize == 2 and not unaligned and cols <= 8 * _SHARED_BY_MANY.columns and 8 * best.lanes_for(cols) > 9 * cols:
+        found = (found[1], Config(4096, 2, 8, 3, 1), Config(2048, 1, 4, 3, 2), found[3])
+    fewest = min(found, key=lambda config: config.lanes_for(cols))
+    best = next((config for config in found if config.lanes_for(cols) <= 1.1 * cols), fewest)
+    if itemsize > 2 or _is_unaligned(cols, itemsize):
+        return best
+    if sums > 2 and cols <= _MOST_SHARING * found[3].columns:
+        best = min((found[3], found[1]), key=lambda config: config.lanes_for(cols))
+    if cols <= _MOST_SHARING * _SHARED_BY_MANY.columns and 8 * best.lanes_for(cols) > 9 * cols:
         return _SHARED_BY_MANY
     return best
 
@@ -289,22 +298,19 @@ def valid(key: TuningKey, config: Config) -> bool:
 
     Tiles of several rows that fill the registers are valid only without idle lanes, as they were measured, and wide
     tiles only of aligned rows. A forward reads rows of 16 bits wider than others hold either whole or in two passes.
-    A tile of 8192 columns with idle lanes is not, where several tiles of 16 bits have been measured.
+    A backward of less than three sums reads wide rows of 16 bits in several tiles, if one would have idle lanes.
     """
     block, parts = block_holding(key.cols), 1
-    is_idle = key.itemsize == 2 and config.block_n == 8192 > key.cols
     if key.kernel == "norm_forward":
-        block, parts = _forward_tiles(key.cols, key.itemsize, "adds" in key.variant)
+        block, parts = _forward_tiles(key.cols, key.itemsize, "adds" in key.variant, "rms" in key.variant)
         is_wide = key.itemsize == 2 and key.cols > _WHOLE_FORWARD
         if is_wide and (parts > 1) != (config.columns >= key.cols):
             return False
         if config.parts > 1 and config.columns < key.cols:
             return False
-        if is_idle and "adds" in key.variant and not _is_unaligned(key.cols, key.itemsize):
-            return False
     elif key.kernel == "norm_backward" and "none" not in key.variant:
         block, parts = tiles_holding(key.cols)
-        if is_idle and _sums(key) < 3:
+        if key.itemsize == 2 and config.block_n == 8192 > key.cols and _sums(key) < 3:
             return False
         if config.rows > 1 and config.columns * config.rows > _WHOLE_BACKWARD and key.cols % config.columns:
             return False
@@ -318,7 +324,7 @@ def candidates(key: TuningKey) -> list[Config]:
     heuristics = in_buckets(heuristic, key)
     first = heuristics[_MANY]
     if key.kernel == "norm_forward":
-        others = _forwards(key.cols, key.itemsize, "adds" in key.variant)
+        others = _forwards(key)
     elif key.kernel == "dropout_add":
         block = min(first.block_n, 1024)
         others = [Config(b, max(1, elements // b), warps) for b in (block // 2, block, first.block_n, 4096)
@@ -328,9 +334,10 @@ def candidates(key: TuningKey) -> list[Config]:
     return list(dict.fromkeys(c for c in (heuristics[key.bucket], *heuristics, *others) if valid(key, c)))
 
 
-def _forwards(cols: int, itemsize: int, adds: bool) -> list[Config]:
+def _forwards(key: TuningKey) -> list[Config]:
     """Whole rows with few or many elements per thread, in one-tile and persistent programs; tiles of wide rows."""
-    block, parts = _forward_tiles(cols, itemsize, adds)
+    cols, itemsize = key.cols, key.itemsize
+    block, parts = _forward_tiles(cols, itemsize, "adds" in key.variant, "rms" in key.variant)
     found = []
     if parts > 1:
         warps = fewest_warps(block * parts, 24)
