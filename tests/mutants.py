@@ -286,9 +286,23 @@ MUTANTS = (
     Mutant(
         "a mask that an input changes in place, taken for constant",
         "backend/masks.py",
-        "            if isinstance(value, Tensor) and any(compat.share_memory(value, tensor) for tensor in tensors):\n",
-        "            if False:\n",
+        "        if _is_changed(node.graph, needed):",
+        "        if False:",
         ("test_backend_attention.py", "test_masks"),
+    ),
+    Mutant(
+        "what a checkpointed part changes, taken for unchanged",
+        "backend/regions.py",
+        "        return [tensor for one in body.graph.nodes for tensor in written(one)]\n",
+        "        return []\n",
+        ("test_backend_graphs.py", "changed_later or by_a_body"),
+    ),
+    Mutant(
+        "dead code, taken out of the bodies of operators too",
+        "backend/regions.py",
+        "    for node in reversed(graph.nodes):\n",
+        "    graph.eliminate_dead_code(lambda node: True)\n    for node in reversed(graph.nodes):\n",
+        ("test_backend_graphs.py", "test_semantics_of_the_graph"),
     ),
     Mutant(
         "a bias of attention, taken for a mask",

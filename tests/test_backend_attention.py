@@ -132,26 +132,49 @@ def test_masks(name: str, recomputed: bool, calls: list[tuple[bool, bool, int]])
     def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
-    def function(*heads: Tensor) -> Tensor:
-        mask = made(heads[0])
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask = made(query)
         if recomputed:
-            return checkpoint(attention, *heads, mask, use_reentrant=False)  # type: ignore[no-any-return]
-        return attention(*heads, mask)
+            query = checkpoint(attention, query, key, value, mask, use_reentrant=False)
+            return checkpoint(attention, query, key, value, mask, use_reentrant=False)  # type: ignore[no-any-return]
+        return attention(query, key, value, mask)
 
     _compare(function, [_heads(4), _heads(4), _heads(4)])
-    assert calls == [(*expected, 4)]
+    assert calls == [(*expected, 4)] * (1 + recomputed)
 
 
-@pytest.mark.parametrize(
-    "changed", [lambda mask: mask[3:, 0].fill_(False), lambda mask: mask.view(-1)[24:].fill_(True)]
-)
+def _hide(mask: Tensor) -> Tensor:
+    return mask[3:, 0].fill_(False).any()
+
+
+class _Hides(torch.autograd.Function):
+    """It changes a mask, and is not looked into: it detaches a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, mask: Tensor) -> Tensor:
+        _hide(mask.detach_())
+        return rows * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * 2, None
+
+
+def _hidden_in_a_body(rows: Tensor, mask: Tensor) -> None:
+    checkpoint(_hide, mask.view(-1).view(mask.shape), use_reentrant=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # PyTorch's own
+@pytest.mark.parametrize("changed", [
+    lambda _, mask: mask[3:, 0].fill_(False), lambda _, mask: mask.view(-1)[24:].fill_(True), _Hides.apply, _hidden_in_a_body,
+])  # fmt: skip
 def test_a_mask_that_is_changed_after_its_use(
-    changed: Callable[[Tensor], Tensor], calls: list[tuple[bool, bool, int]]
+    changed: Callable[[Tensor, Tensor], Any], calls: list[tuple[bool, bool, int]]
 ) -> None:
     def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = torch.ones(_LENGTH, _LENGTH, dtype=torch.bool, device=DEVICE).tril()
         rows = F.scaled_dot_product_attention(query, key, value, mask[None])
-        changed(mask)
+        changed(rows, mask)
         return F.scaled_dot_product_attention(rows, key, value, mask)
 
     _compare(function, [_heads(4), _heads(4), _heads(4)])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from backends import Backend, PostNorm, randn
@@ -22,15 +23,37 @@ pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 class _Doubled(torch.autograd.Function):
-    """Its gradient is not that of what it computes."""
+    """Its gradient is not that of what it computes. A part of it is not looked into: it detaches a tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
+        return checkpoint(lambda: (x * 2).detach_(), use_reentrant=False)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad * 3
+
+
+class _Moved(torch.autograd.Function):
+    """It changes its own tensors, and uses no result of that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
+        y = x.clone()
+        y.add_(other)
+        return y * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.clone()
+        grad.mul_(2)
+        return grad, None
+
+
+def _moved(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """By what has no gradient afterwards either."""
+    y = x.detach() * 2
+    return F.layer_norm(y, (8,), w) + _Moved.apply(x, y), y + x.detach()
 
 
 def _own_derivative(x: Tensor, w: Tensor) -> Tensor:
@@ -109,6 +132,18 @@ def _written_into(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return F.layer_norm(y, (8,), w.detach()), x * 2
 
 
+def _written_into_by_a_body(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, by a checkpointed part."""
+
+    def body(y: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        y[:, 0].add_(w)
+        return x * 2
+
+    y = x.detach().clone()
+    z = checkpoint(body, y, x, w, use_reentrant=False)
+    return F.layer_norm(y, (8,), w.detach()), z
+
+
 def _viewed(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     """A view in the middle of a region is returned with what it is of."""
     y = x + w
@@ -168,8 +203,8 @@ def _bias_changed(x: Tensor, w: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # PyTorch's own
 @pytest.mark.parametrize("function", [
     _own_derivative, _cut, _in_place, _same_memory, _transposed, _integers, _crossed, _changed_without_gradients, _changed_twice,
-    _copied, _inverted, _written_into, _viewed, _view_changed, _cloned, _clone_of_changed, _without_gradient,
-    _compared, _bias_without_gradients, _bias_changed])  # fmt: skip
+    _copied, _inverted, _written_into, _written_into_by_a_body, _viewed, _view_changed, _cloned, _clone_of_changed,
+    _without_gradient, _compared, _bias_without_gradients, _bias_changed, _moved])  # fmt: skip
 def test_semantics_of_the_graph(function: Callable[..., Any]) -> None:
     """Derivatives of the user's, parts without gradients, changes in place, outputs that share memory."""
     x, w = randn(4, 6, 8).double().requires_grad_(), randn(8).double().requires_grad_()
@@ -190,12 +225,17 @@ def test_semantics_of_the_graph(function: Callable[..., Any]) -> None:
     assert shared[0] == shared[1]
 
 
-def test_region_whose_saved_input_is_changed_later_is_left() -> None:
+def _zero(x: Tensor) -> Tensor:
+    return x.mul_(0).sum()
+
+
+@pytest.mark.parametrize("changed", [_zero, lambda x: checkpoint(_zero, x[1:], use_reentrant=False)])
+def test_region_whose_saved_input_is_changed_later_is_left(changed: Callable[[Tensor], Tensor]) -> None:
     """Eager PyTorch saves the sum, a region what is added."""
 
     def function(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
         y = F.layer_norm(F.gelu(x + bias), (8,), w)
-        x.mul_(0)
+        changed(x)
         return y
 
     x, w, bias = randn(4, 8), randn(8).requires_grad_(), randn(8).requires_grad_()

@@ -109,7 +109,7 @@ def _changed_before_it_is_divided(x: Tensor, ids: Tensor) -> Tensor:
 
 
 def _changed_in_a_body(x: Tensor, ids: Tensor) -> Tensor:
-    """Of a checkpointed part, which does not say what it changes."""
+    """By a checkpointed part."""
 
     def body(x: Tensor, order: Tensor) -> Tensor:
         order[:3].zero_()

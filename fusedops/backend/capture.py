@@ -20,7 +20,7 @@ from ..models.tricks.padding import HALF
 from .changes import without_changes
 from .heads import Repeats
 from .masks import Constants, Mask
-from .regions import name_of
+from .regions import drop_unused, name_of
 
 __all__ = ["NotCapturedError", "captured", "handed_on"]
 
@@ -84,7 +84,7 @@ def _captured(
     for node, needed in zip(made.graph.find_nodes(op="placeholder"), trained, strict=True):
         node.meta["requires_grad"] = needed
     without_changes(made.graph)
-    made.graph.eliminate_dead_code(_has_effects)
+    drop_unused(made.graph)
     made.recompile()
     return made
 
@@ -131,8 +131,13 @@ def handed_on(gm: fx.GraphModule, made: fx.GraphModule) -> None:
     compat.copy_sources(gm, made)
 
 
-def _has_effects(node: fx.Node) -> bool:
-    return node.is_impure() or node.target in compat.GRAD_MODES
+def _looked_into(body: fx.GraphModule, fakes: Sequence[Any]) -> fx.GraphModule | None:
+    """The captured body of an operator that is left as it is, None if it cannot be captured."""
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
+        try:
+            return _captured(body, fakes, lambda inner: inner)
+        except Exception:  # noqa: BLE001 - whatever is unknown in it, it is not looked into
+            return None
 
 
 def _is_known(target: Any) -> bool:
@@ -175,18 +180,21 @@ class _Capture(fx.Interpreter):
 
     def _one_node(self, target: Any, args: Any, kwargs: Any) -> Any:
         """An operator that takes functions, as it is; the body of a checkpointed part captured by itself."""
-        known: dict[int, Tensor] = {}
+        known, body = dict[int, Tensor](), None
         if target is compat.CHECKPOINTED:
             values = {place: self.constants.value(compat.recorded_node(arg))
                       for place, arg in enumerate(args[1:]) if _is_mask(arg)}  # fmt: skip
             known = {place: value for place, value in values.items() if value is not None}
         with compat.recording_nothing():
             if target is compat.CHECKPOINTED:
-                body, *rest = args
-                args = (self.inner(_captured(body, rest, self.inner, known)), *rest)
-                self.names[id(args[0])] = self.names[id(body)]
+                given, *rest = args
+                body = self.inner(_captured(given, rest, self.inner, known))
+                self.names[id(body)] = self.names[id(given)]
+                args = (body, *rest)
+            elif target is compat.OWN_DERIVATIVE:
+                body = _looked_into(args[0], args[2:])
             found = target(*args, **kwargs)
-        return compat.recorded_call(target, args, kwargs, found, self.names)
+        return compat.recorded_call(target, args, kwargs, found, self.names, body)
 
     def _attention(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any

@@ -6,8 +6,7 @@ import itertools
 import math
 import operator
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx
@@ -27,11 +26,15 @@ from .regions import (
     Region,
     arguments_first,
     columns_of,
+    drop_unused,
     escapes,
     name_of,
+    overlap,
     parts_of,
     size_of,
+    tensors_of,
     value_of,
+    written,
 )
 from .report import RegionReport
 
@@ -46,8 +49,7 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
     apart = _biases_apart(gm.graph)
     needs = needs_gradients(gm.graph)
     finder = Finder(gm.graph)
-    changes = [(finder.part[node], value_of(changed)) for node in gm.graph.nodes
-               for changed in compat.written(node.target, node.args, node.kwargs) if isinstance(changed, fx.Node)]  # fmt: skip
+    changes = [(finder.part[node], changed) for node in gm.graph.nodes for changed in written(node)]
     todo, tried = deque(finder.found()), set[Region]()
     saved = set[fx.Node]()
     found, reports = list[tuple[Region, Made]](), list[RegionReport]()
@@ -59,8 +61,8 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
                 raise NotRowwiseError(reason)
             _views_apart(gm.graph, region)
             program = made(region, saved)
-            later = [value for part, value in changes if part > finder.part[region.nodes[0]]]
-            if later and _saves(region, program, needs) and _is_any_of(_saved(program), later):
+            later = [changed for part, changed in changes if part > finder.part[region.nodes[0]]]
+            if later and _saves(region, program, needs) and overlap(tensors_of(_saved(program)), later):
                 raise NotRowwiseError("a tensor that it saves is changed later")
             if _is_cyclic(region, [other for other, _ in found]):
                 raise NotRowwiseError("as an operator it would be in a cycle with another region")
@@ -88,7 +90,7 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
     for node in gm.graph.nodes:  # strides need not be what they were when a view was recorded
         if name_of(node) in ("view", "_unsafe_view") and not isinstance(node.args[1], torch.dtype):
             node.target = torch.ops.aten.reshape.default
-    gm.graph.eliminate_dead_code(lambda node: node.is_impure() or node.target in compat.GRAD_MODES)
+    drop_unused(gm.graph)
     gm.graph.lint()
     gm.recompile()
     return reports
@@ -191,19 +193,9 @@ def needs_gradients(graph: fx.Graph) -> set[fx.Node]:
         )
         if own or (enabled and not is_cut and found.intersection(node.all_input_nodes)):
             found.add(node)
-            for changed in compat.written(node.target, node.args, node.kwargs):
-                if isinstance(changed, fx.Node):
-                    found.update(_sharing(graph, changed))
+            changed = written(node)
+            found.update(other for other in graph.nodes if changed and overlap(tensors_of([other]), changed))
     return found
-
-
-def _sharing(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """The nodes whose values share a node's memory."""
-
-    def shares(value: Any) -> bool:
-        return isinstance(value, Tensor) and compat.share_memory(value, value_of(node))
-
-    return [other for other in graph.nodes if any(map(shares, compat.leaves(value_of(other))))]
 
 
 def _views_apart(graph: fx.Graph, region: Region) -> None:
@@ -247,11 +239,6 @@ def _saved(made: Made) -> list[fx.Node]:
     plan = made.program.plan
     return [*[made.inputs[place] for place in plan.saved_inputs],
             *[node for node, number in made.outputs if number == plan.intermediate_output]]  # fmt: skip
-
-
-def _is_any_of(nodes: Iterable[fx.Node], tensors: Sequence[Tensor]) -> bool:
-    """Whether one of the nodes shares memory with one of the tensors."""
-    return any(compat.share_memory(value_of(node), tensor) for node in nodes for tensor in tensors)
 
 
 # --- the operators ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from ..core import compat
-from .regions import arguments_first, name_of, value_of
+from .regions import arguments_first, name_of, overlap, tensors_of, written
 
 __all__ = ["Constants", "Mask"]
 
@@ -105,23 +105,14 @@ def _seen(mask: Tensor) -> Tensor | None:
 
 def _is_changed(graph: fx.Graph, nodes: list[fx.Node]) -> bool:
     """Whether an operator writes into the memory of one of the nodes."""
-    tensors = [value for node in nodes for value in compat.leaves(value_of(node)) if isinstance(value, Tensor)]
-    for node in graph.nodes:
-        written = compat.written(node.target, node.args, node.kwargs)
-        if isinstance(node.target, compat.HIGHER_ORDER) and node.target is not compat.CHECKPOINTED:
-            written = node.all_input_nodes  # it may, and does not say so
-        for one in written:
-            value = value_of(one) if isinstance(one, fx.Node) else None
-            if isinstance(value, Tensor) and any(compat.share_memory(value, tensor) for tensor in tensors):
-                return True
-    return False
+    return overlap(tensors_of(nodes), [tensor for node in graph.nodes for tensor in written(node)])
 
 
 def _is_constant(node: fx.Node) -> bool:
     """Whether its value follows from its arguments alone, and is small enough."""
     if node.op != "call_function":
         return False
-    tensors = [value for value in compat.leaves(value_of(node)) if isinstance(value, Tensor)]
+    tensors = tensors_of([node])
     sizes = [size for tensor in tensors for size in tensor.shape]
     is_known = bool(tensors) and all(type(size) is int for size in sizes)
     if not is_known or any(math.prod(tensor.shape) * tensor.dtype.itemsize > _MOST_BYTES for tensor in tensors):

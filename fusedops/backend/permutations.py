@@ -12,9 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from ..core import compat, launch
+from ..core import launch
 from ..core.registration import implement
-from .regions import name_of, value_of
+from .regions import name_of, overlap, tensors_of, value_of, written
 
 __all__ = ["with_rows_put_back"]
 
@@ -27,21 +27,13 @@ def with_rows_put_back(graph: fx.Graph, needs: set[fx.Node]) -> None:
         needs: the nodes whose values have gradients.
     """
     nodes = [node for node in graph.nodes if name_of(node) == "index" and node in needs]
-    changed = [value for node in graph.nodes if nodes for one in _perhaps_written(node)
-               for value in compat.leaves(value_of(one)) if isinstance(value, Tensor)]  # fmt: skip
+    changed = [tensor for node in graph.nodes if nodes for tensor in written(node)]
     for node in nodes:
         order, each = _order_of(node) or (None, 1)
         made_of = _permutation(order)
         read = [*made_of, *node.all_input_nodes[1:]]
-        if made_of and not any(compat.share_memory(value_of(one), value) for one in read for value in changed):
+        if made_of and not overlap(tensors_of(read), changed):
             node.target, node.args = torch.ops.fusedops.rows_in_order.default, (node.args[0], order, each)
-
-
-def _perhaps_written(node: fx.Node) -> list[fx.Node]:
-    """The arguments that a node writes into, as far as it says. An operator that takes functions does not say."""
-    if isinstance(node.target, compat.HIGHER_ORDER):
-        return node.all_input_nodes
-    return [one for one in compat.written(node.target, node.args, node.kwargs) if isinstance(one, fx.Node)]
 
 
 def _order_of(node: fx.Node) -> tuple[fx.Node, int] | None:

@@ -28,13 +28,17 @@ __all__ = [
     "Region",
     "arguments_first",
     "columns_of",
+    "drop_unused",
     "escapes",
     "is_laid_out",
     "is_of_elements",
     "name_of",
+    "overlap",
     "parts_of",
     "size_of",
+    "tensors_of",
     "value_of",
+    "written",
 ]
 
 # The mark of a sum of a matrix product and a bias, in `fx.Node.meta`.
@@ -88,6 +92,40 @@ class Region:
 def value_of(node: fx.Node) -> Any:
     """The fake tensor of a node, or what else it stands for."""
     return node.meta.get("val")
+
+
+def tensors_of(nodes: Iterable[fx.Node]) -> list[Tensor]:
+    """The fake tensors of nodes."""
+    return [value for node in nodes for value in compat.leaves(value_of(node)) if isinstance(value, Tensor)]
+
+
+def overlap(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+    """Whether one of some tensors shares memory with one of others."""
+    return not set(map(compat.memory_of, tensors)).isdisjoint(map(compat.memory_of, others))
+
+
+def written(node: fx.Node) -> list[Tensor]:
+    """The tensors that a node writes into. In a captured body, which is looked into, they may be its own.
+
+    Other operators that take functions do not say: it is all that they are given.
+    """
+    given: Any = node.all_input_nodes
+    if given and isinstance(body := value_of(given[0]), fx.GraphModule):
+        return [tensor for one in body.graph.nodes for tensor in written(one)]
+    if not isinstance(node.target, compat.HIGHER_ORDER):
+        given = compat.written(node.target, node.args, node.kwargs)
+    return tensors_of(one for one in given if isinstance(one, fx.Node))
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    """Erases the nodes that nothing uses and that change nothing.
+
+    `fx.Graph.eliminate_dead_code` would also erase a checkpointed part that only writes, and methods that write in the bodies
+    of other operators.
+    """
+    for node in reversed(graph.nodes):
+        if not (node.users or node.is_impure() or node.target in compat.GRAD_MODES or written(node)):
+            graph.erase_node(node)
 
 
 def name_of(node: fx.Node) -> str:

@@ -683,9 +683,10 @@ def _is_complete(taken: tuple[Any, ...], arguments: Sequence[Place | None]) -> b
 
 # --- graphs that torch.compile makes ------------------------------------------------------------------------------------
 
-# Nodes of a graph: operators, those that take functions, the one of a checkpointed part, and functions that change what is
-# recorded (whether gradients are, and in which dtype). The modules whose functions compute tensors and do nothing else.
-# Without a private name graphs have no such nodes: they are left whole.
+# Nodes of a graph: operators, those that take functions, the ones of a checkpointed part and of a custom autograd function, and
+# functions that change what is recorded (whether gradients are, and in which dtype). The modules whose functions compute
+# tensors and do nothing else. Without a private name graphs have no such nodes, or nothing is known of them: they are left
+# whole, or have fewer regions.
 OVERLOAD: type = _find("_ops.OpOverload", type(None))
 CAST: Any = _find("ops.aten._to_copy.default", None)
 HIGHER_ORDER: type = _find("_ops.HigherOrderOperator", type(None))
@@ -693,6 +694,7 @@ OPERATORS: tuple[type, ...] = (OVERLOAD, _find("_ops.OpOverloadPacket", type(Non
 PURE_MODULES = frozenset({"torch", "torch.functional", "torch.nn.functional", "torch._tensor", "torch._C._nn", "torch._C._special",
                           "torch._C._linalg", "torch._C._fft", "_operator", "builtins", "math"})  # fmt: skip
 CHECKPOINTED: Any = _find("_higher_order_ops.wrap.tag_activation_checkpoint", None)
+OWN_DERIVATIVE: Any = _find("_functorch.autograd_function.autograd_function_apply", None)
 GRAD_MODES = frozenset({_find("_C._set_grad_enabled", None)})
 attention_order: Callable[[], Any] = _find("_C._get_sdp_priority_order", lambda: None)
 AUTOCASTS = frozenset({_find(f"amp.autocast_mode.{name}", None) for name in ("_enter_autocast", "_exit_autocast")})
@@ -836,10 +838,14 @@ def _tracer() -> Any:
     return get_proxy_mode().tracer  # type: ignore[union-attr]
 
 
-def recorded_call(
-    target: Any, args: Any, kwargs: Any, found: Any = None, names: Mapping[int, str] | None = None
-) -> Any:
-    """Records a call as one node; what it found is the node's value. Modules among the arguments have names."""
+def recorded_call(target: Any, args: Any, kwargs: Any, found: Any = None, names: Mapping[int, str] | None = None,
+                  body: torch.fx.GraphModule | None = None) -> Any:  # fmt: skip
+    """Records a call as one node; what it found is the node's value.
+
+    Args:
+        names: of the modules among the arguments.
+        body: the first of them, captured.
+    """
     from torch.fx.experimental.proxy_tensor import track_tensor_tree
     from torch.utils import _pytree as pytree
 
@@ -853,6 +859,8 @@ def recorded_call(
         return tracer.unwrap_proxy(value)
 
     node = tracer.create_proxy("call_function", target, *pytree.tree_map(proxy, (args, kwargs)))
+    if body is not None:
+        node.node.args[0].meta["val"] = body
     return track_tensor_tree(found, node, constant=None, tracer=tracer)
 
 
