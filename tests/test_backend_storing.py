@@ -153,13 +153,14 @@ OTHERS: dict[str, Callable[[], Path | None]] = {
     "a number of the part": lambda: _path(_checkpointed),
     "another number of the part": lambda: _path(_checkpointed_otherwise),
 }
+_OTHER_DEVICE = "cuda" if DEVICE.type == "cpu" else "cpu"
 cuda = torch.backends.cuda
 SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "gradients off": torch.no_grad,
     "inference mode": torch.inference_mode,
     "autocast": lambda: torch.autocast(DEVICE.type, torch.bfloat16),
     "autocast to fp16": lambda: torch.autocast(DEVICE.type, torch.float16),
-    "autocast of a GPU": lambda: _set(lambda: False, lambda on: torch.set_autocast_enabled("cuda", on), True),
+    "autocast of another device": lambda: _set(lambda: False, lambda on: torch.set_autocast_enabled(_OTHER_DEVICE, on), True),
     "default dtype": lambda: _set(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
     "default device": lambda: torch.device("meta"),
     "determinism": lambda: _set(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms,
