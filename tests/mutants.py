@@ -354,6 +354,13 @@ MUTANTS = (
         ("test_backend_graphs.py", "test_parameters_are_known"),
     ),
     Mutant(
+        "a region's input that is a view in a later one",
+        "backend/fusing.py",
+        "replaced |= _views_apart(gm.graph, region)",
+        "_views_apart(gm.graph, region)",
+        ("test_backend_graphs.py", "test_semantics_of_the_graph"),
+    ),
+    Mutant(
         "some places of a permutation, taken for all",
         "backend/permutations.py",
         " and all(value_of(part).shape == (size,) for part in parts)",

@@ -151,6 +151,12 @@ def _viewed(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return F.layer_norm(rows, (8,), w), y, rows
 
 
+def _view_of_a_later_one(x: Tensor, w: Tensor) -> Tensor:
+    """A region reads a view that is in another one, of which its operator is made first."""
+    y = F.dropout(x + w, 1e-12).transpose(0, 1)  # so few are dropped that none is
+    return F.layer_norm(F.linear(y, w.outer(w)) + y, (8,), w)
+
+
 def _view_changed(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         y = x + w
@@ -203,8 +209,8 @@ def _bias_changed(x: Tensor, w: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # PyTorch's own
 @pytest.mark.parametrize("function", [
     _own_derivative, _cut, _in_place, _same_memory, _transposed, _integers, _crossed, _changed_without_gradients, _changed_twice,
-    _copied, _inverted, _written_into, _written_into_by_a_body, _viewed, _view_changed, _cloned, _clone_of_changed,
-    _without_gradient, _compared, _bias_without_gradients, _bias_changed, _moved])  # fmt: skip
+    _copied, _inverted, _written_into, _written_into_by_a_body, _viewed, _view_of_a_later_one, _view_changed, _cloned,
+    _clone_of_changed, _without_gradient, _compared, _bias_without_gradients, _bias_changed, _moved])  # fmt: skip
 def test_semantics_of_the_graph(function: Callable[..., Any]) -> None:
     """Derivatives of the user's, parts without gradients, changes in place, outputs that share memory."""
     x, w = randn(4, 6, 8).double().requires_grad_(), randn(8).double().requires_grad_()

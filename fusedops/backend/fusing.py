@@ -53,13 +53,14 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
     todo, tried = deque(finder.found()), set[Region]()
     saved = set[fx.Node]()
     found, reports = list[tuple[Region, Made]](), list[RegionReport]()
+    replaced = dict[fx.Node, fx.Node]()
     while todo:
         region = todo.popleft()
         names = tuple(dict.fromkeys([name_of(node) for node in region.nodes if name_of(node)]))
         try:
             if reason := _why_not(region, needs):
                 raise NotRowwiseError(reason)
-            _views_apart(gm.graph, region)
+            replaced |= _views_apart(gm.graph, region)
             program = made(region, saved)
             later = [changed for part, changed in changes if part > finder.part[region.nodes[0]]]
             if later and _saves(region, program, needs) and overlap(tensors_of(_saved(program)), later):
@@ -77,7 +78,6 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
         saved.update(_saved(program))  # also where no backward follows: inference is to compute the same
         found.append((region, program))
         reports.append(RegionReport(names, _shape(region), "", _apart(region), _rows(program), program.program))
-    replaced: dict[fx.Node, fx.Node] = {}
     for region, program in found:
         _replace(gm.graph, region, program, needs, replaced)
     _biases_back(gm.graph, apart)
@@ -198,9 +198,13 @@ def needs_gradients(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _views_apart(graph: fx.Graph, region: Region) -> None:
-    """Repeats outside the region the views that are used there, so that its outputs share no memory."""
-    own = set(region.nodes)
+def _views_apart(graph: fx.Graph, region: Region) -> dict[fx.Node, fx.Node]:
+    """Repeats outside the region the views that are used there, so that its outputs share no memory.
+
+    Returns:
+        the views and those outside, which programs that were made before are to read.
+    """
+    own, copies = set(region.nodes), dict[fx.Node, fx.Node]()
     for node in reversed(region.nodes):
         is_view = name_of(node) in VIEWS or (
             node.target is operator.getitem and name_of(node.args[0]) in VIEWS  # type: ignore[arg-type]
@@ -209,6 +213,8 @@ def _views_apart(graph: fx.Graph, region: Region) -> None:
             with graph.inserting_after(node):
                 copy = graph.node_copy(node, lambda arg: arg)
             node.replace_all_uses_with(copy, lambda user, copy=copy: user not in own and user is not copy)  # type: ignore[misc]
+            copies[node] = copy
+    return copies
 
 
 def _why_not(region: Region, needs: set[fx.Node]) -> str:
@@ -250,7 +256,7 @@ def _replace(
     """One node for the region's, before the first that uses it.
 
     Args:
-        replaced: outputs of regions, old and new.
+        replaced: outputs and views of regions, old and new.
     """
     program, own = made.program, set(region.nodes)
     place = {node: place for place, node in enumerate(graph.nodes)}
