@@ -158,7 +158,7 @@ def _backward(cols: int, itemsize: int, bucket: int, sums: int, drops: bool) -> 
     if itemsize > 2:
         return _wide_dtype_backward(block, itemsize, bucket, sums)
     if block == 8192:
-        return Config(block, 1, 16, 3, 1)
+        return Config(block, 1, 16 if sums > 2 else 8, 3, 1)
     if block == 4096 and bucket >= _MANY:
         return Config(block, 1, 4, 3, 2)
     if block == 2048 and bucket >= _MANY:
@@ -178,7 +178,7 @@ def _aligned_backward(cols: int, itemsize: int, bucket: int, sums: int, drops: b
         return None
     # Whole rows in eight warps, as far as registers hold a row, the next one, and the sums.
     parts, most = -(-cols // 2048), (7, 7, 6, 0)[sums] if bucket >= _SOME and not drops else 4
-    if 4 <= parts <= most and sums < 3:
+    if 4 <= parts <= most and sums < 3 and not (drops and cols == 8192):
         return Config(2048, 1, 8, 3 if drops or parts > 4 else 4, 1, parts=parts)
     if sums > 2 and cols <= 3 * _SHARED_BY_MANY.columns and bucket >= _SOME:
         return _SHARED_BY_MANY
@@ -357,11 +357,18 @@ def _forwards(key: TuningKey) -> list[Config]:
             found.append(Config(block, 1, 32, registers=64))
     # Tiles that are passed over.
     tiles = ((2048, 4, 3), (4096, 8, 1), (4096, 8, 3), (8192, 16, 1), (8192, 8, 1), (16384, 16, 1))
-    return found + [Config(b, 1, warps, stages) for b, warps, stages in tiles if 4096 < cols > b]
+    found += [Config(b, 1, warps, stages) for b, warps, stages in tiles if 4096 < cols > b]
+    if itemsize == 2 and 4096 < cols <= _WHOLE_FORWARD:
+        found += [Config(b, 1, 8, parts=-(-cols // b)) for b in (2048, 4096)]
+    return found
 
 
 def _other_backwards(cols: int, itemsize: int, normalizes: bool) -> list[Config]:
     """Tiles for any number of columns, and of wide rows those that programs share."""
     if not normalizes:
         return [Config(512, 4, 4, 3, 4), Config(2048, 1, 4, 3, 4), Config(2048, 1, 8, 3, 2)]
-    return [*_SHARED[itemsize], Config(4096, 2, 8, 3, 1)] if cols > 4096 else []
+    if cols <= 4096:
+        return []
+    parts = -(-cols // 2048)
+    whole = [Config(2048, 1, 8, stages, 1, parts=parts) for stages in (3, 4)] if itemsize == 2 and parts <= 7 else []
+    return [*whole, *_SHARED[itemsize], _SHARED_BY_MANY, Config(4096, 2, 8, 3, 1)]
