@@ -368,6 +368,13 @@ MUTANTS = (
         ("test_backend_permutations.py", "test_gradients_of_permuted_rows"),
     ),
     Mutant(
+        "rows that belong to no group, left unwritten",
+        "backend/grouped.py",
+        "    product[end:].zero_()\n",
+        "",
+        ("test_backend_grouped.py", "test_results"),
+    ),
+    Mutant(
         "a kernel assembled by Triton's tool where Inductor is loaded",
         "core/compat.py",
         "    _choose_assembler()\n",

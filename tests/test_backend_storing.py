@@ -190,6 +190,17 @@ def test_a_file_belongs_to_all_that_decides_what_is_made() -> None:
     assert len({own, *others.values()}) == 1 + len(others), others
 
 
+def test_a_graph_that_makes_a_module_has_a_file() -> None:
+    """PyTorch logs there that one is made."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        found: Tensor = torch.nn.SiLU()(_normed(x, w))
+        return found
+
+    gm, given = _graph(function, (randn(6, 8), randn(8)))
+    assert "_log_api_usage_once" in gm.code and storing.stored_at(gm, given) is not None
+
+
 @torch.library.custom_op("fusedops_tests::stored_nowhere", mutates_args=())
 def _own_operator(x: Tensor) -> Tensor:
     return x.clone()

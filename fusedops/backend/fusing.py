@@ -15,6 +15,7 @@ from ..compiler.errors import NotRowwiseError
 from ..core import compat, operators, rng
 from .casts import cast_together
 from .embeddings import with_summed_gradients
+from .grouped import with_offsets_on_cpu
 from .permutations import with_rows_put_back
 from .products import joined, padded
 from .programs import Made, made
@@ -86,6 +87,7 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
     cast_together(gm.graph, needs)
     with_summed_gradients(gm.graph, needs)
     with_rows_put_back(gm.graph, needs)
+    with_offsets_on_cpu(gm.graph)
     _sort(gm.graph)
     for node in gm.graph.nodes:  # strides need not be what they were when a view was recorded
         if name_of(node) in ("view", "_unsafe_view") and not isinstance(node.args[1], torch.dtype):

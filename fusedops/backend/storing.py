@@ -26,6 +26,7 @@ from ..compiler import storing
 from ..compiler.operator import Program
 from ..core import cache, compat, launch
 from .capture import handed_on
+from .grouped import is_grouped
 from .products import PADDED
 from .programs import Source
 
@@ -33,11 +34,14 @@ __all__ = ["read", "stored_at", "write"]
 
 _PLAIN = (bool, int, float, str, type(None))
 _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
-# Operators of PyTorch and of this package: one of another library may change without a change of its name.
+# Operators of PyTorch and of this package: one of another library may change without a change of its name. Only the one that
+# grouped.py replaces may be in a graph from Dynamo.
 _NAMESPACES = frozenset({"aten", "prims", "fusedops"})
 # The functions of captured graphs that are no operators.
 _FUNCTIONS = {"getitem": operator.getitem, "dropout": F.dropout, "tensor": torch.tensor, "checkpointed": compat.CHECKPOINTED,
               **{f"grad_mode{number}": mode for number, mode in enumerate(compat.GRAD_MODES)}}  # fmt: skip
+# What a module that a graph makes calls, such as a loss. It is in no captured graph.
+_LOGS = "_log_api_usage_once"
 _KINDS = ("cpu", "cuda")
 # Marks of nodes that are read after the capture.
 _MARKS: dict[str, Callable[[Any], Any]] = {PADDED: bool, "recompute": CheckpointPolicy}
@@ -261,9 +265,9 @@ def _named(function: Any) -> str:
             return name
     if isinstance(function, compat.OPERATORS):
         name = str(function)
-        if name.partition(".")[0] in _NAMESPACES:
+        if name.partition(".")[0] in _NAMESPACES or is_grouped(function):
             return name
-    elif compat.is_pure(function) or function in compat.AUTOCASTS:
+    elif compat.is_pure(function) or function in compat.AUTOCASTS or function.__name__ == _LOGS:
         module = function.__module__
         for path in (function.__qualname__, function.__name__):  # neither finds all of PyTorch's functions
             if _at(sys.modules.get(module), path) is function:

@@ -740,6 +740,11 @@ def have_hints(sizes: Iterable[Any]) -> bool:
     return all(not isinstance(size, torch.SymInt) or size.node.has_hint() for size in sizes)
 
 
+def schema(target: Any) -> str:
+    """Of an operator, or of its only overload, as text; "" for what is none."""
+    return str(getattr(getattr(target, "default", target), "_schema", ""))
+
+
 def namespace(target: Any) -> str:
     """Of an operator; "" for what is none."""
     return str(target.namespace) if isinstance(target, OVERLOAD) else ""  # type: ignore[attr-defined]
