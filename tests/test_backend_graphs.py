@@ -50,8 +50,58 @@ class _Moved(torch.autograd.Function):
         return grad, None
 
 
+class _Unsqueezed(torch.autograd.Function):
+    """It changes the shape of what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
+        other.unsqueeze_(0)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _ChangedAtLast(torch.autograd.Function):
+    """Its backward changes what it saves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
+        ctx.save_for_backward(other)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.saved_tensors[0].mul_(0)
+        return grad, None
+
+
+def _unsqueezed(x: Tensor, w: Tensor) -> Tensor:
+    y = x.detach() * 2
+    return F.layer_norm(_Unsqueezed.apply(x, y) + w, (8,), w) + y.squeeze(0)
+
+
+def _saved_by_two(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The region that saves it, too, is left."""
+    y = x.detach() * 2
+    return _ChangedAtLast.apply(F.layer_norm(F.gelu(y + w), (8,), w), y), F.layer_norm(x * w, (8,), w)
+
+
+def _written_without_gradients(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Beside something that has gradients."""
+
+    def body(a: Tensor, b: Tensor) -> Tensor:
+        b.view(-1)[3:].zero_()
+        return a * 1.0
+
+    y = x.detach().clone()
+    z = F.layer_norm(F.gelu(y.transpose(0, 1) + w), (8,), w)
+    return z + checkpoint(body, x, y, use_reentrant=False).transpose(0, 1), y
+
+
 def _moved(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """By what has no gradient afterwards either."""
+    """What moves x has no gradient, neither before nor after."""
     y = x.detach() * 2
     return F.layer_norm(y, (8,), w) + _Moved.apply(x, y), y + x.detach()
 
@@ -152,8 +202,8 @@ def _viewed(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
 
 
 def _view_of_a_later_one(x: Tensor, w: Tensor) -> Tensor:
-    """A region reads a view that is in another one, of which its operator is made first."""
-    y = F.dropout(x + w, 1e-12).transpose(0, 1)  # so few are dropped that none is
+    """A region reads a view inside another region, and its operator is made before the other's."""
+    y = F.dropout(x + w, 2**-16).transpose(0, 1)  # the least that drops; with these seeds, nothing
     return F.layer_norm(F.linear(y, w.outer(w)) + y, (8,), w)
 
 
@@ -210,7 +260,8 @@ def _bias_changed(x: Tensor, w: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [
     _own_derivative, _cut, _in_place, _same_memory, _transposed, _integers, _crossed, _changed_without_gradients, _changed_twice,
     _copied, _inverted, _written_into, _written_into_by_a_body, _viewed, _view_of_a_later_one, _view_changed, _cloned,
-    _clone_of_changed, _without_gradient, _compared, _bias_without_gradients, _bias_changed, _moved])  # fmt: skip
+    _clone_of_changed, _without_gradient, _compared, _bias_without_gradients, _bias_changed, _moved,
+    _unsqueezed, _saved_by_two, _written_without_gradients])  # fmt: skip
 def test_semantics_of_the_graph(function: Callable[..., Any]) -> None:
     """Derivatives of the user's, parts without gradients, changes in place, outputs that share memory."""
     x, w = randn(4, 6, 8).double().requires_grad_(), randn(8).double().requires_grad_()

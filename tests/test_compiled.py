@@ -183,6 +183,21 @@ def test_wide_rows_of_16_bits_do_not_spill(
     assert not build(lambda: norms._plan_forward(site, int(adds), True, 2), "sm_90", monkeypatch)
 
 
+@pytest.mark.parametrize(("kind", "save", "parameters", "cols"), [
+    ("layer", "sum", torch.bfloat16, 10240), ("rms", "sum", torch.bfloat16, 14336), ("layer", "output", torch.bfloat16, 12288),
+    ("rms", "sum", torch.float32, 13312)])  # fmt: skip
+def test_backwards_of_wide_rows_of_16_bits_do_not_spill(
+    kind: Kind, save: str, parameters: torch.dtype, cols: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a norm alone: whole rows, and those for which registers hold too much else."""
+    dtypes = (torch.bfloat16, None, None, parameters, parameters if kind == "layer" else None)
+    constants = constants_of("compiled", kind, 1e-5, 0.0, "once", None, save, False, None, None)
+    site = site_of(NORM, constants, dtypes, cols, -1, False, True)
+    needs = (True, False, False, True, kind == "layer")
+    plan = lambda: norms._plan_backward(site, needs, site.y, None, None, 0, True, 2)  # noqa: E731
+    assert not build(plan, "sm_90", monkeypatch)
+
+
 @pytest.mark.pairs("kind.0 target", "kind.1 target")
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
 @each_plan((768, torch.float16), (4096, torch.bfloat16), (8192, torch.float32), (8192, torch.bfloat16),

@@ -131,13 +131,28 @@ def handed_on(gm: fx.GraphModule, made: fx.GraphModule) -> None:
     compat.copy_sources(gm, made)
 
 
-def _looked_into(body: fx.GraphModule, fakes: Sequence[Any]) -> fx.GraphModule | None:
-    """The captured body of an operator that is left as it is, None if it cannot be captured."""
+def _looked_into(body: fx.GraphModule, backward: fx.GraphModule, fakes: Sequence[Any]) -> fx.GraphModule | None:
+    """The captured forward of a custom autograd function that is left as it is. None if it does not tell what is changed."""
+    if _writes_into_given(backward.graph):
+        return None
+    aliases = [fake.detach() if isinstance(fake, Tensor) else fake for fake in fakes]  # whose metadata may change
     with torch.set_grad_enabled(torch.is_grad_enabled()):
         try:
-            return _captured(body, fakes, lambda inner: inner)
+            return _captured(body, aliases, lambda inner: inner)
         except Exception:  # noqa: BLE001 - whatever is unknown in it, it is not looked into
             return None
+
+
+def _writes_into_given(graph: fx.Graph) -> bool:
+    """Whether a graph of Dynamo's changes a tensor that it is given, or may: what is no clone may be a view."""
+    for node in graph.nodes:
+        name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
+        changed = node if name.endswith("_") and not name.endswith("__") else None
+        while isinstance(changed, fx.Node) and changed.target != "clone":
+            if changed.op == "placeholder":
+                return True
+            changed = changed.args[0] if changed.args else None
+    return False
 
 
 def _is_known(target: Any) -> bool:
@@ -192,7 +207,8 @@ class _Capture(fx.Interpreter):
                 self.names[id(body)] = self.names[id(given)]
                 args = (body, *rest)
             elif target is compat.OWN_DERIVATIVE:
-                body = _looked_into(args[0], args[2:])
+                forward, backward, *rest = args
+                body = _looked_into(forward, backward, rest)
             found = target(*args, **kwargs)
         return compat.recorded_call(target, args, kwargs, found, self.names, body)
 

@@ -26,6 +26,7 @@ from .regions import (
     Finder,
     Region,
     arguments_first,
+    captured_body,
     columns_of,
     drop_unused,
     escapes,
@@ -195,16 +196,27 @@ def needs_gradients(graph: fx.Graph) -> set[fx.Node]:
         )
         if own or (enabled and not is_cut and found.intersection(node.all_input_nodes)):
             found.add(node)
-            changed = written(node)
+            changed = _written_with_gradients(node)
             found.update(other for other in graph.nodes if changed and overlap(tensors_of([other]), changed))
     return found
+
+
+def _written_with_gradients(node: fx.Node) -> list[Tensor]:
+    """The tensors into which a node writes what has gradients. A custom autograd function's have none but its results."""
+    if node.target is compat.OWN_DERIVATIVE:
+        return []
+    body = captured_body(node)
+    if body is None:
+        return written(node)
+    needs = needs_gradients(body)
+    return [tensor for one in body.nodes if one in needs for tensor in _written_with_gradients(one)]
 
 
 def _views_apart(graph: fx.Graph, region: Region) -> dict[fx.Node, fx.Node]:
     """Repeats outside the region the views that are used there, so that its outputs share no memory.
 
     Returns:
-        the views and those outside, which programs that were made before are to read.
+        a map from each view to its copy outside. Programs that were made earlier read the copy.
     """
     own, copies = set(region.nodes), dict[fx.Node, fx.Node]()
     for node in reversed(region.nodes):
@@ -258,7 +270,7 @@ def _replace(
     """One node for the region's, before the first that uses it.
 
     Args:
-        replaced: outputs and views of regions, old and new.
+        replaced: from regions' outputs and views to the nodes that replace them.
     """
     program, own = made.program, set(region.nodes)
     place = {node: place for place, node in enumerate(graph.nodes)}

@@ -27,6 +27,7 @@ __all__ = [
     "Finder",
     "Region",
     "arguments_first",
+    "captured_body",
     "columns_of",
     "drop_unused",
     "escapes",
@@ -104,14 +105,22 @@ def overlap(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
     return not set(map(compat.memory_of, tensors)).isdisjoint(map(compat.memory_of, others))
 
 
-def written(node: fx.Node) -> list[Tensor]:
-    """The tensors that a node writes into. In a captured body, which is looked into, they may be its own.
+def captured_body(node: fx.Node) -> fx.Graph | None:
+    """Of an operator that takes functions and was looked into."""
+    given = node.all_input_nodes
+    body = value_of(given[0]) if given else None
+    return body.graph if isinstance(body, fx.GraphModule) else None
 
-    Other operators that take functions do not say: it is all that they are given.
+
+def written(node: fx.Node) -> list[Tensor]:
+    """The tensors that a node writes into.
+
+    Of an operator with a captured body they are what the body writes into, also tensors of its own. Of any other operator
+    that takes functions they are all its arguments: it may write into each.
     """
+    if (body := captured_body(node)) is not None:
+        return [tensor for one in body.nodes for tensor in written(one)]
     given: Any = node.all_input_nodes
-    if given and isinstance(body := value_of(given[0]), fx.GraphModule):
-        return [tensor for one in body.graph.nodes for tensor in written(one)]
     if not isinstance(node.target, compat.HIGHER_ORDER):
         given = compat.written(node.target, node.args, node.kwargs)
     return tensors_of(one for one in given if isinstance(one, fx.Node))
@@ -120,8 +129,8 @@ def written(node: fx.Node) -> list[Tensor]:
 def drop_unused(graph: fx.Graph) -> None:
     """Erases the nodes that nothing uses and that change nothing.
 
-    `fx.Graph.eliminate_dead_code` would also erase a checkpointed part that only writes, and methods that write in the bodies
-    of other operators.
+    `fx.Graph.eliminate_dead_code` would also erase a checkpointed part that only writes and, in the bodies of other
+    operators, calls of methods that write.
     """
     for node in reversed(graph.nodes):
         if not (node.users or node.is_impure() or node.target in compat.GRAD_MODES or written(node)):

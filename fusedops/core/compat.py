@@ -685,8 +685,8 @@ def _is_complete(taken: tuple[Any, ...], arguments: Sequence[Place | None]) -> b
 
 # Nodes of a graph: operators, those that take functions, the ones of a checkpointed part and of a custom autograd function, and
 # functions that change what is recorded (whether gradients are, and in which dtype). The modules whose functions compute
-# tensors and do nothing else. Without a private name graphs have no such nodes, or nothing is known of them: they are left
-# whole, or have fewer regions.
+# tensors and do nothing else. Without a private name graphs have no such nodes, or nothing is known of them: such graphs are
+# left whole, or fewer regions are found in them.
 OVERLOAD: type = _find("_ops.OpOverload", type(None))
 CAST: Any = _find("ops.aten._to_copy.default", None)
 HIGHER_ORDER: type = _find("_ops.HigherOrderOperator", type(None))
@@ -849,7 +849,7 @@ def recorded_call(target: Any, args: Any, kwargs: Any, found: Any = None, names:
 
     Args:
         names: of the modules among the arguments.
-        body: the first of them, captured.
+        body: the captured form of the first module among the arguments.
     """
     from torch.fx.experimental.proxy_tensor import track_tensor_tree
     from torch.utils import _pytree as pytree

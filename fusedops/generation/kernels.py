@@ -11,8 +11,8 @@ from ..core.device import place_along_rows
 
 
 @triton.jit
-def _leading(ids, ids_step, pad, L, BLOCK_N: tl.constexpr):
-    """How many tokens before the first that is not ``pad``; at least L if there is none."""
+def _leading(ids, ids_step, pad, end, L, BLOCK_N: tl.constexpr):
+    """How many tokens before the first that is not ``pad``; at least ``end``, or L, if there is none before."""
     lanes = tl.arange(0, BLOCK_N)
     count = 0
     searching = L > 0
@@ -21,7 +21,7 @@ def _leading(ids, ids_step, pad, L, BLOCK_N: tl.constexpr):
         tokens = tl.load(ids + at * ids_step, mask=at < L, other=pad)
         found = tl.min(tl.where((at < L) & (tokens != pad), lanes, BLOCK_N), axis=0)
         count += found
-        searching = (found == BLOCK_N) & (count < L)
+        searching = (found == BLOCK_N) & (count < tl.minimum(end, L))
     return count
 
 
@@ -52,10 +52,11 @@ def no_repeat_ngram_forward_kernel(
     tile, _ = place_along_rows()
     scores += row * scores_stride
     ids += row * ids_stride
-    at = start + tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = start + tile.to(tl.int64) * BLOCK_N
+    at = first + tl.arange(0, BLOCK_N)
     same = at < L - ngram + 1
     if pad is not None:
-        same = same & (at >= _leading(ids, ids_step, pad, L, BLOCK_N))
+        same = same & (at >= _leading(ids, ids_step, pad, first + BLOCK_N, L, BLOCK_N))
     for behind in range(1, ngram):
         # Backwards from the last token, as the lanes that are left over load nothing more.
         wanted = tl.load(ids + (L - behind) * ids_step)

@@ -13,7 +13,11 @@ from ..core.tuning_key import (
     tiles_holding,
 )
 
-__all__ = ["candidates", "heuristic", "valid"]
+__all__ = ["MORE_HELD", "MORE_HELD_MATTERS", "candidates", "heuristic", "valid"]
+
+# The mark of a backward of wide rows of 16 bits whose registers hold more than those of most: parameters of 32 bits, or both
+# parameters where the output is kept.
+MORE_HELD, MORE_HELD_MATTERS = "more held", 8192
 
 # The widest row that a forward program holds whole, and the widest in 16 bits.
 _WHOLE_FORWARD = 16384
@@ -85,7 +89,7 @@ def _forward_of_parts(cols: int, block: int, parts: int, adds: bool, rms: bool) 
 def _forward_tiles(cols: int, itemsize: int, adds: bool, rms: bool) -> tuple[int, int]:
     """The columns and the number of tiles that hold a row. Several in 16 bits alone: in fp32 they gain nothing.
 
-    Tiles without idle lanes are loaded without a mask, so that of a row with idle lanes only the last tile has one.
+    Tiles without idle lanes are loaded without a mask. In a row with idle lanes only the last tile needs one.
 
     The widest rows take all registers of a multiprocessor, in 32 warps. A thread has four columns of a tile; or, with a
     residual, the eight of one draw of the mask. Two inputs that are loaded element by element take too many registers.
@@ -140,13 +144,13 @@ def _is_unaligned(cols: int, itemsize: int) -> bool:
     return itemsize == 2 and cols % 8 != 0
 
 
-def _backward(cols: int, itemsize: int, bucket: int, sums: int, drops: bool) -> Config:
+def _backward(cols: int, itemsize: int, bucket: int, sums: int, drops: bool, holds_more: bool) -> Config:
     """The backward: whole rows if the column sums fit in registers, else rows that programs share.
 
     ``sums`` is the number of parameter gradients; ``drops`` says whether a mask is drawn.
     """
     few = sums < 3 and not drops
-    if (config := _aligned_backward(cols, itemsize, bucket, sums, drops)) is not None:
+    if (config := _aligned_backward(cols, itemsize, bucket, sums, drops, holds_more)) is not None:
         return config
     block, parts = tiles_holding(cols)
     if block * parts > (_WHOLE_BACKWARD if itemsize < 8 else _WHOLE_BACKWARD // 4):
@@ -172,12 +176,13 @@ def _backward(cols: int, itemsize: int, bucket: int, sums: int, drops: bool) -> 
     return Config(block, rows, warps, 3, 4 if crowded else 2)
 
 
-def _aligned_backward(cols: int, itemsize: int, bucket: int, sums: int, drops: bool) -> Config | None:
+def _aligned_backward(cols: int, itemsize: int, bucket: int, sums: int, drops: bool, holds_more: bool) -> Config | None:
     """Aligned rows of 16 bits that are wider than 4096; None where the width makes no difference."""
     if itemsize > 2 or _is_unaligned(cols, itemsize) or cols <= 4096:
         return None
     # Whole rows in eight warps, as far as registers hold a row, the next one, and the sums.
-    parts, most = -(-cols // 2048), (7, 7, 6, 0)[sums] if bucket >= _SOME and not drops else 4
+    few_held = bucket >= _SOME and not (drops or holds_more)
+    parts, most = -(-cols // 2048), (7, 7, 6, 0)[sums] if few_held else 4
     if 4 <= parts <= most and sums < 3 and not (drops and cols == 8192):
         return Config(2048, 1, 8, 3 if drops or parts > 4 else 4, 1, parts=parts)
     if sums > 2 and cols <= 3 * _SHARED_BY_MANY.columns and bucket >= _SOME:
@@ -215,16 +220,17 @@ _SHARED = {
 }  # fmt: skip
 
 
-# Short programs of rows that others leave too many idle lanes in.
+# Short programs, for rows in which wider ones leave too many lanes idle.
 _SHARED_BY_MANY = Config(512, 1, 2, 3, 4, parts=3)
-# The most programs of a row for which those of few columns were measured.
+# Narrow programs were measured with at most so many that share a row.
 _MOST_SHARING = 8
 
 
 def _shared_backward(cols: int, itemsize: int, sums: int) -> Config:
     """Programs of as many columns as leave at most a tenth of the lanes idle; else with the fewest idle lanes.
 
-    With three sums in 16 bits the fewest idle lanes are best, and of rows that leave an eighth idle many short programs.
+    With three sums in 16 bits the fewest idle lanes are best; where an eighth of the lanes would be idle, many short
+    programs are.
     """
     found = _SHARED[itemsize]
     if itemsize == 2 and sums > 2:
@@ -285,7 +291,7 @@ def heuristic(key: TuningKey) -> Config:
         return _dropout_add(cols, bucket)
     if "none" in variant:
         return _backward_of_sum(cols, itemsize, bucket)
-    return _backward(cols, itemsize, bucket, _sums(key), "dropout" in variant)
+    return _backward(cols, itemsize, bucket, _sums(key), "dropout" in variant, MORE_HELD in variant)
 
 
 def _sums(key: TuningKey) -> int:
@@ -298,7 +304,7 @@ def valid(key: TuningKey, config: Config) -> bool:
 
     Tiles of several rows that fill the registers are valid only without idle lanes, as they were measured, and wide
     tiles only of aligned rows. A forward reads rows of 16 bits wider than others hold either whole or in two passes.
-    A backward of less than three sums reads wide rows of 16 bits in several tiles, if one would have idle lanes.
+    A backward of less than three sums reads wide rows of 16 bits in several tiles, if a single tile would leave lanes idle.
     """
     block, parts = block_holding(key.cols), 1
     if key.kernel == "norm_forward":

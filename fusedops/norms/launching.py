@@ -227,8 +227,13 @@ def _backward_tuning_key(site: NormSite, seed: int, sums: int, bucket: int, move
     there = [dtype for dtype in moved if dtype is not None]
     # Without dy there is nothing to normalise, whatever the forward did.
     kind = "none" if moved[0] is None else site.rule.kind
-    parts = (kind, "dropout" if seed else "plain", f"{sums} sums", f"{len(there)} moved")
-    return TuningKey("norm_backward", parts, widths(*sorted({d.itemsize for d in there})), site.cols, bucket)
+    parts: tuple[str, ...] = (kind, "dropout" if seed else "plain", f"{sums} sums", f"{len(there)} moved")
+    sizes = sorted({d.itemsize for d in there})
+    weight, shift = site.dtypes[3:]
+    more = site.constants.save == "output" or any(d is not None and d.itemsize > 2 for d in (weight, shift))
+    if more and site.cols > configs.MORE_HELD_MATTERS and sizes == [2]:
+        parts += (configs.MORE_HELD,)
+    return TuningKey("norm_backward", parts, widths(*sizes), site.cols, bucket)
 
 
 def _plan_backward(site: NormSite, needs: tuple[bool, ...], dy: _Dtype, dz: _Dtype, dcast: _Dtype, seed: int,
