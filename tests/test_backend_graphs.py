@@ -77,15 +77,28 @@ class _ChangedAtLast(torch.autograd.Function):
         return grad, None
 
 
+class _SetAtLast(_ChangedAtLast):
+    """The same, by an assignment."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.saved_tensors[0].view(-1)[1:] = 0
+        return grad, None
+
+
 def _unsqueezed(x: Tensor, w: Tensor) -> Tensor:
     y = x.detach() * 2
     return F.layer_norm(_Unsqueezed.apply(x, y) + w, (8,), w) + y.squeeze(0)
 
 
-def _saved_by_two(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+def _saved_by_two(x: Tensor, w: Tensor, last: Any = _ChangedAtLast) -> tuple[Tensor, Tensor]:
     """The region that saves it, too, is left."""
     y = x.detach() * 2
-    return _ChangedAtLast.apply(F.layer_norm(F.gelu(y + w), (8,), w), y), F.layer_norm(x * w, (8,), w)
+    return last.apply(F.layer_norm(F.gelu(y + w), (8,), w), y), F.layer_norm(x * w, (8,), w)
+
+
+def _saved_by_two_and_set(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return _saved_by_two(x, w, _SetAtLast)
 
 
 def _written_without_gradients(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -261,7 +274,7 @@ def _bias_changed(x: Tensor, w: Tensor) -> Tensor:
     _own_derivative, _cut, _in_place, _same_memory, _transposed, _integers, _crossed, _changed_without_gradients, _changed_twice,
     _copied, _inverted, _written_into, _written_into_by_a_body, _viewed, _view_of_a_later_one, _view_changed, _cloned,
     _clone_of_changed, _without_gradient, _compared, _bias_without_gradients, _bias_changed, _moved,
-    _unsqueezed, _saved_by_two, _written_without_gradients])  # fmt: skip
+    _unsqueezed, _saved_by_two, _saved_by_two_and_set, _written_without_gradients])  # fmt: skip
 def test_semantics_of_the_graph(function: Callable[..., Any]) -> None:
     """Derivatives of the user's, parts without gradients, changes in place, outputs that share memory."""
     x, w = randn(4, 6, 8).double().requires_grad_(), randn(8).double().requires_grad_()

@@ -30,6 +30,8 @@ Inner = Callable[[fx.GraphModule], fx.GraphModule]
 _WITHOUT_EFFECT = frozenset({"_are_functorch_transforms_active", "_log_api_usage_once", "lazy_load_decompositions"})
 
 
+# The functions that write into their first argument, besides methods and functions whose names end in an underscore.
+_WRITE = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ipow"})
 # A tensor with more elements is not written into a graph.
 _MOST_NUMBERS = 4096
 # Methods that change how a tensor is differentiated, of which nothing is recorded.
@@ -147,7 +149,7 @@ def _writes_into_given(graph: fx.Graph) -> bool:
     """Whether a graph of Dynamo's changes a tensor that it is given, or may: what is no clone may be a view."""
     for node in graph.nodes:
         name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
-        changed = node if name.endswith("_") and not name.endswith("__") else None
+        changed = node if name in _WRITE or (name.endswith("_") and not name.endswith("__")) else None
         while isinstance(changed, fx.Node) and changed.target != "clone":
             if changed.op == "placeholder":
                 return True
