@@ -293,7 +293,7 @@ MUTANTS = (
     Mutant(
         "what a checkpointed part changes, taken for unchanged",
         "backend/regions.py",
-        "        return [tensor for one in body.nodes for tensor in written(one)]\n",
+        "        return changed_in(body)\n",
         "        return []\n",
         ("test_backend_graphs.py", "changed_later or by_a_body"),
     ),

@@ -22,12 +22,12 @@ from .heads import Repeats
 from .masks import Constants, Mask
 from .regions import drop_unused, name_of
 
-__all__ = ["NotCapturedError", "captured", "handed_on"]
+__all__ = ["WITHOUT_EFFECT", "NotCapturedError", "captured", "handed_on"]
 
 Inner = Callable[[fx.GraphModule], fx.GraphModule]
 
 # Functions of others that do nothing which a graph has to repeat.
-_WITHOUT_EFFECT = frozenset({"_are_functorch_transforms_active", "_log_api_usage_once", "lazy_load_decompositions"})
+WITHOUT_EFFECT = frozenset({"_are_functorch_transforms_active", "_log_api_usage_once", "lazy_load_decompositions"})
 
 
 # The functions that write into their first argument, besides methods and functions whose names end in an underscore.
@@ -160,7 +160,7 @@ def _writes_into_given(graph: fx.Graph) -> bool:
 def _is_known(target: Any) -> bool:
     if isinstance(target, compat.OPERATORS) or target in compat.GRAD_MODES or target in compat.AUTOCASTS:
         return True
-    return compat.is_pure(target) or getattr(target, "__name__", "") in _WITHOUT_EFFECT
+    return compat.is_pure(target) or getattr(target, "__name__", "") in WITHOUT_EFFECT
 
 
 class _Capture(fx.Interpreter):

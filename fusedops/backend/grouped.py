@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from ..core import compat, launch
 from ..core.registration import implement
-from .regions import overlap, tensors_of, value_of, written
+from .regions import changed_in, overlap, tensors_of, value_of
 
 __all__ = ["is_grouped", "with_offsets_on_cpu"]
 
@@ -30,7 +30,7 @@ def is_grouped(target: Any) -> bool:
 def with_offsets_on_cpu(graph: fx.Graph) -> None:
     """Replaces grouped products by ones that share a copy of their offsets on the CPU."""
     nodes = [node for node in graph.nodes if is_grouped(node.target) and _is_run(node)]
-    changed = [tensor for node in graph.nodes if nodes for tensor in written(node)]
+    changed = changed_in(graph) if nodes else []
     copies: dict[Any, fx.Node] = {}
     for node in nodes:
         rows, weight, offsets = node.args

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from ..core import compat
-from .regions import arguments_first, name_of, overlap, tensors_of, written
+from .regions import arguments_first, changed_in, name_of, overlap, tensors_of
 
 __all__ = ["Constants", "Mask"]
 
@@ -105,7 +105,7 @@ def _seen(mask: Tensor) -> Tensor | None:
 
 def _is_changed(graph: fx.Graph, nodes: list[fx.Node]) -> bool:
     """Whether an operator writes into the memory of one of the nodes."""
-    return overlap(tensors_of(nodes), [tensor for node in graph.nodes for tensor in written(node)])
+    return overlap(tensors_of(nodes), changed_in(graph))
 
 
 def _is_constant(node: fx.Node) -> bool:

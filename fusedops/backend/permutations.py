@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from ..core import launch
 from ..core.registration import implement
-from .regions import name_of, overlap, tensors_of, value_of, written
+from .regions import changed_in, name_of, overlap, tensors_of, value_of
 
 __all__ = ["with_rows_put_back"]
 
@@ -27,7 +27,7 @@ def with_rows_put_back(graph: fx.Graph, needs: set[fx.Node]) -> None:
         needs: the nodes whose values have gradients.
     """
     nodes = [node for node in graph.nodes if name_of(node) == "index" and node in needs]
-    changed = [tensor for node in graph.nodes if nodes for tensor in written(node)]
+    changed = changed_in(graph) if nodes else []
     for node in nodes:
         order, each = _order_of(node) or (None, 1)
         made_of = _permutation(order)

@@ -28,6 +28,7 @@ __all__ = [
     "Region",
     "arguments_first",
     "captured_body",
+    "changed_in",
     "columns_of",
     "drop_unused",
     "escapes",
@@ -119,11 +120,16 @@ def written(node: fx.Node) -> list[Tensor]:
     that takes functions they are all its arguments: it may write into each.
     """
     if (body := captured_body(node)) is not None:
-        return [tensor for one in body.nodes for tensor in written(one)]
+        return changed_in(body)
     given: Any = node.all_input_nodes
     if not isinstance(node.target, compat.HIGHER_ORDER):
         given = compat.written(node.target, node.args, node.kwargs)
     return tensors_of(one for one in given if isinstance(one, fx.Node))
+
+
+def changed_in(graph: fx.Graph) -> list[Tensor]:
+    """The tensors that the nodes of a graph write into."""
+    return [tensor for node in graph.nodes for tensor in written(node)]
 
 
 def drop_unused(graph: fx.Graph) -> None:

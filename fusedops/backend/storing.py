@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ..compiler import storing
 from ..compiler.operator import Program
 from ..core import cache, compat, launch
-from .capture import handed_on
+from .capture import WITHOUT_EFFECT, handed_on
 from .grouped import is_grouped
 from .products import PADDED
 from .programs import Source
@@ -40,8 +40,6 @@ _NAMESPACES = frozenset({"aten", "prims", "fusedops"})
 # The functions of captured graphs that are no operators.
 _FUNCTIONS = {"getitem": operator.getitem, "dropout": F.dropout, "tensor": torch.tensor, "checkpointed": compat.CHECKPOINTED,
               **{f"grad_mode{number}": mode for number, mode in enumerate(compat.GRAD_MODES)}}  # fmt: skip
-# What a module that a graph makes calls, such as a loss. It is in no captured graph.
-_LOGS = "_log_api_usage_once"
 _KINDS = ("cpu", "cuda")
 # Marks of nodes that are read after the capture.
 _MARKS: dict[str, Callable[[Any], Any]] = {PADDED: bool, "recompute": CheckpointPolicy}
@@ -267,7 +265,9 @@ def _named(function: Any) -> str:
         name = str(function)
         if name.partition(".")[0] in _NAMESPACES or is_grouped(function):
             return name
-    elif compat.is_pure(function) or function in compat.AUTOCASTS or function.__name__ == _LOGS:
+    elif (
+        compat.is_pure(function) or function in compat.AUTOCASTS or getattr(function, "__name__", "") in WITHOUT_EFFECT
+    ):
         module = function.__module__
         for path in (function.__qualname__, function.__name__):  # neither finds all of PyTorch's functions
             if _at(sys.modules.get(module), path) is function:

@@ -60,14 +60,14 @@ def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Co
     if adds and bucket <= _FEW and block >= 1024:
         return Config(block, 1, _warps(block, 8 if rms else 16))
     if block >= 2048:
-        few_warps = (block == 4096 and bucket >= _MANY) if adds else block == 8192
+        few_warps = (block == 4096 and bucket >= _MANY) if adds else (block == 8192 and bucket < _MANY)
         return Config(block, 1, _warps(block, 32 if few_warps else 16))
     if adds and block <= 128:
         return Config(block, 2048 // block, 8)
     rows = max(1, (2048 if bucket >= _MANY and not adds else 1024) // block)
     if adds and bucket <= _SOME:
         rows = 1
-    each = 32 if bucket >= _SOME and block < 1024 else 16
+    each = 32 if bucket >= _SOME and (block < 1024 or _is_unaligned(cols, itemsize)) else 16
     if rows == 1:
         each = 8 if block <= 512 else 16
     return Config(block, rows, _warps(block * rows, each))
@@ -158,7 +158,7 @@ def _backward(cols: int, itemsize: int, bucket: int, sums: int, drops: bool, hol
     if _is_unaligned(cols, itemsize) and (config := _unaligned_backward(cols, block, parts, few=few)):
         return config
     if parts > 1:
-        return _backward_of_parts(block, parts, itemsize, few=few)
+        return _backward_of_parts(cols, block, parts, itemsize, few=few)
     if itemsize > 2:
         return _wide_dtype_backward(block, itemsize, bucket, sums)
     if block == 8192:
@@ -203,10 +203,11 @@ def _unaligned_backward(cols: int, block: int, parts: int, *, few: bool) -> Conf
     return None
 
 
-def _backward_of_parts(block: int, parts: int, itemsize: int, *, few: bool) -> Config:
-    """Whole rows in several tiles: eight warps a multiprocessor. With ``few`` registers for other things, two programs."""
+def _backward_of_parts(cols: int, block: int, parts: int, itemsize: int, *, few: bool) -> Config:
+    """Whole rows in several tiles: eight warps a multiprocessor. With ``few`` registers for other things, more programs."""
     width = block * parts
-    warps = fewest_warps(width, 40 if few and itemsize == 2 and parts == 5 else 32)
+    crowds = few and itemsize == 2 and parts == 5 and (width == 5120 or not _is_unaligned(cols, itemsize))
+    warps = fewest_warps(width, 40 if crowds else 32)
     stages = 4 if itemsize == 2 and (parts == 5 or warps == 8) else 3
     return Config(block, 1, warps, stages, max(8 // warps, 1), parts=parts)
 
