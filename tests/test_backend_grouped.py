@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
+import fusedops
 from fusedops.backend import entry
 from fusedops.backend.report import CompileReport
 from fusedops.core import launch
@@ -124,6 +125,9 @@ def test_the_offsets_are_copied_once_a_layer(call: Callable[..., Tensor], runs: 
     assert all(map(torch.equal, found, expected))
     assert names["fusedops.offsets_on_cpu.default"] == 2 * runs and names["fusedops.grouped_mm_backward.default"] == 4
     assert not [name for name in names if name.startswith("transformers.")]
+    assert fusedops.explain(_layers, *given, call).changes == {
+        "a grouped product that shares its offsets with others": 4
+    }
 
 
 def _changed(x: Tensor, w: Tensor, v: Tensor, offsets: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from .changes import without_changes
 from .heads import Repeats
 from .masks import Constants, Mask
 from .regions import drop_unused, name_of
+from .report import note_change
 
 __all__ = ["WITHOUT_EFFECT", "NotCapturedError", "captured", "handed_on"]
 
@@ -220,24 +221,32 @@ class _Capture(fx.Interpreter):
         """Attention with no mask and no repeated heads where it needs none, or else with a mask that fused kernels support."""
         if not launch.runs_kernels(query.device.type):
             return F.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **options)
+        changes = []
         if attn_mask is not None:
             is_droppable = _is_mask(attn_mask) and len(rest) < 2 and not options.get("is_causal")
             kind = self.constants.kind(compat.recorded_node(attn_mask)) if is_droppable else Mask.OTHER
             if kind is Mask.ALL:
                 attn_mask = None
+                changes.append("an attention without its mask, which masks nothing")
             elif (
                 kind is Mask.CAUSAL
                 and _is_positive(options.get("scale"))
                 and attn_mask.shape[-2:] == (query.shape[-2], key.shape[-2])
             ):
                 attn_mask, options = None, {**options, "is_causal": True}
-            else:
-                attn_mask = made_contiguous(attn_mask)
+                changes.append("an attention that is causal in the place of its mask")
+            elif (contiguous := made_contiguous(attn_mask)) is not attn_mask:
+                attn_mask = contiguous
+                changes.append("an attention whose mask is made contiguous")
         if attn_mask is None and _takes_groups(query, value) and len(rest) < 4 and query.shape[1] % key.shape[1] == 0:
             heads = self.repeats.once(key), self.repeats.once(value)
             if heads[0] is not None and heads[1] is not None and heads[0].shape[1] == heads[1].shape[1]:
                 (key, value), options = heads, {**options, "enable_gqa": True}  # type: ignore[assignment]
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **options)
+                changes.append("an attention of keys and values that are not repeated for groups of queries")
+        found = F.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **options)
+        for change in changes:
+            note_change(compat.recorded_node(found), change)
+        return found
 
 
 def _takes_groups(query: Tensor, value: Tensor) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from ..core import launch
 from ..core.registration import implement
 from .regions import escapes, name_of, parts_of, value_of
+from .report import note_change
 
 __all__ = ["JOINED", "cast_together"]
 
@@ -89,6 +90,7 @@ def _cast(graph: fx.Graph, group: list[tuple[fx.Node, list[fx.Node]]]) -> None:
     with graph.inserting_before(min([*casts, *[node for node, _ in group]], key=place.__getitem__)):
         given = ([cast.args[0] for cast in casts], casts[0].kwargs["dtype"])
         whole = graph.call_function(torch.ops.fusedops.cast_joined.default, given)
+        note_change(whole, "one cast of several parameters")
         counts = [sum(map(_count, some)) for _, some in group]
         parts = graph.call_function(aten.split_with_sizes.default, (whole, counts))
         for number, (node, some) in enumerate(group):

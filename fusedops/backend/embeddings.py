@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from ..core import launch
 from ..core.registration import implement
 from .regions import name_of, value_of
+from .report import note_change
 
 __all__ = ["with_summed_gradients"]
 
@@ -36,6 +37,7 @@ def with_summed_gradients(graph: fx.Graph, needs: set[fx.Node]) -> None:
     for node in graph.nodes:
         if name_of(node) == "embedding" and node.args[0] in needs and _is_of_few(node):
             node.target = torch.ops.fusedops.embedding_of_few.default
+            note_change(node, "an embedding of few rows, whose gradient is a matrix product")
 
 
 def _is_of_few(node: fx.Node) -> bool:

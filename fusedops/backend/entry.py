@@ -16,7 +16,7 @@ from . import storing
 from .capture import NotCapturedError, captured
 from .fusing import fused, needs_gradients
 from .products import returns_padded
-from .report import CompileReport
+from .report import CompileReport, changes_in
 from .returned import computed_again
 
 __all__ = ["backend", "compile", "explain"]
@@ -49,7 +49,7 @@ def compile(model: _Compiled, *, fullgraph: bool = False, dynamic: bool | None =
 
 
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> CompileReport:
-    """The row-wise regions that `fusedops.compile` finds in a call of a model, and why the others are left.
+    """The row-wise regions that `fusedops.compile` finds in a call of a model, why others are left, and what else it changes.
 
     The model is called once with the given arguments, positional and by keyword. It is traced, but not compiled. Call it under
     autocast and in the mode (training or not) in which it is to run.
@@ -120,4 +120,5 @@ def _with_operators(gm: fx.GraphModule, inputs: Sequence[Any], report: CompileRe
         report.left.append(reason)
         return gm
     report.regions += found.regions
+    report.changes += changes_in(made.graph)
     return made

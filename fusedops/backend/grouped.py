@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from ..core import compat, launch
 from ..core.registration import implement
 from .regions import changed_in, overlap, tensors_of, value_of
+from .report import note_change
 
 __all__ = ["is_grouped", "with_offsets_on_cpu"]
 
@@ -40,6 +41,7 @@ def with_offsets_on_cpu(graph: fx.Graph) -> None:
             with graph.inserting_before(node):
                 copies[offsets] = graph.call_function(torch.ops.fusedops.offsets_on_cpu.default, (offsets,))
         node.target, node.args = torch.ops.fusedops.grouped_mm.default, (rows, weight, copies[offsets])
+        note_change(node, "a grouped product that shares its offsets with others")
 
 
 def _is_run(node: fx.Node) -> bool:

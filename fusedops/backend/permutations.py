@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from ..core import launch
 from ..core.registration import implement
 from .regions import changed_in, name_of, overlap, tensors_of, value_of
+from .report import note_change
 
 __all__ = ["with_rows_put_back"]
 
@@ -34,6 +35,7 @@ def with_rows_put_back(graph: fx.Graph, needs: set[fx.Node]) -> None:
         read = [*made_of, *node.all_input_nodes[1:]]
         if made_of and not overlap(tensors_of(read), changed):
             node.target, node.args = torch.ops.fusedops.rows_in_order.default, (node.args[0], order, each)
+            note_change(node, "rows in the order of a sort, whose gradients are put back")
 
 
 def _order_of(node: fx.Node) -> tuple[fx.Node, int] | None:

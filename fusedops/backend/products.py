@@ -13,6 +13,7 @@ from ..core import compat, launch
 from ..models.tricks.padding import ALIGNED, HALF, LEAST_OUTPUTS, LEAST_ROWS, MULTIPLE
 from .casts import JOINED
 from .regions import VIEWS, escapes, is_laid_out, is_of_elements, name_of, parts_of, value_of
+from .report import note_change
 
 __all__ = ["joined", "padded", "returns_padded"]
 
@@ -124,6 +125,7 @@ def _join(graph: fx.Graph, group: list[fx.Node], needs: set[fx.Node]) -> None:
             factors = (_behind(graph, [node.args[0] for node in group]), *factors)
         product = graph.call_function(first.target, factors)  # type: ignore[arg-type]
         product.meta.update({key: value for key, value in first.meta.items() if key != "val"})
+        note_change(product, "one product of the same rows in the place of several")
         parts = graph.call_function(aten.split_with_sizes.default, (product, sizes, 1))
         for number, node in enumerate(group):
             part = graph.call_function(operator.getitem, (parts, number))
@@ -203,5 +205,6 @@ def _pad(graph: fx.Graph, node: fx.Node) -> None:
         part = graph.call_function(aten.slice.Tensor, (product, 1, 0, columns))
     part.meta.update(node.meta)
     part.meta[PADDED] = True
+    note_change(part, "a product with columns padded to a multiple of 64")
     node.replace_all_uses_with(part)
     graph.erase_node(node)

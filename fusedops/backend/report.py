@@ -7,10 +7,36 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
+from torch import fx
+
 from ..compiler.codegen import backward_kernels, forward_kernels
 from ..compiler.operator import Program
+from .regions import captured_body
 
-__all__ = ["CompileReport", "RegionReport"]
+__all__ = ["CompileReport", "RegionReport", "changes_in", "note_change"]
+
+# The mark of nodes that are other than the model has them, in `fx.Node.meta`.
+_CHANGES = "fusedops_changes"
+
+
+@dataclass(frozen=True, eq=False)
+class _Change:
+    what: str
+
+
+def note_change(node: fx.Node, what: str) -> None:
+    """Marks a node that computes something in another way than the model, for the report."""
+    node.meta[_CHANGES] = [*node.meta.get(_CHANGES, ()), _Change(what)]
+
+
+def changes_in(graph: fx.Graph) -> Counter[str]:
+    """What the marked nodes of a graph, and of the bodies in it, do in another way, and how often."""
+    # A node that replaces another may have its marks.
+    found = {change for node in graph.nodes for change in node.meta.get(_CHANGES, ())}
+    counts = Counter([change.what for change in found])
+    for body in filter(None, map(captured_body, graph.nodes)):
+        counts += changes_in(body)
+    return counts
 
 
 @dataclass(frozen=True)
@@ -72,11 +98,13 @@ class CompileReport:
         regions: of all graphs.
         left: why whole graphs were left to Inductor, one entry for each such graph.
         graphs: how many graphs there are.
+        changes: what else is computed in another way than the model has it, and how often.
     """
 
     regions: list[RegionReport] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     graphs: int = 0
+    changes: Counter[str] = field(default_factory=Counter)
 
     @property
     def fused(self) -> list[RegionReport]:
@@ -93,7 +121,7 @@ class CompileReport:
         return list(found.values())
 
     def __str__(self) -> str:
-        """A line for each kind of region."""
+        """A line for each kind of region, and for each kind of change."""
         fused = self.fused
         moved, saved = sum([region.moved for region in fused]), sum([region.saved for region in fused])
         where = "1 graph" if self.graphs == 1 else f"{self.graphs} graphs"
@@ -104,6 +132,7 @@ class CompileReport:
             what = f"{_mib(kind.moved)} moved, {_mib(kind.saved)} saved; forward {_mib(kind.forward)}, not {_mib(kind.apart)}"
             what = f"left: {kind.reason}" if kind.reason else what
             lines.append(f"  {count} x {' x '.join(map(str, kind.shape))}  {', '.join(kind.operators)}  {what}")
+        lines += [f"  changed: {count} x {what}" for what, count in sorted(self.changes.items())]
         return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .regions import COPIES, is_of_elements, name_of
+from .report import note_change
 
 __all__ = ["computed_again"]
 
@@ -31,6 +32,7 @@ def computed_again(graph: fx.Graph, needs: set[fx.Node]) -> None:
     for node in graph.output_node().all_input_nodes:
         if node in needs and _is_activation(node) and _is_read_by_elements(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            note_change(node, "a returned activation that is computed again in the backward")
 
 
 def _is_activation(node: fx.Node) -> bool:
