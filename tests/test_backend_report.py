@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import fusedops
 from backends import randn
+from fusedops.core import launch
 from support import DEVICE
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
@@ -57,3 +58,28 @@ def test_changes_are_counted() -> None:
         "rows in the order of a sort, whose gradients are put back": 1,
     }
     assert "  changed: 2 x an attention that is causal in the place of its mask\n" in str(report)
+
+
+def test_nothing_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def doubled(x: Tensor) -> Tensor:
+        return x * 2
+
+    assert str(fusedops.explain(doubled, randn(3, 4))) == "no row-wise region was found, in 1 graph"
+    monkeypatch.setattr(launch, "runs_kernels", lambda kind: False)
+    torch.compiler.reset()
+    text = str(fusedops.explain(nn.LayerNorm(4).to(DEVICE), randn(3, 4)))
+    assert text == f"no row-wise region was found, in 1 graph: there are no kernels for {DEVICE.type} tensors"
+
+
+def test_a_line_for_each_kind_of_region() -> None:
+    norms = nn.Sequential(*[nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8, bias=False)) for _ in range(3)]).to(DEVICE)
+    lines = str(fusedops.explain(norms, randn(6, 8))).splitlines()
+    size = 6 * 8 * 4 / 1024
+    moved, saved = f"{3 * 5 * size:.1f} KiB moved", f"{3 * size:.1f} KiB saved"  # x and y; dy, x and dx
+    assert lines[0] == f"3 of 3 row-wise regions are one operator, in 1 graph: {moved}, {saved} for backward"
+    assert len(lines) == 2 and lines[1].startswith(f"  3 x (6, 8)  native_layer_norm  {5 * size:.1f} KiB moved, ")
+
+
+def test_what_cannot_be_called() -> None:
+    with pytest.raises(TypeError, match="compile: model must be a module or a function, got int"):
+        fusedops.compile(3)  # type: ignore[type-var]

@@ -260,6 +260,18 @@ class LlamaRMSNorm(MyNorm):
         return self.weight * hidden_states.to(input_dtype)
 
 
+class Unwidened(MyNorm):
+    """A norm whose squares are of the rows' dtype."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon))
+
+
+class RMSNorm(Unwidened):
+    """The same under a name that a rule knows."""
+
+
 class Doubled(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)
@@ -286,6 +298,11 @@ def _reasons(*modules: nn.Module) -> list[str]:
 def test_another_forward_under_the_same_name() -> None:
     assert _reasons(LlamaRMSNorm(4)) == ["it computes no LayerNorm or RMSNorm of the last dimension"]
     assert _reasons(GELU()) == ["no rule"]
+
+
+def test_another_rounding_under_any_name() -> None:
+    reason = "it rounds as none of the operators does; a norm that computes in fp32 rounds as they do"
+    assert _reasons(Unwidened(4), RMSNorm(4)) == [reason, reason]
 
 
 def test_the_same_forward_under_another_name() -> None:

@@ -144,7 +144,7 @@ def complex_numbers(x: Tensor) -> Tensor:
 
 
 REFUSED: dict[Callable[..., Any], str] = {
-    cumulated: "cumsum|mixes columns in an order",
+    cumulated: "cumsum|each column depends on those before it",
     sorted_: "sort",
     largest_two: "topk|sort",
     batch_norm: "BatchNorm mixes rows",
@@ -419,6 +419,11 @@ def test_tensors_of_other_kinds(kind: str) -> None:
     x = randn(5, 24).to_sparse() if kind == "sparse" else randn(5, 24).to(torch.complex64)
     with pytest.raises(fusedops.NotRowwiseError, match=r"dense|complex"):
         fusedops.rowwise(lambda x: x * 2, strict=True)(x)
+
+
+def test_a_list_of_tensors() -> None:
+    with pytest.raises(fusedops.NotRowwiseError, match="xs is a list of tensors; pass them one by one"):
+        fusedops.rowwise(lambda xs: xs[0] + xs[1]).source([randn(5, 24), randn(5, 24)])
 
 
 @kernels

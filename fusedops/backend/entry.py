@@ -16,6 +16,7 @@ from . import storing
 from .capture import NotCapturedError, captured
 from .fusing import fused, needs_gradients
 from .products import returns_padded
+from .regions import tensors_of
 from .report import CompileReport, changes_in
 from .returned import computed_again
 
@@ -42,7 +43,11 @@ def compile(model: _Compiled, *, fullgraph: bool = False, dynamic: bool | None =
         options: as in `torch.compile`, for Inductor.
     Returns:
         The compiled model, as from `torch.compile`. `explain` reports its regions.
+    Raises:
+        TypeError: the model cannot be called.
     """
+    if not callable(model):
+        raise TypeError(f"compile: model must be a module or a function, got {type(model).__name__}")
     given: dict[str, Any] = {"fullgraph": fullgraph, "dynamic": dynamic, "mode": mode, "options": options}
     compiled: Any = torch.compile(model, backend=backend, **given)
     return compiled  # type: ignore[no-any-return]
@@ -121,4 +126,5 @@ def _with_operators(gm: fx.GraphModule, inputs: Sequence[Any], report: CompileRe
         return gm
     report.regions += found.regions
     report.changes += changes_in(made.graph)
+    report.devices.update(tensor.device.type for tensor in tensors_of(made.graph.nodes))
     return made

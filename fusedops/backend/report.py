@@ -11,6 +11,7 @@ from torch import fx
 
 from ..compiler.codegen import backward_kernels, forward_kernels
 from ..compiler.operator import Program
+from ..core import launch
 from .regions import captured_body
 
 __all__ = ["CompileReport", "RegionReport", "changes_in", "note_change"]
@@ -98,12 +99,14 @@ class CompileReport:
         regions: of all graphs.
         left: why whole graphs were left to Inductor, one entry for each such graph.
         graphs: how many graphs there are.
+        devices: the types of the devices whose tensors are in the graphs.
         changes: what else is computed in another way than the model has it, and how often.
     """
 
     regions: list[RegionReport] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     graphs: int = 0
+    devices: set[str] = field(default_factory=set)
     changes: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -125,16 +128,30 @@ class CompileReport:
         fused = self.fused
         moved, saved = sum([region.moved for region in fused]), sum([region.saved for region in fused])
         where = "1 graph" if self.graphs == 1 else f"{self.graphs} graphs"
-        summary = f"{len(fused)} of {len(self.regions)} row-wise regions are one operator, in {where}"
-        lines = [f"{summary}: {_mib(moved)} moved, {_mib(saved)} saved for backward"]
+        lines = [f"{len(fused)} of {len(self.regions)} row-wise regions are one operator, in {where}"]
+        if fused:
+            lines[0] += f": {_bytes(moved)} moved, {_bytes(saved)} saved for backward"
+        elif not self.regions:
+            lines = [f"no row-wise region was found, in {where}"]
+            if self.devices and not any(map(launch.runs_kernels, self.devices)):
+                lines[0] += f": there are no kernels for {' and '.join(sorted(self.devices))} tensors"
         lines += [f"a graph is left to Inductor: {reason} ({count} x)" for reason, count in Counter(self.left).items()]
-        for kind, count in Counter(self.regions).items():
-            what = f"{_mib(kind.moved)} moved, {_mib(kind.saved)} saved; forward {_mib(kind.forward)}, not {_mib(kind.apart)}"
-            what = f"left: {kind.reason}" if kind.reason else what
-            lines.append(f"  {count} x {' x '.join(map(str, kind.shape))}  {', '.join(kind.operators)}  {what}")
+        lines += [f"  {count} x {kind}" for kind, count in Counter(map(_line, self.regions)).items()]
         lines += [f"  changed: {count} x {what}" for what, count in sorted(self.changes.items())]
         return "\n".join(lines)
 
 
-def _mib(size: int) -> str:
+def _line(region: RegionReport) -> str:
+    what = f"left: {region.reason}"
+    if not region.reason:
+        what = (
+            f"{_bytes(region.moved)} moved, {_bytes(region.saved)} saved; forward {_bytes(region.forward)} instead of "
+        )
+        what += _bytes(region.apart)
+    return f"({', '.join(map(str, region.shape))})  {', '.join(region.operators)}  {what}"
+
+
+def _bytes(size: int) -> str:
+    if size < 2**20:
+        return f"{size / 2**10:.1f} KiB"
     return f"{size / 2**20:.1f} MiB" if size < 10 * 2**20 else f"{math.ceil(size / 2**20)} MiB"

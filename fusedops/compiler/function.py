@@ -104,7 +104,7 @@ class Rowwise(Generic[_P, _R]):
         self._signature = inspect.signature(function)
         parameters = self._signature.parameters.values()
         if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
-            raise TypeError(f"rowwise: {self.name} takes a variable number of arguments")
+            raise TypeError(f"rowwise: {self.name} takes a variable number of arguments; name each")
         self._count = len(parameters)
         self._by_keyword = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         self._programs = Programs(function, self.name, list(self._signature.parameters), self._run)
@@ -261,7 +261,11 @@ class Rowwise(Generic[_P, _R]):
                 raise
             if warns and not self._warned:
                 self._warned = True
-                warnings.warn(f"fusedops.rowwise runs {self.name} as it is. {error}", RuntimeWarning, stacklevel=3)
+                warnings.warn(
+                    f"fusedops.rowwise does not fuse {self.name}, and runs it as plain PyTorch: {error}",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
             return _Call(None, reason=str(error))
         places = tuple([i for i, a in enumerate(args) if isinstance(a, Tensor)])
         return _Call(found.program, places, found.captured, token=(*devices, *map(type, tensors)))

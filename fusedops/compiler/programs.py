@@ -79,10 +79,10 @@ class Programs:
         Raises:
             NotRowwiseError: the function cannot be one kernel.
         """
+        self.check(args)
         tensors = [a for a in args if isinstance(a, Tensor)]
         if not tensors:
             raise NotRowwiseError(f"{self.name}: none of its arguments is a tensor")
-        self.check(args)
         numbers = tuple([None if isinstance(a, Tensor) else state_of(a) for a in args])
         key = (numbers, self.state(args), autocast, torch.get_default_dtype(), tensors[0].device.type)
         alike = (key, *[(t.dtype, t.dim(), compat.hints(t.shape[1:])) for t in tensors])

@@ -163,7 +163,8 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             raise NotRowwiseError(f"{self.name}: {name} is no dense tensor")
         if tensor.dtype not in NAMES:
-            raise NotRowwiseError(f"{self.name}: {name} is of {tensor.dtype}, which kernels do not read")
+            readable = ", ".join(sorted(word for dtype, word in NAMES.items() if dtype))
+            raise NotRowwiseError(f"{self.name}: {name} is of {tensor.dtype}; kernels read {readable}")
         made = self.empty(tensor.shape, tensor.dtype, getattr(tensor, "fusedops_device", tensor.device))
         labels = tuple([self.axes.new(size) for size in tensor.shape])
         node = self.graph.make("input", attrs=(len(self.traced.inputs),), axes=[a for label in labels for a in label],
@@ -251,7 +252,9 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
         self.value(target)
         for given, value in self.given:
             if given is target or compat.share_memory(given, target):
-                raise NotRowwiseError(f"{name} changes {value.node.names[0]} in place, which the function was given")
+                raise NotRowwiseError(
+                    f"{name} changes {value.node.names[0]} in place, which the function was given; change a copy"
+                )
         if any(other is not target and compat.share_memory(other, target) for other, _ in self.values.values()):
             raise NotRowwiseError(f"{name} changes in place what another tensor shares")
 

@@ -24,7 +24,7 @@ from ..core.compat import cast_by_autocast, without_modes
 from ..norms.reference import NormRule, Rounding, normalize
 from .fingerprint import definition, digest, is_pytorchs
 
-__all__ = ["Form", "form", "refusal", "same_code"]
+__all__ = ["Form", "form", "other_norm", "other_rounding", "same_code"]
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -335,6 +335,10 @@ def _wide(value: Any) -> Any:
 
 
 _NO_NORM = "it computes no LayerNorm or RMSNorm of the last dimension"
+# Of norms in fp32.
+_NOT_HALF = "it does not take half precision"
+_OTHER_AUTOCAST = "autocast changes what it computes"
+_OTHER_ROUNDING = "it rounds as none of the operators does; a norm that computes in fp32 rounds as they do"
 _MEAN = 0.7  # of the rows, in their standard deviations
 
 
@@ -460,16 +464,16 @@ def _rounded(probe: _Probe, found: Form, compute: Compute) -> Form:
         with torch.autocast("cpu", torch.bfloat16):
             under = _tried(probe, x, dtype)
         if (y is None) is not (under is None) or (y is not None and not _equal(y, under)):
-            raise _RefusedError("autocast changes what it computes")
+            raise _RefusedError(_OTHER_AUTOCAST)
     if not any(x.dtype in _HALF for x, _, _ in runs):
-        raise _RefusedError("it does not take half precision")
+        raise _RefusedError(_NOT_HALF)
     roundings: tuple[Rounding, ...] = ("once", "llama") if found.kind == "layer" else ("once", "llama", "t5")
     for same in (_same_bits, _rounds_less):
         for rounding in roundings:
             tried = found._replace(rounding=rounding)
             if all(same(probe, tried, x, dtype, y, compute) for x, dtype, y in runs):
                 return tried
-    raise _RefusedError("it rounds as none of the operators does")
+    raise _RefusedError(_OTHER_ROUNDING)
 
 
 def _equal(a: Tensor, b: Tensor | None) -> bool:
@@ -515,9 +519,9 @@ def _autocast(probe: _Probe, found: Form, compute: Compute) -> Form:
             if widened == {True} and (
                 found.rounding != "once" or under.dtype != torch.float32 or _apart(under, wide).any()
             ):
-                raise _RefusedError("autocast changes what it computes")
+                raise _RefusedError(_OTHER_AUTOCAST)
     if len(widened) != 1:
-        raise _RefusedError("autocast changes what it computes")
+        raise _RefusedError(_OTHER_AUTOCAST)
     return found._replace(widened=widened.pop())
 
 
@@ -567,7 +571,13 @@ def form(module: nn.Module, compute: Compute) -> Form | None:
     return found if isinstance(found, Form) else None
 
 
-def refusal(module: nn.Module, compute: Compute) -> str:
+def other_rounding(module: nn.Module, compute: Compute) -> str:
+    """Why a module that computes a norm in fp32 is none to `form`; "" for others."""
+    found = _found(module, compute)
+    return found if isinstance(found, str) and found in (_NOT_HALF, _OTHER_AUTOCAST, _OTHER_ROUNDING) else ""
+
+
+def other_norm(module: nn.Module, compute: Compute) -> str:
     """Why a module whose class is called a norm is none to `form`; "" for others."""
     found = _found(module, compute) if "Norm" in type(module).__name__ else ""
     return found if isinstance(found, str) else ""

@@ -116,7 +116,8 @@ class Family:
             rule for it. The module is not changed.
         rule: the rule for a class and a key; None if the class is not, or no longer, of that structure.
         names: of its rules.
-        why: says why a module that one would expect it to know has no rule; "" for all others.
+        why: says why a module of the structure has no rule; "" for all others.
+        why_of_name: says why a module whose name promises the structure has no rule; "" for all others.
     """
 
     name: str
@@ -124,6 +125,7 @@ class Family:
     rule: Callable[[type[nn.Module], Any], Rule | None]
     names: tuple[str, ...]
     why: Callable[[nn.Module], str] = field(default=_always)
+    why_of_name: Callable[[nn.Module], str] = field(default=_always)
 
     def __call__(self, module: nn.Module) -> Rule | None:
         """The rule for a module."""
@@ -146,9 +148,12 @@ def judge(module: nn.Module, rules: tuple[Rule | Family, ...], excluded: frozens
     if rule is not None and rule.name in excluded:
         return Verdict(None, f"excluded, with rule {rule.name}")
     if rule is None:
+        families = [entry for entry in rules if isinstance(entry, Family)]
         alike = next((rule for rule in rules if isinstance(rule, Rule) and rule.resembles(cls)), None)
-        why = next((why for entry in rules if isinstance(entry, Family) and (why := entry.why(module))), "no rule")
-        return Verdict(None, f"its forward is not the one that rule {alike.name} knows" if alike else why)
+        why = next((why for family in families if (why := family.why(module))), "")
+        if alike and not why:
+            why = f"its forward is not the one that rule {alike.name} knows"
+        return Verdict(None, why or next((why for one in families if (why := one.why_of_name(module))), "no rule"))
     replaced = next((name for name in (*rule.known, *rule.methods) if name in vars(module)), None)
     if replaced is not None:
         return Verdict(None, f"its {replaced} was replaced on the instance")

@@ -11,13 +11,13 @@ __all__ = ["REFUSED", "TABLE"]
 
 # Operators that are refused, with why; others that are not in the table are refused by their names.
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"), "it mixes columns in an order"),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"), "each column depends on those before it"),
     **dict.fromkeys(("sort", "topk", "kthvalue", "median", "argsort", "unique"), "it sorts columns"),
     **dict.fromkeys(("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "batch_norm",
                      "_batch_norm_with_update"), "BatchNorm mixes rows"),
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "convolution"), "a matrix product mixes columns"),
     **dict.fromkeys(("_local_scalar_dense", "item", "is_nonzero", "nonzero"),
-                    "it takes a tensor's value for Python, and no kernel can wait for that"),
+                    "it takes a tensor's value for Python, and no kernel can wait for that; `torch.where` can replace an `if`"),
     **dict.fromkeys(("rand", "randn", "rand_like", "randn_like", "bernoulli", "uniform", "normal", "randint"),
                     "it draws random numbers; of these only dropout's are drawn again in a backward"),
     **dict.fromkeys(("prod", "any", "all", "argmax", "argmin"), "it is a reduction without a kernel"),

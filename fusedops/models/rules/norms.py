@@ -159,7 +159,11 @@ def _made(cls: type[nn.Module], form: Form) -> Rule | None:
 
 
 def _why(module: nn.Module) -> str:
-    return probe.refusal(module, _computed)
+    return probe.other_rounding(module, _computed)
+
+
+def _why_of_name(module: nn.Module) -> str:
+    return probe.other_norm(module, _computed)
 
 
 RULES = (
@@ -177,5 +181,5 @@ RULES = (
         base=nn.RMSNorm,
         names=("RMSNorm",),
     ),
-    Family(name="norm", key=_key, rule=_made, names=("norm",), why=_why),
+    Family(name="norm", key=_key, rule=_made, names=("norm",), why=_why, why_of_name=_why_of_name),
 )
