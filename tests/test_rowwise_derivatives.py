@@ -245,6 +245,34 @@ def test_not_a_number_spreads_as_in_pytorch(case: str, value: float) -> None:
     torch.testing.assert_close(got, functions[case](x), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
+@kernels
+def test_limits_that_are_no_numbers() -> None:
+    def function(x: Tensor, low: Tensor) -> Tensor:
+        return torch.clamp(torch.clamp(x, min=low), max=x.mean(-1, keepdim=True)) * 2
+
+    x, low = randn(5, 24), randn(24)
+    x[1, 3] = low[5] = float("nan")
+    expected = function(x, low)
+    assert int(expected.isnan().sum()) == 24 + 4
+    got = fusedops.rowwise(function, strict=True)(x, low)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@kernels
+@pytest.mark.parametrize("correction", [24, 25])
+def test_variance_of_no_freedom(correction: int) -> None:
+    """Infinite, and not a number where all elements are the same."""
+    x = randn(5, 24)
+    x[2] = 1.5
+    for function in (torch.var, torch.std):
+        made = fusedops.rowwise(lambda x, function=function: function(x, -1, correction=correction), strict=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch warns
+            expected = function(x, -1, correction=correction)
+            torch.testing.assert_close(made(x), expected, equal_nan=True)
+        assert expected[0] == float("inf") and expected[2].isnan()
+
+
 # --- operators that PyTorch decomposes --------------------------------------------------------------------------------
 
 _POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {

@@ -160,7 +160,7 @@ def test_dimensions_of_one_are_squeezed(shape: tuple[int, ...]) -> None:
     check(sample, rowwise(sample), {"x": randn(*shape), "w": randn(24)})
 
 
-@pytest.mark.filterwarnings("ignore:fusedops.rowwise runs:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:fusedops.rowwise does not fuse:RuntimeWarning")
 @pytest.mark.parametrize("batches", [(2, 1), (1, 2, 1)], ids=str)
 def test_batches_that_may_be_squeezed_keep_their_dimensions(batches: tuple[int, ...]) -> None:
     """What was made for a batch of two does not serve one."""

@@ -43,8 +43,7 @@ def _returning(node: fx.Node) -> Any:
         or "out" in node.kwargs
     ):
         return None
-    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
-    found = getattr(packet, str(node.target).rpartition(".")[2], None)
+    found = compat.returning(node.target)
     value = first.meta.get("val")
     if name in _WITHOUT_DERIVATIVE:
         return None

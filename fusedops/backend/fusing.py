@@ -30,6 +30,7 @@ from .regions import (
     columns_of,
     drop_unused,
     escapes,
+    is_laid_out,
     name_of,
     overlap,
     parts_of,
@@ -49,12 +50,12 @@ _LONGEST_OF_INDUCTOR = 1024
 def fused(gm: fx.GraphModule) -> list[RegionReport]:
     """Replaces the regions of a captured graph by operators, and reports each region."""
     apart = _biases_apart(gm.graph)
-    needs = needs_gradients(gm.graph)
+    needs, recorded = needs_gradients(gm.graph), _recorded(gm.graph)
     finder = Finder(gm.graph)
     changes = [(finder.part[node], changed) for node in gm.graph.nodes for changed in written(node)]
     todo, tried = deque(finder.found()), set[Region]()
     saved = set[fx.Node]()
-    found, reports = list[tuple[Region, Made]](), list[RegionReport]()
+    found, reports = list[tuple[Region, Made, set[fx.Node]]](), list[RegionReport]()
     replaced = dict[fx.Node, fx.Node]()
     while todo:
         region = todo.popleft()
@@ -62,12 +63,17 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
         try:
             if reason := _why_not(region, needs):
                 raise NotRowwiseError(reason)
-            replaced |= _views_apart(gm.graph, region)
+            copies = _views_apart(gm.graph, region)
+            needs.update(copy for node, copy in copies.items() if node in needs)
+            replaced |= copies
             program = made(region, saved)
+            trained = _trained(region, program, needs)
+            if not trained and needs.intersection(region.outputs):
+                raise NotRowwiseError("its gradients are zero")
             later = [changed for part, changed in changes if part > finder.part[region.nodes[0]]]
-            if later and _saves(region, program, needs) and overlap(tensors_of(_saved(program)), later):
+            if later and trained and overlap(tensors_of(_saved(program)), later):
                 raise NotRowwiseError("a tensor that it saves is changed later")
-            if _is_cyclic(region, [other for other, _ in found]):
+            if _is_cyclic(region, [other for other, *_ in found]):
                 raise NotRowwiseError("as an operator it would be in a cycle with another region")
         except Exception as error:  # noqa: BLE001 - what is unknown in a region is Inductor's, with its reason
             reason = str(error) if isinstance(error, NotRowwiseError) else f"{type(error).__name__}: {error}"
@@ -78,10 +84,10 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
                 reports.append(RegionReport(names, _shape(region), reason))
             continue
         saved.update(_saved(program))  # also where no backward follows: inference is to compute the same
-        found.append((region, program))
+        found.append((region, program, trained))
         reports.append(RegionReport(names, _shape(region), "", _apart(region), _rows(program), program.program))
-    for region, program in found:
-        _replace(gm.graph, region, program, needs, replaced)
+    for region, program, trained in found:
+        _replace(gm.graph, region, program, needs, trained, recorded, replaced)
     _biases_back(gm.graph, apart)
     padded(gm.graph)
     joined(gm.graph, needs)
@@ -191,7 +197,7 @@ def needs_gradients(graph: fx.Graph) -> set[fx.Node]:
             node.op == "get_attr" and getattr(value_of(node), "requires_grad", False)
         )
         value = value_of(node)
-        is_cut = name_of(node) == "detach" or (
+        is_cut = _reads_no_numbers(node) or (
             isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
         )
         if own or (enabled and not is_cut and found.intersection(node.all_input_nodes)):
@@ -199,6 +205,23 @@ def needs_gradients(graph: fx.Graph) -> set[fx.Node]:
             changed = _written_with_gradients(node)
             found.update(other for other in graph.nodes if changed and overlap(tensors_of([other]), changed))
     return found
+
+
+def _recorded(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes where gradients are recorded."""
+    found, enabled = set[fx.Node](), torch.is_grad_enabled()
+    for node in graph.nodes:
+        if node.target in compat.GRAD_MODES:
+            enabled = bool(node.args[0])
+        elif enabled:
+            found.add(node)
+    return found
+
+
+def _reads_no_numbers(node: fx.Node) -> bool:
+    """Whether a node's gradient ends there: it is detached, or made like another in nothing but its shape."""
+    name = name_of(node)
+    return name == "detach" or name.endswith("_like") or name.startswith("new_")
 
 
 def _written_with_gradients(node: fx.Node) -> list[Tensor]:
@@ -249,9 +272,15 @@ def _why_not(region: Region, needs: set[fx.Node]) -> str:
     return ""
 
 
-def _saves(region: Region, made: Made, needs: set[fx.Node]) -> bool:
-    """Whether a backward follows."""
-    return bool(needs.intersection(made.inputs)) and bool(needs.intersection(region.nodes))
+def _trained(region: Region, made: Made, needs: set[fx.Node]) -> set[fx.Node]:
+    """The inputs that have gradients through a region; a backward follows if there are any."""
+    own, found = set(region.nodes), set[fx.Node]()
+    todo = [node for node in region.outputs if node in needs]
+    while todo:
+        new = needs.intersection(todo.pop().all_input_nodes) - found
+        found |= new
+        todo += own & new
+    return found.intersection([made.inputs[place] for place in made.program.plan.differentiable])
 
 
 def _saved(made: Made) -> list[fx.Node]:
@@ -264,19 +293,21 @@ def _saved(made: Made) -> list[fx.Node]:
 # --- the operators ------------------------------------------------------------------------------------------------------
 
 
-def _replace(
-    graph: fx.Graph, region: Region, made: Made, needs: set[fx.Node], replaced: dict[fx.Node, fx.Node]
-) -> None:
+def _replace(graph: fx.Graph, region: Region, made: Made, needs: set[fx.Node], trained: set[fx.Node], recorded: set[fx.Node],
+             replaced: dict[fx.Node, fx.Node]) -> None:  # fmt: skip
     """One node for the region's, before the first that uses it.
 
     Args:
+        needs: the nodes whose values have gradients.
+        trained: the inputs that have gradients through the region.
+        recorded: the nodes where gradients are recorded.
         replaced: from regions' outputs and views to the nodes that replace them.
     """
     program, own = made.program, set(region.nodes)
     place = {node: place for place, node in enumerate(graph.nodes)}
     last = max(region.nodes, key=place.__getitem__)
     first = min([user for node in region.outputs for user in node.users if user not in own], key=place.__getitem__)
-    saves = _saves(region, made, needs)
+    saves = bool(trained)
     dtypes = [value_of(node).dtype for node in made.inputs]
     constants = program.record(program.op)
     # Not beyond the last of its own, where gradients may be switched on again.
@@ -287,6 +318,9 @@ def _replace(
         target = getattr(torch.ops.fusedops, f"{program.name}_forward").default
         call = operators.encode(constants, tuple(dtypes), saves)
         given = [replaced.get(one, one) for one in made.inputs]
+        for number, one in enumerate(made.inputs):  # the operator's gradients would be zeros
+            if one in needs and one not in trained and region.nodes[0] in recorded:
+                given[number] = graph.call_function(torch.ops.aten.detach.default, (given[number],))
         node = graph.call_function(target, (*given, seed, threshold, program.structure.cols, call))
         outs = [graph.call_function(operator.getitem, (node, number)) for number in range(program.count)]
     taken = set[int]()
@@ -299,11 +333,31 @@ def _replace(
             with graph.inserting_after(outs[-1]):
                 out = graph.call_function(torch.ops.aten.detach.default, (out,))
         taken.add(number)
+        if escapes(old) or is_laid_out(old):
+            out = _laid_out_as(out, value_of(old), graph)
         old.replace_all_uses_with(out, lambda user: user not in own)
         out.meta.setdefault("val", value_of(old))
         replaced[old] = out
     for node in reversed(region.nodes):
         graph.erase_node(node)
+
+
+def _laid_out_as(out: fx.Node, value: Tensor, graph: fx.Graph) -> fx.Node:
+    """A contiguous result with its dimensions in memory in the order in which a value has them; others may read that."""
+    strides = compat.hints(value.stride())
+    long = [dim for dim, size in enumerate(compat.hints(value.shape)) if size != 1]
+    order = sorted(long, key=strides.__getitem__, reverse=True)
+    if order == long or 0 in strides:
+        return out
+    order = [order[long.index(dim)] if dim in long else dim for dim in range(value.dim())]
+    with graph.inserting_after(out):
+        turned = graph.call_function(torch.ops.aten.permute.default, (out, order))
+    with graph.inserting_after(turned):
+        copy = graph.call_function(torch.ops.aten.clone.default, (turned,), {"memory_format": torch.contiguous_format})
+    with graph.inserting_after(copy):
+        return graph.call_function(
+            torch.ops.aten.permute.default, (copy, [order.index(dim) for dim in range(value.dim())])
+        )
 
 
 # --- order --------------------------------------------------------------------------------------------------------------

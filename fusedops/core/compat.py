@@ -735,6 +735,14 @@ def aten_name(target: Any) -> str:
     return ""
 
 
+def returning(target: Any) -> Any:
+    """The operator that returns what an operator of aten with a name that ends in an underscore writes; None if there is none."""
+    packet = getattr(torch.ops.aten, aten_name(target).removesuffix("_"), None)
+    taken = [(one.name, str(one.type)) for one in target._schema.arguments]
+    overloads = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
+    return next((one for one in overloads if [(a.name, str(a.type)) for a in one._schema.arguments] == taken), None)
+
+
 def have_hints(sizes: Iterable[Any]) -> bool:
     """Whether numbers are known for all sizes: not for those that depend on data."""
     return all(not isinstance(size, torch.SymInt) or size.node.has_hint() for size in sizes)

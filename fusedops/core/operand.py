@@ -59,9 +59,17 @@ def dense(t: Any) -> tuple[Any, int]:
     return t, address
 
 
+def _is_contiguous(t: Tensor) -> bool:
+    """Whether a tensor is known to be contiguous: where a size depends on data, as of `Tensor.item`, it is not."""
+    try:
+        return t.is_contiguous()
+    except RuntimeError:  # a guard on such a size
+        return False
+
+
 def is_dense(t: Tensor) -> bool:
     """Whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
-    if t.is_contiguous():
+    if _is_contiguous(t):
         return True
     if not all(type(stride) is int for stride in (*t.shape, *t.stride())):
         return False  # symbols of a traced graph, which a comparison would fix
@@ -75,14 +83,14 @@ def is_dense(t: Tensor) -> bool:
 
 def empty(like: Tensor, dtype: torch.dtype | None) -> Tensor:
     """A contiguous, uninitialised tensor in the shape of ``like``."""
-    if like.dtype is dtype and like.is_contiguous():
+    if like.dtype is dtype and _is_contiguous(like):
         return torch.empty_like(like)
     return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def empty_dense(like: Tensor, dtype: torch.dtype | None) -> Tensor:
     """An uninitialised tensor in the shape of ``like``, and in its layout if that is dense; else contiguous."""
-    if like.is_contiguous() or is_dense(like):
+    if _is_contiguous(like) or is_dense(like):
         return torch.empty_like(like) if like.dtype is dtype else torch.empty_like(like, dtype=dtype)
     return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import NotRowwiseError
-from ..ir import Node
+from ..ir import Node, value_of
 from ..tracing import Value, kind_of
 from .common import TABLE, Lower, as_kind, as_value, joined, lowers, pointwise
 
@@ -164,7 +164,10 @@ def _limited(r: Any, out: Any, x: Value, low: Any, high: Any, comparisons: tuple
         if limit is not None:
 
             def one(a: Node, bound: Node, comparison: str = comparison) -> Node:
-                return graph.where(graph.make(comparison, a, bound), bound, a)
+                beyond, number = graph.make(comparison, a, bound), value_of(bound)
+                if bound.kind == "float" and (number is None or math.isnan(number)):  # such a limit is the result
+                    beyond = graph.binary("or", beyond, graph.make("isnan", bound))
+                return graph.where(beyond, bound, a)
 
             found = pointwise(r, out, one, found, limit)
     return found

@@ -96,7 +96,7 @@ def variance(r: Any, x: Value, dim: Any, correction: Any, keepdim: bool) -> tupl
     square = Value(graph.binary("mul", centred, centred), x.labels, x.dtype)
     squares, _, _gone = reduced(r, "sum", square, dim, keepdim, "float")
     left = count - (1 if correction is None else correction)
-    scale = graph.const(1.0 / left if left > 0 else math.nan if left == 0 else math.inf)
+    scale = graph.const(1.0 / left if left > 0 else math.inf)
     return graph.binary("mul", repeated(r, square, squares, axes), scale), mean, labels
 
 
@@ -129,27 +129,45 @@ def _vector_norm(r: Any, out: Any, x: Value, ord: Any = 2, dim: Any = None, keep
     return Value(graph.make("root", node) if ord in (2, None) else node, labels, out.dtype)
 
 
-def _exponentials(r: Any, x: Value, dim: int) -> tuple[Node, Node, Node]:
-    """Rows less their largest element, their exponentials, and the sums of these."""
+def _largest(r: Any, x: Value, dim: int) -> Node:
+    """The largest element of each row."""
+    largest, _left, _gone = reduced(
+        r, "amax", Value(as_kind(r, x.node, "float"), x.labels, x.dtype), dim, True, "float"
+    )
+    return largest
+
+
+def _exponentials(r: Any, x: Value, dim: int, largest: Node) -> tuple[Node, Node, Node]:
+    """Rows less a number each, such as the largest element, their exponentials, and the sums of these."""
     graph = r.graph
     node = as_kind(r, x.node, "float")
-    largest, _left, axes = reduced(r, "amax", Value(node, x.labels, x.dtype), dim, True, "float")
     shifted = graph.binary("sub", node, graph.make("constant_to_gradients", largest))
     exponentials = graph.unary("exp", shifted)
     value = Value(exponentials, x.labels, x.dtype)
-    total, _left, _gone = reduced(r, "sum", value, dim, True, "float")
+    total, _left, axes = reduced(r, "sum", value, dim, True, "float")
     return shifted, exponentials, repeated(r, value, total, axes)
 
 
-@lowers("_softmax", "_safe_softmax")
+@lowers("_softmax")
 def _softmax(r: Any, out: Any, x: Value, dim: int, *_: Any, **__: Any) -> Value:
-    _shifted, exponentials, total = _exponentials(r, x, dim)
+    _shifted, exponentials, total = _exponentials(r, x, dim, _largest(r, x, dim))
     return Value(r.graph.binary("div", exponentials, total), x.labels, out.dtype)
+
+
+@lowers("_safe_softmax")
+def _safe_softmax(r: Any, out: Any, x: Value, dim: int, *_: Any, **__: Any) -> Value:
+    """Zero in rows of nothing but minus infinity."""
+    graph, largest = r.graph, _largest(r, x, dim)
+    is_nothing = graph.make("eq", largest, graph.const(-math.inf))
+    _shifted, exponentials, total = _exponentials(r, x, dim, graph.where(is_nothing, graph.const(0.0), largest))
+    return Value(
+        graph.binary("div", exponentials, graph.where(is_nothing, graph.const(1.0), total)), x.labels, out.dtype
+    )
 
 
 @lowers("_log_softmax")
 def _log_softmax(r: Any, out: Any, x: Value, dim: int, *_: Any) -> Value:
-    shifted, _inner, total = _exponentials(r, x, dim)
+    shifted, _inner, total = _exponentials(r, x, dim, _largest(r, x, dim))
     return Value(r.graph.binary("sub", shifted, r.graph.unary("log", total)), x.labels, out.dtype)
 
 

@@ -1,0 +1,142 @@
+"""`fusedops.compile`: which results and inputs have gradients, and how results lie in memory, is as in eager PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from backends import Backend, randn
+from support import DEVICE, as_tuple
+
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
+
+# A dropout that drops nothing of so few elements. Probabilities are multiples of 2**-16, and so is its scale.
+_SURE = 1e-9
+_CLOSE = {"rtol": 2.0**-16 + 1e-5, "atol": 1e-4}
+
+
+def _norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:])
+
+
+def _without_gradient(x: Tensor, y: Tensor, w: Tensor, frozen: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        known = (x * w + frozen).softmax(-1)
+    return F.layer_norm(x, (16,), w) - known, known
+
+
+# Each with the number of its regions.
+FUNCTIONS: dict[str, tuple[Callable[..., Any], int]] = {
+    "locked dropout": (lambda x, y, w, frozen: x * F.dropout(torch.ones_like(x[:, :1]), _SURE), 1),
+    "embedding dropout": (lambda x, y, w, frozen: y @ (x[0] * F.dropout(torch.ones_like(x[0, :, :1]), _SURE)).T, 1),
+    "norm of a constant": (lambda x, y, w, frozen: (_norm(torch.full_like(x, 2.0) * frozen), x * 2), 1),
+    "softmax of a constant": (lambda x, y, w, frozen: ((x.new_zeros(x.shape) + frozen).softmax(-1) * x), 1),
+    "mask returned": (lambda x, y, w, frozen: (lambda mask: (x * w * mask, mask))(F.dropout(torch.ones_like(x), _SURE)), 1),
+    "norm of a comparison": (lambda x, y, w, frozen: (_norm((x > 0).float() * frozen), x * 2), 1),
+    "dropout of a comparison": (lambda x, y, w, frozen: (F.dropout((x > 0).float(), _SURE), x * 2), 1),
+    "comparison of another": (lambda x, y, w, frozen: _norm(x.masked_fill(y * 2 > 0, 0.0)) * w, 1),
+    "of a number's power": (lambda x, y, w, frozen: (F.dropout(x**0, _SURE), y * 2), 0),
+    "without gradient": (_without_gradient, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_has_gradients(name: str) -> None:
+    function, regions = FUNCTIONS[name]
+    x, y, w = randn(2, 4, 16).requires_grad_(), randn(2, 4, 16).requires_grad_(), randn(16).requires_grad_()
+    frozen, cotangents, found = randn(16), [randn(2, 4, 16), randn(2, 4, 16)], []
+    backend = Backend()
+    for call in (function, torch.compile(function, backend=backend, fullgraph=True)):
+        outs = as_tuple(call(x, y, w, frozen))
+        trained = [out for out in outs if out.requires_grad]
+        given = [cotangent.expand_as(out) if out.shape == cotangent.shape else torch.ones_like(out)
+                 for out, cotangent in zip(trained, cotangents, strict=False)]  # fmt: skip
+        gradients = torch.autograd.grad(trained, (x, y, w), given, allow_unused=True)
+        found.append(([out.requires_grad for out in outs], [g is None for g in gradients],
+                      [*outs, *[g for g in gradients if g is not None]]))  # fmt: skip
+    (eager, none, expected), (ours, none_of_ours, values) = found
+    assert ours == eager and none_of_ours == none
+    for value, wanted in zip(values, expected, strict=True):
+        torch.testing.assert_close(value, wanted, **_CLOSE)
+    assert len(backend.report.fused) == regions
+
+
+def _time_first(x: Tensor) -> Tensor:
+    return F.dropout(x.transpose(0, 1), _SURE) * 2 + 1
+
+
+@pytest.mark.parametrize("function", [
+    _time_first,
+    lambda x: _time_first(x).unsqueeze(0),
+    lambda x: _time_first(x[:, :1]),
+    lambda x: torch.as_strided(_time_first(x), (4, 16), (16, 1)) * 2,
+    lambda x: F.dropout(x, _SURE) * 2,
+    lambda x: F.dropout(x.permute(1, 2, 0)[..., None] * 2, _SURE).mul(3),
+])  # fmt: skip
+def test_results_lie_in_memory_as_they_did(function: Callable[[Tensor], Tensor]) -> None:
+    x, cotangent = randn(2, 4, 16).requires_grad_(), None
+    found, backend = [], Backend()
+    for call in (function, torch.compile(function, backend=backend, fullgraph=True)):
+        y = call(x)
+        cotangent = randn(*y.shape) if cotangent is None else cotangent
+        found.append((y, *torch.autograd.grad(y, x, cotangent)))
+    strides = [[step for step, size in zip(y.stride(), y.shape, strict=True) if size > 1] for y, _ in found]
+    assert strides[0] == strides[1]
+    for ours, eager in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(ours, eager, **_CLOSE)
+    assert len(backend.report.fused) == 1
+
+
+def test_a_length_that_depends_on_data() -> None:
+    def function(x: Tensor, n: Tensor, w: Tensor) -> Tensor:
+        size = n.item()
+        torch._check(size >= 0)
+        torch._check(size <= 4)
+        return F.layer_norm(x.narrow(1, 0, size), (16,), w) * 2  # type: ignore[arg-type]
+
+    x, w, backend = randn(2, 4, 16).requires_grad_(), randn(16).requires_grad_(), Backend()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(function, backend=backend, fullgraph=True)
+        for n in (3, 2, 0):
+            ours, eager = [call(x, torch.tensor(n), w) for call in (compiled, function)]
+            torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)
+    assert len(backend.report.fused) == 1
+
+
+def test_changes_with_a_number() -> None:
+    """`pow_` has its number where `pow` has a tensor, by the same overload's name."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        y = x * 2
+        y.pow_(2)
+        y.add_(1.0)
+        return F.rms_norm(y, (16,), w)
+
+    x, w, backend = randn(2, 4, 16), randn(16).requires_grad_(), Backend()
+    torch.testing.assert_close(torch.compile(function, backend=backend)(x, w), function(x, w), rtol=1e-5, atol=1e-5)
+    [region] = backend.report.fused
+    assert region.operators[:2] == ("mul", "pow")
+
+
+def test_queries_that_see_no_key() -> None:
+    """Their results are zero, and so are their gradients, where PyTorch drops weights without a fused kernel."""
+
+    def function(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout_p=_SURE)
+
+    given = [randn(1, 2, 4, 8).requires_grad_() for _ in range(3)]
+    mask, cotangent, backend = torch.ones(4, 4, dtype=torch.bool, device=DEVICE), randn(1, 2, 4, 8), Backend()
+    mask[1] = False
+    found = []
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        for call in (function, torch.compile(function, backend=backend)):
+            y = call(*given, mask)
+            found.append([y, *torch.autograd.grad(y, given, cotangent)])
+    for ours, eager in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(ours, eager, **_CLOSE)
+    assert any("_safe_softmax" in region.operators for region in backend.report.fused)
