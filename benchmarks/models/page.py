@@ -172,7 +172,9 @@ def summary(path: Path) -> str:
         faster = [_NAMES[name] for name in ("eager", "compile", "liger") if ms.get(name, math.inf) < ms["fused"]]
         if faster:
             lost.append(f"{' and '.join(faster)} on {where}")
-    text = "Some entries are from another run than eager's: the figures of whole models mark these, and list the spread."
+    text = (
+        "Some entries are from another run than eager's: the figures of whole models mark these, and list the spread."
+    )
     if lost:
         text = f"Faster than `fuse_model` alone: {'; '.join(lost)}. {text}"
     text = f"The fastest of a row is bold. {text}"
