@@ -356,9 +356,30 @@ MUTANTS = (
     Mutant(
         "a region's input that is a view in a later one",
         "backend/fusing.py",
-        "replaced |= _views_apart(gm.graph, region)",
-        "_views_apart(gm.graph, region)",
+        "            replaced |= copies\n",
+        "",
         ("test_backend_graphs.py", "test_semantics_of_the_graph"),
+    ),
+    Mutant(
+        "a region has gradients of what it only compares",
+        "backend/fusing.py",
+        "if one in needs and one not in trained and region.nodes[0] in recorded:",
+        "if False:",
+        ("test_backend_results.py", "test_what_has_gradients"),
+    ),
+    Mutant(
+        "a region's result lies in memory in another order than the model's",
+        "backend/fusing.py",
+        "        if escapes(old) or is_laid_out(old):\n",
+        "        if False:\n",
+        ("test_backend_results.py", "test_results_lie_in_memory"),
+    ),
+    Mutant(
+        "a row that sees no key is not a number",
+        "compiler/lowering/reductions.py",
+        "graph.where(is_nothing, graph.const(1.0), total)",
+        "total",
+        ("test_backend_results.py", "test_queries_that_see_no_key"),
     ),
     Mutant(
         "some places of a permutation, taken for all",
