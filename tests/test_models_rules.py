@@ -301,7 +301,7 @@ def test_another_forward_under_the_same_name() -> None:
 
 
 def test_another_rounding_under_any_name() -> None:
-    reason = "it rounds as none of the operators does; a norm that computes in fp32 rounds as they do"
+    reason = "it rounds as none of the operators does; they compute in fp32, and round the result to the input's dtype"
     assert _reasons(Unwidened(4), RMSNorm(4)) == [reason, reason]
 
 

@@ -338,7 +338,9 @@ _NO_NORM = "it computes no LayerNorm or RMSNorm of the last dimension"
 # Of norms in fp32.
 _NOT_HALF = "it does not take half precision"
 _OTHER_AUTOCAST = "autocast changes what it computes"
-_OTHER_ROUNDING = "it rounds as none of the operators does; a norm that computes in fp32 rounds as they do"
+_OTHER_ROUNDING = (
+    "it rounds as none of the operators does; they compute in fp32, and round the result to the input's dtype"
+)
 _MEAN = 0.7  # of the rows, in their standard deviations
 
 
