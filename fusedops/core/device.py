@@ -81,10 +81,19 @@ def _groups(rows, words, slots, N: tl.constexpr):
 
 @triton.jit
 def _philox(seed, offset, group):
-    zero = (group * 0).to(tl.uint32)
+    """Philox4x32, as ``tl.philox``, whose high and low words of a product are two instructions; here they are one."""
     low, high = group.to(tl.uint32), (group >> 32).to(tl.uint32)
-    offset_low, offset_high = zero + offset.to(tl.uint32), zero + (offset.to(tl.int64) >> 32).to(tl.uint32)
-    return tl.philox(seed, low, high, offset_low, offset_high, PHILOX_ROUNDS)
+    zero = (group * 0).to(tl.uint32)
+    c0, c1, c2, c3 = low, high, zero + offset.to(tl.uint32), zero + (offset.to(tl.int64) >> 32).to(tl.uint32)
+    key = seed.to(tl.uint64)
+    key0, key1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    for _ in tl.static_range(PHILOX_ROUNDS):
+        one, other = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c2 = (other >> 32).to(tl.uint32) ^ c1 ^ key0, (one >> 32).to(tl.uint32) ^ c3 ^ key1
+        c1, c3 = other.to(tl.uint32), one.to(tl.uint32)
+        key0 += 0x9E3779B9
+        key1 += 0xBB67AE85
+    return c0, c1, c2, c3
 
 
 @triton.jit

@@ -357,6 +357,15 @@ def _hat_of(k, mean, rstd, w, b, KIND: tl.constexpr, SAVED: tl.constexpr, ACC: t
 
 
 @triton.jit
+def _sums(along_terms, total_terms, TOGETHER: tl.constexpr):
+    """Both sums over the columns of rows; ``TOGETHER`` behind the same barriers, for a few more registers."""
+    if TOGETHER:
+        return tl.split(tl.sum(tl.join(along_terms, total_terms), axis=1))
+    else:
+        return tl.sum(along_terms, axis=1), tl.sum(total_terms, axis=1)
+
+
+@triton.jit
 def _post(moments, along, total, column, rows, in_rows, M, KIND: tl.constexpr, EXCHANGE: tl.constexpr):
     """Leaves the sums over this program's columns for the programs that have the rows' other columns."""
     if EXCHANGE == "wait":
@@ -550,7 +559,8 @@ def norm_backward_kernel(
                     else:
                         along_terms += along_term
                         total_terms += dz
-                along, total = tl.sum(along_terms, axis=1), tl.sum(total_terms, axis=1)
+                # Programs that share rows wait for one another, not for barriers, and have no register to spare.
+                along, total = _sums(along_terms, total_terms, KIND == "layer" and EXCHANGE == "none")
             if EXCHANGE == "wait" or EXCHANGE == "post":
                 _post(moments, along, total, tl.program_id(0), rows, in_rows, M, KIND, EXCHANGE)
             if EXCHANGE == "wait":
