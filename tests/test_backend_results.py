@@ -30,6 +30,31 @@ def _without_gradient(x: Tensor, y: Tensor, w: Tensor, frozen: Tensor) -> tuple[
     return F.layer_norm(x, (16,), w) - known, known
 
 
+def _view_without_gradient(x: Tensor, y: Tensor, w: Tensor, frozen: Tensor) -> tuple[Tensor, Tensor]:
+    """A view requires a gradient where its tensor does, which goes no farther."""
+    with torch.no_grad():
+        rows = x.view(8, 16)
+    normed = F.layer_norm(rows, (16,), frozen)
+    return normed, normed * w
+
+
+def _parts_without_gradient(x: Tensor, y: Tensor, w: Tensor, frozen: Tensor) -> tuple[Tensor, Tensor]:
+    sums = F.layer_norm(x * 2, (16,), w)
+    with torch.no_grad():
+        first, _ = sums.chunk(2, -1)
+    dropped = F.dropout(first * 3, _SURE)
+    return dropped * 1, dropped * w[:8]
+
+
+def _changed_without_gradient(x: Tensor, y: Tensor, w: Tensor, frozen: Tensor) -> tuple[Tensor, Tensor]:
+    sums = x * w
+    with torch.no_grad():
+        sums = sums.mul_(2)
+        copy = torch.empty_like(x).copy_(x)
+    normed = F.layer_norm(sums, (16,), frozen)
+    return normed + copy, F.layer_norm(copy, (16,), frozen)
+
+
 # Each with the number of its regions.
 FUNCTIONS: dict[str, tuple[Callable[..., Any], int]] = {
     "locked dropout": (lambda x, y, w, frozen: x * F.dropout(torch.ones_like(x[:, :1]), _SURE), 1),
@@ -42,6 +67,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], int]] = {
     "comparison of another": (lambda x, y, w, frozen: _norm(x.masked_fill(y * 2 > 0, 0.0)) * w, 1),
     "of a number's power": (lambda x, y, w, frozen: (F.dropout(x**0, _SURE), y * 2), 0),
     "without gradient": (_without_gradient, 2),
+    "view without gradient": (_view_without_gradient, 1),
+    "parts without gradient": (_parts_without_gradient, 2),
+    "changed without gradient": (_changed_without_gradient, 2),
 }  # fmt: skip
 
 

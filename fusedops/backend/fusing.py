@@ -200,7 +200,8 @@ def needs_gradients(graph: fx.Graph) -> set[fx.Node]:
         is_cut = _reads_no_numbers(node) or (
             isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
         )
-        if own or (enabled and not is_cut and found.intersection(node.all_input_nodes)):
+        given = node.all_input_nodes if enabled else _named_again(node)
+        if own or (not is_cut and found.intersection(given)):
             found.add(node)
             changed = _written_with_gradients(node)
             found.update(other for other in graph.nodes if changed and overlap(tensors_of([other]), changed))
@@ -216,6 +217,13 @@ def _recorded(graph: fx.Graph) -> set[fx.Node]:
         elif enabled:
             found.add(node)
     return found
+
+
+def _named_again(node: fx.Node) -> list[fx.Node]:
+    """The nodes that a node returns or is a view of: where no gradients are recorded, it requires one if they do."""
+    if node.target is operator.getitem:
+        return node.all_input_nodes
+    return [one for one in compat.named_again(node.target, node.args, node.kwargs) if isinstance(one, fx.Node)]
 
 
 def _reads_no_numbers(node: fx.Node) -> bool:

@@ -723,6 +723,20 @@ def written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list
     return found
 
 
+def named_again(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments of which an operator's results are views, or which it returns."""
+    if not isinstance(target, OVERLOAD):
+        return []
+    schema = target._schema  # type: ignore[attr-defined]
+    if all(result.alias_info is None for result in schema.returns):
+        return []
+    found: list[Any] = []
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None:
+            found += leaves(args[place] if place < len(args) else kwargs.get(argument.name))
+    return found
+
+
 def draws(target: Any) -> bool:
     """Whether an operator's results are random."""
     return isinstance(target, OVERLOAD) and torch.Tag.nondeterministic_seeded in target.tags  # type: ignore[attr-defined]
