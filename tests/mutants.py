@@ -369,10 +369,24 @@ MUTANTS = (
     ),
     Mutant(
         "a region's result lies in memory in another order than the model's",
-        "backend/fusing.py",
-        "        if escapes(old) or is_laid_out(old):\n",
-        "        if False:\n",
+        "backend/layouts.py",
+        "and (escapes(node) or is_laid_out(node))",
+        "and False",
         ("test_backend_results.py", "test_results_lie_in_memory"),
+    ),
+    Mutant(
+        "an operator behind a region's result lies in memory in another order than the model's",
+        "backend/layouts.py",
+        "                now[node] = found\n",
+        "                pass\n",
+        ("test_backend_results.py", "test_results_lie_in_memory"),
+    ),
+    Mutant(
+        "what is viewed without gradients requires none",
+        "backend/fusing.py",
+        "given = node.all_input_nodes if enabled else named_again(node)",
+        "given = node.all_input_nodes if enabled else []",
+        ("test_backend_results.py", "test_what_has_gradients"),
     ),
     Mutant(
         "a row that sees no key is not a number",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from backends import Backend, randn
 from support import DEVICE, as_tuple
@@ -98,8 +99,44 @@ def _time_first(x: Tensor) -> Tensor:
     return F.dropout(x.transpose(0, 1), _SURE) * 2 + 1
 
 
+def _remainders(x: Tensor) -> Tensor:
+    """Of an operator that no region takes, with the strides of a region's result."""
+    return torch.fmod(_time_first(x), 64.0)
+
+
+def _remainders_changed(x: Tensor) -> Tensor:
+    y = _remainders(x)
+    y.transpose(0, 1).view(8, 16).diagonal().mul_(2)
+    return y
+
+
+def _by_another_library(x: Tensor) -> Tensor:
+    y = _remainders(x)
+    return y + _in_memory(y.detach())
+
+
+@torch.library.custom_op("fusedops_tests::in_memory", mutates_args=())
+def _in_memory(x: Tensor) -> Tensor:
+    """The elements in their order in memory."""
+    return x.as_strided(x.shape, torch.empty(x.shape).stride()).clone()
+
+
+@_in_memory.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
 @pytest.mark.parametrize("function", [
     _time_first,
+    _remainders,
+    _remainders_changed,
+    _by_another_library,
+    lambda x: torch.as_strided(_remainders(x), (4, 16), (16, 1)) * 2,
+    lambda x: _remainders(x).transpose(0, 1).view(8, 16).diagonal(),
+    lambda x: torch.view_as_complex(_remainders(x.mT).transpose(0, 1).mT[..., :2]).real,
+    lambda x: checkpoint(lambda y: torch.as_strided(y, (4, 16), (16, 1)), _remainders(x), use_reentrant=False),
+    lambda x: torch.fmod(_time_first(x), torch.full_like(x.transpose(0, 1), 64.0).contiguous()),
+    lambda x: _time_first(x).sort().values,
     lambda x: _time_first(x).unsqueeze(0),
     lambda x: _time_first(x[:, :1]),
     lambda x: torch.as_strided(_time_first(x), (4, 16), (16, 1)) * 2,

@@ -16,6 +16,7 @@ from ..core import compat, operators, rng
 from .casts import cast_together
 from .embeddings import with_summed_gradients
 from .grouped import with_offsets_on_cpu
+from .layouts import laid_out
 from .permutations import with_rows_put_back
 from .products import joined, padded
 from .programs import Made, made
@@ -30,10 +31,11 @@ from .regions import (
     columns_of,
     drop_unused,
     escapes,
-    is_laid_out,
     name_of,
+    named_again,
     overlap,
     parts_of,
+    reshapes,
     size_of,
     tensors_of,
     value_of,
@@ -89,6 +91,7 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
     for region, program, trained in found:
         _replace(gm.graph, region, program, needs, trained, recorded, replaced)
     _biases_back(gm.graph, apart)
+    laid_out(gm.graph, [replaced[old] for _, program, _ in found for old, _ in program.outputs])
     padded(gm.graph)
     joined(gm.graph, needs)
     cast_together(gm.graph, needs)
@@ -97,7 +100,7 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
     with_offsets_on_cpu(gm.graph)
     _sort(gm.graph)
     for node in gm.graph.nodes:  # strides need not be what they were when a view was recorded
-        if name_of(node) in ("view", "_unsafe_view") and not isinstance(node.args[1], torch.dtype):
+        if reshapes(node):
             node.target = torch.ops.aten.reshape.default
     drop_unused(gm.graph)
     gm.graph.lint()
@@ -200,7 +203,7 @@ def needs_gradients(graph: fx.Graph) -> set[fx.Node]:
         is_cut = _reads_no_numbers(node) or (
             isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
         )
-        given = node.all_input_nodes if enabled else _named_again(node)
+        given = node.all_input_nodes if enabled else named_again(node)
         if own or (not is_cut and found.intersection(given)):
             found.add(node)
             changed = _written_with_gradients(node)
@@ -217,13 +220,6 @@ def _recorded(graph: fx.Graph) -> set[fx.Node]:
         elif enabled:
             found.add(node)
     return found
-
-
-def _named_again(node: fx.Node) -> list[fx.Node]:
-    """The nodes that a node returns or is a view of: where no gradients are recorded, it requires one if they do."""
-    if node.target is operator.getitem:
-        return node.all_input_nodes
-    return [one for one in compat.named_again(node.target, node.args, node.kwargs) if isinstance(one, fx.Node)]
 
 
 def _reads_no_numbers(node: fx.Node) -> bool:
@@ -341,31 +337,11 @@ def _replace(graph: fx.Graph, region: Region, made: Made, needs: set[fx.Node], t
             with graph.inserting_after(outs[-1]):
                 out = graph.call_function(torch.ops.aten.detach.default, (out,))
         taken.add(number)
-        if escapes(old) or is_laid_out(old):
-            out = _laid_out_as(out, value_of(old), graph)
         old.replace_all_uses_with(out, lambda user: user not in own)
         out.meta.setdefault("val", value_of(old))
         replaced[old] = out
     for node in reversed(region.nodes):
         graph.erase_node(node)
-
-
-def _laid_out_as(out: fx.Node, value: Tensor, graph: fx.Graph) -> fx.Node:
-    """A contiguous result with its dimensions in memory in the order in which a value has them; others may read that."""
-    strides = compat.hints(value.stride())
-    long = [dim for dim, size in enumerate(compat.hints(value.shape)) if size != 1]
-    order = sorted(long, key=strides.__getitem__, reverse=True)
-    if order == long or 0 in strides:
-        return out
-    order = [order[long.index(dim)] if dim in long else dim for dim in range(value.dim())]
-    with graph.inserting_after(out):
-        turned = graph.call_function(torch.ops.aten.permute.default, (out, order))
-    with graph.inserting_after(turned):
-        copy = graph.call_function(torch.ops.aten.clone.default, (turned,), {"memory_format": torch.contiguous_format})
-    with graph.inserting_after(copy):
-        return graph.call_function(
-            torch.ops.aten.permute.default, (copy, [order.index(dim) for dim in range(value.dim())])
-        )
 
 
 # --- order --------------------------------------------------------------------------------------------------------------

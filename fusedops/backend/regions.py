@@ -35,8 +35,10 @@ __all__ = [
     "is_laid_out",
     "is_of_elements",
     "name_of",
+    "named_again",
     "overlap",
     "parts_of",
+    "reshapes",
     "size_of",
     "tensors_of",
     "value_of",
@@ -200,8 +202,20 @@ def _users_of_memory(node: fx.Node) -> Iterator[fx.Node]:
     while todo:
         user = todo.pop()
         yield user
-        if name_of(user) in VIEWS or name_of(user) == "detach" or user.target is operator.getitem:
+        if name_of(user) in VIEWS or named_again(user):
             todo += user.users
+
+
+def named_again(node: fx.Node) -> list[fx.Node]:
+    """The nodes that a node returns or is a view of."""
+    if node.target is operator.getitem:
+        return node.all_input_nodes
+    return [one for one in compat.named_again(node.target, node.args, node.kwargs) if isinstance(one, fx.Node)]
+
+
+def reshapes(node: fx.Node) -> bool:
+    """Whether a node is a view in another shape, which other strides may make a copy."""
+    return name_of(node) in ("view", "_unsafe_view") and not isinstance(node.args[1], torch.dtype)
 
 
 class Finder:
