@@ -363,7 +363,7 @@ MUTANTS = (
     Mutant(
         "a region has gradients of what it only compares",
         "backend/fusing.py",
-        "if one in needs and one not in trained and region.nodes[0] in recorded:",
+        "if one in cut:",
         "if False:",
         ("test_backend_results.py", "test_what_has_gradients"),
     ),
@@ -382,8 +382,15 @@ MUTANTS = (
         ("test_backend_results.py", "test_results_lie_in_memory"),
     ),
     Mutant(
+        "a tensor of which a region computes what is only detached has zeros for a gradient",
+        "backend/gradients.py",
+        "if node in needs and any(_hands_on(user, found) for user in node.users):",
+        "if node in needs:",
+        ("test_backend_results.py", "test_what_has_gradients"),
+    ),
+    Mutant(
         "what is viewed without gradients requires none",
-        "backend/fusing.py",
+        "backend/gradients.py",
         "given = node.all_input_nodes if enabled else named_again(node)",
         "given = node.all_input_nodes if enabled else []",
         ("test_backend_results.py", "test_what_has_gradients"),

@@ -68,6 +68,22 @@ def test_products_of_the_same_rows_are_one() -> None:
     ]  # bare, gate, up, and that whose bias the norm's region adds
 
 
+def test_a_product_that_is_only_detached_has_no_gradient() -> None:
+    """Though it could be one with others of the same rows, and its weight cast with theirs: zeros would be weight decay."""
+    layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(5)]).to(DEVICE)
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        first, second, third, fourth, *_ = (layer(x).float().cumsum(-1) for layer in layers)
+        return first + second, (third + fourth).detach()
+
+    for call in (function, torch.compile(function, backend=Backend())):
+        layers.zero_grad()
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            call(randn(3, 16))[0].sum().backward()
+        assert [layer.weight.grad is None for layer in layers] == [False, False, True, True, True]
+        assert [layer.bias.grad is None for layer in layers] == [False, False, True, True, True]
+
+
 def test_parameters_are_cast_together() -> None:
     """Backward their gradients are cast as one tensor, forward each is read and written once, as casts are."""
     model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 16), nn.Linear(16, 24, bias=False), nn.Linear(24, 4)).to(

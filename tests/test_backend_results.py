@@ -56,6 +56,11 @@ def _changed_without_gradient(x: Tensor, y: Tensor, w: Tensor, frozen: Tensor) -
     return normed + copy, F.layer_norm(copy, (16,), frozen)
 
 
+def _compared(x: Tensor, y: Tensor, w: Tensor, frozen: Tensor) -> Tensor:
+    normed = _norm(x) * y
+    return normed.masked_fill(torch.fmod(normed * w, 2.0) > 1, 0.0)
+
+
 # Each with the number of its regions.
 FUNCTIONS: dict[str, tuple[Callable[..., Any], int]] = {
     "locked dropout": (lambda x, y, w, frozen: x * F.dropout(torch.ones_like(x[:, :1]), _SURE), 1),
@@ -67,6 +72,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], int]] = {
     "dropout of a comparison": (lambda x, y, w, frozen: (F.dropout((x > 0).float(), _SURE), x * 2), 1),
     "comparison of another": (lambda x, y, w, frozen: _norm(x.masked_fill(y * 2 > 0, 0.0)) * w, 1),
     "of a number's power": (lambda x, y, w, frozen: (F.dropout(x**0, _SURE), y * 2), 0),
+    "of a number's power, with a weight": (lambda x, y, w, frozen: ((x**0 * w).softmax(-1) * y, x[..., 0]), 0),
+    "a result that is detached": (lambda x, y, w, frozen: (_norm(x) * y, (_norm(x) * w).detach()), 1),
+    "a result that is compared": (_compared, 1),
+    "a region that is detached": (lambda x, y, w, frozen: (_norm(x * frozen), torch.fmod(_norm(y * w), 2.0).detach()), 2),
     "without gradient": (_without_gradient, 2),
     "view without gradient": (_view_without_gradient, 1),
     "parts without gradient": (_parts_without_gradient, 2),

@@ -25,12 +25,12 @@ _MOST_TENSORS, _MOST_ELEMENTS = 8, 2**23
 _ALIGNED = 8
 
 
-def cast_together(graph: fx.Graph, needs: set[fx.Node]) -> None:
+def cast_together(graph: fx.Graph, receives: set[fx.Node]) -> None:
     """Puts parameters behind one another in one tensor to cast them, several at a time.
 
     Args:
         graph: of operators.
-        needs: the nodes whose values have gradients.
+        receives: the nodes whose values have gradients. They are cast apart from others, which are to have none.
     """
     parts = parts_of(graph)
     groups = dict[Any, list[list[tuple[fx.Node, list[fx.Node]]]]]()
@@ -39,7 +39,7 @@ def cast_together(graph: fx.Graph, needs: set[fx.Node]) -> None:
         if not casts or len({parts[cast] for cast in casts}) > 1:
             continue
         value = value_of(casts[0])
-        key = (value.dtype, value.device, parts[casts[0]], frozenset([cast.args[0] in needs for cast in casts]))
+        key = (value.dtype, value.device, parts[casts[0]], frozenset([cast in receives for cast in casts]))
         open_ = groups.setdefault(key, [[]])
         if not _fit([*[one for _, some in open_[-1] for one in some], *casts]):
             open_.append([])

@@ -14,7 +14,8 @@ from torch import fx, nn
 from ..core import compat
 from . import storing
 from .capture import NotCapturedError, captured
-from .fusing import fused, needs_gradients
+from .fusing import fused
+from .gradients import needs_gradients
 from .products import returns_padded
 from .regions import tensors_of
 from .report import CompileReport, changes_in

@@ -15,6 +15,7 @@ from ..compiler.errors import NotRowwiseError
 from ..core import compat, operators, rng
 from .casts import cast_together
 from .embeddings import with_summed_gradients
+from .gradients import needs_gradients, receives_gradients, recorded
 from .grouped import with_offsets_on_cpu
 from .layouts import laid_out
 from .permutations import with_rows_put_back
@@ -27,12 +28,10 @@ from .regions import (
     Finder,
     Region,
     arguments_first,
-    captured_body,
     columns_of,
     drop_unused,
     escapes,
     name_of,
-    named_again,
     overlap,
     parts_of,
     reshapes,
@@ -43,7 +42,7 @@ from .regions import (
 )
 from .report import RegionReport
 
-__all__ = ["fused", "needs_gradients"]
+__all__ = ["fused"]
 
 # Up to so many columns Inductor's kernels hold a row in registers.
 _LONGEST_OF_INDUCTOR = 1024
@@ -52,7 +51,8 @@ _LONGEST_OF_INDUCTOR = 1024
 def fused(gm: fx.GraphModule) -> list[RegionReport]:
     """Replaces the regions of a captured graph by operators, and reports each region."""
     apart = _biases_apart(gm.graph)
-    needs, recorded = needs_gradients(gm.graph), _recorded(gm.graph)
+    needs, gradients_on = needs_gradients(gm.graph), recorded(gm.graph)
+    receives = receives_gradients(gm.graph, needs)
     finder = Finder(gm.graph)
     changes = [(finder.part[node], changed) for node in gm.graph.nodes for changed in written(node)]
     todo, tried = deque(finder.found()), set[Region]()
@@ -66,14 +66,16 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
             if reason := _why_not(region, needs):
                 raise NotRowwiseError(reason)
             copies = _views_apart(gm.graph, region)
-            needs.update(copy for node, copy in copies.items() if node in needs)
+            for having in (needs, receives):
+                having.update(copy for node, copy in copies.items() if node in having)
             replaced |= copies
             program = made(region, saved)
-            trained = _trained(region, program, needs)
-            if not trained and needs.intersection(region.outputs):
-                raise NotRowwiseError("its gradients are zero")
+            reached = _reached(region, program, needs, receives)
+            trained = {program.inputs[place] for place in program.program.plan.differentiable}
+            if not reached <= trained:
+                raise NotRowwiseError("a gradient of it is zero")
             later = [changed for part, changed in changes if part > finder.part[region.nodes[0]]]
-            if later and trained and overlap(tensors_of(_saved(program)), later):
+            if later and reached and overlap(tensors_of(_saved(program)), later):
                 raise NotRowwiseError("a tensor that it saves is changed later")
             if _is_cyclic(region, [other for other, *_ in found]):
                 raise NotRowwiseError("as an operator it would be in a cycle with another region")
@@ -86,15 +88,16 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
                 reports.append(RegionReport(names, _shape(region), reason))
             continue
         saved.update(_saved(program))  # also where no backward follows: inference is to compute the same
-        found.append((region, program, trained))
+        found.append((region, program, reached))
         reports.append(RegionReport(names, _shape(region), "", _apart(region), _rows(program), program.program))
-    for region, program, trained in found:
-        _replace(gm.graph, region, program, needs, trained, recorded, replaced)
-    _biases_back(gm.graph, apart)
-    laid_out(gm.graph, [replaced[old] for _, program, _ in found for old, _ in program.outputs])
+    for region, program, reached in found:
+        cut = needs - reached if region.nodes[0] in gradients_on else set[fx.Node]()
+        _replace(gm.graph, region, program, needs, cut, replaced, saves=bool(reached))
+    _biases_back(gm.graph, apart, receives)
+    laid_out(gm.graph, [replaced[old] for _, program, *_ in found for old, _ in program.outputs])
     padded(gm.graph)
-    joined(gm.graph, needs)
-    cast_together(gm.graph, needs)
+    joined(gm.graph, needs, receives)
+    cast_together(gm.graph, receives)
     with_summed_gradients(gm.graph, needs)
     with_rows_put_back(gm.graph, needs)
     with_offsets_on_cpu(gm.graph)
@@ -169,8 +172,8 @@ def _keeps_columns(node: fx.Node) -> bool:
     return type(after.shape[-1]) is int and before.shape[-1] == after.shape[-1]
 
 
-def _biases_back(graph: fx.Graph, apart: dict[fx.Node, fx.Node]) -> None:
-    """Restores the products whose biases no region adds."""
+def _biases_back(graph: fx.Graph, apart: dict[fx.Node, fx.Node], receives: set[fx.Node]) -> None:
+    """Restores the products whose biases no region adds; and has them where the sums receive gradients."""
     for total, product in apart.items():
         if compat.is_erased(total):
             continue
@@ -181,62 +184,13 @@ def _biases_back(graph: fx.Graph, apart: dict[fx.Node, fx.Node]) -> None:
         with graph.inserting_before(product):
             node = graph.call_function(torch.ops.aten.addmm.default, (bias, *product.args))
         node.meta.update(product.meta)
+        if total in receives:
+            receives.add(node)
         product.replace_all_uses_with(node)
         graph.erase_node(product)
 
 
-# --- gradients ----------------------------------------------------------------------------------------------------------
-
-
-def needs_gradients(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes whose values have gradients."""
-    found: set[fx.Node] = set()
-    enabled = torch.is_grad_enabled()
-    for node in graph.nodes:
-        if node.target in compat.GRAD_MODES:
-            enabled = bool(node.args[0])
-            continue
-        own = node.meta.get("requires_grad") or (
-            node.op == "get_attr" and getattr(value_of(node), "requires_grad", False)
-        )
-        value = value_of(node)
-        is_cut = _reads_no_numbers(node) or (
-            isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
-        )
-        given = node.all_input_nodes if enabled else named_again(node)
-        if own or (not is_cut and found.intersection(given)):
-            found.add(node)
-            changed = _written_with_gradients(node)
-            found.update(other for other in graph.nodes if changed and overlap(tensors_of([other]), changed))
-    return found
-
-
-def _recorded(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes where gradients are recorded."""
-    found, enabled = set[fx.Node](), torch.is_grad_enabled()
-    for node in graph.nodes:
-        if node.target in compat.GRAD_MODES:
-            enabled = bool(node.args[0])
-        elif enabled:
-            found.add(node)
-    return found
-
-
-def _reads_no_numbers(node: fx.Node) -> bool:
-    """Whether a node's gradient ends there: it is detached, or made like another in nothing but its shape."""
-    name = name_of(node)
-    return name == "detach" or name.endswith("_like") or name.startswith("new_")
-
-
-def _written_with_gradients(node: fx.Node) -> list[Tensor]:
-    """The tensors into which a node writes what has gradients. A custom autograd function's have none but its results."""
-    if node.target is compat.OWN_DERIVATIVE:
-        return []
-    body = captured_body(node)
-    if body is None:
-        return written(node)
-    needs = needs_gradients(body)
-    return [tensor for one in body.nodes if one in needs for tensor in _written_with_gradients(one)]
+# --- regions ------------------------------------------------------------------------------------------------------------
 
 
 def _views_apart(graph: fx.Graph, region: Region) -> dict[fx.Node, fx.Node]:
@@ -276,15 +230,15 @@ def _why_not(region: Region, needs: set[fx.Node]) -> str:
     return ""
 
 
-def _trained(region: Region, made: Made, needs: set[fx.Node]) -> set[fx.Node]:
-    """The inputs that have gradients through a region; a backward follows if there are any."""
+def _reached(region: Region, made: Made, needs: set[fx.Node], receives: set[fx.Node]) -> set[fx.Node]:
+    """The inputs that have gradients through a region, if only zeros."""
     own, found = set(region.nodes), set[fx.Node]()
-    todo = [node for node in region.outputs if node in needs]
+    todo = [node for node in region.outputs if node in receives]
     while todo:
         new = needs.intersection(todo.pop().all_input_nodes) - found
         found |= new
         todo += own & new
-    return found.intersection([made.inputs[place] for place in made.program.plan.differentiable])
+    return found.intersection(made.inputs)
 
 
 def _saved(made: Made) -> list[fx.Node]:
@@ -297,21 +251,20 @@ def _saved(made: Made) -> list[fx.Node]:
 # --- the operators ------------------------------------------------------------------------------------------------------
 
 
-def _replace(graph: fx.Graph, region: Region, made: Made, needs: set[fx.Node], trained: set[fx.Node], recorded: set[fx.Node],
-             replaced: dict[fx.Node, fx.Node]) -> None:  # fmt: skip
+def _replace(graph: fx.Graph, region: Region, made: Made, needs: set[fx.Node], cut: set[fx.Node],
+             replaced: dict[fx.Node, fx.Node], *, saves: bool) -> None:  # fmt: skip
     """One node for the region's, before the first that uses it.
 
     Args:
         needs: the nodes whose values have gradients.
-        trained: the inputs that have gradients through the region.
-        recorded: the nodes where gradients are recorded.
+        cut: those of them that have none through the region, where the operator's would be zeros.
         replaced: from regions' outputs and views to the nodes that replace them.
+        saves: whether a backward follows.
     """
     program, own = made.program, set(region.nodes)
     place = {node: place for place, node in enumerate(graph.nodes)}
     last = max(region.nodes, key=place.__getitem__)
     first = min([user for node in region.outputs for user in node.users if user not in own], key=place.__getitem__)
-    saves = bool(trained)
     dtypes = [value_of(node).dtype for node in made.inputs]
     constants = program.record(program.op)
     # Not beyond the last of its own, where gradients may be switched on again.
@@ -322,8 +275,8 @@ def _replace(graph: fx.Graph, region: Region, made: Made, needs: set[fx.Node], t
         target = getattr(torch.ops.fusedops, f"{program.name}_forward").default
         call = operators.encode(constants, tuple(dtypes), saves)
         given = [replaced.get(one, one) for one in made.inputs]
-        for number, one in enumerate(made.inputs):  # the operator's gradients would be zeros
-            if one in needs and one not in trained and region.nodes[0] in recorded:
+        for number, one in enumerate(made.inputs):
+            if one in cut:
                 given[number] = graph.call_function(torch.ops.aten.detach.default, (given[number],))
         node = graph.call_function(target, (*given, seed, threshold, program.structure.cols, call))
         outs = [graph.call_function(operator.getitem, (node, number)) for number in range(program.count)]

@@ -22,7 +22,7 @@ __all__ = ["joined", "padded", "returns_padded"]
 PADDED = "fusedops_padded"
 
 
-def joined(graph: fx.Graph, needs: set[fx.Node]) -> None:
+def joined(graph: fx.Graph, needs: set[fx.Node], receives: set[fx.Node]) -> None:
     """Joins the products of linear layers that multiply the same rows: query, key and value.
 
     The weights lie behind one another in the tensor into which they are cast, so that this copies nothing more. Backward, the
@@ -33,12 +33,13 @@ def joined(graph: fx.Graph, needs: set[fx.Node]) -> None:
     Args:
         graph: of operators.
         needs: the nodes whose values have gradients.
+        receives: those of them whose gradients come from a result. They are not joined with others, which are to have none.
     """
     groups, parts = dict[Any, list[fx.Node]](), parts_of(graph)
     for node in graph.nodes:
         if (weight := _weight(node)) is not None and not _feeds_operators(node) and not escapes(node):
             bias = node.args[0] if name_of(node) == "addmm" else None
-            trained = (weight in needs, bias in needs)
+            trained = (weight in needs, bias in needs, node in receives)
             places = (parts[node], parts[node.args[-1].args[0]])
             rows = _rows_of(node.args[-2], parts)
             key = (rows, name_of(node), value_of(weight).dtype, value_of(node).dtype, trained, places)

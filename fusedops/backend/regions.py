@@ -32,6 +32,7 @@ __all__ = [
     "columns_of",
     "drop_unused",
     "escapes",
+    "is_fixed",
     "is_laid_out",
     "is_of_elements",
     "name_of",
@@ -164,9 +165,9 @@ def parts_of(graph: fx.Graph) -> dict[fx.Node, int]:
     """
     found, number = {}, 0
     for node in graph.nodes:
-        number += _is_fixed(node)
+        number += is_fixed(node)
         found[node] = number
-        number += _is_fixed(node)
+        number += is_fixed(node)
     return found
 
 
@@ -188,12 +189,12 @@ def arguments_first(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 def escapes(node: fx.Node) -> bool:
     """Whether a value, or a view of it, is returned by the graph or changed in place: then it needs memory of its own."""
-    return any(user.op == "output" or _is_fixed(user) for user in _users_of_memory(node))
+    return any(user.op == "output" or is_fixed(user) for user in _users_of_memory(node))
 
 
 def is_laid_out(node: fx.Node) -> bool:
     """Whether a value, or a view of it, is changed in place or read by strides: then it lies in memory as it does."""
-    return any(_is_fixed(user) or name_of(user) == "as_strided" for user in _users_of_memory(node))
+    return any(is_fixed(user) or name_of(user) == "as_strided" for user in _users_of_memory(node))
 
 
 def _users_of_memory(node: fx.Node) -> Iterator[fx.Node]:
@@ -267,7 +268,7 @@ class Finder:
             return False
         if node.target is operator.getitem:
             return is_of_elements(node.args[0])  # type: ignore[arg-type]
-        if not is_of_elements(node) or _is_fixed(node):
+        if not is_of_elements(node) or is_fixed(node):
             return False
         tensors = [value_of(other) for other in (node, *node.all_input_nodes)]
         tensors = [t for value in tensors for t in (value if isinstance(value, (tuple, list)) else [value])]
@@ -386,7 +387,7 @@ def _is_readable(tensor: Tensor) -> bool:
     return read and compat.have_hints(tensor.shape) and 0 not in compat.hints(tensor.shape)
 
 
-def _is_fixed(node: fx.Node) -> bool:
+def is_fixed(node: fx.Node) -> bool:
     """Whether a node stays where it is among all others."""
     if node.op != "call_function":
         return False
