@@ -65,6 +65,14 @@ class RowwiseFunction:
                 )
         return made
 
+    def without_memory(self, dtype: torch.dtype, cols: int) -> list[Tensor]:
+        """Tensors of many rows of so many columns, which cannot be read; where the function has the widths, of its own."""
+        sizes = {} if self.name in _FIXED else _columns(cols)
+        shapes = {name: [sizes.get(size, size) for size in shape] for name, shape in self.shapes(4096).items()}
+        kinds = {name: _DTYPES[kind] for name, kind in self.kinds}
+        kinds |= dict.fromkeys(self.wide, torch.promote_types(dtype, torch.float32))
+        return [torch.empty(shape, dtype=kinds.get(name, dtype), device="meta") for name, shape in shapes.items()]
+
     def floating(self) -> list[str]:
         """The names of the tensors that have gradients."""
         return [name for name in self.shapes(2) if name not in dict(self.kinds)]
@@ -75,6 +83,13 @@ _KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "target": lambda values: torch.where(values > 1.0, -100, (values.abs() * 7).long() % _CLASSES),
 }
 _CLASSES = 40
+_DTYPES = {"mask": torch.bool, "target": torch.int64}
+_FIXED = ("partial_rotary",)
+
+
+def _columns(cols: int) -> dict[int, int]:
+    """From the sizes that samples have along their rows to those of rows of so many columns."""
+    return {24: cols, 48: 2 * cols, 16: cols, 8: cols // 2, _CLASSES: cols, 6: cols // 8, 3: 4}
 
 
 # --- norms with what is around them -------------------------------------------------------------------------------------

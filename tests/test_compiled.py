@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import random
 import re
 import subprocess
 import tempfile
@@ -32,6 +33,8 @@ from fusedops.core.tuning_key import Config
 from fusedops.norms import launching as norms
 from fusedops.norms.operator import NORM, constants_of
 from fusedops.norms.reference import Kind
+from rowwise_checks import every
+from rowwise_functions import RowwiseFunction
 from support import EVERY_SPEC, INTERPRETED
 
 triton = pytest.importorskip("triton")
@@ -234,6 +237,14 @@ def _normed(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * (1 + weight)
 
 
+def requests_of(function: Callable[..., Any], given: list[Tensor]) -> list[launch.Request]:
+    """The kernels of a row-wise function with all gradients."""
+    names = list(inspect.signature(function).parameters)
+    structure = structured(trace(function, given, function, names, lambda _: None))
+    program = Program(function.__name__, function, planned(structure))
+    return [request for _, request, _ in launching.chosen(program, -1, given)]
+
+
 @pytest.mark.parametrize(
     ("function", "cols"),
     [*[(modulated, cols) for cols in (384, 768, 1024, 1152, 2048, 4096)], (normed_twice, 2304)],
@@ -249,9 +260,7 @@ def test_functions_of_many_tensors_do_not_spill(function: Callable[..., tuple[Te
     }
     given = [torch.empty(rows.get(name, (cols,)), dtype=torch.float32 if name == "x" else torch.bfloat16, device="meta")
              for name in names]  # fmt: skip
-    structure = structured(trace(function, given, function, names, lambda _: None))
-    program = Program(function.__name__, function, planned(structure))
-    requests = [request for _, request, _ in launching.chosen(program, -1, given)]
+    requests = requests_of(function, given)
     sums = [request for request in requests if request.config.per_sm]
     assert len(requests) == 2 and len(sums) == 1
     assert not spilled(launch.compile_kernel(sums[0], TARGETS["sm_90"]))
@@ -274,3 +283,85 @@ def test_shared_memory_suffices(member: str, kind: tuple[int, torch.dtype, torch
                                 monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """With mixed dtypes, and every tensor there and kept: what one dtype's heuristic does not see."""
     build(plans(*kind)[member], target, monkeypatch)
+
+
+# --- what users may write -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("cols", [64, 1024, 5120, 16384])
+@every
+def test_functions_of_the_suites_compile(sample: RowwiseFunction, cols: int, dtype: torch.dtype) -> None:
+    for request in requests_of(sample.function, sample.without_memory(dtype, cols)):
+        launch.compile_fitting(request, SHARED[90], TARGETS["sm_90"])
+
+
+# Numbers of a row, and functions of one, for sums of exponentials that have one more term, as a softmax with a sink has.
+STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
+    "amax": lambda x: x.amax(-1, keepdim=True),
+    "amax from zero": lambda x: x.amax(-1, keepdim=True).clamp(min=0),
+    "mean": lambda x: x.mean(-1, keepdim=True),
+    "sum": lambda x: x.sum(-1, keepdim=True),
+    "norm": lambda x: x.norm(dim=-1, keepdim=True),
+    "var": lambda x: x.var(-1, keepdim=True, unbiased=False),
+    "logsumexp": lambda x: torch.logsumexp(x, -1, keepdim=True),
+    "rms": lambda x: torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
+    "sum of abs": lambda x: x.abs().sum(-1, keepdim=True),
+    "amax - mean": lambda x: x.amax(-1, keepdim=True) - x.mean(-1, keepdim=True),
+}
+TERMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp(-m)": lambda m: torch.exp(-m),
+    "exp(m)": torch.exp,
+    "exp(1 - m)": lambda m: torch.exp(1 - m),
+    "a * m": lambda m: 0.5 * m,
+    "m * m": lambda m: m * m,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "rsqrt": lambda m: torch.rsqrt(m.abs() + 1),
+    "sqrt": lambda m: torch.sqrt(m.abs() + 1e-6),
+    "softplus": F.softplus,
+    "log": lambda m: torch.log(m.abs() + 1),
+    "1 / m": lambda m: 1 / (m.abs() + 1),
+    "sin": torch.sin,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "relu": torch.relu,
+    "abs": lambda m: m.abs() + 0.1,
+    "expm1": torch.expm1,
+}
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize("statistic", STATISTICS)
+def test_two_reductions_of_which_one_takes_the_other_compile(statistic: str, term: str) -> None:
+    """In rows of some length and dtype, drawn for each."""
+
+    def function(x: Tensor) -> Tensor:
+        m = STATISTICS[statistic](x)
+        e = torch.exp(x - m)
+        return e / (e.sum(-1, keepdim=True) + TERMS[term](m))
+
+    draw = random.Random(f"{statistic} {term}")
+    cols = draw.choice([16, 64, 256, 1024, 5120, 16384])
+    dtype = draw.choice([torch.bfloat16, torch.float32, torch.float64])
+    for request in requests_of(function, [torch.empty(4096, cols, dtype=dtype, device="meta")]):
+        launch.compile_fitting(request, SHARED[90], TARGETS["sm_90"])
+
+
+CONSTANTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "two compared": lambda a, b: torch.lerp(a, b, 0.3),
+    "one rounded": lambda a, b: (a + b, torch.full_like(a, 0.3)),
+    "one cast": lambda a, b: torch.full_like(a, 0.3).long().to(a.dtype) * b + a,
+    "one of an activation": lambda a, b: F.silu(torch.full_like(a, 0.3)) * b + a,
+    "products of ones": lambda a, b: torch.full_like(a, 0.3).to(a.dtype) * a + torch.full_like(a, 0.7) * b,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("function", CONSTANTS.values(), ids=CONSTANTS)
+def test_constants_compile(function: Callable[[Tensor, Tensor], Any], dtype: torch.dtype) -> None:
+    """In fp64 a number that fp32 has not is a tensor in the source, and one that was cast is no constant of the graph."""
+    for request in requests_of(function, [torch.empty(64, 32, dtype=dtype, device="meta")] * 2):
+        launch.compile_fitting(request, SHARED[90], TARGETS["sm_90"])

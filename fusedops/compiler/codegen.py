@@ -7,6 +7,7 @@ rows are held by the programs of a backward, and added up by one more kernel.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -270,7 +271,12 @@ class _Writer:
                 name: str) -> Kernel:  # fmt: skip
         emitter.flat = not sums or not self._has_room(emitter, stores, sums)
         for store in stores:
-            self._store(emitter, store)
+            if not self._is_wide(store):
+                emitter.behind.setdefault(store.node, []).append(functools.partial(self._store, emitter, store))
+        for store in stores:
+            emitter.value(store.node)
+            if self._is_wide(store):
+                self._store(emitter, store)
         for slot, (_, _, node) in enumerate(sums):
             value = emitter.value(node)
             if node.op != "const":  # a cotangent reaches the input

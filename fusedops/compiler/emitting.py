@@ -11,7 +11,7 @@ import itertools
 import keyword
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -127,6 +127,9 @@ class Emitter:
         whole: whether that tile has all its columns.
         leaves: values that are not computed but read: "intermediate" or "stat 3".
         moved: the dtypes of whole tensors that are read or written.
+        behind: stores of numbers of rows, which follow the line that computes the number. Triton 3.6 to 3.9 cannot compile
+            some kernels that compute more of a number before it is stored: the pass that removes layout conversions
+            uses a value ahead of its definition.
     """
 
     def __init__(self, plan: Plan, acc: torch.dtype, *, grouped: bool) -> None:
@@ -141,6 +144,8 @@ class Emitter:
         self.intermediate_parts: dict[Node, Part] = {}
         self.moved: list[torch.dtype] = []
         self.named: dict[Node, str] = {}
+        self.behind: dict[Node, list[Callable[[], None]]] = {}
+        self._literals: set[str] = set()  # values that stand in the source as numbers, whatever node they are of
         self._taken = set(_TAKEN)
         self._by_row: dict[Node, bool] = {}
         self._known: dict[str, str] = {}  # from an expression to its name
@@ -158,6 +163,8 @@ class Emitter:
             if node in self.named or not missing:
                 if node not in self.named:
                     self.named[node] = self._computed(node)
+                    for store in self.behind.pop(node, ()):
+                        store()
                 todo.pop()
             else:
                 todo.extend(reversed(missing))
@@ -227,7 +234,9 @@ class Emitter:
     def _computed(self, node: Node) -> str:
         if node not in self.leaves:
             if node.op == "const":
-                return _literal(node, self.acc)
+                text = _literal(node, self.acc)
+                self._literals.add(text)
+                return text
             if node.op in ("constant_to_gradients", "detached", "instead", "narrowed"):
                 return self.named[node.args[0]]
         text = self._expression(node)
@@ -249,8 +258,8 @@ class Emitter:
         if node in self.leaves:
             return self._leaf(node, self.leaves[node])
         args = [self.named[arg] for arg in self._arguments(node)]
-        if args and all(arg.op == "const" for arg in node.args) and op != "where":
-            args = [f"tl.full((1, 1), {arg}, {_KINDS[inner.kind]})" for arg, inner in zip(args, node.args, strict=True)]
+        if args and self._literals.issuperset(args) and op != "where":
+            args = [_filled(arg, inner.kind) for arg, inner in zip(args, self._arguments(node), strict=True)]
         if op in _LEAVES:
             return self._read(node)
         if op == "cast":
@@ -261,7 +270,7 @@ class Emitter:
             dtype = node.attrs[0]
             return args[0] if dtype == self.acc else f"{args[0]}.to({_TYPES[dtype]}).to(ACC)"
         if op == "where":
-            both = all(arg.op == "const" for arg in node.args[1:]) and node.kind == "float"
+            both = self._literals.issuperset(args[1:]) and node.kind == "float"
             return f"tl.where({', '.join(args)})" + (".to(ACC)" if both else "")
         if op == "pow":
             return f"tl.exp({node.attrs[0]!r} * tl.log({args[0]}))"
@@ -286,7 +295,9 @@ class Emitter:
         if one is other:
             return ""
         for product, rest, signs in ((other, one, ("-", "")), (one, other, ("", "-"))):
-            if all(factor.op != "const" for factor in product.args):  # of which Triton would make a tensor in fp32
+            if self._literals.isdisjoint(
+                self.named[factor] for factor in product.args
+            ):  # of which Triton would make a tensor in fp32
                 first, second, third = [self.named[value] for value in (*product.args, rest)]
                 left, right = signs if node.op == "sub" else ("", "")
                 return f"tl.fma({left}{first}, {second}, {right}{third})"
@@ -367,8 +378,8 @@ class Emitter:
         address, mask = self._address(kind, place, operand, part)
         self._count(operand)
         pointer = self.arguments[kind, place, ""].name
-        if node.op == "const":
-            value = f"tl.full((1, 1), {value}, {_KINDS[node.kind]})"
+        if value in self._literals:
+            value = _filled(value, node.kind)
         into = self.lines if self.body is None or mask == "in_rows" else self.body
         into.append(f"tl.store({address}, {value}.to({pointer}.dtype.element_ty), mask={mask})")
 
@@ -482,6 +493,12 @@ _NEUTRAL = {"sum": "0", "amax": 'float("-inf")'}
 
 def _times(index: str, stride: int | str) -> str:
     return index if stride == 1 else f"{index} * {stride}"
+
+
+def _filled(literal: str, kind: str) -> str:
+    """A number as a tensor of one element, which some are already: those in brackets are sums of such."""
+    is_tensor = literal.startswith(("(", "negative_zero"))
+    return literal if is_tensor else f"tl.full((1, 1), {literal}, {_KINDS[kind]})"
 
 
 def _literal(node: Node, acc: torch.dtype) -> str:
