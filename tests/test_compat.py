@@ -146,6 +146,18 @@ def test_direct_launch_is_what_triton_itself_calls(
 
 
 @each_release
+def test_direct_launch_is_cooperative_where_programs_wait(
+    release: str, build: Callable[[Any], launch.Kernel], launches: list[tuple[Any, ...]]
+) -> None:
+    launcher = RELEASES[release](lambda *args: launches.append(args))
+    launcher.launch_cooperative_grid, launcher.launch_pdl = True, False
+    kernel = build(launcher)
+    assert kernel.launcher == "direct"
+    kernel.variant(2, 3, torch.zeros(3), None, 5, torch.zeros(3))
+    assert launches[0][5:7] == (True, False)
+
+
+@each_release
 def test_direct_launch_reports_to_recorders(
     release: str, build: Callable[[Any], launch.Kernel], launches: list[tuple[Any, ...]]
 ) -> None:

@@ -87,6 +87,10 @@ class Built:
         limit = SHARED.get(Built.target.arch, 0)
         compiled = launch.compile_fitting(request, limit, Built.target)
         assert compiled.metadata.shared <= limit or not limit, request
+        if cuda:  # the driver starts all programs that wait for one another, or none; early launches are for others
+            waits = request.constants.get("EXCHANGE") == "wait"
+            assert compiled.metadata.launch_cooperative_grid == waits
+            assert not (waits and compiled.metadata.launch_pdl)
         if spilled(compiled):
             Built.spilled.append(f"{request.kernel.fn.__name__} {config}: {spilled(compiled)}")
 
@@ -197,7 +201,7 @@ def test_backwards_of_wide_rows_of_16_bits_do_not_spill(
     constants = constants_of("compiled", kind, 1e-5, 0.0, "once", None, save, False, None, None)
     site = site_of(NORM, constants, dtypes, cols, -1, False, True)
     needs = (True, False, False, True, kind == "layer")
-    plan = lambda: norms._plan_backward(site, needs, site.y, None, None, 0, True, 2)  # noqa: E731
+    plan = lambda: norms._plan_backward(site, needs, site.y, None, None, 0, True, 0, 2)  # noqa: E731
     assert not build(plan, "sm_90", monkeypatch)
 
 

@@ -1,9 +1,15 @@
-"""Programs that share rows and wait for each other's sums: on a GPU, where they run at the same time."""
+"""Programs that share rows and wait for each other's sums: on a GPU, where they run at the same time.
+
+Whether they may is decided from the multiprocessors that a stream has, which needs none.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +17,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fusedops
-from fusedops.core import launch
+from fusedops.core import compat, driver, launch, tuning
+from fusedops.core.operators import site_of
 from fusedops.core.tuning import forced
 from fusedops.core.tuning_key import Config
+from fusedops.norms import launching
+from fusedops.norms.operator import NORM, constants_of
 from support import DEVICE
 
-pytestmark = pytest.mark.gpu
+on_gpu = pytest.mark.gpu
 
 COLS = 24_576  # in fp32 six programs a row
 
@@ -52,6 +61,7 @@ def _check(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
         torch.testing.assert_close(one.double(), other, rtol=0, atol=1e-5 * other.abs().max().item() + 1e-30)
 
 
+@on_gpu
 @pytest.mark.parametrize("rows", [1, 2, 3, 131, 700])
 def test_one_launch(rows: int) -> None:
     """And equal bits, however the programs are ahead of one another."""
@@ -65,6 +75,7 @@ def test_one_launch(rows: int) -> None:
         assert all(map(torch.equal, first, _gradients(tensors, dy)))
 
 
+@on_gpu
 def test_sums_of_zero() -> None:
     """Zeros are sums too: no program waits for another number in their place."""
     tensors = _tensors(40)
@@ -73,6 +84,7 @@ def test_sums_of_zero() -> None:
     assert not any(gradient.any() for gradient in _gradients(tensors, dy))
 
 
+@on_gpu
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_sums_that_are_no_numbers(value: float) -> None:
     """They stay in their row."""
@@ -83,6 +95,7 @@ def test_sums_that_are_no_numbers(value: float) -> None:
     assert not dx[7].isfinite().any() and dx[:7].isfinite().all() and dx[8:].isfinite().all()
 
 
+@on_gpu
 def test_graph_replays() -> None:
     """A replay does not take the sums of the one before."""
     tensors = _tensors(300)
@@ -97,6 +110,7 @@ def test_graph_replays() -> None:
         _check(found, _expected(tensors, dy))
 
 
+@on_gpu
 def test_streams() -> None:
     """Two such kernels at a time, neither of which has the GPU to itself."""
     tensors = _tensors(2000)
@@ -113,6 +127,7 @@ def test_streams() -> None:
     assert all(torch.equal(one, other) for got in found for one, other in zip(got, want, strict=True))
 
 
+@on_gpu
 def test_more_programs_than_may_wait() -> None:
     """A launch leaves the sums, a second one reads them."""
     tensors = _tensors(5)
@@ -121,3 +136,132 @@ def test_more_programs_than_may_wait() -> None:
         got = _gradients(tensors, dy)
     assert launched.count("norm_backward_kernel") == 2
     _check(got, _expected(tensors, dy))
+
+
+# --- without a GPU ------------------------------------------------------------------------------------------------------
+
+
+class Driver:
+    """CUDA's driver on a GPU of 132 multiprocessors, with a green context of 8 whose stream is 5."""
+
+    def __init__(self, limit: int = 0) -> None:
+        def green_of(stream: int, green: Any) -> int:
+            green._obj.value = 77 if stream == 5 else None
+            return 0
+
+        def resource_of(green: Any, resource: Any, kind: int) -> int:
+            # As in the driver's header: the union begins at byte 96.
+            ctypes.c_uint.from_address(ctypes.addressof(resource._obj) + 96).value = 8
+            return 0 if (green.value, kind) == (77, 1) else 1
+
+        def affinity_of(affinity: Any, kind: int) -> int:
+            ctypes.c_uint.from_address(ctypes.addressof(affinity._obj) + 4).value = limit
+            return 0 if limit and kind == 0 else 224
+
+        def occupancy(count: Any, function: int, threads: int, shared: int) -> int:
+            count._obj.value = 65536 // (threads * 128)
+            return 0
+
+        self.cuStreamGetGreenCtx, self.cuGreenCtxGetDevResource = green_of, resource_of
+        self.cuCtxGetExecAffinity, self.cuOccupancyMaxActiveBlocksPerMultiprocessor = affinity_of, occupancy
+
+
+@pytest.fixture
+def on_stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Makes a stream of a GPU that is not there the current one."""
+
+    def enter(stream: int, limit: int = 0, library: Any = None) -> None:
+        found = Driver(limit) if library is None else library
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: found)
+        monkeypatch.setattr(compat, "current_stream", lambda index: stream)
+        driver._function.cache_clear()
+        launch._left_by_mps.cache_clear()
+
+    monkeypatch.setattr(launch, "processors", lambda index: 132)
+    monkeypatch.setattr(launch, "_cannot_compile", lambda index: "")
+    launch._is_waiting_on.cache_clear()
+    yield enter
+    for cached in (driver._function, launch._left_by_mps, launch._is_waiting_on):
+        cached.cache_clear()
+
+
+def test_multiprocessors_are_those_of_the_stream(on_stream: Callable[..., None]) -> None:
+    on_stream(0)
+    assert launch.multiprocessors(0) == 132
+    on_stream(5)
+    assert launch.multiprocessors(0) == 8
+    on_stream(0, limit=33)
+    assert launch.multiprocessors(0) == 33
+    on_stream(5, library=SimpleNamespace())  # a driver without these functions
+    assert launch.multiprocessors(0) == 132
+    assert driver.programs_at_a_time(1, 256, 0) is None
+
+
+def test_programs_of_few_multiprocessors_do_not_wait(on_stream: Callable[..., None]) -> None:
+    for stream, most in ((0, 8), (5, 2)):
+        on_stream(stream)
+        assert [n for n in range(2, 12) if launch.waits(0, torch.float32, n)] == list(range(2, most + 1))
+        assert not launch.waits(0, torch.float64, 2)
+
+
+def test_without_cooperative_launches_no_program_waits(
+    on_stream: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_stream(0)
+    monkeypatch.setattr(compat, "launches_cooperatively", lambda: False)
+    assert not launch.waits(0, torch.float32, 2)
+
+
+@pytest.mark.parametrize(("value", "on"), [("", True), ("1", True), ("0", False), ("off", False), ("No", False)])
+def test_a_variable_turns_waiting_off(
+    value: str, on: bool, on_stream: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read once."""
+    on_stream(0)
+    monkeypatch.setenv("FUSEDOPS_WAIT", value)
+    assert launch.waits(0, torch.float32, 2) == on
+    monkeypatch.setenv("FUSEDOPS_WAIT", "0" if on else "1")
+    assert launch.waits(0, torch.float32, 2) == on
+
+
+def test_an_unknown_value_of_the_variable_is_named(
+    on_stream: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_stream(0)
+    monkeypatch.setenv("FUSEDOPS_WAIT", "maybe")
+    with pytest.warns(RuntimeWarning, match="FUSEDOPS_WAIT is 'maybe', expected 0"):
+        assert launch.waits(0, torch.float32, 2)
+
+
+def test_a_stream_has_the_plan_of_its_multiprocessors(
+    on_stream: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All programs of a cooperative launch run at the same time, however many the config asks for."""
+    monkeypatch.setattr(tuning, "device_name", lambda index: "")
+    monkeypatch.setattr(tuning, "capturing", lambda index: False)
+    launched: list[tuple[int, int]] = []
+
+    def build(kernel: Any, types: Any, constants: Any, config: Config, **more: Any) -> launch.Variant:
+        name = f"{kernel.fn.__name__} {constants['EXCHANGE']}"
+        variant = lambda x, y, *rest: launched.append((name, x, y))  # type: ignore[arg-type]  # noqa: E731
+        if constants["EXCHANGE"] == "wait":
+            launch._resident[variant] = 2
+        return variant
+
+    monkeypatch.setattr(launch, "build", build)
+    constants = constants_of("waiting", "layer", 1e-5, 0.0, "once", None, "sum", False, None, None)
+    site = site_of(NORM, constants, (torch.float32, None, None, torch.float32, torch.float32), COLS, 0, False, True)
+    grads, outs = (torch.empty(4000, COLS, device="meta"), None, None), (torch.empty(4000, COLS, device="meta"),)
+    monkeypatch.setattr(launching, "as_rows", lambda x, cols, dims: (x, cols, 0))
+    monkeypatch.setattr(launching, "vector", lambda x: (x, 0))
+    saved = (grads[0], None, None, torch.empty(COLS), torch.empty(COLS), torch.empty(2, 4000))
+    with forced("norm_backward", Config(4096, 1, 8, 3, 4)):
+        for stream in (0, 5, 0):
+            on_stream(stream)
+            launching.backward(site, grads, saved, (*outs, None, None, None, None), (None, None, 0))
+    most = 132 * 2 // 6
+    waiting, few = (
+        ("norm_backward_kernel wait", 6, most),
+        [("norm_backward_kernel post", 6, 5), ("norm_backward_kernel read", 6, 5)],
+    )
+    assert launched == [waiting, *few, waiting]

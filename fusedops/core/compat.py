@@ -530,6 +530,16 @@ def overlaps_launches() -> bool:
     return "launch_pdl" in inspect.signature(CUDAOptions).parameters and hasattr(cuda, "gdc_wait")
 
 
+@functools.cache
+def launches_cooperatively() -> bool:
+    """Whether kernels can be launched so that all their programs run at the same time, or the launch is an error."""
+    try:
+        from triton.backends.nvidia.compiler import CUDAOptions
+    except ImportError:
+        return False
+    return "launch_cooperative_grid" in inspect.signature(CUDAOptions).parameters
+
+
 def compiles_ahead() -> bool:
     """Whether `compile_ahead` can be used; without it kernels are compiled at their first launch, by ``kernel[grid]``."""
     import triton

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from . import compat, direct
+from . import compat, direct, driver
 from .tuning_key import Config
 
 __all__ = [
@@ -38,10 +38,13 @@ __all__ = [
     "current_device",
     "diagnose",
     "interpreting",
+    "may_wait",
+    "multiprocessors",
     "overlaps",
     "pointer_type",
     "processors",
     "record",
+    "resident",
     "runs_kernels",
     "specialise",
     "triton_dtype",
@@ -66,6 +69,7 @@ _POINTERS = {
 _observers: list[list[str]] = []
 _collectors: list[list[Request]] = []
 _built: dict[Any, Variant] = {}
+_resident: dict[Variant, int] = {}
 _variants = 0
 _build_lock = threading.Lock()
 _interpreter_lock = threading.RLock()
@@ -138,17 +142,47 @@ def overlaps(device_index: int) -> bool:
     return torch.cuda.get_device_capability(device_index) >= (9, 0)
 
 
+def multiprocessors(device_index: int) -> int:
+    """Multiprocessors that kernels on the current stream have: of its green context, or of the GPU that MPS leaves."""
+    own = driver.multiprocessors_of(compat.current_stream(device_index))
+    return _left_by_mps(device_index) if own is None else own
+
+
+@functools.cache
+def _left_by_mps(device_index: int) -> int:
+    return min(driver.limit_of_process() or processors(device_index), processors(device_index))
+
+
+@functools.cache
+def _is_waiting_on() -> bool:
+    """Whether ``FUSEDOPS_WAIT`` lets programs wait for one another (read at the first call)."""
+    value = os.environ.get("FUSEDOPS_WAIT", "").lower()
+    if value not in ("", "1", "true", "on", "yes", "y", "0", "false", "off", "no", "n"):
+        warnings.warn(f"fusedops: FUSEDOPS_WAIT is {value!r}, expected 0 (programs never wait for one another) or 1; they "
+                      "may wait.", RuntimeWarning, stacklevel=2)  # fmt: skip
+    return value not in ("0", "false", "off", "no", "n")
+
+
+def may_wait(device_index: int, acc: torch.dtype) -> bool:
+    """Whether programs may wait for sums of ``acc`` of others, if there are multiprocessors for all: see `waits`."""
+    if device_index < 0 or acc != torch.float32 or _cannot_compile(device_index):
+        return False
+    return compat.launches_cooperatively() and _is_waiting_on()
+
+
 def waits(device_index: int, acc: torch.dtype, programs: int) -> bool:
     """Whether so many neighbours in the grid may wait for sums of ``acc`` that the others leave.
 
-    All of them must run at the same time. NVIDIA's GPUs start programs in the order of the grid, which CUDA does not
-    promise. So neighbours are only kept apart by kernels that have taken the rest of the GPU, and these end, unless they
-    wait too: kernels of other streams, of each of CUDA's six priorities one that is not complete. There has to be room for
-    these.
+    All of them must run at the same time. The launch is cooperative: the driver starts all programs of the grid or none.
+    Other kernels that wait, of other streams or of other libraries, so never hold what is missing while these hold the
+    rest. Of few multiprocessors a cooperative launch would leave most without work, and it would wait for all of them.
     """
-    if device_index < 0 or acc != torch.float32 or _cannot_compile(device_index):
-        return False
-    return programs <= 8 and 6 * (programs - 1) < processors(device_index)
+    return may_wait(device_index, acc) and programs <= 8 and 6 * (programs - 1) < multiprocessors(device_index)
+
+
+def resident(variant: Variant) -> int:
+    """The programs of a cooperative kernel that a multiprocessor runs at a time."""
+    return _resident.get(variant, 1)
 
 
 def pointer_type(dtype: torch.dtype | None) -> str | None:
@@ -209,10 +243,17 @@ class Request:
             options["maxnreg"] = self.config.registers
         if self.constants.get("OVERLAP"):
             options["launch_pdl"] = True
+        if self.cooperative:
+            options["launch_cooperative_grid"] = True
         # Products and sums are contracted unless the user decides: Triton's default, which ends with 3.9.
         if "TRITON_DEFAULT_FP_FUSION" not in os.environ:
             options["enable_fp_fusion"] = True
         return options
+
+    @property
+    def cooperative(self) -> bool:
+        """Whether programs wait for others, so that all have to run at the same time."""
+        return self.constants.get("EXCHANGE") == "wait" and not interpreting()
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -287,6 +328,10 @@ class Kernel:
         except compat.NoDirectCallError as error:
             self.launcher, self.reason = "compiled", str(error)
             self.variant = self._observed(self._launch_compiled)
+        if request.cooperative:
+            metadata = self._compiled.metadata
+            most = driver.programs_at_a_time(self._compiled.function, 32 * metadata.num_warps, metadata.shared)
+            _resident[self.variant] = most or 1
 
     def _observed(self, launch: Variant) -> Variant:
         def variant(grid_x: int, grid_y: int, *arguments: Any) -> None:

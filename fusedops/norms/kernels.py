@@ -383,10 +383,15 @@ def _post(moments, along, total, column, rows, in_rows, M, KIND: tl.constexpr, E
 
 @triton.jit
 def _await_words(places, there):
-    """The words at ``places``, once they are not zero; 0 where none is asked for. PTX: a loop would end the pipelining."""
+    """The words at ``places``, once they are not zero; 0 where none is asked for. PTX: a loop would end the pipelining.
+
+    After 2^27 loads, of some 0.6 µs each and so a minute or more, the kernel ends in a trap: a launch is an error then, and
+    no hang.
+    """
     return tl.inline_asm_elementwise(
-        "{ .reg .pred asked, absent; setp.ne.s32 asked, $2, 0; mov.b64 $0, 0; WAIT: @asked ld.relaxed.gpu.global.b64 $0, "
-        "[$1]; setp.eq.and.s64 absent, $0, 0, asked; @absent bra WAIT; }",
+        "{ .reg .pred asked, absent, late; .reg .u32 loads; setp.ne.s32 asked, $2, 0; mov.b64 $0, 0; mov.u32 loads, 0; "
+        "WAIT: @asked ld.relaxed.gpu.global.b64 $0, [$1]; setp.eq.and.s64 absent, $0, 0, asked; add.u32 loads, loads, 1; "
+        "setp.gt.u32 late, loads, 134217728; @late trap; @absent bra WAIT; }",
         "=&l,l,r", [places, there.to(tl.int32)], dtype=tl.int64, is_pure=False, pack=1)  # fmt: skip
 
 

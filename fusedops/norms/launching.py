@@ -48,6 +48,7 @@ class _Backward:
         columns: programs that share rows.
         programs: at most, of each of them.
         exchange: "none", "wait", or "read" after `post`.
+        multiprocessors: those that the stream had for which this was planned; 0 if it does not matter.
         reduce: adds parts of parameter gradients.
         reduce_block: columns of each of its programs.
         sums: parameter gradients.
@@ -59,6 +60,7 @@ class _Backward:
     columns: int
     programs: int
     exchange: str
+    multiprocessors: int
     reduce: Variant | None
     reduce_block: int
     sums: int
@@ -143,11 +145,11 @@ def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) ->
     rows = like.numel() // cols
     needs = (dx is not None, dbias is not None, dresidual is not None, dweight is not None, dln_bias is not None)
     key = (site, needs, None if dy is None else dy.dtype, None if dz is None else dz.dtype,
-           None if dcast is None else dcast.dtype, kind, bits & 15 == 0,
+           None if dcast is None else dcast.dtype, kind, bits & 15 == 0, 0,
            BUCKET[rows.bit_length()])  # fmt: skip
     plan = _backwards.get(key)
-    if plan is None:
-        plan = tuning.plan(_backwards, key, _plan_backward)
+    if plan is None or plan.multiprocessors:
+        plan = _backward_of(key)
     moments = partials = None
     row_tiles = -(-rows // plan.rows)
     programs = 1
@@ -168,6 +170,16 @@ def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) ->
     plan.variant(plan.columns, programs, *arguments)
     if partials is not None and plan.reduce is not None:
         plan.reduce(-(-cols // plan.reduce_block), plan.sums, partials, dbias, dweight, dln_bias, programs)
+
+
+def _backward_of(key: tuple[Any, ...]) -> _Backward:
+    """The plan for a key, made anew, and another where the current stream has other multiprocessors than it was made for."""
+    plan = _backwards.get(key) or tuning.plan(_backwards, key, _plan_backward)
+    here = launch.multiprocessors(key[0].device_index) if plan.multiprocessors else 0
+    if here == plan.multiprocessors:
+        return plan
+    key = (*key[:-2], here, key[-1])
+    return _backwards.get(key) or tuning.plan(_backwards, key, _plan_backward)
 
 
 # --- the variants behind the keys ---------------------------------------------------------------------------------
@@ -237,7 +249,8 @@ def _backward_tuning_key(site: NormSite, seed: int, sums: int, bucket: int, move
 
 
 def _plan_backward(site: NormSite, needs: tuple[bool, ...], dy: _Dtype, dz: _Dtype, dcast: _Dtype, seed: int,
-                   aligned: bool, bucket: int) -> _Backward:  # fmt: skip
+                   aligned: bool, multiprocessors: int, bucket: int) -> _Backward:  # fmt: skip
+    """``multiprocessors`` tells plans for different streams apart; with 0 the current stream's are not known yet."""
     from ..core.kernels import sum_partials_kernel
     from . import kernels
 
@@ -255,9 +268,12 @@ def _plan_backward(site: NormSite, needs: tuple[bool, ...], dy: _Dtype, dz: _Dty
     config = tuning.choose(key, site.device_index)
     columns = -(-cols // config.columns)
     exchange = "none"
-    if normalizes and columns > 1:
+    is_shared = normalizes and columns > 1
+    if is_shared:
         exchange = "wait" if launch.waits(site.device_index, site.acc, columns) else "read"
-    programs = max(2, launch.processors(site.device_index) * config.per_sm // columns)
+    if is_shared and not multiprocessors and launch.may_wait(site.device_index, site.acc):
+        multiprocessors = launch.multiprocessors(site.device_index)
+    programs = max(2, (multiprocessors or launch.processors(site.device_index)) * config.per_sm // columns)
     reduce_config = tuning.adding(programs, cols)
     pointers = site.pointers
     types: dict[str, str | None] = {
@@ -301,13 +317,17 @@ def _plan_backward(site: NormSite, needs: tuple[bool, ...], dy: _Dtype, dz: _Dty
     def build(types: dict[str, str | None], **more: str) -> Variant:
         return _build(kernels.norm_backward_kernel, types, constants | more, config, site, aligned)
 
+    variant = build(types)
+    if exchange == "wait" and multiprocessors:  # all programs of a cooperative launch run at the same time
+        programs = min(programs, multiprocessors * launch.resident(variant) // columns)
     return _Backward(
         post=build(reads, EXCHANGE="post") if exchange == "read" else None,
-        variant=build(types),
+        variant=variant,
         rows=config.rows,
         columns=columns,
         programs=programs,
         exchange=exchange,
+        multiprocessors=multiprocessors,
         reduce=_build(sum_partials_kernel, types | gradients, constants, reduce_config, site, aligned)
         if sums
         else None,

@@ -377,7 +377,7 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
         seed = (3 if cast else 1) if adds else 0
         needs = (True, adds, adds, kind != "none", kind == "layer")
         launching._plan_forward(site, seed, True, _BUCKET)
-        launching._plan_backward(site, needs, site.y, site.z if dsum else None, site.cast, seed, True, _BUCKET)
+        launching._plan_backward(site, needs, site.y, site.z if dsum else None, site.cast, seed, True, 0, _BUCKET)
 
     if other is not None:
         plans: dict[str, Callable[[], object]] = {
