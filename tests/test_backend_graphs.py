@@ -430,3 +430,98 @@ def test_graph_that_cannot_be_captured_is_left_with_a_warning(monkeypatch: pytes
         torch.testing.assert_close(found, function(x, w))
     assert casts == [False, True]  # what is left has no casts yet
     assert "a graph is left to Inductor: it calls unknown" in str(fusedops.explain(function, x, w))
+
+
+@fusedops.rowwise
+def _shifted(x: Tensor, w: Tensor, *, by: float = 1.0) -> Tensor:
+    with torch.no_grad():
+        mean = (x * w).mean(-1, keepdim=True)
+    return F.silu(x - mean) * w + by
+
+
+@fusedops.rowwise
+def _shifted_twice(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return _shifted(x, w, by=2.0), F.dropout(_shifted(x, w), 2**-16) * w
+
+
+@fusedops.rowwise
+def _scaled(x: Tensor, w: Tensor) -> Tensor:
+    return torch.sigmoid(x) * w
+
+
+def _in_a_norm(x: Tensor, w: Tensor) -> Tensor:
+    return F.layer_norm(_shifted(x, w, by=0.5) * 2, (8,), w)
+
+
+def _several_results(x: Tensor, w: Tensor) -> Tensor:
+    one, other = _shifted_twice(x, w)
+    return F.rms_norm(one + x, (8,), w) + other
+
+
+def _without_reductions(x: Tensor, w: Tensor) -> Tensor:
+    return torch.fmod(_scaled(x, w) * 2, 64.0)
+
+
+# Each with the functions in its regions.
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (_in_a_norm, {"_shifted"}),
+        (_several_results, {"_shifted_twice"}),
+        (_without_reductions, {"_scaled"}),
+    ],
+)
+def test_functions_of_rowwise_are_fused_with_what_is_around(function: Callable[..., Any], names: set[str]) -> None:
+    """Their parts without gradients are ones in the graph, too."""
+    x, w = randn(4, 6, 8).double().requires_grad_(), randn(8).double().requires_grad_()
+    backend, results = Backend(), []
+    for call in (function, torch.compile(function, backend=backend, fullgraph=True)):
+        y = call(x, w)
+        results.append([y, *torch.autograd.grad(y, (x, w), torch.cos(y.detach()))])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=2.0**-14, atol=2.0**-14)
+    assert not backend.report.left and not [region for region in backend.report.regions if region.reason]
+    assert {name for region in backend.report.fused for name in region.functions} == names
+    assert f" of {min(names)}  " in str(backend.report)
+
+
+@fusedops.rowwise
+def _own(x: Tensor, w: Tensor) -> Tensor:
+    return _Moved.apply(x, w) * w  # type: ignore[no-untyped-call, no-any-return]
+
+
+@fusedops.rowwise
+def _hooked(x: Tensor, w: Tensor) -> Tensor:
+    y = x * w
+    y.register_hook(lambda grad: grad * 3)
+    return y + w
+
+
+@pytest.mark.filterwarnings("ignore:fusedops.rowwise does not fuse:RuntimeWarning")
+@pytest.mark.parametrize(("function", "reason"), [
+    (_own, "it calls _own, which calls a custom autograd function"),
+    (_hooked, "it calls register_hook"),
+])  # fmt: skip
+def test_function_of_rowwise_whose_derivative_would_be_lost(function: Callable[..., Any], reason: str) -> None:
+    def normed(x: Tensor, w: Tensor) -> Tensor:
+        return F.layer_norm(function(x, w), (8,), w)
+
+    backend = Backend()
+    torch.compile(normed, backend=backend)(randn(4, 8).requires_grad_(), randn(8).requires_grad_())
+    assert backend.report.left == [reason]
+
+
+def test_operators_that_the_model_calls_stay_beside_regions() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        y = fusedops.bias_dropout_add_ln(F.gelu(x + w), w, x, w, w, p=0.0)
+        return F.layer_norm(fusedops.swiglu(y, fusedops.layer_norm(y, (8,), w)) * w, (8,), w)
+
+    x, w, backend, results = randn(4, 8).double().requires_grad_(), randn(8).double().requires_grad_(), Backend(), []
+    for call in (function, torch.compile(function, backend=backend, fullgraph=True)):
+        y = call(x, w)
+        results.append([y, *torch.autograd.grad(y, (x, w), torch.cos(y.detach()))])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+    assert backend.report.operators == {"bias_dropout_add_ln": 1, "layer_norm": 1, "swiglu": 1}
+    assert len(backend.report.fused) == 1 and not backend.report.left
+    assert "  called by the model: 1 x swiglu\n" in str(backend.report) + "\n"

@@ -2,7 +2,8 @@
 
 Autocast is casts there, and a module's function is what it dispatches to, so that row-wise operators can be told from
 others. PyTorch differentiates the captured graph. An operator whose derivative a capture would lose, such as a custom
-autograd function, stays one node. So does a checkpointed part, whose body is captured by itself.
+autograd function, stays one node. So does a checkpointed part, whose body is captured by itself. A function of `rowwise` is
+captured like the code around it, so that one region may hold both.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
+from ..compiler.function import function_of
+from ..compiler.tracing import traced_with_others
 from ..core import compat, launch
 from ..models.tricks.masks import made_contiguous
 from ..models.tricks.padding import HALF
 from .changes import without_changes
 from .heads import Repeats
 from .masks import Constants, Mask
-from .regions import drop_unused, name_of
+from .regions import FUNCTION, drop_unused, name_of
 from .report import note_change
 
 __all__ = ["WITHOUT_EFFECT", "NotCapturedError", "captured", "handed_on"]
@@ -40,7 +44,15 @@ _CHANGES_DERIVATIVE = frozenset({"detach_", "requires_grad_", "register_hook", "
 
 
 class NotCapturedError(Exception):
-    """A graph that cannot be captured without a loss."""
+    """A graph that cannot be captured without a loss.
+
+    Attributes:
+        reason: why; `fx.Interpreter` adds to the message.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 def captured(gm: fx.GraphModule, inputs: Sequence[Any], inner: Inner) -> fx.GraphModule:
@@ -161,6 +173,8 @@ def _writes_into_given(graph: fx.Graph) -> bool:
 def _is_known(target: Any) -> bool:
     if isinstance(target, compat.OPERATORS) or target in compat.GRAD_MODES or target in compat.AUTOCASTS:
         return True
+    if function_of(target) is not None:
+        return True
     return compat.is_pure(target) or getattr(target, "__name__", "") in WITHOUT_EFFECT
 
 
@@ -190,6 +204,8 @@ class _Capture(fx.Interpreter):
             return self._one_node(target, args, kwargs)
         if target is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
+        if (function := function_of(target)) is not None:
+            return _inlined(function, getattr(target, "__name__", ""), args)
         return self.repeats.note(target, args, kwargs, super().call_function(target, args, kwargs))
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -247,6 +263,31 @@ class _Capture(fx.Interpreter):
         for change in changes:
             note_change(compat.recorded_node(found), change)
         return found
+
+
+class _Watched(TorchFunctionMode):
+    """Records where a function that Dynamo has not looked into switches gradients on and off."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in compat.GRAD_MODES:
+            compat.recorded_call(func, args, kwargs)
+        if (name := getattr(func, "__name__", "")) in _CHANGES_DERIVATIVE:
+            raise NotCapturedError(f"it calls {name}")
+        return func(*args, **kwargs)
+
+
+def _inlined(function: Callable[..., Any], name: str, args: Any) -> Any:
+    """Calls a function of `rowwise`, to capture what it does."""
+    with traced_with_others(), _Watched():
+        found = function(*args)
+    for value in compat.leaves(found):
+        if isinstance(value, Tensor) and not any(value is arg for arg in args):
+            compat.recorded_node(value).meta[FUNCTION] = name
+    given, made = [[value for value in compat.leaves(values) if isinstance(value, Tensor)] for values in (args, found)]
+    if compat.has_own_derivative(made, given):
+        raise NotCapturedError(f"it calls {name}, which calls a custom autograd function")
+    return found
 
 
 def _takes_groups(query: Tensor, value: Tensor) -> bool:

@@ -18,7 +18,7 @@ from .fusing import fused
 from .gradients import needs_gradients
 from .products import returns_padded
 from .regions import tensors_of
-from .report import CompileReport, changes_in
+from .report import CompileReport, changes_in, operators_in
 from .returned import computed_again
 
 __all__ = ["backend", "compile", "explain"]
@@ -114,6 +114,7 @@ def _with_operators(gm: fx.GraphModule, inputs: Sequence[Any], report: CompileRe
     found = CompileReport()
 
     def inner(body: fx.GraphModule) -> fx.GraphModule:
+        found.operators += operators_in(body.graph)
         found.regions += fused(body)
         return body
 
@@ -122,10 +123,11 @@ def _with_operators(gm: fx.GraphModule, inputs: Sequence[Any], report: CompileRe
         made = inner(captured(gm, inputs, inner))
         computed_again(made.graph, needs_gradients(made.graph))
     except Exception as error:  # noqa: BLE001 - a graph in which something is unknown is Inductor's
-        reason = str(error) if isinstance(error, NotCapturedError) else f"{type(error).__name__}: {error}"
+        reason = error.reason if isinstance(error, NotCapturedError) else f"{type(error).__name__}: {error}"
         report.left.append(reason)
         return gm
     report.regions += found.regions
+    report.operators += found.operators
     report.changes += changes_in(made.graph)
     report.devices.update(tensor.device.type for tensor in tensors_of(made.graph.nodes))
     return made

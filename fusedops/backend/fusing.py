@@ -24,6 +24,7 @@ from .programs import Made, made
 from .regions import (
     BIAS,
     COPIES,
+    FUNCTION,
     VIEWS,
     Finder,
     Region,
@@ -61,7 +62,8 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
     replaced = dict[fx.Node, fx.Node]()
     while todo:
         region = todo.popleft()
-        names = tuple(dict.fromkeys([name_of(node) for node in region.nodes if name_of(node)]))
+        what = (tuple(dict.fromkeys([name_of(node) for node in region.nodes if name_of(node)])), _shape(region))
+        functions = _functions(region)
         try:
             if reason := _why_not(region, needs):
                 raise NotRowwiseError(reason)
@@ -85,11 +87,11 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
             tried.update(parts)
             todo.extendleft(reversed(parts))
             if not parts:
-                reports.append(RegionReport(names, _shape(region), reason))
+                reports.append(RegionReport(*what, reason, functions=functions))
             continue
         saved.update(_saved(program))  # also where no backward follows: inference is to compute the same
         found.append((region, program, reached))
-        reports.append(RegionReport(names, _shape(region), "", _apart(region), _rows(program), program.program))
+        reports.append(RegionReport(*what, "", _apart(region), _rows(program), program.program, functions))
     for region, program, reached in found:
         cut = needs - reached if region.nodes[0] in gradients_on else set[fx.Node]()
         _replace(gm.graph, region, program, needs, cut, replaced, saves=bool(reached))
@@ -109,6 +111,11 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
     gm.graph.lint()
     gm.recompile()
     return reports
+
+
+def _functions(region: Region) -> tuple[str, ...]:
+    """The functions of `rowwise` whose results are in a region."""
+    return tuple(dict.fromkeys([node.meta[FUNCTION] for node in region.nodes if FUNCTION in node.meta]))
 
 
 def _shape(region: Region) -> tuple[int, ...]:
@@ -216,6 +223,8 @@ def _why_not(region: Region, needs: set[fx.Node]) -> str:
     """Why Inductor computes a region as well; "" if it does not."""
     if not all(isinstance(value_of(node), Tensor) for node in region.outputs):
         return "a part of it has several results"
+    if _functions(region):
+        return ""  # the user wants a kernel
     if any(name_of(node) == "native_dropout" for node in region.nodes):
         return ""  # its mask is not stored
     if max(map(columns_of, region.nodes)) > _LONGEST_OF_INDUCTOR:

@@ -23,6 +23,7 @@ from ..core.operators import NAMES
 __all__ = [
     "BIAS",
     "COPIES",
+    "FUNCTION",
     "VIEWS",
     "Finder",
     "Region",
@@ -48,6 +49,8 @@ __all__ = [
 
 # The mark of a sum of a matrix product and a bias, in `fx.Node.meta`.
 BIAS = "fusedops_bias"
+# The mark of what a function of `rowwise` returns: the function's name.
+FUNCTION = "fusedops_function"
 # Operators that only name elements otherwise.
 VIEWS = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "unsqueeze", "squeeze", "permute", "transpose",
                    "t", "alias", "split", "split_with_sizes", "chunk", "select", "slice", "unbind"})  # fmt: skip
@@ -248,7 +251,8 @@ class Finder:
             if node in self.eligible and node not in self.taken and (columns := columns_of(node)):
                 yield from self._grown(node, columns)
         for node in nodes:
-            if node in self.eligible and node not in self.taken and (_is_dropout(node) or node.meta.get(BIAS)):
+            is_seed = _is_dropout(node) or node.meta.get(BIAS) or node.meta.get(FUNCTION)
+            if is_seed and node in self.eligible and node not in self.taken:
                 yield from self._grown(node, 0)
 
     # --- what may be in a region ----------------------------------------------------------------------------------------
@@ -278,7 +282,7 @@ class Finder:
     # --- growth ---------------------------------------------------------------------------------------------------------
 
     def _grown(self, seed: fx.Node, columns: int) -> Iterator[Region]:
-        size = size_of(seed.args[0])  # type: ignore[arg-type]
+        size = max(map(size_of, [seed, *seed.all_input_nodes]))
         own: dict[fx.Node, None] = {}
         bits = [0, 0, 0]
         todo = [seed]

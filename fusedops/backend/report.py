@@ -11,10 +11,10 @@ from torch import fx
 
 from ..compiler.codegen import backward_kernels, forward_kernels
 from ..compiler.operator import Program
-from ..core import launch
+from ..core import compat, launch, operators
 from .regions import captured_body
 
-__all__ = ["CompileReport", "RegionReport", "changes_in", "note_change"]
+__all__ = ["CompileReport", "RegionReport", "changes_in", "note_change", "operators_in"]
 
 # The mark of nodes that are other than the model has them, in `fx.Node.meta`.
 _CHANGES = "fusedops_changes"
@@ -40,6 +40,12 @@ def changes_in(graph: fx.Graph) -> Counter[str]:
     return counts
 
 
+def operators_in(graph: fx.Graph) -> Counter[str]:
+    """The operators of this library that a graph calls, and how often."""
+    return Counter([operators.name_in(call) for node in graph.nodes if compat.namespace(node.target) == "fusedops"
+                    for call in node.args if isinstance(call, str)])  # fmt: skip
+
+
 @dataclass(frozen=True)
 class RegionReport:
     """A row-wise region of a model.
@@ -51,6 +57,7 @@ class RegionReport:
         apart: bytes that PyTorch's operators read and write forward, one by one.
         rows: of that operator, in the call that was traced.
         program: that operator; None if there is none.
+        functions: of `rowwise` that are in it.
     """
 
     operators: tuple[str, ...]
@@ -59,6 +66,7 @@ class RegionReport:
     apart: int = 0
     rows: int = 0
     program: Program | None = field(default=None, repr=False)
+    functions: tuple[str, ...] = ()
 
     @property
     def forward(self) -> int:
@@ -101,6 +109,7 @@ class CompileReport:
         graphs: how many graphs there are.
         devices: the types of the devices whose tensors are in the graphs.
         changes: what else is computed in another way than the model has it, and how often.
+        operators: of this library that the model itself calls, and how often.
     """
 
     regions: list[RegionReport] = field(default_factory=list)
@@ -108,6 +117,7 @@ class CompileReport:
     graphs: int = 0
     devices: set[str] = field(default_factory=set)
     changes: Counter[str] = field(default_factory=Counter)
+    operators: Counter[str] = field(default_factory=Counter)
 
     @property
     def fused(self) -> list[RegionReport]:
@@ -137,6 +147,7 @@ class CompileReport:
                 lines[0] += f": there are no kernels for {' and '.join(sorted(self.devices))} tensors"
         lines += [f"a graph is left to Inductor: {reason} ({count} x)" for reason, count in Counter(self.left).items()]
         lines += [f"  {count} x {kind}" for kind, count in Counter(map(_line, self.regions)).items()]
+        lines += [f"  called by the model: {count} x {name}" for name, count in sorted(self.operators.items())]
         lines += [f"  changed: {count} x {what}" for what, count in sorted(self.changes.items())]
         return "\n".join(lines)
 
@@ -148,7 +159,8 @@ def _line(region: RegionReport) -> str:
             f"{_bytes(region.moved)} moved, {_bytes(region.saved)} saved; forward {_bytes(region.forward)} instead of "
         )
         what += _bytes(region.apart)
-    return f"({', '.join(map(str, region.shape))})  {', '.join(region.operators)}  {what}"
+    of = f" of {', '.join(region.functions)}" if region.functions else ""
+    return f"({', '.join(map(str, region.shape))})  {', '.join(region.operators)}{of}  {what}"
 
 
 def _bytes(size: int) -> str:

@@ -23,7 +23,7 @@ from .programs import Programs
 from .surroundings import PLAIN, Captured, captures, state_of
 from .tracing import recording
 
-__all__ = ["Rowwise", "rowwise"]
+__all__ = ["Rowwise", "function_of", "rowwise"]
 
 # A program with ever new calls starts with an empty cache again.
 _MOST_CALLS = 8192
@@ -112,6 +112,8 @@ class Rowwise(Generic[_P, _R]):
         self._warned = False
         # Plain functions, which torch.compile knows by their identity.
         self._in_graph: Callable[..., Any] = lambda *args: self(*args)  # type: ignore[call-arg]
+        self._in_graph.__name__ = self.name
+        self._in_graph.__fusedops_function__ = self._run  # type: ignore[attr-defined]
         self._allow: Callable[[], bool] = compat.constant_when_traced(lambda: _allowed(self._in_graph))
 
     def __call__(self, *given: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -269,6 +271,12 @@ class Rowwise(Generic[_P, _R]):
             return _Call(None, reason=str(error))
         places = tuple([i for i, a in enumerate(args) if isinstance(a, Tensor)])
         return _Call(found.program, places, found.captured, token=(*devices, *map(type, tensors)))
+
+
+def function_of(target: Any) -> Callable[..., Any] | None:
+    """The function that a node of a graph from torch.compile calls, of the user's; None for other nodes."""
+    found: Callable[..., Any] | None = getattr(target, "__fusedops_function__", None)
+    return found
 
 
 def _number(value: Any) -> Any:

@@ -12,7 +12,8 @@ import inspect
 import linecache
 import textwrap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -29,7 +30,7 @@ from .errors import NotRowwiseError
 from .ir import Graph, Node
 from .surroundings import Captured
 
-__all__ = ["Traced", "Value", "recording", "trace"]
+__all__ = ["Traced", "Value", "recording", "trace", "traced_with_others"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,18 +97,16 @@ def trace(call: Callable[..., Any], arguments: Sequence[Any], function: Callable
         return recorder.input(value, next(fakes)) if isinstance(value, Tensor) else value
 
     given = list(map(stand_in, arguments))
-    _running.count = getattr(_running, "count", 0) + 1
     cached = torch.is_autocast_cache_enabled()
     try:
         torch.set_autocast_cache_enabled(False)  # what is cast here has no memory, and is for nobody else
         # With gradients on, so that a block of the function's own without them is seen.
-        with torch.enable_grad(), compat.quiet(), recorder.fake, recorder, _Functions(recorder):
+        with traced_with_others(), torch.enable_grad(), compat.quiet(), recorder.fake, recorder, _Functions(recorder):
             returned = call(*given)
     except (NotRowwiseError, AxisError) as error:
         raise recorder.refused(str(error)) from None
     finally:
         torch.set_autocast_cache_enabled(cached)
-        _running.count -= 1
     traced = recorder.traced
     traced.container = "tuple" if type(returned) is tuple else "list" if type(returned) is list else "tensor"
     outputs = (returned,) if traced.container == "tensor" else returned
@@ -125,6 +124,16 @@ _running = threading.local()
 def recording() -> bool:
     """Whether a function is being traced in this thread: another that it calls is traced with it."""
     return bool(getattr(_running, "count", 0))
+
+
+@contextmanager
+def traced_with_others() -> Iterator[None]:
+    """Within it functions that kernels would be made of run as they are, for a tracer that makes kernels of more than one."""
+    _running.count = getattr(_running, "count", 0) + 1
+    try:
+        yield
+    finally:
+        _running.count -= 1
 
 
 class _Recorder(compat.DispatchMode):  # type: ignore[misc]

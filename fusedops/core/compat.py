@@ -901,6 +901,20 @@ def recorded_call(target: Any, args: Any, kwargs: Any, found: Any = None, names:
     return track_tensor_tree(found, node, constant=None, tracer=tracer)
 
 
+def has_own_derivative(results: Iterable[Tensor], arguments: Iterable[Tensor]) -> bool:
+    """Whether a custom autograd function is among what results are differentiated by, back to the arguments."""
+    seen = {tensor.grad_fn for tensor in arguments}
+    todo = [tensor.grad_fn for tensor in results]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                return True
+            seen.add(node)
+            todo += [other for other, _ in node.next_functions]
+    return False
+
+
 def compile_by_inductor(gm: torch.fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: Any) -> Any:
     """What Inductor makes of a graph."""
     return torch._TorchCompileInductorWrapper(mode, options, None)(gm, list(inputs))

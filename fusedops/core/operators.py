@@ -53,6 +53,11 @@ def encode(constants: Any, dtypes: Dtypes, saves: bool) -> str:
     return " ".join((__version__, "saves" if saves else "drops", *names, constants.op, *constants.words()))
 
 
+def name_in(call: str) -> str:
+    """The name of the operator that a call's string is of."""
+    return next(word for word in call.split(" ")[2:] if word not in NAMES.values())
+
+
 @functools.lru_cache(maxsize=4096)
 def decode(op: Operator, call: str, numbers: tuple[float, ...]) -> tuple[Any, Dtypes, bool]:
     """The constants, the tensors' dtypes, and whether a backward will follow."""
