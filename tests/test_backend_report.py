@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -83,3 +85,20 @@ def test_a_line_for_each_kind_of_region() -> None:
 def test_what_cannot_be_called() -> None:
     with pytest.raises(TypeError, match="compile: model must be a module or a function, got int"):
         fusedops.compile(3)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize(("given", "error", "message"), [
+    ({"options": {"nonsense": 1}}, RuntimeError, "Unexpected optimization option nonsense"),
+    ({"options": {"max_autotune": "yes"}}, RuntimeError, "Unexpected type of attr max_autotune, got str should be bool"),
+    ({"options": ["max_autotune"]}, TypeError, "compile: options must be a mapping of Inductor's options, got list"),
+    ({"mode": "fast"}, RuntimeError, "Unrecognized mode=fast"),
+    ({"mode": "max-autotune", "options": {"max_autotune": True}}, RuntimeError, "Either mode or options"),
+])  # fmt: skip
+def test_options_are_checked_before_the_first_step(given: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        fusedops.compile(nn.LayerNorm(4), **given)
+
+
+def test_options_of_inductor_are_taken() -> None:
+    for given in ({"options": {"max-autotune": True}}, {"options": {}}, {"mode": "max-autotune"}, {"mode": "default"}):
+        assert callable(fusedops.compile(nn.LayerNorm(4), **given))  # type: ignore[arg-type]

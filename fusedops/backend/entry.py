@@ -45,10 +45,14 @@ def compile(model: _Compiled, *, fullgraph: bool = False, dynamic: bool | None =
     Returns:
         The compiled model, as from `torch.compile`. `explain` reports its regions.
     Raises:
-        TypeError: the model cannot be called.
+        TypeError: the model cannot be called, or options are no mapping.
+        RuntimeError: Inductor has no such mode or option, or an option is of another type; or both are given.
     """
     if not callable(model):
         raise TypeError(f"compile: model must be a module or a function, got {type(model).__name__}")
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(f"compile: options must be a mapping of Inductor's options, got {type(options).__name__}")
+    compat.check_of_inductor(mode, options)
     given: dict[str, Any] = {"fullgraph": fullgraph, "dynamic": dynamic, "mode": mode, "options": options}
     compiled: Any = torch.compile(model, backend=backend, **given)
     return compiled  # type: ignore[no-any-return]

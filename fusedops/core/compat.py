@@ -920,6 +920,11 @@ def compile_by_inductor(gm: torch.fx.GraphModule, inputs: Sequence[Any], mode: s
     return torch._TorchCompileInductorWrapper(mode, options, None)(gm, list(inputs))
 
 
+def check_of_inductor(mode: str | None, options: Mapping[str, Any] | None) -> None:
+    """Raises `torch.compile`'s own error for a mode or options that Inductor does not know."""
+    torch._TorchCompileInductorWrapper(mode, options, None)
+
+
 def contiguous_tangents() -> AbstractContextManager[Any]:
     """Within it a graph is compiled for gradients of its results that are contiguous, whatever the results' strides are.
 
