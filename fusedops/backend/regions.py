@@ -71,7 +71,7 @@ _SOFTMAX = frozenset({"_softmax", "_safe_softmax"})
 # probabilities.
 _NOT_TAKEN = frozenset({"arange", "full", "new_full", "zeros", "new_zeros", "ones", "new_ones", "scalar_tensor", "max",
                         "native_group_norm", "gather", "nll_loss_forward", "stack", "lift_fresh_copy", "lift", "detach",
-                        "copy", "norm", "_log_softmax"})  # fmt: skip
+                        "copy", "norm", "_log_softmax", "huber_loss", "smooth_l1_loss", "binary_cross_entropy"})  # fmt: skip
 
 
 @dataclass(eq=False)

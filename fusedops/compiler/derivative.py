@@ -112,6 +112,8 @@ class _Backward:
             return (self._picked(node, g), None)
         if op == "cast":
             return (g if node.args[0].kind == "float" else None,)
+        if op == "relu":  # a gate, which lets no infinity through
+            return (graph.where(graph.make("le", node.args[0], graph.const(0.0)), graph.const(0.0), g),)
         if op in ACTIVATIONS:
             return (graph.binary("mul", g, graph.make(f"d:{op}", node.args[0])),)
         return _RULES[op](graph, node, g)
@@ -124,14 +126,19 @@ class _Backward:
         largest = graph.make("eq", x, node)
         zero, one = graph.const(0.0), graph.const(1.0)
         count = graph.reduce("sum", graph.where(largest, one, zero), node.attrs[0])
-        return graph.where(largest, graph.binary("div", g, count), zero)
+        share = graph.binary("div", g, count)
+        # Zero, or NaN in a row that has a NaN: no element equals it.
+        return graph.where(largest, share, graph.binary("mul", share, zero))
 
     def _first(self, node: Node, g: Node) -> Node:
         """The first of the largest elements of a row has its gradient."""
         graph, (x,), (axis,) = self.graph, node.args, node.attrs[0]
         place = graph.make("cast", graph.make("iota", attrs=(axis,), axes=(axis,), kind="int"), kind="float")
         beyond = graph.const(-float(self.structure.sizes[axis]))
-        candidates = graph.where(graph.make("eq", x, node), graph.unary("neg", place), beyond)
+        largest = graph.make("eq", x, node)
+        if x.kind == "float":
+            largest = graph.binary("or", largest, graph.make("isnan", x))
+        candidates = graph.where(largest, graph.unary("neg", place), beyond)
         first = graph.unary("neg", graph.reduce("amax", candidates, (axis,)))
         return graph.where(graph.make("eq", place, first), g, graph.const(0.0))
 
@@ -163,8 +170,11 @@ def _extremum(comparison: str) -> _Rule:
     def rule(graph: Graph, node: Node, g: Node) -> Sequence[Node]:
         x, y = node.args
         half, zero = _mul(graph, g, graph.const(0.5)), graph.const(0.0)
-        tied = graph.where(graph.make("eq", x, y), half, zero)
-        return (graph.where(graph.make(comparison, x, y), g, tied), graph.where(graph.make(comparison, y, x), g, tied))
+        tied = graph.where(graph.make("eq", x, y), half, g)  # both have that of a NaN
+        return (
+            graph.where(graph.make(comparison, y, x), zero, tied),
+            graph.where(graph.make(comparison, x, y), zero, tied),
+        )
 
     return rule
 
@@ -172,6 +182,24 @@ def _extremum(comparison: str) -> _Rule:
 def _where(graph: Graph, node: Node, g: Node) -> Sequence[Node | None]:
     zero = graph.const(0.0)
     return None, graph.where(node.args[0], g, zero), graph.where(node.args[0], zero, g)
+
+
+def _one_less(graph: Graph, node: Node) -> Node:
+    """A power with an exponent that is less by one; roots of minus infinity are NaN, as PyTorch's."""
+    (x,), exponent = node.args, node.attrs[0] - 1.0
+    roots = {0.5: "sqrt", -0.5: "rsqrt"}
+    return graph.unary(roots[exponent], x) if exponent in roots else graph.make("pow", x, attrs=(exponent,))
+
+
+def _powered(graph: Graph, node: Node, g: Node) -> Sequence[Node]:
+    x, exponent = node.args
+    zero, one = graph.const(0.0), graph.const(1.0)
+    less = graph.make("power", x, graph.binary("sub", exponent, one))
+    by_base = graph.where(graph.make("eq", exponent, zero), zero, _mul(graph, exponent, less))
+    # Zero to a power does not change with it.
+    flat = graph.binary("and", graph.make("eq", x, zero), graph.make("ge", exponent, zero))
+    by_exponent = graph.where(flat, zero, _mul(graph, node, graph.unary("log", graph.where(flat, one, x))))
+    return _mul(graph, g, by_base), _mul(graph, g, by_exponent)
 
 
 def _nothing(graph: Graph, node: Node, g: Node) -> Sequence[None]:
@@ -188,8 +216,9 @@ _RULES: dict[str, _Rule] = {
     "root": lambda graph, node, g: (graph.where(
         graph.make("eq", node, graph.const(0.0)), graph.const(0.0),
         graph.binary("div", _mul(graph, g, graph.const(0.5)), node)),),
-    "pow": lambda graph, node, g: (_mul(graph, g, graph.make("pow", node.args[0], attrs=(node.attrs[0] - 1.0,)),
-                                        graph.const(node.attrs[0])),),
+    "exp2": _of_one(lambda graph, x, y: _mul(graph, y, graph.const(math.log(2.0)))),
+    "log2": lambda graph, node, g: (graph.binary("div", g, _mul(graph, node.args[0], graph.const(math.log(2.0)))),),
+    "pow": lambda graph, node, g: (_mul(graph, g, _one_less(graph, node), graph.const(node.attrs[0])),),
     "rsqrt": _of_one(lambda graph, x, y: _mul(graph, _mul(graph, y, y), y, graph.const(-0.5))),
     "reciprocal": _of_one(lambda graph, x, y: graph.unary("neg", _mul(graph, y, y))),
     "abs": _of_one(lambda graph, x, y: graph.unary("sign", x)),
@@ -207,6 +236,7 @@ _RULES: dict[str, _Rule] = {
     "sub": lambda graph, node, g: (g, graph.unary("neg", g)),
     "mul": lambda graph, node, g: (_mul(graph, g, node.args[1]), _mul(graph, g, node.args[0])),
     "div": _divided,
+    "power": _powered,
     "maximum": _extremum("gt"),
     "minimum": _extremum("lt"),
     "where": _where,

@@ -8,7 +8,7 @@ import triton.language as tl
 def log1p(x):
     """The logarithm of 1 + x, exact for small x (Kahan): the rounding of 1 + x is divided out."""
     u = 1.0 + x
-    return tl.where(u == 1.0, x, tl.log(u) * (x / (u - 1.0)))
+    return tl.where((u == 1.0) | (u == float("inf")), x, tl.log(u) * (x / (u - 1.0)))
 
 
 @triton.jit
@@ -34,3 +34,49 @@ def largest(x):
 def negative_zero(ACC: tl.constexpr):
     """-0.0, which no constant is: Triton takes every zero for the positive one."""
     return tl.full((1, 1), 0.0, ACC) * -1.0
+
+
+@triton.jit
+def _power_of_positive(x, y):
+    """``x ** y`` of positive finite numbers, in fp32 as exact as the logarithm of a mantissa.
+
+    The exponent of x is multiplied in two parts, of which the larger is exact: rounding the whole logarithm would cost as many
+    units as the result has powers of two.
+    """
+    if x.dtype == tl.float64:
+        return tl.exp(y * tl.log(x))
+    else:
+        small = x < 1.1754943508222875e-38
+        bits = tl.where(small, x * 16777216.0, x).to(tl.int32, bitcast=True)
+        mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+        high = mantissa > 1.4142135
+        exponent = ((bits >> 23) - 127 + tl.where(high, 1, 0) - tl.where(small, 24, 0)).to(tl.float32)
+        # Beyond this the power of any number but one is zero or infinite.
+        y = tl.minimum(tl.maximum(y, -1e12), 1e12)
+        coarse = (y.to(tl.int32, bitcast=True) & -256).to(tl.float32, bitcast=True)
+        product = coarse * exponent
+        whole = tl.floor(product + 0.5)
+        rest = (product - whole) + ((y - coarse) * exponent + y * tl.log2(tl.where(high, mantissa * 0.5, mantissa)))
+        more = tl.floor(rest + 0.5)
+        whole = tl.minimum(tl.maximum(whole + more, -400.0), 400.0)
+        half = tl.floor(whole * 0.5)
+        return tl.exp2(rest - more) * tl.exp2(half) * tl.exp2(whole - half)
+
+
+@triton.jit
+def power(x, y):
+    """``x ** y`` as C's ``pow`` has it."""
+    size = tl.abs(x)
+    zero, infinite = size == 0.0, size == float("inf")
+    inside = _power_of_positive(tl.where(zero | infinite, 1.0, size).to(x.dtype), y)
+    found = tl.where(zero, tl.where(y > 0.0, 0.0, float("inf")), inside)
+    found = tl.where(infinite, tl.where(y > 0.0, float("inf"), 0.0), found)
+    endless = tl.abs(y) == float("inf")
+    is_whole = (tl.floor(y) == y) & ~endless
+    is_odd = is_whole & (tl.floor(y * 0.5) * 2.0 != y)
+    negative = (x < 0.0) | (zero & (1.0 / x < 0.0))
+    found = tl.where(negative & is_odd, -found, found)
+    found = tl.where((x < 0.0) & ~(is_whole | endless | infinite), float("nan"), found)
+    found = tl.where((size == 1.0) & endless, 1.0, found)
+    found = tl.where((x != x) | (y != y), float("nan"), found)
+    return tl.where((x == 1.0) | (y == 0.0), 1.0, found).to(x.dtype)

@@ -30,7 +30,7 @@ Place = Literal["rows", "vector", "group", "indexed"]
 _DEVICE = ("await_predecessor", "gelu", "gelu_derivative", "gelu_tanh", "gelu_tanh_derivative", "keep_scale", "load_seed",
            "relu", "relu_derivative", "rows_of", "sigmoid", "sigmoid_derivative", "silu", "silu_derivative", "tanh",
            "tanh_derivative")  # fmt: skip
-_OWN = ("expm1", "largest", "log1p", "negative_zero")
+_OWN = ("expm1", "largest", "log1p", "negative_zero", "power")
 HEADER = f"""import triton
 import triton.language as tl
 
@@ -41,12 +41,13 @@ _TAKEN = {"tl", "triton", "ACC", "N", "BLOCK_N", "ROWS", "VECTOR", "STAGES", "OV
           "group", "groups", "mask", "in_rows", "in_cols", "places", "seed", "offset", "partials", "program", "start",
           "float", "range", *_DEVICE, *_OWN, *keyword.kwlist}  # fmt: skip
 
-_UNARY = {"neg": "-{}", "exp": "tl.exp({})", "log": "tl.log({})", "log1p": "log1p({})", "expm1": "expm1({})",
+_UNARY = {"neg": "-{}", "exp": "tl.exp({})", "exp2": "tl.exp2({})", "log2": "tl.log2({})",
+          "log": "tl.log({})", "log1p": "log1p({})", "expm1": "expm1({})",
           "sqrt": "tl.sqrt({})", "root": "tl.sqrt({})", "rsqrt": "tl.rsqrt({})", "reciprocal": "1.0 / {}", "abs": "tl.abs({})",
           "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0)).to(ACC)", "sin": "tl.sin({})",
           "cos": "tl.cos({})", "erf": "tl.erf({})", "floor": "tl.floor({})", "ceil": "tl.ceil({})", "not": "{} == 0",
           "isnan": "{0} != {0}"}  # fmt: skip
-_BINARY = {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "and": "{} & {}", "or": "{} | {}",
+_BINARY = {"power": "", "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "and": "{} & {}", "or": "{} | {}",
            "xor": "{} ^ {}", "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}", "ge": "{} >= {}", "eq": "{} == {}",
            "ne": "{} != {}",
            # A NaN stays, as in PyTorch.
@@ -272,8 +273,8 @@ class Emitter:
         if op == "where":
             both = self._literals.issuperset(args[1:]) and node.kind == "float"
             return f"tl.where({', '.join(args)})" + (".to(ACC)" if both else "")
-        if op == "pow":
-            return f"tl.exp({node.attrs[0]!r} * tl.log({args[0]}))"
+        if op in ("pow", "power"):
+            return self._power(node, args)
         if op in REDUCTIONS:
             return self._reduction(node)
         if op in ACTIVATIONS:
@@ -283,6 +284,10 @@ class Emitter:
         if op == "neg" and node.kind == "float":
             return f"{args[0]} * -1.0"  # Triton subtracts from zero, which has another zero
         return self._of_products(node) or (_UNARY.get(op) or _BINARY[op]).format(*args)
+
+    def _power(self, node: Node, args: Sequence[str]) -> str:
+        exponents = [_literal(self.structure.graph.const(number), self.acc) for number in node.attrs]
+        return f"power({', '.join(map(_as_tensor, (*args, *exponents)))})"
 
     def _of_products(self, node: Node) -> str:
         """A sum or difference of two products; "" if it is none.
@@ -523,6 +528,11 @@ def _literal(node: Node, acc: torch.dtype) -> str:
     factors = [math.ldexp(1.0, power if exponent > 0 else -power) for power in powers if power]
     total = " + ".join(map(_in_fp64, terms))
     return f"({' * '.join([f'({total})', *map(_in_fp64, factors)])})" if factors else f"({total})"
+
+
+def _as_tensor(value: str) -> str:
+    """A value, which may be a number, for a device function that looks at its dtype."""
+    return value if _NAME.fullmatch(value) else f"tl.zeros((1, 1), ACC) + {value}"
 
 
 def _in_fp64(value: float) -> str:

@@ -15,7 +15,8 @@ from .structure import Operand, Part, Structure
 __all__ = ["assembled", "evaluate", "part_of"]
 
 _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
-    "neg": torch.neg, "exp": torch.exp, "log": torch.log, "log1p": torch.log1p, "expm1": torch.expm1, "sqrt": torch.sqrt,
+    "neg": torch.neg, "exp": torch.exp, "exp2": torch.exp2, "log2": torch.log2,
+    "log": torch.log, "log1p": torch.log1p, "expm1": torch.expm1, "sqrt": torch.sqrt,
     "rsqrt": torch.rsqrt, "reciprocal": torch.reciprocal, "abs": torch.abs, "sign": torch.sign, "sin": torch.sin,
     "cos": torch.cos, "erf": torch.erf, "floor": torch.floor, "ceil": torch.ceil, "not": torch.logical_not,
     "isnan": torch.isnan,
@@ -26,6 +27,7 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     **{name: activation.formula for name, activation in ACTIVATIONS.items()},
 }  # fmt: skip
 _BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
+    "power": torch.pow,
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "maximum": torch.maximum,
     "minimum": torch.minimum, "and": torch.logical_and, "or": torch.logical_or, "xor": torch.logical_xor,
     "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge, "eq": torch.eq, "ne": torch.ne,

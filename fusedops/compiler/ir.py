@@ -16,9 +16,10 @@ __all__ = ["BINARY", "COMPARISONS", "REDUCTIONS", "UNARY", "Graph", "Node", "com
 
 # Operators of one value, of two, and of two with a truth value; ``where`` takes three. The activations of
 # `fusedops.core.activations` are operators of one value too, and so are their derivatives.
-UNARY = frozenset({"neg", "exp", "log", "log1p", "expm1", "sqrt", "root", "pow", "rsqrt", "reciprocal", "abs", "sign", "sin",
+UNARY = frozenset({"neg", "exp", "exp2", "log2",
+                   "log", "log1p", "expm1", "sqrt", "root", "pow", "rsqrt", "reciprocal", "abs", "sign", "sin",
                    "cos", "erf", "floor", "ceil", "not", "isnan"})  # fmt: skip
-BINARY = frozenset({"add", "sub", "mul", "div", "maximum", "minimum", "and", "or", "xor"})
+BINARY = frozenset({"power", "add", "sub", "mul", "div", "maximum", "minimum", "and", "or", "xor"})
 COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 REDUCTIONS = frozenset({"sum", "amax", "pick"})
 
@@ -61,6 +62,8 @@ class Graph:
         """The node; ``axes`` and ``kind`` are those of the arguments unless they are given."""
         if op == "constant_to_gradients":
             args = computed_of(args[0]) if args[0].op == "instead" else args
+        if op in ("constant_to_gradients", "detached") and args[0].op == "const":
+            return args[0]  # numbers have no gradients
         kind = kind or _kind(op, args)
         found = frozenset().union(*[arg.axes for arg in args]) if axes is None else frozenset(axes)
         key = (op, tuple([arg.number for arg in args]), attrs, found, kind)

@@ -1,7 +1,9 @@
 """What each of PyTorch's operators is in a `Graph`: one function an operator, with the operator's arguments."""
 
+from . import activations as activations
 from . import creation as creation
 from . import elementwise as elementwise
+from . import losses as losses
 from . import norms as norms
 from . import reductions as reductions
 from . import shapes as shapes

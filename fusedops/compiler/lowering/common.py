@@ -12,7 +12,7 @@ from ..errors import NotRowwiseError
 from ..ir import Node
 from ..tracing import Value, kind_of
 
-__all__ = ["TABLE", "Lower", "as_kind", "as_value", "joined", "lowers", "pointwise"]
+__all__ = ["TABLE", "Lower", "as_kind", "as_value", "differentiated", "joined", "lowers", "pointwise"]
 
 Lower = Callable[..., Any]
 TABLE: dict[str, Lower] = {}
@@ -71,3 +71,18 @@ def pointwise(r: Any, out: Any, function: Callable[..., Node], *values: Any, kin
         raise NotRowwiseError(f"arithmetic of {str(out.dtype).removeprefix('torch.')}, which wraps around")
     given = [as_value(r, value, kind) for value in values]
     return Value(function(*[value.node for value in given]), joined(r, *[v.labels for v in given]), out.dtype)
+
+
+def differentiated(r: Any, node: Node, *partials: tuple[Node, Node]) -> Node:
+    """A value with a derivative of its own, in the place of that of what it is computed of.
+
+    Args:
+        r: the recorder.
+        node: the value.
+        partials: of each argument that has a gradient, the argument and the derivative by it.
+    """
+    graph, found = r.graph, None
+    for argument, partial in partials:
+        term = graph.binary("mul", argument, graph.make("constant_to_gradients", partial))
+        found = term if found is None else graph.binary("add", found, term)
+    return graph.make("instead", node, found)  # type: ignore[no-any-return]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from ..errors import NotRowwiseError
 from ..ir import Node, value_of
 from ..tracing import Value, kind_of
-from .common import TABLE, Lower, as_kind, as_value, joined, lowers, pointwise
+from .common import TABLE, Lower, as_kind, as_value, differentiated, joined, lowers, pointwise
 
 
 def _unary(op: str) -> Lower:
@@ -20,8 +21,8 @@ def _unary(op: str) -> Lower:
     return lower
 
 
-for _op in ("neg", "exp", "log", "log1p", "expm1", "sqrt", "rsqrt", "reciprocal", "abs", "sign", "sin", "cos", "erf",
-            "floor", "ceil"):  # fmt: skip
+for _op in ("neg", "exp", "exp2", "log2", "log", "log1p", "expm1", "sqrt", "rsqrt", "reciprocal", "abs", "sign", "sin",
+            "cos", "erf", "floor", "ceil"):  # fmt: skip
     TABLE[_op] = TABLE[_op + "_"] = _unary(_op)
 TABLE["sgn"] = TABLE["sign"]
 
@@ -124,6 +125,39 @@ def _masked_fill(r: Any, out: Any, x: Value, mask: Value, value: Any) -> Value:
     return _where(r, out, mask, value, x)
 
 
+@lowers("xlogy")
+def _xlogy(r: Any, out: Any, x: Any, y: Any) -> Value:
+    graph = r.graph
+
+    def product(a: Node, b: Node) -> Node:
+        zero, is_zero = graph.const(0.0), graph.make("eq", a, graph.const(0.0))
+        found = graph.where(is_zero, zero, graph.binary("mul", a, graph.unary("log", b)))
+        found = graph.where(graph.make("isnan", b), b, found)
+        # The logarithm where there is one, so that nothing infinite is multiplied by zero.
+        of = graph.where(graph.binary("and", is_zero, graph.make("le", b, zero)), graph.const(1.0), b)
+        return differentiated(r, found, (a, graph.unary("log", of)), (b, graph.binary("div", a, b)))
+
+    return pointwise(r, out, product, x, y)
+
+
+def _known_extremum(comparison: str) -> Lower:
+    """The larger or smaller of two, of which one may not be a number."""
+
+    def lower(r: Any, out: Any, x: Value, y: Value) -> Value:
+        graph = r.graph
+
+        def one(a: Node, b: Node) -> Node:
+            first = graph.make(comparison, a, b)
+            return graph.where(graph.binary("or", first, graph.make("isnan", b)) if b.kind == "float" else first, a, b)
+
+        return pointwise(r, out, one, x, y)
+
+    return lower
+
+
+TABLE["fmax"], TABLE["fmin"] = _known_extremum("ge"), _known_extremum("le")
+
+
 @lowers("square")
 def _square(r: Any, out: Any, x: Value) -> Value:
     return pointwise(r, out, lambda a: r.graph.binary("mul", a, a), x)
@@ -131,9 +165,13 @@ def _square(r: Any, out: Any, x: Value) -> Value:
 
 @lowers("pow", "pow_")
 def _pow(r: Any, out: Any, x: Any, exponent: Any) -> Value:
-    if isinstance(exponent, Value):
-        raise NotRowwiseError("pow with an exponent that is no number")
     kind = kind_of(out.dtype)
+    if isinstance(exponent, Value):
+        if kind != "float":
+            raise NotRowwiseError("a power of integers")
+        if x == 2:
+            return pointwise(r, out, lambda a: r.graph.unary("exp2", a), exponent)
+        return pointwise(r, out, lambda a, b: r.graph.make("power", a, b), x, exponent)
     if kind != "float" and (exponent != int(exponent) or exponent < 0):
         raise NotRowwiseError("a power of integers")
     return pointwise(r, out, lambda a: _power(r, a, exponent), x, kind=kind)
@@ -145,52 +183,80 @@ _WHOLE_EXPONENTS = 1 << 16
 
 def _power(r: Any, x: Node, exponent: float) -> Node:
     graph = r.graph
-    known = {0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
+    known = {0.5: "sqrt", -1: "reciprocal"}
     if exponent in known:
         return graph.unary(known[exponent], x)
+    if exponent == -0.5:
+        found = graph.unary("rsqrt", x)
+        steep = graph.binary("mul", graph.unary("reciprocal", x), found)  # of minus zero it has the sign of a power
+        return differentiated(r, found, (x, graph.binary("mul", steep, graph.const(-0.5))))
     if exponent != int(exponent) or abs(exponent) > _WHOLE_EXPONENTS:
         return graph.make("pow", x, attrs=(float(exponent),))
-    found, square, left = as_kind(r, graph.const(1), x.kind), x, int(abs(exponent))
-    while left:
-        found = graph.binary("mul", found, square) if left & 1 else found
-        square, left = graph.binary("mul", square, square) if left > 1 else square, left >> 1
-    return graph.unary("reciprocal", found) if exponent < 0 else found
+    if exponent < 0:
+        # Neither the power nor its square overflows or vanishes where the derivative does not.
+        found = graph.unary("reciprocal", _product(r, x, -int(exponent)))
+        partial = graph.unary("reciprocal", _product(r, x, 1 - int(exponent)))
+        return differentiated(r, found, (x, graph.binary("mul", partial, graph.const(float(exponent)))))
+    return _product(r, x, int(exponent))
 
 
-def _limited(r: Any, out: Any, x: Value, low: Any, high: Any, comparisons: tuple[str, str]) -> Value:
-    """Limits. Whether an element at a limit has a gradient, the comparisons say."""
-    graph, found = r.graph, x
-    for comparison, limit in zip(comparisons, (low, high), strict=True):
-        if limit is not None:
-
-            def one(a: Node, bound: Node, comparison: str = comparison) -> Node:
-                beyond, number = graph.make(comparison, a, bound), value_of(bound)
-                if bound.kind == "float" and (number is None or math.isnan(number)):  # such a limit is the result
-                    beyond = graph.binary("or", beyond, graph.make("isnan", bound))
-                return graph.where(beyond, bound, a)
-
-            found = pointwise(r, out, one, found, limit)
+def _product(r: Any, x: Node, count: int) -> Node:
+    """A number times itself."""
+    graph = r.graph
+    found, square = as_kind(r, graph.const(1), x.kind), x
+    while count:
+        found = graph.binary("mul", found, square) if count & 1 else found
+        square, count = graph.binary("mul", square, square) if count > 1 else square, count >> 1
     return found
 
 
 @lowers("clamp", "clamp_")
 def _clamp(r: Any, out: Any, x: Value, min: Any = None, max: Any = None) -> Value:
-    return _limited(r, out, x, min, max, ("lt", "gt"))
+    """Limits; an element at a limit has its gradient, and one that is not a number has none."""
+    graph, kind, given = r.graph, kind_of(out.dtype), [value for value in (x, min, max) if value is not None]
+    bounds = iter(given[1:])
+    low = next(bounds) if min is not None else None
+    high = next(bounds) if max is not None else None
+
+    def limited(*nodes: Node) -> Node:
+        rest = iter(nodes[1:])
+        lower, upper = (next(rest) if bound is not None else None for bound in (low, high))
+        found = nodes[0]
+        for op, bound in (("lt", lower), ("gt", upper)):
+            if bound is not None:
+                beyond, number = graph.make(op, found, bound), value_of(bound)
+                if kind == "float" and (number is None or math.isnan(number)):  # such a limit is the result
+                    beyond = graph.binary("or", beyond, graph.make("isnan", bound))
+                found = graph.where(beyond, bound, found)
+        return graph.make("instead", found, _between(graph, nodes[0], lower, upper)) if kind == "float" else found
+
+    return pointwise(r, out, limited, *given)
+
+
+def _between(graph: Any, x: Node, low: Node | None, high: Node | None) -> Node:
+    """What has the gradient of a value between limits, by PyTorch's formula."""
+    zero = graph.const(0.0)
+    inside = [graph.make(op, x, bound) for op, bound in (("ge", low), ("le", high)) if bound is not None]
+    found = graph.where(functools.reduce(functools.partial(graph.binary, "and"), inside), x, zero)
+    below = graph.make("lt", x, low) if low is not None else None
+    above = graph.make("gt", x, high) if high is not None else None
+    if below is not None and above is not None:  # of limits in the wrong order the upper one is the result
+        below = graph.binary("and", below, graph.make("lt", low, high))
+        above = graph.binary("or", above, graph.make("lt", high, low))
+    for beyond, bound in ((below, low), (above, high)):
+        if beyond is not None and bound.op != "const":
+            found = graph.binary("add", found, graph.where(beyond, bound, zero))
+    return found  # type: ignore[no-any-return]
 
 
 @lowers("clamp_min", "clamp_min_")
 def _clamp_min(r: Any, out: Any, x: Value, limit: Any) -> Value:
-    return _limited(r, out, x, limit, None, ("lt", "gt"))
+    return _clamp(r, out, x, limit, None)
 
 
 @lowers("clamp_max", "clamp_max_")
 def _clamp_max(r: Any, out: Any, x: Value, limit: Any) -> Value:
-    return _limited(r, out, x, None, limit, ("lt", "gt"))
-
-
-@lowers("hardtanh", "hardtanh_")
-def _hardtanh(r: Any, out: Any, x: Value, min_val: float = -1.0, max_val: float = 1.0) -> Value:
-    return _limited(r, out, x, min_val, max_val, ("le", "ge"))
+    return _clamp(r, out, x, None, limit)
 
 
 @lowers("detach", "detach_")
@@ -221,29 +287,3 @@ def _isinf(r: Any, out: Any, x: Value) -> Value:
     graph = r.graph
     node = graph.make("eq", graph.unary("abs", as_kind(r, x.node, "float")), graph.const(math.inf))
     return Value(node, x.labels, torch.bool)
-
-
-def _softplus_of(r: Any, x: Node) -> Node:
-    """The logarithm of 1 + exp(x), with finite derivatives everywhere."""
-    graph = r.graph
-    beyond = graph.unary("log1p", graph.unary("exp", graph.unary("neg", graph.unary("abs", x))))
-    return graph.binary("add", graph.binary("maximum", x, graph.const(0.0)), beyond)
-
-
-@lowers("softplus")
-def _softplus(r: Any, out: Any, x: Value, beta: float = 1.0, threshold: float = 20.0) -> Value:
-    def both(a: Node) -> Node:
-        scaled = r.graph.binary("mul", a, r.graph.const(float(beta)))
-        return r.graph.binary("mul", _softplus_of(r, scaled), r.graph.const(1.0 / beta))
-
-    return pointwise(r, out, both, x)
-
-
-@lowers("mish", "mish_")
-def _mish(r: Any, out: Any, x: Value) -> Value:
-    return pointwise(r, out, lambda a: r.graph.binary("mul", a, r.graph.make("tanh", _softplus_of(r, a))), x)
-
-
-@lowers("log_sigmoid_forward")
-def _log_sigmoid(r: Any, out: Any, x: Value) -> Any:
-    return [pointwise(r, out[0], lambda a: r.graph.unary("neg", _softplus_of(r, r.graph.unary("neg", a))), x), None]

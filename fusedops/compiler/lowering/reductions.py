@@ -78,7 +78,9 @@ def _max(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) -> 
     if isinstance(dim, Value):
         return pointwise(r, out, lambda a, b: r.graph.binary("maximum", a, b), x, dim)
     if dim is None:
-        return _amax(r, out, x)
+        found = _amax(r, out, x)
+        node = _shared_evenly(r, x, found.node, None, False) if x.node.kind == "float" else found.node
+        return Value(node, found.labels, found.dtype)
     node, labels, _gone = reduced(r, "amax", x, dim, keepdim, kind_of(out[0].dtype))
     if node.op == "amax":  # only one of equal elements has the gradient
         node = r.graph.make("amax", *node.args, attrs=(*node.attrs, "first"), axes=node.axes)
@@ -112,10 +114,29 @@ def _std(r: Any, out: Any, x: Value, dim: Any = None, *, correction: Any = None,
     return Value(r.graph.make("root", var), labels, out.dtype)
 
 
+@lowers("std_mean")
+def _std_mean(r: Any, out: Any, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    var, mean, labels = variance(r, x, dim, correction, keepdim)
+    return [Value(r.graph.make("root", var), labels, out[0].dtype), Value(mean, labels, out[1].dtype)]
+
+
 @lowers("var_mean")
 def _var_mean(r: Any, out: Any, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     var, mean, labels = variance(r, x, dim, correction, keepdim)
     return [Value(var, labels, out[0].dtype), Value(mean, labels, out[1].dtype)]
+
+
+def _shared_evenly(r: Any, x: Value, largest: Node, dim: Any, keepdim: bool) -> Node:
+    """The largest element of a row, whose gradient all share that equal it: where it is NaN, those that are NaN."""
+    graph = r.graph
+    if largest.op != "amax":
+        return largest
+    equal = graph.make("eq", x.node, graph.make("constant_to_gradients", largest))
+    equal = graph.binary("or", equal, graph.make("isnan", x.node))
+    one, zero = graph.const(1.0), graph.const(0.0)
+    total, count = [reduced(r, "sum", Value(graph.where(equal, value, zero), x.labels, x.dtype), dim, keepdim, "float")[0]
+                    for value in (x.node, one)]  # fmt: skip
+    return graph.make("instead", largest, graph.binary("div", total, count))  # type: ignore[no-any-return]
 
 
 @lowers("linalg_vector_norm", "norm")
@@ -125,7 +146,8 @@ def _vector_norm(r: Any, out: Any, x: Value, ord: Any = 2, dim: Any = None, keep
         raise NotRowwiseError(f"a norm of order {ord}")
     one = as_kind(r, x.node, "float")
     value = Value(graph.binary("mul", one, one) if ord in (None, 2) else graph.unary("abs", one), x.labels, x.dtype)
-    node, labels, _gone = reduced(r, "amax" if ord == math.inf else "sum", value, dim, keepdim, "float")
+    node, labels, axes = reduced(r, "amax" if ord == math.inf else "sum", value, dim, keepdim, "float")
+    node = _shared_evenly(r, value, node, dim, keepdim) if ord == math.inf else repeated(r, value, node, axes)
     return Value(graph.make("root", node) if ord in (2, None) else node, labels, out.dtype)
 
 
@@ -183,8 +205,10 @@ def _logsumexp(r: Any, out: Any, x: Value, dim: Any, keepdim: bool = False) -> V
     total = repeated(r, x, total, axes)
     # Of a row with an infinite maximum that is the result; PyTorch's too.
     infinite = graph.make("eq", graph.unary("abs", largest), graph.const(math.inf))
-    node = graph.where(infinite, largest, graph.binary("add", graph.unary("log", total), largest))
-    return Value(node, labels, out.dtype)
+    found = graph.where(infinite, largest, graph.binary("add", graph.unary("log", total), largest))
+    # Beside an infinite element the others have no gradient.
+    whole = graph.make("constant_to_gradients", graph.where(infinite, graph.const(1.0), total))
+    return Value(graph.make("instead", found, graph.binary("div", total, whole)), labels, out.dtype)
 
 
 @lowers("gather")

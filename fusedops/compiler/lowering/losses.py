@@ -1,0 +1,93 @@
+"""Losses element by element, with PyTorch's derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import NotRowwiseError
+from ..ir import Node
+from ..tracing import Value
+from .common import differentiated, lowers, pointwise
+
+
+def _unreduced(reduction: int) -> None:
+    if reduction != 0:
+        raise NotRowwiseError("a loss over all rows mixes rows; use reduction='none' and sum outside")
+
+
+def _of_difference(r: Any, out: Any, x: Value, target: Value, loss: Callable[[Node], tuple[Node, Node]]) -> Value:
+    """A loss and its derivative, of the difference of two tensors."""
+
+    def both(a: Node, b: Node) -> Node:
+        difference = r.graph.binary("sub", a, b)
+        found, partial = loss(difference)
+        return differentiated(r, found, (difference, partial))
+
+    return pointwise(r, out, both, x, target)
+
+
+@lowers("huber_loss")
+def _huber(r: Any, out: Any, x: Value, target: Value, reduction: int = 1, delta: float = 1.0) -> Value:
+    _unreduced(reduction)
+    graph, width = r.graph, r.graph.const(float(delta))
+
+    def loss(d: Node) -> tuple[Node, Node]:
+        size = graph.unary("abs", d)
+        square = graph.binary("mul", graph.binary("mul", size, graph.const(0.5)), size)
+        line = graph.binary("mul", graph.binary("sub", size, graph.const(0.5 * delta)), width)
+        return graph.where(graph.make("le", size, width), square, line), _limited(graph, d, width)
+
+    return _of_difference(r, out, x, target, loss)
+
+
+def _limited(graph: Any, d: Node, width: Node) -> Node:
+    """A difference, limited on either side; NaN stays."""
+    minus = graph.unary("neg", width)
+    inner = graph.where(graph.make("ge", d, width), width, d)
+    return graph.where(graph.make("le", d, minus), minus, inner)  # type: ignore[no-any-return]
+
+
+@lowers("smooth_l1_loss")
+def _smooth_l1(r: Any, out: Any, x: Value, target: Value, reduction: int = 1, beta: float = 1.0) -> Value:
+    if beta < 0:
+        raise RuntimeError("smooth_l1_loss does not support negative values for beta.")
+    _unreduced(reduction)
+    graph, width = r.graph, r.graph.const(float(beta))
+
+    def loss(d: Node) -> tuple[Node, Node]:
+        size = graph.unary("abs", d)
+        line = graph.binary("sub", size, graph.const(0.5 * beta))
+        if beta == 0:
+            return line, graph.unary("sign", d)
+        square = graph.binary("div", graph.binary("mul", graph.binary("mul", size, graph.const(0.5)), size), width)
+        is_far = graph.make("ge", size, width)
+        slope = graph.where(is_far, graph.unary("sign", d), graph.binary("div", d, width))
+        return graph.where(is_far, line, square), slope
+
+    return _of_difference(r, out, x, target, loss)
+
+
+@lowers("binary_cross_entropy")
+def _binary_cross_entropy(r: Any, out: Any, x: Value, target: Value, weight: Any = None, reduction: int = 1) -> Value:
+    """NaN for a probability outside [0, 1], of which PyTorch raises an error."""
+    _unreduced(reduction)
+    graph = r.graph
+    least, one = graph.const(-100.0), graph.const(1.0)
+
+    def loss(a: Node, t: Node, *weights: Node) -> Node:
+        wrong, right = graph.unary("log1p", graph.unary("neg", a)), graph.unary("log", a)
+        found = graph.binary(
+            "sub",
+            graph.binary("mul", graph.binary("sub", t, one), graph.binary("maximum", wrong, least)),
+            graph.binary("mul", t, graph.binary("maximum", right, least)),
+        )
+        spread = graph.binary("mul", graph.binary("sub", one, a), a)
+        floor = graph.const(1e-12)
+        partial = graph.binary(
+            "div", graph.binary("sub", a, t), graph.where(graph.make("lt", spread, floor), floor, spread)
+        )
+        found = differentiated(r, found, (a, partial), (t, graph.binary("sub", wrong, right)))
+        return graph.binary("mul", found, weights[0]) if weights else found  # type: ignore[no-any-return]
+
+    return pointwise(r, out, loss, x, target, *([] if weight is None else [weight]))
