@@ -30,6 +30,14 @@ def test_passes_what_is_right(spec: ModelSpec, dtype: torch.dtype) -> None:
     assert all(m.difference is not None and m.difference.passes for m in checked)
 
 
+def test_under_a_default_device() -> None:
+    """Here one without memory: numbers that are drawn for the check are the CPU's."""
+    model, x = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), torch.randn(2, 3, 16)
+    with torch.device("meta"):
+        report = fusedops.fuse_model(model, check=x)
+    assert report and report.difference is not None and report.difference.passes
+
+
 def _method(change: Any) -> Any:
     def forward(self: Any, input: Tensor) -> Tensor:
         return change(self, input)  # type: ignore[no-any-return]

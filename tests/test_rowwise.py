@@ -452,3 +452,12 @@ def test_numbers_in_fp64_are_exact(number: float) -> None:
 
     x = torch.randn(3, 8, dtype=torch.float64, device=DEVICE)
     assert torch.equal(filled(x), torch.where(x > 0, number, x))
+
+
+@pytest.mark.kernels
+def test_numbers_under_a_default_device() -> None:
+    """Here one without memory, on which no number can be rounded."""
+    x, function = randn(3, 24).double(), fusedops.rowwise(lambda x: x * 0.1 + x.float(), strict=True)
+    with torch.device("meta"):
+        found = function(x)
+    torch.testing.assert_close(found, function.function(x))

@@ -514,7 +514,7 @@ def _literal(node: Node, acc: torch.dtype) -> str:
         return f'float("{value}")'
     if value == 0.0 and math.copysign(1.0, value) < 0.0:
         return "negative_zero(ACC)"
-    if acc != torch.float64 or float(torch.tensor(value, dtype=torch.float32)) == value:
+    if acc != torch.float64 or float(torch.tensor(value, dtype=torch.float32, device="cpu")) == value:
         return repr(value)
     # Triton takes a number for fp32: a sum of such is exact, and so is a product with powers of two.
     mantissa, exponent = math.frexp(value)
@@ -522,7 +522,7 @@ def _literal(node: Node, acc: torch.dtype) -> str:
         mantissa, exponent = value, 0
     terms: list[float] = []
     while mantissa and len(terms) < 3:
-        terms.append(float(torch.tensor(mantissa, dtype=torch.float32)))
+        terms.append(float(torch.tensor(mantissa, dtype=torch.float32, device="cpu")))
         mantissa -= terms[-1]
     powers = [100] * (abs(exponent) // 100) + [abs(exponent) % 100]
     factors = [math.ldexp(1.0, power if exponent > 0 else -power) for power in powers if power]

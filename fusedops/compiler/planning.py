@@ -250,7 +250,7 @@ def _round(graph: Graph, node: Node, dtype: torch.dtype, structure: Structure) -
     if node.op == "round" and node.attrs[0] == dtype:
         return node
     if node.op == "const":
-        return graph.const(float(torch.tensor(value_of(node), dtype=dtype)))
+        return graph.const(float(torch.tensor(value_of(node), dtype=dtype, device="cpu")))
     found = graph.make("round", node, attrs=(dtype,))
     found.names.extend(name for name in node.names if name not in found.names)
     return found

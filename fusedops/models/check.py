@@ -126,10 +126,10 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 def _mover(seed: int) -> Callable[[Tensor], Tensor]:
     """A function that moves every number by a unit in the last place, up or down."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
 
     def move(x: Tensor) -> Tensor:
-        signs = torch.randint(0, 2, x.shape, generator=generator).to(x.device, x.dtype) * 2 - 1
+        signs = torch.randint(0, 2, x.shape, generator=generator, device="cpu").to(x.device, x.dtype) * 2 - 1
         return x.detach() * (1 + torch.finfo(x.dtype).eps * signs)
 
     return move
@@ -152,8 +152,10 @@ def _run(module: nn.Module, call: _Call, move: Callable[[Tensor], Tensor] = Tens
         result = torch.func.functional_call(module, used, args, kwargs)
         outputs = list(_tensors(result))
         by = [*inputs, *(p for p in used.values() if p.requires_grad)]
-        generator = torch.Generator().manual_seed(0)
-        terms = [(y * move(torch.randn(y.shape, generator=generator).to(y))).sum() for y in outputs if y.requires_grad]
+        generator = torch.Generator("cpu").manual_seed(0)
+        trained = [y for y in outputs if y.requires_grad]
+        drawn = [torch.randn(y.shape, generator=generator, device="cpu") for y in trained]
+        terms = [(y * move(numbers.to(y))).sum() for y, numbers in zip(trained, drawn, strict=True)]
         gradients: list[Tensor | None] = [None] * len(by)
         if terms and by:
             gradients = list(torch.autograd.grad(torch.stack([t.double() for t in terms]).sum(), by, allow_unused=True))
