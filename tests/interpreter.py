@@ -4,6 +4,9 @@ Triton 3.6's interpreter holds bf16 as 16-bit integers. It cuts the low bits off
 GPU rounds to the nearest, ties to even; and it converts between bf16 and dtypes other than fp32 as if the bits were a
 number. Tests that hold a kernel to one correct rounding would have to be twice as lenient for it.
 
+Up to Triton 3.8 it takes masks of integers, which a comparison of numbers becomes beside a block. Here it refuses them, as
+later ones do.
+
 It also spends two thirds of its time on work that it has done before: at each call of a device function it replaces the
 functions of ``triton.language`` again, and each intermediate value gets a type that is built anew. Both happen once here.
 """
@@ -29,6 +32,7 @@ def install() -> None:
     # A GPU does not warn of 0/0 or inf - inf, least of all in lanes that are masked off.
     np.seterr(all="ignore")
     _read_single_numbers(interpreter)
+    _refuse_masks_of_integers(interpreter.InterpreterBuilder)
     if hasattr(interpreter, "_LangPatchScope"):
         _replace_the_language_once(interpreter, tl)
     if hasattr(interpreter, "_get_np_dtype"):
@@ -55,6 +59,19 @@ def _rounding(original: Any) -> Any:
         return interpreter.TensorHandle(data.reshape(src.data.shape), target)
 
     return cast
+
+
+def _refuse_masks_of_integers(builder: Any) -> None:
+    def with_boolean_mask(original: Any, place: int) -> Any:
+        def access(self: Any, *args: Any) -> Any:
+            if args[place].data.dtype != np.bool_:
+                raise ValueError(f"mask has unsupported dtype {args[place].data.dtype}")
+            return original(self, *args)
+
+        return access
+
+    builder.create_masked_load = with_boolean_mask(builder.create_masked_load, 1)
+    builder.create_masked_store = with_boolean_mask(builder.create_masked_store, 2)
 
 
 def _read_single_numbers(interpreter: Any) -> None:

@@ -304,12 +304,14 @@ class _Writer:
             body += ["cols = start + tl.arange(0, BLOCK_N)[None, :]", "in_cols = cols < N"]
         if self.grouped:  # the last programs may have none: see `core.launch`
             body.append("group = (tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)).to(tl.int64)")
-            body.append("in_cols = in_cols & (group < groups)")
+            # Of a block and a number Triton's interpreter makes no boolean mask, so the number is a block too.
+            body.append("in_groups = tl.full((1, 1), group, tl.int64) < groups")
+            body.append("in_cols = in_cols & in_groups")
         body += emitter.invariant
         body += [f"sum{slot} = tl.zeros((1, {'BLOCK_N' if self._has_columns(place) else '1'}), ACC)"
                  for slot, (place, _) in enumerate(sums)]  # fmt: skip
         head = ["places = rows_of(tile, ROWS)",
-                f"in_rows = (places < M)[:, None]{' & (group < groups)' if self.grouped else ''}",
+                f"in_rows = (places < M)[:, None]{' & in_groups' if self.grouped else ''}",
                 "rows = (group * M + places)[:, None]" if self.grouped else "rows = places[:, None]"]  # fmt: skip
         head += [] if by_row else ["mask = in_rows & in_cols"]
         lines = [*head, *emitter.indices(), *emitter.lines]
@@ -395,7 +397,7 @@ def reduce_kernel(plan: Plan, kernel: Kernel) -> Kernel:
         terms = [f"grad{place}", f"cols * {strides[columns[-1]] if columns else 1}"]
         terms += [f"group * {size}"] if in_group else []
         terms.append(str(sum(strides[axis] * at for axis, at in part)))
-        mask = f"(cols < {'N' if columns else 1}) & (group {'< programs // chunks' if in_group else '== 0'})"
+        mask = f"(cols < {'N' if columns else 1}) & (in_group {'< programs // chunks' if in_group else '== 0'})"
         stores += [f"if slot == {slot}:",
                    f"    tl.store({' + '.join(terms)}, total.to(grad{place}.dtype.element_ty), mask={mask})"]  # fmt: skip
         grouped += [slot] if in_group else []
@@ -404,6 +406,7 @@ def reduce_kernel(plan: Plan, kernel: Kernel) -> Kernel:
         "place = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)",
         f"slot = place % {slots}",
         f"group = (place // {slots}).to(tl.int64)",
+        "in_group = tl.full((BLOCK_N,), group, tl.int64)",
         "cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)",
         f"grouped = {' | '.join([f'(slot == {slot})' for slot in grouped]) or 'slot < 0'}",
         "first = tl.where(grouped, group * chunks, 0)",

@@ -38,8 +38,8 @@ from fusedops.core.device import {", ".join(_DEVICE)}
 from fusedops.compiler.device import {", ".join(_OWN)}
 """
 _TAKEN = {"tl", "triton", "ACC", "N", "BLOCK_N", "ROWS", "VECTOR", "STAGES", "OVERLAP", "M", "rows", "cols", "tile", "tiles",
-          "group", "groups", "mask", "in_rows", "in_cols", "places", "seed", "offset", "partials", "program", "start",
-          "float", "range", *_DEVICE, *_OWN, *keyword.kwlist}  # fmt: skip
+          "group", "groups", "mask", "in_rows", "in_cols", "in_groups", "in_group", "places", "seed", "offset", "partials",
+          "program", "start", "float", "range", *_DEVICE, *_OWN, *keyword.kwlist}  # fmt: skip
 
 _UNARY = {"neg": "-{}", "exp": "tl.exp({})", "exp2": "tl.exp2({})", "log2": "tl.log2({})",
           "log": "tl.log({})", "log1p": "log1p({})", "expm1": "expm1({})",
