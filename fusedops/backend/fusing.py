@@ -173,7 +173,7 @@ def _biases_apart(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def _keeps_columns(node: fx.Node) -> bool:
-    if name_of(node) != "view":
+    if not reshapes(node):
         return False
     before, after = value_of(node.args[0]), value_of(node)  # type: ignore[arg-type]
     return type(after.shape[-1]) is int and before.shape[-1] == after.shape[-1]
