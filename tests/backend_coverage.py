@@ -60,18 +60,20 @@ class Regions:
 COLUMNS = tuple(field.name for field in fields(Regions))
 
 
-def regions_of(name: str) -> Regions:
-    """Of one architecture; the reason is the error where it cannot be traced."""
+def regions_of(name: str, device: torch.device | str = "cpu") -> Regions:
+    """Of one architecture, on a device with kernels; the reason is the error where it cannot be traced."""
     architecture = architectures.make(name)
     torch._dynamo.reset()
     signal.alarm(_SECONDS)
     try:
-        model = architecture.build().train()
+        model = architecture.build().train().to(device)
+        inputs = architecture.inputs(model)
+        inputs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
 
         def call(**arguments: Any) -> Any:  # torch.compile passes over models whose own class is PyTorch's
             return model(**arguments)
 
-        report = fusedops.explain(call, **architecture.inputs(model))
+        report = fusedops.explain(call, **inputs)
     except Exception as error:  # noqa: BLE001, not all can be traced
         return Regions(name, 0, 0, 0, 0, 0, 0, f"not traced: {type(error).__name__}")
     finally:

@@ -238,7 +238,7 @@ def test_autocast(name: str) -> None:
 @pytest.mark.kernels
 def test_fewer_regions_than_in_the_file_are_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And a graph more that is left; what is new in the file's place is not."""
-    found = backend_coverage.regions_of("llama")
+    found = backend_coverage.regions_of("llama", DEVICE)
     assert (
         found.fused == found.regions - sum(int(part.split(" x ")[0]) for part in found.reasons.split("; ") if part) > 0
     )

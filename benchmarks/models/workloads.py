@@ -201,9 +201,11 @@ MODELS = {
         {"vocab_size": TOKENS, **_TINY_BERT, **_TINY_GROUPS, "head_dim": 16}, _next_token,
         sizes=((4, 2048),), tiny_sizes=(2, 16), loss_sizes=(8, 128),
     ),
-    # Half of the layers of Gemma 2 2B. Its attention has a soft cap, which PyTorch's has not: Transformers writes it out.
+    # Half of the layers of Gemma 2 2B. Its attention has a soft cap, which PyTorch's has not: Transformers writes it out, in
+    # older releases where it is asked to.
     "gemma2": Model(
-        "Gemma2ForCausalLM", "Gemma2Config", _SPECIAL | {"bos_token_id": EOS, "num_hidden_layers": 13},
+        "Gemma2ForCausalLM", "Gemma2Config",
+        _SPECIAL | {"bos_token_id": EOS, "num_hidden_layers": 13, "attn_implementation": "eager"},
         {"vocab_size": TOKENS, **_TINY_BERT, **_TINY_GROUPS, "head_dim": 16, "sliding_window": 8}, _next_token,
         sizes=((2, 2048),), tiny_sizes=(2, 16), loss_sizes=(4, 128),
     ),
