@@ -73,6 +73,27 @@ def test_nothing_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text == f"no row-wise region was found, in 1 graph: there are no kernels for {DEVICE.type} tensors"
 
 
+def test_a_region_that_triton_cannot_compile_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    specialise = launch.specialise
+
+    def compiled(request: launch.Request, device_index: int) -> launch.Variant:
+        if "backward" in request.kernel.fn.__name__:
+            raise launch.NotCompiledError("backward_kernel", RuntimeError("PassManager::run failed"))
+        return specialise(request, device_index)
+
+    monkeypatch.setattr(launch, "_built", {})
+    monkeypatch.setattr(launch, "specialise", compiled)
+    norm, x = nn.LayerNorm(11).to(DEVICE), randn(6, 11)
+    (region,) = fusedops.explain(norm, x).regions
+    assert region.reason == "Triton cannot compile backward_kernel (RuntimeError)"
+    torch.compiler.reset()
+    torch.testing.assert_close(fusedops.compile(norm)(x), norm(x))
+    torch.compiler.reset()
+    with torch.no_grad():  # the forward alone can
+        (region,) = fusedops.explain(norm, x).regions
+    assert not region.reason
+
+
 def test_a_line_for_each_kind_of_region() -> None:
     norms = nn.Sequential(*[nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8, bias=False)) for _ in range(3)]).to(DEVICE)
     lines = str(fusedops.explain(norms, randn(6, 8))).splitlines()

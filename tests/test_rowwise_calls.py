@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import fusedops
-from rowwise_checks import cotangents_of, every, kernels, of, randn, results, rowwise
+from fusedops.compiler.errors import NotRowwiseError
+from fusedops.core import compat, launch, tuning
+from rowwise_checks import check, cotangents_of, every, kernels, of, randn, results, rowwise
 from rowwise_functions import DROP, SAMPLES, RowwiseFunction, named
 from support import DEVICE, as_tuple, fixed_draw
 
@@ -247,3 +250,85 @@ def test_threads() -> None:
         for start, many in enumerate(found):
             for turn, got in enumerate(many):
                 assert all(map(torch.equal, got, step((start + turn) % 4, turn)))
+
+
+# --- kernels that Triton cannot compile -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes the compiler fail for kernels of a name, with any or some configs."""
+    specialise = launch.specialise
+
+    def fail(name: str, warps: Callable[[int], bool] = lambda warps: True) -> None:
+        def compiled(request: launch.Request, device_index: int) -> launch.Variant:
+            if name in request.kernel.fn.__name__ and warps(request.config.warps):
+                raise launch.NotCompiledError(request.kernel.fn.__name__, RuntimeError("PassManager::run failed"))
+            return specialise(request, device_index)
+
+        monkeypatch.setattr(launch, "_built", {})
+        monkeypatch.setattr(launch, "specialise", compiled)
+
+    return fail
+
+
+@kernels
+@every
+def test_without_kernels_pytorchs_operators_run(sample: RowwiseFunction, failing: Callable[..., None]) -> None:
+    """With the masks of the kernels, and one warning."""
+    failing("ward_kernel")
+    with pytest.warns(
+        RuntimeWarning, match=f"fusedops runs {sample.function.__name__} as plain PyTorch.*forward"
+    ) as found:
+        check(sample, fusedops.rowwise(sample.function), sample.tensors(device=DEVICE))
+    assert len([w for w in found if "fusedops" in str(w.message)]) == 1
+
+
+@kernels
+@of("dropout_add_layer_norm", "norm_and_rotary", "masked_softmax")
+def test_a_backward_without_kernels_takes_what_the_forward_saved(
+    sample: RowwiseFunction, failing: Callable[..., None]
+) -> None:
+    failing("backward")
+    with (
+        launch.record() as launched,
+        pytest.warns(RuntimeWarning, match=r"Triton cannot compile backward_kernel \(Run"),
+    ):
+        check(sample, fusedops.rowwise(sample.function), sample.tensors(device=DEVICE))
+    assert launched[0] == "forward_kernel" and "backward_kernel" not in launched
+
+
+@kernels
+def test_another_config_comes_before_no_kernel(failing: Callable[..., None]) -> None:
+    (sample,) = named("llama_norm")
+    chosen: list[int] = []
+    failing("forward", lambda warps: chosen.append(warps) or warps == chosen[0])
+    with launch.record() as launched:
+        check(sample, rowwise(sample), sample.tensors(device=DEVICE))
+    assert len(set(chosen)) == 2 and launched[0] == "forward_kernel"
+
+
+@kernels
+def test_strict_functions_raise_where_no_kernel_compiles(failing: Callable[..., None]) -> None:
+    (sample,) = named("llama_norm")
+    failing("forward")
+    tensors = sample.tensors(device=DEVICE).values()
+    with pytest.raises(NotRowwiseError, match=r"^llama_norm: Triton cannot compile forward_kernel \(RuntimeError\)$"):
+        rowwise(sample)(*tensors)
+    lenient = fusedops.rowwise(sample.function)
+    with pytest.warns(RuntimeWarning, match="llama_norm as plain PyTorch"):
+        lenient(*tensors)
+    assert "cannot compile forward_kernel" in lenient.explain(*tensors).reason
+    with tuning.forced("rowwise_forward", tuning.Config(32, 1, 1)), pytest.raises(launch.NotCompiledError):
+        fusedops.rowwise(sample.function)(*tensors)  # what is measured is this config
+
+
+def test_an_error_of_the_compiler_names_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise ValueError("a trace")
+
+    monkeypatch.setattr(compat, "compile_ahead", fails)
+    kernel = SimpleNamespace(fn=SimpleNamespace(__name__="a_kernel"), arg_names=("x",))
+    with pytest.raises(launch.NotCompiledError, match=r"^Triton cannot compile a_kernel \(ValueError\)$") as found:
+        launch.compile_kernel(launch.Request(kernel, {"x": "*fp32"}, {}, tuning.Config(8, 1, 1), {}))
+    assert isinstance(found.value.__cause__, ValueError)

@@ -20,7 +20,7 @@ from .grouped import with_offsets_on_cpu
 from .layouts import laid_out
 from .permutations import with_rows_put_back
 from .products import joined, padded
-from .programs import Made, made
+from .programs import Made, made, prepare
 from .regions import (
     BIAS,
     COPIES,
@@ -81,6 +81,7 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
                 raise NotRowwiseError("a tensor that it saves is changed later")
             if _is_cyclic(region, [other for other, *_ in found]):
                 raise NotRowwiseError("as an operator it would be in a cycle with another region")
+            prepare(program, saves=bool(reached))
         except Exception as error:  # noqa: BLE001 - what is unknown in a region is Inductor's, with its reason
             reason = str(error) if isinstance(error, NotRowwiseError) else f"{type(error).__name__}: {error}"
             parts = [] if region in tried else finder.smaller(region)

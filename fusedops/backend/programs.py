@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,15 +13,16 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 from torch.nn import functional as F
 
+from ..compiler import launching
 from ..compiler.errors import NotRowwiseError
 from ..compiler.operator import Program
 from ..compiler.planning import planned
 from ..compiler.structure import Structure, structured
 from ..compiler.tracing import Traced, trace
-from ..core import compat
+from ..core import compat, launch, tuning
 from .regions import Region, name_of, value_of
 
-__all__ = ["Made", "Source", "made"]
+__all__ = ["Made", "Source", "made", "prepare"]
 
 # Programs by the text of their region and its tensors; a process with ever new models starts again.
 _known: dict[Any, Any] = {}
@@ -94,6 +96,34 @@ def made(found: Region, saved: Collection[fx.Node] = ()) -> Made:
     if isinstance(known, str):
         raise NotRowwiseError(known)
     return Made(known.program, tensors, list(zip(function.outputs, known.places, strict=True)))
+
+
+def prepare(found: Made, *, saves: bool) -> None:
+    """Compiles the kernels of a program for the call that is traced: what Triton cannot compile is left to Inductor.
+
+    Raises:
+        NotRowwiseError: Triton cannot compile one.
+    """
+    values = [value_of(node) for node in found.inputs]
+    device = values[0].device
+    if not launch.runs_kernels(device.type) or tuning.on_demand():  # the tuner would run them
+        return
+    shapes = tuple([tuple(compat.hints(value.shape)) for value in values])
+    with compat.recording_nothing(), compat.without_modes():
+        _prepared(found.program, device, shapes, saves)
+
+
+@functools.lru_cache(maxsize=_MOST)
+def _prepared(program: Program, device: torch.device, shapes: Sequence[tuple[int, ...]], saves: bool) -> None:
+    given = [
+        torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(shapes, program.dtypes, strict=True)
+    ]
+    try:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            index = launch.current_device() if device.type == "cuda" else -1
+            launching.prepare(program, index, given, saves=saves)
+    except launch.NotCompiledError as error:
+        raise NotRowwiseError(str(error)) from error
 
 
 def _text(shape: Sequence[Any]) -> str:

@@ -51,8 +51,8 @@ def rowwise(function: Callable[..., Any] | None = None, *, strict: bool = False)
 
     Args:
         function: the function.
-        strict: True raises `NotRowwiseError` if the function cannot be fused. False runs such a function unfused, and warns
-            once with the reason.
+        strict: True raises `NotRowwiseError` if the function cannot be fused, or Triton cannot compile a kernel of it. False
+            runs such a function unfused, and warns once with the reason.
     Returns:
         A `Rowwise`, called like the function.
 
@@ -184,9 +184,12 @@ class Rowwise(Generic[_P, _R]):
         """
         given = self._positional(args, kwargs)
         call = self._looked_at(given, compat.any_autocast_enabled() and _autocast(), warns=False)
-        if call.program is not None:
+        if call.program is None or call.program.uncompiled:
+            return Explanation(self.name, call.reason if call.program is None else call.program.uncompiled)
+        try:
             return explained(call.program, self._tensors(given, call.captured))
-        return Explanation(self.name, call.reason)
+        except launch.NotCompiledError as error:
+            return Explanation(self.name, str(error))
 
     def source(self, *args: Any, **kwargs: Any) -> str:
         """The Triton source of the kernels for these arguments.
@@ -269,6 +272,7 @@ class Rowwise(Generic[_P, _R]):
                     stacklevel=3,
                 )
             return _Call(None, reason=str(error))
+        found.program.strict = self.strict
         places = tuple([i for i, a in enumerate(args) if isinstance(a, Tensor)])
         return _Call(found.program, places, found.captured, token=(*devices, *map(type, tensors)))
 

@@ -7,6 +7,7 @@ is a *plan*: the compiled kernels with their tilings, by alignment and the bucke
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from ..core.operand import rows as as_rows
 from ..core.operand import vector
 from ..core.rng import State, seed_kind
 from ..core.tuning import BUCKET, TuningKey, widths
-from . import configs
+from . import configs, unfused
 from .codegen import Kernel, backward_kernels, forward_kernels, reduce_kernel
 from .emitting import Argument, place_of, whole
 from .loading import loaded
@@ -31,7 +32,7 @@ from .structure import Operand
 if TYPE_CHECKING:
     from .operator import Program, RowwiseSite
 
-__all__ = ["BackwardKey", "backward", "backward_key", "chosen", "forward", "grouping"]
+__all__ = ["BackwardKey", "backward", "backward_key", "chosen", "forward", "grouping", "prepare"]
 
 tuning.register(configs, "rowwise_forward", "rowwise_backward", "rowwise_moments_forward", "rowwise_moments_backward")
 
@@ -40,6 +41,8 @@ Launch = Callable[..., None]
 BackwardKey = tuple[bool, tuple[torch.dtype | None, ...], tuple[bool, ...]]
 # Groups of fewer rows are read by index: a program of their own would have too little to do.
 _LEAST_ROWS = 16
+# Configs that are tried for a kernel that Triton cannot compile with the chosen one.
+_MOST_OTHERS = 3
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,17 @@ class _Plan:
 
 
 def forward(site: RowwiseSite, tensors: Any, outs: Any, state: State) -> None:
-    """One launch, of long rows two."""
+    """One launch, of long rows two; PyTorch's operators where Triton cannot compile the kernels."""
     grouped = site.program.is_grouped(tensors)
     run = site.launches.get(grouped)
     if run is None:
         run = site.launches[grouped] = _forward(site, grouped).made()
-    run(tensors, outs, state)
+    try:
+        run(tensors, outs, state)
+    except launch.NotCompiledError as error:
+        site.program.runs_unfused(error)
+        run = site.launches[grouped] = functools.partial(unfused.forward, site)
+        run(tensors, outs, state)
 
 
 def backward(site: RowwiseSite, grads: Any, saved: Any, outs: Any, state: State) -> None:
@@ -78,7 +86,12 @@ def backward(site: RowwiseSite, grads: Any, saved: Any, outs: Any, state: State)
     run = site.launches.get(key)
     if run is None:
         run = site.launches[key] = _backward(site, *key).made()
-    run(grads, saved, outs, state)
+    try:
+        run(grads, saved, outs, state)
+    except launch.NotCompiledError as error:
+        site.program.runs_unfused(error)
+        run = site.launches[key] = functools.partial(unfused.backward, site)
+        run(grads, saved, outs, state)
 
 
 def grouping(program: Program) -> Callable[[Any], bool]:
@@ -145,20 +158,37 @@ def chosen(
 
     Of each its tuning key, what is compiled, and the bytes of a row that it reads and writes.
     """
-    drops, grouped = bool(program.structure.drops), program.is_grouped(tensors)
-    sizes = program.sizes_of(tensors)
-    axes = [axis for axis in program.structure.rows if not grouped or axis not in program.group]
-    bucket = BUCKET[math.prod([sizes[axis] for axis in axes]).bit_length()]
-    site = program.site(program.record(program.op), program.dtypes, program.structure.cols, device_index, dropout=drops,
-                        saves=True)  # fmt: skip
-    dtypes = [operand.dtype for operand in program.structure.outputs] + [None] * program.own
+    launchers, bucket = _launchers(program, device_index, tensors)
+    drops = bool(program.structure.drops)
     found = []
-    for launcher in (_forward(site, grouped), _backward(site, grouped, dtypes, program.wanted)):
+    for launcher in launchers:
         requests = launcher.requests(int(drops), bucket)
         for kernel, request in zip(launcher.kernels, requests[: len(launcher.kernels)], strict=True):
             moved = sum([dtype.itemsize for dtype in kernel.moved]) * program.structure.cols
             found.append((launcher.tuning_key(kernel, bucket), request, moved))
     return found
+
+
+def _launchers(program: Program, device_index: int, tensors: Sequence[Tensor]) -> tuple[list[_Launcher], int]:
+    """Of a call with all gradients, forward and backward, and the bucket of its rows."""
+    grouped, sizes = program.is_grouped(tensors), program.sizes_of(tensors)
+    axes = [axis for axis in program.structure.rows if not grouped or axis not in program.group]
+    site = program.site(program.record(program.op), program.dtypes, program.structure.cols, device_index,
+                        dropout=bool(program.structure.drops), saves=True)  # fmt: skip
+    dtypes = [operand.dtype for operand in program.structure.outputs] + [None] * program.own
+    launchers = [_forward(site, grouped), _backward(site, grouped, dtypes, program.wanted)]
+    return launchers, BUCKET[math.prod([sizes[axis] for axis in axes]).bit_length()]
+
+
+def prepare(program: Program, device_index: int, tensors: Sequence[Tensor], *, saves: bool) -> None:
+    """Compiles the kernels of a call, with ``saves`` those of its backward too.
+
+    Raises:
+        NotCompiledError: Triton cannot compile one.
+    """
+    launchers, bucket = _launchers(program, device_index, tensors)
+    for launcher in launchers if saves else launchers[:1]:
+        launcher.compile(int(bool(program.structure.drops)), bucket)
 
 
 class _Launcher:
@@ -334,12 +364,9 @@ class _Launcher:
         cols, chosen = self.structure.cols, list[tuning.Config]()
         variants, programs = [], []
         for kernel in self.kernels:
-            config = tuning.choose(self.tuning_key(kernel, bucket), site.device_index)
-            vector = vector_width(*(kernel.moved or (self.program.acc,)))
-            # A thread that has fewer neighbours would exchange the mask with another.
-            each = config.block_n * config.rows // (32 * config.warps)
-            constants = {"VECTOR": vector if each >= vector else 4, "PERSISTENT": bool(kernel.sums)}
-            variants.append(self._built(site, kernel, seeded, constants, config, aligned))
+            key = self.tuning_key(kernel, bucket)
+            config, variant = self._compiled(site, kernel, seeded, key, aligned)
+            variants.append(variant)
             chosen.append(config)
             programs.append(launch.processors(site.device_index) * max(config.per_sm, 1))
         reduce = None
@@ -349,6 +376,31 @@ class _Launcher:
             reduce = self._built(site, self.reduce, seeded, {}, config, aligned)
         return _Plan(tuple(variants), tuple([c.rows for c in chosen]), tuple([-(-cols // c.block_n) for c in chosen]),
                      tuple(programs), reduce, config.block_n)  # fmt: skip
+
+    def _compiled(self, site: RowwiseSite, kernel: Kernel, seeded: int, key: TuningKey,
+                  aligned: bool) -> tuple[tuning.Config, Variant]:  # fmt: skip
+        """A kernel with its config, or with another where Triton cannot compile it with that."""
+        config = tuning.choose(key, site.device_index)
+        try:
+            return config, self._with(site, kernel, seeded, config, aligned)
+        except launch.NotCompiledError:
+            if tuning.forces():
+                raise
+            for other in [near for near in configs.candidates(key) if near.warps != config.warps][:_MOST_OTHERS]:
+                with contextlib.suppress(launch.NotCompiledError):
+                    return other, self._with(site, kernel, seeded, other, aligned)
+            raise
+
+    def _with(self, site: RowwiseSite, kernel: Kernel, seeded: int, config: tuning.Config, aligned: bool) -> Variant:
+        vector = vector_width(*(kernel.moved or (self.program.acc,)))
+        # A thread that has fewer neighbours would exchange the mask with another.
+        each = config.block_n * config.rows // (32 * config.warps)
+        constants = {"VECTOR": vector if each >= vector else 4, "PERSISTENT": bool(kernel.sums)}
+        return self._built(site, kernel, seeded, constants, config, aligned)
+
+    def compile(self, seeded: int, bucket: int) -> None:
+        """Compiles the kernels for aligned tensors, which later calls find."""
+        self._plan(self.site, seeded, True, bucket)
 
     def requests(self, seeded: int, bucket: int) -> list[launch.Request]:
         """What is compiled for aligned tensors: of each kernel, and then of the one that adds partial sums."""

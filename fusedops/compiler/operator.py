@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import launch, rng
+from ..core import launch, rng, tuning
 from ..core.dropout import Dropout
 from ..core.operator import Axes, Constants, Dtypes, Operator, Site
 from ..core.operators import encode
@@ -22,6 +23,7 @@ from . import launching
 from .allocating import gradient_allocator, output_allocator
 from .axes import Label
 from .emitting import group_of
+from .errors import NotRowwiseError
 from .evaluate import assembled, evaluate, part_of
 from .ir import Node
 from .planning import Plan
@@ -65,6 +67,8 @@ class Program(Operator):
     """A function traced for tensors of these dtypes, columns and broadcast dimensions.
 
     Attributes:
+        strict: whether kernels that cannot be compiled are an error.
+        uncompiled: why PyTorch's operators run instead of kernels; "" where kernels run.
         is_grouped: of the inputs, whether the rows come in groups, each of many rows.
         backward_key: of cotangents and gradients, what their launches are known by.
     """
@@ -76,7 +80,7 @@ class Program(Operator):
         super().__init__()
         structure = plan.structure
         self.plan, self.structure, self.function = plan, structure, function
-        self.op = name
+        self.op, self.strict, self.uncompiled = name, False, ""
         self.text = structure.text()
         self.dynamic = dynamic_axes(structure)
         self.tiled = structure.cols > LONGEST_ROW
@@ -196,7 +200,7 @@ class Program(Operator):
             if node.op == "cotangent":
                 return part_of(structure, self.operand(node.attrs[0]), grads[node.attrs[0]], node.attrs[1]).to(site.acc)
             if node.op == "keep":
-                return self._mask(node, sizes, grads[given[0]], dropout, masks)
+                return self.mask(node, sizes, grads[given[0]], dropout, masks)
             return None
 
         found = plan.gradients(given, wanted)
@@ -211,7 +215,7 @@ class Program(Operator):
         assert self.plan.intermediate_operand is not None
         return self.plan.intermediate_operand
 
-    def _mask(self, node: Node, sizes: Sequence[int], like: Tensor, dropout: Any, masks: dict[int, Any]) -> Tensor:
+    def mask(self, node: Node, sizes: Sequence[int], like: Tensor, dropout: Any, masks: dict[int, Any]) -> Tensor:
         """A dropout's factors in a part of the rows: the parts of a row lie one behind the other."""
         structure, (number, part) = self.structure, node.attrs
         if number not in masks:
@@ -243,6 +247,22 @@ class Program(Operator):
 
     forward = staticmethod(launching.forward)
     backward = staticmethod(launching.backward)
+
+    def runs_unfused(self, error: launch.NotCompiledError) -> None:
+        """Warns, once, that PyTorch's operators run instead of kernels, or raises.
+
+        Raises:
+            NotRowwiseError: if the program is strict.
+        """
+        if tuning.forces():  # what is measured is this config
+            raise error
+        if self.strict:
+            raise NotRowwiseError(f"{self.op}: {error}") from error
+        if not self.uncompiled:
+            self.uncompiled = str(error)
+            warnings.warn(
+                f"fusedops runs {self.op} as plain PyTorch, in part or whole: {error}", RuntimeWarning, stacklevel=2
+            )
 
     def needed(self, site: Any, grads: Any, needs: Any) -> tuple[bool, ...]:
         """Those of inputs that anything is computed of."""

@@ -17,7 +17,7 @@ from .dropout import Dropout
 from .operator import Operator, Site, Tensors
 from .rng import State
 
-__all__ = ["PLAIN", "Call", "Nothing", "apply", "forward", "gradients", "on_device", "vjp"]
+__all__ = ["PLAIN", "Call", "Nothing", "apply", "forward", "gradients", "mask_of", "on_device", "vjp"]
 
 # Types of arguments that kernels read themselves; others see registered operators.
 PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
@@ -135,7 +135,7 @@ def _elsewhere(op: Operator, site: Site, state: State, saved: Tensors, grads: Te
     """Gradients that are no launch: differentiable, batched, or seen by a dispatch mode or a tensor subclass."""
     batched = any(g is not None and compat.is_batched(g) for g in grads)
     if torch.is_grad_enabled() or batched or compat.transforms() or compat.in_forward_mode():
-        return op.derivative(site, grads, saved, _mask(site, state), needs)
+        return op.derivative(site, grads, saved, mask_of(site, state), needs)
     return _registered(op, site, state, saved, grads, needs)
 
 
@@ -146,7 +146,7 @@ def _registered(op: Operator, site: Site, state: State, saved: Tensors, grads: T
     return op.expose_gradients(site, grads, saved, outs, needs)
 
 
-def _mask(site: Site, state: State) -> Callable[[Tensor], Dropout]:
+def mask_of(site: Site, state: State) -> Callable[[Tensor], Dropout]:
     """The forward's mask, for a tensor of its shape and device.
 
     Not batched, whatever the gradients are: the forward was outside any transform.

@@ -29,6 +29,7 @@ __all__ = [
     "MOST_TILES",
     "SEED_TYPES",
     "Kernel",
+    "NotCompiledError",
     "Request",
     "Variant",
     "build",
@@ -282,6 +283,18 @@ def collects() -> bool:
     return bool(_collectors)
 
 
+class NotCompiledError(RuntimeError):
+    """The error if Triton cannot compile a kernel; its cause is Triton's own.
+
+    Args:
+        name: the kernel's.
+        error: Triton's.
+    """
+
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(f"Triton cannot compile {name} ({type(error).__name__})")
+
+
 # One kernel, specialised and ready to launch: ``variant(grid_x, grid_y, *arguments)``.
 #
 # The arguments are the kernel's run-time ones in its order, None (or anything) where it was built without one. The
@@ -451,13 +464,19 @@ def compile_kernel(request: Request, target: Any = None) -> Any:
 
     ``types`` maps each run-time argument to Triton's type name, None where the argument is absent; ``divisible``
     gives the power of two that an argument's value is a multiple of.
+
+    Raises:
+        NotCompiledError: Triton has an error.
     """
     types = {name: kind for name, kind in request.types.items() if kind is not None}
     absent = dict.fromkeys(name for name in request.types if name not in types)
     constants = {**absent, **request.constants}
     signature = {name: "constexpr" if name in constants else types[name] for name in request.kernel.arg_names}
     divisible = {name: multiple for name, multiple in request.divisible.items() if name in types}
-    return compat.compile_ahead(request.kernel, signature, constants, divisible, request.options, target)
+    try:
+        return compat.compile_ahead(request.kernel, signature, constants, divisible, request.options, target)
+    except Exception as error:  # whatever a pass of the compiler or the assembler raises
+        raise NotCompiledError(request.kernel.fn.__name__, error) from error
 
 
 def compile_fitting(request: Request, limit: int, target: Any = None) -> Any:

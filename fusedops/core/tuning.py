@@ -33,6 +33,7 @@ __all__ = [
     "collected_keys",
     "device_name",
     "forced",
+    "forces",
     "forget",
     "on_demand",
     "plan",
@@ -117,6 +118,11 @@ def forced(kernel: str, config: Config) -> Iterator[None]:
         if before is not None:
             _forced[kernel] = before
         forget()
+
+
+def forces() -> bool:
+    """Whether a block of `forced` is in force: its config is measured, and nothing may run in its place."""
+    return bool(_forced)
 
 
 @contextmanager
