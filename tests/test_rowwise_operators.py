@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import fusedops
+from backends import Backend
 from fusedops.compiler import launching
 from fusedops.compiler.operator import Program
 from fusedops.compiler.planning import planned
@@ -98,6 +101,137 @@ def test_functions_of_two_numbers(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_functions_of_a_row(name: str, dtype: torch.dtype) -> None:
     _check(name, ROWS[name], [rows(dtype).to(DEVICE)], by_row=True)
+
+
+# --- what is rounded, and what has a wider dtype ------------------------------------------------------------------------
+
+
+def _same(function: Callable[..., Any], *given: Tensor, rtol: float = 0.0, how: str = "rowwise") -> None:
+    """The result is PyTorch's, and so are the gradients, which PyTorch rounds at each cast."""
+    found = []
+    for run in (fusedops.rowwise(function, strict=True) if how == "rowwise" else _compiled(function), function):
+        leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in given]
+        out = run(*leaves)
+        grads = torch.autograd.grad(out.sum(), [t for t in leaves if t.requires_grad], allow_unused=True)
+        found.append((out.detach(), *[g for g in grads if g is not None]))
+    (got, *grads), (want, *expected) = found
+    torch.testing.assert_close(got, want, rtol=rtol, atol=0.0)
+    torch.testing.assert_close(grads, expected, rtol=2.0**-7, atol=1e-6)
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """In a region of the backend, which is not compiled further."""
+    backend = Backend()
+
+    def run(*given: Tensor) -> Tensor:
+        out = torch.compile(function, backend=backend, fullgraph=True)(*given)
+        assert len(backend.report.regions) == 1
+        return out  # type: ignore[no-any-return]
+
+    return run
+
+
+_CASTS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype]] = {
+    "residual": (lambda x: x - x.bfloat16().float() + x.amax(-1, keepdim=True), torch.float32),
+    "residual of parts": (
+        lambda x: x - torch.cat([part.float() for part in x.bfloat16().chunk(2, -1)], -1) + x.amax(-1, keepdim=True),
+        torch.float32,
+    ),
+    "two narrow dtypes": (lambda x: x.bfloat16().half().float() * x.amax(-1, keepdim=True), torch.float32),
+    "equal": (lambda x: x * (x == -10000.0) + x.amax(-1, keepdim=True), torch.bfloat16),
+    "greater": (lambda x: x * (x > 0.1) + x.amax(-1, keepdim=True), torch.bfloat16),
+}
+
+
+@kernels
+@pytest.mark.parametrize("how", ["rowwise", "compile"])
+@pytest.mark.parametrize("case", _CASTS)
+def test_casts_down_and_up_round_and_numbers_compare_in_half_precision(case: str, how: str, fresh_dynamo: None) -> None:
+    function, dtype = _CASTS[case]
+    x = torch.randn(5, 24)
+    x[:, 0], x[:, 1] = 0.1, -10000.0
+    _same(lambda x: function(x), x.to(DEVICE, dtype), how=how)
+
+
+@kernels
+@pytest.mark.parametrize("how", ["rowwise", "compile"])
+@pytest.mark.parametrize("case", ["double", "dtype of a sum"])
+def test_fp64_inside_a_function_is_computed_in_fp64(case: str, how: str, fresh_dynamo: None) -> None:
+    def double(x: Tensor) -> Tensor:
+        return x.double().exp().sum(-1, keepdim=True).log().float() - x
+
+    def total(x: Tensor) -> Tensor:
+        return (x * 1e30).sum(-1, keepdim=True, dtype=torch.float64).mul(1e30).log().float() * x
+
+    x = 100 + torch.randn(5, 24, device=DEVICE)
+    # The sum of the exponentials is beyond fp32, the logarithm is not.
+    _same(double if case == "double" else total, x, rtol=1e-5, how=how)
+
+
+@kernels
+@pytest.mark.parametrize("columns", [3, 24, 100])
+def test_equal_numbers_have_no_deviation(columns: int) -> None:
+    x = torch.full((2, columns), 0.1, device=DEVICE, requires_grad=True)
+    spread = fusedops.rowwise(lambda x: x.std(-1, keepdim=True) + x.var(-1, keepdim=True), strict=True)(x)
+    (grad,) = torch.autograd.grad(spread.sum(), x)
+    assert not spread.any() and not grad.any()
+    mean = fusedops.rowwise(lambda x: torch.var_mean(x, -1, keepdim=True)[1], strict=True)
+    assert mean(torch.full((2, columns), torch.inf, device=DEVICE)).isposinf().all()
+
+
+@kernels
+def test_smoothed_labels_far_from_zero() -> None:
+    def loss(x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(x, target, reduction="none", label_smoothing=0.1)
+
+    x, target = torch.randn(5, 24) + 1e6, torch.arange(5)
+    exact = loss(x.double(), target).float()
+    got = fusedops.rowwise(loss, strict=True)(x.to(DEVICE), target.to(DEVICE))
+    torch.testing.assert_close(got.cpu(), exact, rtol=1e-5, atol=0.0)
+
+
+# --- arguments that PyTorch refuses -------------------------------------------------------------------------------------
+
+
+@kernels
+@pytest.mark.parametrize("target", [-1, 24, 1 << 40])
+def test_targets_out_of_range_have_no_loss(target: int) -> None:
+    """PyTorch raises an error, for which a kernel would have to be waited for."""
+
+    def losses(x: Tensor, target: Tensor) -> Tensor:
+        likely = x.log_softmax(-1)
+        loss = F.cross_entropy(x, target, reduction="none") + F.nll_loss(likely, target, reduction="none")
+        return loss + x.gather(-1, target[:, None])[:, 0]
+
+    targets = torch.tensor([3, target, 0], device=DEVICE)
+    got = fusedops.rowwise(losses, strict=True)(torch.randn(3, 24, device=DEVICE), targets)
+    assert got.isnan().tolist() == [False, True, False]
+
+
+@kernels
+def test_probabilities_out_of_range_have_no_loss() -> None:
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.binary_cross_entropy(x, y, reduction="none")
+
+    given = torch.tensor([[0.5, 1.5, -0.5, 1.0]], device=DEVICE)
+    for y in (0.0, 1.0, 0.5):
+        got = fusedops.rowwise(loss, strict=True)(given, torch.full_like(given, y))
+        assert got.isnan().tolist() == [[False, True, True, False]]
+
+
+@kernels
+@pytest.mark.parametrize("how", ["smooth_l1", "huber", "hardtanh", "celu"])
+def test_constants_that_pytorch_refuses_are_refused(how: str) -> None:
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "smooth_l1": lambda x: F.smooth_l1_loss(x, x, reduction="none", beta=-1.0),
+        "huber": lambda x: F.huber_loss(x, x, reduction="none", delta=-1.0),
+        "hardtanh": lambda x: F.hardtanh(x, 1.0, -1.0),
+        "celu": lambda x: F.celu(x, 0.0),
+    }
+    with pytest.raises((RuntimeError, ValueError)) as expected:
+        functions[how](torch.ones(2, 4))
+    with pytest.raises(type(expected.value), match=re.escape(str(expected.value))):
+        fusedops.rowwise(functions[how], strict=True)(torch.ones(2, 4, device=DEVICE))
 
 
 @pytest.mark.compiled

@@ -104,7 +104,7 @@ class _Backward:
 
     def _contributions(self, node: Node, g: Node) -> Sequence[Node | None]:
         op, graph = node.op, self.graph
-        if op in ("sum", "round", "narrowed"):
+        if op in ("sum", "round", "narrowed", "rounded"):
             return (g,)
         if op == "amax":
             return (self._amax(node, g),)

@@ -267,8 +267,8 @@ class Emitter:
             return {"float": f"{args[0]}.to(ACC)", "int": f"{args[0]}.to(tl.int64)", "bool": f"{args[0]} != 0"}[
                 node.kind
             ]
-        if op == "round":
-            dtype = node.attrs[0]
+        if op in ("round", "rounded"):
+            dtype = node.attrs[0] if op == "round" else getattr(torch, node.attrs[0])
             return args[0] if dtype == self.acc else f"{args[0]}.to({_TYPES[dtype]}).to(ACC)"
         if op == "where":
             both = self._literals.issuperset(args[1:]) and node.kind == "float"

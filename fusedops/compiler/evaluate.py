@@ -128,8 +128,8 @@ def _computed(node: Node, args: list[Tensor], order: tuple[int, ...], structure:
         return torch.arange(structure.sizes[node.attrs[0]], device=like.device).view(shape)
     if op == "cast":
         return args[0].to(dtype if node.kind == "float" else _DTYPES[node.kind])
-    if op == "round":
-        return args[0].to(node.attrs[0]).to(dtype)
+    if op in ("round", "rounded"):
+        return args[0].to(node.attrs[0] if op == "round" else getattr(torch, node.attrs[0])).to(dtype)
     if op == "instead":
         return args[0]
     if op == "root":

@@ -99,7 +99,7 @@ class Program(Operator):
         self.dtypes = tuple([operand.dtype for operand in structure.inputs])
         self.wanted = tuple([place in plan.differentiable for place in range(len(structure.inputs))])
         every = {*self.dtypes, *[operand.dtype for operand in structure.outputs]}
-        self.acc = torch.float64 if torch.float64 in every else torch.float32
+        self.acc = torch.float64 if structure.wide or torch.float64 in every else torch.float32
         self.first = _first(structure)  # type: ignore[misc]
         # A draw is one for all dropouts of a call, if any is to be drawn.
         self.p = next((p for p in structure.drops if 0.0 < p < 1.0), max(structure.drops, default=0.0))

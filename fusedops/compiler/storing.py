@@ -102,7 +102,7 @@ def encoded(structure: Structure) -> dict[str, Any]:
         "inputs": [_operand(operand) for operand in structure.inputs],
         "outputs": [_operand(operand) for operand in structure.outputs],
         "results": [_parts(parts) for parts in structure.results],
-        "lines": list(structure.lines.items()), "used": structure.used,
+        "lines": list(structure.lines.items()), "used": structure.used, "wide": structure.wide,
         "values": [[_parts(parts), _name(dtype)] for parts, dtype in structure.values],
     }  # fmt: skip
 
@@ -127,6 +127,7 @@ def decoded(found: Any) -> Structure:
         tuple(map(operand, found["inputs"])), tuple(map(operand, found["outputs"])), tuple(map(parts, found["results"])),
         _tuple(found["drops"]), found["container"], dict(found["lines"]), _tuple(found["used"]),
         tuple([(parts(pairs), getattr(torch, dtype)) for pairs, dtype in found["values"]]),
+        found["wide"],
     )  # fmt: skip
 
 

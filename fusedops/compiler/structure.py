@@ -74,6 +74,7 @@ class Structure:
         lines: of nodes, the user's line.
         used: whether anything is computed of each input.
         values: the function's tensors of floating-point numbers, by part, with their dtypes: what may be saved.
+        wide: whether any of them is in fp64, in which everything is computed then.
     """
 
     graph: Graph
@@ -89,6 +90,7 @@ class Structure:
     lines: Mapping[int, int]
     used: tuple[bool, ...] = ()
     values: tuple[tuple[Mapping[Part, Node], torch.dtype], ...] = ()
+    wide: bool = False
 
     @property
     def cols(self) -> int:
@@ -123,7 +125,7 @@ class Structure:
         for number, parts in enumerate(self.results):
             dtype = str(self.outputs[number].dtype).removeprefix("torch.")
             lines.append(f"return {', '.join([f'%{numbers[node]}' for node in parts.values()])}: {dtype}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *(["in fp64"] if self.wide else [])])
 
 
 def _shown(attr: Any, names: Mapping[int, str]) -> str:
@@ -161,7 +163,8 @@ class _Structuring:
         rows, columns = self._rows_and_columns()
         self._check(inputs, outputs, rows, columns)
         bare = Structure(self.graph, self.sizes, rows, columns, self.unrolled, inputs, outputs, (), tuple(traced.drops),
-                         traced.container, self.lines, tuple([v.node in set(self.nodes) for v in traced.inputs]))  # fmt: skip
+                         traced.container, self.lines, tuple([v.node in set(self.nodes) for v in traced.inputs]),
+                         wide=traced.wide)  # fmt: skip
         results = tuple([{part: self._part(value.node, part) for part in bare.parts(operand)}
                          for value, operand in zip(traced.outputs, outputs, strict=True)])  # fmt: skip
         values = tuple([({part: self._part(value.node, part) for part in self._parts(value.node)}, value.dtype)
@@ -381,12 +384,12 @@ class _Structuring:
     def _sum(self, node: Node, over: Sequence[int], *, shifted: bool = False) -> Node:
         """A sum over columns, of a logarithm of softmax as a difference of sums: one pass over the rows, and not two.
 
-        What the rows are shifted by is of their own order, so that nothing cancels.
+        What long rows are shifted by is left out of the sum, too: a pass less, at the price of what cancels.
         """
-        if node.op == "sub" and node.args[1].op == ("constant_to_gradients" if shifted else "log"):
-            by = self.graph.binary(
-                "mul", node.args[1], self.graph.const(float(math.prod([self.sizes[axis] for axis in over])))
-            )
+        size = math.prod([self.sizes[axis] for axis in over])
+        splits = node.op == "sub" and node.args[1].op == ("constant_to_gradients" if shifted else "log")
+        if splits and not (shifted and size <= _MOST_COLUMNS):
+            by = self.graph.binary("mul", node.args[1], self.graph.const(float(size)))
             if not by.axes & set(over):
                 return self.graph.binary("sub", self._sum(node.args[0], over, shifted=not shifted), by)
         return self.graph.reduce("sum", node, over)

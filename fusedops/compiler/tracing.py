@@ -63,6 +63,7 @@ class Traced:
         lines: of each node that has one, the line in the user's file.
         values: the tensors of floating-point numbers, in the order in which they were made.
         file: the user's.
+        wide: whether it computes anything in fp64.
     """
 
     graph: Graph
@@ -75,6 +76,7 @@ class Traced:
     lines: dict[int, int] = field(default_factory=dict)
     values: list[Value] = field(default_factory=list)
     file: str = ""
+    wide: bool = False
 
 
 def trace(call: Callable[..., Any], arguments: Sequence[Any], function: Callable[..., Any], names: Sequence[str],
@@ -279,6 +281,7 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
                 raise NotRowwiseError(f"a tensor of {out.dtype}, which kernels do not write")
             made = Value(node, value.labels, out.dtype)
             self.set(out, made)
+            self.traced.wide |= out.dtype == torch.float64
             if out.dtype.is_floating_point and value.node.args:
                 self.traced.values.append(made)
             self.traced.lines.setdefault(value.node.number, self.line)

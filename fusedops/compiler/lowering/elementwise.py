@@ -87,9 +87,30 @@ def _div(r: Any, out: Any, x: Any, y: Any, rounding_mode: str | None = None) -> 
     return pointwise(r, out, lambda a, b: r.graph.binary("div", a, b), x, y)
 
 
+def _in_half_precision(r: Any, values: list[Value]) -> list[Value]:
+    """What is compared; a number beside a tensor in half precision as that dtype has it."""
+    narrow = {value.dtype for value in values if value.labels and value.dtype.is_floating_point}
+    if len(narrow) != 1 or next(iter(narrow)) not in (torch.float16, torch.bfloat16):
+        return values
+    (dtype,) = narrow
+
+    def rounded(value: Value) -> Value:
+        if value.labels or value.dtype == dtype:
+            return value
+        node = as_kind(r, value.node, "float")
+        if node.op == "const":
+            node = r.graph.const(float(torch.tensor(value_of(node), dtype=dtype)))
+        else:
+            node = r.graph.make("rounded", node, attrs=(str(dtype).removeprefix("torch."),))
+        return Value(node, value.labels, dtype)
+
+    return list(map(rounded, values))
+
+
 def _compare(op: str) -> Lower:
     def lower(r: Any, out: Any, x: Any, y: Any) -> Value:
-        kinds = [as_value(r, value).node.kind for value in (x, y)]
+        x, y = _in_half_precision(r, [as_value(r, value) for value in (x, y)])
+        kinds = [value.node.kind for value in (x, y)]
         kind = "float" if "float" in kinds else "int" if "int" in kinds else "bool"
         found = pointwise(r, out, lambda a, b: r.graph.make(op, a, b), x, y, kind=kind)
         return Value(found.node, found.labels, torch.bool)
@@ -265,12 +286,20 @@ def _detach(r: Any, out: Any, x: Value) -> Value:
     return Value(node, x.labels, out.dtype)
 
 
+def _is_narrowed(node: Node) -> bool:
+    """Whether a value, or a part of it, was cast to a narrower dtype."""
+    return node.op == "narrowed" or (node.op in ("detached", "select", "stack") and any(map(_is_narrowed, node.args)))
+
+
 @lowers("_to_copy", "clone", "alias", "lift_fresh_copy", "lift", "contiguous", "copy", "_conj")
 def _same(r: Any, out: Any, x: Value, *_: Any, **options: Any) -> Value:
     node = as_kind(r, x.node, kind_of(out.dtype))
     narrower = out.dtype.itemsize < (4 if kind_of(x.dtype) == "float" else x.dtype.itemsize)
     if kind_of(out.dtype) == "int" and out.dtype != torch.int64 and x.dtype != torch.bool and narrower:
         raise NotRowwiseError(f"a cast of {x.dtype} to {out.dtype}")
+    if node.kind == "float" and x.dtype != out.dtype and _is_narrowed(node):
+        # A cast of what was cast: what lies between is seen, and so is what it lost.
+        node = r.graph.make("rounded", node, attrs=(str(x.dtype).removeprefix("torch."),))
     if (
         node.kind == "float"
         and kind_of(x.dtype) == "float"

@@ -87,12 +87,27 @@ def _max(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) -> 
     return [Value(node, labels, out[0].dtype), None]
 
 
-def variance(r: Any, x: Value, dim: Any, correction: Any, keepdim: bool) -> tuple[Node, Node, tuple[Label, ...]]:
-    """The variance over dimensions, and the mean, with the labels that are left."""
+# Longer rows are passed over tile by tile, once for each sum of differences.
+_MOST_SUMMED_AGAIN = 16384
+
+
+def variance(
+    r: Any, x: Value, dim: Any, correction: Any, keepdim: bool, *, exact: bool = False
+) -> tuple[Node, Node, tuple[Label, ...]]:
+    """The variance over dimensions, and the mean, with the labels that are left.
+
+    ``exact`` is for the mean of equal numbers to be that number, so that their deviation is zero, by one more sum.
+    """
     graph = r.graph
     total, labels, axes = reduced(r, "sum", x, dim, keepdim, "float")
     count = length(r, axes)
     mean = graph.binary("mul", repeated(r, x, total, axes), graph.const(1.0 / count))
+    if exact and 1 < count <= _MOST_SUMMED_AGAIN and count & (count - 1):  # sums of equal powers of two are exact
+        left = graph.binary("sub", as_kind(r, x.node, "float"), mean)
+        off, _, _gone = reduced(r, "sum", Value(left, x.labels, x.dtype), dim, keepdim, "float")
+        corrected = graph.binary("add", mean, graph.binary("mul", repeated(r, x, off, axes), graph.const(1.0 / count)))
+        corrected = graph.where(graph.make("isnan", corrected), mean, corrected)  # of an infinite mean
+        mean = graph.make("instead", corrected, mean)
     # A variance does not change with the mean: its derivative there is zero, which a sum would find by rounding.
     centred = graph.binary("sub", as_kind(r, x.node, "float"), graph.make("constant_to_gradients", mean))
     square = Value(graph.binary("mul", centred, centred), x.labels, x.dtype)
@@ -104,25 +119,25 @@ def variance(r: Any, x: Value, dim: Any, correction: Any, keepdim: bool) -> tupl
 
 @lowers("var")
 def _var(r: Any, out: Any, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Value:
-    var, _, labels = variance(r, x, dim, correction, keepdim)
+    var, _, labels = variance(r, x, dim, correction, keepdim, exact=True)
     return Value(var, labels, out.dtype)
 
 
 @lowers("std")
 def _std(r: Any, out: Any, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Value:
-    var, _, labels = variance(r, x, dim, correction, keepdim)
+    var, _, labels = variance(r, x, dim, correction, keepdim, exact=True)
     return Value(r.graph.make("root", var), labels, out.dtype)
 
 
 @lowers("std_mean")
 def _std_mean(r: Any, out: Any, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    var, mean, labels = variance(r, x, dim, correction, keepdim)
+    var, mean, labels = variance(r, x, dim, correction, keepdim, exact=True)
     return [Value(r.graph.make("root", var), labels, out[0].dtype), Value(mean, labels, out[1].dtype)]
 
 
 @lowers("var_mean")
 def _var_mean(r: Any, out: Any, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    var, mean, labels = variance(r, x, dim, correction, keepdim)
+    var, mean, labels = variance(r, x, dim, correction, keepdim, exact=True)
     return [Value(var, labels, out[0].dtype), Value(mean, labels, out[1].dtype)]
 
 
@@ -220,6 +235,13 @@ def _gather(r: Any, out: Any, x: Value, dim: int, index: Value, **_: Any) -> Val
     shared = joined(r, tuple([() if d == dim else one for d, one in enumerate(x.labels)]), index.labels)
     axes = _leaf_axes(r, (x.node, index.node)) - set(r.axes.leaves(x.labels[dim]))
     node = r.graph.make("pick", x.node, index.node, attrs=(x.labels[dim],), axes=axes, kind=x.node.kind)
+    if node.kind == "float":  # PyTorch raises an error, for which a kernel would have to be waited for
+        within = r.graph.binary(
+            "and",
+            r.graph.make("ge", as_kind(r, index.node, "int"), r.graph.const(0)),
+            r.graph.make("lt", as_kind(r, index.node, "int"), r.graph.const(length(r, x.labels[dim]))),
+        )
+        node = r.graph.where(within, node, r.graph.const(math.nan))
     return Value(node, shared, out.dtype)
 
 
