@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from fusedops.core import launch
@@ -143,7 +144,50 @@ def complex_numbers(x: Tensor) -> Tensor:
     return torch.fft.fft(x).real  # here
 
 
+class Sign(torch.autograd.Function):
+    """A straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Reversed(torch.autograd.Function):
+    """Hands its input on, and has no operator but PyTorch's view of it."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+def straight_through(x: Tensor) -> Tensor:
+    y = x * 2
+    return Sign.apply(y) * 3  # here
+
+
+def reversed_gradient(x: Tensor) -> Tensor:
+    return Reversed.apply(x) * 3  # here
+
+
+def checkpointed(x: Tensor) -> Tensor:
+    return checkpoint(torch.exp, x, use_reentrant=True)  # here
+
+
 REFUSED: dict[Callable[..., Any], str] = {
+    straight_through: "Sign is a torch.autograd.Function",
+    reversed_gradient: "Reversed is a torch.autograd.Function",
     cumulated: "cumsum|each column depends on those before it",
     sorted_: "sort",
     largest_two: "topk|sort",
@@ -257,6 +301,49 @@ def test_rows_that_equal_columns_are_told_apart(rows: int) -> None:
     torch.testing.assert_close(good(randn(7, 24)).shape, torch.Size((7, 24)))
     with pytest.raises(fusedops.NotRowwiseError, match="number of rows"):
         fusedops.rowwise(lambda x: x / x.shape[0], strict=True)(x)
+
+
+# --- gradients that no operator shows -----------------------------------------------------------------------------------
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("function", "compiled"),
+    [
+        pytest.param(straight_through, False, id="straight_through"),
+        pytest.param(straight_through, True, id="straight_through-compiled"),
+        pytest.param(reversed_gradient, True, id="reversed-compiled"),
+        # PyTorch has no such checkpoints in a graph.
+        pytest.param(checkpointed, False, id="checkpointed"),
+    ],
+)
+def test_autograd_function_keeps_its_backward(function: Callable[..., Any], compiled: bool, fresh_dynamo: None) -> None:
+    made: Any = fusedops.rowwise(function)
+    x = randn(5, 24)
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = torch.compile(made, backend="aot_eager") if compiled else made
+        for called, leaf in zip((made, function), leaves, strict=True):
+            called(leaf).sum().backward()
+    got, want = (leaf.grad for leaf in leaves)
+    assert got is not None and want is not None and torch.equal(got, want)
+
+
+@kernels
+@pytest.mark.parametrize("later", [False, True], ids=["before", "after_a_call"])
+@pytest.mark.parametrize("kind", [nn.Tanh, nn.Identity])
+def test_backward_hooks_of_captured_modules_run(kind: type[nn.Module], later: bool) -> None:
+    act, x = kind(), randn(5, 24).requires_grad_()
+    function = fusedops.rowwise(lambda x: act(x) * 2)
+    if later:
+        function(x)
+    act.register_full_backward_hook(lambda module, given, of_output: (given[0] * 3,))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        (got,), (want,) = (torch.autograd.grad(f(x).sum(), x) for f in (function, lambda x: act(x) * 2))
+    assert torch.equal(got, want)
+    assert any("the variable act is a module with backward hooks" in str(w.message) for w in caught)
 
 
 # --- what a function returns --------------------------------------------------------------------------------------------

@@ -151,7 +151,8 @@ def state_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.dtype, value.device, value.shape
     if isinstance(value, nn.Module):
-        return tuple([(type(m), *map(_part_of_state, vars(m).values())) for m in value.modules()])
+        return tuple([(type(m), compat.has_backward_hooks(m), *map(_part_of_state, vars(m).values()))
+                      for m in value.modules()])  # fmt: skip
     if isinstance(value, (tuple, list)):
         return type(value), tuple(map(state_of, value))
     return id(value)
@@ -169,6 +170,8 @@ def _part_of_state(value: Any) -> Any:
 
 def checked(name: str, value: Any, what: str) -> None:
     """Raises where a value may change unseen."""
+    if isinstance(value, nn.Module) and any(map(compat.has_backward_hooks, value.modules())):
+        raise NotRowwiseError(f"{what} {name} is a module with backward hooks, which no kernel calls; call it outside")
     if isinstance(value, FunctionType) and what == "its argument" and not is_code(value):
         raise NotRowwiseError(f"{what} {name} is a function; call it in one that is decorated")
     if (

@@ -332,11 +332,22 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
     # --- the user's words -----------------------------------------------------------------------------------------------
 
     def mark_line(self) -> None:
-        """Note the line of the user's function that is running."""
+        """Note the line of the user's function that is running.
+
+        Raises:
+            NotRowwiseError: the operator is in the forward of a `torch.autograd.Function`, whose backward no trace sees.
+        """
         frame: FrameType | None = inspect.currentframe()
+        own = None
         while frame is not None and frame.f_code is not self.code:
+            own = compat.autograd_function_of(frame) or own
             frame = frame.f_back
         self.line = self.line if frame is None else frame.f_lineno
+        if own is not None:
+            raise NotRowwiseError(
+                f"{own.__name__} is a torch.autograd.Function with a backward of its own, which no kernel computes; call it "
+                "outside, or write a straight-through estimator as x + (q - x).detach()"
+            )
 
     def name_nodes(self) -> None:
         """Give what a line assigned the name that it has there."""

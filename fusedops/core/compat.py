@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +35,7 @@ __all__ = [
     "any_autocast_enabled",
     "are_functional",
     "attention_order",
+    "autograd_function_of",
     "below_autograd",
     "capturing",
     "cast_by_autocast",
@@ -56,6 +58,7 @@ __all__ = [
     "forget_compiled",
     "function_modes",
     "gpu_target",
+    "has_backward_hooks",
     "has_compiled_call",
     "has_global_hooks",
     "has_own_hooks",
@@ -152,6 +155,17 @@ def in_forward_mode() -> bool:
 def is_intercepted() -> bool:
     """Whether a dispatch mode, a torch.func transform or forward-mode differentiation is on."""
     return dispatch_modes() > 0 or transforms() or getattr(forward_ad, "_current_level", 0) >= 0
+
+
+_APPLY = getattr(torch.autograd.Function.apply, "__code__", None)
+
+
+def autograd_function_of(frame: FrameType) -> type | None:
+    """The subclass of `torch.autograd.Function` that a frame applies; None of any other frame.
+
+    Without a Python implementation of ``apply`` none is recognised.
+    """
+    return frame.f_locals.get("cls") if frame.f_code is _APPLY else None
 
 
 def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -478,6 +492,15 @@ def _global_hooks(kind: str) -> Mapping[int, Any]:
 
 _FORWARD_HOOKS, _FORWARD_PRE_HOOKS = _global_hooks("forward"), _global_hooks("forward_pre")
 _BACKWARD_HOOKS, _BACKWARD_PRE_HOOKS = _global_hooks("backward"), _global_hooks("backward_pre")
+
+
+def has_backward_hooks(module: torch.nn.Module) -> bool:
+    """Whether hooks of this module, or of all modules, see its gradients. Without a private registry there may be."""
+    try:
+        own = module._backward_hooks or module._backward_pre_hooks
+    except AttributeError:
+        return True
+    return bool(own or _BACKWARD_HOOKS or _BACKWARD_PRE_HOOKS)
 
 
 @constant_when_traced
