@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +87,29 @@ def test_one_of_several_outputs_used(case: Case, used: int) -> None:
         torch.testing.assert_close(torch.zeros_like(want) if got is None else got, want, msg=name)
     if used == 1 and sample.options.get("return_sum"):
         assert not any(both[name].any() for name in ("weight", "ln_bias") if name in both)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_outputs_that_depend_on_nothing_differentiable(compiled: bool, fresh_dynamo: None) -> None:
+    """The pre-norm sum for a norm of whose tensors only the parameters are trained; an output of a slice likewise."""
+    x, residual, weight, bias = (torch.randn(shape, device=DEVICE) for shape in ((4, 24), (4, 24), (24,), (24,)))
+    weight.requires_grad_()
+
+    def add_norm(x: Tensor, weight: Tensor) -> Any:
+        return fusedops.add_layer_norm(x, residual, weight, bias)
+
+    made: Any = torch.compile(add_norm, backend="aot_eager") if compiled else add_norm
+    y, z = made(x, weight)
+    assert y.requires_grad and not z.requires_grad
+    x.requires_grad_()
+    y, z = made(x, weight)
+    assert y.requires_grad and z.requires_grad
+    if not compiled:  # a graph of torch.compile has zeros where only some of its outputs are differentiated
+        assert torch.autograd.grad(z.sum(), (x, weight), allow_unused=True, retain_graph=True)[1] is None
+        assert torch.autograd.grad(z.sum(), (x, weight), allow_unused=True, create_graph=True)[1] is None
+        first, second = fusedops.batched_layer_norm_tanh([x, residual])
+        assert first.requires_grad and not second.requires_grad
 
 
 @pytest.mark.kernels

@@ -177,6 +177,59 @@ def test_what_has_no_gradient_in_the_function(inside: str) -> None:
         assert inside in str(error)  # noqa: PT017 - it may be refused, but not be wrong
 
 
+@kernels
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_inputs_without_a_gradient_have_none(compiled: bool, fresh_dynamo: None) -> None:
+    """What the differentiated output does not depend on, or what is only detached or compared: None, as in PyTorch.
+
+    Not where it is zero whatever the numbers are.
+    """
+
+    def function(x: Tensor, w: Tensor, other: Tensor, detached: Tensor, compared: Tensor, signs: Tensor) -> Any:
+        with torch.no_grad():
+            largest = x.amax(-1, keepdim=True)
+        y = torch.where(x > compared, x * w, detached.detach() * x) + signs.sign()
+        return y, x * other, largest, detached.detach() * x.detach()
+
+    made: Any = fusedops.rowwise(function, strict=True)
+    made = torch.compile(made, backend="aot_eager") if compiled else made
+    leaves = [randn(5, 24).requires_grad_(), *[randn(24).requires_grad_() for _ in range(5)]]
+    outs, eager = made(*leaves), function(*leaves)
+    assert [out.requires_grad for out in outs] == [out.requires_grad for out in eager] == [True, True, False, False]
+    assert [out.requires_grad for out in made(leaves[0].detach(), leaves[1], *[t.detach() for t in leaves[2:]])] == [
+        True, False, False, False]  # fmt: skip
+    # A graph of torch.compile has zeros where only some of its outputs are differentiated.
+    for used in ((0, 1),) if compiled else ((0,), (1,), (0, 1)):
+        got, want = (torch.autograd.grad([found[i] for i in used], leaves, [torch.ones_like(found[i]) for i in used],
+                                         allow_unused=True, retain_graph=True) for found in (outs, eager))  # fmt: skip
+        assert [g is None for g in got] == [g is None for g in want]
+        for a, b in zip(got, want, strict=True):
+            if a is not None and b is not None:
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@kernels
+@pytest.mark.parametrize("name", ["sigmoid", "silu", "tanh", "relu", "gelu", "softplus"])
+def test_batched_gradients(name: str) -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return getattr(F, name)(x * w) * w
+
+    x, w = randn(3, 8).double().requires_grad_(), randn(8).double().requires_grad_()
+    many = randn(4, 3, 8).double()
+
+    def results(function: Callable[..., Any]) -> list[Tensor]:
+        y = function(x, w)
+        once = torch.autograd.grad(y, (x, w), many, is_grads_batched=True, retain_graph=True)
+        mapped = torch.func.vmap(lambda v: torch.autograd.grad(y, x, v, retain_graph=True)[0])(many)
+        jacobian = torch.autograd.functional.jacobian(function, (x, w), vectorize=True)
+        hessian = torch.autograd.functional.hessian(lambda x: function(x, w).sum(), x, vectorize=True)
+        return [*once, mapped, *jacobian, hessian]
+
+    # Some tens of roundings in fp64 of numbers of this size.
+    for got, want in zip(results(fusedops.rowwise(function, strict=True)), results(function), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
+
+
 # At these inputs PyTorch's derivatives are conventions, or need more than a formula.
 _EDGES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "clamp": (lambda x: x.clamp(min=0.0), "zeros"),

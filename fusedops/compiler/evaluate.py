@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.activations import ACTIVATIONS
+from ..core.function import vjp
 from .ir import Node, computed_of, value_of
 from .structure import Operand, Part, Structure
 
@@ -152,7 +153,6 @@ def _computed(node: Node, args: list[Tensor], order: tuple[int, ...], structure:
 
 
 def _derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    with torch.enable_grad():
-        inner = x if x.requires_grad else x.detach().requires_grad_()
-        y = function(inner)
-        return torch.autograd.grad(y, inner, torch.ones_like(y), create_graph=x.requires_grad)[0]
+    found = vjp(lambda inner: (function(inner),), (x,), (torch.ones_like(x),), (True,))[0]
+    assert found is not None
+    return found

@@ -22,6 +22,7 @@ from ..core.registration import define
 from . import launching
 from .allocating import gradient_allocator, output_allocator
 from .axes import Label
+from .derivative import differentiated
 from .emitting import group_of
 from .errors import NotRowwiseError
 from .evaluate import assembled, evaluate, part_of
@@ -97,6 +98,7 @@ class Program(Operator):
         self.outputs = (*[f"out{i}" for i in range(self.count)], *intermediate, "stats")  # type: ignore[misc]
         self.saved = (*[f"saved_{self.tensors[i]}" for i in plan.saved_inputs], "saved_intermediate", "saved_stats")  # type: ignore[misc]
         self.dtypes = tuple([operand.dtype for operand in structure.inputs])
+        self._sources = _sources_of(plan)
         self.wanted = tuple([place in plan.differentiable for place in range(len(structure.inputs))])
         every = {*self.dtypes, *[operand.dtype for operand in structure.outputs]}
         self.acc = torch.float64 if structure.wide or torch.float64 in every else torch.float32
@@ -268,6 +270,10 @@ class Program(Operator):
         """Those of inputs that anything is computed of."""
         return tuple([need and used for need, used in zip(needs, self.structure.used, strict=True)])
 
+    def sources(self, constants: Any, outputs: int) -> tuple[frozenset[int], ...] | None:
+        """See `Operator`: what is only detached, compared or computed without gradients gets none."""
+        return self._sources
+
     def allocate_gradients(self, site: RowwiseSite, grads: Any, saved: Any, needed: Any) -> tuple[Tensor | None, ...]:
         """Each in the shape of its input."""
         for output, like in enumerate(grads):
@@ -331,6 +337,16 @@ class Program(Operator):
 
 def _identifier(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")
+
+
+def _sources_of(plan: Plan) -> tuple[frozenset[int], ...] | None:
+    """Of each output, and of an intermediate behind them, the inputs that get a gradient from it; None where all do."""
+    results = [
+        *plan.structure.results,
+        *([plan.intermediate] if plan.intermediate and plan.intermediate_output < 0 else []),
+    ]
+    found = [differentiated(parts.values()) for parts in results]
+    return None if all(its == set(plan.differentiable) for its in found) else tuple(found)
 
 
 def _first(structure: Structure) -> int:

@@ -55,7 +55,9 @@ class Call(torch.autograd.Function):
         outs = launched(op, site, tensors, state)
         ctx.save_for_backward(*site.saved((*tensors, *outs, None)))
         ctx.set_materialize_grads(False)
-        return op.expose(site.constants, tensors, outs) if op.variadic else outs[: site.returned]
+        given = op.expose(site.constants, tensors, outs) if op.variadic else outs[: site.returned]
+        mark_constant(ctx, op, site, given, ctx.needs_input_grad[1:])
+        return given
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -83,14 +85,17 @@ class Nothing(torch.autograd.Function):
         outs = op.allocate(site, tensors)
         ctx.save_for_backward(*site.saved((*tensors, *outs, None)))
         ctx.set_materialize_grads(False)
-        return op.expose(site.constants, tensors, outs) if op.variadic else outs[: site.returned]
+        given = op.expose(site.constants, tensors, outs) if op.variadic else outs[: site.returned]
+        mark_constant(ctx, op, site, given, ctx.needs_input_grad[1:])
+        return given
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         """As `gradients`."""
         (op, site), saved, needs = ctx.call, ctx.saved_tensors, ctx.needs_input_grad[1:]
         grads = (*grads, *(None,) * (op.visible - len(grads)))
-        if all(g is None for g in grads):
+        needs = _reached(op, site, grads, needs)
+        if all(g is None for g in grads) or not any(needs):
             return (None,) * (1 + len(needs))
         if torch.is_grad_enabled():
             return None, *op.derivative(site, grads, saved, lambda *_: dropout.none, needs)
@@ -103,11 +108,30 @@ class Nothing(torch.autograd.Function):
         return None, *(outs if needed is needs else op.expose_gradients(site, grads, saved, outs, needs))
 
 
+def mark_constant(ctx: Any, op: Operator, site: Site, outs: Tensors, needs: Sequence[bool]) -> None:
+    """Tell autograd which outputs of an autograd Function have no gradient for any tensor that needs one."""
+    sources = op.sources(site.constants, len(outs))
+    if sources is not None:
+        needed = {place for place, need in enumerate(needs) if need}
+        ctx.mark_non_differentiable(*[out for out, its in zip(outs, sources, strict=False)
+                                      if out is not None and needed.isdisjoint(its)])  # fmt: skip
+
+
+def _reached(op: Operator, site: Site, grads: Tensors, needs: Sequence[bool]) -> Sequence[bool]:
+    """Which of the needed gradients there are: PyTorch has none, not zeros, where no differentiated output depends on it."""
+    sources = op.sources(site.constants, len(grads))
+    if sources is None:
+        return needs
+    reached = frozenset[int]().union(*[its for its, g in zip(sources, grads, strict=True) if g is not None])
+    return tuple([need and place in reached for place, need in enumerate(needs)])
+
+
 def gradients(op: Operator, site: Site, state: State, saved: Tensors, grads: Tensors,
               needs: Sequence[bool]) -> Sequence[Tensor | None]:  # fmt: skip
-    """The gradients of a call's tensors, None where not needed."""
+    """The gradients of a call's tensors, None where not needed, and where no output with a cotangent depends on one."""
+    needs = _reached(op, site, grads, needs)
     if torch.compiler.is_dynamo_compiling():
-        if all(g is None for g in grads):
+        if all(g is None for g in grads) or not any(needs):
             return (None,) * len(needs)
         return _registered(op, site, state, saved, grads, needs)
     absent, kernels = True, not torch.is_grad_enabled() and not compat.is_intercepted()
@@ -116,7 +140,7 @@ def gradients(op: Operator, site: Site, state: State, saved: Tensors, grads: Ten
             absent = False
             if type(g) is not Tensor or compat.is_batched(g):
                 kernels = False
-    if absent:
+    if absent or not any(needs):
         return (None,) * len(needs)
     if not kernels or not PLAIN.issuperset(map(type, saved)):
         return _elsewhere(op, site, state, saved, grads, needs)

@@ -238,6 +238,10 @@ class Operator(ABC):
                    needs: Sequence[bool]) -> Sequence[Tensor | None]:  # fmt: skip
         """The gradients in differentiable operators; ``dropout`` is a function of a tensor of the mask's shape."""
 
+    def sources(self, constants: Any, outputs: int) -> tuple[frozenset[int], ...] | None:
+        """Of each of so many outputs the places of the tensors that get a gradient from it; None where all do from each."""
+        return None
+
     # --- between the caller's tensors and the kernels' ------------------------------------------------------------------
 
     def expose(self, constants: Any, tensors: Tensors, outs: Any) -> tuple[Tensor | None, ...]:

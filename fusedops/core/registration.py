@@ -109,6 +109,8 @@ def _differentiate(
         outs = present(output, site.outs)
         ctx.save_for_backward(*site.saved((*_flat(op, inputs[:count]), *outs, None)), inputs[count])
         ctx.set_materialize_grads(False)
+        needs = [t is not None and t.requires_grad for t in _flat(op, inputs[:count])]
+        function.mark_constant(ctx, op, site, outs[: op.visible], needs)
         ctx.site, ctx.threshold, ctx.constants = site, inputs[count + 1], len(inputs) - count
 
     def derivative(ctx: Any, *grads: Any) -> tuple[Any, ...]:

@@ -31,6 +31,9 @@ __all__ = ["NORM", "NormConstants", "NormSite", "check_constants", "constants_of
 _ROUNDINGS = ("once", "llama", "t5")
 _SAVES = ("sum", "output", "inputs")
 
+# Of the output, the pre-norm sum and the low-precision copy, the places of the tensors that they depend on.
+_SOURCES = tuple(map(frozenset, (range(5), range(3), range(5))))
+
 # Whether GPU autocast runs PyTorch's norms in fp32 (rms_norm: from 2.12 on).
 _WIDENED = {kind: compat.cast_by_autocast(f"aten::{kind}_norm") for kind in ("layer", "rms")}
 
@@ -231,6 +234,10 @@ class Norm(Operator):
         if name == "ln_bias" and (constants.shape is not None or constants.op == "add_layer_norm"):
             return "bias"
         return "input" if name == "x" and constants.shape is not None else name
+
+    def sources(self, constants: NormConstants, outputs: int) -> tuple[frozenset[int], ...] | None:
+        """The pre-norm sum depends on none of the norm's parameters."""
+        return _SOURCES if constants.return_sum else None
 
     def over_columns(self, constants: NormConstants, tensors: Any, state: State | Dropout, layout: Layout) -> Any:
         """See `sharded`."""

@@ -235,6 +235,10 @@ class SliceOperator(Operator):
         found = vjp(lambda *tensors: _reference(constants, tensors, None, elementary=True), primals, cotangents, needs)
         return [g if g is None else g.to(t.dtype) for g, t in zip(found, saved, strict=True)]
 
+    def sources(self, constants: SliceConstants, outputs: int) -> tuple[frozenset[int], ...] | None:
+        """Each output, where there is one for each slice, depends on its slice and the parameters."""
+        return None if outputs == 1 else tuple([frozenset((0, 1, place)) for place in range(2, 2 + outputs)])
+
     # --- between the caller's tensors and the kernels' ------------------------------------------------------------------
 
     def expose(self, constants: SliceConstants, tensors: Any, outs: Any) -> tuple[Tensor, ...]:
