@@ -274,6 +274,35 @@ def test_single_number() -> None:
     assert found.item() == 6.0 and found.shape == ()
 
 
+CONDITIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "clamp(max)": lambda x, t: x.clamp(max=t),
+    "clamp(min)": lambda x, t: x.clamp(min=t),
+    "and": lambda x, t: torch.where((x > 0) & (t > 0), x, t * x),
+    "of numbers alone": lambda x, t: torch.where((t > 0) & (t < 1), x, t * x),
+    "with a number of each row": lambda x, t: torch.where((t > 0) | (x.sum(-1, keepdim=True) > 0), x, t * x),
+}
+
+
+@kernels
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("condition", CONDITIONS.values(), ids=CONDITIONS)
+def test_single_number_in_a_condition(condition: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...]) -> None:
+    """Also one that is an integer, and one that is a truth value."""
+    for t in (torch.tensor(0.5), torch.tensor(-0.5)):
+        tensors = {"x": randn(5, 24), "t": t.view(shape).to(DEVICE)}
+        sample = RowwiseFunction("conditions", condition, lambda rows: {"x": (rows, 24), "t": shape})
+        check(sample, fusedops.rowwise(condition, strict=True), tensors)
+    x = randn(5, 24)
+    for number, chosen in (
+        (torch.tensor(1), x),
+        (torch.tensor(0), -x),
+        (torch.tensor(True), x),
+        (torch.tensor(False), -x),
+    ):
+        select = fusedops.rowwise(lambda x, t: torch.where((t != 0) & (x == x), x, -x), strict=True)
+        assert torch.equal(select(x, number.view(shape).to(DEVICE)), chosen)
+
+
 def test_empty_rows() -> None:
     x = randn(0, 24).requires_grad_()
     y = fusedops.rowwise(SAMPLES["gemma_norm"].function)(x, randn(24))

@@ -397,7 +397,14 @@ class Emitter:
         address, mask = self._address(kind, place, operand, part)
         self._count(operand)
         loaded = f"tl.load({address}, mask={mask}, other=0)" if mask else f"tl.load({address})"
+        if place_of(self.structure, operand, self.grouped) in ("vector", "group") and not self._has_column(operand):
+            # Of a scalar, which Triton's interpreter cannot compare, a tensor of one element.
+            kind = _SCALARS[operand.kind]
+            return f"tl.full((1, 1), {loaded}.to({kind}), {kind})" + (" != 0" if operand.kind == "bool" else "")
         return loaded + _READ_AS[operand.kind]
+
+    def _has_column(self, operand: Operand) -> bool:
+        return bool(set(operand.axes) & set(self.structure.columns))
 
     def _element(self, node: Node) -> str:
         """An element of each row, zero where its number is none."""
@@ -431,7 +438,9 @@ class Emitter:
         offset = sum(strides[axis] * at for axis, at in part)
         terms += [str(offset)] if offset else []
         mask = _MASKS[how in ("rows", "indexed"), bool(columns) and not (element or self.whole)]
-        return " + ".join(terms), "(group < groups)" if how == "group" and not mask else mask
+        if how == "group" and not mask:  # an element's address is a block, that of a group's number a scalar
+            mask = "in_groups" if element else "(group < groups)"
+        return " + ".join(terms), mask
 
     def _columns_of(self, columns: Sequence[int], strides: Mapping[int, int]) -> str:
         sizes = self.structure.sizes
@@ -491,6 +500,7 @@ class Emitter:
 _NAME = re.compile(r"[^\W\d]\w*")
 _LEAVES = frozenset({"input", "cotangent", "iota", "keep"})
 _READ_AS = {"float": ".to(ACC)", "int": ".to(tl.int64)", "bool": " != 0"}
+_SCALARS = {"float": "ACC", "int": "tl.int64", "bool": "tl.int8"}
 _KINDS = {"float": "ACC", "int": "tl.int64", "bool": "tl.int1"}
 _LEAST = str(-(2**63))
 _NEUTRAL = {"sum": "0", "amax": 'float("-inf")'}
