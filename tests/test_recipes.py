@@ -144,6 +144,16 @@ def _quantised(model: nn.Module) -> nn.Module:
     return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)  # type: ignore[no-any-return]
 
 
+def _observed(model: nn.Module) -> nn.Module:
+    model.eval().qconfig = torch.ao.quantization.get_default_qconfig("fbgemm")  # type: ignore[assignment]
+    return torch.ao.quantization.prepare(model)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _observed_in_training(model: nn.Module) -> nn.Module:
+    model.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
+    return torch.ao.quantization.prepare_qat(model)  # type: ignore[no-any-return, no-untyped-call]
+
+
 CALLS: dict[str, tuple[Callable[[Any], nn.Module], ...]] = {
     "`model.to(device)`": (nn.Module.cpu,),
     "`model.to(dtype)`": (_to_dtype,),
@@ -157,9 +167,11 @@ CALLS: dict[str, tuple[Callable[[Any], nn.Module], ...]] = {
     "`FullyShardedDataParallel` (the older FSDP)": (_wrapped,),
     "`Accelerator.prepare`, `Trainer`": (_prepared, _trained),
     "`torch.compile`, `model.compile()`": (_compiled, _compiled_in_place),
-    "quantisation by `torch.ao.quantization`": (_quantised,),
+    "`torch.ao.quantization.quantize_dynamic`": (_quantised,),
+    "static quantisation, QAT": (_observed, _observed_in_training),
 }
 _CASES = [pytest.param(row, call, id=call.__name__) for row, calls in CALLS.items() for call in calls]
+_AFTER = [case for case in _CASES if ROWS[str(case.values[0])][1].startswith("yes")]
 
 
 # --- both orders ----------------------------------------------------------------------------------------------------
@@ -188,21 +200,21 @@ def _compare(model: nn.Module, call: Callable[[Any], nn.Module]) -> None:
 
 def test_table_and_calls_are_the_same() -> None:
     assert list(ROWS) == list(CALLS)
-    assert all(cell.startswith(("yes", "no: `ValueError`")) for row in ROWS.values() for cell in row)
+    assert all(cell.startswith(("yes", "no: `ValueError`", "no: `TypeError`")) for row in ROWS.values() for cell in row)
 
 
 @pytest.mark.parametrize("row, call", _CASES)
 def test_called_before(row: str, call: Callable[[Any], nn.Module]) -> None:
     model = call(_model())
     if ROWS[row][0].startswith("no"):
-        with pytest.raises(ValueError, match="fuse the model before"):
+        with pytest.raises(ValueError, match=r"fuse the model before|quantise the model without fusing it"):
             fusedops.fuse_model(model)
         return
     assert fusedops.fuse_model(model)
     _compare(model, call)
 
 
-@pytest.mark.parametrize("row, call", _CASES)
+@pytest.mark.parametrize("row, call", _AFTER)
 def test_called_after(row: str, call: Callable[[Any], nn.Module]) -> None:
     model = _model()
     exclude = re.search(r"`exclude=\[\"(\w+)\"\]`", ROWS[row][1])
@@ -211,6 +223,53 @@ def test_called_after(row: str, call: Callable[[Any], nn.Module]) -> None:
         assert not fusedops.fusion_status(call(model)), "a model that is loaded is another one, and not fused"
     else:
         _compare(call(model), call)
+
+
+class _Normed(nn.Module):
+    """With what static quantisation needs: a part that makes integers of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = torch.ao.quantization.QuantStub(), torch.ao.quantization.DeQuantStub()  # type: ignore[no-untyped-call]
+        self.norm, self.layer = nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.layer(self.norm(self.enter(x))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="no integers on this machine")
+@pytest.mark.parametrize("observe", [_observed, _observed_in_training])
+def test_static_quantisation_takes_a_model_that_is_no_longer_fused(observe: Callable[[nn.Module], nn.Module]) -> None:
+    x = torch.randn(4, 16)
+    for unfuses in (False, True):
+        model = _Normed()
+        assert fusedops.fuse_model(model)
+        if unfuses:
+            fusedops.unfuse_model(model)
+        model = observe(model)
+        model(x)
+        converted = torch.ao.quantization.convert(model.eval())  # type: ignore[no-untyped-call]
+        if unfuses:
+            assert converted(x).shape == x.shape
+        else:
+            with pytest.raises(TypeError, match=r"input is quantised.*call fusedops\.unfuse_model before"):
+                converted(x)
+
+
+@pytest.mark.parametrize("targets", [["gate_proj"], "all-linear", ["up_proj", "down_proj"]])
+def test_adapters_before_and_after_leave_the_same_modules_fused(targets: Any) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    reports = []
+    for first, second in ((fusedops.fuse_model, None), (None, fusedops.fuse_model)):
+        model = _model()
+        for call in filter(None, (first, lambda m: get_peft_model(m, LoraConfig(r=4, target_modules=targets)), second)):
+            found = call(model)
+            model = found if isinstance(found, nn.Module) else model
+        fused = {line.name.removeprefix("base_model.model."): line.calls for line in fusedops.fusion_status(model)}
+        reports.append({name: calls for name, calls in fused.items() if calls})
+    assert reports[0] == reports[1]
+    assert reports[0]["model.layers.0.mlp"] == "gated_act"
 
 
 @pytest.mark.parametrize("call", [_sharded, _split])

@@ -29,6 +29,11 @@ def check_tensor(op: str, name: str, value: Any, like: torch.Tensor | None = Non
     """Raises unless ``value`` is a dense floating-point tensor, on the device of ``like`` if that is given."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.is_quantized:
+        raise TypeError(
+            f"{op}: {name} is quantised, expected one of {_DTYPE_NAMES}; static quantisation takes PyTorch's own modules: "
+            "call fusedops.unfuse_model before torch.ao.quantization.prepare"
+        )
     if value.dtype not in DTYPES:
         raise TypeError(f"{op}: {name} has dtype {value.dtype}, expected one of {_DTYPE_NAMES}")
     check_dense(op, name, value)

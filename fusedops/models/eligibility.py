@@ -18,6 +18,8 @@ __all__ = ["check_flags", "check_model", "check_module", "check_rules", "check_w
 
 _QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized", "bitsandbytes.",
               "torchao.", "auto_gptq.", "gptqmodel.", "awq.")  # fmt: skip
+# Modules with observers, whose weights are still numbers.
+_OBSERVED = ("torch.ao.nn.qat", "torch.ao.nn.intrinsic.qat", "torch.ao.nn.quantizable")
 
 
 def check_module(model: Any) -> None:
@@ -27,7 +29,7 @@ def check_module(model: Any) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise if the model is compiled, scripted, quantised or wrapped in FSDP."""
+    """Raise if the model is compiled, scripted, quantised, prepared for that or wrapped in FSDP."""
     for name, module in model.named_modules():
         obstacle = _obstacle(module)
         if obstacle:
@@ -57,6 +59,11 @@ def _obstacle(module: nn.Module) -> str:
         return "is wrapped in FSDP; fuse the model before it is wrapped, or shard it by fully_shard"
     if bases[0].startswith(_QUANTIZED) or getattr(module, "is_quantized", False) is True:
         return "is quantised; fuse the model before it is quantised, or load it unquantised"
+    if bases[0].startswith(_OBSERVED) or (
+        getattr(module, "qconfig", None) and hasattr(module, "activation_post_process")
+    ):
+        return ("is prepared for static quantisation, which knows PyTorch's own norms and activations by their classes; "
+                "quantise the model without fusing it")  # fmt: skip
     return ""
 
 

@@ -70,7 +70,7 @@ def _kind(module: Any, path: str, leaves: tuple[Rule | Family, ...]) -> str:
         return "absent"
     if not isinstance(module, nn.Module):
         return "activation" if callable(module) and parts.activation_name(module) else ""
-    if is_linear(module):
+    if is_linear(module) or _adapts_linear(module):
         return "linear"
     if type(module) in (nn.Dropout, nn.Identity):
         return "dropout"
@@ -80,6 +80,12 @@ def _kind(module: Any, path: str, leaves: tuple[Rule | Family, ...]) -> str:
     if has_method(rule, "_fusedops_activation") or parts.activation_name(module):
         return "activation"
     return "module" if module._modules else ""
+
+
+def _adapts_linear(module: nn.Module) -> bool:
+    """Whether this is an adapter around a linear layer, as PEFT's are: it is called in the layer's place."""
+    inner = getattr(module, "base_layer", None)
+    return isinstance(inner, nn.Module) and (is_linear(inner) or _adapts_linear(inner))
 
 
 def _truth(module: nn.Module, tree: ast.FunctionDef, condition: str) -> str:
