@@ -403,18 +403,43 @@ def _of_another_library(content: dict[str, Any]) -> str:
     return json.dumps(content).replace("aten.add.Tensor", "fusedops_tests.stored_nowhere.default")
 
 
-@pytest.mark.parametrize("change", [_torn, _another_program, _other_inputs, _any_function, _of_another_library])
+def _code_for_an_argument(content: dict[str, Any]) -> str:
+    return _with(content, 2, 'x=__import__("builtins").print("executed")')
+
+
+def _code_for_a_name(content: dict[str, Any]) -> str:
+    return _with(content, 1, "x); print('executed'); (x")
+
+
+def _with(content: dict[str, Any], place: int, text: str) -> str:
+    node = content["nodes"][0]
+    assert node[0] == "placeholder"
+    node[place] = text
+    return json.dumps(content)
+
+
+def _any_attribute(content: dict[str, Any]) -> str:
+    return json.dumps(content).replace("aten.add.Tensor", "aten.add.Tensor.__init__.__globals__")
+
+
+_CHANGES = [_torn, _another_program, _other_inputs, _any_function, _of_another_library, _code_for_an_argument,
+            _code_for_a_name, _any_attribute]  # fmt: skip
+
+
+@pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "changed"])
+@pytest.mark.parametrize("change", _CHANGES)
 def test_a_file_that_cannot_be_used_is_replaced(
-    change: Callable[[dict[str, Any]], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: Callable[[dict[str, Any]], str], sealed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The graph is captured again."""
+    """The graph is captured again, also where the checksum belongs to what is changed."""
     monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path))
     gm, given = _graph(_normed, (randn(6, 8), randn(8)))
     path = storing.stored_at(gm, given)
     assert path is not None
     entry._stored(gm, given, CompileReport())
     before = path.read_text()
-    path.write_text(change(json.loads(before)))
+    changed = change(json.loads(cache.opened(before)))
+    path.write_text(cache.sealed(changed) if sealed else changed)
     assert path.read_text() != before
     report = CompileReport()
     entry._stored(gm, given, report)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
+import json
 import pickle
+import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +19,11 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 import fusedops
-from fusedops.compiler import programs
+import rowwise_operators
+from fusedops.compiler import programs, storing
 from fusedops.compiler.codegen import backward_kernels, forward_kernels
-from fusedops.core import launch
-from rowwise_functions import named
+from fusedops.core import cache, launch
+from rowwise_functions import FUNCTIONS, named
 from support import DEVICE, KERNEL_PATH
 
 kernels = pytest.mark.kernels
@@ -155,6 +160,94 @@ def test_a_second_process_does_not_trace(tmp_path: Path, monkeypatch: pytest.Mon
     file.write_text("[{")
     with pytest.raises(fusedops.NotRowwiseError, match="it traced"):
         fusedops.rowwise(scaled_norm, strict=True)(x, weight, training=False)
+
+
+def _structure(function: Any, *tensors: Tensor) -> Any:
+    made = fusedops.rowwise(function)
+    args = made._positional(tensors, {})
+    return made._programs._at(args, [tuple(t.shape) for t in tensors])[1]
+
+
+def _of_one(function: Any) -> Any:
+    return lambda x: function(x)
+
+
+def _of_two(function: Any) -> Any:
+    return lambda x, y: function(x, y)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_every_operator_can_be_stored(count: int) -> None:
+    """What is read passes the checks of its words, and is the same to the last number."""
+    x, y = torch.rand(5, 24), torch.rand(5, 24)
+    if count == 1:
+        made = [_of_one(f) for f in (*rowwise_operators.UNARY.values(), *rowwise_operators.ROWS.values())]
+        structures = [_structure(f, x) for f in made]
+        structures += [
+            _structure(sample.function, *sample.tensors(torch.float32, x.device).values()) for sample in FUNCTIONS
+        ]
+    else:
+        structures = [_structure(_of_two(f), x, y) for f in rowwise_operators.BINARY.values()]
+    for structure in structures:
+        text = json.dumps(storing.encoded(structure))
+        found = storing.decoded(json.loads(text))
+        assert found.text() == structure.text() and json.dumps(storing.encoded(found)) == text
+
+
+def _stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Tensor, Tensor, Tensor]:
+    monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path))
+    x, weight = _rows(), torch.linspace(1.0, 2.0, 24, device=DEVICE)
+    expected = fusedops.rowwise(scaled_norm, strict=True)(x, weight, training=False)
+    (file,) = (tmp_path / "rowwise").iterdir()
+    return file, x, weight, expected
+
+
+@kernels
+def test_changed_files_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, x, weight, expected = _stored(tmp_path, monkeypatch)
+    before, generator = file.read_text(), random.Random(5)
+    for _ in range(25):
+        at = generator.randrange(len(before))
+        changed = generator.choice(["", "\0", "9", "[", '"', "é", before[at] * 2, before[:at]])
+        file.write_text(before[:at] + changed + before[at + 1 :])
+        if file.read_text() != before:
+            assert storing.read(file) == []
+    assert torch.equal(fusedops.rowwise(scaled_norm, strict=True)(x, weight, training=False), expected)
+    assert file.read_text() == before
+
+
+def _leaves(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    for key, inner in (
+        content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    ):
+        yield from _leaves(inner, (*path, key))
+
+
+@kernels
+def test_nothing_of_a_file_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text in the place of each word, number and list, with the checksum that belongs to it."""
+    file, x, weight, expected = _stored(tmp_path, monkeypatch)
+    before = cache.opened(file.read_text())
+    text, accepted = "x\nimport builtins; builtins.executed = 1\n#", list[Any]()
+    for path in _leaves(json.loads(before)):
+        if path:
+            content = json.loads(before)
+            functools.reduce(lambda found, key: found[key], path[:-1], content)[path[-1]] = text
+            file.write_text(cache.sealed(json.dumps(content)))
+            accepted += storing.read(file)
+    assert accepted == []
+    deep: Any = []
+    for _ in range(100):
+        deep = [deep]
+    for nested in (json.dumps(deep), "[" * 100_000, "[" + before[1:-1] + "]" * 3):
+        file.write_text(cache.sealed(nested))
+        assert storing.read(file) == []
+    # What has the form of a function, but is none.
+    content = json.loads(before)
+    content[0]["columns"] = []
+    file.write_text(cache.sealed(json.dumps(content)))
+    assert torch.equal(fusedops.rowwise(scaled_norm, strict=True)(x, weight, training=False), expected)
 
 
 @kernels

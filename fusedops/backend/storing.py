@@ -11,6 +11,7 @@ processes.
 from __future__ import annotations
 
 import json
+import keyword
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,6 +42,8 @@ _NAMESPACES = frozenset({"aten", "prims", "fusedops"})
 _FUNCTIONS = {"getitem": operator.getitem, "dropout": F.dropout, "tensor": torch.tensor, "checkpointed": compat.CHECKPOINTED,
               **{f"grad_mode{number}": mode for number, mode in enumerate(compat.GRAD_MODES)}}  # fmt: skip
 _KINDS = ("cpu", "cuda")
+# The kinds of nodes of captured graphs.
+_NODES = ("placeholder", "get_attr", "call_function", "output")
 # Marks of nodes that are read after the capture.
 _MARKS: dict[str, Callable[[Any], Any]] = {PADDED: bool, "recompute": CheckpointPolicy}
 
@@ -63,7 +66,7 @@ def stored_at(gm: fx.GraphModule, inputs: Sequence[Any]) -> Path | None:
 def read(path: Path, gm: fx.GraphModule) -> fx.GraphModule | None:
     """The graph that is stored there, with the inputs and tensors of the one from Dynamo; None without a usable one."""
     try:
-        return _restored(json.loads(path.read_text()), gm)
+        return _restored(json.loads(cache.opened(path.read_text())), gm)
     except Exception:  # noqa: BLE001 - whatever is wrong with a file, its graph is captured again
         return None
 
@@ -81,7 +84,7 @@ def write(path: Path, gm: fx.GraphModule, made: fx.GraphModule, programs: Iterab
         found = _encoded(gm, made) | {"programs": {program.name: _program(program) for program in programs}}
         text = json.dumps(found)
         restored = _restored(json.loads(text), gm)
-        cache.replace(path, text)
+        cache.replace(path, cache.sealed(text))
     except Exception:  # noqa: BLE001 - then it is captured in each process
         return made
     return restored
@@ -179,7 +182,10 @@ def _encoded(gm: fx.GraphModule, made: fx.GraphModule) -> dict[str, Any]:
 
 def _decoded(found: Any, gm: fx.GraphModule) -> fx.GraphModule:
     held: dict[str, Any] = {}
+    names = {node.target for node in gm.graph.find_nodes(op="get_attr")}
     for target, one in found["held"].items():
+        if one["name"] not in names:
+            raise _NoValueError
         own = _attribute(gm, one["name"])
         held[target] = _decoded(one["body"], own) if "body" in one else own
     made = fx.GraphModule(held, _graph(found["nodes"]))
@@ -206,8 +212,12 @@ def _nodes(graph: fx.Graph, name: Callable[[Any], str]) -> list[Any]:
 
 
 def _graph(found: Any) -> fx.Graph:
+    """The graph. FX writes names and targets into source that is executed: they are identifiers, and so are keywords."""
     graph, nodes = fx.Graph(), list[fx.Node]()
     for op, name, target, args, kwargs, marks in found:
+        words = [name, *(target,) * (op != "call_function"), *[key for key, _ in kwargs.get("dict", ())]]
+        if op not in _NODES or not all(word.isidentifier() and not keyword.iskeyword(word) for word in words):
+            raise _NoValueError
         called = _function(target) if op == "call_function" else target
         node = graph.create_node(op, called, _value(args, nodes), _value(kwargs, nodes), name)
         node.meta.update({key: _MARKS[key](mark) for key, mark in marks.items()})
@@ -249,8 +259,8 @@ def _value(found: Any, nodes: Sequence[fx.Node]) -> Any:
         return tuple([_value(item, nodes) for item in inner])
     if kind == "dict":
         return {_value(key, nodes): _value(item, nodes) for key, item in inner}
-    if kind == "torch":
-        return getattr(torch, inner)
+    if kind == "torch" and isinstance(named := getattr(torch, inner), _OF_TORCH):
+        return named
     if kind == "device":
         return torch.device(inner)
     raise _NoValueError
@@ -294,4 +304,7 @@ def _function(name: str) -> Any:
         return _FUNCTIONS[name]
     if name.partition(".")[0] not in _NAMESPACES:
         raise _NoValueError
-    return _at(torch.ops, name)
+    found = _at(torch.ops, name)
+    if not isinstance(found, compat.OPERATORS):
+        raise _NoValueError
+    return found

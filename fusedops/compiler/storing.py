@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from ..core import cache
-from .ir import Graph, Node
-from .structure import Operand, Structure
+from . import grammar
+from .ir import Graph, Node, topological
+from .structure import Operand, Part, Structure
 from .surroundings import PLAIN, is_code, is_of_a_library, variables
 
 __all__ = ["decoded", "encoded", "read", "stored_at", "write"]
@@ -41,15 +42,15 @@ def stored_at(function: Callable[..., Any], *key: Any) -> Path | None:
 def read(path: Path) -> list[Structure]:
     """What is stored there; nothing where it cannot be read."""
     try:
-        return [decoded(found) for found in json.loads(path.read_text())]
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError):
+        return [decoded(found) for found in json.loads(cache.opened(path.read_text()))]
+    except Exception:  # noqa: BLE001 - whatever is wrong with a file, its function is traced again
         return []
 
 
 def write(path: Path, structure: Structure) -> None:
     """Add a structure to the file, which is replaced at once; of two that write at a time one wins."""
     with contextlib.suppress(OSError):
-        cache.replace(path, json.dumps([*map(encoded, read(path)), encoded(structure)]))
+        cache.replace(path, cache.sealed(json.dumps([*map(encoded, read(path)), encoded(structure)])))
 
 
 # --- what a function is -------------------------------------------------------------------------------------------------
@@ -93,22 +94,28 @@ def _plain(value: Any) -> str:
 
 
 def encoded(structure: Structure) -> dict[str, Any]:
-    """A structure for JSON."""
-    nodes = [[node.op, [arg.number for arg in node.args], node.attrs, sorted(node.axes), node.kind, node.names]
-             for node in structure.graph.nodes.values()]  # fmt: skip
+    """A structure for JSON: what its outputs are computed of, and what may be saved, but nothing of derivatives."""
+    tensors = [*structure.results, *[parts for parts, _ in structure.values]]
+    used = set(topological([node for parts in tensors for node in parts.values()]))
+    kept = [node for node in structure.graph.nodes.values() if node in used]
+    numbers = {node: number for number, node in enumerate(kept)}
+    nodes = [[node.op, [numbers[arg] for arg in node.args], node.attrs, sorted(node.axes), node.kind, node.names]
+             for node in kept]  # fmt: skip
+    lines = [(numbers[node], structure.lines[node.number]) for node in kept if node.number in structure.lines]
     return {
         "nodes": nodes, "sizes": structure.sizes, "rows": structure.rows, "columns": structure.columns,
         "unrolled": structure.unrolled, "drops": structure.drops, "container": structure.container,
         "inputs": [_operand(operand) for operand in structure.inputs],
         "outputs": [_operand(operand) for operand in structure.outputs],
-        "results": [_parts(parts) for parts in structure.results],
-        "lines": list(structure.lines.items()), "used": structure.used, "wide": structure.wide,
-        "values": [[_parts(parts), _name(dtype)] for parts, dtype in structure.values],
+        "results": [_parts(parts, numbers) for parts in structure.results],
+        "lines": lines, "used": structure.used, "wide": structure.wide,
+        "values": [[_parts(parts, numbers), _name(dtype)] for parts, dtype in structure.values],
     }  # fmt: skip
 
 
 def decoded(found: Any) -> Structure:
-    """The structure that was encoded."""
+    """The structure that was encoded, after a check of everything in it: see `grammar`."""
+    grammar.check(found)
     graph, nodes = Graph(), list[Node]()
     for op, args, attrs, axes, kind, names in found["nodes"]:
         node = graph.make(op, *[nodes[arg] for arg in args], attrs=_tuple(attrs), axes=axes, kind=kind)
@@ -135,8 +142,8 @@ def _operand(operand: Operand) -> list[Any]:
     return [operand.labels, _name(operand.dtype), operand.kind, operand.name]
 
 
-def _parts(parts: Any) -> list[Any]:
-    return [[part, node.number] for part, node in parts.items()]
+def _parts(parts: Mapping[Part, Node], numbers: Mapping[Node, int]) -> list[Any]:
+    return [[part, numbers[node]] for part, node in parts.items()]
 
 
 def _name(dtype: torch.dtype) -> str:

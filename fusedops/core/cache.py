@@ -25,8 +25,8 @@ import torch
 from .tuning_key import Config, TuningKey, fingerprint, valid
 from .version import __version__
 
-__all__ = ["SCRATCH", "EntryError", "check", "code_of_package", "directory", "entries", "file_of", "path_of", "read", "replace",
-           "slug", "write"]  # fmt: skip
+__all__ = ["SCRATCH", "EntryError", "check", "code_of_package", "directory", "entries", "file_of", "opened", "path_of", "read",
+           "replace", "sealed", "slug", "write"]  # fmt: skip
 
 # The prefix of a file that is not complete yet.
 SCRATCH = ".writing-"
@@ -73,6 +73,27 @@ def file_of(folder: str, text: Sequence[str]) -> Path | None:
         return None
     parts = [__version__, torch.__version__, sys.version, code_of_package(), *text]
     return root / folder / f"{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:32]}.json"
+
+
+def sealed(text: str) -> str:
+    """A file's text, behind a checksum of it and of this version."""
+    return f"{_checksum(text)}\n{text}"
+
+
+def opened(file: str) -> str:
+    """The text that was sealed.
+
+    Raises:
+        ValueError: anything in the file has changed.
+    """
+    checksum, _, text = file.partition("\n")
+    if checksum != _checksum(text):
+        raise ValueError("the checksum is another")
+    return text
+
+
+def _checksum(text: str) -> str:
+    return hashlib.sha256(f"{__version__}\n{text}".encode()).hexdigest()
 
 
 def slug(device: str) -> str:
