@@ -53,6 +53,10 @@ def _is_number(value: Any, end: float = math.inf) -> bool:
     return type(value) is int and 0 <= value < end
 
 
+def _kind_of(dtype: str) -> str:
+    return "bool" if dtype == "bool" else "float" if "float" in dtype else "int"
+
+
 class _Checker:
     def __init__(self, found: Any) -> None:
         self.found = found
@@ -69,12 +73,17 @@ class _Checker:
         _require(all(type(p) is float and 0.0 <= p <= 1.0 for p in found["drops"]), "drops")
         _require(all(_is_number(number) for pair in found["lines"] for number in pair), "lines")
         _require(len(found["used"]) == len(found["inputs"]), "used")
-        for operand in (*found["inputs"], *found["outputs"]):
-            self._operand(*operand)
+        for operand, used in zip(found["inputs"], found["used"], strict=True):
+            self._operand(*operand, used=used)
+        for operand in found["outputs"]:
+            self._operand(*operand, used=True)
         self._nodes()
         _require(len(found["results"]) == len(found["outputs"]) > 0, "results")
         for (labels, *_), parts in zip(found["outputs"], found["results"], strict=True):
-            self._parts(parts, [axis for label in labels for axis in label])
+            axes = {axis for label in labels for axis in label}
+            _require(axes.issuperset(found["rows"]), "an output without rows")
+            self._parts(parts, axes)
+            _require(all(axes.issuperset(self.found["nodes"][number][3]) for _, number in parts), "results")
         for parts, dtype in found["values"]:
             _require(dtype in _DTYPES, "dtype")
             self._parts(parts, None)
@@ -85,10 +94,13 @@ class _Checker:
             rest = found[key] if isinstance(found[key], list) else [found[key]]
             _require(all(type(value) in (int, bool) for value in rest), key)
 
-    def _operand(self, labels: Any, dtype: Any, kind: Any, name: Any) -> None:
+    def _operand(self, labels: Any, dtype: Any, kind: Any, name: Any, *, used: bool) -> None:
         axes = [axis for label in labels for axis in label]
         _require(all(_is_number(axis, len(self.sizes)) for axis in axes), "labels")
-        _require(dtype in _DTYPES and kind in _KINDS and (name == "" or _NAME.fullmatch(name)), "operand")
+        rows = [axis in self.found["rows"] for axis in axes]
+        # As `structure` has them: each dimension once, and those of the rows outermost.
+        _require(not used or (len(set(axes)) == len(axes) and rows == sorted(rows, reverse=True)), "labels")
+        _require(dtype in _DTYPES and kind == _kind_of(dtype) and (name == "" or _NAME.fullmatch(name)), "operand")
 
     def _nodes(self) -> None:
         depths, axes = list[int](), list[set[int]]()
@@ -111,7 +123,7 @@ class _Checker:
         found = set[int]().union(*given)
         if op in REDUCTIONS:
             over, *rest = attrs
-            _require(rest in ([], ["first"]) and all(_is_number(axis, len(self.sizes)) for axis in over), "reduction")
+            _require(rest in ([], ["first"]) and set(over) <= set(self.found["columns"]), "reduction")
             return found - set(over)
         _require(all(type(value) is float or value in _DTYPES for value in attrs), "attributes")
         _require(op != "pow" or [type(value) for value in attrs] == [float], "exponent")
