@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -11,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -135,6 +139,70 @@ def test_function_is_called_like_itself() -> None:
         function(randn(5, 24))
     with pytest.raises(TypeError, match="unexpected"):
         function(randn(5, 24), randn(24), scale=1.0)
+
+
+def test_arguments_by_keyword_alone() -> None:
+    function = fusedops.rowwise(lambda x, *, by: x * by, strict=True)
+    x = randn(5, 24)
+    assert torch.equal(function(x, by=2.0), x * 2.0)
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        function(x, 2.0)
+
+
+class Scale(nn.Module):
+    """Has a method that is fused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(randn(24))
+
+    @fusedops.rowwise(strict=True)
+    def scaled(self, x: Tensor, by: float = 2.0) -> Tensor:
+        """Scales rows."""
+        return x * self.weight * by
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(x)
+
+
+@kernels
+def test_a_method_is_like_one_of_python(fresh_dynamo: None) -> None:
+    module, other, x = Scale(), Scale(), randn(5, 24)
+    method = module.scaled
+    assert (method.__name__, method.__doc__, method.__self__) == ("scaled", "Scales rows.", module)
+    assert str(inspect.signature(method)) == "(x: 'Tensor', by: 'float' = 2.0) -> 'Tensor'"
+    assert method == module.scaled and method != other.scaled and len({method, module.scaled}) == 1
+    assert "def forward_kernel(" in method.source(x, by=3.0) and method.explain(x).columns == 24
+    for copied in (pickle.loads(pickle.dumps(method)), copy.deepcopy(method), copy.copy(method)):
+        assert torch.equal(copied(x, by=3.0), module.scaled(x, by=3.0))
+    for called in (module, method):
+        compiled = torch.compile(called, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), x * module.weight * 2.0)
+
+
+@kernels
+def test_a_transform_or_another_layout_leaves_other_calls_fused() -> None:
+    """Also where the transform maps what the function captures."""
+    module, x = Scale(), randn(5, 24)
+    many = {"weight": randn(3, 24)}
+    got = torch.func.vmap(lambda given: torch.func.functional_call(module, given, (x,)))(many)
+    torch.testing.assert_close(got, x * many["weight"][:, None] * 2.0)
+    with launch.record() as launched:
+        module(x)
+    assert len(launched) == 1
+    doubled, sparse = fusedops.rowwise(lambda x: x * 2), torch.eye(24, device=DEVICE).to_sparse()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for given in (sparse, sparse.to_dense(), sparse):
+            with launch.record() as launched:
+                assert doubled(given).layout is given.layout
+            assert len(launched) == (given.layout is torch.strided)
+
+
+@kernels
+def test_captured_methods_of_tensors() -> None:
+    relu, add, x = Tensor.relu, Tensor.__add__, randn(5, 24)
+    assert torch.equal(fusedops.rowwise(lambda x: add(relu(x), 1.0), strict=True)(x), x.relu() + 1.0)
 
 
 @kernels

@@ -105,13 +105,14 @@ class Rowwise(Generic[_P, _R]):
         parameters = self._signature.parameters.values()
         if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
             raise TypeError(f"rowwise: {self.name} takes a variable number of arguments; name each")
-        self._count = len(parameters)
         self._by_keyword = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        # Of a call by place alone that has all arguments; a parameter by keyword alone has none.
+        self._count = -1 if self._by_keyword else len(parameters)
         self._programs = Programs(function, self.name, list(self._signature.parameters), self._run)
         self._calls: dict[Any, _Call] = {}
         self._warned = False
         # Plain functions, which torch.compile knows by their identity.
-        self._in_graph: Callable[..., Any] = lambda *args: self(*args)  # type: ignore[call-arg]
+        self._in_graph: Callable[..., Any] = lambda *args: self._called(*args)
         self._in_graph.__name__ = self.name
         self._in_graph.__fusedops_function__ = self._run  # type: ignore[attr-defined]
         self._allow: Callable[[], bool] = compat.constant_when_traced(lambda: _allowed(self._in_graph))
@@ -123,14 +124,20 @@ class Rowwise(Generic[_P, _R]):
             return self._compiled(*args, **kwargs)  # type: ignore[no-any-return]
         if kwargs or len(args) != self._count:
             args = self._positional(args, kwargs)
+        return self._called(*args)  # type: ignore[no-any-return]
+
+    def _called(self, *args: Any) -> Any:
+        """The outputs for all arguments by place."""
         autocast = compat.any_autocast_enabled() and _autocast()
-        if recording():
-            return self._run(*args)  # type: ignore[no-any-return]  # a part of what is being traced
+        # A part of what is being traced; or a transform, under which PyTorch's operators run, with what is captured now.
+        if recording() or compat.transforms() or compat.in_forward_mode():
+            return self._run(*args)
         key: Any = None
         call: _Call | None = None
         try:
             key = (autocast, torch.get_default_dtype(), self._programs.state(args),
-                   *[(type(a), a.dtype, a.device, a.shape) if isinstance(a, Tensor) else state_of(a) for a in args])  # fmt: skip
+                   *[(type(a), a.dtype, a.layout, a.device, a.shape) if isinstance(a, Tensor) else state_of(a)
+                     for a in args])  # fmt: skip
             call = self._calls.get(key)
         except (TypeError, RuntimeError):  # sizes that are symbols, as torch.compile traces this call; no shape at all
             args = tuple(map(_number, args))
@@ -141,27 +148,27 @@ class Rowwise(Generic[_P, _R]):
             call = self._calls[key] = self._looked_at(args, autocast)
         program = call.program
         if program is None:
-            return self._run(*args)  # type: ignore[no-any-return]
+            return self._run(*args)
         tensors, token = [args[place] for place in call.places], call.token
         if call.captured:
             tensors += [captured.find(args) for captured in call.captured]
             token = (token, *map(type, tensors))
             if not program.fits(tensors):  # one was replaced by another
                 self._calls.pop(key, None)
-                return self(*args)  # type: ignore[call-arg]
+                return self._called(*args)
         outs = run(program, (self.name, token), tensors, program.p)
         container = program.structure.container
         if container == "tensor":
-            return outs[0]  # type: ignore[no-any-return]
-        return tuple(outs[: program.count]) if container == "tuple" else list(outs[: program.count])  # type: ignore[return-value]
+            return outs[0]
+        return tuple(outs[: program.count]) if container == "tuple" else list(outs[: program.count])
 
     @overload
     def __get__(self, instance: None, owner: Any = None) -> Rowwise[_P, _R]: ...
     @overload
-    def __get__(self: Rowwise[Concatenate[_Self, _Q], _R], instance: _Self, owner: Any = None) -> Callable[_Q, _R]: ...
+    def __get__(self: Rowwise[Concatenate[_Self, _Q], _R], instance: _Self, owner: Any = None) -> Method[_Q, _R]: ...
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """A method where the function is one."""
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else Method(self, instance)
 
     def __repr__(self) -> str:
         return f"rowwise({self.name}{self._signature})"
@@ -281,6 +288,55 @@ def function_of(target: Any) -> Callable[..., Any] | None:
     """The function that a node of a graph from torch.compile calls, of the user's; None for other nodes."""
     found: Callable[..., Any] | None = getattr(target, "__fusedops_function__", None)
     return found
+
+
+class Method(Generic[_P, _R]):
+    """A `Rowwise` function with the object whose method it is, like a bound method of Python's.
+
+    Attributes:
+        __func__: the function.
+        __self__: the object.
+    """
+
+    def __init__(self, function: Rowwise[..., _R], instance: Any) -> None:
+        self.__func__, self.__self__ = function, instance
+        self.__doc__ = function.__doc__
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The function's, without the object."""
+        signature = self.__func__._signature
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """The method's outputs."""
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """The function's name, and what a user has set on it."""
+        if name in ("__func__", "__self__", "__wrapped__"):  # not there yet, as within `copy`; of another signature
+            raise AttributeError(name)
+        return getattr(self.__func__, name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Method) and self.__func__ is other.__func__ and self.__self__ is other.__self__
+
+    def __hash__(self) -> int:
+        return hash((id(self.__func__), id(self.__self__)))
+
+    def __repr__(self) -> str:
+        return f"{self.__func__!r} of {type(self.__self__).__name__}"
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.__self__, self.__func__.name)
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """See `Rowwise.explain`."""
+        return self.__func__.explain(self.__self__, *args, **kwargs)
+
+    def source(self, *args: Any, **kwargs: Any) -> str:
+        """See `Rowwise.source`."""
+        return self.__func__.source(self.__self__, *args, **kwargs)
 
 
 def _number(value: Any) -> Any:

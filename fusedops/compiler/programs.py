@@ -85,7 +85,7 @@ class Programs:
             raise NotRowwiseError(f"{self.name}: none of its arguments is a tensor")
         numbers = tuple([None if isinstance(a, Tensor) else state_of(a) for a in args])
         key = (numbers, self.state(args), autocast, torch.get_default_dtype(), tensors[0].device.type)
-        alike = (key, *[(t.dtype, t.dim(), compat.hints(t.shape[1:])) for t in tensors])
+        alike = (key, *[(t.dtype, t.layout, t.dim(), compat.hints(t.shape[1:])) for t in tensors])
         if alike in self.refused:
             raise NotRowwiseError(self.refused[alike])
         known = self.known.setdefault(key, [])

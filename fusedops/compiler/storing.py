@@ -81,7 +81,8 @@ def _plain(value: Any) -> str:
         return f"{type(value).__module__}.{value!r}"
     owner = getattr(value, "__self__", None)  # of a method: its class may be another tomorrow
     if is_code(value) and is_of_a_library(value) and (owner is None or isinstance(owner, ModuleType)):
-        return f"{value.__module__}.{getattr(value, '__qualname__', value)}"
+        home = getattr(value, "__module__", None) or value.__objclass__.__module__  # of a method that is written in C
+        return f"{home}.{getattr(value, '__qualname__', value)}"
     if isinstance(value, FunctionType):
         given = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         return "\n".join([*_code(value.__code__), *map(_plain, given)])
