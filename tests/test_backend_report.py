@@ -94,6 +94,26 @@ def test_a_region_that_triton_cannot_compile_is_left(monkeypatch: pytest.MonkeyP
     assert not region.reason
 
 
+@pytest.mark.parametrize(("cols", "trains"), [(13, True), (16, True), (16, False)])
+def test_kernels_are_compiled_once(cols: int, trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the graph is made those that the calls run, and no others."""
+    specialise, made = launch.specialise, list[str]()
+
+    def compiled(request: launch.Request, device_index: int) -> launch.Variant:
+        made.append(request.kernel.fn.__name__)
+        return specialise(request, device_index)
+
+    monkeypatch.setattr(launch, "_built", {})
+    monkeypatch.setattr(launch, "specialise", compiled)
+    model = nn.Sequential(nn.Linear(cols, cols), nn.Dropout(0.25), nn.LayerNorm(cols)).to(DEVICE).requires_grad_(trains)
+    run, x = fusedops.compile(model), randn(6, cols)
+    with launch.record() as launched:
+        y = run(x)
+        if trains:
+            y.sum().backward()
+    assert sorted(made) == sorted(launched) and len(launched) == (3 if trains else 1)
+
+
 def test_a_line_for_each_kind_of_region() -> None:
     norms = nn.Sequential(*[nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8, bias=False)) for _ in range(3)]).to(DEVICE)
     lines = str(fusedops.explain(norms, randn(6, 8))).splitlines()

@@ -169,26 +169,28 @@ def chosen(
     return found
 
 
-def _launchers(program: Program, device_index: int, tensors: Sequence[Tensor]) -> tuple[list[_Launcher], int]:
+def _launchers(program: Program, device_index: int, tensors: Sequence[Tensor], *,
+               saves: bool = True) -> tuple[list[_Launcher], int]:  # fmt: skip
     """Of a call with all gradients, forward and backward, and the bucket of its rows."""
     grouped, sizes = program.is_grouped(tensors), program.sizes_of(tensors)
     axes = [axis for axis in program.structure.rows if not grouped or axis not in program.group]
     site = program.site(program.record(program.op), program.dtypes, program.structure.cols, device_index,
-                        dropout=bool(program.structure.drops), saves=True)  # fmt: skip
+                        dropout=bool(program.structure.drops), saves=saves)  # fmt: skip
     dtypes = [operand.dtype for operand in program.structure.outputs] + [None] * program.own
     launchers = [_forward(site, grouped), _backward(site, grouped, dtypes, program.wanted)]
     return launchers, BUCKET[math.prod([sizes[axis] for axis in axes]).bit_length()]
 
 
 def prepare(program: Program, device_index: int, tensors: Sequence[Tensor], *, saves: bool) -> None:
-    """Compiles the kernels of a call, with ``saves`` those of its backward too.
+    """Compiles the kernels of a registered operator's call, with ``saves`` those of its backward too.
 
     Raises:
         NotCompiledError: Triton cannot compile one.
     """
-    launchers, bucket = _launchers(program, device_index, tensors)
+    launchers, bucket = _launchers(program, device_index, tensors, saves=saves)
+    drawn = 1 if device_index < 0 else 2  # on a GPU the state is a tensor
     for launcher in launchers if saves else launchers[:1]:
-        launcher.compile(int(bool(program.structure.drops)), bucket)
+        launcher.compile(drawn if program.structure.drops else 0, bucket)
 
 
 class _Launcher:
@@ -399,8 +401,11 @@ class _Launcher:
         return self._built(site, kernel, seeded, constants, config, aligned)
 
     def compile(self, seeded: int, bucket: int) -> None:
-        """Compiles the kernels for aligned tensors, which later calls find."""
-        self._plan(self.site, seeded, True, bucket)
+        """Compiles the kernels for contiguous tensors as PyTorch allocates them, which later calls find."""
+        strided = [(argument.of, argument.place) for kernel in self.kernels for argument in kernel.arguments
+                   if argument.kind == "stride"]  # fmt: skip
+        sizes = [self.program.size_of_row(self._operand_of(*which)) for which in strided]
+        self._plan(self.site, seeded, all(size % 8 == 0 for size in sizes), bucket)
 
     def requests(self, seeded: int, bucket: int) -> list[launch.Request]:
         """What is compiled for aligned tensors: of each kernel, and then of the one that adds partial sums."""
