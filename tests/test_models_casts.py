@@ -24,7 +24,7 @@ from fusedops.models.tricks.packing import packed
 from sample_models import ModelSpec
 from support import DEVICE, KERNEL_PATH
 from tolerances import unit_roundoff
-from zoo import SAMPLES, Counting, every, inputs, making_kernels, run, undropped
+from zoo import SAMPLES, Counting, every, handed_on, inputs, making_kernels, run, undropped
 
 # What a model calls does not depend on the kernels, whose values the operators' own tests hold.
 pytestmark = pytest.mark.once
@@ -351,7 +351,7 @@ def test_gradients_with_a_cache(spec: ModelSpec) -> None:
             with torch.no_grad():
                 first = model(**inputs(spec), use_cache=True)
             arguments["decoder_input_ids"] = arguments["input_ids"][:, -1:]
-            y = model(**arguments, past_key_values=first.past_key_values).logits
+            y = model(**arguments, **handed_on(first)).logits
             parameters = dict(model.named_parameters())
             found = torch.autograd.grad(y.float().square().sum(), list(parameters.values()), allow_unused=True)
             results.append({name: g for name, g in zip(parameters, found, strict=True) if g is not None})

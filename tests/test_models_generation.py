@@ -18,7 +18,7 @@ from fusedops.generation import FusedNoRepeatNGramLogitsProcessor
 from fusedops.models.tricks import one_token
 from support import DEVICE
 from tolerances import unit_roundoff
-from zoo import SAMPLES, build, inputs, transformers_only
+from zoo import SAMPLES, build, handed_on, inputs, transformers_only
 
 # What a model calls does not depend on the kernels, whose values the operators' own tests hold.
 pytestmark = pytest.mark.once
@@ -126,13 +126,13 @@ def test_t5_attends_to_the_same_bits(spec: Any, dtype: Any, padded: bool, way: s
 def _steps(model: Any, spec: Any) -> Tensor:
     """The logits of one token after the other, the tokens being given."""
     given = inputs(spec)
-    tokens, cache, logits = given["input_ids"], None, []
+    tokens, cache, logits = given["input_ids"], {}, []
     with torch.no_grad():
         encoded = model.encoder(input_ids=tokens, attention_mask=given["attention_mask"])
         for place in range(tokens.shape[1]):
             result = model(encoder_outputs=encoded, attention_mask=given["attention_mask"], use_cache=True,
-                           decoder_input_ids=tokens[:, place : place + 1], past_key_values=cache)  # fmt: skip
-            cache = result.past_key_values
+                           decoder_input_ids=tokens[:, place : place + 1], **cache)  # fmt: skip
+            cache = handed_on(result)
             logits.append(result.logits.double())
     return torch.cat(logits, 1)
 
@@ -202,9 +202,9 @@ def test_t5_with_gradients_takes_its_own_forward(spec: Any) -> None:
     _fused_but_for_norms(model)
     tokens = inputs(spec)["input_ids"]
     with torch.no_grad():
-        cache = model(input_ids=tokens, decoder_input_ids=tokens[:, :3], use_cache=True).past_key_values
+        cache = handed_on(model(input_ids=tokens, decoder_input_ids=tokens[:, :3], use_cache=True))
     with _short_ways() as taken:
-        loss = model(input_ids=tokens, decoder_input_ids=tokens[:, 3:4], past_key_values=cache).logits.sum()
+        loss = model(input_ids=tokens, decoder_input_ids=tokens[:, 3:4], **cache).logits.sum()
     assert not taken
     loss.backward()
     assert all(p.grad is not None for p in model.decoder.block[0].layer[0].SelfAttention.parameters())
@@ -276,8 +276,8 @@ def test_t5_makes_fewer_calls(spec: Any) -> None:
     model = build(spec)
     _fused_but_for_norms(model)
     layers = len(model.decoder.block)
-    cache = model(**inputs(spec), use_cache=True).past_key_values
-    step = {**inputs(spec), "decoder_input_ids": inputs(spec)["input_ids"][:, :1], "past_key_values": cache}
+    cache = handed_on(model(**inputs(spec), use_cache=True))
+    step = {**inputs(spec), "decoder_input_ids": inputs(spec)["input_ids"][:, :1], **cache}
     step["encoder_outputs"] = model.encoder(inputs(spec)["input_ids"])
     counts = []
     for unfuse in (False, True):

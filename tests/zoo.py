@@ -51,6 +51,12 @@ every = pytest.mark.parametrize("spec", SAMPLES, ids=lambda spec: spec.name)
 transformers_only = pytest.mark.skipif(not HAS_TRANSFORMERS, reason="Transformers is not installed")
 
 
+def handed_on(output: Any) -> dict[str, Any]:
+    """A model's cache as the argument of its next call, which is ``cache`` from Transformers 5.24 on."""
+    name = "cache" if "cache" in output else "past_key_values"
+    return {name: output[name]}
+
+
 def build(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The same weights at each call."""
     with torch.random.fork_rng():

@@ -24,10 +24,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["canonical", "definition", "digest", "fingerprint", "is_pytorchs", "unwrapped"]
+__all__ = ["canonical", "definition", "digest", "fingerprint", "is_pytorchs", "renamed"]
 
 # What says nothing about behaviour, or differs between Python releases for the same source.
 _SKIPPED = frozenset({"annotation", "returns", "type_comment", "type_params", "ctx", "kind"})
+# Where wrappers come from that do nothing to what they call but to choose it, or to rename its arguments.
+_WRAPPERS = ("transformers.utils.deprecation", "transformers.integrations.moe")
 # A forward reads the same only if these names mean the same.
 _MEANINGS: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "math": math}
 
@@ -63,7 +65,7 @@ def digest(*functions: Any) -> str:
 
 
 def _read(function: Callable[..., Any] | None) -> str:
-    function = unwrapped(function)
+    function = renamed(function)[0]
     tree = definition(function)
     if tree is None or not inspect.isfunction(function):
         return ""
@@ -93,7 +95,23 @@ def definition(function: Any) -> ast.FunctionDef | None:
     return found
 
 
-def unwrapped(function: Any) -> Any:
+def renamed(function: Any) -> tuple[Any, list[Any]]:
+    """The function inside wrappers that give arguments their new names, and these.
+
+    Layers have them up to Transformers 4.57, and from 5.24 on.
+    """
+    wrappers, function = [], _unwrapped(function)
+    while (
+        inspect.isfunction(function)
+        and function.__globals__.get("__name__") in _WRAPPERS
+        and hasattr(function, "__wrapped__")
+    ):
+        wrappers.append(function)
+        function = _unwrapped(function.__wrapped__)
+    return function, wrappers
+
+
+def _unwrapped(function: Any) -> Any:
     """The forward inside the wrapper that Transformers puts around every layer, to checkpoint it; no other wrapper."""
     while (
         inspect.isfunction(function)

@@ -10,7 +10,7 @@ from torch import nn
 
 from .fingerprint import fingerprint, is_pytorchs
 
-__all__ = ["At", "Family", "Rule", "Verdict", "has_method", "judge", "needs_norm"]
+__all__ = ["At", "Family", "Rule", "Verdict", "has_method", "judge", "named_cache", "needs_norm"]
 
 
 # From a path in a module to the rule by which what is there is fused, None for none.
@@ -32,6 +32,11 @@ def _something(module: nn.Module, at: At) -> bool:
 def has_method(rule: Rule | None, method: str) -> bool:
     """Whether a module will have a method of its rule's."""
     return rule is not None and method in rule.methods
+
+
+def named_cache(past_key_values: Any) -> dict[str, Any]:
+    """The argument by which layers up to Transformers 5.23 get a cache. Later ones get ``cache``, which is handed on as it is."""
+    return {} if past_key_values is None else {"past_key_values": past_key_values}
 
 
 def needs_norm(*paths: str) -> Callable[[nn.Module, At], str]:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from . import compiling, parts
 from .autocast import consumers
-from .fingerprint import definition, unwrapped
+from .fingerprint import definition, renamed
 from .hooks import found, has_hooks, is_linear, is_plain, is_unchanged
 from .rewriting import PREFIX, Rewritten, Step, called_paths, conditions, rewrite, rows_of
 from .rule import At, Family, Rule, has_method, judge
@@ -29,8 +29,6 @@ __all__ = ["family", "structural_rule"]
 Method = Callable[..., Any]
 # What is read of a class: its forward, and what Transformers' experts have between their two products.
 _METHODS = ("forward", "_apply_gate")
-# Where wrappers come from that do nothing to what they call but to choose it, or to rename its arguments.
-_WRAPPERS = ("transformers.utils.deprecation", "transformers.integrations.moe")
 Key = tuple[tuple[str, str], ...]
 _HELPERS: dict[str, Any] = {**{name: getattr(parts, name) for name in parts.__all__}, "cast_together": cast_together}
 
@@ -115,24 +113,11 @@ def _function(function: FunctionType, name: str) -> str:
 @functools.lru_cache(maxsize=4096)
 def _read(function: Any) -> tuple[FunctionType, ast.FunctionDef] | None:
     """A method and its tree, at its lines in its file; None where it has no source, or is more than its text says."""
-    function = _renamed(unwrapped(function))[0]
+    function = renamed(function)[0]
     if not inspect.isfunction(function) or function.__code__.co_freevars or function.__code__.co_flags & _SUSPENDS:
         return None
     tree = definition(function)
     return None if tree is None or any(map(_is_strange, ast.walk(tree))) else (function, tree)
-
-
-def _renamed(function: Any) -> tuple[Any, list[Any]]:
-    """The function inside wrappers that give arguments their new names, and these; up to Transformers 4.57 layers have them."""
-    wrappers = []
-    while (
-        inspect.isfunction(function)
-        and function.__globals__.get("__name__") in _WRAPPERS
-        and hasattr(function, "__wrapped__")
-    ):
-        wrappers.append(function)
-        function = unwrapped(function.__wrapped__)
-    return function, wrappers
 
 
 def _rewrapped(made: Method, wrappers: list[Any]) -> Method:
@@ -182,7 +167,7 @@ def _made(cls: Any, functions: tuple[Any, ...], key: Key) -> Rule | None:
         if read is None or kind_of("!" + name):
             continue
         function, tree = read
-        wrappers = _renamed(unwrapped(method))[1]
+        wrappers = renamed(method)[1]
         own = rewrite(tree, kind_of, leaving=False, facts=facts)
         if own is not None and _gains(own, kinds):
             methods[name] = _rewrapped(_compiled(function, own), wrappers)
@@ -256,7 +241,7 @@ def _attending(leave: Method, cls: type, tree: ast.FunctionDef, last: str) -> Me
         others = kwargs.get("key_value_states")
         if others is None and scales:
             others = rows  # for key and value alone
-        replacements = packed_to(last, self, qkv, rows, others, kwargs.get("past_key_values"))
+        replacements = packed_to(last, self, qkv, rows, others, kwargs.get("cache", kwargs.get("past_key_values")))
         return leave(parts.replacing(self, replacements), *args, **kwargs)
 
     return branch

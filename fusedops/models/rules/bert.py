@@ -10,7 +10,7 @@ from .. import compiling
 from ..autocast import consumers, narrowed, under_autocast
 from ..hooks import can_call, has_hooks, is_linear, is_plain, original
 from ..parts import Branch, activate, add_norm, add_norm_cast, dropped, linear, replacing
-from ..rule import At, Rule, has_method, needs_norm
+from ..rule import At, Rule, has_method, named_cache, needs_norm
 from ..tricks import allowed
 from ..tricks.casts import cast_together
 from ..tricks.masks import laid_out
@@ -41,7 +41,8 @@ def _bert_attend(
     """The input of an attention's output module, and that module's linear layer, cast with the others if they are."""
     inner = self.self
     kwargs["attention_mask"] = encoder_attention_mask if self.is_cross_attention else attention_mask
-    kwargs["encoder_hidden_states"], kwargs["past_key_values"] = encoder_hidden_states, past_key_values
+    kwargs["encoder_hidden_states"] = encoder_hidden_states
+    kwargs |= named_cache(past_key_values)
     if not compiling.makes_kernels(hidden_states) or not can_call(inner, "_fusedops_with_last"):
         return inner(hidden_states, **kwargs)[0], dense
     outputs, dense = inner._fusedops_with_last(dense, hidden_states, **kwargs)
@@ -90,15 +91,15 @@ def _bert_layer(
     crosses = self.is_decoder and encoder_hidden_states is not None
     if self.chunk_size_feed_forward or "feed_forward_chunk" in vars(self) or (crosses and not self.add_cross_attention):
         return original(self, "forward")(  # type: ignore[no-any-return]
-            self, hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, past_key_values,
-            **kwargs)  # fmt: skip
+            self, hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask,
+            **named_cache(past_key_values), **kwargs)  # fmt: skip
     # A hook on the output module sees the residual, whose gradient would lack that of the low-precision copy.
     consumers = () if has_hooks(self.output) else (self.intermediate,)
     x, y = _attended(self.attention, () if crosses else consumers, hidden_states, attention_mask,
-                     past_key_values=past_key_values, **kwargs)  # fmt: skip
+                     **named_cache(past_key_values), **kwargs)  # fmt: skip
     if crosses:
         x, y = _attended(self.crossattention, consumers, y, None, encoder_hidden_states, encoder_attention_mask,
-                         past_key_values=past_key_values, **kwargs)  # fmt: skip
+                         **named_cache(past_key_values), **kwargs)  # fmt: skip
     return _bert_feed_forward(self.intermediate, self.output, x, y)
 
 
@@ -168,7 +169,7 @@ RULES = (
         name="bert_attention",
         helps="leaves its last sum and norm to the layer",
         methods={"_fusedops_attend": _bert_attend},
-        fingerprints=("f1adf76ab4fc",),
+        fingerprints=("f1adf76ab4fc", "e4417858409d"),
         names=("BertAttention", "RobertaAttention", "ElectraAttention"),
     ),
     Rule(
@@ -177,7 +178,7 @@ RULES = (
         parts=("attention.output", "crossattention.output"),
         needs=_bert_layer_needs,
         methods={"forward": _bert_layer},
-        fingerprints=("0b57e6dd92b0",),
+        fingerprints=("0b57e6dd92b0", "9c69a1d68095"),
         names=("BertLayer", "RobertaLayer", "ElectraLayer"),
         known=("forward", "feed_forward_chunk"),
     ),
@@ -193,7 +194,7 @@ RULES = (
         name="bert_self_attention",  # and that of twelve relatives
         helps=_bert_helps,
         methods={"forward": _bert_self_attention, "_fusedops_with_last": _bert_with_last},
-        fingerprints=("5280870db47f",),
+        fingerprints=("5280870db47f", "2b915b004f49"),
         names=("BertSelfAttention", "RobertaSelfAttention", "ElectraSelfAttention"),
     ),
     Rule(

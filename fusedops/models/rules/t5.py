@@ -25,7 +25,7 @@ from ..parts import (
     waiting,
     without,
 )  # fmt: skip
-from ..rule import At, Rule, has_method
+from ..rule import At, Rule, has_method, named_cache
 from ..tricks.casts import cast_together
 from ..tricks.one_token import has_plain_weights, next_token
 from ..tricks.packing import packed_to
@@ -40,14 +40,14 @@ Method = Callable[..., Any]
 def _self_attention(self: Any, x: Tensor, attention_mask: Tensor | None = None, position_bias: Tensor | None = None,
                     past_key_values: Any = None, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:  # fmt: skip
     return branch(self.SelfAttention, x, mask=attention_mask, position_bias=position_bias,
-                  past_key_values=past_key_values, **kwargs)  # fmt: skip
+                  **named_cache(past_key_values), **kwargs)  # fmt: skip
 
 
 def _cross_attention(self: Any, x: Tensor, key_value_states: Tensor, attention_mask: Tensor | None = None,
                      position_bias: Tensor | None = None, past_key_values: Any = None,
                      **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:  # fmt: skip
     return branch(self.EncDecAttention, x, mask=attention_mask, key_value_states=key_value_states,
-                  position_bias=position_bias, past_key_values=past_key_values, **kwargs)  # fmt: skip
+                  position_bias=position_bias, **named_cache(past_key_values), **kwargs)  # fmt: skip
 
 
 def _feed_forward(self: Any, x: Tensor) -> tuple[Branch, tuple[Any, ...]]:
@@ -138,6 +138,8 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Branch, tuple[Any, ...]]:
     cross = key_value_states is not None
+    if past_key_values is None:
+        past_key_values = kwargs.pop("cache", None)
     if not kwargs:
         token = next_token(self, hidden_states, mask, cross, position_bias, past_key_values)
         if token is not None:
@@ -178,7 +180,7 @@ def _block(
     if hidden_states.dtype == torch.float16 or not all(can_call(layer, "_fusedops_inner") for layer in layers):
         return original(self, "forward")(  # type: ignore[no-any-return]
             self, hidden_states, attention_mask, position_bias, encoder_hidden_states, encoder_attention_mask,
-            encoder_decoder_position_bias, past_key_values, **kwargs)  # fmt: skip
+            encoder_decoder_position_bias, **named_cache(past_key_values), **kwargs)  # fmt: skip
     x = normed(first.layer_norm, hidden_states, first._fusedops_consumer())
     end, others = first._fusedops_inner(x, attention_mask, position_bias, past_key_values, **kwargs)
     residual, self_bias, cross_bias = hidden_states, others[0], None
@@ -192,12 +194,12 @@ def _block(
     return add(end, residual), self_bias, cross_bias
 
 
-def _layer_rule(name: str, fingerprint: str, suffix: str, child: str, call: Method) -> Rule:
+def _layer_rule(name: str, fingerprints: tuple[str, ...], suffix: str, child: str, call: Method) -> Rule:
     return Rule(
         name=name,
         calls="bias_dropout_add",
         methods=_layer(child, call),
-        fingerprints=(fingerprint,),
+        fingerprints=fingerprints,
         names=("T5Layer" + suffix, "MT5Layer" + suffix),
     )
 
@@ -213,9 +215,13 @@ def _needs_layers(module: nn.Module, at: At) -> str:
 
 
 RULES = (
-    _layer_rule("t5_self_attention", "867f0a59cdd9", "SelfAttention", "SelfAttention", _self_attention),
-    _layer_rule("t5_cross_attention", "3ace0c45d839", "CrossAttention", "EncDecAttention", _cross_attention),
-    _layer_rule("t5_feed_forward", "493046debaeb", "FF", "DenseReluDense", _feed_forward),
+    _layer_rule(
+        "t5_self_attention", ("867f0a59cdd9", "a8ffcac48c58"), "SelfAttention", "SelfAttention", _self_attention
+    ),
+    _layer_rule(
+        "t5_cross_attention", ("3ace0c45d839", "8107d71a96dd"), "CrossAttention", "EncDecAttention", _cross_attention
+    ),
+    _layer_rule("t5_feed_forward", ("493046debaeb",), "FF", "DenseReluDense", _feed_forward),
     Rule(
         name="t5_gated_dense",  # and MT5, UMT5, Pix2Struct
         calls="gated_act",
@@ -237,7 +243,7 @@ RULES = (
         name="t5_attention",  # and MT5, LongT5, UDOP, Switch Transformers, Pop2Piano
         helps=_attention_helps,
         methods={"compute_bias": _compute_bias, "_fusedops_branch": _attention, **consumers(*_QKV)},
-        fingerprints=("12564b5b1c2f",),
+        fingerprints=("12564b5b1c2f", "f4d1a173d280"),
         names=("T5Attention", "MT5Attention"),
     ),
     Rule(
@@ -246,7 +252,7 @@ RULES = (
         parts=("layer.0", "layer.1", "layer.1.layer_norm", "layer.2", "layer.2.layer_norm"),
         needs=_needs_layers,
         methods={"forward": _block},
-        fingerprints=("b17f62b6035b",),
+        fingerprints=("b17f62b6035b", "0f1e24c3047e"),
         names=("T5Block", "MT5Block"),
     ),
 )

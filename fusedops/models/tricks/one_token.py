@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..fingerprint import digest
+from ..fingerprint import digest, renamed
 from ..hooks import has_hooks
 from ..parts import Branch
 from . import allowed
 
 __all__ = ["has_plain_weights", "next_token"]
 
-# Transformers' `sdpa_attention_forward` with its `create_position_bias_mask`, in 5.17 and 5.23: for one query they call
+# Transformers' `sdpa_attention_forward` with its `create_position_bias_mask`, in 5.17, 5.23 and 5.24: for one query they call
 # PyTorch's attention under the sum of mask and position bias, and nothing else.
-_SDPA = ("6b854b7295d1", "4eceba25d5ea")
+_SDPA = ("6b854b7295d1", "4eceba25d5ea", "8b9f4b6b4211")
 # PyTorch's memory-efficient attention copies a mask whose rows are no multiple of so many elements apart, in each layer.
 _ALIGNED = 8
 
@@ -99,7 +99,7 @@ def _next_token(self: Any, x: Tensor, mask: Tensor | None, cross: bool, position
 def _attended(self: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
               position_bias: Tensor) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """What the query attends to, and the attention weights if the model's kind of attention tells them."""
-    scope = type(self)._fusedops_original.forward.__globals__
+    scope = renamed(type(self)._fusedops_original.forward)[0].__globals__
     function = scope["ALL_ATTENTION_FUNCTIONS"].get_interface(
         self.config._attn_implementation, scope["eager_attention_forward"])  # fmt: skip
     if _is_sdpa(function):

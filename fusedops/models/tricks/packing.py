@@ -29,8 +29,10 @@ __all__ = ["packable", "packed", "packed_linear", "packed_to"]
 # what is only on the way to something else (a scaled query, rotary positions) packing would keep alive with the others.
 _QKV, _LINS = ("q_proj", "k_proj", "v_proj"), ("q_lin", "k_lin", "v_lin")
 _PACKABLE = {
-    **dict.fromkeys(("f434310b8181", "280db448c0ae", "06f537010e90"), (_QKV, False)),  # BART, CLIP and their relatives
-    **dict.fromkeys(("3099567ec98b", "79e198db90db"), (_QKV, True)),  # OPT; Whisper, whose key is without a bias
+    **dict.fromkeys(("f434310b8181", "9238130564fd"), (_QKV, False)),  # BART and its relatives
+    **dict.fromkeys(("280db448c0ae", "06f537010e90"), (_QKV, False)),  # CLIP and its relatives
+    **dict.fromkeys(("3099567ec98b", "2599a40048ff"), (_QKV, True)),  # OPT
+    **dict.fromkeys(("79e198db90db", "522463e6c88b"), (_QKV, True)),  # Whisper, whose key is without a bias
     "9c1503232895": (_QKV, False),  # ViT, DeiT, BEiT, DINOv2
     "7888d8c7ae34": (_LINS, False),  # DistilBERT
 }
