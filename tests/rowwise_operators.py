@@ -73,7 +73,8 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     **{name: getattr(torch, name) for name in (
         "neg", "exp", "exp2", "log2",
         "log", "log1p", "expm1", "sqrt", "rsqrt", "reciprocal", "abs", "sign", "sin", "cos", "erf", "floor",
-        "ceil", "square", "sinc", "sgn", "tanh", "sigmoid", "logit", "isnan", "isinf", "isfinite")},
+        "ceil", "square", "sinc", "sgn", "tanh", "sigmoid", "logit", "isnan", "isinf", "isfinite",
+        "log10", "asinh", "acosh", "atanh", "sinh", "cosh", "tan", "trunc", "frac")},
     **{name: getattr(F, name) for name in (
         "relu", "relu6", "silu", "gelu", "mish", "elu", "selu", "celu", "softplus", "softsign", "tanhshrink", "logsigmoid",
         "hardswish", "hardsigmoid", "hardtanh", "leaky_relu", "hardshrink", "softshrink")},
@@ -91,6 +92,11 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "nan_to_num": torch.nan_to_num,
     "comparison": lambda x: x * ((x > 0.7) | (x == 0.25)),
 }  # fmt: skip
+
+
+def _places(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[-1], device=x.device)
+
 
 BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     **{name: getattr(torch, name) for name in ("add", "sub", "mul", "div", "maximum", "minimum", "fmax", "fmin", "xlogy",
@@ -113,6 +119,11 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "addcdiv": lambda x, y: torch.addcdiv(x, x, y, value=0.5),
     "relu_beside": lambda x, y: F.relu(x) * y,
     "silu_beside": lambda x, y: F.silu(x) * y,
+    **{name: getattr(torch, name) for name in ("remainder", "fmod")},
+    "floor_divide": lambda x, y: x + (x.detach() // y.detach()),
+    "quotient rounded down": lambda x, y: torch.div(x, y, rounding_mode="floor"),
+    "quotient": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+    "quotient of integers": lambda x, y: x * (_places(x) // 3) - (_places(x) - 6) % 4,
     "power": lambda x, y: x**y,
     "power_of_two": lambda x, y: 2.0**x * y,
     "power_of_three": lambda x, y: 3.0**x * y,
@@ -125,7 +136,13 @@ ROWS: dict[str, Callable[[Tensor], Any]] = {
         "sum", "mean", "var", "std", "amax", "amin", "logsumexp")},
     **{name: lambda x, name=name: getattr(torch, name)(x, -1) for name in ("softmax", "log_softmax")},
     "softmin": lambda x: F.softmin(x, -1),
-    "min_max": lambda x: torch.sub(*torch.aminmax(x, dim=-1, keepdim=True)),
+    "min_max": lambda x: torch.sub(x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)),
+    "min": lambda x: x.min(-1, keepdim=True).values,
+    "argmax": lambda x: x.argmax(-1, keepdim=True),
+    "argmin": lambda x: x.argmin(-1, keepdim=True),
+    "max_indices": lambda x: x.max(-1, keepdim=True).indices,
+    "any": lambda x: torch.where((x > 1.0).any(-1, keepdim=True), x, 0.0),
+    "all": lambda x: torch.where(x.isfinite().all(-1, keepdim=True), x, 0.0),
     "max": lambda x: x.max(-1, keepdim=True).values,
     "norm": lambda x: x.norm(dim=-1, keepdim=True),
     "norm_1": lambda x: x.norm(p=1, dim=-1, keepdim=True),

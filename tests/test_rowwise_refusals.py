@@ -136,8 +136,8 @@ def embedded(x: Tensor) -> Tensor:
     return x + F.embedding(torch.zeros(5, dtype=torch.int64, device=x.device), table)  # here
 
 
-def rounded(x: Tensor) -> Tensor:
-    return x // 0.5  # here
+def without_a_kernel(x: Tensor) -> Tensor:
+    return torch.lgamma(x)  # here
 
 
 def complex_numbers(x: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ REFUSED: dict[Callable[..., Any], str] = {
     flipped: "flip",
     neighbours: "equal parts",
     embedded: "embedding",
-    rounded: "floor_divide|rounds",
+    without_a_kernel: "without a kernel",
     complex_numbers: "fft",
 }
 every = pytest.mark.parametrize("function", REFUSED, ids=lambda function: function.__name__)

@@ -69,7 +69,8 @@ _NORMS = frozenset({"native_layer_norm", "_fused_rms_norm"})
 _SOFTMAX = frozenset({"_softmax", "_safe_softmax"})
 # What makes tensors of nothing, reductions and gathers whose rows are others, and losses, of which Inductor writes no
 # probabilities.
-_NOT_TAKEN = frozenset({"arange", "full", "new_full", "zeros", "new_zeros", "ones", "new_ones", "scalar_tensor", "max",
+_NOT_TAKEN = frozenset({"arange", "full", "new_full", "zeros", "new_zeros", "ones", "new_ones", "scalar_tensor", "max", "min",
+                        "argmax", "argmin", "any", "all",
                         "native_group_norm", "gather", "nll_loss_forward", "stack", "lift_fresh_copy", "lift", "detach",
                         "copy", "norm", "_log_softmax", "huber_loss", "smooth_l1_loss", "binary_cross_entropy"})  # fmt: skip
 

@@ -254,6 +254,7 @@ _RULES: dict[str, _Rule] = {
     "mul": lambda graph, node, g: (_mul(graph, g, node.args[1]), _mul(graph, g, node.args[0])),
     "div": _divided,
     "power": _powered,
+    "fmod": _nothing,
     "maximum": _extremum("gt"),
     "minimum": _extremum("lt"),
     "where": _where,

@@ -47,7 +47,8 @@ _UNARY = {"neg": "-{}", "exp": "tl.exp({})", "exp2": "tl.exp2({})", "log2": "tl.
           "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0)).to(ACC)", "sin": "tl.sin({})",
           "cos": "tl.cos({})", "erf": "tl.erf({})", "floor": "tl.floor({})", "ceil": "tl.ceil({})", "not": "{} == 0",
           "isnan": "{0} != {0}"}  # fmt: skip
-_BINARY = {"power": "", "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "and": "{} & {}", "or": "{} | {}",
+_BINARY = {"power": "", "fmod": "{} % {}", "quotient": "{} // {}",
+           "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "and": "{} & {}", "or": "{} | {}",
            "xor": "{} ^ {}", "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}", "ge": "{} >= {}", "eq": "{} == {}",
            "ne": "{} != {}",
            # A NaN stays, as in PyTorch.

@@ -3,6 +3,7 @@
 from . import activations as activations
 from . import creation as creation
 from . import elementwise as elementwise
+from . import functions as functions
 from . import losses as losses
 from . import norms as norms
 from . import reductions as reductions
@@ -22,5 +23,7 @@ REFUSED: dict[str, str] = {
                     "it takes a tensor's value for Python, and no kernel can wait for that; `torch.where` can replace an `if`"),
     **dict.fromkeys(("rand", "randn", "rand_like", "randn_like", "bernoulli", "uniform", "normal", "randint"),
                     "it draws random numbers; of these only dropout's are drawn again in a backward"),
-    **dict.fromkeys(("prod", "any", "all", "argmax", "argmin"), "it is a reduction without a kernel"),
+    "prod": "it is a reduction without a kernel; of positive numbers it is x.log().sum(-1).exp()",
+    **dict.fromkeys(("lgamma", "digamma", "erfc", "erfinv", "atan", "atan2", "asin", "acos", "hypot", "copysign"),
+                    "it is a function without a kernel; compute it outside"),
 }  # fmt: skip

@@ -12,6 +12,7 @@ from ..errors import NotRowwiseError
 from ..ir import Node, value_of
 from ..tracing import Value, kind_of
 from .common import TABLE, Lower, as_kind, as_value, differentiated, joined, lowers, pointwise
+from .functions import whole_quotient
 
 
 def _unary(op: str) -> Lower:
@@ -82,8 +83,8 @@ def _rsub(r: Any, out: Any, x: Any, y: Any, alpha: Any = 1) -> Value:
 
 @lowers("div", "div_", "true_divide")
 def _div(r: Any, out: Any, x: Any, y: Any, rounding_mode: str | None = None) -> Value:
-    if rounding_mode is not None or kind_of(out.dtype) != "float":
-        raise NotRowwiseError("a division that rounds")
+    if rounding_mode is not None:
+        return whole_quotient(r, out, x, y, rounding_mode)
     return pointwise(r, out, lambda a, b: r.graph.binary("div", a, b), x, y)
 
 
@@ -265,7 +266,7 @@ def _between(graph: Any, x: Node, low: Node | None, high: Node | None) -> Node:
         below = graph.binary("and", below, graph.make("lt", low, high))
         above = graph.binary("or", above, graph.make("lt", high, low))
     for beyond, bound in ((below, low), (above, high)):
-        if beyond is not None and bound.op != "const":
+        if beyond is not None and bound is not None and bound.op != "const":
             found = graph.binary("add", found, graph.where(beyond, bound, zero))
     return found  # type: ignore[no-any-return]
 

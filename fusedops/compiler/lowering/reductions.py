@@ -73,6 +73,67 @@ def _amin(r: Any, out: Any, x: Value, dim: Any = (), keepdim: bool = False) -> V
     return Value(as_kind(r, r.graph.unary("neg", node), kind), labels, out.dtype)
 
 
+@lowers("any")
+def _any(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) -> Value:
+    graph = r.graph
+    holds = graph.make("ne", x.node, as_kind(r, graph.const(0), x.node.kind)) if x.node.kind != "bool" else x.node
+    found = as_kind(r, holds, "int")
+    node, labels, _gone = reduced(r, "amax", Value(found, x.labels, x.dtype), dim, keepdim, "int")
+    return Value(as_kind(r, node, "bool"), labels, out.dtype)
+
+
+@lowers("all")
+def _all(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) -> Value:
+    graph = r.graph
+    fails = graph.make("eq", x.node, as_kind(r, graph.const(0), x.node.kind))
+    if x.node.kind == "bool":
+        fails = graph.unary("not", x.node)
+    found = _any(r, out, Value(fails, x.labels, x.dtype), dim, keepdim)
+    return Value(graph.unary("not", found.node), found.labels, out.dtype)
+
+
+@lowers("argmax")
+def _argmax(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) -> Value:
+    """The place of the first of the largest elements, or of the first that is not a number."""
+    if dim is None:
+        raise NotRowwiseError("argmax over all dimensions mixes rows; name one")
+    graph = r.graph
+    kind = "float" if x.node.kind == "float" else "int"
+    node, (label, size) = as_kind(r, x.node, kind), (x.labels[dim], length(r, x.labels[dim]))
+    given = Value(node, x.labels, x.dtype)
+    largest, labels, _gone = reduced(r, "amax", given, dim, keepdim, kind)
+    if largest is node:  # all are equal
+        return Value(graph.const(0), labels, out.dtype)
+    is_largest = graph.make("eq", node, largest)
+    if kind == "float":
+        is_largest = graph.binary("or", is_largest, graph.make("isnan", node))
+    place = graph.make("iota", attrs=label, axes=label, kind="int")
+    candidates = graph.where(is_largest, graph.unary("neg", place), graph.const(-size))
+    first, _labels, _gone = reduced(r, "amax", Value(candidates, x.labels, out.dtype), dim, keepdim, "int")
+    return Value(graph.unary("neg", first), labels, out.dtype)
+
+
+def _negated(r: Any, x: Value) -> Value:
+    kind = "float" if x.node.kind == "float" else "int"
+    return Value(r.graph.unary("neg", as_kind(r, x.node, kind)), x.labels, x.dtype)
+
+
+@lowers("argmin")
+def _argmin(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) -> Value:
+    return _argmax(r, out, _negated(r, x), dim, keepdim)
+
+
+@lowers("min")
+def _min(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) -> Any:
+    if isinstance(dim, Value):
+        return pointwise(r, out, lambda a, b: r.graph.binary("minimum", a, b), x, dim)
+    if dim is None:
+        found = _max(r, out, _negated(r, x))
+        return Value(r.graph.unary("neg", found.node), found.labels, out.dtype)
+    values, places = _max(r, out, _negated(r, x), dim, keepdim)
+    return [Value(r.graph.unary("neg", values.node), values.labels, out[0].dtype), places]
+
+
 @lowers("max")
 def _max(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) -> Any:
     if isinstance(dim, Value):
@@ -84,7 +145,7 @@ def _max(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) -> 
     node, labels, _gone = reduced(r, "amax", x, dim, keepdim, kind_of(out[0].dtype))
     if node.op == "amax":  # only one of equal elements has the gradient
         node = r.graph.make("amax", *node.args, attrs=(*node.attrs, "first"), axes=node.axes)
-    return [Value(node, labels, out[0].dtype), None]
+    return [Value(node, labels, out[0].dtype), _argmax(r, out[1], x, dim, keepdim)]
 
 
 # Longer rows are passed over tile by tile, once for each sum of differences.
@@ -103,9 +164,11 @@ def variance(
     count = length(r, axes)
     mean = graph.binary("mul", repeated(r, x, total, axes), graph.const(1.0 / count))
     if exact and 1 < count <= _MOST_SUMMED_AGAIN and count & (count - 1):  # sums of equal powers of two are exact
+        # A quotient is rounded where a compiler would leave a product in the next difference as it is.
+        mean = graph.binary("div", repeated(r, x, total, axes), graph.const(float(count)))
         left = graph.binary("sub", as_kind(r, x.node, "float"), mean)
         off, _, _gone = reduced(r, "sum", Value(left, x.labels, x.dtype), dim, keepdim, "float")
-        corrected = graph.binary("add", mean, graph.binary("mul", repeated(r, x, off, axes), graph.const(1.0 / count)))
+        corrected = graph.binary("add", mean, graph.binary("div", repeated(r, x, off, axes), graph.const(float(count))))
         corrected = graph.where(graph.make("isnan", corrected), mean, corrected)  # of an infinite mean
         mean = graph.make("instead", corrected, mean)
     # A variance does not change with the mean: its derivative there is zero, which a sum would find by rounding.
