@@ -200,6 +200,22 @@ def test_a_transform_or_another_layout_leaves_other_calls_fused() -> None:
 
 
 @kernels
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("called", [False, True], ids=["not_called", "called"])
+def test_exported_programs_need_no_function(strict: bool, called: bool, fresh_dynamo: None) -> None:
+    """They are in PyTorch's operators, which every process has; the module's own calls are fused, before and after."""
+    module, x = Scale(), randn(5, 24)
+    if called:
+        module(x)
+    exported = torch.export.export(module, (x,), strict=strict)
+    calls = [node.target for node in exported.graph.nodes if node.op == "call_function"]
+    assert calls and all(target.namespace == "aten" for target in calls)  # type: ignore[union-attr]
+    with launch.record() as launched:
+        torch.testing.assert_close(exported.module()(x), module(x))
+    assert len(launched) == 1
+
+
+@kernels
 def test_captured_methods_of_tensors() -> None:
     relu, add, x = Tensor.relu, Tensor.__add__, randn(5, 24)
     assert torch.equal(fusedops.rowwise(lambda x: add(relu(x), 1.0), strict=True)(x), x.relu() + 1.0)

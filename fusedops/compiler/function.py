@@ -129,8 +129,9 @@ class Rowwise(Generic[_P, _R]):
     def _called(self, *args: Any) -> Any:
         """The outputs for all arguments by place."""
         autocast = compat.any_autocast_enabled() and _autocast()
-        # A part of what is being traced; or a transform, under which PyTorch's operators run, with what is captured now.
-        if recording() or compat.transforms() or compat.in_forward_mode():
+        # A part of what is being traced; a transform, under which PyTorch's operators run, with what is captured now; or a
+        # program that another process loads, which would not know the registered operators.
+        if recording() or compat.transforms() or compat.in_forward_mode() or torch.compiler.is_exporting():
             return self._run(*args)
         key: Any = None
         call: _Call | None = None
@@ -241,6 +242,8 @@ class Rowwise(Generic[_P, _R]):
         if kwargs or len(args) != self._count:
             args = self._positional(args, kwargs)
         if any(not isinstance(a, (Tensor, *PLAIN)) for a in args):
+            return self._run(*args)
+        if torch.compiler.is_exporting():
             return self._run(*args)
         if captures(self.function) or not self._allow():  # captured tensors would be constants of the graph
             return self._run(*args)

@@ -80,10 +80,10 @@ class _Checker:
         self._nodes()
         _require(len(found["results"]) == len(found["outputs"]) > 0, "results")
         for (labels, *_), parts in zip(found["outputs"], found["results"], strict=True):
-            axes = {axis for label in labels for axis in label}
-            _require(axes.issuperset(found["rows"]), "an output without rows")
-            self._parts(parts, axes)
-            _require(all(axes.issuperset(self.found["nodes"][number][3]) for _, number in parts), "results")
+            its = {axis for label in labels for axis in label}
+            _require(its.issuperset(found["rows"]), "an output without rows")
+            self._parts(parts, its)
+            _require(all(its.issuperset(self.found["nodes"][number][3]) for _, number in parts), "results")
         for parts, dtype in found["values"]:
             _require(dtype in _DTYPES, "dtype")
             self._parts(parts, None)
