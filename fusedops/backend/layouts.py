@@ -98,7 +98,7 @@ def _copied(graph: fx.Graph, node: fx.Node, user: fx.Node | None = None) -> None
     with graph.inserting_after(node):
         turned = graph.call_function(torch.ops.aten.permute.default, (node, order))
     with graph.inserting_after(turned):
-        dense = {"memory_format": torch.contiguous_format}
+        dense: dict[str, Any] = {"memory_format": torch.contiguous_format}
         copy = graph.call_function(torch.ops.aten.clone.default, (turned,), dense)
     with graph.inserting_after(copy):
         made = graph.call_function(torch.ops.aten.permute.default, (copy, back))
