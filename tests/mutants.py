@@ -382,11 +382,11 @@ MUTANTS = (
         ("test_backend_results.py", "test_results_lie_in_memory"),
     ),
     Mutant(
-        "a tensor of which a region computes what is only detached has zeros for a gradient",
+        "a product that is only detached has zeros for a gradient",
         "backend/gradients.py",
         "if node in needs and any(_hands_on(user, found) for user in node.users):",
         "if node in needs:",
-        ("test_backend_results.py", "test_what_has_gradients"),
+        ("test_backend_products.py", "only_detached"),
     ),
     Mutant(
         "what is viewed without gradients requires none",
