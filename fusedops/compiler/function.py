@@ -279,7 +279,7 @@ class Rowwise(Generic[_P, _R]):
                 warnings.warn(
                     f"fusedops.rowwise does not fuse {self.name}, and runs it as plain PyTorch: {error}",
                     RuntimeWarning,
-                    stacklevel=3,
+                    stacklevel=_stacklevel(),
                 )
             return _Call(None, reason=str(error))
         found.program.strict = self.strict
@@ -347,6 +347,14 @@ def _number(value: Any) -> Any:
     if isinstance(value, torch.SymFloat):
         return float(value)
     return int(value) if isinstance(value, (torch.SymInt, torch.SymBool)) else value
+
+
+def _stacklevel() -> int:
+    """Of the caller's frame, for a warning that the calling function gives: of the call, outside of this file."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _inside(args: Sequence[Any]) -> list[Tensor]:
