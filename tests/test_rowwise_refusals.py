@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Normal
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -185,7 +186,12 @@ def checkpointed(x: Tensor) -> Tensor:
     return checkpoint(torch.exp, x, use_reentrant=True)  # here
 
 
+def validated(x: Tensor) -> Tensor:
+    return Normal(x, 1.0).log_prob(x * 2)  # here
+
+
 REFUSED: dict[Callable[..., Any], str] = {
+    validated: "validate_args=False",
     straight_through: "Sign is a torch.autograd.Function",
     reversed_gradient: "Reversed is a torch.autograd.Function",
     cumulated: "cumsum|each column depends on those before it",
@@ -253,6 +259,24 @@ def test_refused_function_runs_as_it_is(function: Callable[..., Any]) -> None:
     assert launched == [] and torch.equal(got, again)
     if function not in (random, noise):
         assert torch.equal(got, expected)
+
+
+class Cumulated(nn.Module):
+    """Has a method that is refused."""
+
+    @fusedops.rowwise
+    def cumulated(self, x: Tensor) -> Tensor:
+        return x.cumsum(-1)
+
+
+@kernels
+def test_the_warning_is_about_the_callers_line() -> None:
+    """Of a method as of a function, and of arguments by keyword."""
+    x = randn(5, 24)
+    for call in (lambda: Cumulated().cumulated(x), lambda: fusedops.rowwise(cumulated)(x=x)):
+        with pytest.warns(RuntimeWarning, match="each column depends") as caught:
+            call()
+        assert [w.filename for w in caught] == [__file__]
 
 
 @kernels
@@ -355,7 +379,7 @@ Pair = namedtuple("Pair", "first second")
 @pytest.mark.parametrize("returned", [None, 3.0, (), {"y": 1}, "text"], ids=["none", "number", "empty", "dict", "text"])
 def test_function_that_returns_no_tensor(returned: Any) -> None:
     function = fusedops.rowwise(lambda x: returned, strict=True)
-    with pytest.raises(fusedops.NotRowwiseError, match=r"returns|expected a tensor|is a dict"):
+    with pytest.raises(fusedops.NotRowwiseError, match=r"expected a tensor, or a tuple or list of tensors|is a dict"):
         function(randn(5, 24))
 
 

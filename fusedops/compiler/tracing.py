@@ -113,8 +113,16 @@ def trace(call: Callable[..., Any], arguments: Sequence[Any], function: Callable
     traced.container = "tuple" if type(returned) is tuple else "list" if type(returned) is list else "tensor"
     outputs = (returned,) if traced.container == "tensor" else returned
     if not outputs or not all(isinstance(out, Tensor) for out in outputs):
-        what = type(returned).__name__
-        raise NotRowwiseError(f"{recorder.name} returns {what}, expected a tensor or a tuple of tensors")
+        kinds = sorted({type(out).__name__ for out in outputs if not isinstance(out, Tensor)})
+        what = (
+            f"{type(returned).__name__} of {', '.join(kinds)}"
+            if outputs is returned and kinds
+            else type(returned).__name__
+        )
+        raise NotRowwiseError(
+            f"{recorder.name} returns {what}, expected a tensor, or a tuple or list of tensors; return these, and put them "
+            "into what else a caller expects outside"
+        )
     traced.outputs = [recorder.value(out) for out in outputs]
     recorder.name_nodes()
     return traced

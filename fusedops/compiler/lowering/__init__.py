@@ -23,6 +23,8 @@ REFUSED: dict[str, str] = {
                     "it takes a tensor's value for Python, and no kernel can wait for that; `torch.where` can replace an `if`"),
     **dict.fromkeys(("rand", "randn", "rand_like", "randn_like", "bernoulli", "uniform", "normal", "randint"),
                     "it draws random numbers; of these only dropout's are drawn again in a backward"),
+    "_is_all_true": "it takes for Python whether a condition holds everywhere, as distributions do to validate their "
+                    "arguments; pass validate_args=False",
     "prod": "it is a reduction without a kernel; of positive numbers it is x.log().sum(-1).exp()",
     **dict.fromkeys(("lgamma", "digamma", "erfc", "erfinv", "atan", "atan2", "asin", "acos", "hypot", "copysign"),
                     "it is a function without a kernel; compute it outside"),
