@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedops
 from backends import Backend, PostNorm, randn
 from fusedops.backend import entry
-from fusedops.core import compat
+from fusedops.core import compat, operators
 from support import DEVICE
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
@@ -293,6 +293,59 @@ def test_semantics_of_the_graph(function: Callable[..., Any]) -> None:
     pointers = [[t.data_ptr() for t in ours[:-2]] for ours in (found, expected)]
     shared = [[a == b for a, b in itertools.combinations(ours, 2)] for ours in pointers]
     assert shared[0] == shared[1]
+
+
+@pytest.mark.parametrize("change", [
+    lambda y: y.unsqueeze_(0), lambda y: y[:, :1].squeeze_(1), lambda y: y.squeeze_(), lambda y: y.transpose_(0, 1),
+    lambda y: y.swapaxes_(0, 1), lambda y: y[0].t_().t_(), lambda y: y.as_strided_((2, 8), (8, 1)),
+    lambda y: y.mul_(2).unsqueeze_(1).mul_(2)])  # fmt: skip
+def test_regions_have_the_shape_from_after_a_change_in_place(change: Callable[[Tensor], Tensor]) -> None:
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        y = x.cumsum(0)
+        before = y[0] * 2
+        changed = change(y)
+        return F.layer_norm(changed * w, (8,), w), before, F.layer_norm(y.sin() * w, (8,), w) + 1
+
+    x, w = randn(4, 6, 8).requires_grad_(), randn(8).requires_grad_()
+    backend, results = Backend(), []
+    for call in (function, torch.compile(function, backend=backend)):
+        outputs = call(x, w)
+        total = sum([(number + 1) * t.square().sum() for number, t in enumerate(outputs)])
+        results.append((*outputs, *torch.autograd.grad(total, (x, w))))
+    assert backend.report.fused and not backend.report.left
+    for one, other in zip(*results, strict=True):
+        assert one.stride() == other.stride()
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+
+
+def test_graph_in_which_a_tensor_gets_other_memory_is_left() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        y = x.cumsum(0)
+        y.set_(x.cumsum(1)[:2])
+        return F.layer_norm(y * w, (8,), w)
+
+    x, w, backend = randn(4, 8), randn(8).requires_grad_(), Backend()
+    torch.testing.assert_close(torch.compile(function, backend=backend)(x, w), function(x, w), rtol=1e-4, atol=1e-5)
+    assert backend.report.left == ["set_ changes a tensor's shape in place; compute another tensor"]
+
+
+def test_program_refuses_shapes_that_it_was_not_made_for() -> None:
+    """Kernels would read and write beyond the tensors."""
+    x, w, backend = randn(4, 6, 8), randn(8).requires_grad_(), Backend()
+    torch.compile(lambda x: F.layer_norm(x * w, (8,), w), backend=backend)(x)
+    (region,) = backend.report.fused
+    program = region.program
+    name, call = f"{program.name}_forward", operators.encode(program.record(program.op), program.dtypes, True)
+    forward = getattr(torch.ops.fusedops, name).default
+    tensors = [x if operand.axes == program.structure.inputs[program.first].axes else w.detach()
+               for operand in program.structure.inputs]  # fmt: skip
+    first = program.first
+    with torch.no_grad():
+        forward(*tensors, None, 0, 8, call)
+        for place, shape in ((first, (4, 6, 9)), (first, (4, 6)), (1 - first, (7,))):
+            given = [randn(*shape) if number == place else tensor for number, tensor in enumerate(tensors)]
+            with pytest.raises((RuntimeError, IndexError), match=r"made for|out of range"):
+                forward(*given, None, 0, 8, call)
 
 
 def _zero(x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from ..compiler.tracing import traced_with_others
 from ..core import compat, launch
 from ..models.tricks.masks import made_contiguous
 from ..models.tricks.padding import HALF
-from .changes import without_changes
+from .changes import NotCapturedError, without_changes
 from .heads import Repeats
 from .masks import Constants, Mask
 from .regions import FUNCTION, drop_unused, name_of
@@ -41,18 +41,6 @@ _WRITE = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ipow"})
 _MOST_NUMBERS = 4096
 # Methods that change how a tensor is differentiated, of which nothing is recorded.
 _CHANGES_DERIVATIVE = frozenset({"detach_", "requires_grad_", "register_hook", "retain_grad"})
-
-
-class NotCapturedError(Exception):
-    """A graph that cannot be captured without a loss.
-
-    Attributes:
-        reason: why; `fx.Interpreter` adds to the message.
-    """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 def captured(gm: fx.GraphModule, inputs: Sequence[Any], inner: Inner) -> fx.GraphModule:

@@ -193,6 +193,12 @@ def prepare(program: Program, device_index: int, tensors: Sequence[Tensor], *, s
         launcher.compile(drawn if program.structure.drops else 0, bucket)
 
 
+def _other_shape(site: RowwiseSite, kind: str, place: int, shape: Sequence[int], made_for: Sequence[int]) -> None:
+    raise RuntimeError(
+        f"{site.program.op}: {kind} {place} has the shape {tuple(shape)}, but its program was made for {made_for}"
+    )
+
+
 class _Launcher:
     """Writes the function that launches kernels one after the other.
 
@@ -215,7 +221,7 @@ class _Launcher:
         """The function."""
         plans: dict[Any, _Plan] = tuning.register_cache({})
         namespace: dict[str, Any] = {"as_rows": as_rows, "vector": vector, "BUCKET": BUCKET, "plans": plans, "torch": torch,
-                                     "seed_kind": seed_kind,
+                                     "seed_kind": seed_kind, "other_shape": _other_shape,
                                      "make": functools.partial(tuning.plan, plans), "build": self._plan, "site": self.site,
                                      "summed": self._summed}  # fmt: skip
         exec(compile(self.source(), f"<fusedops launch of {self.program.op}>", "exec"), namespace)
@@ -225,8 +231,10 @@ class _Launcher:
         """Of the function."""
         like, output = self.like
         lines = ["seed, offset, _ = state", "kind = 0 if seed is None else seed_kind(offset)", "bits = 0",
-                 f"rows = {like}.numel() // {self.program.row_size(output)}"]  # fmt: skip
-        for kind, place in dict.fromkeys((a.kind, a.place) for kernel in self.kernels for a in kernel.arguments):
+                 f"full = {like}.shape", f"rows = {like}.numel() // {self.program.row_size(output)}"]  # fmt: skip
+        operands = dict.fromkeys((a.kind, a.place) for kernel in self.kernels for a in kernel.arguments)
+        lines += [line for kind, place in operands for line in self._check(kind, place)]
+        for kind, place in operands:
             lines += self._operand(kind, place)
         if self.last.grouped:
             lines += [f"groups = {self._product(self.program.group)}", "rows //= groups"]
@@ -323,6 +331,21 @@ class _Launcher:
         return [*lines, f"more = {name}.data_ptr()", f"if more and {name}.is_contiguous() and not {name}.is_neg():",
                 f"    bits |= {bits}", "else:", *[f"    {line}" for line in read]]  # fmt: skip
 
+    def _check(self, kind: str, place: int) -> list[str]:
+        """The lines that compare a tensor's shape with what the program was made for: kernels write by that alone."""
+        name = self.names.get((kind, place))
+        if name is None:
+            return []
+        sizes = [str(len(self.program.plan.stats)), "rows"]
+        if kind != "stats":
+            sizes = [self._product(label) for label in self._operand_of(kind, place).labels]
+        shape = f"({''.join(f'{size}, ' for size in sizes)})"
+        given = f"{name} is not None and " if kind in ("stats", "intermediate") else ""
+        return [
+            f"if {given}{name}.shape != {shape}:",
+            f"    other_shape(site, '{kind}', {place}, {name}.shape, {shape})",
+        ]
+
     def _operand_of(self, kind: str, place: int) -> Operand:
         if kind in ("input", "gradient"):
             return self.structure.inputs[place]
@@ -348,8 +371,7 @@ class _Launcher:
     def _size(self, axis: int) -> str:
         if axis not in self.program.dynamic:
             return str(self.structure.sizes[axis])
-        like, output = self.like
-        return f"{like}.shape[{self.program.dims_of(output)[axis]}]"
+        return f"full[{self.program.dims_of(self.like[1])[axis]}]"
 
     def _summed(self, place: int, gradient: Tensor, out: Tensor, sizes: Sequence[int]) -> None:
         """The sum of a gradient over the rows that the input has not."""

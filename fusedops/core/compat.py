@@ -745,6 +745,17 @@ def mutates(target: Any) -> bool:
     return isinstance(target, OVERLOAD) and target._schema.is_mutable  # type: ignore[attr-defined]
 
 
+def changes_shape(target: Any) -> bool:
+    """Whether an operator changes the shape, the strides or the memory of the tensor that it is given."""
+    return isinstance(target, OVERLOAD) and torch.Tag.inplace_view in target.tags  # type: ignore[attr-defined]
+
+
+def is_view(target: Any) -> bool:
+    """Whether an operator's result shares the memory of an argument, which it does not write."""
+    infos = [one.alias_info for one in target._schema.arguments if one.alias_info is not None]
+    return bool(infos) and not any(info.is_write for info in infos)
+
+
 def written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that an operator writes into."""
     if not mutates(target):
