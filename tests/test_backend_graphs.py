@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from backends import Backend, PostNorm, randn
-from fusedops.backend import entry
-from fusedops.core import compat, operators
+from fusedops.backend import entry, programs
+from fusedops.core import compat, operators, registration
 from support import DEVICE
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
@@ -346,6 +346,54 @@ def test_program_refuses_shapes_that_it_was_not_made_for() -> None:
             given = [randn(*shape) if number == place else tensor for number, tensor in enumerate(tensors)]
             with pytest.raises((RuntimeError, IndexError), match=r"made for|out of range"):
                 forward(*given, None, 0, 8, call)
+
+
+def _hidden_states_summed(x: Tensor, w: Tensor) -> Tensor:
+    """More tensors than an operator of PyTorch takes."""
+    states = [x.roll(number, 0) for number in range(66)]
+    return F.layer_norm(sum(number * state * w for number, state in enumerate(states)), (8,), w)
+
+
+def _slices_normalised(x: Tensor, w: Tensor) -> Tensor:
+    """As many results as slices, more than there are letters."""
+    slices = x.repeat(1, 30, 1).split(6, 1)
+    return torch.cat([torch.tanh(F.layer_norm(one, (8,), w)) for one in slices], 1)
+
+
+@pytest.mark.parametrize("function", [_hidden_states_summed, _slices_normalised])
+def test_gradients_through_many_tensors(function: Callable[..., Any]) -> None:
+    """Also in the second and third graph, for which programs of the first are known."""
+    w, backend = randn(8).requires_grad_(), Backend()
+    compiled = torch.compile(function, backend=backend)
+    for rows in (2, 3, 4):
+        x = randn(rows, 6, 8)
+        cotangent = torch.randn_like(function(x, w))
+        ours, theirs = [torch.autograd.grad(call(x, w), w, cotangent)[0] for call in (compiled, function)]
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    assert all(not region.reason or "use fewer tensors" in region.reason for region in backend.report.regions)
+    assert backend.report.graphs > 1 and not backend.report.left
+
+
+def test_operators_are_registered_with_their_derivative_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return F.layer_norm(x * w, (8,), w) * 17 + 23 * w
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError("no derivative")
+
+    x, w = randn(4, 8), randn(8).requires_grad_()
+    (expected,) = torch.autograd.grad(function(x, w).cos().sum(), w)
+    for fails in (True, True, False):
+        torch.compiler.reset()
+        backend = Backend()
+        with monkeypatch.context() as patched:
+            if fails:
+                patched.setattr(registration, "_differentiate", failing)
+            else:
+                patched.setattr(programs, "_known", {})
+            (found,) = torch.autograd.grad(torch.compile(function, backend=backend)(x, w).cos().sum(), w)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+        assert [region.reason for region in backend.report.regions] == ["RuntimeError: no derivative" if fails else ""]
 
 
 def _zero(x: Tensor) -> Tensor:

@@ -92,6 +92,8 @@ def made(found: Region, saved: Collection[fx.Node] = ()) -> Made:
             _known[key] = _made(function, tensors, kept)
         except NotRowwiseError as error:
             _known[key] = str(error).removeprefix("region: ")  # an error would keep the tensors of its frames
+        except Exception as error:  # noqa: BLE001 - it would fail again
+            _known[key] = f"{type(error).__name__}: {error}"
     known = _known[key]
     if isinstance(known, str):
         raise NotRowwiseError(known)

@@ -18,7 +18,7 @@ from ..core import launch, rng, tuning
 from ..core.dropout import Dropout
 from ..core.operator import Axes, Constants, Dtypes, Operator, Site
 from ..core.operators import encode
-from ..core.registration import define
+from ..core.registration import MOST_ARGUMENTS, arguments, define
 from . import launching
 from .allocating import gradient_allocator, output_allocator
 from .axes import Label
@@ -113,8 +113,13 @@ class Program(Operator):
         self.backward_key: Callable[[Any, Any], launching.BackwardKey] = launching.backward_key(self)
         # Functions that are the same to the last number, in two places of a program, share the registered operators.
         if self.name not in _registered:
-            _registered.add(self.name)
+            if (count := arguments(self)) > MOST_ARGUMENTS:
+                raise NotRowwiseError(
+                    f"{name}: {len(self.tensors)} tensors, {self.count} results and what is saved for backward are {count} "
+                    f"arguments, and PyTorch's operators have at most {MOST_ARGUMENTS}; use fewer tensors, or stack them"
+                )
             define(self)
+            _registered.add(self.name)
 
     # --- before a call ------------------------------------------------------------------------------------------------
 

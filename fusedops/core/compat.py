@@ -745,6 +745,13 @@ def mutates(target: Any) -> bool:
     return isinstance(target, OVERLOAD) and target._schema.is_mutable  # type: ignore[attr-defined]
 
 
+def undefine(library: torch.library.Library) -> None:
+    """Removes what a library has registered; without the private method, when its last reference goes."""
+    destroy = getattr(library, "_destroy", None)
+    if destroy is not None:
+        destroy()
+
+
 def changes_shape(target: Any) -> bool:
     """Whether an operator changes the shape, the strides or the memory of the tensor that it is given."""
     return isinstance(target, OVERLOAD) and torch.Tag.inplace_view in target.tags  # type: ignore[attr-defined]

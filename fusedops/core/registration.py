@@ -25,7 +25,10 @@ from . import compat, function, rng
 from .operator import Operator, Site
 from .operators import present, site_from
 
-__all__ = ["define", "implement"]
+__all__ = ["MOST_ARGUMENTS", "arguments", "define", "implement"]
+
+# PyTorch registers no operator of more.
+MOST_ARGUMENTS = 64
 
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _PLAIN = _TENSORS | {type(None), str, int, float, bool}
@@ -33,10 +36,29 @@ _PLAIN = _TENSORS | {type(None), str, int, float, bool}
 _LIBRARIES: list[torch.library.Library] = []
 
 
+def arguments(op: Operator) -> int:
+    """The most arguments of an operator that `define` registers: there are at most `MOST_ARGUMENTS`."""
+    read, numbers = op.visible + len(op.saved), len(op.numbers)
+    returning = max(len(op.tensors) + 4, read + 5) + numbers  # the seed, and constants one by one
+    return max(returning, len(op.tensors) + max(len(op.outputs), read) + 2)  # the seed, and constants as a string
+
+
 def define(op: Operator) -> None:
-    """Registers the operators of ``op``."""
+    """Registers the operators of ``op``, all or none: an operator without its derivative would cut gradients.
+
+    Raises:
+        RuntimeError: PyTorch does not take one of them.
+    """
     library = torch.library.Library("fusedops", "FRAGMENT")
+    try:
+        _define_all(op, library)
+    except BaseException:
+        compat.undefine(library)
+        raise
     _LIBRARIES.append(library)
+
+
+def _define_all(op: Operator, library: torch.library.Library) -> None:
     count = len(op.tensors)
     numbers = "".join([f", float {name}" for name in op.numbers])
     constants = f"int threshold, int cols, str call{numbers}"
@@ -164,7 +186,7 @@ def _define(library: torch.library.Library, name: str, tensors: str, constants: 
     """
     count = tensors.count(",") + 1
     lists = "Tensor[]" in tensors
-    places = ", ".join([f"Tensor({chr(ord('a') + i)}!)? {output}" for i, output in enumerate(outputs)])
+    places = ", ".join([f"Tensor(a{i}!)? {output}" for i, output in enumerate(outputs)])
     returns = "Tensor" if len(outputs) == 1 else f"({', '.join(['Tensor'] * len(outputs))})"
     library.define(f"{name}({tensors}, {constants}) -> {returns}", tags=tags)
     library.define(f"{name}_out({tensors}, {places}, str call) -> ()", tags=tags)
