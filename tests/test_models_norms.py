@@ -664,7 +664,7 @@ def _instance(cls: Any) -> nn.Module | None:
 
 
 # Called norms, and none: the reciprocal of the root mean square; a weight before the norm; a norm and an MLP.
-_NO_NORMS = {"HYV4UnweightedRMSNorm", "MuseSparkTextInputScaledRMSNorm", "AXK2GatedRMSNorm"}
+_NO_NORMS = {"HYV4UnweightedRMSNorm", "HYV4VLUnweightedRMSNorm", "MuseSparkTextInputScaledRMSNorm", "AXK2GatedRMSNorm"}
 
 
 @transformers_only

@@ -46,7 +46,8 @@ def test_lower_bound_is_the_packages(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Triton", "einops", "Transformers"])
 def test_pinned_version_is_named(name: str) -> None:
-    (pinned,) = re.findall(rf"^{_PACKAGES[name]}==([\d.]+)$", _PINS, re.MULTILINE)
+    """Of a range the highest."""
+    (pinned,) = re.findall(rf"^{_PACKAGES[name]}(?:>=[\d.]+,<|=)=([\d.]+)$", _PINS, re.MULTILINE)
     assert pinned in TESTED[name]
 
 
@@ -61,13 +62,14 @@ def test_transformers_is_what_runs_each_night() -> None:
 
 
 def test_pytorch_is_what_ci_runs() -> None:
-    """The lowest and the highest minor release that the pins allow, and the one of each night."""
-    (low, high) = re.findall(r"^torch>=([\d.]+),<([\d.]+)$", _PINS, re.MULTILINE)[0]
-    (nightly,) = re.findall(
-        r"^ +torch: ([\d.]+)$", (_WORKFLOWS / "nightly.yml").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    major, minor = _numbers(high)
-    assert TESTED["PyTorch"] == [low, f"{major}.{minor - 1}", nightly]
+    """The oldest and the newest each night, and the minor release that the pins allow for every change."""
+    ((low, high),) = re.findall(r"^torch>=([\d.]+),<([\d.]+)$", _PINS, re.MULTILINE)
+    nightly = (_WORKFLOWS / "nightly.yml").read_text(encoding="utf-8")
+    oldest, newest = re.findall(r"^ +torch: ([\d.]+)$", nightly, re.MULTILINE)
+    major, minor = _numbers(low)
+    assert high == f"{major}.{minor + 1}"
+    assert TESTED["PyTorch"] == [oldest, low, newest]
+    assert _numbers(oldest)[:2] == _numbers(NEEDED["PyTorch"])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
