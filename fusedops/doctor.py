@@ -17,7 +17,10 @@ from .core import cache, launch, tuning
 from .core.version import __version__
 from .tune.workloads import Workload, discover, keys_of, operators
 
-__all__ = ["add_parser", "run"]
+__all__ = ["ON_GPUS", "add_parser", "run"]
+
+# The releases of torch and Triton with which the kernels have run on GPUs, as docs/versions.md has them.
+ON_GPUS = ("2.11", "3.6")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -43,6 +46,7 @@ def _lines() -> Iterator[tuple[str, bool]]:
     triton = _triton_version()
     libraries = f"fusedops {__version__}, torch {torch.__version__}, Triton {triton or 'none'}"
     yield f"versions: {libraries}, Python {platform.python_version()}, {_toolkit()}", False
+    yield f"tested on GPUs: torch {ON_GPUS[0]} with Triton {ON_GPUS[1]}; other releases on CPUs", False
     gpu = torch.cuda.is_available()
     yield f"device: {_device() if gpu else 'no GPU'}", False
     yield _launcher(gpu, triton)

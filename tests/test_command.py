@@ -183,7 +183,7 @@ def diagnosed(capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
 def test_nothing_wrong(capsys: pytest.CaptureFixture[str], kernel_path: bool) -> None:
     code, lines = diagnosed(capsys)
     assert code == 0 and not any(line.startswith("WRONG") for line in lines)
-    starts = ("versions: fusedops", "device: ", "launcher: ", "configs: ", "tuning at first use: ", "cache: ",
+    starts = ("versions: fusedops", "tested on GPUs: ", "device: ", "launcher: ", "configs: ", "tuning at first use: ", "cache: ",
               "entries: none")  # fmt: skip
     # Functions of whole models, and further names of an operator.
     others = {"NotRowwiseError", "__version__", "compile", "explain", "fuse_model", "fusion_status", "unfuse_model",

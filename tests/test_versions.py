@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fusedops.doctor import ON_GPUS
 from pages import PAGES, ROOT
 
 pytestmark = pytest.mark.once
@@ -70,6 +71,14 @@ def test_pytorch_is_what_ci_runs() -> None:
     assert high == f"{major}.{minor + 1}"
     assert TESTED["PyTorch"] == [oldest, low, newest]
     assert _numbers(oldest)[:2] == _numbers(NEEDED["PyTorch"])
+
+
+def test_what_ran_on_a_gpu() -> None:
+    """As `fusedops doctor` and the quick start have it."""
+    rows = re.findall(r"^\| ([\d.]+) \| ([\d.]+)[^|]*\| an NVIDIA", _PAGE, re.MULTILINE)
+    assert rows == [ON_GPUS]
+    start = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    assert f"on GPUs PyTorch {ON_GPUS[0]} with Triton {ON_GPUS[1]}, other releases on CPUs" in start
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
