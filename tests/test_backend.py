@@ -217,6 +217,35 @@ def test_one_graph_serves_all_lengths() -> None:
     assert backend.report.graphs == 1 and len(backend.report.fused) == count
 
 
+@pytest.mark.parametrize("rows", [
+    lambda x, first: torch.cat([first.expand(x.shape[0], -1, -1), x], 1),
+    lambda x, _: x.reshape(-1, 24),
+    lambda x, _: x[:, : x.shape[1] // 2].cumsum(0),
+    lambda x, _: torch.cat([x, x.cumsum(0)], 1),
+    lambda x, first: torch.cat([x, first.expand(x.shape[0], -1, -1)], 1).flatten(0, 1)],
+    ids=["class-token", "flattened", "half", "twice", "flattened-with-token"])  # fmt: skip
+def test_rows_that_are_an_expression_of_sizes(rows: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """As many regions at the second and third batch size and length as at the first, with sizes of one at last."""
+    first, (model, _, count) = randn(1, 1, 24).requires_grad_(), _built("post-norm")
+    backend = Backend()
+
+    def function(x: Tensor) -> Tensor:
+        return model(rows(x, first))  # type: ignore[no-any-return]
+
+    compiled, before = torch.compile(function, backend=backend), 0
+    for batch, length in ((3, 6), (4, 6), (5, 8), (1, 8), (2, 2)):
+        x, wanted = randn(batch, length, 24), [first, *model.parameters()]
+        cotangent, graphs = torch.randn_like(function(x)), backend.report.graphs
+        ours, theirs = [
+            torch.autograd.grad(call(x), wanted, cotangent, allow_unused=True) for call in (compiled, function)
+        ]
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        assert len(backend.report.fused) - before == count * (backend.report.graphs - graphs)
+        before = len(backend.report.fused)
+    assert not [region.reason for region in backend.report.regions if region.reason]
+
+
 def test_number_of_rows_is_no_constant_of_a_kernel() -> None:
     w = randn(8).requires_grad_()
 

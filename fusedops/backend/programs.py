@@ -170,19 +170,22 @@ class _Function:
         self.call = module.forward
 
     def _size(self, value: Any, given: Sequence[fx.Node]) -> Any:
-        """A size that is a symbol, from sizes of tensors."""
+        """A size that is a symbol or an expression of symbols, from sizes of tensors."""
         expression: Any = getattr(getattr(value, "node", None), "expr", None)
         is_size = expression is not None and expression.is_integer
-        if not is_size or not all(symbol in self._sizes for symbol in expression.free_symbols):
+        symbols = sorted(expression.free_symbols, key=str) if is_size else []
+        if not is_size or not all(symbol in self._sizes for symbol in symbols):
             raise NotRowwiseError("a size is not one of its tensors'")
-        symbols = sorted(expression.free_symbols, key=str)
-        sizes = [self.graph.call_function(torch.ops.aten.sym_size.int, (given[place], dim))
-                 for place, dim in [self._sizes[symbol] for symbol in symbols]]  # fmt: skip
+        places = [self._sizes[symbol] for symbol in symbols]
+        sizes = [
+            self.graph.call_function(torch.ops.aten.sym_size.int, (given[place], dim)) for place, dim, _, _ in places
+        ]
 
         def size(*numbers: int) -> int:
-            return _evaluated(expression, symbols, *numbers)
+            found = [(number - more) // times for number, (_, _, times, more) in zip(numbers, places, strict=True)]
+            return _evaluated(expression, symbols, *found)
 
-        self.expressions.append(f"{expression} of {symbols}")
+        self.expressions.append(f"{expression} of {symbols} at {places}")
         return self.graph.call_function(size, tuple(sizes))
 
 
@@ -190,14 +193,18 @@ def _evaluated(expression: Any, symbols: Sequence[Any], *sizes: int) -> int:
     return int(expression.subs(dict(zip(symbols, sizes, strict=True))))
 
 
-def _symbols(tensors: Sequence[fx.Node]) -> dict[Any, tuple[int, int]]:
-    """Where sizes that are symbols are found: the place of a tensor, and its dimension."""
-    found: dict[Any, tuple[int, int]] = {}
+def _symbols(tensors: Sequence[fx.Node]) -> dict[Any, tuple[int, int, int, int]]:
+    """Where each symbol is found: the place of a tensor, a dimension, and factor and summand of its size there."""
+    found: dict[Any, tuple[int, int, int, int]] = {}
     for place, node in enumerate(tensors):
         for dim, size in enumerate(value_of(node).shape):
-            expression = getattr(getattr(size, "node", None), "expr", None)
-            if expression is not None and expression.is_Symbol:
-                found.setdefault(expression, (place, dim))
+            for symbol in _free_symbols(size):
+                expression: Any = size.node.expr
+                times = expression.coeff(symbol)
+                more = expression - times * symbol
+                is_alone = times.is_Integer and more.is_Integer and times != 0
+                if is_alone and (symbol not in found or expression.is_Symbol):
+                    found[symbol] = (place, dim, int(times), int(more))
     return found
 
 
@@ -206,7 +213,9 @@ def _made(function: _Function, tensors: Sequence[fx.Node], kept: Sequence[int]) 
     symbols = {symbol for value in values for size in value.shape for symbol in _free_symbols(size)}
     structure, places = _structure(function, values, {})
     if symbols:
-        others = {symbol: 2 * hint + 3 for symbol, hint in _hints(values).items()}
+        # Multiples of the sizes, which are divisible by what those are, and no two of which are alike.
+        hints = _hints(values)
+        others = {symbol: (3 + 2 * number) * hints[symbol] for number, symbol in enumerate(sorted(hints, key=str))}
         if _structure(function, values, others)[0].text() != structure.text():
             raise NotRowwiseError("the result depends on the number of rows")
     source = Source(function.graph, places, structure, kept)
@@ -223,10 +232,9 @@ def _free_symbols(size: Any) -> Any:
 
 
 def _hints(values: Sequence[Tensor]) -> dict[Any, int]:
-    sizes: list[tuple[Any, int]] = [
-        pair for value in values for pair in zip(value.shape, compat.hints(value.shape), strict=True)
-    ]
-    return {size.node.expr: hint for size, hint in sizes if _free_symbols(size) and size.node.expr.is_Symbol}
+    """What symbols stand for in the call that is traced, also those that are only in expressions."""
+    return {symbol: compat.hint_of(symbol, size) for value in values for size in value.shape
+            for symbol in _free_symbols(size)}  # fmt: skip
 
 
 def _structure(function: _Function, values: Sequence[Tensor], others: dict[Any, int]) -> tuple[Structure, list[int]]:

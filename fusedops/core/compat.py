@@ -263,6 +263,13 @@ def hints(shape: Sequence[Any]) -> tuple[int, ...]:
     return tuple([int(size) if hint is None else int(hint) for size, hint in zip(shape, found, strict=True)])
 
 
+def hint_of(symbol: Any, size: Any) -> int:
+    """The number that a symbol of a size stands for in the call that is traced."""
+    environment = size.node.shape_env
+    known = getattr(environment, "backed_var_to_val", None) or getattr(environment, "var_to_val", {})
+    return int(known.get(symbol, size.node.hint))
+
+
 def share_memory(one: Tensor, other: Tensor) -> bool:
     """Whether tensors without memory would share it. Without the private name they are said to."""
     return memory_of(one) == memory_of(other)
