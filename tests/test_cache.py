@@ -121,6 +121,7 @@ def changed_key(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
         ("stale", changed("config", [2048, 4, 4, 1, 0, 0])),
         ("stale", changed("config", [1024, 4, "4", 1, 0, 0])),
         ("stale", changed("config", [1024, 4, 4.0, 1, 0, 0])),
+        ("stale", changed("config", [1024, True, 4, 1, 0, 0])),
     ],
 )
 def test_spoilt_entries(kind: str, spoil: Callable[[dict[str, Any]], None]) -> None:
@@ -130,6 +131,13 @@ def test_spoilt_entries(kind: str, spoil: Callable[[dict[str, Any]], None]) -> N
     path.write_text(json.dumps(content))
     (said,) = ignored()
     assert kind in said and str(path) in said
+
+
+def test_a_nested_entry() -> None:
+    """Deeper than Python's parser goes."""
+    written().write_text("[" * 100_000)
+    (said,) = ignored()
+    assert "torn" in said
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def check(path: Path, expected: Mapping[str, Any] | None = None) -> Config:
         key = TuningKey(*(parts[name] for name in TuningKey.__dataclass_fields__))
         config = Config(*numbers)
         own, right = _entry_key(key, found["device"]), path_of(key, found["device"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise EntryError("torn", f"not a complete entry: {type(error).__name__}") from None
     if expected is None and found != own:
         raise EntryError("another version's", "not for this version of fusedops or Triton")

@@ -224,7 +224,7 @@ def family_of(kernel: str) -> Family | None:
 def valid(key: TuningKey, config: Config) -> bool:
     """Whether the kernel may run with a config that was read from a file."""
     family = family_of(key.kernel)
-    if family is None or not all(isinstance(value, int) for value in astuple(config)):
+    if family is None or not all(type(value) is int for value in astuple(config)):
         return False
     powers = all(value > 0 and value & (value - 1) == 0 for value in (config.block_n, config.rows, config.warps))
     limits = config.warps <= 32 and 1 <= config.stages <= 8 and 0 <= config.per_sm <= _MOST_PER_SM
