@@ -129,11 +129,13 @@ def _reached(op: Operator, site: Site, grads: Tensors, needs: Sequence[bool]) ->
 def gradients(op: Operator, site: Site, state: State, saved: Tensors, grads: Tensors,
               needs: Sequence[bool]) -> Sequence[Tensor | None]:  # fmt: skip
     """The gradients of a call's tensors, None where not needed, and where no output with a cotangent depends on one."""
-    needs = _reached(op, site, grads, needs)
-    if torch.compiler.is_dynamo_compiling():
-        if all(g is None for g in grads) or not any(needs):
+    if (
+        torch.compiler.is_dynamo_compiling()
+    ):  # compiled autograd, whose graph the question below would break: zeros instead
+        if all(g is None for g in grads):
             return (None,) * len(needs)
         return _registered(op, site, state, saved, grads, needs)
+    needs = _reached(op, site, grads, needs)
     absent, kernels = True, not torch.is_grad_enabled() and not compat.is_intercepted()
     for g in grads:
         if g is not None:
