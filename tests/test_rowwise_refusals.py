@@ -187,7 +187,7 @@ def checkpointed(x: Tensor) -> Tensor:
 
 
 def validated(x: Tensor) -> Tensor:
-    return Normal(x, 1.0).log_prob(x * 2)  # here
+    return Normal(x, 1.0, validate_args=True).log_prob(x * 2)  # here
 
 
 REFUSED: dict[Callable[..., Any], str] = {
