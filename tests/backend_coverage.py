@@ -4,6 +4,8 @@ For each of `architectures.names`, in training: how many regions are one operato
 read and write, and those that are saved for backward, at its small sizes; and why others are left, with their number. Last
 come all reasons, and of how many architectures each leaves something.
 
+``--dynamic`` traces with sizes that are symbols, too, and fails if fewer regions of an architecture are fused than with numbers.
+
 ``--write`` writes the table to ``coverage/backend_transformers_VERSION.csv``; ``--check`` fails if fewer regions of an
 architecture are fused than there, or more of its graphs are left.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import os
 import re
 import signal
@@ -31,7 +34,8 @@ import torch
 import transformers
 
 import architectures
-import fusedops
+from fusedops.backend import entry
+from fusedops.backend.report import CompileReport
 
 FOLDER = Path(__file__).with_name("coverage")
 _SECONDS = 120
@@ -60,8 +64,11 @@ class Regions:
 COLUMNS = tuple(field.name for field in fields(Regions))
 
 
-def regions_of(name: str, device: torch.device | str = "cpu") -> Regions:
-    """Of one architecture, on a device with kernels; the reason is the error where it cannot be traced."""
+def regions_of(name: str, device: torch.device | str = "cpu", *, dynamic: bool = False) -> Regions:
+    """Of one architecture, on a device with kernels, with sizes as symbols if ``dynamic``.
+
+    The reason is the error where it cannot be traced.
+    """
     architecture = architectures.make(name)
     torch._dynamo.reset()
     signal.alarm(_SECONDS)
@@ -73,7 +80,9 @@ def regions_of(name: str, device: torch.device | str = "cpu") -> Regions:
         def call(**arguments: Any) -> Any:  # torch.compile passes over models whose own class is PyTorch's
             return model(**arguments)
 
-        report = fusedops.explain(call, **inputs)
+        report = CompileReport()
+        traced = torch.compile(call, backend=functools.partial(entry._explained, report), dynamic=dynamic or None)
+        traced(**inputs)
     except Exception as error:  # noqa: BLE001, not all can be traced
         return Regions(name, 0, 0, 0, 0, 0, 0, f"not traced: {type(error).__name__}")
     finally:
@@ -143,18 +152,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--check", action="store_true", help="fail if something that was fused in that file no longer is"
     )
+    parser.add_argument("--dynamic", action="store_true", help="fail if less is fused where sizes are symbols")
     options = parser.parse_args(arguments)
     if options.write and options.names:
         parser.error("--write is for all architectures")
     if options.check and not path().exists():
         print(f"there is no {path()}: write it first, with --write")
         return 1
-    start, found = time.monotonic(), []
+    start, found, fewer = time.monotonic(), list[Regions](), list[str]()
     signal.signal(signal.SIGALRM, _late)
     for name in options.names or architectures.names():
         with warnings.catch_warnings(), architectures.quiet():
             warnings.simplefilter("ignore")
             found.append(regions_of(name))
+            symbols = regions_of(name, dynamic=True) if options.dynamic else found[-1]
+        if symbols.fused < found[-1].fused:
+            fewer.append(f"{name}: {symbols.fused} fused, with numbers {found[-1].fused}; {symbols.reasons}")
+            print(fewer[-1], flush=True)
         print(f"{name:32}{found[-1].fused:4} of {found[-1].regions:4} regions  {found[-1].reasons}", flush=True)
     total, fused = sum(regions.regions for regions in found), sum(regions.fused for regions in found)
     print(f"\n{fused} of {total} regions of {len(found)} architectures are one operator each, in "
@@ -162,9 +176,11 @@ def main(arguments: list[str] | None = None) -> int:
     gone = lost(found) if options.check else []
     if gone:
         print(f"\nless than before, {len(gone)} architectures:", *gone, sep="\n  ")
+    if fewer:
+        print(f"\nless where sizes are symbols, {len(fewer)} architectures:", *fewer, sep="\n  ")
     if options.write:
         write(found)
-    return bool(gone)
+    return bool(gone or fewer)
 
 
 if __name__ == "__main__":
