@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import types
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -452,3 +455,85 @@ def test_method() -> None:
         want = F.rms_norm(x, (24,), blocks[0].weight, 10.0)
         torch.testing.assert_close(blocks[0].norm(x), want, rtol=1e-5, atol=1e-5)
     assert not KERNEL_PATH or launched or caught, "it fell back silently"
+
+
+def test_method_of_another_instance_under_transforms() -> None:
+    """The parameters are those of the call's instance, also after another that was called first is freed."""
+    x, blocks = randn(5, 24), [_Block(), _Block()]
+    for block in blocks:
+        block.norm(x)
+    second = blocks.pop()
+    blocks.clear()
+    gc.collect()
+    want = F.rms_norm(x, (24,), second.weight, 1e-6)
+    torch.testing.assert_close(torch.vmap(second.norm)(x), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.func.jvp(second.norm, (x,), (x,))[0], want, rtol=1e-5, atol=1e-5)
+
+
+def test_module_with_a_closure_is_freed() -> None:
+    """Programs outlive it, and do not hold what the function captures."""
+
+    def used() -> weakref.ref[nn.Module]:
+        block = _Block()
+        fusedops.rowwise(lambda x: x * block.weight, strict=True)(randn(5, 24))
+        return weakref.ref(block)
+
+    block = used()
+    gc.collect()
+    assert block() is None
+
+
+@pytest.mark.parametrize("names", [("0",), ("1", "0")], ids=str)
+def test_parameters_whose_names_are_no_identifiers(names: tuple[str, ...]) -> None:
+    """As those of a `Sequential`."""
+    model = nn.ModuleDict({name: nn.LayerNorm(24) for name in names})
+
+    def function(x: Tensor) -> Tensor:
+        for norm in model.values():
+            x = norm(x)
+        return x
+
+    x = randn(5, 24)
+    found = fusedops.rowwise(function, strict=True)
+    torch.testing.assert_close(found(x), function(x), rtol=1e-5, atol=1e-5)
+    assert found.source(x)
+
+
+def test_helper_that_is_defined_anew() -> None:
+    """Each is seen, whatever its address, and so is a number that only the new one names."""
+    scope: dict[str, Any] = {"scale": 3.0}
+    helper: Callable[[Tensor], Tensor] = torch.neg
+
+    @fusedops.rowwise(strict=KERNEL_PATH)
+    def function(x: Tensor) -> Tensor:
+        return helper(x)
+
+    x = randn(5, 24)
+    for factor in range(12):
+        exec(f"def helper(x): return x * {factor}", scope)
+        helper = scope.pop("helper")
+        torch.testing.assert_close(function(x), x * factor)
+    exec("def helper(x): return x * scale", scope)
+    helper = scope["helper"]
+    torch.testing.assert_close(function(x), x * 3.0)
+    scope["scale"] = 5.0
+    torch.testing.assert_close(function(x), x * 5.0)
+
+
+@pytest.mark.parametrize("body", [
+    "from settings_of_a_test import SCALE\n    return x * SCALE",
+    "import settings_of_a_test as s\n    return x * s.SCALE",
+    "s = settings\n    return x * s.SCALE",
+    "return x * getattr(settings, 'SCALE')",
+    "return x * globals()['settings'].SCALE",
+    "return x * vars(settings)['SCALE']",
+])  # fmt: skip
+def test_number_that_cannot_be_followed_is_refused(body: str) -> None:
+    """It would be a constant of the kernel."""
+    settings = types.ModuleType("settings_of_a_test")
+    settings.SCALE = 2.0  # type: ignore[attr-defined]
+    scope: dict[str, Any] = {"settings": settings}
+    exec(f"def function(x):\n    {body}", scope)
+    imported = mock.patch.dict("sys.modules", settings_of_a_test=settings)
+    with imported, pytest.raises(fusedops.NotRowwiseError, match=r"may change unseen"):
+        fusedops.rowwise(scope["function"]).source(randn(5, 24))

@@ -488,6 +488,7 @@ class Emitter:
         """A name that nothing else has."""
         name = re.sub(r"\W", "_", name)
         name = name if name.isascii() else "v"
+        name = name if name[:1].isalpha() or name[:1] == "_" else f"v{name}"  # no suffix makes 0_weight an identifier
         if re.fullmatch(r"(sum|row)\d+|.*_base", name):  # the package's own
             name = f"v_{name}_"
         while name in self._taken or not name.isidentifier():

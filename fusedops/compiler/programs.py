@@ -24,7 +24,18 @@ from .errors import NotRowwiseError
 from .operator import Program, dynamic_axes
 from .planning import planned
 from .structure import Structure, structured
-from .surroundings import PLAIN, Captured, Variable, checked, origin, state_of, variables
+from .surroundings import (
+    PLAIN,
+    Captured,
+    Variable,
+    checked,
+    function_in,
+    is_of_a_library,
+    origin,
+    state_of,
+    unseen,
+    variables,
+)
 from .tracing import Traced, trace
 
 __all__ = ["Found", "Programs"]
@@ -58,12 +69,14 @@ class Programs:
         self.known: dict[Any, list[Found]] = {}
         self.refused: dict[Any, str] = {}
         self._around: list[Variable] | None = None
+        self._functions: list[FunctionType | None] = []
 
     @property
     def around(self) -> list[Variable]:
-        """The variables around the function, as they are at the first call."""
+        """The variables around the function and around those that it calls, as they were when these were looked at."""
         if self._around is None:
             self._around = variables(self.function)
+            self._functions = [function_in(variable.find(())) for variable in self._around]
         return self._around
 
     def state(self, args: Sequence[Any]) -> Any:
@@ -71,7 +84,14 @@ class Programs:
         around = self._around
         if around is None:
             around = self.around
-        return tuple([state_of(variable.find(args)) for variable in around]) if around else None
+        if not around:
+            return None
+        values = [variable.find(args) for variable in around]
+        for value, function in zip(values, self._functions, strict=True):
+            if value is not function and function_in(value) is not function:  # another, around which are others
+                self._around = None
+                return self.state(args)
+        return tuple([state_of(value) for value in values])
 
     def find(self, args: Sequence[Any], autocast: Any) -> Found:
         """The program for a call.
@@ -109,6 +129,10 @@ class Programs:
                 checked(name, value, "its argument")
             for variable in self.around:
                 checked(variable.name, variable.find(args), "the variable")
+            for function in (function_in(self.function), *self._functions):
+                reason = "" if function is None or is_of_a_library(function) else unseen(function.__code__)
+                if reason:
+                    raise NotRowwiseError(reason)
         except NotRowwiseError as error:
             raise NotRowwiseError(f"{self.name}: {error}") from None
 
@@ -211,17 +235,22 @@ class Programs:
 
     def _program(self, args: Sequence[Any], structure: Structure) -> Program:
         """With the function of its tensors alone, for devices and transforms that the kernels do not serve."""
+        name = self.name
         places = [place for place, a in enumerate(args) if isinstance(a, Tensor)]
-        # A method's module is not kept alive by its program.
+        # Neither a method's module nor what the function captures is kept alive by its program, which PyTorch's registry has.
+        run = weakref.WeakMethod(self.run)
         numbers = [weakref.ref(a) if isinstance(a, nn.Module) else None if isinstance(a, Tensor) else a for a in args]
 
         def function(*tensors: Tensor) -> Any:
+            called = run()
+            if called is None:
+                raise RuntimeError(f"{name}: the function was deleted, and its derivatives with it")
             given = [a() if isinstance(a, weakref.ref) else a for a in numbers]
             for place, tensor in zip(places, tensors, strict=False):  # those that are captured come last
                 given[place] = tensor
-            return self.run(*given)
+            return called(*given)
 
-        return Program(self.name, function, planned(structure))
+        return Program(name, function, planned(structure))
 
 
 def _without_memory(like: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -30,14 +30,21 @@ __all__ = [
     "Variable",
     "captures",
     "checked",
+    "function_in",
     "is_code",
     "is_of_a_library",
     "origin",
     "state_of",
+    "unseen",
     "variables",
 ]
 
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size)
+
+
+# Modules that are a part of the program, and functions that return what a scope has.
+_LIBRARIES = frozenset({"torch", "einops", "math"})
+_SCOPES = frozenset({"globals", "locals", "vars", "eval", "exec", "__import__"})
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,7 @@ def _around(function: Any, seen: set[int]) -> Iterator[Variable]:
             find = functools.partial(_attribute, find, attributes[0])
             name, value = f"{name}.{attributes.pop(0)}", find(())
         # What PyTorch's own modules have is a part of PyTorch; a function in a variable may be another's tomorrow.
-        if not isinstance(value, ModuleType) and not _is_constant(root):
+        if not _is_constant(root) and not _is_constant(value):
             yield Variable(name, find)
             yield from _around(value, seen)
 
@@ -105,6 +112,18 @@ def chains(code: CodeType) -> list[tuple[str, ...]]:
     return list(found)
 
 
+def unseen(code: CodeType) -> str:
+    """What code does to get at numbers that `variables` does not follow; "" for nothing."""
+    for instruction in dis.get_instructions(code):
+        name = str(instruction.argval)
+        if instruction.opname == "IMPORT_NAME" and name.partition(".")[0] not in _LIBRARIES:
+            return f"it imports {name} in its body, whose numbers may change unseen; import it outside of the function"
+        if instruction.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME")) and name in _SCOPES:
+            return f"it calls {name}, which may change unseen; name the variables"
+    inner = (unseen(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return next(filter(None, inner), "")
+
+
 def _in_cell(cell: Any, args: Sequence[Any]) -> Any:
     try:
         return cell.cell_contents
@@ -122,7 +141,7 @@ def _attribute(find: Callable[[Sequence[Any]], Any], name: str, args: Sequence[A
 
 def _is_constant(value: Any) -> bool:
     """Whether this is a part of the program, not of its state."""
-    return isinstance(value, ModuleType) and value.__name__.partition(".")[0] in ("torch", "einops", "math")
+    return isinstance(value, ModuleType) and value.__name__.partition(".")[0] in _LIBRARIES
 
 
 def is_code(value: Any) -> bool:
@@ -140,6 +159,25 @@ def is_of_a_library(value: Any) -> bool:
     return home.partition(".")[0] in ("torch", "einops", "math", builtins.__name__)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Identity:
+    """An object as a part of a key, which is held so that no later object has its address."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def function_in(value: Any) -> FunctionType | None:
+    """The function of Python that a variable has, of which other variables are known; None for other values."""
+    value = value.function if type(value).__name__ == "Rowwise" and not isinstance(value, nn.Module) else value
+    return value if isinstance(value, FunctionType) else None
+
+
 def state_of(value: Any) -> Any:
     """What of a value the trace hangs on, hashable."""
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -155,7 +193,7 @@ def state_of(value: Any) -> Any:
                       for m in value.modules()])  # fmt: skip
     if isinstance(value, (tuple, list)):
         return type(value), tuple(map(state_of, value))
-    return id(value)
+    return Identity(value)
 
 
 def _part_of_state(value: Any) -> Any:
@@ -174,6 +212,10 @@ def checked(name: str, value: Any, what: str) -> None:
         raise NotRowwiseError(f"{what} {name} is a module with backward hooks, which no kernel calls; call it outside")
     if isinstance(value, FunctionType) and what == "its argument" and not is_code(value):
         raise NotRowwiseError(f"{what} {name} is a function; call it in one that is decorated")
+    if isinstance(value, ModuleType) and not _is_constant(value):
+        raise NotRowwiseError(
+            f"{what} {name} is a module of Python, whose numbers may change unseen; name them: {name}.NAME"
+        )
     if (
         isinstance(value, (*PLAIN, nn.Module, Tensor, FunctionType))
         or type(value).__name__ == "Rowwise"
