@@ -78,6 +78,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     **{name: getattr(F, name) for name in (
         "relu", "relu6", "silu", "gelu", "mish", "elu", "selu", "celu", "softplus", "softsign", "tanhshrink", "logsigmoid",
         "hardswish", "hardsigmoid", "hardtanh", "leaky_relu", "hardshrink", "softshrink")},
+    "root of relu": lambda x: F.relu(x).sqrt(),
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "elu_of": lambda x: F.elu(x, 2.0),
     "celu_of": lambda x: F.celu(x, 0.5),
