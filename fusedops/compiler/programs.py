@@ -68,26 +68,28 @@ class Programs:
         self.function, self.name, self.names, self.run = function, name, names, run
         self.known: dict[Any, list[Found]] = {}
         self.refused: dict[Any, str] = {}
-        self._around: list[Variable] | None = None
-        self._functions: list[FunctionType | None] = []
+        # The variables around, and the functions in them: one attribute, which another thread sees whole.
+        self._around: tuple[list[Variable], list[FunctionType | None]] | None = None
 
     @property
     def around(self) -> list[Variable]:
         """The variables around the function and around those that it calls, as they were when these were looked at."""
-        if self._around is None:
-            self._around = variables(self.function)
-            self._functions = [function_in(variable.find(())) for variable in self._around]
-        return self._around
+        return self._looked_around()[0]
+
+    def _looked_around(self) -> tuple[list[Variable], list[FunctionType | None]]:
+        found = self._around
+        if found is None:
+            around = variables(self.function)
+            found = self._around = around, [function_in(variable.find(())) for variable in around]
+        return found
 
     def state(self, args: Sequence[Any]) -> Any:
         """What the trace hangs on beside the arguments."""
-        around = self._around
-        if around is None:
-            around = self.around
+        around, functions = self._around or self._looked_around()
         if not around:
             return None
         values = [variable.find(args) for variable in around]
-        for value, function in zip(values, self._functions, strict=True):
+        for value, function in zip(values, functions, strict=True):
             if value is not function and function_in(value) is not function:  # another, around which are others
                 self._around = None
                 return self.state(args)
@@ -129,7 +131,7 @@ class Programs:
                 checked(name, value, "its argument")
             for variable in self.around:
                 checked(variable.name, variable.find(args), "the variable")
-            for function in (function_in(self.function), *self._functions):
+            for function in (function_in(self.function), *self._looked_around()[1]):
                 reason = "" if function is None or is_of_a_library(function) else unseen(function.__code__)
                 if reason:
                     raise NotRowwiseError(reason)
