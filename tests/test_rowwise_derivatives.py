@@ -234,6 +234,7 @@ def test_batched_gradients(name: str) -> None:
 _EDGES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "clamp": (lambda x: x.clamp(min=0.0), "zeros"),
     "clamp_between": (lambda x: torch.clamp(x, 0.0, 1.0), "zeros"),
+    "clamp_by_tensors": (lambda x: torch.clamp(x, torch.zeros_like(x), x.abs()), "zeros"),
     "hardtanh": (lambda x: F.hardtanh(x, 0.0, 1.0), "zeros"),
     "relu6": (lambda x: F.relu6(x), "zeros"),
     "relu": (lambda x: F.relu(x), "zeros"),

@@ -316,6 +316,15 @@ def without_modes() -> Iterator[None]:
         yield
 
 
+@functools.cache
+def clamp_has_gradients_at_limits() -> bool:
+    """Whether an element that equals a limit of `torch.clamp` has its gradient, as up to PyTorch 2.14."""
+    with without_modes(), torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones((), device="cpu", requires_grad=True)
+        (gradient,) = torch.autograd.grad(x.clamp(max=1.0), x)
+        return bool(gradient)
+
+
 def _public_device() -> int:
     # Without a GPU there is no current device, and `torch.cuda.current_device` would raise.
     return torch.cuda.current_device() if torch.cuda.is_available() else -1

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...core import compat
 from ..errors import NotRowwiseError
 from ..ir import Node, value_of
 from ..tracing import Value, kind_of
@@ -234,11 +235,14 @@ def _product(r: Any, x: Node, count: int) -> Node:
 
 @lowers("clamp", "clamp_")
 def _clamp(r: Any, out: Any, x: Value, min: Any = None, max: Any = None) -> Value:
-    """Limits; an element at a limit has its gradient, and one that is not a number has none."""
+    """Limits; an element at a number for a limit has its gradient, or none from PyTorch 2.15 on."""
     graph, kind, given = r.graph, kind_of(out.dtype), [value for value in (x, min, max) if value is not None]
     bounds = iter(given[1:])
     low = next(bounds) if min is not None else None
     high = next(bounds) if max is not None else None
+
+    is_tied = not compat.clamp_has_gradients_at_limits() and any(isinstance(limit, Value) for limit in (min, max))
+    between = _between_tied if is_tied else _between
 
     def limited(*nodes: Node) -> Node:
         rest = iter(nodes[1:])
@@ -250,7 +254,7 @@ def _clamp(r: Any, out: Any, x: Value, min: Any = None, max: Any = None) -> Valu
                 if kind == "float" and (number is None or math.isnan(number)):  # such a limit is the result
                     beyond = graph.binary("or", beyond, graph.make("isnan", bound))
                 found = graph.where(beyond, bound, found)
-        return graph.make("instead", found, _between(graph, nodes[0], lower, upper)) if kind == "float" else found
+        return graph.make("instead", found, between(graph, nodes[0], lower, upper)) if kind == "float" else found
 
     return pointwise(r, out, limited, *given)
 
@@ -258,7 +262,8 @@ def _clamp(r: Any, out: Any, x: Value, min: Any = None, max: Any = None) -> Valu
 def _between(graph: Any, x: Node, low: Node | None, high: Node | None) -> Node:
     """What has the gradient of a value between limits, by PyTorch's formula."""
     zero = graph.const(0.0)
-    inside = [graph.make(op, x, bound) for op, bound in (("ge", low), ("le", high)) if bound is not None]
+    from_low, to_high = ("ge", "le") if compat.clamp_has_gradients_at_limits() else ("gt", "lt")
+    inside = [graph.make(op, x, bound) for op, bound in ((from_low, low), (to_high, high)) if bound is not None]
     found = graph.where(functools.reduce(functools.partial(graph.binary, "and"), inside), x, zero)
     below = graph.make("lt", x, low) if low is not None else None
     above = graph.make("gt", x, high) if high is not None else None
@@ -269,6 +274,17 @@ def _between(graph: Any, x: Node, low: Node | None, high: Node | None) -> Node:
         if beyond is not None and bound is not None and bound.op != "const":
             found = graph.binary("add", found, graph.where(beyond, bound, zero))
     return found  # type: ignore[no-any-return]
+
+
+def _between_tied(graph: Any, x: Node, low: Node | None, high: Node | None) -> Node:
+    """The same of tensors for limits, from PyTorch 2.15 on: at one limit each has half of the gradient, between equal ones x."""
+    found = x if low is None else graph.binary("maximum", x, low)
+    found = found if high is None else graph.binary("minimum", found, high)
+    if low is None or high is None:
+        return found
+    beside = graph.where(graph.make("lt", x, low), low, high)
+    of_equal = graph.where(graph.make("eq", x, low), x, beside)
+    return graph.where(graph.make("eq", low, high), of_equal, found)
 
 
 @lowers("clamp_min", "clamp_min_")
