@@ -198,13 +198,16 @@ def test_each_fingerprint_is_met() -> None:
     classes |= {getattr(importlib.import_module(f"transformers.{module}"), name, None) for module, name, _ in _NAMED}
     for rule in RULES:
         if isinstance(rule, Rule) and rule.base is None and HAS_TRANSFORMERS:
-            assert set(rule.fingerprints) <= {fingerprint(cls, rule.known) for cls in classes}, rule.name
+            met = {fingerprint(cls, rule.known) for cls in classes}
+            assert len(set(rule.fingerprints) - met) == len(_OTHERS & set(rule.fingerprints)), rule.name
     if HAS_TRANSFORMERS:
-        assert set(_PACKABLE) - _OLDER <= {fingerprint(cls) for cls in classes}
+        missed = set(_PACKABLE) - {fingerprint(cls) for cls in classes}
+        assert len(missed) == len(_OTHERS & set(_PACKABLE))
 
 
-# Of other releases' attentions.
-_OLDER = set[str]()
+# Of forwards that Transformers 5.24 wraps, so that a rule has two fingerprints of them: here as they were before.
+_OTHERS = {"f1adf76ab4fc", "0b57e6dd92b0", "5280870db47f", "867f0a59cdd9", "3ace0c45d839", "12564b5b1c2f", "b17f62b6035b",
+           "f434310b8181", "3099567ec98b", "79e198db90db"}  # fmt: skip
 
 
 @transformers_only
