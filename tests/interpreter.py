@@ -7,6 +7,9 @@ number. Tests that hold a kernel to one correct rounding would have to be twice 
 Up to Triton 3.8 it takes masks of integers, which a comparison of numbers becomes beside a block. Here it refuses them, as
 later ones do.
 
+It reads and writes any address that a kernel computes, where a GPU would fault or corrupt what lies there. Here every
+address has to be an element of one of the launch's tensors.
+
 It also spends two thirds of its time on work that it has done before: at each call of a device function it replaces the
 functions of ``triton.language`` again, and each intermediate value gets a type that is built anew. Both happen once here.
 """
@@ -33,6 +36,7 @@ def install() -> None:
     np.seterr(all="ignore")
     _read_single_numbers(interpreter)
     _refuse_masks_of_integers(interpreter.InterpreterBuilder)
+    _bound_accesses(interpreter)
     if hasattr(interpreter, "_LangPatchScope"):
         _replace_the_language_once(interpreter, tl)
     if hasattr(interpreter, "_get_np_dtype"):
@@ -72,6 +76,56 @@ def _refuse_masks_of_integers(builder: Any) -> None:
 
     builder.create_masked_load = with_boolean_mask(builder.create_masked_load, 1)
     builder.create_masked_store = with_boolean_mask(builder.create_masked_store, 2)
+
+
+def _bound_accesses(interpreter: Any) -> None:
+    """Each load and store raises an `IndexError` unless it is within one of the launch's tensors.
+
+    Kernels that find tensors by their addresses, as numbers, are left out.
+    """
+    executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+    to_host, to_pointer = executor._init_args_hst, builder.create_int_to_ptr
+    extents: list[tuple[int, int]] = []
+
+    def init_args_hst(self: Any, args: Any, kwargs: Any) -> Any:
+        found = to_host(self, args, kwargs)
+        tensors = [arg for arg in (*found[0], *found[1].values()) if isinstance(arg, torch.Tensor)]
+        extents[:] = [_extent(tensor) for tensor in tensors if tensor.numel()]
+        return found
+
+    def int_to_ptr(self: Any, *args: Any) -> Any:
+        extents.clear()
+        return to_pointer(self, *args)
+
+    def checked(name: str) -> Any:
+        original = getattr(builder, name)
+
+        def access(self: Any, ptrs: Any, *rest: Any) -> Any:
+            mask = rest[1] if name == "create_masked_store" else rest[0]
+            if extents and not _is_within(ptrs, mask, extents):
+                raise IndexError(f"{name} beside the tensors of the launch")
+            return original(self, ptrs, *rest)
+
+        return access
+
+    executor._init_args_hst, builder.create_int_to_ptr = init_args_hst, int_to_ptr
+    for name in ("create_masked_load", "create_masked_store"):
+        setattr(builder, name, checked(name))
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first element, and of what is behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _is_within(ptrs: Any, mask: Any, extents: list[tuple[int, int]]) -> bool:
+    addresses = ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape).astype(bool)].astype(np.int64)
+    if not addresses.size:
+        return True
+    first, size = int(addresses.min()), max(ptrs.get_element_ty().primitive_bitwidth // 8, 1)
+    behind = int(addresses.max()) + size
+    return any(start <= first and behind <= end for start, end in extents)
 
 
 def _read_single_numbers(interpreter: Any) -> None:

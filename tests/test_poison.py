@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from fusedops.activations.operator import ACTIVATION
@@ -17,7 +19,7 @@ from fusedops.core.tuning import forced
 from fusedops.core.tuning_key import Config
 from fusedops.norms.operator import NORM
 from fusedops.slices.operator import SLICES
-from support import DEVICE, DTYPES, Case, call, cases, random_like, tensors_of
+from support import DEVICE, DTYPES, INTERPRETED, Case, call, cases, random_like, tensors_of
 
 ALLOCATIONS = {
     "empty": lambda like: torch.empty(40, dtype=like.dtype, device=like.device),
@@ -85,3 +87,21 @@ def test_nothing_is_written_beside_the_outputs(case: Case, monkeypatch: pytest.M
     assert buffers
     for buffer in buffers:
         assert (buffer[:_GUARD] == _UNTOUCHED).all() and (buffer[-_GUARD:] == _UNTOUCHED).all()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU does not check")
+@pytest.mark.parametrize("which", ["load", "store"])
+def test_access_beside_a_tensor_is_an_error(which: str) -> None:
+    """Of any kernel that the interpreter runs."""
+    x = torch.zeros(8, 8, device=DEVICE)
+    with pytest.raises(Exception, match=f"create_masked_{which} beside"):
+        _beside[(1,)](x, torch.zeros(24, device=DEVICE), which == "load")
+
+
+@triton.jit
+def _beside(x, part, LOADS: tl.constexpr):
+    at = tl.arange(0, 32)
+    if LOADS:
+        tl.store(x + at, tl.load(part + at))
+    else:
+        tl.store(x + at + 40, tl.load(x + at))

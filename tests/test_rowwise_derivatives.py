@@ -371,3 +371,26 @@ def test_operators(name: str) -> None:
         check(sample, rowwise(sample), tensors)
     except fusedops.NotRowwiseError:
         assert name not in _COVERED, f"{name} is refused"
+
+
+@kernels
+@pytest.mark.parametrize("case", ["one part", "two results", "nothing"])
+def test_second_derivatives_of_a_part_of_a_row(case: str) -> None:
+    """What nothing is computed of has a gradient of zero; also where no part has another."""
+    function = {
+        "one part": lambda x: (x.chunk(2, -1)[0] ** 2,),
+        "two results": lambda x: (torch.tanh(x[..., :4]) * 2, x[..., :4]),
+        "nothing": lambda x: (torch.sign(x) + 0 * torch.sin(x),),
+    }[case]
+    x = randn(2, 3, 8).requires_grad_()
+
+    def derivatives(function: Any) -> list[Tensor]:
+        outs = function(x)
+        (first,) = torch.autograd.grad(sum(out.square().sum() for out in outs), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        (batched,) = torch.autograd.grad(function(x)[0], x, torch.ones(2, *outs[0].shape, device=x.device),
+                                         is_grads_batched=True)  # fmt: skip
+        return [first, second, batched]
+
+    for got, want in zip(derivatives(fusedops.rowwise(function, strict=True)), derivatives(function), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

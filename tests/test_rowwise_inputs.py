@@ -252,6 +252,126 @@ def test_scalars() -> None:
     torch.testing.assert_close(function(x), F.rms_norm(x, (24,)))
 
 
+def _rotated(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = q.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+_OF_ONES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
+    "one number": (lambda x: x * 2, ((1,),)),
+    "one row of one": (lambda x: x * 2, ((1, 1),)),
+    "rows of one": (lambda x: x * 2, ((3, 1, 1),)),
+    "many rows of one": (lambda x: torch.sin(x) * 2, ((3, 5, 1),)),
+    "returns": (lambda r, v, d: r + 0.99 * v * (1 - d), ((5, 1, 1),) * 3),
+    "vector of one": (lambda x, w: x * w, ((4, 1, 1), (1, 1))),
+    "groups of one": (lambda x, w, g: x * w + g, ((4, 3, 1), (1,), (4, 1, 1))),
+    "last token": (lambda x: x[:, -1] * 2, ((3, 1, 8),)),
+    "unbound": (lambda x: x.unbind(1)[0] * 3, ((3, 1, 8),)),
+    "gate": (lambda x: F.glu(x), ((3, 1, 2),)),
+    "gate of one row": (lambda x: F.glu(x), ((1, 2),)),
+    "rotary of pairs": (_rotated, ((2, 5, 1, 2), (5, 1, 1), (5, 1, 1))),
+    "rotary of one": (_rotated, ((1, 1, 1, 2), (1, 1, 1), (1, 1, 1))),
+    "norm": (lambda x: F.layer_norm(x, x.shape[-1:]), ((3, 1, 1),)),
+    "softmax": (lambda x: x.softmax(-1), ((3, 1, 1),)),
+    "loss": (lambda x, y: F.mse_loss(x, y, reduction="none").mean(-1), ((1, 1), (1, 1))),
+    "norms of parts": (lambda x: F.rms_norm(x.unflatten(-1, (2, 1)), (1,)).flatten(-2), ((5, 2),)),
+    "product of parts": (lambda x: x[:, 0] * x[:, 1], ((5, 2),)),
+}
+
+
+@kernels
+@pytest.mark.parametrize("case", _OF_ONES)
+def test_sizes_of_one(case: str) -> None:
+    """A program that was traced for more rows than one runs only where it fits."""
+    function, shapes = _OF_ONES[case]
+    tensors = {f"t{number}": randn(*shape) for number, shape in enumerate(shapes)}
+    got, grads = results(fusedops.rowwise(function, strict=True), tensors)
+    want, expected = results(function, tensors)
+    for one, other in zip((*got, *grads.values()), (*want, *expected.values()), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@kernels
+def test_dropout_of_rows_of_one_element() -> None:
+    x = randn(64, 1).abs() + 1
+    kept = fusedops.rowwise(lambda x: F.dropout(x, 0.5), strict=True)(x) / x
+    assert set(kept.flatten().tolist()) == {0.0, 2.0}
+
+
+@kernels
+def test_rows_of_one_element_are_traced_once() -> None:
+    function = fusedops.rowwise(lambda x: torch.sin(x) * 2, strict=True)
+    function(randn(2, 3, 1))
+    with mock.patch("fusedops.compiler.programs.trace", side_effect=AssertionError("traced again")):
+        for rows in ((2, 7, 1), (1, 1, 1), (5, 1, 1)):
+            x = randn(*rows)
+            torch.testing.assert_close(function(x), torch.sin(x) * 2)
+
+
+_PERMUTED: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
+    "halves to pairs": (lambda x, w: (x * w.view(2, -1).t().reshape(-1)).sum(-1, keepdim=True), ((5, 8), (8,))),
+    "three axes": (lambda x, w: (x * w.view(2, 3, 4).permute(2, 0, 1).reshape(-1)).softmax(-1), ((5, 24), (24,))),
+    "shuffle": (lambda x, w: (x.view(-1, 2, 4) * w.view(4, 2).t()).sum((-1, -2)), ((5, 8), (8,))),
+    "groups": (lambda x, w: (x * w.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)).softmax(-1),
+               ((2, 20, 8), (2, 1, 8))),
+}  # fmt: skip
+
+
+@kernels
+@pytest.mark.parametrize("case", _PERMUTED)
+def test_vectors_in_another_order_of_columns(case: str) -> None:
+    """Their sums over rows are written where they lie."""
+    function, shapes = _PERMUTED[case]
+    tensors = {f"t{number}": randn(*shape) for number, shape in enumerate(shapes)}
+    got, grads = results(fusedops.rowwise(function, strict=True), tensors)
+    want, expected = results(function, tensors)
+    for one, other in zip((*got, *grads.values()), (*want, *expected.values()), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+_PART_OF_COLUMNS: dict[str, Callable[..., Any]] = {
+    "alone": lambda x, g, r: (F.layer_norm(x, x.shape[-2:]) * g, torch.sigmoid(g)),
+    "expanded": lambda x, g, r: (F.layer_norm(x, x.shape[-2:]) * g, torch.exp(g).expand_as(x)),
+    "of a number": lambda x, g, r: F.layer_norm(x, x.shape[-2:]) * (g * r),
+}
+
+
+@kernels
+@pytest.mark.parametrize("case", _PART_OF_COLUMNS)
+def test_input_with_a_part_of_the_columns(case: str) -> None:
+    """Its gradient counts each column once, whether it varies along those that the input lacks or not."""
+    function = _PART_OF_COLUMNS[case]
+    tensors = {"x": randn(3, 4, 8), "g": randn(3, 4, 1)} | ({"r": randn(3, 1, 1)} if case == "of a number" else {})
+    given = (lambda x, g, r: function(x, g, r)) if "r" in tensors else (lambda x, g: function(x, g, None))
+    got, grads = results(fusedops.rowwise(given, strict=True), tensors)
+    want, expected = results(given, tensors)
+    for one, other in zip((*got, *grads.values()), (*want, *expected.values()), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@kernels
+@pytest.mark.parametrize("case", ["width", "slice", "expanded", "nothing"])
+def test_tensor_that_lends_its_shape_alone(case: str) -> None:
+    functions: dict[str, Callable[..., Any]] = {
+        "width": lambda x, y: torch.softmax(x * y.shape[-1] ** -0.5, -1),
+        "slice": lambda x, y: x[..., : y.shape[-1]] * 2,
+        "expanded": lambda x, y: x * torch.ones_like(x).expand(y.shape[0], *x.shape)[0],
+        "nothing": lambda x, y: x * 2,
+    }
+    function, x = fusedops.rowwise(functions[case], strict=True), randn(3, 8)
+    for shape in ((3, 4), (7, 4), (3, 2), (1, 1)):
+        y = randn(*shape)
+        torch.testing.assert_close(function(x, y), functions[case](x, y), rtol=1e-5, atol=1e-5)
+
+
+@kernels
+def test_tensor_that_lends_its_width_may_have_any_rows() -> None:
+    function = fusedops.rowwise(lambda x, y: torch.softmax(x * y.shape[-1] ** -0.5, -1), strict=True)
+    function(randn(3, 8), randn(3, 4))
+    with mock.patch("fusedops.compiler.programs.trace", side_effect=AssertionError("traced again")):
+        function(randn(3, 8), randn(9, 4))
+
+
 _OF_ONE_ROW: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "norm": lambda x, w: F.rms_norm(x, x.shape[-1:], w),
     "number": lambda x, w: (x * w).softmax(-1).amax(-1),

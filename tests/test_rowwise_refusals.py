@@ -269,6 +269,34 @@ class Cumulated(nn.Module):
         return x.cumsum(-1)
 
 
+_TWICE: dict[str, Callable[[Tensor], Tensor]] = {
+    "ensemble score": lambda x: F.softplus(x[:, None, :] - x[:, :, None]).mean((1, 2)),
+    "outer product": lambda x: (x[:, :, None] * x[:, None, :]).sum(-1),
+    "numbers of rows": lambda x: x.mean(-1, keepdim=True) * x.mean(-1),
+    "transposed": lambda x: (x + x.t()).sum(-1),
+    "made one later": lambda x: (x[:, :, None] * torch.sin(x)[:, None, :]).sum(-1) + x,
+}
+
+
+@kernels
+@pytest.mark.parametrize("case", _TWICE)
+def test_one_axis_in_two_dimensions_is_refused(case: str) -> None:
+    """Of a value with a set of axes there would be the diagonal."""
+    with pytest.raises(fusedops.NotRowwiseError, match=r"one dimension twice[^\n]*\n  line \d+ of "):
+        fusedops.rowwise(_TWICE[case], strict=True)(randn(4, 4))
+
+
+@kernels
+def test_axes_that_are_made_one_later_are_refused() -> None:
+    """Of an outer product of two tensors whose columns a later line adds."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return (x[:, :, None] * y[:, None, :]).sum(-1) + x * y
+
+    with pytest.raises(fusedops.NotRowwiseError, match="one dimension twice"):
+        fusedops.rowwise(function, strict=True)(randn(3, 8), randn(3, 8))
+
+
 @kernels
 def test_the_warning_is_about_the_callers_line() -> None:
     """Of a method as of a function, and of arguments by keyword."""
@@ -316,15 +344,35 @@ def test_branch_on_the_number_of_rows(first: int) -> None:
 
 
 @kernels
-@pytest.mark.parametrize("rows", [24, 1])
-def test_rows_that_equal_columns_are_told_apart(rows: int) -> None:
+def test_rows_that_equal_columns_are_told_apart() -> None:
     """One division by the number of columns, one by that of the rows, which are as many."""
-    x = randn(rows, 24)
+    x = randn(24, 24)
     good = fusedops.rowwise(lambda x: x / x.shape[-1], strict=True)
     torch.testing.assert_close(good(x), x / 24)
     torch.testing.assert_close(good(randn(7, 24)).shape, torch.Size((7, 24)))
     with pytest.raises(fusedops.NotRowwiseError, match="number of rows"):
         fusedops.rowwise(lambda x: x / x.shape[0], strict=True)(x)
+
+
+_BRANCHES: dict[str, Callable[[Tensor], Tensor]] = {
+    "one": lambda x: torch.softmax(x, -1) if x.shape[1] == 1 else torch.tanh(x),
+    "even": lambda x: torch.softmax(x, -1) if x.shape[0] % 2 == 0 else torch.tanh(x),
+    "eights": lambda x: torch.softmax(x, -1) if x.shape[1] % 8 == 0 else torch.tanh(x),
+    "division": lambda x: x / x.shape[1],
+    "shape": lambda x: x.squeeze(1).softmax(-1),
+}
+
+
+@kernels
+@pytest.mark.parametrize("case", _BRANCHES)
+@pytest.mark.parametrize("first", [1, 3])
+@pytest.mark.filterwarnings("ignore:fusedops.rowwise does not fuse:RuntimeWarning")
+def test_branches_on_the_number_of_rows(case: str, first: int) -> None:
+    """One row, even rows: what was traced for others is not run for these."""
+    function = fusedops.rowwise(_BRANCHES[case])
+    for batch, rows in ((3, first), (3, 1), (3, 5), (2, 5), (3, 8), (1, 1)):
+        x = randn(batch, rows, 24)
+        torch.testing.assert_close(function(x), _BRANCHES[case](x), rtol=1e-5, atol=1e-5)
 
 
 # --- gradients that no operator shows -----------------------------------------------------------------------------------

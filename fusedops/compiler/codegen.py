@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core.tuning_key import block_holding
-from .emitting import Argument, Emitter, place_of, strides_of, whole
+from .emitting import Argument, Emitter, offsets_along, place_of, strides_of, whole
 from .errors import NotRowwiseError
 from .ir import REDUCTIONS, Node, computed_of, reachable, topological
 from .planning import Plan
@@ -392,9 +392,9 @@ def reduce_kernel(plan: Plan, kernel: Kernel) -> Kernel:
     for slot, (place, part) in enumerate(kernel.sums):
         operand = structure.inputs[place]
         strides, size = strides_of(structure, operand)
-        columns = [axis for axis in structure.columns if axis in strides]
+        columns = offsets_along(structure, strides)
         in_group = place_of(structure, operand, kernel.grouped) == "group"
-        terms = [f"grad{place}", f"cols * {strides[columns[-1]] if columns else 1}"]
+        terms = [f"grad{place}", columns or "cols"]
         terms += [f"group * {size}"] if in_group else []
         terms.append(str(sum(strides[axis] * at for axis, at in part)))
         mask = f"(cols < {'N' if columns else 1}) & (in_group {'< programs // chunks' if in_group else '== 0'})"

@@ -37,7 +37,7 @@ def gradients(structure: Structure, seeds: Mapping[Node, Node], inputs: Sequence
     """
     backward = _Backward(structure)
     for node, seed in seeds.items():
-        backward.add(node, seed, seed.axes)
+        backward.add(node, seed, seed.axes & set(structure.columns))
     for node in reversed(topological(seeds)):
         backward.visit(node)
     found: dict[int, dict[Part, Node]] = {}
@@ -83,17 +83,21 @@ class _Backward:
             return
         for arg, contribution in zip(node.args, self._contributions(node, adjoint), strict=True):
             if contribution is not None and arg.kind == "float":
-                self.add(arg, contribution, node.axes)
+                self.add(arg, contribution, self._spread(node))
 
-    def add(self, node: Node, contribution: Node, axes: frozenset[int]) -> None:
-        """Add to a node's adjoint what comes from a value with these axes."""
-        columns = set(self.structure.columns)
-        # All columns or none: a sum over some of them is the caller's.
-        gone = set() if node.axes & columns else axes & columns
-        repeated = gone - contribution.axes
-        if repeated:
-            count = math.prod([self.structure.sizes[axis] for axis in repeated])
-            contribution = self.graph.binary("mul", contribution, self.graph.const(float(count)))
+    def _spread(self, node: Node) -> frozenset[int]:
+        """The columns that a node's adjoint has: all or none. A sum over those that the node lacks is the caller's."""
+        columns = frozenset(self.structure.columns)
+        return columns if node.axes & columns else frozenset()
+
+    def add(self, node: Node, contribution: Node, columns: frozenset[int]) -> None:
+        """Add to a node's adjoint what is to be summed over columns."""
+        spread = self._spread(node)
+        gone = columns - spread
+        more = math.prod([self.structure.sizes[axis] for axis in gone - contribution.axes])
+        less = math.prod([self.structure.sizes[axis] for axis in spread - columns - node.axes])
+        if more != less:
+            contribution = self.graph.binary("mul", contribution, self.graph.const(more / less))
         over = tuple(sorted(gone & contribution.axes))
         factor, rest = self._factored(contribution, over)
         terms = self.terms.setdefault(node, {})

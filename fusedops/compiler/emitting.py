@@ -22,7 +22,7 @@ from .ir import BINARY, COMPARISONS, REDUCTIONS, Node, computed_of, value_of
 from .planning import Plan
 from .structure import Operand, Part, Structure
 
-__all__ = ["HEADER", "Argument", "Emitter", "Place", "group_of", "place_of", "strides_of", "whole"]
+__all__ = ["HEADER", "Argument", "Emitter", "Place", "group_of", "offsets_along", "place_of", "strides_of", "whole"]
 
 # How an operand's rows are those of the call: all of them, none, those of a group of rows, or some in some order.
 Place = Literal["rows", "vector", "group", "indexed"]
@@ -108,6 +108,23 @@ def strides_of(structure: Structure, operand: Operand) -> tuple[dict[int, int], 
     static = [axis for axis in operand.axes if axis not in structure.rows]
     strides = {axis: math.prod([structure.sizes[a] for a in static[i + 1 :]]) for i, axis in enumerate(static)}
     return strides, math.prod([structure.sizes[axis] for axis in static])
+
+
+def offsets_along(structure: Structure, strides: Mapping[int, int]) -> str:
+    """Where the elements of an operand's columns are within its row, whatever their order there; "" where it has none."""
+    columns, sizes = [axis for axis in structure.columns if axis in strides], structure.sizes
+    adjacent = all(strides[a] == strides[b] * sizes[b] for a, b in itertools.pairwise(columns))
+    if columns and tuple(columns) == structure.columns and adjacent:
+        return _times("cols", strides[columns[-1]])
+    return " + ".join([_times(column_index(structure, axis), strides[axis]) for axis in columns])
+
+
+def column_index(structure: Structure, axis: int) -> str:
+    """The index along one of the axes that make up a row."""
+    columns, sizes = structure.columns, structure.sizes
+    inner = math.prod([sizes[a] for a in columns[columns.index(axis) + 1 :]])
+    text = "cols" if inner == 1 else f"(cols // {inner})"
+    return text if axis == columns[0] else f"({text} % {sizes[axis]})"
 
 
 def whole(structure: Structure, operand: Operand, acc: torch.dtype) -> Operand:
@@ -318,7 +335,9 @@ class Emitter:
         """What a reduction sums or compares, with what is no column left out."""
         value = self.value(node.args[0])
         if node.op == "pick":
-            return f"tl.where({self._column(node.attrs[0][0])} == {self.value(node.args[1])}, {value}, 0)"
+            return (
+                f"tl.where({column_index(self.structure, node.attrs[0][0])} == {self.value(node.args[1])}, {value}, 0)"
+            )
         padded = self.structure.cols & (self.structure.cols - 1) or self.structure.cols < 16 or self.body is not None
         if not padded or self.whole:
             return value
@@ -347,7 +366,7 @@ class Emitter:
             operand = structure.outputs[number] if number < len(structure.outputs) else self.plan.intermediate_operand
             assert operand is not None
             return self._load("cotangent", number, operand, node.attrs[1])
-        return f"{self._column(node.attrs[0])}.to(tl.int64)" if op == "iota" else self._keep(node)
+        return f"{column_index(self.structure, node.attrs[0])}.to(tl.int64)" if op == "iota" else self._keep(node)
 
     def _keep(self, node: Node) -> str:
         """Dropout's factors: the parts of a row are rows of their own to the random numbers."""
@@ -360,7 +379,10 @@ class Emitter:
         flat = "(group * M + places)" if self.grouped else "places"
         rows = flat if parts == 1 else f"{flat} * {parts} + {which}"
         offset = f"offset + {number << 48}" if number else "offset"
-        return f"keep_scale(seed, {offset}, {threshold}, {rows}, start, N, ROWS, BLOCK_N, VECTOR, ACC)"
+        factors = f"keep_scale(seed, {offset}, {threshold}, {rows}, start, N, ROWS, BLOCK_N, VECTOR, ACC)"
+        if not structure.columns:  # of a row's only element
+            factors = f"tl.sum(tl.where(in_cols, {factors}, 0), axis=1, keep_dims=True)"
+        return factors
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -435,27 +457,13 @@ class Emitter:
             terms.append(self._index_of(operand))
         columns = [axis for axis in structure.columns if axis in strides]
         if columns:
-            terms.append(_times(element, strides[columns[0]]) if element else self._columns_of(columns, strides))
+            terms.append(_times(element, strides[columns[0]]) if element else offsets_along(structure, strides))
         offset = sum(strides[axis] * at for axis, at in part)
         terms += [str(offset)] if offset else []
         mask = _MASKS[how in ("rows", "indexed"), bool(columns) and not (element or self.whole)]
         if how == "group" and not mask:  # an element's address is a block, that of a group's number a scalar
             mask = "in_groups" if element else "(group < groups)"
         return " + ".join(terms), mask
-
-    def _columns_of(self, columns: Sequence[int], strides: Mapping[int, int]) -> str:
-        sizes = self.structure.sizes
-        adjacent = all(strides[a] == strides[b] * sizes[b] for a, b in itertools.pairwise(columns))
-        if tuple(columns) == self.structure.columns and adjacent:
-            return _times("cols", strides[columns[-1]])
-        return " + ".join([f"{self._column(axis)} * {strides[axis]}" for axis in columns])
-
-    def _column(self, axis: int) -> str:
-        """The index along one of the axes that make up a row."""
-        columns, sizes = self.structure.columns, self.structure.sizes
-        inner = math.prod([sizes[a] for a in columns[columns.index(axis) + 1 :]])
-        text = "cols" if inner == 1 else f"(cols // {inner})"
-        return text if axis == columns[0] else f"({text} % {sizes[axis]})"
 
     def _index_of(self, operand: Operand) -> str:
         """Where a row of an operand begins that has other rows than the call, contiguous as it is."""

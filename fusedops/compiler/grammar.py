@@ -73,6 +73,8 @@ class _Checker:
         _require(all(type(p) is float and 0.0 <= p <= 1.0 for p in found["drops"]), "drops")
         _require(all(_is_number(number) for pair in found["lines"] for number in pair), "lines")
         _require(len(found["used"]) == len(found["inputs"]), "used")
+        for (labels, *_), used, loose in zip(found["inputs"], found["used"], found["loose"], strict=True):
+            _require(_is_number(loose, 1 if used else len(labels) + 1), "loose")
         for operand, used in zip(found["inputs"], found["used"], strict=True):
             self._operand(*operand, used=used)
         for operand in found["outputs"]:
@@ -89,7 +91,7 @@ class _Checker:
             self._parts(parts, None)
         # Whatever else there is has no words.
         read = {"nodes", "sizes", "rows", "columns", "unrolled", "drops", "container", "inputs", "outputs", "results",
-                "lines", "values"}  # fmt: skip
+                "lines", "loose", "values"}  # fmt: skip
         for key in found.keys() - read:
             rest = found[key] if isinstance(found[key], list) else [found[key]]
             _require(all(type(value) in (int, bool) for value in rest), key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import re
 import warnings
@@ -85,7 +86,9 @@ class Program(Operator):
         self.text = structure.text()
         self.dynamic = dynamic_axes(structure)
         self.tiled = structure.cols > LONGEST_ROW
-        sizes = [None if axis in self.dynamic else size for axis, size in enumerate(structure.sizes)]
+        loose = {axis for operand, count in zip(structure.inputs, structure.loose, strict=True)
+                 for label in operand.labels[:count] for axis in label}  # fmt: skip
+        sizes = [None if axis in self.dynamic or axis in loose else size for axis, size in enumerate(structure.sizes)]
         operands = (structure.inputs, structure.outputs, plan.intermediate_operand)
         key = "\n".join([self.text, *map(repr, (*operands, sizes, structure.drops, self.tiled))])
         self.digest = hashlib.sha256(key.encode()).hexdigest()[:12]
@@ -211,9 +214,13 @@ class Program(Operator):
             return None
 
         found = plan.gradients(given, wanted)
-        values = evaluate(structure, [node for parts in found.values() for node in parts.values()], leaf, site.acc)
-        return [self._gradient(place, {part: values[node] for part, node in found[place].items()}, sizes)
-                if need and place in found else None for place, need in enumerate(needs)]  # fmt: skip
+        zero = structure.graph.const(0.0)  # the gradient of a part that nothing is computed of
+        every = {place: {part: found[place].get(part, zero) for part in structure.parts(structure.inputs[place])}
+                 for place in found}  # fmt: skip
+        values = evaluate(structure, [node for parts in every.values() for node in parts.values()], leaf, site.acc,
+                          grads[given[0]].device)  # fmt: skip
+        return [self._gradient(place, {part: values[node] for part, node in every[place].items()}, sizes)
+                if place in every else None for place in range(len(needs))]  # fmt: skip
 
     def operand(self, output: int) -> Operand:
         """An output, or the intermediate behind them."""
@@ -240,9 +247,11 @@ class Program(Operator):
         structure, operand = self.structure, self.structure.inputs[place]
         order = (*structure.rows, *structure.columns)
         gone = [at for at, axis in enumerate(order) if axis not in operand.axes]
-        full = [sizes[axis] for axis in order]
-        summed = {part: value.expand([size if at in gone and value.shape[at] != 1 else value.shape[at]
-                                      for at, size in enumerate(full)]).sum(gone, keepdim=True) if gone else value
+        # Of what has no columns the sum over them is taken, and over rows it is never.
+        spread = [at for at, axis in enumerate(order) if at in gone and
+                  (axis in structure.rows or set(operand.axes) & set(structure.columns))]  # fmt: skip
+        summed = {part: value.expand([sizes[axis] if at in spread else value.shape[at]
+                                      for at, axis in enumerate(order)]).sum(gone, keepdim=True) if gone else value
                   for part, value in parts.items()}  # fmt: skip
         return assembled(structure, operand, summed, self.shape(operand.labels, sizes)).to(operand.dtype)
 
@@ -325,17 +334,15 @@ class Program(Operator):
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Whether tensors are such as the function was traced for, but for the number of rows."""
-        sizes: dict[int, int] = {}
-        for operand, used, tensor in zip(self.structure.inputs, self.structure.used, tensors, strict=True):
+        structure, sizes = self.structure, dict[int, int]()
+        for operand, loose, tensor in zip(structure.inputs, structure.loose, tensors, strict=True):
             if not isinstance(tensor, Tensor) or tensor.dtype != operand.dtype or tensor.dim() != len(operand.labels):
                 return False
-            if not used:
-                continue
-            for label, size in zip(operand.labels, tensor.shape, strict=True):
+            for label, size in itertools.islice(zip(operand.labels, tensor.shape, strict=True), loose, None):
                 if len(label) == 1 and label[0] in self.dynamic:
                     if sizes.setdefault(label[0], size) != size:
                         return False
-                elif size != math.prod([self.structure.sizes[axis] for axis in label]):
+                elif size != math.prod([structure.sizes[axis] for axis in label]):
                     return False
         return True
 

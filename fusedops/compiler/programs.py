@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import linecache
 import math
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -23,7 +22,7 @@ from .effects import check_effects
 from .errors import NotRowwiseError
 from .operator import Program, dynamic_axes
 from .planning import planned
-from .structure import Structure, structured
+from .structure import Operand, Structure, structured
 from .surroundings import (
     PLAIN,
     Captured,
@@ -121,6 +120,8 @@ class Programs:
         except NotRowwiseError as error:
             self.refused[alike] = str(error)  # an error would keep the tensors of its frames
             raise
+        if not made.program.fits([*tensors, *[one.find(args) for one in made.captured]]):
+            raise NotRowwiseError(f"{self.name}: it was traced for tensors of other shapes")
         known.append(made)
         return made
 
@@ -187,36 +188,67 @@ class Programs:
         for function in functions:
             check_effects(function, self.name)
         shapes = [compat.hints(a.shape) for a in args if isinstance(a, Tensor)]
-        try:
-            traced, structure = self._at(args, _larger(shapes))
-            is_known = not self._is_squeezed(args, traced, structure)
-        except Exception:  # noqa: BLE001 - tensors of one row fit together where those of more do not
-            is_known = False
-        if not is_known:
-            traced, structure = self._at(args, shapes)
-            if self._is_squeezed(args, traced, structure):
-                raise NotRowwiseError(
-                    f"{self.name}: a result has a dimension less where there is one row, as by squeeze"
-                )
-        for largest in (_FEW, _MANY):
+        traced, structure = self._of_any_rows(args, shapes)
+        return traced, replace(structure, loose=self._loose(args, structure))
+
+    def _of_any_rows(self, args: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> tuple[Traced, Structure]:
+        """The structure for these shapes; where a dimension of rows is one, that of more rows, if it serves one."""
+        ones = _of_one(shapes)
+        while ones:
             try:
-                again = self._at(args, _other_sizes(structure, largest))[1].text()
-            except Exception as error:  # noqa: BLE001 - whatever fails for other sizes shows that they matter
-                again = repr(error)
-            if again != structure.text():
-                raise NotRowwiseError(
-                    f"{self.name}: the result depends on the number of rows: on a size such as x.shape[0], or "
-                    "one that is written out, as in view and expand"
-                )
+                traced, structure = self._at(args, _larger(shapes, ones))
+            except Exception:  # noqa: BLE001 - tensors of one row fit together where those of more do not
+                break
+            fixed = {place for place in ones if not _is_dynamic(structure, place)}
+            if not fixed and not self._depends_on_rows(args, structure):
+                return traced, structure
+            ones = ones - fixed if fixed else set()
+        traced, structure = self._at(args, shapes)
+        if why := self._depends_on_rows(args, structure):
+            raise NotRowwiseError(f"{self.name}: {why}")
         return traced, structure
 
-    def _is_squeezed(self, args: Sequence[Any], traced: Traced, structure: Structure) -> bool:
-        """Whether outputs have fewer dimensions where there is one row. What fails there is found with other rows, too."""
+    def _depends_on_rows(self, args: Sequence[Any], structure: Structure) -> str:
+        """Why the function is another one for other numbers of rows; "" if it is not."""
+        for sizes in _other_rows(structure):
+            if why := self._differs(args, structure, sizes):
+                return why
+        return ""
+
+    def _differs(self, args: Sequence[Any], structure: Structure, sizes: Mapping[int, int]) -> str:
+        """What is another with other sizes of some axes: a shape, or what is computed; "" if nothing is."""
+        depends = ("the result depends on the number of rows: on a size such as x.shape[0], or one that is written out, "
+                   "as in view and expand")  # fmt: skip
+        one = 1 in sizes.values()  # of one row neither all operators are defined nor all structures known
         try:
-            ones = self._trace(args, _shapes(structure, dict.fromkeys(dynamic_axes(structure), 1)))
-        except Exception:  # noqa: BLE001 - such as a view with a size that is written out
-            return False
-        return [len(value.labels) for value in ones.outputs] != [len(value.labels) for value in traced.outputs]
+            again = structured(self._trace(args, _shapes(structure, structure.inputs, sizes)))
+        except Exception:  # noqa: BLE001 - whatever fails for other sizes shows that they matter
+            return "" if one else depends
+        expected = _shapes(structure, structure.outputs, sizes)
+        shapes = _shapes(again, again.outputs, {})
+        if list(map(len, expected)) != list(map(len, shapes)):
+            return "a result has a dimension less where there is one row, as by squeeze"
+        same = shapes == expected and again.text(rows=False) == structure.text(rows=False)
+        return "" if same else depends
+
+    def _loose(self, args: Sequence[Any], structure: Structure) -> tuple[int, ...]:
+        """How many of each input's first dimensions may have any size.
+
+        Of those that are not used: all, or all but the last, or none, as the function reads them.
+        """
+        unused = [place for place, used in enumerate(structure.used) if not used]
+        for kept in (0, 1):  # of the last dimensions
+            loose = {place: max(len(structure.inputs[place].labels) - kept, 0) for place in unused}
+            axes = [
+                axis
+                for place, count in loose.items()
+                for label in structure.inputs[place].labels[:count]
+                for axis in label
+            ]
+            others = dict(zip(dict.fromkeys(axes), _primes(structure, _FEW), strict=False))
+            if not others or not self._differs(args, structure, others):
+                return tuple([loose.get(place, 0) for place in range(len(structure.inputs))])
+        return (0,) * len(structure.inputs)
 
     def _at(self, args: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> tuple[Traced, Structure]:
         traced = self._trace(args, shapes)
@@ -263,31 +295,54 @@ def _without_memory(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return found
 
 
-def _larger(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The shapes with a batch of one as a batch of more, so that what is broadcast is not taken for it."""
-    found = list(shapes)
-    for place in range(2, max(map(len, shapes)) + 1):
-        if all(shape[-place] == 1 for shape in shapes if len(shape) >= place):
-            found = [(*shape[:-place], 2, *shape[len(shape) - place + 1 :]) if len(shape) >= place else shape
-                     for shape in found]  # fmt: skip
-    return found
+def _of_one(shapes: Sequence[tuple[int, ...]]) -> set[int]:
+    """The dimensions, counted from the last, that are one in all tensors: but for the last one."""
+    return {place for place in range(2, max(map(len, shapes)) + 1)
+            if all(shape[-place] == 1 for shape in shapes if len(shape) >= place)}  # fmt: skip
 
 
-def _other_sizes(structure: Structure, largest: int) -> list[tuple[int, ...]]:
-    """Shapes with other numbers of rows, one prime for each axis, of at most this size."""
+def _larger(shapes: Sequence[tuple[int, ...]], places: Collection[int]) -> list[tuple[int, ...]]:
+    """The shapes with dimensions of one as more, so that they are not taken for what is broadcast."""
+    return [tuple([2 if len(shape) - at in places else size for at, size in enumerate(shape)]) for shape in shapes]
+
+
+def _is_dynamic(structure: Structure, place: int) -> bool:
+    """Whether a dimension, counted from the last, may have any size in all tensors."""
+    dynamic = dynamic_axes(structure)
+    labels = [operand.labels[-place] for operand, used in zip(structure.inputs, structure.used, strict=True)
+              if used and len(operand.labels) >= place]  # fmt: skip
+    return all(len(label) == 1 and label[0] in dynamic for label in labels)
+
+
+def _other_rows(structure: Structure) -> list[dict[int, int]]:
+    """Other sizes of the axes that may have any: for each one, a small prime, and a large number with many divisors."""
     axes = sorted(dynamic_axes(structure))
+    choices = ([1] * len(axes), _primes(structure, _FEW), _divisible(structure, _MANY))
+    found = [{axis: choices[(at + turn) % 3][at] for at, axis in enumerate(axes)} for turn in range(3)]
+    return found if len(axes) < 2 else [dict.fromkeys(axes, 1), *found]
+
+
+def _limit(structure: Structure, largest: int) -> int:
+    """The largest size of rows that makes no tensor too large."""
+    axes = dynamic_axes(structure)
     fixed = math.prod([size for axis, size in enumerate(structure.sizes) if axis not in axes])
-    limit = min(largest, int((_ELEMENTS / fixed) ** (1 / max(len(axes), 1))))
-    candidates = (
-        n for n in range(limit, 1, -1) if n not in structure.sizes and all(n % d for d in range(2, math.isqrt(n) + 1))
-    )
-    primes = list(itertools.islice(candidates, len(axes)))
-    return _shapes(structure, dict(zip(axes, primes, strict=False)))
+    return min(largest, int((_ELEMENTS / fixed) ** (1 / max(len(axes), 1))))
 
 
-def _shapes(structure: Structure, others: Mapping[int, int]) -> list[tuple[int, ...]]:
-    """Of the inputs, with other sizes of some axes."""
+def _primes(structure: Structure, largest: int) -> list[int]:
+    """Primes that no axis has as its size, the largest first."""
+    return [n for n in range(_limit(structure, largest), 1, -1)
+            if n not in structure.sizes and all(n % d for d in range(2, math.isqrt(n) + 1))]  # fmt: skip
+
+
+def _divisible(structure: Structure, largest: int) -> list[int]:
+    """Multiples of all small numbers, as far as there is room for them, that no axis has as its size."""
+    limit, count = _limit(structure, largest), len(structure.sizes)
+    step = next(step for step in (5040, 720, 48, 8, 2) if limit // step > 2 * count or step == 2)
+    return [n for n in range(limit - limit % step, 0, -step) if n not in structure.sizes]
+
+
+def _shapes(structure: Structure, operands: Sequence[Operand], others: Mapping[int, int]) -> list[tuple[int, ...]]:
+    """Of tensors, with other sizes of some axes."""
     sizes = dict(enumerate(structure.sizes)) | dict(others)
-    return [
-        tuple([math.prod([sizes[axis] for axis in label]) for label in operand.labels]) for operand in structure.inputs
-    ]
+    return [tuple([math.prod([sizes[axis] for axis in label]) for label in operand.labels]) for operand in operands]

@@ -1,6 +1,7 @@
 """From what was traced to rows and columns: which axes a program's rows have, and equal parts of rows unrolled.
 
-An axis that something reduces over is part of a row, a *column axis*; of a function without reductions the last one is.
+An axis that something reduces over is part of a row, a *column axis*; of a function without reductions the last one is, if
+the last dimension has one. Rows of one element have no column axis.
 An axis along which parts are taken or put together is *unrolled*: each part becomes a value of its own. All other axes
 are *row axes*.
 """
@@ -20,7 +21,7 @@ import torch
 from .axes import Label
 from .errors import NotRowwiseError
 from .ir import REDUCTIONS, Graph, Node, topological
-from .tracing import Traced
+from .tracing import TWICE, Traced, twice
 
 __all__ = ["Operand", "Part", "Structure", "structured"]
 
@@ -75,6 +76,7 @@ class Structure:
         used: whether anything is computed of each input.
         values: the function's tensors of floating-point numbers, by part, with their dtypes: what may be saved.
         wide: whether any of them is in fp64, in which everything is computed then.
+        loose: of each input that is not used, how many of its first dimensions may have any size; of others 0.
     """
 
     graph: Graph
@@ -91,6 +93,7 @@ class Structure:
     used: tuple[bool, ...] = ()
     values: tuple[tuple[Mapping[Part, Node], torch.dtype], ...] = ()
     wide: bool = False
+    loose: tuple[int, ...] = ()
 
     @property
     def cols(self) -> int:
@@ -110,17 +113,18 @@ class Structure:
         for places in itertools.product(*[range(self.sizes[axis]) for axis in axes]):
             yield tuple(zip(axes, places, strict=True))
 
-    def text(self) -> str:
-        """The function, one line a value; for golden tests, and to compare."""
+    def text(self, *, rows: bool = True) -> str:
+        """The function, one line a value; for golden tests, and to compare, also with that of fewer dimensions of rows."""
         nodes = topological([node for parts in self.results for node in parts.values()])
         numbers = {node: i for i, node in enumerate(nodes)}
         names = {axis: name for letter, axes in (("r", self.rows), ("c", self.columns)) for axis, name in
                  zip(axes, [f"{letter}{i}" for i in range(len(axes))], strict=True)}  # fmt: skip
         lines = []
         for node in nodes:
-            attrs = [_shown(attr, names) for attr in node.attrs]
+            # Axes have other numbers where there are fewer.
+            attrs = [names[attr] if node.op == "iota" and not rows else _shown(attr, names) for attr in node.attrs]
             what = ", ".join([*[f"%{numbers[arg]}" for arg in node.args], *attrs])
-            where = " ".join(sorted(names[axis] for axis in node.axes))
+            where = " ".join(sorted(names[axis] for axis in node.axes if rows or axis not in self.rows))
             lines.append(f"%{numbers[node]}: {node.kind}[{where}] = {node.op}({what})")
         for number, parts in enumerate(self.results):
             dtype = str(self.outputs[number].dtype).removeprefix("torch.")
@@ -148,6 +152,10 @@ class _Structuring:
         self.nodes = topological([v.node for v in traced.outputs])
         self.used = [v for v in traced.inputs if v.node in set(self.nodes)]
         self._join_columns()
+        there = set(self.nodes)
+        wrong = next((v.node for v in traced.noted if v.node in there and twice(traced.axes, v)), None)
+        if wrong is not None:  # two dimensions that another operator made one later
+            raise self._refused(TWICE, wrong)
         self._number_axes()
         wide = max(self.nodes, key=self._count_of_parts)
         if (count := self._count_of_parts(wide)) > _MOST_PARTS:
@@ -172,11 +180,11 @@ class _Structuring:
         for node in topological([node for parts in results for node in parts.values()]):
             if node.op == "keep" and node.axes != frozenset((*rows, *columns)):
                 raise NotRowwiseError("dropout of what does not vary along all dimensions")
-        return replace(bare, results=results, values=values)
+        return replace(bare, results=results, values=values, loose=(0,) * len(inputs))
 
     def _check(self, inputs: Sequence[Operand], outputs: Sequence[Operand], rows: Label, columns: Label) -> None:
         """Raises where tensors do not have the rows and columns that the kernels take."""
-        if not rows and not columns:
+        if not any(operand.labels for operand in (*inputs, *outputs)):
             raise NotRowwiseError("none of its tensors has a dimension")
         values = [v.node for v in (*self.traced.inputs, *self.traced.outputs)]
         for operand, node in zip((*inputs, *outputs), values, strict=True):
@@ -248,7 +256,7 @@ class _Structuring:
         """Take rows of three or five times a power of two columns as so many parts, so that no lane is idle."""
         _, columns = self._rows_and_columns()
         in_order = any(node.op == "pick" or (node.op == "amax" and len(node.attrs) > 1) for node in self.nodes)
-        if len(columns) > 1 or in_order or (size := self.sizes[columns[0]]) > _MOST_COLUMNS:
+        if len(columns) != 1 or in_order or (size := self.sizes[columns[0]]) > _MOST_COLUMNS:
             return
         for count in _PARTS:
             each = size // count
@@ -269,7 +277,8 @@ class _Structuring:
                     behind = next((found.index(a) for a in axes[place + 1 :] if a in found), len(found))
                     found.insert(behind, axis)
         for node in self.nodes:
-            found += [axis for axis in self.traced.axes.of(node.axes) if axis not in found]
+            axes = (*node.axes, *(node.attrs[0] if node.op == "select" else ()))
+            found += [axis for axis in self.traced.axes.of(axes) if axis not in found]
         self.count = len(found)  # behind them come those of tensors that nothing is computed of
         for v in self.traced.inputs:
             found += [
@@ -289,7 +298,8 @@ class _Structuring:
                 for node in self.nodes if node.op in REDUCTIONS or node.op == "iota"}  # fmt: skip
         reduced = {axis for axes in over.values() for axis in axes}
         rolled = [axis for axis in range(self.count) if axis not in self.unrolled]
-        columns = [axis for axis in rolled if axis in reduced] or rolled[-1:]
+        columns = [axis for axis in rolled if axis in reduced]
+        columns = columns or [axis for axis in rolled[-1:] if axis in self._innermost()]
         rows = [axis for axis in rolled if axis not in columns]
         wrong = next((node for node, axes in over.items() if rows and any(axis < max(rows) for axis in axes)), None)
         if wrong is not None:
@@ -297,6 +307,12 @@ class _Structuring:
         if not rows and len(columns) > 1:
             raise self._refused("it reduces over all dimensions: it mixes rows", next(iter(over)))
         return tuple(rows), tuple(columns)
+
+    def _innermost(self) -> set[int]:
+        """The axes of the last dimension. Rows of one element have none, and those of which all parts are of one."""
+        found = [v.labels for v in (*self.used, *self.traced.outputs)]
+        rank = max(map(len, found))
+        return {axis for labels in found if labels and len(labels) == rank for axis in self._axes(labels[-1])}
 
     def _parts(self, node: Node) -> Iterator[Part]:
         axes = [axis for axis in self._of(node.axes) if axis in self.unrolled]

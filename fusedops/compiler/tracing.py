@@ -30,7 +30,7 @@ from .errors import NotRowwiseError
 from .ir import Graph, Node
 from .surroundings import Captured
 
-__all__ = ["Traced", "Value", "recording", "trace", "traced_with_others"]
+__all__ = ["TWICE", "Traced", "Value", "recording", "trace", "traced_with_others", "twice"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +48,16 @@ class Value:
     dtype: torch.dtype
 
 
+# Values know a set of axes: of such a tensor they would have the diagonal.
+TWICE = "it has one dimension twice, as an outer product of a row with itself; pass one of the two as an argument"
+
+
+def twice(axes: Axes, value: Value) -> bool:
+    """Whether two dimensions of a tensor are the same axis."""
+    leaves = axes.leaves(tuple([axis for label in value.labels for axis in label]))
+    return len(set(leaves)) < len(leaves)
+
+
 @dataclass
 class Traced:
     """What came of a function.
@@ -62,6 +72,7 @@ class Traced:
         drops: the drop probability of each dropout, in order.
         lines: of each node that has one, the line in the user's file.
         values: the tensors of floating-point numbers, in the order in which they were made.
+        noted: all tensors, in the order in which they were made.
         file: the user's.
         wide: whether it computes anything in fp64.
     """
@@ -75,6 +86,7 @@ class Traced:
     drops: list[float] = field(default_factory=list)
     lines: dict[int, int] = field(default_factory=dict)
     values: list[Value] = field(default_factory=list)
+    noted: list[Value] = field(default_factory=list)
     file: str = ""
     wide: bool = False
 
@@ -282,6 +294,8 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
             value = found if isinstance(found, Value) else None
             assert value is not None
             assert [self.axes.size(self.axes.leaves(label)) for label in value.labels] == list(out.shape)
+            if twice(self.axes, value):
+                raise NotRowwiseError(TWICE)
             node = value.node
             if not torch.is_grad_enabled() and node.kind == "float":
                 node = self.graph.make("detached", node)
@@ -293,6 +307,7 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
             if out.dtype.is_floating_point and value.node.args:
                 self.traced.values.append(made)
             self.traced.lines.setdefault(value.node.number, self.line)
+            self.traced.noted.append(made)
             self._last[self.line] = value.node
         elif isinstance(out, (tuple, list)):
             for inner, tensor in zip(found, out, strict=False):

@@ -80,6 +80,8 @@ def _part(r: Any, x: Value, dim: int, outer: int, which: int, interleaved: bool)
 
 def _select_node(r: Any, node: Node, axis: Label, which: int) -> Node:
     rest = _rest(r, node, axis)
+    if len(rest) == len(r.axes.of(node.axes)):  # all its parts are the same
+        return node
     return r.graph.make("select", node, attrs=(axis, which), axes=rest)
 
 
@@ -154,7 +156,9 @@ def _unbind(r: Any, out: Any, x: Value, dim: int = 0) -> list[Value]:
 def _stacked(r: Any, values: Sequence[Value], kind: str) -> tuple[Node, tuple[Label, ...], Label]:
     """Values of the same dimensions along a new axis; these dimensions, and the axis."""
     labels = joined(r, *[value.labels for value in values])
-    axis = _axis_of(r, values) or r.axes.new(len(values))
+    axis = _axis_of(r, values)
+    if axis is None or set(r.axes.leaves(axis)) & set(r.axes.of([a for value in values for a in value.node.axes])):
+        axis = r.axes.new(len(values))
     return _stack_node(r, [as_kind(r, value.node, kind) for value in values], axis, kind), labels, axis
 
 
