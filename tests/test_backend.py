@@ -296,7 +296,7 @@ def test_smaller_region_is_tried() -> None:
     def function(x: Tensor, token: Tensor) -> Tensor:
         return F.layer_norm(torch.cat([token.expand(len(x), 1, 8), x], 1) * 2, (8,), w)
 
-    x, token = randn(3, 12, 8), randn(8)
+    x, token = randn(3, 24, 8), randn(8)
     torch.testing.assert_close(
         torch.compile(function, backend=backend)(x, token), function(x, token), rtol=1e-4, atol=1e-5
     )

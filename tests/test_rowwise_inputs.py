@@ -233,6 +233,21 @@ def test_one_element_of_each_row(rows: int) -> None:
 
 
 @kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", ["ends", "of_a_softmax", "compressed_and_rotated"])
+def test_columns_of_rows_that_are_too_long_to_take_apart(how: str, dtype: torch.dtype) -> None:
+    """One of 36 columns, or the first 32 of them, which are eight ninths of a row."""
+    functions: dict[str, Callable[[Tensor], Any]] = {
+        "ends": lambda x: (x[..., 0] * x[..., -1:].squeeze(-1), x - x[..., 5:6]),
+        "of_a_softmax": lambda x: torch.softmax(x, -1)[..., 7],
+        "compressed_and_rotated": lambda x: torch.cat((F.rms_norm(x[..., :32], (32,)), torch.tanh(x[..., 32:])), -1),
+    }
+    sample = RowwiseFunction(how, functions[how], lambda rows: {"x": (2, rows, 36)})
+    function = fusedops.rowwise(sample.function, strict=True)
+    check(sample, function, {"x": randn(2, 3, 36).to(dtype)})
+
+
+@kernels
 def test_integer_output_beside_a_float() -> None:
     x, i = randn(5, 24).requires_grad_(), torch.arange(24, device=DEVICE)
     y, mask, places = fusedops.rowwise(lambda x, i: (x * 2, x > 0, i + (x > 0)), strict=True)(x, i)

@@ -23,12 +23,12 @@ from .errors import NotRowwiseError
 from .ir import REDUCTIONS, Graph, Node, topological
 from .tracing import TWICE, Traced, twice
 
-__all__ = ["Operand", "Part", "Structure", "structured"]
+__all__ = ["MOST_PARTS", "Operand", "Part", "Structure", "structured"]
 
 # Of an axis that is unrolled, which part: pairs of axis and index.
 Part = tuple[tuple[int, int], ...]
 # More parts are too much code.
-_MOST_PARTS = 16
+MOST_PARTS = 16
 # Columns of a part of a row that no operator of the function takes apart.
 _LEAST_PART = 128
 # Into so many: of 5120 columns, five of 1024 where a block that holds them all has 3072 idle lanes.
@@ -158,8 +158,8 @@ class _Structuring:
             raise self._refused(TWICE, wrong)
         self._number_axes()
         wide = max(self.nodes, key=self._count_of_parts)
-        if (count := self._count_of_parts(wide)) > _MOST_PARTS:
-            raise self._refused(f"rows are taken apart into more than {_MOST_PARTS} parts", wide)
+        if (count := self._count_of_parts(wide)) > MOST_PARTS:
+            raise self._refused(f"rows are taken apart into more than {MOST_PARTS} parts", wide)
         self._unroll_columns(count)
 
     def result(self) -> Structure:
@@ -260,7 +260,7 @@ class _Structuring:
             return
         for count in _PARTS:
             each = size // count
-            if each * count == size and each >= _LEAST_PART and not each & (each - 1) and count * parts <= _MOST_PARTS:
+            if each * count == size and each >= _LEAST_PART and not each & (each - 1) and count * parts <= MOST_PARTS:
                 outer, _ = self.traced.axes.split((self.order[columns[0]],), (count, each))
                 self._number_axes(*outer)
                 return

@@ -28,4 +28,19 @@ REFUSED: dict[str, str] = {
     "prod": "it is a reduction without a kernel; of positive numbers it is x.log().sum(-1).exp()",
     **dict.fromkeys(("lgamma", "digamma", "erfc", "erfinv", "atan", "atan2", "asin", "acos", "hypot", "copysign"),
                     "it is a function without a kernel; compute it outside"),
+    **dict.fromkeys(
+        ("index", "index_select", "embedding", "_unsafe_index"),
+        "indexing with a tensor reads other rows or columns; index before the call",
+    ),
+    **dict.fromkeys(
+        ("fill_", "index_put", "index_put_", "index_fill_", "slice_scatter", "scatter", "scatter_"),
+        "it writes into a part of a tensor; put parts together with torch.cat, or use torch.where",
+    ),
+    **dict.fromkeys(("flip", "roll"), "it moves columns; do so before the call, or name the parts with chunk and cat"),
+    "constant_pad_nd": "it makes rows longer; pad outside of the function",
+    "unfold": "it reads each column several times; pass the slices as arguments of their own",
+    **dict.fromkeys(
+        ("view_as_complex", "view_as_real", "complex", "polar"),
+        "kernels have no complex numbers; compute with the real and the imaginary parts, as from unbind(-1)",
+    ),
 }  # fmt: skip

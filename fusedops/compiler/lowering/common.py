@@ -12,7 +12,7 @@ from ..errors import NotRowwiseError
 from ..ir import Node
 from ..tracing import Value, kind_of
 
-__all__ = ["TABLE", "Lower", "as_kind", "as_value", "differentiated", "joined", "lowers", "pointwise"]
+__all__ = ["TABLE", "Lower", "as_kind", "as_value", "differentiated", "joined", "lowers", "picked", "pointwise"]
 
 Lower = Callable[..., Any]
 TABLE: dict[str, Lower] = {}
@@ -39,6 +39,13 @@ def joined(r: Any, *labels: tuple[Label, ...]) -> tuple[Label, ...]:
             r.axes.unify(there[0], other)
         found.append(there[0] if there else ())
     return tuple(found)
+
+
+def picked(r: Any, x: Value, dim: int, index: Node) -> Node:
+    """One element along a dimension, by its number."""
+    label = x.labels[dim]
+    axes = {*r.axes.of(x.node.axes), *r.axes.of(index.axes)} - set(r.axes.leaves(label))
+    return r.graph.make("pick", x.node, index, attrs=(label,), axes=axes, kind=x.node.kind)
 
 
 def as_value(r: Any, value: Any, kind: str | None = None) -> Value:

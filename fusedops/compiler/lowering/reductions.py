@@ -10,7 +10,7 @@ from ..axes import Label
 from ..errors import NotRowwiseError
 from ..ir import Node
 from ..tracing import Value, kind_of
-from .common import as_kind, joined, lowers, pointwise
+from .common import as_kind, joined, lowers, picked, pointwise
 
 
 def reduced(
@@ -296,8 +296,7 @@ def _gather(r: Any, out: Any, x: Value, dim: int, index: Value, **_: Any) -> Val
     if index.labels[dim]:
         raise NotRowwiseError("gather takes more than one column of a row")
     shared = joined(r, tuple([() if d == dim else one for d, one in enumerate(x.labels)]), index.labels)
-    axes = _leaf_axes(r, (x.node, index.node)) - set(r.axes.leaves(x.labels[dim]))
-    node = r.graph.make("pick", x.node, index.node, attrs=(x.labels[dim],), axes=axes, kind=x.node.kind)
+    node = picked(r, x, dim, index.node)
     if node.kind == "float":  # PyTorch raises an error, for which a kernel would have to be waited for
         within = r.graph.binary(
             "and",
@@ -308,10 +307,6 @@ def _gather(r: Any, out: Any, x: Value, dim: int, index: Value, **_: Any) -> Val
     return Value(node, shared, out.dtype)
 
 
-def _leaf_axes(r: Any, nodes: Sequence[Node]) -> set[int]:
-    return {axis for node in nodes for axis in r.axes.of(node.axes)}
-
-
 @lowers("nll_loss_forward")
 def _nll_loss(r: Any, out: Any, x: Value, target: Value, weight: Any, reduction: int, ignore_index: int) -> Any:
     """The loss of each row; over rows it is the caller's to sum."""
@@ -320,8 +315,8 @@ def _nll_loss(r: Any, out: Any, x: Value, target: Value, weight: Any, reduction:
                               if reduction else "a loss with weights of classes")  # fmt: skip
     graph = r.graph
     index = Value(target.node, (*target.labels, ()), target.dtype)
-    picked = _gather(r, out[0], x, len(x.labels) - 1, index)
-    labels = picked.labels[:-1]
+    element = _gather(r, out[0], x, len(x.labels) - 1, index)
+    labels = element.labels[:-1]
     left_out = graph.make("eq", as_kind(r, target.node, "int"), graph.const(ignore_index))
-    loss = graph.where(left_out, graph.const(0.0), graph.unary("neg", picked.node))
+    loss = graph.where(left_out, graph.const(0.0), graph.unary("neg", element.node))
     return [Value(loss, labels, out[0].dtype), None]

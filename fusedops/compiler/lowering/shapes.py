@@ -9,11 +9,9 @@ from typing import Any
 from ..axes import Label
 from ..errors import NotRowwiseError
 from ..ir import Node
+from ..structure import MOST_PARTS
 from ..tracing import Value, kind_of
-from .common import as_kind, joined, lowers
-
-# Of unequal parts: each part is code of its own.
-_MOST_PARTS = 8
+from .common import as_kind, joined, lowers, picked
 
 
 @lowers("view", "_unsafe_view", "reshape", "_reshape_alias")
@@ -112,7 +110,9 @@ def _columns(r: Any, x: Value, dim: int, first: int, taken: int) -> tuple[Node, 
     if not taken:
         raise NotRowwiseError("an empty slice of columns")
     part = math.gcd(size, first, taken)
-    if part != taken and size // part > _MOST_PARTS:
+    if taken == 1 and size > MOST_PARTS:
+        return picked(r, x, dim, r.graph.const(first)), ()
+    if part != taken and size // part > MOST_PARTS:
         raise NotRowwiseError(f"columns {first} to {first + taken} of {size} {_too_many(size // part)}")
     found = [_part(r, x, dim, size // part, which, False) for which in range(first // part, (first + taken) // part)]
     if len(found) == 1:
@@ -122,7 +122,7 @@ def _columns(r: Any, x: Value, dim: int, first: int, taken: int) -> tuple[Node, 
 
 
 def _too_many(parts: int) -> str:
-    return f"need {parts} equal parts of a row; {_MOST_PARTS} is the most"
+    return f"need {parts} equal parts of a row; {MOST_PARTS} is the most. Pass the parts as arguments of their own"
 
 
 @lowers("select")
@@ -131,7 +131,7 @@ def _select(r: Any, out: Any, x: Value, dim: int, which: int) -> Value:
     size = r.axes.size(r.axes.leaves(x.labels[dim]))
     if size == 1:
         return Value(x.node, (*x.labels[:dim], *x.labels[dim + 1 :]), out.dtype)
-    node, _ = _part(r, x, dim, size, which % size, False)
+    node, _ = _columns(r, x, dim, which % size, 1)
     return Value(node, (*x.labels[:dim], *x.labels[dim + 1 :]), out.dtype)
 
 
@@ -196,7 +196,7 @@ def _cat(r: Any, out: Any, values: Sequence[Value], dim: int = 0) -> Value:
         return values[0]
     sizes = [r.axes.size(r.axes.leaves(value.labels[dim])) for value in values]
     part = math.gcd(*sizes)
-    if sum(sizes) // part > _MOST_PARTS and len(set(sizes)) > 1:
+    if sum(sizes) // part > MOST_PARTS and len(set(sizes)) > 1:
         raise NotRowwiseError(f"columns put together as {sizes} {_too_many(sum(sizes) // part)}")
     values = [
         one for value, size in zip(values, sizes, strict=True) for one in _equal_parts(r, value, dim, size // part)
