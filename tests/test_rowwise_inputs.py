@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import random
+import re
+import time
 import types
 import warnings
 import weakref
@@ -10,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -672,3 +676,43 @@ def test_number_that_cannot_be_followed_is_refused(body: str) -> None:
     imported = mock.patch.dict("sys.modules", settings_of_a_test=settings)
     with imported, pytest.raises(fusedops.NotRowwiseError, match=r"may change unseen"):
         fusedops.rowwise(scope["function"]).source(randn(5, 24))
+
+
+_ASKING = {
+    "gradients": ("return x * 2 if torch.is_grad_enabled() else x", "is_grad_enabled"),
+    "inference": ("return x * 2 if torch.is_inference_mode_enabled() else x", "is_inference_mode_enabled"),
+    "gradients_renamed": ("return x * 2 if enabled() else x", "enabled is a function whose result may change"),
+    "requires_grad": ("return x * 2 if x.requires_grad else x", "reads requires_grad"),
+    "is_leaf": ("return x * 2 if x.is_leaf else x", "reads is_leaf"),
+    "grad_fn": ("return x * 2 if x.grad_fn is None else x", "reads grad_fn"),
+    "random": ("return x * 2 if random.random() < 0.5 else x", "random.random"),
+    "randint": ("return x * random.randint(0, 3)", "random.randint"),
+    "time": ("return x * time.time()", "time.time"),
+    "entry": ("return x * entries.get('scale')", "entries.get"),
+    "numpy": ("return x * float(numpy.random.rand())", "numpy.random"),
+    "caught": ("try:\n        return x.cumsum(-1)\n    except RuntimeError:\n        return x", "each column depends"),
+    "caught_by_all": ("try:\n        return x.cumsum(-1)\n    except:\n        return x", "each column depends"),
+}
+
+
+@pytest.mark.parametrize("case", _ASKING)
+def test_what_differs_between_trace_and_call_is_refused(case: str) -> None:
+    """Whether there are gradients, numbers that are drawn, and refusals that the function catches as PyTorch's errors."""
+    body, named = _ASKING[case]
+    scope: dict[str, Any] = {"torch": torch, "random": random, "time": time, "numpy": numpy, "entries": {"scale": 2.0},
+                             "enabled": torch.is_grad_enabled}  # fmt: skip
+    exec(f"def function(x):\n    {body}", scope)
+    with pytest.raises(fusedops.NotRowwiseError, match=re.escape(named)):
+        fusedops.rowwise(scope["function"]).source(randn(5, 24))
+
+
+def test_library_code_may_ask_for_gradients() -> None:
+    """PyTorch's own, such as a block without them, takes the same way in all calls."""
+
+    @fusedops.rowwise(strict=True)
+    def function(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.amax(-1, keepdim=True)
+        return x / scale
+
+    assert function.source(randn(5, 24))

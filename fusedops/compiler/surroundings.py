@@ -45,6 +45,12 @@ PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Siz
 # Modules that are a part of the program, and functions that return what a scope has.
 _LIBRARIES = frozenset({"torch", "einops", "math"})
 _SCOPES = frozenset({"globals", "locals", "vars", "eval", "exec", "__import__"})
+# Functions that say how PyTorch runs, which the trace decides for itself.
+_MODES = frozenset({"is_grad_enabled", "is_inference_mode_enabled"})
+# Modules of Python whose functions in C have the same result for the same arguments.
+_PURE = frozenset(
+    {"torch", "einops", "math", "cmath", "operator", "_operator", "functools", "_functools", builtins.__name__}
+)
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,8 @@ def unseen(code: CodeType) -> str:
             return f"it imports {name} in its body, whose numbers may change unseen; import it outside of the function"
         if instruction.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME")) and name in _SCOPES:
             return f"it calls {name}, which may change unseen; name the variables"
+        if instruction.opname.startswith("LOAD") and name in _MODES:
+            return f"it calls {name}, whose result may change unseen; call it outside, and pass it as a number"
     inner = (unseen(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return next(filter(None, inner), "")
 
@@ -146,14 +154,23 @@ def _is_constant(value: Any) -> bool:
 
 def is_code(value: Any) -> bool:
     """Whether this is something that does not change: a function of a library's, a class."""
-    if isinstance(value, (ModuleType, type, enum.Enum)) or inspect.isbuiltin(value):
+    if isinstance(value, (ModuleType, type, enum.Enum)):
         return True
+    if inspect.isbuiltin(value):  # one in C: not of an object, such as a dict's get or what draws random numbers
+        owner = value.__self__
+        return isinstance(owner, (ModuleType, type, type(None))) and _home(value).partition(".")[0] in _PURE
     return callable(value) and not isinstance(value, nn.Module) and is_of_a_library(value)
+
+
+def _home(value: Any) -> str:
+    """The Python module of a function or class."""
+    owner = getattr(value, "__self__", None)  # a class, for its methods in C
+    return str(getattr(value, "__module__", None) or (owner if isinstance(owner, type) else type(value)).__module__)
 
 
 def is_of_a_library(value: Any) -> bool:
     """Whether a function or class is PyTorch's, einops' or Python's own: one that was made by `exec` only says so."""
-    home = str(getattr(value, "__module__", None) or type(value).__module__)
+    home = _home(value)
     if isinstance(value, FunctionType) and value.__globals__ is not vars(sys.modules.get(home, builtins)):
         return False
     return home.partition(".")[0] in ("torch", "einops", "math", builtins.__name__)
@@ -216,6 +233,10 @@ def checked(name: str, value: Any, what: str) -> None:
         raise NotRowwiseError(
             f"{what} {name} is a module of Python, whose numbers may change unseen; name them: {name}.NAME"
         )
+    if getattr(value, "__name__", "") in _MODES and is_of_a_library(value):
+        raise NotRowwiseError(f"{what} {name} is a function whose result may change unseen; pass what it returns")
+    if inspect.isbuiltin(value) and not is_code(value):
+        raise NotRowwiseError(f"it calls {name}, whose result may change from call to call; pass what it returns")
     if (
         isinstance(value, (*PLAIN, nn.Module, Tensor, FunctionType))
         or type(value).__name__ == "Rowwise"

@@ -117,8 +117,10 @@ def trace(call: Callable[..., Any], arguments: Sequence[Any], function: Callable
         # With gradients on, so that a block of the function's own without them is seen.
         with traced_with_others(), torch.enable_grad(), compat.quiet(), recorder.fake, recorder, _Functions(recorder):
             returned = call(*given)
+        if recorder.failed is not None:  # the function went on without it, as PyTorch would not have
+            raise recorder.failed
     except (NotRowwiseError, AxisError) as error:
-        raise recorder.refused(str(error)) from None
+        raise (recorder.failed or recorder.refused(str(error))) from None
     finally:
         torch.set_autocast_cache_enabled(cached)
     traced = recorder.traced
@@ -176,6 +178,8 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
         self._targets = _targets_of(self.code)
         self._last: dict[int, Node] = {}
         self._decomposing = ""  # the operator that is being taken apart
+        # The first refusal, whether or not the function caught it.
+        self.failed: NotRowwiseError | None = None
 
     @property
     def graph(self) -> Graph:
@@ -243,10 +247,23 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
     # --- operators ------------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self.noting_refusals():
+            return self._dispatched(func, args, kwargs or {})
+
+    @contextmanager
+    def noting_refusals(self) -> Iterator[None]:
+        """Within it the first refusal is kept: user code may catch it as PyTorch's error, and take another way."""
+        try:
+            yield
+        except (NotRowwiseError, AxisError) as error:
+            # Without its frames, which would keep the tensors.
+            self.failed = self.failed or self.refused(str(error))
+            raise
+
+    def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
         from . import lowering
 
         self.mark_line()
-        kwargs = kwargs or {}
         name = _name_of(func)
         if name.startswith("prim::"):  # a question about a tensor
             return func(*args, **kwargs)
@@ -386,8 +403,12 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
         return NotRowwiseError(f"{self.name}: {why}\n  line {self.line} of {self.code.co_filename}: {text}")
 
 
+# What of a tensor is another in the trace than in a call: there gradients are on, and no tensor has any.
+_OF_GRADIENTS = frozenset({"grad", "grad_fn", "is_inference", "is_leaf", "requires_grad", "retains_grad"})
+
+
 class _Functions(TorchFunctionMode):
-    """Takes dropout out of PyTorch's hands: it becomes a factor, and not numbers that are drawn."""
+    """Takes dropout out of PyTorch's hands, which becomes a factor of the graph; sees what asks for gradients."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -395,11 +416,20 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.dropout or func is torch.dropout:
-            return self._dropout(*args, **kwargs)
-        if getattr(func, "__name__", "") in ("batch_norm", "_batch_norm_impl_index"):
-            self.recorder.mark_line()
-            raise NotRowwiseError("BatchNorm mixes rows")
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # of an attribute
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+        with self.recorder.noting_refusals():
+            if func is F.dropout or func is torch.dropout:
+                return self._dropout(*args, **kwargs)
+            if name in ("batch_norm", "_batch_norm_impl_index"):
+                self.recorder.mark_line()
+                raise NotRowwiseError("BatchNorm mixes rows")
+            if name in _OF_GRADIENTS and not _is_asked_by_a_library(inspect.currentframe()):
+                self.recorder.mark_line()
+                raise NotRowwiseError(
+                    f"it reads {name} of a tensor, which is another in other calls; pass it as a number"
+                )
         return func(*args, **kwargs)
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False,
@@ -419,6 +449,13 @@ class _Functions(TorchFunctionMode):
         out = recorder.empty(input.shape, input.dtype, input.device)
         recorder.set(out, Value(recorder.graph.binary("mul", value.node, factor), value.labels, input.dtype))
         return out
+
+
+def _is_asked_by_a_library(frame: FrameType | None) -> bool:
+    """Whether PyTorch's code, or this library's, asks the mode whose frame this is."""
+    asking = None if frame is None else frame.f_back
+    home = "" if asking is None else str(asking.f_globals.get("__name__", ""))
+    return home.partition(".")[0] in ("torch", "fusedops")
 
 
 def kind_of(dtype: torch.dtype) -> str:
