@@ -626,3 +626,37 @@ def test_operators_that_the_model_calls_stay_beside_regions() -> None:
     assert backend.report.operators == {"bias_dropout_add_ln": 1, "layer_norm": 1, "swiglu": 1}
     assert len(backend.report.fused) == 1 and not backend.report.left
     assert "  called by the model: 1 x swiglu\n" in str(backend.report) + "\n"
+
+
+def test_regions_in_marked_parts() -> None:
+    """All calls of a part, each with checkpointed code of its own in it, are fused as without the mark."""
+
+    def checkpointed(x: Tensor, w: Tensor) -> Tensor:
+        return F.gelu(F.layer_norm(x * 2, (8,), w))
+
+    def part(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+        h = F.layer_norm(F.silu(x) + 1, (8,), w) @ m
+        return x + checkpoint(checkpointed, h, w, use_reentrant=False)  # type: ignore[no-any-return]
+
+    def model(step: Callable[..., Tensor], x: Tensor, ws: list[Tensor], ms: list[Tensor]) -> Tensor:
+        for w, m in zip(ws, ms, strict=True):
+            x = step(x, w, m)
+        return x
+
+    x = randn(3, 5, 8).requires_grad_()
+    ws = [randn(8).requires_grad_() for _ in range(3)]
+    ms = [(randn(8, 8) / 8**0.5).requires_grad_() for _ in range(3)]
+    cotangent, regions, results = randn(3, 5, 8), [], []
+    for step in (part, torch.compiler.nested_compile_region(part)):
+        torch._dynamo.reset()
+        backend = Backend()
+        y = torch.compile(model, backend=backend)(step, x, ws, ms)
+        results.append([y, *torch.autograd.grad(y, [x, *ws, *ms], cotangent)])
+        regions.append(sorted(region.operators for region in backend.report.fused))
+        assert not backend.report.left
+    assert regions[0] == regions[1] and len(regions[0]) >= 6
+    y = model(part, x, ws, ms)
+    eager = [y, *torch.autograd.grad(y, [x, *ws, *ms], cotangent)]
+    for ours, marked, theirs in zip(*results, eager, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(marked, theirs, rtol=1e-4, atol=1e-5)

@@ -8,6 +8,7 @@ captured like the code around it, so that one region may hold both.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -64,13 +65,7 @@ def _captured(
     gm: fx.GraphModule, fakes: Sequence[Any], inner: Inner, known: Mapping[int, Tensor] | None = None
 ) -> fx.GraphModule:
     """See `captured`; ``known`` are the values of placeholders, by their places."""
-    for node in gm.graph.nodes:
-        if node.op == "call_module":
-            raise NotCapturedError(f"it calls the module {node.target}")
-        if node.op == "call_method" and node.target in _CHANGES_DERIVATIVE:
-            raise NotCapturedError(f"it calls {node.target}")
-        if node.op == "call_function" and not _is_known(node.target):
-            raise NotCapturedError(f"it calls {getattr(node.target, '__name__', node.target)}")
+    _check_known(gm)
 
     def run(*args: Any) -> Any:
         constants = {compat.recorded_node(args[place]): value for place, value in (known or {}).items()}
@@ -90,6 +85,17 @@ def _captured(
     drop_unused(made.graph)
     made.recompile()
     return made
+
+
+def _check_known(gm: fx.GraphModule) -> None:
+    """Raises where a graph has a node that a capture could change."""
+    for node in gm.graph.nodes:
+        if node.op == "call_module":
+            raise NotCapturedError(f"it calls the module {node.target}")
+        if node.op == "call_method" and node.target in _CHANGES_DERIVATIVE:
+            raise NotCapturedError(f"it calls {node.target}")
+        if node.op == "call_function" and not _is_known(node.target):
+            raise NotCapturedError(f"it calls {getattr(node.target, '__name__', node.target)}")
 
 
 def _made_again(made: fx.GraphModule, given: Collection[str]) -> None:
@@ -174,13 +180,15 @@ class _Capture(fx.Interpreter):
         self.inner, self.constants = inner, constants
         self.names: dict[int, str] = {}  # of modules
         self.repeats = Repeats()
+        self.calls = itertools.count()  # of marked parts
+        self.prefix = ""  # of names in this call of a marked part
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """See `fx.Interpreter`."""
         found = self.fetch_attr(target)
         if isinstance(found, Tensor):
-            return compat.recorded_attribute(found, target.replace(".", "_"))
-        self.names[id(found)] = target.replace(".", "_")
+            return compat.recorded_attribute(found, self.prefix + target.replace(".", "_"))
+        self.names[id(found)] = self.prefix + target.replace(".", "_")
         return found
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -202,6 +210,8 @@ class _Capture(fx.Interpreter):
 
     def _one_node(self, target: Any, args: Any, kwargs: Any) -> Any:
         """An operator that takes functions, as it is; the body of a checkpointed part captured by itself."""
+        if target is compat.NESTED:
+            return self._nested(*args)
         known, body = dict[int, Tensor](), None
         if target is compat.CHECKPOINTED:
             values = {place: self.constants.value(compat.recorded_node(arg))
@@ -218,6 +228,14 @@ class _Capture(fx.Interpreter):
                 body = _looked_into(forward, backward, rest)
             found = target(*args, **kwargs)
         return compat.recorded_call(target, args, kwargs, found, self.names, body)
+
+    def _nested(self, part: fx.GraphModule, _identifier: str, *operands: Any) -> Any:
+        """A call of a marked part, in its place: regions then reach across its borders."""
+        _check_known(part)
+        inner = _Capture(part, self.inner, self.constants)
+        inner.names, inner.repeats, inner.calls = self.names, self.repeats, self.calls
+        inner.prefix = f"call{next(self.calls)}_"
+        return inner.run(*operands)
 
     def _attention(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any

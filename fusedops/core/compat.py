@@ -743,6 +743,8 @@ OPERATORS: tuple[type, ...] = (OVERLOAD, _find("_ops.OpOverloadPacket", type(Non
 PURE_MODULES = frozenset({"torch", "torch.functional", "torch.nn.functional", "torch._tensor", "torch._C._nn", "torch._C._special",
                           "torch._C._linalg", "torch._C._fft", "_operator", "builtins", "math"})  # fmt: skip
 CHECKPOINTED: Any = _find("_higher_order_ops.wrap.tag_activation_checkpoint", None)
+# A part that is marked by `torch.compiler.nested_compile_region`: one graph for all of its calls.
+NESTED: Any = _find("ops.higher_order.invoke_subgraph", None)
 OWN_DERIVATIVE: Any = _find("_functorch.autograd_function.autograd_function_apply", None)
 GRAD_MODES = frozenset({_find("_C._set_grad_enabled", None)})
 attention_order: Callable[[], Any] = _find("_C._get_sdp_priority_order", lambda: None)
