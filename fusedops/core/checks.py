@@ -32,7 +32,7 @@ def check_tensor(op: str, name: str, value: Any, like: torch.Tensor | None = Non
     if value.is_quantized:
         raise TypeError(
             f"{op}: {name} is quantised, expected one of {_DTYPE_NAMES}; static quantisation takes PyTorch's own modules: "
-            "call fusedops.unfuse_model before torch.ao.quantization.prepare"
+            "call unfuse_model before torch.ao.quantization.prepare"
         )
     if value.dtype not in DTYPES:
         raise TypeError(f"{op}: {name} has dtype {value.dtype}, expected one of {_DTYPE_NAMES}")
