@@ -29,8 +29,9 @@ def _launches(spec: Spec, sample: Sample, names: list[str] | None = None) -> tup
     values = {**sample.tensors, **dict(zip(tensors, leaves, strict=True))}
     with launch.record() as forward:
         outputs = as_tuple(spec.call(**values, **sample.options))
+    learned = [output for output in outputs if output.requires_grad]  # others depend on no leaf of these
     with launch.record() as backward:
-        torch.autograd.grad(outputs, [leaf for leaf in leaves if leaf.requires_grad], random_like(outputs))
+        torch.autograd.grad(learned, [leaf for leaf in leaves if leaf.requires_grad], random_like(learned))
     return forward, backward
 
 
