@@ -625,7 +625,7 @@ def test_module_with_a_closure_is_freed() -> None:
 @pytest.mark.parametrize("names", [("0",), ("1", "0")], ids=str)
 def test_parameters_whose_names_are_no_identifiers(names: tuple[str, ...]) -> None:
     """As those of a `Sequential`."""
-    model = nn.ModuleDict({name: nn.LayerNorm(24) for name in names})
+    model = nn.ModuleDict({name: nn.LayerNorm(24) for name in names}).to(DEVICE)
 
     def function(x: Tensor) -> Tensor:
         for norm in model.values():

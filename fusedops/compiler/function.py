@@ -325,7 +325,8 @@ class Method(Generic[_P, _R]):
         return isinstance(other, Method) and self.__func__ is other.__func__ and self.__self__ is other.__self__
 
     def __hash__(self) -> int:
-        return hash((id(self.__func__), id(self.__self__)))
+        # PyTorch 2.11 asks for it as it traces the method, of an object that is not initialised yet.
+        return hash(tuple(map(id, map(vars(self).get, ("__func__", "__self__")))))
 
     def __repr__(self) -> str:
         return f"{self.__func__!r} of {type(self.__self__).__name__}"
