@@ -455,6 +455,24 @@ def without() -> dict[str, str]:
     return {**outcomes, "stderr": done.stderr}
 
 
+def _stage(x: torch.Tensor) -> torch.Tensor:
+    return x + (2.0 if compat.is_exporting() else 1.0)
+
+
+class _Stage(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _stage(x)
+
+
+def test_exporting_is_told_from_compiling(fresh_dynamo: None) -> None:
+    """In what is traced, not where Python runs; then again in a call without a tracer."""
+    x = torch.zeros(3)
+    assert torch.equal(torch.compile(_stage, backend="eager", fullgraph=True)(x), x + 1.0)
+    for strict in (True, False):
+        assert torch.equal(torch.export.export(_Stage(), (x,), strict=strict).module()(x), x + 2.0)
+    assert torch.equal(_stage(x), x + 1.0)
+
+
 @pytest.mark.once
 @pytest.mark.parametrize("path", [*compat.PRIVATE, "imports"])
 def test_values_without_a_private_name(path: str, without: dict[str, str]) -> None:

@@ -131,7 +131,7 @@ class Rowwise(Generic[_P, _R]):
         autocast = compat.any_autocast_enabled() and _autocast()
         # A part of what is being traced; a transform, under which PyTorch's operators run, with what is captured now; or a
         # program that another process loads, which would not know the registered operators.
-        if recording() or compat.transforms() or compat.in_forward_mode() or torch.compiler.is_exporting():
+        if recording() or compat.transforms() or compat.in_forward_mode() or compat.is_exporting():
             return self._run(*args)
         key: Any = None
         call: _Call | None = None
@@ -243,7 +243,7 @@ class Rowwise(Generic[_P, _R]):
             args = self._positional(args, kwargs)
         if any(not isinstance(a, (Tensor, *PLAIN)) for a in args):
             return self._run(*args)
-        if torch.compiler.is_exporting():
+        if compat.is_exporting():
             return self._run(*args)
         if captures(self.function) or not self._allow():  # captured tensors would be constants of the graph
             return self._run(*args)
@@ -294,39 +294,43 @@ def function_of(target: Any) -> Callable[..., Any] | None:
 
 
 class Method(Generic[_P, _R]):
-    """A `Rowwise` function with the object whose method it is, like a bound method of Python's.
+    """A `Rowwise` function with the object whose method it is, like a bound method of Python's."""
 
-    Attributes:
-        __func__: the function.
-        __self__: the object.
-    """
+    # Together, as Dynamo of PyTorch 2.11 looks for an attribute with a `__get__` of its own in the class; empty for the
+    # object that it makes in order to trace one, and hashes.
+    _bound: tuple[Any, ...] = ()
 
     def __init__(self, function: Rowwise[..., _R], instance: Any) -> None:
-        self.__func__, self.__self__ = function, instance
-        self.__doc__ = function.__doc__
+        self._bound = function, instance
+        self.__doc__, self.__name__ = function.__doc__, function.name
+        self.__qualname__ = getattr(function, "__qualname__", function.name)
+
+    @property
+    def __func__(self) -> Any:
+        """The function."""
+        return self._bound[0]
+
+    @property
+    def __self__(self) -> Any:
+        """The object."""
+        return self._bound[1]
 
     @property
     def __signature__(self) -> inspect.Signature:
         """The function's, without the object."""
-        signature = self.__func__._signature
+        signature: inspect.Signature = self.__func__._signature
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """The method's outputs."""
-        return self.__func__(self.__self__, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        """The function's name, and what a user has set on it."""
-        if name in ("__func__", "__self__", "__wrapped__"):  # not there yet, as within `copy`; of another signature
-            raise AttributeError(name)
-        return getattr(self.__func__, name)
+        function, instance = self._bound
+        return function(instance, *args, **kwargs)  # type: ignore[no-any-return]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Method) and self.__func__ is other.__func__ and self.__self__ is other.__self__
 
     def __hash__(self) -> int:
-        # PyTorch 2.11 asks for it as it traces the method, of an object that is not initialised yet.
-        return hash(tuple(map(id, map(vars(self).get, ("__func__", "__self__")))))
+        return hash(tuple(map(id, self._bound)))
 
     def __repr__(self) -> str:
         return f"{self.__func__!r} of {type(self.__self__).__name__}"
@@ -336,11 +340,11 @@ class Method(Generic[_P, _R]):
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """See `Rowwise.explain`."""
-        return self.__func__.explain(self.__self__, *args, **kwargs)
+        return self.__func__.explain(self.__self__, *args, **kwargs)  # type: ignore[no-any-return]
 
     def source(self, *args: Any, **kwargs: Any) -> str:
         """See `Rowwise.source`."""
-        return self.__func__.source(self.__self__, *args, **kwargs)
+        return self.__func__.source(self.__self__, *args, **kwargs)  # type: ignore[no-any-return]
 
 
 def _number(value: Any) -> Any:

@@ -67,6 +67,7 @@ __all__ = [
     "is_batched",
     "is_compiled",
     "is_distributed",
+    "is_exporting",
     "is_fake",
     "is_intercepted",
     "is_recording",
@@ -306,6 +307,12 @@ def constant_when_traced(function: _Function) -> _Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@constant_when_traced
+def is_exporting() -> bool:
+    """Whether `torch.export` traces. PyTorch 2.11 makes its own function True in all that torch.compile traces."""
+    return torch.compiler.is_exporting()
 
 
 @contextmanager

@@ -210,7 +210,7 @@ def _define(library: torch.library.Library, name: str, tensors: str, constants: 
 
     def functional(mode: Any, itself: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Programs of `torch.export` keep the operator that returns, and a tensor subclass sees it first.
-        if kwargs or torch.compiler.is_exporting() or not compat.are_functional(types) or not _planned(args):
+        if kwargs or compat.is_exporting() or not compat.are_functional(types) or not _planned(args):
             return mode.__torch_dispatch__(itself, types, args, kwargs)
         with mode:
             outs = allocate(*args)

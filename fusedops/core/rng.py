@@ -234,7 +234,7 @@ def _fake_state(device: torch.device) -> torch.Tensor:
 def _functional_state(mode: Any, itself: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     tracer = compat.current_tracer()
     with mode:
-        if tracer is None or torch.compiler.is_exporting():
+        if tracer is None or compat.is_exporting():
             return _draw_tensor(*args)
         pools = _traced.setdefault(tracer, {})
         states, taken = pools.get(args[0], (None, _POOL))
