@@ -67,6 +67,13 @@ DTYPES = (*HALF, torch.float32, torch.float64)
 SEED, OFFSET = 0x0123_4567_89AB_CDEF, (3 << 32) + 20
 
 
+def triton_version() -> tuple[int, ...]:
+    """Major and minor."""
+    from triton import __version__
+
+    return tuple(map(int, __version__.split(".")[:2]))
+
+
 def _discover() -> tuple[Spec, ...]:
     specs: list[Spec] = []
     for family in pkgutil.iter_modules(fusedops.__path__):

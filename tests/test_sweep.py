@@ -33,7 +33,7 @@ from fusedops.tune.workloads import (
     keys_of,
     workload_for,
 )
-from support import ALL_SPECS, DEVICE
+from support import ALL_SPECS, DEVICE, triton_version
 from tuning_keys import every_key, plans
 
 every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
@@ -291,18 +291,12 @@ COMPILED = {
 }
 
 
-def _triton() -> tuple[int, ...]:
-    from triton import __version__
-
-    return tuple(map(int, __version__.split(".")[:2]))
-
-
 @pytest.mark.compiled
 @pytest.mark.parametrize("member", COMPILED)
 def test_candidates_compile_or_are_dropped(member: str, request: pytest.FixtureRequest) -> None:
     """In worker processes, for sm_90 and without a GPU; several remain to be timed, with the heuristic's."""
     compiler = pytest.importorskip("triton.backends.compiler")
-    if member == "slices of one width" and _triton() >= (3, 8):
+    if member == "slices of one width" and triton_version() >= (3, 8):
         reason = "Triton 3.8 takes 147 registers where 3.6 takes 96: three programs fit a multiprocessor, not four"
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     plan = plans(*COMPILED[member])[member]
