@@ -210,6 +210,14 @@ def alibi_softmax(scores: Tensor, slope: Tensor) -> Tensor:
     return torch.softmax(scores + slope * position, -1)
 
 
+def windowed_softmax(scores: Tensor, slope: Tensor) -> Tensor:
+    """Of attention to the first position and a few before: mask and bias are made of the indices of rows and columns."""
+    row = torch.arange(scores.shape[-2], device=scores.device)[:, None]
+    column = torch.arange(scores.shape[-1], device=scores.device)
+    outside = (column > row) | ((row - column >= 4) & (column > 0))
+    return torch.softmax((scores + slope * (column - row)).masked_fill(outside, float("-inf")), -1)
+
+
 def masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
     filled = (scores * 0.125).masked_fill(~mask, torch.finfo(scores.dtype).min)
     return F.dropout(torch.softmax(filled, -1), DROP)
@@ -270,6 +278,8 @@ FUNCTIONS: tuple[RowwiseFunction, ...] = (
                     shapes=lambda rows: {"x": (2, rows, 2, 16), "cos": (rows, 1, 8), "sin": (rows, 1, 8)}),
     RowwiseFunction("softcap", softcap, _rows("x"), sums=False),
     RowwiseFunction("alibi_softmax", alibi_softmax, sums=False, rows=3,
+                    shapes=lambda rows: {"scores": (2, 4, rows, 24), "slope": (4, 1, 1)}),
+    RowwiseFunction("windowed_softmax", windowed_softmax, sums=False, rows=7,
                     shapes=lambda rows: {"scores": (2, 4, rows, 24), "slope": (4, 1, 1)}),
     RowwiseFunction("masked_softmax", masked_softmax, drops=True, sums=False, rows=3, kinds=(("mask", "mask"),),
                     shapes=lambda rows: {"scores": (2, 2, rows, 24), "mask": (2, 1, 1, 24)}),

@@ -71,7 +71,8 @@ def test_new_numbers_of_rows_build_nothing(sample: RowwiseFunction) -> None:
     function = rowwise(sample)
     results(function, sample.tensors(torch.float32, DEVICE))
     before = launch.variants()
-    least = 16 if "grouped" in sample.name or sample.name == "gate_and_residual" else 1  # fewer run another kernel
+    # Of fewer another kernel runs, and of one row that is counted another function.
+    least = 16 if "grouped" in sample.name or sample.name == "gate_and_residual" else 1 + ("windowed" in sample.name)
     for rows in (sample.rows + 2, least):
         check(sample, function, sample.tensors(torch.float32, DEVICE, rows))
     assert launch.variants() == before

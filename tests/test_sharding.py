@@ -377,6 +377,21 @@ def _bad_input(mesh: Any, other: Any) -> None:
         fusedops.gated_act(x, unknown)
 
 
+def _indices_of_rows(mesh: Any) -> None:
+    """The index of a row is that in the whole tensor: rows that are counted are gathered, others stay."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    def causal(x: Tensor) -> Tensor:
+        row = torch.arange(x.shape[-2], device=x.device)[:, None]
+        return x.masked_fill(torch.arange(x.shape[-1], device=x.device) > row, -math.inf).softmax(-1)
+
+    x, function = torch.randn(5, 6, 8), fusedops.rowwise(causal, strict=True)
+    for source, expected in ((Shard(1), Replicate()), (Shard(0), Shard(0))):
+        found = function(distribute_tensor(x, mesh, [source]))
+        assert found.placements == (expected,)
+        torch.testing.assert_close(found.full_tensor(), causal(x))
+
+
 def _seeds(mesh: Any) -> None:
     """The check passes for one seed, and names the ranks that have another."""
     check_seeds(mesh)
@@ -419,7 +434,7 @@ def _work(rank: int, store: str) -> None:
     for holds in (_other_placements, _partial_sums_meet_a_sharded_residual, _masks_stay_with_their_rows, _roundings,
                   _a_parameter_learns_later, _gradients_that_are_absent, _gradients_are_absent_on_all_ranks_or_none,
                   _no_elements_draw_nothing, _checkpointed, _collectives_that_are_under_way, _second_derivatives,
-                  _sequence_parallel, _captured_parameters, _implicit_replication):  # fmt: skip
+                  _sequence_parallel, _captured_parameters, _implicit_replication, _indices_of_rows):  # fmt: skip
         torch.manual_seed(3)  # all ranks draw the same tensors
         holds(mesh)
     _on_one_rank_alone(rank)

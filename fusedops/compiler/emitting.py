@@ -245,6 +245,8 @@ class Emitter:
                 )
             elif node in self.leaves or node.op in ("cotangent", "keep"):
                 found = True
+            elif node.op == "iota":
+                found = node.attrs[0] in self.structure.rows
             else:
                 found = any(map(self.has_rows, node.args))
             self._by_row[node] = found
@@ -366,7 +368,15 @@ class Emitter:
             operand = structure.outputs[number] if number < len(structure.outputs) else self.plan.intermediate_operand
             assert operand is not None
             return self._load("cotangent", number, operand, node.attrs[1])
-        return f"{column_index(self.structure, node.attrs[0])}.to(tl.int64)" if op == "iota" else self._keep(node)
+        return self._place(node.attrs[0]) if op == "iota" else self._keep(node)
+
+    def _place(self, axis: int) -> str:
+        """The index along an axis."""
+        if axis in self.structure.columns:
+            return f"{column_index(self.structure, axis)}.to(tl.int64)"
+        self._indices.add(axis)
+        self._row_index(axis)  # asked for before the list of arguments ends
+        return f"row{axis}"
 
     def _keep(self, node: Node) -> str:
         """Dropout's factors: the parts of a row are rows of their own to the random numbers."""

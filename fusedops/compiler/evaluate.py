@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ def assembled(structure: Structure, operand: Operand, parts: Mapping[Part, Tenso
 
 
 def evaluate(structure: Structure, roots: Iterable[Node], leaves: Callable[[Node], Tensor | None],
-             dtype: torch.dtype, device: torch.device) -> dict[Node, Tensor]:  # fmt: skip
+             dtype: torch.dtype, device: torch.device, sizes: Sequence[int]) -> dict[Node, Tensor]:  # fmt: skip
     """The values of the roots, and of all that they are computed of.
 
     Args:
@@ -88,13 +88,14 @@ def evaluate(structure: Structure, roots: Iterable[Node], leaves: Callable[[Node
         leaves: the values of nodes that are not to be computed, and of leaves; None for all others.
         dtype: of floating-point values.
         device: of all.
+        sizes: of the axes.
     """
     order = (*structure.rows, *structure.columns)
     found: dict[Node, Tensor] = {}
     todo = topological_until(roots, leaves, found)
     for node in todo:
         if node not in found:
-            found[node] = _computed(node, [found[arg] for arg in computed_of(node)], order, structure, device, dtype)
+            found[node] = _computed(node, [found[arg] for arg in computed_of(node)], order, sizes, device, dtype)
     return found
 
 
@@ -119,15 +120,15 @@ def topological_until(roots: Iterable[Node], leaves: Callable[[Node], Tensor | N
     return list(order)
 
 
-def _computed(node: Node, args: list[Tensor], order: tuple[int, ...], structure: Structure, device: torch.device,
+def _computed(node: Node, args: list[Tensor], order: tuple[int, ...], sizes: Sequence[int], device: torch.device,
               dtype: torch.dtype) -> Tensor:  # fmt: skip
     op = node.op
     if op == "const":
         kind = dtype if node.kind == "float" else _DTYPES[node.kind]
         return torch.full((1,) * len(order), value_of(node), dtype=kind, device=device)
     if op == "iota":
-        shape = [structure.sizes[axis] if axis == node.attrs[0] else 1 for axis in order]
-        return torch.arange(structure.sizes[node.attrs[0]], device=device).view(shape)
+        shape = [sizes[axis] if axis == node.attrs[0] else 1 for axis in order]
+        return torch.arange(sizes[node.attrs[0]], device=device).view(shape)
     if op == "cast":
         return args[0].to(dtype if node.kind == "float" else _DTYPES[node.kind])
     if op in ("round", "rounded"):
@@ -142,8 +143,8 @@ def _computed(node: Node, args: list[Tensor], order: tuple[int, ...], structure:
         return torch.where(*args)  # type: ignore[return-value]
     if op == "pick":
         (axis,) = node.attrs[0]
-        shape = [structure.sizes[axis] if a == axis else 1 for a in order]
-        places = torch.arange(structure.sizes[axis], device=device).view(shape)
+        shape = [sizes[axis] if a == axis else 1 for a in order]
+        places = torch.arange(sizes[axis], device=device).view(shape)
         return torch.where(places == args[1], args[0], 0).sum(order.index(axis), keepdim=True)
     if op in ("sum", "amax"):
         dims = [order.index(axis) for axis in node.attrs[0]]

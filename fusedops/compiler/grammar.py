@@ -69,6 +69,7 @@ class _Checker:
         _require(all(_is_number(size) and size > 0 for size in self.sizes), "sizes")
         axes = [*found["rows"], *found["columns"], *self.unrolled]
         _require(all(_is_number(axis, count) for axis in axes) and len(set(axes)) == len(axes), "axes")
+        _require(set(found["fixed"]) <= set(found["rows"]), "fixed")
         _require(found["container"] in _CONTAINERS, "container")
         _require(all(type(p) is float and 0.0 <= p <= 1.0 for p in found["drops"]), "drops")
         _require(all(_is_number(number) for pair in found["lines"] for number in pair), "lines")
@@ -91,7 +92,7 @@ class _Checker:
             self._parts(parts, None)
         # Whatever else there is has no words.
         read = {"nodes", "sizes", "rows", "columns", "unrolled", "drops", "container", "inputs", "outputs", "results",
-                "lines", "loose", "values"}  # fmt: skip
+                "lines", "loose", "fixed", "values"}  # fmt: skip
         for key in found.keys() - read:
             rest = found[key] if isinstance(found[key], list) else [found[key]]
             _require(all(type(value) in (int, bool) for value in rest), key)
@@ -149,7 +150,7 @@ class _Checker:
 
     def _iota(self, attrs: Any, kind: str) -> set[int]:
         (axis,) = attrs
-        _require(_is_number(axis, len(self.sizes)) and kind == "int", "index")
+        _require(axis in (*self.found["rows"], *self.found["columns"]) and kind == "int", "index")
         return {axis}
 
     def _keep(self, attrs: Any, kind: str) -> set[int]:

@@ -173,7 +173,9 @@ class Program(Operator):
     def axes(self, constants: Any, tensors: Any) -> Axes:
         """Those whose sizes may change."""
         structure, sizes = self.structure, self.sizes_of(tensors)
-        numbers = {axis: number for number, axis in enumerate(structure.rows) if axis in self.dynamic}
+        # A shard of what is counted would be counted from zero.
+        numbers = {axis: number for number, axis in enumerate(structure.rows)
+                   if axis in self.dynamic and axis not in structure.counted}  # fmt: skip
         found = [tuple([numbers.get(label[0]) if len(label) == 1 else None for label in operand.labels])
                  for operand in (*structure.inputs, *structure.outputs)]  # fmt: skip
         count = len(structure.inputs)
@@ -218,7 +220,7 @@ class Program(Operator):
         every = {place: {part: found[place].get(part, zero) for part in structure.parts(structure.inputs[place])}
                  for place in found}  # fmt: skip
         values = evaluate(structure, [node for parts in every.values() for node in parts.values()], leaf, site.acc,
-                          grads[given[0]].device)  # fmt: skip
+                          grads[given[0]].device, sizes)  # fmt: skip
         return [self._gradient(place, {part: values[node] for part, node in every[place].items()}, sizes)
                 if place in every else None for place in range(len(needs))]  # fmt: skip
 
@@ -340,7 +342,8 @@ class Program(Operator):
                 return False
             for label, size in itertools.islice(zip(operand.labels, tensor.shape, strict=True), loose, None):
                 if len(label) == 1 and label[0] in self.dynamic:
-                    if sizes.setdefault(label[0], size) != size:
+                    # Of one row the index is a number, and the function another one.
+                    if sizes.setdefault(label[0], size) != size or (size == 1 and label[0] in structure.counted):
                         return False
                 elif size != math.prod([structure.sizes[axis] for axis in label]):
                     return False
@@ -381,6 +384,6 @@ def dynamic_axes(structure: Structure) -> dict[int, tuple[int, int, int]]:
         where = [(place, dim) for place, operand in enumerate(structure.inputs)
                  for dim, label in enumerate(operand.labels) if label == (axis,)]  # fmt: skip
         together = any(axis in label and len(label) > 1 for operand in structure.inputs for label in operand.labels)
-        if all(alone) and where and not together:
+        if all(alone) and where and not together and axis not in structure.fixed:
             found[axis] = (alone[0][0], *where[0])
     return found

@@ -199,14 +199,27 @@ class Programs:
                 traced, structure = self._at(args, _larger(shapes, ones))
             except Exception:  # noqa: BLE001 - tensors of one row fit together where those of more do not
                 break
-            fixed = {place for place in ones if not _is_dynamic(structure, place)}
-            if not fixed and not self._depends_on_rows(args, structure):
+            constant = {place for place in ones if not _is_dynamic(structure, place)}
+            if constant:
+                ones = ones - constant
+                continue
+            structure, why = self._settled(args, structure)
+            if not why:
                 return traced, structure
-            ones = ones - fixed if fixed else set()
+            break
         traced, structure = self._at(args, shapes)
-        if why := self._depends_on_rows(args, structure):
+        structure, why = self._settled(args, structure)
+        if why:
             raise NotRowwiseError(f"{self.name}: {why}")
         return traced, structure
+
+    def _settled(self, args: Sequence[Any], structure: Structure) -> tuple[Structure, str]:
+        """The structure, and why it is none: rows that are counted have a constant size if it depends on that."""
+        why = self._depends_on_rows(args, structure)
+        if why and structure.counted:
+            structure = replace(structure, fixed=tuple(sorted(structure.counted)))
+            why = self._depends_on_rows(args, structure)
+        return structure, why
 
     def _depends_on_rows(self, args: Sequence[Any], structure: Structure) -> str:
         """Why the function is another one for other numbers of rows; "" if it is not."""
@@ -311,15 +324,17 @@ def _is_dynamic(structure: Structure, place: int) -> bool:
     dynamic = dynamic_axes(structure)
     labels = [operand.labels[-place] for operand, used in zip(structure.inputs, structure.used, strict=True)
               if used and len(operand.labels) >= place]  # fmt: skip
-    return all(len(label) == 1 and label[0] in dynamic for label in labels)
+    return all(len(label) == 1 and label[0] in dynamic.keys() - structure.counted for label in labels)
 
 
 def _other_rows(structure: Structure) -> list[dict[int, int]]:
     """Other sizes of the axes that may have any: for each one, a small prime, and a large number with many divisors."""
     axes = sorted(dynamic_axes(structure))
-    choices = ([1] * len(axes), _primes(structure, _FEW), _divisible(structure, _MANY))
+    few = _primes(structure, _FEW)
+    ones = [few[-at - 1] if axis in structure.counted else 1 for at, axis in enumerate(axes)]
+    choices = (ones, few, _divisible(structure, _MANY))
     found = [{axis: choices[(at + turn) % 3][at] for at, axis in enumerate(axes)} for turn in range(3)]
-    return found if len(axes) < 2 else [dict.fromkeys(axes, 1), *found]
+    return found if len(axes) < 2 else [dict(zip(axes, ones, strict=True)), *found]
 
 
 def _limit(structure: Structure, largest: int) -> int:

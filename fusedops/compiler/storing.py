@@ -110,7 +110,7 @@ def encoded(structure: Structure) -> dict[str, Any]:
         "outputs": [_operand(operand) for operand in structure.outputs],
         "results": [_parts(parts, numbers) for parts in structure.results],
         "lines": lines, "used": structure.used, "wide": structure.wide,
-        "loose": structure.loose,
+        "loose": structure.loose, "fixed": structure.fixed,
         "values": [[_parts(parts, numbers), _name(dtype)] for parts, dtype in structure.values],
     }  # fmt: skip
 
@@ -138,6 +138,7 @@ def decoded(found: Any) -> Structure:
         tuple([(parts(pairs), getattr(torch, dtype)) for pairs, dtype in found["values"]]),
         found["wide"],
         _tuple(found["loose"]),
+        _tuple(found["fixed"]),
     )  # fmt: skip
 
 

@@ -77,6 +77,7 @@ class Structure:
         values: the function's tensors of floating-point numbers, by part, with their dtypes: what may be saved.
         wide: whether any of them is in fp64, in which everything is computed then.
         loose: of each input that is not used, how many of its first dimensions may have any size; of others 0.
+        fixed: row axes whose sizes are constants: with others it is another function.
     """
 
     graph: Graph
@@ -94,6 +95,7 @@ class Structure:
     values: tuple[tuple[Mapping[Part, Node], torch.dtype], ...] = ()
     wide: bool = False
     loose: tuple[int, ...] = ()
+    fixed: tuple[int, ...] = ()
 
     @property
     def cols(self) -> int:
@@ -106,6 +108,12 @@ class Structure:
         whole = {*self.rows, *self.columns}
         return min([len(list(self.parts(operand))) for operand in (*self.inputs, *self.outputs)
                     if whole <= set(operand.axes)], default=1)  # fmt: skip
+
+    @functools.cached_property
+    def counted(self) -> frozenset[int]:
+        """The row axes along which an index is used, as in a causal mask."""
+        nodes = topological([node for parts in self.results for node in parts.values()])
+        return frozenset([node.attrs[0] for node in nodes if node.op == "iota"]).intersection(self.rows)
 
     def parts(self, operand: Operand) -> Iterator[Part]:
         """Of an operand."""
@@ -121,8 +129,8 @@ class Structure:
                  zip(axes, [f"{letter}{i}" for i in range(len(axes))], strict=True)}  # fmt: skip
         lines = []
         for node in nodes:
-            # Axes have other numbers where there are fewer.
-            attrs = [names[attr] if node.op == "iota" and not rows else _shown(attr, names) for attr in node.attrs]
+            attrs = [self._axis_name(attr, names) if node.op == "iota" and not rows else _shown(attr, names)
+                     for attr in node.attrs]  # fmt: skip
             what = ", ".join([*[f"%{numbers[arg]}" for arg in node.args], *attrs])
             where = " ".join(sorted(names[axis] for axis in node.axes if rows or axis not in self.rows))
             lines.append(f"%{numbers[node]}: {node.kind}[{where}] = {node.op}({what})")
@@ -130,6 +138,11 @@ class Structure:
             dtype = str(self.outputs[number].dtype).removeprefix("torch.")
             lines.append(f"return {', '.join([f'%{numbers[node]}' for node in parts.values()])}: {dtype}")
         return "\n".join([*lines, *(["in fp64"] if self.wide else [])])
+
+    def _axis_name(self, axis: int, names: Mapping[int, str]) -> str:
+        """Of a row axis its dimension in the results: axes have other numbers where there are fewer."""
+        labels = self.outputs[0].labels
+        return f"dimension {[axis in label for label in labels].index(True)}" if axis in self.rows else names[axis]
 
 
 def _shown(attr: Any, names: Mapping[int, str]) -> str:
@@ -294,8 +307,7 @@ class _Structuring:
         return tuple([self.numbers[axis] for axis in self.traced.axes.of(axes)])
 
     def _rows_and_columns(self) -> tuple[Label, Label]:
-        over = {node: self._of(node.attrs[0] if node.op in REDUCTIONS else node.attrs)
-                for node in self.nodes if node.op in REDUCTIONS or node.op == "iota"}  # fmt: skip
+        over = {node: self._of(node.attrs[0]) for node in self.nodes if node.op in REDUCTIONS}
         reduced = {axis for axes in over.values() for axis in axes}
         rolled = [axis for axis in range(self.count) if axis not in self.unrolled]
         columns = [axis for axis in rolled if axis in reduced]

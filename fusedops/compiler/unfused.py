@@ -39,7 +39,7 @@ def forward(site: RowwiseSite, tensors: Any, outs: Any, state: State) -> None:
     stats = plan.stats if site.saves else ()
     roots = [*[node for _, parts in written for node in parts.values()], *stats]
     with torch.no_grad():
-        values = evaluate(structure, roots, leaf, site.acc, tensors[program.first].device)
+        values = evaluate(structure, roots, leaf, site.acc, tensors[program.first].device, sizes)
         for out, (operand, parts) in zip(outs, written, strict=False):
             found = {part: values[node] for part, node in parts.items()}
             out.copy_(assembled(structure, operand, found, out.shape))

@@ -8,14 +8,44 @@ from typing import Any
 
 from ..axes import Label
 from ..errors import NotRowwiseError
-from ..ir import Node
+from ..ir import REDUCTIONS, Node, topological
 from ..structure import MOST_PARTS
 from ..tracing import Value, kind_of
 from .common import as_kind, joined, lowers, picked
 
 
+def _afresh(r: Any, x: Value) -> Value:
+    """The value, of axes of its own where it is made of indices and numbers alone: ``i[:, None] < i`` has two dimensions."""
+    if not _is_made_of_indices(x.node):
+        return x
+    known = r.axes.leaves(tuple([axis for label in x.labels for axis in label]))
+    fresh = {axis: new for axis in dict.fromkeys(known) for new in r.axes.new(r.axes.sizes[axis])}
+
+    def renamed(label: Label) -> Label:
+        return tuple([fresh.get(axis, axis) for axis in r.axes.leaves(label)])
+
+    done: dict[Node, Node] = {}
+    for node in topological([x.node]):
+        attrs = renamed(node.attrs) if node.op == "iota" else node.attrs
+        done[node] = r.graph.make(node.op, *[done[arg] for arg in node.args], attrs=attrs, axes=renamed(tuple(node.axes)),
+                                  kind=node.kind)  # fmt: skip
+    return Value(done[x.node], tuple(map(renamed, x.labels)), x.dtype)
+
+
+def _is_made_of_indices(node: Node) -> bool:
+    """Whether a value is computed element by element of indices and numbers."""
+    todo = [node]
+    while todo:
+        node = todo.pop()
+        if node.op in ("input", "keep", "select", "stack", *REDUCTIONS):
+            return False
+        todo += node.args
+    return True
+
+
 @lowers("view", "_unsafe_view", "reshape", "_reshape_alias")
 def _view(r: Any, out: Any, x: Value, *_: Any, **__: Any) -> Value:
+    x = _afresh(r, x)
     flat = tuple([axis for label in x.labels for axis in label])
     sizes = [size for size in out.shape if size != 1]
     split = iter(r.axes.split(flat, sizes))
@@ -34,7 +64,7 @@ def _expand(r: Any, out: Any, x: Value, *_: Any, **__: Any) -> Value:
 
 @lowers("unsqueeze")
 def _unsqueeze(r: Any, out: Any, x: Value, dim: int) -> Value:
-    place = dim % out.dim()
+    x, place = _afresh(r, x), dim % out.dim()
     return Value(x.node, (*x.labels[:place], (), *x.labels[place:]), out.dtype)
 
 
@@ -48,11 +78,13 @@ def _squeeze(r: Any, out: Any, x: Value, dim: Any = None) -> Value:
 
 @lowers("permute")
 def _permute(r: Any, out: Any, x: Value, dims: Sequence[int]) -> Value:
+    x = _afresh(r, x)
     return Value(x.node, tuple([x.labels[d] for d in dims]), out.dtype)
 
 
 @lowers("transpose")
 def _transpose(r: Any, out: Any, x: Value, first: int, second: int) -> Value:
+    x = _afresh(r, x)
     labels = list(x.labels)
     labels[first], labels[second] = labels[second], labels[first]
     return Value(x.node, tuple(labels), out.dtype)
@@ -60,6 +92,7 @@ def _transpose(r: Any, out: Any, x: Value, first: int, second: int) -> Value:
 
 @lowers("t")
 def _t(r: Any, out: Any, x: Value) -> Value:
+    x = _afresh(r, x)
     return Value(x.node, tuple(reversed(x.labels)), out.dtype)
 
 

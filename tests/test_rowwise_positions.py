@@ -1,0 +1,158 @@
+"""`fusedops.rowwise`: functions that use the index of a row, as causal masks, windows and positions do."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusedops
+from fusedops.compiler.storing import decoded, encoded
+from rowwise_checks import check, kernels, randn
+from rowwise_functions import RowwiseFunction
+from support import DEVICE
+
+
+def places(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The index of each row, and of each column."""
+    return torch.arange(x.shape[-2], device=x.device)[:, None], torch.arange(x.shape[-1], device=x.device)
+
+
+def causal(x: Tensor) -> Tensor:
+    row, column = places(x)
+    return x.masked_fill(column > row, -math.inf).softmax(-1)
+
+
+def causal_square(x: Tensor) -> Tensor:
+    """The number of columns is that of the rows too, and no size of its own."""
+    place = torch.arange(x.shape[-1], device=x.device)
+    return x.masked_fill(place > place[:, None], -math.inf).softmax(-1)
+
+
+def of_one_index(x: Tensor) -> Tensor:
+    """Symmetric, by way of a transposed mask."""
+    place = torch.arange(x.shape[-1], device=x.device) * 2
+    far = place[None] - place[:, None] > 4
+    return x.masked_fill(far | far.T, -math.inf).softmax(-1)
+
+
+def triangle(x: Tensor) -> Tensor:
+    mask = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).tril()
+    return torch.where(mask, x, -math.inf).softmax(-1)
+
+
+def upper(x: Tensor) -> Tensor:
+    return x.triu(1) * 2
+
+
+def rotated(x: Tensor) -> Tensor:
+    """With the angles of the positions, which come before the heads."""
+    steps = torch.exp(torch.arange(x.shape[-1] // 2, device=x.device) * -0.7)
+    angles = torch.arange(x.shape[1], device=x.device)[:, None, None] * steps
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()), -1)
+
+
+def from_the_end(x: Tensor) -> Tensor:
+    """The first index is a number that the kernel has as a constant."""
+    return (x * torch.arange(x.shape[-2] - 1, -1, -1, device=x.device)[:, None]).softmax(-1)
+
+
+def of_two_dimensions(x: Tensor) -> Tensor:
+    """One index along two dimensions, of which the last is reduced over."""
+    place = torch.arange(x.shape[-2] * x.shape[-1], device=x.device).view(x.shape[-2:])
+    return (x + 0.1 * place).softmax(-1)
+
+
+def without_a_reduction(x: Tensor) -> Tensor:
+    row, column = places(x)
+    return x * (row - column)
+
+
+_FUNCTIONS = (
+    causal,
+    causal_square,
+    of_one_index,
+    triangle,
+    upper,
+    rotated,
+    from_the_end,
+    of_two_dimensions,
+    without_a_reduction,
+)
+# Of these the number of rows is a constant of the kernel.
+_SQUARE = (causal_square, of_one_index)
+_OF_FIXED_ROWS = (*_SQUARE, from_the_end)
+_each = pytest.mark.parametrize("function", _FUNCTIONS, ids=lambda function: function.__name__)
+
+
+def _scores(function: Callable[..., Any], *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Attention scores of this many columns, with as many rows where the function has one size for both."""
+    return randn(*shape[:-2], shape[-1] if function in _SQUARE else shape[-2], shape[-1], dtype=dtype)
+
+
+@kernels
+@_each
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_index_of_a_row(function: Callable[..., Any], dtype: torch.dtype) -> None:
+    """Values and gradients, with one, fewer and more rows than columns."""
+    sample = RowwiseFunction(function.__name__, function, lambda rows: {})
+    made = fusedops.rowwise(function, strict=True)
+    for shape in ((2, 3, 5, 8), (2, 3, 8, 8), (1, 2, 11, 8), (2, 3, 1, 8), (1, 1, 4, 8)):
+        check(sample, made, {"x": _scores(function, *shape, dtype=dtype)})
+
+
+@_each
+def test_kernels_serve_any_number_of_rows_whose_index_is_used(function: Callable[..., Any]) -> None:
+    """But where the function needs the number itself; and one row is another function."""
+    made = fusedops.rowwise(function, strict=True)
+    for rows in (5, 8, 13):
+        made.source(_scores(function, 2, 3, rows, rows if function in _SQUARE else 8))
+    (programs,) = made._programs.known.values()
+    assert len(programs) == (3 if function in _OF_FIXED_ROWS else 1)
+
+
+@kernels
+def test_index_of_a_row_that_is_read_in_tiles() -> None:
+    sample = RowwiseFunction("causal", causal, lambda rows: {})
+    check(sample, fusedops.rowwise(causal, strict=True), {"x": randn(2, 3, 16400)})
+
+
+@pytest.mark.parametrize("function", [causal, causal_square])
+def test_index_of_a_row_on_disk(function: Callable[..., Any]) -> None:
+    """With what the number of rows has to be."""
+    _, found = fusedops.rowwise(function)._programs._structure([torch.empty(2, 6, 6, device=DEVICE)])
+    again = decoded(json.loads(json.dumps(encoded(found))))
+    assert again.text() == found.text()
+    assert again.fixed == found.fixed == ((1,) if function is causal_square else ())
+    assert again.counted == found.counted == {1}
+
+
+@kernels
+def test_second_derivative_of_what_has_the_index_of_a_row() -> None:
+    made, x = fusedops.rowwise(causal, strict=True), randn(2, 3, 5, 8)
+    seconds = []
+    for function, given in ((made, x), (causal, x.double())):
+        leaf = given.requires_grad_()
+        (first,) = torch.autograd.grad(function(leaf).square().sum(), leaf, create_graph=True)
+        seconds.append(torch.autograd.grad(first.square().sum(), leaf)[0].double())
+    torch.testing.assert_close(*seconds, rtol=1e-5, atol=1e-5)
+
+
+@kernels
+@pytest.mark.filterwarnings("ignore:fusedops.rowwise does not fuse:RuntimeWarning")
+def test_branch_beside_the_index_of_a_row() -> None:
+    """What was traced for several rows is not run for one."""
+
+    def function(x: Tensor) -> Tensor:
+        return torch.tanh(x) if x.shape[-2] == 1 else causal(x)
+
+    made = fusedops.rowwise(function)
+    for rows in (5, 1, 4):
+        x = randn(2, rows, 8)
+        torch.testing.assert_close(made(x), function(x), rtol=1e-5, atol=1e-5)
