@@ -190,12 +190,12 @@ def test_wide_rows_of_16_bits_do_not_spill(
     assert not build(lambda: norms._plan_forward(site, int(adds), True, 2), "sm_90", monkeypatch)
 
 
-# Triton 3.9's assembler (CUDA 13.4's ptxas) takes more registers for the second than there are; 3.6's did not.
-@pytest.mark.parametrize(("kind", "save", "parameters", "cols", "bytes_from_3_9"), [
+# Bytes that spill from Triton 3.9 on: its assembler (CUDA 13.4's ptxas) takes more registers for the second than there are; 3.6's did not.
+@pytest.mark.parametrize(("kind", "save", "parameters", "cols", "from_3_9"), [
     ("layer", "sum", torch.bfloat16, 10240, []), ("rms", "sum", torch.bfloat16, 14336, [32]),
     ("layer", "output", torch.bfloat16, 12288, []), ("rms", "sum", torch.float32, 13312, [])])  # fmt: skip
 def test_backwards_of_wide_rows_of_16_bits_do_not_spill(
-    kind: Kind, save: str, parameters: torch.dtype, cols: int, bytes_from_3_9: list[int], monkeypatch: pytest.MonkeyPatch
+    kind: Kind, save: str, parameters: torch.dtype, cols: int, from_3_9: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a norm alone: whole rows, and those for which registers hold too much else."""
     dtypes = (torch.bfloat16, None, None, parameters, parameters if kind == "layer" else None)
@@ -204,7 +204,7 @@ def test_backwards_of_wide_rows_of_16_bits_do_not_spill(
     needs = (True, False, False, True, kind == "layer")
     plan = lambda: norms._plan_backward(site, needs, site.y, None, None, 0, True, 0, 2)  # noqa: E731
     found = [int(line.rpartition(" ")[2]) for line in build(plan, "sm_90", monkeypatch)]
-    assert found == (bytes_from_3_9 if triton_version() >= (3, 9) else [])
+    assert found == (from_3_9 if triton_version() >= (3, 9) else [])
 
 
 @pytest.mark.pairs("kind.0 target", "kind.1 target")

@@ -52,15 +52,6 @@ _IN_FP32 = {"hardsigmoid", "hardswish", "binary_cross_entropy"}
 _NOT_OF_NAN = {"relu6", "hardtanh", "hardshrink", "hardswish", "softshrink"}
 
 
-# Newer releases of PyTorch have no gradient at a limit, and half of it in ties; the kernels have one.
-_AT_LIMITS = {"clamp", "clamp_min", "clamp_max", "clamp_by", "clamp_between", "fmax", "fmin", "binary_cross_entropy"}
-
-
-def _has_gradient_at_limits() -> bool:
-    x = torch.zeros(1, requires_grad=True)
-    return bool(torch.autograd.grad(x.clamp(min=0.0).sum(), x)[0] == 1.0)
-
-
 def _results(function: Callable[..., Tensor], given: Sequence[Tensor]) -> list[Tensor]:
     """The output, and the gradients of all inputs."""
     leaves = [t.clone().requires_grad_() for t in given]
@@ -90,8 +81,6 @@ def _differs(got: Tensor, want: Tensor, name: str, by_row: bool) -> Tensor:
 
 def _check(name: str, function: Callable[..., Tensor], given: Sequence[Tensor], *, by_row: bool = False) -> None:
     """As in PyTorch, or as in PyTorch in fp64."""
-    if name in _AT_LIMITS and not _has_gradient_at_limits():
-        pytest.xfail("this release of PyTorch has another derivative at limits")
     named: Any = (lambda x: function(x)) if len(given) == 1 else (lambda x, y: function(x, y))
     got = _results(fusedops.rowwise(named, strict=True), given)
     # On the CPU, as conventions are others on the GPU.
@@ -131,6 +120,19 @@ def test_functions_of_two_numbers(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_functions_of_a_row(name: str, dtype: torch.dtype) -> None:
     _check(name, ROWS[name], [rows(dtype).to(DEVICE)], by_row=True)
+
+
+@kernels
+@pytest.mark.parametrize("name", ["fmax", "fmin", "maximum", "minimum", "clamp"])
+def test_ties_and_limits_have_pytorchs_gradients(name: str) -> None:
+    """Of all triples of numbers, some equal, infinite or none."""
+    values = torch.tensor([0.0, -0.0, 1.0, 2.0, float("nan"), float("inf"), float("-inf")])
+    given = list(torch.cartesian_prod(*[values] * (3 if name == "clamp" else 2)).T.contiguous()[:, None].to(DEVICE))
+    function = {2: lambda x, y: getattr(torch, name)(x, y), 3: lambda x, low, high: torch.clamp(x, low, high)}[len(given)]
+    # On the CPU, as conventions are others on the GPU.
+    want = _results(function, [t.cpu() for t in given])
+    got = [t.cpu() for t in _results(fusedops.rowwise(function, strict=True), given)]
+    torch.testing.assert_close(got, want, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 # --- what is rounded, and what has a wider dtype ------------------------------------------------------------------------

@@ -323,13 +323,22 @@ def without_modes() -> Iterator[None]:
         yield
 
 
+def _gradient_at_one(function: Callable[[Tensor], Tensor]) -> float:
+    with without_modes(), torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones((), device="cpu", requires_grad=True)
+        return float(torch.autograd.grad(function(x), x)[0])
+
+
 @functools.cache
 def clamp_has_gradients_at_limits() -> bool:
     """Whether an element that equals a limit of `torch.clamp` has its gradient, as up to PyTorch 2.14."""
-    with without_modes(), torch.inference_mode(False), torch.enable_grad():
-        x = torch.ones((), device="cpu", requires_grad=True)
-        (gradient,) = torch.autograd.grad(x.clamp(max=1.0), x)
-        return bool(gradient)
+    return _gradient_at_one(lambda x: x.clamp(max=1.0)) == 1.0
+
+
+@functools.cache
+def known_extrema_share_ties() -> bool:
+    """Whether equal arguments of `torch.fmax` have half of the gradient each, as from PyTorch 2.15 on."""
+    return _gradient_at_one(lambda x: torch.fmax(x, torch.ones_like(x))) == 0.5
 
 
 def _public_device() -> int:

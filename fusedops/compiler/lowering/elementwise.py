@@ -163,22 +163,28 @@ def _xlogy(r: Any, out: Any, x: Any, y: Any) -> Value:
     return pointwise(r, out, product, x, y)
 
 
-def _known_extremum(comparison: str) -> Lower:
-    """The larger or smaller of two, of which one may not be a number."""
+def _known_extremum(comparison: str, extremum: str) -> Lower:
+    """The larger or smaller of two, of which one may not be a number; in ties the first, from PyTorch 2.15 on half of each."""
 
     def lower(r: Any, out: Any, x: Value, y: Value) -> Value:
         graph = r.graph
 
         def one(a: Node, b: Node) -> Node:
             first = graph.make(comparison, a, b)
-            return graph.where(graph.binary("or", first, graph.make("isnan", b)) if b.kind == "float" else first, a, b)
+            if b.kind != "float":
+                return graph.where(first, a, b)  # type: ignore[no-any-return]
+            found = graph.where(graph.binary("or", first, graph.make("isnan", b)), a, b)
+            if not compat.known_extrema_share_ties():
+                return found  # type: ignore[no-any-return]
+            tied = graph.where(graph.make("eq", a, b), graph.binary(extremum, a, b), found)
+            return graph.make("instead", found, tied)  # type: ignore[no-any-return]
 
         return pointwise(r, out, one, x, y)
 
     return lower
 
 
-TABLE["fmax"], TABLE["fmin"] = _known_extremum("ge"), _known_extremum("le")
+TABLE["fmax"], TABLE["fmin"] = _known_extremum("ge", "maximum"), _known_extremum("le", "minimum")
 
 
 @lowers("square")
@@ -278,13 +284,17 @@ def _between(graph: Any, x: Node, low: Node | None, high: Node | None) -> Node:
 
 def _between_tied(graph: Any, x: Node, low: Node | None, high: Node | None) -> Node:
     """The same of tensors for limits, from PyTorch 2.15 on: at one limit each has half of the gradient, between equal ones x."""
-    found = x if low is None else graph.binary("maximum", x, low)
-    found = found if high is None else graph.binary("minimum", found, high)
     if low is None or high is None:
-        return found
-    beside = graph.where(graph.make("lt", x, low), low, high)
-    of_equal = graph.where(graph.make("eq", x, low), x, beside)
-    return graph.where(graph.make("eq", low, high), of_equal, found)
+        return graph.binary("maximum", x, low) if high is None else graph.binary("minimum", x, high)  # type: ignore[no-any-return]
+    zero, also = graph.const(0.0), functools.partial(graph.binary, "and")
+    below, above, apart = graph.make("lt", x, low), graph.make("gt", x, high), graph.make("lt", low, high)
+    ordered, crossed = graph.make("le", low, high), graph.make("gt", low, high)  # neither of what is no number
+    found = graph.where(graph.binary("or", below, above), zero, x)
+    for op, bound in (("maximum", low), ("minimum", high)):
+        found = graph.where(also(apart, graph.make("eq", x, bound)), graph.binary(op, x, bound), found)
+    for beyond, bound in ((also(below, ordered), low), (graph.binary("or", also(above, ordered), crossed), high)):
+        found = graph.binary("add", found, graph.where(beyond, bound, zero))
+    return found  # type: ignore[no-any-return]
 
 
 @lowers("clamp_min", "clamp_min_")
