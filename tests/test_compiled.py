@@ -190,7 +190,8 @@ def test_wide_rows_of_16_bits_do_not_spill(
     assert not build(lambda: norms._plan_forward(site, int(adds), True, 2), "sm_90", monkeypatch)
 
 
-# Bytes that spill from Triton 3.9 on: its assembler (CUDA 13.4's ptxas) takes more registers for the second than there are; 3.6's did not.
+# From Triton 3.9 on, the assembler (CUDA 13.4's ptxas) takes more registers for the second than there are, and spills as many
+# bytes as are named; 3.6's did not.
 @pytest.mark.parametrize(("kind", "save", "parameters", "cols", "from_3_9"), [
     ("layer", "sum", torch.bfloat16, 10240, []), ("rms", "sum", torch.bfloat16, 14336, [32]),
     ("layer", "output", torch.bfloat16, 12288, []), ("rms", "sum", torch.float32, 13312, [])])  # fmt: skip

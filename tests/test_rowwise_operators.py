@@ -128,7 +128,9 @@ def test_ties_and_limits_have_pytorchs_gradients(name: str) -> None:
     """Of all triples of numbers, some equal, infinite or none."""
     values = torch.tensor([0.0, -0.0, 1.0, 2.0, float("nan"), float("inf"), float("-inf")])
     given = list(torch.cartesian_prod(*[values] * (3 if name == "clamp" else 2)).T.contiguous()[:, None].to(DEVICE))
-    function = {2: lambda x, y: getattr(torch, name)(x, y), 3: lambda x, low, high: torch.clamp(x, low, high)}[len(given)]
+    function: Any = (
+        (lambda x, y: getattr(torch, name)(x, y)) if len(given) == 2 else (lambda x, y, z: torch.clamp(x, y, z))
+    )
     # On the CPU, as conventions are others on the GPU.
     want = _results(function, [t.cpu() for t in given])
     got = [t.cpu() for t in _results(fusedops.rowwise(function, strict=True), given)]
