@@ -374,6 +374,27 @@ def test_operators(name: str) -> None:
 
 
 @kernels
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("which", ["sign", "floor", "a vector", "a part"])
+def test_gradients_that_are_zero_whatever_the_numbers(which: str, batched: bool) -> None:
+    """In PyTorch's operators as by kernels, for second derivatives and batches; not None."""
+    function: Callable[[Tensor, Tensor], Tensor] = {
+        "sign": lambda x, w: x.sign() + w.sign(),
+        "floor": lambda x, w: (x * w).floor().sum(-1),
+        "a vector": lambda x, w: x * w.sign(),
+        "a part": lambda x, w: x.chunk(2, -1)[0].ceil() * w.chunk(2, -1)[1],
+    }[which]
+    tensors = [randn(3, 8).requires_grad_(), randn(8).requires_grad_()]
+    firsts = []
+    for one in (fusedops.rowwise(function, strict=True), function):
+        out = one(*tensors)
+        seed = torch.ones(2, *out.shape, device=DEVICE) if batched else torch.ones_like(out)
+        firsts.append(torch.autograd.grad(out, tensors, seed, create_graph=True, is_grads_batched=batched))
+    for got, want in zip(*firsts, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@kernels
 @pytest.mark.parametrize("case", ["one part", "two results", "nothing"])
 def test_second_derivatives_of_a_part_of_a_row(case: str) -> None:
     """What nothing is computed of has a gradient of zero; also where no part has another."""

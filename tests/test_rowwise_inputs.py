@@ -311,6 +311,28 @@ def test_sizes_of_one(case: str) -> None:
 
 
 @kernels
+@pytest.mark.parametrize("shape", [(3, 2, 1), (3, 2), (3, 2, 2)], ids=str)
+def test_groups_of_single_channels(shape: tuple[int, ...]) -> None:
+    """Of one element a group gives zero, and in a batch of one PyTorch's error; then of a batch of another size."""
+    sample = RowwiseFunction("groups", lambda x, w: F.group_norm(x, 2, w), lambda rows: {})
+    function = rowwise(sample)
+    for size in (3, 5):
+        check(sample, function, {"x": randn(size, *shape[1:]), "w": randn(2)})
+    if shape != (3, 2, 2):
+        with pytest.raises(ValueError, match="more than 1 value"):
+            function(randn(1, *shape[1:]), randn(2))
+
+
+@kernels
+def test_instance_norm() -> None:
+    sample = RowwiseFunction("instances", lambda x, w, b: F.instance_norm(x, weight=w, bias=b),
+                             lambda rows: {"x": (rows, 4, 5, 3), "w": (4,), "b": (4,)})  # fmt: skip
+    check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE))
+    with pytest.raises(ValueError, match="more than 1 spatial element"):
+        fusedops.rowwise(lambda x: F.instance_norm(x), strict=True)(randn(3, 4, 1))
+
+
+@kernels
 def test_dropout_of_rows_of_one_element() -> None:
     x = randn(64, 1).abs() + 1
     kept = fusedops.rowwise(lambda x: F.dropout(x, 0.5), strict=True)(x) / x

@@ -243,6 +243,23 @@ def test_targets_out_of_range_have_no_loss(target: int) -> None:
 
 
 @kernels
+@pytest.mark.parametrize("index", [-1, 24, 1 << 40])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_indices_out_of_range_give_no_number(index: int, dtype: torch.dtype) -> None:
+    """Among integers, too: these become NaN as floats, and are the least one as they are."""
+
+    def picked(table: Tensor, index: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        element = table.gather(-1, index[:, None])
+        return element, element + x[:, :1], F.one_hot(index, 24) * x
+
+    indices, table = torch.tensor([3, index, 0], device=DEVICE), torch.arange(72, device=DEVICE).view(3, 24).to(dtype)
+    found, *floats = fusedops.rowwise(picked, strict=True)(table, indices, torch.randn(3, 24, device=DEVICE))
+    assert found.flatten().tolist() == [3, torch.iinfo(dtype).min, 48]
+    for given in floats:
+        assert given.isnan().all(-1).tolist() == given.isnan().any(-1).tolist() == [False, True, False]
+
+
+@kernels
 def test_probabilities_out_of_range_have_no_loss() -> None:
     def loss(x: Tensor, y: Tensor) -> Tensor:
         return F.binary_cross_entropy(x, y, reduction="none")

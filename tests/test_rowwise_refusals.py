@@ -190,7 +190,26 @@ def validated(x: Tensor) -> Tensor:
     return Normal(x, 1.0, validate_args=True).log_prob(x * 2)  # here
 
 
+def classes_of_the_largest(x: Tensor) -> Tensor:
+    return F.one_hot((x[:, 0] > 0).long())  # here
+
+
+def gathered_mask(x: Tensor) -> Tensor:
+    index = (x[:, :1] > 0).long()
+    return x * (x > 0).gather(-1, index)  # here
+
+
+norm_with_statistics = nn.InstanceNorm1d(24, track_running_stats=True).to(DEVICE)
+
+
+def instance_norm(x: Tensor) -> Tensor:
+    return norm_with_statistics(x.unsqueeze(-1).expand(-1, -1, 3))  # here
+
+
 REFUSED: dict[Callable[..., Any], str] = {
+    classes_of_the_largest: "num_classes",
+    gathered_mask: "convert it to floats",
+    instance_norm: "track_running_stats=False",
     validated: "validate_args=False",
     straight_through: "Sign is a torch.autograd.Function",
     reversed_gradient: "Reversed is a torch.autograd.Function",

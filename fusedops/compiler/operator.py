@@ -195,7 +195,7 @@ class Program(Operator):
         plan, structure = self.plan, self.structure
         *inputs, intermediate, _ = saved
         given = [place for place, g in enumerate(grads) if g is not None]
-        wanted = [place for place, need in enumerate(needs) if need]
+        wanted = [place for place, need in enumerate(needs) if need and self.wanted[place]]
         there = dict(zip(plan.saved_inputs, inputs, strict=True))
         places = {node: part for part, node in plan.intermediate.items()}
         sizes = self.sizes_by(grads)
@@ -216,9 +216,9 @@ class Program(Operator):
             return None
 
         found = plan.gradients(given, wanted)
-        zero = structure.graph.const(0.0)  # the gradient of a part that nothing is computed of
-        every = {place: {part: found[place].get(part, zero) for part in structure.parts(structure.inputs[place])}
-                 for place in found}  # fmt: skip
+        zero = structure.graph.const(0.0)  # the gradient of a part that nothing is computed of, and through `sign`
+        every = {place: {part: found.get(place, {}).get(part, zero) for part in structure.parts(structure.inputs[place])}
+                 for place in wanted}  # fmt: skip
         values = evaluate(structure, [node for parts in every.values() for node in parts.values()], leaf, site.acc,
                           grads[given[0]].device, sizes)  # fmt: skip
         return [self._gradient(place, {part: values[node] for part, node in every[place].items()}, sizes)

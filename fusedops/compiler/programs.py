@@ -217,7 +217,7 @@ class Programs:
         """The structure, and why it is none: rows that are counted have a constant size if it depends on that."""
         why = self._depends_on_rows(args, structure)
         if why and structure.counted:
-            structure = replace(structure, fixed=tuple(sorted(structure.counted)))
+            structure = replace(structure, fixed=tuple(sorted({*structure.fixed, *structure.counted})))
             why = self._depends_on_rows(args, structure)
         return structure, why
 

@@ -183,9 +183,10 @@ class _Structuring:
                          for i, v in enumerate(traced.outputs)])  # fmt: skip
         rows, columns = self._rows_and_columns()
         self._check(inputs, outputs, rows, columns)
+        fixed = self._of(itertools.chain(*traced.fixed))
         bare = Structure(self.graph, self.sizes, rows, columns, self.unrolled, inputs, outputs, (), tuple(traced.drops),
                          traced.container, self.lines, tuple([v.node in set(self.nodes) for v in traced.inputs]),
-                         wide=traced.wide)  # fmt: skip
+                         wide=traced.wide, fixed=tuple([axis for axis in rows if axis in fixed]))  # fmt: skip
         results = tuple([{part: self._part(value.node, part) for part in bare.parts(operand)}
                          for value, operand in zip(traced.outputs, outputs, strict=True)])  # fmt: skip
         values = tuple([({part: self._part(value.node, part) for part in self._parts(value.node)}, value.dtype)
@@ -372,7 +373,7 @@ class _Structuring:
         if node.op in REDUCTIONS:
             return self._reduction(node, part)
         if node.op == "const":
-            return graph.make("const", attrs=node.attrs, kind=node.kind)
+            return graph.make("const", attrs=node.attrs[:1], kind=node.kind)
         args = [self._part(arg, part) for arg in node.args]
         if node.op in ("add", "sub", "mul", "div", "maximum", "minimum", "and", "or", "xor"):
             return graph.binary(node.op, *args)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
+import math
 import textwrap
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -75,6 +76,7 @@ class Traced:
         noted: all tensors, in the order in which they were made.
         file: the user's.
         wide: whether it computes anything in fp64.
+        fixed: dimensions whose sizes are constants of the function.
     """
 
     graph: Graph
@@ -89,6 +91,7 @@ class Traced:
     noted: list[Value] = field(default_factory=list)
     file: str = ""
     wide: bool = False
+    fixed: list[Label] = field(default_factory=list)
 
 
 def trace(call: Callable[..., Any], arguments: Sequence[Any], function: Callable[..., Any], names: Sequence[str],
@@ -422,6 +425,10 @@ class _Functions(TorchFunctionMode):
         with self.recorder.noting_refusals():
             if func is F.dropout or func is torch.dropout:
                 return self._dropout(*args, **kwargs)
+            if func is F.one_hot:
+                return self._one_hot(*args, **kwargs)
+            if func is F.instance_norm:
+                return self._instance_norm(*args, **kwargs)
             if name in ("batch_norm", "_batch_norm_impl_index"):
                 self.recorder.mark_line()
                 raise NotRowwiseError("BatchNorm mixes rows")
@@ -431,6 +438,33 @@ class _Functions(TorchFunctionMode):
                     f"it reads {name} of a tensor, which is another in other calls; pass it as a number"
                 )
         return func(*args, **kwargs)
+
+    def _one_hot(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
+        """Of what is no class PyTorch raises an error; here it has no row of numbers."""
+        from .lowering.common import where_within
+
+        if tensor.dtype != torch.int64:
+            return F.one_hot(tensor, num_classes)  # PyTorch's error
+        if num_classes < 1:
+            self.recorder.mark_line()
+            raise NotRowwiseError("one_hot takes the number of classes from the largest of them; pass num_classes")
+        places = torch.arange(num_classes, device=tensor.device)
+        found, recorder = (tensor.unsqueeze(-1) == places).long(), self.recorder
+        value, index = recorder.value(found), recorder.value(tensor).node
+        node = where_within(recorder, index, num_classes, value.node, found.dtype)
+        recorder.set(found, Value(node, value.labels, found.dtype))
+        return found
+
+    def _instance_norm(self, input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None,
+                       weight: Tensor | None = None, bias: Tensor | None = None, use_input_stats: bool = True,
+                       momentum: float = 0.1, eps: float = 1e-5) -> Tensor:  # fmt: skip
+        """A GroupNorm of single channels; PyTorch takes the batch and the channels for those of a BatchNorm."""
+        if running_mean is not None or running_var is not None or not use_input_stats:
+            self.recorder.mark_line()
+            raise NotRowwiseError("InstanceNorm with running statistics changes these; use track_running_stats=False")
+        if math.prod(input.shape[2:]) == 1:
+            return F.instance_norm(input)  # PyTorch's error
+        return F.group_norm(input, input.shape[1], weight, bias, eps)
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False,
                  train: bool | None = None) -> Tensor:  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,18 @@ from ..errors import NotRowwiseError
 from ..ir import Node
 from ..tracing import Value, kind_of
 
-__all__ = ["TABLE", "Lower", "as_kind", "as_value", "differentiated", "joined", "lowers", "picked", "pointwise"]
+__all__ = [
+    "TABLE",
+    "Lower",
+    "as_kind",
+    "as_value",
+    "differentiated",
+    "joined",
+    "lowers",
+    "picked",
+    "pointwise",
+    "where_within",
+]
 
 Lower = Callable[..., Any]
 TABLE: dict[str, Lower] = {}
@@ -58,10 +70,16 @@ def as_value(r: Any, value: Any, kind: str | None = None) -> Value:
     return value if kind is None else Value(as_kind(r, value.node, kind), value.labels, value.dtype)
 
 
+# Marks the constant that stands for an element beside a row among integers, which have no NaN.
+_BESIDE = ("beside",)
+
+
 def as_kind(r: Any, node: Node, kind: str) -> Node:
     """The node as a float, int or bool."""
     if node.kind == kind:
         return node
+    if kind == "float" and node.op == "where" and node.args[2].attrs[1:] == _BESIDE:
+        return r.graph.where(node.args[0], as_kind(r, node.args[1], kind), r.graph.const(math.nan))  # type: ignore[no-any-return]
     if node.op == "const":
         return r.graph.const({"float": float, "int": int, "bool": bool}[kind](_number(node)))
     return r.graph.make("cast", node, kind=kind)
@@ -78,6 +96,24 @@ def pointwise(r: Any, out: Any, function: Callable[..., Node], *values: Any, kin
         raise NotRowwiseError(f"arithmetic of {str(out.dtype).removeprefix('torch.')}, which wraps around")
     given = [as_value(r, value, kind) for value in values]
     return Value(function(*[value.node for value in given]), joined(r, *[v.labels for v in given]), out.dtype)
+
+
+def where_within(r: Any, index: Node, size: int, node: Node, dtype: torch.dtype) -> Node:
+    """A value where an index is one of a row's elements, and elsewhere none that is to be mistaken for one: NaN, among floats.
+
+    Raises:
+        NotRowwiseError: the dtype has no such value.
+    """
+    graph, place = r.graph, as_kind(r, index, "int")
+    if node.kind != "float" and dtype not in (torch.int32, torch.int64):
+        raise NotRowwiseError(
+            f"of {str(dtype).removeprefix('torch.')} it reads what an index may be beside; convert it to floats"
+        )
+    within = graph.binary("and", graph.make("ge", place, graph.const(0)), graph.make("lt", place, graph.const(size)))
+    beside = graph.const(math.nan)
+    if node.kind != "float":
+        beside = graph.make("const", attrs=(torch.iinfo(dtype).min, *_BESIDE), kind="int")
+    return graph.where(within, node, beside)  # type: ignore[no-any-return]
 
 
 def differentiated(r: Any, node: Node, *partials: tuple[Node, Node]) -> Node:

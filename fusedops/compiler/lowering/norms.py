@@ -51,6 +51,10 @@ def _group_norm(r: Any, out: Any, x: Value, weight: Any, bias: Any, *sizes: Any)
     _count, channels, _size, groups, eps = sizes
     graph = r.graph
     inner = channels // groups
+    if inner == 1:  # with more channels each group would have several
+        r.traced.fixed.append(x.labels[1])
+        if not any(x.labels[2:]):  # of one element each, which PyTorch refuses in a batch of one
+            r.traced.fixed.append(x.labels[0])
     split = iter(r.axes.split(x.labels[1], [part for part in (groups, inner) if part != 1]))
     labels = (x.labels[0], next(split) if groups != 1 else (), next(split) if inner != 1 else (), *x.labels[2:])
     grouped = Value(x.node, labels, x.dtype)

@@ -10,7 +10,7 @@ from ..axes import Label
 from ..errors import NotRowwiseError
 from ..ir import Node
 from ..tracing import Value, kind_of
-from .common import as_kind, joined, lowers, picked, pointwise
+from .common import as_kind, joined, lowers, picked, pointwise, where_within
 
 
 def reduced(
@@ -297,14 +297,7 @@ def _gather(r: Any, out: Any, x: Value, dim: int, index: Value, **_: Any) -> Val
         raise NotRowwiseError("gather takes more than one column of a row")
     shared = joined(r, tuple([() if d == dim else one for d, one in enumerate(x.labels)]), index.labels)
     node = picked(r, x, dim, index.node)
-    if node.kind == "float":  # PyTorch raises an error, for which a kernel would have to be waited for
-        within = r.graph.binary(
-            "and",
-            r.graph.make("ge", as_kind(r, index.node, "int"), r.graph.const(0)),
-            r.graph.make("lt", as_kind(r, index.node, "int"), r.graph.const(length(r, x.labels[dim]))),
-        )
-        node = r.graph.where(within, node, r.graph.const(math.nan))
-    return Value(node, shared, out.dtype)
+    return Value(where_within(r, index.node, length(r, x.labels[dim]), node, out.dtype), shared, out.dtype)
 
 
 @lowers("nll_loss_forward")
