@@ -1,179 +1,364 @@
-"""Random row-wise functions as Python source, one for each seed: what nobody thought of writing down.
+"""Random row-wise functions, each held to itself in fp64: right, refused by name, or wrong.
 
-A function is a list of statements. Each applies an operator to values that there are, which vary along some of three axes:
-b, of groups, s, of rows in a group, and n, of columns. Operators are chosen so that values stay of order one and the
-derivatives exist but at points that random numbers do not meet.
+``TRITON_INTERPRET=1 python tests/rowwise_random.py --count 2000 --seed 0`` prints how many are, with what is wrong and why
+others are refused; ``--seed N --count 1`` is the way back to one of them.
 """
 
 from __future__ import annotations
 
-import linecache
-import random
-import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import argparse
+import collections
+import contextlib
+import itertools
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-__all__ = ["RandomFunction", "random_function"]
+import fusedops
+from fusedops.core.tuning_key import Config
+from rowwise_writer import RandomFunction, random_function
+from support import DEVICE
+from tolerances import unit_roundoff
 
-Axes = frozenset[str]
-_SHAPES: dict[str, Callable[[int, int, int], tuple[int, ...]]] = {
-    "x": lambda b, s, n: (b, s, n),  # full rows
-    "v": lambda b, s, n: (n,),  # a vector
-    "r": lambda b, s, n: (b, s, 1),  # a number of each row
-    "g": lambda b, s, n: (b, 1, n),  # a vector of each group
-    "i": lambda b, s, n: (s, n),  # rows that all groups share
-    "h": lambda b, s, n: (b, 1, 1),  # a number of each group
-    "k": lambda b, s, n: (s, 1),  # a number of each row, the same in all groups
-    "t": lambda b, s, n: (),  # a number
-}
-_AXES: dict[str, Axes] = {
-    "x": frozenset("bsn"),
-    "v": frozenset("n"),
-    "r": frozenset("bs"),
-    "g": frozenset("bn"),
-    "i": frozenset("sn"),
-    "h": frozenset("b"),
-    "k": frozenset("s"),
-    "t": frozenset(),
-}
-_UNARY = (
-    "-{0}", "{0}.abs()", "torch.tanh({0})", "torch.sigmoid({0})", "F.silu({0})", "F.gelu({0})", "torch.relu({0})",
-    "F.gelu({0}, approximate='tanh')", "torch.sin({0})", "torch.cos({0})", "torch.exp(torch.tanh({0}))",
-    "torch.log1p({0}.abs())", "torch.sqrt({0}.square() + 0.5)", "torch.rsqrt({0} * {0} + 0.5)",
-    "(1.0 + {0}.pow(2)).reciprocal()", "torch.tanh({0}) ** 3", "{0}.clamp(-0.7, 0.9)", "F.softplus({0})", "0.5 * {0} + 0.1",
-    "1.5 - {0}", "torch.expm1({0}.clamp(max=0.5))", "F.logsigmoid({0})", "F.leaky_relu({0}, 0.1)", "torch.erf({0})",
-    "F.hardtanh({0})", "({0} > 0.1) * {0}", "{0}.type_as({0})", "{0}.detach() * 0.5 + {0}", "F.elu({0})",
-)  # fmt: skip
-_BINARY = (
-    "{0} + {1}", "{0} - {1}", "{0} * {1}", "{0} / (1.0 + {1}.square())", "torch.maximum({0}, {1})",
-    "torch.minimum({0}, {1})", "torch.where({0} > {1}, {0}, 0.3 * {1})", "{0}.masked_fill({1} > 0.5, 0.25)",
-    "torch.lerp({0}, {1}.type_as({0}), 0.3)", "torch.addcmul({0}, {0}, {1}, value=0.5)",
-    "torch.where(({0} < {1}) & ~({1} > 1.0), {0}, 1.0)", "F.silu({0}) * {1}", "{0} * torch.sigmoid({1})",
-)  # fmt: skip
-_REDUCING = (
-    "{0}.mean(-1, keepdim=True)", "{0}.sum(-1, keepdim=True) * 0.2", "{0}.var(-1, unbiased=False, keepdim=True)",
-    "{0}.var(-1, keepdim=True)", "{0}.amax(-1, keepdim=True)", "{0}.amin(dim=-1, keepdim=True)",
-    "torch.logsumexp({0}, -1, keepdim=True)", "({0} > 0.2).sum(-1, keepdim=True) * 0.1",
-    "torch.rsqrt({0}.pow(2).mean(-1, keepdim=True) + 0.01)", "{0}.norm(dim=-1, keepdim=True) * 0.3",
-    "torch.var_mean({0}, -1, keepdim=True)[1]",
-)  # fmt: skip
-_ALONG = (
-    "torch.softmax({0}, -1) * 3.0", "torch.log_softmax({0}, -1) * 0.3", "F.layer_norm({0}, {0}.shape[-1:])",
-    "F.rms_norm({0}, {0}.shape[-1:], eps=1e-3)", "F.normalize({0}, dim=-1) * 2.0",
-    "torch.cat((-{0}.chunk(2, -1)[1], {0}.chunk(2, -1)[0]), -1)",
-    "torch.stack((-{0}[..., 1::2], {0}[..., 0::2]), -1).flatten(-2)",
-    "torch.cat([part * (i + 0.5) for i, part in enumerate({0}.chunk(4, -1))], -1)",
-    "F.softmax({0}.unflatten(-1, (2, -1)), -1).flatten(-2) * 2.0", "{0} - {0}.mean(-1, keepdim=True)",
-    "{0} + torch.arange({0}.shape[-1], device={0}.device) * 0.05",
-    "torch.cat((F.silu({0}.chunk(2, -1)[0]), {0}.chunk(2, -1)[1] * 0.5), -1)",
-)  # fmt: skip
+__all__ = ["check", "in_tiles", "outcome"]
+
+# Runs on numbers a rounding away, where one alone does not tell how ill-conditioned a function is.
+_DRAWS = 12
 
 
 @dataclass
-class RandomFunction:
-    """A function with what its tensors are.
+class _Results:
+    """What came of a call.
 
     Attributes:
-        seed: gives the same function again.
-        source: of it.
-        function: of its tensors.
-        names: of them; the first letter says which axes they have.
-        halves: those that are bf16.
-        sizes: of the axes.
+        kind: of what the function returned.
+        outputs: of it.
+        grads: of its tensors, None where there are none.
+        others: second derivatives, and gradients along several cotangents at once.
     """
 
-    seed: int
-    source: str
-    names: list[str]
-    halves: frozenset[str]
-    sizes: tuple[int, int, int]
-    function: Callable[..., Any] = field(init=False)
+    kind: type
+    outputs: list[Tensor]
+    grads: list[Tensor | None]
+    others: list[Tensor]
 
-    def __post_init__(self) -> None:
-        path = f"<random function {self.seed}>"
-        linecache.cache[path] = (len(self.source), None, self.source.splitlines(keepends=True), path)
-        namespace: dict[str, Any] = {"torch": torch, "F": F}
-        exec(compile(self.source, path, "exec"), namespace)
-        self.function = namespace["function"]
-
-    def tensors(self, device: torch.device | str = "cpu") -> list[Tensor]:
-        """Random ones: the same in every call."""
-        generator = torch.Generator().manual_seed(self.seed)
-        made = []
-        for name in self.names:
-            values = torch.randn(_SHAPES[name[0]](*self.sizes), generator=generator)
-            made.append(values.to(device, torch.bfloat16 if name in self.halves else torch.float32))
-        return made
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        """All of them."""
+        return [*self.outputs, *self.grads, *self.others]
 
 
-def random_function(seed: int) -> RandomFunction:
-    """The function of a seed."""
-    return _Writer(random.Random(seed), seed).written()
+def outcome(seed: int) -> tuple[str, str]:
+    """ "right", "refused", "invalid" where PyTorch itself fails, or "wrong"; and why."""
+    random = random_function(seed)
+    with in_tiles() if random.tiled else contextlib.nullcontext(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return check(random)
+        except fusedops.NotRowwiseError as error:
+            if not str(error).startswith("function: ") or "cannot be traced" in str(error):
+                return "wrong", f"it is refused without a name: {error}\n{_shown(random)}"
+            return "refused", str(error)
+        except Exception as error:  # noqa: BLE001 - whatever else it is, the function is not right
+            return "wrong", f"{type(error).__name__}: {error}\n{_shown(random)}"
 
 
-class _Writer:
-    def __init__(self, chance: random.Random, seed: int) -> None:
-        self.chance, self.seed = chance, seed
-        self.lines: list[str] = []
-        self.pool: dict[str, Axes] = {}
+@contextlib.contextmanager
+def in_tiles() -> Iterator[None]:
+    """Within it programs hold parts of rows."""
+    config = Config(16, 2, 1, 1, 1)
+    with (mock.patch("fusedops.compiler.operator.LONGEST_ROW", 8),
+          mock.patch("fusedops.compiler.configs._of_long_rows", return_value=config)):  # fmt: skip
+        yield
 
-    def written(self) -> RandomFunction:
-        chance = self.chance
-        counts = {
-            "x": chance.randint(1, 3),
-            "v": chance.randint(0, 2),
-            "r": chance.choice((0, 0, 1)),
-            "g": chance.choice((0, 0, 1, 2)),
-            **{letter: chance.choice((0, 0, 0, 1)) for letter in "ihkt"},
-        }
-        names = [f"{letter}{number}" for letter, count in counts.items() for number in range(count)]
-        self.pool = {name: _AXES[name[0]] for name in names}
-        for _ in range(chance.randint(2, 8)):
-            self._step()
-        outputs = self._outputs()
-        returned = ", ".join(outputs)
-        source = "\n".join([f"def function({', '.join(names)}):", *[f"    {line}" for line in self.lines],
-                            f"    return {returned}"]) + "\n"  # fmt: skip
-        halves = frozenset(name for name in names if chance.random() < 0.15)
-        sizes = (2, chance.choice((1, 3, 3, 5, 18)), chance.choice((8, 16, 16, 24, 40)))
-        return RandomFunction(self.seed, source, names, halves, sizes)
 
-    def _step(self) -> None:
-        """One statement, of the newer values rather than of the older."""
-        chance = self.chance
-        first = self._picked()
-        rows = [name for name, axes in self.pool.items() if "n" in axes]
-        kind = chance.choices(("unary", "binary", "reducing", "along"), (3, 5, 2, 2))[0]
-        if kind == "binary":
-            second = self._picked()
-            text = chance.choice(_BINARY).format(first, second)
-            axes = self.pool[first] | self.pool[second]
-        elif kind == "unary":
-            text, axes = chance.choice(_UNARY).format(first), self.pool[first]
-        else:
-            one = chance.choice(rows[-4:])
-            text = chance.choice(_REDUCING if kind == "reducing" else _ALONG).format(one)
-            axes = self.pool[one] - {"n"} if kind == "reducing" else self.pool[one]
-        name = f"y{len(self.lines)}"
-        self.lines.append(f"{name} = {text}")
-        self.pool[name] = axes
+def _shown(random: RandomFunction) -> str:
+    how = [name for name in ("second", "batched", "tiled", "stored") if getattr(random, name)]
+    return "\n".join([f"seed {random.seed} {random.used} {' '.join(how)}", random.source, *map(str, random.given),
+                      *map(str, random.sizes)])  # fmt: skip
 
-    def _picked(self) -> str:
-        names = list(self.pool)
-        return self.chance.choice(names[-3:] if self.chance.random() < 0.6 else names)
 
-    def _outputs(self) -> list[str]:
-        """Values that vary along all rows; the first has all that no statement used."""
-        text = "\n".join(line.partition("=")[2] for line in self.lines)
-        unused = [name for name in self.pool if not re.search(rf"\b{name}\b", text)]
-        if self.chance.random() < 0.15:  # some arguments, or some statements, come to nothing
-            unused = unused[-1:]
-        whole = f"y{len(self.lines)}"
-        self.lines.append(f"{whole} = {' + '.join(['x0 * 0.5', *[name for name in unused if name != 'x0']])}")
-        rows = [name for name, axes in self.pool.items() if axes >= {"b", "s"} and name.startswith("y")]
-        return [whole, *([self.chance.choice(rows)] if rows and self.chance.random() < 0.3 else [])]
+def check(random: RandomFunction) -> tuple[str, str]:
+    """Raises where a result is wrong, or the function refused; "invalid" where PyTorch fails in the first call, else "right"."""
+    fused = fusedops.rowwise(random.function, strict=True)
+    for call in range(len(random.sizes)):
+        if call and random.stored:
+            fused = fusedops.rowwise(random.function, strict=True)
+        tensors = random.tensors(call, DEVICE)
+        try:
+            native = _run(random, random.function, tensors)
+        except Exception as error:  # noqa: BLE001 - shapes or arguments that PyTorch refuses
+            _assert_fails(random, fused, tensors, error)
+            if not call:
+                return "invalid", f"{type(error).__name__}: {error}"
+            continue
+        before = [tensor.clone() for tensor in tensors]
+        got = _run(random, fused, tensors, native.outputs, at_once=True)
+        assert all(map(_is_same, tensors, before)), "an argument was written to"
+        _compare(random, tensors, got, native)
+    return "right", ""
+
+
+def _assert_fails(
+    random: RandomFunction, fused: Callable[..., Any], tensors: Sequence[Tensor], error: Exception
+) -> None:
+    try:
+        random.function(*tensors)
+    except Exception:  # noqa: BLE001
+        pass
+    else:  # only the derivative fails there
+        return
+    try:
+        fused(*tensors)
+    except Exception:  # noqa: BLE001
+        return
+    raise AssertionError(f"it has a result where PyTorch raises {type(error).__name__}: {error}")
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def _run(random: RandomFunction, function: Callable[..., Any], tensors: Sequence[Tensor],
+         like: Sequence[Tensor] | None = None, *, at_once: bool = False) -> _Results:  # fmt: skip
+    """A call with its derivatives; cotangents are rounded to the dtypes of the outputs ``like`` them."""
+    leaves = [t.detach().requires_grad_(given.differentiated) for t, given in zip(tensors, random.given, strict=True)]
+    sources = [t for t in leaves if t.requires_grad]
+    generator = torch.Generator().manual_seed(random.seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        returned = function(*leaves)
+        outputs = [returned] if isinstance(returned, Tensor) else list(returned)
+        found = _Results(type(returned), outputs, [], [])
+        ends = []
+        for out, rounded, used in zip(outputs, like or outputs, random.used, strict=False):
+            cotangent = torch.randn((2, *out.shape), generator=generator, dtype=torch.float64)
+            if out.requires_grad and used:
+                ends.append((out, cotangent.to(out.device, rounded.dtype).to(out.dtype)))
+        if not ends or not sources:
+            return found
+        outs, along = zip(*ends, strict=True)
+        smooth = random.second and not random.is_harsh
+        first = [cotangent[0] for cotangent in along]
+        found.grads = list(
+            torch.autograd.grad(outs, sources, first, allow_unused=True, create_graph=smooth, retain_graph=True)
+        )
+        if random.batched:
+            found.others += _along_two(outs, sources, along, at_once=at_once)
+        if smooth:
+            found.others += _second(found.grads, sources, generator)
+    return found
+
+
+def _along_two(outs: Any, sources: Sequence[Tensor], along: Sequence[Tensor], *, at_once: bool) -> list[Tensor]:
+    """Gradients along two cotangents: at once, or, as some of PyTorch's differ then, one after the other."""
+    if at_once:
+        found = torch.autograd.grad(outs, sources, along, allow_unused=True, is_grads_batched=True, retain_graph=True)
+        return [t.new_zeros(2, *t.shape) if g is None else g for g, t in zip(found, sources, strict=True)]
+    both = [torch.autograd.grad(outs, sources, [cotangent[which] for cotangent in along], allow_unused=True, retain_graph=True)
+            for which in range(2)]  # fmt: skip
+    return [
+        torch.stack([torch.zeros_like(t) if g is None else g for g in one])
+        for t, *one in zip(sources, *both, strict=True)
+    ]
+
+
+def _second(grads: Sequence[Tensor | None], sources: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
+    """Gradients of gradients along random directions; zero where there are none."""
+    directions = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device) for t in sources]
+    terms = [(g.double() * direction).sum() for g, direction in zip(grads, directions, strict=True)
+             if g is not None and g.requires_grad]  # fmt: skip
+    found = torch.autograd.grad(sum(terms), sources, allow_unused=True) if terms else [None] * len(sources)
+    return [torch.zeros_like(t) if g is None else g for g, t in zip(found, sources, strict=True)]
+
+
+# --- comparison ---------------------------------------------------------------------------------------------------------
+
+
+def _compare(random: RandomFunction, tensors: Sequence[Tensor], got: _Results, native: _Results) -> None:
+    """Of two results the kinds, dtypes, shapes and layouts, and of values and derivatives the errors."""
+    assert got.kind is native.kind, f"{got.kind} for {native.kind}"
+    assert len(got.outputs) == len(native.outputs), "another number of outputs"
+    for number, (out, like) in enumerate(zip(got.outputs, native.outputs, strict=True)):
+        what = f"output {number}"
+        assert out.requires_grad == like.requires_grad, f"{what}: requires_grad is {out.requires_grad}"
+        assert out.is_contiguous() or not like.is_contiguous(), f"{what}: strides {out.stride()} for {like.stride()}"
+    names = [given.name for given in random.given if given.differentiated]
+    assert [g is None for g in got.grads] == [g is None for g in native.grads], (
+        f"gradients of {names}: None for {[g is None for g in got.grads]}, expected {[g is None for g in native.grads]}"
+    )
+    exact = _exactly(random, tensors, native)
+    # Runs on numbers a rounding away come after a first comparison: few need them.
+    others = list(itertools.chain([native], _narrower(random, tensors, native)))
+    wrong = _wrong(random, got, exact, others)
+    if wrong:
+        wrong = _wrong(random, got, exact, [*others, *_nearby(random, tensors, native, exact)])
+    assert not wrong, "\n".join(wrong)
+
+
+def _exactly(random: RandomFunction, tensors: Sequence[Tensor], native: _Results) -> _Results:
+    wide = [t.double() if t.is_floating_point() else t for t in tensors]
+    with _default(torch.float64):  # of products of integers and numbers
+        return _run(random, random.exact, wide, native.outputs)
+
+
+@contextlib.contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _is_wide(random: RandomFunction) -> bool:
+    """Whether kernels compute in fp64."""
+    return "double()" in random.source or any(given.dtype == torch.float64 for given in random.given)
+
+
+def _narrower(random: RandomFunction, tensors: Sequence[Tensor], native: _Results) -> Iterator[_Results]:
+    """PyTorch's results in the dtype that kernels compute in."""
+    if not _is_wide(random):
+        yield _run(
+            random, random.function, [t.float() if t.is_floating_point() else t for t in tensors], native.outputs
+        )
+
+
+def _nearby(random: RandomFunction, tensors: Sequence[Tensor], native: _Results, exact: _Results) -> Iterator[_Results]:
+    """PyTorch's results as far from exact ones as on inputs a rounding away: of these, and in the dtypes of the call."""
+    wide, acc = _is_wide(random), torch.float64 if _is_wide(random) else torch.float32
+    for draw in range(_DRAWS):
+        moved = [_moved(t, draw, acc) for t in tensors]
+        yield _exactly(random, moved, native) if wide else _run(random, random.function, moved, native.outputs)
+        near = [_moved(t, draw, t.dtype) for t in tensors]
+        eager, at_near = _run(random, random.function, near, native.outputs), _exactly(random, near, native)
+        for one, there, here in zip(eager.tensors, at_near.tensors, exact.tensors, strict=True):
+            if one is not None and there is not None and here is not None and one.is_floating_point():
+                one.data = here.detach() + (one.detach().double() - there.detach())
+        yield eager
+
+
+def _moved(tensor: Tensor, draw: int, dtype: torch.dtype) -> Tensor:
+    """The tensor with each number as another rounding of it would be; equal numbers stay equal."""
+    if not tensor.is_floating_point():
+        return tensor
+    values, places = tensor.double().unique(return_inverse=True)
+    generator = torch.Generator().manual_seed(draw)
+    factors = 1 + unit_roundoff(dtype) * torch.randn(values.shape, generator=generator, dtype=torch.float64).to(
+        tensor.device
+    )
+    return (values * factors)[places].view(tensor.shape).to(dtype)
+
+
+def _wrong(random: RandomFunction, got: _Results, exact: _Results, others: Sequence[_Results]) -> list[str]:
+    """What is wrong with results; nothing where all are right."""
+    found = []
+    results = [one.tensors for one in (got, exact, *others)]
+    # Of order one, whatever faults there are beside.
+    usual = max(
+        [
+            1.0,
+            *[
+                t.detach().double().nan_to_num().abs().clamp(max=1e3).max().item()
+                for t in exact.tensors
+                if t is not None and t.numel()
+            ],
+        ]
+    )
+    for number, (one, want, *natives) in enumerate(zip(*results, strict=True)):
+        if one is None or want is None:
+            continue
+        what = f"result {number} of {len(got.outputs)} outputs and {len(got.grads)} gradients"
+        if one.shape != want.shape or one.dtype != natives[0].dtype:
+            found.append(f"{what}: {one.dtype} {one.shape}, expected {natives[0].dtype} {want.shape}")
+            continue
+        why = _difference(one.detach(), want.detach(), [native.detach() for native in natives if native is not None], usual,
+                          by_row=random.is_harsh, is_lenient=number >= len(got.outputs) and random.has_parts)  # fmt: skip
+        found += [f"{what}: {why}"] if why else []
+    return found
+
+
+def _difference(
+    got: Tensor, exact: Tensor, natives: Sequence[Tensor], usual: float, *, by_row: bool, is_lenient: bool
+) -> str:
+    """How a result is wrong; "" where it is right.
+
+    Infinities and NaN are where the exact result has them, rounded to the dtype, or one of PyTorch's. Errors are at most
+    twice the largest of PyTorch's; the floor is a unit of roundoff for each of ten statements, of the largest result:
+    values and cotangents are of order one, and what is smaller is the difference of some that are not. With infinities and
+    large numbers about, a row is held to what its own errors and results are.
+    """
+    if not got.is_floating_point():
+        differs = (got != exact) & torch.stack([native == exact for native in natives]).all(0)
+        return f"{got[differs][:5].tolist()}, expected {exact[differs][:5].tolist()}" if differs.any() else ""
+    dtype = got.dtype
+    kind = _kind(got)
+    known = torch.stack([kind == _kind(one.to(dtype)) for one in (exact, *natives)]).any(0)
+    if (
+        is_lenient
+    ):  # a part that nothing is computed of has no gradient, where PyTorch multiplies zero by what may be infinite
+        known |= (kind == 0) & exact.isnan()
+    if not known.all():
+        return f"{got[~known][:5].tolist()}, expected {exact[~known][:5].tolist()}"
+    exact, got = exact.double(), got.double()
+    comparable = got.isfinite() & exact.isfinite()
+    error, *errors = [
+        torch.where(comparable & one.isfinite(), (one.double() - exact).abs(), 0.0) for one in (got, *natives)
+    ]
+    native, size = torch.stack(errors).amax(0), torch.where(comparable, exact.abs(), 0.0)
+    if by_row and got.dim():
+        native, size = native.amax(-1, keepdim=True), size.amax(-1, keepdim=True)
+    elif got.numel():
+        native, size = native.amax(), size.amax()
+    allowed = 2 * native + 10 * unit_roundoff(dtype) * size.clamp(min=usual) + torch.finfo(dtype).smallest_normal
+    excess = error - allowed
+    if not got.numel() or excess.max() <= 0:
+        return ""
+    worst = int(excess.argmax())
+    return (f"{int((excess > 0).sum())} of {got.numel()} elements, such as {worst}: {got.flatten()[worst]:.8g}, expected "
+            f"{exact.flatten()[worst]:.8g}, allowed {allowed.expand_as(error).flatten()[worst]:.3g}")  # fmt: skip
+
+
+def _kind(tensor: Tensor) -> Tensor:
+    """Of each element whether it is finite, one of the infinities, or NaN."""
+    return tensor.isnan() * 3 + tensor.isposinf() * 2 + tensor.isneginf()
+
+
+# --- the command --------------------------------------------------------------------------------------------------------
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=200, help="how many functions")
+    parser.add_argument("--seed", type=int, default=0, help="of the first")
+    parser.add_argument("--reasons", action="store_true", help="show of each reason for a refusal the first seed")
+    args = parser.parse_args()
+    counts: dict[str, int] = collections.Counter()
+    reasons: dict[str, list[int]] = {}
+    for seed in range(args.seed, args.seed + args.count):
+        found, why = outcome(seed)
+        counts[found] += 1
+        if found == "wrong":
+            print(f"--- wrong: {why}\n", flush=True)
+        elif found != "right":
+            reasons.setdefault(why.partition("\n")[0], []).append(seed)
+    for reason, seeds in sorted(reasons.items(), key=lambda item: -len(item[1])) if args.reasons else ():
+        print(f"{len(seeds):5} {reason} ({', '.join(map(str, seeds[:4]))})")
+    print(", ".join([f"{counts[name]} {name}" for name in ("right", "refused", "invalid", "wrong")]))
+    return 1 if counts["wrong"] else 0
+
+
+if __name__ == "__main__":
+    import interpreter
+
+    interpreter.install()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # with memory full of NaN
+    fusedops.core.operator.Operator.native_elements = 0
+    sys.exit(_main())

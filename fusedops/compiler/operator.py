@@ -361,7 +361,8 @@ def _sources_of(plan: Plan) -> tuple[frozenset[int], ...] | None:
         *([plan.intermediate] if plan.intermediate and plan.intermediate_output < 0 else []),
     ]
     found = [differentiated(parts.values()) for parts in results]
-    return None if all(its == set(plan.differentiable) for its in found) else tuple(found)
+    every = {place for place, operand in enumerate(plan.structure.inputs) if operand.kind == "float"}
+    return None if all(its == every for its in found) else tuple(found)
 
 
 def _first(structure: Structure) -> int:

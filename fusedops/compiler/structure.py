@@ -405,7 +405,9 @@ class _Structuring:
         graph, zero, one = self.graph, self.graph.const(0.0), self.graph.const(1.0)
         equal = [graph.make("eq", part, graph.make("constant_to_gradients", largest)) for part in parts]
         add = functools.partial(graph.binary, "add")
-        total = functools.reduce(add, [graph.where(eq, part, zero) for eq, part in zip(equal, parts, strict=True)])
+        # Where no element equals the largest one it is NaN, and so is zero times the infinite share of each.
+        total = functools.reduce(add, [graph.where(eq, part, graph.binary("mul", part, zero))
+                                       for eq, part in zip(equal, parts, strict=True)])  # fmt: skip
         count = functools.reduce(add, [graph.where(eq, one, zero) for eq in equal])
         mean = graph.binary("div", graph.reduce("sum", total, over), graph.reduce("sum", count, over))
         return graph.make("instead", largest, mean)

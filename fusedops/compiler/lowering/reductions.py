@@ -10,7 +10,7 @@ from ..axes import Label
 from ..errors import NotRowwiseError
 from ..ir import Node
 from ..tracing import Value, kind_of
-from .common import as_kind, joined, lowers, picked, pointwise, where_within
+from .common import as_kind, differentiated, joined, lowers, picked, pointwise, where_within
 
 
 def reduced(
@@ -57,10 +57,13 @@ def _mean(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False, **
     )
 
 
-@lowers("amax", "amin")
+@lowers("amax")
 def _amax(r: Any, out: Any, x: Value, dim: Any = (), keepdim: bool = False) -> Value:
     kind = kind_of(out.dtype)
     node, labels, _gone = reduced(r, "amax", x, dim, keepdim, "int" if kind == "bool" else kind)
+    if node.op != "amax" and kind == "float":  # of equal elements, or of one: of NaN the gradient is NaN, as in any row
+        is_nan = r.graph.where(r.graph.make("isnan", node), r.graph.const(math.nan), r.graph.const(1.0))
+        node = differentiated(r, node, (node, is_nan))
     return Value(as_kind(r, node, kind), labels, out.dtype)
 
 
@@ -68,9 +71,8 @@ def _amax(r: Any, out: Any, x: Value, dim: Any = (), keepdim: bool = False) -> V
 def _amin(r: Any, out: Any, x: Value, dim: Any = (), keepdim: bool = False) -> Value:
     kind = kind_of(out.dtype)
     inner = "int" if kind == "bool" else kind
-    negated = Value(r.graph.unary("neg", as_kind(r, x.node, inner)), x.labels, x.dtype)
-    node, labels, _gone = reduced(r, "amax", negated, dim, keepdim, inner)
-    return Value(as_kind(r, r.graph.unary("neg", node), kind), labels, out.dtype)
+    found = _amax(r, out, Value(r.graph.unary("neg", as_kind(r, x.node, inner)), x.labels, x.dtype), dim, keepdim)
+    return Value(as_kind(r, r.graph.unary("neg", as_kind(r, found.node, inner)), kind), found.labels, out.dtype)
 
 
 @lowers("any")
@@ -99,7 +101,8 @@ def _argmax(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) 
         raise NotRowwiseError("argmax over all dimensions mixes rows; name one")
     graph = r.graph
     kind = "float" if x.node.kind == "float" else "int"
-    node, (label, size) = as_kind(r, x.node, kind), (x.labels[dim], length(r, x.labels[dim]))
+    label = x.labels[dim] if x.labels else ()
+    node, size = as_kind(r, x.node, kind), length(r, label)
     given = Value(node, x.labels, x.dtype)
     largest, labels, _gone = reduced(r, "amax", given, dim, keepdim, kind)
     if largest is node:  # all are equal
@@ -143,7 +146,7 @@ def _max(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) -> 
         node = _shared_evenly(r, x, found.node, None, False) if x.node.kind == "float" else found.node
         return Value(node, found.labels, found.dtype)
     node, labels, _gone = reduced(r, "amax", x, dim, keepdim, kind_of(out[0].dtype))
-    if node.op == "amax":  # only one of equal elements has the gradient
+    if node.op == "amax" and node is not x.node:  # only one of equal elements has the gradient
         node = r.graph.make("amax", *node.args, attrs=(*node.attrs, "first"), axes=node.axes)
     return [Value(node, labels, out[0].dtype), _argmax(r, out[1], x, dim, keepdim)]
 
