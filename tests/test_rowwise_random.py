@@ -80,6 +80,8 @@ FOUND = {
     "NaN as the largest of equal numbers": _of("x + r.expand_as(x).amax(-1, keepdim=True)", _x, _row, seed=3),
     "a largest number of rows that were reduced": _of(
         "x + x.amax(-1, keepdim=True).max(-1, keepdim=True).values", _faulty),
+    "NaN for a gradient between the limits of softshrink": _of(
+        "x + F.softshrink(x, 0.5).amax(-1, keepdim=True)", _faulty, seed=3),
     "the place of the largest of a number": _of("x + t.argmax(-1) + t.max(-1).values", _x, _number),
 }  # fmt: skip
 

@@ -15,6 +15,11 @@ __all__ = ["Axes", "AxisError", "Label"]
 Label = tuple[int, ...]
 
 
+_ACROSS = (
+    "a view joins parts of two dimensions, or cuts through one; take it outside, and pass the result as an argument"
+)
+
+
 class AxisError(Exception):
     """Dimensions that do not fit."""
 
@@ -54,7 +59,7 @@ class Axes:
     def unify(self, one: Label, other: Label) -> None:
         """Both labels are of the same dimension."""
         if self.size(self.leaves(one)) != self.size(self.leaves(other)):
-            raise AxisError(f"sizes {self.size(self.leaves(one))} and {self.size(self.leaves(other))}")
+            raise AxisError(f"dimensions of {self.size(self.leaves(one))} and {self.size(self.leaves(other))} meet")
         while True:
             first, second = self.leaves(one), self.leaves(other)
             pair = next(((a, b) for a, b in zip(first, second, strict=False) if a != b), None)
@@ -74,18 +79,18 @@ class Axes:
             taken: Label = ()
             while self.size(taken) < size:
                 if not rest or size % self.size(taken):
-                    raise AxisError("a view across dimensions")
+                    raise AxisError(_ACROSS)
                 axis, needed = rest[0], size // self.size(taken)
                 if self.sizes[axis] <= needed:
                     if needed % self.sizes[axis]:
-                        raise AxisError("a view across dimensions")
+                        raise AxisError(_ACROSS)
                     taken, rest = (*taken, axis), rest[1:]
                 else:
                     self._divide(axis, needed)
                     rest = self.leaves(rest)
             found.append(taken)
         if rest:
-            raise AxisError("a view across dimensions")
+            raise AxisError(_ACROSS)
         return found
 
     def _root(self, axis: int) -> int:
@@ -96,5 +101,8 @@ class Axes:
     def _divide(self, axis: int, first: int) -> None:
         """Split an axis in two, the outer one of this size."""
         if self.sizes[axis] % first:
-            raise AxisError(f"size {self.sizes[axis]} as {first} and others")
+            raise AxisError(
+                f"it takes {self.sizes[axis]} columns or rows apart in two ways, one of them into {first}, as where a tensor meets "
+                "itself in another order; pass one of the two as an argument"
+            )
         self._parts[axis] = (*self.new(first), *self.new(self.sizes[axis] // first))

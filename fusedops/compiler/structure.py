@@ -393,7 +393,7 @@ class _Structuring:
         assert found is not None
         if len(node.attrs) > 1:
             if places or len(inner) > 1:
-                raise NotRowwiseError("max over more than one dimension of what rows are made of; use amax")
+                raise NotRowwiseError("max of rows that are taken apart, or have several dimensions; use amax")
             return self.graph.make("amax", found, attrs=(tuple(inner), *node.attrs[1:]), axes=found.axes - set(inner))
         if node.op == "sum":
             return self._sum(found, inner)

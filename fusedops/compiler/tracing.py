@@ -50,7 +50,10 @@ class Value:
 
 
 # Values know a set of axes: of such a tensor they would have the diagonal.
-TWICE = "it has one dimension twice, as an outer product of a row with itself; pass one of the two as an argument"
+TWICE = (
+    "it has one dimension twice, as an outer product of a row with itself, or a tensor beside itself in another order; pass "
+    "one of the two as an argument"
+)
 
 
 def twice(axes: Axes, value: Value) -> bool:

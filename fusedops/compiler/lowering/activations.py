@@ -49,6 +49,21 @@ def _hardtanh(r: Any, out: Any, x: Value, min_val: float = -1.0, max_val: float 
     return pointwise(r, out, one, x)
 
 
+@lowers("softshrink")
+def _softshrink(r: Any, out: Any, x: Value, lambd: float = 0.5) -> Value:
+    """Numbers nearer to zero by as much; those between have no gradient, whatever comes to them."""
+    graph, zero = r.graph, r.graph.const(0.0)
+    low, high = graph.const(-float(lambd)), graph.const(float(lambd))
+
+    def one(a: Node) -> Node:
+        nearer = graph.binary("sub", a, graph.binary("mul", graph.unary("sign", a), high))
+        found = graph.where(graph.make("gt", graph.unary("abs", a), high), nearer, graph.binary("mul", a, zero))
+        inside = graph.binary("and", graph.make("ge", a, low), graph.make("le", a, high))
+        return graph.make("instead", found, graph.where(inside, zero, a))  # type: ignore[no-any-return]
+
+    return pointwise(r, out, one, x)
+
+
 def _hard_gate(r: Any, a: Node) -> Node:
     """``relu6(a + 3) / 6``, which has its gradient from elsewhere."""
     graph = r.graph

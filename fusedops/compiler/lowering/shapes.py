@@ -130,7 +130,7 @@ def _slice(r: Any, out: Any, x: Value, dim: int = 0, start: Any = None, end: Any
     first = 0 if start is None else min(max(start + size if start < 0 else start, 0), size)
     if step > 1:
         if size % step or taken != size // step:
-            raise NotRowwiseError(f"every {step}th of {size} columns, which are no equal parts")
+            raise NotRowwiseError(f"a step of {step} through {size} columns, which are no equal parts")
         node, rest = _part(r, x, dim, step, first, True)
     else:
         node, rest = _columns(r, x, dim, first, taken)
