@@ -67,6 +67,11 @@ DTYPES = (*HALF, torch.float32, torch.float64)
 SEED, OFFSET = 0x0123_4567_89AB_CDEF, (3 << 32) + 20
 
 
+def torch_version() -> tuple[int, ...]:
+    """Major and minor."""
+    return tuple(map(int, torch.__version__.split(".")[:2]))
+
+
 def triton_version() -> tuple[int, ...]:
     """Major and minor."""
     from triton import __version__

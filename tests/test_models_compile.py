@@ -12,7 +12,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import fusedops
 from sample_models import ModelSpec
-from support import DEVICE, KERNEL_PATH
+from support import DEVICE, KERNEL_PATH, torch_version
 from zoo import SAMPLES, build, counted, inputs, making_kernels, outputs, undropped
 
 _NAMES = ("leaves", "torch_post_norm", "torch_pre_norm", "bert", "distilbert", "bart", "gpt2", "opt", "vit", "t5", "t5_gated",
@@ -99,6 +99,7 @@ def _name(source: str) -> str:
 
 @pytest.mark.once
 @passing_over
+@pytest.mark.skipif(torch_version() >= (2, 15), reason="a check of two modules for one class is of both")
 @each_kind
 def test_guards(spec: ModelSpec) -> None:
     """Guards of a fused model check no more modules before a step than those of the model as it was.
