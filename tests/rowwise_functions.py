@@ -196,6 +196,12 @@ def interleaved_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rearrange([even * cos - odd * sin, even * sin + odd * cos], "pair ... d -> ... (d pair)")
 
 
+def packed_heads(packed: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of one projection, of which each has heads: the rows of a part lie behind the parts."""
+    key, value = packed.unbind(2)
+    return F.rms_norm(key, key.shape[-1:], weight, 1e-6), value * torch.sigmoid(value)
+
+
 # --- softmax and losses -------------------------------------------------------------------------------------------------
 
 
@@ -276,6 +282,8 @@ FUNCTIONS: tuple[RowwiseFunction, ...] = (
                     shapes=lambda rows: {"packed": (2, rows, 48), "cos": (rows, 16), "sin": (rows, 16)}),
     RowwiseFunction("interleaved_rotary", interleaved_rotary, sums=False, rows=3,
                     shapes=lambda rows: {"x": (2, rows, 2, 16), "cos": (rows, 1, 8), "sin": (rows, 1, 8)}),
+    RowwiseFunction("packed_heads", packed_heads, rows=3,
+                    shapes=lambda rows: {"packed": (2, rows, 2, 4, 16), "weight": (16,)}),
     RowwiseFunction("softcap", softcap, _rows("x"), sums=False),
     RowwiseFunction("alibi_softmax", alibi_softmax, sums=False, rows=3,
                     shapes=lambda rows: {"scores": (2, 4, rows, 24), "slope": (4, 1, 1)}),

@@ -214,3 +214,28 @@ def test_queries_that_see_no_key() -> None:
     for ours, eager in zip(*reversed(found), strict=True):
         torch.testing.assert_close(ours, eager, **_CLOSE)
     assert any("_safe_softmax" in region.operators for region in backend.report.fused)
+
+
+_OUTER: dict[str, Callable[[Tensor], Tensor]] = {
+    "differences": lambda x: F.softplus(x[:, None, :] - x[:, :, None]).mean((1, 2)),
+    "products": lambda x: (x[:, :, None] * x[:, None, :]).sum(-1),
+    "ranks": lambda x: torch.sigmoid((torch.tanh(x)[:, :, None] - (x * 2)[:, None, :]) * 3).sum(-1).softmax(-1),
+    "a column beside a row": lambda x: (x.mean(-1, keepdim=True) - x.mean(-1)).softmax(-1),
+}
+
+
+@pytest.mark.parametrize("case", _OUTER)
+def test_rows_beside_themselves(case: str) -> None:
+    """One dimension of the input in two of a value, of which a kernel would have the diagonal: values and gradients."""
+
+    def function(x: Tensor) -> Tensor:
+        return _OUTER[case](F.layer_norm(x, (8,)) * 0.7)
+
+    found, backend = [], Backend()
+    x = randn(8, 8)
+    for call, given in ((torch.compile(function, backend=backend), x), (function, x.double())):
+        y = call(given.requires_grad_())
+        found.append([y.double(), torch.autograd.grad(y.square().sum(), given)[0].double()])
+    for ours, want in zip(*found, strict=True):
+        torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-5)
+    assert backend.report.fused or backend.report.left

@@ -72,7 +72,8 @@ _SOFTMAX = frozenset({"_softmax", "_safe_softmax"})
 _NOT_TAKEN = frozenset({"arange", "full", "new_full", "zeros", "new_zeros", "ones", "new_ones", "scalar_tensor", "max", "min",
                         "argmax", "argmin", "any", "all",
                         "native_group_norm", "gather", "nll_loss_forward", "stack", "lift_fresh_copy", "lift", "detach",
-                        "copy", "norm", "_log_softmax", "huber_loss", "smooth_l1_loss", "binary_cross_entropy"})  # fmt: skip
+                        "copy", "norm", "_log_softmax", "huber_loss", "smooth_l1_loss", "binary_cross_entropy", "roll",
+                        "flip", "constant_pad_nd"})  # fmt: skip
 
 
 @dataclass(eq=False)

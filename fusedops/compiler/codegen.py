@@ -338,7 +338,8 @@ class _Writer:
         return out if sums else []
 
 
-# How a loop over whole tiles of columns begins, and what is left behind it: one tile, of fewer columns, or none.
+# How a loop over whole tiles of columns begins, and what is left behind it: one tile, of fewer columns, or none. No kernel
+# with such a loop has groups, which other masks would have to keep to.
 _COLUMNS = "cols = start + tl.arange(0, BLOCK_N)[None, :]"
 _FULL_TILES = ("for start in tl.range(0, N // BLOCK_N * BLOCK_N, BLOCK_N, num_stages=STAGES):", _COLUMNS)
 _LAST_TILE = ("if N % BLOCK_N:", "start = N // BLOCK_N * BLOCK_N", _COLUMNS, "in_cols = cols < N",

@@ -468,7 +468,13 @@ class Emitter:
         columns = [axis for axis in structure.columns if axis in strides]
         if columns:
             terms.append(_times(element, strides[columns[0]]) if element else offsets_along(structure, strides))
-        offset = sum(strides[axis] * at for axis, at in part)
+        offset = 0
+        for axis, at in part:
+            behind = [a for a in operand.axes[operand.axes.index(axis) + 1 :] if a in structure.rows]
+            if at and behind:  # each part has rows of its own
+                terms.append(" * ".join([str(strides[axis] * at), *map(self._size, behind)]))
+            else:
+                offset += strides[axis] * at
         terms += [str(offset)] if offset else []
         mask = _MASKS[how in ("rows", "indexed"), bool(columns) and not (element or self.whole)]
         if how == "group" and not mask:  # an element's address is a block, that of a group's number a scalar

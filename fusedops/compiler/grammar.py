@@ -100,8 +100,8 @@ class _Checker:
     def _operand(self, labels: Any, dtype: Any, kind: Any, name: Any, *, used: bool) -> None:
         axes = [axis for label in labels for axis in label]
         _require(all(_is_number(axis, len(self.sizes)) for axis in axes), "labels")
-        rows = [axis in self.found["rows"] for axis in axes]
-        # As `structure` has them: each dimension once, and those of the rows outermost.
+        rows = [axis in self.found["rows"] for axis in axes if axis not in self.unrolled]
+        # As `structure` has them: each dimension once, and those of the rows before columns.
         _require(not used or (len(set(axes)) == len(axes) and rows == sorted(rows, reverse=True)), "labels")
         _require(dtype in _DTYPES and kind == _kind_of(dtype) and (name == "" or _NAME.fullmatch(name)), "operand")
 

@@ -206,8 +206,10 @@ class _Structuring:
                 continue
             if len(set(operand.axes)) < len(operand.axes):
                 raise self._refused(f"{operand.name} has one dimension twice: rows and columns are mixed", node)
-            count = sum(axis in rows for axis in operand.axes)
-            if any(axis in rows for axis in operand.axes[count:]):
+            # Parts of a row may be rows of another tensor: heads of a packed projection. Joined rows are as many as there are.
+            is_row = [axis in rows for axis in operand.axes if axis not in self.unrolled]
+            joined = operand.labels and operand.labels[0][:1] and operand.labels[0][0] in self.unrolled
+            if is_row != sorted(is_row, reverse=True) or (joined and set(rows).intersection(operand.labels[0])):
                 raise self._refused(f"in {operand.name} the rows are not the outer dimensions", node)
         for operand, node in zip(outputs, values[len(inputs) :], strict=True):
             if not set(rows) <= set(operand.axes):
@@ -316,7 +318,11 @@ class _Structuring:
         rows = [axis for axis in rolled if axis not in columns]
         wrong = next((node for node, axes in over.items() if rows and any(axis < max(rows) for axis in axes)), None)
         if wrong is not None:
-            raise self._refused("it reduces over a dimension that is not the last: it mixes rows", wrong)
+            raise self._refused(
+                "it reduces over a dimension that is not the last: it mixes rows. Move the dimension to "
+                "the end outside, or add what unbind takes apart",
+                wrong,
+            )
         if not rows and len(columns) > 1:
             raise self._refused("it reduces over all dimensions: it mixes rows", next(iter(over)))
         return tuple(rows), tuple(columns)

@@ -8,6 +8,7 @@ a second run with other sizes shows them.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import linecache
 import math
@@ -205,7 +206,8 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
             raise NotRowwiseError(f"{self.name}: {name} is no dense tensor")
         if tensor.dtype not in NAMES:
             readable = ", ".join(sorted(word for dtype, word in NAMES.items() if dtype))
-            raise NotRowwiseError(f"{self.name}: {name} is of {tensor.dtype}; kernels read {readable}")
+            parts = "; pass torch.view_as_real of it" if tensor.dtype.is_complex else ""
+            raise NotRowwiseError(f"{self.name}: {name} is of {tensor.dtype}; kernels read {readable}{parts}")
         made = self.empty(tensor.shape, tensor.dtype, getattr(tensor, "fusedops_device", tensor.device))
         labels = tuple([self.axes.new(size) for size in tensor.shape])
         node = self.graph.make("input", attrs=(len(self.traced.inputs),), axes=[a for label in labels for a in label],
@@ -428,6 +430,12 @@ class _Functions(TorchFunctionMode):
         with self.recorder.noting_refusals():
             if func is F.dropout or func is torch.dropout:
                 return self._dropout(*args, **kwargs)
+            if func is torch.einsum and not compat.any_autocast_enabled() and (of_elements := _of_elements(*args)):
+                return of_elements()
+            if func is F.gaussian_nll_loss:
+                self.recorder.mark_line()
+                raise NotRowwiseError("gaussian_nll_loss takes for Python whether a variance is negative; write "
+                                      "0.5 * (var.log() + (x - y) ** 2 / var)")  # fmt: skip
             if func is F.one_hot:
                 return self._one_hot(*args, **kwargs)
             if func is F.instance_norm:
@@ -486,6 +494,30 @@ class _Functions(TorchFunctionMode):
         out = recorder.empty(input.shape, input.dtype, input.device)
         recorder.set(out, Value(recorder.graph.binary("mul", value.node, factor), value.labels, input.dtype))
         return out
+
+
+def _of_elements(equation: Any, *operands: Any) -> Callable[[], Tensor] | None:
+    """What computes an einsum of which one operand has all dimensions: products of elements and sums, no matrix product."""
+    terms, _, left = equation.replace(" ", "").partition("->") if isinstance(equation, str) else ("", "", "")
+    letters = terms.split(",")
+    every = "".join(dict.fromkeys(terms.replace(",", "")))
+    if not left.isalpha() or len(letters) != len(operands) or not any(set(every) == set(one) for one in letters):
+        return None
+    if any(len(set(one)) < len(one) or not one.isalpha() for one in (left, *letters)):
+        return None
+    order = max(letters, key=len)
+
+    def aligned(tensor: Tensor, own: str) -> Tensor:
+        tensor = tensor.permute([own.index(letter) for letter in order if letter in own])
+        return tensor[tuple([slice(None) if letter in own else None for letter in order])]
+
+    def result() -> Tensor:
+        found = functools.reduce(torch.mul, map(aligned, operands, letters))
+        gone = [at for at, letter in enumerate(order) if letter not in left]
+        rest = [letter for letter in order if letter in left]
+        return (found.sum(gone) if gone else found).permute([rest.index(letter) for letter in left])
+
+    return result
 
 
 def _is_asked_by_a_library(frame: FrameType | None) -> bool:

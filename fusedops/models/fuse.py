@@ -37,7 +37,8 @@ def fuse_model(
 
     If a rule matches a module, its class becomes a subclass of its own class. Nothing else changes: parameters stay the same
     objects, and ``state_dict`` keys, hooks, dtype, device, training mode, tied weights and optimizers are as before. A
-    module that is already fused stays as it is. `unfuse_model` undoes the call.
+    module that is already fused stays as it is. `unfuse_model` undoes the call; it has to before the static quantisation of
+    ``torch.ao``, which observes no fused norm or activation.
 
     Args:
         model: a model of PyTorch or Transformers, or your own. Modules without a rule are left as they are.

@@ -30,14 +30,15 @@ REFUSED: dict[str, str] = {
                     "it is a function without a kernel; compute it outside"),
     **dict.fromkeys(
         ("index", "index_select", "embedding", "_unsafe_index"),
-        "indexing with a tensor reads other rows or columns; index before the call",
+        "indexing with a tensor reads other rows or columns; index before the call, or take a column of each row with gather",
     ),
     **dict.fromkeys(
-        ("fill_", "index_put", "index_put_", "index_fill_", "slice_scatter", "scatter", "scatter_"),
+        ("fill_", "copy_", "zero_", "index_put", "index_put_", "index_fill_", "slice_scatter", "scatter", "scatter_"),
         "it writes into a part of a tensor; put parts together with torch.cat, or use torch.where",
     ),
-    **dict.fromkeys(("flip", "roll"), "it moves columns; do so before the call, or name the parts with chunk and cat"),
-    "constant_pad_nd": "it makes rows longer; pad outside of the function",
+    "diagonal": "it has rows and columns in one dimension; multiply by a mask of torch.arange, and sum",
+    **dict.fromkeys(("__rshift__", "__lshift__", "bitwise_right_shift", "bitwise_left_shift"),
+                    "it shifts bits; multiply or divide by powers of two with * and //"),
     "unfold": "it reads each column several times; pass the slices as arguments of their own",
     **dict.fromkeys(
         ("view_as_complex", "view_as_real", "complex", "polar"),

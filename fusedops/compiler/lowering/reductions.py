@@ -308,7 +308,7 @@ def _nll_loss(r: Any, out: Any, x: Value, target: Value, weight: Any, reduction:
     """The loss of each row; over rows it is the caller's to sum."""
     if reduction != 0 or weight is not None:
         raise NotRowwiseError("a loss over all rows mixes rows; use reduction='none' and sum outside"
-                              if reduction else "a loss with weights of classes")  # fmt: skip
+                              if reduction else "a loss with weights of classes; multiply by weight[target] outside")  # fmt: skip
     graph = r.graph
     index = Value(target.node, (*target.labels, ()), target.dtype)
     element = _gather(r, out[0], x, len(x.labels) - 1, index)

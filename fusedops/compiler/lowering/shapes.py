@@ -158,6 +158,55 @@ def _too_many(parts: int) -> str:
     return f"need {parts} equal parts of a row; {MOST_PARTS} is the most. Pass the parts as arguments of their own"
 
 
+_MOVED = "it moves columns; do so before the call, or name the parts with chunk and cat"
+
+
+def _side_by_side(r: Any, out: Any, x: Value, dim: int, pieces: Sequence[tuple[int, int]]) -> Value:
+    """Pieces of a dimension put together: the first column of each, and how many it has."""
+    size, label = out.shape[dim], x.labels[dim]
+    part = math.gcd(r.axes.size(r.axes.leaves(label)), *[number for piece in pieces for number in piece])
+    if size // part > MOST_PARTS:
+        raise NotRowwiseError(_MOVED)
+    found = []
+    for first, count in pieces:
+        node, rest = _columns(r, x, dim, first, count)
+        found.append(Value(node, (*x.labels[:dim], rest, *x.labels[dim + 1 :]), x.dtype))
+    return _cat(r, out, found, dim)
+
+
+@lowers("roll")
+def _roll(r: Any, out: Any, x: Value, shifts: Any, dims: Any = ()) -> Value:
+    """By half of a row, as of a rotary embedding, or by a sixteenth at least."""
+    dims = [dims] if isinstance(dims, int) else list(dims)
+    if len(dims) != 1:
+        raise NotRowwiseError(_MOVED)
+    dim, size = dims[0] % out.dim(), out.shape[dims[0]]
+    shift = (shifts if isinstance(shifts, int) else shifts[0]) % size
+    return x if not shift else _side_by_side(r, out, x, dim, [(size - shift, shift), (0, size - shift)])
+
+
+@lowers("flip")
+def _flip(r: Any, out: Any, x: Value, dims: Sequence[int]) -> Value:
+    for dim in [d % out.dim() for d in dims]:
+        if x.labels[dim]:
+            x = _side_by_side(r, out, x, dim, [(place, 1) for place in reversed(range(out.shape[dim]))])
+    return x
+
+
+@lowers("constant_pad_nd")
+def _pad(r: Any, out: Any, x: Value, pad: Sequence[int], value: float = 0) -> Value:
+    """Numbers put before and behind the columns."""
+    before, behind, *others = pad
+    if any(others) or min(before, behind) < 0:
+        raise NotRowwiseError("it adds or cuts rows; pad the last dimension alone, or outside of the function")
+    number = as_kind(r, r.graph.const(value), kind_of(out.dtype))
+    dim = out.dim() - 1
+    pieces = [
+        Value(number, (*x.labels[:dim], r.axes.new(count)), out.dtype) if count else None for count in (before, behind)
+    ]
+    return _cat(r, out, [piece for piece in (pieces[0], x, pieces[1]) if piece is not None], dim)
+
+
 @lowers("select")
 def _select(r: Any, out: Any, x: Value, dim: int, which: int) -> Value:
     dim %= len(x.labels)
@@ -230,7 +279,10 @@ def _cat(r: Any, out: Any, values: Sequence[Value], dim: int = 0) -> Value:
     sizes = [r.axes.size(r.axes.leaves(value.labels[dim])) for value in values]
     part = math.gcd(*sizes)
     if sum(sizes) // part > MOST_PARTS and len(set(sizes)) > 1:
-        raise NotRowwiseError(f"columns put together as {sizes} {_too_many(sum(sizes) // part)}")
+        term = (
+            "; a column that a softmax has for a sink is a term of its sum: exp(sink - largest)" if 1 in sizes else ""
+        )
+        raise NotRowwiseError(f"columns put together as {sizes} {_too_many(sum(sizes) // part)}{term}")
     values = [
         one for value, size in zip(values, sizes, strict=True) for one in _equal_parts(r, value, dim, size // part)
     ]

@@ -1,0 +1,115 @@
+"""`fusedops.rowwise`: parts of rows that have rows of their own, and columns that move by whole parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import fusedops
+from rowwise_checks import check, kernels, randn
+from rowwise_functions import RowwiseFunction
+
+
+def heads(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Query, key and value of one projection, normalised by heads; the values have the heads in front."""
+    query, key, value = (part.unflatten(-1, (-1, 16)) for part in x.chunk(3, -1))
+    normed = [F.rms_norm(part, (16,), weight) for part in (query, key)]
+    return *normed, value.transpose(1, 2) * 2
+
+
+def fewer_heads(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Of grouped-query attention: parts of several sizes."""
+    query, key, value = (part.unflatten(-1, (-1, 16)) for part in x.split((64, 32, 32), -1))
+    return F.rms_norm(query, (16,), weight), F.rms_norm(key, (16,), weight), value.sigmoid()
+
+
+def stacked(query: Tensor, key: Tensor) -> Tensor:
+    return torch.stack((query.softmax(-1), key), 2)
+
+
+def gated_channels(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, 1)
+    return first * torch.sigmoid(second)
+
+
+def joined_channels(x: Tensor, y: Tensor) -> Tensor:
+    return torch.cat((torch.tanh(x), y), 1)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """A rotary embedding, whose halves a roll changes; and the signs by the index of a column."""
+    sign = torch.where(torch.arange(16, device=x.device) < 8, -1.0, 1.0)
+    return x * cos + x.roll(8, -1) * (sign * sin)
+
+
+_CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
+    "heads": (heads, ((2, 5, 96), (16,))),
+    "fewer heads": (fewer_heads, ((2, 5, 128), (16,))),
+    "stacked": (stacked, ((2, 5, 2, 16), (2, 5, 2, 16))),
+    "gated channels": (gated_channels, ((2, 8, 4, 5),)),
+    "joined channels": (joined_channels, ((2, 6, 4, 5), (2, 3, 4, 5))),
+    "parts in front": (lambda x: x[0].softmax(-1) * x[1], ((2, 3, 5, 16),)),
+    "rotated": (rotated, ((2, 5, 3, 16), (5, 1, 16), (5, 1, 16))),
+    "roll back": (lambda x: x.roll(-6, -1) * x.roll(26, 1), ((3, 24),)),
+    "flip": (lambda x: x.flip(-1).softmax(-1) * x, ((3, 8),)),
+    "flip of pairs": (lambda x: x.unflatten(-1, (2, -1)).flip(-2).flatten(-2) - x, ((3, 24),)),
+    "pad": (lambda x: F.pad(x, (8, 24), value=0.5).softmax(-1), ((3, 24),)),
+    "einsum over columns": (
+        lambda x, y, w: torch.einsum("bsd, bsd, d -> sb", x, y, w),
+        ((2, 3, 24), (2, 3, 24), (24,)),
+    ),
+    "einsum of a factor": (lambda x, y: torch.einsum("bsd,sb->bsd", x, y).softmax(-1), ((2, 3, 24), (3, 2))),
+}
+every = pytest.mark.parametrize("case", _CASES)
+
+
+@kernels
+@every
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_parts_with_rows_of_their_own(case: str, dtype: torch.dtype) -> None:
+    function, shapes = _CASES[case]
+    sample = RowwiseFunction(case, function, lambda rows: {})
+    check(
+        sample,
+        fusedops.rowwise(function, strict=True),
+        {f"t{i}": randn(*shape, dtype=dtype) for i, shape in enumerate(shapes)},
+    )
+
+
+@kernels
+def test_heads_may_be_any_number() -> None:
+    """As well as the positions: where the heads are a dimension of their own, one program serves all."""
+
+    def function(packed: Tensor) -> Tensor:
+        query, key = packed.unbind(2)
+        return query.softmax(-1) * key
+
+    made = fusedops.rowwise(function, strict=True)
+    for batch, positions, count in ((2, 5, 2), (1, 4, 3), (3, 1, 1), (1, 1, 4)):
+        packed = randn(batch, positions, 2, count, 16)
+        torch.testing.assert_close(made(packed), function(packed))
+    (programs,) = made._programs.known.values()
+    assert len(programs) == 1
+
+
+@kernels
+def test_parts_with_long_rows_of_their_own() -> None:
+    sample = RowwiseFunction("stacked", stacked, lambda rows: {})
+    check(
+        sample, fusedops.rowwise(stacked, strict=True), {"query": randn(1, 2, 3, 16400), "key": randn(1, 2, 3, 16400)}
+    )
+
+
+@kernels
+def test_einsum_in_autocast_is_a_matrix_product() -> None:
+    """Which PyTorch computes in half precision."""
+    function = fusedops.rowwise(lambda x, y: torch.einsum("sd,d->s", x, y), strict=True)
+    x = randn(3, 24)
+    torch.testing.assert_close(function(x, x[0]), x @ x[0])
+    with torch.autocast(x.device.type, torch.bfloat16), pytest.raises(fusedops.NotRowwiseError, match="matrix product"):
+        function(x, x[0])
