@@ -36,7 +36,8 @@ _NUMBERS = (
     1e30,
     _INF,
 )
-_PAIRED = (0.0, -0.0, 1.0, -1.0, 2.0, -2.5, 0.5, 1e-30, 1e30, -1e30, _INF, -_INF, _NAN)
+# Of 100.1, 0.7 and 0.1 quotients are rounded to whole numbers, and half of 8388609 is no whole number.
+_PAIRED = (0.0, -0.0, 1.0, -1.0, 2.0, -2.5, 0.5, 0.1, 0.7, 100.1, 8388609.0, 1e-30, 1e30, -1e30, _INF, -_INF, _NAN)
 
 
 def numbers(dtype: torch.dtype) -> Tensor:

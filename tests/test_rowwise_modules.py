@@ -81,6 +81,29 @@ def test_parametrized() -> None:
     torch.testing.assert_close(module(x), 2.0 * before)
 
 
+@kernels
+@pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm])
+def test_operators_by_hand_within_a_function(make: type[nn.Module]) -> None:
+    """A captured norm that fuse_model has replaced is a part of the kernel, like PyTorch's."""
+    norm = make(24).to(DEVICE)
+    nn.init.normal_(norm.weight)  # type: ignore[arg-type]
+    joined = fusedops.rowwise(lambda x: norm(F.silu(x)) + x, strict=True)
+    x = torch.randn(5, 24, device=DEVICE, requires_grad=True)
+    want = norm(F.silu(x)) + x
+    leaves = [x, *norm.parameters()]
+    wanted = torch.autograd.grad(want.square().sum(), leaves)
+    model = nn.Sequential(norm)
+    fusedops.fuse_model(model)
+    norm = model[0]
+    leaves = [x, *norm.parameters()]
+    with launch.record() as launched:
+        found = joined(x)
+        gradients = torch.autograd.grad(found.square().sum(), leaves)
+    assert [name.split("_kernel")[0] for name in launched] == ["forward", "backward", "reduce"]
+    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(gradients, wanted)
+
+
 def test_bad_constructor_and_call() -> None:
     with pytest.raises(TypeError, match="has no argument weights; it has x, weight, scale, p, training"):
         fusedops.nn.Rowwise(scaled_norm, weights=torch.ones(24))

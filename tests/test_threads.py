@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import fusedops
 from fusedops.core import rng
 from fusedops.core.spec import Spec
 from masks import DROPOUT_SPECS, Problem
@@ -52,6 +53,16 @@ def _step(spec: Spec, rows: int, cols: int, values: dict[str, Tensor], p: float)
     options = {**sample.options, **({"p": p} if spec.has_dropout else {})}
     outputs = as_tuple(spec.call(**leaves, **options))
     return [*outputs, *torch.autograd.grad(outputs, list(leaves.values()), random_like(outputs))]
+
+
+@pytest.mark.kernels
+def test_one_new_function_in_all_threads(device: torch.device) -> None:
+    """Each makes the program, and one of them registers its operator."""
+    for k in range(ROUNDS):
+        functions = [fusedops.rowwise(lambda x, k=k: torch.tanh(x * 7.25) - k, strict=True) for _ in range(THREADS)]
+        x = torch.randn(3, 16, device=device, requires_grad=True)
+        for (y,) in _together(lambda i, functions=functions, x=x: [functions[i](x)]):  # type: ignore[misc]
+            torch.testing.assert_close(y, torch.tanh(x * 7.25) - k)
 
 
 @every

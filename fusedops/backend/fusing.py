@@ -81,7 +81,7 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
                 raise NotRowwiseError("a tensor that it saves is changed later")
             if _is_cyclic(region, [other for other, *_ in found]):
                 raise NotRowwiseError("as an operator it would be in a cycle with another region")
-            prepare(program, saves=bool(reached))
+            prepare(program, reached, receives)
         except Exception as error:  # noqa: BLE001 - what is unknown in a region is Inductor's, with its reason
             reason = str(error) if isinstance(error, NotRowwiseError) else f"{type(error).__name__}: {error}"
             parts = [] if region in tried else finder.smaller(region)

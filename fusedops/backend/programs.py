@@ -100,9 +100,13 @@ def made(found: Region, saved: Collection[fx.Node] = ()) -> Made:
     return Made(known.program, tensors, list(zip(function.outputs, known.places, strict=True)))
 
 
-def prepare(found: Made, *, saves: bool) -> None:
+def prepare(found: Made, wanted: Collection[fx.Node], receives: Collection[fx.Node]) -> None:
     """Compiles the kernels of a program for the call that is traced: what Triton cannot compile is left to Inductor.
 
+    Args:
+        found: the program.
+        wanted: the inputs that have gradients through it.
+        receives: nodes that have gradients.
     Raises:
         NotRowwiseError: Triton cannot compile one.
     """
@@ -112,20 +116,27 @@ def prepare(found: Made, *, saves: bool) -> None:
         return
     shapes = tuple([tuple(compat.hints(value.shape)) for value in values])
     with compat.recording_nothing(), compat.without_modes():
-        _prepared(found.program, device, shapes, saves)
+        given = {number for node, number in found.outputs if node in receives}
+        reason = _prepared(found.program, device, shapes, tuple([node in wanted for node in found.inputs]),
+                           tuple([number in given for number in range(found.program.count)]))  # fmt: skip
+    if reason:
+        raise NotRowwiseError(reason)
 
 
 @functools.lru_cache(maxsize=_MOST)
-def _prepared(program: Program, device: torch.device, shapes: Sequence[tuple[int, ...]], saves: bool) -> None:
-    given = [
+def _prepared(program: Program, device: torch.device, shapes: Sequence[tuple[int, ...]], wanted: tuple[bool, ...],
+              given: tuple[bool, ...]) -> str:  # fmt: skip
+    """Why Triton cannot compile a kernel; "" where it compiles all."""
+    tensors = [
         torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(shapes, program.dtypes, strict=True)
     ]
     try:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             index = launch.current_device() if device.type == "cuda" else -1
-            launching.prepare(program, index, given, saves=saves)
+            launching.prepare(program, index, tensors, wanted, given)
     except launch.NotCompiledError as error:
-        raise NotRowwiseError(str(error)) from error
+        return str(error)
+    return ""
 
 
 def _text(shape: Sequence[Any]) -> str:

@@ -12,6 +12,19 @@ def log1p(x):
 
 
 @triton.jit
+def fmod(x, y):
+    """C's ``fmod``, while the quotient has no more bits than the dtype.
+
+    The GPU's remainder divides with rounding. Where that gives the next whole number, the remainder has the other sign, and
+    is one divisor off.
+    """
+    rest = x % y
+    passed = (rest != 0.0) & ((rest < 0.0) != (x < 0.0))
+    rest = tl.where(passed, rest + tl.where(x < 0.0, -tl.abs(y), tl.abs(y)), rest)
+    return tl.where(rest == 0.0, x * 0.0, rest)
+
+
+@triton.jit
 def expm1(x):
     """exp(x) - 1, exact for small x (Kahan)."""
     u = tl.exp(x)

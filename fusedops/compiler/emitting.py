@@ -30,7 +30,7 @@ Place = Literal["rows", "vector", "group", "indexed"]
 _DEVICE = ("await_predecessor", "gelu", "gelu_derivative", "gelu_tanh", "gelu_tanh_derivative", "keep_scale", "load_seed",
            "relu", "relu_derivative", "rows_of", "sigmoid", "sigmoid_derivative", "silu", "silu_derivative", "tanh",
            "tanh_derivative")  # fmt: skip
-_OWN = ("expm1", "largest", "log1p", "negative_zero", "power")
+_OWN = ("expm1", "fmod", "largest", "log1p", "negative_zero", "power")
 HEADER = f"""import triton
 import triton.language as tl
 
@@ -293,8 +293,8 @@ class Emitter:
         if op == "where":
             both = self._literals.issuperset(args[1:]) and node.kind == "float"
             return f"tl.where({', '.join(args)})" + (".to(ACC)" if both else "")
-        if op in ("pow", "power"):
-            return self._power(node, args)
+        if op in ("fmod", "pow", "power"):
+            return self._called(node, args)
         if op in REDUCTIONS:
             return self._reduction(node)
         if op in ACTIVATIONS:
@@ -305,9 +305,13 @@ class Emitter:
             return f"{args[0]} * -1.0"  # Triton subtracts from zero, which has another zero
         return self._of_products(node) or (_UNARY.get(op) or _BINARY[op]).format(*args)
 
-    def _power(self, node: Node, args: Sequence[str]) -> str:
+    def _called(self, node: Node, args: Sequence[str]) -> str:
+        """A call of a function of two numbers, of which the second may be an attribute."""
+        if node.kind != "float":
+            return _BINARY[node.op].format(*args)
         exponents = [_literal(self.structure.graph.const(number), self.acc) for number in node.attrs]
-        return f"power({', '.join(map(_as_tensor, (*args, *exponents)))})"
+        name = "fmod" if node.op == "fmod" else "power"
+        return f"{name}({', '.join(map(_as_tensor, (*args, *exponents)))})"
 
     def _of_products(self, node: Node) -> str:
         """A sum or difference of two products; "" if it is none.

@@ -158,7 +158,8 @@ def chosen(
 
     Of each its tuning key, what is compiled, and the bytes of a row that it reads and writes.
     """
-    launchers, bucket = _launchers(program, device_index, tensors)
+    count = len(program.structure.outputs)
+    launchers, bucket = _launchers(program, device_index, tensors, program.wanted, [True] * count)
     drops = bool(program.structure.drops)
     found = []
     for launcher in launchers:
@@ -169,27 +170,37 @@ def chosen(
     return found
 
 
-def _launchers(program: Program, device_index: int, tensors: Sequence[Tensor], *,
-               saves: bool = True) -> tuple[list[_Launcher], int]:  # fmt: skip
-    """Of a call with all gradients, forward and backward, and the bucket of its rows."""
+def _launchers(program: Program, device_index: int, tensors: Sequence[Tensor], wanted: Sequence[bool],
+               given: Sequence[bool]) -> tuple[list[_Launcher], int]:  # fmt: skip
+    """Of a call's forward, and of its backward where a gradient is wanted; and the bucket of its rows."""
     grouped, sizes = program.is_grouped(tensors), program.sizes_of(tensors)
     axes = [axis for axis in program.structure.rows if not grouped or axis not in program.group]
     site = program.site(program.record(program.op), program.dtypes, program.structure.cols, device_index,
-                        dropout=bool(program.structure.drops), saves=saves)  # fmt: skip
-    dtypes = [operand.dtype for operand in program.structure.outputs] + [None] * program.own
-    launchers = [_forward(site, grouped), _backward(site, grouped, dtypes, program.wanted)]
+                        dropout=bool(program.structure.drops), saves=any(wanted))  # fmt: skip
+    launchers = [_forward(site, grouped)]
+    if any(wanted):
+        outputs = zip(program.structure.outputs, given, strict=True)
+        dtypes = [operand.dtype if has else None for operand, has in outputs] + [None] * program.own
+        launchers.append(_backward(site, grouped, dtypes, wanted))
     return launchers, BUCKET[math.prod([sizes[axis] for axis in axes]).bit_length()]
 
 
-def prepare(program: Program, device_index: int, tensors: Sequence[Tensor], *, saves: bool) -> None:
-    """Compiles the kernels of a registered operator's call, with ``saves`` those of its backward too.
+def prepare(program: Program, device_index: int, tensors: Sequence[Tensor], wanted: Sequence[bool],
+            given: Sequence[bool]) -> None:  # fmt: skip
+    """Compiles the kernels of a registered operator's call.
 
+    Args:
+        program: the function.
+        device_index: the GPU's; -1 under the interpreter.
+        tensors: of the call's shapes.
+        wanted: of each tensor, whether the backward finds a gradient; none is compiled where it finds none.
+        given: of each output, whether the backward is given its gradient.
     Raises:
         NotCompiledError: Triton cannot compile one.
     """
-    launchers, bucket = _launchers(program, device_index, tensors, saves=saves)
+    launchers, bucket = _launchers(program, device_index, tensors, wanted, given)
     drawn = 1 if device_index < 0 else 2  # on a GPU the state is a tensor
-    for launcher in launchers if saves else launchers[:1]:
+    for launcher in launchers:
         launcher.compile(drawn if program.structure.drops else 0, bucket)
 
 

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import math
 import re
+import threading
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from .structure import Operand, Structure
 __all__ = ["LONGEST_ROW", "Program", "RowwiseConstants", "RowwiseSite", "dynamic_axes"]
 
 _registered: set[str] = set()
+_registering = threading.RLock()
 # Rows that a program holds whole have at most so many columns a part.
 LONGEST_ROW = 16384
 
@@ -114,11 +116,15 @@ class Program(Operator):
         self.group = () if self.tiled else group_of(structure)
         self.is_grouped: Callable[[Any], bool] = launching.grouping(self)
         self.backward_key: Callable[[Any, Any], launching.BackwardKey] = launching.backward_key(self)
+        with _registering:
+            self._register()
+
+    def _register(self) -> None:
         # Functions that are the same to the last number, in two places of a program, share the registered operators.
         if self.name not in _registered:
             if (count := arguments(self)) > MOST_ARGUMENTS:
                 raise NotRowwiseError(
-                    f"{name}: {len(self.tensors)} tensors, {self.count} results and what is saved for backward are {count} "
+                    f"{self.op}: {len(self.tensors)} tensors, {self.count} results and what is saved for backward are {count} "
                     f"arguments, and PyTorch's operators have at most {MOST_ARGUMENTS}; use fewer tensors, or stack them"
                 )
             define(self)

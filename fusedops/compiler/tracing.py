@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..core import compat
+from ..core.call import as_references
 from ..core.operators import NAMES
 from .axes import Axes, AxisError, Label
 from .errors import NotRowwiseError
@@ -122,7 +123,15 @@ def trace(call: Callable[..., Any], arguments: Sequence[Any], function: Callable
     try:
         torch.set_autocast_cache_enabled(False)  # what is cast here has no memory, and is for nobody else
         # With gradients on, so that a block of the function's own without them is seen.
-        with traced_with_others(), torch.enable_grad(), compat.quiet(), recorder.fake, recorder, _Functions(recorder):
+        with (
+            traced_with_others(),
+            as_references(),
+            torch.enable_grad(),
+            compat.quiet(),
+            recorder.fake,
+            recorder,
+            _Functions(recorder),
+        ):
             returned = call(*given)
         if recorder.failed is not None:  # the function went on without it, as PyTorch would not have
             raise recorder.failed

@@ -1,15 +1,17 @@
 """The one path of a call: from a functional's constants and tensors to kernels, or to PyTorch's operators.
 
 A call whose key was seen before is not checked again. Then it goes, in this order: to the reference implementation
-(no kernels on this device, no elements, a torch.func transform, forward-mode differentiation), to PyTorch's own operator
-(small tensors, exactly the same function), to the registered operator (dispatch modes, tensor subclasses), to the
-autograd Function, or directly to a launch. torch.compile traces a path of its own, to the registered operator.
+(no kernels on this device, no elements, a torch.func transform, forward-mode differentiation, within a row-wise function
+that is traced), to PyTorch's own operator (small tensors, exactly the same function), to the registered operator (dispatch
+modes, tensor subclasses), to the autograd Function, or directly to a launch. torch.compile traces a path of its own, to the
+registered operator.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,10 +23,28 @@ from .function import PLAIN, Call, Nothing, apply, forward
 from .operator import Operator, Site, Tensors
 from .rng import NO_DROPOUT, State
 
-__all__ = ["run", "with_state"]
+__all__ = ["as_references", "run", "with_state"]
 
 # More than a program has different calls. A program with ever new ones starts with an empty cache again.
 _MOST_CALLS = 8192
+
+
+_references = threading.local()
+
+
+@contextlib.contextmanager
+def as_references() -> Iterator[None]:
+    """Within it calls of this thread run their reference implementations: a tracer sees PyTorch's operators."""
+    before = _in_references()
+    _references.on = True
+    try:
+        yield
+    finally:
+        _references.on = before
+
+
+def _in_references() -> bool:
+    return getattr(_references, "on", False)
 
 
 class Signature:
@@ -149,7 +169,7 @@ def _elsewhere(op: Operator, tensors: Tensors, p: float, signature: Signature) -
     if _is_on_shards(op, constants, tensors):
         return _on_shards(op, constants, tensors, p)
     # A symbol is not asked: it would become a guard, or be unknown.
-    if not signature.kernels or (type(elements) is int and not elements):
+    if not signature.kernels or (type(elements) is int and not elements) or _in_references():
         return op.reference(constants, tensors, dropout.dropout_of(p, NO_DROPOUT, signature.cols))
     if compat.transforms() or compat.in_forward_mode():
         state = rng.state_of(p, first.device)

@@ -292,7 +292,8 @@ class NotCompiledError(RuntimeError):
     """
 
     def __init__(self, name: str, error: Exception) -> None:
-        super().__init__(f"Triton cannot compile {name} ({type(error).__name__})")
+        lines = [type(error).__name__, *str(error).strip().splitlines()]
+        super().__init__(f"Triton cannot compile {name} ({': '.join(lines[:2])})")
 
 
 # One kernel, specialised and ready to launch: ``variant(grid_x, grid_y, *arguments)``.
@@ -467,6 +468,7 @@ def compile_kernel(request: Request, target: Any = None) -> Any:
 
     Raises:
         NotCompiledError: Triton has an error.
+        OSError, MemoryError, ImportError: it cannot write its files, say, or finds no assembler.
     """
     types = {name: kind for name, kind in request.types.items() if kind is not None}
     absent = dict.fromkeys(name for name in request.types if name not in types)
@@ -475,6 +477,8 @@ def compile_kernel(request: Request, target: Any = None) -> Any:
     divisible = {name: multiple for name, multiple in request.divisible.items() if name in types}
     try:
         return compat.compile_ahead(request.kernel, signature, constants, divisible, request.options, target)
+    except (OSError, MemoryError, ImportError):  # of the machine, and not of the kernel
+        raise
     except Exception as error:  # whatever a pass of the compiler or the assembler raises
         raise NotCompiledError(request.kernel.fn.__name__, error) from error
 

@@ -226,6 +226,8 @@ def _power(r: Any, x: Node, exponent: float) -> Node:
         found = graph.unary("reciprocal", _product(r, x, -int(exponent)))
         partial = graph.unary("reciprocal", _product(r, x, 1 - int(exponent)))
         return differentiated(r, found, (x, graph.binary("mul", partial, graph.const(float(exponent)))))
+    if exponent == 0 and x.kind == "float":
+        return differentiated(r, graph.const(1.0), (x, graph.const(0.0)))
     return _product(r, x, int(exponent))
 
 

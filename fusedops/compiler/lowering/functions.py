@@ -40,7 +40,11 @@ def _floored(r: Any, a: Node, b: Node) -> Node:
         return graph.make("quotient", graph.binary("sub", a, rest), b)  # type: ignore[no-any-return]
     found = graph.binary("div", graph.binary("sub", a, graph.make("fmod", a, b)), b)
     found = graph.where(moved, graph.binary("sub", found, graph.const(1.0)), found)
-    whole = graph.unary("floor", graph.binary("add", found, graph.const(0.5)))
+    whole = graph.unary("floor", found)
+    above = graph.make("lt", graph.const(0.5), graph.binary("sub", found, whole))
+    whole = graph.where(above, graph.binary("add", whole, graph.const(1.0)), whole)
+    none = graph.binary("mul", graph.binary("div", a, b), graph.const(0.0))
+    whole = graph.where(graph.make("eq", found, graph.const(0.0)), none, whole)
     return graph.where(graph.make("eq", b, graph.const(0.0)), graph.binary("div", a, b), whole)  # type: ignore[no-any-return]
 
 
