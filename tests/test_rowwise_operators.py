@@ -205,7 +205,7 @@ def test_fp64_inside_a_function_is_computed_in_fp64(case: str, how: str, fresh_d
 
 
 @kernels
-@pytest.mark.parametrize("columns", [3, 24, 100])
+@pytest.mark.parametrize("columns", [3, 24, 100, 20001])
 def test_equal_numbers_have_no_deviation(columns: int) -> None:
     x = torch.full((2, columns), 0.1, device=DEVICE, requires_grad=True)
     spread = fusedops.rowwise(lambda x: x.std(-1, keepdim=True) + x.var(-1, keepdim=True), strict=True)(x)

@@ -174,13 +174,27 @@ def variance(
         corrected = graph.binary("add", mean, graph.binary("div", repeated(r, x, off, axes), graph.const(float(count))))
         corrected = graph.where(graph.make("isnan", corrected), mean, corrected)  # of an infinite mean
         mean = graph.make("instead", corrected, mean)
-    # A variance does not change with the mean: its derivative there is zero, which a sum would find by rounding.
-    centred = graph.binary("sub", as_kind(r, x.node, "float"), graph.make("constant_to_gradients", mean))
-    square = Value(graph.binary("mul", centred, centred), x.labels, x.dtype)
-    squares, _, _gone = reduced(r, "sum", square, dim, keepdim, "float")
+
+    def about(centre: Node) -> tuple[Node, Node]:
+        """Differences from a number of each row, and the sum of their squares."""
+        # A variance does not change with the mean: its derivative there is zero, which a sum would find by rounding.
+        left = graph.binary("sub", as_kind(r, x.node, "float"), graph.make("constant_to_gradients", centre))
+        square = Value(graph.binary("mul", left, left), x.labels, x.dtype)
+        return left, repeated(r, square, reduced(r, "sum", square, dim, keepdim, "float")[0], axes)
+
+    differences, squares = about(mean)
+    if exact and count > _MOST_SUMMED_AGAIN and count & (count - 1):
+        # In one pass with the squares, which are then about a mean that is a rounding off.
+        off, _, _gone = reduced(r, "sum", Value(differences, x.labels, x.dtype), dim, keepdim, "float")
+        off = repeated(r, x, off, axes)
+        step = graph.binary("mul", off, graph.const(1.0 / count))
+        corrected = graph.binary("add", mean, step)
+        mean = graph.make("instead", graph.where(graph.make("isnan", corrected), mean, corrected), mean)
+        less = graph.binary("sub", squares, graph.binary("mul", off, step))
+        less = graph.where(graph.make("lt", less, graph.const(0.0)), graph.const(0.0), less)
+        squares = graph.make("instead", less, about(mean)[1])
     left = count - (1 if correction is None else correction)
-    scale = graph.const(1.0 / left if left > 0 else math.inf)
-    return graph.binary("mul", repeated(r, square, squares, axes), scale), mean, labels
+    return graph.binary("mul", squares, graph.const(1.0 / left if left > 0 else math.inf)), mean, labels
 
 
 @lowers("var")
