@@ -710,7 +710,6 @@ _ASKING = {
     "random": ("return x * 2 if random.random() < 0.5 else x", "random.random"),
     "randint": ("return x * random.randint(0, 3)", "random.randint"),
     "time": ("return x * time.time()", "time.time"),
-    "entry": ("return x * entries.get('scale')", "entries.get"),
     "numpy": ("return x * float(numpy.random.rand())", "numpy.random"),
     "caught": ("try:\n        return x.cumsum(-1)\n    except RuntimeError:\n        return x", "each column depends"),
     "caught_by_all": ("try:\n        return x.cumsum(-1)\n    except:\n        return x", "each column depends"),
@@ -721,7 +720,7 @@ _ASKING = {
 def test_what_differs_between_trace_and_call_is_refused(case: str) -> None:
     """Whether there are gradients, numbers that are drawn, and refusals that the function catches as PyTorch's errors."""
     body, named = _ASKING[case]
-    scope: dict[str, Any] = {"torch": torch, "random": random, "time": time, "numpy": numpy, "entries": {"scale": 2.0},
+    scope: dict[str, Any] = {"torch": torch, "random": random, "time": time, "numpy": numpy,
                              "enabled": torch.is_grad_enabled}  # fmt: skip
     exec(f"def function(x):\n    {body}", scope)
     with pytest.raises(fusedops.NotRowwiseError, match=re.escape(named)):

@@ -188,7 +188,8 @@ def test_a_second_process_does_not_trace(tmp_path: Path, monkeypatch: pytest.Mon
 def _structure(function: Any, *tensors: Tensor) -> Any:
     made = fusedops.rowwise(function)
     args = made._positional(tensors, {})
-    return made._programs._at(args, [tuple(t.shape) for t in tensors])[1]
+    look, _, around = made._programs.looks(args).at(args)
+    return made._programs._at(programs._Call(args, look, around, None), [tuple(t.shape) for t in tensors])[1]
 
 
 def _of_one(function: Any) -> Any:

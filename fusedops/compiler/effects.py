@@ -6,8 +6,7 @@ import ast
 import inspect
 import linecache
 import textwrap
-from collections.abc import Callable
-from typing import Any
+from types import CodeType
 
 from .errors import NotRowwiseError
 
@@ -18,9 +17,8 @@ _CHANGING = frozenset({"append", "add", "clear", "discard", "extend", "insert", 
                        "update", "write"})  # fmt: skip
 
 
-def check_effects(function: Callable[..., Any], name: str) -> None:
-    """Raises where a function changes what is not its own, as far as its text says so."""
-    code: Any = getattr(inspect.unwrap(function), "__code__", None)
+def check_effects(code: CodeType, name: str) -> None:
+    """Raises where a function of this code changes what is not its own, as far as its text says so."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, TypeError, SyntaxError):
@@ -36,7 +34,7 @@ def check_effects(function: Callable[..., Any], name: str) -> None:
             )
 
 
-def _of(tree: ast.Module, code: Any) -> list[ast.AST]:
+def _of(tree: ast.Module, code: CodeType) -> list[ast.AST]:
     """What is in the function, of a tree that has its first line; nothing where that has more than one such function."""
     named = ast.Lambda if code.co_name == "<lambda>" else ast.FunctionDef
     names = list(code.co_varnames[: code.co_argcount])

@@ -20,8 +20,11 @@ from .errors import NotRowwiseError
 from .explanation import Explanation, explained
 from .operator import Program
 from .programs import Programs
-from .surroundings import PLAIN, Captured, captures, state_of
+from .state import Looks, plain_state
+from .surroundings import PLAIN
 from .tracing import recording
+from .walking import UNWRAPPED
+from .watching import Watching
 
 __all__ = ["Rowwise", "function_of", "rowwise"]
 
@@ -77,16 +80,24 @@ class _Call:
     Attributes:
         program: what runs; None for the function itself.
         places: of the tensors among the arguments.
-        captured: tensors from elsewhere.
+        captured: tensors from elsewhere, by their places in the state.
         reason: why no program runs; "" if one does.
         token: stands for the device and the types of tensors.
     """
 
     program: Program | None
     places: tuple[int, ...] = ()
-    captured: tuple[Captured, ...] = ()
+    captured: tuple[int, ...] = ()
     reason: str = ""
     token: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """Calls with arguments of the same kinds: the program of each depends on the state of what the function uses."""
+
+    looks: Looks
+    calls: dict[Any, _Call]
 
 
 class Rowwise(Generic[_P, _R]):
@@ -108,13 +119,16 @@ class Rowwise(Generic[_P, _R]):
         self._by_keyword = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         # Of a call by place alone that has all arguments; a parameter by keyword alone has none.
         self._count = -1 if self._by_keyword else len(parameters)
+        assert isinstance(function, FunctionType)
         self._programs = Programs(function, self.name, list(self._signature.parameters), self._run)
-        self._calls: dict[Any, _Call] = {}
+        self._calls: dict[Any, _Calls] = {}
         self._warned = False
         # Plain functions, which torch.compile knows by their identity.
         self._in_graph: Callable[..., Any] = lambda *args: self._called(*args)
         self._in_graph.__name__ = self.name
         self._in_graph.__fusedops_function__ = self._run  # type: ignore[attr-defined]
+        self._watching = Watching(function)
+        self._watched: Callable[[], str] = compat.constant_when_traced(lambda: self._watching.name())
         self._allow: Callable[[], bool] = compat.constant_when_traced(lambda: _allowed(self._in_graph))
 
     def __call__(self, *given: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -134,28 +148,32 @@ class Rowwise(Generic[_P, _R]):
         if recording() or compat.transforms() or compat.in_forward_mode() or compat.is_exporting():
             return self._run(*args)
         key: Any = None
-        call: _Call | None = None
+        group: _Calls | None = None
         try:
-            key = (autocast, torch.get_default_dtype(), self._programs.state(args),
-                   *[(type(a), a.dtype, a.layout, a.device, a.shape) if isinstance(a, Tensor) else state_of(a)
+            key = (autocast, torch.get_default_dtype(),
+                   *[(type(a), a.dtype, a.layout, a.device, a.shape) if isinstance(a, Tensor) else plain_state(a)
                      for a in args])  # fmt: skip
-            call = self._calls.get(key)
+            group = self._calls.get(key)
         except (TypeError, RuntimeError):  # sizes that are symbols, as torch.compile traces this call; no shape at all
             args = tuple(map(_number, args))
-            call = self._looked_at(args, autocast)
-        if call is None:
+            group = _Calls(self._programs.looks(args), {})
+        if group is None:
             if len(self._calls) >= _MOST_CALLS:
                 self._calls.clear()
-            call = self._calls[key] = self._looked_at(args, autocast)
+            group = self._calls[key] = _Calls(self._programs.looks(args), {})
+        _, state, around = group.looks.at(args)
+        call = group.calls.get(state)
+        if call is None:
+            call = group.calls[state] = self._looked_at(args, autocast)
         program = call.program
         if program is None:
             return self._run(*args)
         tensors, token = [args[place] for place in call.places], call.token
         if call.captured:
-            tensors += [captured.find(args) for captured in call.captured]
+            tensors += [around[place] for place in call.captured]
             token = (token, *map(type, tensors))
             if not program.fits(tensors):  # one was replaced by another
-                self._calls.pop(key, None)
+                del group.calls[state]
                 return self._called(*args)
         outs = run(program, (self.name, token), tensors, program.p)
         container = program.structure.container
@@ -220,9 +238,10 @@ class Rowwise(Generic[_P, _R]):
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    def _tensors(self, args: Sequence[Any], captured: Sequence[Captured]) -> list[Tensor]:
+    def _tensors(self, args: Sequence[Any], captured: Sequence[int]) -> list[Tensor]:
         """Those of a call, in the order of a program's inputs."""
-        return [*[a for a in args if isinstance(a, Tensor)], *[one.find(args) for one in captured]]
+        around = self._programs.looks(args).at(args)[2]
+        return [*[a for a in args if isinstance(a, Tensor)], *[around[place] for place in captured]]
 
     def _positional(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """All arguments in order, with their defaults."""
@@ -245,8 +264,11 @@ class Rowwise(Generic[_P, _R]):
             return self._run(*args)
         if compat.is_exporting():
             return self._run(*args)
-        if captures(self.function) or not self._allow():  # captured tensors would be constants of the graph
+        watched = self._watched()
+        if not watched or not self._allow():  # what is around would be constants of the graph
             return self._run(*args)
+        for compare in getattr(self._watching, watched):
+            compare()
         return self._in_graph(*args)
 
     def _looked_at(self, args: Sequence[Any], autocast: Any, *, warns: bool = True) -> _Call:
@@ -265,7 +287,6 @@ class Rowwise(Generic[_P, _R]):
                 f"{self.name}: tensors are on {' and '.join(sorted(map(str, devices)))}, expected one device"
             )
         try:
-            self._programs.check(args)
             if any(t.is_nested or t.layout is not torch.strided for t in tensors):
                 raise NotRowwiseError(f"{self.name}: a tensor is nested or sparse, and not dense")
             if devices and any(t.device not in devices for t in tensors):
@@ -291,6 +312,9 @@ def function_of(target: Any) -> Callable[..., Any] | None:
     """The function that a node of a graph from torch.compile calls, of the user's; None for other nodes."""
     found: Callable[..., Any] | None = getattr(target, "__fusedops_function__", None)
     return found
+
+
+UNWRAPPED[Rowwise] = "function"
 
 
 class Method(Generic[_P, _R]):
@@ -345,6 +369,9 @@ class Method(Generic[_P, _R]):
     def source(self, *args: Any, **kwargs: Any) -> str:
         """See `Rowwise.source`."""
         return self.__func__.source(self.__self__, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+UNWRAPPED[Method] = "_bound"
 
 
 def _number(value: Any) -> Any:

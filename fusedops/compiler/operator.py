@@ -8,7 +8,7 @@ import math
 import re
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from ..core import launch, rng, tuning
-from ..core.dropout import Dropout
+from ..core.dropout import Dropout, dropout_of
 from ..core.operator import Axes, Constants, Dtypes, Operator, Site
 from ..core.operators import encode
 from ..core.registration import MOST_ARGUMENTS, arguments, define
+from ..core.rng import NO_DROPOUT
 from . import launching
 from .allocating import gradient_allocator, output_allocator
 from .axes import Label
@@ -80,7 +81,7 @@ class Program(Operator):
     constants = RowwiseConstants
     native_elements = 0
 
-    def __init__(self, name: str, function: Callable[..., Any], plan: Plan) -> None:
+    def __init__(self, name: str, function: Callable[..., Any] | None, plan: Plan) -> None:
         super().__init__()
         structure = plan.structure
         self.plan, self.structure, self.function = plan, structure, function
@@ -192,9 +193,36 @@ class Program(Operator):
     # --- PyTorch's operators ------------------------------------------------------------------------------------------
 
     def reference(self, constants: Any, tensors: Any, dropout: Dropout) -> tuple[Tensor | None, ...]:
-        """The function itself."""
-        found = self.function(*tensors)
-        return (found,) if isinstance(found, Tensor) else tuple(found)
+        """What the program was made of; or its graph in PyTorch's operators, which has nothing but these tensors."""
+        if self.function is not None:
+            found = self.function(*tensors)
+            return (found,) if isinstance(found, Tensor) else tuple(found)
+        structure = self.structure
+        roots = [node for parts in structure.results for node in parts.values()]
+        values = self.evaluated(
+            roots, tensors, lambda like, further, _: dropout_of(structure.drops[further >> 48], NO_DROPOUT, -1)
+        )
+        sizes = self.sizes_of(tensors)
+        return tuple([
+            assembled(structure, operand, {part: values[node] for part, node in parts.items()},
+                      self.shape(operand.labels, sizes)).to(operand.dtype)
+            for operand, parts in zip(structure.outputs, structure.results, strict=True)
+        ])  # fmt: skip
+
+    def evaluated(self, roots: Iterable[Node], tensors: Any, draw: Callable[..., Dropout], *,
+                  differentiable: bool = False) -> dict[Node, Tensor]:  # fmt: skip
+        """The values of nodes in PyTorch's operators; ``draw`` has a dropout's mask, as `core.function.mask_of`."""
+        structure, sizes, masks = self.structure, self.sizes_of(tensors), dict[int, Any]()
+
+        def leaf(node: Node) -> Tensor | None:
+            if node.op == "input":
+                place, part = node.attrs
+                value = part_of(structure, structure.inputs[place], tensors[place], part)
+                return value.to(self.acc) if node.kind == "float" else value
+            return self.mask(node, sizes, tensors[self.first], draw, masks) if node.op == "keep" else None
+
+        device = tensors[self.first].device
+        return evaluate(structure, roots, leaf, self.acc, device, sizes, differentiable=differentiable)
 
     def derivative(self, site: RowwiseSite, grads: Any, saved: Any, dropout: Any, needs: Sequence[bool]) -> Any:
         """The graph of the backward, in PyTorch's operators."""

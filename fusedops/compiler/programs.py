@@ -6,7 +6,6 @@ import inspect
 import linecache
 import math
 import traceback
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,27 +13,18 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core import compat
 from . import storing
 from .effects import check_effects
 from .errors import NotRowwiseError
+from .looking import Look
 from .operator import Program, dynamic_axes
 from .planning import planned
+from .state import Looks, plain_state
 from .structure import Operand, Structure, structured
-from .surroundings import (
-    PLAIN,
-    Captured,
-    Variable,
-    checked,
-    function_in,
-    is_of_a_library,
-    origin,
-    state_of,
-    unseen,
-    variables,
-)
+from .surroundings import PLAIN
 from .tracing import Traced, trace
 
 __all__ = ["Found", "Programs"]
@@ -46,11 +36,21 @@ _ELEMENTS = 2**58
 
 
 @dataclass(frozen=True)
+class _Call:
+    """A call to be traced: its arguments, the state with the tensors in it, and the file of such calls."""
+
+    args: Sequence[Any]
+    look: Look
+    around: Sequence[Tensor]
+    path: Path | None
+
+
+@dataclass(frozen=True)
 class Found:
-    """A program, with the tensors that the function uses beside its arguments."""
+    """A program, with the tensors that the function uses beside its arguments: places in the state."""
 
     program: Program
-    captured: tuple[Captured, ...]
+    captured: tuple[int, ...]
 
 
 class Programs:
@@ -63,36 +63,19 @@ class Programs:
         run: calls it with all arguments by place.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str, names: Sequence[str], run: Callable[..., Any]) -> None:
+    def __init__(self, function: FunctionType, name: str, names: Sequence[str], run: Callable[..., Any]) -> None:
         self.function, self.name, self.names, self.run = function, name, names, run
         self.known: dict[Any, list[Found]] = {}
         self.refused: dict[Any, str] = {}
-        # The variables around, and the functions in them: one attribute, which another thread sees whole.
-        self._around: tuple[list[Variable], list[FunctionType | None]] | None = None
+        self._looks: dict[tuple[int, ...], Looks] = {}
 
-    @property
-    def around(self) -> list[Variable]:
-        """The variables around the function and around those that it calls, as they were when these were looked at."""
-        return self._looked_around()[0]
-
-    def _looked_around(self) -> tuple[list[Variable], list[FunctionType | None]]:
-        found = self._around
+    def looks(self, args: Sequence[Any]) -> Looks:
+        """Those at the state of a call like this: around the function, and of arguments that are objects."""
+        objects = tuple([place for place, a in enumerate(args) if not isinstance(a, (Tensor, *PLAIN))])
+        found = self._looks.get(objects)
         if found is None:
-            around = variables(self.function)
-            found = self._around = around, [function_in(variable.find(())) for variable in around]
+            found = self._looks[objects] = Looks(self.function, self.names, objects)
         return found
-
-    def state(self, args: Sequence[Any]) -> Any:
-        """What the trace hangs on beside the arguments."""
-        around, functions = self._around or self._looked_around()
-        if not around:
-            return None
-        values = [variable.find(args) for variable in around]
-        for value, function in zip(values, functions, strict=True):
-            if value is not function and function_in(value) is not function:  # another, around which are others
-                self._around = None
-                return self.state(args)
-        return tuple([state_of(value) for value in values])
 
     def find(self, args: Sequence[Any], autocast: Any) -> Found:
         """The program for a call.
@@ -100,77 +83,64 @@ class Programs:
         Raises:
             NotRowwiseError: the function cannot be one kernel.
         """
-        self.check(args)
+        look, state, around = self.looks(args).at(args)
+        if look.reason:
+            raise NotRowwiseError(f"{self.name}: {look.reason}")
         tensors = [a for a in args if isinstance(a, Tensor)]
         if not tensors:
-            raise NotRowwiseError(f"{self.name}: none of its arguments is a tensor")
-        numbers = tuple([None if isinstance(a, Tensor) else state_of(a) for a in args])
-        key = (numbers, self.state(args), autocast, torch.get_default_dtype(), tensors[0].device.type)
+            within = [f"{name} is a {type(a).__name__} of tensors; pass them one by one"
+                      for name, a in zip(self.names, args, strict=True)
+                      if isinstance(a, (tuple, list)) and any(isinstance(one, Tensor) for one in a)]  # fmt: skip
+            raise NotRowwiseError(f"{self.name}: {'; '.join(within) or 'none of its arguments is a tensor'}")
+        numbers = tuple([None if isinstance(a, Tensor) else plain_state(a) for a in args])
+        key = (numbers, state, autocast, torch.get_default_dtype(), tensors[0].device.type)
         alike = (key, *[(t.dtype, t.layout, t.dim(), compat.hints(t.shape[1:])) for t in tensors])
         if alike in self.refused:
             raise NotRowwiseError(self.refused[alike])
         known = self.known.setdefault(key, [])
         for found in known:
-            captured = [one.find(args) for one in found.captured]
-            if found.program.fits([*tensors, *captured]):
+            if found.program.fits([*tensors, *[around[place] for place in found.captured]]):
                 return found
+        call = _Call(args, look, around, self._path(look, key))
         try:
             with compat.without_transforms(), compat.without_modes():
-                made = self._stored(args, tensors, key) or self._traced(args, key)
+                made = self._stored(call, tensors) or self._traced(call)
         except NotRowwiseError as error:
             self.refused[alike] = str(error)  # an error would keep the tensors of its frames
             raise
-        if not made.program.fits([*tensors, *[one.find(args) for one in made.captured]]):
+        if not made.program.fits([*tensors, *[around[place] for place in made.captured]]):
             raise NotRowwiseError(f"{self.name}: it was traced for tensors of other shapes")
         known.append(made)
         return made
 
-    def check(self, args: Sequence[Any]) -> None:
-        """Raises where something that the function uses may change unseen."""
-        try:
-            for name, value in zip(self.names, args, strict=True):
-                checked(name, value, "its argument")
-            for variable in self.around:
-                checked(variable.name, variable.find(args), "the variable")
-            for function in (function_in(self.function), *self._looked_around()[1]):
-                reason = "" if function is None or is_of_a_library(function) else unseen(function.__code__)
-                if reason:
-                    raise NotRowwiseError(reason)
-        except NotRowwiseError as error:
-            raise NotRowwiseError(f"{self.name}: {error}") from None
+    def _path(self, look: Look, key: Any) -> Path | None:
+        """The file of such calls."""
+        numbers, (_, *state), *others = key
+        return storing.stored_at(look, numbers, state, *others)
 
-    def _stored(self, args: Sequence[Any], tensors: Sequence[Tensor], key: Any) -> Found | None:
-        path = self._path(args, key)
-        for structure in [] if path is None else storing.read(path):
+    def _stored(self, call: _Call, tensors: Sequence[Tensor]) -> Found | None:
+        for structure in [] if call.path is None else storing.read(call.path):
             if len(structure.inputs) != len(tensors):
                 continue
             try:
-                program = self._program(args, structure)
+                program = self._program(structure)
                 if program.fits(tensors):
                     return Found(program, ())
             except Exception:  # noqa: BLE001 - of a file that says something else than a function: it is traced
                 continue
         return None
 
-    def _path(self, args: Sequence[Any], key: Any) -> Path | None:
-        """The file of this call; the variables around the function are in its text."""
-        if not all(isinstance(a, (Tensor, *PLAIN)) for a in args):
-            return None
-        numbers, _state, *others = key
-        return storing.stored_at(self.function, numbers, *others)
-
-    def _traced(self, args: Sequence[Any], key: Any) -> Found:
+    def _traced(self, call: _Call) -> Found:
         try:
-            traced, structure = self._structure(args)
+            traced, structure = self._structure(call)
         except NotRowwiseError:
             raise
         except Exception as error:
-            self.run(*args)  # what is wrong with the call is said in PyTorch's words
+            self.run(*call.args)  # what is wrong with the call is said in PyTorch's words
             raise NotRowwiseError(f"{self.name}: it cannot be traced: {error}{self._where(error)}") from error
-        path = None if traced.captured else self._path(args, key)
-        if path is not None:
-            storing.write(path, structure)
-        return Found(self._program(args, structure), tuple(traced.captured))
+        if call.path is not None and not traced.captured:
+            storing.write(call.path, structure)
+        return Found(self._program(structure), tuple(traced.captured))
 
     def _where(self, error: Exception) -> str:
         """The function's line in which something was raised."""
@@ -181,60 +151,58 @@ class Programs:
         text = linecache.getline(code.co_filename, lines[-1]).strip()
         return f"\n  line {lines[-1]} of {code.co_filename}: {text}"
 
-    def _structure(self, args: Sequence[Any]) -> tuple[Traced, Structure]:
+    def _structure(self, call: _Call) -> tuple[Traced, Structure]:
         """The structure of the function, which is the same for other numbers of rows."""
-        called = [variable.find(args) for variable in self.around]
-        functions: list[Callable[..., Any]] = [self.function, *[one for one in called if isinstance(one, FunctionType)]]
-        for function in functions:
-            check_effects(function, self.name)
-        shapes = [compat.hints(a.shape) for a in args if isinstance(a, Tensor)]
-        traced, structure = self._of_any_rows(args, shapes)
-        return traced, replace(structure, loose=self._loose(args, structure))
+        for code in call.look.codes:
+            check_effects(code, self.name)
+        shapes = [compat.hints(a.shape) for a in call.args if isinstance(a, Tensor)]
+        traced, structure = self._of_any_rows(call, shapes)
+        return traced, replace(structure, loose=self._loose(call, structure))
 
-    def _of_any_rows(self, args: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> tuple[Traced, Structure]:
+    def _of_any_rows(self, call: _Call, shapes: Sequence[tuple[int, ...]]) -> tuple[Traced, Structure]:
         """The structure for these shapes; where a dimension of rows is one, that of more rows, if it serves one."""
         ones = _of_one(shapes)
         while ones:
             try:
-                traced, structure = self._at(args, _larger(shapes, ones))
+                traced, structure = self._at(call, _larger(shapes, ones))
             except Exception:  # noqa: BLE001 - tensors of one row fit together where those of more do not
                 break
             constant = {place for place in ones if not _is_dynamic(structure, place)}
             if constant:
                 ones = ones - constant
                 continue
-            structure, why = self._settled(args, structure)
+            structure, why = self._settled(call, structure)
             if not why:
                 return traced, structure
             break
-        traced, structure = self._at(args, shapes)
-        structure, why = self._settled(args, structure)
+        traced, structure = self._at(call, shapes)
+        structure, why = self._settled(call, structure)
         if why:
             raise NotRowwiseError(f"{self.name}: {why}")
         return traced, structure
 
-    def _settled(self, args: Sequence[Any], structure: Structure) -> tuple[Structure, str]:
+    def _settled(self, call: _Call, structure: Structure) -> tuple[Structure, str]:
         """The structure, and why it is none: rows that are counted have a constant size if it depends on that."""
-        why = self._depends_on_rows(args, structure)
+        why = self._depends_on_rows(call, structure)
         if why and structure.counted:
             structure = replace(structure, fixed=tuple(sorted({*structure.fixed, *structure.counted})))
-            why = self._depends_on_rows(args, structure)
+            why = self._depends_on_rows(call, structure)
         return structure, why
 
-    def _depends_on_rows(self, args: Sequence[Any], structure: Structure) -> str:
+    def _depends_on_rows(self, call: _Call, structure: Structure) -> str:
         """Why the function is another one for other numbers of rows; "" if it is not."""
         for sizes in _other_rows(structure):
-            if why := self._differs(args, structure, sizes):
+            if why := self._differs(call, structure, sizes):
                 return why
         return ""
 
-    def _differs(self, args: Sequence[Any], structure: Structure, sizes: Mapping[int, int]) -> str:
+    def _differs(self, call: _Call, structure: Structure, sizes: Mapping[int, int]) -> str:
         """What is another with other sizes of some axes: a shape, or what is computed; "" if nothing is."""
         depends = ("the result depends on the number of rows: on a size such as x.shape[0], or one that is written out, "
                    "as in view and expand")  # fmt: skip
         one = 1 in sizes.values()  # of one row neither all operators are defined nor all structures known
         try:
-            again = structured(self._trace(args, _shapes(structure, structure.inputs, sizes)))
+            again = structured(self._trace(call, _shapes(structure, structure.inputs, sizes)))
         except Exception:  # noqa: BLE001 - whatever fails for other sizes shows that they matter
             return "" if one else depends
         expected = _shapes(structure, structure.outputs, sizes)
@@ -244,7 +212,7 @@ class Programs:
         same = shapes == expected and again.text(rows=False) == structure.text(rows=False)
         return "" if same else depends
 
-    def _loose(self, args: Sequence[Any], structure: Structure) -> tuple[int, ...]:
+    def _loose(self, call: _Call, structure: Structure) -> tuple[int, ...]:
         """How many of each input's first dimensions may have any size.
 
         Of those that are not used: all, or all but the last, or none, as the function reads them.
@@ -259,45 +227,30 @@ class Programs:
                 for axis in label
             ]
             others = dict(zip(dict.fromkeys(axes), _primes(structure, _FEW), strict=False))
-            if not others or not self._differs(args, structure, others):
+            if not others or not self._differs(call, structure, others):
                 return tuple([loose.get(place, 0) for place in range(len(structure.inputs))])
         return (0,) * len(structure.inputs)
 
-    def _at(self, args: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> tuple[Traced, Structure]:
-        traced = self._trace(args, shapes)
+    def _at(self, call: _Call, shapes: Sequence[tuple[int, ...]]) -> tuple[Traced, Structure]:
+        traced = self._trace(call, shapes)
         try:
             return traced, structured(traced)
         except NotRowwiseError as error:
             raise NotRowwiseError(f"{self.name}: {error}") from None
 
-    def _trace(self, args: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> Traced:
-        names = [name for name, a in zip(self.names, args, strict=True) if isinstance(a, Tensor)]
+    def _trace(self, call: _Call, shapes: Sequence[tuple[int, ...]]) -> Traced:
+        names = [name for name, a in zip(self.names, call.args, strict=True) if isinstance(a, Tensor)]
         sized = iter(shapes)
-        given = [_without_memory(a, next(sized)) if isinstance(a, Tensor) else a for a in args]
+        given = [_without_memory(a, next(sized)) if isinstance(a, Tensor) else a for a in call.args]
 
-        def find(tensor: Tensor) -> Captured | None:
-            return origin(tensor, self.around, self.names, args)
+        def find(tensor: Tensor) -> tuple[int, str] | None:
+            found = [(place, call.look.tensors[place]) for place, one in enumerate(call.around) if one is tensor]
+            return found[0] if found else None
 
         return trace(self.run, given, self.function, names, find)
 
-    def _program(self, args: Sequence[Any], structure: Structure) -> Program:
-        """With the function of its tensors alone, for devices and transforms that the kernels do not serve."""
-        name = self.name
-        places = [place for place, a in enumerate(args) if isinstance(a, Tensor)]
-        # Neither a method's module nor what the function captures is kept alive by its program, which PyTorch's registry has.
-        run = weakref.WeakMethod(self.run)
-        numbers = [weakref.ref(a) if isinstance(a, nn.Module) else None if isinstance(a, Tensor) else a for a in args]
-
-        def function(*tensors: Tensor) -> Any:
-            called = run()
-            if called is None:
-                raise RuntimeError(f"{name}: the function was deleted, and its derivatives with it")
-            given = [a() if isinstance(a, weakref.ref) else a for a in numbers]
-            for place, tensor in zip(places, tensors, strict=False):  # those that are captured come last
-                given[place] = tensor
-            return called(*given)
-
-        return Program(name, function, planned(structure))
+    def _program(self, structure: Structure) -> Program:
+        return Program(self.name, None, planned(structure))
 
 
 def _without_memory(like: Tensor, shape: tuple[int, ...]) -> Tensor:

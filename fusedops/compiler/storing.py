@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ import torch
 from ..core import cache
 from . import grammar
 from .ir import Graph, Node, topological
+from .looking import Look
 from .structure import Operand, Part, Structure
-from .surroundings import PLAIN, is_code, is_of_a_library, variables
+from .surroundings import PLAIN, is_of_a_library
 
 __all__ = ["decoded", "encoded", "read", "stored_at", "write"]
 
@@ -29,12 +30,12 @@ class _NoValueError(Exception):
     """Something that is not the same in another process."""
 
 
-def stored_at(function: Callable[..., Any], *key: Any) -> Path | None:
-    """The file of a function and what it is called with; None where it cannot be told by its text."""
-    if not isinstance(function, FunctionType):
+def stored_at(look: Look, *key: Any) -> Path | None:
+    """The file of a function with this around it and what it is called with; None where words do not tell all."""
+    if not look.storable:
         return None
     try:
-        return cache.file_of("rowwise", [repr(key), *_text(function)])
+        return cache.file_of("rowwise", [repr(key), *map(_plain, look.words)])
     except _NoValueError:
         return None
 
@@ -56,11 +57,6 @@ def write(path: Path, structure: Structure) -> None:
 # --- what a function is -------------------------------------------------------------------------------------------------
 
 
-def _text(function: FunctionType) -> list[str]:
-    """All that a function computes with, in words."""
-    return [_plain(function), *[f"{one.name}={_plain(one.find(()))}" for one in variables(function)]]
-
-
 def _code(code: CodeType) -> list[str]:
     found = [
         code.co_filename,
@@ -75,19 +71,18 @@ def _code(code: CodeType) -> list[str]:
 
 
 def _plain(value: Any) -> str:
-    if isinstance(value, PLAIN):
+    if isinstance(value, (*PLAIN, list)):
         return repr(value)
+    if isinstance(value, CodeType):
+        return "\n".join(_code(value))
     if isinstance(value, enum.Enum):
         return f"{type(value).__module__}.{value!r}"
     owner = getattr(value, "__self__", None)  # of a method: its class may be another tomorrow
-    if is_code(value) and is_of_a_library(value) and (owner is None or isinstance(owner, ModuleType)):
+    if isinstance(value, ModuleType):
+        return value.__name__
+    if is_of_a_library(value) and (owner is None or isinstance(owner, ModuleType)):
         home = getattr(value, "__module__", None) or value.__objclass__.__module__  # of a method that is written in C
         return f"{home}.{getattr(value, '__qualname__', value)}"
-    if isinstance(value, FunctionType):
-        given = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        return "\n".join([*_code(value.__code__), *map(_plain, given)])
-    if isinstance(value, (tuple, list)):
-        return repr(list(map(_plain, value)))
     raise _NoValueError
 
 

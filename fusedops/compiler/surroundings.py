@@ -1,165 +1,152 @@
-"""What a function uses beside its arguments: variables around it and around the functions that it calls.
-
-Tensors among them, and in modules there, are arguments of the kernels, found again at each call. Numbers, and a module's
-mode and numbers, are constants of the kernels: they are looked at in each call, and other ones are traced anew. What may
-change without being seen is refused.
-"""
+"""What code reads beside its arguments, as far as its instructions tell; and what is PyTorch's or Python's own."""
 
 from __future__ import annotations
 
 import builtins
 import dis
-import enum
 import functools
-import inspect
+import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from ..core import compat
-from .errors import NotRowwiseError
+from torch import nn
 
 __all__ = [
+    "MODES",
     "PLAIN",
-    "Captured",
-    "Variable",
-    "captures",
-    "checked",
-    "function_in",
-    "is_code",
+    "Reads",
+    "inherits_a_forward",
+    "is_apply",
+    "is_autograd",
     "is_of_a_library",
-    "origin",
-    "state_of",
-    "unseen",
-    "variables",
+    "is_of_python",
+    "is_pure",
+    "reads_of",
+    "slots_of",
 ]
 
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size)
 
-
-# Modules that are a part of the program, and functions that return what a scope has.
-_LIBRARIES = frozenset({"torch", "einops", "math"})
-_SCOPES = frozenset({"globals", "locals", "vars", "eval", "exec", "__import__"})
+# Modules that are a part of the program, not of its state.
+_LIBRARIES = frozenset({"torch", "einops", "math", builtins.__name__})
 # Functions that say how PyTorch runs, which the trace decides for itself.
-_MODES = frozenset({"is_grad_enabled", "is_inference_mode_enabled"})
+MODES = frozenset({"is_grad_enabled", "is_inference_mode_enabled"})
+# Functions that return what a scope has, or attributes by names that no instruction has.
+_SCOPES = frozenset({"globals", "locals", "vars", "eval", "exec", "__import__", "attrgetter", "methodcaller"})
 # Modules of Python whose functions in C have the same result for the same arguments.
-_PURE = frozenset(
-    {"torch", "einops", "math", "cmath", "operator", "_operator", "functools", "_functools", builtins.__name__}
-)
+_PURE = _LIBRARIES | {"cmath", "operator", "_operator", "functools", "_functools", "itertools"}
+
+
+# Of classes that are made as a program runs; Python's own are not.
+_MADE = 1 << 9
 
 
 @dataclass(frozen=True)
-class Variable:
-    """Something that a function uses: its name, and how it is found, given the arguments of a call."""
+class Reads:
+    """What a function's code, and that of functions within it, reads.
 
-    name: str
-    find: Callable[[Sequence[Any]], Any]
+    Attributes:
+        chains: variables from elsewhere, each with the attributes that are taken of it at once: ``ops.SCALE``.
+        names: of all attributes that it takes of anything.
+        optional: of those that it takes by `getattr` or `hasattr`, which need not be there.
+        everything: whether it takes attributes by names that it computes.
+        called: variables from elsewhere that it calls.
+        calls: whether it calls what a variable of its own has.
+        refusal: what it does to get at numbers that cannot be followed; "" for nothing.
+    """
 
-
-@dataclass(frozen=True)
-class Captured:
-    """A tensor that a function does not take but uses, and how it is found again, given the arguments of a call."""
-
-    name: str
-    find: Callable[[Sequence[Any]], Tensor]
-
-
-def variables(function: Callable[..., Any]) -> list[Variable]:
-    """Those around a function, and around the functions among them; modules of Python and builtins are left out."""
-    return list(_around(function, set()))
-
-
-def _around(function: Any, seen: set[int]) -> Iterator[Variable]:
-    function = getattr(function, "function", function) if type(function).__name__ == "Rowwise" else function
-    if not isinstance(function, FunctionType) or id(function) in seen or is_of_a_library(function):
-        return
-    seen.add(id(function))
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    for name, *attributes in chains(function.__code__):
-        if name in cells:
-            find: Callable[[Sequence[Any]], Any] = functools.partial(_in_cell, cells[name])
-        elif name in function.__globals__:
-            find = functools.partial(_in_scope, function.__globals__, name)
-        else:
-            continue
-        root = value = find(())
-        # Of a Python module, a class and the like only what the function names of it is used.
-        while attributes and not isinstance(value, (Tensor, nn.Module, *PLAIN)) and hasattr(value, attributes[0]):
-            if is_code(value) and not isinstance(value, (ModuleType, type)):
-                break
-            find = functools.partial(_attribute, find, attributes[0])
-            name, value = f"{name}.{attributes.pop(0)}", find(())
-        # What PyTorch's own modules have is a part of PyTorch; a function in a variable may be another's tomorrow.
-        if not _is_constant(root) and not _is_constant(value):
-            yield Variable(name, find)
-            yield from _around(value, seen)
+    chains: tuple[tuple[str, ...], ...]
+    names: frozenset[str]
+    optional: frozenset[str]
+    everything: bool
+    called: frozenset[str]
+    calls: bool
+    refusal: str
 
 
-def chains(code: CodeType) -> list[tuple[str, ...]]:
-    """The variables from elsewhere that code names, each with the attributes that it takes of them: ``ops.SCALE``."""
-    found: dict[tuple[str, ...], None] = {}
+@functools.lru_cache(4096)
+def reads_of(code: CodeType) -> Reads:
+    """What code reads."""
+    instructions = list(_instructions(code))
+    chains: dict[tuple[str, ...], None] = {}
+    names: set[str] = set()
     current: list[str] = []
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and current:
-            current.append(str(instruction.argval))
+    for instruction in instructions:
+        name = str(instruction.argval)
+        if instruction.opname in _ATTRIBUTES:
+            names.add(name)
+            if current:
+                current.append(name)
             continue
         if current:
-            found[tuple(current)] = None
-        starts = instruction.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"))
-        current = [str(instruction.argval)] if starts else []
+            chains[tuple(current)] = None
+        current = [name] if instruction.opname.startswith(_ELSEWHERE) else []
+    taken = [place for place, one in enumerate(instructions) if one.argval in ("getattr", "hasattr")]
+    words = [_attribute_after(instructions[place:]) for place in taken]
+    optional = frozenset(filter(None, words))
+    called = list(_called(instructions))
+    calls = any(own for _, own in called) or sys.version_info < (3, 11)  # before, no instruction tells
+    refusal = next(filter(None, map(_refusal, instructions)), "")
+    around = frozenset([name for name, own in called if not own])
+    return Reads(tuple(chains), frozenset(names) | optional, optional, None in words, around, calls, refusal)
+
+
+_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
+_ELSEWHERE = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR")
+
+
+def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
+    yield from dis.get_instructions(code)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            found |= dict.fromkeys(chains(constant))
-    return list(found)
+            yield from _instructions(constant)
 
 
-def unseen(code: CodeType) -> str:
-    """What code does to get at numbers that `variables` does not follow; "" for nothing."""
-    for instruction in dis.get_instructions(code):
-        name = str(instruction.argval)
-        if instruction.opname == "IMPORT_NAME" and name.partition(".")[0] not in _LIBRARIES:
-            return f"it imports {name} in its body, whose numbers may change unseen; import it outside of the function"
-        if instruction.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME")) and name in _SCOPES:
-            return f"it calls {name}, which may change unseen; name the variables"
-        if instruction.opname.startswith("LOAD") and name in _MODES:
-            return f"it calls {name}, whose result may change unseen; call it outside, and pass it as a number"
-    inner = (unseen(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return next(filter(None, inner), "")
+def _called(instructions: list[dis.Instruction]) -> Iterator[tuple[str, bool]]:
+    """Variables that are called, and whether they are the function's own."""
+    for one, other in itertools.pairwise(instructions):
+        load = other if one.opname == "PUSH_NULL" else one
+        called = "PUSH_NULL" in (one.opname, other.opname)
+        if load.opname == "LOAD_GLOBAL":
+            called = called or "NULL" in load.argrepr
+        if called and load.opname.startswith(("LOAD_FAST", *_ELSEWHERE)):
+            yield str(load.argval), load.opname.startswith("LOAD_FAST")
 
 
-def _in_cell(cell: Any, args: Sequence[Any]) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty cell
-        return None
+def _attribute_after(instructions: list[dis.Instruction]) -> str | None:
+    """The name that a call of `getattr` has; None where it is computed."""
+    names = [
+        place for place, one in enumerate(instructions) if one.opname == "LOAD_CONST" and isinstance(one.argval, str)
+    ]
+    end = next((place for place, one in enumerate(instructions) if one.opname.startswith(("CALL", "PRECALL"))), 0)
+    for place in [place for place in names if place < end]:
+        if all(one.opname.startswith("LOAD") for one in instructions[place:end]):  # nothing is made of it
+            return str(instructions[place].argval)
+    return None
 
 
-def _in_scope(scope: dict[str, Any], name: str, args: Sequence[Any]) -> Any:
-    return scope.get(name)
+def _refusal(instruction: dis.Instruction) -> str:
+    name = str(instruction.argval)
+    if instruction.opname == "IMPORT_NAME" and name.partition(".")[0] not in _LIBRARIES:
+        return f"it imports {name} in its body, whose numbers may change unseen; import it outside of the function"
+    if instruction.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME", *_ATTRIBUTES)) and name in (*_SCOPES, "__dict__"):
+        return f"it reads {name}, which may change unseen; name the variables and attributes"
+    if instruction.opname.startswith("LOAD") and name in MODES:
+        return f"it calls {name}, whose result may change unseen; call it outside, and pass it as a number"
+    return ""
 
 
-def _attribute(find: Callable[[Sequence[Any]], Any], name: str, args: Sequence[Any]) -> Any:
-    return getattr(find(args), name, None)
+def is_pure(function: Any) -> bool:
+    """Whether a function in C has the same result for the same arguments, as far as its home tells.
 
-
-def _is_constant(value: Any) -> bool:
-    """Whether this is a part of the program, not of its state."""
-    return isinstance(value, ModuleType) and value.__name__.partition(".")[0] in _LIBRARIES
-
-
-def is_code(value: Any) -> bool:
-    """Whether this is something that does not change: a function of a library's, a class."""
-    if isinstance(value, (ModuleType, type, enum.Enum)):
-        return True
-    if inspect.isbuiltin(value):  # one in C: not of an object, such as a dict's get or what draws random numbers
-        owner = value.__self__
-        return isinstance(owner, (ModuleType, type, type(None))) and _home(value).partition(".")[0] in _PURE
-    return callable(value) and not isinstance(value, nn.Module) and is_of_a_library(value)
+    Not one of an object, such as a dict's ``get``, or what draws random numbers.
+    """
+    owner = function.__self__
+    return isinstance(owner, (ModuleType, type, type(None))) and _home(function).partition(".")[0] in _PURE
 
 
 def _home(value: Any) -> str:
@@ -169,116 +156,41 @@ def _home(value: Any) -> str:
 
 
 def is_of_a_library(value: Any) -> bool:
-    """Whether a function or class is PyTorch's, einops' or Python's own: one that was made by `exec` only says so."""
+    """Whether a function, class or module is PyTorch's, einops' or Python's own: what `exec` made only says so."""
+    if isinstance(value, ModuleType):
+        return value.__name__.partition(".")[0] in _LIBRARIES
     home = _home(value)
+    if isinstance(value, type) and home == builtins.__name__ and value.__flags__ & _MADE:
+        return False
     if isinstance(value, FunctionType) and value.__globals__ is not vars(sys.modules.get(home, builtins)):
         return False
-    return home.partition(".")[0] in ("torch", "einops", "math", builtins.__name__)
+    return home.partition(".")[0] in _LIBRARIES
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Identity:
-    """An object as a part of a key, which is held so that no later object has its address."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
+def is_autograd(value: Any) -> bool:
+    """Whether this is a class of autograd Functions."""
+    return isinstance(value, type) and issubclass(value, torch.autograd.Function)
 
 
-def function_in(value: Any) -> FunctionType | None:
-    """The function of Python that a variable has, of which other variables are known; None for other values."""
-    value = value.function if type(value).__name__ == "Rowwise" and not isinstance(value, nn.Module) else value
-    return value if isinstance(value, FunctionType) else None
+def is_apply(value: Any) -> bool:
+    """Whether this applies an autograd Function, which a trace notices only where it is looked up at the class."""
+    return getattr(value, "__name__", "") == "apply" and is_autograd(getattr(value, "__self__", None))
 
 
-def state_of(value: Any) -> Any:
-    """What of a value the trace hangs on, hashable."""
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        raise TypeError("a symbol")
-    if isinstance(value, float):
-        return value.hex()  # zeros have a sign
-    if isinstance(value, PLAIN):
-        return type(value), value
-    if isinstance(value, Tensor):
-        return value.dtype, value.device, value.shape
-    if isinstance(value, nn.Module):
-        return tuple([(type(m), compat.has_backward_hooks(m), *map(_part_of_state, vars(m).values()))
-                      for m in value.modules()])  # fmt: skip
-    if isinstance(value, (tuple, list)):
-        return type(value), tuple(map(state_of, value))
-    return Identity(value)
+def slots_of(kind: type) -> Iterator[str]:
+    """Attributes of a class's objects that are in no dict."""
+    for owner in kind.__mro__:
+        yield from [key for key, one in vars(owner).items() if isinstance(one, MemberDescriptorType)]
 
 
-def _part_of_state(value: Any) -> Any:
-    """The same of a module's attribute, and of an object there, such as a configuration, its numbers."""
-    if isinstance(value, PLAIN) or (isinstance(value, (tuple, list)) and all(isinstance(v, PLAIN) for v in value)):
-        return state_of(value)
-    inner = getattr(value, "__dict__", None)
-    if inner is None or isinstance(value, (Tensor, nn.Module)) or callable(value):
-        return None
-    return tuple([state_of(v) for v in inner.values() if isinstance(v, PLAIN)])
+def is_of_python(kind: type) -> bool:
+    """Whether objects of a class have nothing but attributes: no state in C, such as a generator of random numbers."""
+    slots = len(list(slots_of(kind)))
+    most = object.__basicsize__ + 8 * (slots + 2)  # with one for the attributes and one for weak references
+    return not kind.__itemsize__ and kind.__basicsize__ <= most and (bool(slots) or kind.__dictoffset__ != 0)
 
 
-def checked(name: str, value: Any, what: str) -> None:
-    """Raises where a value may change unseen."""
-    if isinstance(value, nn.Module) and any(map(compat.has_backward_hooks, value.modules())):
-        raise NotRowwiseError(f"{what} {name} is a module with backward hooks, which no kernel calls; call it outside")
-    if isinstance(value, FunctionType) and what == "its argument" and not is_code(value):
-        raise NotRowwiseError(f"{what} {name} is a function; call it in one that is decorated")
-    if isinstance(value, ModuleType) and not _is_constant(value):
-        raise NotRowwiseError(
-            f"{what} {name} is a module of Python, whose numbers may change unseen; name them: {name}.NAME"
-        )
-    if getattr(value, "__name__", "") in _MODES and is_of_a_library(value):
-        raise NotRowwiseError(f"{what} {name} is a function whose result may change unseen; pass what it returns")
-    if inspect.isbuiltin(value) and not is_code(value):
-        raise NotRowwiseError(f"it calls {name}, whose result may change from call to call; pass what it returns")
-    if (
-        isinstance(value, (*PLAIN, nn.Module, Tensor, FunctionType))
-        or type(value).__name__ == "Rowwise"
-        or is_code(value)
-    ):
-        return
-    if isinstance(value, (tuple, list)) and all(isinstance(v, PLAIN) for v in value):
-        return
-    if isinstance(value, (tuple, list, dict)) and any(
-        isinstance(v, Tensor) for v in (value.values() if isinstance(value, dict) else value)
-    ):
-        raise NotRowwiseError(f"{what} {name} is a {type(value).__name__} of tensors; pass them one by one")
-    raise NotRowwiseError(
-        f"{what} {name} is a {type(value).__name__}, which may change unseen; pass what is needed of it"
-    )
-
-
-def origin(tensor: Tensor, around: Sequence[Variable], names: Sequence[str], args: Sequence[Any]) -> Captured | None:
-    """Where a function has a tensor from: a variable, or a parameter of a module among these or the arguments."""
-    given = [Variable(name, functools.partial(_argument, place)) for place, name in enumerate(names)
-             if isinstance(args[place], nn.Module)]  # fmt: skip
-    for variable in (*given, *around):
-        value = variable.find(args)
-        if value is tensor:
-            return Captured(variable.name, variable.find)
-        if isinstance(value, nn.Module):
-            for path, inner in (*value.named_parameters(), *value.named_buffers()):
-                if inner is tensor:
-                    return Captured(path.replace(".", "_"), functools.partial(_at_path, variable.find, path))
-    return None
-
-
-def _argument(place: int, args: Sequence[Any]) -> Any:
-    return args[place]
-
-
-def _at_path(find: Callable[[Sequence[Any]], Any], path: str, args: Sequence[Any]) -> Tensor:
-    found: Tensor = functools.reduce(getattr, path.split("."), find(args))
-    return found
-
-
-@compat.constant_when_traced
-def captures(function: Callable[..., Any]) -> bool:
-    """Whether tensors, or modules, are among the variables around a function."""
-    return any(isinstance(variable.find(()), (Tensor, nn.Module)) for variable in variables(function))
+def inherits_a_forward(kind: type) -> bool:
+    """Whether PyTorch's code, which is not read, may be what computes with a module."""
+    plain: Iterable[type] = (nn.Module, object)
+    return any(is_of_a_library(one) and one not in plain and issubclass(one, nn.Module) for one in kind.__mro__)

@@ -31,7 +31,7 @@ from ..core.operators import NAMES
 from .axes import Axes, AxisError, Label
 from .errors import NotRowwiseError
 from .ir import Graph, Node
-from .surroundings import Captured
+from .walking import APPLIED
 
 __all__ = ["TWICE", "Traced", "Value", "recording", "trace", "traced_with_others", "twice"]
 
@@ -74,7 +74,7 @@ class Traced:
         inputs: the tensors, those that are captured last.
         outputs: what it returns.
         container: "tensor", "tuple" or "list": what it returns.
-        captured: the tensors that it found elsewhere.
+        captured: the tensors that it found elsewhere, by their places in the state.
         drops: the drop probability of each dropout, in order.
         lines: of each node that has one, the line in the user's file.
         values: the tensors of floating-point numbers, in the order in which they were made.
@@ -89,7 +89,7 @@ class Traced:
     inputs: list[Value]
     outputs: list[Value] = field(default_factory=list)
     container: str = "tensor"
-    captured: list[Captured] = field(default_factory=list)
+    captured: list[int] = field(default_factory=list)
     drops: list[float] = field(default_factory=list)
     lines: dict[int, int] = field(default_factory=dict)
     values: list[Value] = field(default_factory=list)
@@ -100,7 +100,7 @@ class Traced:
 
 
 def trace(call: Callable[..., Any], arguments: Sequence[Any], function: Callable[..., Any], names: Sequence[str],
-          find: Callable[[Tensor], Captured | None]) -> Traced:  # fmt: skip
+          find: Callable[[Tensor], tuple[int, str] | None]) -> Traced:  # fmt: skip
     """The function's graph for tensors like these.
 
     Args:
@@ -131,6 +131,7 @@ def trace(call: Callable[..., Any], arguments: Sequence[Any], function: Callable
             recorder.fake,
             recorder,
             _Functions(recorder),
+            compat.noticing_autograd_functions(recorder.refuse_autograd_function),
         ):
             returned = call(*given)
         if recorder.failed is not None:  # the function went on without it, as PyTorch would not have
@@ -179,7 +180,7 @@ def traced_with_others() -> Iterator[None]:
 class _Recorder(compat.DispatchMode):  # type: ignore[misc]
     """Sees every operator, runs it on tensors without memory, and notes what it does."""
 
-    def __init__(self, function: Callable[..., Any], find: Callable[[Tensor], Captured | None]) -> None:
+    def __init__(self, function: Callable[..., Any], find: Callable[[Tensor], tuple[int, str] | None]) -> None:
         super().__init__()
         self.fake = compat.fake_mode()
         self.function = function
@@ -256,8 +257,9 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
             raise NotRowwiseError(
                 "a tensor of which cannot be told where the function has it from; make it an argument"
             )
-        self.traced.captured.append(captured)
-        made = self.input(tensor, captured.name)
+        place, name = captured
+        self.traced.captured.append(place)
+        made = self.input(tensor, name)
         self.stand_ins[id(tensor)] = (tensor, made)
         return made
 
@@ -389,22 +391,17 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
     # --- the user's words -----------------------------------------------------------------------------------------------
 
     def mark_line(self) -> None:
-        """Note the line of the user's function that is running.
-
-        Raises:
-            NotRowwiseError: the operator is in the forward of a `torch.autograd.Function`, whose backward no trace sees.
-        """
+        """Note the line of the user's function that is running."""
         frame: FrameType | None = inspect.currentframe()
-        own = None
         while frame is not None and frame.f_code is not self.code:
-            own = compat.autograd_function_of(frame) or own
             frame = frame.f_back
         self.line = self.line if frame is None else frame.f_lineno
-        if own is not None:
-            raise NotRowwiseError(
-                f"{own.__name__} is a torch.autograd.Function with a backward of its own, which no kernel computes; call it "
-                "outside, or write a straight-through estimator as x + (q - x).detach()"
-            )
+
+    def refuse_autograd_function(self, function: type) -> None:
+        """Raises as the function applies one, whose backward no trace sees."""
+        self.mark_line()
+        with self.noting_refusals():
+            raise NotRowwiseError(APPLIED.format(function.__name__))
 
     def name_nodes(self) -> None:
         """Give what a line assigned the name that it has there."""

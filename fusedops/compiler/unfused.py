@@ -8,7 +8,7 @@ import torch
 
 from ..core.function import mask_of
 from ..core.rng import State
-from .evaluate import assembled, evaluate, part_of
+from .evaluate import assembled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,15 +23,7 @@ __all__ = ["backward", "forward"]
 def forward(site: RowwiseSite, tensors: Any, outs: Any, state: State) -> None:
     """Writes what the kernels of a forward write."""
     program, structure, plan = site.program, site.program.structure, site.program.plan
-    sizes, dropout, masks = program.sizes_of(tensors), mask_of(site, state), dict[int, Any]()
-
-    def leaf(node: Node) -> torch.Tensor | None:
-        if node.op == "input":
-            place, part = node.attrs
-            value = part_of(structure, structure.inputs[place], tensors[place], part)
-            return value.to(site.acc) if node.kind == "float" else value
-        return program.mask(node, sizes, tensors[program.first], dropout, masks) if node.op == "keep" else None
-
+    sizes = program.sizes_of(tensors)
     written: list[tuple[Operand, Mapping[Part, Node]]] = list(zip(structure.outputs, structure.results, strict=True))
     if program.own and site.saves:
         assert plan.intermediate_operand is not None
@@ -39,7 +31,7 @@ def forward(site: RowwiseSite, tensors: Any, outs: Any, state: State) -> None:
     stats = plan.stats if site.saves else ()
     roots = [*[node for _, parts in written for node in parts.values()], *stats]
     with torch.no_grad():
-        values = evaluate(structure, roots, leaf, site.acc, tensors[program.first].device, sizes)
+        values = program.evaluated(roots, tensors, mask_of(site, state))
         for out, (operand, parts) in zip(outs, written, strict=False):
             found = {part: values[node] for part, node in parts.items()}
             out.copy_(assembled(structure, operand, found, out.shape))

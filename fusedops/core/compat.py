@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -23,8 +22,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 __all__ = [
+    "BACKWARD_HOOKS",
+    "FORWARD_HOOKS",
     "FSDP",
     "GRID",
+    "MODULE_INTERNALS",
+    "MODULE_MEMBERS",
     "PRIVATE",
     "STREAM",
     "DirectCall",
@@ -35,7 +38,6 @@ __all__ = [
     "any_autocast_enabled",
     "are_functional",
     "attention_order",
-    "autograd_function_of",
     "below_autograd",
     "capturing",
     "cast_by_autocast",
@@ -73,6 +75,7 @@ __all__ = [
     "is_recording",
     "jit_tracing",
     "launch_hooks",
+    "noticing_autograd_functions",
     "other_threads",
     "overlaps_launches",
     "profiling",
@@ -158,15 +161,42 @@ def is_intercepted() -> bool:
     return dispatch_modes() > 0 or transforms() or getattr(forward_ad, "_current_level", 0) >= 0
 
 
-_APPLY = getattr(torch.autograd.Function.apply, "__code__", None)
+class _Applied(threading.local):
+    """What this thread calls before it applies an autograd Function: the latest of its blocks."""
+
+    def __init__(self) -> None:
+        self.notices: list[Callable[[type], None]] = []
 
 
-def autograd_function_of(frame: FrameType) -> type | None:
-    """The subclass of `torch.autograd.Function` that a frame applies; None of any other frame.
+_applied, _lock, _replaced = _Applied(), threading.Lock(), list[Any]()
 
-    Without a Python implementation of ``apply`` none is recognised.
+
+@contextmanager
+def noticing_autograd_functions(notice: Callable[[type], None]) -> Iterator[None]:
+    """In the block ``notice`` gets each `torch.autograd.Function` that this thread applies, before it is applied.
+
+    `Function.apply` is replaced meanwhile: from PyTorch 2.15 it has no frame of Python.
     """
-    return frame.f_locals.get("cls") if frame.f_code is _APPLY else None
+    function = torch.autograd.Function
+    with _lock:
+        original = _replaced[0] if _replaced else vars(function)["apply"]
+        _replaced.append(original)
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            for noticed in _applied.notices[-1:]:
+                noticed(cls)
+            return original.__get__(None, cls)(*args, **kwargs)
+
+        function.apply = classmethod(apply)  # type: ignore[assignment]
+    _applied.notices.append(notice)
+    try:
+        yield
+    finally:
+        _applied.notices.pop()
+        with _lock:
+            _replaced.pop()
+            if not _replaced:
+                function.apply = original  # type: ignore[method-assign]
 
 
 def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -524,6 +554,12 @@ def _global_hooks(kind: str) -> Mapping[int, Any]:
 
 _FORWARD_HOOKS, _FORWARD_PRE_HOOKS = _global_hooks("forward"), _global_hooks("forward_pre")
 _BACKWARD_HOOKS, _BACKWARD_PRE_HOOKS = _global_hooks("backward"), _global_hooks("backward_pre")
+
+
+# Registries of a module's hooks, and of what it has; and all attributes that PyTorch gives one, but for its mode.
+BACKWARD_HOOKS, FORWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks"), ("_forward_hooks", "_forward_pre_hooks")
+MODULE_MEMBERS = ("_parameters", "_buffers", "_modules")
+MODULE_INTERNALS = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:

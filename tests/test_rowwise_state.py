@@ -1,0 +1,943 @@
+"""`fusedops.rowwise`: what a function reads beside its arguments is seen in each call, or refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import gc
+import sys
+import types
+import warnings
+import weakref
+from collections import OrderedDict, deque, namedtuple
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fusedops
+from fusedops.compiler import state, walking
+from fusedops.core.dropout import none
+from rowwise_checks import every, kernels, randn, results
+from rowwise_functions import RowwiseFunction
+from support import DEVICE
+
+# Each case yields a function of rows, and goes on with a change of what that reads, once or more.
+Case = Iterator[Callable[..., Any]]
+CASES: dict[str, Callable[[], Case]] = {}
+
+
+def seen(case: Callable[[], Case]) -> Callable[[], Case]:
+    """A case whose changes are all seen."""
+    CASES[case.__name__] = case
+    return case
+
+
+def times(number: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * number
+
+
+# --- variables and functions --------------------------------------------------------------------------------------------
+
+
+@seen
+def closure() -> Case:
+    k: Any = 2.0
+    yield lambda x: torch.where(x > 0, k, x)
+    for k in (3.0, 0.0, -0.0, 3, True):  # noqa: B007
+        yield lambda x: x
+
+
+@seen
+def global_variable() -> Case:
+    scope: dict[str, Any] = {"k": 2.0}
+    exec("def f(x): return x * k", scope)
+    yield scope["f"]
+    scope["k"] = 3.0
+    yield scope["f"]
+    scope["k"] = float("nan")
+    yield scope["f"]
+
+
+@seen
+def name_of_a_builtin() -> Case:
+    scope: dict[str, Any] = {}
+    exec("def f(x): return x * max(2.0, 1.0)", scope)
+    yield scope["f"]
+    scope["max"] = lambda a, b: a + b
+    yield scope["f"]
+
+
+@seen
+def helper() -> Case:
+    act = times(2.0)
+    yield lambda x: act(x)
+    act = torch.exp
+    yield lambda x: x
+    act = lambda x: x + 5.0  # noqa: E731
+    yield lambda x: x
+
+
+@seen
+def helper_with_a_closure() -> Case:
+    act = times(2.0)
+    yield lambda x: act(x)
+    act = times(3.0)  # of the same code
+    yield lambda x: x
+
+
+@seen
+def default_of_a_helper() -> Case:
+    def act(x: Tensor, k: float = 2.0, *, shift: float = 1.0) -> Tensor:
+        return x * k + shift
+
+    yield lambda x: act(x)
+    act.__defaults__ = (3.0,)
+    yield lambda x: x
+    act.__kwdefaults__ = {"shift": 4.0}
+    yield lambda x: x
+
+
+@seen
+def number_of_a_helpers_helper() -> Case:
+    k = 2.0
+    inner = lambda x: x * k  # noqa: E731
+    outer = lambda x: inner(x) + 1  # noqa: E731
+    yield lambda x: outer(x)
+    k = 3.0
+    yield lambda x: x
+
+
+@seen
+def lambda_within() -> Case:
+    k = 2.0
+    yield lambda x: (lambda y: y * k)(x)
+    k = 3.0
+    yield lambda x: x
+
+
+@seen
+def recursive() -> Case:
+    k = 2.0
+
+    def f(x: Tensor, depth: int = 2) -> Tensor:
+        return f(x * k, depth - 1) if depth else x
+
+    yield lambda x: f(x)
+    k = 3.0
+    yield lambda x: x
+
+
+@seen
+def partial() -> Case:
+    act: Any = functools.partial(torch.mul, other=2.0)
+    yield lambda x: act(x)
+    act = functools.partial(torch.mul, other=3.0)
+    yield lambda x: x
+    act = functools.partial(times(4.0))
+    yield lambda x: x
+
+
+@seen
+def bound_method() -> Case:
+    owner = types.SimpleNamespace(k=2.0)
+    act: Any = types.MethodType(lambda self, x: x * self.k, owner)
+    yield lambda x: act(x)
+    owner.k = 3.0
+    yield lambda x: x
+    act = types.MethodType(lambda self, x: x + self.k, owner)
+    yield lambda x: x
+
+
+@seen
+def rowwise_function() -> Case:
+    k = 2.0
+    inner = fusedops.rowwise(lambda x: x * k)
+    yield lambda x: inner(x) + 1
+    k = 3.0
+    yield lambda x: x
+    inner = fusedops.rowwise(lambda x: x + k)
+    yield lambda x: x
+
+
+@seen
+def default_of_a_rowwise_function() -> Case:
+    scope: dict[str, Any] = {"rowwise": fusedops.rowwise}
+    texts = ("def act(x, k=2.0, *, shift=1.0): return x * k + shift", "def act(x, k=3.0, *, shift=1.0): return x * k + shift",
+             "def act(x, k=3.0, *, shift=4.0): return x * k + shift", "def act(x, k=3.0): return x - k")  # fmt: skip
+    exec(f"@rowwise\n{texts[0]}\ndef f(x): return act(x)", scope)
+    yield scope["f"]
+    for text in texts[1:]:
+        exec(f"@rowwise\n{text}", scope)
+        yield scope["f"]
+
+
+@seen
+def python_module() -> Case:
+    settings = types.ModuleType("settings_of_a_case")
+    settings.k, settings.act = 2.0, times(2.0)  # type: ignore[attr-defined]
+    yield lambda x: settings.act(x) * settings.k
+    settings.k = 3.0  # type: ignore[attr-defined]
+    yield lambda x: x
+    settings.act = times(4.0)  # type: ignore[attr-defined]
+    yield lambda x: x
+
+
+# --- containers and objects ---------------------------------------------------------------------------------------------
+
+
+@seen
+def dict_of_numbers() -> Case:
+    rope: dict[str, Any] = {"factor": 2.0, "other": [1]}
+    yield lambda x: x * rope["factor"] + rope.get("shift", 0.0)
+    rope["factor"] = 3.0
+    yield lambda x: x
+    rope["shift"] = 1.0
+    yield lambda x: x
+
+
+@seen
+def dict_of_functions() -> Case:
+    acts: dict[str, Any] = {"a": torch.tanh, "b": times(2.0)}
+    yield lambda x: acts["a"](x) + acts["b"](x)
+    acts["b"] = times(3.0)
+    yield lambda x: x
+    acts["a"] = torch.exp
+    yield lambda x: x
+
+
+@seen
+def lists_of_lists() -> Case:
+    table = [[1.0, 2.0], [(3.0,)]]
+    yield lambda x: x * table[0][1] + table[1][0][0]
+    table[0][1] = 5.0
+    yield lambda x: x
+    table[1][0] = (7.0,)
+    yield lambda x: x
+    table[0].insert(0, 4.0)
+    yield lambda x: x
+
+
+@seen
+def set_of_names() -> Case:
+    flags = {"a"}
+    yield lambda x: x * 2 if "b" in flags else x
+    flags.add("b")
+    yield lambda x: x
+
+
+Pair = namedtuple("Pair", "scale shift")
+
+
+@seen
+def named_tuple() -> Case:
+    pair = Pair(2.0, 1.0)
+    yield lambda x: x * pair.scale + pair.shift
+    pair = Pair(3.0, 1.0)
+    yield lambda x: x
+
+
+@seen
+def ordered_dict_with_attributes() -> Case:
+    class Config(OrderedDict):  # type: ignore[type-arg]
+        k = 2.0
+
+    config = Config(scale=2.0)
+    yield lambda x: x * config["scale"] * config.k
+    config["scale"] = 3.0
+    yield lambda x: x
+    config.k = 5.0
+    yield lambda x: x
+
+
+@seen
+def list_of_itself() -> Case:
+    loop: list[Any] = [2.0]
+    loop.append(loop)
+    yield lambda x: x * loop[1][1][0]
+    loop[0] = 3.0
+    yield lambda x: x
+
+
+@seen
+def objects_within_objects() -> Case:
+    config = types.SimpleNamespace(norm=types.SimpleNamespace(scale=2.0))
+    config.norm.parent = config
+    yield lambda x: x * config.norm.scale
+    config.norm.scale = 3.0
+    yield lambda x: x
+    config.norm = types.SimpleNamespace(scale=4.0)
+    yield lambda x: x
+
+
+@seen
+def alias_of_an_object() -> Case:
+    config = types.SimpleNamespace(norm=types.SimpleNamespace(scale=2.0))
+
+    def f(x: Tensor) -> Tensor:
+        norm = config.norm
+        return x * norm.scale * getattr(norm, "shift", 1.0)
+
+    yield f
+    config.norm.scale = 3.0
+    yield f
+    config.norm.shift = 5.0
+    yield f
+
+
+@seen
+def computed_attribute() -> Case:
+    config = types.SimpleNamespace(k0=2.0, k1=3.0)
+    yield lambda x: sum(x * getattr(config, f"k{i}") for i in range(2))
+    config.k1 = 4.0
+    yield lambda x: x
+
+
+@dataclasses.dataclass
+class Plain:
+    scale: float = 2.0
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    scale: float = 2.0
+
+
+@seen
+def dataclass() -> Case:
+    config = Plain()
+    yield lambda x: x * config.scale
+    config.scale = 3.0
+    yield lambda x: x
+
+
+@seen
+def dataclass_with_slots() -> Case:
+    config = Slotted()
+    yield lambda x: x * config.scale
+    config.scale = 3.0
+    yield lambda x: x
+
+
+@seen
+def properties() -> Case:
+    class Config:
+        half = 1.0
+
+        def __init__(self) -> None:
+            self.k = 2.0
+
+        @property
+        def scale(self) -> float:
+            return self.k * self.half
+
+        def __getitem__(self, key: str) -> float:
+            return self.k + 1.0
+
+    config = Config()
+    yield lambda x: x * config.scale + config["any"]
+    config.k = 3.0
+    yield lambda x: x
+    Config.half = 0.5
+    yield lambda x: x
+    Config.scale = property(lambda self: self.k + 10.0)  # type: ignore[assignment,method-assign]
+    yield lambda x: x
+
+
+@seen
+def class_attributes() -> Case:
+    class Base:
+        scale, k = 2.0, 1.0
+
+        @classmethod
+        def of(cls, x: Tensor) -> Tensor:
+            return x * cls.k
+
+        @staticmethod
+        def more(x: Tensor) -> Tensor:
+            return x + 1.0
+
+    class Derived(Base):
+        pass
+
+    made = Derived()
+
+    def f(x: Tensor) -> Tensor:
+        cls = Derived
+        return made.more(made.of(x * made.scale)) * cls.scale
+
+    yield f
+    Base.scale = 3.0
+    yield f
+    Derived.scale = 4.0
+    yield f
+    made.scale = 5.0
+    yield f
+    Base.k = 6.0
+    yield f
+    Base.more = staticmethod(times(3.0))  # type: ignore[assignment,method-assign]
+    yield f
+    made.more = times(7.0)  # type: ignore[method-assign]
+    yield f
+
+
+class Mode(enum.Enum):
+    A, B = 1, 2
+
+
+@seen
+def enumeration() -> Case:
+    mode = Mode.A
+    yield lambda x: x * 2 if mode is Mode.A else x * 3
+    mode = Mode.B
+    yield lambda x: x
+
+
+@seen
+def class_as_an_argument() -> Case:
+    class Config:
+        k = 2.0
+
+    f = lambda x, config: x * config.k  # noqa: E731
+    yield lambda x: (f, (x, Config))
+    Config.k = 3.0
+    yield lambda x: x
+
+
+@seen
+def object_as_an_argument() -> Case:
+    config = types.SimpleNamespace(k=2.0, act=torch.tanh, table={"a": [1.0]})
+    f = lambda x, config: config.act(x * config.k) + config.table["a"][0]  # noqa: E731
+    yield lambda x: (f, (x, config))
+    config.k = 3.0
+    yield lambda x: x
+    config.act = torch.sin
+    yield lambda x: x
+    config.table["a"][0] = 5.0
+    yield lambda x: x
+
+
+@seen
+def function_as_an_argument() -> Case:
+    k, act = 2.0, times(2.0)
+    f = lambda x, act: act(x) * 3  # noqa: E731
+    yield lambda x: (f, (x, act))
+    act = lambda x: x + k  # noqa: E731
+    yield lambda x: x
+    k = 3.0
+    yield lambda x: x
+
+
+# --- modules ------------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Of a norm and what else a module may have."""
+
+    scale = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.act, self.mode = nn.LayerNorm(24, device=DEVICE), F.relu, "a"
+        self.cfg = types.SimpleNamespace(norm=types.SimpleNamespace(scale=2.0))
+        self.rope: dict[str, Any] = {"factor": 2.0}
+        self.lock = deque([1])  # nobody reads it
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.norm(x)) * self.scale + self.cfg.norm.scale
+        return x * self.rope["factor"] if self.mode == "a" else x
+
+
+def _changes(block: Block) -> Iterator[None]:
+    block.act = torch.sin
+    yield
+    block.act = lambda x: x * 3.0
+    yield
+    block.cfg.norm.scale = 5.0
+    yield
+    block.rope["factor"] = 7.0
+    yield
+    block.mode = "b"
+    yield
+    block.scale = 11.0
+    yield
+    block.norm.eps = 0.5
+    yield
+    block.norm.bias = None
+    yield
+    block.norm.bias = nn.Parameter(randn(24))
+    yield
+    block.norm = nn.Sequential(nn.LayerNorm(24, device=DEVICE), nn.Tanh())  # type: ignore[assignment]
+    yield
+    block.norm.append(nn.Sigmoid())  # type: ignore[operator]
+    yield
+    handle = block.norm.register_forward_hook(lambda module, args, out: out * 2.0)
+    yield
+    other = block.register_forward_pre_hook(lambda module, args: (args[0] + 1.0,))
+    yield
+    handle.remove()
+    other.remove()
+    yield
+    block.forward = lambda x: block.norm(x) * 13.0  # type: ignore[method-assign]
+    yield
+
+
+@seen
+def module() -> Case:
+    block = Block()
+    yield lambda x: block(x)
+    for _ in _changes(block):
+        yield lambda x: x
+
+
+@seen
+def module_as_an_argument() -> Case:
+    block = Block()
+    f = lambda x, block: block(x)  # noqa: E731
+    yield lambda x: (f, (x, block))
+    for _ in _changes(block):
+        yield lambda x: x
+
+
+@seen
+def modules_of_a_class() -> Case:
+    class Own(Block):
+        pass
+
+    block = Own()
+    yield lambda x: block(x)
+    Own.scale = 3.0
+    yield lambda x: x
+    Own.forward = lambda self, x: self.norm(x) * 5.0  # type: ignore[method-assign]
+    yield lambda x: x
+
+
+@seen
+def forward_of_pytorchs_class() -> Case:
+    norm = nn.LayerNorm(24, device=DEVICE)
+    yield lambda x: norm(x)
+    with mock.patch.object(nn.LayerNorm, "forward", lambda self, x: x * 2.0):
+        yield lambda x: x
+    yield lambda x: x
+
+
+@seen
+def dropout_mode() -> Case:
+    drop = nn.Dropout(0.0)
+    yield lambda x: drop(x) * 2
+    drop.eval()
+    yield lambda x: x
+    drop.p = 1.0
+    yield lambda x: x
+    drop.train()
+    yield lambda x: x
+
+
+@seen
+def tied_parameters() -> Case:
+    a, b = nn.LayerNorm(24, device=DEVICE), nn.LayerNorm(24, device=DEVICE)
+    nn.init.normal_(a.weight)
+    b.weight = a.weight
+    yield lambda x: a(x) + b(x * 2)
+    b.weight = nn.Parameter(randn(24))
+    yield lambda x: x
+    a.weight = b.weight
+    yield lambda x: x
+
+
+@seen
+def containers_of_modules() -> Case:
+    norms = nn.ModuleList([nn.LayerNorm(24, device=DEVICE), nn.Identity()])
+    table = nn.ModuleDict({"1": nn.RMSNorm(24, device=DEVICE)})
+
+    def f(x: Tensor) -> Tensor:
+        for norm in norms:
+            x = norm(x)
+        return table["1"](x)
+
+    yield f
+    norms[1] = nn.Sigmoid()
+    yield f
+    del norms[0]
+    yield f
+    table["1"] = nn.Tanh()
+    yield f
+
+
+@seen
+def children() -> Case:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Tanh(), nn.Sigmoid()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for child in self.children():
+                x = child(x)
+            return x
+
+    both = Both()
+    yield lambda x: both(x)
+    both.b = nn.Tanh()
+    yield lambda x: x
+
+
+@seen
+def subclass_of_a_norm() -> Case:
+    class Norm(nn.LayerNorm):
+        shift = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.shift
+
+    norm = Norm(24, device=DEVICE)
+    yield lambda x: norm(x)
+    norm.eps = 0.5
+    yield lambda x: x
+    norm.shift = 2.0
+    yield lambda x: x
+    norm.weight = None
+    yield lambda x: x
+
+
+@seen
+def module_of_which_attributes_are_read() -> Case:
+    block = Scaled(2.0)  # whose forward would be refused
+    yield lambda x: x * block.by * block.weight
+    block.by = 3.0
+    yield lambda x: x
+    block.weight = nn.Parameter(randn(24))
+    yield lambda x: x
+
+
+@seen
+def module_that_a_helper_calls() -> Case:
+    block = Block()
+    apply = lambda module, x: module(x)  # noqa: E731
+    yield lambda x: apply(block, x)
+    block.act = torch.sin
+    yield lambda x: x
+
+
+@seen
+def tensors_in_containers() -> Case:
+    weights: dict[str, Any] = {"a": [randn(24)]}
+    yield lambda x: x * weights["a"][0]
+    weights["a"][0] = randn(24)
+    yield lambda x: x
+    weights["a"][0] = 2.0
+    yield lambda x: x
+
+
+@kernels
+@pytest.mark.parametrize("case", CASES)
+def test_change_is_seen(case: str) -> None:
+    """The function is fused before and after each change, with what there is at the call."""
+    x, steps = randn(5, 24), CASES[case]()
+    plain = next(steps)
+    given: tuple[Any, ...] = (x,)
+    takes = isinstance(plain.__code__.co_consts, tuple) and case.endswith("as_an_argument")
+    function = plain(x)[0] if takes else plain
+    fused = fusedops.rowwise(function, strict=True)
+    for step in range(20):
+        given = plain(x)[1] if takes else (x,)
+        torch.testing.assert_close(fused(*given), function(*given), rtol=1e-5, atol=1e-5, equal_nan=True,
+                                   msg=lambda text, step=step: f"{case}, step {step}: {text}")  # fmt: skip
+        if next(steps, None) is None:
+            break
+    assert step > 0
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------------
+
+
+class Estimator(torch.autograd.Function):
+    """With a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _hooked() -> nn.Module:
+    act = nn.Tanh()
+    act.register_full_backward_hook(lambda module, given, of_output: None)
+    return act
+
+
+class Holder:
+    """Has what cannot be followed."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+_SCOPE: dict[str, Any] = {
+    "torch": torch, "F": F, "Estimator": Estimator, "apply": Estimator.apply, "hooked": _hooked(),
+    "nested": nn.Sequential(_hooked()), "holder": Holder(deque([2.0])), "acts": {"a": Estimator.apply},
+    "partial": functools.partial(Estimator.apply), "keyed": {(1, 2): 3.0}, "many": [float(i) for i in range(5000)],
+    "cached": functools.lru_cache(times(2.0)), "iterator": iter([2.0]), "modules": {"a": sys},
+    "enabled": [torch.is_grad_enabled],
+}  # fmt: skip
+_REFUSED = {
+    "local_import": ("from settings_of_a_case import k\n    return x * k", "imports settings_of_a_case in its body"),
+    "local_import_of_a_function": ("import acts_of_a_case\n    return acts_of_a_case.act(x)", "imports acts_of_a_case"),
+    "globals": ("return x * globals()['k']", "reads globals"),
+    "vars": ("return x * vars(holder)['value'][0]", "reads vars"),
+    "dict_of_attributes": ("return x * holder.__dict__['value'][0]", "reads __dict__"),
+    "attributes_of_a_computed_module": ("return x * len(getattr(modules['a'], 'argv'))", "is a module of Python"),
+    "state_in_c": ("return x * holder.value[0]", "holder.value is a deque, which may change unseen"),
+    "iterator": ("return x * next(iterator)", "iterator is a list_iterator"),
+    "keys": ("return x * keyed[1, 2]", "keyed is a dict whose keys are no strings"),
+    "too_many": ("return x * many[0]", "more than 4096 values"),
+    "memory_of_results": ("return cached(x)", "cached is a _lru_cache_wrapper"),
+    "mode": ("return x * 2 if enabled[0]() else x", "is a function whose result may change unseen"),
+    "autograd_function": ("return Estimator.apply(x)", "Estimator is a torch.autograd.Function"),
+    "autograd_function_in_a_variable": ("return apply(x)", "Estimator is a torch.autograd.Function"),
+    "autograd_function_in_a_local": ("g = Estimator\n    return g.apply(x)", "Estimator is a torch.autograd.Function"),
+    "autograd_function_in_a_dict": ("return acts['a'](x)", "Estimator is a torch.autograd.Function"),
+    "autograd_function_in_a_partial": ("return partial(x)", "Estimator is a torch.autograd.Function"),
+    "backward_hooks": ("return hooked(x)", "hooked is a module with backward hooks"),
+    "backward_hooks_within": ("return nested(x)", "is a module with backward hooks"),
+}
+
+
+@pytest.mark.parametrize("case", _REFUSED)
+def test_what_may_change_unseen_is_refused(case: str) -> None:
+    body, named = _REFUSED[case]
+    scope = dict(_SCOPE)
+    exec(f"def function(x):\n    {body}", scope)
+    module = types.ModuleType("settings_of_a_case")
+    module.k, module.act = 2.0, torch.tanh  # type: ignore[attr-defined]
+    with (
+        mock.patch.dict("sys.modules", settings_of_a_case=module, acts_of_a_case=module),
+        pytest.raises(fusedops.NotRowwiseError, match=f"^function: .*{named}"),
+    ):
+        fusedops.rowwise(scope["function"]).source(randn(5, 24))
+
+
+@kernels
+def test_hooks_that_come_and_go() -> None:
+    """A function that is refused for them is fused before and after; so is one with hooks on all modules."""
+    act, x = nn.Tanh(), randn(5, 24)
+    function = fusedops.rowwise(lambda x: act(x) * 2)
+    for register in (
+        lambda: act.register_full_backward_hook(lambda *_: None),
+        lambda: nn.modules.module.register_module_forward_hook(lambda module, args, out: out + 1),
+    ):
+        assert function.explain(x).columns == 24
+        handle = register()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.testing.assert_close(function(x), function.function(x))
+            assert "hooks" in function.explain(x).reason
+        handle.remove()
+    assert function.explain(x).columns == 24
+
+
+# --- keys ---------------------------------------------------------------------------------------------------------------
+
+
+@kernels
+def test_addresses_are_not_taken_for_objects() -> None:
+    """What is freed leaves its address to the next: code, a class, a callable."""
+    scope: dict[str, Any] = {}
+    texts = (
+        "def act(x): return x * {}",
+        "class act:\n    k = {}",
+        "class kind:\n    def __call__(self, x): return x * {}",
+    )
+    x = randn(5, 24)
+    for text, called in zip(texts, ("act(x)", "x * act.k", "act(x)"), strict=True):
+        exec(f"def function(x): return {called}", scope)
+        function = fusedops.rowwise(scope["function"], strict=True)
+        for number in range(40):
+            scope.pop("act", None)
+            scope.pop("kind", None)
+            gc.collect()
+            exec(text.format(float(number)), scope)
+            if "kind" in scope:
+                scope["act"] = scope["kind"]()
+            torch.testing.assert_close(function(x), x * number)
+
+
+@kernels
+def test_code_that_is_the_same_is_traced_once() -> None:
+    """A helper that is made in each call, with the same numbers around it, and numbers from before."""
+    k, x = 2.0, randn(5, 24)
+    function = fusedops.rowwise(lambda x: act(x) * k, strict=True)
+    act = times(2.0)
+    function(x)
+    k = 3.0
+    function(x)
+    with mock.patch("fusedops.compiler.programs.trace", side_effect=AssertionError("traced again")):
+        for k in (2.0, 3.0, 2.0):  # noqa: B007
+            act = times(2.0)
+            function(x)
+
+
+@kernels
+def test_many_instances_share_a_program() -> None:
+    """Of one structure; those with another number, and with parameters that are one, have their own."""
+    x, blocks = randn(5, 24), [Scaled(10.0 + number % 3) for number in range(12)]
+    with mock.patch("fusedops.compiler.programs.Programs._traced", autospec=True, side_effect=_traced) as traced:
+        for block in blocks:
+            torch.testing.assert_close(block.scaled(x), x * block.weight * block.by)
+    assert traced.call_count == 3
+    assert len(Scaled.scaled._programs.looks((blocks[0], x))._known) == 1
+
+
+_traced = fusedops.compiler.programs.Programs._traced
+
+
+class Scaled(nn.Module):
+    """With a method that is fused."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.weight, self.by, self.parent = nn.Parameter(randn(24)), by, [self]
+
+    @fusedops.rowwise(strict=True)
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.by
+
+    def forward(self, x: Tensor) -> Tensor:  # not called by the method, and not read for it
+        import settings_of_a_case
+
+        return x * settings_of_a_case.k
+
+
+@kernels
+def test_nothing_that_is_read_is_held() -> None:
+    """Not by a function that outlives it: a module, with a cycle and without, an object, a helper's closure."""
+    act: Any = None
+
+    def held() -> list[weakref.ref[Any]]:
+        nonlocal act
+        block, config = Scaled(2.0), Holder(3.0)
+        block.scaled(randn(5, 24))
+        act = times(block.weight)
+        function(randn(5, 24), config)
+        found = [weakref.ref(one) for one in (block, config, block.weight, act)]
+        act = times(randn(24))
+        return found
+
+    function = fusedops.rowwise(lambda x, config: act(x) * config.value, strict=True)
+    references = held()
+    gc.collect()
+    assert [one() for one in references] == [None] * 4
+
+
+@kernels
+def test_states_that_are_forgotten_are_looked_at_again() -> None:
+    config: Any = types.SimpleNamespace()
+    function, x = fusedops.rowwise(lambda x: x * len(vars_of(config)), strict=True), randn(5, 24)
+    vars_of = lambda one: one.table  # noqa: E731
+    with mock.patch.object(state, "_MOST_LOOKS", 4):
+        for size in (*range(1, 9), *range(1, 9)):
+            config.table = {str(place): 1.0 for place in range(size)}
+            torch.testing.assert_close(function(x), x * size)
+        assert len(function._programs.looks((x,))._known) == 4
+
+
+def test_function_with_a_state_that_is_another_at_each_look_is_refused() -> None:
+    k = 2.0
+    never = mock.patch.object(walking.Walk, "leaf", lambda self, value, variable, name: self.expect("False"))
+    with never, pytest.raises(fusedops.NotRowwiseError, match="is another at each look"):
+        fusedops.rowwise(lambda x: x * k).source(randn(5, 24))
+
+
+# --- the graph instead of the function ----------------------------------------------------------------------------------
+
+
+@kernels
+@every
+def test_program_is_a_function_of_its_tensors(sample: RowwiseFunction) -> None:
+    """In PyTorch's operators too, for transforms, with PyTorch's derivatives: nothing is read but the call's tensors."""
+    function, tensors = fusedops.rowwise(sample.function, strict=True), sample.tensors(torch.float32, DEVICE)
+    program = function._programs.find(tuple(tensors.values()), ()).program
+    with mock.patch.object(F, "dropout", lambda x, p: x * 1.0):
+        want, expected = results(sample.function, tensors)
+    with mock.patch("fusedops.compiler.operator.dropout_of", return_value=none):
+        got, grads = results(lambda *given: program.reference(None, given, none), tensors)
+    for one, other in zip((*got, *grads.values()), (*want, *expected.values()), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * max(1.0, other.abs().max().item()))
+
+
+# --- torch.compile ------------------------------------------------------------------------------------------------------
+
+
+def _many(*names: str) -> Any:
+    return pytest.mark.parametrize("case", names)
+
+
+@kernels
+@_many("global_variable", "helper", "helper_with_a_closure", "default_of_a_helper", "default_of_a_rowwise_function",
+       "number_of_a_helpers_helper", "closure_",
+       "python_module", "dict_of_numbers", "objects_within_objects", "partial", "module_float", "method_float")  # fmt: skip
+@pytest.mark.parametrize("backend", ["aot_eager", "fusedops"])
+def test_compiled_code_is_guarded(case: str, backend: str, fresh_dynamo: None) -> None:
+    """Another number or helper is compiled anew, also where the call is a node that Dynamo does not look into."""
+    x, steps = randn(5, 24), {**CASES, "closure_": _closure, "module_float": _module, "method_float": _method}[case]()
+    plain = next(steps)
+    made = plain if isinstance(plain, nn.Module) else fusedops.rowwise(plain, strict=True)
+    compiled = torch.compile(made, backend=backend, fullgraph=True)
+    while plain is not None:
+        torch.testing.assert_close(compiled(x), made(x), rtol=1e-5, atol=1e-5, equal_nan=True)
+        plain = next(steps, None)
+
+
+def _closure() -> Case:
+    k = 2.0
+    yield lambda x: torch.tanh(x) * k
+    for k in (3.0, 4.0, float("inf")):  # noqa: B007
+        yield lambda x: x
+
+
+def _module() -> Case:
+    module = Scaled(2.0)
+    yield lambda x: x * module.by
+    module.by = 3.0
+    yield lambda x: x
+
+
+class Caller(Scaled):
+    """Calls the method that is fused."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(x)
+
+
+def _method() -> Case:
+    module = Caller(2.0)
+    yield module
+    module.by = 3.0
+    yield module
+
+
+@kernels
+def test_values_from_before_are_not_compiled_again(fresh_dynamo: None) -> None:
+    """A number that goes back and forth has two graphs, each of which is one node."""
+    graphs, k, x = [], 2.0, randn(5, 24)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(
+        fusedops.rowwise(lambda x: torch.tanh(x) * k, strict=True), backend=backend, fullgraph=True
+    )
+    for step in range(12):
+        k = (2.0, 3.0)[step % 2]
+        torch.testing.assert_close(compiled(x), torch.tanh(x) * k, rtol=1e-5, atol=1e-5)
+    assert len(graphs) == 2
+    assert all(len(graph.graph.find_nodes(op="placeholder")) == 1 and len(graph.graph.nodes) == 3 for graph in graphs)
