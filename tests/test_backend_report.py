@@ -62,6 +62,14 @@ def test_changes_are_counted() -> None:
     assert "  changed: 2 x an attention that is causal in the place of its mask\n" in str(report)
 
 
+def test_each_model_is_explained(fresh_dynamo: None) -> None:
+    """More of them than Dynamo compiles of one function."""
+    for cols in range(8, 32, 2):
+        assert len(fusedops.explain(nn.LayerNorm(cols).to(DEVICE), randn(3, cols)).regions) == 1
+    with pytest.raises(TypeError, match="explain: model must be a module or a function, got NoneType"):
+        fusedops.explain(None)  # type: ignore[arg-type]
+
+
 def test_nothing_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def doubled(x: Tensor) -> Tensor:
         return x * 2

@@ -107,6 +107,8 @@ def test_operators_by_hand_within_a_function(make: type[nn.Module]) -> None:
 def test_bad_constructor_and_call() -> None:
     with pytest.raises(TypeError, match="has no argument weights; it has x, weight, scale, p, training"):
         fusedops.nn.Rowwise(scaled_norm, weights=torch.ones(24))
+    with pytest.raises(TypeError, match="function must be a function, got NoneType"):
+        fusedops.nn.Rowwise(None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="weight must be a tensor or a number, got list"):
         fusedops.nn.Rowwise(scaled_norm, weight=[1.0])
     with pytest.raises(TypeError, match="takes 2 arguments beside its parameters, got 3"):

@@ -28,7 +28,7 @@ class Rowwise(nn.Module):
     Shape:
         As the function's.
     Raises:
-        TypeError: the function has no argument of that name; a value is neither a tensor nor a number.
+        TypeError: it is no function; it has no argument of that name; a value is neither a tensor nor a number.
         NotRowwiseError: the function is ``strict`` and cannot be one kernel.
     Numerics: computed in fp32, in fp64 with fp64 tensors.
     Source: `fusedops.rowwise`.
@@ -41,6 +41,8 @@ class Rowwise(nn.Module):
 
     def __init__(self, function: Callable[..., Any], **parameters: Any) -> None:
         super().__init__()
+        if not callable(function):
+            raise TypeError(f"Rowwise: function must be a function, got {type(function).__name__}")
         self.function: Function[..., Any] = function if isinstance(function, Function) else rowwise(function)
         names = list(inspect.signature(self.function).parameters)
         self._names = names
