@@ -118,6 +118,8 @@ def _assert_fails(
         fused(*tensors)
     except Exception:  # noqa: BLE001
         return
+    if "gather" in random.source:  # for an index beside the row, for which a kernel would have to be waited for
+        return
     raise AssertionError(f"it has a result where PyTorch raises {type(error).__name__}: {error}")
 
 
@@ -190,9 +192,11 @@ def _compare(random: RandomFunction, tensors: Sequence[Tensor], got: _Results, n
         assert out.requires_grad == like.requires_grad, f"{what}: requires_grad is {out.requires_grad}"
         assert out.is_contiguous() or not like.is_contiguous(), f"{what}: strides {out.stride()} for {like.stride()}"
     names = [given.name for given in random.given if given.differentiated]
-    assert [g is None for g in got.grads] == [g is None for g in native.grads], (
-        f"gradients of {names}: None for {[g is None for g in got.grads]}, expected {[g is None for g in native.grads]}"
-    )
+    assert len(got.grads) == len(native.grads), "gradients of one alone"
+    for name, one, like in zip(names, got.grads, native.grads, strict=False):
+        # Of what is left out of a row PyTorch has a gradient of zeros.
+        is_nothing = one is None and random.has_parts and like is not None and not like.any()
+        assert (one is None) == (like is None) or is_nothing, f"gradient of {name}: {one}, expected {like}"
     exact = _exactly(random, tensors, native)
     # Runs on numbers a rounding away come after a first comparison: few need them.
     others = list(itertools.chain([native], _narrower(random, tensors, native)))
@@ -234,10 +238,14 @@ def _narrower(random: RandomFunction, tensors: Sequence[Tensor], native: _Result
 def _nearby(random: RandomFunction, tensors: Sequence[Tensor], native: _Results, exact: _Results) -> Iterator[_Results]:
     """PyTorch's results as far from exact ones as on inputs a rounding away: of these, and in the dtypes of the call."""
     wide, acc = _is_wide(random), torch.float64 if _is_wide(random) else torch.float32
+    casts = {torch.float32: "float()", torch.float16: "half()", torch.bfloat16: "bfloat16()"}
+    dtypes = [dtype for dtype, cast in casts.items() if cast in random.source]
+    dtypes += [given.dtype for given in random.given if given.dtype.is_floating_point]
+    coarsest = max(unit_roundoff(dtype) for dtype in (acc, *dtypes))
     for draw in range(_DRAWS):
-        moved = [_moved(t, draw, acc) for t in tensors]
+        moved = [_moved(t, draw, acc, unit_roundoff(acc)) for t in tensors]
         yield _exactly(random, moved, native) if wide else _run(random, random.function, moved, native.outputs)
-        near = [_moved(t, draw, t.dtype) for t in tensors]
+        near = [_moved(t, draw, t.dtype, coarsest) for t in tensors]
         eager, at_near = _run(random, random.function, near, native.outputs), _exactly(random, near, native)
         for one, there, here in zip(eager.tensors, at_near.tensors, exact.tensors, strict=True):
             if one is not None and there is not None and here is not None and one.is_floating_point():
@@ -245,15 +253,13 @@ def _nearby(random: RandomFunction, tensors: Sequence[Tensor], native: _Results,
         yield eager
 
 
-def _moved(tensor: Tensor, draw: int, dtype: torch.dtype) -> Tensor:
+def _moved(tensor: Tensor, draw: int, dtype: torch.dtype, by: float) -> Tensor:
     """The tensor with each number as another rounding of it would be; equal numbers stay equal."""
     if not tensor.is_floating_point():
         return tensor
     values, places = tensor.double().unique(return_inverse=True)
     generator = torch.Generator().manual_seed(draw)
-    factors = 1 + unit_roundoff(dtype) * torch.randn(values.shape, generator=generator, dtype=torch.float64).to(
-        tensor.device
-    )
+    factors = 1 + by * torch.randn(values.shape, generator=generator, dtype=torch.float64).to(tensor.device)
     return (values * factors)[places].view(tensor.shape).to(dtype)
 
 
@@ -279,8 +285,13 @@ def _wrong(random: RandomFunction, got: _Results, exact: _Results, others: Seque
         if one.shape != want.shape or one.dtype != natives[0].dtype:
             found.append(f"{what}: {one.dtype} {one.shape}, expected {natives[0].dtype} {want.shape}")
             continue
-        why = _difference(one.detach(), want.detach(), [native.detach() for native in natives if native is not None], usual,
-                          by_row=random.is_harsh, is_lenient=number >= _first_lenient(random, got))  # fmt: skip
+        is_lenient = number >= _first_lenient(random, got)
+        given = [native.detach() for native in natives if native is not None]
+        units = 10.0 if one.dtype != torch.float64 or "**" not in random.source else 60.0
+        units *= 316.0 if number >= len(got.outputs) and random.has_short_norms else 1.0
+        why = _difference(
+            one.detach(), want.detach(), given, usual, units, by_row=random.is_harsh, is_lenient=is_lenient
+        )
         found += [f"{what}: {why}"] if why else []
     return found
 
@@ -294,14 +305,14 @@ def _first_lenient(random: RandomFunction, got: _Results) -> int:
     return len(got.outputs) + (0 if random.has_parts else len(got.grads))
 
 
-def _difference(
-    got: Tensor, exact: Tensor, natives: Sequence[Tensor], usual: float, *, by_row: bool, is_lenient: bool
-) -> str:
+def _difference(got: Tensor, exact: Tensor, natives: Sequence[Tensor], usual: float, units: float, *, by_row: bool,
+                is_lenient: bool) -> str:  # fmt: skip
     """How a result is wrong; "" where it is right.
 
     Infinities and NaN are where the exact result has them, rounded to the dtype, or one of PyTorch's. Errors are at most
-    twice the largest of PyTorch's; the floor is a unit of roundoff for each of ten statements, of the largest result:
-    values and cotangents are of order one, and what is smaller is the difference of some that are not. With infinities and
+    twice the largest of PyTorch's; the floor is a unit of roundoff for each of ten statements (of powers in fp64, that of a
+    logarithm), of the largest result: values and cotangents are of order one, and what is smaller is the difference of some
+    that are not, in norms of one or two columns of some 316 times as large. With infinities and
     large numbers about, a row is held to what its own errors and results are.
     """
     if not got.is_floating_point():
@@ -310,9 +321,7 @@ def _difference(
     dtype = got.dtype
     kind = _kind(got)
     known = torch.stack([kind == _kind(one.to(dtype)) for one in (exact, *natives)]).any(0)
-    if (
-        is_lenient
-    ):  # a part that nothing is computed of has no gradient, where PyTorch multiplies zero by what may be infinite
+    if is_lenient:
         known |= (kind == 0) & exact.isnan()
     if not known.all():
         return f"{got[~known][:5].tolist()}, expected {exact[~known][:5].tolist()}"
@@ -326,7 +335,7 @@ def _difference(
         native, size = native.amax(-1, keepdim=True), size.amax(-1, keepdim=True)
     elif got.numel():
         native, size = native.amax(), size.amax()
-    allowed = 2 * native + 10 * unit_roundoff(dtype) * size.clamp(min=usual) + torch.finfo(dtype).smallest_normal
+    allowed = 2 * native + units * unit_roundoff(dtype) * size.clamp(min=usual) + torch.finfo(dtype).smallest_normal
     excess = error - allowed
     if not got.numel() or excess.max() <= 0:
         return ""

@@ -7,6 +7,7 @@ written: one that fails there, or whose values are not of order one, is drawn ag
 from __future__ import annotations
 
 import linecache
+import math
 import random
 import re
 import warnings
@@ -284,6 +285,15 @@ class RandomFunction:
         """Whether some columns may be left out."""
         return bool(re.search(r"chunk|split|unbind|narrow|\[\.\.\., |gather", self.source))
 
+    @property
+    def has_short_norms(self) -> bool:
+        """Whether it has norms of one or two columns: with the eps of LayerNorm gradients of up to 316 cancel."""
+        rows = [one.axes for one in self.given if one.axes]
+        is_short = any(
+            math.prod([sizes[axis] for axis in axes if axis in "mn"]) < 3 for axes in rows for sizes in self.sizes
+        )
+        return is_short and bool(re.search("norm|var|std", self.source))
+
     def tensors(self, call: int = 0, device: torch.device | str = "cpu") -> list[Tensor]:
         """Random ones of one of its calls: the same each time."""
         chance = random.Random(f"{self.seed} {call}")
@@ -351,7 +361,7 @@ def _tied(row: Tensor, chance: random.Random) -> None:
 
 _FAULTS: tuple[Callable[[Tensor, random.Random], None], ...] = (
     _somewhere(float("inf")), _somewhere(float("-inf")), _somewhere(float("nan")), _somewhere(float("inf"), float("-inf")),
-    _somewhere(1e15), _somewhere(-1e15), _somewhere(1e4, -1e4), _somewhere(0.0, -0.0), _somewhere(1e-30),
+    _somewhere(1e8), _somewhere(-1e8), _somewhere(1e4, -1e4), _somewhere(0.0, -0.0), _somewhere(1e-30),
     _everywhere(0.0, -0.0), _everywhere(0.0), _everywhere(0.1, 0.7, -0.3, 3.0), _everywhere(float("-inf")), _tied, _tied,
 )  # fmt: skip
 

@@ -82,6 +82,16 @@ FOUND = {
         "x + x.amax(-1, keepdim=True).max(-1, keepdim=True).values", _faulty),
     "NaN for a gradient between the limits of softshrink": _of(
         "x + F.softshrink(x, 0.5).amax(-1, keepdim=True)", _faulty, seed=3),
+    "the largest of what is computed again of a number that is read": _of(
+        "x + (y * v - (y * v).mean(-1, keepdim=True)).amax(-1, keepdim=True) + (y * v).logsumexp(-1, keepdim=True)",
+        _rows(dtype=torch.float64, differentiated=False), _rows("y", dtype=torch.float64, differentiated=False),
+        Given("v", ("n",), torch.float64, differentiated=True), sizes=({"s": 3, "n": 16}, {"s": 17, "n": 32})),
+    "xlogy without a gradient beside an infinite number": _of(
+        "torch.softmax(torch.xlogy(r, x.abs() + 0.3), -1)", _faulty,
+        Given("r", ("s", "1"), torch.float32, differentiated=True), seed=2, sizes=({"s": 1, "n": 16},)),
+    "a constant of other sizes": _of("(r * 0.5).argmax(-1)", Given("r", ("s", "1"), torch.float32),
+                                     sizes=({"s": 5}, {"s": 4})),
+    "a number without its last dimension": _of("x + t.abs().squeeze(-1).transpose(0, -1)", _x, _number),
     "the place of the largest of a number": _of("x + t.argmax(-1) + t.max(-1).values", _x, _number),
 }  # fmt: skip
 

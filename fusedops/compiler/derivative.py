@@ -223,6 +223,13 @@ def _powered(graph: Graph, node: Node, g: Node) -> Sequence[Node]:
     return _mul(graph, g, by_base), _mul(graph, g, by_exponent)
 
 
+def _xlogy(graph: Graph, node: Node, g: Node) -> Sequence[Node]:
+    x, y = node.args
+    zero = graph.const(0.0)
+    flat = graph.binary("and", graph.make("eq", x, zero), graph.make("le", y, zero))
+    return graph.where(flat, zero, graph.make("xlogy", g, y)), _mul(graph, g, graph.binary("div", x, y))
+
+
 def _nothing(graph: Graph, node: Node, g: Node) -> Sequence[None]:
     return (None,) * len(node.args)
 
@@ -258,6 +265,7 @@ _RULES: dict[str, _Rule] = {
     "mul": lambda graph, node, g: (_mul(graph, g, node.args[1]), _mul(graph, g, node.args[0])),
     "div": _divided,
     "power": _powered,
+    "xlogy": _xlogy,
     "fmod": _nothing,
     "maximum": _extremum("gt"),
     "minimum": _extremum("lt"),

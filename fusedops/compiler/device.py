@@ -33,6 +33,12 @@ def expm1(x):
 
 
 @triton.jit
+def xlogy(x, y):
+    """``x log(y)``: zero for a zero x, unless y is NaN."""
+    return tl.where(y != y, y, tl.where(x == 0.0, 0.0, x * tl.log(y)))
+
+
+@triton.jit
 def _larger(one, other):
     return tl.maximum(one, other, propagate_nan=tl.PropagateNan.ALL)
 

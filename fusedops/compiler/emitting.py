@@ -30,7 +30,7 @@ Place = Literal["rows", "vector", "group", "indexed"]
 _DEVICE = ("await_predecessor", "gelu", "gelu_derivative", "gelu_tanh", "gelu_tanh_derivative", "keep_scale", "load_seed",
            "relu", "relu_derivative", "rows_of", "sigmoid", "sigmoid_derivative", "silu", "silu_derivative", "tanh",
            "tanh_derivative")  # fmt: skip
-_OWN = ("expm1", "fmod", "largest", "log1p", "negative_zero", "power")
+_OWN = ("expm1", "fmod", "largest", "log1p", "negative_zero", "power", "xlogy")
 HEADER = f"""import triton
 import triton.language as tl
 
@@ -47,7 +47,7 @@ _UNARY = {"neg": "-{}", "exp": "tl.exp({})", "exp2": "tl.exp2({})", "log2": "tl.
           "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0)).to(ACC)", "sin": "tl.sin({})",
           "cos": "tl.cos({})", "erf": "tl.erf({})", "floor": "tl.floor({})", "ceil": "tl.ceil({})", "not": "{} == 0",
           "isnan": "{0} != {0}"}  # fmt: skip
-_BINARY = {"power": "", "fmod": "{} % {}", "quotient": "{} // {}",
+_BINARY = {"power": "", "fmod": "{} % {}", "quotient": "{} // {}", "xlogy": "",
            "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "and": "{} & {}", "or": "{} | {}",
            "xor": "{} ^ {}", "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}", "ge": "{} >= {}", "eq": "{} == {}",
            "ne": "{} != {}",
@@ -163,6 +163,7 @@ class Emitter:
         self.intermediate_parts: dict[Node, Part] = {}
         self.moved: list[torch.dtype] = []
         self.named: dict[Node, str] = {}
+        self._saved = {*plan.stats, *plan.intermediate.values()}
         self.behind: dict[Node, list[Callable[[], None]]] = {}
         self._literals: set[str] = set()  # values that stand in the source as numbers, whatever node they are of
         self._taken = set(_TAKEN)
@@ -293,7 +294,7 @@ class Emitter:
         if op == "where":
             both = self._literals.issuperset(args[1:]) and node.kind == "float"
             return f"tl.where({', '.join(args)})" + (".to(ACC)" if both else "")
-        if op in ("fmod", "pow", "power"):
+        if op in ("fmod", "pow", "power", "xlogy"):
             return self._called(node, args)
         if op in REDUCTIONS:
             return self._reduction(node)
@@ -310,7 +311,7 @@ class Emitter:
         if node.kind != "float":
             return _BINARY[node.op].format(*args)
         exponents = [_literal(self.structure.graph.const(number), self.acc) for number in node.attrs]
-        name = "fmod" if node.op == "fmod" else "power"
+        name = "power" if node.op == "pow" else node.op
         return f"{name}({', '.join(map(_as_tensor, (*args, *exponents)))})"
 
     def _of_products(self, node: Node) -> str:
@@ -318,15 +319,16 @@ class Emitter:
 
         The compiler would leave one of the two unrounded, and not the same one in every element of a tile.
         """
-        if node.op not in ("add", "sub") or any(arg.op != "mul" or arg in self.leaves for arg in node.args):
+        if node.op not in ("add", "sub") or any(arg.op != "mul" for arg in node.args):
             return ""
         one, other = node.args
         if one is other:
             return ""
         for product, rest, signs in ((other, one, ("-", "")), (one, other, ("", "-"))):
-            if self._literals.isdisjoint(
-                self.named[factor] for factor in product.args
-            ):  # of which Triton would make a tensor in fp32
+            # What a kernel saves or another reads is rounded there, and so is it for all: a backward compares what it computes
+            # again with a largest element. Of literals Triton would make a tensor in fp32.
+            kept = product in self._saved or (self.has_columns(node) and not self.has_columns(product))
+            if not kept and self._literals.isdisjoint(self.named[factor] for factor in product.args):
                 first, second, third = [self.named[value] for value in (*product.args, rest)]
                 left, right = signs if node.op == "sub" else ("", "")
                 return f"tl.fma({left}{first}, {second}, {right}{third})"

@@ -28,7 +28,7 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     **{name: activation.formula for name, activation in ACTIVATIONS.items()},
 }  # fmt: skip
 _BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
-    "power": torch.pow, "fmod": torch.fmod,
+    "power": torch.pow, "fmod": torch.fmod, "xlogy": torch.xlogy,
     "quotient": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "maximum": torch.maximum,
     "minimum": torch.minimum, "and": torch.logical_and, "or": torch.logical_or, "xor": torch.logical_xor,

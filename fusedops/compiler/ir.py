@@ -19,7 +19,8 @@ __all__ = ["BINARY", "COMPARISONS", "REDUCTIONS", "UNARY", "Graph", "Node", "com
 UNARY = frozenset({"neg", "exp", "exp2", "log2",
                    "log", "log1p", "expm1", "sqrt", "root", "pow", "rsqrt", "reciprocal", "abs", "sign", "sin",
                    "cos", "erf", "floor", "ceil", "not", "isnan"})  # fmt: skip
-BINARY = frozenset({"power", "fmod", "quotient", "add", "sub", "mul", "div", "maximum", "minimum", "and", "or", "xor"})
+BINARY = frozenset({"power", "fmod", "quotient", "xlogy", "add", "sub", "mul", "div", "maximum", "minimum", "and", "or",
+                    "xor"})  # fmt: skip
 COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 REDUCTIONS = frozenset({"sum", "amax", "pick"})
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..core import compat
 from . import storing
+from .axes import Label
 from .effects import check_effects
 from .errors import NotRowwiseError
 from .looking import Look
@@ -218,8 +219,17 @@ class Programs:
         Of those that are not used: all, or all but the last, or none, as the function reads them.
         """
         unused = [place for place, used in enumerate(structure.used) if not used]
+        read = [operand for operand, used in zip(structure.inputs, structure.used, strict=True) if used]
+        known = {axis for operand in (*read, *structure.outputs) for axis in operand.axes}
+
+        def alone(labels: Sequence[Label]) -> int:  # leading dimensions, which no other tensor has
+            return next((dim for dim, label in enumerate(labels) if known.intersection(label)), len(labels))
+
         for kept in (0, 1):  # of the last dimensions
-            loose = {place: max(len(structure.inputs[place].labels) - kept, 0) for place in unused}
+            loose = {
+                place: max(min(alone(labels := structure.inputs[place].labels), len(labels) - kept), 0)
+                for place in unused
+            }
             axes = [
                 axis
                 for place, count in loose.items()

@@ -150,17 +150,7 @@ def _masked_fill(r: Any, out: Any, x: Value, mask: Value, value: Any) -> Value:
 
 @lowers("xlogy")
 def _xlogy(r: Any, out: Any, x: Any, y: Any) -> Value:
-    graph = r.graph
-
-    def product(a: Node, b: Node) -> Node:
-        zero, is_zero = graph.const(0.0), graph.make("eq", a, graph.const(0.0))
-        found = graph.where(is_zero, zero, graph.binary("mul", a, graph.unary("log", b)))
-        found = graph.where(graph.make("isnan", b), b, found)
-        # The logarithm where there is one, so that nothing infinite is multiplied by zero.
-        of = graph.where(graph.binary("and", is_zero, graph.make("le", b, zero)), graph.const(1.0), b)
-        return differentiated(r, found, (a, graph.unary("log", of)), (b, graph.binary("div", a, b)))
-
-    return pointwise(r, out, product, x, y)
+    return pointwise(r, out, lambda a, b: r.graph.make("xlogy", a, b), x, y)
 
 
 def _known_extremum(comparison: str, extremum: str) -> Lower:

@@ -30,6 +30,8 @@ def _of_difference(r: Any, out: Any, x: Value, target: Value, loss: Callable[[No
 @lowers("huber_loss")
 def _huber(r: Any, out: Any, x: Value, target: Value, reduction: int = 1, delta: float = 1.0) -> Value:
     _unreduced(reduction)
+    if x.dtype != target.dtype:
+        raise NotRowwiseError("huber_loss of two dtypes, whose result has the first one's dtype; convert one of them")
     graph, width = r.graph, r.graph.const(float(delta))
 
     def loss(d: Node) -> tuple[Node, Node]:

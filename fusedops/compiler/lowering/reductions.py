@@ -309,6 +309,8 @@ def _logsumexp(r: Any, out: Any, x: Value, dim: Any, keepdim: bool = False) -> V
 @lowers("gather")
 def _gather(r: Any, out: Any, x: Value, dim: int, index: Value, **_: Any) -> Value:
     """One column of each row, by its number."""
+    if not x.labels:
+        raise NotRowwiseError("gather from a number")
     dim %= len(x.labels)
     if index.labels[dim]:
         raise NotRowwiseError("gather takes more than one column of a row")

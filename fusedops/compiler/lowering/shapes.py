@@ -72,7 +72,7 @@ def _unsqueeze(r: Any, out: Any, x: Value, dim: int) -> Value:
 def _squeeze(r: Any, out: Any, x: Value, dim: Any = None) -> Value:
     rank = len(x.labels)
     dims = range(rank) if dim is None else [dim] if isinstance(dim, int) else dim
-    gone = {d % rank for d in dims if not x.labels[d % rank]}
+    gone = {d % rank for d in dims if not x.labels[d % rank]} if rank else set[int]()
     return Value(x.node, tuple([label for d, label in enumerate(x.labels) if d not in gone]), out.dtype)
 
 
@@ -86,7 +86,8 @@ def _permute(r: Any, out: Any, x: Value, dims: Sequence[int]) -> Value:
 def _transpose(r: Any, out: Any, x: Value, first: int, second: int) -> Value:
     x = _afresh(r, x)
     labels = list(x.labels)
-    labels[first], labels[second] = labels[second], labels[first]
+    if labels:
+        labels[first], labels[second] = labels[second], labels[first]
     return Value(x.node, tuple(labels), out.dtype)
 
 
