@@ -32,7 +32,7 @@ __all__ = [
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size)
 
 # Modules that are a part of the program, not of its state.
-_LIBRARIES = frozenset({"torch", "einops", "math", builtins.__name__})
+_LIBRARIES = frozenset({"torch", "einops", "math", builtins.__name__, __name__.partition(".")[0]})
 # Functions that say how PyTorch runs, which the trace decides for itself.
 MODES = frozenset({"is_grad_enabled", "is_inference_mode_enabled"})
 # Functions that return what a scope has, or attributes by names that no instruction has.
