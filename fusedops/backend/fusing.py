@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from ..compiler.errors import NotRowwiseError
 from ..core import compat, operators, rng
 from .casts import cast_together
+from .dimensions import join, split
 from .embeddings import with_summed_gradients
 from .gradients import needs_gradients, receives_gradients, recorded
 from .grouped import with_offsets_on_cpu
@@ -90,9 +91,10 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
             if not parts:
                 reports.append(RegionReport(*what, reason, functions=functions))
             continue
+        compat.fix(program.numbers)
         saved.update(_saved(program))  # also where no backward follows: inference is to compute the same
         found.append((region, program, reached))
-        reports.append(RegionReport(*what, "", _apart(region), _rows(program), program.program, functions))
+        reports.append(RegionReport(*what, "", _apart(region), program.rows, program.program, functions))
     for region, program, reached in found:
         cut = needs - reached if region.nodes[0] in gradients_on else set[fx.Node]()
         _replace(gm.graph, region, program, needs, cut, replaced, saves=bool(reached))
@@ -134,12 +136,6 @@ def _apart(region: Region) -> int:
             tensors = [value for value in compat.leaves(values) if isinstance(value, Tensor)]
             moved += sum([math.prod(compat.hints(t.shape)) * t.dtype.itemsize for t in tensors])
     return moved
-
-
-def _rows(made: Made) -> int:
-    program = made.program
-    sizes = program.sizes_of([value_of(node) for node in made.inputs])
-    return math.prod(compat.hints([sizes[axis] for axis in program.structure.rows]))
 
 
 # --- biases of matrix products ------------------------------------------------------------------------------------------
@@ -284,12 +280,14 @@ def _replace(graph: fx.Graph, region: Region, made: Made, needs: set[fx.Node], c
             seed = graph.call_function(torch.ops.fusedops.random_state.default, (value_of(made.inputs[0]).device,))
         target = getattr(torch.ops.fusedops, f"{program.name}_forward").default
         call = operators.encode(constants, tuple(dtypes), saves)
-        given = [replaced.get(one, one) for one in made.inputs]
+        nodes = [*[replaced.get(one, one) for one in made.inputs], *made.sizes]
+        given = [split(graph, place, splits, nodes) for place, splits in enumerate(made.source.splits)]
         for number, one in enumerate(made.inputs):
             if one in cut:
                 given[number] = graph.call_function(torch.ops.aten.detach.default, (given[number],))
         node = graph.call_function(target, (*given, seed, threshold, program.structure.cols, call))
-        outs = [graph.call_function(operator.getitem, (node, number)) for number in range(program.count)]
+        outs = [join(graph, graph.call_function(operator.getitem, (node, number)), joins)
+                for number, joins in enumerate(made.source.joins)]  # fmt: skip
     taken = set[int]()
     for old, number in made.outputs:
         out = outs[number]

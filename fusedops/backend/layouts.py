@@ -43,7 +43,8 @@ def laid_out(graph: fx.Graph, results: Iterable[fx.Node]) -> None:
                 continue
             if _have_equal_strides(found, value_of(node)):
                 continue
-            if isinstance(found, Tensor) and not _is_view(node) and (escapes(node) or is_laid_out(node)):
+            has_memory = node in first or not _is_view(node)
+            if isinstance(found, Tensor) and has_memory and (escapes(node) or is_laid_out(node)):
                 _copied(graph, node)
             else:
                 now[node] = found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from ..compiler.planning import planned
 from ..compiler.structure import Structure, structured
 from ..compiler.tracing import Traced, trace
 from ..core import compat, launch, tuning
+from .dimensions import Join, Split, are_joined, joins_of, split_shape, splits_of, take_apart
 from .regions import Region, name_of, value_of
 
 __all__ = ["Made", "Source", "made", "prepare"]
@@ -36,10 +38,32 @@ class Made:
         program: the program.
         inputs: nodes of the graph.
         outputs: nodes of the region; of several that are one value the program has one.
+        numbers: symbols that are constants of it.
+        sizes: nodes of sizes behind the tensors, for `Source.splits`.
+        source: of it.
     """
 
-    def __init__(self, program: Program, inputs: Sequence[fx.Node], outputs: Sequence[tuple[fx.Node, int]]) -> None:
-        self.program, self.inputs, self.outputs = program, inputs, outputs
+    def __init__(self, source: Source, function: _Function, inputs: Sequence[fx.Node]) -> None:
+        self.source, self.program, self.inputs, self.numbers = source, source.program, inputs, function.numbers
+        self.sizes = function.sizes
+        self.outputs = list(zip(function.outputs, source.places, strict=True))
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the tensors that the program takes in the call that is traced."""
+        sizes = [compat.hints([value_of(node)]) for node in self.sizes]
+        return self.source.shapes([*[compat.hints(value_of(node).shape) for node in self.inputs], *sizes])
+
+    @property
+    def rows(self) -> int:
+        """Of the program in the call that is traced."""
+        structure, shapes = self.program.structure, self.shapes
+        where = self.program.dynamic
+        sizes = [
+            shapes[where[axis][1]][where[axis][2]] if axis in where else structure.sizes[axis]
+            for axis in structure.rows
+        ]
+        return math.prod(sizes)
 
 
 class Source:
@@ -50,10 +74,18 @@ class Source:
         places: for each of its results, the number of the program's output.
         structure: of it.
         kept: see `planned`.
+        splits: of each tensor, the dimensions that the program takes as several.
+        joins: of each of the program's outputs, the dimensions that are one of the result.
     """
 
     def __init__(self, graph: fx.Graph, places: Sequence[int], structure: Structure, kept: Sequence[int]) -> None:
         self.graph, self.places, self.structure, self.kept = graph, places, structure, kept
+        self.splits: list[list[Split]] = [[] for _ in structure.inputs]
+        self.joins: list[list[Join]] = [[] for _ in structure.outputs]
+
+    def shapes(self, shapes: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        """Of the tensors that the program takes, from those of the region's."""
+        return tuple([split_shape(place, splits, shapes) for place, splits in enumerate(self.splits)])
 
     @functools.cached_property
     def _run(self) -> Callable[..., Any]:
@@ -97,7 +129,7 @@ def made(found: Region, saved: Collection[fx.Node] = ()) -> Made:
     known = _known[key]
     if isinstance(known, str):
         raise NotRowwiseError(known)
-    return Made(known.program, tensors, list(zip(function.outputs, known.places, strict=True)))
+    return Made(known, function, tensors)
 
 
 def prepare(found: Made, wanted: Collection[fx.Node], receives: Collection[fx.Node]) -> None:
@@ -114,10 +146,9 @@ def prepare(found: Made, wanted: Collection[fx.Node], receives: Collection[fx.No
     device = values[0].device
     if not launch.runs_kernels(device.type) or tuning.on_demand():  # the tuner would run them
         return
-    shapes = tuple([tuple(compat.hints(value.shape)) for value in values])
     with compat.recording_nothing(), compat.without_modes():
         given = {number for node, number in found.outputs if node in receives}
-        reason = _prepared(found.program, device, shapes, tuple([node in wanted for node in found.inputs]),
+        reason = _prepared(found.program, device, found.shapes, tuple([node in wanted for node in found.inputs]),
                            tuple([number in given for number in range(found.program.count)]))  # fmt: skip
     if reason:
         raise NotRowwiseError(reason)
@@ -150,6 +181,8 @@ class _Function:
         graph: of it.
         text: the same for regions that are the same.
         outputs: the nodes that it returns.
+        numbers: symbols that are constants of it.
+        sizes: nodes of the sizes that it takes behind the tensors: those that are none of theirs.
     """
 
     def __init__(self, region: Region, tensors: Sequence[fx.Node]) -> None:
@@ -157,9 +190,14 @@ class _Function:
         self.outputs = region.outputs
         self._sizes = _symbols(tensors)
         self.expressions: list[str] = []
+        self.numbers: list[torch.SymInt | torch.SymFloat] = []
         for place, node in enumerate(tensors):
             copies[node] = self.graph.placeholder(f"t{place}")
         given = list(copies.values())
+        self.sizes = [node for node in region.inputs if node not in copies and self._is_no_size_of(value_of(node))]
+        for place, node in enumerate(self.sizes):
+            copies[node] = self.graph.placeholder(f"size{place}")
+            self.expressions.append(f"size{place} is {value_of(node)}")
         for node in region.inputs:
             if node not in copies:
                 copies[node] = self._size(value_of(node), given)
@@ -176,17 +214,23 @@ class _Function:
         self.graph.output(tuple([copies[node] for node in self.outputs]))
         for node in self.graph.nodes:
             node.meta.clear()
-        module = fx.GraphModule(torch.nn.Module(), self.graph, "region")
-        self.text = "\n".join([module.code, *self.expressions])
-        self.call = module.forward
+        code = fx.GraphModule(torch.nn.Module(), self.graph, "region").code
+        self.text = "\n".join([code, *self.expressions])
+
+    def _is_no_size_of(self, value: Any) -> bool:
+        """Whether a number is a size that cannot be told from the sizes of tensors."""
+        is_size = isinstance(value, torch.SymInt) and not compat.has_one_value(value)
+        return is_size and not all(symbol in self._sizes for symbol in _free_symbols(value))
 
     def _size(self, value: Any, given: Sequence[fx.Node]) -> Any:
-        """A size that is a symbol or an expression of symbols, from sizes of tensors."""
+        """A number that is a symbol or an expression of symbols, from sizes of tensors; or as it is, if it never changes."""
+        if isinstance(value, (torch.SymInt, torch.SymFloat)) and compat.has_one_value(value):
+            self.numbers.append(value)
+            return value.node.hint
         expression: Any = getattr(getattr(value, "node", None), "expr", None)
-        is_size = expression is not None and expression.is_integer
-        symbols = sorted(expression.free_symbols, key=str) if is_size else []
-        if not is_size or not all(symbol in self._sizes for symbol in symbols):
-            raise NotRowwiseError("a size is not one of its tensors'")
+        if expression is None or not expression.is_integer:
+            raise NotRowwiseError("a number in it may change from call to call; make it a tensor")
+        symbols = sorted(expression.free_symbols, key=str)
         places = [self._sizes[symbol] for symbol in symbols]
         sizes = [
             self.graph.call_function(torch.ops.aten.sym_size.int, (given[place], dim)) for place, dim, _, _ in places
@@ -221,20 +265,29 @@ def _symbols(tensors: Sequence[fx.Node]) -> dict[Any, tuple[int, int, int, int]]
 
 def _made(function: _Function, tensors: Sequence[fx.Node], kept: Sequence[int]) -> Source:
     values = [value_of(node) for node in tensors]
-    symbols = {symbol for value in values for size in value.shape for symbol in _free_symbols(size)}
-    structure, places = _structure(function, values, {})
-    if symbols:
-        # Multiples of the sizes, which are divisible by what those are, and no two of which are alike.
-        hints = _hints(values)
-        others = {symbol: (3 + 2 * number) * hints[symbol] for number, symbol in enumerate(sorted(hints, key=str))}
-        if _structure(function, values, others)[0].text() != structure.text():
-            raise NotRowwiseError("the result depends on the number of rows")
-    source = Source(function.graph, places, structure, kept)
-    dynamic = source.program.dynamic
-    for operand, value in zip(structure.inputs, values, strict=True):
+    # Multiples of the sizes, which are divisible by what those are, and none of which is 1 or alike another.
+    sizes = [value_of(node) for node in function.sizes]
+    shapes = [
+        _shapes([*[tuple(value.shape) for value in values], *[(size,) for size in sizes]], times)
+        for times in (1009, 2003)
+    ]
+    source, moving = _source(function.graph, values, shapes, kept)
+    for operand, value in zip(source.structure.inputs, values, strict=True):
         for label, size in zip(operand.labels, value.shape, strict=True):
-            if _free_symbols(size) and not (len(label) == 1 and label[0] in dynamic):
-                raise NotRowwiseError("a length that changes from call to call is one of columns")
+            if _free_symbols(size) and moving.keys().isdisjoint(label):
+                raise NotRowwiseError("a size that changes from call to call is a constant in it")
+    if are_joined(source.structure, moving) or sizes:
+        by_size = {pair: axis for axis, pair in moving.items()}
+        pairs = [(one, other) for (one,), (other,) in zip(*[given[len(values) :] for given in shapes], strict=True)]
+        axes = [by_size.get(pair, -1) for pair in pairs]
+        splits = splits_of(source.structure, moving, axes)
+        joins = [joins_of(operand, moving) for operand in source.structure.outputs]
+        take_apart(function.graph, source.structure, source.places, moving, axes)
+        shapes = [[split_shape(place, own, given) for place, own in enumerate(splits)] for given in shapes]
+        source, moving = _source(function.graph, values, shapes, kept)
+        source.splits, source.joins = splits, joins
+    if not moving.keys() <= source.program.dynamic.keys():
+        raise NotRowwiseError("a length that changes from call to call is one of columns")
     return source
 
 
@@ -242,26 +295,56 @@ def _free_symbols(size: Any) -> Any:
     return getattr(getattr(getattr(size, "node", None), "expr", None), "free_symbols", ())
 
 
-def _hints(values: Sequence[Tensor]) -> dict[Any, int]:
-    """What symbols stand for in the call that is traced, also those that are only in expressions."""
-    return {symbol: compat.hint_of(symbol, size) for value in values for size in value.shape
-            for symbol in _free_symbols(size)}  # fmt: skip
-
-
-def _structure(function: _Function, values: Sequence[Tensor], others: dict[Any, int]) -> tuple[Structure, list[int]]:
-    """The structure for sizes as they are, or with other numbers for symbols; and the output that each one is."""
-    hints = _hints(values) | others
+def _shapes(shapes: Sequence[Sequence[Any]], times: int) -> list[tuple[int, ...]]:
+    """Shapes where symbols are so many times what they stand for, or more."""
+    known = {
+        symbol: compat.hint_of(symbol, size) for shape in shapes for size in shape for symbol in _free_symbols(size)
+    }
+    numbers = {symbol: (times + 2 * place) * known[symbol] for place, symbol in enumerate(sorted(known, key=str))}
 
     def sized(size: Any) -> int:
-        return _evaluated(size.node.expr, list(hints), *hints.values()) if _free_symbols(size) else int(size)
+        return _evaluated(size.node.expr, list(numbers), *numbers.values()) if _free_symbols(size) else int(size)
 
+    return [tuple(map(sized, shape)) for shape in shapes]
+
+
+def _source(graph: fx.Graph, values: Sequence[Tensor], shapes: Sequence[Sequence[Sequence[int]]],
+            kept: Sequence[int]) -> tuple[Source, dict[int, tuple[int, int]]]:  # fmt: skip
+    """What a program is built from, and the axes whose sizes are others with other shapes, with both sizes.
+
+    Args:
+        graph: of the region.
+        values: its tensors, for all but their shapes.
+        shapes: of its tensors, and sizes behind them, of one call and of another.
+    """
+    call = fx.GraphModule(torch.nn.Module(), graph, "region").forward
+    (structure, places), *others = [_structure(call, values, given) for given in dict.fromkeys(map(tuple, shapes))]
+    moving = dict[int, tuple[int, int]]()
+    for other, _ in others:
+        if _outline(other) != _outline(structure):
+            raise NotRowwiseError("the result depends on the number of rows")
+        pairs = enumerate(zip(structure.sizes, other.sizes, strict=True))
+        moving |= {axis: pair for axis, pair in pairs if pair[0] != pair[1]}
+    return Source(graph, places, structure, kept), moving
+
+
+def _outline(structure: Structure) -> Any:
+    """What is the same for all numbers of rows."""
+    return structure.text(), [operand.labels for operand in (*structure.inputs, *structure.outputs)]
+
+
+def _structure(
+    call: Callable[..., Any], values: Sequence[Tensor], shapes: Sequence[Sequence[int]]
+) -> tuple[Structure, list[int]]:
+    """The structure, and the output that each result is."""
     given = []
-    for value in values:
-        tensor = torch.empty([sized(size) for size in value.shape], dtype=value.dtype, device="meta")
+    for value, shape in zip(values, shapes, strict=False):
+        tensor = torch.empty(shape, dtype=value.dtype, device="meta")
         tensor.fusedops_device = value.device  # type: ignore[attr-defined]
         given.append(tensor)
     with compat.recording_nothing(), compat.without_modes():
-        traced = trace(function.call, given, region, [f"t{place}" for place in range(len(given))], lambda _: None)
+        sizes = [size for (size,) in shapes[len(values) :]]
+        traced = trace(call, [*given, *sizes], region, [f"t{place}" for place in range(len(given))], lambda _: None)
     places = _merged(traced)
     return structured(traced), places
 

@@ -301,6 +301,56 @@ def hint_of(symbol: Any, size: Any) -> int:
     return int(known.get(symbol, size.node.hint))
 
 
+def has_one_value(number: Any) -> bool:
+    """Whether all that a symbolic number is computed of is numbers of the caller's that were never seen to change.
+
+    With ``dynamic=True`` Dynamo makes symbols of all numbers, also of the eps of a norm. Of sizes it is False, and without the
+    private names.
+    """
+    environment = number.node.shape_env
+    sources = [source for symbol in number.node.expr.free_symbols
+               for source in environment.var_to_sources.get(symbol, [None])]  # fmt: skip
+    states: Any = (_imported("torch._dynamo.pgo", "get_code_state") or dict)()
+    names = list(map(_name_of_number, sources))
+    seen = [[state.automatic_dynamic[name].scalar for state in states.values() if name in state.automatic_dynamic]
+            for name in names]  # fmt: skip
+    return all(values and all(isinstance(value, (int, float)) for value in values) for values in seen)
+
+
+def fix(numbers: Iterable[Any]) -> None:
+    """Makes symbolic numbers constants of the graph that Dynamo traces, which is traced anew where one is another.
+
+    To PyTorch a float that is a constant of one graph is one of all later graphs. Here it becomes a symbol again where it has
+    changed, as `has_one_value` then finds.
+    """
+    for number in numbers:
+        _fixed.update([str(symbol) for symbol in number.node.expr.free_symbols])
+        number.node.guard_float("", 0) if isinstance(number, torch.SymFloat) else number.node.guard_int("", 0)
+    handler = _imported("torch._dynamo.callback", "callback_handler")
+    if handler is not None and _forget_fixed not in handler.end_callbacks:
+        handler.register_end_callback(_forget_fixed)
+
+
+# The names of symbols that are constants of the graph that is being traced.
+_fixed: set[str] = set()
+
+
+def _forget_fixed(*_: Any) -> None:
+    """At the end of a compilation."""
+    state = _imported("torch._dynamo.symbolic_convert", "TensorifyState")
+    constants: set[str] = getattr(state, "force_specializations", set())
+    constants -= _fixed
+    _fixed.clear()
+
+
+def _name_of_number(source: Any) -> str:
+    """By which Dynamo knows a number: a float is an item of a tensor to it."""
+    while type(source).__name__ in ("CallMethodItemSource", "FloatTensorSource"):
+        source = source.base
+    name = getattr(source, "name", "")
+    return str(name() if callable(name) else name)
+
+
 def share_memory(one: Tensor, other: Tensor) -> bool:
     """Whether tensors without memory would share it. Without the private name they are said to."""
     return memory_of(one) == memory_of(other)
