@@ -91,6 +91,8 @@ FOUND = {
         Given("r", ("s", "1"), torch.float32, differentiated=True), seed=2, sizes=({"s": 1, "n": 16},)),
     "a constant of other sizes": _of("(r * 0.5).argmax(-1)", Given("r", ("s", "1"), torch.float32),
                                      sizes=({"s": 5}, {"s": 4})),
+    "many arguments that nothing is computed of": _of(
+        "x * 2.0", _x, *[_rows(f"u{number}") for number in range(12)], sizes=({"s": 17, "n": 64},)),
     "a number without its last dimension": _of("x + t.abs().squeeze(-1).transpose(0, -1)", _x, _number),
     "the place of the largest of a number": _of("x + t.argmax(-1) + t.max(-1).values", _x, _number),
 }  # fmt: skip

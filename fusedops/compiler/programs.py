@@ -303,7 +303,9 @@ def _other_rows(structure: Structure) -> list[dict[int, int]]:
 def _limit(structure: Structure, largest: int) -> int:
     """The largest size of rows that makes no tensor too large."""
     axes = dynamic_axes(structure)
-    fixed = math.prod([size for axis, size in enumerate(structure.sizes) if axis not in axes])
+    read = [operand for operand, used in zip(structure.inputs, structure.used, strict=True) if used]
+    met = {axis for operand in (*read, *structure.outputs) for axis in operand.axes}  # in one tensor, at most
+    fixed = math.prod([size for axis, size in enumerate(structure.sizes) if axis in met and axis not in axes])
     return min(largest, int((_ELEMENTS / fixed) ** (1 / max(len(axes), 1))))
 
 
