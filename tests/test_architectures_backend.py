@@ -251,6 +251,16 @@ def test_fewer_regions_than_in_the_file_are_lost(monkeypatch: pytest.MonkeyPatch
     assert len(backend_coverage.lost([replace(found, graphs_left=1)])) == 1
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "mixtral", "opt", "vit"])
+def test_as_much_is_fused_where_sizes_and_numbers_are_symbols(name: str) -> None:
+    """But for attention weights with dropout, whose columns change in number."""
+    numbers = backend_coverage.regions_of(name, DEVICE)
+    symbols = backend_coverage.regions_of(name, DEVICE, dynamic=True)
+    assert symbols.graphs == numbers.graphs > 0 and not symbols.graphs_left
+    assert symbols.fused > 0 and backend_coverage.missing(symbols, numbers) <= 0
+
+
 def _on_cpu() -> tuple[nn.Module, dict[str, Any]]:
     model, arguments = built("llama")
     return model.cpu(), {name: t.cpu() if isinstance(t, Tensor) else t for name, t in arguments.items()}
