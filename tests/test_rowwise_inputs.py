@@ -391,16 +391,18 @@ def test_input_with_a_part_of_the_columns(case: str) -> None:
 
 
 @kernels
-@pytest.mark.parametrize("case", ["width", "slice", "expanded", "nothing"])
+@pytest.mark.parametrize("case", ["width", "slice", "expanded", "one row", "many rows", "nothing"])
 def test_tensor_that_lends_its_shape_alone(case: str) -> None:
     functions: dict[str, Callable[..., Any]] = {
         "width": lambda x, y: torch.softmax(x * y.shape[-1] ** -0.5, -1),
         "slice": lambda x, y: x[..., : y.shape[-1]] * 2,
         "expanded": lambda x, y: x * torch.ones_like(x).expand(y.shape[0], *x.shape)[0],
+        "one row": lambda x, y: x * 2 if y.shape[0] == 1 else x * 3,
+        "many rows": lambda x, y: x * 2 if y.shape[0] > 100 else x * 3,
         "nothing": lambda x, y: x * 2,
     }
     function, x = fusedops.rowwise(functions[case], strict=True), randn(3, 8)
-    for shape in ((3, 4), (7, 4), (3, 2), (1, 1)):
+    for shape in ((3, 4), (7, 4), (3, 2), (1, 1), (200, 4)):
         y = randn(*shape)
         torch.testing.assert_close(function(x, y), functions[case](x, y), rtol=1e-5, atol=1e-5)
 

@@ -222,8 +222,11 @@ class Programs:
         read = [operand for operand, used in zip(structure.inputs, structure.used, strict=True) if used]
         known = {axis for operand in (*read, *structure.outputs) for axis in operand.axes}
 
-        def alone(labels: Sequence[Label]) -> int:  # leading dimensions, which no other tensor has
-            return next((dim for dim, label in enumerate(labels) if known.intersection(label)), len(labels))
+        # Leading dimensions that no other tensor has. Those of one, which have no axis, cannot be tried with other sizes.
+        def alone(labels: Sequence[Label]) -> int:
+            return next(
+                (dim for dim, label in enumerate(labels) if not label or known.intersection(label)), len(labels)
+            )
 
         for kept in (0, 1):  # of the last dimensions
             loose = {
@@ -236,8 +239,9 @@ class Programs:
                 for label in structure.inputs[place].labels[:count]
                 for axis in label
             ]
-            others = dict(zip(dict.fromkeys(axes), _primes(structure, _FEW), strict=False))
-            if not others or not self._differs(call, structure, others):
+            sizes = (_primes(structure, _FEW), [1] * len(axes), _divisible(structure, _MANY))
+            others = [dict(zip(dict.fromkeys(axes), choice, strict=False)) for choice in sizes if axes]
+            if not any(self._differs(call, structure, sizes) for sizes in others):
                 return tuple([loose.get(place, 0) for place in range(len(structure.inputs))])
         return (0,) * len(structure.inputs)
 

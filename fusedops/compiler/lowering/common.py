@@ -55,8 +55,11 @@ def joined(r: Any, *labels: tuple[Label, ...]) -> tuple[Label, ...]:
 
 def picked(r: Any, x: Value, dim: int, index: Node) -> Node:
     """One element along a dimension, by its number."""
-    label = x.labels[dim]
-    axes = {*r.axes.of(x.node.axes), *r.axes.of(index.axes)} - set(r.axes.leaves(label))
+    label, varies = x.labels[dim], set(r.axes.of(x.node.axes))
+    leaves = set(r.axes.leaves(label))
+    if leaves.isdisjoint(varies):  # all elements are the same
+        return x.node
+    axes = (varies | set(r.axes.of(index.axes))) - leaves
     return r.graph.make("pick", x.node, index, attrs=(label,), axes=axes, kind=x.node.kind)
 
 

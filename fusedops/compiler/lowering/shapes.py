@@ -188,7 +188,7 @@ def _roll(r: Any, out: Any, x: Value, shifts: Any, dims: Any = ()) -> Value:
 
 @lowers("flip")
 def _flip(r: Any, out: Any, x: Value, dims: Sequence[int]) -> Value:
-    for dim in [d % out.dim() for d in dims]:
+    for dim in [d % len(x.labels) for d in dims if x.labels]:
         if x.labels[dim]:
             x = _side_by_side(r, out, x, dim, [(place, 1) for place in reversed(range(out.shape[dim]))])
     return x
