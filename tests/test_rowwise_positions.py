@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import fusedops
+from fusedops.compiler import programs
 from fusedops.compiler.storing import decoded, encoded
 from rowwise_checks import check, kernels, randn
 from rowwise_functions import RowwiseFunction
@@ -126,7 +127,9 @@ def test_index_of_a_row_that_is_read_in_tiles() -> None:
 @pytest.mark.parametrize("function", [causal, causal_square])
 def test_index_of_a_row_on_disk(function: Callable[..., Any]) -> None:
     """With what the number of rows has to be."""
-    _, found = fusedops.rowwise(function)._programs._structure([torch.empty(2, 6, 6, device=DEVICE)])
+    made, args = fusedops.rowwise(function)._programs, [torch.empty(2, 6, 6, device=DEVICE)]
+    look, _, around = made.looks(args).at(args)
+    _, found = made._structure(programs._Call(args, look, around, None))
     again = decoded(json.loads(json.dumps(encoded(found))))
     assert again.text() == found.text()
     assert again.fixed == found.fixed == ((1,) if function is causal_square else ())

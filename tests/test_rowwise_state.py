@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedops
+from fusedops.backend import entry
 from fusedops.compiler import state, walking
 from fusedops.core.dropout import none
 from rowwise_checks import every, kernels, randn, results
@@ -884,13 +885,13 @@ def _many(*names: str) -> Any:
 @_many("global_variable", "helper", "helper_with_a_closure", "default_of_a_helper", "default_of_a_rowwise_function",
        "number_of_a_helpers_helper", "closure_",
        "python_module", "dict_of_numbers", "objects_within_objects", "partial", "module_float", "method_float")  # fmt: skip
-@pytest.mark.parametrize("backend", ["aot_eager", "fusedops"])
-def test_compiled_code_is_guarded(case: str, backend: str, fresh_dynamo: None) -> None:
+@pytest.mark.parametrize("by", ["aot_eager", "fusedops"])
+def test_compiled_code_is_guarded(case: str, by: str, fresh_dynamo: None) -> None:
     """Another number or helper is compiled anew, also where the call is a node that Dynamo does not look into."""
     x, steps = randn(5, 24), {**CASES, "closure_": _closure, "module_float": _module, "method_float": _method}[case]()
     plain = next(steps)
     made = plain if isinstance(plain, nn.Module) else fusedops.rowwise(plain, strict=True)
-    compiled = torch.compile(made, backend=backend, fullgraph=True)
+    compiled = torch.compile(made, backend=entry.backend if by == "fusedops" else by, fullgraph=True)
     while plain is not None:
         torch.testing.assert_close(compiled(x), made(x), rtol=1e-5, atol=1e-5, equal_nan=True)
         plain = next(steps, None)
