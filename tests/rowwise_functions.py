@@ -12,7 +12,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["DROP", "FUNCTIONS", "SAMPLES", "RowwiseFunction", "named"]
+__all__ = ["DROP", "FUNCTIONS", "SAMPLES", "RowwiseFunction", "Sign", "named"]
 
 # What a function's dropouts drop.
 DROP = 0.25
@@ -307,3 +307,15 @@ def subsets(names: list[str]) -> list[tuple[str, ...]]:
     """All choices of some names, none empty."""
     sizes = range(1, len(names) + 1)
     return [choice for size in sizes for choice in itertools.combinations(names, size)]
+
+
+class Sign(torch.autograd.Function):
+    """A straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient

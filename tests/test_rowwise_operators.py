@@ -111,6 +111,16 @@ def test_functions_of_one_number(name: str, dtype: torch.dtype) -> None:
 
 
 @kernels
+@pytest.mark.parametrize("name", ["sinc", "sinh", "atanh", "elu", "hardswish", "relu6", "softshrink", "pow -2"])
+def test_functions_of_rows_that_are_too_long_for_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's operators run in their place, with the derivatives that the kernels have."""
+    monkeypatch.setattr(launch, "LONGEST_ROW", 16)
+    with launch.record() as launched:
+        _check(name, UNARY[name], [numbers(torch.float32).to(DEVICE)])
+    assert not launched
+
+
+@kernels
 @every_dtype
 @pytest.mark.parametrize("name", BINARY)
 def test_functions_of_two_numbers(name: str, dtype: torch.dtype) -> None:

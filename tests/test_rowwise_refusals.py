@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from fusedops.core import launch
+from rowwise_functions import Sign
 from support import DEVICE
 
 kernels = pytest.mark.kernels
@@ -143,18 +144,6 @@ def without_a_kernel(x: Tensor) -> Tensor:
 
 def complex_numbers(x: Tensor) -> Tensor:
     return torch.fft.fft(x).real  # here
-
-
-class Sign(torch.autograd.Function):
-    """A straight-through estimator."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.sign()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
 
 
 class Reversed(torch.autograd.Function):

@@ -25,7 +25,7 @@ from fusedops.backend import entry
 from fusedops.compiler import state, walking
 from fusedops.core.dropout import none
 from rowwise_checks import every, kernels, randn, results
-from rowwise_functions import RowwiseFunction
+from rowwise_functions import RowwiseFunction, Sign
 from support import DEVICE
 
 # Each case yields a function of rows, and goes on with a change of what that reads, once or more.
@@ -657,18 +657,6 @@ def test_change_is_seen(case: str) -> None:
 # --- what is refused ----------------------------------------------------------------------------------------------------
 
 
-class Estimator(torch.autograd.Function):
-    """With a backward of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.sign()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
 def _hooked() -> nn.Module:
     act = nn.Tanh()
     act.register_full_backward_hook(lambda module, given, of_output: None)
@@ -683,9 +671,9 @@ class Holder:
 
 
 _SCOPE: dict[str, Any] = {
-    "torch": torch, "F": F, "Estimator": Estimator, "apply": Estimator.apply, "hooked": _hooked(),
-    "nested": nn.Sequential(_hooked()), "holder": Holder(deque([2.0])), "acts": {"a": Estimator.apply},
-    "partial": functools.partial(Estimator.apply), "keyed": {(1, 2): 3.0}, "many": [float(i) for i in range(5000)],
+    "torch": torch, "F": F, "Sign": Sign, "apply": Sign.apply, "hooked": _hooked(),
+    "nested": nn.Sequential(_hooked()), "holder": Holder(deque([2.0])), "acts": {"a": Sign.apply},
+    "partial": functools.partial(Sign.apply), "keyed": {(1, 2): 3.0}, "many": [float(i) for i in range(5000)],
     "cached": functools.lru_cache(times(2.0)), "iterator": iter([2.0]), "modules": {"a": sys},
     "enabled": [torch.is_grad_enabled],
 }  # fmt: skip
@@ -702,11 +690,11 @@ _REFUSED = {
     "too_many": ("return x * many[0]", "more than 4096 values"),
     "memory_of_results": ("return cached(x)", "cached is a _lru_cache_wrapper"),
     "mode": ("return x * 2 if enabled[0]() else x", "is a function whose result may change unseen"),
-    "autograd_function": ("return Estimator.apply(x)", "Estimator is a torch.autograd.Function"),
-    "autograd_function_in_a_variable": ("return apply(x)", "Estimator is a torch.autograd.Function"),
-    "autograd_function_in_a_local": ("g = Estimator\n    return g.apply(x)", "Estimator is a torch.autograd.Function"),
-    "autograd_function_in_a_dict": ("return acts['a'](x)", "Estimator is a torch.autograd.Function"),
-    "autograd_function_in_a_partial": ("return partial(x)", "Estimator is a torch.autograd.Function"),
+    "autograd_function": ("return Sign.apply(x)", "Sign is a torch.autograd.Function"),
+    "autograd_function_in_a_variable": ("return apply(x)", "Sign is a torch.autograd.Function"),
+    "autograd_function_in_a_local": ("g = Sign\n    return g.apply(x)", "Sign is a torch.autograd.Function"),
+    "autograd_function_in_a_dict": ("return acts['a'](x)", "Sign is a torch.autograd.Function"),
+    "autograd_function_in_a_partial": ("return partial(x)", "Sign is a torch.autograd.Function"),
     "backward_hooks": ("return hooked(x)", "hooked is a module with backward hooks"),
     "backward_hooks_within": ("return nested(x)", "is a module with backward hooks"),
 }

@@ -79,8 +79,7 @@ def assembled(structure: Structure, operand: Operand, parts: Mapping[Part, Tenso
 
 
 def evaluate(structure: Structure, roots: Iterable[Node], leaves: Callable[[Node], Tensor | None],
-             dtype: torch.dtype, device: torch.device, sizes: Sequence[int], *,
-             differentiable: bool = False) -> dict[Node, Tensor]:  # fmt: skip
+             dtype: torch.dtype, device: torch.device, sizes: Sequence[int]) -> dict[Node, Tensor]:  # fmt: skip
     """The values of the roots, and of all that they are computed of.
 
     Args:
@@ -90,25 +89,17 @@ def evaluate(structure: Structure, roots: Iterable[Node], leaves: Callable[[Node
         dtype: of floating-point values.
         device: of all.
         sizes: of the axes.
-        differentiable: whether PyTorch's derivatives of the values are the function's.
     """
     order = (*structure.rows, *structure.columns)
     found: dict[Node, Tensor] = {}
-
-    def args_of(node: Node) -> tuple[Node, ...]:
-        return node.args if differentiable else computed_of(node)
-
-    for node in topological_until(roots, leaves, found, args_of):
+    for node in topological_until(roots, leaves, found):
         if node not in found:
-            args = [found[arg] for arg in args_of(node)]
-            if differentiable and node.op == "constant_to_gradients":
-                args = [args[0].detach()]
-            found[node] = _computed(node, args, order, sizes, device, dtype)
+            found[node] = _computed(node, [found[arg] for arg in computed_of(node)], order, sizes, device, dtype)
     return found
 
 
-def topological_until(roots: Iterable[Node], leaves: Callable[[Node], Tensor | None], found: dict[Node, Tensor],
-                      args_of: Callable[[Node], Sequence[Node]]) -> list[Node]:  # fmt: skip
+def topological_until(roots: Iterable[Node], leaves: Callable[[Node], Tensor | None],
+                      found: dict[Node, Tensor]) -> list[Node]:  # fmt: skip
     """The nodes to compute, arguments first; leaves go to ``found``."""
     order: dict[Node, None] = {}
 
@@ -119,7 +110,7 @@ def topological_until(roots: Iterable[Node], leaves: Callable[[Node], Tensor | N
         if value is not None:
             found[node] = value
             return
-        for arg in args_of(node):
+        for arg in computed_of(node):
             visit(arg)
         order[node] = None
 
@@ -141,8 +132,8 @@ def _computed(node: Node, args: list[Tensor], order: tuple[int, ...], sizes: Seq
         return args[0].to(dtype if node.kind == "float" else _DTYPES[node.kind])
     if op in ("round", "rounded"):
         return args[0].to(node.attrs[0] if op == "round" else getattr(torch, node.attrs[0])).to(dtype)
-    if op == "instead":  # the first; where there are two, with the derivative of the second
-        return args[0].detach() + (args[1] - args[1].detach()).nan_to_num(0.0) if args[1:] else args[0]
+    if op == "instead":
+        return args[0]
     if op == "root":
         return torch.where(args[0] == 0.0, 0.0, torch.where(args[0] == 0.0, 1.0, args[0]).sqrt())
     if op == "pow":

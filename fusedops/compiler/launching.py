@@ -71,7 +71,7 @@ def forward(site: RowwiseSite, tensors: Any, outs: Any, state: State) -> None:
     grouped = site.program.is_grouped(tensors)
     run = site.launches.get(grouped)
     if run is None:
-        run = site.launches[grouped] = _forward(site, grouped).made()
+        run = site.launches[grouped] = _unfused(site, unfused.forward) or _forward(site, grouped).made()
     try:
         run(tensors, outs, state)
     except launch.NotCompiledError as error:
@@ -85,13 +85,18 @@ def backward(site: RowwiseSite, grads: Any, saved: Any, outs: Any, state: State)
     key = site.program.backward_key(grads, outs)
     run = site.launches.get(key)
     if run is None:
-        run = site.launches[key] = _backward(site, *key).made()
+        run = site.launches[key] = _unfused(site, unfused.backward) or _backward(site, *key).made()
     try:
         run(grads, saved, outs, state)
     except launch.NotCompiledError as error:
         site.program.runs_unfused(error)
         run = site.launches[key] = functools.partial(unfused.backward, site)
         run(grads, saved, outs, state)
+
+
+def _unfused(site: RowwiseSite, run: Callable[..., None]) -> Launch | None:
+    """What runs in the place of launches where rows are too long for kernels; None where they are not."""
+    return functools.partial(run, site) if site.program.is_long else None
 
 
 def grouping(program: Program) -> Callable[[Any], bool]:
@@ -198,6 +203,8 @@ def prepare(program: Program, device_index: int, tensors: Sequence[Tensor], want
     Raises:
         NotCompiledError: Triton cannot compile one.
     """
+    if program.is_long:
+        return
     launchers, bucket = _launchers(program, device_index, tensors, wanted, given)
     drawn = 1 if device_index < 0 else 2  # on a GPU the state is a tensor
     for launcher in launchers:

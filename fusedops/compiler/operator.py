@@ -74,6 +74,7 @@ class Program(Operator):
     Attributes:
         strict: whether kernels that cannot be compiled are an error.
         uncompiled: why PyTorch's operators run instead of kernels; "" where kernels run.
+        is_long: whether rows have more columns than kernels are made for, so that PyTorch's operators run.
         is_grouped: of the inputs, whether the rows come in groups, each of many rows.
         backward_key: of cotangents and gradients, what their launches are known by.
     """
@@ -85,7 +86,9 @@ class Program(Operator):
         super().__init__()
         structure = plan.structure
         self.plan, self.structure, self.function = plan, structure, function
-        self.op, self.strict, self.uncompiled = name, False, ""
+        self.op, self.strict = name, False
+        self.is_long = structure.cols > launch.LONGEST_ROW
+        self.uncompiled = f"rows of more than {launch.LONGEST_ROW:,} columns" if self.is_long else ""
         self.text = structure.text()
         self.dynamic = dynamic_axes(structure)
         self.tiled = structure.cols > LONGEST_ROW
@@ -151,7 +154,7 @@ class Program(Operator):
 
     def cols(self, constants: Any, tensors: Any) -> int:
         """Columns of a part of a row."""
-        return self.structure.cols if self.structure.cols <= launch.LONGEST_ROW else -1
+        return self.structure.cols
 
     def writes(self, constants: Any, dtypes: Dtypes, *, dropout: bool, saves: bool) -> tuple[bool, ...]:
         """What is only for a backward is written where one will follow."""
@@ -209,8 +212,7 @@ class Program(Operator):
             for operand, parts in zip(structure.outputs, structure.results, strict=True)
         ])  # fmt: skip
 
-    def evaluated(self, roots: Iterable[Node], tensors: Any, draw: Callable[..., Dropout], *,
-                  differentiable: bool = False) -> dict[Node, Tensor]:  # fmt: skip
+    def evaluated(self, roots: Iterable[Node], tensors: Any, draw: Callable[..., Dropout]) -> dict[Node, Tensor]:
         """The values of nodes in PyTorch's operators; ``draw`` has a dropout's mask, as `core.function.mask_of`."""
         structure, sizes, masks = self.structure, self.sizes_of(tensors), dict[int, Any]()
 
@@ -221,8 +223,7 @@ class Program(Operator):
                 return value.to(self.acc) if node.kind == "float" else value
             return self.mask(node, sizes, tensors[self.first], draw, masks) if node.op == "keep" else None
 
-        device = tensors[self.first].device
-        return evaluate(structure, roots, leaf, self.acc, device, sizes, differentiable=differentiable)
+        return evaluate(structure, roots, leaf, self.acc, tensors[self.first].device, sizes)
 
     def derivative(self, site: RowwiseSite, grads: Any, saved: Any, dropout: Any, needs: Sequence[bool]) -> Any:
         """The graph of the backward, in PyTorch's operators."""
