@@ -74,6 +74,7 @@ _x = _rows()
 _faulty = _rows(faults=True)  # of seed 3: with NaN
 _number = Given("t", (), torch.float32, differentiated=True)
 _row = Given("r", ("s", "1"), torch.float32, faults=True, differentiated=True)
+_given_row = Given("r", ("s", "1"), torch.float32, differentiated=True)
 FOUND = {
     "an output of no differentiated input beside an unused one": _of("x * 2.0", _rows(differentiated=False), _rows("y")),
     "NaN as the largest of parts": _of("torch.cat((x, x * 2.0), -1).amax(-1)", _faulty, seed=3),
@@ -88,13 +89,19 @@ FOUND = {
         Given("v", ("n",), torch.float64, differentiated=True), sizes=({"s": 3, "n": 16}, {"s": 17, "n": 32})),
     "xlogy without a gradient beside an infinite number": _of(
         "torch.softmax(torch.xlogy(r, x.abs() + 0.3), -1)", _faulty,
-        Given("r", ("s", "1"), torch.float32, differentiated=True), seed=2, sizes=({"s": 1, "n": 16},)),
+        _given_row, seed=2, sizes=({"s": 1, "n": 16},)),
     "a constant of other sizes": _of("(r * 0.5).argmax(-1)", Given("r", ("s", "1"), torch.float32),
                                      sizes=({"s": 5}, {"s": 4})),
     "many arguments that nothing is computed of": _of(
         "x * 2.0", _x, *[_rows(f"u{number}") for number in range(12)], sizes=({"s": 17, "n": 64},)),
     "a number without its last dimension": _of("x + t.abs().squeeze(-1).transpose(0, -1)", _x, _number),
     "the place of the largest of a number": _of("x + t.argmax(-1) + t.max(-1).values", _x, _number),
+    "the sum of a part that is one number of a row": _of(
+        "torch.cat((x, r.expand_as(x)), -1).chunk(2, -1)[1].sum(-1, keepdim=True) * x", _x, _given_row),
+    "the mean of a part that is one number of a row, in tiles": _of(
+        "torch.stack((x, r.expand_as(x)), -2)[..., 1, :].mean(-1, keepdim=True) * x", _x, _given_row, tiled=True),
+    "the first largest of a part that is one number of a row": _of(
+        "torch.stack((r.expand_as(x), x), -2)[..., 0, :].max(-1, keepdim=True).values * x", _x, _given_row),
 }  # fmt: skip
 
 

@@ -397,7 +397,7 @@ class _Structuring:
             parts.append(self._part(node.args[0], tuple(sorted(given.items()))))
             found = parts[0] if found is None else self.graph.binary(combine, found, parts[-1])
         assert found is not None
-        if len(node.attrs) > 1:
+        if len(node.attrs) > 1 and found.axes.intersection(inner):
             if places or len(inner) > 1:
                 raise NotRowwiseError("max of rows that are taken apart, or have several dimensions; use amax")
             return self.graph.make("amax", found, attrs=(tuple(inner), *node.attrs[1:]), axes=found.axes - set(inner))
@@ -429,7 +429,10 @@ class _Structuring:
             by = self.graph.binary("mul", node.args[1], self.graph.const(float(size)))
             if not by.axes & set(over):
                 return self.graph.binary("sub", self._sum(node.args[0], over, shifted=not shifted), by)
-        return self.graph.reduce("sum", node, over)
+        # A part may be one number of a row, unlike the others that it was put together with.
+        count = math.prod([self.sizes[axis] for axis in over if axis not in node.axes])
+        number = self.graph.const(count if node.kind == "int" else float(count))
+        return self.graph.binary("mul", self.graph.reduce("sum", node, over), number)
 
     def _index(self, axes: Label, part: Mapping[int, int]) -> Node:
         """The index along a dimension that is several axes."""
