@@ -20,7 +20,7 @@ from .tune.workloads import Workload, discover, keys_of, operators
 __all__ = ["ON_GPUS", "add_parser", "run"]
 
 # The releases of torch and Triton with which the kernels have run on GPUs, as docs/versions.md has them.
-ON_GPUS = ("2.11", "3.6")
+ON_GPUS = ("2.11", "3.6 and 3.9")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -372,3 +372,16 @@ def test_constants_compile(function: Callable[[Tensor, Tensor], Any], dtype: tor
     """In fp64 a number that fp32 has not is a tensor in the source, and one that was cast is no constant of the graph."""
     for request in requests_of(function, [torch.empty(64, 32, dtype=dtype, device="meta")] * 2):
         launch.compile_fitting(request, SHARED[90], TARGETS["sm_90"])
+
+
+def test_products_are_rounded_forward_and_backward() -> None:
+    """One that is subtracted as it is would not be zero beside itself, as a largest element saved by the forward is."""
+
+    def function(x: Tensor, scale: Tensor) -> Tensor:
+        return (x * scale).softmax(-1)
+
+    requests = requests_of(function, [torch.empty(64, 32, device="meta"), torch.empty(32, device="meta")])
+    assert len(requests) == 2
+    for request in requests:
+        code = launch.compile_kernel(request, TARGETS["sm_90"]).asm["ptx"]
+        assert "mul" in code and "sub" in code and "fma" not in code

@@ -163,7 +163,6 @@ class Emitter:
         self.intermediate_parts: dict[Node, Part] = {}
         self.moved: list[torch.dtype] = []
         self.named: dict[Node, str] = {}
-        self._saved = {*plan.stats, *plan.intermediate.values()}
         self.behind: dict[Node, list[Callable[[], None]]] = {}
         self._literals: set[str] = set()  # values that stand in the source as numbers, whatever node they are of
         self._taken = set(_TAKEN)
@@ -304,7 +303,7 @@ class Emitter:
             return f"{op[2:]}_derivative({args[0]})"
         if op == "neg" and node.kind == "float":
             return f"{args[0]} * -1.0"  # Triton subtracts from zero, which has another zero
-        return self._of_products(node) or (_UNARY.get(op) or _BINARY[op]).format(*args)
+        return (_UNARY.get(op) or _BINARY[op]).format(*args)
 
     def _called(self, node: Node, args: Sequence[str]) -> str:
         """A call of a function of two numbers, of which the second may be an attribute."""
@@ -313,26 +312,6 @@ class Emitter:
         exponents = [_literal(self.structure.graph.const(number), self.acc) for number in node.attrs]
         name = "power" if node.op == "pow" else node.op
         return f"{name}({', '.join(map(_as_tensor, (*args, *exponents)))})"
-
-    def _of_products(self, node: Node) -> str:
-        """A sum or difference of two products; "" if it is none.
-
-        The compiler would leave one of the two unrounded, and not the same one in every element of a tile.
-        """
-        if node.op not in ("add", "sub") or any(arg.op != "mul" for arg in node.args):
-            return ""
-        one, other = node.args
-        if one is other:
-            return ""
-        for product, rest, signs in ((other, one, ("-", "")), (one, other, ("", "-"))):
-            # What a kernel saves or another reads is rounded there, and so is it for all: a backward compares what it computes
-            # again with a largest element. Of literals Triton would make a tensor in fp32.
-            kept = product in self._saved or (self.has_columns(node) and not self.has_columns(product))
-            if not kept and self._literals.isdisjoint(self.named[factor] for factor in product.args):
-                first, second, third = [self.named[value] for value in (*product.args, rest)]
-                left, right = signs if node.op == "sub" else ("", "")
-                return f"tl.fma({left}{first}, {second}, {right}{third})"
-        return ""
 
     def _reduction(self, node: Node) -> str:
         if self._is_loaded(node):

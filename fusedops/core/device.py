@@ -261,8 +261,9 @@ def tanh(x):
         return tl.where(square < 4e-4, x + x * square * odd, far)
     else:
         # Near zero, where the other form cancels: a minimax fit with relative error 1e-9 up to 0.55.
-        odd = -0.33333316 + square * (0.13332586 + square * (-0.05385231 + square * (0.02107168 - 0.00627424 * square)))
-        return tl.where(square < 0.3025, x + x * square * odd, far)
+        odd = tl.fma(square, -0.00627424, 0.02107168)
+        odd = tl.fma(square, tl.fma(square, tl.fma(square, odd, -0.05385231), 0.13332586), -0.33333316)
+        return tl.where(square < 0.3025, tl.fma(x * square, odd, x), far)
 
 
 @triton.jit
@@ -292,10 +293,11 @@ def _normal(x):
         return 0.5 + 0.5 * tl.erf(x * 0.7071067811865476), tl.exp(-0.5 * x * x)
     else:
         bell = tl.exp2(x * x * -0.7213475204444817)
-        t = reciprocal(1.0 + 0.3 * tl.abs(x))
-        p = -0.15666908 + t * 0.0356486328
-        p = 0.126944035 + t * (-0.0513741858 + t * (0.204654232 + t * p))
-        beyond = bell * (t * (0.119637564 + t * (0.120640732 + t * (0.100518085 + t * p))))
+        t = reciprocal(tl.fma(tl.abs(x), 0.3, 1.0))
+        p = tl.fma(t, tl.fma(t, 0.0356486328, -0.15666908), 0.204654232)
+        p = tl.fma(t, tl.fma(t, p, -0.0513741858), 0.126944035)
+        p = tl.fma(t, tl.fma(t, tl.fma(t, p, 0.100518085), 0.120640732), 0.119637564)
+        beyond = bell * (t * p)
         return tl.where(x < 0.0, beyond, 1.0 - beyond), bell
 
 

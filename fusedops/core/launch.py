@@ -228,13 +228,17 @@ SEED_TYPES: tuple[dict[str, str | None], ...] = (
 
 @dataclass(frozen=True)
 class Request:
-    """What a `Variant` is compiled from: a kernel, its argument types and constants, and the config."""
+    """What a `Variant` is compiled from: a kernel, its argument types and constants, and the config.
+
+    ``contract`` lets the compiler make one instruction, which rounds once, of a product and a sum.
+    """
 
     kernel: Any
     types: Mapping[str, str | None]
     constants: Mapping[str, Any]
     config: Config
     divisible: Mapping[str, int]
+    contract: bool = True
 
     @property
     def options(self) -> dict[str, int]:
@@ -246,9 +250,9 @@ class Request:
             options["launch_pdl"] = True
         if self.cooperative:
             options["launch_cooperative_grid"] = True
-        # Products and sums are contracted unless the user decides: Triton's default, which ends with 3.9.
-        if "TRITON_DEFAULT_FP_FUSION" not in os.environ:
-            options["enable_fp_fusion"] = True
+        # Where it may be, the user decides: Triton's default until 3.9 is to contract, from then on not to.
+        if not self.contract or "TRITON_DEFAULT_FP_FUSION" not in os.environ:
+            options["enable_fp_fusion"] = self.contract
         return options
 
     @property
@@ -423,10 +427,11 @@ def build(
     acc: torch.dtype,
     cols: int,
     aligned: bool,
+    contract: bool = True,
 ) -> Variant:
     """The variant for a config; types and constants that the kernel has no argument for are left out.
 
-    With ``aligned`` every address is a multiple of 16 and every stride of 8.
+    With ``aligned`` every address is a multiple of 16 and every stride of 8; for ``contract`` see `Request`.
     """
     types = {name: types[name] for name in kernel.arg_names if name in types}
     divisible = {}
@@ -442,6 +447,7 @@ def build(
         {name: every[name] for name in kernel.arg_names if name in every},
         config,
         divisible,
+        contract,
     )
     if _collectors:
         _collectors[-1].append(request)

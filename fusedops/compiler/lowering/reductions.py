@@ -167,11 +167,9 @@ def variance(
     count = length(r, axes)
     mean = graph.binary("mul", repeated(r, x, total, axes), graph.const(1.0 / count))
     if exact and 1 < count <= _MOST_SUMMED_AGAIN and count & (count - 1):  # sums of equal powers of two are exact
-        # A quotient is rounded where a compiler would leave a product in the next difference as it is.
-        mean = graph.binary("div", repeated(r, x, total, axes), graph.const(float(count)))
         left = graph.binary("sub", as_kind(r, x.node, "float"), mean)
         off, _, _gone = reduced(r, "sum", Value(left, x.labels, x.dtype), dim, keepdim, "float")
-        corrected = graph.binary("add", mean, graph.binary("div", repeated(r, x, off, axes), graph.const(float(count))))
+        corrected = graph.binary("add", mean, graph.binary("mul", repeated(r, x, off, axes), graph.const(1.0 / count)))
         corrected = graph.where(graph.make("isnan", corrected), mean, corrected)  # of an infinite mean
         mean = graph.make("instead", corrected, mean)
 
