@@ -127,3 +127,36 @@ def test_rows_that_are_one_dimension_and_several(function: Callable[..., Any]) -
         for one, other in zip((*ours, *gradients[0]), (*theirs, *gradients[1]), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
     assert len(backend.report.fused) == len(backend.report.regions) == backend.report.graphs
+
+
+def test_rows_whose_number_a_table_settles_are_a_constant() -> None:
+    """An expression of an image's size, which is always the number of the positions that are added."""
+    patches, positions, weight = (
+        nn.Conv2d(3, 24, 4, 4).to(DEVICE),
+        nn.Parameter(randn(1, 9, 24)),
+        nn.Parameter(randn(24)),
+    )
+    parameters = [positions, weight, *patches.parameters()]
+
+    def function(x: Tensor) -> Tensor:
+        rows = F.rms_norm(patches(x).flatten(2).transpose(1, 2), (24,), weight)
+        return F.rms_norm(rows + positions, (24,), weight)
+
+    backend = Backend()
+    compiled = torch.compile(function, backend=backend, dynamic=True)
+    for batch in (2, 3):
+        _check(compiled, function, [randn(batch, 3, 12, 12)], parameters)
+    assert backend.report.graphs == len(backend.report.fused) == len(backend.report.regions) == 1
+
+
+def test_a_tensor_of_sizes_is_captured() -> None:
+    weight = nn.Parameter(randn(24))
+
+    def function(x: Tensor) -> Tensor:
+        return F.rms_norm(x, (24,), weight) * torch.tensor([x.shape[0], 3], device=x.device).sum()
+
+    backend = Backend()
+    compiled = torch.compile(function, backend=backend, dynamic=True)
+    for rows in (5, 7):
+        _check(compiled, function, [randn(rows, 24)], [weight])
+    assert backend.report.graphs == len(backend.report.fused) == 1

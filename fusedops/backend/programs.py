@@ -113,7 +113,7 @@ def made(found: Region, saved: Collection[fx.Node] = ()) -> Made:
     """
     tensors = [node for node in found.inputs if isinstance(value_of(node), Tensor)]
     function = _Function(found, tensors)
-    shapes = [tuple(value_of(node).shape) for node in tensors]
+    shapes = list(map(_shape, tensors))
     kept = tuple([place for place, node in enumerate(tensors) if node in saved])
     key = (function.text, kept, tuple([(value_of(node).dtype, _text(shape)) for node, shape in zip(tensors, shapes, strict=True)]),
            value_of(tensors[0]).device.type)  # fmt: skip
@@ -170,6 +170,11 @@ def _prepared(program: Program, device: torch.device, shapes: Sequence[tuple[int
     return ""
 
 
+def _shape(node: fx.Node) -> tuple[Any, ...]:
+    """Of a tensor, with numbers for the sizes that cannot change."""
+    return tuple(map(compat.settled, value_of(node).shape))
+
+
 def _text(shape: Sequence[Any]) -> str:
     return str([str(size) for size in shape])
 
@@ -219,12 +224,14 @@ class _Function:
 
     def _is_no_size_of(self, value: Any) -> bool:
         """Whether a number is a size that cannot be told from the sizes of tensors."""
-        is_size = isinstance(value, torch.SymInt) and not compat.has_one_value(value)
+        is_size = isinstance(compat.settled(value), torch.SymInt) and not compat.has_one_value(value)
         return is_size and not all(symbol in self._sizes for symbol in _free_symbols(value))
 
     def _size(self, value: Any, given: Sequence[fx.Node]) -> Any:
         """A number that is a symbol or an expression of symbols, from sizes of tensors; or as it is, if it never changes."""
-        if isinstance(value, (torch.SymInt, torch.SymFloat)) and compat.has_one_value(value):
+        if not isinstance(value := compat.settled(value), (torch.SymInt, torch.SymFloat)):
+            return value
+        if compat.has_one_value(value):
             self.numbers.append(value)
             return value.node.hint
         expression: Any = getattr(getattr(value, "node", None), "expr", None)
@@ -252,7 +259,7 @@ def _symbols(tensors: Sequence[fx.Node]) -> dict[Any, tuple[int, int, int, int]]
     """Where each symbol is found: the place of a tensor, a dimension, and factor and summand of its size there."""
     found: dict[Any, tuple[int, int, int, int]] = {}
     for place, node in enumerate(tensors):
-        for dim, size in enumerate(value_of(node).shape):
+        for dim, size in enumerate(_shape(node)):
             for symbol in _free_symbols(size):
                 expression: Any = size.node.expr
                 times = expression.coeff(symbol)
@@ -267,13 +274,10 @@ def _made(function: _Function, tensors: Sequence[fx.Node], kept: Sequence[int]) 
     values = [value_of(node) for node in tensors]
     # Multiples of the sizes, which are divisible by what those are, and none of which is 1 or alike another.
     sizes = [value_of(node) for node in function.sizes]
-    shapes = [
-        _shapes([*[tuple(value.shape) for value in values], *[(size,) for size in sizes]], times)
-        for times in (1009, 2003)
-    ]
+    shapes = [_shapes([*map(_shape, tensors), *[(size,) for size in sizes]], times) for times in (1009, 2003)]
     source, moving = _source(function.graph, values, shapes, kept)
-    for operand, value in zip(source.structure.inputs, values, strict=True):
-        for label, size in zip(operand.labels, value.shape, strict=True):
+    for operand, node in zip(source.structure.inputs, tensors, strict=True):
+        for label, size in zip(operand.labels, _shape(node), strict=True):
             if _free_symbols(size) and moving.keys().isdisjoint(label):
                 raise NotRowwiseError("a size that changes from call to call is a constant in it")
     if are_joined(source.structure, moving) or sizes:

@@ -301,6 +301,17 @@ def hint_of(symbol: Any, size: Any) -> int:
     return int(known.get(symbol, size.node.hint))
 
 
+def settled(size: Any) -> Any:
+    """A size as a number where the graph's guards leave it no other, such as the rows that a table of positions is added to.
+
+    Symbols of such sizes are numbers already, expressions of symbols are not. Without the private name they stay expressions.
+    """
+    if not isinstance(size, torch.SymInt) or size.node.expr.is_Symbol or not size.node.has_hint():
+        return size
+    is_known = _imported("torch.fx.experimental.symbolic_shapes", "statically_known_true")
+    return size.node.hint if is_known is not None and is_known(size == size.node.hint) else size
+
+
 def has_one_value(number: Any) -> bool:
     """Whether all that a symbolic number is computed of is numbers of the caller's that were never seen to change.
 
@@ -842,8 +853,9 @@ OVERLOAD: type = _find("_ops.OpOverload", type(None))
 CAST: Any = _find("ops.aten._to_copy.default", None)
 HIGHER_ORDER: type = _find("_ops.HigherOrderOperator", type(None))
 OPERATORS: tuple[type, ...] = (OVERLOAD, _find("_ops.OpOverloadPacket", type(None)), HIGHER_ORDER)
-PURE_MODULES = frozenset({"torch", "torch.functional", "torch.nn.functional", "torch._tensor", "torch._C._nn", "torch._C._special",
-                          "torch._C._linalg", "torch._C._fft", "_operator", "builtins", "math"})  # fmt: skip
+# Dynamo calls `torch._refs` in the place of `torch.tensor` with numbers that are symbols.
+PURE_MODULES = frozenset({"torch", "torch._refs", "torch.functional", "torch.nn.functional", "torch._tensor", "torch._C._nn",
+                          "torch._C._special", "torch._C._linalg", "torch._C._fft", "_operator", "builtins", "math"})  # fmt: skip
 CHECKPOINTED: Any = _find("_higher_order_ops.wrap.tag_activation_checkpoint", None)
 # A part that is marked by `torch.compiler.nested_compile_region`: one graph for all of its calls.
 NESTED: Any = _find("ops.higher_order.invoke_subgraph", None)
