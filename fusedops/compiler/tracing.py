@@ -159,18 +159,24 @@ def trace(call: Callable[..., Any], arguments: Sequence[Any], function: Callable
     return traced
 
 
-_running = threading.local()
+class _Running(threading.local):
+    """How many functions are being traced in this thread, in one another."""
+
+    count = 0
+
+
+_running = _Running()
 
 
 def recording() -> bool:
     """Whether a function is being traced in this thread: another that it calls is traced with it."""
-    return bool(getattr(_running, "count", 0))
+    return _running.count > 0
 
 
 @contextmanager
 def traced_with_others() -> Iterator[None]:
     """Within it functions that kernels would be made of run as they are, for a tracer that makes kernels of more than one."""
-    _running.count = getattr(_running, "count", 0) + 1
+    _running.count += 1
     try:
         yield
     finally:

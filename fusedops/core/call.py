@@ -29,22 +29,24 @@ __all__ = ["as_references", "run", "with_state"]
 _MOST_CALLS = 8192
 
 
-_references = threading.local()
+class _References(threading.local):
+    """Whether calls of this thread run their reference implementations."""
+
+    on = False
+
+
+_references = _References()
 
 
 @contextlib.contextmanager
 def as_references() -> Iterator[None]:
     """Within it calls of this thread run their reference implementations: a tracer sees PyTorch's operators."""
-    before = _in_references()
+    before = _references.on
     _references.on = True
     try:
         yield
     finally:
         _references.on = before
-
-
-def _in_references() -> bool:
-    return getattr(_references, "on", False)
 
 
 class Signature:
@@ -169,7 +171,7 @@ def _elsewhere(op: Operator, tensors: Tensors, p: float, signature: Signature) -
     if _is_on_shards(op, constants, tensors):
         return _on_shards(op, constants, tensors, p)
     # A symbol is not asked: it would become a guard, or be unknown.
-    if not signature.kernels or (type(elements) is int and not elements) or _in_references():
+    if not signature.kernels or (type(elements) is int and not elements) or _references.on:
         return op.reference(constants, tensors, dropout.dropout_of(p, NO_DROPOUT, signature.cols))
     if compat.transforms() or compat.in_forward_mode():
         state = rng.state_of(p, first.device)
