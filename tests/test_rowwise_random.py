@@ -96,6 +96,8 @@ FOUND = {
         "x * 2.0", _x, *[_rows(f"u{number}") for number in range(12)], sizes=({"s": 17, "n": 64},)),
     "a number without its last dimension": _of("x + t.abs().squeeze(-1).transpose(0, -1)", _x, _number),
     "the place of the largest of a number": _of("x + t.argmax(-1) + t.max(-1).values", _x, _number),
+    "gradients beside those of one column that cancel": _of(
+        "F.silu(x) + F.normalize(F.layer_norm(x, x.shape[-1:]), dim=-1) + F.silu(x) * x", _x, sizes=({"s": 3, "n": 1},)),
     "the sum of a part that is one number of a row": _of(
         "torch.cat((x, r.expand_as(x)), -1).chunk(2, -1)[1].sum(-1, keepdim=True) * x", _x, _given_row),
     "the mean of a part that is one number of a row, in tiles": _of(

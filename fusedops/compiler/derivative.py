@@ -81,7 +81,11 @@ class _Backward:
         adjoint = self.adjoint(node) if node.kind == "float" and node.args else None
         if adjoint is None:
             return
-        for arg, contribution in zip(node.args, self._contributions(node, adjoint), strict=True):
+        contributions = self._contributions(node, adjoint)
+        if node.op in ("sub", "div") and node.args[0] is node.args[1]:
+            # They cancel, as where a row's mean is its one element: before smaller terms of others are added to one.
+            contributions = (self.graph.binary("add", *contributions), None)  # type: ignore[arg-type]
+        for arg, contribution in zip(node.args, contributions, strict=True):
             if contribution is not None and arg.kind == "float":
                 self.add(arg, contribution, self._spread(node))
 

@@ -429,10 +429,12 @@ class _Structuring:
             by = self.graph.binary("mul", node.args[1], self.graph.const(float(size)))
             if not by.axes & set(over):
                 return self.graph.binary("sub", self._sum(node.args[0], over, shifted=not shifted), by)
+        total = self.graph.reduce("sum", node, over)
         # A part may be one number of a row, unlike the others that it was put together with.
         count = math.prod([self.sizes[axis] for axis in over if axis not in node.axes])
-        number = self.graph.const(count if node.kind == "int" else float(count))
-        return self.graph.binary("mul", self.graph.reduce("sum", node, over), number)
+        if count == 1:
+            return total
+        return self.graph.binary("mul", total, self.graph.const(count if node.kind == "int" else float(count)))
 
     def _index(self, axes: Label, part: Mapping[int, int]) -> Node:
         """The index along a dimension that is several axes."""
