@@ -73,7 +73,7 @@ _NOT_TAKEN = frozenset({"arange", "full", "new_full", "zeros", "new_zeros", "one
                         "argmax", "argmin", "any", "all",
                         "native_group_norm", "gather", "nll_loss_forward", "stack", "lift_fresh_copy", "lift", "detach",
                         "copy", "norm", "_log_softmax", "huber_loss", "smooth_l1_loss", "binary_cross_entropy", "roll",
-                        "flip", "constant_pad_nd"})  # fmt: skip
+                        "flip", "constant_pad_nd", "fill", "multi_margin_loss"})  # fmt: skip
 
 
 @dataclass(eq=False)

@@ -203,7 +203,10 @@ class Programs:
                    "as in view and expand")  # fmt: skip
         one = 1 in sizes.values()  # of one row neither all operators are defined nor all structures known
         try:
-            again = structured(self._trace(call, _shapes(structure, structure.inputs, sizes)))
+            traced = self._trace(call, _shapes(structure, structure.inputs, sizes))
+            if len(traced.outputs) != len(structure.outputs):
+                return depends
+            again = structured(traced)
         except Exception:  # noqa: BLE001 - whatever fails for other sizes shows that they matter
             return "" if one else depends
         expected = _shapes(structure, structure.outputs, sizes)

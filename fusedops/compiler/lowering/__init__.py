@@ -39,6 +39,8 @@ REFUSED: dict[str, str] = {
     "diagonal": "it has rows and columns in one dimension; multiply by a mask of torch.arange, and sum",
     **dict.fromkeys(("__rshift__", "__lshift__", "bitwise_right_shift", "bitwise_left_shift"),
                     "it shifts bits; multiply or divide by powers of two with * and //"),
+    **dict.fromkeys(("adaptive_max_pool2d", "adaptive_max_pool3d"),
+                    "one of equal elements has the gradient; where these may share it, write x.amax((-2, -1))"),
     "unfold": "it reads each column several times; pass the slices as arguments of their own",
     **dict.fromkeys(
         ("view_as_complex", "view_as_real", "complex", "polar"),

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..ir import Node
 from ..tracing import Value
-from .common import differentiated, lowers, pointwise
+from .common import as_kind, differentiated, lowers, pointwise
 
 
 @lowers("elu", "elu_")
@@ -42,7 +42,7 @@ def _hardtanh(r: Any, out: Any, x: Value, min_val: float = -1.0, max_val: float 
 
     def one(a: Node) -> Node:
         for comparison, limit in (("le", min_val), ("ge", max_val)):
-            bound = graph.const(float(limit))
+            bound = as_kind(r, graph.const(float(limit)), a.kind)
             a = graph.where(graph.make(comparison, a, bound), bound, a)
         return a
 
@@ -132,6 +132,18 @@ def _mish(r: Any, out: Any, x: Value) -> Value:
 @lowers("log_sigmoid_forward")
 def _log_sigmoid(r: Any, out: Any, x: Value) -> Any:
     return [pointwise(r, out[0], lambda a: r.graph.unary("neg", _softplus_of(r, r.graph.unary("neg", a))), x), None]
+
+
+@lowers("special_entr")
+def _entr(r: Any, out: Any, x: Value) -> Value:
+    graph = r.graph
+
+    def one(a: Node) -> Node:
+        known = graph.unary("neg", graph.make("xlogy", a, a))
+        found = graph.where(graph.make("lt", a, graph.const(0.0)), graph.const(-math.inf), known)
+        return differentiated(r, found, (a, graph.binary("sub", graph.const(-1.0), graph.unary("log", a))))
+
+    return pointwise(r, out, one, x)
 
 
 @lowers("sinc")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..tracing import Value, kind_of
-from .common import as_kind, lowers
+from .common import as_kind, as_value, differentiated, lowers
 
 
 def _constant(r: Any, value: float, shape: Sequence[int], dtype: torch.dtype, *, like: Value | None = None) -> Value:
@@ -28,6 +28,18 @@ def _full(r: Any, out: Any, *args: Any, **_: Any) -> Value:
 @lowers("full_like")
 def _full_like(r: Any, out: Any, x: Value, value: Any, **_: Any) -> Value:
     return _constant(r, value, out.shape, out.dtype, like=x)
+
+
+@lowers("fill")
+def _fill(r: Any, out: Any, x: Value, value: Any) -> Value:
+    """Has a gradient, of zero."""
+    found = as_value(r, value, kind_of(out.dtype)).node
+    if found.kind == "float" and x.node.kind == "float":
+        partials = [(x.node, r.graph.const(0.0))]
+        if isinstance(value, Value) and value.node.kind == "float":
+            partials.append((found, r.graph.const(1.0)))
+        found = differentiated(r, found, *partials)
+    return Value(found, x.labels, out.dtype)
 
 
 @lowers("zeros_like")

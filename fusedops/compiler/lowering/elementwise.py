@@ -24,8 +24,21 @@ def _unary(op: str) -> Lower:
 
 
 for _op in ("neg", "exp", "exp2", "log2", "log", "log1p", "expm1", "sqrt", "rsqrt", "reciprocal", "abs", "sign", "sin",
-            "cos", "erf", "floor", "ceil"):  # fmt: skip
+            "cos", "erf"):  # fmt: skip
     TABLE[_op] = TABLE[_op + "_"] = _unary(_op)
+
+
+def _rounded(op: str) -> Lower:
+    """Of whole numbers these themselves."""
+
+    def lower(r: Any, out: Any, x: Value) -> Value:
+        return pointwise(r, out, lambda a: r.graph.unary(op, a) if a.kind == "float" else a, x)
+
+    return lower
+
+
+for _op in ("floor", "ceil"):
+    TABLE[_op] = TABLE[_op + "_"] = _rounded(_op)
 TABLE["sgn"] = TABLE["sign"]
 
 
@@ -64,7 +77,7 @@ def _sum_of(op: str) -> Lower:
         def both(a: Node, b: Node) -> Node:
             if alpha != 1:
                 b = r.graph.binary("mul", b, as_kind(r, r.graph.const(alpha), b.kind))
-            return r.graph.binary(op, a, b)
+            return r.graph.binary("or" if b.kind == "bool" else op, a, b)
 
         return pointwise(r, out, both, x, y)
 
@@ -77,9 +90,7 @@ TABLE["sub"] = TABLE["sub_"] = _sum_of("sub")
 
 @lowers("rsub")
 def _rsub(r: Any, out: Any, x: Any, y: Any, alpha: Any = 1) -> Value:
-    if alpha != 1:
-        raise NotRowwiseError("rsub with alpha")
-    return pointwise(r, out, lambda a, b: r.graph.binary("sub", b, a), x, y)
+    return TABLE["sub"](r, out, y, x, alpha)  # type: ignore[no-any-return]
 
 
 @lowers("div", "div_", "true_divide")
@@ -146,6 +157,32 @@ def _where(r: Any, out: Any, condition: Value, x: Any, y: Any) -> Value:
 @lowers("masked_fill", "masked_fill_")
 def _masked_fill(r: Any, out: Any, x: Value, mask: Value, value: Any) -> Value:
     return _where(r, out, mask, value, x)
+
+
+@lowers("_prelu_kernel")
+def _prelu(r: Any, out: Any, x: Value, weight: Value) -> Value:
+    """The slope of one side lets nothing of the other through, be it infinite."""
+    graph, zero = r.graph, r.graph.const(0.0)
+
+    def one(a: Node, w: Node) -> Node:
+        positive = graph.make("gt", a, zero)
+        return graph.where(positive, a, graph.binary("mul", w, graph.where(positive, zero, a)))  # type: ignore[no-any-return]
+
+    return pointwise(r, out, one, x, weight)
+
+
+@lowers("special_xlog1py")
+def _xlog1py(r: Any, out: Any, x: Any, y: Any) -> Value:
+    graph, zero = r.graph, r.graph.const(0.0)
+
+    def one(a: Node, b: Node) -> Node:
+        is_zero, rise = graph.make("eq", a, zero), graph.unary("log1p", b)
+        found = graph.where(graph.make("isnan", b), b, graph.where(is_zero, zero, graph.binary("mul", a, rise)))
+        flat = graph.binary("and", is_zero, graph.make("le", b, graph.const(-1.0)))
+        steep = graph.binary("div", a, graph.binary("add", b, graph.const(1.0)))
+        return differentiated(r, found, (a, graph.where(flat, zero, rise)), (b, steep))
+
+    return pointwise(r, out, one, x, y)
 
 
 @lowers("xlogy")

@@ -8,7 +8,8 @@ from typing import Any
 from ..errors import NotRowwiseError
 from ..ir import Node
 from ..tracing import Value
-from .common import differentiated, lowers, pointwise
+from .common import as_kind, differentiated, lowers, pointwise
+from .reductions import gather, length, reduced
 
 
 def _unreduced(reduction: int) -> None:
@@ -93,3 +94,28 @@ def _binary_cross_entropy(r: Any, out: Any, x: Value, target: Value, weight: Any
         return graph.binary("mul", found, weights[0]) if weights else found  # type: ignore[no-any-return]
 
     return pointwise(r, out, loss, x, target, *([] if weight is None else [weight]))
+
+
+@lowers("multi_margin_loss")
+def _multi_margin(r: Any, out: Any, x: Value, target: Value, p: Any = 1, margin: Any = 1, weight: Any = None,
+                  reduction: int = 1) -> Value:  # fmt: skip
+    """The mean of what the columns but one are within the margin of that one; at its edge there is no gradient."""
+    _unreduced(reduction)
+    if weight is not None:
+        raise NotRowwiseError("a loss with weights of classes; multiply by weight[target] outside")
+    graph, zero = r.graph, r.graph.const(0.0)
+    index = Value(target.node, (*target.labels, ()), target.dtype)
+    right = gather(r, out, x, len(x.labels) - 1, index)
+    short = graph.binary("add", graph.binary("sub", graph.const(float(margin)), right.node), x.node)
+    short = graph.where(graph.make("gt", short, zero), short, zero)
+    short = graph.binary("mul", short, short) if p == 2 else short
+    place = graph.make("iota", attrs=x.labels[-1], axes=x.labels[-1], kind="int")
+    is_right = graph.make("eq", place, as_kind(r, target.node, "int"))
+    short = graph.where(is_right, zero, short)
+    total, labels, axes = reduced(r, "sum", Value(short, x.labels, x.dtype), len(x.labels) - 1, False, "float")
+    beside = graph.make("isnan", right.node)  # of a class that there is not
+    return Value(
+        graph.where(beside, right.node, graph.binary("mul", total, graph.const(1.0 / length(r, axes)))),
+        labels,
+        out.dtype,
+    )

@@ -305,7 +305,7 @@ def _logsumexp(r: Any, out: Any, x: Value, dim: Any, keepdim: bool = False) -> V
 
 
 @lowers("gather")
-def _gather(r: Any, out: Any, x: Value, dim: int, index: Value, **_: Any) -> Value:
+def gather(r: Any, out: Any, x: Value, dim: int, index: Value, **_: Any) -> Value:
     """One column of each row, by its number."""
     if not x.labels:
         raise NotRowwiseError("gather from a number")
@@ -325,7 +325,7 @@ def _nll_loss(r: Any, out: Any, x: Value, target: Value, weight: Any, reduction:
                               if reduction else "a loss with weights of classes; multiply by weight[target] outside")  # fmt: skip
     graph = r.graph
     index = Value(target.node, (*target.labels, ()), target.dtype)
-    element = _gather(r, out[0], x, len(x.labels) - 1, index)
+    element = gather(r, out[0], x, len(x.labels) - 1, index)
     labels = element.labels[:-1]
     left_out = graph.make("eq", as_kind(r, target.node, "int"), graph.const(ignore_index))
     loss = graph.where(left_out, graph.const(0.0), graph.unary("neg", element.node))
