@@ -160,3 +160,19 @@ def test_a_tensor_of_sizes_is_captured() -> None:
     for rows in (5, 7):
         _check(compiled, function, [randn(rows, 24)], [weight])
     assert backend.report.graphs == len(backend.report.fused) == 1
+
+
+def test_a_softmax_over_a_length_that_changes_is_left_by_name() -> None:
+    """Also where nothing else makes it a region, as in an attention with a sink."""
+    sink, weight = nn.Parameter(randn(4, 1, 1)), nn.Parameter(randn(24))
+
+    def function(x: Tensor) -> Tensor:
+        heads = F.rms_norm(x, (24,), weight).unflatten(-1, (4, 6)).transpose(1, 2)
+        scores = torch.cat([heads @ heads.transpose(-1, -2), sink.expand(len(x), -1, x.shape[1], -1)], -1)
+        return scores.softmax(-1)[..., :-1] @ heads
+
+    for dynamic, left in ((False, []), (True, ["a length that changes from call to call is one of columns"])):
+        torch._dynamo.reset()
+        backend = Backend()
+        _check(torch.compile(function, backend=backend, dynamic=dynamic), function, [randn(2, 5, 24)], [sink, weight])
+        assert _left(backend.report) == left and len(backend.report.fused) == 2 - len(left)

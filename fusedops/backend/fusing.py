@@ -24,6 +24,7 @@ from .products import joined, padded
 from .programs import Made, made, prepare
 from .regions import (
     BIAS,
+    CHANGING,
     COPIES,
     FUNCTION,
     VIEWS,
@@ -63,7 +64,7 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
     replaced = dict[fx.Node, fx.Node]()
     while todo:
         region = todo.popleft()
-        what = (tuple(dict.fromkeys([name_of(node) for node in region.nodes if name_of(node)])), _shape(region))
+        what = _what(region)
         functions = _functions(region)
         try:
             if reason := _why_not(region, needs):
@@ -95,6 +96,7 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
         saved.update(_saved(program))  # also where no backward follows: inference is to compute the same
         found.append((region, program, reached))
         reports.append(RegionReport(*what, "", _apart(region), program.rows, program.program, functions))
+    reports += [RegionReport(*_what(region), CHANGING) for region in finder.changing()]
     for region, program, reached in found:
         cut = needs - reached if region.nodes[0] in gradients_on else set[fx.Node]()
         _replace(gm.graph, region, program, needs, cut, replaced, saves=bool(reached))
@@ -114,6 +116,11 @@ def fused(gm: fx.GraphModule) -> list[RegionReport]:
     gm.graph.lint()
     gm.recompile()
     return reports
+
+
+def _what(region: Region) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The operators of a region, each once, and the shape of its largest output."""
+    return tuple(dict.fromkeys([name_of(node) for node in region.nodes if name_of(node)])), _shape(region)
 
 
 def _functions(region: Region) -> tuple[str, ...]:

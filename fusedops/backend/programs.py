@@ -22,7 +22,7 @@ from ..compiler.structure import Structure, structured
 from ..compiler.tracing import Traced, trace
 from ..core import compat, launch, tuning
 from .dimensions import Join, Split, are_joined, joins_of, split_shape, splits_of, take_apart
-from .regions import Region, name_of, value_of
+from .regions import CHANGING, Region, name_of, value_of
 
 __all__ = ["Made", "Source", "made", "prepare"]
 
@@ -291,7 +291,7 @@ def _made(function: _Function, tensors: Sequence[fx.Node], kept: Sequence[int]) 
         source, moving = _source(function.graph, values, shapes, kept)
         source.splits, source.joins = splits, joins
     if not moving.keys() <= source.program.dynamic.keys():
-        raise NotRowwiseError("a length that changes from call to call is one of columns")
+        raise NotRowwiseError(CHANGING)
     return source
 
 

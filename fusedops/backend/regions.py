@@ -22,6 +22,7 @@ from ..core.operators import NAMES
 
 __all__ = [
     "BIAS",
+    "CHANGING",
     "COPIES",
     "FUNCTION",
     "VIEWS",
@@ -54,6 +55,8 @@ FUNCTION = "fusedops_function"
 # Operators that only name elements otherwise.
 VIEWS = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "unsqueeze", "squeeze", "permute", "transpose",
                    "t", "alias", "split", "split_with_sizes", "chunk", "select", "slice", "unbind"})  # fmt: skip
+# Why a region is left whose kernel would be another in each call.
+CHANGING = "a length that changes from call to call is one of columns"
 # Operators that compute nothing.
 COPIES = VIEWS | {"_to_copy", "clone", ""}
 # Operators that give elements other places.
@@ -248,6 +251,11 @@ class Finder:
         self.eligible = everything
         return [other for other in found if len(other.nodes) < len(region.nodes)]
 
+    def changing(self) -> list[Region]:
+        """The reductions over columns whose number may change from call to call, each alone, that are in no region."""
+        left = [node for node in self.nodes if node in self.eligible and node not in self.taken]
+        return [Region([node]) for node in left if isinstance(_columns(node), torch.SymInt)]
+
     def _found(self, nodes: Iterable[fx.Node]) -> Iterator[Region]:
         for node in nodes:
             if node in self.eligible and node not in self.taken and (columns := columns_of(node)):
@@ -358,6 +366,12 @@ def _is_dropout(node: fx.Node) -> bool:
 
 
 def columns_of(node: fx.Node) -> int:
+    """How many columns a reduction is over; 0 for other nodes, and where the number may change from call to call."""
+    columns = _columns(node)
+    return columns if type(columns) is int else 0
+
+
+def _columns(node: fx.Node) -> int | torch.SymInt:
     """How many columns a reduction is over; 0 for other nodes."""
     name = name_of(node)
     if (
@@ -378,8 +392,8 @@ def columns_of(node: fx.Node) -> int:
     dims = sorted(d % rank for d in ([dims] if isinstance(dims, int) else dims or ())) if rank else []
     if not dims or dims != list(range(rank - len(dims), rank)) or len(dims) == rank:
         return 0
-    sizes = [value.shape[d] for d in dims]
-    return math.prod(sizes) if all(type(size) is int for size in sizes) else 0
+    sizes: list[Any] = [compat.settled(value.shape[d]) for d in dims]
+    return math.prod(sizes)  # type: ignore[no-any-return]
 
 
 def is_of_elements(node: fx.Node) -> bool:
