@@ -30,6 +30,8 @@ __all__ = ["check", "in_tiles", "outcome"]
 
 # Runs on numbers a rounding away, where one alone does not tell how ill-conditioned a function is.
 _DRAWS = 12
+# Relative to an input: roundings differ, and what they are multiplied by is the same to a part in a hundred.
+_NEAR = 2.0**-10
 
 
 @dataclass
@@ -236,7 +238,12 @@ def _narrower(random: RandomFunction, tensors: Sequence[Tensor], native: _Result
 
 
 def _nearby(random: RandomFunction, tensors: Sequence[Tensor], native: _Results, exact: _Results) -> Iterator[_Results]:
-    """PyTorch's results as far from exact ones as on inputs a rounding away: of these, and in the dtypes of the call."""
+    """PyTorch's results as far from exact ones as on inputs a rounding away: of these, and in the dtypes of the call.
+
+    And on inputs `_NEAR` away: on those a rounding away the steps of a formula round alike, as x cos x - sin x beside zero, of
+    which the second derivative of sinc divides what is left by x squared; its error is u / x^2 times what roundings come to.
+    Those of other inputs show how much that is, as far as a function is as ill-conditioned there: they are that near.
+    """
     wide, acc = _is_wide(random), torch.float64 if _is_wide(random) else torch.float32
     casts = {torch.float32: "float()", torch.float16: "half()", torch.bfloat16: "bfloat16()"}
     dtypes = [dtype for dtype, cast in casts.items() if cast in random.source]
@@ -245,12 +252,13 @@ def _nearby(random: RandomFunction, tensors: Sequence[Tensor], native: _Results,
     for draw in range(_DRAWS):
         moved = [_moved(t, draw, acc, unit_roundoff(acc)) for t in tensors]
         yield _exactly(random, moved, native) if wide else _run(random, random.function, moved, native.outputs)
-        near = [_moved(t, draw, t.dtype, coarsest) for t in tensors]
-        eager, at_near = _run(random, random.function, near, native.outputs), _exactly(random, near, native)
-        for one, there, here in zip(eager.tensors, at_near.tensors, exact.tensors, strict=True):
-            if one is not None and there is not None and here is not None and one.is_floating_point():
-                one.data = here.detach() + (one.detach().double() - there.detach())
-        yield eager
+        for by in (coarsest, max(coarsest, _NEAR)):
+            near = [_moved(t, draw, t.dtype, by) for t in tensors]
+            eager, at_near = _run(random, random.function, near, native.outputs), _exactly(random, near, native)
+            for one, there, here in zip(eager.tensors, at_near.tensors, exact.tensors, strict=True):
+                if one is not None and there is not None and here is not None and one.is_floating_point():
+                    one.data = here.detach() + (one.detach().double() - there.detach())
+            yield eager
 
 
 def _moved(tensor: Tensor, draw: int, dtype: torch.dtype, by: float) -> Tensor:

@@ -46,6 +46,11 @@ class Rounded(torch.autograd.Function):
         return gradient, None
 
 
+def hardsigmoid(x: Tensor) -> Tensor:
+    """PyTorch's, which multiplies gradients by a sixth in fp32, whatever their dtype is."""
+    return torch.where((x > -3.0) & (x < 3.0), x / 6.0 + 0.5, F.hardsigmoid(x.detach()))
+
+
 # In a template: {x}, {y} and {z} are of floats, {v} is a vector, {m} a mask, {i} of integers; {d} the dimensions of a row.
 _UNARY = (
     "-{x}", "{x}.abs()", "torch.tanh({x})", "torch.sigmoid({x})", "F.silu({x})", "F.gelu({x})", "torch.relu({x})",
@@ -309,13 +314,18 @@ def random_function(seed: int) -> RandomFunction:
 
 def _compiled(source: str, path: str) -> Callable[..., Any]:
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
-    namespace: dict[str, Any] = {"torch": torch, "F": F, "Clip": Clip, "Rounded": Rounded}
+    namespace: dict[str, Any] = {"torch": torch, "F": F, "Clip": Clip, "Rounded": Rounded, "hardsigmoid": hardsigmoid}
     exec(compile(source, path, "exec"), namespace)
     return namespace["function"]  # type: ignore[no-any-return]
 
 
 def _in_fp64(source: str) -> str:
-    """The source with casts to fp64 in the place of others, but for what is cast down and up again: that rounds."""
+    """The source with casts to fp64 in the place of others, but for what is cast down and up again: that rounds.
+
+    And with what PyTorch does not compute in fp64 as it is meant: a mean by Welford's updates is NaN beside an infinity.
+    """
+    source = source.replace("F.hardsigmoid(", "hardsigmoid(")
+    source = re.sub(r"torch\.var_mean\((\w+), (.+), keepdim=True\)\[1\]", r"\1.mean(\2, keepdim=True)", source)
     source = re.sub(r"(\w+)\.(half|bfloat16)\(\)\.float\(\)", r"Rounded.apply(\1, torch.\2)", source)
     source = re.sub(r"\.(float|half|bfloat16)\(\)", ".double()", source)
     return source.replace("torch.float32", "torch.float64")

@@ -293,7 +293,7 @@ class _Structuring:
                     behind = next((found.index(a) for a in axes[place + 1 :] if a in found), len(found))
                     found.insert(behind, axis)
         for node in self.nodes:
-            axes = (*node.axes, *(node.attrs[0] if node.op == "select" else ()))
+            axes = (*node.axes, *(node.attrs[0] if node.op in ("select", "pick") else ()))
             found += [axis for axis in self.traced.axes.of(axes) if axis not in found]
         self.count = len(found)  # behind them come those of tensors that nothing is computed of
         for v in self.traced.inputs:
