@@ -35,6 +35,7 @@ from architectures.comparing import (
 )
 from architectures.compiled import compiled, compiled_alone
 from fusedops.backend.entry import backend
+from fusedops.backend.regions import CHANGING
 from fusedops.backend.report import CompileReport
 from fusedops.core import compat
 from support import DEVICE
@@ -249,6 +250,19 @@ def test_fewer_regions_than_in_the_file_are_lost(monkeypatch: pytest.MonkeyPatch
     (line,) = backend_coverage.lost([replace(found, fused=found.fused - 1)])
     assert line.startswith(f"llama: {found.fused - 1} fused, before {found.fused}; ")
     assert len(backend_coverage.lost([replace(found, graphs_left=1)])) == 1
+    assert len(backend_coverage.lost([replace(found, fused=found.fused - 1)], dynamic=True)) == 1
+    assert backend_coverage.lost([replace(found, graphs=0, fused=0)], dynamic=True) == []
+
+
+@pytest.mark.parametrize(("numbers", "symbols", "reasons", "count"), [
+    ((7, 7), (7, 5), f"2 x {CHANGING}", 0), ((7, 7), (6, 4), f"2 x {CHANGING}", 1),
+    ((7, 7), (7, 5), f"1 x {CHANGING}; 1 x other", 1), ((7, 5), (7, 5), f"2 x {CHANGING}", 0),
+    ((7, 5), (6, 4), f"2 x {CHANGING}", 1), ((7, 5), (5, 5), "", 0)],
+    ids=["changing", "lost-beside", "other-reason", "left-with-numbers", "lost-beside-left", "not-listed"])  # fmt: skip
+def test_regions_whose_columns_change_are_not_missing(numbers: Any, symbols: Any, reasons: str, count: int) -> None:
+    """Pairs are regions, and those of them that are fused."""
+    found = [backend_coverage.Regions("llama", 1, 0, *pair, 0, 0, reasons) for pair in (symbols, numbers)]
+    assert max(0, backend_coverage.missing(*found)) == count
 
 
 @pytest.mark.kernels
