@@ -149,6 +149,8 @@ ROWS: dict[str, Callable[[Tensor], Any]] = {
     "norm": lambda x: x.norm(dim=-1, keepdim=True),
     "norm_1": lambda x: x.norm(p=1, dim=-1, keepdim=True),
     "norm_inf": lambda x: x.norm(p=_INF, dim=-1, keepdim=True),
+    **{f"norm_{p}": lambda x, p=p: x.norm(p=p, dim=-1, keepdim=True) for p in (3, 0.5, -_INF)},
+    "in_place": lambda x: (x * 1.0).nan_to_num_(1.0).clamp_(-2.0, 2.0).lerp_(torch.ones_like(x), 0.3).softmax(-1),
     "normalize": lambda x: F.normalize(x, dim=-1),
     "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
     "rms_norm": lambda x: F.rms_norm(x, x.shape[-1:], eps=1e-6),

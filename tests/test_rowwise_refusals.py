@@ -657,3 +657,43 @@ def test_refusal_is_for_these_arguments() -> None:
     with launch.record() as launched:
         torch.testing.assert_close(function(x, -1), x.softmax(-1))
     assert launched == ["forward_kernel"]
+
+
+# --- decoration -----------------------------------------------------------------------------------------------------------
+
+
+async def awaited(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def yielding(x: Tensor) -> Any:
+    yield x * 2
+
+
+@pytest.mark.parametrize(
+    ("decorate", "words"),
+    [
+        (lambda: fusedops.rowwise(awaited), "awaited is async; write it with `def`"),
+        (lambda: fusedops.rowwise(yielding), "yielding yields its results; return a tuple of them"),
+        (lambda: fusedops.rowwise(strict="yes"), "strict has type str, expected bool"),  # type: ignore[call-overload]
+        (lambda: fusedops.rowwise(cumulated, strict=1), "strict has type int, expected bool"),  # type: ignore[call-overload]
+    ],
+)
+def test_what_is_no_function_of_rows_is_refused_at_once(decorate: Callable[[], Any], words: str) -> None:
+    with pytest.raises(TypeError, match=f"^rowwise: {words}"):
+        decorate()
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: F.threshold(x, 0.0, 1.0, inplace=True), "threshold_ changes x in place"),
+        (lambda x: x.nan_to_num_(1.0), "nan_to_num_ changes x in place"),
+        (lambda x: (x * 2)[..., :4].fill_(0.0), "fill_ changes in place what another tensor shares"),
+        (lambda x: (x[..., :1] * 2).lerp_(x, 0.5), "doesn't match the broadcast shape"),
+    ],
+)
+def test_changes_in_place_are_refused_by_the_names_of_users(change: Callable[[Tensor], Tensor], words: str) -> None:
+    with pytest.raises(RuntimeError, match=words):
+        fusedops.rowwise(lambda x: change(x), strict=True)(randn(3, 8))

@@ -76,7 +76,8 @@ _NOT_TAKEN = frozenset({"arange", "full", "new_full", "zeros", "new_zeros", "one
                         "argmax", "argmin", "any", "all",
                         "native_group_norm", "gather", "nll_loss_forward", "stack", "lift_fresh_copy", "lift", "detach",
                         "copy", "norm", "_log_softmax", "huber_loss", "smooth_l1_loss", "binary_cross_entropy", "roll",
-                        "flip", "constant_pad_nd", "fill", "multi_margin_loss"})  # fmt: skip
+                        "flip", "constant_pad_nd", "fill", "zero", "multi_margin_loss", "empty",
+                        "empty_like", "new_empty"})  # fmt: skip
 
 
 @dataclass(eq=False)

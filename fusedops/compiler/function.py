@@ -58,6 +58,9 @@ def rowwise(function: Callable[..., Any] | None = None, *, strict: bool = False)
             runs such a function unfused, and warns once with the reason.
     Returns:
         A `Rowwise`, called like the function.
+    Raises:
+        TypeError: ``strict`` is no bool; the function is none of Python, is async, yields, or takes a variable number of
+            arguments.
 
     Example::
 
@@ -66,6 +69,8 @@ def rowwise(function: Callable[..., Any] | None = None, *, strict: bool = False)
             z = residual + gamma * F.dropout(F.silu(x), 0.1)
             return F.rms_norm(z, z.shape[-1:], weight, 1e-6), z
     """
+    if not isinstance(strict, bool):
+        raise TypeError(f"rowwise: strict has type {type(strict).__name__}, expected bool")
     if function is None:
         return functools.partial(rowwise, strict=strict)
     if not isinstance(function, FunctionType):
@@ -116,6 +121,12 @@ class Rowwise(Generic[_P, _R]):
         parameters = self._signature.parameters.values()
         if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
             raise TypeError(f"rowwise: {self.name} takes a variable number of arguments; name each")
+        if inspect.iscoroutinefunction(function):
+            raise TypeError(
+                f"rowwise: {self.name} is async; write it with `def`, and call it where its inputs were awaited"
+            )
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(f"rowwise: {self.name} yields its results; return a tuple of them")
         self._by_keyword = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         # Of a call by place alone that has all arguments; a parameter by keyword alone has none.
         self._count = -1 if self._by_keyword else len(parameters)

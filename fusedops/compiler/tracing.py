@@ -295,22 +295,42 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
         if name.startswith("lift_fresh") and not compat.is_fake(args[0]) and args[0].numel() == 1:
             return self._number(func, args[0])
         lower = lowering.TABLE.get(name)
-        if lower is None:
-            return self._decomposed(func, name, args, kwargs)
+        in_place = name.endswith("_") and not name.endswith("__")
+        if lower is None and (not in_place or compat.out_of_place(func) is None or name[:-1] in lowering.REFUSED):
+            return self._decomposed(func, name.removesuffix("_") if in_place else name, args, kwargs)
         args, kwargs = self._standing_in(args), self._standing_in(kwargs)
-        if name.endswith("_"):
-            self._may_change(args[0], name)
+        if in_place:
+            self._may_change(args[0], self._decomposing or name)
         valued, named = self._valued(args), self._valued(kwargs)
+        if lower is None:
+            return self._out_of_place(func, args, kwargs)
         out = func(*args, **kwargs)
-        found = lower(self, out, *valued, **named)
-        if name.endswith("_") and not torch.is_grad_enabled() and found.node.kind == "float":
+        self._written(lower(self, out, *valued, **named), valued[0] if in_place else None, out, in_place=in_place)
+        return out
+
+    def _out_of_place(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator in place as what it is of a copy."""
+        before, was, target = self.value(args[0]), self._decomposing, args[0]
+        self._decomposing = was or _name_of(func)
+        try:
+            with self:
+                made = compat.out_of_place(func)(*args, **kwargs).to(target.dtype)
+        finally:
+            self._decomposing = was
+        if made.shape != target.shape:  # PyTorch's error comes with the call
+            raise RuntimeError(f"a result of {tuple(made.shape)} does not fit into a tensor of {tuple(target.shape)}")
+        self._written(self.value(made), before, target, in_place=True)
+        return target
+
+    def _written(self, found: Any, before: Any, out: Any, *, in_place: bool) -> None:
+        """Note what an operator made."""
+        if in_place and not torch.is_grad_enabled() and found.node.kind == "float":
             # PyTorch's derivative knows nothing of it: that of what was there before goes on.
-            found = Value(self.graph.make("instead", found.node, valued[0].node), found.labels, found.dtype)
+            found = Value(self.graph.make("instead", found.node, before.node), found.labels, found.dtype)
             with torch.enable_grad():
                 self._note(found, out)
-            return out
+            return
         self._note(found, out)
-        return out
 
     def _number(self, func: Any, tensor: Tensor) -> Tensor:
         """A number that the function makes a tensor of."""
@@ -329,7 +349,10 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
                     f"{name} changes {value.node.names[0]} in place, which the function was given; change a copy"
                 )
         if any(other is not target and compat.share_memory(other, target) for other, _ in self.values.values()):
-            raise NotRowwiseError(f"{name} changes in place what another tensor shares")
+            raise NotRowwiseError(
+                f"{name} changes in place what another tensor shares; change a copy, put parts together with torch.cat, or "
+                "use torch.where"
+            )
 
     def _note(self, found: Any, out: Any) -> None:
         if isinstance(out, Tensor):

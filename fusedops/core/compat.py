@@ -379,6 +379,12 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     return {} if table is None else table
 
 
+def out_of_place(operator: Any) -> Any:
+    """The operator that returns what this one of PyTorch's writes into its first tensor; None if there is none."""
+    name, _, overload = operator.name().partition("::")[2].partition(".")
+    return getattr(getattr(torch.ops.aten, name.removesuffix("_"), None), overload or "default", None)
+
+
 _has_kernel: Callable[[str, str], bool] = _find("_C._dispatch_has_kernel_for_dispatch_key", lambda name, key: False)
 
 

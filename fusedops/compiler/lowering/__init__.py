@@ -21,7 +21,8 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "convolution"), "a matrix product mixes columns"),
     **dict.fromkeys(("_local_scalar_dense", "item", "is_nonzero", "nonzero"),
                     "it takes a tensor's value for Python, and no kernel can wait for that; `torch.where` can replace an `if`"),
-    **dict.fromkeys(("rand", "randn", "rand_like", "randn_like", "bernoulli", "uniform", "normal", "randint"),
+    **dict.fromkeys(("rand", "randn", "rand_like", "randn_like", "bernoulli", "uniform", "normal", "randint",
+                    "exponential", "geometric", "cauchy", "log_normal", "random"),
                     "it draws random numbers; of these only dropout's are drawn again in a backward"),
     "_is_all_true": "it takes for Python whether a condition holds everywhere, as distributions do to validate their "
                     "arguments; pass validate_args=False",
@@ -33,7 +34,7 @@ REFUSED: dict[str, str] = {
         "indexing with a tensor reads other rows or columns; index before the call, or take a column of each row with gather",
     ),
     **dict.fromkeys(
-        ("fill_", "copy_", "zero_", "index_put", "index_put_", "index_fill_", "slice_scatter", "scatter", "scatter_"),
+        ("index_put", "index_put_", "index_fill_", "slice_scatter", "scatter", "scatter_"),
         "it writes into a part of a tensor; put parts together with torch.cat, or use torch.where",
     ),
     "diagonal": "it has rows and columns in one dimension; multiply by a mask of torch.arange, and sum",

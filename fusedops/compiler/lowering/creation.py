@@ -42,7 +42,12 @@ def _fill(r: Any, out: Any, x: Value, value: Any) -> Value:
     return Value(found, x.labels, out.dtype)
 
 
-@lowers("zeros_like")
+@lowers("zero")
+def _zero(r: Any, out: Any, x: Value) -> Value:
+    return _fill(r, out, x, 0)
+
+
+@lowers("zeros_like", "empty_like")
 def _zeros_like(r: Any, out: Any, x: Value, **_: Any) -> Value:
     return _constant(r, 0, out.shape, out.dtype, like=x)
 
@@ -52,7 +57,7 @@ def _ones_like(r: Any, out: Any, x: Value, **_: Any) -> Value:
     return _constant(r, 1, out.shape, out.dtype, like=x)
 
 
-@lowers("zeros", "new_zeros")
+@lowers("zeros", "new_zeros", "empty", "new_empty")
 def _zeros(r: Any, out: Any, *_: Any, **__: Any) -> Value:
     return _constant(r, 0, out.shape, out.dtype)
 

@@ -60,6 +60,8 @@ def _gelu(r: Any, out: Any, x: Value, approximate: str = "none") -> Value:
 
 def _binary(op: str) -> Lower:
     def lower(r: Any, out: Any, x: Any, y: Any, **_: Any) -> Value:
+        if op in ("and", "or", "xor") and kind_of(out.dtype) == "float":
+            raise NotRowwiseError("bits of floats, which PyTorch does not take either")
         return pointwise(r, out, lambda a, b: r.graph.binary(op, a, b), x, y)
 
     return lower
@@ -347,7 +349,7 @@ def _is_narrowed(node: Node) -> bool:
     return node.op == "narrowed" or (node.op in ("detached", "select", "stack") and any(map(_is_narrowed, node.args)))
 
 
-@lowers("_to_copy", "clone", "alias", "lift_fresh_copy", "lift", "contiguous", "copy", "_conj")
+@lowers("_to_copy", "clone", "alias", "lift_fresh_copy", "lift", "contiguous", "_conj")
 def _same(r: Any, out: Any, x: Value, *_: Any, **options: Any) -> Value:
     node = as_kind(r, x.node, kind_of(out.dtype))
     narrower = out.dtype.itemsize < (4 if kind_of(x.dtype) == "float" else x.dtype.itemsize)
@@ -365,6 +367,12 @@ def _same(r: Any, out: Any, x: Value, *_: Any, **options: Any) -> Value:
         # A value of its own: what is rounded to the dtype, if it is returned or saved, is not what others go on from.
         node = r.graph.make("narrowed", node, attrs=(str(out.dtype).removeprefix("torch."),))
     return Value(node, x.labels, out.dtype)
+
+
+@lowers("copy")
+def _copy(r: Any, out: Any, x: Value, source: Value, *_: Any, **__: Any) -> Value:
+    found = _same(r, out, source)
+    return Value(found.node, joined(r, x.labels, found.labels), out.dtype)
 
 
 @lowers("isinf")

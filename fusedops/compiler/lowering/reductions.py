@@ -234,14 +234,41 @@ def _shared_evenly(r: Any, x: Value, largest: Node, dim: Any, keepdim: bool) -> 
 
 @lowers("linalg_vector_norm", "norm")
 def _vector_norm(r: Any, out: Any, x: Value, ord: Any = 2, dim: Any = None, keepdim: bool = False, **_: Any) -> Value:
-    graph = r.graph
-    if ord not in (None, 1, 2, math.inf):
-        raise NotRowwiseError(f"a norm of order {ord}")
-    one = as_kind(r, x.node, "float")
-    value = Value(graph.binary("mul", one, one) if ord in (None, 2) else graph.unary("abs", one), x.labels, x.dtype)
-    node, labels, axes = reduced(r, "amax" if ord == math.inf else "sum", value, dim, keepdim, "float")
-    node = _shared_evenly(r, value, node, dim, keepdim) if ord == math.inf else repeated(r, value, node, axes)
+    graph, one = r.graph, as_kind(r, x.node, "float")
+    if ord not in (None, 1, 2, math.inf, -math.inf):
+        return _norm_of_order(r, out, Value(one, x.labels, x.dtype), float(ord), dim, keepdim)
+    node = graph.binary("mul", one, one) if ord in (None, 2) else graph.unary("abs", one)
+    value = Value(graph.unary("neg", node) if ord == -math.inf else node, x.labels, x.dtype)
+    is_extremum = ord in (math.inf, -math.inf)
+    node, labels, axes = reduced(r, "amax" if is_extremum else "sum", value, dim, keepdim, "float")
+    node = _shared_evenly(r, value, node, dim, keepdim) if is_extremum else repeated(r, value, node, axes)
+    node = graph.unary("neg", node) if ord == -math.inf else node
     return Value(graph.make("root", node) if ord in (2, None) else node, labels, out.dtype)
+
+
+def _norm_of_order(r: Any, out: Any, x: Value, order: float, dim: Any, keepdim: bool) -> Value:
+    """A root of a sum of powers; zeros have no gradient, nor has a norm of zero."""
+    graph, a = r.graph, x.node
+    zero, is_zero = graph.const(0.0), graph.make("eq", a, graph.const(0.0))
+
+    def power(node: Node, exponent: float) -> Node:
+        return graph.make("power", node, graph.const(exponent))  # type: ignore[no-any-return]
+
+    def summed(node: Node) -> tuple[Node, tuple[Label, ...]]:
+        value = Value(node, x.labels, x.dtype)
+        total, labels, axes = reduced(r, "sum", value, dim, keepdim, "float")
+        return repeated(r, value, total, axes), labels
+
+    if order == 0:  # the number of elements that are not zero
+        return Value(*summed(graph.where(is_zero, zero, graph.const(1.0))), out.dtype)
+    size = graph.unary("abs", a)
+    slope = graph.binary("mul", graph.unary("sign", a), power(size, order - 1.0))
+    slope = graph.where(is_zero, zero, graph.binary("mul", slope, graph.const(order)))
+    total, labels = summed(differentiated(r, power(size, order), (a, slope)))
+    norm = power(total, 1.0 / order)
+    steep = graph.binary("mul", power(norm, 1.0 - order), graph.const(1.0 / order))
+    steep = graph.where(graph.make("eq", norm, zero), zero, steep)
+    return Value(differentiated(r, norm, (total, steep)), labels, out.dtype)
 
 
 def _largest(r: Any, x: Value, dim: int) -> Node:
