@@ -102,7 +102,7 @@ def _places(x: Tensor) -> Tensor:
 
 BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     **{name: getattr(torch, name) for name in ("add", "sub", "mul", "div", "maximum", "minimum", "fmax", "fmin", "xlogy",
-                                               "logaddexp")},
+                                               "logaddexp", "hypot")},
     **{name: lambda x, y, name=name: getattr(F, name)(x, y, reduction="none") for name in (
         "mse_loss", "l1_loss", "huber_loss", "smooth_l1_loss", "binary_cross_entropy_with_logits")},
     "soft_margin_loss": lambda x, y: F.soft_margin_loss(x, y.detach(), reduction="none"),

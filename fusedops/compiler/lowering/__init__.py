@@ -27,7 +27,7 @@ REFUSED: dict[str, str] = {
     "_is_all_true": "it takes for Python whether a condition holds everywhere, as distributions do to validate their "
                     "arguments; pass validate_args=False",
     "prod": "it is a reduction without a kernel; of positive numbers it is x.log().sum(-1).exp()",
-    **dict.fromkeys(("lgamma", "digamma", "erfc", "erfinv", "atan", "atan2", "asin", "acos", "hypot", "copysign"),
+    **dict.fromkeys(("lgamma", "digamma", "erfc", "erfinv", "atan", "atan2", "asin", "acos", "copysign"),
                     "it is a function without a kernel; compute it outside"),
     **dict.fromkeys(
         ("index", "index_select", "embedding", "_unsafe_index"),

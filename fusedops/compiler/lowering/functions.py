@@ -218,6 +218,23 @@ def _tan(graph: Any, a: Node) -> tuple[Node, Node]:
     return found, graph.binary("add", graph.binary("mul", found, found), graph.const(1.0))
 
 
+@lowers("hypot", "hypot_")
+def _hypot(r: Any, out: Any, x: Value, y: Value) -> Value:
+    """The root of two squares, neither of which overflows; infinite beside NaN, too, if one number is."""
+    graph, zero, infinite = r.graph, r.graph.const(0.0), r.graph.const(math.inf)
+
+    def one(a: Node, b: Node) -> Node:
+        first, second = graph.unary("abs", a), graph.unary("abs", b)
+        large, small = graph.binary("maximum", first, second), graph.binary("minimum", first, second)
+        share = graph.where(graph.make("eq", large, zero), zero, graph.binary("div", small, large))
+        root = graph.unary("sqrt", graph.binary("add", graph.binary("mul", share, share), graph.const(1.0)))
+        ends = [graph.make("eq", size, infinite) for size in (first, second)]
+        found = graph.where(graph.binary("or", *ends), infinite, graph.binary("mul", large, root))
+        return differentiated(r, found, (a, graph.binary("div", a, found)), (b, graph.binary("div", b, found)))
+
+    return pointwise(r, out, one, x, y)
+
+
 for _name, _function in {
     "log10": _log10, "asinh": _asinh, "acosh": _acosh, "atanh": _atanh, "tan": _tan,
     "cosh": lambda graph, a: (_cosh_of(graph, a), _sinh_of(graph, a)),
