@@ -183,10 +183,10 @@ class _Writer:
         return [node for node in topological(roots) if node in found & used]
 
     def _numbers(self, node: Node, emitter: Emitter, found: set[Node]) -> None:
-        """The floating-point numbers that a number of a row is computed of, itself if it is one."""
+        """The numbers that one of a row is computed of and that memory of floats holds, itself if it does."""
         if node in emitter.leaves or emitter.has_columns(node) or not self._reduces(node, emitter):
             return
-        if node.kind == "float":
+        if node.kind == "float" or (node.op in REDUCTIONS and _counts_columns(node)):
             found.add(node)
         elif node.op in REDUCTIONS:
             raise NotRowwiseError("sums of whole numbers along rows that are longer than a program holds")
@@ -362,6 +362,21 @@ def _levels(roots: Sequence[Node], emitter: Emitter) -> dict[Node, int]:
             level = found[node] + 1
         levels[node] = level
     return found
+
+
+def _counts_columns(node: Node) -> bool:
+    """Whether a reduction gives no whole number beyond the count of columns, as of `any` and `argmax`: fp32 holds it."""
+    if node.op == "sum":
+        return node.args[0].op == "cast" and node.args[0].args[0].kind == "bool"
+    todo = list(node.args)
+    while todo:
+        node = todo.pop()
+        if node.kind == "bool" or node.op in ("const", "iota"):
+            continue
+        if node.op not in ("cast", "where", "neg") or any(arg.kind == "float" for arg in node.args):
+            return False
+        todo += node.args
+    return True
 
 
 def _is_online(total: Node, largest: Node) -> bool:

@@ -209,6 +209,13 @@ def _where(graph: Graph, node: Node, g: Node) -> Sequence[Node | None]:
     return None, graph.where(node.args[0], g, zero), graph.where(node.args[0], zero, g)
 
 
+def _rooted(graph: Graph, node: Node, g: Node) -> Sequence[Node]:
+    """That of zero is zero, and so is its own derivative: nothing is divided by zero, neither here nor there."""
+    is_zero, zero = graph.make("eq", node, graph.const(0.0)), graph.const(0.0)
+    divisor = graph.where(is_zero, graph.const(1.0), node)
+    return (graph.where(is_zero, zero, graph.binary("div", _mul(graph, g, graph.const(0.5)), divisor)),)
+
+
 def _one_less(graph: Graph, node: Node) -> Node:
     """A power with an exponent that is less by one; roots of minus infinity are NaN, as PyTorch's."""
     (x,), exponent = node.args, node.attrs[0] - 1.0
@@ -245,9 +252,7 @@ _RULES: dict[str, _Rule] = {
     "log1p": lambda graph, node, g: (graph.binary("div", g, graph.binary("add", node.args[0], graph.const(1.0))),),
     "expm1": _of_one(lambda graph, x, y: graph.binary("add", y, graph.const(1.0))),
     "sqrt": lambda graph, node, g: (graph.binary("div", _mul(graph, g, graph.const(0.5)), node),),
-    "root": lambda graph, node, g: (graph.where(
-        graph.make("eq", node, graph.const(0.0)), graph.const(0.0),
-        graph.binary("div", _mul(graph, g, graph.const(0.5)), node)),),
+    "root": _rooted,
     "exp2": _of_one(lambda graph, x, y: _mul(graph, y, graph.const(math.log(2.0)))),
     "log2": lambda graph, node, g: (graph.binary("div", g, _mul(graph, node.args[0], graph.const(math.log(2.0)))),),
     "pow": lambda graph, node, g: (_mul(graph, g, _one_less(graph, node), graph.const(node.attrs[0])),),

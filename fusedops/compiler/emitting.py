@@ -342,7 +342,8 @@ class Emitter:
             assert self.plan.intermediate_operand is not None
             return self._load("intermediate", 0, self.plan.intermediate_operand, self.intermediate_parts[node])
         kind, place = what.split()
-        return f"tl.load({self.number_of_rows(kind, int(place))}, mask=in_rows, other=0)"
+        number = f"tl.load({self.number_of_rows(kind, int(place))}, mask=in_rows, other=0)"
+        return f"{number}.to(tl.int64)" if node.kind == "int" else number
 
     def _read(self, node: Node) -> str:
         structure, op = self.structure, node.op
