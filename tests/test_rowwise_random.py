@@ -110,6 +110,9 @@ FOUND = {
     "a choice by the largest column, in tiles": _of(
         "torch.where((x.argmax(-1, keepdim=True) > 4) | ((x > 0.0).sum(-1, keepdim=True) > 15), x.exp(), v)", _x,
         Given("v", ("n",), torch.float32, differentiated=True), tiled=True, sizes=({"s": 5, "n": 24},)),
+    "a norm of what is equal in all columns": _of(
+        "F.normalize(F.layer_norm(r.expand_as(x), x.shape[-1:]), p=1, dim=-1) + x", _x, _given_row,
+        sizes=({"s": 40, "n": 80}, {"s": 40, "n": 11})),
     "the sum of a part that is one number of a row": _of(
         "torch.cat((x, r.expand_as(x)), -1).chunk(2, -1)[1].sum(-1, keepdim=True) * x", _x, _given_row),
     "the mean of a part that is one number of a row, in tiles": _of(

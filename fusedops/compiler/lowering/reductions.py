@@ -52,9 +52,13 @@ def repeated(r: Any, x: Value, node: Node, axes: Sequence[int]) -> Node:
 @lowers("mean")
 def _mean(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False, **_: Any) -> Value:
     node, labels, axes = reduced(r, "sum", x, dim, keepdim, "float")
-    return Value(
-        r.graph.binary("mul", repeated(r, x, node, axes), r.graph.const(1.0 / length(r, axes))), labels, out.dtype
-    )
+    return Value(averaged(r, x, node, axes), labels, out.dtype)
+
+
+def averaged(r: Any, x: Value, total: Node, axes: Sequence[int]) -> Node:
+    """The mean of a sum: of what does not vary along the axes that value itself, and no rounding off."""
+    varied = length(r, tuple(set(r.axes.of(axes)).intersection(r.axes.of(x.node.axes))))
+    return r.graph.binary("mul", total, r.graph.const(1.0 / varied))  # type: ignore[no-any-return]
 
 
 @lowers("amax")
@@ -165,7 +169,7 @@ def variance(
     graph = r.graph
     total, labels, axes = reduced(r, "sum", x, dim, keepdim, "float")
     count = length(r, axes)
-    mean = graph.binary("mul", repeated(r, x, total, axes), graph.const(1.0 / count))
+    mean = averaged(r, x, total, axes)
     if exact and 1 < count <= _MOST_SUMMED_AGAIN and count & (count - 1):  # sums of equal powers of two are exact
         left = graph.binary("sub", as_kind(r, x.node, "float"), mean)
         off, _, _gone = reduced(r, "sum", Value(left, x.labels, x.dtype), dim, keepdim, "float")
