@@ -149,6 +149,21 @@ def test_rows_whose_number_a_table_settles_are_a_constant() -> None:
     assert backend.report.graphs == len(backend.report.fused) == len(backend.report.regions) == 1
 
 
+def test_rows_that_guards_make_as_many_as_others_are_theirs() -> None:
+    """The places in the first block of rows, which is all of them."""
+    weight = nn.Parameter(randn(24))
+
+    def function(x: Tensor) -> Tensor:
+        places = x.new_ones(len(x), min(32, x.shape[1]), 24).cumsum(1).cumsum(2)
+        return F.rms_norm(places, (24,), weight) * torch.sigmoid(x)
+
+    backend = Backend()
+    compiled = torch.compile(function, backend=backend, dynamic=True)
+    for batch, length in ((2, 9), (3, 7)):
+        _check(compiled, function, [randn(batch, length, 24)], [weight])
+    assert backend.report.graphs == len(backend.report.fused) == len(backend.report.regions) == 1
+
+
 def test_a_tensor_of_sizes_is_captured() -> None:
     weight = nn.Parameter(randn(24))
 

@@ -113,7 +113,7 @@ def made(found: Region, saved: Collection[fx.Node] = ()) -> Made:
     """
     tensors = [node for node in found.inputs if isinstance(value_of(node), Tensor)]
     function = _Function(found, tensors)
-    shapes = list(map(_shape, tensors))
+    shapes = _shapes_of(tensors)
     kept = tuple([place for place, node in enumerate(tensors) if node in saved])
     key = (function.text, kept, tuple([(value_of(node).dtype, _text(shape)) for node, shape in zip(tensors, shapes, strict=True)]),
            value_of(tensors[0]).device.type)  # fmt: skip
@@ -170,9 +170,16 @@ def _prepared(program: Program, device: torch.device, shapes: Sequence[tuple[int
     return ""
 
 
-def _shape(node: fx.Node) -> tuple[Any, ...]:
-    """Of a tensor, with numbers for the sizes that cannot change."""
-    return tuple(map(compat.settled, value_of(node).shape))
+def _shapes_of(tensors: Sequence[fx.Node]) -> list[tuple[Any, ...]]:
+    """Of tensors, with numbers for the sizes that cannot change, and symbols for those that always equal one."""
+    symbols = _single(tensors)
+    return [tuple([compat.settled(size, symbols) for size in value_of(node).shape]) for node in tensors]
+
+
+def _single(tensors: Sequence[fx.Node]) -> list[Any]:
+    """The sizes of tensors that are one symbol."""
+    sizes = [size for node in tensors for size in value_of(node).shape if _free_symbols(size)]
+    return list({size.node.expr: size for size in sizes if size.node.expr.is_Symbol}.values())
 
 
 def _text(shape: Sequence[Any]) -> str:
@@ -193,7 +200,7 @@ class _Function:
     def __init__(self, region: Region, tensors: Sequence[fx.Node]) -> None:
         self.graph, copies = fx.Graph(), dict[fx.Node, Any]()
         self.outputs = region.outputs
-        self._sizes = _symbols(tensors)
+        self._sizes, self._single = _symbols(tensors), _single(tensors)
         self.expressions: list[str] = []
         self.numbers: list[torch.SymInt | torch.SymFloat] = []
         for place, node in enumerate(tensors):
@@ -224,12 +231,13 @@ class _Function:
 
     def _is_no_size_of(self, value: Any) -> bool:
         """Whether a number is a size that cannot be told from the sizes of tensors."""
-        is_size = isinstance(compat.settled(value), torch.SymInt) and not compat.has_one_value(value)
+        value = compat.settled(value, self._single)
+        is_size = isinstance(value, torch.SymInt) and not compat.has_one_value(value)
         return is_size and not all(symbol in self._sizes for symbol in _free_symbols(value))
 
     def _size(self, value: Any, given: Sequence[fx.Node]) -> Any:
         """A number that is a symbol or an expression of symbols, from sizes of tensors; or as it is, if it never changes."""
-        if not isinstance(value := compat.settled(value), (torch.SymInt, torch.SymFloat)):
+        if not isinstance(value := compat.settled(value, self._single), (torch.SymInt, torch.SymFloat)):
             return value
         if compat.has_one_value(value):
             self.numbers.append(value)
@@ -258,8 +266,8 @@ def _evaluated(expression: Any, symbols: Sequence[Any], *sizes: int) -> int:
 def _symbols(tensors: Sequence[fx.Node]) -> dict[Any, tuple[int, int, int, int]]:
     """Where each symbol is found: the place of a tensor, a dimension, and factor and summand of its size there."""
     found: dict[Any, tuple[int, int, int, int]] = {}
-    for place, node in enumerate(tensors):
-        for dim, size in enumerate(_shape(node)):
+    for place, shape in enumerate(_shapes_of(tensors)):
+        for dim, size in enumerate(shape):
             for symbol in _free_symbols(size):
                 expression: Any = size.node.expr
                 times = expression.coeff(symbol)
@@ -274,10 +282,10 @@ def _made(function: _Function, tensors: Sequence[fx.Node], kept: Sequence[int]) 
     values = [value_of(node) for node in tensors]
     # Multiples of the sizes, which are divisible by what those are, and none of which is 1 or alike another.
     sizes = [value_of(node) for node in function.sizes]
-    shapes = [_shapes([*map(_shape, tensors), *[(size,) for size in sizes]], times) for times in (1009, 2003)]
+    shapes = [_shapes([*_shapes_of(tensors), *[(size,) for size in sizes]], times) for times in (1009, 2003)]
     source, moving = _source(function.graph, values, shapes, kept)
-    for operand, node in zip(source.structure.inputs, tensors, strict=True):
-        for label, size in zip(operand.labels, _shape(node), strict=True):
+    for operand, shape in zip(source.structure.inputs, _shapes_of(tensors), strict=True):
+        for label, size in zip(operand.labels, shape, strict=True):
             if _free_symbols(size) and moving.keys().isdisjoint(label):
                 raise NotRowwiseError("a size that changes from call to call is a constant in it")
     if are_joined(source.structure, moving) or sizes:

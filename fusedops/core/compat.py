@@ -301,15 +301,16 @@ def hint_of(symbol: Any, size: Any) -> int:
     return int(known.get(symbol, size.node.hint))
 
 
-def settled(size: Any) -> Any:
-    """A size as a number where the graph's guards leave it no other, such as the rows that a table of positions is added to.
+def settled(size: Any, others: Iterable[Any] = ()) -> Any:
+    """A size as a number, or as one of other sizes, where the graph's guards leave it no other value.
 
-    Symbols of such sizes are numbers already, expressions of symbols are not. Without the private name they stay expressions.
+    Such are the rows that a table of positions is added to. Symbols are numbers then already, expressions of symbols are not.
+    Without the private name they stay expressions.
     """
     if not isinstance(size, torch.SymInt) or size.node.expr.is_Symbol or not size.node.has_hint():
         return size
     is_known = _imported("torch.fx.experimental.symbolic_shapes", "statically_known_true")
-    return size.node.hint if is_known is not None and is_known(size == size.node.hint) else size
+    return next((one for one in (size.node.hint, *others) if is_known is not None and is_known(size == one)), size)
 
 
 def has_one_value(number: Any) -> bool:
