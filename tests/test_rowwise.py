@@ -305,8 +305,15 @@ def test_longest_rows_in_three_parts() -> None:
     assert parts == [3, 1]
 
 
+@pytest.fixture
+def own_operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions of other kernels are registered under names of the test's, as the process keeps them."""
+    monkeypatch.setattr("fusedops.compiler.operator._identifier", lambda name: request.node.originalname)
+
+
 @kernels
 @every
+@pytest.mark.usefixtures("own_operators")
 def test_vectors_that_are_loaded_again(sample: RowwiseFunction, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a backward's registers do not hold them from tile to tile."""
     monkeypatch.setattr("fusedops.compiler.codegen._REGISTERS", 0)
@@ -315,6 +322,7 @@ def test_vectors_that_are_loaded_again(sample: RowwiseFunction, monkeypatch: pyt
 
 @kernels
 @every
+@pytest.mark.usefixtures("own_operators")
 def test_backward_in_tiles(sample: RowwiseFunction, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows that a program of the forward holds, with more values at a time than registers."""
     monkeypatch.setattr("fusedops.compiler.codegen._MOST_LIVE", 0)
@@ -327,6 +335,7 @@ def test_backward_in_tiles(sample: RowwiseFunction, monkeypatch: pytest.MonkeyPa
 
 
 @kernels
+@pytest.mark.usefixtures("own_operators")
 def test_backward_that_tiles_do_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of whole numbers along rows: the rows are held, whatever is spilled."""
     monkeypatch.setattr("fusedops.compiler.codegen._MOST_LIVE", 0)

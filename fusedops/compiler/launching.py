@@ -458,10 +458,8 @@ class _Launcher:
         types: dict[str, str | None] = {argument.name: self._type(argument) for argument in kernel.arguments}
         types |= {name: SEED_TYPES[seeded][name] for name in ("seed", "offset") if name in types}
         found = loaded(self.program.op, self.program.digest, kernel.source, kernel.name)
-        # A product is rounded wherever it is computed: a backward compares it with a forward's largest element, and takes the
-        # exponential of what is left of a difference.
         return launch.build(found, types, constants, config, device_index=site.device_index, acc=self.program.acc,
-                            cols=self.structure.cols, aligned=aligned, contract=False)  # fmt: skip
+                            cols=self.structure.cols, aligned=aligned)  # fmt: skip
 
     def tuning_key(self, kernel: Kernel, bucket: int) -> TuningKey:
         """What a kernel's choice of config depends on."""

@@ -228,17 +228,13 @@ SEED_TYPES: tuple[dict[str, str | None], ...] = (
 
 @dataclass(frozen=True)
 class Request:
-    """What a `Variant` is compiled from: a kernel, its argument types and constants, and the config.
-
-    ``contract`` lets the compiler make one instruction, which rounds once, of a product and a sum.
-    """
+    """What a `Variant` is compiled from: a kernel, its argument types and constants, and the config."""
 
     kernel: Any
     types: Mapping[str, str | None]
     constants: Mapping[str, Any]
     config: Config
     divisible: Mapping[str, int]
-    contract: bool = True
 
     @property
     def options(self) -> dict[str, int]:
@@ -250,9 +246,11 @@ class Request:
             options["launch_pdl"] = True
         if self.cooperative:
             options["launch_cooperative_grid"] = True
-        # Where it may be, the user decides: Triton's default until 3.9 is to contract, from then on not to.
-        if not self.contract or "TRITON_DEFAULT_FP_FUSION" not in os.environ:
-            options["enable_fp_fusion"] = self.contract
+        # Whether a product and a sum may be contracted to one instruction, which rounds once. Where a kernel does not say,
+        # the user decides: Triton's default is to contract, from 3.10 on not to.
+        contracts = getattr(self.kernel, "contracts", None)
+        if contracts is not None or "TRITON_DEFAULT_FP_FUSION" not in os.environ:
+            options["enable_fp_fusion"] = contracts is not False
         return options
 
     @property
@@ -427,11 +425,10 @@ def build(
     acc: torch.dtype,
     cols: int,
     aligned: bool,
-    contract: bool = True,
 ) -> Variant:
     """The variant for a config; types and constants that the kernel has no argument for are left out.
 
-    With ``aligned`` every address is a multiple of 16 and every stride of 8; for ``contract`` see `Request`.
+    With ``aligned`` every address is a multiple of 16 and every stride of 8.
     """
     types = {name: types[name] for name in kernel.arg_names if name in types}
     divisible = {}
@@ -447,7 +444,6 @@ def build(
         {name: every[name] for name in kernel.arg_names if name in every},
         config,
         divisible,
-        contract,
     )
     if _collectors:
         _collectors[-1].append(request)

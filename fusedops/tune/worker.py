@@ -29,7 +29,6 @@ def encode(request: launch.Request) -> dict[str, Any]:
         "constants": {name: _plain(value) for name, value in request.constants.items()},
         "config": asdict(request.config),
         "divisible": dict(request.divisible),
-        "contract": request.contract,
     }
 
 
@@ -37,8 +36,7 @@ def decode(plain: Mapping[str, Any]) -> launch.Request:
     """The inverse of `encode`."""
     constants = {name: _constant(value) for name, value in plain["constants"].items()}
     kernel = _found(plain["kernel"])
-    config = Config(**plain["config"])
-    return launch.Request(kernel, plain["types"], constants, config, plain["divisible"], plain["contract"])
+    return launch.Request(kernel, plain["types"], constants, Config(**plain["config"]), plain["divisible"])
 
 
 def _place(function: Any) -> list[str]:
