@@ -18,8 +18,8 @@ pytestmark = pytest.mark.kernels
 
 _SHORT, _FULL, _AT_ONCE = 60, 2000, 20
 # The mean of var_mean beside an infinity, the second derivative of sinc beside zero, that of hardsigmoid in fp64, and a column
-# of a vector that is repeated.
-_KNOWN = (11919, 32530, 700017, 900269)
+# of a vector that is repeated; columns taken apart in two ways, and a derivative of a part of a row, refused by name.
+_KNOWN = (11919, 32530, 700017, 900269, 2005403, 2003244)
 
 
 def _assert_none_is_wrong(seeds: range) -> None:
@@ -113,6 +113,10 @@ FOUND = {
     "a norm of what is equal in all columns": _of(
         "F.normalize(F.layer_norm(r.expand_as(x), x.shape[-1:]), p=1, dim=-1) + x", _x, _given_row,
         sizes=({"s": 40, "n": 80}, {"s": 40, "n": 11})),
+    "the first largest of columns that are parts": _of(
+        "torch.where(x[..., 1:] > 0.0, 1.0, x[..., 1:]).sum(-1, keepdim=True) + x.clamp(max=0.1).max(-1, keepdim=True).values * x",
+        _x, sizes=({"s": 17, "n": 8},)),
+    "a gate of hardswish beside an infinity": _of("F.softsign(F.hardswish(x))", _faulty, seed=3),
     "the sum of a part that is one number of a row": _of(
         "torch.cat((x, r.expand_as(x)), -1).chunk(2, -1)[1].sum(-1, keepdim=True) * x", _x, _given_row),
     "the mean of a part that is one number of a row, in tiles": _of(

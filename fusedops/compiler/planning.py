@@ -106,7 +106,10 @@ def planned(structure: Structure, *, memory: bool = False, kept: Collection[int]
     wanted = [place for place in differentiable if _is_summed(structure, structure.inputs[place])]
     roots = [node for parts in bare.gradients(numbers, differentiable).values() for node in parts.values()]
     if any(node.op in REDUCTIONS and set(node.attrs[0]) != set(structure.columns) for node in topological(roots)):
-        raise NotRowwiseError("its derivative sums over a part of a row")
+        raise NotRowwiseError(
+            "its derivative sums over a part of a row. Take rows apart outside, and pass the parts as arguments of "
+            "their own"
+        )
     roots = [node for parts in bare.gradients(numbers, wanted).values() for node in parts.values()]
     forward = reachable(node for parts in structure.results for node in parts.values())
     candidates: list[tuple[Alternative, Parts, torch.dtype | None]] = [

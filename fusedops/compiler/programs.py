@@ -267,7 +267,10 @@ class Programs:
         return trace(self.run, given, self.function, names, find)
 
     def _program(self, structure: Structure) -> Program:
-        return Program(self.name, None, planned(structure))
+        try:
+            return Program(self.name, None, planned(structure))
+        except NotRowwiseError as error:
+            raise NotRowwiseError(f"{self.name}: {error}") from None
 
 
 def _without_memory(like: Tensor, shape: tuple[int, ...]) -> Tensor:

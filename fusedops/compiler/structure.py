@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .axes import Label
+from .axes import AxisError, Label
 from .errors import NotRowwiseError
 from .ir import REDUCTIONS, Graph, Node, topological
 from .tracing import TWICE, Traced, twice
@@ -152,8 +152,15 @@ def _shown(attr: Any, names: Mapping[int, str]) -> str:
 
 
 def structured(traced: Traced) -> Structure:
-    """The structure of a traced function."""
-    return _Structuring(traced).result()
+    """The structure of a traced function.
+
+    Raises:
+        NotRowwiseError: its rows and columns are not those of one kernel.
+    """
+    try:
+        return _Structuring(traced).result()
+    except AxisError as error:  # where dimensions that are as long are made one
+        raise NotRowwiseError(str(error)) from None
 
 
 class _Structuring:
@@ -404,7 +411,17 @@ class _Structuring:
         if node.op == "sum":
             return self._sum(found, inner)
         largest = self.graph.reduce(node.op, found, inner)
-        return largest if len(parts) == 1 or node.kind != "float" else self._shared(largest, parts, inner)
+        if len(parts) == 1 or node.kind != "float":
+            return largest
+        return self._first(largest, parts) if len(node.attrs) > 1 else self._shared(largest, parts, inner)
+
+    def _first(self, largest: Node, parts: Sequence[Node]) -> Node:
+        """The largest of several columns, the first of which that equals it has its gradient."""
+        graph, found = self.graph, parts[-1]
+        for part in reversed(parts[:-1]):
+            equal = graph.make("eq", part, graph.make("constant_to_gradients", largest))
+            found = graph.where(graph.binary("or", equal, graph.make("isnan", part)), part, found)
+        return graph.make("instead", largest, found)
 
     def _shared(self, largest: Node, parts: Sequence[Node], over: Sequence[int]) -> Node:
         """The largest element of several parts, all of whose largest elements share its gradient."""

@@ -90,8 +90,9 @@ def _hardswish(r: Any, out: Any, x: Value) -> Value:
     def one(a: Node) -> Node:
         slope = graph.binary("add", graph.binary("mul", a, graph.const(1.0 / 3.0)), graph.const(0.5))
         slope = graph.where(graph.make("lt", a, graph.const(3.0)), slope, graph.const(1.0))
-        partial = graph.where(graph.make("le", a, graph.const(-3.0)), graph.const(0.0), slope)
-        return differentiated(r, graph.binary("mul", a, _hard_gate(r, a)), (a, partial))
+        # A gate, which lets no infinity through.
+        passed = graph.where(graph.make("le", a, graph.const(-3.0)), graph.const(0.0), a)
+        return differentiated(r, graph.binary("mul", a, _hard_gate(r, a)), (passed, slope))
 
     return pointwise(r, out, one, x)
 
