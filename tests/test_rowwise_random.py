@@ -114,9 +114,9 @@ FOUND = {
         "F.normalize(F.layer_norm(r.expand_as(x), x.shape[-1:]), p=1, dim=-1) + x", _x, _given_row,
         sizes=({"s": 40, "n": 80}, {"s": 40, "n": 11})),
     "the first largest of columns that are parts": _of(
-        "torch.where(x[..., 1:] > 0.0, 1.0, x[..., 1:]).sum(-1, keepdim=True) + x.clamp(max=0.1).max(-1, keepdim=True).values * x",
-        _x, sizes=({"s": 17, "n": 8},)),
-    "a gate of hardswish beside an infinity": _of("F.softsign(F.hardswish(x))", _faulty, seed=3),
+        "F.softshrink(x.max(-1, keepdim=True).values, 0.1).norm(dim=-1, keepdim=True) * x + x[..., 1:].sum(-1, keepdim=True)",
+        _faulty, seed=5),
+    "a gate of hardswish beside an infinity": _of("F.softsign(F.hardswish(x))", _faulty, seed=1),
     "the sum of a part that is one number of a row": _of(
         "torch.cat((x, r.expand_as(x)), -1).chunk(2, -1)[1].sum(-1, keepdim=True) * x", _x, _given_row),
     "the mean of a part that is one number of a row, in tiles": _of(
