@@ -246,11 +246,12 @@ class Request:
             options["launch_pdl"] = True
         if self.cooperative:
             options["launch_cooperative_grid"] = True
-        # Whether a product and a sum may be contracted to one instruction, which rounds once. Where a kernel does not say,
-        # the user decides: Triton's default is to contract, from 3.10 on not to.
-        contracts = getattr(self.kernel, "contracts", None)
-        if contracts is not None or "TRITON_DEFAULT_FP_FUSION" not in os.environ:
-            options["enable_fp_fusion"] = contracts is not False
+        # Whether a product and a sum may be contracted to one instruction, which rounds once. Where a kernel allows
+        # it, the user decides: Triton's default is to contract, from 3.10 on not to.
+        if not getattr(self.kernel, "contracts", True):
+            options["enable_fp_fusion"] = False
+        elif "TRITON_DEFAULT_FP_FUSION" not in os.environ:
+            options["enable_fp_fusion"] = True
         return options
 
     @property
