@@ -300,7 +300,8 @@ def _wrong(random: RandomFunction, got: _Results, exact: _Results, others: Seque
         returned = [unit_roundoff(out.dtype) for out in got.outputs if out.is_floating_point()]
         if one.is_floating_point():
             units *= max([1.0, *[unit / unit_roundoff(one.dtype) for unit in returned]])
-        units *= 316.0 if number >= len(got.outputs) and random.has_short_norms else 1.0
+        amplified = random.has_short_norms if number >= len(got.outputs) else random.has_equal_norms
+        units *= 316.0 if amplified else 1.0
         why = _difference(
             one.detach(), want.detach(), given, usual, units, by_row=random.is_harsh, is_lenient=is_lenient
         )
@@ -312,9 +313,10 @@ def _first_lenient(random: RandomFunction, got: _Results) -> int:
     """From which result on a number is right where PyTorch has NaN.
 
     A column that nothing is computed of has no gradient, where PyTorch multiplies zeros by what may be infinite; and at a
-    kink it has no second derivative.
+    kink it has no second derivative. Of NaN its hardswish has NaN, or the whole gradient in what is left of its vectors.
     """
-    return len(got.outputs) + (0 if random.has_parts else len(got.grads))
+    is_lenient = random.has_parts or "hardswish" in random.source
+    return len(got.outputs) + (0 if is_lenient else len(got.grads))
 
 
 def _difference(got: Tensor, exact: Tensor, natives: Sequence[Tensor], usual: float, units: float, *, by_row: bool,

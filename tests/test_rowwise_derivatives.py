@@ -415,3 +415,29 @@ def test_second_derivatives_of_a_part_of_a_row(case: str) -> None:
 
     for got, want in zip(derivatives(fusedops.rowwise(function, strict=True)), derivatives(function), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@kernels
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("change", [lambda y, v: y.clamp_(-0.5, 0.5), lambda y, v: y.copy_(v)], ids=["clamp", "copy"])
+def test_second_derivatives_of_what_is_changed_without_a_gradient(change: Callable[..., Tensor], batched: bool) -> None:
+    """They are those of what was there before, of which nothing may be left to compute the first ones of."""
+
+    def function(x: Tensor, v: Tensor) -> Tensor:
+        y = x * 1.0
+        with torch.no_grad():
+            change(y, v)
+        return y**3 * v
+
+    def second(of: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [t.detach().to(dtype).requires_grad_() for t in given]
+        grads = torch.autograd.grad(of(*leaves), leaves, cotangents[0].to(dtype), create_graph=True)
+        along = [c.to(dtype) if batched else c[0].to(dtype) for c in (cotangents[1:3], cotangents[3:])]
+        return torch.autograd.grad(grads, leaves, along, is_grads_batched=batched)
+
+    given, cotangents = [randn(3, 24) for _ in range(2)], randn(5, 3, 24)
+    exact, eager = [second(function, dtype) for dtype in (torch.float64, torch.float32)]
+    for got, want, like in zip(
+        second(fusedops.rowwise(function, strict=True), torch.float32), exact, eager, strict=True
+    ):
+        assert_as_good(got, want, [like], "a second derivative")

@@ -123,6 +123,10 @@ FOUND = {
         "torch.stack((x, r.expand_as(x)), -2)[..., 1, :].mean(-1, keepdim=True) * x", _x, _given_row, tiled=True),
     "the first largest of a part that is one number of a row": _of(
         "torch.stack((r.expand_as(x), x), -2)[..., 0, :].max(-1, keepdim=True).values * x", _x, _given_row),
+    "a part without a gradient of what has one": _of(
+        "torch.cat((x, v.expand_as(x)), -1).chunk(2, -1)[1] * 2.0", _x, Given("v", ("n",), torch.float32)),
+    "a cotangent of NaN beside a norm of zeros": _of("(x * 0.0).norm(dim=-1, keepdim=True) * r", _x, _row, seed=3),
+    "a cotangent of NaN beside what takes the place of NaN": _of("x.nan_to_num() * x", _faulty, seed=3),
 }  # fmt: skip
 
 

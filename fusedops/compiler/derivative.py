@@ -8,13 +8,13 @@ before the one sum.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ..core.activations import ACTIVATIONS
 from .ir import Graph, Node, topological
 from .structure import Part, Structure
 
-__all__ = ["cotangent", "differentiated", "gradients"]
+__all__ = ["cotangent", "gradients"]
 
 # The products of a cotangent and an operator's partial derivatives; None where there is none.
 _Rule = Callable[[Graph, Node, Node], Sequence[Node | None]]
@@ -50,23 +50,6 @@ def gradients(structure: Structure, seeds: Mapping[Node, Node], inputs: Sequence
             if adjoint is not None:
                 found.setdefault(place, {})[part] = adjoint
     return found
-
-
-def differentiated(roots: Iterable[Node]) -> frozenset[int]:
-    """The places of the inputs that autograd would reach from these values.
-
-    A gradient that is zero whatever the numbers are, as of ``sign``, is one; what is detached or compared has none.
-    """
-    found, seen, todo = set[int](), set[Node](), list(roots)
-    while todo:
-        node = todo.pop()
-        if node in seen or node.kind != "float" or node.op in ("detached", "constant_to_gradients"):
-            continue
-        seen.add(node)
-        if node.op == "input":
-            found.add(node.attrs[0])
-        todo += node.args[1:] if node.op in ("instead", "where") else node.args
-    return frozenset(found)
 
 
 class _Backward:
@@ -210,10 +193,13 @@ def _where(graph: Graph, node: Node, g: Node) -> Sequence[Node | None]:
 
 
 def _rooted(graph: Graph, node: Node, g: Node) -> Sequence[Node]:
-    """That of zero is zero, and so is its own derivative: nothing is divided by zero, neither here nor there."""
+    """That of zero is zero, and so is its own derivative: nothing is divided by zero, neither here nor there.
+
+    By PyTorch's formula it is a product, which a cotangent of NaN goes through.
+    """
     is_zero, zero = graph.make("eq", node, graph.const(0.0)), graph.const(0.0)
     divisor = graph.where(is_zero, graph.const(1.0), node)
-    return (graph.where(is_zero, zero, graph.binary("div", _mul(graph, g, graph.const(0.5)), divisor)),)
+    return (_mul(graph, g, graph.where(is_zero, zero, graph.binary("div", graph.const(0.5), divisor))),)
 
 
 def _one_less(graph: Graph, node: Node) -> Node:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["BINARY", "COMPARISONS", "REDUCTIONS", "UNARY", "Graph", "Node", "computed_of", "reachable", "topological"]
+__all__ = ["BINARY", "COMPARISONS", "REDUCTIONS", "UNARY", "Graph", "Node", "computed_of", "gradient_sources",
+           "reachable", "topological"]  # fmt: skip
 
 # Operators of one value, of two, and of two with a truth value; ``where`` takes three. The activations of
 # `fusedops.core.activations` are operators of one value too, and so are their derivatives.
@@ -212,7 +213,13 @@ def topological(roots: Iterable[Node]) -> list[Node]:
     return list(seen)
 
 
-def reachable(roots: Iterable[Node], stop: Callable[[Node], bool] = lambda node: False) -> set[Node]:
+def computed_of(node: Node) -> tuple[Node, ...]:
+    """What a value is computed of: all its arguments, but of ``instead`` not the one that stands for it to gradients."""
+    return node.args[:1] if node.op == "instead" else node.args
+
+
+def reachable(roots: Iterable[Node], stop: Callable[[Node], bool] = lambda node: False,
+              arguments: Callable[[Node], tuple[Node, ...]] = computed_of) -> set[Node]:  # fmt: skip
     """The roots and what they are computed of, but for what lies behind nodes at which ``stop`` says so."""
     found: set[Node] = set()
     todo = list(roots)
@@ -221,10 +228,22 @@ def reachable(roots: Iterable[Node], stop: Callable[[Node], bool] = lambda node:
         if node not in found:
             found.add(node)
             if not stop(node):
-                todo.extend(computed_of(node))
+                todo.extend(arguments(node))
     return found
 
 
-def computed_of(node: Node) -> tuple[Node, ...]:
-    """What a value is computed of: all its arguments, but of ``instead`` not the one that stands for it to gradients."""
-    return node.args[:1] if node.op == "instead" else node.args
+def gradient_sources(roots: Iterable[Node]) -> frozenset[int]:
+    """The places of the inputs that autograd would reach from these values.
+
+    A gradient that is zero whatever the numbers are, as of ``sign``, is one; what is detached or compared has none.
+    """
+    found, seen, todo = set[int](), set[Node](), list(roots)
+    while todo:
+        node = todo.pop()
+        if node in seen or node.kind != "float" or node.op in ("detached", "constant_to_gradients"):
+            continue
+        seen.add(node)
+        if node.op == "input":
+            found.add(node.attrs[0])
+        todo += node.args[1:] if node.op in ("instead", "where") else node.args
+    return frozenset(found)

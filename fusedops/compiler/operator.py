@@ -25,11 +25,10 @@ from ..core.rng import NO_DROPOUT
 from . import launching
 from .allocating import gradient_allocator, output_allocator
 from .axes import Label
-from .derivative import differentiated
 from .emitting import group_of
 from .errors import NotRowwiseError
 from .evaluate import assembled, evaluate, part_of
-from .ir import Node
+from .ir import Node, gradient_sources
 from .planning import Plan
 from .structure import Operand, Structure
 
@@ -255,7 +254,7 @@ class Program(Operator):
         every = {place: {part: found.get(place, {}).get(part, zero) for part in structure.parts(structure.inputs[place])}
                  for place in wanted}  # fmt: skip
         values = evaluate(structure, [node for parts in every.values() for node in parts.values()], leaf, site.acc,
-                          grads[given[0]].device, sizes)  # fmt: skip
+                          grads[given[0]].device, sizes, forward=False)  # fmt: skip
         return [self._gradient(place, {part: values[node] for part, node in every[place].items()}, sizes)
                 if place in every else None for place in range(len(needs))]  # fmt: skip
 
@@ -395,7 +394,7 @@ def _sources_of(plan: Plan) -> tuple[frozenset[int], ...] | None:
         *plan.structure.results,
         *([plan.intermediate] if plan.intermediate and plan.intermediate_output < 0 else []),
     ]
-    found = [differentiated(parts.values()) for parts in results]
+    found = [gradient_sources(parts.values()) for parts in results]
     every = {place for place, operand in enumerate(plan.structure.inputs) if operand.kind == "float"}
     return None if all(its == every for its in found) else tuple(found)
 

@@ -158,9 +158,9 @@ def _completed(bare: Plan, parts: Parts, dtype: torch.dtype | None, alternatives
     stats = [node for node in topological(roots) if _is_stat(structure, node) and node in forward]
     reached = reachable(roots, lambda node: node in intermediate or node in stats)
     stats = [node for node in stats if node in reached]
-    # For a second derivative the numbers of a row are computed again.
-    again = reachable([arg for node in stats for arg in node.args], lambda node: node in intermediate)
-    saved = sorted({node.attrs[0] for node in (*reached, *again) if node.op == "input"})
+    # For a second derivative the numbers of a row are computed again, and what stands for values to gradients is, too.
+    again = reachable(roots, lambda node: node in intermediate, lambda node: node.args)
+    saved = sorted({node.attrs[0] for node in again if node.op == "input"})
     return replace(plan, stats=tuple(stats), saved_inputs=tuple(saved))
 
 

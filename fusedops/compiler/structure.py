@@ -12,7 +12,7 @@ import functools
 import itertools
 import linecache
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 
 from .axes import AxisError, Label
 from .errors import NotRowwiseError
-from .ir import REDUCTIONS, Graph, Node, topological
+from .ir import REDUCTIONS, Graph, Node, gradient_sources, topological
 from .tracing import TWICE, Traced, twice
 
 __all__ = ["MOST_PARTS", "Operand", "Part", "Structure", "structured"]
@@ -194,7 +194,8 @@ class _Structuring:
         bare = Structure(self.graph, self.sizes, rows, columns, self.unrolled, inputs, outputs, (), tuple(traced.drops),
                          traced.container, self.lines, tuple([v.node in set(self.nodes) for v in traced.inputs]),
                          wide=traced.wide, fixed=tuple([axis for axis in rows if axis in fixed]))  # fmt: skip
-        results = tuple([{part: self._part(value.node, part) for part in bare.parts(operand)}
+        results = tuple([self._reaching(value.node, {part: self._part(value.node, part) for part in bare.parts(operand)},
+                                        set(columns) - set(operand.axes))
                          for value, operand in zip(traced.outputs, outputs, strict=True)])  # fmt: skip
         values = tuple([({part: self._part(value.node, part) for part in self._parts(value.node)}, value.dtype)
                         for value in traced.values if value.node in set(self.nodes)])  # fmt: skip
@@ -202,6 +203,21 @@ class _Structuring:
             if node.op == "keep" and node.axes != frozenset((*rows, *columns)):
                 raise NotRowwiseError("dropout of what does not vary along all dimensions")
         return replace(bare, results=results, values=values, loose=(0,) * len(inputs))
+
+    def _reaching(self, node: Node, parts: dict[Part, Node], lacking: Collection[int]) -> dict[Part, Node]:
+        """An output's parts, with gradients of zeros for what only other parts of a tensor on the way were computed of.
+
+        Args:
+            node: the output, in the function's graph.
+            parts: its nodes.
+            lacking: the columns that it has not.
+        """
+        graph, (first, found) = self.graph, next(iter(parts.items()))
+        for place in sorted(gradient_sources([node]) - gradient_sources(parts.values())):
+            source = self.traced.inputs[place].node
+            one = graph.reduce("sum", self._part(source, next(self._parts(source))), lacking)
+            found = graph.make("instead", found, graph.make("where", graph.const(False), one, found))
+        return parts | {first: found}
 
     def _check(self, inputs: Sequence[Operand], outputs: Sequence[Operand], rows: Label, columns: Label) -> None:
         """Raises where tensors do not have the rows and columns that the kernels take."""

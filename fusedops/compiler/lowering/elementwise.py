@@ -270,6 +270,24 @@ def _product(r: Any, x: Node, count: int) -> Node:
     return found
 
 
+@lowers("nan_to_num")
+def _nan_to_num(r: Any, out: Any, x: Value, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Value:
+    """What takes the place of NaN and infinities passes no gradient on: by PyTorch's formula a product with zero."""
+    if not out.dtype.is_floating_point:
+        return Value(x.node, x.labels, out.dtype)
+    graph, limits = r.graph, torch.finfo(out.dtype)
+    above, below = limits.max if posinf is None else posinf, limits.min if neginf is None else neginf
+    found = node = as_kind(r, x.node, "float")
+    for there, instead in (
+        (graph.make("isnan", node), nan or 0.0),
+        (graph.make("eq", node, graph.const(math.inf)), above),
+        (graph.make("eq", node, graph.const(-math.inf)), below),
+    ):
+        found = graph.where(there, graph.const(float(instead)), found)
+    finite = graph.make("lt", graph.unary("abs", node), graph.const(math.inf))
+    return Value(differentiated(r, found, (node, as_kind(r, finite, "float"))), x.labels, out.dtype)
+
+
 @lowers("clamp", "clamp_")
 def _clamp(r: Any, out: Any, x: Value, min: Any = None, max: Any = None) -> Value:
     """Limits; an element at a number for a limit has its gradient, or none from PyTorch 2.15 on."""
