@@ -129,24 +129,43 @@ def test_rows_that_are_one_dimension_and_several(function: Callable[..., Any]) -
     assert len(backend.report.fused) == len(backend.report.regions) == backend.report.graphs
 
 
-def test_rows_whose_number_a_table_settles_are_a_constant() -> None:
-    """An expression of an image's size, which is always the number of the positions that are added."""
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_rows_whose_number_a_table_settles_are_a_constant(tokens: int) -> None:
+    """An expression of an image's size, which is always the number of the positions that are added, or that less a token."""
     patches, positions, weight = (
         nn.Conv2d(3, 24, 4, 4).to(DEVICE),
-        nn.Parameter(randn(1, 9, 24)),
+        nn.Parameter(randn(1, 9 + tokens, 24)),
         nn.Parameter(randn(24)),
     )
     parameters = [positions, weight, *patches.parameters()]
 
     def function(x: Tensor) -> Tensor:
         rows = F.rms_norm(patches(x).flatten(2).transpose(1, 2), (24,), weight)
-        return F.rms_norm(rows + positions, (24,), weight)
+        if tokens:
+            rows = torch.cat([weight.expand(len(x), 1, 24).cumsum(1), rows.cumsum(1)], 1)
+        return F.rms_norm(rows[:, tokens:] + positions[:, tokens:], (24,), weight)
 
     backend = Backend()
     compiled = torch.compile(function, backend=backend, dynamic=True)
     for batch in (2, 3):
         _check(compiled, function, [randn(batch, 3, 12, 12)], parameters)
-    assert backend.report.graphs == len(backend.report.fused) == len(backend.report.regions) == 1
+    assert backend.report.graphs == 1 and len(backend.report.fused) == len(backend.report.regions) == 1 + tokens
+
+
+def test_rows_of_a_share_that_never_changed_are_a_constant() -> None:
+    """As of the tokens that a masked autoencoder keeps; of one that changes there is one more graph."""
+    weight, share = nn.Parameter(randn(24)), 0.75
+
+    def function(x: Tensor) -> Tensor:
+        kept = x[:, : int(16 * (1 - share))].cumsum(1)
+        return F.rms_norm(kept, (24,), weight) * torch.sigmoid(kept)
+
+    backend = Backend()
+    compiled = torch.compile(function, backend=backend, dynamic=True)
+    for batch, now in ((2, 0.75), (3, 0.75), (3, 0.5), (2, 0.25)):
+        share = now
+        _check(compiled, function, [randn(batch, 16, 24)], [weight])
+    assert len(backend.report.fused) == len(backend.report.regions) == backend.report.graphs
 
 
 def test_rows_that_guards_make_as_many_as_others_are_theirs() -> None:

@@ -113,9 +113,9 @@ def made(found: Region, saved: Collection[fx.Node] = ()) -> Made:
     """
     tensors = [node for node in found.inputs if isinstance(value_of(node), Tensor)]
     function = _Function(found, tensors)
-    shapes = _shapes_of(tensors)
     kept = tuple([place for place, node in enumerate(tensors) if node in saved])
-    key = (function.text, kept, tuple([(value_of(node).dtype, _text(shape)) for node, shape in zip(tensors, shapes, strict=True)]),
+    key = (function.text, kept, tuple([(value_of(node).dtype, str(list(map(str, shape))))
+                                       for node, shape in zip(tensors, function.shapes, strict=True)]),
            value_of(tensors[0]).device.type)  # fmt: skip
     if key not in _known:
         if len(_known) >= _MOST:
@@ -170,20 +170,10 @@ def _prepared(program: Program, device: torch.device, shapes: Sequence[tuple[int
     return ""
 
 
-def _shapes_of(tensors: Sequence[fx.Node]) -> list[tuple[Any, ...]]:
-    """Of tensors, with numbers for the sizes that cannot change, and symbols for those that always equal one."""
-    symbols = _single(tensors)
-    return [tuple([compat.settled(size, symbols) for size in value_of(node).shape]) for node in tensors]
-
-
 def _single(tensors: Sequence[fx.Node]) -> list[Any]:
     """The sizes of tensors that are one symbol."""
     sizes = [size for node in tensors for size in value_of(node).shape if _free_symbols(size)]
     return list({size.node.expr: size for size in sizes if size.node.expr.is_Symbol}.values())
-
-
-def _text(shape: Sequence[Any]) -> str:
-    return str([str(size) for size in shape])
 
 
 class _Function:
@@ -193,6 +183,7 @@ class _Function:
         graph: of it.
         text: the same for regions that are the same.
         outputs: the nodes that it returns.
+        shapes: of its tensors.
         numbers: symbols that are constants of it.
         sizes: nodes of the sizes that it takes behind the tensors: those that are none of theirs.
     """
@@ -200,9 +191,11 @@ class _Function:
     def __init__(self, region: Region, tensors: Sequence[fx.Node]) -> None:
         self.graph, copies = fx.Graph(), dict[fx.Node, Any]()
         self.outputs = region.outputs
-        self._sizes, self._single = _symbols(tensors), _single(tensors)
         self.expressions: list[str] = []
         self.numbers: list[torch.SymInt | torch.SymFloat] = []
+        self._single = _single(tensors)
+        self.shapes = [tuple(map(self._settled, value_of(node).shape)) for node in tensors]
+        self._sizes = _symbols(self.shapes)
         for place, node in enumerate(tensors):
             copies[node] = self.graph.placeholder(f"t{place}")
         given = list(copies.values())
@@ -229,23 +222,27 @@ class _Function:
         code = fx.GraphModule(torch.nn.Module(), self.graph, "region").code
         self.text = "\n".join([code, *self.expressions])
 
+    def _settled(self, value: Any) -> Any:
+        """A symbolic number as a number, if it never changes, as the symbol that it always equals, or as it is."""
+        value = compat.settled(value, self._single)
+        if not isinstance(value, (torch.SymInt, torch.SymFloat)) or not compat.has_one_value(value):
+            return value
+        self.numbers.append(value)
+        return value.node.hint
+
     def _is_no_size_of(self, value: Any) -> bool:
         """Whether a number is a size that cannot be told from the sizes of tensors."""
-        value = compat.settled(value, self._single)
-        is_size = isinstance(value, torch.SymInt) and not compat.has_one_value(value)
-        return is_size and not all(symbol in self._sizes for symbol in _free_symbols(value))
+        value = self._settled(value)
+        return isinstance(value, torch.SymInt) and not all(symbol in self._sizes for symbol in _free_symbols(value))
 
     def _size(self, value: Any, given: Sequence[fx.Node]) -> Any:
         """A number that is a symbol or an expression of symbols, from sizes of tensors; or as it is, if it never changes."""
-        if not isinstance(value := compat.settled(value, self._single), (torch.SymInt, torch.SymFloat)):
+        if not isinstance(value := self._settled(value), (torch.SymInt, torch.SymFloat)):
             return value
-        if compat.has_one_value(value):
-            self.numbers.append(value)
-            return value.node.hint
         expression: Any = getattr(getattr(value, "node", None), "expr", None)
         if expression is None or not expression.is_integer:
             raise NotRowwiseError("a number in it may change from call to call; make it a tensor")
-        symbols = sorted(expression.free_symbols, key=str)
+        symbols = sorted(_whole_numbers(expression), key=str)
         places = [self._sizes[symbol] for symbol in symbols]
         sizes = [
             self.graph.call_function(torch.ops.aten.sym_size.int, (given[place], dim)) for place, dim, _, _ in places
@@ -263,10 +260,10 @@ def _evaluated(expression: Any, symbols: Sequence[Any], *sizes: int) -> int:
     return int(expression.subs(dict(zip(symbols, sizes, strict=True))))
 
 
-def _symbols(tensors: Sequence[fx.Node]) -> dict[Any, tuple[int, int, int, int]]:
+def _symbols(shapes: Sequence[Sequence[Any]]) -> dict[Any, tuple[int, int, int, int]]:
     """Where each symbol is found: the place of a tensor, a dimension, and factor and summand of its size there."""
     found: dict[Any, tuple[int, int, int, int]] = {}
-    for place, shape in enumerate(_shapes_of(tensors)):
+    for place, shape in enumerate(shapes):
         for dim, size in enumerate(shape):
             for symbol in _free_symbols(size):
                 expression: Any = size.node.expr
@@ -280,15 +277,15 @@ def _symbols(tensors: Sequence[fx.Node]) -> dict[Any, tuple[int, int, int, int]]
 
 def _made(function: _Function, tensors: Sequence[fx.Node], kept: Sequence[int]) -> Source:
     values = [value_of(node) for node in tensors]
+    symbolic = [*function.shapes, *[(value_of(node),) for node in function.sizes]]
     # Multiples of the sizes, which are divisible by what those are, and none of which is 1 or alike another.
-    sizes = [value_of(node) for node in function.sizes]
-    shapes = [_shapes([*_shapes_of(tensors), *[(size,) for size in sizes]], times) for times in (1009, 2003)]
+    shapes = [_shapes(symbolic, times) for times in (1009, 2003)]
     source, moving = _source(function.graph, values, shapes, kept)
-    for operand, shape in zip(source.structure.inputs, _shapes_of(tensors), strict=True):
+    for operand, shape in zip(source.structure.inputs, symbolic, strict=False):
         for label, size in zip(operand.labels, shape, strict=True):
             if _free_symbols(size) and moving.keys().isdisjoint(label):
                 raise NotRowwiseError("a size that changes from call to call is a constant in it")
-    if are_joined(source.structure, moving) or sizes:
+    if are_joined(source.structure, moving) or function.sizes:
         by_size = {pair: axis for axis, pair in moving.items()}
         pairs = [(one, other) for (one,), (other,) in zip(*[given[len(values) :] for given in shapes], strict=True)]
         axes = [by_size.get(pair, -1) for pair in pairs]
@@ -304,7 +301,15 @@ def _made(function: _Function, tensors: Sequence[fx.Node], kept: Sequence[int]) 
 
 
 def _free_symbols(size: Any) -> Any:
-    return getattr(getattr(getattr(size, "node", None), "expr", None), "free_symbols", ())
+    """The whole numbers that a size is computed of: symbols, and what functions make of symbols that are no whole numbers."""
+    expression = getattr(getattr(size, "node", None), "expr", None)
+    return () if expression is None else _whole_numbers(expression)
+
+
+def _whole_numbers(expression: Any) -> set[Any]:
+    if all(symbol.is_integer for symbol in expression.free_symbols):
+        return expression.free_symbols  # type: ignore[no-any-return]
+    return {expression} if expression.is_Function else set().union(*map(_whole_numbers, expression.args))
 
 
 def _shapes(shapes: Sequence[Sequence[Any]], times: int) -> list[tuple[int, ...]]:

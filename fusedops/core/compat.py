@@ -12,6 +12,7 @@ import inspect
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -295,10 +296,11 @@ def hints(shape: Sequence[Any]) -> tuple[int, ...]:
 
 
 def hint_of(symbol: Any, size: Any) -> int:
-    """The number that a symbol of a size stands for in the call that is traced."""
+    """The number that a symbol of a size, or an expression of symbols, stands for in the call that is traced."""
     environment = size.node.shape_env
     known = getattr(environment, "backed_var_to_val", None) or getattr(environment, "var_to_val", {})
-    return int(known.get(symbol, size.node.hint))
+    found = symbol.xreplace(known)
+    return int(found if found.is_number else size.node.hint)
 
 
 def settled(size: Any, others: Iterable[Any] = ()) -> Any:
@@ -309,8 +311,33 @@ def settled(size: Any, others: Iterable[Any] = ()) -> Any:
     """
     if not isinstance(size, torch.SymInt) or size.node.expr.is_Symbol or not size.node.has_hint():
         return size
+    if size.node.expr.xreplace(_guarded(size.node.shape_env)).is_number:
+        return size.node.hint
     is_known = _imported("torch.fx.experimental.symbolic_shapes", "statically_known_true")
     return next((one for one in (size.node.hint, *others) if is_known is not None and is_known(size == one)), size)
+
+
+_guarded_in: Any = weakref.WeakKeyDictionary()
+
+
+def _guarded(environment: Any) -> dict[Any, Any]:
+    """The expressions that a graph's guards leave one value, such as the tokens that a table of positions is added to.
+
+    What is computed of them has one, too. None without the private name.
+    """
+    guards = getattr(environment, "guards", ())
+    count, found = _guarded_in.get(environment, (0, {}))
+    while count < len(guards):
+        count, before = len(guards), len(found)
+        for guard in guards:
+            if getattr(guard.expr, "rel_op", "") == "==":
+                constant, rest = (guard.expr.lhs - guard.expr.rhs).xreplace(found).as_coeff_Add()
+                factor, unit = rest.as_coeff_Mul()
+                if not unit.is_number and (-constant / factor).is_Integer:
+                    found[unit] = -constant / factor
+        count = count if len(found) == before else 0  # what was found may tell more
+    _guarded_in[environment] = count, found
+    return found  # type: ignore[no-any-return]
 
 
 def has_one_value(number: Any) -> bool:
@@ -320,7 +347,7 @@ def has_one_value(number: Any) -> bool:
     private names.
     """
     environment = number.node.shape_env
-    sources = [source for symbol in number.node.expr.free_symbols
+    sources = [source for symbol in number.node.expr.xreplace(_guarded(environment)).free_symbols
                for source in environment.var_to_sources.get(symbol, [None])]  # fmt: skip
     states: Any = (_imported("torch._dynamo.pgo", "get_code_state") or dict)()
     names = list(map(_name_of_number, sources))
