@@ -126,6 +126,8 @@ FOUND = {
     "a part without a gradient of what has one": _of(
         "torch.cat((x, v.expand_as(x)), -1).chunk(2, -1)[1] * 2.0", _x, Given("v", ("n",), torch.float32)),
     "a cotangent of NaN beside a norm of zeros": _of("(x * 0.0).norm(dim=-1, keepdim=True) * r", _x, _row, seed=3),
+    "a cotangent of NaN beside a norm of the largest": _of(
+        "torch.linalg.vector_norm(x, float('inf'), dim=-1, keepdim=True).logsumexp(-1, keepdim=True) + x", _faulty, seed=3),
     "a cotangent of NaN beside what takes the place of NaN": _of("x.nan_to_num() * x", _faulty, seed=3),
 }  # fmt: skip
 

@@ -230,9 +230,10 @@ def _shared_evenly(r: Any, x: Value, largest: Node, dim: Any, keepdim: bool) -> 
         return largest
     equal = graph.make("eq", x.node, graph.make("constant_to_gradients", largest))
     equal = graph.binary("or", equal, graph.make("isnan", x.node))
-    one, zero = graph.const(1.0), graph.const(0.0)
-    total, count = [reduced(r, "sum", Value(graph.where(equal, value, zero), x.labels, x.dtype), dim, keepdim, "float")[0]
-                    for value in (x.node, one)]  # fmt: skip
+    one = graph.where(equal, graph.const(1.0), graph.const(0.0))
+    # By PyTorch's formula a product, which a cotangent of NaN goes through.
+    total, count = [reduced(r, "sum", Value(value, x.labels, x.dtype), dim, keepdim, "float")[0]
+                    for value in (graph.binary("mul", x.node, one), one)]  # fmt: skip
     return graph.make("instead", largest, graph.binary("div", total, count))  # type: ignore[no-any-return]
 
 
