@@ -354,10 +354,10 @@ def test_an_exported_program_keeps_the_operators_that_return(spec: Spec, device:
 
 
 @every
-def test_a_release_has_its_own_constants(
-    spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch, kernel_path: bool
-) -> None:
+def test_a_release_has_its_own_constants(spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch,
+                                         kernel_path: bool, request: pytest.FixtureRequest) -> None:  # fmt: skip
     """PyTorch caches compiled functions on disk by the forward's graph: another release's must not be found there."""
+    request.addfinalizer(operators.site_of.cache_clear)  # sites hold their constants as a string, with the release
     sample = spec.benchmark((6, 40), torch.float32, device)
     graphs: list[str] = []
 
