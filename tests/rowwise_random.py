@@ -300,8 +300,7 @@ def _wrong(random: RandomFunction, got: _Results, exact: _Results, others: Seque
         returned = [unit_roundoff(out.dtype) for out in got.outputs if out.is_floating_point()]
         if one.is_floating_point():
             units *= max([1.0, *[unit / unit_roundoff(one.dtype) for unit in returned]])
-        amplified = random.has_short_norms if number >= len(got.outputs) else random.has_equal_norms
-        units *= 316.0 if amplified else 1.0
+        units *= 316.0 if number >= len(got.outputs) and random.has_short_norms else 1.0
         why = _difference(
             one.detach(), want.detach(), given, usual, units, by_row=random.is_harsh, is_lenient=is_lenient
         )

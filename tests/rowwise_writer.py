@@ -299,13 +299,6 @@ class RandomFunction:
         )
         return is_short and bool(re.search("norm|var|std|cosine", self.source))
 
-    @property
-    def has_equal_norms(self) -> bool:
-        """Whether it may have LayerNorms of equal numbers: of these a rounding of the mean is left, times up to 316."""
-        tensors = [tensor for call in range(len(self.sizes)) for tensor in self.tensors(call)]
-        rows = [tensor for tensor in tensors if tensor.dim() and tensor.shape[-1] > 1]
-        return "layer_norm" in self.source and any(bool((row == row[..., :1]).all(-1).any()) for row in rows)
-
     def tensors(self, call: int = 0, device: torch.device | str = "cpu") -> list[Tensor]:
         """Random ones of one of its calls: the same each time."""
         chance = random.Random(f"{self.seed} {call}")

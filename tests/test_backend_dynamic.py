@@ -143,7 +143,8 @@ def test_rows_whose_number_a_table_settles_are_a_constant(tokens: int) -> None:
         rows = F.rms_norm(patches(x).flatten(2).transpose(1, 2), (24,), weight)
         if tokens:
             rows = torch.cat([weight.expand(len(x), 1, 24).cumsum(1), rows.cumsum(1)], 1)
-        return F.rms_norm(rows[:, tokens:] + positions[:, tokens:], (24,), weight)
+            return F.rms_norm(rows[:, 1:] + positions[:, 1:], (24,), weight)
+        return F.rms_norm(rows + positions, (24,), weight)
 
     backend = Backend()
     compiled = torch.compile(function, backend=backend, dynamic=True)
@@ -152,8 +153,8 @@ def test_rows_whose_number_a_table_settles_are_a_constant(tokens: int) -> None:
     assert backend.report.graphs == 1 and len(backend.report.fused) == len(backend.report.regions) == 1 + tokens
 
 
-def test_rows_of_a_share_that_never_changed_are_a_constant() -> None:
-    """As of the tokens that a masked autoencoder keeps; of one that changes there is one more graph."""
+def test_rows_of_a_share_are_a_constant() -> None:
+    """As of the tokens that a masked autoencoder keeps: of each share PyTorch traces a graph."""
     weight, share = nn.Parameter(randn(24)), 0.75
 
     def function(x: Tensor) -> Tensor:
@@ -166,6 +167,23 @@ def test_rows_of_a_share_that_never_changed_are_a_constant() -> None:
         share = now
         _check(compiled, function, [randn(batch, 16, 24)], [weight])
     assert len(backend.report.fused) == len(backend.report.regions) == backend.report.graphs
+
+
+def test_rows_of_a_number_of_the_callers_are_none() -> None:
+    """One graph for all, also where a guard says that a dimension is computed of it."""
+    weight = nn.Parameter(randn(24))
+
+    def function(x: Tensor, n: int) -> Tensor:
+        kept = x.cumsum(0)[: 2 * n]
+        if x.shape[0] != 2 * n:
+            raise ValueError("another number of rows")
+        return F.rms_norm(kept, (24,), weight) * torch.sigmoid(kept)
+
+    backend = Backend()
+    compiled = torch.compile(function, backend=backend, dynamic=True)
+    for n in (4, 5, 6):
+        _check(lambda x, n=n: compiled(x, n), lambda x, n=n: function(x, n), [randn(2 * n, 24)], [weight], [0])
+    assert len(backend.report.fused) == len(backend.report.regions) == backend.report.graphs == 1
 
 
 def test_rows_that_guards_make_as_many_as_others_are_theirs() -> None:

@@ -441,3 +441,30 @@ def test_second_derivatives_of_what_is_changed_without_a_gradient(change: Callab
         second(fusedops.rowwise(function, strict=True), torch.float32), exact, eager, strict=True
     ):
         assert_as_good(got, want, [like], "a second derivative")
+
+
+def _clamped(x: Tensor) -> Tensor:
+    y = x * 1.0
+    with torch.no_grad():
+        y.clamp_(-0.5, 0.5)
+    return F.elu(y) ** 3
+
+
+@kernels
+@pytest.mark.parametrize("function", [
+    lambda x: F.softplus(x) ** 2, lambda x: F.elu(x) ** 2, lambda x: F.mish(x) ** 2, _clamped,
+    lambda x: torch.logsumexp(x, -1, keepdim=True) ** 2 * x, lambda x: x.std(-1, keepdim=True) * x,
+    lambda x: x.norm(dim=-1, keepdim=True) * x, lambda x: torch.linalg.vector_norm(x, 3, dim=-1, keepdim=True) * x,
+], ids=["softplus", "elu", "mish", "clamped", "logsumexp", "std", "norm", "norm of order 3"])  # fmt: skip
+def test_third_derivatives(function: Callable[[Tensor], Tensor]) -> None:
+    x, cotangents = randn(3, 24).double().requires_grad_(), randn(3, 3, 24).double()
+
+    def third(of: Callable[[Tensor], Tensor]) -> Tensor:
+        found = of(x)
+        for cotangent in cotangents:
+            (found,) = torch.autograd.grad(found, x, cotangent, create_graph=True)
+        return found
+
+    assert_as_good(
+        third(fusedops.rowwise(function, strict=True)), third(function), [third(function)], "third derivative", 64.0
+    )

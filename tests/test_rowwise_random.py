@@ -127,6 +127,10 @@ FOUND = {
         "torch.stack((r.expand_as(x), x), -2)[..., 0, :].max(-1, keepdim=True).values * x", _x, _given_row),
     "a part without a gradient of what has one": _of(
         "torch.cat((x, v.expand_as(x)), -1).chunk(2, -1)[1] * 2.0", _x, Given("v", ("n",), torch.float32)),
+    "a negative zero in the place of NaN": _of("1.0 / x.nan_to_num(-0.0)", _rows(faults=True, differentiated=False), seed=3),
+    "a cotangent of NaN beside a deviation of zero": _of(
+        "torch.where((x * 0.0).std(-1, keepdim=True) > 0.0, y / (x * 0.0).std(-1, keepdim=True), 0.0) + x", _x,
+        _rows("y", differentiated=False)),
     "a cotangent of NaN beside a norm of zeros": _of("(x * 0.0).norm(dim=-1, keepdim=True) * r", _x, _row, seed=3),
     "a cotangent of NaN beside a norm of the largest": _of(
         "torch.linalg.vector_norm(x, float('inf'), dim=-1, keepdim=True).logsumexp(-1, keepdim=True) + x", _faulty, seed=3),

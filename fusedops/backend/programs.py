@@ -194,7 +194,7 @@ class _Function:
         self.expressions: list[str] = []
         self.numbers: list[torch.SymInt | torch.SymFloat] = []
         self._single = _single(tensors)
-        self.shapes = [tuple(map(self._settled, value_of(node).shape)) for node in tensors]
+        self.shapes = [tuple(map(self._dimension, value_of(node).shape)) for node in tensors]
         self._sizes = _symbols(self.shapes)
         for place, node in enumerate(tensors):
             copies[node] = self.graph.placeholder(f"t{place}")
@@ -222,23 +222,28 @@ class _Function:
         code = fx.GraphModule(torch.nn.Module(), self.graph, "region").code
         self.text = "\n".join([code, *self.expressions])
 
-    def _settled(self, value: Any) -> Any:
-        """A symbolic number as a number, if it never changes, as the symbol that it always equals, or as it is."""
-        value = compat.settled(value, self._single)
-        if not isinstance(value, (torch.SymInt, torch.SymFloat)) or not compat.has_one_value(value):
-            return value
-        self.numbers.append(value)
-        return value.node.hint
+    def _dimension(self, size: Any) -> Any:
+        """A size as a number, if it is one or rounded of the caller's floats, as the symbol that it equals, or as it is."""
+        size = compat.settled(size, self._single)
+        free = getattr(getattr(getattr(size, "node", None), "expr", None), "free_symbols", ())
+        if all(symbol.is_integer for symbol in free) or not compat.has_one_value(size):
+            return size
+        self.numbers.append(size)
+        return size.node.hint
 
     def _is_no_size_of(self, value: Any) -> bool:
         """Whether a number is a size that cannot be told from the sizes of tensors."""
-        value = self._settled(value)
-        return isinstance(value, torch.SymInt) and not all(symbol in self._sizes for symbol in _free_symbols(value))
+        value = compat.settled(value, self._single)
+        is_size = isinstance(value, torch.SymInt) and not compat.has_one_value(value)
+        return is_size and not all(symbol in self._sizes for symbol in _free_symbols(value))
 
     def _size(self, value: Any, given: Sequence[fx.Node]) -> Any:
         """A number that is a symbol or an expression of symbols, from sizes of tensors; or as it is, if it never changes."""
-        if not isinstance(value := self._settled(value), (torch.SymInt, torch.SymFloat)):
+        if not isinstance(value := compat.settled(value, self._single), (torch.SymInt, torch.SymFloat)):
             return value
+        if compat.has_one_value(value):
+            self.numbers.append(value)
+            return value.node.hint
         expression: Any = getattr(getattr(value, "node", None), "expr", None)
         if expression is None or not expression.is_integer:
             raise NotRowwiseError("a number in it may change from call to call; make it a tensor")
@@ -301,7 +306,7 @@ def _made(function: _Function, tensors: Sequence[fx.Node], kept: Sequence[int]) 
 
 
 def _free_symbols(size: Any) -> Any:
-    """The whole numbers that a size is computed of: symbols, and what functions make of symbols that are no whole numbers."""
+    """The whole numbers that a size is computed of: symbols, and functions of symbols of floats, such as their integral parts."""
     expression = getattr(getattr(size, "node", None), "expr", None)
     return () if expression is None else _whole_numbers(expression)
 

@@ -193,13 +193,10 @@ def _where(graph: Graph, node: Node, g: Node) -> Sequence[Node | None]:
 
 
 def _rooted(graph: Graph, node: Node, g: Node) -> Sequence[Node]:
-    """That of zero is zero, and so is its own derivative: nothing is divided by zero, neither here nor there.
-
-    By PyTorch's formula it is a product, which a cotangent of NaN goes through.
-    """
+    """That of zero is zero, and so is its own derivative: nothing is divided by zero, neither here nor there."""
     is_zero, zero = graph.make("eq", node, graph.const(0.0)), graph.const(0.0)
     divisor = graph.where(is_zero, graph.const(1.0), node)
-    return (_mul(graph, g, graph.where(is_zero, zero, graph.binary("div", graph.const(0.5), divisor))),)
+    return (graph.where(is_zero, zero, graph.binary("div", _mul(graph, g, graph.const(0.5)), divisor)),)
 
 
 def _one_less(graph: Graph, node: Node) -> Node:

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import compat
 from ..core.activations import ACTIVATIONS
 from ..core.function import vjp
-from .ir import Node, computed_of, value_of
+from .ir import Node, derived_of, value_of
 from .structure import Operand, Part, Structure
 
 __all__ = ["assembled", "evaluate", "part_of"]
@@ -24,6 +23,7 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "isnan": torch.isnan,
     "detached": torch.Tensor.detach,
     "narrowed": lambda x: x,
+    # In a backward's graph these are values like others: that they are constants is already in it.
     "constant_to_gradients": lambda x: x,
     **{name: activation.formula for name, activation in ACTIVATIONS.items()},
 }  # fmt: skip
@@ -35,34 +35,6 @@ _BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
     "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge, "eq": torch.eq, "ne": torch.ne,
 }  # fmt: skip
 _DTYPES = {"int": torch.int64, "bool": torch.bool}
-
-
-class _Instead(torch.autograd.Function):
-    """A value, with the derivative of the one that stands for it to gradients."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(value: Tensor, standing: Tensor) -> Tensor:
-        """The value."""
-        return value.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is saved."""
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        """Of the value there is none."""
-        return None, g
-
-    @staticmethod
-    def jvp(ctx: Any, _: Tensor, tangent: Tensor) -> Tensor:
-        """As `backward`."""
-        return tangent.clone()
-
-
-_instead: Callable[[Tensor, Tensor], Tensor] = _Instead.apply
 
 
 def part_of(structure: Structure, operand: Operand, tensor: Tensor, part: Part) -> Tensor:
@@ -107,8 +79,7 @@ def assembled(structure: Structure, operand: Operand, parts: Mapping[Part, Tenso
 
 
 def evaluate(structure: Structure, roots: Iterable[Node], leaves: Callable[[Node], Tensor | None],
-             dtype: torch.dtype, device: torch.device, sizes: Sequence[int], *,
-             forward: bool = True) -> dict[Node, Tensor]:  # fmt: skip
+             dtype: torch.dtype, device: torch.device, sizes: Sequence[int]) -> dict[Node, Tensor]:  # fmt: skip
     """The values of the roots, and of all that they are computed of.
 
     Args:
@@ -118,29 +89,34 @@ def evaluate(structure: Structure, roots: Iterable[Node], leaves: Callable[[Node
         dtype: of floating-point values.
         device: of all.
         sizes: of the axes.
-        forward: whether the graph is the function's. In that of a backward constants to gradients are values like others: that
-            they are constants is already in it. But what stands there for a value of the function is of the function's.
     """
     order = (*structure.rows, *structure.columns)
-    differentiable = torch.is_grad_enabled() or compat.in_forward_mode()
-    found: dict[tuple[Node, bool], Tensor] = {}
+    found: dict[Node, Tensor] = {}
+    for node in topological_until(roots, leaves, found):
+        if node not in found:
+            found[node] = _computed(node, [found[arg] for arg in derived_of(node)], order, sizes, device, dtype)
+    return found
 
-    def value(node: Node, forward: bool) -> Tensor:
-        known = found.get((node, forward))
-        if known is not None:
-            return known
-        made = leaves(node)
-        if made is None:
-            args = [value(arg, forward) for arg in computed_of(node)]
-            made = _computed(node, args, order, sizes, device, dtype)
-            if node.op == "constant_to_gradients" and forward:
-                made = made.detach()
-            if node.op == "instead" and node.kind == "float" and differentiable:
-                made = _instead(*torch.broadcast_tensors(made, value(node.args[1], True)))
-        found[node, forward] = made
-        return made
 
-    return {root: value(root, forward) for root in roots}
+def topological_until(roots: Iterable[Node], leaves: Callable[[Node], Tensor | None],
+                      found: dict[Node, Tensor]) -> list[Node]:  # fmt: skip
+    """The nodes to compute, arguments first; leaves go to ``found``."""
+    order: dict[Node, None] = {}
+
+    def visit(node: Node) -> None:
+        if node in order or node in found:
+            return
+        value = leaves(node)
+        if value is not None:
+            found[node] = value
+            return
+        for arg in derived_of(node):
+            visit(arg)
+        order[node] = None
+
+    for root in roots:
+        visit(root)
+    return list(order)
 
 
 def _computed(node: Node, args: list[Tensor], order: tuple[int, ...], sizes: Sequence[int], device: torch.device,
@@ -157,7 +133,7 @@ def _computed(node: Node, args: list[Tensor], order: tuple[int, ...], sizes: Seq
     if op in ("round", "rounded"):
         return args[0].to(node.attrs[0] if op == "round" else getattr(torch, node.attrs[0])).to(dtype)
     if op == "instead":
-        return args[0]
+        return args[0] if len(args) == 1 else _instead(*torch.broadcast_tensors(*args))
     if op == "root":
         return torch.where(args[0] == 0.0, 0.0, torch.where(args[0] == 0.0, 1.0, args[0]).sqrt())
     if op == "pow":
@@ -175,6 +151,13 @@ def _computed(node: Node, args: list[Tensor], order: tuple[int, ...], sizes: Seq
     if op.startswith("d:"):
         return _derivative(ACTIVATIONS[op[2:]].formula, args[0])
     return _UNARY[op](*args) if op in _UNARY else _BINARY[op](*args)
+
+
+def _instead(value: Tensor, standing: Tensor) -> Tensor:
+    """The value, with the derivative of ``standing``."""
+    found = standing.clone()
+    with torch.no_grad():
+        return found.copy_(value)
 
 
 def _derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

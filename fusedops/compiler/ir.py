@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["BINARY", "COMPARISONS", "REDUCTIONS", "UNARY", "Graph", "Node", "computed_of", "gradient_sources",
+__all__ = ["BINARY", "COMPARISONS", "REDUCTIONS", "UNARY", "Graph", "Node", "computed_of", "derived_of", "gradient_sources",
            "reachable", "topological"]  # fmt: skip
 
 # Operators of one value, of two, and of two with a truth value; ``where`` takes three. The activations of
@@ -216,6 +216,11 @@ def topological(roots: Iterable[Node]) -> list[Node]:
 def computed_of(node: Node) -> tuple[Node, ...]:
     """What a value is computed of: all its arguments, but of ``instead`` not the one that stands for it to gradients."""
     return node.args[:1] if node.op == "instead" else node.args
+
+
+def derived_of(node: Node) -> tuple[Node, ...]:
+    """What a value and its derivatives are computed of: what stands for it to gradients, too, where it has none itself."""
+    return node.args if node.op == "instead" and node.args[0].op in ("detached", "const") else computed_of(node)
 
 
 def reachable(roots: Iterable[Node], stop: Callable[[Node], bool] = lambda node: False,

@@ -254,7 +254,7 @@ class Program(Operator):
         every = {place: {part: found.get(place, {}).get(part, zero) for part in structure.parts(structure.inputs[place])}
                  for place in wanted}  # fmt: skip
         values = evaluate(structure, [node for parts in every.values() for node in parts.values()], leaf, site.acc,
-                          grads[given[0]].device, sizes, forward=False)  # fmt: skip
+                          grads[given[0]].device, sizes)  # fmt: skip
         return [self._gradient(place, {part: values[node] for part, node in every[place].items()}, sizes)
                 if place in every else None for place in range(len(needs))]  # fmt: skip
 

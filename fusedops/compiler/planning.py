@@ -15,7 +15,7 @@ import torch
 
 from .derivative import cotangent, gradients
 from .errors import NotRowwiseError
-from .ir import REDUCTIONS, Graph, Node, reachable, topological, value_of
+from .ir import REDUCTIONS, Graph, Node, derived_of, reachable, topological, value_of
 from .structure import Operand, Part, Structure
 
 __all__ = ["Alternative", "Plan", "planned"]
@@ -158,8 +158,8 @@ def _completed(bare: Plan, parts: Parts, dtype: torch.dtype | None, alternatives
     stats = [node for node in topological(roots) if _is_stat(structure, node) and node in forward]
     reached = reachable(roots, lambda node: node in intermediate or node in stats)
     stats = [node for node in stats if node in reached]
-    # For a second derivative the numbers of a row are computed again, and what stands for values to gradients is, too.
-    again = reachable(roots, lambda node: node in intermediate, lambda node: node.args)
+    # For a second derivative the numbers of a row are computed again.
+    again = reachable(roots, lambda node: node in intermediate, derived_of)
     saved = sorted({node.attrs[0] for node in again if node.op == "input"})
     return replace(plan, stats=tuple(stats), saved_inputs=tuple(saved))
 

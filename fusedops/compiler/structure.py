@@ -12,7 +12,7 @@ import functools
 import itertools
 import linecache
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -189,13 +189,13 @@ class _Structuring:
         outputs = tuple([Operand(tuple(map(self._axes, v.labels)), v.dtype, v.node.kind, (v.node.names or [f"output{i}"])[-1])
                          for i, v in enumerate(traced.outputs)])  # fmt: skip
         rows, columns = self._rows_and_columns()
+        self.columns = frozenset(columns)
         self._check(inputs, outputs, rows, columns)
         fixed = self._of(itertools.chain(*traced.fixed))
         bare = Structure(self.graph, self.sizes, rows, columns, self.unrolled, inputs, outputs, (), tuple(traced.drops),
                          traced.container, self.lines, tuple([v.node in set(self.nodes) for v in traced.inputs]),
                          wide=traced.wide, fixed=tuple([axis for axis in rows if axis in fixed]))  # fmt: skip
-        results = tuple([self._reaching(value.node, {part: self._part(value.node, part) for part in bare.parts(operand)},
-                                        set(columns) - set(operand.axes))
+        results = tuple([{part: self._part(value.node, part) for part in bare.parts(operand)}
                          for value, operand in zip(traced.outputs, outputs, strict=True)])  # fmt: skip
         values = tuple([({part: self._part(value.node, part) for part in self._parts(value.node)}, value.dtype)
                         for value in traced.values if value.node in set(self.nodes)])  # fmt: skip
@@ -203,21 +203,6 @@ class _Structuring:
             if node.op == "keep" and node.axes != frozenset((*rows, *columns)):
                 raise NotRowwiseError("dropout of what does not vary along all dimensions")
         return replace(bare, results=results, values=values, loose=(0,) * len(inputs))
-
-    def _reaching(self, node: Node, parts: dict[Part, Node], lacking: Collection[int]) -> dict[Part, Node]:
-        """An output's parts, with gradients of zeros for what only other parts of a tensor on the way were computed of.
-
-        Args:
-            node: the output, in the function's graph.
-            parts: its nodes.
-            lacking: the columns that it has not.
-        """
-        graph, (first, found) = self.graph, next(iter(parts.items()))
-        for place in sorted(gradient_sources([node]) - gradient_sources(parts.values())):
-            source = self.traced.inputs[place].node
-            one = graph.reduce("sum", self._part(source, next(self._parts(source))), lacking)
-            found = graph.make("instead", found, graph.make("where", graph.const(False), one, found))
-        return parts | {first: found}
 
     def _check(self, inputs: Sequence[Operand], outputs: Sequence[Operand], rows: Label, columns: Label) -> None:
         """Raises where tensors do not have the rows and columns that the kernels take."""
@@ -384,7 +369,7 @@ class _Structuring:
             given, rest = dict(part), node.attrs[1]
             for axis in reversed(self._axes(node.attrs[0])):  # which may have become several
                 rest, given[axis] = divmod(rest, self.sizes[axis])
-            return self._part(node.args[0], tuple(sorted(given.items())))
+            return self._reaching(node.args[0], self._part(node.args[0], tuple(sorted(given.items()))))
         if node.op == "stack":
             which = 0
             for axis in self._axes(node.attrs[0]):
@@ -407,6 +392,16 @@ class _Structuring:
         if node.op in ("add", "sub", "mul", "div", "maximum", "minimum", "and", "or", "xor"):
             return graph.binary(node.op, *args)
         return graph.make(node.op, *args, attrs=node.attrs, kind=node.kind)
+
+    def _reaching(self, node: Node, found: Node) -> Node:
+        """A part of a value, with gradients of zero for the inputs that only other parts are computed of."""
+        graph = self.graph
+        for place in sorted(gradient_sources([node]) - gradient_sources([found])):
+            source = self.traced.inputs[place].node
+            one = self._part(source, next(self._parts(source)))
+            one = graph.reduce("sum", one, self.columns - found.axes)
+            found = graph.make("instead", found, graph.make("where", graph.const(False), one, found))
+        return found
 
     def _reduction(self, node: Node, part: Part) -> Node:
         over = self._of(node.attrs[0])

@@ -326,7 +326,8 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
         """Note what an operator made."""
         if in_place and not torch.is_grad_enabled() and found.node.kind == "float":
             # PyTorch's derivative knows nothing of it: that of what was there before goes on.
-            found = Value(self.graph.make("instead", found.node, before.node), found.labels, found.dtype)
+            value = self.graph.make("detached", found.node)
+            found = Value(self.graph.make("instead", value, before.node), found.labels, found.dtype)
             with torch.enable_grad():
                 self._note(found, out)
             return

@@ -321,9 +321,9 @@ _guarded_in: Any = weakref.WeakKeyDictionary()
 
 
 def _guarded(environment: Any) -> dict[Any, Any]:
-    """The expressions that a graph's guards leave one value, such as the tokens that a table of positions is added to.
+    """From expressions that a graph's guards leave one value to it, such as the tokens that a table of positions is added to.
 
-    What is computed of them has one, too. None without the private name.
+    What is computed of them has one value, too. Empty without the private name.
     """
     guards = getattr(environment, "guards", ())
     count, found = _guarded_in.get(environment, (0, {}))
@@ -347,7 +347,7 @@ def has_one_value(number: Any) -> bool:
     private names.
     """
     environment = number.node.shape_env
-    sources = [source for symbol in number.node.expr.xreplace(_guarded(environment)).free_symbols
+    sources = [source for symbol in number.node.expr.free_symbols
                for source in environment.var_to_sources.get(symbol, [None])]  # fmt: skip
     states: Any = (_imported("torch._dynamo.pgo", "get_code_state") or dict)()
     names = list(map(_name_of_number, sources))

@@ -279,7 +279,7 @@ def _nan_to_num(r: Any, out: Any, x: Value, nan: Any = None, posinf: Any = None,
     above, below = limits.max if posinf is None else posinf, limits.min if neginf is None else neginf
     found = node = as_kind(r, x.node, "float")
     for there, instead in (
-        (graph.make("isnan", node), nan or 0.0),
+        (graph.make("isnan", node), 0.0 if nan is None else nan),
         (graph.make("eq", node, graph.const(math.inf)), above),
         (graph.make("eq", node, graph.const(-math.inf)), below),
     ):

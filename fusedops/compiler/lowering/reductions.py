@@ -231,7 +231,7 @@ def _shared_evenly(r: Any, x: Value, largest: Node, dim: Any, keepdim: bool) -> 
     equal = graph.make("eq", x.node, graph.make("constant_to_gradients", largest))
     equal = graph.binary("or", equal, graph.make("isnan", x.node))
     one = graph.where(equal, graph.const(1.0), graph.const(0.0))
-    # By PyTorch's formula a product, which a cotangent of NaN goes through.
+    # PyTorch multiplies: a cotangent of NaN goes on.
     total, count = [reduced(r, "sum", Value(value, x.labels, x.dtype), dim, keepdim, "float")[0]
                     for value in (graph.binary("mul", x.node, one), one)]  # fmt: skip
     return graph.make("instead", largest, graph.binary("div", total, count))  # type: ignore[no-any-return]
@@ -248,7 +248,15 @@ def _vector_norm(r: Any, out: Any, x: Value, ord: Any = 2, dim: Any = None, keep
     node, labels, axes = reduced(r, "amax" if is_extremum else "sum", value, dim, keepdim, "float")
     node = _shared_evenly(r, value, node, dim, keepdim) if is_extremum else repeated(r, value, node, axes)
     node = graph.unary("neg", node) if ord == -math.inf else node
-    return Value(graph.make("root", node) if ord in (2, None) else node, labels, out.dtype)
+    return Value(_root_of_norm(r, node) if ord in (2, None) else node, labels, out.dtype)
+
+
+def _root_of_norm(r: Any, squares: Node) -> Node:
+    """Zero has no gradient, by a product: PyTorch lets a cotangent of NaN through, as it does not for a standard deviation."""
+    graph, norm = r.graph, r.graph.make("root", squares)
+    is_zero, zero = graph.make("eq", norm, graph.const(0.0)), graph.const(0.0)
+    slope = graph.binary("div", graph.const(0.5), graph.where(is_zero, graph.const(1.0), norm))
+    return differentiated(r, norm, (squares, graph.where(is_zero, zero, slope)))
 
 
 def _norm_of_order(r: Any, out: Any, x: Value, order: float, dim: Any, keepdim: bool) -> Value:
