@@ -225,8 +225,7 @@ class _Function:
     def _dimension(self, size: Any) -> Any:
         """A size as a number, if it is one or rounded of the caller's floats, as the symbol that it equals, or as it is."""
         size = compat.settled(size, self._single)
-        free = getattr(getattr(getattr(size, "node", None), "expr", None), "free_symbols", ())
-        if all(symbol.is_integer for symbol in free) or not compat.has_one_value(size):
+        if not any(number.is_Function for number in _free_symbols(size)) or not compat.has_one_value(size):
             return size
         self.numbers.append(size)
         return size.node.hint
