@@ -39,7 +39,8 @@ class Backend:
 
         with entry._autocast_of(self.report):
             backward = lambda graph, _: make_boxed_func(graph.forward)  # noqa: E731
-            return aot_autograd(fw_compiler=forward, bw_compiler=backward)(made, inputs)
+            compile_ = aot_autograd(fw_compiler=forward, bw_compiler=backward, keep_inference_input_mutations=True)
+            return compile_(made, inputs)
 
 
 class PostNorm(nn.Module):

@@ -466,6 +466,11 @@ def known_extrema_share_ties() -> bool:
     return _gradient_at_one(lambda x: torch.fmax(x, torch.ones_like(x))) == 0.5
 
 
+def may_save_changed_inputs() -> bool:
+    """Whether a compiled graph may save an input that it changes, so that its backward raises, as up to PyTorch 2.14."""
+    return torch.__version__ < "2.15"
+
+
 def _public_device() -> int:
     # Without a GPU there is no current device, and `torch.cuda.current_device` would raise.
     return torch.cuda.current_device() if torch.cuda.is_available() else -1
