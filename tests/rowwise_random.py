@@ -293,6 +293,8 @@ def _wrong(random: RandomFunction, got: _Results, exact: _Results, others: Seque
         if one.shape != want.shape or one.dtype != natives[0].dtype:
             found.append(f"{what}: {one.dtype} {one.shape}, expected {natives[0].dtype} {want.shape}")
             continue
+        if number >= len(got.outputs) and _is_unsettled(random, exact):
+            continue
         is_lenient = number >= _first_lenient(random, got)
         given = [native.detach() for native in natives if native is not None]
         units = 10.0 if one.dtype != torch.float64 or "**" not in random.source else 60.0
@@ -312,10 +314,19 @@ def _first_lenient(random: RandomFunction, got: _Results) -> int:
     """From which result on a number is right where PyTorch has NaN.
 
     A column that nothing is computed of has no gradient, where PyTorch multiplies zeros by what may be infinite; and at a
-    kink it has no second derivative. Of NaN its hardswish has NaN, or the whole gradient in what is left of its vectors.
+    kink it has no second derivative.
     """
-    is_lenient = random.has_parts or "hardswish" in random.source
-    return len(got.outputs) + (0 if is_lenient else len(got.grads))
+    return len(got.outputs) + (0 if random.has_parts else len(got.grads))
+
+
+def _is_unsettled(random: RandomFunction, exact: _Results) -> bool:
+    """Whether PyTorch's gradients depend on the width of the CPU's vectors.
+
+    At NaN those of `hardtanh` and of the like are zero or NaN in whole vectors, and all of the gradient in what is left over.
+    """
+    return any(name in random.source for name in ("hardswish", "hardtanh", "relu6")) and any(
+        bool(out.isnan().any()) for out in exact.outputs
+    )
 
 
 def _difference(got: Tensor, exact: Tensor, natives: Sequence[Tensor], usual: float, units: float, *, by_row: bool,
