@@ -302,7 +302,7 @@ def _wrong(random: RandomFunction, got: _Results, exact: _Results, others: Seque
         returned = [unit_roundoff(out.dtype) for out in got.outputs if out.is_floating_point()]
         if one.is_floating_point():
             units *= max([1.0, *[unit / unit_roundoff(one.dtype) for unit in returned]])
-        units *= 316.0 if number >= len(got.outputs) and random.has_short_norms else 1.0
+        units *= 316.0 if random.has_short_norms else 1.0
         why = _difference(
             one.detach(), want.detach(), given, usual, units, by_row=random.is_harsh, is_lenient=is_lenient
         )

@@ -134,6 +134,10 @@ FOUND = {
     "a cotangent of NaN beside a norm of zeros": _of("(x * 0.0).norm(dim=-1, keepdim=True) * r", _x, _row, seed=3),
     "a cotangent of NaN beside a norm of the largest": _of(
         "torch.linalg.vector_norm(x, float('inf'), dim=-1, keepdim=True).logsumexp(-1, keepdim=True) + x", _faulty, seed=3),
+    "one column of what rows share": _of(
+        "x + g[..., 2].unsqueeze(-1) * v[..., 20]", Given("x", ("b", "s", "n"), torch.float32, differentiated=True),
+        Given("g", ("b", "1", "n"), torch.float32, differentiated=True),
+        Given("v", ("n",), torch.float32, differentiated=True), sizes=({"b": 2, "s": 18, "n": 24},)),
     "a cotangent of NaN beside what takes the place of NaN": _of("x.nan_to_num() * x", _faulty, seed=3),
 }  # fmt: skip
 

@@ -429,6 +429,9 @@ class Emitter:
         """An element of each row, zero where its number is none."""
         (place, part), index = node.args[0].attrs, self.named[node.args[1]]
         operand = self.structure.inputs[place]
+        shared = place_of(self.structure, operand, self.grouped) in ("vector", "group")
+        if shared and node.args[1].op == "const":  # its address is of the index alone: a block, as its mask is
+            index = f"tl.full((1, 1), {index}, tl.int64)"
         address, mask = self._address("input", place, operand, part, index)
         there = " & ".join([f"({index} >= 0)", f"({index} < N)", *([mask] if mask else [])])
         return f"tl.load({address}, mask={there}, other=0){_READ_AS[operand.kind]}"
