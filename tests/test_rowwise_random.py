@@ -138,6 +138,9 @@ FOUND = {
         "x + g[..., 2].unsqueeze(-1) * v[..., 20]", Given("x", ("b", "s", "n"), torch.float32, differentiated=True),
         Given("g", ("b", "1", "n"), torch.float32, differentiated=True),
         Given("v", ("n",), torch.float32, differentiated=True), sizes=({"b": 2, "s": 18, "n": 24},)),
+    "a comparison with what was cast down": _of(
+        "((y := (z := x.to(v.dtype)) + torch.arange(x.shape[-1], device=x.device) * 0.05) > z) + y.amax(-1, keepdim=True) + x",
+        _rows(dtype=torch.float64, differentiated=False), Given("v", ("n",), torch.float32), sizes=({"s": 17, "n": 8},)),
     "a cotangent of NaN beside what takes the place of NaN": _of("x.nan_to_num() * x", _faulty, seed=3),
 }  # fmt: skip
 

@@ -122,9 +122,32 @@ def _in_half_precision(r: Any, values: list[Value]) -> list[Value]:
     return list(map(rounded, values))
 
 
+# Operators whose results are numbers of their arguments, unrounded.
+_SELECTING = frozenset({"detached", "select", "stack", "amax", "pick"})
+
+
+def _is_exact(node: Node) -> bool:
+    """Whether a value has the numbers of inputs, which their dtype represents."""
+    return node.op in ("input", "const") or (node.op in _SELECTING and all(map(_is_exact, node.args)))
+
+
+def _rounded(r: Any, value: Value) -> Value:
+    """A value as its dtype represents it.
+
+    A comparison of two values must not depend on which of them is saved, and so rounded.
+    """
+    is_wide = any(one.dtype == torch.float64 for one in r.traced.inputs)
+    if value.dtype.itemsize > (4 if is_wide else 2) or value.node.kind != "float" or _is_exact(value.node):
+        return value
+    node = r.graph.make("rounded", value.node, attrs=(str(value.dtype).removeprefix("torch."),))
+    return Value(node, value.labels, value.dtype)
+
+
 def _compare(op: str) -> Lower:
     def lower(r: Any, out: Any, x: Any, y: Any) -> Value:
         x, y = _in_half_precision(r, [as_value(r, value) for value in (x, y)])
+        if x.labels and y.labels:
+            x, y = _rounded(r, x), _rounded(r, y)
         kinds = [value.node.kind for value in (x, y)]
         kind = "float" if "float" in kinds else "int" if "int" in kinds else "bool"
         found = pointwise(r, out, lambda a, b: r.graph.make(op, a, b), x, y, kind=kind)
