@@ -13,35 +13,69 @@ _FEW, _MANY = 1, 3
 # Vectors are tuned as rows of so many elements.
 VECTOR = 1024
 
+# Candidates for vectors: columns and warps.
+_VECTOR_TILES = (
+    (512, 2),
+    (512, 4),
+    (1024, 2),
+    (1024, 4),
+    (1024, 8),
+    (2048, 4),
+    (2048, 8),
+    (2048, 16),
+    (4096, 8),
+    (4096, 16),
+)
+
 
 def _fitting(cols: int, most: int) -> int:
-    """The widest tile that leaves little of a row's last tile empty: for 11,008 columns 256 (43 tiles), not 1024."""
+    """The widest tile of which at most a sixteenth of a row's lanes are idle.
+
+    For 11,008 columns that is 256 (43 tiles), not 1024. Tiles of 256 and less may leave more idle.
+    """
     block = min(block_holding(cols), most)
-    while block > 256 and -(-cols // block) * block * 16 > cols * 17:
+    while block > 256 and not _is_filled(cols, block):
         block //= 2
     return block
 
 
+def _is_filled(cols: int, block: int) -> bool:
+    """Whether a row's tiles have at most a sixteenth more lanes than the row has columns."""
+    lanes = -(-cols // block) * block
+    return lanes * 16 <= cols * 17
+
+
 def _tile(cols: int, itemsize: int, bucket: int) -> Config:
-    """Kernels without sums: any tile is correct."""
+    """The config of kernels without sums: any tile is correct."""
     if itemsize == 8:
         block = _fitting(cols, 512)
         return Config(block, max(1, 512 // block), 8)
     block = _fitting(cols, 1024)
-    return Config(block, max(1, (_ELEMENTS // 2 if bucket <= _FEW else _ELEMENTS) // block), 4)
+    elements = _ELEMENTS // 2 if bucket <= _FEW else _ELEMENTS
+    return Config(block, max(1, elements // block), 4)
 
 
 def _reduction(cols: int, itemsize: int, bucket: int) -> Config:
-    """The backward with a bias gradient: column tiles with several rows, whose loads are pipelined."""
+    """The config of the backward with a bias gradient.
+
+    Tiles of columns with several rows, whose loads are pipelined.
+    """
     block = _fitting(cols, 1024)
-    if bucket <= _FEW and itemsize < 8:
-        return Config(block, max(1, _ELEMENTS // 2 // block), *((4, 3, 4) if block == 1024 else (2, 3, 8)))
-    rows = max(1, _ELEMENTS // (2 if itemsize == 8 else 1) // block)
-    return Config(block, rows, 4, 3, 4 if block == 1024 or itemsize == 8 else 2)
+    half_rows = max(1, _ELEMENTS // 2 // block)
+    if itemsize == 8:
+        return Config(block, half_rows, 4, 3, 4)
+    if bucket > _FEW:
+        return Config(block, max(1, _ELEMENTS // block), 4, 3, 4 if block == 1024 else 2)
+    if block == 1024:
+        return Config(block, half_rows, 4, 3, 4)
+    return Config(block, half_rows, 2, 3, 8)
 
 
 def _pointwise(itemsize: int, *, backward: bool) -> Config:
-    """Vectors: 16 elements for each thread, 8 in the backward, which needs more registers for each; two in fp64."""
+    """The config of vectors: 16 elements per thread, and two in fp64.
+
+    The backward has 8, because an element takes more registers.
+    """
     if itemsize == 8:
         return Config(512, 1, 8)
     return Config(_ELEMENTS, 1, 8 if backward else 4)
@@ -56,37 +90,48 @@ def heuristic(key: TuningKey) -> Config:
 
 
 def valid(key: TuningKey, config: Config) -> bool:
-    """Whether the tile leaves little of a row's last one empty."""
+    """Whether the tile leaves few lanes idle."""
     cols, block = key.cols, config.block_n
     if key.is_vector:
         return 16 <= block <= 8 * VECTOR and config.rows == 1
-    return 16 <= block <= block_holding(cols) and (block <= 256 or -(-cols // block) * block * 16 <= cols * 17)
+    if not 16 <= block <= block_holding(cols):
+        return False
+    return block <= 256 or _is_filled(cols, block)
 
 
 def candidates(key: TuningKey) -> list[Config]:
     """The heuristic's config and others to measure; the same set for any number of rows."""
     heuristics = in_buckets(heuristic, key)
     first = heuristics[_MANY]
-    block, rows = first.block_n, first.rows
     if key.is_vector:
-        sizes = (
-            (512, 2),
-            (512, 4),
-            (1024, 2),
-            (1024, 4),
-            (1024, 8),
-            (2048, 4),
-            (2048, 8),
-            (2048, 16),
-            (4096, 8),
-            (4096, 16),
-        )
-        return list(dict.fromkeys([first, *[Config(b, 1, warps) for b, warps in sizes]]))
-    if "1 sums" in key.variant:
-        moved = ((block // 2, rows * 2), (block * 2, max(rows // 2, 1)))
-        others = around(first) + [Config(b, r, first.warps, 3, first.per_sm) for b, r in moved]
-    else:
-        tiles = ((block, rows), (block, rows * 2), (block, max(rows // 2, 1)), (block // 2, rows * 2),
-                 (block * 2, max(rows // 2, 1)))  # fmt: skip
-        others = [Config(b, r, warps) for b, r in tiles for warps in (2, 4, 8) if 8 <= b * r // (32 * warps) <= 32]
-    return list(dict.fromkeys(c for c in (heuristics[key.bucket], *heuristics, *others) if valid(key, c)))
+        return list(dict.fromkeys([first, *[Config(b, 1, warps) for b, warps in _VECTOR_TILES]]))
+    others = _other_reductions(first) if "1 sums" in key.variant else _other_tiles(first)
+    ordered = dict.fromkeys((heuristics[key.bucket], *heuristics, *others))
+    return [config for config in ordered if valid(key, config)]
+
+
+def _other_reductions(first: Config) -> list[Config]:
+    """The neighbours of a persistent config, and tiles half and twice as wide."""
+    block, rows = first.block_n, first.rows
+    narrower = Config(block // 2, rows * 2, first.warps, 3, first.per_sm)
+    wider = Config(block * 2, max(rows // 2, 1), first.warps, 3, first.per_sm)
+    return [*around(first), narrower, wider]
+
+
+def _other_tiles(first: Config) -> list[Config]:
+    """Tiles half and twice as wide or high, with 8 to 32 elements per thread."""
+    block, rows = first.block_n, first.rows
+    fewer_rows = max(rows // 2, 1)
+    tiles = (
+        (block, rows),
+        (block, rows * 2),
+        (block, fewer_rows),
+        (block // 2, rows * 2),
+        (block * 2, fewer_rows),
+    )
+    return [
+        Config(columns, height, warps)
+        for columns, height in tiles
+        for warps in (2, 4, 8)
+        if 8 <= columns * height // (32 * warps) <= 32
+    ]

@@ -1,14 +1,22 @@
-"""The activation family's kernels: an activation behind a bias and before dropout, a gated unit, and both on vectors.
+"""The activation family's kernels: bias, activation and dropout; gated units; both on vectors.
 
-``VALUE`` and ``DERIVATIVE`` are an activation's device functions from `core.device`: one kernel serves all of them.
-Absence is the flag: a pointer that is None takes its instructions with it. ``ACC`` is the dtype computed in. ``N`` is
-a constant; M, the strides and the dropout threshold are not. Rows are int64 wherever they are multiplied by a stride.
+``VALUE`` and ``DERIVATIVE`` are an activation's device functions from `core.device`: one kernel
+serves all activations. A pointer that is None is absent, and the instructions for it are not
+compiled. ``ACC`` is the dtype computed in. ``N`` is a constant; M, the strides and the dropout
+threshold are not. Rows are int64 wherever they are multiplied by a stride.
 """
 
 import triton
 import triton.language as tl
 
-from ..core.device import await_predecessor, keep_scale, load_row_vector, load_seed, place_along_rows, rows_of
+from ..core.device import (
+    await_predecessor,
+    keep_scale,
+    load_row_vector,
+    load_seed,
+    place_along_rows,
+    rows_of,
+)
 
 
 @triton.jit(do_not_specialize=["seed", "offset", "threshold", "M"])
@@ -49,9 +57,26 @@ def bias_act_forward_kernel(
 
 
 @triton.jit
-def _bias_act_gradient(dy, x, bias_row, dx, seed, offset, threshold, dy_stride, x_stride, tile, first_col, M,
-                       DERIVATIVE: tl.constexpr, ACC: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
-                       ROWS: tl.constexpr, VECTOR: tl.constexpr):  # fmt: skip
+def _bias_act_gradient(
+    dy,
+    x,
+    bias_row,
+    dx,
+    seed,
+    offset,
+    threshold,
+    dy_stride,
+    x_stride,
+    tile,
+    first_col,
+    M,
+    DERIVATIVE: tl.constexpr,
+    ACC: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
     """The gradient of ``x + bias`` over one tile, zero outside, and written out where x has one."""
     rows = rows_of(tile, ROWS)
     cols = first_col + tl.arange(0, BLOCK_N)
@@ -92,33 +117,74 @@ def bias_act_backward_kernel(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Gradients of x and bias.
+    """Computes the gradients of x and bias.
 
-    Without a bias gradient a program takes one tile. With one, few programs share the rows: each sums its columns in
-    registers and stores them once, and takes the next rows' loads ahead. They go from the last row to the first, since
-    of dy the L2 cache still holds what was written last.
+    Without a bias gradient a program processes one tile. With one, few programs share the rows:
+    each sums its columns in registers and stores them once, and loads the next rows ahead. Rows are
+    processed from the last to the first, because the L2 cache still holds those of dy that were
+    written last.
     """
     place, programs = place_along_rows()
     first_col = tl.program_id(0) * BLOCK_N
     cols = first_col + tl.arange(0, BLOCK_N)
+    # A launch that overlaps with the kernel before it must wait before its first load. Only the
+    # variant of one tile a program does: persistent ones are launched without overlap.
     if dbias is None:
         await_predecessor(OVERLAP)
         if seed is not None:
             seed, offset = load_seed(seed, offset)
         bias_row = load_row_vector(bias, cols, N, ACC)
-        _bias_act_gradient(dy, x, bias_row, dx, seed, offset, threshold, dy_stride, x_stride, place,
-                           first_col, M, DERIVATIVE, ACC, N, BLOCK_N, ROWS, VECTOR)  # fmt: skip
+        _bias_act_gradient(
+            dy,
+            x,
+            bias_row,
+            dx,
+            seed,
+            offset,
+            threshold,
+            dy_stride,
+            x_stride,
+            place,
+            first_col,
+            M,
+            DERIVATIVE,
+            ACC,
+            N,
+            BLOCK_N,
+            ROWS,
+            VECTOR,
+        )
     else:
         if seed is not None:
             seed, offset = load_seed(seed, offset)
         bias_row = load_row_vector(bias, cols, N, ACC)
+        # The sums stay a tile of rows until the end, so that no step has a reduction over rows.
         parts = tl.zeros((ROWS, BLOCK_N), ACC)
         tiles = tl.cdiv(M, ROWS).to(tl.int32)
         for step in tl.range(place, tiles, programs, num_stages=STAGES):
-            parts += _bias_act_gradient(dy, x, bias_row, dx, seed, offset, threshold, dy_stride, x_stride,
-                                        tiles - 1 - step, first_col, M, DERIVATIVE, ACC, N, BLOCK_N, ROWS,
-                                        VECTOR)  # fmt: skip
+            parts += _bias_act_gradient(
+                dy,
+                x,
+                bias_row,
+                dx,
+                seed,
+                offset,
+                threshold,
+                dy_stride,
+                x_stride,
+                tiles - 1 - step,
+                first_col,
+                M,
+                DERIVATIVE,
+                ACC,
+                N,
+                BLOCK_N,
+                ROWS,
+                VECTOR,
+            )
         total = tl.sum(parts, axis=0)
+        # A program that is alone has the whole sum. Others store a row of ``partials``, which
+        # another kernel adds in a fixed order: atomics would make the bits depend on timing.
         if programs == 1:
             tl.store(dbias + cols, total.to(dbias.dtype.element_ty), mask=cols < N)
         else:
@@ -140,7 +206,12 @@ def glu_forward_kernel(
     ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """``y = activation(gate) * up``, one tile a program; up None stands behind gate in the same rows."""
+    """``y = activation(gate) * up``, one tile a program.
+
+    If up is None the rows are packed, twice as wide, with the gate's half first:
+
+        gate:  | gate, N columns | up, N columns |
+    """
     await_predecessor(OVERLAP)
     tile, _ = place_along_rows()
     rows = rows_of(tile, ROWS)[:, None]
@@ -174,9 +245,9 @@ def glu_backward_kernel(
     ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Gradients of gate and up, one tile a program.
+    """Computes the gradients of gate and up, one tile a program.
 
-    With ``PACKED`` they go to one tensor of rows twice as wide, ``dgate``, with the gate's half first.
+    With ``PACKED`` both are stored in ``dgate``, of rows twice as wide, with the gate's half first.
     """
     await_predecessor(OVERLAP)
     tile, _ = place_along_rows()
@@ -191,6 +262,7 @@ def glu_backward_kernel(
         else:
             u = tl.load(up + rows * up_stride + cols, mask=mask, other=0.0).to(ACC)
     if not PACKED:
+        # Either gradient may be absent; u is loaded only for the gate's.
         out = rows * N + cols
         if dgate is not None:
             tl.store(dgate + out, (d * u * DERIVATIVE(g)).to(dgate.dtype.element_ty), mask=mask)
@@ -205,6 +277,7 @@ def glu_backward_kernel(
 
 @triton.jit
 def _load_places(vector, start, places, mask, ACC: tl.constexpr):
+    """Elements from ``start`` on; without a mask the loads are 16 bytes wide."""
     if mask is None:
         return tl.load(vector + start + places).to(ACC)
     else:
@@ -213,6 +286,7 @@ def _load_places(vector, start, places, mask, ACC: tl.constexpr):
 
 @triton.jit
 def _pointwise_tile(x, up, y, start, places, mask, VALUE: tl.constexpr, ACC: tl.constexpr):
+    """One tile of `pointwise_forward_kernel`."""
     h = VALUE(_load_places(x, start, places, mask, ACC))
     if up is not None:
         h *= _load_places(up, start, places, mask, ACC)
@@ -232,7 +306,8 @@ def pointwise_forward_kernel(
 ):
     """``y = activation(x) * up`` over vectors of M elements; up may be absent.
 
-    All but the last program need no mask: one that ends anywhere would keep loads from being 16 bytes wide.
+    Only the last program has a mask: a mask that may end at any element would make loads narrower
+    than 16 bytes.
     """
     await_predecessor(OVERLAP)
     start = tl.program_id(0).to(tl.int64) * BLOCK_N
@@ -244,8 +319,20 @@ def pointwise_forward_kernel(
 
 
 @triton.jit
-def _pointwise_gradients(dy, x, up, dx, dup, start, places, mask, VALUE: tl.constexpr, DERIVATIVE: tl.constexpr,
-                         ACC: tl.constexpr):  # fmt: skip
+def _pointwise_gradients(
+    dy,
+    x,
+    up,
+    dx,
+    dup,
+    start,
+    places,
+    mask,
+    VALUE: tl.constexpr,
+    DERIVATIVE: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """One tile of `pointwise_backward_kernel`."""
     d = _load_places(dy, start, places, mask, ACC)
     h = _load_places(x, start, places, mask, ACC)
     if up is not None and dx is not None:
@@ -278,4 +365,6 @@ def pointwise_backward_kernel(
     if start + BLOCK_N <= M:
         _pointwise_gradients(dy, x, up, dx, dup, start, places, None, VALUE, DERIVATIVE, ACC)
     else:
-        _pointwise_gradients(dy, x, up, dx, dup, start, places, start + places < M, VALUE, DERIVATIVE, ACC)
+        _pointwise_gradients(
+            dy, x, up, dx, dup, start, places, start + places < M, VALUE, DERIVATIVE, ACC
+        )

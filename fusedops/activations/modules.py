@@ -9,10 +9,16 @@ from torch import Tensor, nn
 from ..core.activations import ACTIVATIONS, ActivationName
 from ..core.beside import TensorsBeside
 from ..core.checks import check_choice, check_p
-from ..core.deprecation import warn_old
 from . import ops
 
-__all__ = ["FusedBiasAct", "FusedBiasGELU", "FusedGEGLU", "FusedGELU", "FusedGLU", "FusedGatedAct", "FusedSwiGLU"]
+__all__ = [
+    "FusedBiasAct",
+    "FusedBiasGELU",
+    "FusedGEGLU",
+    "FusedGELU",
+    "FusedGatedAct",
+    "FusedSwiGLU",
+]
 
 
 class FusedGELU(nn.GELU):
@@ -50,7 +56,8 @@ class FusedBiasGELU(TensorsBeside, nn.GELU):
     Args:
         approximate: "none" or "tanh".
     Shape:
-        x: ``(*, N)``; bias: ``(N,)`` or None. Returns ``(*, N)`` in the promoted dtype of the inputs.
+        x: ``(*, N)``; bias: ``(N,)`` or None. Returns ``(*, N)`` in the promoted dtype of the
+            inputs.
     Raises:
         ValueError: ``approximate`` is unknown; the bias does not fit.
         TypeError: an input is not a floating-point tensor.
@@ -76,18 +83,22 @@ class FusedBiasGELU(TensorsBeside, nn.GELU):
 
 
 class FusedBiasAct(TensorsBeside, nn.Dropout):
-    """``dropout(activation(x + bias))`` in one pass: the operations between the two linear layers of an MLP.
+    """``dropout(activation(x + bias))`` in one pass.
+
+    These are the operations between the two linear layers of an MLP.
 
     Args:
         activation: a name as in `fusedops.bias_act`.
         p: drop probability in [0, 1]; nothing is dropped in evaluation mode.
     Shape:
-        x: ``(*, N)``; bias: ``(N,)`` or None. Returns ``(*, N)`` in the promoted dtype of the inputs.
+        x: ``(*, N)``; bias: ``(N,)`` or None. Returns ``(*, N)`` in the promoted dtype of the
+            inputs.
     Raises:
         ValueError: ``activation`` is unknown, ``p`` out of range, or the bias does not fit.
         TypeError: an input is not a floating-point tensor.
         RuntimeError: the inputs are on different devices.
-    Numerics: computed in fp32 (fp64 for fp64 inputs); the backward regenerates the mask from the seed.
+    Numerics: computed in fp32 (fp64 for fp64 inputs); the backward regenerates the mask from the
+    seed.
     """
 
     _beside = ("bias",)
@@ -100,14 +111,16 @@ class FusedBiasAct(TensorsBeside, nn.Dropout):
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Add ``bias``, activate and drop; see the class."""
-        return ops.bias_act(x, self._vector(bias, x), self.activation, p=self.p, training=self.training)
+        return ops.bias_act(
+            x, self._vector(bias, x), self.activation, p=self.p, training=self.training
+        )
 
     if TYPE_CHECKING:  # torch.nn's returns Any
 
         def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor: ...  # noqa: D102
 
     def extra_repr(self) -> str:
-        """The activation, and torch.nn.Dropout's line."""
+        """The activation, and the text of torch.nn.Dropout."""
         return f"{self.activation!r}, {super().extra_repr()}"
 
 
@@ -119,8 +132,8 @@ class FusedGatedAct(TensorsBeside):
     Args:
         activation: a name as in `fusedops.bias_act`.
     Shape:
-        gate and up: ``(*, N)``; or only gate, packed: ``(*, 2 N)``, the gate first and up second. Returns ``(*, N)`` in
-        the promoted dtype of the inputs.
+        gate and up: ``(*, N)``; or only gate, packed: ``(*, 2 N)``, the gate first and up second.
+        Returns ``(*, N)`` in the promoted dtype of the inputs.
     Raises:
         ValueError: ``activation`` is unknown; the shapes differ.
         TypeError: an input is not a floating-point tensor.
@@ -149,30 +162,12 @@ class FusedGatedAct(TensorsBeside):
         return f"{self.activation!r}"
 
 
-class FusedGLU(FusedGatedAct):
-    """The old name of `FusedGatedAct`, deprecated.
-
-    Args:
-        activation: as in `FusedGatedAct`.
-    Shape:
-        As `FusedGatedAct`.
-    Raises:
-        ValueError: as `FusedGatedAct`.
-        TypeError: as `FusedGatedAct`.
-        RuntimeError: as `FusedGatedAct`.
-    """
-
-    def __init__(self, activation: ActivationName = "silu") -> None:
-        warn_old("fusedops.nn.FusedGLU", "fusedops.nn.FusedGatedAct")
-        super().__init__(activation)
-
-
 class FusedSwiGLU(TensorsBeside):
     """``silu(gate) * up`` in one pass.
 
     Shape:
-        gate and up: ``(*, N)``; or only gate, packed: ``(*, 2 N)``, the gate first and up second. Returns ``(*, N)`` in
-        the promoted dtype of the inputs.
+        gate and up: ``(*, N)``; or only gate, packed: ``(*, 2 N)``, the gate first and up second.
+        Returns ``(*, N)`` in the promoted dtype of the inputs.
     Raises:
         ValueError: the shapes differ.
         TypeError: an input is not a floating-point tensor.
@@ -198,8 +193,8 @@ class FusedGEGLU(TensorsBeside):
     Args:
         approximate: "none" or "tanh".
     Shape:
-        gate and up: ``(*, N)``; or only gate, packed: ``(*, 2 N)``, the gate first and up second. Returns ``(*, N)`` in
-        the promoted dtype of the inputs.
+        gate and up: ``(*, N)``; or only gate, packed: ``(*, 2 N)``, the gate first and up second.
+        Returns ``(*, N)`` in the promoted dtype of the inputs.
     Raises:
         ValueError: ``approximate`` is unknown; the shapes differ.
         TypeError: an input is not a floating-point tensor.
@@ -224,5 +219,5 @@ class FusedGEGLU(TensorsBeside):
         def __call__(self, gate: Tensor, up: Tensor | None = None) -> Tensor: ...  # noqa: D102
 
     def extra_repr(self) -> str:
-        """torch.nn.GELU's line."""
+        """The text of torch.nn.GELU."""
         return f"approximate={self.approximate!r}"

@@ -1,4 +1,4 @@
-"""The activation family's functionals: each is its constants, its tensors, and one call into `core.call`."""
+"""The activation family's functionals: each passes its constants and tensors to `core.call`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ from torch import Tensor
 from ..core.activations import ActivationName
 from ..core.call import run
 from ..core.checks import check_choice, check_p_off
-from ..core.deprecation import warn_old
 from .operator import ACTIVATION
 
-__all__ = ["APPROXIMATIONS", "Approximate", "bias_act", "bias_gelu", "gated_act", "geglu", "gelu", "glu", "swiglu"]
+__all__ = [
+    "APPROXIMATIONS",
+    "Approximate",
+    "bias_act",
+    "bias_gelu",
+    "gated_act",
+    "geglu",
+    "gelu",
+    "swiglu",
+]
 
-# F.gelu's argument, and the table's names.
+# From F.gelu's ``approximate`` to names in `ACTIVATIONS`.
 APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
 Approximate = Literal["none", "tanh"]
 
@@ -60,21 +68,31 @@ def bias_gelu(x: Tensor, bias: Tensor | None, approximate: Approximate = "none")
     return run(ACTIVATION, arguments, (x, bias))[0]  # type: ignore[no-any-return]
 
 
-def bias_act(x: Tensor, bias: Tensor | None, activation: ActivationName = "gelu", *, p: float = 0.0,
-             training: bool = True) -> Tensor:  # fmt: skip
-    """``dropout(activation(x + bias))`` in one pass: the operations between the two linear layers of an MLP.
+def bias_act(
+    x: Tensor,
+    bias: Tensor | None,
+    activation: ActivationName = "gelu",
+    *,
+    p: float = 0.0,
+    training: bool = True,
+) -> Tensor:
+    """``dropout(activation(x + bias))`` in one pass.
+
+    These are the operations between the two linear layers of an MLP.
 
     Args:
         x: ``(*, N)``, fp16, bf16, fp32 or fp64; any strides.
         bias: ``(N,)``, or None; usually the bias of the linear layer before.
-        activation: a name in `fusedops.core.activations.ACTIVATIONS`: "gelu", "gelu_tanh", "quick_gelu", "silu",
-            "relu", "relu_squared", "tanh", "sigmoid", "identity".
-        p: drop probability in [0, 1]; GPUs round it to a multiple of 2⁻¹⁶ and scale by the rounded keep probability.
+        activation: a name in `fusedops.core.activations.ACTIVATIONS`: "gelu", "gelu_tanh",
+            "quick_gelu", "silu", "relu", "relu_squared", "tanh", "sigmoid", "identity".
+        p: drop probability in [0, 1]; GPUs round it to a multiple of 2⁻¹⁶ and scale by the rounded
+            keep probability.
         training: False turns dropout off.
     Returns:
         x's shape, in the dtype to which PyTorch promotes the arguments.
     Raises:
-        ValueError: the bias does not fit, p is out of range or activation unknown; the message names it.
+        ValueError: the bias does not fit, p is out of range or activation unknown; the message
+            names it.
         TypeError: an argument is not a floating-point tensor.
         RuntimeError: an argument is on another device.
     Numerics: as `bias_gelu`. The backward draws the same mask again from the seed.
@@ -82,7 +100,8 @@ def bias_act(x: Tensor, bias: Tensor | None, activation: ActivationName = "gelu"
     Source: Srivastava et al. 2014, "Dropout"; Salmon et al. 2011 for the mask's generator, Philox.
     """
     arguments = ("bias_act", "bias", activation)
-    return run(ACTIVATION, arguments, (x, bias), p if training else check_p_off("bias_act", p))[0]  # type: ignore[no-any-return]
+    p_applied = p if training else check_p_off("bias_act", p)
+    return run(ACTIVATION, arguments, (x, bias), p_applied)[0]  # type: ignore[no-any-return]
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, approximate: Approximate = "none") -> Tensor:
@@ -95,7 +114,8 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: Approximate = "no
     Returns:
         ``(*, N)``, in the dtype to which PyTorch promotes the arguments.
     Raises:
-        ValueError: the shapes differ, a packed tensor's last dimension is odd, or approximate is unknown.
+        ValueError: the shapes differ, a packed tensor's last dimension is odd, or approximate is
+            unknown.
         TypeError: an argument is not a floating-point tensor.
         RuntimeError: an argument is on another device.
     Numerics: computed in fp32 (fp64 for fp64 inputs), rounded once.
@@ -126,14 +146,18 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return run(ACTIVATION, arguments, (gate, up))[0]  # type: ignore[no-any-return]
 
 
-def gated_act(gate: Tensor, up: Tensor | None = None, activation: ActivationName = "silu") -> Tensor:
+def gated_act(
+    gate: Tensor, up: Tensor | None = None, activation: ActivationName = "silu"
+) -> Tensor:
     """``activation(gate) * up`` in one pass.
 
-    It differs from `torch.nn.functional.glu`: the activation is an argument, and the first half of a packed tensor is the
-    gate. If x has the halves a and b, ``F.glu(x)`` is ``gated_act(b, a, "sigmoid")``.
+    It differs from `torch.nn.functional.glu`: the activation is an argument, and the first half of
+    a packed tensor is the gate. If x has the halves a and b, ``F.glu(x)`` is ``gated_act(b, a,
+    "sigmoid")``.
 
-    ``gate`` and ``up`` may be views of one projection's output, in either order: they are read in place. If ``gate`` is
-    the whole projection and ``up`` is None, the backward writes one gradient for it, without a copy.
+    ``gate`` and ``up`` may be views of one projection's output, in either order: they are read in
+    place. If ``gate`` is the whole projection and ``up`` is None, the backward writes one gradient
+    for it, without a copy.
 
     Args:
         gate: ``(*, N)``, fp16, bf16, fp32 or fp64; any strides.
@@ -142,7 +166,8 @@ def gated_act(gate: Tensor, up: Tensor | None = None, activation: ActivationName
     Returns:
         ``(*, N)``, in the dtype to which PyTorch promotes the arguments.
     Raises:
-        ValueError: the shapes differ, a packed tensor's last dimension is odd, or activation is unknown.
+        ValueError: the shapes differ, a packed tensor's last dimension is odd, or activation is
+            unknown.
         TypeError: an argument is not a floating-point tensor.
         RuntimeError: an argument is on another device.
     Numerics: computed in fp32 (fp64 for fp64 inputs), rounded once.
@@ -153,25 +178,8 @@ def gated_act(gate: Tensor, up: Tensor | None = None, activation: ActivationName
     return run(ACTIVATION, arguments, (gate, up))[0]  # type: ignore[no-any-return]
 
 
-def glu(gate: Tensor, up: Tensor | None = None, activation: ActivationName = "silu") -> Tensor:
-    """The old name of `gated_act`, deprecated.
-
-    Args:
-        gate: as in `gated_act`.
-        up: as in `gated_act`.
-        activation: as in `gated_act`.
-    Returns:
-        As `gated_act`.
-    Raises:
-        ValueError: as `gated_act`.
-        TypeError: as `gated_act`.
-        RuntimeError: as `gated_act`.
-    """
-    warn_old("fusedops.glu", "fusedops.gated_act")
-    return gated_act(gate, up, activation)
-
-
 def _approximation(op: str, approximate: Any) -> str:
+    """The activation's name for `F.gelu`'s ``approximate``."""
     name = APPROXIMATIONS.get(approximate) if isinstance(approximate, str) else None
     if name is None:
         check_choice(op, "approximate", approximate, tuple(APPROXIMATIONS))

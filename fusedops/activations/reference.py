@@ -1,7 +1,8 @@
-"""The activation family's reference implementation in PyTorch's operators, differentiable to any order.
+"""The activation family's reference implementation in PyTorch's operators.
 
-It runs on any device: where there are no kernels, under torch.func transforms and in forward mode, and, fed fp64
-tensors, as the tests' oracle. All is computed in fp32, in fp64 for fp64 inputs, and rounded once.
+It is differentiable to any order. It runs on devices without kernels, under torch.func transforms
+and in forward mode, and, on fp64 tensors, as the tests' oracle. All is computed in fp32, in fp64
+for fp64 inputs, and rounded once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import Tensor
 __all__ = ["Dropout", "accumulator", "bias_act", "glu", "promoted"]
 
 Elementwise = Callable[[Tensor], Tensor]
-# Multiplies by the keep mask over its probability; the second argument is the dtype of `F.dropout`'s input.
+# Multiplies by the keep mask over its probability; the second argument is the dtype of
+# `F.dropout`'s input.
 Dropout = Callable[[Tensor, torch.dtype], Tensor]
 
 
@@ -24,25 +26,28 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def promoted(first: Tensor, second: Tensor | None) -> torch.dtype:
-    """PyTorch's promotion of both."""
+    """The dtype to which PyTorch promotes both."""
     return first.dtype if second is None else torch.promote_types(first.dtype, second.dtype)
 
 
 def _sum(x: Tensor, bias: Tensor | None) -> Tensor:
+    """``x + bias`` in the accumulator's dtype."""
     z = x.to(accumulator(promoted(x, bias)))
     return z if bias is None else z + bias
 
 
-def bias_act(x: Tensor, bias: Tensor | None, value: Elementwise, dropout: Dropout = lambda h, dtype: h) -> Tensor:
+def bias_act(
+    x: Tensor, bias: Tensor | None, value: Elementwise, dropout: Dropout = lambda h, dtype: h
+) -> Tensor:
     """``dropout(value(x + bias))``."""
     dtype = promoted(x, bias)
     return dropout(value(_sum(x, bias)), dtype).to(dtype)
 
 
 def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Both in the accumulator's dtype; without ``up`` they are the halves of ``gate``."""
-    first, second = gate.chunk(2, -1) if up is None else (gate, up)
+    """Gate and up in the accumulator's dtype; without ``up`` they are the halves of ``gate``."""
     acc = accumulator(promoted(gate, up))
+    first, second = gate.chunk(2, -1) if up is None else (gate, up)
     return first.to(acc), second.to(acc)
 
 

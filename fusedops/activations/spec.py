@@ -15,14 +15,26 @@ from ..core.operators import site_of
 from ..core.spec import BadSample, Maker, Sample, Shape, Spec, Sweep, masked
 from ..core.tuning_key import Grid
 from . import launching, ops, reference
-from .operator import ACTIVATION, ActivationConstants, Kind
+from .operator import ACTIVATION
+from .site import ActivationConstants, Kind
 
 __all__ = ["GRID", "SPECS", "compiled_plans"]
 
 _HALF = (torch.float16, torch.bfloat16)
-_SHAPES = [(6, 64), (5, 1), (1, 3), (7, 17), (4, 127), (3, 1000), (2, 3, 96), (129, 40), (1, 1024), (64,)]
+_SHAPES = [
+    (6, 64),
+    (5, 1),
+    (1, 3),
+    (7, 17),
+    (4, 127),
+    (3, 1000),
+    (2, 3, 96),
+    (129, 40),
+    (1, 1024),
+    (64,),
+]
 _WIDE_SHAPES = [(3, 8192), (2, 12288), (2, 20000), (1, 65536), (1, 70001)]
-# For operators that are another one's call with an activation chosen.
+# For operators that are calls of another one with a fixed activation.
 _FEW_SHAPES = [(6, 64), (5, 1), (7, 17), (2, 3, 96), (3, 1000), (64,), (2, 20000)]
 
 Samples = Callable[[torch.device, torch.dtype], Iterator[Sample]]
@@ -33,7 +45,7 @@ def _name(shape: tuple[int, ...]) -> str:
     return "shape " + "x".join(map(str, shape))
 
 
-# --- gelu, bias_gelu, bias_act ------------------------------------------------------------------------------------
+# --- gelu, bias_gelu, bias_act --------------------------------------------------------------------
 
 
 def _bias_samples(tensors: tuple[str, ...], options: tuple[str, ...] = ()) -> Samples:
@@ -41,18 +53,27 @@ def _bias_samples(tensors: tuple[str, ...], options: tuple[str, ...] = ()) -> Sa
     first, biased = tensors[0], len(tensors) > 1
 
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-        def sample(name: str, shape: tuple[int, ...], absent: bool = False, other: torch.dtype | None = None,
-                   scale: float = 1.5, shift: float = 0.2, **given: Any) -> Sample:  # fmt: skip
+        def sample(
+            name: str,
+            shape: tuple[int, ...],
+            absent: bool = False,
+            other: torch.dtype | None = None,
+            scale: float = 1.5,
+            shift: float = 0.2,
+            **keywords: Any,
+        ) -> Sample:
             make = Maker(name, device, dtype)
-            made: dict[str, Tensor | None] = {first: make(*shape, shift=shift, scale=scale)}
+            arguments: dict[str, Tensor | None] = {first: make(*shape, shift=shift, scale=scale)}
             if biased:
-                made["bias"] = None if absent else make(shape[-1], dtype=other)
-            return Sample(name, made, {key: value for key, value in given.items() if key in options})
+                arguments["bias"] = None if absent else make(shape[-1], dtype=other)
+            accepted = {key: value for key, value in keywords.items() if key in options}
+            return Sample(name, arguments, accepted)
 
-        for shape in (*_SHAPES, *_WIDE_SHAPES) if "activation" in options else _FEW_SHAPES:
+        shapes = [*_SHAPES, *_WIDE_SHAPES] if "activation" in options else _FEW_SHAPES
+        for shape in shapes:
             yield sample(_name(shape), shape, p=0.2)
         yield sample("from tail to tail", (5, 80), scale=8.0)
-        # GELU's minimum: what moves x moves nothing, while the reference rounds as everywhere.
+        # GELU's minimum, where the derivative is zero, and a change of x changes no output.
         yield sample("where it is flat", (64, 4), absent=True, shift=-0.7518, scale=1e-3, p=0.1)
         if biased:
             yield sample("without bias", (9, 48), absent=True)
@@ -66,23 +87,40 @@ def _bias_samples(tensors: tuple[str, ...], options: tuple[str, ...] = ()) -> Sa
         if "activation" in options:
             for activation in ACTIVATIONS:
                 yield sample(f"activation {activation}", (6, 72), activation=activation)
-                yield sample(f"activation {activation}, p=0.4", (6, 72), activation=activation, p=0.4)
+                yield sample(
+                    f"activation {activation}, p=0.4", (6, 72), activation=activation, p=0.4
+                )
         if "p" in options:
             for p in (0.0, 0.9, 1.0):
                 yield sample(f"p={p}", (9, 56), p=p)
-            yield Sample("not training", sample("not training", (5, 24)).tensors, {"p": 0.5, "training": False})
+            tensors = sample("not training", (5, 24)).tensors
+            yield Sample("not training", tensors, {"p": 0.5, "training": False})
 
     return samples
 
 
-def _bias_act_reference(x: Tensor, bias: Tensor | None, activation: str = "gelu", *, p: float = 0.0,
-                        training: bool = True, keep: Tensor | None = None,
-                        keep_probability: float = 1.0) -> tuple[Tensor]:  # fmt: skip
-    return (reference.bias_act(x, bias, ACTIVATIONS[activation].formula, masked(keep, keep_probability)),)
+def _bias_act_reference(
+    x: Tensor,
+    bias: Tensor | None,
+    activation: str = "gelu",
+    *,
+    p: float = 0.0,
+    training: bool = True,
+    keep: Tensor | None = None,
+    keep_probability: float = 1.0,
+) -> tuple[Tensor]:
+    formula = ACTIVATIONS[activation].formula
+    return (reference.bias_act(x, bias, formula, masked(keep, keep_probability)),)
 
 
-def _bias_gelu_reference(x: Tensor, bias: Tensor | None, approximate: str = "none", *, keep: Tensor | None = None,
-                         keep_probability: float = 1.0) -> tuple[Tensor]:  # fmt: skip
+def _bias_gelu_reference(
+    x: Tensor,
+    bias: Tensor | None,
+    approximate: str = "none",
+    *,
+    keep: Tensor | None = None,
+    keep_probability: float = 1.0,
+) -> tuple[Tensor]:
     return _bias_act_reference(x, bias, "gelu_tanh" if approximate == "tanh" else "gelu")
 
 
@@ -90,13 +128,21 @@ def _gelu_reference(input: Tensor, approximate: str = "none", **_: Any) -> tuple
     return _bias_gelu_reference(input, None, approximate)
 
 
-def _bias_act_eager(x: Tensor, bias: Tensor | None, activation: str = "gelu", *, p: float = 0.0,
-                    training: bool = True) -> tuple[Tensor]:  # fmt: skip
-    return (F.dropout(ACTIVATIONS[activation].formula(x if bias is None else x + bias), p, training),)
+def _bias_act_eager(
+    x: Tensor,
+    bias: Tensor | None,
+    activation: str = "gelu",
+    *,
+    p: float = 0.0,
+    training: bool = True,
+) -> tuple[Tensor]:
+    h = x if bias is None else x + bias
+    return (F.dropout(ACTIVATIONS[activation].formula(h), p, training),)
 
 
 def _bias_gelu_eager(x: Tensor, bias: Tensor | None, approximate: str = "none") -> tuple[Tensor]:
-    return (F.gelu(x if bias is None else x + bias, approximate=approximate),)
+    h = x if bias is None else x + bias
+    return (F.gelu(h, approximate=approximate),)
 
 
 def _gelu_eager(input: Tensor, approximate: str = "none") -> tuple[Tensor]:
@@ -107,12 +153,18 @@ def _bias_bad_samples(tensors: tuple[str, ...], options: tuple[str, ...] = ()) -
     first, biased = tensors[0], len(tensors) > 1
 
     def bad_samples(device: torch.device) -> Iterator[BadSample]:
-        def bad(name: str, error: type[Exception], match: str, *, options: dict[str, Any] | None = None,
-                **given: Any) -> BadSample:  # fmt: skip
+        def bad(
+            name: str,
+            error: type[Exception],
+            match: str,
+            *,
+            options: dict[str, Any] | None = None,
+            **overrides: Any,
+        ) -> BadSample:
             good: dict[str, Any] = {first: torch.randn(4, 8, device=device)}
             if biased:
                 good["bias"] = torch.randn(8, device=device)
-            return BadSample(name, {**good, **given}, options or {}, error, match)
+            return BadSample(name, {**good, **overrides}, options or {}, error, match)
 
         firsts: dict[str, Any] = {first: [1.0]}
         yield bad("no tensor", TypeError, f"{first} must be a torch.Tensor, got list", **firsts)
@@ -121,31 +173,78 @@ def _bias_bad_samples(tensors: tuple[str, ...], options: tuple[str, ...] = ()) -
         if biased:
             firsts = {first: torch.randn((), device=device)}
             yield bad("scalar", ValueError, f"{first} must have at least one dimension", **firsts)
-            yield bad("bias of another width", ValueError, r"bias has shape \(5,\), expected \(8,\)",
-                      bias=torch.randn(5, device=device))  # fmt: skip
-            yield bad("bias of two dimensions", ValueError, r"bias has shape \(1, 8\), expected \(8,\)",
-                      bias=torch.randn(1, 8, device=device))  # fmt: skip
-            yield bad("integer bias", TypeError, r"bias has dtype torch\.int32",
-                      bias=torch.ones(8, dtype=torch.int32, device=device))  # fmt: skip
-            yield bad("bias is no tensor", TypeError, "bias must be a torch.Tensor, got float", bias=1.0)
-            yield bad("bias on another device", RuntimeError, "bias is on meta, expected",
-                      bias=torch.randn(8, device="meta"))  # fmt: skip
+            yield bad(
+                "bias of another width",
+                ValueError,
+                r"bias has shape \(5,\), expected \(8,\)",
+                bias=torch.randn(5, device=device),
+            )
+            yield bad(
+                "bias of two dimensions",
+                ValueError,
+                r"bias has shape \(1, 8\), expected \(8,\)",
+                bias=torch.randn(1, 8, device=device),
+            )
+            yield bad(
+                "integer bias",
+                TypeError,
+                r"bias has dtype torch\.int32",
+                bias=torch.ones(8, dtype=torch.int32, device=device),
+            )
+            yield bad(
+                "bias is no tensor", TypeError, "bias must be a torch.Tensor, got float", bias=1.0
+            )
+            yield bad(
+                "bias on another device",
+                RuntimeError,
+                "bias is on meta, expected",
+                bias=torch.randn(8, device="meta"),
+            )
         if "approximate" in options:
-            yield bad("unknown approximate", ValueError, "approximate must be one of 'none', 'tanh', got 'fast'",
-                      options={"approximate": "fast"})  # fmt: skip
-            yield bad("approximate is no name", ValueError, "approximate must be one of 'none', 'tanh', got True",
-                      options={"approximate": True})  # fmt: skip
+            yield bad(
+                "unknown approximate",
+                ValueError,
+                "approximate must be one of 'none', 'tanh', got 'fast'",
+                options={"approximate": "fast"},
+            )
+            yield bad(
+                "approximate is no name",
+                ValueError,
+                "approximate must be one of 'none', 'tanh', got True",
+                options={"approximate": True},
+            )
         if "activation" in options:
-            yield bad("unknown activation", ValueError, "activation must be one of 'gelu', .*, got 'mish'",
-                      options={"activation": "mish"})  # fmt: skip
-            yield bad("activation in a list", ValueError, r"activation must be one of 'gelu', .*, got \['relu'\]",
-                      options={"activation": ["relu"]})  # fmt: skip
+            yield bad(
+                "unknown activation",
+                ValueError,
+                "activation must be one of 'gelu', .*, got 'mish'",
+                options={"activation": "mish"},
+            )
+            yield bad(
+                "activation in a list",
+                ValueError,
+                r"activation must be one of 'gelu', .*, got \['relu'\]",
+                options={"activation": ["relu"]},
+            )
         if "p" in options:
-            yield bad("p above one", ValueError, r"p must be in \[0, 1\], got 1.5", options={"p": 1.5})
-            yield bad("p is nan", ValueError, r"p must be in \[0, 1\], got nan", options={"p": float("nan")})
-            yield bad("p above one in evaluation", ValueError, r"p must be in \[0, 1\], got 1.5",
-                      options={"p": 1.5, "training": False})  # fmt: skip
-            yield bad("p is no number", TypeError, "p must be a number, got str", options={"p": "0.1"})
+            yield bad(
+                "p above one", ValueError, r"p must be in \[0, 1\], got 1.5", options={"p": 1.5}
+            )
+            yield bad(
+                "p is nan",
+                ValueError,
+                r"p must be in \[0, 1\], got nan",
+                options={"p": float("nan")},
+            )
+            yield bad(
+                "p above one in evaluation",
+                ValueError,
+                r"p must be in \[0, 1\], got 1.5",
+                options={"p": 1.5, "training": False},
+            )
+            yield bad(
+                "p is no number", TypeError, "p must be a number, got str", options={"p": "0.1"}
+            )
 
     return bad_samples
 
@@ -160,22 +259,28 @@ def _benchmark(*names: str, **options: Any) -> Callable[[Shape, torch.dtype, tor
     return benchmark
 
 
-# --- gated units --------------------------------------------------------------------------------------------------
+# --- gated units ----------------------------------------------------------------------------------
 
 
 def _glu_samples(option: str = "", values: tuple[str, ...] = ()) -> Samples:
     """``option`` is the keyword beyond the tensors, with its ``values``."""
 
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-        def sample(name: str, shape: tuple[int, ...], packed: bool = False, other: torch.dtype | None = None,
-                   scale: float = 1.5, options: dict[str, Any] | None = None) -> Sample:  # fmt: skip
+        def sample(
+            name: str,
+            shape: tuple[int, ...],
+            packed: bool = False,
+            other: torch.dtype | None = None,
+            scale: float = 1.5,
+            options: dict[str, Any] | None = None,
+        ) -> Sample:
             make = Maker(name, device, dtype)
-            made: dict[str, Tensor | None] = {"gate": make(*shape, shift=0.2, scale=scale), "up": None}
-            if not packed:
-                made["up"] = make(*shape, dtype=other, shift=-0.1)
-            return Sample(name, made, options or {})
+            gate = make(*shape, shift=0.2, scale=scale)
+            up = None if packed else make(*shape, dtype=other, shift=-0.1)
+            return Sample(name, {"gate": gate, "up": up}, options or {})
 
-        for shape in (*_SHAPES, *_WIDE_SHAPES) if option == "activation" else _FEW_SHAPES:
+        shapes = [*_SHAPES, *_WIDE_SHAPES] if option == "activation" else _FEW_SHAPES
+        for shape in shapes:
             yield sample(_name(shape), shape)
         for shape in ((6, 64), (5, 2), (7, 34), (2, 3, 96), (10,), (2, 20000)):
             yield sample("packed " + "x".join(map(str, shape)), shape, packed=True)
@@ -190,11 +295,15 @@ def _glu_samples(option: str = "", values: tuple[str, ...] = ()) -> Samples:
     return samples
 
 
-def _glu_reference(gate: Tensor, up: Tensor | None, activation: str = "silu", **_: Any) -> tuple[Tensor]:
+def _glu_reference(
+    gate: Tensor, up: Tensor | None, activation: str = "silu", **_: Any
+) -> tuple[Tensor]:
     return (reference.glu(gate, up, ACTIVATIONS[activation].formula),)
 
 
-def _geglu_reference(gate: Tensor, up: Tensor | None, approximate: str = "none", **_: Any) -> tuple[Tensor]:
+def _geglu_reference(
+    gate: Tensor, up: Tensor | None, approximate: str = "none", **_: Any
+) -> tuple[Tensor]:
     return _glu_reference(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu")
 
 
@@ -215,36 +324,82 @@ def _swiglu_eager(gate: Tensor, up: Tensor | None) -> tuple[Tensor]:
 
 def _glu_bad_samples(*options: str) -> BadSamples:
     def bad_samples(device: torch.device) -> Iterator[BadSample]:
-        def bad(name: str, error: type[Exception], match: str, *, options: dict[str, Any] | None = None,
-                **given: Any) -> BadSample:  # fmt: skip
+        def bad(
+            name: str,
+            error: type[Exception],
+            match: str,
+            *,
+            options: dict[str, Any] | None = None,
+            **overrides: Any,
+        ) -> BadSample:
             good = {name: torch.randn(4, 8, device=device) for name in ("gate", "up")}
-            return BadSample(name, {**good, **given}, options or {}, error, match)
+            return BadSample(name, {**good, **overrides}, options or {}, error, match)
 
-        yield bad("gate is no tensor", TypeError, "gate must be a torch.Tensor, got list", gate=[1.0])
-        yield bad("integer gate", TypeError, r"gate has dtype torch\.int64",
-                  gate=torch.ones(4, 8, dtype=torch.int64, device=device))  # fmt: skip
-        yield bad("scalar gate", ValueError, "gate must have at least one dimension",
-                  gate=torch.randn((), device=device))  # fmt: skip
-        yield bad("up of another width", ValueError, r"up has shape \(4, 7\), expected \(4, 8\)",
-                  up=torch.randn(4, 7, device=device))  # fmt: skip
-        yield bad("up of other rows", ValueError, r"up has shape \(1, 8\), expected \(4, 8\)",
-                  up=torch.randn(1, 8, device=device))  # fmt: skip
-        yield bad("integer up", TypeError, r"up has dtype torch\.int32",
-                  up=torch.ones(4, 8, dtype=torch.int32, device=device))  # fmt: skip
-        yield bad("up on another device", RuntimeError, "up is on meta, expected", up=torch.randn(4, 8, device="meta"))
-        yield bad("odd packed width", ValueError, r"gate has shape \(4, 7\), expected an even last dimension",
-                  gate=torch.randn(4, 7, device=device), up=None)  # fmt: skip
+        yield bad(
+            "gate is no tensor", TypeError, "gate must be a torch.Tensor, got list", gate=[1.0]
+        )
+        yield bad(
+            "integer gate",
+            TypeError,
+            r"gate has dtype torch\.int64",
+            gate=torch.ones(4, 8, dtype=torch.int64, device=device),
+        )
+        yield bad(
+            "scalar gate",
+            ValueError,
+            "gate must have at least one dimension",
+            gate=torch.randn((), device=device),
+        )
+        yield bad(
+            "up of another width",
+            ValueError,
+            r"up has shape \(4, 7\), expected \(4, 8\)",
+            up=torch.randn(4, 7, device=device),
+        )
+        yield bad(
+            "up of other rows",
+            ValueError,
+            r"up has shape \(1, 8\), expected \(4, 8\)",
+            up=torch.randn(1, 8, device=device),
+        )
+        yield bad(
+            "integer up",
+            TypeError,
+            r"up has dtype torch\.int32",
+            up=torch.ones(4, 8, dtype=torch.int32, device=device),
+        )
+        yield bad(
+            "up on another device",
+            RuntimeError,
+            "up is on meta, expected",
+            up=torch.randn(4, 8, device="meta"),
+        )
+        yield bad(
+            "odd packed width",
+            ValueError,
+            r"gate has shape \(4, 7\), expected an even last dimension",
+            gate=torch.randn(4, 7, device=device),
+            up=None,
+        )
         if "approximate" in options:
-            yield bad("unknown approximate", ValueError, "approximate must be one of 'none', 'tanh', got 'fast'",
-                      options={"approximate": "fast"})  # fmt: skip
+            yield bad(
+                "unknown approximate",
+                ValueError,
+                "approximate must be one of 'none', 'tanh', got 'fast'",
+                options={"approximate": "fast"},
+            )
         if "activation" in options:
-            yield bad("unknown activation", ValueError, "activation must be one of 'gelu', .*, got 'mish'",
-                      options={"activation": "mish"})  # fmt: skip
+            yield bad(
+                "unknown activation",
+                ValueError,
+                "activation must be one of 'gelu', .*, got 'mish'",
+                options={"activation": "mish"},
+            )
 
     return bad_samples
 
 
-# --- Liger-Kernel's operators, for the benchmark ----------------------------------------------------------------------
+# --- Liger-Kernel's operators, for the benchmark --------------------------------------------------
 
 
 def _liger_swiglu() -> Callable[..., Any]:
@@ -256,21 +411,23 @@ def _liger_swiglu() -> Callable[..., Any]:
 def _liger_geglu() -> Callable[..., Any]:
     from liger_kernel.transformers.functional import liger_geglu
 
-    # It knows the tanh form alone.
+    # Liger-Kernel has the tanh form only.
     return lambda gate, up, approximate: (liger_geglu(gate, up),)
 
 
-# --- what the tests compile without a GPU ---------------------------------------------------------------------------
+# --- what the tests compile without a GPU ---------------------------------------------------------
 
 
 _BUCKET = 3  # of the rows: some thousands
 
 
-def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> dict[str, Callable[[], object]]:
+def compiled_plans(
+    cols: int, dtype: torch.dtype, other: torch.dtype | None = None
+) -> dict[str, Callable[[], object]]:
     """Functions that build all variants of an operator, by name.
 
-    With ``other``, the dtype of the second tensor, those that move and keep most alone. Tiles are no wider than 1024
-    columns, so few widths differ.
+    With ``other``, the dtype of the second tensor, only those that load and hold most. Tiles are no
+    wider than 1024 columns, so that most widths have the same variants as another.
     """
     if other is not None and cols == 8192:
         cols = 4096
@@ -278,16 +435,18 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
         return {}
 
     def build(kind: Kind, activation: str, second: torch.dtype | None, seed: int) -> None:
-        site = site_of(
-            ACTIVATION, ActivationConstants("compiled", kind, activation), (dtype, second), cols, -1, bool(seed), True
-        )
+        constants = ActivationConstants("compiled", kind, activation)
+        site = site_of(ACTIVATION, constants, (dtype, second), cols, -1, bool(seed), True)
+        needs_second = second is not None
         if site.vector is not None:
             launching._plan_pointwise_forward(site.vector, True, _BUCKET)
-            launching._plan_pointwise_backward(site.vector, True, site.y, True, second is not None, _BUCKET)
+            launching._plan_pointwise_backward(
+                site.vector, True, site.y, True, needs_second, _BUCKET
+            )
         if kind == "bias" and second is None and not seed:
             return
         launching._plan_forward(site, seed, True, _BUCKET)
-        launching._plan_backward(site, (True, second is not None), site.y, seed, True, _BUCKET)
+        launching._plan_backward(site, (True, needs_second), site.y, seed, True, _BUCKET)
 
     mixed: dict[str, Callable[[], object]] = {
         "bias_act, dropout": partial(build, "bias", "gelu", other or dtype, 1),
@@ -306,11 +465,17 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
 
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
-_BIAS_BENCHMARKS = (((8, 256), _BF16), ((8192, 4096), _BF16), ((8192, 4096), _FP32), ((8192, 16384), _BF16))
+_BIAS_BENCHMARKS = (
+    ((8, 256), _BF16),
+    ((8192, 4096), _BF16),
+    ((8192, 4096), _FP32),
+    ((8192, 16384), _BF16),
+)
 _GLU_BENCHMARKS = (((8, 256), _BF16), ((8192, 11008), _BF16))
 _BIAS_PASSES = {"fwd": 2, "fwd_bwd": 5}
 _GLU_PASSES = {"fwd": 3, "fwd_bwd": 8}
-# Elementwise: a row's width matters little, so that powers of two and one line of rows will do.
+# The operators are elementwise: the width of a row matters little, so that powers of two, at one
+# number of rows, suffice.
 _SWEEP = Sweep(hidden=tuple((1 << k,) for k in range(8, 17)), rows=((4096,),))
 
 
@@ -335,10 +500,14 @@ def _bias_gelu_spec(name: str, approximate: ops.Approximate) -> Spec:
     )
 
 
-# Elementwise: neither width nor number of rows matters much. First the width that vectors are tuned at.
-# Packed rows are twice as wide as their output.
-GRID = Grid(tuple((1 << k,) for k in (10, 7, 9, 11, 13, 15, 16)), ((1024,), (16384,)), (1, 3),
-            lambda cols: ((cols,), (2 * cols,)))  # fmt: skip
+# The operators are elementwise: neither width nor number of rows matters much. The first width is
+# that of tuned vectors. Packed rows are twice as wide as their output.
+GRID = Grid(
+    tuple((1 << k,) for k in (10, 7, 9, 11, 13, 15, 16)),
+    ((1024,), (16384,)),
+    (1, 3),
+    lambda cols: ((cols,), (2 * cols,)),
+)
 
 SPECS = (
     Spec(

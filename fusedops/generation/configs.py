@@ -6,5 +6,6 @@ from ..core.tuning import Config
 
 __all__ = ["CONFIG"]
 
-# The columns count windows, four per thread: many short programs hide latency better than few long ones.
+# The columns count windows, four per thread: many short programs hide latency better than few long
+# ones.
 CONFIG = Config(1024, 1, 8)

@@ -1,7 +1,7 @@
 """The generation family's kernel: bans the tokens that would repeat an n-gram, in place.
 
-Lengths, strides and ``ngram`` are run-time arguments, so that one compiled kernel serves every step of a generation.
-Whatever is multiplied by a row's stride is int64.
+Lengths, strides and ``ngram`` are run-time arguments, so that one compiled kernel serves every step
+of a generation. Whatever is multiplied by a row's stride is int64.
 """
 
 import triton
@@ -12,7 +12,10 @@ from ..core.device import place_along_rows
 
 @triton.jit
 def _leading(ids, ids_step, pad, end, L, BLOCK_N: tl.constexpr):
-    """How many tokens before the first that is not ``pad``; at least ``end``, or L, if there is none before."""
+    """The number of tokens before the first that is not ``pad``.
+
+    The scan stops behind ``end``: the result is at least ``end``, or L, if there is none before.
+    """
     lanes = tl.arange(0, BLOCK_N)
     count = 0
     searching = L > 0
@@ -26,7 +29,17 @@ def _leading(ids, ids_step, pad, end, L, BLOCK_N: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["pad", "scores_stride", "scores_step", "ids_stride", "ids_step", "start", "ngram", "L", "V"]
+    do_not_specialize=[
+        "pad",
+        "scores_stride",
+        "scores_step",
+        "ids_stride",
+        "ids_step",
+        "start",
+        "ngram",
+        "L",
+        "V",
+    ]
 )
 def no_repeat_ngram_forward_kernel(
     scores,
@@ -43,10 +56,17 @@ def no_repeat_ngram_forward_kernel(
     V,
     BLOCK_N: tl.constexpr,
 ):
-    """Minus infinity for every token that ends an n-gram which begins with the row's last ``ngram - 1`` tokens.
+    """Writes minus infinity for every token that would repeat an n-gram of its row.
 
-    Axis 0 of the grid is the row, the others are tiles of windows. Where two programs meet in a token they write the
-    same. N-grams begin at ``start`` or later, and behind leading ``pad`` tokens.
+    That is every token that follows the row's last ``ngram - 1`` tokens elsewhere in the row:
+
+        row   ... a b c ... a b        with ngram 3: c is banned
+                  |   |     |
+                  at  |     L - ngram + 1
+                      at + ngram - 1
+
+    Axis 0 of the grid is the row, the others are tiles of windows. Programs that ban the same token
+    write the same value. N-grams begin at ``start`` or later, and behind leading ``pad`` tokens.
     """
     row = tl.program_id(0).to(tl.int64)
     tile, _ = place_along_rows()
@@ -58,9 +78,11 @@ def no_repeat_ngram_forward_kernel(
     if pad is not None:
         same = same & (at >= _leading(ids, ids_step, pad, first + BLOCK_N, L, BLOCK_N))
     for behind in range(1, ngram):
-        # Backwards from the last token, as the lanes that are left over load nothing more.
+        # Lanes whose window differs already are masked, and load nothing more.
         wanted = tl.load(ids + (L - behind) * ids_step)
-        same = same & (tl.load(ids + (at + ngram - 1 - behind) * ids_step, mask=same, other=0) == wanted)
+        same = same & (
+            tl.load(ids + (at + ngram - 1 - behind) * ids_step, mask=same, other=0) == wanted
+        )
     token = tl.load(ids + (at + ngram - 1) * ids_step, mask=same, other=-1)
     same = same & (token >= 0) & (token < V)
     if allowed is not None:

@@ -1,4 +1,4 @@
-"""A logits processor for `transformers`' ``generate``; it needs nothing of that library."""
+"""A logits processor for `transformers`' ``generate``, which does not import that library."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ _NAME = "FusedNoRepeatNGramLogitsProcessor"
 
 
 class FusedNoRepeatNGramLogitsProcessor:
-    """A logits processor that prevents repeated n-grams: a drop-in for `transformers.NoRepeatNGramLogitsProcessor`.
+    """A logits processor that prevents repeated n-grams.
 
-    Use ``model.generate(…, logits_processor=[FusedNoRepeatNGramLogitsProcessor(3)])`` in place of
+    A drop-in for `transformers.NoRepeatNGramLogitsProcessor`. Use ``model.generate(…,
+    logits_processor=[FusedNoRepeatNGramLogitsProcessor(3)])`` in place of
     ``no_repeat_ngram_size=3``.
 
     Args:
         ngram_size: n, at least 1.
-        window: only n-grams within the last ``window`` tokens count, at least ``ngram_size``; None for all.
+        window: only n-grams within the last ``window`` tokens count, at least ``ngram_size``; None
+            for all.
         allowed: ids of tokens that are never banned.
-        prompt_length: n-grams that contain one of the first ``prompt_length`` tokens do not count. The length of a padded
-            prompt includes its padding.
-        pad_token_id: n-grams that contain this token at the beginning of a row do not count. None: padding counts as text.
-        inplace: write to the argument ``scores``. This is correct in ``generate``, except with ``output_logits=True``.
+        prompt_length: n-grams that contain one of the first ``prompt_length`` tokens do not count.
+            The length of a padded prompt includes its padding.
+        pad_token_id: n-grams that contain this token at the beginning of a row do not count. None:
+            padding counts as text.
+        inplace: write to the argument ``scores``. This is correct in ``generate``, except with
+            ``output_logits=True``.
     Shape:
         input_ids: ``(B, L)``; scores: ``(B, V)``. Returns ``(B, V)``.
     Raises:
@@ -39,8 +43,16 @@ class FusedNoRepeatNGramLogitsProcessor:
     Source: as `fusedops.no_repeat_ngram`, which it calls.
     """
 
-    def __init__(self, ngram_size: int, *, window: int | None = None, allowed: Iterable[int] = (),
-                 prompt_length: int = 0, pad_token_id: int | None = None, inplace: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        ngram_size: int,
+        *,
+        window: int | None = None,
+        allowed: Iterable[int] = (),
+        prompt_length: int = 0,
+        pad_token_id: int | None = None,
+        inplace: bool = False,
+    ) -> None:
         ops.check_rule(_NAME, ngram_size, window, prompt_length, pad_token_id)
         self.ngram_size, self.window, self.prompt_length = ngram_size, window, prompt_length
         self.pad_token_id, self.inplace = pad_token_id, inplace
@@ -48,35 +60,55 @@ class FusedNoRepeatNGramLogitsProcessor:
             raise TypeError(f"{_NAME}: allowed must be token ids, got {type(allowed).__name__}")
         self.allowed = tuple(allowed)
         for token in self.allowed:
-            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
-                raise ValueError(f"{_NAME}: allowed must hold token ids (a mask is for no_repeat_ngram), got {token!r}")
+            is_integer = isinstance(token, int) and not isinstance(token, bool)
+            if not is_integer or token < 0:
+                raise ValueError(
+                    f"{_NAME}: allowed must hold token ids (a mask is for no_repeat_ngram), "
+                    f"got {token!r}"
+                )
         self._masks: dict[tuple[int, torch.device], Tensor] = {}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """The scores with minus infinity for every token that would repeat an n-gram; see the class."""
+        """The scores with minus infinity for tokens that would repeat an n-gram; see the class."""
         return ops.no_repeat_ngram(
-            input_ids, scores, self.ngram_size, window=self.window,
+            input_ids,
+            scores,
+            self.ngram_size,
+            window=self.window,
             allowed=self._mask(scores.shape[-1], scores.device) if self.allowed else None,
-            prompt_length=self.prompt_length, pad_token_id=self.pad_token_id, inplace=self.inplace,
-        )  # fmt: skip
+            prompt_length=self.prompt_length,
+            pad_token_id=self.pad_token_id,
+            inplace=self.inplace,
+        )
 
     def _mask(self, cols: int, device: torch.device) -> Tensor:
-        """The allowed tokens among ``cols``, made once for a device."""
+        """The mask of the allowed tokens, of ``cols`` elements, created once per device."""
         mask = self._masks.get((cols, device))
         if mask is None:
             if max(self.allowed) >= cols:
-                raise ValueError(f"{_NAME}: allowed holds token {max(self.allowed)}, expected less than {cols}")
+                raise ValueError(
+                    f"{_NAME}: allowed holds token {max(self.allowed)}, expected less than {cols}"
+                )
             mask = torch.zeros(cols, dtype=torch.bool)
             mask[list(self.allowed)] = True
             mask = self._masks[cols, device] = mask.to(device)
         return mask
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the masks, which are made again where they are needed."""
+        """The state without the masks, which are created again at the next call."""
         return {**self.__dict__, "_masks": {}}
 
     def __repr__(self) -> str:
-        given = {"window": None, "allowed": (), "prompt_length": 0, "pad_token_id": None, "inplace": False}
-        options = [f"{name}={getattr(self, name)!r}" for name, default in given.items()
-                   if getattr(self, name) != default]  # fmt: skip
+        defaults = {
+            "window": None,
+            "allowed": (),
+            "prompt_length": 0,
+            "pad_token_id": None,
+            "inplace": False,
+        }
+        options = [
+            f"{name}={getattr(self, name)!r}"
+            for name, default in defaults.items()
+            if getattr(self, name) != default
+        ]
         return f"{_NAME}({', '.join([str(self.ngram_size), *options])})"

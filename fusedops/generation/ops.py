@@ -1,4 +1,4 @@
-"""The generation family's functional: its constants, and one call into its operator."""
+"""The generation family's functional: checks its constants and calls its operator."""
 
 from __future__ import annotations
 
@@ -12,58 +12,78 @@ from .reference import Rule
 __all__ = ["check_rule", "no_repeat_ngram"]
 
 
-def no_repeat_ngram(input_ids: Tensor, scores: Tensor, ngram_size: int, *, window: int | None = None,
-                    allowed: Tensor | None = None, prompt_length: int = 0, pad_token_id: int | None = None,
-                    inplace: bool = False) -> Tensor:  # fmt: skip
+def no_repeat_ngram(
+    input_ids: Tensor,
+    scores: Tensor,
+    ngram_size: int,
+    *,
+    window: int | None = None,
+    allowed: Tensor | None = None,
+    prompt_length: int = 0,
+    pad_token_id: int | None = None,
+    inplace: bool = False,
+) -> Tensor:
     """The scores with minus infinity for every next token that would repeat an n-gram of its row.
 
-    Let the row end in some ``ngram_size - 1`` tokens. A token is banned if it follows the same tokens anywhere in the
-    row. With ``ngram_size=1`` every token of the row is banned. A row of fewer than ``ngram_size`` tokens bans none. All
-    other scores are unchanged. On a GPU the call is a copy of the scores, unless ``inplace``, and one launch, which is left
-    out where the rows are too short for any ban; there is no synchronisation.
+    Let the row end in some ``ngram_size - 1`` tokens. A token is banned if it follows the same
+    tokens anywhere in the row. With ``ngram_size=1`` every token of the row is banned. A row of
+    fewer than ``ngram_size`` tokens bans none. All other scores are unchanged. On a GPU the call is
+    a copy of the scores, unless ``inplace``, and one launch, which is left out where the rows are
+    too short for any ban; there is no synchronisation.
 
     Args:
-        input_ids: ``(B, L)``, int64 or int32: each row's tokens so far; any strides. Tokens outside ``[0, V)`` are
-            compared like others, and never banned.
-        scores: ``(B, V)``, fp16, bf16, fp32 or fp64: each row's scores of the next token; any strides.
+        input_ids: ``(B, L)``, int64 or int32: each row's tokens so far; any strides. Tokens outside
+            ``[0, V)`` are compared like others, and never banned.
+        scores: ``(B, V)``, fp16, bf16, fp32 or fp64: each row's scores of the next token; any
+            strides.
         ngram_size: n, at least 1.
-        window: only n-grams within a row's last ``window`` tokens count, at least ``ngram_size``; None for all.
+        window: only n-grams within a row's last ``window`` tokens count, at least ``ngram_size``;
+            None for all.
         allowed: ``(V,)``, boolean: True for tokens that are never banned; or None.
-        prompt_length: n-grams that contain one of a row's first ``prompt_length`` tokens do not count.
-        pad_token_id: n-grams that contain this token at the beginning of a row do not count. None: rows are not padded,
-            or padding counts as text, as in Hugging Face's processor.
+        prompt_length: n-grams that contain one of a row's first ``prompt_length`` tokens do not
+            count.
+        pad_token_id: n-grams that contain this token at the beginning of a row do not count. None:
+            rows are not padded, or padding counts as text, as in Hugging Face's processor.
         inplace: write to ``scores`` instead of a copy, which is most of the cost.
     Returns:
         ``(B, V)`` in the scores' dtype; ``scores`` itself if ``inplace``.
     Raises:
-        ValueError: a shape does not fit, a number is out of range, or ``inplace`` is True and rows of ``scores`` overlap;
-            the message names it.
+        ValueError: a shape does not fit, a number is out of range, or ``inplace`` is True and rows
+            of ``scores`` overlap; the message names it.
         TypeError: an argument is of another type or dtype.
         RuntimeError: a tensor is on another device.
-    Numerics: the scores are copied bit for bit.
-    Gradient: if the scores require one, PyTorch's operators run instead of the kernel; it is zero for banned tokens.
-    Source: Paulus et al. 2017, arXiv:1705.04304, section 2.5; Klein et al. 2017, arXiv:1701.02810.
+    Numerics: the scores are copied bit for bit. Gradient: if the scores require one, PyTorch's
+    operators run instead of the kernel; it is zero for banned tokens. Source: Paulus et al. 2017,
+    arXiv:1705.04304, section 2.5; Klein et al. 2017, arXiv:1701.02810.
     """
-    # In every call: these numbers are in no key.
+    # In every call, because these numbers are not in the key of the checked calls.
     check_rule("no_repeat_ngram", ngram_size, window, prompt_length, pad_token_id)
     rule = Rule(ngram_size, window, prompt_length, pad_token_id)
     return NO_REPEAT_NGRAM.run(scores, input_ids, allowed, rule, inplace=bool(inplace))
 
 
-def check_rule(op: str, ngram_size: Any, window: Any, prompt_length: Any, pad_token_id: Any) -> None:
-    """The arguments that are no tensors."""
+def check_rule(
+    op: str, ngram_size: Any, window: Any, prompt_length: Any, pad_token_id: Any
+) -> None:
+    """Raises what is wrong with the arguments that are no tensors."""
     _check_integer(op, "ngram_size", ngram_size, 1)
     if window is not None:
         _check_integer(op, "window", window, 1)
         if window < ngram_size:
-            raise ValueError(f"{op}: window must be at least {ngram_size} as ngram_size, got {window}")
+            raise ValueError(
+                f"{op}: window must be at least {ngram_size} as ngram_size, got {window}"
+            )
     _check_integer(op, "prompt_length", prompt_length, 0)
     if pad_token_id is not None and not isinstance(pad_token_id, int):
-        raise TypeError(f"{op}: pad_token_id must be an integer or None, got {type(pad_token_id).__name__}")
+        raise TypeError(
+            f"{op}: pad_token_id must be an integer or None, got {type(pad_token_id).__name__}"
+        )
 
 
 def _check_integer(op: str, name: str, value: Any, least: int) -> None:
-    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, int)):
+    """Raises unless ``value`` is an integer of at least ``least``."""
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer:
         raise TypeError(f"{op}: {name} must be an integer, got {type(value).__name__}")
     if value < least:
         raise ValueError(f"{op}: {name} must be at least {least}, got {value}")

@@ -1,4 +1,7 @@
-"""The generation family's reference implementation: the CPU path, the tests' oracle, and what gradients go through."""
+"""The generation family's reference implementation in PyTorch's operators.
+
+It runs on devices without kernels, where scores require a gradient, and as the tests' oracle.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,15 @@ class Rule(NamedTuple):
 
 
 def first_window(length: int, window: int | None, prompt_length: int) -> int:
-    """Where the first n-gram that counts may begin."""
+    """The position at which the first n-gram that counts may begin."""
     return prompt_length if window is None else max(prompt_length, length - window)
 
 
 def banned(input_ids: Tensor, cols: int, allowed: Tensor | None, rule: Rule) -> Tensor | None:
-    """``(B, cols)``, True for the tokens that would repeat an n-gram; None where the rows are too short for any."""
+    """``(B, cols)``, True for the tokens that would repeat an n-gram.
+
+    None where the rows are too short for any.
+    """
     ngram_size, window, prompt_length, pad_token_id = rule
     length = input_ids.shape[1]
     start = first_window(length, window, prompt_length)
@@ -38,19 +44,25 @@ def banned(input_ids: Tensor, cols: int, allowed: Tensor | None, rule: Rule) -> 
     for behind in range(1, ngram_size):
         same = same & (input_ids[:, last - behind : length - behind] == input_ids[:, -behind, None])
     if pad_token_id is not None:
-        # Windows that begin with padding: all tokens up to their first are pad.
-        same = same & (input_ids != pad_token_id).cumsum(1)[:, start : start + count].bool()
-    # What is not banned goes to one more column, so that the number of bans need not be known.
+        # The sum counts the tokens up to a window's first one that are not padding. It is zero for
+        # windows that begin in the leading padding.
+        unpadded = (input_ids != pad_token_id).cumsum(1)
+        same = same & unpadded[:, start : start + count].bool()
+    # Windows without a ban write to an extra column. So shapes do not depend on the number of bans,
+    # which would have to be copied from the GPU.
     column = torch.where(same, tokens, cols)
     mask = torch.zeros(input_ids.shape[0], cols + 1, dtype=torch.bool, device=input_ids.device)
     mask = mask.scatter(1, column, True)[:, :cols]
     return mask if allowed is None else mask & ~allowed
 
 
-def no_repeat_ngram(scores: Tensor, input_ids: Tensor, allowed: Tensor | None, rule: Rule, *,
-                    inplace: bool = False) -> Tensor:  # fmt: skip
+def no_repeat_ngram(
+    scores: Tensor, input_ids: Tensor, allowed: Tensor | None, rule: Rule, *, inplace: bool = False
+) -> Tensor:
     """The scores with minus infinity for the banned tokens."""
     mask = banned(input_ids, scores.shape[1], allowed, rule)
     if mask is None:
         return scores if inplace else scores.clone()
-    return scores.masked_fill_(mask, -torch.inf) if inplace else scores.masked_fill(mask, -torch.inf)
+    if inplace:
+        return scores.masked_fill_(mask, -torch.inf)
+    return scores.masked_fill(mask, -torch.inf)

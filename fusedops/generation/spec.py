@@ -15,7 +15,7 @@ from . import configs, launching, ops, reference
 __all__ = ["SPECS", "compiled_plans"]
 
 
-# --- samples ------------------------------------------------------------------------------------------------------
+# --- samples --------------------------------------------------------------------------------------
 
 
 def _tokens(make: Maker, rows: int, length: int, vocabulary: int) -> Tensor:
@@ -27,17 +27,19 @@ def _tokens(make: Maker, rows: int, length: int, vocabulary: int) -> Tensor:
     spread = torch.randperm(vocabulary, generator=make.generator)[:few]
     spread[-1] = vocabulary - 1
     ids = torch.randint(few, (rows, length), generator=make.generator)
-    at = torch.arange(length)
-    for row in range(0, rows, 2):
-        ids[row] = ids[row][at % (row // 2 % 5 + 1)] if length else ids[row]
+    if length:
+        positions = torch.arange(length)
+        for row in range(0, rows, 2):
+            period = row // 2 % 5 + 1
+            ids[row] = ids[row][positions % period]
     return spread[ids]
 
 
-def _planted(make: Maker, length: int, cols: int, n: int, at: tuple[int, ...]) -> Tensor:
-    """Rows with exactly one repetition, at a different position in each."""
-    ids = torch.stack([torch.randperm(cols, generator=make.generator)[:length] for _ in at])
-    for row, place in zip(ids, at, strict=True):
-        row[length - n + 1 :] = row[place : place + n - 1].clone()
+def _planted(make: Maker, length: int, cols: int, n: int, starts: tuple[int, ...]) -> Tensor:
+    """Rows with exactly one repeated n-gram each, which begins at one of ``starts``."""
+    ids = torch.stack([torch.randperm(cols, generator=make.generator)[:length] for _ in starts])
+    for row, start in zip(ids, starts, strict=True):
+        row[length - n + 1 :] = row[start : start + n - 1].clone()
     return ids
 
 
@@ -49,12 +51,28 @@ def _padded(ids: Tensor, pad: int) -> Tensor:
     return ids
 
 
-_SHAPES = [(1, 1, 7), (2, 2, 1), (5, 3, 17), (4, 40, 17), (3, 41, 1000), (6, 9, 64), (33, 20, 131), (2, 100, 9001)]
+_SHAPES = [
+    (1, 1, 7),
+    (2, 2, 1),
+    (5, 3, 17),
+    (4, 40, 17),
+    (3, 41, 1000),
+    (6, 9, 64),
+    (33, 20, 131),
+    (2, 100, 9001),
+]
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def sample(name: str, shape: tuple[int, int, int], n: int, pad: int | None = None, allowed: float = 0.0,
-               tokens: torch.dtype = torch.int64, **options: Any) -> Sample:  # fmt: skip
+    def sample(
+        name: str,
+        shape: tuple[int, int, int],
+        n: int,
+        pad: int | None = None,
+        allowed: float = 0.0,
+        tokens: torch.dtype = torch.int64,
+        **options: Any,
+    ) -> Sample:
         """``shape`` is rows, length and vocabulary; ``allowed`` the fraction of allowed tokens."""
         rows, length, cols = shape
         make = Maker(name, device, dtype)
@@ -62,7 +80,11 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         ids = _tokens(make, rows, length, cols)
         if pad is not None:
             ids, options = _padded(ids, pad), {**options, "pad_token_id": pad}
-        tensors: dict[str, Tensor | None] = {"scores": scores, "input_ids": ids.to(device, tokens), "allowed": None}
+        tensors: dict[str, Tensor | None] = {
+            "scores": scores,
+            "input_ids": ids.to(device, tokens),
+            "allowed": None,
+        }
         if allowed:
             tensors["allowed"] = (torch.rand(cols, generator=make.generator) < allowed).to(device)
         return Sample(name, tensors, {"ngram_size": n, **options})
@@ -81,14 +103,18 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     for windows in (tile - 1, tile, tile + 1):
         yield sample(f"{windows} windows", (2, windows + 2, 90), 3)
     for n in (2, 16):
-        length, places = 3 * tile, (0, 1, tile - 1, tile, 2 * tile - 1, 2 * tile, 3 * tile - 2 * n)
-        planted = sample(f"one repetition, n={n}", (len(places), 1, length + 100), n)
+        # The first and the last window of a tile, and the last that can be repeated.
+        length = 3 * tile
+        starts = (0, 1, tile - 1, tile, 2 * tile - 1, 2 * tile, length - 2 * n)
+        shape = (len(starts), 1, length + 100)
+        planted = sample(f"one repetition, n={n}", shape, n)
         make = Maker(planted.name, device, dtype)
-        ids = _planted(make, length, length + 100, n, places)
+        ids = _planted(make, length, length + 100, n, starts)
         planted.tensors["input_ids"] = ids.to(device)
         yield planted
-        padded = sample(f"one repetition, behind padding, n={n}", (len(places), 1, length + 100), n, pad_token_id=-100)
-        padded.tensors["input_ids"] = ids.where(torch.arange(length) >= torch.tensor(places)[:, None], -100).to(device)
+        padded = sample(f"one repetition, behind padding, n={n}", shape, n, pad_token_id=-100)
+        is_text = torch.arange(length) >= torch.tensor(starts)[:, None]
+        padded.tensors["input_ids"] = ids.where(is_text, -100).to(device)
         yield padded
     yield sample("int32 tokens", (4, 40, 50), 3, tokens=torch.int32)
     yield sample("int32 tokens, padded", (4, 40, 50), 2, tokens=torch.int32, pad=49)
@@ -108,29 +134,49 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     outside = sample("tokens outside of the vocabulary", (6, 60, 8), 2)
     tokens = outside.tensors["input_ids"]
     assert tokens is not None
-    outside.tensors["input_ids"] = torch.where(tokens == 7, 11, torch.where(tokens == tokens.min(), -1, tokens))
+    negative = torch.where(tokens == tokens.min(), -1, tokens)
+    outside.tensors["input_ids"] = torch.where(tokens == 7, 11, negative)
     yield outside
 
 
 def _few_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     """A few samples, for specs that differ only in their benchmark."""
-    yield from (sample for sample in _samples(device, dtype) if sample.name.startswith("shape 33x20x131"))
+    for sample in _samples(device, dtype):
+        if sample.name.startswith("shape 33x20x131"):
+            yield sample
 
 
-def _reference(scores: Tensor, input_ids: Tensor, ngram_size: int, *, allowed: Tensor | None = None,
-               inplace: bool = False, **options: Any) -> tuple[Tensor]:  # fmt: skip
+def _reference(
+    scores: Tensor,
+    input_ids: Tensor,
+    ngram_size: int,
+    *,
+    allowed: Tensor | None = None,
+    inplace: bool = False,
+    **options: Any,
+) -> tuple[Tensor]:
     rule = reference.Rule(ngram_size, **options)
     return (reference.no_repeat_ngram(scores, input_ids, allowed, rule, inplace=inplace),)
 
 
-def _eager(scores: Tensor, input_ids: Tensor, ngram_size: int, *, window: int | None = None,
-           allowed: Tensor | None = None, prompt_length: int = 0, pad_token_id: int | None = None,
-           inplace: bool = False) -> tuple[Tensor]:  # fmt: skip
-    """The definition, row by row on the host."""
+def _eager(
+    scores: Tensor,
+    input_ids: Tensor,
+    ngram_size: int,
+    *,
+    window: int | None = None,
+    allowed: Tensor | None = None,
+    prompt_length: int = 0,
+    pad_token_id: int | None = None,
+    inplace: bool = False,
+) -> tuple[Tensor]:
+    """The definition, row by row in Python."""
     out = scores if inplace else scores.clone()
     never = set() if allowed is None else set(allowed.nonzero().flatten().tolist())
     for row, tokens in enumerate(input_ids.tolist()):
-        first = prompt_length if window is None else max(prompt_length, len(tokens) - window)
+        first = prompt_length
+        if window is not None:
+            first = max(prompt_length, len(tokens) - window)
         padding = 0
         while padding < len(tokens) and tokens[padding] == pad_token_id:
             padding += 1
@@ -138,57 +184,152 @@ def _eager(scores: Tensor, input_ids: Tensor, ngram_size: int, *, window: int | 
         prefix = counted[len(counted) - ngram_size + 1 :]
         ngrams = (counted[i : i + ngram_size] for i in range(len(counted) - ngram_size + 1))
         banned = {ngram[-1] for ngram in ngrams if ngram[:-1] == prefix} - never
-        out[row, [token for token in banned if 0 <= token < scores.shape[1]]] = -torch.inf
+        in_vocabulary = [token for token in banned if 0 <= token < scores.shape[1]]
+        out[row, in_vocabulary] = -torch.inf
     return (out,)
 
 
-# --- bad samples --------------------------------------------------------------------------------------------------
+# --- bad samples ----------------------------------------------------------------------------------
 
 
 def _bad_samples(device: torch.device) -> Iterator[BadSample]:
-    def bad(name: str, error: type[Exception], match: str, *, options: dict[str, Any] | None = None,
-            **given: Any) -> BadSample:  # fmt: skip
+    def bad(
+        name: str,
+        error: type[Exception],
+        match: str,
+        *,
+        options: dict[str, Any] | None = None,
+        **overrides: Any,
+    ) -> BadSample:
         good = {"scores": torch.randn(4, 8, device=device), "input_ids": ids}
-        return BadSample(name, {**good, **given}, {"ngram_size": 2, **(options or {})}, error, match)
+        keywords = {"ngram_size": 2, **(options or {})}
+        return BadSample(name, {**good, **overrides}, keywords, error, match)
 
     ids = torch.ones(4, 6, dtype=torch.int64, device=device)
     allowed = torch.zeros(8, dtype=torch.bool, device=device)
-    yield bad("n of zero", ValueError, "ngram_size must be at least 1, got 0", options={"ngram_size": 0})
-    yield bad("fractional n", TypeError, "ngram_size must be an integer, got float", options={"ngram_size": 2.0})
-    yield bad("window of zero", ValueError, "window must be at least 1, got 0", options={"window": 0})
-    yield bad("window of less than an n-gram", ValueError, "window must be at least 3 as ngram_size, got 2",
-              options={"ngram_size": 3, "window": 2})  # fmt: skip
-    yield bad("window is no number", TypeError, "window must be an integer, got str", options={"window": "8"})
-    yield bad("negative prompt", ValueError, "prompt_length must be at least 0, got -1", options={"prompt_length": -1})
-    yield bad("prompt is None", TypeError, "prompt_length must be an integer, got NoneType",
-              options={"prompt_length": None})  # fmt: skip
-    yield bad("pad token is a tensor", TypeError, "pad_token_id must be an integer or None, got Tensor",
-              options={"pad_token_id": ids[0, 0]})  # fmt: skip
-    yield bad("scores are no tensor", TypeError, "scores must be a torch.Tensor, got list", scores=[[1.0]])
-    yield bad("integer scores", TypeError, r"scores has dtype torch\.int64", scores=torch.ones_like(ids))
-    yield bad("scores of one dimension", ValueError, r"scores has shape \(8,\), expected two dimensions",
-              scores=torch.randn(8, device=device))  # fmt: skip
-    yield bad("tokens are no tensor", TypeError, "input_ids must be a torch.Tensor, got list", input_ids=[[1, 2]])
-    yield bad("floating-point tokens", TypeError, r"input_ids has dtype torch\.float32, expected torch\.int64",
-              input_ids=ids.float())  # fmt: skip
-    yield bad("tokens of 16 bits", TypeError, r"input_ids has dtype torch\.int16", input_ids=ids.short())
-    yield bad("tokens of one dimension", ValueError, r"input_ids has shape \(6,\), expected two", input_ids=ids[0])
-    yield bad("rows that differ", ValueError, "input_ids has 3 rows, expected 4 as scores", input_ids=ids[:3])
-    yield bad("tokens on another device", RuntimeError, "input_ids is on meta, expected", input_ids=ids.to("meta"))
-    yield bad("allowed is a list", TypeError, "allowed must be a torch.Tensor, got list", allowed=[3])
-    yield bad("allowed tokens by number", TypeError, r"allowed has dtype torch\.int64, expected torch\.bool",
-              allowed=ids[0])  # fmt: skip
-    yield bad("allowed of another width", ValueError, r"allowed has shape \(7,\), expected \(8,\)",
-              allowed=allowed[:7])  # fmt: skip
-    yield bad("allowed on another device", RuntimeError, "allowed is on meta, expected", allowed=allowed.to("meta"))
-    yield bad("in place on expanded rows", ValueError, r"scores has overlapping rows, with strides \(0, 1\)",
-              scores=torch.randn(1, 8, device=device).expand(4, 8), options={"inplace": True})  # fmt: skip
+    yield bad(
+        "n of zero", ValueError, "ngram_size must be at least 1, got 0", options={"ngram_size": 0}
+    )
+    yield bad(
+        "fractional n",
+        TypeError,
+        "ngram_size must be an integer, got float",
+        options={"ngram_size": 2.0},
+    )
+    yield bad(
+        "window of zero", ValueError, "window must be at least 1, got 0", options={"window": 0}
+    )
+    yield bad(
+        "window of less than an n-gram",
+        ValueError,
+        "window must be at least 3 as ngram_size, got 2",
+        options={"ngram_size": 3, "window": 2},
+    )
+    yield bad(
+        "window is no number",
+        TypeError,
+        "window must be an integer, got str",
+        options={"window": "8"},
+    )
+    yield bad(
+        "negative prompt",
+        ValueError,
+        "prompt_length must be at least 0, got -1",
+        options={"prompt_length": -1},
+    )
+    yield bad(
+        "prompt is None",
+        TypeError,
+        "prompt_length must be an integer, got NoneType",
+        options={"prompt_length": None},
+    )
+    yield bad(
+        "pad token is a tensor",
+        TypeError,
+        "pad_token_id must be an integer or None, got Tensor",
+        options={"pad_token_id": ids[0, 0]},
+    )
+    yield bad(
+        "scores are no tensor", TypeError, "scores must be a torch.Tensor, got list", scores=[[1.0]]
+    )
+    yield bad(
+        "integer scores", TypeError, r"scores has dtype torch\.int64", scores=torch.ones_like(ids)
+    )
+    yield bad(
+        "scores of one dimension",
+        ValueError,
+        r"scores has shape \(8,\), expected two dimensions",
+        scores=torch.randn(8, device=device),
+    )
+    yield bad(
+        "tokens are no tensor",
+        TypeError,
+        "input_ids must be a torch.Tensor, got list",
+        input_ids=[[1, 2]],
+    )
+    yield bad(
+        "floating-point tokens",
+        TypeError,
+        r"input_ids has dtype torch\.float32, expected torch\.int64",
+        input_ids=ids.float(),
+    )
+    yield bad(
+        "tokens of 16 bits", TypeError, r"input_ids has dtype torch\.int16", input_ids=ids.short()
+    )
+    yield bad(
+        "tokens of one dimension",
+        ValueError,
+        r"input_ids has shape \(6,\), expected two",
+        input_ids=ids[0],
+    )
+    yield bad(
+        "rows that differ",
+        ValueError,
+        "input_ids has 3 rows, expected 4 as scores",
+        input_ids=ids[:3],
+    )
+    yield bad(
+        "tokens on another device",
+        RuntimeError,
+        "input_ids is on meta, expected",
+        input_ids=ids.to("meta"),
+    )
+    yield bad(
+        "allowed is a list", TypeError, "allowed must be a torch.Tensor, got list", allowed=[3]
+    )
+    yield bad(
+        "allowed tokens by number",
+        TypeError,
+        r"allowed has dtype torch\.int64, expected torch\.bool",
+        allowed=ids[0],
+    )
+    yield bad(
+        "allowed of another width",
+        ValueError,
+        r"allowed has shape \(7,\), expected \(8,\)",
+        allowed=allowed[:7],
+    )
+    yield bad(
+        "allowed on another device",
+        RuntimeError,
+        "allowed is on meta, expected",
+        allowed=allowed.to("meta"),
+    )
+    yield bad(
+        "in place on expanded rows",
+        ValueError,
+        r"scores has overlapping rows, with strides \(0, 1\)",
+        scores=torch.randn(1, 8, device=device).expand(4, 8),
+        options={"inplace": True},
+    )
 
 
-# --- benchmarks ---------------------------------------------------------------------------------------------------
+# --- benchmarks -----------------------------------------------------------------------------------
 
 
-def _benchmark(shape: Shape, dtype: torch.dtype, device: torch.device, *, length: int = 1024) -> Sample:
+def _benchmark(
+    shape: Shape, dtype: torch.dtype, device: torch.device, *, length: int = 1024
+) -> Sample:
     """Random tokens from so few that about a tenth of the rows have a ban."""
     rows, cols = map(int, shape)
     few = min(max(int((10 * length) ** 0.5), 1), cols)
@@ -200,17 +341,22 @@ def _benchmark(shape: Shape, dtype: torch.dtype, device: torch.device, *, length
 def _transformers() -> Callable[..., Any]:
     from transformers import NoRepeatNGramLogitsProcessor
 
-    return lambda scores, input_ids, ngram_size: (NoRepeatNGramLogitsProcessor(ngram_size)(input_ids, scores),)
+    return lambda scores, input_ids, ngram_size: (
+        NoRepeatNGramLogitsProcessor(ngram_size)(input_ids, scores),
+    )
 
 
-def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> dict[str, Callable[[], object]]:
+def compiled_plans(
+    cols: int, dtype: torch.dtype, other: torch.dtype | None = None
+) -> dict[str, Callable[[], object]]:
     """Functions that build all variants; these do not depend on the width."""
     if other is not None or cols not in (1024, 4096):
         return {}
 
     def build(tokens: torch.dtype) -> None:
         for options in (True, False):
-            launching.Site(-1, dtype, tokens, options, options).variant  # noqa: B018 - built as it is read
+            # The variant is a cached property, which builds the kernel.
+            launching.Site(-1, dtype, tokens, options, options).variant  # noqa: B018
 
     return {
         "no_repeat_ngram": partial(build, torch.int64),

@@ -1,13 +1,14 @@
-"""From tensors to launches of the norm kernels: the row strides, the plan for the call, and the launch.
+"""Launches of the norm kernels: the row strides, the plan for the call, and the launch.
 
-A compiled variant depends on dtypes, absences, hidden size, alignment and device, never on the number of rows; a plan
-also on the rows' bucket, in which the best config may be another.
+A compiled variant depends on dtypes, absences, hidden size, alignment and device, never on the
+number of rows. A plan depends on the rows' bucket too, because the best config may differ between
+buckets.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,19 +19,28 @@ from ..core.operand import vector
 from ..core.rng import State, seed_kind
 from ..core.tuning import BUCKET, TuningKey, widths
 from . import configs
-
-if TYPE_CHECKING:
-    from .operator import NormSite
+from .site import NormSite
 
 __all__ = ["backward", "forward"]
 
 _Dtype = torch.dtype | None
-# The most elements of a tile a thread for which registers hold the next tile as well.
+# The most elements of a tile per thread for which registers hold the next tile as well.
 _CARRIED = 16
+# The number of programs where nothing limits it.
+_UNLIMITED = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class _Forward:
+    """A forward's launch.
+
+    Attributes:
+        variant: the compiled kernel.
+        rows: of a tile.
+        tiles: of a row.
+        programs: at most, along the rows.
+    """
+
     variant: Variant
     rows: int
     tiles: int
@@ -42,14 +52,16 @@ class _Backward:
     """A backward's launches.
 
     Attributes:
-        post: leaves the sums over each program's columns, where programs do not wait for one another.
-        variant: stores all gradients.
+        post: the kernel that stores the sums over each program's columns, where programs do not
+            wait for one another.
+        variant: the kernel that stores all gradients.
         rows: of a tile.
         columns: programs that share rows.
         programs: at most, of each of them.
         exchange: "none", "wait", or "read" after `post`.
-        multiprocessors: those that the stream had for which this was planned; 0 if it does not matter.
-        reduce: adds parts of parameter gradients.
+        multiprocessors: those of the stream for which this was planned; 0 if the plan does not
+            depend on them.
+        reduce: the kernel that adds partial sums of parameter gradients.
         reduce_block: columns of each of its programs.
         sums: parameter gradients.
     """
@@ -71,13 +83,18 @@ _backwards: dict[Any, _Backward] = tuning.register_cache({})
 
 
 def forward(site: NormSite, tensors: Any, outs: Any, state: State) -> None:
-    """One launch, from ``(x, bias, residual, weight, ln_bias)`` to ``(y, z, cast, stats)``."""
+    """Launches one kernel, from ``(x, bias, residual, weight, ln_bias)`` to the outputs.
+
+    These are ``(y, z, cast, stats)``.
+    """
     x, bias, residual, weight, ln_bias = tensors
     y, z, cast, stats = outs
     seed, offset, threshold = state
     kind = 0 if seed is None else seed_kind(offset)
     cols = site.cols
     dims = site.dims
+    # The bits of all addresses and strides: if the lowest four are zero, the variant may rely on
+    # vectors of 16 bytes.
     x, x_stride, bits = as_rows(x, cols, dims)
     residual_stride = cols
     if residual is not None:
@@ -101,21 +118,57 @@ def forward(site: NormSite, tensors: Any, outs: Any, state: State) -> None:
     if grid_x > plan.programs:
         grid_x = plan.programs
     if stats is None:
-        plan.variant(plan.tiles, grid_x, x, bias, residual, y, seed, offset, threshold, x_stride, residual_stride, rows)
+        plan.variant(
+            plan.tiles,
+            grid_x,
+            x,
+            bias,
+            residual,
+            y,
+            seed,
+            offset,
+            threshold,
+            x_stride,
+            residual_stride,
+            rows,
+        )
     else:
-        plan.variant(grid_x, 1, x, bias, residual, weight, ln_bias, y, cast, z, stats, seed, offset, threshold, x_stride,
-                     residual_stride, rows)  # fmt: skip
+        plan.variant(
+            grid_x,
+            1,
+            x,
+            bias,
+            residual,
+            weight,
+            ln_bias,
+            y,
+            cast,
+            z,
+            stats,
+            seed,
+            offset,
+            threshold,
+            x_stride,
+            residual_stride,
+            rows,
+        )
 
 
 def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) -> None:
-    """One launch; another that adds the parts of sums over rows; and where programs share rows but do not wait, one before.
+    """Launches up to three kernels.
+
+        post      where programs share rows but do not wait: the sums over each one's columns
+        variant   all gradients; of parameters partial sums, if there are several programs
+        reduce    the sums of these parts
 
     Gradients that are None in ``outs`` are not computed.
 
-    ``saved`` are the pre-norm sum, the output or x, as the site says; bias and residual where it is x; weight, ln_bias
-    and the statistics. ``dy`` and ``dcast`` are gradients of the same numbers.
+    ``saved`` are the pre-norm sum, the output or x, depending on the site; bias and residual where
+    it is x; weight, ln_bias and the statistics. ``dy`` and ``dcast`` are gradients of the same
+    values.
     """
     dy, dz, dcast = grads
+    # The kernel needs dy to normalise: without it the copy's gradient takes its place.
     if dy is None:
         dy, dcast = dcast, None
     kept, bias, residual, weight, ln_bias, stats = saved
@@ -143,55 +196,118 @@ def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) ->
     bits |= of_bias | of_weight | of_ln_bias | of_stats
     like = dy if dy is not None else dz
     rows = like.numel() // cols
-    needs = (dx is not None, dbias is not None, dresidual is not None, dweight is not None, dln_bias is not None)
-    key = (site, needs, None if dy is None else dy.dtype, None if dz is None else dz.dtype,
-           None if dcast is None else dcast.dtype, kind, bits & 15 == 0, 0,
-           BUCKET[rows.bit_length()])  # fmt: skip
+    needs = (
+        dx is not None,
+        dbias is not None,
+        dresidual is not None,
+        dweight is not None,
+        dln_bias is not None,
+    )
+    key = (
+        site,
+        needs,
+        None if dy is None else dy.dtype,
+        None if dz is None else dz.dtype,
+        None if dcast is None else dcast.dtype,
+        kind,
+        bits & 15 == 0,
+        0,  # multiprocessors: see `_backward_of`
+        BUCKET[rows.bit_length()],
+    )
     plan = _backwards.get(key)
+    # A plan for programs that wait is for one number of multiprocessors, which every call compares
+    # with those of its stream.
     if plan is None or plan.multiprocessors:
         plan = _backward_of(key)
     moments = partials = None
     row_tiles = -(-rows // plan.rows)
     programs = 1
-    # Few rows are one program's work: it stores the column sums itself.
+    # One program processes few rows, and stores the column sums itself.
     if row_tiles > launch.MOST_ALONE:
         programs = min(row_tiles, plan.programs)
         if plan.reduce is not None:
             partials = like.new_empty(programs, plan.sums, cols, dtype=site.acc)
+    # Programs wait until a word is not zero: the words have to be zero before.
     if plan.exchange == "wait":
         moments = like.new_zeros(plan.columns, rows, dtype=torch.int64)
     elif plan.exchange == "read":
         moments = like.new_empty(plan.columns, 2, rows, dtype=site.acc)
-    arguments = (dy, dcast, dz, kept, bias, residual, weight, ln_bias, stats, moments, dx, dresidual, dbias, dweight,
-                 dln_bias, partials if partials is not None else like, seed, offset, threshold, dy_stride,
-                 dcast_stride, dz_stride, kept_stride, residual_stride, rows)  # fmt: skip
+    arguments = (
+        dy,
+        dcast,
+        dz,
+        kept,
+        bias,
+        residual,
+        weight,
+        ln_bias,
+        stats,
+        moments,
+        dx,
+        dresidual,
+        dbias,
+        dweight,
+        dln_bias,
+        partials if partials is not None else like,  # any address, where nothing is written to it
+        seed,
+        offset,
+        threshold,
+        dy_stride,
+        dcast_stride,
+        dz_stride,
+        kept_stride,
+        residual_stride,
+        rows,
+    )
     if plan.post is not None:
         plan.post(plan.columns, programs, *arguments)
     plan.variant(plan.columns, programs, *arguments)
     if partials is not None and plan.reduce is not None:
-        plan.reduce(-(-cols // plan.reduce_block), plan.sums, partials, dbias, dweight, dln_bias, programs)
+        plan.reduce(
+            -(-cols // plan.reduce_block), plan.sums, partials, dbias, dweight, dln_bias, programs
+        )
 
 
 def _backward_of(key: tuple[Any, ...]) -> _Backward:
-    """The plan for a key, made anew, and another where the current stream has other multiprocessors than it was made for."""
+    """The plan for a key and for the current stream's multiprocessors.
+
+    The key's last but one element is 0, for which the plan of the first stream is stored. Streams
+    with another number of multiprocessors have that number in their key.
+    """
     plan = _backwards.get(key) or tuning.plan(_backwards, key, _plan_backward)
-    here = launch.multiprocessors(key[0].device_index) if plan.multiprocessors else 0
-    if here == plan.multiprocessors:
+    if not plan.multiprocessors:
         return plan
-    key = (*key[:-2], here, key[-1])
+    current = launch.multiprocessors(key[0].device_index)
+    if current == plan.multiprocessors:
+        return plan
+    key = (*key[:-2], current, key[-1])
     return _backwards.get(key) or tuning.plan(_backwards, key, _plan_backward)
 
 
-# --- the variants behind the keys ---------------------------------------------------------------------------------
+# --- the variants behind the keys -----------------------------------------------------------------
 
 
 tuning.register(configs, "norm_forward", "dropout_add", "norm_backward")
 
 
-def _build(kernel: Any, types: dict[str, str | None], constants: dict[str, Any], config: tuning.Config, site: NormSite,
-           aligned: bool) -> Variant:  # fmt: skip
-    return launch.build(kernel, types, constants, config, device_index=site.device_index, acc=site.acc, cols=site.cols,
-                        aligned=aligned)  # fmt: skip
+def _build(
+    kernel: Any,
+    types: dict[str, str | None],
+    constants: dict[str, Any],
+    config: tuning.Config,
+    site: NormSite,
+    aligned: bool,
+) -> Variant:
+    return launch.build(
+        kernel,
+        types,
+        constants,
+        config,
+        device_index=site.device_index,
+        acc=site.acc,
+        cols=site.cols,
+        aligned=aligned,
+    )
 
 
 def _plan_forward(site: NormSite, seed: int, aligned: bool, bucket: int) -> _Forward:
@@ -210,15 +326,23 @@ def _plan_forward(site: NormSite, seed: int, aligned: bool, bucket: int) -> _For
         "residual_stride": "i64",
         "M": "i64",
     }
-    # No part of the key says whether the sum is written: training and inference share a config, and so have the same bits.
+    # Whether the sum is written is not in the key: training and inference share a config, and so
+    # return the same bits.
     parts = ("dropout" if seed else "plain", "alone" if residual is None else "adds")
     moved = widths(x.itemsize, site.z.itemsize, site.y.itemsize)
     if not site.normalizes:
-        config = tuning.choose(TuningKey("dropout_add", parts, moved, cols, bucket), site.device_index)
+        config = tuning.choose(
+            TuningKey("dropout_add", parts, moved, cols, bucket), site.device_index
+        )
         width = vector_width(x, residual, config=config)
-        variant = _build(kernels.dropout_add_kernel, types, {"VECTOR": width}, config, site, aligned)
-        return _Forward(variant, config.rows, -(-cols // config.block_n), 2**31 - 1)
-    config = tuning.choose(TuningKey("norm_forward", (rule.kind, *parts), moved, cols, bucket), site.device_index)
+        variant = _build(
+            kernels.dropout_add_kernel, types, {"VECTOR": width}, config, site, aligned
+        )
+        return _Forward(variant, config.rows, -(-cols // config.block_n), _UNLIMITED)
+    config = tuning.choose(
+        TuningKey("norm_forward", (rule.kind, *parts), moved, cols, bucket), site.device_index
+    )
+
     constants = {
         "KIND": rule.kind,
         "EPS": rule.epsilon(site.z),
@@ -230,79 +354,95 @@ def _plan_forward(site: NormSite, seed: int, aligned: bool, bucket: int) -> _For
         "PERSISTENT": config.per_sm > 0,
     }
     variant = _build(kernels.norm_forward_kernel, types, constants, config, site, aligned)
-    programs = launch.processors(site.device_index) * config.per_sm if config.per_sm else 2**31 - 1
+    programs = _UNLIMITED
+    if config.per_sm:
+        programs = launch.processors(site.device_index) * config.per_sm
     return _Forward(variant, config.rows, 1, programs)
 
 
-def _backward_tuning_key(site: NormSite, seed: int, sums: int, bucket: int, moved: tuple[_Dtype, ...]) -> TuningKey:
-    """``moved`` are the dtypes of the large tensors, in and out: what a backward's traffic is."""
-    there = [dtype for dtype in moved if dtype is not None]
-    # Without dy there is nothing to normalise, whatever the forward did.
+def _backward_tuning_key(
+    site: NormSite, seed: int, sums: int, bucket: int, moved: tuple[_Dtype, ...]
+) -> TuningKey:
+    """The key of a backward; ``moved`` are the dtypes of the large tensors read and written."""
+    present = [dtype for dtype in moved if dtype is not None]
+    # Without dy there is nothing to normalise, even if the forward normalised.
     kind = "none" if moved[0] is None else site.rule.kind
-    parts: tuple[str, ...] = (kind, "dropout" if seed else "plain", f"{sums} sums", f"{len(there)} moved")
-    sizes = sorted({d.itemsize for d in there})
-    weight, shift = site.dtypes[3:]
-    more = site.constants.save == "output" or any(d is not None and d.itemsize > 2 for d in (weight, shift))
-    if more and site.cols > configs.MORE_HELD_MATTERS and sizes == [2]:
+    parts: tuple[str, ...] = (
+        kind,
+        "dropout" if seed else "plain",
+        f"{sums} sums",
+        f"{len(present)} moved",
+    )
+    sizes = sorted({dtype.itemsize for dtype in present})
+    wide = site.cols > configs.MORE_HELD_MATTERS and sizes == [2]
+    if wide and _holds_more(site):
         parts += (configs.MORE_HELD,)
     return TuningKey("norm_backward", parts, widths(*sizes), site.cols, bucket)
 
 
-def _plan_backward(site: NormSite, needs: tuple[bool, ...], dy: _Dtype, dz: _Dtype, dcast: _Dtype, seed: int,
-                   aligned: bool, multiprocessors: int, bucket: int) -> _Backward:  # fmt: skip
-    """``multiprocessors`` tells plans for different streams apart; with 0 the current stream's are not known yet."""
+def _holds_more(site: NormSite) -> bool:
+    """Whether a backward's parameters take more registers than one vector of 16 bits."""
+    if site.constants.save == "output":
+        return True
+    parameters = site.dtypes[3:]
+    return any(dtype is not None and dtype.itemsize > 2 for dtype in parameters)
+
+
+def _plan_backward(
+    site: NormSite,
+    needs: tuple[bool, ...],
+    dy: _Dtype,
+    dz: _Dtype,
+    dcast: _Dtype,
+    seed: int,
+    aligned: bool,
+    multiprocessors: int,
+    bucket: int,
+) -> _Backward:
+    """The plan for a key of `_backwards`.
+
+    ``multiprocessors`` distinguishes plans for different streams; it is 0 while the current
+    stream's are not known.
+    """
     from ..core.kernels import sum_partials_kernel
     from . import kernels
 
-    rule, cols, save = site.rule, site.cols, site.constants.save
+    rule, cols, save, device_index = site.rule, site.cols, site.constants.save, site.device_index
     x, _, residual, _, _ = site.dtypes
     normalizes = site.normalizes and dy is not None
     needs_x, needs_bias, needs_residual, needs_weight, needs_ln_bias = needs
     sums = needs_bias + needs_weight + needs_ln_bias
     kept = {"sum": site.z, "output": site.y, "inputs": x}[save] if normalizes else None
     inputs = normalizes and save == "inputs"
-    read = [d for d in (dy, dcast, dz, kept) if d is not None]
-    key = _backward_tuning_key(site, seed, sums, bucket, (
-        dy, dcast, dz, kept, residual if inputs else None, x if needs_x else None,
-        residual if needs_residual else None))  # fmt: skip
-    config = tuning.choose(key, site.device_index)
+    read = [dtype for dtype in (dy, dcast, dz, kept) if dtype is not None]
+    moved = (
+        dy,
+        dcast,
+        dz,
+        kept,
+        residual if inputs else None,
+        x if needs_x else None,
+        residual if needs_residual else None,
+    )
+    key = _backward_tuning_key(site, seed, sums, bucket, moved)
+    config = tuning.choose(key, device_index)
     columns = -(-cols // config.columns)
     exchange = "none"
-    is_shared = normalizes and columns > 1
-    if is_shared:
-        exchange = "wait" if launch.waits(site.device_index, site.acc, columns) else "read"
-    if is_shared and not multiprocessors and launch.may_wait(site.device_index, site.acc):
-        multiprocessors = launch.multiprocessors(site.device_index)
-    programs = max(2, (multiprocessors or launch.processors(site.device_index)) * config.per_sm // columns)
+    if normalizes and columns > 1:
+        exchange = "wait" if launch.waits(device_index, site.acc, columns) else "read"
+        # Also for "read": a stream with more multiprocessors may have programs that wait.
+        if not multiprocessors and launch.may_wait(device_index, site.acc):
+            multiprocessors = launch.multiprocessors(device_index)
+    # Programs are persistent: as many as run at the same time, each with the rows of many tiles.
+    available = multiprocessors or launch.processors(device_index)
+    programs = max(2, available * config.per_sm // columns)
     reduce_config = tuning.adding(programs, cols)
-    pointers = site.pointers
-    types: dict[str, str | None] = {
-        "dy": pointer_type(dy),
-        "dcast": pointer_type(dcast),
-        "dsum": pointer_type(dz),
-        "kept": pointer_type(kept),
-        "bias": pointers["bias"] if inputs else None,
-        "residual": pointers["residual"] if inputs else None,
-        "weight": pointers["weight"] if normalizes else None,
-        "ln_bias": pointers["ln_bias"] if normalizes and save == "output" else None,
-        "stats": pointer_type(site.acc) if normalizes else None,
-        "moments": {"none": None, "wait": pointer_type(torch.int64), "read": pointer_type(site.acc)}[exchange],
-        "dx": pointers["x"] if needs_x else None,
-        "dresidual": pointers["residual"] if needs_residual else None,
-        "dbias": pointers["bias"] if needs_bias else None,
-        "dweight": pointers["weight"] if needs_weight else None,
-        "dln_bias": pointers["ln_bias"] if needs_ln_bias else None,
-        "partials": pointer_type(site.acc),
-        **SEED_TYPES[seed],
-        "threshold": "i32",
-        **dict.fromkeys(("dy_stride", "dcast_stride", "dsum_stride", "kept_stride", "residual_stride", "M"), "i64"),
-        "programs": "i32",
-    }
-    # The pipeline copies four bytes or more: 16 bits are loaded one at a time. Tiles in fp32 would take too many registers.
-    narrow = normalizes and save != "inputs" and dcast is None and all(d.itemsize == 2 for d in read)
+    types = _backward_types(site, needs, dy, dz, dcast, kept, seed, exchange)
+    # The pipeline copies four bytes or more: 16 bits are loaded one at a time. Tiles in fp32 would
+    # take too many registers.
+    only_16bit = all(dtype.itemsize == 2 for dtype in read)
+    narrow = normalizes and save != "inputs" and dcast is None and only_16bit
     one_by_one = narrow and (not aligned or cols % 2 != 0)
-    gradients = {place: types[name] for place, name in
-                 (("first", "dbias"), ("second", "dweight"), ("third", "dln_bias"))}  # fmt: skip
     constants = {
         "KIND": rule.kind if normalizes else "none",
         "SAVED": save,
@@ -312,25 +452,78 @@ def _plan_backward(site: NormSite, needs: tuple[bool, ...], dy: _Dtype, dz: _Dty
         "EXCHANGE": exchange,
         "CARRIED": one_by_one and config.columns * config.rows <= _CARRIED * 32 * config.warps,
     }
-    reads = types | dict.fromkeys(("dsum", "dx", "dresidual", "dbias", "dweight", "dln_bias"))
 
     def build(types: dict[str, str | None], **more: str) -> Variant:
         return _build(kernels.norm_backward_kernel, types, constants | more, config, site, aligned)
 
     variant = build(types)
-    if exchange == "wait" and multiprocessors:  # all programs of a cooperative launch run at the same time
+    if exchange == "wait" and multiprocessors:
+        # All programs of a cooperative launch run at the same time.
         programs = min(programs, multiprocessors * launch.resident(variant) // columns)
+    post = reduce = None
+    if exchange == "read":
+        # A post launch stores sums only: without these pointers the stores are not compiled.
+        unused = ("dsum", "dx", "dresidual", "dbias", "dweight", "dln_bias")
+        post = build(types | dict.fromkeys(unused), EXCHANGE="post")
+    if sums:
+        parameters = {
+            "first": types["dbias"],
+            "second": types["dweight"],
+            "third": types["dln_bias"],
+        }
+        reduce = _build(
+            sum_partials_kernel, types | parameters, constants, reduce_config, site, aligned
+        )
     return _Backward(
-        post=build(reads, EXCHANGE="post") if exchange == "read" else None,
+        post=post,
         variant=variant,
         rows=config.rows,
         columns=columns,
         programs=programs,
         exchange=exchange,
         multiprocessors=multiprocessors,
-        reduce=_build(sum_partials_kernel, types | gradients, constants, reduce_config, site, aligned)
-        if sums
-        else None,
+        reduce=reduce,
         reduce_block=reduce_config.block_n,
         sums=sums,
     )
+
+
+def _backward_types(
+    site: NormSite,
+    needs: tuple[bool, ...],
+    dy: _Dtype,
+    dz: _Dtype,
+    dcast: _Dtype,
+    kept: _Dtype,
+    seed: int,
+    exchange: str,
+) -> dict[str, str | None]:
+    """Triton's types of a backward's arguments, None for those that are absent."""
+    save, pointers = site.constants.save, site.pointers
+    normalizes = site.normalizes and dy is not None
+    inputs = normalizes and save == "inputs"
+    needs_x, needs_bias, needs_residual, needs_weight, needs_ln_bias = needs
+    moments = {"none": None, "wait": torch.int64, "read": site.acc}[exchange]
+    strides = ("dy_stride", "dcast_stride", "dsum_stride", "kept_stride", "residual_stride")
+    return {
+        "dy": pointer_type(dy),
+        "dcast": pointer_type(dcast),
+        "dsum": pointer_type(dz),
+        "kept": pointer_type(kept),
+        "bias": pointers["bias"] if inputs else None,
+        "residual": pointers["residual"] if inputs else None,
+        "weight": pointers["weight"] if normalizes else None,
+        "ln_bias": pointers["ln_bias"] if normalizes and save == "output" else None,
+        "stats": pointer_type(site.acc) if normalizes else None,
+        "moments": pointer_type(moments),
+        "dx": pointers["x"] if needs_x else None,
+        "dresidual": pointers["residual"] if needs_residual else None,
+        "dbias": pointers["bias"] if needs_bias else None,
+        "dweight": pointers["weight"] if needs_weight else None,
+        "dln_bias": pointers["ln_bias"] if needs_ln_bias else None,
+        "partials": pointer_type(site.acc),
+        **SEED_TYPES[seed],
+        "threshold": "i32",
+        **dict.fromkeys((*strides, "M"), "i64"),
+        "programs": "i32",
+    }

@@ -1,7 +1,8 @@
 """The norm family's modules: parameters and one functional call.
 
-Each is a subclass of the torch.nn module that it replaces. So ``isinstance`` is true, the parameters, their initial values
-and their ``state_dict`` keys are the same, and weights load in both directions.
+Each is a subclass of the torch.nn module that it replaces. So ``isinstance`` is true, the
+parameters, their initial values and their ``state_dict`` keys are the same, and weights load in
+both directions.
 """
 
 from __future__ import annotations
@@ -32,19 +33,24 @@ Save = Literal["sum", "output", "inputs"]
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """Drop-in for `torch.nn.LayerNorm`: same constructor, parameters, initial values and ``state_dict``.
+    """Drop-in for `torch.nn.LayerNorm`: same constructor, parameters and initial values.
+
+    The ``state_dict`` has the same keys.
 
     Args:
         normalized_shape: the trailing dimensions to normalise, an int or a sequence of ints.
         eps: added to the variance.
-        elementwise_affine: whether the module has learnable ``weight`` and ``bias``; they start at ones and zeros.
+        elementwise_affine: whether the module has learnable ``weight`` and ``bias``; they start at
+            ones and zeros.
         bias: whether the module has a ``bias``; used only with ``elementwise_affine``.
         device: the parameters' device.
         dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the input's.
     Shape:
-        input and output: ``(*, *normalized_shape)``, in the input's dtype (fp32 under GPU autocast).
+        input and output: ``(*, *normalized_shape)``, in the input's dtype (fp32 under GPU
+            autocast).
     Raises:
-        ValueError: ``eps`` or a size is negative; the input's trailing dimensions are not ``normalized_shape``.
+        ValueError: ``eps`` or a size is negative; the input's trailing dimensions are not
+            ``normalized_shape``.
         TypeError: the input is not a floating-point tensor.
         RuntimeError: input and parameters are on different devices.
     Numerics: statistics in fp32 (fp64 for fp64 inputs); two-pass variance.
@@ -62,7 +68,9 @@ class FusedLayerNorm(nn.LayerNorm):
     ) -> None:
         name = type(self).__name__
         ops.check_constants(name, "layer", eps)
-        super().__init__(ops.check_sizes(name, normalized_shape), eps, elementwise_affine, bias, device, dtype)
+        super().__init__(
+            ops.check_sizes(name, normalized_shape), eps, elementwise_affine, bias, device, dtype
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input``; see the class."""
@@ -76,7 +84,8 @@ class FusedLayerNorm(nn.LayerNorm):
 class _RoundedRMSNorm(nn.RMSNorm):
     """`torch.nn.RMSNorm` with an offset that is added to the weight, and a rounding mode.
 
-    The weight starts at ``1 - weight_offset``, so that the scale itself starts at one as torch.nn's does.
+    The weight starts at ``1 - weight_offset``, so that the scale itself starts at one as torch.nn's
+    does.
     """
 
     weight_offset: float = 0.0
@@ -94,9 +103,10 @@ class _RoundedRMSNorm(nn.RMSNorm):
         rounding: Rounding = "once",
     ) -> None:
         name = type(self).__name__
-        rounding = ops.known_rounding(rounding)
         ops.check_constants(name, "rms", eps, weight_offset, rounding)
-        super().__init__(ops.check_sizes(name, normalized_shape), eps, elementwise_affine, device, dtype)
+        super().__init__(
+            ops.check_sizes(name, normalized_shape), eps, elementwise_affine, device, dtype
+        )
         self.rounding = rounding
         self.weight_offset = weight_offset
         if weight_offset:
@@ -108,28 +118,31 @@ class _RoundedRMSNorm(nn.RMSNorm):
             nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
     def extra_repr(self) -> str:
-        """torch.nn's line, and what differs from it."""
+        """torch.nn's line, and the options that are not at their defaults."""
         return super().extra_repr() + _differences(self, weight_offset=0.0, rounding="once")
 
 
 class FusedRMSNorm(_RoundedRMSNorm):
-    """Drop-in for `torch.nn.RMSNorm`: same constructor, parameters, initial values and ``state_dict``.
+    """Drop-in for `torch.nn.RMSNorm`: same constructor, parameters and initial values.
+
+    The ``state_dict`` has the same keys.
 
     Args:
         normalized_shape: the trailing dimensions to normalise, an int or a sequence of ints.
         eps: added to the mean square; None for the machine epsilon of fp32 (fp64 for fp64 inputs).
-        elementwise_affine: whether the module has a learnable ``weight``; it starts at ``1 - weight_offset``.
+        elementwise_affine: whether the module has a learnable ``weight``; it starts at ``1 -
+            weight_offset``.
         device: the parameters' device.
         dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the input's.
         weight_offset: added to ``weight`` before it scales; 1.0 for Gemma.
-        rounding: "once" rounds at the end only, as Gemma's module does; "llama" and "t5" round where those Hugging Face
-            modules do.
+        rounding: "once" rounds at the end only, as Gemma's module does; "llama" and "t5" round
+            where those Hugging Face modules do.
     Shape:
-        input and output: ``(*, *normalized_shape)``, in the input's dtype; with "llama" and "t5" in the weight's dtype
-        if that is wider.
+        input and output: ``(*, *normalized_shape)``, in the input's dtype; with "llama" and "t5" in
+            the weight's dtype if that is wider.
     Raises:
-        ValueError: ``eps`` or a size is negative, ``rounding`` is unknown; the input's trailing dimensions are not
-            ``normalized_shape``.
+        ValueError: ``eps`` or a size is negative, ``rounding`` is unknown; the input's trailing
+            dimensions are not ``normalized_shape``.
         TypeError: the input is not a floating-point tensor.
         RuntimeError: input and parameters are on different devices.
     Numerics: statistics in fp32 (fp64 for fp64 inputs).
@@ -138,8 +151,14 @@ class FusedRMSNorm(_RoundedRMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x``; see the class."""
-        return ops.rms_norm(x, self.normalized_shape, self.weight, self.eps, weight_offset=self.weight_offset,
-                            rounding=self.rounding)  # fmt: skip
+        return ops.rms_norm(
+            x,
+            self.normalized_shape,
+            self.weight,
+            self.eps,
+            weight_offset=self.weight_offset,
+            rounding=self.rounding,
+        )
 
     if TYPE_CHECKING:  # torch.nn's returns Any
 
@@ -158,8 +177,8 @@ class FusedBiasDropoutAdd(TensorsBeside, nn.Dropout):
         ValueError: ``p`` is outside [0, 1]; a shape does not fit.
         TypeError: an input is not a floating-point tensor.
         RuntimeError: the inputs are on different devices.
-    Numerics: GPUs round p to a multiple of 2⁻¹⁶ and divide the kept values by the rounded keep probability, so the
-        expectation is exact; the backward regenerates the mask from the seed.
+    Numerics: GPUs round p to a multiple of 2⁻¹⁶ and divide the kept values by the rounded keep
+        probability, so the expectation is exact; the backward regenerates the mask from the seed.
     Source: Srivastava et al. 2014, JMLR 15(56).
     """
 
@@ -169,61 +188,97 @@ class FusedBiasDropoutAdd(TensorsBeside, nn.Dropout):
         check_p(type(self).__name__, p)
         super().__init__(p)
 
-    def forward(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor:
         """Drop, and add ``residual``; see the class."""
         bias, residual = self._vector(bias, x), self._rows(residual, x)
         return ops.bias_dropout_add(x, bias, residual, p=self.p, training=self.training)
 
     if TYPE_CHECKING:  # torch.nn's returns Any
 
-        def __call__(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor: ...  # noqa: D102
+        def __call__(  # noqa: D102
+            self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+        ) -> Tensor: ...
 
 
 class FusedBiasDropoutAddLayerNorm(TensorsBeside, nn.LayerNorm, Generic[Returned]):
     """``layer_norm(dropout(x + bias) + residual)`` in one pass.
 
-    The module's ``weight`` and ``bias`` are the norm's, with the ``state_dict`` keys of `torch.nn.LayerNorm`. The bias before
-    dropout, usually that of the linear layer before, is an argument of the call.
+    The module's ``weight`` and ``bias`` are the norm's, with the ``state_dict`` keys of
+    `torch.nn.LayerNorm`. The bias before dropout, usually that of the linear layer before, is an
+    argument of the call.
 
     Args:
         normalized_shape: the hidden size N, an int or a sequence of one int.
         eps: added to the variance.
-        elementwise_affine: whether the module has learnable ``weight`` and ``bias``; they start at ones and zeros.
+        elementwise_affine: whether the module has learnable ``weight`` and ``bias``; they start at
+            ones and zeros.
         bias: whether the norm has a ``bias``; used only with ``elementwise_affine``.
         device: the parameters' device.
         dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the inputs'.
         p: drop probability in [0, 1]; nothing is dropped in evaluation mode.
-        return_sum: return ``(y, z)`` with the sum ``z = dropout(x + bias) + residual``, for pre-norm blocks.
-        save: what is saved for the backward: the "sum", the "output", or the "inputs"; see `bias_dropout_add_ln`.
+        return_sum: return ``(y, z)`` with the sum ``z = dropout(x + bias) + residual``, for
+            pre-norm blocks.
+        save: what is saved for the backward: the "sum", the "output", or the "inputs"; see
+            `bias_dropout_add_ln`.
     Shape:
         x and residual: ``(..., N)``; bias: ``(N,)``. bias and residual may each be None.
-        Returns ``(..., N)`` in the promoted dtype of x, bias and residual (fp32 under GPU autocast).
+        Returns ``(..., N)`` in the promoted dtype of x, bias and residual (fp32 under GPU
+        autocast).
     Raises:
-        ValueError: a shape does not fit; ``p`` is outside [0, 1]; ``normalized_shape`` has several dimensions;
-            another constant is out of range.
+        ValueError: a shape does not fit; ``p`` is outside [0, 1]; ``normalized_shape`` has several
+            dimensions; another constant is out of range.
         TypeError: an input is not a floating-point tensor.
         RuntimeError: inputs and parameters are on different devices.
-    Numerics: statistics in fp32 (fp64 for fp64 inputs); the backward regenerates the mask from the seed.
-    Source: Ba et al. 2016, arXiv:1607.06450.
+    Numerics: statistics in fp32 (fp64 for fp64 inputs); the backward regenerates the mask from the
+    seed. Source: Ba et al. 2016, arXiv:1607.06450.
     """
 
     _beside = ("bias", "residual")
 
     @overload
-    def __init__(self: FusedBiasDropoutAddLayerNorm[Tensor], normalized_shape: int | Sequence[int],
-                 eps: float = ..., elementwise_affine: bool = ..., bias: bool = ..., device: torch.device | str | int | None = ...,
-                 dtype: torch.dtype | None = ..., *, p: float, return_sum: Literal[False] = ...,
-                 save: Save = ...) -> None: ...  # fmt: skip
+    def __init__(
+        self: FusedBiasDropoutAddLayerNorm[Tensor],
+        normalized_shape: int | Sequence[int],
+        eps: float = ...,
+        elementwise_affine: bool = ...,
+        bias: bool = ...,
+        device: torch.device | str | int | None = ...,
+        dtype: torch.dtype | None = ...,
+        *,
+        p: float,
+        return_sum: Literal[False] = ...,
+        save: Save = ...,
+    ) -> None: ...
     @overload
-    def __init__(self: FusedBiasDropoutAddLayerNorm[tuple[Tensor, Tensor]], normalized_shape: int | Sequence[int],
-                 eps: float = ..., elementwise_affine: bool = ..., bias: bool = ..., device: torch.device | str | int | None = ...,
-                 dtype: torch.dtype | None = ..., *, p: float, return_sum: Literal[True],
-                 save: Save = ...) -> None: ...  # fmt: skip
+    def __init__(
+        self: FusedBiasDropoutAddLayerNorm[tuple[Tensor, Tensor]],
+        normalized_shape: int | Sequence[int],
+        eps: float = ...,
+        elementwise_affine: bool = ...,
+        bias: bool = ...,
+        device: torch.device | str | int | None = ...,
+        dtype: torch.dtype | None = ...,
+        *,
+        p: float,
+        return_sum: Literal[True],
+        save: Save = ...,
+    ) -> None: ...
     @overload
-    def __init__(self: FusedBiasDropoutAddLayerNorm[Any], normalized_shape: int | Sequence[int],
-                 eps: float = ..., elementwise_affine: bool = ..., bias: bool = ..., device: torch.device | str | int | None = ...,
-                 dtype: torch.dtype | None = ..., *, p: float, return_sum: bool,
-                 save: Save = ...) -> None: ...  # fmt: skip
+    def __init__(
+        self: FusedBiasDropoutAddLayerNorm[Any],
+        normalized_shape: int | Sequence[int],
+        eps: float = ...,
+        elementwise_affine: bool = ...,
+        bias: bool = ...,
+        device: torch.device | str | int | None = ...,
+        dtype: torch.dtype | None = ...,
+        *,
+        p: float,
+        return_sum: bool,
+        save: Save = ...,
+    ) -> None: ...
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -240,80 +295,130 @@ class FusedBiasDropoutAddLayerNorm(TensorsBeside, nn.LayerNorm, Generic[Returned
         name = type(self).__name__
         ops.check_constants(name, "layer", eps, save=save)
         check_p(name, p)
-        super().__init__(_width(name, normalized_shape), eps, elementwise_affine, bias, device, dtype)
+        super().__init__(
+            _width(name, normalized_shape), eps, elementwise_affine, bias, device, dtype
+        )
         self.p = p
         self.return_sum = return_sum
         self.save = save
 
-    def forward(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Returned:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+    ) -> Returned:
         """Drop, add ``residual`` and normalise; see the class."""
         bias, residual = self._vector(bias, x), self._rows(residual, x)
         if self.weight is None:
             _check_width(self, x)
         try:
-            return ops.bias_dropout_add_ln(x, bias, residual, self.weight, self.bias,  # type: ignore[return-value]
-                                           p=self.p, training=self.training, eps=self.eps, return_sum=self.return_sum,
-                                           save=self.save)  # fmt: skip
+            return ops.bias_dropout_add_ln(
+                x,
+                bias,
+                residual,
+                self.weight,
+                self.bias,  # type: ignore[return-value]
+                p=self.p,
+                training=self.training,
+                eps=self.eps,
+                return_sum=self.return_sum,
+                save=self.save,
+            )
         except ValueError:
             _check_width(self, x)
             raise
 
     if TYPE_CHECKING:  # torch.nn's returns Any
 
-        def __call__(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Returned: ...  # noqa: D102
+        def __call__(  # noqa: D102
+            self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+        ) -> Returned: ...
 
     def extra_repr(self) -> str:
-        """torch.nn's line, and what differs from it."""
-        return f"{super().extra_repr()}, p={self.p}" + _differences(self, return_sum=False, save="sum")
+        """torch.nn's line, and the options that are not at their defaults."""
+        return f"{super().extra_repr()}, p={self.p}" + _differences(
+            self, return_sum=False, save="sum"
+        )
 
 
 class FusedBiasDropoutAddRMSNorm(TensorsBeside, _RoundedRMSNorm, Generic[Returned]):
     """``rms_norm(dropout(x + bias) + residual)`` in one pass.
 
-    The module's ``weight`` is the norm's, with the ``state_dict`` key of `torch.nn.RMSNorm`. The bias before dropout, usually
-    that of the linear layer before, is an argument of the call.
+    The module's ``weight`` is the norm's, with the ``state_dict`` key of `torch.nn.RMSNorm`. The
+    bias before dropout, usually that of the linear layer before, is an argument of the call.
 
     Args:
         normalized_shape: the hidden size N, an int or a sequence of one int.
         eps: added to the mean square; None for the machine epsilon of fp32 (fp64 for fp64 inputs).
-        elementwise_affine: whether the module has a learnable ``weight``; it starts at ``1 - weight_offset``.
+        elementwise_affine: whether the module has a learnable ``weight``; it starts at ``1 -
+            weight_offset``.
         device: the parameters' device.
         dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the inputs'.
         p: drop probability in [0, 1]; nothing is dropped in evaluation mode.
         weight_offset: added to ``weight`` before it scales; 1.0 for Gemma.
-        rounding: "once" rounds at the end only, as Gemma's module does; "llama" and "t5" round where those Hugging Face
-            modules do.
-        return_sum: return ``(y, z)`` with the sum ``z = dropout(x + bias) + residual``, for pre-norm blocks.
-        save: what is saved for the backward: the "sum", the "output", or the "inputs"; see `bias_dropout_add_ln`.
+        rounding: "once" rounds at the end only, as Gemma's module does; "llama" and "t5" round
+            where those Hugging Face modules do.
+        return_sum: return ``(y, z)`` with the sum ``z = dropout(x + bias) + residual``, for
+            pre-norm blocks.
+        save: what is saved for the backward: the "sum", the "output", or the "inputs"; see
+            `bias_dropout_add_ln`.
     Shape:
         x and residual: ``(..., N)``; bias: ``(N,)``. bias and residual may each be None.
         Returns ``(..., N)`` in the promoted dtype of x, bias and residual.
     Raises:
-        ValueError: a shape does not fit; ``p`` is outside [0, 1]; ``normalized_shape`` has several dimensions;
-            another constant is out of range.
+        ValueError: a shape does not fit; ``p`` is outside [0, 1]; ``normalized_shape`` has several
+            dimensions; another constant is out of range.
         TypeError: an input is not a floating-point tensor.
         RuntimeError: inputs and parameters are on different devices.
-    Numerics: statistics in fp32 (fp64 for fp64 inputs); the backward regenerates the mask from the seed.
-    Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    Numerics: statistics in fp32 (fp64 for fp64 inputs); the backward regenerates the mask from the
+    seed. Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
 
     _beside = ("bias", "residual")
 
     @overload
-    def __init__(self: FusedBiasDropoutAddRMSNorm[Tensor], normalized_shape: int | Sequence[int],
-                 eps: float | None = ..., elementwise_affine: bool = ..., device: torch.device | str | int | None = ...,
-                 dtype: torch.dtype | None = ..., *, p: float, weight_offset: float = ..., rounding: Rounding = ...,
-                 return_sum: Literal[False] = ..., save: Save = ...) -> None: ...  # fmt: skip
+    def __init__(
+        self: FusedBiasDropoutAddRMSNorm[Tensor],
+        normalized_shape: int | Sequence[int],
+        eps: float | None = ...,
+        elementwise_affine: bool = ...,
+        device: torch.device | str | int | None = ...,
+        dtype: torch.dtype | None = ...,
+        *,
+        p: float,
+        weight_offset: float = ...,
+        rounding: Rounding = ...,
+        return_sum: Literal[False] = ...,
+        save: Save = ...,
+    ) -> None: ...
     @overload
-    def __init__(self: FusedBiasDropoutAddRMSNorm[tuple[Tensor, Tensor]], normalized_shape: int | Sequence[int],
-                 eps: float | None = ..., elementwise_affine: bool = ..., device: torch.device | str | int | None = ...,
-                 dtype: torch.dtype | None = ..., *, p: float, weight_offset: float = ..., rounding: Rounding = ...,
-                 return_sum: Literal[True], save: Save = ...) -> None: ...  # fmt: skip
+    def __init__(
+        self: FusedBiasDropoutAddRMSNorm[tuple[Tensor, Tensor]],
+        normalized_shape: int | Sequence[int],
+        eps: float | None = ...,
+        elementwise_affine: bool = ...,
+        device: torch.device | str | int | None = ...,
+        dtype: torch.dtype | None = ...,
+        *,
+        p: float,
+        weight_offset: float = ...,
+        rounding: Rounding = ...,
+        return_sum: Literal[True],
+        save: Save = ...,
+    ) -> None: ...
     @overload
-    def __init__(self: FusedBiasDropoutAddRMSNorm[Any], normalized_shape: int | Sequence[int],
-                 eps: float | None = ..., elementwise_affine: bool = ..., device: torch.device | str | int | None = ...,
-                 dtype: torch.dtype | None = ..., *, p: float, weight_offset: float = ..., rounding: Rounding = ...,
-                 return_sum: bool, save: Save = ...) -> None: ...  # fmt: skip
+    def __init__(
+        self: FusedBiasDropoutAddRMSNorm[Any],
+        normalized_shape: int | Sequence[int],
+        eps: float | None = ...,
+        elementwise_affine: bool = ...,
+        device: torch.device | str | int | None = ...,
+        dtype: torch.dtype | None = ...,
+        *,
+        p: float,
+        weight_offset: float = ...,
+        rounding: Rounding = ...,
+        return_sum: bool,
+        save: Save = ...,
+    ) -> None: ...
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -329,53 +434,79 @@ class FusedBiasDropoutAddRMSNorm(TensorsBeside, _RoundedRMSNorm, Generic[Returne
         save: Save = "sum",
     ) -> None:
         name = type(self).__name__
-        rounding = ops.known_rounding(rounding)
         ops.check_constants(name, "rms", eps, save=save)
         check_p(name, p)
-        super().__init__(_width(name, normalized_shape), eps, elementwise_affine, device, dtype,
-                         weight_offset=weight_offset, rounding=rounding)  # fmt: skip
+        super().__init__(
+            _width(name, normalized_shape),
+            eps,
+            elementwise_affine,
+            device,
+            dtype,
+            weight_offset=weight_offset,
+            rounding=rounding,
+        )
         self.p = p
         self.return_sum = return_sum
         self.save = save
 
-    def forward(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Returned:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+    ) -> Returned:
         """Drop, add ``residual`` and normalise; see the class."""
         bias, residual = self._vector(bias, x), self._rows(residual, x)
         if self.weight is None:
             _check_width(self, x)
         try:
-            return ops.bias_dropout_add_rms_norm(x, bias, residual, self.weight, p=self.p,  # type: ignore[return-value]
-                                                 training=self.training,
-                                                 eps=self.eps, weight_offset=self.weight_offset, rounding=self.rounding,
-                                                 return_sum=self.return_sum, save=self.save)  # fmt: skip
+            return ops.bias_dropout_add_rms_norm(
+                x,
+                bias,
+                residual,
+                self.weight,
+                p=self.p,  # type: ignore[return-value]
+                training=self.training,
+                eps=self.eps,
+                weight_offset=self.weight_offset,
+                rounding=self.rounding,
+                return_sum=self.return_sum,
+                save=self.save,
+            )
         except ValueError:
             _check_width(self, x)
             raise
 
     if TYPE_CHECKING:  # torch.nn's returns Any
 
-        def __call__(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Returned: ...  # noqa: D102
+        def __call__(  # noqa: D102
+            self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+        ) -> Returned: ...
 
     def extra_repr(self) -> str:
-        """torch.nn's line, and what differs from it."""
-        return f"{super().extra_repr()}, p={self.p}" + _differences(self, return_sum=False, save="sum")
+        """torch.nn's line, and the options that are not at their defaults."""
+        return f"{super().extra_repr()}, p={self.p}" + _differences(
+            self, return_sum=False, save="sum"
+        )
 
 
 class FusedAddLayerNorm(TensorsBeside, nn.LayerNorm):
-    """``layer_norm(x + residual)`` and the sum, in one pass, for the residual additions of a pre-norm block.
+    """``layer_norm(x + residual)`` and the sum, in one pass.
+
+    For the residual additions of a pre-norm block.
 
     Args:
         normalized_shape: the hidden size N, an int or a sequence of one int.
         eps: added to the variance.
-        elementwise_affine: whether the module has learnable ``weight`` and ``bias``; they start at ones and zeros.
+        elementwise_affine: whether the module has learnable ``weight`` and ``bias``; they start at
+            ones and zeros.
         bias: whether the norm has a ``bias``; used only with ``elementwise_affine``.
         device: the parameters' device.
         dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the inputs'.
     Shape:
         x and residual: ``(..., N)``.
-        Returns ``(y, z)``, each ``(..., N)``: the normalised sum, and the sum in the promoted dtype of the inputs.
+        Returns ``(y, z)``, each ``(..., N)``: the normalised sum, and the sum in the promoted dtype
+        of the inputs.
     Raises:
-        ValueError: a shape does not fit; ``eps`` is negative; ``normalized_shape`` has several dimensions.
+        ValueError: a shape does not fit; ``eps`` is negative; ``normalized_shape`` has several
+            dimensions.
         TypeError: an input is not a floating-point tensor.
         RuntimeError: inputs and parameters are on different devices.
     Numerics: statistics in fp32 (fp64 for fp64 inputs).
@@ -395,14 +526,24 @@ class FusedAddLayerNorm(TensorsBeside, nn.LayerNorm):
     ) -> None:
         name = type(self).__name__
         ops.check_constants(name, "layer", eps)
-        super().__init__(_width(name, normalized_shape), eps, elementwise_affine, bias, device, dtype)
+        super().__init__(
+            _width(name, normalized_shape), eps, elementwise_affine, bias, device, dtype
+        )
 
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Add ``residual`` and normalise; see the class."""
         if self.weight is None:
             _check_width(self, x)
         try:
-            return ops.add_layer_norm(x, self._rows(residual, x), self.weight, self.bias, self.eps)  # type: ignore[arg-type]
+            return ops.add_layer_norm(
+                x,
+                self._rows(residual, x),  # type: ignore[arg-type]
+                self.weight,
+                self.bias,
+                self.eps,
+            )
         except ValueError:
             _check_width(self, x)
             raise
@@ -413,22 +554,26 @@ class FusedAddLayerNorm(TensorsBeside, nn.LayerNorm):
 
 
 class FusedAddRMSNorm(TensorsBeside, _RoundedRMSNorm):
-    """``rms_norm(x + residual)`` and the sum, in one pass, for the residual additions of a Llama block.
+    """``rms_norm(x + residual)`` and the sum, in one pass.
+
+    For the residual additions of a Llama block.
 
     Args:
         normalized_shape: the hidden size N, an int or a sequence of one int.
         eps: added to the mean square; None for the machine epsilon of fp32 (fp64 for fp64 inputs).
-        elementwise_affine: whether the module has a learnable ``weight``; it starts at ``1 - weight_offset``.
+        elementwise_affine: whether the module has a learnable ``weight``; it starts at ``1 -
+            weight_offset``.
         device: the parameters' device.
         dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the inputs'.
         weight_offset: added to ``weight`` before it scales; 1.0 for Gemma.
         rounding: as in `FusedRMSNorm`.
     Shape:
         x and residual: ``(..., N)``.
-        Returns ``(y, z)``, each ``(..., N)``: the normalised sum, and the sum in the promoted dtype of the inputs.
+        Returns ``(y, z)``, each ``(..., N)``: the normalised sum, and the sum in the promoted dtype
+        of the inputs.
     Raises:
-        ValueError: a shape does not fit; ``eps`` is negative; ``rounding`` is unknown; ``normalized_shape`` has several
-            dimensions.
+        ValueError: a shape does not fit; ``eps`` is negative; ``rounding`` is unknown;
+            ``normalized_shape`` has several dimensions.
         TypeError: an input is not a floating-point tensor.
         RuntimeError: inputs and parameters are on different devices.
     Numerics: statistics in fp32 (fp64 for fp64 inputs).
@@ -448,16 +593,31 @@ class FusedAddRMSNorm(TensorsBeside, _RoundedRMSNorm):
         weight_offset: float = 0.0,
         rounding: Rounding = "once",
     ) -> None:
-        super().__init__(_width(type(self).__name__, normalized_shape), eps, elementwise_affine, device, dtype,
-                         weight_offset=weight_offset, rounding=rounding)  # fmt: skip
+        super().__init__(
+            _width(type(self).__name__, normalized_shape),
+            eps,
+            elementwise_affine,
+            device,
+            dtype,
+            weight_offset=weight_offset,
+            rounding=rounding,
+        )
 
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Add ``residual`` and normalise; see the class."""
         if self.weight is None:
             _check_width(self, x)
         try:
-            return ops.add_rms_norm(x, self._rows(residual, x), self.weight, self.eps,  # type: ignore[arg-type]
-                                    weight_offset=self.weight_offset, rounding=self.rounding)  # fmt: skip
+            return ops.add_rms_norm(
+                x,
+                self._rows(residual, x),  # type: ignore[arg-type]
+                self.weight,
+                self.eps,
+                weight_offset=self.weight_offset,
+                rounding=self.rounding,
+            )
         except ValueError:
             _check_width(self, x)
             raise
@@ -476,9 +636,10 @@ def _width(name: str, normalized_shape: int | Sequence[int]) -> int:
 
 
 def _check_width(module: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> None:
-    """Names an input that is not as wide as the module.
+    """Raises if the input is not as wide as the module.
 
-    The operator takes its width from the input: it would blame the weight, or notice nothing without one.
+    The operator's width is that of the input: its error would name the weight, and without a weight
+    it would raise none.
     """
     if isinstance(x, Tensor) and not x.is_nested and x.shape[-1:] != module.normalized_shape:
         name, expected = type(module).__name__, module.normalized_shape[0]
@@ -487,5 +648,9 @@ def _check_width(module: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> None:
 
 def _differences(module: nn.Module, **defaults: object) -> str:
     """The options that are not at their defaults, in the style of ``extra_repr``."""
-    values = {name: getattr(module, name) for name in defaults}
-    return "".join(f", {name}={value!r}" for name, value in values.items() if value != defaults[name])
+    text = ""
+    for name, default in defaults.items():
+        value = getattr(module, name)
+        if value != default:
+            text += f", {name}={value!r}"
+    return text

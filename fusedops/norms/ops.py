@@ -1,7 +1,8 @@
-"""The norm family's functionals: each is its constants, its tensors, and one call into `core.call`."""
+"""The norm family's functionals: each passes its constants and tensors to `core.call`."""
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 from collections.abc import Sequence
 from typing import Any, Literal, overload
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from ..core.call import run
 from ..core.checks import check_p_off
-from ..core.deprecation import warn_old
 from .operator import NORM, check_constants
 from .reference import Rounding
 
@@ -23,7 +23,6 @@ __all__ = [
     "bias_dropout_add_rms_norm",
     "check_constants",
     "check_sizes",
-    "known_rounding",
     "layer_norm",
     "rms_norm",
 ]
@@ -55,11 +54,14 @@ def layer_norm(
         ValueError: a shape does not fit or eps is negative; the message names it.
         TypeError: an argument is not a floating-point tensor.
         RuntimeError: an argument is on another device.
-    Numerics: statistics in fp32 (fp64 for fp64 inputs), the variance by a second pass over the row; one rounding at the end.
-    Saved for backward: the input, and two numbers per row.
-    Source: Ba et al. 2016, arXiv:1607.06450.
+    Numerics: statistics in fp32 (fp64 for fp64 inputs), the variance by a second pass over the row;
+    one rounding at the end. Saved for backward: the input, and two numbers per row. Source: Ba et
+    al. 2016, arXiv:1607.06450.
     """
-    shape = (normalized_shape,) if type(normalized_shape) is int else _shape("layer_norm", normalized_shape)
+    if type(normalized_shape) is int:
+        shape: tuple[int, ...] = (normalized_shape,)
+    else:
+        shape = _shape("layer_norm", normalized_shape)
     arguments = ("layer_norm", "layer", eps, 0.0, "once", shape, "sum", False, out_dtype, None)
     return run(NORM, arguments, (input, None, None, weight, bias))[0]  # type: ignore[no-any-return]
 
@@ -74,17 +76,20 @@ def rms_norm(
     rounding: Rounding = "once",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Root-mean-square normalisation over the last dimensions; a drop-in for `torch.nn.functional.rms_norm`.
+    """Root-mean-square normalisation over the last dimensions.
+
+    A drop-in for `torch.nn.functional.rms_norm`.
 
     Args:
         input: ``(*, *normalized_shape)``, fp16, bf16, fp32 or fp64; any strides.
         normalized_shape: the trailing dimensions to normalise over, or one int for the last.
         weight: ``normalized_shape``, or None for ones; its dtype may differ from the input's.
-        eps: added to the mean square, at least 0; None for the machine epsilon of the statistics' dtype.
+        eps: added to the mean square, at least 0; None for the machine epsilon of the statistics'
+            dtype.
         weight_offset: added to the weight; 1.0 for Gemma's convention.
-        rounding: "once" computes in fp32 and rounds once at the end, as `F.rms_norm` and Gemma's module do; "llama" and "t5"
-            round where the Hugging Face modules of that name do. If the weight has a wider dtype than the input, their
-            output has the wider dtype too.
+        rounding: "once" computes in fp32 and rounds once at the end, as `F.rms_norm` and Gemma's
+            module do; "llama" and "t5" round where the Hugging Face modules of that name do. If the
+            weight has a wider dtype than the input, their output has the wider dtype too.
         out_dtype: the output's dtype; None for the input's (see ``rounding``).
     Returns:
         The input's shape.
@@ -96,10 +101,22 @@ def rms_norm(
     Saved for backward: the input, and one number per row.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    if rounding == "gemma":  # type: ignore[comparison-overlap]
-        rounding = known_rounding(rounding)
-    shape = (normalized_shape,) if type(normalized_shape) is int else _shape("rms_norm", normalized_shape)
-    arguments = ("rms_norm", "rms", eps, weight_offset, rounding, shape, "sum", False, out_dtype, None)
+    if type(normalized_shape) is int:
+        shape: tuple[int, ...] = (normalized_shape,)
+    else:
+        shape = _shape("rms_norm", normalized_shape)
+    arguments = (
+        "rms_norm",
+        "rms",
+        eps,
+        weight_offset,
+        rounding,
+        shape,
+        "sum",
+        False,
+        out_dtype,
+        None,
+    )
     return run(NORM, arguments, (input, None, None, weight, None))[0]  # type: ignore[no-any-return]
 
 
@@ -118,7 +135,8 @@ def bias_dropout_add(
         x: ``(*, N)``, fp16, bf16, fp32 or fp64; any strides.
         bias: ``(N,)`` added before dropout, or None; usually the bias of the linear layer before.
         residual: x's shape, or None.
-        p: drop probability in [0, 1]; GPUs round it to a multiple of 2⁻¹⁶ and scale by the rounded keep probability.
+        p: drop probability in [0, 1]; GPUs round it to a multiple of 2⁻¹⁶ and scale by the rounded
+            keep probability.
         training: False turns dropout off.
         out_dtype: the output's dtype; None for the dtype to which PyTorch promotes the arguments.
     Returns:
@@ -127,40 +145,96 @@ def bias_dropout_add(
         ValueError: a shape does not fit or p is out of range; the message names it.
         TypeError: an argument is not a floating-point tensor.
         RuntimeError: an argument is on another device.
-    Numerics: computed in fp32 (fp64 for fp64 inputs), rounded once. The backward draws the same mask again from the seed.
-    Saved for backward: nothing.
-    Source: Srivastava et al. 2014, "Dropout"; Salmon et al. 2011 for the mask's generator, Philox.
+    Numerics: computed in fp32 (fp64 for fp64 inputs), rounded once. The backward draws the same
+    mask again from the seed. Saved for backward: nothing. Source: Srivastava et al. 2014,
+    "Dropout"; Salmon et al. 2011 for the mask's generator, Philox.
     """
     arguments = ("bias_dropout_add", "none", 0.0, 0.0, "once", None, "sum", False, out_dtype, None)
     tensors = (x, bias, residual, None, None)
-    return run(NORM, arguments, tensors, p if training else check_p_off("bias_dropout_add", p))[0]  # type: ignore[no-any-return]
+    outputs = run(NORM, arguments, tensors, p if training else check_p_off("bias_dropout_add", p))
+    return outputs[0]  # type: ignore[no-any-return]
 
 
 @overload
-def bias_dropout_add_ln(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None,
-                        ln_bias: Tensor | None, *, p: float, training: bool = ..., eps: float = ...,
-                        return_sum: Literal[False] = ..., save: Save = ..., out_dtype: torch.dtype | None = ...,
-                        cast_dtype: None = ...) -> Tensor: ...  # fmt: skip
+def bias_dropout_add_ln(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    ln_bias: Tensor | None,
+    *,
+    p: float,
+    training: bool = ...,
+    eps: float = ...,
+    return_sum: Literal[False] = ...,
+    save: Save = ...,
+    out_dtype: torch.dtype | None = ...,
+    cast_dtype: None = ...,
+) -> Tensor: ...
 @overload
-def bias_dropout_add_ln(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None,
-                        ln_bias: Tensor | None, *, p: float, training: bool = ..., eps: float = ...,
-                        return_sum: Literal[True], save: Save = ..., out_dtype: torch.dtype | None = ...,
-                        cast_dtype: None = ...) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def bias_dropout_add_ln(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    ln_bias: Tensor | None,
+    *,
+    p: float,
+    training: bool = ...,
+    eps: float = ...,
+    return_sum: Literal[True],
+    save: Save = ...,
+    out_dtype: torch.dtype | None = ...,
+    cast_dtype: None = ...,
+) -> tuple[Tensor, Tensor]: ...
 @overload
-def bias_dropout_add_ln(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None,
-                        ln_bias: Tensor | None, *, p: float, training: bool = ..., eps: float = ...,
-                        return_sum: Literal[False] = ..., save: Save = ..., out_dtype: torch.dtype | None = ...,
-                        cast_dtype: torch.dtype) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def bias_dropout_add_ln(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    ln_bias: Tensor | None,
+    *,
+    p: float,
+    training: bool = ...,
+    eps: float = ...,
+    return_sum: Literal[False] = ...,
+    save: Save = ...,
+    out_dtype: torch.dtype | None = ...,
+    cast_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]: ...
 @overload
-def bias_dropout_add_ln(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None,
-                        ln_bias: Tensor | None, *, p: float, training: bool = ..., eps: float = ...,
-                        return_sum: Literal[True], save: Save = ..., out_dtype: torch.dtype | None = ...,
-                        cast_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+def bias_dropout_add_ln(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    ln_bias: Tensor | None,
+    *,
+    p: float,
+    training: bool = ...,
+    eps: float = ...,
+    return_sum: Literal[True],
+    save: Save = ...,
+    out_dtype: torch.dtype | None = ...,
+    cast_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
-def bias_dropout_add_ln(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None,
-                        ln_bias: Tensor | None, *, p: float, training: bool = ..., eps: float = ...,
-                        return_sum: bool = ..., save: Save = ..., out_dtype: torch.dtype | None = ...,
-                        cast_dtype: torch.dtype | None = ...) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
+def bias_dropout_add_ln(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    ln_bias: Tensor | None,
+    *,
+    p: float,
+    training: bool = ...,
+    eps: float = ...,
+    return_sum: bool = ...,
+    save: Save = ...,
+    out_dtype: torch.dtype | None = ...,
+    cast_dtype: torch.dtype | None = ...,
+) -> Tensor | tuple[Tensor, ...]: ...
 def bias_dropout_add_ln(
     x: Tensor,
     bias: Tensor | None,
@@ -184,66 +258,127 @@ def bias_dropout_add_ln(
         residual: x's shape, or None.
         weight: ``(N,)`` of the norm, or None for ones.
         ln_bias: ``(N,)`` of the norm, or None for zeros.
-        p: drop probability in [0, 1]; GPUs round it to a multiple of 2⁻¹⁶ and scale by the rounded keep probability.
+        p: drop probability in [0, 1]; GPUs round it to a multiple of 2⁻¹⁶ and scale by the rounded
+            keep probability.
         training: False turns dropout off.
         eps: added to the variance, at least 0.
         return_sum: also return the pre-norm sum, as pre-norm blocks need.
-        save: what is saved for the backward. "sum" saves the pre-norm sum and is always correct. "output" saves the output,
-            which the next layer usually saves anyway, and the backward inverts the affine: the forward writes one tensor
-            less, but a weight of zero gets no gradient, small weights reduce precision, and the output must not be
-            changed in place. "inputs" saves x, bias and residual.
+        save: what is saved for the backward. "sum" saves the pre-norm sum and is always correct.
+            "output" saves the output, which the next layer usually saves anyway, and the backward
+            inverts the affine: the forward writes one tensor less, but a weight of zero gets no
+            gradient, small weights reduce precision, and the output must not be changed in place.
+            "inputs" saves x, bias and residual.
         out_dtype: the output's dtype; None for the pre-norm sum's, or fp32 under GPU autocast.
-        cast_dtype: also return the output cast to this dtype, from the same pass. For example, a post-norm block passes
-            its output to the next residual in fp32 and to linear layers in bf16. The backward adds both gradients.
+        cast_dtype: also return the output cast to this dtype, from the same pass. For example, a
+            post-norm block passes its output to the next residual in fp32 and to linear layers in
+            bf16. The backward adds both gradients.
     Returns:
-        x's shape, in the promoted dtype of x, bias and residual. With ``return_sum`` or ``cast_dtype`` a tuple: the
-        output, then the pre-norm sum if ``return_sum``, then the cast output if ``cast_dtype``. An output that has
-        ``cast_dtype`` already is returned twice.
+        x's shape, in the promoted dtype of x, bias and residual. With ``return_sum`` or
+        ``cast_dtype`` a tuple: the output, then the pre-norm sum if ``return_sum``, then the cast
+        output if ``cast_dtype``. An output that has ``cast_dtype`` already is returned twice.
     Raises:
         ValueError: a shape does not fit, p or eps is out of range; the message names it.
         TypeError: an argument is not a floating-point tensor.
         RuntimeError: an argument is on another device.
-    Numerics: statistics in fp32 (fp64 for fp64 inputs), of the pre-norm sum, rounded to its dtype. The backward draws
-        the same mask again from the seed.
+    Numerics: statistics in fp32 (fp64 for fp64 inputs), of the pre-norm sum, rounded to its dtype.
+        The backward draws the same mask again from the seed.
     Saved for backward: the tensors of ``save``, and two numbers per row.
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
     op = "bias_dropout_add_ln"
     arguments = (op, "layer", eps, 0.0, "once", None, save, return_sum, out_dtype, cast_dtype)
-    outputs = run(NORM, arguments, (x, bias, residual, weight, ln_bias), p if training else check_p_off(op, p))
-    return outputs[0] if cast_dtype is None and not return_sum else _several(outputs, return_sum, cast_dtype)
+    tensors = (x, bias, residual, weight, ln_bias)
+    outputs = run(NORM, arguments, tensors, p if training else check_p_off(op, p))
+    if cast_dtype is None and not return_sum:
+        return outputs[0]  # type: ignore[no-any-return]
+    return _several(outputs, return_sum, cast_dtype)
 
 
 @overload
-def bias_dropout_add_rms_norm(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, *,
-                              p: float, training: bool = ..., eps: float | None = ..., weight_offset: float = ...,
-                              rounding: Rounding = ..., return_sum: Literal[False] = ...,
-                              save: Save = ..., out_dtype: torch.dtype | None = ...,
-                              cast_dtype: None = ...) -> Tensor: ...  # fmt: skip
+def bias_dropout_add_rms_norm(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    *,
+    p: float,
+    training: bool = ...,
+    eps: float | None = ...,
+    weight_offset: float = ...,
+    rounding: Rounding = ...,
+    return_sum: Literal[False] = ...,
+    save: Save = ...,
+    out_dtype: torch.dtype | None = ...,
+    cast_dtype: None = ...,
+) -> Tensor: ...
 @overload
-def bias_dropout_add_rms_norm(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, *,
-                              p: float, training: bool = ..., eps: float | None = ..., weight_offset: float = ...,
-                              rounding: Rounding = ..., return_sum: Literal[True],
-                              save: Save = ..., out_dtype: torch.dtype | None = ...,
-                              cast_dtype: None = ...) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def bias_dropout_add_rms_norm(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    *,
+    p: float,
+    training: bool = ...,
+    eps: float | None = ...,
+    weight_offset: float = ...,
+    rounding: Rounding = ...,
+    return_sum: Literal[True],
+    save: Save = ...,
+    out_dtype: torch.dtype | None = ...,
+    cast_dtype: None = ...,
+) -> tuple[Tensor, Tensor]: ...
 @overload
-def bias_dropout_add_rms_norm(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, *,
-                              p: float, training: bool = ..., eps: float | None = ..., weight_offset: float = ...,
-                              rounding: Rounding = ..., return_sum: Literal[False] = ...,
-                              save: Save = ..., out_dtype: torch.dtype | None = ...,
-                              cast_dtype: torch.dtype) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def bias_dropout_add_rms_norm(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    *,
+    p: float,
+    training: bool = ...,
+    eps: float | None = ...,
+    weight_offset: float = ...,
+    rounding: Rounding = ...,
+    return_sum: Literal[False] = ...,
+    save: Save = ...,
+    out_dtype: torch.dtype | None = ...,
+    cast_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]: ...
 @overload
-def bias_dropout_add_rms_norm(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, *,
-                              p: float, training: bool = ..., eps: float | None = ..., weight_offset: float = ...,
-                              rounding: Rounding = ..., return_sum: Literal[True],
-                              save: Save = ..., out_dtype: torch.dtype | None = ...,
-                              cast_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+def bias_dropout_add_rms_norm(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    *,
+    p: float,
+    training: bool = ...,
+    eps: float | None = ...,
+    weight_offset: float = ...,
+    rounding: Rounding = ...,
+    return_sum: Literal[True],
+    save: Save = ...,
+    out_dtype: torch.dtype | None = ...,
+    cast_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
-def bias_dropout_add_rms_norm(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, *,
-                              p: float, training: bool = ..., eps: float | None = ..., weight_offset: float = ...,
-                              rounding: Rounding = ..., return_sum: bool = ...,
-                              save: Save = ..., out_dtype: torch.dtype | None = ...,
-                              cast_dtype: torch.dtype | None = ...) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
+def bias_dropout_add_rms_norm(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    *,
+    p: float,
+    training: bool = ...,
+    eps: float | None = ...,
+    weight_offset: float = ...,
+    rounding: Rounding = ...,
+    return_sum: bool = ...,
+    save: Save = ...,
+    out_dtype: torch.dtype | None = ...,
+    cast_dtype: torch.dtype | None = ...,
+) -> Tensor | tuple[Tensor, ...]: ...
 def bias_dropout_add_rms_norm(
     x: Tensor,
     bias: Tensor | None,
@@ -267,9 +402,11 @@ def bias_dropout_add_rms_norm(
         bias: ``(N,)`` added before dropout, or None.
         residual: x's shape, or None.
         weight: ``(N,)`` of the norm, or None for ones.
-        p: drop probability in [0, 1]; GPUs round it to a multiple of 2⁻¹⁶ and scale by the rounded keep probability.
+        p: drop probability in [0, 1]; GPUs round it to a multiple of 2⁻¹⁶ and scale by the rounded
+            keep probability.
         training: False turns dropout off.
-        eps: added to the mean square, at least 0; None for the machine epsilon of the statistics' dtype.
+        eps: added to the mean square, at least 0; None for the machine epsilon of the statistics'
+            dtype.
         weight_offset: added to the weight; 1.0 for Gemma's convention.
         rounding: as in `rms_norm`.
         return_sum: also return the pre-norm sum, as pre-norm blocks need.
@@ -279,19 +416,32 @@ def bias_dropout_add_rms_norm(
     Returns:
         As `bias_dropout_add_ln`.
     Raises:
-        ValueError: a shape does not fit, p or eps is out of range, rounding unknown; the message names it.
+        ValueError: a shape does not fit, p or eps is out of range, rounding unknown; the message
+            names it.
         TypeError: an argument is not a floating-point tensor.
         RuntimeError: an argument is on another device.
     Numerics: as `bias_dropout_add_ln`.
     Saved for backward: the tensors of ``save``, and one number per row.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    if rounding == "gemma":  # type: ignore[comparison-overlap]
-        rounding = known_rounding(rounding)
     op = "bias_dropout_add_rms_norm"
-    arguments = (op, "rms", eps, weight_offset, rounding, None, save, return_sum, out_dtype, cast_dtype)
-    outputs = run(NORM, arguments, (x, bias, residual, weight, None), p if training else check_p_off(op, p))
-    return outputs[0] if cast_dtype is None and not return_sum else _several(outputs, return_sum, cast_dtype)
+    arguments = (
+        op,
+        "rms",
+        eps,
+        weight_offset,
+        rounding,
+        None,
+        save,
+        return_sum,
+        out_dtype,
+        cast_dtype,
+    )
+    tensors = (x, bias, residual, weight, None)
+    outputs = run(NORM, arguments, tensors, p if training else check_p_off(op, p))
+    if cast_dtype is None and not return_sum:
+        return outputs[0]  # type: ignore[no-any-return]
+    return _several(outputs, return_sum, cast_dtype)
 
 
 def add_layer_norm(
@@ -303,9 +453,10 @@ def add_layer_norm(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``layer_norm(x + residual)`` and the sum, in one pass, for the residual additions of a pre-norm block.
+    """``layer_norm(x + residual)`` and the sum, in one pass.
 
-    The same as `bias_dropout_add_ln` with ``p=0.0``, ``bias=None`` and ``return_sum=True``.
+    For the residual additions of a pre-norm block. The same as `bias_dropout_add_ln` with
+    ``p=0.0``, ``bias=None`` and ``return_sum=True``.
 
     Args:
         x: ``(*, N)``, the branch's output; fp16, bf16, fp32 or fp64; any strides.
@@ -315,7 +466,8 @@ def add_layer_norm(
         eps: added to the variance, at least 0.
         out_dtype: the normalised output's dtype; None for the sum's, or fp32 under GPU autocast.
     Returns:
-        The normalised sum, then the sum: both x's shape. The sum is in the promoted dtype of x and residual.
+        The normalised sum, then the sum: both x's shape. The sum is in the promoted dtype of x and
+            residual.
     Raises:
         ValueError: a shape does not fit or eps is negative; the message names it.
         TypeError: an argument is not a floating-point tensor.
@@ -326,7 +478,8 @@ def add_layer_norm(
     """
     _check_residual("add_layer_norm", residual)
     arguments = ("add_layer_norm", "layer", eps, 0.0, "once", None, "sum", True, out_dtype, None)
-    return run(NORM, arguments, (x, None, residual, weight, bias))[:2]  # type: ignore[no-any-return]
+    tensors = (x, None, residual, weight, bias)
+    return run(NORM, arguments, tensors)[:2]  # type: ignore[no-any-return]
 
 
 def add_rms_norm(
@@ -339,20 +492,23 @@ def add_rms_norm(
     rounding: Rounding = "once",
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``rms_norm(x + residual)`` and the sum, in one pass, for the residual additions of a Llama block.
+    """``rms_norm(x + residual)`` and the sum, in one pass.
 
-    The same as `bias_dropout_add_rms_norm` with ``p=0.0``, ``bias=None`` and ``return_sum=True``.
+    For the residual additions of a Llama block. The same as `bias_dropout_add_rms_norm` with
+    ``p=0.0``, ``bias=None`` and ``return_sum=True``.
 
     Args:
         x: ``(*, N)``, the branch's output; fp16, bf16, fp32 or fp64; any strides.
         residual: x's shape, the residual stream.
         weight: ``(N,)`` of the norm, or None for ones.
-        eps: added to the mean square, at least 0; None for the machine epsilon of the statistics' dtype.
+        eps: added to the mean square, at least 0; None for the machine epsilon of the statistics'
+            dtype.
         weight_offset: added to the weight; 1.0 for Gemma's convention.
         rounding: as in `rms_norm`; "llama" gives the same bits as the Llama of Hugging Face.
         out_dtype: the normalised output's dtype; None for the sum's (see ``rounding``).
     Returns:
-        The normalised sum, then the sum: both x's shape. The sum is in the promoted dtype of x and residual.
+        The normalised sum, then the sum: both x's shape. The sum is in the promoted dtype of x and
+            residual.
     Raises:
         ValueError: a shape does not fit, eps is negative or rounding unknown; the message names it.
         TypeError: an argument is not a floating-point tensor.
@@ -362,36 +518,42 @@ def add_rms_norm(
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
     _check_residual("add_rms_norm", residual)
-    arguments = ("add_rms_norm", "rms", eps, weight_offset, rounding, None, "sum", True, out_dtype, None)
-    return run(NORM, arguments, (x, None, residual, weight, None))[:2]  # type: ignore[no-any-return]
+    arguments = (
+        "add_rms_norm",
+        "rms",
+        eps,
+        weight_offset,
+        rounding,
+        None,
+        "sum",
+        True,
+        out_dtype,
+        None,
+    )
+    tensors = (x, None, residual, weight, None)
+    return run(NORM, arguments, tensors)[:2]  # type: ignore[no-any-return]
 
 
 def _check_residual(op: str, residual: Any) -> None:
-    """The operator takes None, these functions do not: their name promises a sum."""
+    """Raises if there is no residual: the operator accepts None, but these functions add."""
     if residual is None:
         raise TypeError(f"{op}: residual must be a torch.Tensor, got NoneType")
 
 
-def known_rounding(rounding: Any) -> Any:
-    """The rounding mode: "gemma" is the old name of "once"."""
-    if rounding != "gemma":
-        return rounding
-    warn_old('rounding="gemma"', 'rounding="once", which gives the same bits', 4)
-    return "once"
-
-
 def _several(outputs: Any, return_sum: bool, cast_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
-    """The outputs that are asked for; one that is of ``cast_dtype`` is its own copy."""
+    """The outputs that the call returns; an output that has ``cast_dtype`` is its own copy."""
     y, z, cast = outputs
-    found = (y, z) if return_sum else (y,)
-    return found if cast_dtype is None else (*found, y if cast is None else cast)
+    returned = (y, z) if return_sum else (y,)
+    if cast_dtype is None:
+        return returned
+    return (*returned, y if cast is None else cast)
 
 
-# --- shapes -------------------------------------------------------------------------------------------------------
+# --- shapes ---------------------------------------------------------------------------------------
 
 
 def check_sizes(op: str, normalized_shape: Any) -> list[int]:
-    """The sizes of a normalised shape that no tensor is there to be compared with yet."""
+    """The sizes of a module's normalised shape, which has no input to be compared with yet."""
     shape = _shape(op, normalized_shape)
     if any(size < 0 for size in shape):
         raise ValueError(f"{op}: normalized_shape must hold no negative size, got {shape}")
@@ -402,10 +564,11 @@ def _shape(op: str, normalized_shape: Any) -> tuple[int, ...]:
     """A normalised shape as a tuple of ints."""
     if isinstance(normalized_shape, numbers.Integral):
         return (_size(op, normalized_shape),)
-    try:
-        sizes = None if isinstance(normalized_shape, (str, bytes, bytearray)) else tuple(normalized_shape)
-    except TypeError:
-        sizes = None
+    sizes = None
+    # A string is a sequence, too, whose items would be named in the error.
+    if not isinstance(normalized_shape, (str, bytes, bytearray)):
+        with contextlib.suppress(TypeError):
+            sizes = tuple(normalized_shape)
     if sizes is None:
         got = type(normalized_shape).__name__
         raise TypeError(f"{op}: normalized_shape must be an int or a sequence of ints, got {got}")
@@ -415,9 +578,12 @@ def _shape(op: str, normalized_shape: Any) -> tuple[int, ...]:
 
 
 def _size(op: str, size: Any) -> int:
-    # numbers.Integral as torch.nn: NumPy's integers are no int. A boolean equals an int, and is a mistake.
+    # numbers.Integral as in torch.nn, because NumPy's integers are no int. A boolean is an int, but
+    # a mistake here.
     whole = isinstance(size, (numbers.Integral, torch.SymInt)) and not isinstance(size, bool)
     if whole or (isinstance(size, Tensor) and not size.is_floating_point()):
         return int(size)
     got = type(size).__name__
-    raise TypeError(f"{op}: normalized_shape must be an int or a sequence of ints, got one of {got}")
+    raise TypeError(
+        f"{op}: normalized_shape must be an int or a sequence of ints, got one of {got}"
+    )

@@ -1,9 +1,16 @@
-"""Norms of rows whose columns are sharded: ranks add up two numbers of a row, and no rank gathers one.
+"""Norms of rows whose columns are sharded over ranks.
 
-The pre-norm sum is the dropout-add kernel's, of the rank's columns. The mean follows from the ranks' sums. Each rank's
-squares about its own mean become those about the common mean as in Chan et al. 1979, "Updating formulae and a pairwise
-algorithm for computing sample variances". The derivative is autograd's, which adds up the gradients of what the ranks
-add up. The pre-norm sum is saved, whatever ``save`` is.
+Ranks add two numbers per row, and no rank gathers a row:
+
+    rank 0   | columns 0 ... |   sum, squares about its own mean   -+
+    rank 1   | columns ...   |   sum, squares about its own mean   -+-> all-reduced
+    rank 2   | ... N - 1     |   sum, squares about its own mean   -+
+
+The pre-norm sum is the dropout-add kernel's, of the rank's columns. The mean follows from the
+ranks' sums. Each rank's squares about its own mean become those about the common mean as in Chan et
+al. 1979, "Updating formulae and a pairwise algorithm for computing sample variances". The
+derivative is autograd's, which all-reduces the gradients of all-reduced values. The pre-norm sum is
+saved for every ``save``.
 """
 
 from __future__ import annotations
@@ -18,46 +25,73 @@ from ..compiler.function import rowwise
 from ..core import dropout
 from ..core.call import with_state
 from ..core.dropout import Dropout
+from ..core.operator import Operator
 from ..core.rng import State
 from ..core.sharding import Layout
-from .operator import NORM, NormConstants
 from .reference import accumulator
+from .site import NormConstants
 
 __all__ = ["norm_over_columns"]
 
 
 def norm_over_columns(
-    constants: NormConstants, tensors: Any, state: State | Dropout, layout: Layout
+    norm: Operator,
+    constants: NormConstants,
+    tensors: Any,
+    state: State | Dropout,
+    layout: Layout,
 ) -> tuple[Tensor | None, ...]:
-    """The output, the pre-norm sum and the low-precision copy of a norm, in this rank's columns."""
+    """The output, the pre-norm sum and the low-precision copy of a norm, in this rank's columns.
+
+    Args:
+        norm: the operator of the norms, which computes the pre-norm sum.
+        constants: of the call.
+        tensors: this rank's parts, in the operator's order.
+        state: the random state of the dropout.
+        layout: how the rows and columns are sharded.
+    """
     x, bias, residual, weight, ln_bias = tensors
     rule, z, columns = constants.rule, x, layout.axes.columns
-    drops = state[0] is not None if isinstance(state, tuple) else state is not dropout.none
+    drops = state is not dropout.none
+    if isinstance(state, tuple):
+        drops = state[0] is not None
     if bias is not None or residual is not None or drops:
-        added = replace(constants, rule=replace(rule, kind="none"), shape=None, return_sum=False, out_dtype=None,
-                        cast_dtype=None)  # fmt: skip
-        z = with_state(NORM, added, (x, bias, residual, None, None), state)[0]
+        added = replace(
+            constants,
+            rule=replace(rule, kind="none"),
+            shape=None,
+            return_sum=False,
+            out_dtype=None,
+            cast_dtype=None,
+        )
+        z = with_state(norm, added, (x, bias, residual, None, None), state)[0]
     acc, mean = accumulator(z.dtype), None
     if rule.kind == "rms":
         squares = layout.total(_squares(z, acc))
     else:
         total, own_squares = _moments(z, acc)
         mean, own = layout.total(total) / columns, z.shape[-1]
-        apart = total / max(own, 1) - mean
-        squares = layout.total(torch.addcmul(own_squares, apart, apart, value=own))
+        # A rank without columns has no mean of its own; its ``value`` of 0 drops the difference.
+        difference = total / max(own, 1) - mean
+        squares = layout.total(torch.addcmul(own_squares, difference, difference, value=own))
     rstd = torch.rsqrt(squares / columns + rule.epsilon(z.dtype))
     weight_dtype = None if weight is None else weight.dtype
-    out, hat = constants.out_dtype or rule.output_dtype(z.dtype, weight_dtype), rule.hat_dtype(z.dtype, weight_dtype)
+    out = constants.out_dtype or rule.output_dtype(z.dtype, weight_dtype)
+    hat = rule.hat_dtype(z.dtype, weight_dtype)
     cast = None if constants.cast_dtype == out else constants.cast_dtype
     if weight is not None and rule.weight_offset:
-        weight = (weight.to(acc) if hat == acc else weight) + rule.weight_offset
+        if hat == acc:
+            weight = weight.to(acc)
+        weight = weight + rule.weight_offset
     if weight is None or hat == acc:
-        found = _normalized(z, mean, rstd, weight, ln_bias, out, cast)
+        outputs = _normalized(z, mean, rstd, weight, ln_bias, out, cast)
     else:
-        found = _normalized_rounded(z, rstd, weight, hat, out, cast)[1:]
-    if constants.return_sum and z is x:
-        z = z.clone()  # as from the kernels: never the caller's own tensor
-    return found[0], z if constants.return_sum else None, found[1] if cast is not None else None
+        outputs = _normalized_rounded(z, rstd, weight, hat, out, cast)[1:]
+    returned = None
+    if constants.return_sum:
+        # The kernels never return the caller's own tensor, so neither does this.
+        returned = z.clone() if z is x else z
+    return outputs[0], returned, outputs[1] if cast is not None else None
 
 
 @rowwise
@@ -75,8 +109,15 @@ def _moments(z: Tensor, acc: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @rowwise
-def _normalized(z: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, ln_bias: Tensor | None,
-                out: torch.dtype, cast: torch.dtype | None) -> tuple[Tensor, ...]:  # fmt: skip
+def _normalized(
+    z: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    ln_bias: Tensor | None,
+    out: torch.dtype,
+    cast: torch.dtype | None,
+) -> tuple[Tensor, ...]:
     """The output, and its low-precision copy."""
     hat = z.to(rstd.dtype)
     if mean is not None:
@@ -91,11 +132,18 @@ def _normalized(z: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | N
 
 
 @rowwise
-def _normalized_rounded(z: Tensor, rstd: Tensor, weight: Tensor, hat: torch.dtype, out: torch.dtype,
-                        cast: torch.dtype | None) -> tuple[Tensor, ...]:  # fmt: skip
-    """RMSNorm's rows as rounded before the weight multiplies, the output, and its low-precision copy.
+def _normalized_rounded(
+    z: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    hat: torch.dtype,
+    out: torch.dtype,
+    cast: torch.dtype | None,
+) -> tuple[Tensor, ...]:
+    """RMSNorm's rounded rows, the output, and its low-precision copy.
 
-    Kernels round what they return, and go on from there.
+    The rows are an output, rounded before the weight multiplies them, because a generated kernel
+    rounds a value only where it stores it, and computes with the rounded value from there on.
     """
     rounded = (z.to(rstd.dtype) * rstd).to(hat)
     y = (rounded * weight).to(out)

@@ -23,13 +23,26 @@ __all__ = ["GRID", "SPECS", "compiled_plans"]
 _HALF = (torch.float16, torch.bfloat16)
 
 
-# --- layer_norm and rms_norm ------------------------------------------------------------------------------------
+# --- layer_norm and rms_norm ----------------------------------------------------------------------
 
-_SHAPES = [(6, 64), (5, 1), (1, 3), (7, 17), (4, 127), (3, 1000), (2, 3, 96), (129, 40), (1, 1024), (64,)]
+_SHAPES = [
+    (6, 64),
+    (5, 1),
+    (1, 3),
+    (7, 17),
+    (4, 127),
+    (3, 1000),
+    (2, 3, 96),
+    (129, 40),
+    (1, 1024),
+    (64,),
+]
 _WIDE_SHAPES = [(3, 8192), (2, 12288), (2, 20000), (1, 65536), (1, 70001)]
 
 
-def _norm_tensors(make: Maker, shape: tuple[int, ...], params: str, dims: int, dtype: torch.dtype) -> dict[str, Any]:
+def _norm_tensors(
+    make: Maker, shape: tuple[int, ...], params: str, dims: int, dtype: torch.dtype
+) -> dict[str, Any]:
     tail = shape[-dims:]
     tensors: dict[str, Any] = {"input": make(*shape, shift=0.5, scale=1.5)}
     tensors["weight"] = make(*tail, dtype=dtype) if "w" in params else None
@@ -43,9 +56,17 @@ def _norm_samples(layer: bool) -> Callable[[torch.device, torch.dtype], Iterator
     full = "wb"
 
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-        def sample(name: str, shape: tuple[int, ...], params: str = full, dims: int = 1,
-                   param_dtype: torch.dtype | None = None, **options: Any) -> Sample:  # fmt: skip
-            tensors = _norm_tensors(Maker(name, device, dtype), shape, params + kind, dims, param_dtype or dtype)
+        def sample(
+            name: str,
+            shape: tuple[int, ...],
+            params: str = full,
+            dims: int = 1,
+            param_dtype: torch.dtype | None = None,
+            **options: Any,
+        ) -> Sample:
+            tensors = _norm_tensors(
+                Maker(name, device, dtype), shape, params + kind, dims, param_dtype or dtype
+            )
             return Sample(name, tensors, {"normalized_shape": shape[-dims:], **options})
 
         for shape in _SHAPES + _WIDE_SHAPES:
@@ -64,8 +85,12 @@ def _norm_samples(layer: bool) -> Callable[[torch.device, torch.dtype], Iterator
             for rounding in ("llama", "t5"):
                 yield sample(f"{rounding} rounding", (6, 72), rounding=rounding)
                 if dtype in _HALF:
-                    yield sample(f"{rounding} rounding, fp32 weight", (6, 72), rounding=rounding,
-                                 param_dtype=torch.float32)  # fmt: skip
+                    yield sample(
+                        f"{rounding} rounding, fp32 weight",
+                        (6, 72),
+                        rounding=rounding,
+                        param_dtype=torch.float32,
+                    )
         if dtype != torch.float64:
             yield sample("out dtype fp32", (6, 40), out_dtype=torch.float32)
             yield sample("out dtype bf16", (6, 40), out_dtype=torch.bfloat16)
@@ -73,71 +98,172 @@ def _norm_samples(layer: bool) -> Callable[[torch.device, torch.dtype], Iterator
     return samples
 
 
-def _layer_norm_reference(input: Tensor, normalized_shape: Any, weight: Tensor | None = None,
-                          bias: Tensor | None = None, eps: float = 1e-5, *, keep: Tensor | None = None,
-                          keep_probability: float = 1.0, out_dtype: torch.dtype | None = None) -> tuple[Tensor]:  # fmt: skip
+def _layer_norm_reference(
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    keep: Tensor | None = None,
+    keep_probability: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor]:
     return (_flat_norm(input, normalized_shape, weight, bias, NormRule("layer", eps), out_dtype),)
 
 
-def _rms_norm_reference(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None,
-                        *, weight_offset: float = 0.0, rounding: Any = "once", keep: Tensor | None = None,
-                        keep_probability: float = 1.0, out_dtype: torch.dtype | None = None) -> tuple[Tensor]:  # fmt: skip
+def _rms_norm_reference(
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    weight_offset: float = 0.0,
+    rounding: Any = "once",
+    keep: Tensor | None = None,
+    keep_probability: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor]:
     return (
-        _flat_norm(input, normalized_shape, weight, None, NormRule("rms", eps, weight_offset, rounding), out_dtype),
+        _flat_norm(
+            input,
+            normalized_shape,
+            weight,
+            None,
+            NormRule("rms", eps, weight_offset, rounding),
+            out_dtype,
+        ),
     )
 
 
-def _flat_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None, bias: Tensor | None, rule: NormRule,
-               out_dtype: torch.dtype | None) -> Tensor:  # fmt: skip
+def _flat_norm(
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    rule: NormRule,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
     dims = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
     flat = input.flatten(-dims)
     weight, bias = (None if t is None else t.flatten() for t in (weight, bias))
-    return reference.forward((flat, None, None, weight, bias), rule, out_dtype=out_dtype)[0].view(input.shape)
+    return reference.forward((flat, None, None, weight, bias), rule, out_dtype=out_dtype)[0].view(
+        input.shape
+    )
 
 
-def _layer_norm_eager(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None,
-                      eps: float = 1e-5) -> tuple[Tensor]:  # fmt: skip
+def _layer_norm_eager(
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[Tensor]:
     return (F.layer_norm(input, normalized_shape, weight, bias, eps),)
 
 
-def _rms_norm_eager(input: Tensor, normalized_shape: Any, weight: Tensor | None = None,
-                    eps: float | None = None) -> tuple[Tensor]:  # fmt: skip
+def _rms_norm_eager(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> tuple[Tensor]:
     return (F.rms_norm(input, normalized_shape, weight, eps),)
 
 
 def _norm_bad_samples(layer: bool) -> Callable[[torch.device], Iterator[BadSample]]:
     def bad_samples(device: torch.device) -> Iterator[BadSample]:
-        def bad(name: str, error: type[Exception], match: str, *, options: dict[str, Any] | None = None,
-                **tensors: Any) -> BadSample:  # fmt: skip
-            good = {"input": torch.randn(4, 8, device=device), "weight": torch.randn(8, device=device)}
-            return BadSample(name, {**good, **tensors}, {"normalized_shape": (8,), **(options or {})}, error, match)
+        def bad(
+            name: str,
+            error: type[Exception],
+            match: str,
+            *,
+            options: dict[str, Any] | None = None,
+            **tensors: Any,
+        ) -> BadSample:
+            good = {
+                "input": torch.randn(4, 8, device=device),
+                "weight": torch.randn(8, device=device),
+            }
+            return BadSample(
+                name,
+                {**good, **tensors},
+                {"normalized_shape": (8,), **(options or {})},
+                error,
+                match,
+            )
 
-        yield bad("input is no tensor", TypeError, "input must be a torch.Tensor, got list", input=[1.0])
-        yield bad("integer input", TypeError, r"input has dtype torch\.int64", input=torch.ones(4, 8, dtype=torch.int64,
-                                                                                              device=device))  # fmt: skip
-        yield bad("weight of another width", ValueError, r"weight has shape \(9,\), expected \(8,\)",
-                  weight=torch.randn(9, device=device))  # fmt: skip
-        yield bad("integer weight", TypeError, r"weight has dtype torch\.int32",
-                  weight=torch.ones(8, dtype=torch.int32, device=device))  # fmt: skip
-        yield bad("normalized_shape mismatch", ValueError, r"input has shape \(4, 8\), expected \(\*, 4, 9\)",
-                  options={"normalized_shape": (4, 9)})  # fmt: skip
-        yield bad("normalized_shape longer than input", ValueError, r"expected \(\*, 2, 4, 8\)",
-                  options={"normalized_shape": (2, 4, 8)})  # fmt: skip
-        yield bad("empty normalized_shape", ValueError, "normalized_shape must name at least one dimension",
-                  options={"normalized_shape": ()})  # fmt: skip
-        yield bad("negative eps", ValueError, "eps must be at least 0, got -1.0", options={"eps": -1.0})
-        yield bad("integer out_dtype", TypeError, r"out_dtype must be one of .*, got torch\.int32",
-                  options={"out_dtype": torch.int32})  # fmt: skip
-        yield bad("list of an out_dtype", TypeError, r"out_dtype must be one of .*, got \[torch\.float32\]",
-                  options={"out_dtype": [torch.float32]})  # fmt: skip
-        yield bad("weight on another device", RuntimeError, "weight is on meta, expected",
-                  weight=torch.randn(8, device="meta"))  # fmt: skip
+        yield bad(
+            "input is no tensor", TypeError, "input must be a torch.Tensor, got list", input=[1.0]
+        )
+        yield bad(
+            "integer input",
+            TypeError,
+            r"input has dtype torch\.int64",
+            input=torch.ones(4, 8, dtype=torch.int64, device=device),
+        )
+        yield bad(
+            "weight of another width",
+            ValueError,
+            r"weight has shape \(9,\), expected \(8,\)",
+            weight=torch.randn(9, device=device),
+        )
+        yield bad(
+            "integer weight",
+            TypeError,
+            r"weight has dtype torch\.int32",
+            weight=torch.ones(8, dtype=torch.int32, device=device),
+        )
+        yield bad(
+            "normalized_shape mismatch",
+            ValueError,
+            r"input has shape \(4, 8\), expected \(\*, 4, 9\)",
+            options={"normalized_shape": (4, 9)},
+        )
+        yield bad(
+            "normalized_shape longer than input",
+            ValueError,
+            r"expected \(\*, 2, 4, 8\)",
+            options={"normalized_shape": (2, 4, 8)},
+        )
+        yield bad(
+            "empty normalized_shape",
+            ValueError,
+            "normalized_shape must name at least one dimension",
+            options={"normalized_shape": ()},
+        )
+        yield bad(
+            "negative eps", ValueError, "eps must be at least 0, got -1.0", options={"eps": -1.0}
+        )
+        yield bad(
+            "integer out_dtype",
+            TypeError,
+            r"out_dtype must be one of .*, got torch\.int32",
+            options={"out_dtype": torch.int32},
+        )
+        yield bad(
+            "list of an out_dtype",
+            TypeError,
+            r"out_dtype must be one of .*, got \[torch\.float32\]",
+            options={"out_dtype": [torch.float32]},
+        )
+        yield bad(
+            "weight on another device",
+            RuntimeError,
+            "weight is on meta, expected",
+            weight=torch.randn(8, device="meta"),
+        )
         if layer:
-            yield bad("bias of another width", ValueError, r"bias has shape \(7,\), expected \(8,\)",
-                      bias=torch.randn(7, device=device))  # fmt: skip
+            yield bad(
+                "bias of another width",
+                ValueError,
+                r"bias has shape \(7,\), expected \(8,\)",
+                bias=torch.randn(7, device=device),
+            )
         else:
-            yield bad("unknown rounding", ValueError, "rounding must be one of .*, got 'up'",
-                      options={"rounding": "up"})  # fmt: skip
+            yield bad(
+                "unknown rounding",
+                ValueError,
+                "rounding must be one of .*, got 'up'",
+                options={"rounding": "up"},
+            )
 
     return bad_samples
 
@@ -154,7 +280,7 @@ def _norm_benchmark(layer: bool) -> Callable[[Shape, torch.dtype, torch.device],
     return benchmark
 
 
-# --- bias_dropout_add and its norms -----------------------------------------------------------------------------
+# --- bias_dropout_add and its norms ---------------------------------------------------------------
 
 
 def _fused_samples(kind: str) -> Callable[[torch.device, torch.dtype], Iterator[Sample]]:
@@ -162,9 +288,15 @@ def _fused_samples(kind: str) -> Callable[[torch.device, torch.dtype], Iterator[
     optional = ("bias", "residual", *params)
 
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-        def sample(name: str, shape: tuple[int, ...], absent: tuple[str, ...] = (), p: float = 0.0,
-                   residual_dtype: torch.dtype | None = None, param_dtype: torch.dtype | None = None,
-                   **options: Any) -> Sample:  # fmt: skip
+        def sample(
+            name: str,
+            shape: tuple[int, ...],
+            absent: tuple[str, ...] = (),
+            p: float = 0.0,
+            residual_dtype: torch.dtype | None = None,
+            param_dtype: torch.dtype | None = None,
+            **options: Any,
+        ) -> Sample:
             make = Maker(name, device, dtype)
             every: dict[str, Tensor | None] = {
                 "x": make(*shape, shift=0.2),
@@ -173,10 +305,13 @@ def _fused_samples(kind: str) -> Callable[[torch.device, torch.dtype], Iterator[
             }
             every |= {param: make(shape[-1], dtype=param_dtype) for param in params}
             if options.get("save") == "output":
-                # Inverting the affine divides by the weight: near zero that loses digits, as documented.
+                # Inverting the affine divides by the weight: near zero that loses digits, as
+                # documented.
                 weight = make(shape[-1], dtype=param_dtype)
                 every["weight"] = weight + 0.5 * weight.sign()
-            return Sample(name, {k: None if k in absent else v for k, v in every.items()}, {"p": p, **options})
+            return Sample(
+                name, {k: None if k in absent else v for k, v in every.items()}, {"p": p, **options}
+            )
 
         for shape in _SHAPES:
             yield sample("shape " + "x".join(map(str, shape)), shape, p=0.2)
@@ -200,7 +335,8 @@ def _fused_samples(kind: str) -> Callable[[torch.device, torch.dtype], Iterator[
                 yield sample(f"save={save}", (6, 48), p=0.25, save=save)
                 yield sample(f"save={save}, p=0", (6, 48), save=save)
                 yield sample(f"save={save}, wide", (2, 20000), p=0.25, save=save)
-            # The copy is rounded from the output, which is the wider one here: the output's rounding is lost in its own.
+            # The copy is rounded from the output, which is the wider one here: the output's
+            # rounding is lost in its own.
             low: dict[str, Any] = {"cast_dtype": torch.float32}
             if dtype != torch.float64:
                 low = {"out_dtype": torch.float32, "cast_dtype": torch.bfloat16}
@@ -215,8 +351,13 @@ def _fused_samples(kind: str) -> Callable[[torch.device, torch.dtype], Iterator[
                 yield sample(f"{rounding} rounding", (6, 72), p=0.1, rounding=rounding)
         if dtype in _HALF:
             yield sample("fp32 residual", (6, 48), p=0.2, residual_dtype=torch.float32)
-            yield sample("fp32 parameters and residual", (6, 48), p=0.2, residual_dtype=torch.float32,
-                         param_dtype=torch.float32)  # fmt: skip
+            yield sample(
+                "fp32 parameters and residual",
+                (6, 48),
+                p=0.2,
+                residual_dtype=torch.float32,
+                param_dtype=torch.float32,
+            )
             yield sample("fp32 residual, wide", (2, 16500), p=0.2, residual_dtype=torch.float32)
         if dtype != torch.float64:
             yield sample("out dtype bf16", (6, 40), p=0.1, out_dtype=torch.bfloat16)
@@ -225,61 +366,134 @@ def _fused_samples(kind: str) -> Callable[[torch.device, torch.dtype], Iterator[
     return samples
 
 
-def _dropout_add_eager(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, training: bool) -> Tensor:
+def _dropout_add_eager(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, training: bool
+) -> Tensor:
     z = F.dropout(x if bias is None else x + bias, p, training)
     return z if residual is None else z + residual
 
 
-def _bda_reference(x: Tensor, bias: Tensor | None, residual: Tensor | None, *, p: float, training: bool = True,
-                   keep: Tensor | None = None, keep_probability: float = 1.0,
-                   out_dtype: torch.dtype | None = None) -> tuple[Tensor]:  # fmt: skip
+def _bda_reference(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *,
+    p: float,
+    training: bool = True,
+    keep: Tensor | None = None,
+    keep_probability: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor]:
     rule = NormRule("none")
-    return reference.forward((x, bias, residual, None, None), rule, dropout=masked(keep, keep_probability),
-                             out_dtype=out_dtype)[:1]  # fmt: skip
+    return reference.forward(
+        (x, bias, residual, None, None),
+        rule,
+        dropout=masked(keep, keep_probability),
+        out_dtype=out_dtype,
+    )[:1]
 
 
-def _outputs(y: Tensor, z: Tensor, return_sum: bool, cast_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
-    """What is asked for; the copy in the output's dtype, which is exact where that is."""
-    return (y, *((z,) if return_sum else ()), *(() if cast_dtype is None else (y.clone(),)))
+def _outputs(
+    y: Tensor, z: Tensor, return_sum: bool, cast_dtype: torch.dtype | None
+) -> tuple[Tensor, ...]:
+    """The outputs of a call; the copy has the output's dtype, so that it is as exact."""
+    outputs = [y]
+    if return_sum:
+        outputs.append(z)
+    if cast_dtype is not None:
+        outputs.append(y.clone())
+    return tuple(outputs)
 
 
-def _bda_ln_reference(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None,
-                      ln_bias: Tensor | None, *, p: float, training: bool = True, eps: float = 1e-5,
-                      return_sum: bool = False, save: str = "sum", keep: Tensor | None = None,
-                      keep_probability: float = 1.0, out_dtype: torch.dtype | None = None,
-                      cast_dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:  # fmt: skip
+def _bda_ln_reference(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    ln_bias: Tensor | None,
+    *,
+    p: float,
+    training: bool = True,
+    eps: float = 1e-5,
+    return_sum: bool = False,
+    save: str = "sum",
+    keep: Tensor | None = None,
+    keep_probability: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+    cast_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, ...]:
     rule = NormRule("layer", eps)
-    y, z = reference.forward((x, bias, residual, weight, ln_bias), rule, dropout=masked(keep, keep_probability),
-                             out_dtype=out_dtype)  # fmt: skip
+    y, z = reference.forward(
+        (x, bias, residual, weight, ln_bias),
+        rule,
+        dropout=masked(keep, keep_probability),
+        out_dtype=out_dtype,
+    )
     return _outputs(y, z, return_sum, cast_dtype)
 
 
-def _bda_rms_reference(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, *, p: float,
-                       training: bool = True, eps: float | None = None, weight_offset: float = 0.0,
-                       rounding: Any = "once", return_sum: bool = False, save: str = "sum",
-                       keep: Tensor | None = None, keep_probability: float = 1.0, out_dtype: torch.dtype | None = None,
-                       cast_dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:  # fmt: skip
+def _bda_rms_reference(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    *,
+    p: float,
+    training: bool = True,
+    eps: float | None = None,
+    weight_offset: float = 0.0,
+    rounding: Any = "once",
+    return_sum: bool = False,
+    save: str = "sum",
+    keep: Tensor | None = None,
+    keep_probability: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+    cast_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, ...]:
     rule = NormRule("rms", eps, weight_offset, rounding)
-    y, z = reference.forward((x, bias, residual, weight, None), rule, dropout=masked(keep, keep_probability),
-                             out_dtype=out_dtype)  # fmt: skip
+    y, z = reference.forward(
+        (x, bias, residual, weight, None),
+        rule,
+        dropout=masked(keep, keep_probability),
+        out_dtype=out_dtype,
+    )
     return _outputs(y, z, return_sum, cast_dtype)
 
 
-def _bda_eager(x: Tensor, bias: Tensor | None, residual: Tensor | None, *, p: float,
-               training: bool = True) -> tuple[Tensor]:  # fmt: skip
+def _bda_eager(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, *, p: float, training: bool = True
+) -> tuple[Tensor]:
     return (_dropout_add_eager(x, bias, residual, p, training),)
 
 
-def _bda_ln_eager(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None,
-                  ln_bias: Tensor | None, *, p: float, training: bool = True, eps: float = 1e-5,
-                  return_sum: bool = False) -> tuple[Tensor, ...]:  # fmt: skip
+def _bda_ln_eager(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    ln_bias: Tensor | None,
+    *,
+    p: float,
+    training: bool = True,
+    eps: float = 1e-5,
+    return_sum: bool = False,
+) -> tuple[Tensor, ...]:
     z = _dropout_add_eager(x, bias, residual, p, training)
     y = F.layer_norm(z, z.shape[-1:], weight, ln_bias, eps)
     return (y, z) if return_sum else (y,)
 
 
-def _bda_rms_eager(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, *, p: float,
-                   training: bool = True, eps: float | None = None, return_sum: bool = False) -> tuple[Tensor, ...]:  # fmt: skip
+def _bda_rms_eager(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    *,
+    p: float,
+    training: bool = True,
+    eps: float | None = None,
+    return_sum: bool = False,
+) -> tuple[Tensor, ...]:
     z = _dropout_add_eager(x, bias, residual, p, training)
     y = F.rms_norm(z, z.shape[-1:], weight, eps)
     return (y, z) if return_sum else (y,)
@@ -289,39 +503,107 @@ def _fused_bad_samples(kind: str) -> Callable[[torch.device], Iterator[BadSample
     params = {"layer": ("weight", "ln_bias"), "rms": ("weight",), "none": ()}[kind]
 
     def bad_samples(device: torch.device) -> Iterator[BadSample]:
-        def bad(name: str, error: type[Exception], match: str, *, options: dict[str, Any] | None = None,
-                **tensors: Any) -> BadSample:  # fmt: skip
-            good: dict[str, Any] = {name: torch.randn(8, device=device) for name in ("bias", *params)}
+        def bad(
+            name: str,
+            error: type[Exception],
+            match: str,
+            *,
+            options: dict[str, Any] | None = None,
+            **tensors: Any,
+        ) -> BadSample:
+            good: dict[str, Any] = {
+                name: torch.randn(8, device=device) for name in ("bias", *params)
+            }
             good |= {name: torch.randn(4, 8, device=device) for name in ("x", "residual")}
             return BadSample(name, {**good, **tensors}, {"p": 0.1, **(options or {})}, error, match)
 
         yield bad("p above one", ValueError, r"p must be in \[0, 1\], got 1.5", options={"p": 1.5})
-        yield bad("p below zero", ValueError, r"p must be in \[0, 1\], got -0.1", options={"p": -0.1})
-        yield bad("p is nan", ValueError, r"p must be in \[0, 1\], got nan", options={"p": float("nan")})
+        yield bad(
+            "p below zero", ValueError, r"p must be in \[0, 1\], got -0.1", options={"p": -0.1}
+        )
+        yield bad(
+            "p is nan", ValueError, r"p must be in \[0, 1\], got nan", options={"p": float("nan")}
+        )
         yield bad("p is no number", TypeError, "p must be a number, got str", options={"p": "0.1"})
-        yield bad("residual of another shape", ValueError, r"residual has shape \(3, 8\), expected \(4, 8\)",
-                  residual=torch.randn(3, 8, device=device))  # fmt: skip
-        yield bad("bias of another width", ValueError, r"bias has shape \(5,\), expected \(8,\)",
-                  bias=torch.randn(5, device=device))  # fmt: skip
-        yield bad("bias of two dimensions", ValueError, r"bias has shape \(1, 8\), expected \(8,\)",
-                  bias=torch.randn(1, 8, device=device))  # fmt: skip
-        yield bad("scalar x", ValueError, "x must have at least one dimension", x=torch.randn((), device=device))
-        yield bad("integer x", TypeError, r"x has dtype torch\.int64",
-                  x=torch.ones(4, 8, dtype=torch.int64, device=device))  # fmt: skip
-        yield bad("residual is no tensor", TypeError, "residual must be a torch.Tensor, got float", residual=1.0)
-        yield bad("residual on another device", RuntimeError, "residual is on meta, expected",
-                  residual=torch.randn(4, 8, device="meta"))  # fmt: skip
+        yield bad(
+            "residual of another shape",
+            ValueError,
+            r"residual has shape \(3, 8\), expected \(4, 8\)",
+            residual=torch.randn(3, 8, device=device),
+        )
+        yield bad(
+            "bias of another width",
+            ValueError,
+            r"bias has shape \(5,\), expected \(8,\)",
+            bias=torch.randn(5, device=device),
+        )
+        yield bad(
+            "bias of two dimensions",
+            ValueError,
+            r"bias has shape \(1, 8\), expected \(8,\)",
+            bias=torch.randn(1, 8, device=device),
+        )
+        yield bad(
+            "scalar x",
+            ValueError,
+            "x must have at least one dimension",
+            x=torch.randn((), device=device),
+        )
+        yield bad(
+            "integer x",
+            TypeError,
+            r"x has dtype torch\.int64",
+            x=torch.ones(4, 8, dtype=torch.int64, device=device),
+        )
+        yield bad(
+            "residual is no tensor",
+            TypeError,
+            "residual must be a torch.Tensor, got float",
+            residual=1.0,
+        )
+        yield bad(
+            "residual on another device",
+            RuntimeError,
+            "residual is on meta, expected",
+            residual=torch.randn(4, 8, device="meta"),
+        )
         if kind != "none":
-            yield bad("weight of another width", ValueError, r"weight has shape \(9,\), expected \(8,\)",
-                      weight=torch.randn(9, device=device))  # fmt: skip
-            yield bad("negative eps", ValueError, "eps must be at least 0, got -0.5", options={"eps": -0.5})
-            yield bad("unknown save", ValueError, "save must be one of .*, got 'mask'", options={"save": "mask"})
-            yield bad("integer cast_dtype", TypeError, r"cast_dtype must be one of .*, got torch\.int8",
-                      options={"cast_dtype": torch.int8})  # fmt: skip
-            yield bad("list of an out_dtype", TypeError, r"out_dtype must be one of .*, got \[1\]",
-                      options={"out_dtype": [1]})  # fmt: skip
-            yield bad("list of a cast_dtype", TypeError, r"cast_dtype must be one of .*, got \[1\]",
-                      options={"cast_dtype": [1]})  # fmt: skip
+            yield bad(
+                "weight of another width",
+                ValueError,
+                r"weight has shape \(9,\), expected \(8,\)",
+                weight=torch.randn(9, device=device),
+            )
+            yield bad(
+                "negative eps",
+                ValueError,
+                "eps must be at least 0, got -0.5",
+                options={"eps": -0.5},
+            )
+            yield bad(
+                "unknown save",
+                ValueError,
+                "save must be one of .*, got 'mask'",
+                options={"save": "mask"},
+            )
+            yield bad(
+                "integer cast_dtype",
+                TypeError,
+                r"cast_dtype must be one of .*, got torch\.int8",
+                options={"cast_dtype": torch.int8},
+            )
+            yield bad(
+                "list of an out_dtype",
+                TypeError,
+                r"out_dtype must be one of .*, got \[1\]",
+                options={"out_dtype": [1]},
+            )
+            yield bad(
+                "list of a cast_dtype",
+                TypeError,
+                r"cast_dtype must be one of .*, got \[1\]",
+                options={"cast_dtype": [1]},
+            )
 
     return bad_samples
 
@@ -332,59 +614,90 @@ def _fused_benchmark(kind: str) -> Callable[[Shape, torch.dtype, torch.device], 
     def benchmark(shape: Shape, dtype: torch.dtype, device: torch.device) -> Sample:
         rows, cols = shape
         make = partial(torch.randn, dtype=dtype, device=device)
-        tensors: dict[str, Tensor | None] = {"x": make(rows, cols), "bias": make(cols), "residual": make(rows, cols)}
+        tensors: dict[str, Tensor | None] = {
+            "x": make(rows, cols),
+            "bias": make(cols),
+            "residual": make(rows, cols),
+        }
         tensors |= {param: make(cols) for param in params}
         return Sample(f"{rows}x{cols}", tensors, {"p": 0.1})
 
     return benchmark
 
 
-# --- Liger-Kernel's operators, for the benchmark ----------------------------------------------------------------------
+# --- Liger-Kernel's operators, for the benchmark --------------------------------------------------
 
 
 def _liger_layer_norm() -> Callable[..., Any]:
     from liger_kernel.transformers.functional import liger_layer_norm
 
-    return lambda input, normalized_shape, weight, bias, eps: (liger_layer_norm(input, weight, bias, eps),)
+    return lambda input, normalized_shape, weight, bias, eps: (
+        liger_layer_norm(input, weight, bias, eps),
+    )
 
 
 def _liger_rms_norm() -> Callable[..., Any]:
     from liger_kernel.transformers.functional import liger_rms_norm
 
-    # Its "gemma" mode with no offset rounds once, at the end, as F.rms_norm does; its default rounds as Llama's module.
-    return lambda input, normalized_shape, weight, eps: (liger_rms_norm(input, weight, eps, 0.0, "gemma"),)
+    # The "gemma" mode without an offset rounds once, at the end, as F.rms_norm does; the default
+    # rounds as Llama's module.
+    return lambda input, normalized_shape, weight, eps: (
+        liger_rms_norm(input, weight, eps, 0.0, "gemma"),
+    )
 
 
-# --- what the tests compile without a GPU ---------------------------------------------------------------------------
+# --- what the tests compile without a GPU ---------------------------------------------------------
 
 
 _BUCKET = 3  # of the rows: some thousands
 
 
-def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> dict[str, Callable[[], object]]:
+def compiled_plans(
+    cols: int, dtype: torch.dtype, other: torch.dtype | None = None
+) -> dict[str, Callable[[], object]]:
     """Functions that build all variants of an operator, by name.
 
-    With ``other``, the residual's dtype, the widest LayerNorm under each way to keep, with a gradient of the sum; and
-    that with a low-precision copy, of a shard.
+    With ``other``, the residual's dtype, only LayerNorm with all inputs: with each ``save`` and a
+    gradient of the sum, and with a low-precision copy, of a shard.
     """
 
-    def build(kind: Kind, adds: bool, save: str, residual: torch.dtype, dsum: bool,
-              cast: torch.dtype | None = None) -> None:  # fmt: skip
-        added, normed = dtype if adds else None, dtype if kind != "none" else None
-        dtypes = (dtype, added, residual if adds else None, normed, dtype if kind == "layer" else None)
-        constants = constants_of("compiled", kind, 1e-5, 0.0, "once", None, save, adds and kind != "none", None, cast)
+    def build(
+        kind: Kind,
+        adds: bool,
+        save: str,
+        residual: torch.dtype,
+        dsum: bool,
+        cast: torch.dtype | None = None,
+    ) -> None:
+        normalizes, shifts = kind != "none", kind == "layer"
+        dtypes = (
+            dtype,
+            dtype if adds else None,
+            residual if adds else None,
+            dtype if normalizes else None,
+            dtype if shifts else None,
+        )
+        return_sum = adds and normalizes
+        constants = constants_of(
+            "compiled", kind, 1e-5, 0.0, "once", None, save, return_sum, None, cast
+        )
         site = site_of(NORM, constants, dtypes, cols, -1, adds, True)
-        seed = (3 if cast else 1) if adds else 0
-        needs = (True, adds, adds, kind != "none", kind == "layer")
+        seed = 0
+        if adds:
+            seed = 3 if cast else 1
+        needs = (True, adds, adds, normalizes, shifts)
+        dz = site.z if dsum else None
         launching._plan_forward(site, seed, True, _BUCKET)
-        launching._plan_backward(site, needs, site.y, site.z if dsum else None, site.cast, seed, True, 0, _BUCKET)
+        launching._plan_backward(site, needs, site.y, dz, site.cast, seed, True, 0, _BUCKET)
 
     if other is not None:
         plans: dict[str, Callable[[], object]] = {
             f"bias_dropout_add_ln, save={save}": partial(build, "layer", True, save, other, True)
             for save in ("sum", "inputs", "output")
         }
-        return plans | {"bias_dropout_add_ln, cast": partial(build, "layer", True, "sum", other, False, dtype)}
+        return plans | {
+            "bias_dropout_add_ln, cast": partial(build, "layer", True, "sum", other, False, dtype)
+        }
     kinds: dict[str, tuple[Kind, bool]] = {
         "layer_norm": ("layer", False),
         "rms_norm": ("rms", False),
@@ -407,14 +720,44 @@ _NORM_BENCHMARKS = (
 )
 _FUSED_BENCHMARKS = (*_NORM_BENCHMARKS, ((16384, 768), _FP16))
 # Hidden sizes of models, and odd ones.
-_SWEEP = Sweep(widths=tuple(
-    (cols,) for cols in (1536, 2560, 2880, 3072, 3584, 4608, 5120, 5376, 6144, 7168, 9216, 12288, 13824, 14336, 18432, 24576,
-                         4095, 4097)
-))  # fmt: skip
+_SWEEP = Sweep(
+    widths=tuple(
+        (cols,)
+        for cols in (
+            1536,
+            2560,
+            2880,
+            3072,
+            3584,
+            4608,
+            5120,
+            5376,
+            6144,
+            7168,
+            9216,
+            12288,
+            13824,
+            14336,
+            18432,
+            24576,
+            4095,
+            4097,
+        )
+    )
+)
 
-# Powers of two and three times these; and five times, which from 2560 on are as many tiles.
-_TUNED = (*[cols for k in range(8, 18) for cols in (1 << (k - 1), 3 << (k - 2)) if cols <= 65536], 2560, 5120, 10240)
-GRID = Grid(tuple((cols,) for cols in _TUNED), tuple((1 << k,) for k in (8, 10, 12, 14, 16)), (0, 1, 2, 3, 4))
+# Powers of two, three times these, and two widths of five tiles.
+_TUNED = (
+    *[cols for k in range(8, 18) for cols in (1 << (k - 1), 3 << (k - 2)) if cols <= 65536],
+    2560,
+    5120,
+    10240,
+)
+GRID = Grid(
+    tuple((cols,) for cols in _TUNED),
+    tuple((1 << k,) for k in (8, 10, 12, 14, 16)),
+    (0, 1, 2, 3, 4),
+)
 
 SPECS = (
     Spec(

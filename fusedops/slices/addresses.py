@@ -1,4 +1,7 @@
-"""Tables of addresses on the device, for slices that are tensors of their own: gathered once, kept while they stay."""
+"""Tables of addresses on the device, for slices that are separate tensors.
+
+A table is copied to the device once, and serves all later calls with tensors at these addresses.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from ..core.tuning import Config
 
 __all__ = ["Addresses", "gather"]
 
-# Tables kept: a training step has two, one for the slices and one for their gradients.
+# Tables in the cache: a training step has two, one for the slices and one for their gradients.
 _MOST_TABLES = 64
 # Addresses that one launch of `store_addresses_kernel` takes.
 _STORED = 64
@@ -24,16 +27,18 @@ _lock = threading.Lock()
 
 
 class Addresses:
-    """Where tensors lie: a table for the kernels, and what of it they were compiled for.
+    """The addresses of tensors: a table for the kernels, and what specializes their code.
 
-    ``table`` is int64: the addresses, and after them the distances between rows if ``strided``. ``bits`` has a bit set
-    wherever an address has one, ``strides`` wherever a distance has one; ``absent`` is whether an address is 0, which
-    stands for no tensor.
+    ``table`` is int64: the addresses, and after them the distances between rows if ``strided``.
+    ``bits`` has a bit set wherever an address has one, ``strides`` wherever a distance has one;
+    ``absent`` is whether an address is 0, which stands for no tensor.
     """
 
     __slots__ = ("absent", "bits", "strided", "strides", "table")
 
-    def __init__(self, table: Tensor, pointers: tuple[int, ...], strides: tuple[int, ...] | None) -> None:
+    def __init__(
+        self, table: Tensor, pointers: tuple[int, ...], strides: tuple[int, ...] | None
+    ) -> None:
         self.table = table
         self.strided = strides is not None
         self.absent = 0 in pointers
@@ -44,13 +49,17 @@ class Addresses:
 _tables: dict[Any, Addresses] = {}
 
 
-def gather(device_index: int, device: torch.device, pointers: tuple[int, ...],
-           strides: tuple[int, ...] | None) -> Addresses:  # fmt: skip
+def gather(
+    device_index: int,
+    device: torch.device,
+    pointers: tuple[int, ...],
+    strides: tuple[int, ...] | None,
+) -> Addresses:
     """The table of these addresses.
 
-    ``strides`` are the distances between rows, None where they are the widths. A table belongs to the stream that it
-    was filled on. While a graph is captured it is filled by recorded kernels, and belongs to the graph: a replay needs
-    no memory of the host, and none that is kept here.
+    ``strides`` are the distances between rows, None where they are the widths. A table belongs to
+    the stream that it was filled on. While a graph is captured it is filled by recorded kernels,
+    and belongs to the graph: a replay needs neither memory of the host nor the cache.
     """
     stream = compat.current_stream(device_index) if device_index >= 0 else 0
     recorded = device_index >= 0 and compat.capturing()
@@ -58,29 +67,31 @@ def gather(device_index: int, device: torch.device, pointers: tuple[int, ...],
     values = pointers if strides is None else pointers + strides
     if recorded:
         return Addresses(_recorded(device_index, device, values), pointers, strides)
-    found = _tables.get(key)
-    if found is not None:
-        return found
+    addresses = _tables.get(key)
+    if addresses is not None:
+        return addresses
     table = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=device_index >= 0)
-    found = Addresses(table.to(device, non_blocking=True), pointers, strides)
+    addresses = Addresses(table.to(device, non_blocking=True), pointers, strides)
     with _lock:
-        _tables[key] = found
+        _tables[key] = addresses
         if len(_tables) > _MOST_TABLES:
-            del _tables[next(iter(_tables))]
-    return found
+            del _tables[next(iter(_tables))]  # the oldest
+    return addresses
 
 
 _store: dict[int, Variant] = {}
 
 
 def _recorded(device_index: int, device: torch.device, values: tuple[int, ...]) -> Tensor:
+    """A table that kernels fill from their arguments, `_STORED` values each."""
     store = _store.get(device_index)
     if store is None:
         store = _store[device_index] = store_variant(device_index)
     table = torch.empty(len(values), dtype=torch.int64, device=device)
     for start in range(0, len(values), _STORED):
         part = values[start : start + _STORED]
-        store(1, 1, table, start, len(part), *part, *(0,) * (_STORED - len(part)))
+        padding = (0,) * (_STORED - len(part))
+        store(1, 1, table, start, len(part), *part, *padding)
     return table
 
 
@@ -90,5 +101,13 @@ def store_variant(device_index: int) -> Variant:
 
     types: dict[str, str | None] = {"addresses": "*i64", "start": "i32", "count": "i32"}
     types |= dict.fromkeys((f"a{i}" for i in range(_STORED)), "i64")
-    return launch.build(store_addresses_kernel, types, {}, Config(1, 1, 1), device_index=device_index,
-                        acc=torch.float32, cols=0, aligned=False)  # fmt: skip
+    return launch.build(
+        store_addresses_kernel,
+        types,
+        {},
+        Config(1, 1, 1),
+        device_index=device_index,
+        acc=torch.float32,
+        cols=0,
+        aligned=False,
+    )

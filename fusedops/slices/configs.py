@@ -1,8 +1,10 @@
-"""Configs of the slices kernels: heuristics from dtype and widest slice, and the candidates to measure."""
+"""Configs of the slices kernels: heuristics by dtype and widest slice, and candidates."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import NamedTuple
 
 from ..core.tuning_key import Config, TuningKey, around, in_buckets, power_of_two
 from .widths import holding
@@ -12,12 +14,51 @@ __all__ = ["candidates", "heuristic", "valid", "widest"]
 # Buckets of rows: up to 255; up to 4095; up to 65535.
 _FEW, _SOME, _MANY = 1, 2, 3
 
-# Elements are loaded one by one, and their sums take the most exchanges between threads. So a program is one warp with one
-# row, of wider slices one slice's. Its registers are limited so that all programs run at once: 3595xD9333 takes 187 µs forward
-# + backward on an H100; with tiles of 256 lanes, where a fourth of the programs waited, it took 404.
-# Slices of one width, of which several fit in a tile, have three quarters of the programs.
+# For slices whose elements are loaded one by one, and whose sums take the most exchanges between
+# threads: a program is one warp with one row, of wider slices one slice's. Its registers are
+# limited so that all programs run at once: 3595xD9333 takes 187 µs forward + backward on an H100;
+# with tiles of 256 lanes, where a fourth of the programs waited, it took 404. Slices of one width,
+# of which several fit in a tile, have three quarters of the programs.
 _OF_ELEMENTS = Config(128, 1, 1, 3, 32, 64)
 _OF_ELEMENTS_ALIKE = Config(256, 1, 1, 3, 24, 80)
+
+
+class _Case(NamedTuple):
+    """What the heuristics depend on.
+
+    Attributes:
+        itemsize: bytes of an element.
+        width: the widest slice's.
+        bucket: of the number of rows.
+        equal: whether all widths are equal.
+        vectors: whether the widths have a common factor, so that loads are of several elements.
+        separate: whether the slices are separate tensors.
+    """
+
+    itemsize: int
+    width: int
+    bucket: int
+    equal: bool
+    vectors: bool
+    separate: bool
+
+    @classmethod
+    def of(cls, key: TuningKey) -> _Case:
+        return cls(
+            key.itemsize,
+            key.cols,
+            key.bucket,
+            equal="equal" in key.variant,
+            vectors="vectors" in key.variant,
+            separate="sequence" in key.variant,
+        )
+
+    @property
+    def is_of_elements(self) -> bool:
+        """Whether elements of 16 bits are loaded one by one, and the config is for that."""
+        if self.itemsize != 2 or self.vectors:
+            return False
+        return not self.equal or 1 < self.width <= 256
 
 
 def widest(itemsize: int) -> int:
@@ -25,63 +66,89 @@ def widest(itemsize: int) -> int:
     return 4096 if itemsize < 8 else 2048
 
 
-def _tile(itemsize: int, width: int, each: int, warps: int, *, equal: bool) -> Config:
-    """A tile with ``each`` elements per thread.
+def _tile(itemsize: int, width: int, elements: int, warps: int, *, equal: bool) -> Config:
+    """A tile with ``elements`` per thread.
 
-    Its lanes are what one row of threads loads with 16 bytes each: slices of ordinary width then stay within a warp,
-    and slices of equal width fill the lanes. For unequal widths it has fewer lanes, of which fewer are idle, and more
-    rows.
+    Its lanes are what one row of threads loads with 16 bytes each: slices of ordinary width then
+    stay within a warp, and slices of equal width fill the lanes. For unequal widths it has fewer
+    lanes, of which fewer are idle, and more rows.
     """
     vector = max(16 // itemsize, 2)
-    while width > 32 * warps * each:
+    while width > 32 * warps * elements:
         warps *= 2
     lanes = 32 * vector * (warps if equal else 1)
-    return Config(lanes, max(1, 32 * warps * each // lanes), warps)
+    return Config(lanes, max(1, 32 * warps * elements // lanes), warps)
 
 
-def _forward(itemsize: int, width: int, bucket: int, *, equal: bool, vectors: bool, apart: bool) -> Config:
-    """The forward: one tile per program, small ones for few rows.
+def _forward(case: _Case) -> Config:
+    """The forward: one tile per program, small ones for few rows."""
+    if case.is_of_elements:
+        return _of_elements(case.width, equal=case.equal)
+    if case.equal and _is_of_one_warp(case.itemsize, case.width, forward=True):
+        return _of_one_warp(1024 // case.itemsize)
+    is_half = case.itemsize == 2
+    has_few_rows = case.bucket <= (_SOME if case.equal else _FEW)
+    loads_vectors_alike = case.equal and case.vectors
+    is_narrow = case.width <= 64 and (not case.vectors or (case.separate and case.equal))
+    is_small = has_few_rows or is_narrow
+    # The first row whose condition holds.
+    elements_per_thread = (
+        (case.itemsize == 8 and not case.equal, 4),  # a kernel for several widths spills with more
+        (not is_half, 8),
+        (is_small and loads_vectors_alike, 16),
+        (is_small, 8),
+        (loads_vectors_alike, 32),
+        (True, 16),
+    )
+    elements = next(count for holds, count in elements_per_thread if holds)
+    has_two_warps = has_few_rows and case.equal and is_half
+    warps = 2 if has_two_warps else 4
+    return _tile(case.itemsize, case.width, elements, warps, equal=case.equal)
 
-    ``width`` is the widest slice's; ``equal``: all widths are equal; ``vectors``: the widths have a common factor;
-    ``apart``: the slices are separate tensors.
-    """
-    if itemsize == 2 and not vectors and (1 < width <= 256 or not equal):
-        return _of_elements(width, equal=equal)
-    if equal and _is_of_one_warp(itemsize, width, forward=True):
-        return _of_one_warp(1024 // itemsize)
-    few = bucket <= (_SOME if equal else _FEW)
-    each = 32 if equal and vectors else 16
-    if itemsize > 2:
-        each = 8 if itemsize == 4 or equal else 4  # in fp64 a kernel for several widths spills with more
-    if itemsize == 2 and (few or (apart and equal and width <= 64) or (not vectors and width <= 64)):
-        each = 16 if equal and vectors else 8
-    return _tile(itemsize, width, each, 2 if few and equal and itemsize == 2 else 4, equal=equal)
 
-
-def _backward(itemsize: int, width: int, bucket: int, *, equal: bool, vectors: bool) -> Config:
+def _backward(case: _Case) -> Config:
     """The backward: few programs, each with a loop over tiles.
 
-    Widths without a common factor load single elements, whose addresses and masks take the registers of half a tile. A
-    kernel for several widths has the registers of its largest part.
+    Widths without a common factor load single elements, whose addresses and masks take the
+    registers of half a tile. A kernel for several widths has the registers of its largest part.
     """
-    if itemsize == 2 and not vectors and (1 < width <= 256 or not equal):
-        return _of_elements(width, equal=equal)
-    if equal and _is_of_one_warp(itemsize, width, forward=False):
-        return _of_one_warp(512 // itemsize)
-    if itemsize > 2:
-        tile = _tile(itemsize, width, 8 if vectors else 4, 4 if equal else 2, equal=equal)
-        return replace(tile, stages=3, per_sm=max(1, 16 // tile.warps))
-    if equal:
-        each, warps = (32 if width > 1024 else 16, 2) if width > 256 else (16, 4)
-        if bucket <= _FEW and width <= 256:
-            each, warps = 8, 2
-        tile = _tile(itemsize, width, each if vectors else 4, warps, equal=True)
-        crowd = 8 if (bucket > _FEW and width <= 16) or each == 32 else 16
-        return replace(tile, stages=3, per_sm=max(1, crowd // tile.warps))
+    width = case.width
+    if case.is_of_elements:
+        return _of_elements(width, equal=case.equal)
+    if case.equal and _is_of_one_warp(case.itemsize, width, forward=False):
+        return _of_one_warp(512 // case.itemsize)
+    if case.itemsize > 2:
+        elements, warps = (8 if case.vectors else 4), (4 if case.equal else 2)
+        return _persistent(case, elements, warps, warps_per_sm=16)
+    if case.equal:
+        return _backward_alike(case)
     if width <= 256:
         return Config(256, 1, 1, 3, 16)
-    tile = _tile(itemsize, width, 16, 2, equal=False)
-    return replace(tile, stages=3, per_sm=max(1, 8 // tile.warps))
+    return _persistent(case, 16, 2, warps_per_sm=8)
+
+
+def _backward_alike(case: _Case) -> Config:
+    """The backward of slices of one width in 16 bits."""
+    width = case.width
+    # The first row whose condition holds: elements per thread, warps, and warps of all programs of
+    # a multiprocessor.
+    rows = (
+        (width > 1024, 32, 2, 8),
+        (width > 256, 16, 2, 16),
+        (case.bucket <= _FEW, 8, 2, 16),
+        (width <= 16, 16, 4, 8),
+        (True, 16, 4, 16),
+    )
+    _, elements, warps, warps_per_sm = next(row for row in rows if row[0])
+    if not case.vectors:
+        elements = 4
+    return _persistent(case, elements, warps, warps_per_sm=warps_per_sm)
+
+
+def _persistent(case: _Case, elements: int, warps: int, *, warps_per_sm: int) -> Config:
+    """A tile in a pipelined loop, with programs of so many warps on a multiprocessor."""
+    tile = _tile(case.itemsize, case.width, elements, warps, equal=case.equal)
+    return replace(tile, stages=3, per_sm=max(1, warps_per_sm // tile.warps))
 
 
 def _of_elements(width: int, *, equal: bool) -> Config:
@@ -97,52 +164,69 @@ def _of_elements(width: int, *, equal: bool) -> Config:
 def _is_of_one_warp(itemsize: int, width: int, *, forward: bool) -> bool:
     """Whether slices of one width are best in programs of one warp.
 
-    Forward those in parts, backward all but those of a power of two lanes; up to 256 columns, or 1 KiB.
+    Forward those in parts, backward all but those of a power of two lanes; up to 256 columns, or 1
+    KiB.
     """
+    if width > min(256, 1024 // itemsize):
+        return False
+    if not forward:
+        return width != power_of_two(width)
     _, parts = holding(width, min(width & -width, 16 // itemsize))
-    return width <= min(256, 1024 // itemsize) and (parts > 1 if forward else width != power_of_two(width))
+    return parts > 1
 
 
 def _of_one_warp(lanes: int) -> Config:
-    # With more registers fewer of a multiprocessor's programs would run at a time: 80 columns took 59 µs, not 45.
+    # With more registers fewer of a multiprocessor's programs would run at a time: 80 columns took
+    # 59 µs, not 45.
     return Config(lanes, 2, 1, 3, 16, 128)
 
 
 def heuristic(key: TuningKey) -> Config:
     """The config where no measurement exists."""
-    width, bucket, variant = key.cols, key.bucket, key.variant
-    equal, vectors = "equal" in variant, "vectors" in variant
-    if key.kernel == "slices_forward":
-        return _forward(key.itemsize, width, bucket, equal=equal, vectors=vectors, apart="sequence" in variant)
-    return _backward(key.itemsize, width, bucket, equal=equal, vectors=vectors)
+    case = _Case.of(key)
+    return _forward(case) if key.kernel == "slices_forward" else _backward(case)
 
 
 def valid(key: TuningKey, config: Config) -> bool:
-    """A tile holds a row of the widest slice, in one warp where that is best: more were measured for a wider slice.
+    """Whether a tile holds a row of the widest slice, in one warp where that is best.
 
-    Where elements are loaded one by one, a slice wider than the tile gets one of its own: at most eight elements per thread.
+    A config with more warps was then measured for a wider slice. Where elements are loaded one by
+    one, a slice wider than the tile gets one of its own: at most eight elements per thread.
     """
-    equal = "equal" in key.variant
-    if key.itemsize == 2 and not equal and "vectors" not in key.variant:
-        return config.block_n >= 16 and key.cols <= 256 * config.warps
-    if equal and config.warps > 1 and _is_of_one_warp(key.itemsize, key.cols, forward=key.kernel == "slices_forward"):
+    case = _Case.of(key)
+    if config.block_n < 16:
         return False
-    return config.block_n >= 16 and config.block_n * config.rows >= power_of_two(key.cols)
+    if case.itemsize == 2 and not case.equal and not case.vectors:
+        return case.width <= 256 * config.warps
+    if case.equal and config.warps > 1:
+        forward = key.kernel == "slices_forward"
+        if _is_of_one_warp(case.itemsize, case.width, forward=forward):
+            return False
+    return config.block_n * config.rows >= power_of_two(case.width)
 
 
 def candidates(key: TuningKey) -> list[Config]:
     """The heuristic's config and others to measure; the same set for any number of rows."""
     heuristics = in_buckets(heuristic, key)
     first = heuristics[_MANY]
-    each, equal = first.block_n * first.rows // (32 * first.warps), "equal" in key.variant
-    sizes = [
-        (e, warps) for e in (each // 2, each, each * 2) for warps in (first.warps // 2, first.warps, first.warps * 2)
-    ]
-    tiles = [_tile(key.itemsize, key.cols, e, warps, equal=equal) for e, warps in sizes if e >= 2 and warps]
+    tiles = _tiles_around(key, first)
     if key.kernel == "slices_forward":
+        # Also the loop over tiles, with the loads of the next rows ahead.
         others = [*tiles, *[replace(first, stages=3, per_sm=per_sm) for per_sm in (4, 8)]]
     else:
-        others = around(first, least=2) + [replace(t, stages=3, per_sm=max(1, 16 // t.warps)) for t in tiles]
-    return list(
-        dict.fromkeys(c for c in (heuristics[key.bucket], *heuristics, *others) if c.warps <= 16 and valid(key, c))
-    )
+        loops = [replace(tile, stages=3, per_sm=max(1, 16 // tile.warps)) for tile in tiles]
+        others = around(first, least=2) + loops
+    configs = dict.fromkeys([heuristics[key.bucket], *heuristics, *others])
+    return [config for config in configs if config.warps <= 16 and valid(key, config)]
+
+
+def _tiles_around(key: TuningKey, first: Config) -> list[Config]:
+    """Tiles with half, as many, and twice the elements per thread and warps of ``first``."""
+    elements = first.block_n * first.rows // (32 * first.warps)
+    equal = _Case.of(key).equal
+    counts = [count for count in (elements // 2, elements, elements * 2) if count >= 2]
+    choices = [warps for warps in (first.warps // 2, first.warps, first.warps * 2) if warps]
+    return [
+        _tile(key.itemsize, key.cols, count, warps, equal=equal)
+        for count, warps in itertools.product(counts, choices)
+    ]

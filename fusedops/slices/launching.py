@@ -1,14 +1,14 @@
-"""From tensors to launches of the slices kernels: where the rows are, the plan for the call, and the launch.
+"""Launches of the slices kernels: the addresses of the rows, the plan for the call, the launch.
 
-A compiled variant depends on dtypes, absences, widths, alignment and device, never on the number of rows; a plan also
-on the rows' bucket, in which the best config may be another.
+A compiled variant depends on dtypes, absences, widths, alignment and device, never on the number of
+rows; a plan also on the rows' bucket, in which the best config may be another.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,15 +22,26 @@ from ..core.rng import State
 from ..core.tuning import BUCKET
 from . import configs
 from .addresses import Addresses, gather
+from .site import SliceSite
 from .widths import Groups, Widths
-
-if TYPE_CHECKING:
-    from .operator import SliceSite
 
 __all__ = ["backward", "forward"]
 
 
 class _Plan(NamedTuple):
+    """A compiled kernel, and everything about its launch that does not depend on the call.
+
+    Attributes:
+        variant: the kernel.
+        rows: of the shortest tile: the group of that tile has the most tiles.
+        groups: the first axis of the grid.
+        programs: the most along its second axis.
+        table: `Groups.table` on the device.
+        reduce: a backward's second kernel, which adds the programs' partial sums.
+        reduce_block: the columns of a program of that kernel.
+        sums: how many parameters have gradients.
+    """
+
     variant: Variant
     rows: int
     groups: int
@@ -45,9 +56,13 @@ _forwards: dict[Any, _Plan] = tuning.register_cache({})
 _backwards: dict[Any, _Plan] = tuning.register_cache({})
 
 
-# Rows that a kernel reads: the tensor that holds them and its row stride, or None, 0 and the addresses of many; a bit
-# set wherever an address has one, and wherever a row stride has one; and the tensors that addresses lead to, which must
-# live until the launch.
+# Rows that a kernel reads, in one of two forms:
+#
+#     one tensor      (tensor, row stride, None,      address bits, stride bits, None)
+#     many tensors    (None,   0,          addresses, address bits, stride bits, tensors)
+#
+# A bit is set wherever an address, or a row stride, has it: alignment is judged by them. The
+# tensors that addresses lead to must live until the launch.
 _Rows: TypeAlias = tuple[Tensor | None, int, Addresses | None, int, int, Any]
 
 
@@ -60,7 +75,7 @@ def _joint(t: Tensor, cols: int, dims: int) -> _Rows:
 
 
 def _buffer(t: Tensor, cols: int) -> _Rows:
-    """One tensor with slices one after the other."""
+    """One contiguous tensor with slices one after the other."""
     t, bits = vector(t)
     return t, cols, None, bits, 0, None
 
@@ -68,16 +83,24 @@ def _buffer(t: Tensor, cols: int) -> _Rows:
 def _separate(slices: Sequence[Tensor | None], site: SliceSite, device: torch.device) -> _Rows:
     """A tensor for each slice; None, for a gradient that is zero, has the address 0."""
     pointers, strides = None, None
-    whole = [t for t in slices if t is not None and t.is_contiguous()]
-    if len(whole) == len(slices) and not any(map(Tensor.is_neg, whole)):
-        pointers = tuple(map(Tensor.data_ptr, whole))
+    contiguous = [t for t in slices if t is not None and t.is_contiguous()]
+    # The usual case, without Python's work for each slice. A tensor with the negative bit set is
+    # not in memory as it reads.
+    if len(contiguous) == len(slices) and not any(map(Tensor.is_neg, contiguous)):
+        pointers = tuple(map(Tensor.data_ptr, contiguous))
     if pointers is None or 0 in pointers:
         sizes = site.widths.sizes
-        read = [(None, size, 0) if t is None else as_rows(t, size) for t, size in zip(slices, sizes, strict=True)]
-        slices = [t for t, _, _ in read]
+        readable: list[Tensor | None] = []
+        distances: list[int] = []
+        for t, size in zip(slices, sizes, strict=True):
+            stride = size
+            if t is not None:
+                t, stride, _ = as_rows(t, size)
+            readable.append(t)
+            distances.append(stride)
+        slices = readable
         pointers = tuple([0 if t is None else t.data_ptr() for t in slices])
-        strides = tuple([stride for _, stride, _ in read])
-        strides = None if strides == sizes else strides
+        strides = None if tuple(distances) == sizes else tuple(distances)
     addresses = gather(site.device_index, device, pointers, strides)
     return None, 0, addresses, addresses.bits, addresses.strides, slices
 
@@ -87,7 +110,8 @@ def _inputs(site: SliceSite, tensors: Any) -> tuple[int, _Rows, Tensor | None, T
     weight, bits = vector(tensors[0])
     bias, more = vector(tensors[1])
     first = tensors[2]
-    if dims := site.constants.dims:
+    dims = site.constants.dims
+    if dims:
         return first.numel() // site.cols, _joint(first, site.cols, dims), weight, bias, bits | more
     rows = first.numel() // site.widths.sizes[0]
     return rows, _separate(tensors[2:], site, first.device), weight, bias, bits | more
@@ -96,51 +120,88 @@ def _inputs(site: SliceSite, tensors: Any) -> tuple[int, _Rows, Tensor | None, T
 def forward(site: SliceSite, tensors: Any, outs: Any, state: State) -> None:
     """One launch, from ``(weight, bias, *slices)`` to ``(y,)``."""
     (y,) = outs
-    rows, (x, x_stride, addresses, x_bits, strides, _read), weight, bias, bits = _inputs(site, tensors)
+    rows, (x, x_stride, addresses, x_bits, strides, _read), weight, bias, bits = _inputs(
+        site, tensors
+    )
     table, strided = (None, False) if addresses is None else (addresses.table, addresses.strided)
     widths, total = site.widths, site.cols
-    # Whether all addresses are multiples of 16, and all row strides of what the widths are multiples of.
+    # Whether all addresses are multiples of 16, and all row strides multiples of the widths' common
+    # factor. Then the kernel counts columns and distances in that unit.
     aligned = (bits | x_bits) & 15 == 0 and strides & (widths.align - 1) == 0
     unit = widths.align if aligned else 1
+    # Everything that selects the compiled code, and the bucket, which selects its config.
     key = (site, aligned, strided, (strides | total) < _FAR, BUCKET[rows.bit_length()])
     plan = _forwards.get(key)
     if plan is None:
         plan = tuning.plan(_forwards, key, _plan_forward, y.device)
     programs = min(-(-rows // plan.rows), plan.programs)
-    plan.variant(plan.groups, programs, x, table, plan.table, weight, bias, y, x_stride // unit, total // unit,
-                 widths.count, rows)  # fmt: skip
+    plan.variant(
+        plan.groups,
+        programs,
+        x,
+        table,
+        plan.table,
+        weight,
+        bias,
+        y,
+        x_stride // unit,
+        total // unit,
+        widths.count,
+        rows,
+    )
 
 
 def backward(site: SliceSite, grads: Any, saved: Any, outs: Any, state: State) -> None:
-    """One launch, and for parameter gradients of more than a few rows a second that sums their parts.
+    """One launch, and a second that adds partial sums of the parameter gradients of many rows.
 
-    ``grads`` are one tensor, or, where the outputs are separate, their gradients, None for zero. ``outs`` are
-    ``(dweight, dbias, dx)``, None where not needed; dx of a sequence is a buffer.
+    ``grads`` are one tensor, or, where the outputs are separate, their gradients, None for zero.
+    ``outs`` are ``(dweight, dbias, dx)``, None where not needed; dx of a sequence is a buffer.
+
+    The partial sums, for each of the parameters that have gradients::
+
+        slices with their own parameters   partials[program, parameter, column of all slices]
+        slices that share the parameters   partials[program and group, parameter, column of D]
+
+    The second launch adds them along the first dimension, in a fixed order. With a single program
+    there are none: it stores the gradients itself.
     """
     dweight, dbias, dx = outs
-    rows, (x, x_stride, addresses, x_bits, strides, _read), weight, bias, bits = _inputs(site, saved)
+    rows, (x, x_stride, addresses, x_bits, strides, _read), weight, bias, bits = _inputs(
+        site, saved
+    )
     table, strided = (None, False) if addresses is None else (addresses.table, addresses.strided)
     constants, widths, total = site.constants, site.widths, site.cols
     like = saved[2]
     dy_dtype = site.y
+    cotangents: _Rows
     if len(grads) > 1:
-        given = _separate(grads, site, like.device)
+        cotangents = _separate(grads, site, like.device)
     else:
         (dy,) = grads
         dy_dtype = dy.dtype
         dims = 1 if constants.concat else constants.dims
-        given = _buffer(dy, total) if constants.separate else _joint(dy, total, dims)
-    g, g_stride, g_addresses, g_bits, g_strides, _given = given
+        cotangents = _buffer(dy, total) if constants.separate else _joint(dy, total, dims)
+    # The last one holds references: the tensors must live until the launch.
+    g, g_stride, g_addresses, g_bits, g_strides, _dys = cotangents
     g_table, g_strided, separate = None, False, 0
     if g_addresses is not None:
-        # 1 for a table of gradients, 2 for one with gaps.
-        g_table, g_strided, separate = g_addresses.table, g_addresses.strided, 1 + g_addresses.absent
+        g_table, g_strided = g_addresses.table, g_addresses.strided
+        separate = 1 + g_addresses.absent  # 1 for a table of gradients, 2 for one with gaps
     strides |= g_strides
     aligned = (bits | x_bits | g_bits) & 15 == 0 and strides & (widths.align - 1) == 0
     unit = widths.align if aligned else 1
     needs = (dweight is not None, dbias is not None, dx is not None)
-    key = (site, needs, dy_dtype, separate, aligned, strided, g_strided, (strides | total) < _FAR,
-           BUCKET[rows.bit_length()])  # fmt: skip
+    key = (
+        site,
+        needs,
+        dy_dtype,
+        separate,
+        aligned,
+        strided,
+        g_strided,
+        (strides | total) < _FAR,
+        BUCKET[rows.bit_length()],
+    )
     plan = _backwards.get(key)
     if plan is None:
         plan = tuning.plan(_backwards, key, _plan_backward, like.device)
@@ -151,17 +212,36 @@ def backward(site: SliceSite, grads: Any, saved: Any, outs: Any, state: State) -
     partials, cols = None, widths.uniform if constants.shared else total
     if plan.reduce is not None and parts > 1:
         partials = like.new_empty(parts, plan.sums, cols, dtype=site.acc)
+    # Without partial sums the kernel does not use their address: any tensor does.
     unused = dweight if dbias is None else dbias
-    plan.variant(plan.groups, programs, g, g_table, x, table, plan.table, weight, bias, dx, dweight, dbias,
-                 unused if partials is None else partials, g_stride // unit, x_stride // unit, total // unit,
-                 widths.count, rows)  # fmt: skip
+    plan.variant(
+        plan.groups,
+        programs,
+        g,
+        g_table,
+        x,
+        table,
+        plan.table,
+        weight,
+        bias,
+        dx,
+        dweight,
+        dbias,
+        unused if partials is None else partials,
+        g_stride // unit,
+        x_stride // unit,
+        total // unit,
+        widths.count,
+        rows,
+    )
     if partials is not None and plan.reduce is not None:
         plan.reduce(-(-cols // plan.reduce_block), plan.sums, partials, dweight, dbias, None, parts)
 
 
-# --- the variants behind the keys ---------------------------------------------------------------------------------
+# --- the variants behind the keys -----------------------------------------------------------------
 
-# Rows closer than this have all of a tile's elements, of which there are fewer than 2**15, within 32 bits.
+# Rows closer than this have all of a tile's elements, of which there are fewer than 2**15, within
+# 32 bits.
 _FAR = 1 << 16
 
 
@@ -169,10 +249,13 @@ tuning.register(configs, "slices_forward", "slices_backward")
 
 
 def _tuning_key(site: SliceSite, kernel: str, bucket: int) -> tuning.TuningKey:
-    """The widest slice stands for the columns."""
+    """The key of a kernel's configs, whose columns are the widest slice's."""
     widths = site.widths
-    variant = ("one" if site.constants.dims else "sequence", "equal" if widths.uniform else "mixed",
-               "vectors" if widths.align > 1 else "elements")  # fmt: skip
+    variant = (
+        "one" if site.constants.dims else "sequence",
+        "equal" if widths.uniform else "mixed",
+        "vectors" if widths.align > 1 else "elements",
+    )
     return tuning.TuningKey(kernel, variant, tuning.widths(site.x.itemsize), widths.widest, bucket)
 
 
@@ -187,19 +270,23 @@ def _group_table(table: tuple[int, ...], device: torch.device) -> Tensor | None:
     return torch.tensor(table, dtype=torch.int32, device="cpu").to(device) if table else None
 
 
-# A backward that carries the next rows in registers has so many for each element of a tile: with fewer it spills.
+# A backward that carries the next rows in registers has so many for each element of a tile: with
+# fewer it spills.
 _REGISTERS_EACH = 9
 
 
 def _is_one_by_one(widths: Widths, itemsize: int, aligned: bool) -> bool:
-    """Whether a thread's neighbours are fewer than the four bytes that are the least to be copied asynchronously."""
+    """Whether a thread's neighbouring elements are too few bytes for an asynchronous copy.
+
+    Such a copy has at least four bytes.
+    """
     return (widths.align if aligned else 1) * itemsize < 4
 
 
 def _common(
     site: SliceSite, groups: Groups, aligned: bool, strided: bool, near: bool
 ) -> tuple[dict[str, str | None], dict[str, Any]]:
-    """Types and constants that both kernels have."""
+    """Types and constants of both kernels."""
     types: dict[str, str | None] = {
         "x": pointer_type(site.x) if site.constants.dims else None,
         "x_addresses": None if site.constants.dims else pointer_type(torch.int64),
@@ -223,8 +310,9 @@ def _common(
     return types, constants
 
 
-def _plan_forward(site: SliceSite, aligned: bool, strided: bool, near: bool, bucket: int,
-                  device: torch.device) -> _Plan:  # fmt: skip
+def _plan_forward(
+    site: SliceSite, aligned: bool, strided: bool, near: bool, bucket: int, device: torch.device
+) -> _Plan:
     from .kernels import slices_forward_kernel
 
     widths = site.widths
@@ -233,19 +321,43 @@ def _plan_forward(site: SliceSite, aligned: bool, strided: bool, near: bool, buc
     types, constants = _common(site, groups, aligned, strided, near)
     types["y"] = pointer_type(site.y)
     value, _ = device_functions(site.activation.name, narrow=site.y.itemsize == 2)
-    constants |= {"VALUE": value, "APART": site.constants.separate, "PERSISTENT": config.per_sm > 0,
-                  "CARRIED": _is_one_by_one(widths, site.x.itemsize, aligned)}  # fmt: skip
-    variant = launch.build(slices_forward_kernel, types, constants, config, device_index=site.device_index,
-                           acc=site.acc, cols=widths.total, aligned=aligned)  # fmt: skip
-    programs = 2**31 - 1
+    constants |= {
+        "VALUE": value,
+        "APART": site.constants.separate,
+        "PERSISTENT": config.per_sm > 0,
+        "CARRIED": _is_one_by_one(widths, site.x.itemsize, aligned),
+    }
+    variant = launch.build(
+        slices_forward_kernel,
+        types,
+        constants,
+        config,
+        device_index=site.device_index,
+        acc=site.acc,
+        cols=widths.total,
+        aligned=aligned,
+    )
+    programs = 2**31 - 1  # one for each tile
     if config.per_sm:
+        # The groups share the programs that run at once.
         programs = max(1, launch.processors(site.device_index) * config.per_sm // groups.count)
-    return _Plan(variant, groups.shortest, groups.count, programs, _group_table(groups.table, device))
+    return _Plan(
+        variant, groups.shortest, groups.count, programs, _group_table(groups.table, device)
+    )
 
 
-def _plan_backward(site: SliceSite, needs: tuple[bool, bool, bool], dy: torch.dtype, separate: int, aligned: bool,
-                   strided: bool, dy_strided: bool, near: bool, bucket: int,
-                   device: torch.device) -> _Plan:  # fmt: skip
+def _plan_backward(
+    site: SliceSite,
+    needs: tuple[bool, bool, bool],
+    dy: torch.dtype,
+    separate: int,
+    aligned: bool,
+    strided: bool,
+    dy_strided: bool,
+    near: bool,
+    bucket: int,
+    device: torch.device,
+) -> _Plan:
     from ..core.kernels import sum_partials_kernel
     from .kernels import slices_backward_kernel
 
@@ -254,38 +366,63 @@ def _plan_backward(site: SliceSite, needs: tuple[bool, bool, bool], dy: torch.dt
     config = tuning.choose(_tuning_key(site, "slices_backward", bucket), site.device_index)
     groups = _groups(widths, config, site.x.itemsize)
     # With several widths, more programs hide the loads better than registers that carry rows.
-    carries = widths.uniform > 0 and groups.most * _REGISTERS_EACH <= 32 * config.warps * (config.registers or 128)
-    carries &= _is_one_by_one(widths, min(site.x.itemsize, dy.itemsize), aligned)
+    registers = 32 * config.warps * (config.registers or 128)
+    fits = groups.most * _REGISTERS_EACH <= registers
+    is_one_by_one = _is_one_by_one(widths, min(site.x.itemsize, dy.itemsize), aligned)
+    carries = widths.uniform > 0 and fits and is_one_by_one
     types, constants = _common(site, groups, aligned, strided, near)
     sums = needs_weight + needs_bias
-    gradients = {"dweight": pointer_type(site.dtypes[0]) if needs_weight else None,
-                 "dbias": pointer_type(site.dtypes[1]) if needs_bias else None}  # fmt: skip
+    gradients = {
+        "dweight": pointer_type(site.dtypes[0]) if needs_weight else None,
+        "dbias": pointer_type(site.dtypes[1]) if needs_bias else None,
+    }
     types |= gradients | {
         "dy": None if separate else pointer_type(dy),
         "dy_addresses": pointer_type(torch.int64) if separate else None,
         "dx": pointer_type(site.x) if needs_x else None,
         "partials": pointer_type(site.acc) if sums else None,
     }
-    constants |= {"DERIVATIVE": device_functions(site.activation.name)[1], "DY": triton_dtype(dy),
-                  "DY_APART": site.constants.separate and not separate, "DX_APART": site.constants.dims == 0,
-                  "DY_STRIDED": dy_strided, "UNUSED": separate == 2, "CARRIED": carries}  # fmt: skip
+    constants |= {
+        "DERIVATIVE": device_functions(site.activation.name)[1],
+        "DY": triton_dtype(dy),
+        "DY_APART": site.constants.separate and not separate,
+        "DX_APART": site.constants.dims == 0,
+        "DY_STRIDED": dy_strided,
+        "UNUSED": separate == 2,
+        "CARRIED": carries,
+    }
 
     def build(kernel: Any, config: tuning.Config, cols: int, **more: Any) -> Variant:
-        return launch.build(kernel, types | more, constants, config,
-                            device_index=site.device_index, acc=site.acc, cols=cols, aligned=aligned)  # fmt: skip
+        return launch.build(
+            kernel,
+            types | more,
+            constants,
+            config,
+            device_index=site.device_index,
+            acc=site.acc,
+            cols=cols,
+            aligned=aligned,
+        )
 
-    more = {"first": gradients["dweight"], "second": gradients["dbias"], "third": None,
-            "programs": "i32"}  # fmt: skip
+    more = {
+        "first": gradients["dweight"],
+        "second": gradients["dbias"],
+        "third": None,
+        "programs": "i32",
+    }
     programs = max(2, launch.processors(site.device_index) * config.per_sm // groups.count)
-    parts, reduced = (programs * groups.count, widths.uniform) if site.constants.shared else (programs, widths.total)
-    reduce_config = tuning.adding(parts, reduced)
+    if site.constants.shared:
+        parts, columns = programs * groups.count, widths.uniform
+    else:
+        parts, columns = programs, widths.total
+    reduce_config = tuning.adding(parts, columns)
     return _Plan(
         variant=build(slices_backward_kernel, config, widths.total),
         rows=groups.shortest,
         groups=groups.count,
         programs=programs,
         table=_group_table(groups.table, device),
-        reduce=build(sum_partials_kernel, reduce_config, reduced, **more) if sums else None,
+        reduce=build(sum_partials_kernel, reduce_config, columns, **more) if sums else None,
         reduce_block=reduce_config.block_n,
         sums=sums,
     )

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ..core.checks import check_choice, check_eps
-from ..core.deprecation import warn_old
 from ..core.returned import Sliced
 from . import ops
 
@@ -18,26 +17,31 @@ __all__ = ["FusedBatchedLayerNormAct", "FusedBatchedLayerNormTanh"]
 
 
 class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
-    """``activation(layer_norm(slice))`` on many slices of features in one launch; each slice has its own norm.
+    """``activation(layer_norm(slice))`` on many slices of features in one launch.
 
-    The module replaces a list of `torch.nn.LayerNorm`, one per slice, each followed by an activation. `from_layers` copies
-    the parameters of such a list, and `to_layers` returns such a list. ``weight`` is one tensor with the weights of all
-    slices side by side, and so is ``bias``.
+    Each slice has its own norm. The module replaces a list of `torch.nn.LayerNorm`, one per slice,
+    each followed by an activation. `from_layers` copies the parameters of such a list, and
+    `to_layers` returns such a list.
+    ``weight`` is one tensor with the weights of all slices side by side, and so is ``bias``.
 
     Args:
         sizes: the widths D_k of the slices.
         eps: added to the variance.
-        elementwise_affine: whether the module has learnable ``weight`` and ``bias``; they start at ones and zeros.
+        elementwise_affine: whether the module has learnable ``weight`` and ``bias``; they start at
+            ones and zeros.
         bias: whether the module has a ``bias``; used only with ``elementwise_affine``.
         device: the parameters' device.
         dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the slices'.
         activation: the activation after the norm, a name as in `fusedops.batched_layer_norm_act`.
         concat: return one tensor with the slices side by side, for a linear layer that follows.
     Shape:
-        slices: one tensor ``(*, ΣD_k)``; or ``(*, K, D)`` if all widths are D; or a sequence of K tensors
-        ``(*, D_k)``. The output has the form of the input, a tuple for a sequence; with ``concat`` ``(*, ΣD_k)``.
+        slices: one tensor ``(*, ΣD_k)``; or ``(*, K, D)`` if all widths are D; or a sequence of K
+            tensors
+        ``(*, D_k)``. The output has the form of the input, a tuple for a sequence; with ``concat``
+        ``(*, ΣD_k)``.
     Raises:
-        ValueError: the slices' widths are not ``sizes``; a batch size differs; ``activation`` is unknown.
+        ValueError: the slices' widths are not ``sizes``; a batch size differs; ``activation`` is
+            unknown.
         TypeError: a slice is not a floating-point tensor, or the slices' dtypes differ.
         RuntimeError: slices and parameters are on different devices.
     Numerics: statistics in fp32 (fp64 for fp64 inputs); two-pass variance.
@@ -45,20 +49,44 @@ class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
     """
 
     @overload
-    def __init__(self: FusedBatchedLayerNormAct[tuple[Tensor, ...]], sizes: Sequence[int], eps: float = ...,
-                 elementwise_affine: bool = ..., bias: bool = ..., device: torch.device | str | int | None = ...,
-                 dtype: torch.dtype | None = ..., *, activation: ops.SliceActivation = ...,
-                 concat: Literal[False] = ...) -> None: ...  # fmt: skip
+    def __init__(
+        self: FusedBatchedLayerNormAct[tuple[Tensor, ...]],
+        sizes: Sequence[int],
+        eps: float = ...,
+        elementwise_affine: bool = ...,
+        bias: bool = ...,
+        device: torch.device | str | int | None = ...,
+        dtype: torch.dtype | None = ...,
+        *,
+        activation: ops.SliceActivation = ...,
+        concat: Literal[False] = ...,
+    ) -> None: ...
     @overload
-    def __init__(self: FusedBatchedLayerNormAct[Tensor], sizes: Sequence[int], eps: float = ...,
-                 elementwise_affine: bool = ..., bias: bool = ..., device: torch.device | str | int | None = ...,
-                 dtype: torch.dtype | None = ..., *, activation: ops.SliceActivation = ...,
-                 concat: Literal[True]) -> None: ...  # fmt: skip
+    def __init__(
+        self: FusedBatchedLayerNormAct[Tensor],
+        sizes: Sequence[int],
+        eps: float = ...,
+        elementwise_affine: bool = ...,
+        bias: bool = ...,
+        device: torch.device | str | int | None = ...,
+        dtype: torch.dtype | None = ...,
+        *,
+        activation: ops.SliceActivation = ...,
+        concat: Literal[True],
+    ) -> None: ...
     @overload
-    def __init__(self: FusedBatchedLayerNormAct[Any], sizes: Sequence[int], eps: float = ...,
-                 elementwise_affine: bool = ..., bias: bool = ..., device: torch.device | str | int | None = ...,
-                 dtype: torch.dtype | None = ..., *, activation: ops.SliceActivation = ...,
-                 concat: bool) -> None: ...  # fmt: skip
+    def __init__(
+        self: FusedBatchedLayerNormAct[Any],
+        sizes: Sequence[int],
+        eps: float = ...,
+        elementwise_affine: bool = ...,
+        bias: bool = ...,
+        device: torch.device | str | int | None = ...,
+        dtype: torch.dtype | None = ...,
+        *,
+        activation: ops.SliceActivation = ...,
+        concat: bool,
+    ) -> None: ...
     def __init__(
         self,
         sizes: Sequence[int],
@@ -73,7 +101,7 @@ class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        # A tuple that stays the same object is looked at once.
+        # A tuple of ints, which every call's `check_sizes` returns without a loop over it.
         self.sizes = ops.check_sizes(sizes, name)
         check_eps(name, eps)
         check_choice(name, "activation", activation, ops.ACTIVATION_NAMES)
@@ -82,7 +110,10 @@ class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
         self.activation: ops.SliceActivation = activation
         self.concat = concat
         total = sum(self.sizes)
-        for parameter, wanted in (("weight", elementwise_affine), ("bias", elementwise_affine and bias)):
+        for parameter, wanted in (
+            ("weight", elementwise_affine),
+            ("bias", elementwise_affine and bias),
+        ):
             value = nn.Parameter(torch.empty(total, device=device, dtype=dtype)) if wanted else None
             self.register_parameter(parameter, value)
         self.reset_parameters()
@@ -104,16 +135,27 @@ class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
     def forward(self, slices: Tensor | Sequence[Tensor]) -> Any:
         """Normalise and activate; see the class."""
         sizes: tuple[int, ...] | None = self.sizes
-        if isinstance(slices, Tensor) and not slices.is_nested and slices.shape[-1:] != (sum(self.sizes),):
+        if (
+            isinstance(slices, Tensor)
+            and not slices.is_nested
+            and slices.shape[-1:] != (sum(self.sizes),)
+        ):
             # Not side by side: then a slice is a row of the last two dimensions.
             if slices.shape[-2:] != (len(self.sizes), self.sizes[0]) or len(set(self.sizes)) > 1:
                 raise ValueError(
-                    f"{type(self).__name__}: slices has shape {tuple(slices.shape)}, expected (*, {sum(self.sizes)}) "
-                    f"for the sizes of {len(self.sizes)} slices"
+                    f"{type(self).__name__}: slices has shape {tuple(slices.shape)}, "
+                    f"expected (*, {sum(self.sizes)}) for the sizes of {len(self.sizes)} slices"
                 )
             sizes = None
-        return ops.batched_layer_norm_act(slices, self.weight, self.bias, self.eps, sizes=sizes,
-                                          activation=self.activation, concat=self.concat)  # fmt: skip
+        return ops.batched_layer_norm_act(
+            slices,
+            self.weight,
+            self.bias,
+            self.eps,
+            sizes=sizes,
+            activation=self.activation,
+            concat=self.concat,
+        )
 
     if TYPE_CHECKING:  # torch.nn's returns Any
 
@@ -129,25 +171,41 @@ class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
         if len(self.sizes) > 8:
             sizes = f"<{len(self.sizes)} slices, {sum(self.sizes)} columns>"
         return (
-            f"{sizes}, eps={self.eps}, elementwise_affine={self.elementwise_affine}, bias={self.bias is not None}, "
-            f"activation={self.activation!r}, concat={self.concat}"
+            f"{sizes}, eps={self.eps}, elementwise_affine={self.elementwise_affine}, "
+            f"bias={self.bias is not None}, activation={self.activation!r}, concat={self.concat}"
         )
 
     @overload
     @classmethod
-    def from_layers(cls, layers: Iterable[nn.LayerNorm], *, activation: ops.SliceActivation = ...,
-                    concat: Literal[False] = ...) -> FusedBatchedLayerNormAct[tuple[Tensor, ...]]: ...  # fmt: skip
+    def from_layers(
+        cls,
+        layers: Iterable[nn.LayerNorm],
+        *,
+        activation: ops.SliceActivation = ...,
+        concat: Literal[False] = ...,
+    ) -> FusedBatchedLayerNormAct[tuple[Tensor, ...]]: ...
     @overload
     @classmethod
-    def from_layers(cls, layers: Iterable[nn.LayerNorm], *, activation: ops.SliceActivation = ...,
-                    concat: Literal[True]) -> FusedBatchedLayerNormAct[Tensor]: ...  # fmt: skip
+    def from_layers(
+        cls,
+        layers: Iterable[nn.LayerNorm],
+        *,
+        activation: ops.SliceActivation = ...,
+        concat: Literal[True],
+    ) -> FusedBatchedLayerNormAct[Tensor]: ...
     @overload
     @classmethod
-    def from_layers(cls, layers: Iterable[nn.LayerNorm], *, activation: ops.SliceActivation = ...,
-                    concat: bool) -> FusedBatchedLayerNormAct[Any]: ...  # fmt: skip
+    def from_layers(
+        cls, layers: Iterable[nn.LayerNorm], *, activation: ops.SliceActivation = ..., concat: bool
+    ) -> FusedBatchedLayerNormAct[Any]: ...
     @classmethod
-    def from_layers(cls, layers: Iterable[nn.LayerNorm], *, activation: ops.SliceActivation = "tanh",
-                    concat: bool = False) -> FusedBatchedLayerNormAct[Any]:  # fmt: skip
+    def from_layers(
+        cls,
+        layers: Iterable[nn.LayerNorm],
+        *,
+        activation: ops.SliceActivation = "tanh",
+        concat: bool = False,
+    ) -> FusedBatchedLayerNormAct[Any]:
         """A module with copies of the parameters of these layers, one per slice.
 
         Args:
@@ -156,30 +214,31 @@ class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
             concat: as in the constructor.
         Raises:
             TypeError: a layer is not a `torch.nn.LayerNorm`.
-            ValueError: ``layers`` is empty; ``activation`` is unknown; a layer normalises several dimensions; or a layer
-                differs from the first one in eps, in which parameters it has, or in their dtype, device or
-                ``requires_grad``.
+            ValueError: ``layers`` is empty; ``activation`` is unknown; a layer normalises several
+                dimensions; or a layer differs from the first one in eps, in which parameters it
+                has, or in their dtype, device or ``requires_grad``.
         """
         name = cls.__name__
         if not isinstance(layers, Iterable):
-            raise TypeError(f"{name}: layers must be torch.nn.LayerNorm modules, got {type(layers).__name__}")
+            raise TypeError(
+                f"{name}: layers must be torch.nn.LayerNorm modules, got {type(layers).__name__}"
+            )
         layers = list(layers)
         check_choice(name, "activation", activation, ops.ACTIVATION_NAMES)
         if not layers:
             raise ValueError(f"{name}: layers must hold at least one torch.nn.LayerNorm, got none")
-        for k, layer in enumerate(layers):
-            # A subclass whose forward takes more than the input does more than a norm.
-            if not isinstance(layer, nn.LayerNorm) or len(signature(layer.forward).parameters) != 1:
-                raise TypeError(f"{name}: layer {k} must be a torch.nn.LayerNorm, got {type(layer).__name__}")
-            if len(layer.normalized_shape) != 1:
-                raise ValueError(f"{name}: layer {k} normalises {layer.normalized_shape}, expected one dimension")
-            if _common(layer) != _common(layers[0]):
-                raise ValueError(f"{name}: layer {k} has {_common(layer)}, expected {_common(layers[0])} as layer 0")
+        _check_layers(name, layers)
         first = layers[0]
         like = first.weight
-        module = cls([layer.normalized_shape[0] for layer in layers], first.eps, first.elementwise_affine,
-                     first.bias is not None, None if like is None else like.device,
-                     None if like is None else like.dtype, concat=concat)  # fmt: skip
+        module = cls(
+            [layer.normalized_shape[0] for layer in layers],
+            first.eps,
+            first.elementwise_affine,
+            first.bias is not None,
+            None if like is None else like.device,
+            None if like is None else like.dtype,
+            concat=concat,
+        )
         module.activation = activation
         for parameter in ("weight", "bias"):
             joined = getattr(module, parameter)
@@ -190,12 +249,18 @@ class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
         return module.train(first.training)
 
     def to_layers(self) -> list[nn.LayerNorm]:
-        """One `torch.nn.LayerNorm` per slice, with copies of its parameters and without the activation."""
+        """One `torch.nn.LayerNorm` per slice, with copies of its parameters; no activation."""
         like = self.weight
         layers = []
         for k, size in enumerate(self.sizes):
-            layer = nn.LayerNorm(size, self.eps, self.elementwise_affine, self.bias is not None,
-                                 None if like is None else like.device, None if like is None else like.dtype)  # fmt: skip
+            layer = nn.LayerNorm(
+                size,
+                self.eps,
+                self.elementwise_affine,
+                self.bias is not None,
+                None if like is None else like.device,
+                None if like is None else like.dtype,
+            )
             for name, joined in self.named_parameters():
                 parameter = getattr(layer, name)
                 parameter.requires_grad_(joined.requires_grad)
@@ -206,7 +271,9 @@ class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
 
 
 class FusedBatchedLayerNormTanh(FusedBatchedLayerNormAct[Sliced]):
-    """``tanh(layer_norm(slice))`` on many slices of features in one launch: `FusedBatchedLayerNormAct` with tanh.
+    """``tanh(layer_norm(slice))`` on many slices of features in one launch.
+
+    It is `FusedBatchedLayerNormAct` with tanh.
 
     Args:
         sizes: as in `FusedBatchedLayerNormAct`.
@@ -215,7 +282,6 @@ class FusedBatchedLayerNormTanh(FusedBatchedLayerNormAct[Sliced]):
         bias: as in `FusedBatchedLayerNormAct`.
         device: as in `FusedBatchedLayerNormAct`.
         dtype: as in `FusedBatchedLayerNormAct`.
-        activation: deprecated; for another activation use `FusedBatchedLayerNormAct`.
         concat: as in `FusedBatchedLayerNormAct`.
     Shape:
         As `FusedBatchedLayerNormAct`.
@@ -226,20 +292,41 @@ class FusedBatchedLayerNormTanh(FusedBatchedLayerNormAct[Sliced]):
     """
 
     @overload
-    def __init__(self: FusedBatchedLayerNormTanh[tuple[Tensor, ...]], sizes: Sequence[int], eps: float = ...,
-                 elementwise_affine: bool = ..., bias: bool = ..., device: torch.device | str | int | None = ...,
-                 dtype: torch.dtype | None = ..., *, activation: ops.SliceActivation | None = ...,
-                 concat: Literal[False] = ...) -> None: ...  # fmt: skip
+    def __init__(
+        self: FusedBatchedLayerNormTanh[tuple[Tensor, ...]],
+        sizes: Sequence[int],
+        eps: float = ...,
+        elementwise_affine: bool = ...,
+        bias: bool = ...,
+        device: torch.device | str | int | None = ...,
+        dtype: torch.dtype | None = ...,
+        *,
+        concat: Literal[False] = ...,
+    ) -> None: ...
     @overload
-    def __init__(self: FusedBatchedLayerNormTanh[Tensor], sizes: Sequence[int], eps: float = ...,
-                 elementwise_affine: bool = ..., bias: bool = ..., device: torch.device | str | int | None = ...,
-                 dtype: torch.dtype | None = ..., *, activation: ops.SliceActivation | None = ...,
-                 concat: Literal[True]) -> None: ...  # fmt: skip
+    def __init__(
+        self: FusedBatchedLayerNormTanh[Tensor],
+        sizes: Sequence[int],
+        eps: float = ...,
+        elementwise_affine: bool = ...,
+        bias: bool = ...,
+        device: torch.device | str | int | None = ...,
+        dtype: torch.dtype | None = ...,
+        *,
+        concat: Literal[True],
+    ) -> None: ...
     @overload
-    def __init__(self: FusedBatchedLayerNormTanh[Any], sizes: Sequence[int], eps: float = ...,
-                 elementwise_affine: bool = ..., bias: bool = ..., device: torch.device | str | int | None = ...,
-                 dtype: torch.dtype | None = ..., *, activation: ops.SliceActivation | None = ...,
-                 concat: bool) -> None: ...  # fmt: skip
+    def __init__(
+        self: FusedBatchedLayerNormTanh[Any],
+        sizes: Sequence[int],
+        eps: float = ...,
+        elementwise_affine: bool = ...,
+        bias: bool = ...,
+        device: torch.device | str | int | None = ...,
+        dtype: torch.dtype | None = ...,
+        *,
+        concat: bool,
+    ) -> None: ...
     def __init__(
         self,
         sizes: Sequence[int],
@@ -249,42 +336,75 @@ class FusedBatchedLayerNormTanh(FusedBatchedLayerNormAct[Sliced]):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         *,
-        activation: ops.SliceActivation | None = None,
         concat: bool = False,
     ) -> None:
-        if activation is None:
-            activation = "tanh"
-        else:
-            warn_old("FusedBatchedLayerNormTanh(activation=…)", "FusedBatchedLayerNormAct")
-        super().__init__(sizes, eps, elementwise_affine, bias, device, dtype, activation=activation, concat=concat)
+        super().__init__(
+            sizes,
+            eps,
+            elementwise_affine,
+            bias,
+            device,
+            dtype,
+            activation="tanh",
+            concat=concat,
+        )
 
+    @overload  # type: ignore[override]  # the activation is given
+    @classmethod
+    def from_layers(
+        cls,
+        layers: Iterable[nn.LayerNorm],
+        *,
+        concat: Literal[False] = ...,
+    ) -> FusedBatchedLayerNormTanh[tuple[Tensor, ...]]: ...
     @overload
     @classmethod
-    def from_layers(cls, layers: Iterable[nn.LayerNorm], *, activation: ops.SliceActivation | None = ...,
-                    concat: Literal[False] = ...) -> FusedBatchedLayerNormTanh[tuple[Tensor, ...]]: ...  # fmt: skip
+    def from_layers(
+        cls,
+        layers: Iterable[nn.LayerNorm],
+        *,
+        concat: Literal[True],
+    ) -> FusedBatchedLayerNormTanh[Tensor]: ...
     @overload
     @classmethod
-    def from_layers(cls, layers: Iterable[nn.LayerNorm], *, activation: ops.SliceActivation | None = ...,
-                    concat: Literal[True]) -> FusedBatchedLayerNormTanh[Tensor]: ...  # fmt: skip
-    @overload
+    def from_layers(
+        cls,
+        layers: Iterable[nn.LayerNorm],
+        *,
+        concat: bool,
+    ) -> FusedBatchedLayerNormTanh[Any]: ...
     @classmethod
-    def from_layers(cls, layers: Iterable[nn.LayerNorm], *, activation: ops.SliceActivation | None = ...,
-                    concat: bool) -> FusedBatchedLayerNormTanh[Any]: ...  # fmt: skip
-    @classmethod
-    def from_layers(cls, layers: Iterable[nn.LayerNorm], *, activation: ops.SliceActivation | None = None,
-                    concat: bool = False) -> FusedBatchedLayerNormTanh[Any]:  # fmt: skip
-        """As `FusedBatchedLayerNormAct.from_layers`, with tanh; ``activation`` is deprecated."""
-        if activation is None:
-            activation = "tanh"
-        else:
-            warn_old("FusedBatchedLayerNormTanh.from_layers(activation=…)", "FusedBatchedLayerNormAct")
-        module = super().from_layers(layers, activation=activation, concat=concat)
+    def from_layers(
+        cls,
+        layers: Iterable[nn.LayerNorm],
+        *,
+        concat: bool = False,
+    ) -> FusedBatchedLayerNormTanh[Any]:
+        """As `FusedBatchedLayerNormAct.from_layers`, with tanh."""
+        module = super().from_layers(layers, activation="tanh", concat=concat)
         assert isinstance(module, FusedBatchedLayerNormTanh)
         return module
 
 
+def _check_layers(name: str, layers: list[nn.LayerNorm]) -> None:
+    """Raises for a layer that cannot be one of a module's."""
+    for k, layer in enumerate(layers):
+        # A subclass whose forward takes more than the input does more than a norm.
+        if not isinstance(layer, nn.LayerNorm) or len(signature(layer.forward).parameters) != 1:
+            raise TypeError(
+                f"{name}: layer {k} must be a torch.nn.LayerNorm, got {type(layer).__name__}"
+            )
+        if len(layer.normalized_shape) != 1:
+            raise ValueError(
+                f"{name}: layer {k} normalises {layer.normalized_shape}, expected one dimension"
+            )
+        facts, expected = _common(layer), _common(layers[0])
+        if facts != expected:
+            raise ValueError(f"{name}: layer {k} has {facts}, expected {expected} as layer 0")
+
+
 def _common(layer: nn.LayerNorm) -> str:
-    """What layers must have in common to be one module, in words."""
+    """The properties that layers must have in common to be one module, as text."""
     facts = [f"eps={layer.eps}"]
     for name in ("weight", "bias"):
         parameter = getattr(layer, name)

@@ -1,4 +1,4 @@
-"""The slices family's functionals: their constants, their tensors, and one call into `core.call`."""
+"""The slices family's functionals: constants, tensors, and one call into `core.call`."""
 
 from __future__ import annotations
 
@@ -12,31 +12,64 @@ from torch import Tensor
 from ..core.activations import ActivationName
 from ..core.call import run
 from ..core.checks import check_tensor
-from ..core.deprecation import warn_old
 from .operator import ACTIVATION_NAMES, SLICES
 
-__all__ = ["ACTIVATION_NAMES", "SliceActivation", "batched_layer_norm_act", "batched_layer_norm_tanh", "check_sizes"]
+__all__ = [
+    "ACTIVATION_NAMES",
+    "SliceActivation",
+    "batched_layer_norm_act",
+    "batched_layer_norm_tanh",
+    "check_sizes",
+]
 
 # "none" is another name of "identity".
 SliceActivation = ActivationName | Literal["none"]
 
 
 @overload
-def batched_layer_norm_act(slices: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ...,
-                           eps: float = ..., *, sizes: Sequence[int] | None = ..., activation: SliceActivation = ...,
-                           concat: bool = ...) -> Tensor: ...  # fmt: skip
+def batched_layer_norm_act(
+    slices: Tensor,
+    weight: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    sizes: Sequence[int] | None = ...,
+    activation: SliceActivation = ...,
+    concat: bool = ...,
+) -> Tensor: ...
 @overload
-def batched_layer_norm_act(slices: Sequence[Tensor], weight: Tensor | None = ..., bias: Tensor | None = ...,
-                           eps: float = ..., *, sizes: Sequence[int] | None = ..., activation: SliceActivation = ...,
-                           concat: Literal[False] = ...) -> tuple[Tensor, ...]: ...  # fmt: skip
+def batched_layer_norm_act(
+    slices: Sequence[Tensor],
+    weight: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    sizes: Sequence[int] | None = ...,
+    activation: SliceActivation = ...,
+    concat: Literal[False] = ...,
+) -> tuple[Tensor, ...]: ...
 @overload
-def batched_layer_norm_act(slices: Sequence[Tensor], weight: Tensor | None = ..., bias: Tensor | None = ...,
-                           eps: float = ..., *, sizes: Sequence[int] | None = ..., activation: SliceActivation = ...,
-                           concat: Literal[True]) -> Tensor: ...  # fmt: skip
+def batched_layer_norm_act(
+    slices: Sequence[Tensor],
+    weight: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    sizes: Sequence[int] | None = ...,
+    activation: SliceActivation = ...,
+    concat: Literal[True],
+) -> Tensor: ...
 @overload
-def batched_layer_norm_act(slices: Tensor | Sequence[Tensor], weight: Tensor | None = ..., bias: Tensor | None = ...,
-                           eps: float = ..., *, sizes: Sequence[int] | None = ..., activation: SliceActivation = ...,
-                           concat: bool = ...) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
+def batched_layer_norm_act(
+    slices: Tensor | Sequence[Tensor],
+    weight: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    sizes: Sequence[int] | None = ...,
+    activation: SliceActivation = ...,
+    concat: bool = ...,
+) -> Tensor | tuple[Tensor, ...]: ...
 def batched_layer_norm_act(
     slices: Tensor | Sequence[Tensor],
     weight: Tensor | None = None,
@@ -47,52 +80,83 @@ def batched_layer_norm_act(
     activation: SliceActivation = "tanh",
     concat: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """``activation(layer_norm(slice))`` for many slices of features in one launch; the backward takes at most two.
+    """``activation(layer_norm(slice))`` for many slices of features in one launch.
+
+    The backward takes at most two launches.
 
     Args:
-        slices: the K slices, fp16, bf16, fp32 or fp64, in one of three forms: one tensor ``(*, K, D)``; one tensor
-            ``(*, ΣD_k)`` with ``sizes``; or a sequence of K tensors ``(*, D_k)`` of one dtype, which are read in place.
-            Any strides.
-        weight: the weights of the norms. ``(ΣD_k,)``, or ``(K, D)`` if all widths are D, has a weight for each slice;
-            ``(D,)`` is shared by all slices; None stands for ones. Its dtype may differ from the slices'.
+        slices: the K slices, fp16, bf16, fp32 or fp64, in one of three forms: one tensor ``(*, K,
+            D)``; one tensor ``(*, ΣD_k)`` with ``sizes``; or a sequence of K tensors ``(*, D_k)``
+            of one dtype, which are read in place. Any strides.
+        weight: the weights of the norms. ``(ΣD_k,)``, or ``(K, D)`` if all widths are D, has a
+            weight for each slice; ``(D,)`` is shared by all slices; None stands for ones. Its dtype
+            may differ from the slices'.
         bias: as ``weight``; None stands for zeros.
         eps: added to the variance, at least 0.
-        sizes: the widths D_k of the slices of one tensor ``(*, ΣD_k)``; without it the last two dimensions are K and
-            D.
-        activation: the activation after the norm: "tanh", "sigmoid", "relu", "relu_squared", "gelu", "gelu_tanh",
-            "quick_gelu", "silu", or "identity" ("none").
+        sizes: the widths D_k of the slices of one tensor ``(*, ΣD_k)``; without it the last two
+            dimensions are K and D.
+        activation: the activation after the norm: "tanh", "sigmoid", "relu", "relu_squared",
+            "gelu", "gelu_tanh", "quick_gelu", "silu", or "identity" ("none").
         concat: return one tensor with the slices side by side, ``(*, ΣD_k)``.
     Returns:
-        One tensor in the shape of ``slices``, or a tuple of K tensors if ``slices`` is a sequence; with ``concat`` always
-        one tensor. The dtype is that of the slices, or fp32 under GPU autocast.
+        One tensor in the shape of ``slices``, or a tuple of K tensors if ``slices`` is a sequence;
+        with ``concat`` always one tensor. The dtype is that of the slices, or fp32 under GPU
+        autocast.
     Raises:
-        ValueError: shapes or sizes do not fit, eps is negative, activation unknown; the message names the slice.
+        ValueError: shapes or sizes do not fit, eps is negative, activation unknown; the message
+            names the slice.
         TypeError: an argument is not a floating-point tensor, or the slices' dtypes differ.
         RuntimeError: an argument is on another device.
-    Numerics: statistics in fp32 (fp64 for fp64 inputs), the variance by a second pass over the row; one rounding at the end.
-        Parameter gradients are summed in a fixed order.
+    Numerics: statistics in fp32 (fp64 for fp64 inputs), the variance by a second pass over the row;
+        one rounding at the end. Parameter gradients are summed in a fixed order.
     Saved for backward: the arguments.
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
-    return _batched("batched_layer_norm_act", slices, weight, bias, (eps, activation, concat), sizes)
+    return _batched(
+        "batched_layer_norm_act", slices, weight, bias, (eps, activation, concat), sizes
+    )
 
 
 @overload
-def batched_layer_norm_tanh(slices: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ...,
-                            eps: float = ..., *, sizes: Sequence[int] | None = ..., activation: SliceActivation | None = ...,
-                            concat: bool = ...) -> Tensor: ...  # fmt: skip
+def batched_layer_norm_tanh(
+    slices: Tensor,
+    weight: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    sizes: Sequence[int] | None = ...,
+    concat: bool = ...,
+) -> Tensor: ...
 @overload
-def batched_layer_norm_tanh(slices: Sequence[Tensor], weight: Tensor | None = ..., bias: Tensor | None = ...,
-                            eps: float = ..., *, sizes: Sequence[int] | None = ..., activation: SliceActivation | None = ...,
-                            concat: Literal[False] = ...) -> tuple[Tensor, ...]: ...  # fmt: skip
+def batched_layer_norm_tanh(
+    slices: Sequence[Tensor],
+    weight: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    sizes: Sequence[int] | None = ...,
+    concat: Literal[False] = ...,
+) -> tuple[Tensor, ...]: ...
 @overload
-def batched_layer_norm_tanh(slices: Sequence[Tensor], weight: Tensor | None = ..., bias: Tensor | None = ...,
-                            eps: float = ..., *, sizes: Sequence[int] | None = ..., activation: SliceActivation | None = ...,
-                            concat: Literal[True]) -> Tensor: ...  # fmt: skip
+def batched_layer_norm_tanh(
+    slices: Sequence[Tensor],
+    weight: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    sizes: Sequence[int] | None = ...,
+    concat: Literal[True],
+) -> Tensor: ...
 @overload
-def batched_layer_norm_tanh(slices: Tensor | Sequence[Tensor], weight: Tensor | None = ..., bias: Tensor | None = ...,
-                            eps: float = ..., *, sizes: Sequence[int] | None = ..., activation: SliceActivation | None = ...,
-                            concat: bool = ...) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
+def batched_layer_norm_tanh(
+    slices: Tensor | Sequence[Tensor],
+    weight: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    sizes: Sequence[int] | None = ...,
+    concat: bool = ...,
+) -> Tensor | tuple[Tensor, ...]: ...
 def batched_layer_norm_tanh(
     slices: Tensor | Sequence[Tensor],
     weight: Tensor | None = None,
@@ -100,10 +164,11 @@ def batched_layer_norm_tanh(
     eps: float = 1e-5,
     *,
     sizes: Sequence[int] | None = None,
-    activation: SliceActivation | None = None,
     concat: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """``tanh(layer_norm(slice))`` for many slices of features in one launch: `batched_layer_norm_act` with tanh.
+    """``tanh(layer_norm(slice))`` for many slices of features in one launch.
+
+    It is `batched_layer_norm_act` with tanh.
 
     Args:
         slices: as in `batched_layer_norm_act`.
@@ -111,7 +176,6 @@ def batched_layer_norm_tanh(
         bias: as in `batched_layer_norm_act`.
         eps: as in `batched_layer_norm_act`.
         sizes: as in `batched_layer_norm_act`.
-        activation: deprecated; for another activation use `batched_layer_norm_act`.
         concat: as in `batched_layer_norm_act`.
     Returns:
         As `batched_layer_norm_act`.
@@ -120,16 +184,13 @@ def batched_layer_norm_tanh(
         TypeError: as `batched_layer_norm_act`.
         RuntimeError: as `batched_layer_norm_act`.
     """
-    if activation is None:
-        activation = "tanh"
-    else:
-        warn_old("batched_layer_norm_tanh(activation=…)", "batched_layer_norm_act")
-    return _batched("batched_layer_norm_tanh", slices, weight, bias, (eps, activation, concat), sizes)
+    return _batched("batched_layer_norm_tanh", slices, weight, bias, (eps, "tanh", concat), sizes)
 
 
-def _batched(op: str, slices: Any, weight: Any, bias: Any, options: tuple[Any, Any, Any],
-             sizes: Any) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
-    """One call of either; ``options`` are eps, activation and concat."""
+def _batched(
+    op: str, slices: Any, weight: Any, bias: Any, options: tuple[Any, Any, Any], sizes: Any
+) -> Tensor | tuple[Tensor, ...]:
+    """One call of either functional; ``options`` are eps, activation and concat."""
     eps, activation, concat = options
     tensors: Sequence[Tensor]
     sizes_of: Any
@@ -151,21 +212,30 @@ def _batched(op: str, slices: Any, weight: Any, bias: Any, options: tuple[Any, A
         dims, tensors = 0, slices
         sizes_of = _widths(tensors)
         count, size = len(sizes_of), sizes_of[0]
-        if sizes is not None and sizes_of != (named := check_sizes(sizes, op)):
-            _check_named(tensors, sizes_of, named, op)
+        if sizes is not None:
+            expected = check_sizes(sizes, op)
+            if sizes_of != expected:
+                _check_named(tensors, sizes_of, expected, op)
     shared = False
-    # Inside this function, as every call comes here.
-    if count > 1 and ((isinstance(weight, Tensor) and weight.dim() == 1 and weight.shape[0] == size)
-                      or (isinstance(bias, Tensor) and bias.dim() == 1 and bias.shape[0] == size)):  # fmt: skip
-        weight, bias, shared = _sharing(weight, bias, count, size)
-    arguments = (op, sizes_of, dims, bool(concat), eps, "identity" if activation == "none" else activation, shared)
+    if count > 1:
+        # Inside this function, not in one of its own, as every call comes here.
+        shares_weight = isinstance(weight, Tensor) and weight.dim() == 1 and weight.shape[0] == size
+        shares_bias = isinstance(bias, Tensor) and bias.dim() == 1 and bias.shape[0] == size
+        if shares_weight or shares_bias:
+            shared = (shares_weight or weight is None) and (shares_bias or bias is None)
+            if not shared:
+                weight, bias = _expanded(weight, bias, count, shares_weight, shares_bias)
+    if activation == "none":
+        activation = "identity"
+    arguments = (op, sizes_of, dims, bool(concat), eps, activation, shared)
     outputs = run(SLICES, arguments, (weight, bias, *tensors))
-    return outputs if dims == 0 and not concat else outputs[0]  # type: ignore[no-any-return]
+    is_separate = dims == 0 and not concat
+    return outputs if is_separate else outputs[0]  # type: ignore[no-any-return]
 
 
-# --- widths -----------------------------------------------------------------------------------------------------------
+# --- widths ---------------------------------------------------------------------------------------
 
-# Of each of many tensors, in C.
+# The shape of each of many tensors, and its last number: `map` over these runs in C.
 _SHAPE, _LAST = attrgetter("shape"), itemgetter(-1)
 
 
@@ -179,7 +249,10 @@ def check_sizes(sizes: Any, op: str) -> tuple[int, ...]:
     if not sizes:
         raise ValueError(f"{op}: sizes must name at least one slice, got an empty sequence")
     for k, size in enumerate(sizes):
-        if type(size) is not int and (isinstance(size, bool) or not hasattr(size, "__index__")):
+        # A NumPy integer counts as an int, a bool does not. The type is compared first: Dynamo
+        # cannot trace `hasattr` of a symbolic int.
+        is_int = type(size) is int or (not isinstance(size, bool) and hasattr(size, "__index__"))
+        if not is_int:
             raise TypeError(f"{op}: sizes[{k}] must be an int, got {type(size).__name__}")
         if size < 1:
             raise ValueError(f"{op}: sizes[{k}] must be at least 1, got {size}")
@@ -188,41 +261,51 @@ def check_sizes(sizes: Any, op: str) -> tuple[int, ...]:
 
 def _refuse_sequence(slices: Any, op: str) -> None:
     if not isinstance(slices, Sequence):
-        raise TypeError(f"{op}: slices must be a torch.Tensor or a sequence of them, got {type(slices).__name__}")
+        raise TypeError(
+            f"{op}: slices must be a torch.Tensor or a sequence of them, "
+            f"got {type(slices).__name__}"
+        )
     raise ValueError(f"{op}: slices must hold at least one tensor, got an empty sequence")
 
 
 def _widths(slices: Sequence[Tensor]) -> tuple[int, ...]:
-    """Of a tensor for each slice; of none where one has no width, which the checks name."""
+    """The width of each slice; zeros where one has none: the checks raise for that slice."""
     if torch.compiler.is_dynamo_compiling():
-        return tuple([index(t.shape[-1]) if isinstance(t, Tensor) and t.dim() else 0 for t in slices])
+        widths = []
+        for t in slices:
+            has_width = isinstance(t, Tensor) and t.dim() > 0
+            widths.append(index(t.shape[-1]) if has_width else 0)
+        return tuple(widths)
     try:
         return tuple(map(_LAST, map(_SHAPE, slices)))
     except (AttributeError, IndexError, RuntimeError):  # no tensor, no dimension, a nested tensor
         return (0,) * len(slices)
 
 
-def _check_named(slices: Sequence[Tensor], widths: tuple[int, ...], sizes: tuple[int, ...], op: str) -> None:
-    """The widths that the caller names are those that the slices have."""
+def _check_named(
+    slices: Sequence[Tensor], widths: tuple[int, ...], sizes: tuple[int, ...], op: str
+) -> None:
+    """Raises where the caller's ``sizes`` are not the slices' ``widths``."""
     for k, t in enumerate(slices):
         check_tensor(op, f"slice {k}", t)
     if len(sizes) != len(widths):
         raise ValueError(f"{op}: sizes names {len(sizes)} slices, but there are {len(widths)}")
     for k, (t, width, size) in enumerate(zip(slices, widths, sizes, strict=True)):
         if width and width != size:
-            raise ValueError(f"{op}: slice {k} has shape {tuple(t.shape)}, but sizes[{k}] is {size}")
+            raise ValueError(
+                f"{op}: slice {k} has shape {tuple(t.shape)}, but sizes[{k}] is {size}"
+            )
 
 
-# --- parameters -------------------------------------------------------------------------------------------------------
+# --- parameters -----------------------------------------------------------------------------------
 
 
-def _is_one_for_all(t: Any, size: int) -> bool:
-    return isinstance(t, Tensor) and t.dim() == 1 and t.shape[0] == size
-
-
-def _sharing(weight: Any, bias: Any, count: int, size: int) -> tuple[Any, Any, bool]:
-    """The parameters, and whether all slices have the same; one that is shared beside one that is not is spread out."""
-    first, second = _is_one_for_all(weight, size), _is_one_for_all(bias, size)
-    if (first or weight is None) and (second or bias is None):
-        return weight, bias, True
-    return weight.expand(count, -1) if first else weight, bias.expand(count, -1) if second else bias, False
+def _expanded(
+    weight: Any, bias: Any, count: int, shares_weight: bool, shares_bias: bool
+) -> tuple[Any, Any]:
+    """The parameters, of which slices share only one, with that one expanded to all slices."""
+    if shares_weight:
+        weight = weight.expand(count, -1)
+    if shares_bias:
+        bias = bias.expand(count, -1)
+    return weight, bias

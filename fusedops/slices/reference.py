@@ -1,8 +1,9 @@
 """The slices family's reference implementation in PyTorch's operators, differentiable to any order.
 
-It runs on any device: where there are no kernels, under torch.func transforms and in forward mode, and, fed fp64
-tensors, as the tests' oracle. Statistics and accumulation are in fp32, in fp64 for fp64 inputs. Every function works
-over the last dimension; parameters broadcast: ``(D,)`` for one slice, ``(K, D)`` for rows ``(*, K, D)``.
+It runs on any device: where there are no kernels, under torch.func transforms and in forward mode,
+and, fed fp64 tensors, as the tests' oracle. Statistics and accumulation are in fp32, in fp64 for
+fp64 inputs. Every function works over the last dimension; parameters broadcast: ``(D,)`` for one
+slice, ``(K, D)`` for rows ``(*, K, D)``.
 """
 
 from __future__ import annotations
@@ -24,18 +25,27 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, activation: Formula,
-            out_dtype: torch.dtype | None = None, *, elementary: bool = False) -> Tensor:  # fmt: skip
-    """``activation(layer_norm(x))``, rounded once, to x's dtype if no other is named.
+def forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: Formula,
+    out_dtype: torch.dtype | None = None,
+    *,
+    elementary: bool = False,
+) -> Tensor:
+    """``activation(layer_norm(x))``, rounded once, to ``out_dtype`` or x's dtype.
 
-    With ``elementary`` without `F.layer_norm`, of which the reverse of the forward mode is wrong (torch 2.13).
+    With ``elementary`` it does without `F.layer_norm`, whose forward mode has a wrong reverse mode
+    (torch 2.13).
     """
     hat = x.to(accumulator(x.dtype))
     if elementary:
         hat = hat - hat.mean(-1, keepdim=True)
         hat = hat * torch.rsqrt(hat.square().mean(-1, keepdim=True) + eps)
     else:
-        # Without the parameters, which could not broadcast there.
+        # The parameters are applied below: `F.layer_norm` does not broadcast them.
         hat = F.layer_norm(hat, hat.shape[-1:], None, None, eps)
     if weight is not None:
         hat = hat * weight.to(hat.dtype)
@@ -44,10 +54,18 @@ def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, a
     return activation(hat).to(out_dtype or x.dtype)
 
 
-def composite(slices: Sequence[Tensor], weight: Tensor | None, bias: Tensor | None, sizes: tuple[int, ...], dims: int,
-              rule: Callable[[Tensor, Tensor | None, Tensor | None], Tensor], *, shared: bool,
-              concat: bool) -> tuple[Tensor, ...]:  # fmt: skip
-    """``rule``, a function of a slice, its weight and its bias, for slices in any of their forms.
+def composite(
+    slices: Sequence[Tensor],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    sizes: tuple[int, ...],
+    dims: int,
+    rule: Callable[[Tensor, Tensor | None, Tensor | None], Tensor],
+    *,
+    shared: bool,
+    concat: bool,
+) -> tuple[Tensor, ...]:
+    """Applies ``rule`` to slices in any of their forms, with their weights and biases.
 
     Args:
         slices: one tensor, or a tensor for each slice.
@@ -59,20 +77,28 @@ def composite(slices: Sequence[Tensor], weight: Tensor | None, bias: Tensor | No
         shared: whether the parameters are those of each slice.
         concat: whether the output is one tensor with the slices side by side.
     """
+    # Slices of one width in one tensor are rows ``(*, K, D)``, for a single call of the rule.
     together = dims > 0 and len(set(sizes)) == 1
+    weights = _parts(weight, sizes, together=together, shared=shared)
+    biases = _parts(bias, sizes, together=together, shared=shared)
     if together:
-        parts = [slices[0] if dims == 2 else rearrange(slices[0], "... (k d) -> ... k d", k=len(sizes))]
-    else:
-        parts = list(slices[0].split(sizes, -1)) if dims else list(slices)
-    weights, biases = (_parts(p, sizes, together=together, shared=shared) for p in (weight, bias))
+        rows = slices[0]
+        if dims == 1:
+            rows = rearrange(rows, "... (k d) -> ... k d", k=len(sizes))
+        output = rule(rows, weights[0], biases[0])
+        if concat or dims == 1:
+            output = rearrange(output, "... k d -> ... (k d)")
+        return (output,)
+    parts = slices[0].split(sizes, -1) if dims else slices
     outputs = tuple([rule(*each) for each in zip(parts, weights, biases, strict=True)])
-    if together:
-        return (rearrange(outputs[0], "... k d -> ... (k d)") if concat or dims == 1 else outputs[0],)
-    return (torch.cat(outputs, -1),) if dims or concat else outputs
+    if dims or concat:
+        return (torch.cat(outputs, -1),)
+    return outputs
 
 
-def _parts(parameter: Tensor | None, sizes: tuple[int, ...], *, together: bool,
-           shared: bool) -> Sequence[Tensor | None]:  # fmt: skip
+def _parts(
+    parameter: Tensor | None, sizes: tuple[int, ...], *, together: bool, shared: bool
+) -> Sequence[Tensor | None]:
     """A parameter for each tensor that the rule is called with."""
     if parameter is None or shared:
         return [parameter] * (1 if together else len(sizes))

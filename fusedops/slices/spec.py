@@ -1,7 +1,7 @@
 """The slices family's samples, bad samples, bytes moved and benchmark shapes.
 
-One functional, two specs: slices in one tensor, and slices in separate tensors, whose names here are
-``slice_0``, ``slice_1`` and so on.
+One functional, two specs: slices in one tensor, and slices in separate tensors, whose names here
+are ``slice_0``, ``slice_1`` and so on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from ..core.spec import BadSample, Maker, Sample, Shape, Spec, Sweep
 from ..core.tuning_key import Grid
 from . import configs, launching, ops, reference
 from .addresses import store_variant
-from .operator import SLICES, SliceConstants
+from .operator import SLICES
+from .site import SliceConstants
 
 __all__ = ["GRID", "SPECS", "compiled_plans"]
 
@@ -35,7 +36,7 @@ _CYCLE = (1024, 1000, 1024, 700)
 
 
 def _widths(cols: int) -> tuple[int, ...]:
-    """Unequal widths that add up to ``cols``: three where that is possible, more past a thousand."""
+    """Unequal widths that add up to ``cols``: up to three, and more past a thousand."""
     if cols <= 1024:
         first, second = cols // 5, cols // 3
         return tuple(width for width in (first, second, cols - first - second) if width)
@@ -63,8 +64,9 @@ def _embeddings(cols: int) -> tuple[int, ...]:
 def _named(name: str) -> tuple[int, ...]:
     """Slices of unequal widths.
 
-    ``R4096``: embeddings of so many columns. ``D4096``: random widths that add up to so many, another set for each number.
-    ``W96``, ``O96``: slices up to so wide, with and without a common factor.
+    ``R4096``: embeddings of so many columns. ``D4096``: random widths that add up to so many,
+    another set for each number. ``W96``, ``O96``: slices up to so wide, with and without a common
+    factor.
     """
     number = int(name[1:])
     if name[0] == "R":
@@ -85,7 +87,10 @@ def _drawn(cols: int) -> tuple[int, ...]:
 
 
 def _up_to(widest: int, step: int) -> tuple[int, ...]:
-    """Widths of which one is ``widest``, about 4096 in all; the others are odd, or multiples of ``step`` if not 0."""
+    """Widths of which one is ``widest``, about 4096 in all.
+
+    The others are odd, or multiples of ``step`` if it is not 0.
+    """
     widths = [widest]
     parts = itertools.cycle((6, 4, 7, 5, 3))
     while sum(widths) < 4096 and len(widths) < 64:
@@ -94,7 +99,7 @@ def _up_to(widest: int, step: int) -> tuple[int, ...]:
     return tuple(widths)
 
 
-# --- the reference implementation, and eager code ---------------------------------------------------------------------------
+# --- the reference implementation, and eager code -------------------------------------------------
 
 
 def _parts(parameter: Tensor | None, sizes: Sequence[int]) -> list[Tensor | None]:
@@ -104,14 +109,26 @@ def _parts(parameter: Tensor | None, sizes: Sequence[int]) -> list[Tensor | None
     return list(parameter.reshape(-1).split(list(sizes)))
 
 
-def _each(rule: Callable[..., Tensor], slices: Sequence[Tensor], weight: Tensor | None,
-          bias: Tensor | None) -> list[Tensor]:  # fmt: skip
+def _each(
+    rule: Callable[..., Tensor],
+    slices: Sequence[Tensor],
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> list[Tensor]:
     sizes = [t.shape[-1] for t in slices]
-    return [rule(*each) for each in zip(slices, _parts(weight, sizes), _parts(bias, sizes), strict=True)]
+    return [
+        rule(*each) for each in zip(slices, _parts(weight, sizes), _parts(bias, sizes), strict=True)
+    ]
 
 
-def _one_by_one(rule: Callable[..., Tensor], slices: Tensor, weight: Tensor | None, bias: Tensor | None,
-                sizes: Sequence[int] | None, concat: bool) -> tuple[Tensor]:  # fmt: skip
+def _one_by_one(
+    rule: Callable[..., Tensor],
+    slices: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    sizes: Sequence[int] | None,
+    concat: bool,
+) -> tuple[Tensor]:
     """The operator on one tensor, slice by slice."""
     if sizes is not None:
         return (torch.cat(_each(rule, slices.split(list(sizes), -1), weight, bias), -1),)
@@ -129,15 +146,30 @@ def _by_functional(activation: str, eps: float) -> Callable[..., Tensor]:
     return lambda x, w, b: rule(F.layer_norm(x, x.shape[-1:], w, b, eps))
 
 
-def _one(make: Callable[[str, float], Callable[..., Tensor]], slices: Tensor, weight: Tensor | None = None,
-         bias: Tensor | None = None, eps: float = 1e-5, *, sizes: Sequence[int] | None = None,
-         activation: str = "tanh", concat: bool = False, keep: None = None,
-         keep_probability: float = 1.0) -> tuple[Tensor]:  # fmt: skip
+def _one(
+    make: Callable[[str, float], Callable[..., Tensor]],
+    slices: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    sizes: Sequence[int] | None = None,
+    activation: str = "tanh",
+    concat: bool = False,
+    keep: None = None,
+    keep_probability: float = 1.0,
+) -> tuple[Tensor]:
     return _one_by_one(make(activation, eps), slices, weight, bias, sizes, concat)
 
 
-def _combined(slices: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *,
-              sizes: Sequence[int] | None = None) -> tuple[Tensor]:  # fmt: skip
+def _combined(
+    slices: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    sizes: Sequence[int] | None = None,
+) -> tuple[Tensor]:
     """All slices of equal width at once, with the affine outside the norm."""
     if sizes is not None:
         return _one(_by_functional, slices, weight, bias, eps, sizes=sizes)
@@ -155,45 +187,93 @@ def _call_sequence(weight: Tensor | None = None, bias: Tensor | None = None, **r
     return ops.batched_layer_norm_act(_gathered(rest), weight, bias, **options)
 
 
-def _sequence(make: Callable[[str, float], Callable[..., Tensor]], weight: Tensor | None = None,
-              bias: Tensor | None = None, eps: float = 1e-5, *, activation: str = "tanh", concat: bool = False,
-              keep: None = None, keep_probability: float = 1.0, **slices: Tensor) -> tuple[Tensor, ...]:  # fmt: skip
+def _sequence(
+    make: Callable[[str, float], Callable[..., Tensor]],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str = "tanh",
+    concat: bool = False,
+    keep: None = None,
+    keep_probability: float = 1.0,
+    **slices: Tensor,
+) -> tuple[Tensor, ...]:
     outputs = _each(make(activation, eps), _gathered(slices), weight, bias)
     return (torch.cat(outputs, -1),) if concat else tuple(outputs)
 
 
-# --- samples ------------------------------------------------------------------------------------------------------
+# --- samples --------------------------------------------------------------------------------------
 
-_SHAPES = [(6, 64), (5, 1), (1, 3), (7, 17), (4, 127), (3, 1000), (2, 3, 96), (129, 40), (1, 1024), (64,), (2, 20000)]
+_SHAPES = [
+    (6, 64),
+    (5, 1),
+    (1, 3),
+    (7, 17),
+    (4, 127),
+    (3, 1000),
+    (2, 3, 96),
+    (129, 40),
+    (1, 1024),
+    (64,),
+    (2, 20000),
+]
 
 
-def _tensors(make: Maker, shape: Sequence[int], sizes: Sequence[int] | None, apart: bool, params: str,
-             param_shape: tuple[int, ...], param_dtype: torch.dtype | None) -> dict[str, Tensor | None]:  # fmt: skip
+def _tensors(
+    make: Maker,
+    shape: Sequence[int],
+    sizes: Sequence[int] | None,
+    separate: bool,
+    params: str,
+    param_shape: tuple[int, ...],
+    param_dtype: torch.dtype | None,
+) -> dict[str, Tensor | None]:
     tensors: dict[str, Tensor | None] = {"slices": make(*shape, shift=0.5, scale=1.5)}
-    if apart:
+    if separate:
         widths = sizes or (shape[-1],) * shape[-2]
         lead = shape[:-1] if sizes else shape[:-2]
-        tensors = {f"slice_{k}": make(*lead, width, shift=0.5, scale=1.5) for k, width in enumerate(widths)}
+        tensors = {
+            f"slice_{k}": make(*lead, width, shift=0.5, scale=1.5) for k, width in enumerate(widths)
+        }
     tensors["weight"] = make(*param_shape, dtype=param_dtype) if "w" in params else None
     tensors["bias"] = make(*param_shape, dtype=param_dtype) if "b" in params else None
     return tensors
 
 
-def _samples(apart: bool) -> Callable[[torch.device, torch.dtype], Iterator[Sample]]:
+def _samples(separate: bool) -> Callable[[torch.device, torch.dtype], Iterator[Sample]]:
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-        def sample(name: str, shape: tuple[int, ...], sizes: Sequence[int] | None = None, params: str = "wb",
-                   param_shape: tuple[int, ...] | None = None, param_dtype: torch.dtype | None = None,
-                   **options: Any) -> Sample:  # fmt: skip
+        def sample(
+            name: str,
+            shape: tuple[int, ...],
+            sizes: Sequence[int] | None = None,
+            params: str = "wb",
+            param_shape: tuple[int, ...] | None = None,
+            param_dtype: torch.dtype | None = None,
+            **options: Any,
+        ) -> Sample:
+            make = Maker(name, device, dtype)
             flat = (sum(sizes),) if sizes else shape[-2:]
-            tensors = _tensors(Maker(name, device, dtype), shape, sizes, apart, params, param_shape or flat,
-                               param_dtype)  # fmt: skip
-            return Sample(name, tensors, {**({"sizes": tuple(sizes)} if sizes and not apart else {}), **options})
+            tensors = _tensors(
+                make, shape, sizes, separate, params, param_shape or flat, param_dtype
+            )
+            if sizes and not separate:
+                options = {"sizes": tuple(sizes), **options}
+            return Sample(name, tensors, options)
 
         for shape in _SHAPES:
             yield sample("shape " + "x".join(map(str, shape)), shape, _widths(shape[-1]))
-        for shape in ((6, 5, 8), (3, 33, 4), (70, 3, 32), (2, 3, 4, 24), (5, 20, 1), (4, 7, 3), (3, 1, 40)):
+        for shape in (
+            (6, 5, 8),
+            (3, 33, 4),
+            (70, 3, 32),
+            (2, 3, 4, 24),
+            (5, 20, 1),
+            (4, 7, 3),
+            (3, 1, 40),
+        ):
             yield sample("equal " + "x".join(map(str, shape)), shape)
-        if not apart:
+        if not separate:
             yield sample("equal 2x1000x3", (2, 1000, 3))
             far = sample("rows far apart", (5, 70016), (70000, 16))
             parts = {name: None if t is None else t[..., -48:] for name, t in far.tensors.items()}
@@ -219,70 +299,177 @@ def _samples(apart: bool) -> Callable[[torch.device, torch.dtype], Iterator[Samp
     return samples
 
 
-def _bad_samples(apart: bool) -> Callable[[torch.device], Iterator[BadSample]]:
+def _bad_samples(separate: bool) -> Callable[[torch.device], Iterator[BadSample]]:
     def bad_samples(device: torch.device) -> Iterator[BadSample]:
         randn = partial(torch.randn, device=device)
 
-        def bad(name: str, error: type[Exception], match: str, *, options: dict[str, Any] | None = None,
-                **tensors: Any) -> BadSample:  # fmt: skip
+        def bad(
+            name: str,
+            error: type[Exception],
+            match: str,
+            *,
+            options: dict[str, Any] | None = None,
+            **tensors: Any,
+        ) -> BadSample:
             good: dict[str, Any] = {"slices": randn(4, 8)}
-            if apart:
+            if separate:
                 good = {"slice_0": randn(4, 1), "slice_1": randn(4, 2), "slice_2": randn(4, 5)}
             good |= {"weight": randn(8), "bias": randn(8)}
-            sizes: dict[str, Any] = {} if apart else {"sizes": (1, 2, 5)}
+            sizes: dict[str, Any] = {} if separate else {"sizes": (1, 2, 5)}
             return BadSample(name, {**good, **tensors}, {**sizes, **(options or {})}, error, match)
 
-        first = "slice_0" if apart else "slices"
-        said = "slice 0" if apart else "slices"
-        integers: dict[str, Any] = {first: torch.ones(4, 1 if apart else 8, dtype=torch.int64, device=device)}
-        yield bad("integer slices", TypeError, rf"{said} has dtype torch\.int64", options=None, **integers)
-        yield bad("weight of another width", ValueError, r"weight has shape \(9,\), expected \(8,\) for 3 slices",
-                  weight=randn(9))  # fmt: skip
-        yield bad("bias for one slice", ValueError, r"bias has shape \(5,\), expected \(8,\)", bias=randn(5))
-        yield bad("integer weight", TypeError, r"weight has dtype torch\.int32",
-                  weight=torch.ones(8, dtype=torch.int32, device=device))  # fmt: skip
-        yield bad("weight on another device", RuntimeError, "weight is on meta, expected",
-                  weight=torch.randn(8, device="meta"))  # fmt: skip
-        yield bad("negative eps", ValueError, "eps must be at least 0, got -1.0", options={"eps": -1.0})
-        yield bad("unknown activation", ValueError, "activation must be one of .*, got 'tan'",
-                  options={"activation": "tan"})  # fmt: skip
-        yield bad("sizes no numbers", TypeError, r"sizes\[1\] must be an int, got str",
-                  options={"sizes": (1, "2", 5)})  # fmt: skip
-        yield bad("a width of zero", ValueError, r"sizes\[1\] must be at least 1, got 0", options={"sizes": (1, 0, 7)})
-        if not apart:
-            yield bad("sizes that do not add up", ValueError,
-                      r"sizes of 3 slices add up to 9, but slices has shape \(4, 8\)", options={"sizes": (1, 2, 6)})  # fmt: skip
-            yield bad("sizes forgotten", ValueError, r"slices has shape \(4, 8\), expected sizes with it",
-                      options={"sizes": None})  # fmt: skip
-            yield bad("no sizes", ValueError, "sizes must name at least one slice", options={"sizes": ()})
-            yield bad("one dimension and no sizes", ValueError, r"slices has shape \(8,\), expected \(\*, K, D\)",
-                      slices=randn(8), options={"sizes": None})  # fmt: skip
-            yield bad("slices of no width", ValueError, r"slices has shape \(4, 3, 0\), expected",
-                      slices=randn(4, 3, 0), options={"sizes": None})  # fmt: skip
-            yield bad("no tensor", TypeError, "slices must be a torch.Tensor or a sequence of them, got float",
-                      slices=1.0)  # fmt: skip
-            yield bad("empty sequence", ValueError, "slices must hold at least one tensor", slices=[],
-                      options={"sizes": None})  # fmt: skip
-            yield bad("a list of numbers", TypeError, r"slice 0 must be a torch\.Tensor, got float", slices=[1.0],
-                      options={"sizes": None})  # fmt: skip
+        first = "slice_0" if separate else "slices"
+        displayed = "slice 0" if separate else "slices"
+        integers: dict[str, Any] = {
+            first: torch.ones(4, 1 if separate else 8, dtype=torch.int64, device=device)
+        }
+        yield bad(
+            "integer slices",
+            TypeError,
+            rf"{displayed} has dtype torch\.int64",
+            options=None,
+            **integers,
+        )
+        yield bad(
+            "weight of another width",
+            ValueError,
+            r"weight has shape \(9,\), expected \(8,\) for 3 slices",
+            weight=randn(9),
+        )
+        yield bad(
+            "bias for one slice",
+            ValueError,
+            r"bias has shape \(5,\), expected \(8,\)",
+            bias=randn(5),
+        )
+        yield bad(
+            "integer weight",
+            TypeError,
+            r"weight has dtype torch\.int32",
+            weight=torch.ones(8, dtype=torch.int32, device=device),
+        )
+        yield bad(
+            "weight on another device",
+            RuntimeError,
+            "weight is on meta, expected",
+            weight=torch.randn(8, device="meta"),
+        )
+        yield bad(
+            "negative eps", ValueError, "eps must be at least 0, got -1.0", options={"eps": -1.0}
+        )
+        yield bad(
+            "unknown activation",
+            ValueError,
+            "activation must be one of .*, got 'tan'",
+            options={"activation": "tan"},
+        )
+        yield bad(
+            "sizes no numbers",
+            TypeError,
+            r"sizes\[1\] must be an int, got str",
+            options={"sizes": (1, "2", 5)},
+        )
+        yield bad(
+            "a width of zero",
+            ValueError,
+            r"sizes\[1\] must be at least 1, got 0",
+            options={"sizes": (1, 0, 7)},
+        )
+        if not separate:
+            yield bad(
+                "sizes that do not add up",
+                ValueError,
+                r"sizes of 3 slices add up to 9, but slices has shape \(4, 8\)",
+                options={"sizes": (1, 2, 6)},
+            )
+            yield bad(
+                "sizes forgotten",
+                ValueError,
+                r"slices has shape \(4, 8\), expected sizes with it",
+                options={"sizes": None},
+            )
+            yield bad(
+                "no sizes", ValueError, "sizes must name at least one slice", options={"sizes": ()}
+            )
+            yield bad(
+                "one dimension and no sizes",
+                ValueError,
+                r"slices has shape \(8,\), expected \(\*, K, D\)",
+                slices=randn(8),
+                options={"sizes": None},
+            )
+            yield bad(
+                "slices of no width",
+                ValueError,
+                r"slices has shape \(4, 3, 0\), expected",
+                slices=randn(4, 3, 0),
+                options={"sizes": None},
+            )
+            yield bad(
+                "no tensor",
+                TypeError,
+                "slices must be a torch.Tensor or a sequence of them, got float",
+                slices=1.0,
+            )
+            yield bad(
+                "empty sequence",
+                ValueError,
+                "slices must hold at least one tensor",
+                slices=[],
+                options={"sizes": None},
+            )
+            yield bad(
+                "a list of numbers",
+                TypeError,
+                r"slice 0 must be a torch\.Tensor, got float",
+                slices=[1.0],
+                options={"sizes": None},
+            )
             return
-        yield bad("another batch size", ValueError, r"slice 1 has shape \(5, 2\), but slice 0 has \(4, 1\)",
-                  slice_1=randn(5, 2))  # fmt: skip
-        yield bad("another dtype", TypeError, r"slice 2 has dtype torch\.float16, expected torch\.float32 as slice 0",
-                  slice_2=randn(4, 5).half())  # fmt: skip
-        yield bad("another device", RuntimeError, "slice 2 is on meta, expected", slice_2=torch.randn(4, 5,
-                                                                                                   device="meta"))  # fmt: skip
-        yield bad("a scalar", ValueError, r"slice 1 has shape \(\), expected \(\*, D\)", slice_1=randn(()))
-        yield bad("a slice of no width", ValueError, r"slice 1 has shape \(4, 0\)", slice_1=randn(4, 0))
-        yield bad("no tensor", TypeError, r"slice 1 must be a torch\.Tensor, got float", slice_1=1.0)
-        yield bad("sizes of others", ValueError, r"slice 1 has shape \(4, 2\), but sizes\[1\] is 3",
-                  options={"sizes": (1, 3, 4)})  # fmt: skip
-        yield bad("sizes of fewer", ValueError, "sizes names 2 slices, but there are 3", options={"sizes": (1, 7)})
+        yield bad(
+            "another batch size",
+            ValueError,
+            r"slice 1 has shape \(5, 2\), but slice 0 has \(4, 1\)",
+            slice_1=randn(5, 2),
+        )
+        yield bad(
+            "another dtype",
+            TypeError,
+            r"slice 2 has dtype torch\.float16, expected torch\.float32 as slice 0",
+            slice_2=randn(4, 5).half(),
+        )
+        yield bad(
+            "another device",
+            RuntimeError,
+            "slice 2 is on meta, expected",
+            slice_2=torch.randn(4, 5, device="meta"),
+        )
+        yield bad(
+            "a scalar", ValueError, r"slice 1 has shape \(\), expected \(\*, D\)", slice_1=randn(())
+        )
+        yield bad(
+            "a slice of no width", ValueError, r"slice 1 has shape \(4, 0\)", slice_1=randn(4, 0)
+        )
+        yield bad(
+            "no tensor", TypeError, r"slice 1 must be a torch\.Tensor, got float", slice_1=1.0
+        )
+        yield bad(
+            "sizes of others",
+            ValueError,
+            r"slice 1 has shape \(4, 2\), but sizes\[1\] is 3",
+            options={"sizes": (1, 3, 4)},
+        )
+        yield bad(
+            "sizes of fewer",
+            ValueError,
+            "sizes names 2 slices, but there are 3",
+            options={"sizes": (1, 7)},
+        )
 
     return bad_samples
 
 
-def _benchmark(apart: bool) -> Callable[[Shape, torch.dtype, torch.device], Sample]:
+def _benchmark(separate: bool) -> Callable[[Shape, torch.dtype, torch.device], Sample]:
     def benchmark(shape: Shape, dtype: torch.dtype, device: torch.device) -> Sample:
         make = partial(torch.randn, dtype=dtype, device=device)
         rows, cols = shape[0], shape[-1]
@@ -292,15 +479,19 @@ def _benchmark(apart: bool) -> Callable[[Shape, torch.dtype, torch.device], Samp
             count = shape[1]
             assert isinstance(count, int) and isinstance(cols, int)
             tensors: dict[str, Tensor | None] = {"slices": make(rows, count, cols)}
-            if apart:
+            if separate:
                 tensors = {f"slice_{k}": make(rows, cols) for k in range(count)}
             return Sample(name, tensors | {"weight": make(count, cols), "bias": make(count, cols)})
         sizes = _widths(cols) if isinstance(cols, int) else _named(cols)
         total = sum(sizes)
         tensors = {"slices": make(rows, total)}
-        if apart:
+        if separate:
             tensors = {f"slice_{k}": make(rows, size) for k, size in enumerate(sizes)}
-        return Sample(name, tensors | {"weight": make(total), "bias": make(total)}, {} if apart else {"sizes": sizes})
+        return Sample(
+            name,
+            tensors | {"weight": make(total), "bias": make(total)},
+            {} if separate else {"sizes": sizes},
+        )
 
     return benchmark
 
@@ -308,11 +499,14 @@ def _benchmark(apart: bool) -> Callable[[Shape, torch.dtype, torch.device], Samp
 _BUCKET = 3  # of the rows: some thousands
 
 
-def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> dict[str, Callable[[], object]]:
-    """Functions that build all variants of the operator, by name; the widest slice has ``cols`` columns.
+def compiled_plans(
+    cols: int, dtype: torch.dtype, other: torch.dtype | None = None
+) -> dict[str, Callable[[], object]]:
+    """Functions that build all variants of the operator, by name.
 
-    With ``other``, the parameters' dtype, only the variants with the most traffic. One width represents each number of warps,
-    and one, an eighth of 768, slices in parts.
+    The widest slice has ``cols`` columns. With ``other``, the parameters' dtype, only the variants
+    with the most traffic. One width represents each number of warps, and one, an eighth of 768,
+    slices in parts.
     """
     if other is not None and cols == 8192:
         cols = configs.widest(dtype.itemsize)
@@ -320,18 +514,30 @@ def compiled_plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = No
     if cols not in (17, 64, 96, 256, 1024, 2048, 4096) or cols > configs.widest(dtype.itemsize):
         return {}
 
-    def build(sizes: tuple[int, ...], dims: int, shared: bool = False, concat: bool = False, near: bool = True,
-              unused: bool = False) -> None:  # fmt: skip
+    def build(
+        sizes: tuple[int, ...],
+        dims: int,
+        shared: bool = False,
+        concat: bool = False,
+        near: bool = True,
+        unused: bool = False,
+    ) -> None:
         constants = SliceConstants("compiled", sizes, dims, concat, 1e-5, "tanh", shared)
-        site = site_of(SLICES, constants, (other or dtype, other or dtype, dtype), sum(sizes), -1, False, True)
-        separate, device = 0 if dims or concat else 1 + unused, torch.device("cpu")
+        parameters = other or dtype
+        dtypes = (parameters, parameters, dtype)
+        site = site_of(SLICES, constants, dtypes, sum(sizes), -1, False, True)
+        has_one_cotangent = dims > 0 or concat
+        separate = 0 if has_one_cotangent else 1 + unused
+        device = torch.device("cpu")
         launching._plan_forward(site, True, False, near, _BUCKET, device)
-        launching._plan_backward(site, (True, True, True), dtype, separate, True, False, False, near, _BUCKET,
-                                 device)  # fmt: skip
+        launching._plan_backward(
+            site, (True, True, True), dtype, separate, True, False, False, near, _BUCKET, device
+        )
 
+    equal = (cols,) * 20
     # Multiples of eight, as embeddings usually are.
     eights = max(cols // 8, 1)
-    equal, unequal = (cols,) * 20, tuple(8 * max(part, 1) for part in (eights // 5, eights, eights // 2, eights))
+    unequal = tuple(8 * max(part, 1) for part in (eights // 5, eights, eights // 2, eights))
     plans: dict[str, Callable[[], object]] = {
         "slices of one width": partial(build, equal, 2),
         "slices of several widths": partial(build, unequal, 1),
@@ -375,9 +581,9 @@ SPECS = (
         eager=partial(_one, _by_functional),
         tensors=("slices", "weight", "bias"),
         has_dropout=False,
-        samples=_samples(apart=False),
-        bad_samples=_bad_samples(apart=False),
-        benchmark=_benchmark(apart=False),
+        samples=_samples(separate=False),
+        bad_samples=_bad_samples(separate=False),
+        benchmark=_benchmark(separate=False),
         passes={"fwd": 2, "fwd_bwd": 5},
         launches=(1, 2),
         saved=0,
@@ -404,16 +610,18 @@ SPECS = (
         eager=partial(_sequence, _by_functional),
         tensors=(*_SLICES, "weight", "bias"),
         has_dropout=False,
-        samples=_samples(apart=True),
-        bad_samples=_bad_samples(apart=True),
-        benchmark=_benchmark(apart=True),
+        samples=_samples(separate=True),
+        bad_samples=_bad_samples(separate=True),
+        benchmark=_benchmark(separate=True),
         passes={"fwd": 2, "fwd_bwd": 5},
         launches=(1, 2),
         saved=0,
         shapes=(((4096, 64, 64), _BF16), ((256, 64, 64), _BF16)),
         # torch.compile unrolls the slices: with more of them it takes minutes per shape.
         sweep=Sweep(
-            hidden=((16, 16), (16, 64), (16, 256), (16, 1024)), slices=((1, 64), (4, 64), (16, 64)), rows=((16, 64),)
+            hidden=((16, 16), (16, 64), (16, 256), (16, 1024)),
+            slices=((1, 64), (4, 64), (16, 64)),
+            rows=((16, 64),),
         ),
         functional="batched_layer_norm_act",
     ),

@@ -1,4 +1,4 @@
-"""The widths of a call's slices, and how slots of a tile are dealt out to them."""
+"""The widths of a call's slices, and how they are assigned to the slots of tiles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Widths:
     Attributes:
         sizes: the width of each slice.
         columns: the first column of each, were they side by side.
-        count: how many there are.
+        count: the number of slices.
         total: the sum of all.
         uniform: the width that all have, or 0.
         align: the largest power of two up to 8 that divides every width.
@@ -47,20 +47,36 @@ def widths_of(sizes: tuple[int, ...]) -> Widths:
     align = 8
     while any(size % align for size in sizes):
         align //= 2
-    return Widths(sizes, columns[:-1], len(sizes), columns[-1], sizes[0] if len(set(sizes)) == 1 else 0, align)
+    is_uniform = len(set(sizes)) == 1
+    return Widths(
+        sizes,
+        columns=columns[:-1],
+        count=len(sizes),
+        total=columns[-1],
+        uniform=sizes[0] if is_uniform else 0,
+        align=align,
+    )
 
 
-# Parts of a slice. More parts mean fewer idle lanes, and fewer threads to a row, which exchange its sums. But no thread has
-# more of a row in registers than so many elements.
+# The numbers of parts that a slice may have. More parts mean fewer idle lanes, and fewer threads to
+# a row, which exchange its sums. A slice of 80 columns, in one part and in five:
+#
+#     one part of 128 lanes    [80 columns              |48 idle      ]
+#     five parts of 16 lanes   [16][16][16][16][16]
+#
+# But no thread has more of a row in registers than `_MOST_EACH` elements.
 _PARTS = (1, 2, 3, 4, 5, 7)
 _MOST_EACH = 28
-# The kernel has code for each part of each tile. Twice as many tiles take twenty seconds to compile, not four.
+# The kernel has code for each part of each tile. Twice as many tiles take twenty seconds to
+# compile, not four.
 _MOST_PARTS_OF_MIXED = 4
 _MOST_TILES = 4
 
 
 class Tile(NamedTuple):
-    """The shape of tiles of slices of similar widths: ``(slots, rows, lanes)``, as many times as a slice has parts.
+    """The shape ``(slots, rows, lanes)`` of tiles of slices of similar widths.
+
+    A group has one such tile for each part of its slices.
 
     Attributes:
         slots: slices.
@@ -82,14 +98,19 @@ class Groups:
     """Which slices share a tile.
 
     Attributes:
-        tiles: of slices with many columns first; all powers of two but the parts.
+        tiles: those of slices with many columns first; all sizes but ``parts`` are powers of two.
         count: how many groups.
         shortest: the fewest rows that a tile has.
         most: the most elements that a tile has.
-        table: for each group the index of its tile and its first slot, and then for each slot the number of its slice, its
-            first column and its width; empty for slices of one width, which need none. A group's last slice fills the slots
-            that remain, with its number's complement. Where a part has no idle lanes and so no mask, they load as it does,
-            but do not store; else they have no columns.
+        table: for each group the index of its tile, then for each group its first slot, and then
+            for each slot the number of its slice, its first column and its width::
+
+                [tile of group 0, 1 ... | first slot of group 0, 1 ... | number, column, width ...]
+
+            Empty for slices of one width, which need none. A group's last slice fills the slots
+            that remain, with its number's complement. If the tile has a part without idle lanes,
+            and so without a mask, these slots load as that slice does, but do not store; else their
+            width is 0.
     """
 
     tiles: tuple[Tile, ...]
@@ -100,35 +121,38 @@ class Groups:
 
     @classmethod
     def of(cls, widths: Widths, lanes: int, rows: int, vector: int, warps: int) -> Groups:
-        """Groups of up to ``lanes`` lanes, in tiles of about ``lanes * rows`` elements; a wider slice is a group by itself.
+        """Groups of up to ``lanes`` lanes, in tiles of about ``lanes * rows`` elements.
 
-        A thread of the ``warps`` loads at most ``vector`` elements of a part at a time.
+        A wider slice is a group by itself. A thread of the ``warps`` loads at most ``vector``
+        elements of a part at a time.
         """
-        held = _held(widths, vector, warps)
+        shapes = _shapes(widths, vector, warps)
         members: dict[tuple[int, int], list[int]] = {}
         for number, size in enumerate(widths.sizes):
-            members.setdefault(next(each for each in held if math.prod(each) >= size), []).append(number)
+            narrowest = next(shape for shape in shapes if math.prod(shape) >= size)
+            members.setdefault(narrowest, []).append(number)
         tiles: list[Tile] = []
         firsts: list[int] = []
         kinds: list[int] = []
         slots: list[int] = []
         # The widest first: they have the most work, and no program should begin with them last.
-        for each in sorted(members, key=math.prod, reverse=True):
-            part, parts = each
-            numbers = members[each]
+        for shape in sorted(members, key=math.prod, reverse=True):
+            part, parts = shape
+            numbers = members[shape]
             together = min(power_of_two(len(numbers)), _most(lanes / (part * parts)))
             full = min(min(widths.sizes[number] for number in numbers) // part, parts)
-            several = _most(1.25 * lanes * rows / (together * part * parts))
-            tiles.append(Tile(together, several, part, parts, full))
+            tile_rows = _most(1.25 * lanes * rows / (together * part * parts))
+            tiles.append(Tile(together, tile_rows, part, parts, full))
             for start in range(0, len(numbers), together):
+                group = numbers[start : start + together]
                 firsts.append(len(slots) // 3)
                 kinds.append(len(tiles) - 1)
-                for slot in range(start, start + together):
-                    number = numbers[min(slot, len(numbers) - 1)]
-                    name, size = number, widths.sizes[number]
-                    if slot >= len(numbers):
-                        name, size = ~number, size if full else 0
-                    slots += (name, widths.columns[number], size)
+                for number in group:
+                    slots += (number, widths.columns[number], widths.sizes[number])
+                # The rest of the slots, with the last slice's complement.
+                last = group[-1]
+                filler = (~last, widths.columns[last], widths.sizes[last] if full else 0)
+                slots += filler * (together - len(group))
         table = () if widths.uniform else (*kinds, *firsts, *slots)
         most = max(math.prod(tile[:4]) for tile in tiles)
         return cls(tuple(tiles), len(kinds), min(tile.rows for tile in tiles), most, table)
@@ -139,34 +163,46 @@ def _most(n: float) -> int:
     return 1 << max(int(n).bit_length() - 1, 0)
 
 
-def _held(widths: Widths, vector: int, warps: int) -> list[tuple[int, int]]:
-    """The lanes and parts that hold all widths, the narrowest first: for each those with the fewest idle lanes.
+def _shapes(widths: Widths, vector: int, warps: int) -> list[tuple[int, int]]:
+    """The ``(lanes, parts)`` that hold all widths with the fewest idle lanes, narrowest first.
 
-    Where elements are loaded one by one, a part has at most two per thread: its address serves all parts, at constant
-    distances. With more than `_MOST_TILES` shapes, the one whose slices cost the fewest lanes in the next wider is dropped,
-    again and again.
+    Where elements are loaded one by one, a part has at most two per thread: its address serves all
+    parts, at constant distances. There are at most `_MOST_TILES` shapes: the one whose slices cost
+    the fewest lanes in the next wider shape is dropped, again and again.
     """
     widest = 64 * warps if vector == 1 else None
     if widths.uniform:
         return [holding(widths.uniform, vector, widest)]
-    held = collections.Counter(holding(size, vector, widest, _MOST_PARTS_OF_MIXED) for size in widths.sizes)
-    found = sorted(held, key=math.prod)
-    while len(found) > _MOST_TILES:
-        more = [held[narrow] * (math.prod(wide) - math.prod(narrow)) for narrow, wide in itertools.pairwise(found)]
-        place = more.index(min(more))
-        held[found[place + 1]] += held[found[place]]
-        del found[place]
-    return found
+    slices = collections.Counter(
+        holding(size, vector, widest, _MOST_PARTS_OF_MIXED) for size in widths.sizes
+    )
+    shapes = sorted(slices, key=math.prod)
+    while len(shapes) > _MOST_TILES:
+        costs = [
+            slices[narrow] * (math.prod(wide) - math.prod(narrow))
+            for narrow, wide in itertools.pairwise(shapes)
+        ]
+        cheapest = costs.index(min(costs))
+        dropped = shapes.pop(cheapest)
+        # What was the next wider shape is now at the dropped one's index.
+        slices[shapes[cheapest]] += slices[dropped]
+    return shapes
 
 
-def holding(size: int, vector: int, widest: int | None = None, most: int = _PARTS[-1]) -> tuple[int, int]:
-    """Lanes, up to ``widest``, and parts, up to ``most``, with the fewest idle lanes for a slice; the fewer parts if equal.
+def holding(
+    size: int, vector: int, widest: int | None = None, most: int = _PARTS[-1]
+) -> tuple[int, int]:
+    """The lanes and parts with the fewest idle lanes for a slice; the fewer parts if equal.
 
-    A thread loads at most ``vector`` elements of a part at a time. A slice too wide for that is a single part, whatever
+    A part has up to ``widest`` lanes, and a slice up to ``most`` parts. A thread loads at most
+    ``vector`` elements of a part at a time. A slice too wide for that is a single part, whatever
     ``widest``.
     """
-    found = [
-        (power_of_two(-(-size // parts)), parts) for parts in _PARTS if parts <= most and parts * vector <= _MOST_EACH
-    ]
-    held = [(lanes, parts) for lanes, parts in found if vector <= lanes <= (widest or lanes)]
-    return min(held, key=math.prod, default=(power_of_two(size), 1))
+    shapes = []
+    for parts in _PARTS:
+        lanes = power_of_two(-(-size // parts))
+        fits_registers = parts <= most and parts * vector <= _MOST_EACH
+        fits_threads = vector <= lanes <= (widest or lanes)
+        if fits_registers and fits_threads:
+            shapes.append((lanes, parts))
+    return min(shapes, key=math.prod, default=(power_of_two(size), 1))

@@ -1,0 +1,60 @@
+"""The records of an activation's call: its constants, and its dtypes, widths and functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ..core.activations import ACTIVATIONS, Activation
+from ..core.operator import Constants, Site
+
+__all__ = ["ActivationConstants", "ActivationSite", "Kind"]
+
+
+# "bias": activation(x + bias), dropped out. "glu": activation(gate) * up. "packed": the same, up
+# behind gate in x.
+Kind = Literal["bias", "glu", "packed"]
+
+
+@dataclass(frozen=True)
+class ActivationConstants(Constants):
+    """The constants of an activation's call: the kind of function, and the activation's name."""
+
+    kind: Kind
+    activation: str
+
+    def words(self) -> tuple[str, ...]:
+        """See `Constants`."""
+        return self.kind, self.activation
+
+    @classmethod
+    def read(cls, words: Sequence[str], numbers: Sequence[float]) -> ActivationConstants:
+        """See `Constants`."""
+        return cls(*words)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, eq=False)
+class ActivationSite(Site):
+    """The properties of an activation's call that stay the same from step to step.
+
+    Attributes:
+        y: the output's dtype.
+        vector: the site without a width, for an output whose elements depend on no column and no
+            position; else None.
+    """
+
+    y: torch.dtype
+    vector: ActivationSite | None
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of function."""
+        return self.constants.kind  # type: ignore[no-any-return]
+
+    @property
+    def activation(self) -> Activation:
+        """The activation's entry in the table."""
+        return ACTIVATIONS[self.constants.activation]
