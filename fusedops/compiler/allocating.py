@@ -1,4 +1,14 @@
-"""Functions that allocate a program's outputs and gradients: written as flat code, since each call runs them."""
+"""Write the functions that allocate a program's outputs and gradients.
+
+Each call runs one, so that they are compiled from flat source. For an output like the first input,
+and two numbers that are saved for each row, it is, on one line:
+
+    def allocate(tensors, saves):
+        return (
+            empty(tensors[0], torch.float32),
+            tensors[0].new_empty((2, tensors[0].shape[0]), dtype=torch.float32) if saves else None,
+        )
+"""
 
 from __future__ import annotations
 
@@ -20,43 +30,78 @@ Allocated = tuple[Tensor | None, ...]
 
 
 def output_allocator(program: Program) -> Callable[[Any, bool], Allocated]:
-    """From the inputs, and whether a backward follows, to the outputs, the intermediate, and the numbers of rows."""
+    """Return a function that allocates the outputs, the intermediate and the numbers of each row.
+
+    Its arguments are the inputs, and whether a backward follows.
+    """
     structure, plan = program.structure, program.plan
     first = f"tensors[{program.first}]"
-    sizes = {axis: f"tensors[{place}].shape[{dim}]" for axis, (_, place, dim) in program.dynamic.items()}
-    likes = [(operand.labels, f"tensors[{place}]") for place, operand in enumerate(structure.inputs)]
-    made = [_new(program, operand, first, sizes, likes) for operand in structure.outputs]
+    sizes = {
+        axis: f"tensors[{position}].shape[{dim}]"
+        for axis, (_, position, dim) in program.dynamic.items()
+    }
+    likes = [(operand.labels, f"tensors[{i}]") for i, operand in enumerate(structure.inputs)]
+    expressions = [_new(program, operand, first, sizes, likes) for operand in structure.outputs]
     if program.own:
         assert plan.intermediate_operand is not None
-        made.append(f"{_new(program, plan.intermediate_operand, first, sizes, likes)} if saves else None")
-    rows = " * ".join([sizes.get(axis, str(structure.sizes[axis])) for axis in structure.rows]) or "1"
-    stats = f"{first}.new_empty(({len(plan.stats)}, {rows}), dtype={program.acc}) if saves else None"
-    made.append(stats if plan.stats else "None")
-    return _function("tensors, saves", made)
+        intermediate = _new(program, plan.intermediate_operand, first, sizes, likes)
+        expressions.append(f"{intermediate} if saves else None")
+    if plan.stats:
+        rows = _product(program, structure.rows, sizes)
+        shape = f"({len(plan.stats)}, {rows})"
+        expressions.append(f"{first}.new_empty({shape}, dtype={program.acc}) if saves else None")
+    else:
+        expressions.append("None")
+    return _function("tensors, saves", expressions)
 
 
 def gradient_allocator(program: Program, output: int) -> Callable[[Any, Any], Allocated]:
-    """From the cotangent of an output, and which inputs need a gradient, to the gradients."""
+    """Return a function that allocates the gradients.
+
+    Its arguments are the cotangent of an output, and which inputs need a gradient.
+    """
     dims = program.dims_of(output)
     sizes = {axis: f"like.shape[{dims[axis]}]" for axis in program.dynamic}
     likes = [(program.operand(output).labels, "like")]
-    made = [f"{_new(program, operand, 'like', sizes, likes)} if needed[{place}] else None"
-            for place, operand in enumerate(program.structure.inputs)]  # fmt: skip
-    return _function("like, needed", made)
+    expressions = [
+        f"{_new(program, operand, 'like', sizes, likes)} if needed[{i}] else None"
+        for i, operand in enumerate(program.structure.inputs)
+    ]
+    return _function("like, needed", expressions)
 
 
-def _new(program: Program, operand: Operand, like: str, sizes: dict[int, str],
-         likes: Sequence[tuple[Any, str]]) -> str:  # fmt: skip
-    """An expression for a new tensor."""
-    same = next((name for labels, name in likes if labels == operand.labels), None)
-    if same is not None:
-        return f"empty({same}, {operand.dtype})"
-    shape = [" * ".join([sizes.get(axis, str(program.structure.sizes[axis])) for axis in label]) or "1"
-             for label in operand.labels]  # fmt: skip
-    return f"{like}.new_empty(({''.join(f'{size}, ' for size in shape)}), dtype={operand.dtype})"
+def _new(
+    program: Program,
+    operand: Operand,
+    like: str,
+    sizes: dict[int, str],
+    likes: Sequence[tuple[Any, str]],
+) -> str:
+    """Return an expression for a new tensor.
+
+    Args:
+        program: the program.
+        operand: the tensor's labels and dtype.
+        like: a tensor on the device.
+        sizes: the expressions of dynamic sizes.
+        likes: known tensors, with their labels. One with the operand's labels has its shape.
+    """
+    for labels, name in likes:
+        if labels == operand.labels:
+            return f"empty({name}, {operand.dtype})"
+    shape = "".join([f"{_product(program, label, sizes)}, " for label in operand.labels])
+    return f"{like}.new_empty(({shape}), dtype={operand.dtype})"
 
 
-def _function(parameters: str, made: Sequence[str]) -> Callable[..., Allocated]:
+def _product(program: Program, axes: Sequence[int], sizes: dict[int, str]) -> str:
+    """Return an expression for the product of the sizes of axes."""
+    factors = [sizes.get(axis, str(program.structure.sizes[axis])) for axis in axes]
+    return " * ".join(factors) or "1"
+
+
+def _function(parameters: str, expressions: Sequence[str]) -> Callable[..., Allocated]:
+    """Compile a function that returns the values of expressions."""
     namespace: dict[str, Any] = {"empty": empty, "torch": torch}
-    exec(f"def allocate({parameters}):\n    return ({''.join(f'{one}, ' for one in made)})", namespace)
+    results = "".join([f"{expression}, " for expression in expressions])
+    exec(f"def allocate({parameters}):\n    return ({results})", namespace)
     return namespace["allocate"]  # type: ignore[no-any-return]

@@ -1,8 +1,16 @@
-"""Axes of the tensors in a traced function: which dimensions are the same, and which are several in one.
+"""The axes of the tensors in a traced function.
 
-Every dimension of an input begins as an axis of its own. Operators that combine two tensors say that their dimensions
-are the same (`Axes.unify`); a view says that a dimension is several (`Axes.split`). What is left in the end are the
-axes of the whole function. A *label* is a dimension as a tuple of axes, the outermost first; () for one of size 1.
+Every dimension of an input begins as an axis of its own. Operators that combine two tensors unify
+their dimensions (`Axes.unify`); a view that splits a dimension splits its axis (`Axes.split`). The
+axes that remain in the end are those of the whole function.
+
+A *label* is a dimension as a tuple of axes, the outermost first; () for one of size 1. The labels
+of ``x``, with 64 columns, and ``y`` in ``x.view(n, 4, 16) * y[:, :, None]``:
+
+                  at first     after the view   after the product
+    x             (0,) (1,)    (0,) (4, 5)      (0,) (3, 5)          1 is split into 4 and 5
+    x.view(...)                (0,) (4,) (5,)   (0,) (3,) (5,)
+    y             (2,) (3,)    (2,) (3,)        (0,) (3,)            2 is 0, and 4 is 3
 """
 
 from __future__ import annotations
@@ -16,7 +24,8 @@ Label = tuple[int, ...]
 
 
 _ACROSS = (
-    "a view joins parts of two dimensions, or cuts through one; take it outside, and pass the result as an argument"
+    "a view joins parts of two dimensions, or cuts through one; take it outside, and pass the "
+    "result as an argument"
 )
 
 
@@ -25,15 +34,16 @@ class AxisError(Exception):
 
 
 class Axes:
-    """Axes by number, with what is known of them."""
+    """Axes by number: their sizes, which are the same, and into which others they are split."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
-        self._same: list[int] = []  # a forest: the same axis, nearer to its root
+        # A forest: an axis points to one that is the same, and a root to itself.
+        self._same: list[int] = []
         self._parts: dict[int, Label] = {}
 
     def new(self, size: int) -> Label:
-        """The label of a new dimension."""
+        """Return the label of a new dimension."""
         if size == 1:
             return ()
         self.sizes.append(size)
@@ -41,25 +51,28 @@ class Axes:
         return (len(self.sizes) - 1,)
 
     def leaves(self, label: Label) -> Label:
-        """The label in axes that are neither others nor split."""
-        found: list[int] = []
+        """Return the label in axes that are roots and not split."""
+        leaves: list[int] = []
         for axis in label:
             root = self._root(axis)
-            found += self.leaves(self._parts[root]) if root in self._parts else (root,)
-        return tuple(found)
+            leaves += self.leaves(self._parts[root]) if root in self._parts else (root,)
+        return tuple(leaves)
 
     def of(self, axes: Iterable[int]) -> Label:
-        """The leaves of a value's axes, each once."""
+        """Return the leaves of a value's axes, each once."""
         return tuple(dict.fromkeys(self.leaves(tuple(sorted(axes)))))
 
     def size(self, label: Label) -> int:
-        """Of the dimension."""
+        """Return the size of a dimension."""
         return math.prod([self.sizes[axis] for axis in label])
 
     def unify(self, one: Label, other: Label) -> None:
-        """Both labels are of the same dimension."""
-        if self.size(self.leaves(one)) != self.size(self.leaves(other)):
-            raise AxisError(f"dimensions of {self.size(self.leaves(one))} and {self.size(self.leaves(other))} meet")
+        """Make two labels the same dimension."""
+        one_size, other_size = self.size(self.leaves(one)), self.size(self.leaves(other))
+        if one_size != other_size:
+            raise AxisError(f"dimensions of {one_size} and {other_size} meet")
+        # From the outermost axis on, the first two that differ are made one; where their sizes
+        # differ, the larger one is split first, and its outer part meets the other one next.
         while True:
             first, second = self.leaves(one), self.leaves(other)
             pair = next(((a, b) for a, b in zip(first, second, strict=False) if a != b), None)
@@ -72,26 +85,27 @@ class Axes:
                 self._divide(large, self.sizes[small])
 
     def split(self, label: Label, sizes: Sequence[int]) -> list[Label]:
-        """The label of one dimension as several, of these sizes."""
+        """Return the label of one dimension as several, of these sizes."""
         rest = self.leaves(label)
-        found: list[Label] = []
+        labels: list[Label] = []
         for size in sizes:
-            taken: Label = ()
-            while self.size(taken) < size:
-                if not rest or size % self.size(taken):
+            part: Label = ()
+            while self.size(part) < size:
+                if not rest or size % self.size(part):
                     raise AxisError(_ACROSS)
-                axis, needed = rest[0], size // self.size(taken)
-                if self.sizes[axis] <= needed:
-                    if needed % self.sizes[axis]:
-                        raise AxisError(_ACROSS)
-                    taken, rest = (*taken, axis), rest[1:]
-                else:
+                axis, needed = rest[0], size // self.size(part)
+                # A larger axis is split, and the outer part of it taken in the next turn.
+                if self.sizes[axis] > needed:
                     self._divide(axis, needed)
                     rest = self.leaves(rest)
-            found.append(taken)
+                    continue
+                if needed % self.sizes[axis]:
+                    raise AxisError(_ACROSS)
+                part, rest = (*part, axis), rest[1:]
+            labels.append(part)
         if rest:
             raise AxisError(_ACROSS)
-        return found
+        return labels
 
     def _root(self, axis: int) -> int:
         while self._same[axis] != axis:
@@ -102,7 +116,8 @@ class Axes:
         """Split an axis in two, the outer one of this size."""
         if self.sizes[axis] % first:
             raise AxisError(
-                f"it takes {self.sizes[axis]} columns or rows apart in two ways, one of them into {first}, as where a tensor meets "
-                "itself in another order; pass one of the two as an argument"
+                f"it takes {self.sizes[axis]} columns or rows apart in two ways, one of them into "
+                f"{first}, as where a tensor meets itself in another order; pass one of the two as "
+                "an argument"
             )
         self._parts[axis] = (*self.new(first), *self.new(self.sizes[axis] // first))

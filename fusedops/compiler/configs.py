@@ -1,92 +1,161 @@
-"""Configs of generated kernels: heuristics from the columns and the bytes of an element, and the candidates to measure."""
+"""Configs of generated kernels: a heuristic, and the candidates to measure.
+
+The tuning key's variant holds, as text, how a program takes rows ("rows", "groups" or "tiles"), and
+the counts of sums, of parts of a row, and of whole tensors that are read or written.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ..core.tuning_key import Config, TuningKey, around, block_holding, fewest_warps, in_buckets, power_of_two
+from ..core.tuning_key import (
+    Config,
+    TuningKey,
+    around,
+    block_holding,
+    fewest_warps,
+    in_buckets,
+    power_of_two,
+)
 
 __all__ = ["candidates", "heuristic", "valid"]
 
 _LEAST_BLOCK = 512
-# The most values that a thread holds in a backward of one row a program, without spilling: sums, inputs and outputs.
+# The most values that a thread holds in a backward of one row a program, without spilling: sums,
+# inputs and outputs.
 _MOST_HELD = 200
+# Elements of a forward's thread, by whether rows are short, and whether there are many. On an H200
+# a forward of long rows is fastest with some 24, so that many programs run at a time.
+_SHORT_ROW = 512
+_FORWARD_ELEMENTS = {
+    (True, True): 32,
+    (True, False): 16,
+    (False, True): 24,
+    (False, False): 16,
+}
 
 
 def heuristic(key: TuningKey) -> Config:
-    """Whole rows a program: one of a thousand columns and more, several of fewer.
-
-    On an H200 a forward is fastest with some 24 elements of a row a thread, so that many programs run at a time. A
-    backward that sums over rows holds its sums: eight warps a multiprocessor, of at most 32 elements a thread, whose next
-    rows are on their way. A thread of 32 elements has registers for three sums of each column.
-    """
+    """Return a config with whole rows a program: one of a thousand columns and more, or several."""
     if _is_long(key):
         return _of_long_rows(key)
-    block, width = block_holding(key.cols), key.cols * _parts(key)
-    half = 2 if key.itemsize == 8 else 1  # fp64 takes two registers
     if key.variant[1] == "0 sums":
-        many = key.bucket >= 2
-        if width <= 512:
-            rows = max(1, (2048 if many else 512) // power_of_two(width))
-            return Config(block, rows, fewest_warps(rows * width, (32 if many else 16) // half, 32))
-        # Of one tensor in and one out a program has registers for two rows.
-        rows = 2 if many and _moved(key) <= 2 and width <= 8192 else 1
-        return Config(block, rows, fewest_warps(width, (24 if many else 16) // half, 32))
-    two = key.variant[0] == "rows" and half == 1 and power_of_two(width) == width and 1024 <= width <= 4096
-    rows = 2 if two else max(1, 1024 // power_of_two(width))
-    each = (32 if _sums(key) <= 3 * rows else 16) // half
-    warps = fewest_warps(rows * width, each, 16)
+        return _without_sums(key)
+    return _with_sums(key)
+
+
+def _without_sums(key: TuningKey) -> Config:
+    """Return the config of a forward, or of a backward that sums over no rows."""
+    block, width = block_holding(key.cols), _width(key)
+    is_short, are_many = width <= _SHORT_ROW, key.bucket >= 2
+    each = _FORWARD_ELEMENTS[is_short, are_many] // _registers(key)
+    if is_short:
+        elements = 2048 if are_many else 512
+        rows = max(1, elements // power_of_two(width))
+        return Config(block, rows, fewest_warps(rows * width, each, 32))
+    # With one tensor in and one out a program has registers for two rows.
+    has_room = _moved(key) <= 2 and width <= 8192
+    rows = 2 if are_many and has_room else 1
+    return Config(block, rows, fewest_warps(width, each, 32))
+
+
+def _with_sums(key: TuningKey) -> Config:
+    """Return the config of a backward that sums over rows, and holds its sums.
+
+    Eight warps a multiprocessor, with at most 32 elements a thread, load their next rows ahead. A
+    thread of 32 elements has registers for three sums of each column.
+    """
+    block, width = block_holding(key.cols), _width(key)
+    rows = 2 if _takes_two_rows(key) else max(1, 1024 // power_of_two(width))
+    elements = 32 if _sums(key) <= 3 * rows else 16
+    warps = fewest_warps(rows * width, elements // _registers(key), 16)
     lanes = block * _parts(key) // (32 * warps)  # of a thread, with the idle ones
-    if rows == 1 and warps <= 4 and block >= 64 * warps and lanes * (_sums(key) + _moved(key)) * half > _MOST_HELD:
+    held = lanes * (_sums(key) + _moved(key)) * _registers(key)
+    can_double = rows == 1 and warps <= 4 and block >= 64 * warps
+    if can_double and held > _MOST_HELD:
         warps *= 2
+    stages = 3 if width < 8192 else 2
     # Where much is spilled, ptxas may take half of the registers that there are.
-    return Config(block, rows, warps, 3 if width < 8192 else 2, max(8 // warps, 1), 128 if warps == 16 else 0)
+    max_registers = 128 if warps == 16 else 0
+    return Config(block, rows, warps, stages, max(8 // warps, 1), max_registers)
+
+
+def _takes_two_rows(key: TuningKey) -> bool:
+    """Whether two rows fit a program that sums: rows of a power of two columns, not of fp64."""
+    width = _width(key)
+    is_plain = key.variant[0] == "rows" and _registers(key) == 1
+    return is_plain and power_of_two(width) == width and 1024 <= width <= 4096
+
+
+def _width(key: TuningKey) -> int:
+    """Return the columns of all parts of a row."""
+    return key.cols * _parts(key)
+
+
+def _registers(key: TuningKey) -> int:
+    """Return the registers of an element: fp64 takes two."""
+    return 2 if key.itemsize == 8 else 1
 
 
 def _parts(key: TuningKey) -> int:
-    """Of a row, so many are unrolled."""
+    """Return how many parts of a row are unrolled."""
     return int(key.variant[2].split()[0])
 
 
 def _sums(key: TuningKey) -> int:
-    """Over rows, of each column."""
+    """Return how many sums over rows each column has."""
     return int(key.variant[1].split()[0]) // _parts(key)
 
 
 def _moved(key: TuningKey) -> int:
-    """Whole tensors that are read or written."""
+    """Return how many whole tensors are read or written."""
     return int(key.variant[3].split()[0]) // _parts(key)
 
 
 def _is_long(key: TuningKey) -> bool:
-    """Whether a program has a part of a row, or passes over it."""
+    """Whether a program has a tile of columns, or passes over a row tile by tile."""
     return key.variant[0] == "tiles" or "moments" in key.kernel
 
 
 def _of_long_rows(key: TuningKey) -> Config:
-    """Rows that are passed over tile by tile, or a tile of columns a program."""
+    """Return the config of passes tile by tile, or of a tile of columns a program."""
     if "moments" in key.kernel:
         return Config(4096, 1, 4, 4)
-    return Config(1024, 4, 4, 3, 4) if key.variant[1] != "0 sums" else Config(4096, 1, 4)
+    if key.variant[1] == "0 sums":
+        return Config(4096, 1, 4)
+    return Config(1024, 4, 4, 3, 4)
 
 
 def candidates(key: TuningKey) -> list[Config]:
-    """The heuristic's config, those of other buckets, and their neighbours."""
-    found = {heuristic(key): None}
+    """Return the heuristic's config, those of other buckets, and their neighbours."""
+    configs = {heuristic(key): None}
     for config in in_buckets(heuristic, key):
-        for near in around(config) if config.per_sm else _near(config):
-            found[near] = None
-    return list(found)
+        neighbours = around(config) if config.per_sm else _near(config)
+        configs |= dict.fromkeys(neighbours)
+    return list(configs)
+
+
+# Factors of rows and warps of the configs near another.
+_FACTORS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (1, 0.5), (0.5, 0.5)]
 
 
 def _near(config: Config) -> list[Config]:
-    tries = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (1, 0.5), (0.5, 0.5)]
-    found = [replace(config, rows=int(config.rows * rows), warps=int(config.warps * warps)) for rows, warps in tries]
+    near = []
+    for row_factor, warp_factor in _FACTORS:
+        rows, warps = int(config.rows * row_factor), int(config.warps * warp_factor)
+        near.append(replace(config, rows=rows, warps=warps))
     if config.stages > 1:
-        found += [replace(config, stages=stages) for stages in (config.stages - 1, config.stages - 2)]
-    return [near for near in found if near.rows >= 1 and 1 <= near.warps <= 32 and near.stages >= 1]
+        near.append(replace(config, stages=config.stages - 1))
+        near.append(replace(config, stages=config.stages - 2))
+    return [one for one in near if _is_possible(one)]
+
+
+def _is_possible(config: Config) -> bool:
+    return min(config.rows, config.stages, config.warps) >= 1 and config.warps <= 32
 
 
 def valid(key: TuningKey, config: Config) -> bool:
     """Whether a row is whole in the block, with few idle lanes."""
-    return config.block_n >= _LEAST_BLOCK if _is_long(key) else config.block_n == block_holding(key.cols)
+    if _is_long(key):
+        return config.block_n >= _LEAST_BLOCK
+    return config.block_n == block_holding(key.cols)

@@ -1,4 +1,4 @@
-"""Device functions that row-wise functions call, beside those of `fusedops.core.device`."""
+"""Device functions of generated kernels, in addition to those of `fusedops.core.device`."""
 
 import triton
 import triton.language as tl
@@ -6,27 +6,31 @@ import triton.language as tl
 
 @triton.jit
 def log1p(x):
-    """The logarithm of 1 + x, exact for small x (Kahan): the rounding of 1 + x is divided out."""
+    """Return the logarithm of 1 + x, exact for small x (Kahan).
+
+    The rounding error of 1 + x is divided out.
+    """
     u = 1.0 + x
     return tl.where((u == 1.0) | (u == float("inf")), x, tl.log(u) * (x / (u - 1.0)))
 
 
 @triton.jit
 def fmod(x, y):
-    """C's ``fmod``, while the quotient has no more bits than the dtype.
+    """Return C's ``fmod``, for quotients that have no more bits than the dtype.
 
-    The GPU's remainder divides with rounding. Where that gives the next whole number, the remainder has the other sign, and
-    is one divisor off.
+    The GPU's remainder divides with rounding. Where that gives the next whole number, the remainder
+    has the other sign, and is one divisor off.
     """
     rest = x % y
     passed = (rest != 0.0) & ((rest < 0.0) != (x < 0.0))
     rest = tl.where(passed, rest + tl.where(x < 0.0, -tl.abs(y), tl.abs(y)), rest)
+    # A remainder of zero has the sign of x.
     return tl.where(rest == 0.0, x * 0.0, rest)
 
 
 @triton.jit
 def expm1(x):
-    """exp(x) - 1, exact for small x (Kahan)."""
+    """Return exp(x) - 1, exact for small x (Kahan)."""
     u = tl.exp(x)
     near = (u - 1.0) * (x / tl.log(u))
     return tl.where(u == 1.0, x, tl.where(tl.abs(x) > 0.7, u - 1.0, near))
@@ -34,7 +38,7 @@ def expm1(x):
 
 @triton.jit
 def xlogy(x, y):
-    """``x log(y)``: zero for a zero x, unless y is NaN."""
+    """Return ``x log(y)``: zero for a zero x, unless y is NaN."""
     return tl.where(y != y, y, tl.where(x == 0.0, 0.0, x * tl.log(y)))
 
 
@@ -45,51 +49,62 @@ def _larger(one, other):
 
 @triton.jit
 def largest(x):
-    """The largest element of each row; NaN where there is one, as in PyTorch."""
+    """Return the largest element of each row; NaN if the row has one, as in PyTorch."""
     return tl.reduce(x, 1, _larger, keep_dims=True)
 
 
 @triton.jit
 def negative_zero(ACC: tl.constexpr):
-    """-0.0, which no constant is: Triton takes every zero for the positive one."""
+    """Return -0.0, which cannot be a constant: Triton takes every zero for the positive one."""
     return tl.full((1, 1), 0.0, ACC) * -1.0
 
 
 @triton.jit
 def _power_of_positive(x, y):
-    """``x ** y`` of positive finite numbers, in fp32 as exact as the logarithm of a mantissa.
+    """Return ``x ** y`` of positive finite numbers, in fp32 as exact as a mantissa's logarithm.
 
-    The exponent of x is multiplied in two parts, of which the larger is exact: rounding the whole logarithm would cost as many
-    units as the result has powers of two.
+    With ``x = mantissa * 2**exponent`` the result is ``2**(y * (exponent + log2(mantissa)))``. The
+    exponent is multiplied in two parts, of which the larger is exact: rounding the whole logarithm
+    would cost as many units as the result has powers of two.
     """
     if x.dtype == tl.float64:
         return tl.exp(y * tl.log(x))
     else:
+        # Subnormal numbers are scaled by 2**24, to have a whole mantissa.
         small = x < 1.1754943508222875e-38
         bits = tl.where(small, x * 16777216.0, x).to(tl.int32, bitcast=True)
+        # In [1, 2); from the square root of two on it is halved, so that its logarithm is small.
         mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
         high = mantissa > 1.4142135
-        exponent = ((bits >> 23) - 127 + tl.where(high, 1, 0) - tl.where(small, 24, 0)).to(tl.float32)
+        exponent = ((bits >> 23) - 127 + tl.where(high, 1, 0) - tl.where(small, 24, 0)).to(
+            tl.float32
+        )
         # Beyond this the power of any number but one is zero or infinite.
         y = tl.minimum(tl.maximum(y, -1e12), 1e12)
+        # y with a mantissa of 16 bits: its product with the exponent, of at most 8 bits, is exact.
         coarse = (y.to(tl.int32, bitcast=True) & -256).to(tl.float32, bitcast=True)
         product = coarse * exponent
         whole = tl.floor(product + 0.5)
-        rest = (product - whole) + ((y - coarse) * exponent + y * tl.log2(tl.where(high, mantissa * 0.5, mantissa)))
+        rest = (product - whole) + (
+            (y - coarse) * exponent + y * tl.log2(tl.where(high, mantissa * 0.5, mantissa))
+        )
         more = tl.floor(rest + 0.5)
         whole = tl.minimum(tl.maximum(whole + more, -400.0), 400.0)
+        # Two factors, because 2**whole alone may be out of range where the result is not.
         half = tl.floor(whole * 0.5)
         return tl.exp2(rest - more) * tl.exp2(half) * tl.exp2(whole - half)
 
 
 @triton.jit
 def power(x, y):
-    """``x ** y`` as C's ``pow`` has it."""
+    """Return ``x ** y``, with the special cases of C's ``pow``."""
     size = tl.abs(x)
     zero, infinite = size == 0.0, size == float("inf")
     inside = _power_of_positive(tl.where(zero | infinite, 1.0, size).to(x.dtype), y)
     found = tl.where(zero, tl.where(y > 0.0, 0.0, float("inf")), inside)
     found = tl.where(infinite, tl.where(y > 0.0, float("inf"), 0.0), found)
+    # Odd powers of negative numbers, and of -0.0, are negative. Powers of negative numbers with
+    # fractional exponents are NaN.
     endless = tl.abs(y) == float("inf")
     is_whole = (tl.floor(y) == y) & ~endless
     is_odd = is_whole & (tl.floor(y * 0.5) * 2.0 != y)

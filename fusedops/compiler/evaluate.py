@@ -1,8 +1,12 @@
-"""A graph computed by PyTorch's operators: for second derivatives, for devices without kernels, and to check kernels."""
+"""Evaluation of a graph by PyTorch's operators.
+
+For second derivatives, for devices without kernels, and to check kernels.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,104 +15,159 @@ from torch import Tensor
 from ..core.activations import ACTIVATIONS
 from ..core.function import vjp
 from .ir import Node, derived_of, value_of
-from .structure import Operand, Part, Structure
+from .structure import Operand, Part, Structure, within, without
 
 __all__ = ["assembled", "evaluate", "part_of"]
 
 _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
-    "neg": torch.neg, "exp": torch.exp, "exp2": torch.exp2, "log2": torch.log2,
-    "log": torch.log, "log1p": torch.log1p, "expm1": torch.expm1, "sqrt": torch.sqrt,
-    "rsqrt": torch.rsqrt, "reciprocal": torch.reciprocal, "abs": torch.abs, "sign": torch.sign, "sin": torch.sin,
-    "cos": torch.cos, "erf": torch.erf, "floor": torch.floor, "ceil": torch.ceil, "not": torch.logical_not,
+    "neg": torch.neg,
+    "exp": torch.exp,
+    "exp2": torch.exp2,
+    "log2": torch.log2,
+    "log": torch.log,
+    "log1p": torch.log1p,
+    "expm1": torch.expm1,
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "reciprocal": torch.reciprocal,
+    "abs": torch.abs,
+    "sign": torch.sign,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "erf": torch.erf,
+    "floor": torch.floor,
+    "ceil": torch.ceil,
+    "not": torch.logical_not,
     "isnan": torch.isnan,
     "detached": torch.Tensor.detach,
     "narrowed": lambda x: x,
-    # In a backward's graph these are values like others: that they are constants is already in it.
+    # A backward's graph has no gradients for these already: here they are values like others.
     "constant_to_gradients": lambda x: x,
     **{name: activation.formula for name, activation in ACTIVATIONS.items()},
-}  # fmt: skip
+}
 _BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
-    "power": torch.pow, "fmod": torch.fmod, "xlogy": torch.xlogy,
+    "power": torch.pow,
+    "fmod": torch.fmod,
+    "xlogy": torch.xlogy,
     "quotient": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
-    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "maximum": torch.maximum,
-    "minimum": torch.minimum, "and": torch.logical_and, "or": torch.logical_or, "xor": torch.logical_xor,
-    "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge, "eq": torch.eq, "ne": torch.ne,
-}  # fmt: skip
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "and": torch.logical_and,
+    "or": torch.logical_or,
+    "xor": torch.logical_xor,
+    "lt": torch.lt,
+    "le": torch.le,
+    "gt": torch.gt,
+    "ge": torch.ge,
+    "eq": torch.eq,
+    "ne": torch.ne,
+}
 _DTYPES = {"int": torch.int64, "bool": torch.bool}
 
 
 def part_of(structure: Structure, operand: Operand, tensor: Tensor, part: Part) -> Tensor:
-    """A part of a tensor, with a dimension for each row and column axis, of size 1 where it has none."""
-    flat = tensor.reshape([structure.sizes[axis] if axis not in structure.rows else _size(operand, tensor, axis, structure)
-                           for axis in operand.axes])  # fmt: skip
+    """Return a part of a tensor, with a dimension for each row and column axis.
+
+    A dimension along which the tensor does not vary has size 1::
+
+        (batch, 3 heads, 64), head 1 -> (batch, 64)
+        (64,)                        -> (1, 64)
+    """
+    sizes = [_size(structure, operand, tensor, axis) for axis in operand.axes]
+    flat = tensor.reshape(sizes)
     axes = list(operand.axes)
-    for axis, place in part:
-        flat = flat.select(axes.index(axis), place)
+    for axis, index in part:
+        flat = flat.select(axes.index(axis), index)
         axes.remove(axis)
-    order = [axis for axis in (*structure.rows, *structure.columns) if axis in axes]
-    flat = flat.permute([axes.index(axis) for axis in order])
-    for at, axis in enumerate((*structure.rows, *structure.columns)):
+    full_order = (*structure.rows, *structure.columns)
+    flat = flat.permute([axes.index(axis) for axis in within(full_order, axes)])
+    for dim, axis in enumerate(full_order):
         if axis not in axes:
-            flat = flat.unsqueeze(at)
+            flat = flat.unsqueeze(dim)
     return flat
 
 
-def _size(operand: Operand, tensor: Tensor, axis: int, structure: Structure) -> int:
-    """Of a row axis, from the dimension that it is in."""
-    place = next(place for place, label in enumerate(operand.labels) if axis in label)
-    size = tensor.shape[place]
-    return size if len(operand.labels[place]) == 1 else structure.sizes[axis]
+def _size(structure: Structure, operand: Operand, tensor: Tensor, axis: int) -> int:
+    """Return the size of an axis: of a row axis that is a dimension, the tensor's own."""
+    if axis in structure.rows:
+        for dim, label in enumerate(operand.labels):
+            if label == (axis,):
+                return tensor.shape[dim]
+    return structure.sizes[axis]
 
 
-def assembled(structure: Structure, operand: Operand, parts: Mapping[Part, Tensor], shape: Iterable[int]) -> Tensor:
-    """The inverse of `part_of`: a tensor of its parts."""
+def assembled(
+    structure: Structure, operand: Operand, parts: Mapping[Part, Tensor], shape: Iterable[int]
+) -> Tensor:
+    """Return a tensor of its parts: the inverse of `part_of`.
+
+    Parts have all row and column axes. Those that the tensor does not have are removed, and the
+    unrolled ones become dimensions::
+
+        3 x (batch, 64) -> (3 heads, batch, 64) -> (batch, 3 heads, 64)
+    """
     shape = tuple(shape)
-    order = [*structure.rows, *structure.columns]
+    full_order = [*structure.rows, *structure.columns]
     sizes = {axis: structure.sizes[axis] for axis in operand.axes}
-    for place, label in enumerate(operand.labels):
+    for dim, label in enumerate(operand.labels):
         if len(label) == 1:
-            sizes[label[0]] = shape[place]
-    unrolled = [axis for axis in structure.unrolled if axis in operand.axes]
-    rolled = [axis for axis in operand.axes if axis not in unrolled]
-    values = [value.expand([sizes.get(axis, 1) for axis in order]) for value in parts.values()]
-    whole = torch.stack(values) if unrolled else values[0].unsqueeze(0)
-    whole = whole.squeeze(tuple([1 + at for at, axis in enumerate(order) if axis not in rolled]))
-    whole = whole.reshape([sizes[axis] for axis in unrolled] + [sizes[axis] for axis in order if axis in rolled])
-    have = unrolled + [axis for axis in order if axis in rolled]
-    return whole.permute([have.index(axis) for axis in operand.axes]).reshape(shape)
+            sizes[label[0]] = shape[dim]
+    unrolled = within(structure.unrolled, operand.axes)
+    rolled = within(full_order, without(operand.axes, unrolled))
+    full_shape = [sizes.get(axis, 1) for axis in full_order]
+    values = [value.expand(full_shape) for value in parts.values()]
+    stacked = torch.stack(values) if unrolled else values[0].unsqueeze(0)
+    # Dimension 0 is that of the parts.
+    absent = without(full_order, rolled)
+    stacked = stacked.squeeze(tuple([1 + full_order.index(axis) for axis in absent]))
+    axes = [*unrolled, *rolled]
+    stacked = stacked.reshape([sizes[axis] for axis in axes])
+    return stacked.permute([axes.index(axis) for axis in operand.axes]).reshape(shape)
 
 
-def evaluate(structure: Structure, roots: Iterable[Node], leaves: Callable[[Node], Tensor | None],
-             dtype: torch.dtype, device: torch.device, sizes: Sequence[int]) -> dict[Node, Tensor]:  # fmt: skip
-    """The values of the roots, and of all that they are computed of.
+def evaluate(
+    structure: Structure,
+    roots: Iterable[Node],
+    leaves: Callable[[Node], Tensor | None],
+    dtype: torch.dtype,
+    device: torch.device,
+    sizes: Sequence[int],
+) -> dict[Node, Tensor]:
+    """Return the values of the roots, and of all that they are computed of.
 
     Args:
         structure: the function.
-        roots: what is wanted.
-        leaves: the values of nodes that are not to be computed, and of leaves; None for all others.
+        roots: the nodes whose values are wanted.
+        leaves: the values of leaves, and of nodes that are not to be computed; None for others.
         dtype: of floating-point values.
-        device: of all.
+        device: of all values.
         sizes: of the axes.
     """
-    order = (*structure.rows, *structure.columns)
-    found: dict[Node, Tensor] = {}
-    for node in topological_until(roots, leaves, found):
-        if node not in found:
-            found[node] = _computed(node, [found[arg] for arg in derived_of(node)], order, sizes, device, dtype)
-    return found
+    values: dict[Node, Tensor] = {}
+    evaluation = _Evaluation((*structure.rows, *structure.columns), sizes, device, dtype)
+    for node in topological_until(roots, leaves, values):
+        if node not in values:
+            args = [values[arg] for arg in derived_of(node)]
+            values[node] = evaluation.computed(node, args)
+    return values
 
 
-def topological_until(roots: Iterable[Node], leaves: Callable[[Node], Tensor | None],
-                      found: dict[Node, Tensor]) -> list[Node]:  # fmt: skip
-    """The nodes to compute, arguments first; leaves go to ``found``."""
+def topological_until(
+    roots: Iterable[Node], leaves: Callable[[Node], Tensor | None], values: dict[Node, Tensor]
+) -> list[Node]:
+    """Return the nodes to compute, arguments first; the values of leaves are put in ``values``."""
     order: dict[Node, None] = {}
 
     def visit(node: Node) -> None:
-        if node in order or node in found:
+        if node in order or node in values:
             return
         value = leaves(node)
         if value is not None:
-            found[node] = value
+            values[node] = value
             return
         for arg in derived_of(node):
             visit(arg)
@@ -119,48 +178,117 @@ def topological_until(roots: Iterable[Node], leaves: Callable[[Node], Tensor | N
     return list(order)
 
 
-def _computed(node: Node, args: list[Tensor], order: tuple[int, ...], sizes: Sequence[int], device: torch.device,
-              dtype: torch.dtype) -> Tensor:  # fmt: skip
-    op = node.op
-    if op == "const":
-        kind = dtype if node.kind == "float" else _DTYPES[node.kind]
-        return torch.full((1,) * len(order), value_of(node), dtype=kind, device=device)
-    if op == "iota":
-        shape = [sizes[axis] if axis == node.attrs[0] else 1 for axis in order]
-        return torch.arange(sizes[node.attrs[0]], device=device).view(shape)
-    if op == "cast":
-        return args[0].to(dtype if node.kind == "float" else _DTYPES[node.kind])
-    if op in ("round", "rounded"):
-        return args[0].to(node.attrs[0] if op == "round" else getattr(torch, node.attrs[0])).to(dtype)
-    if op == "instead":
-        return args[0] if len(args) == 1 else _instead(*torch.broadcast_tensors(*args))
-    if op == "root":
-        return torch.where(args[0] == 0.0, 0.0, torch.where(args[0] == 0.0, 1.0, args[0]).sqrt())
-    if op == "pow":
+@dataclass(frozen=True)
+class _Evaluation:
+    """How nodes are computed.
+
+    Attributes:
+        order: the axes of all values' dimensions.
+        sizes: of the axes.
+        device: of all values.
+        dtype: of floating-point values.
+    """
+
+    order: tuple[int, ...]
+    sizes: Sequence[int]
+    device: torch.device
+    dtype: torch.dtype
+
+    def computed(self, node: Node, args: list[Tensor]) -> Tensor:
+        """Return a node's value, of those of its arguments."""
+        method = _METHODS.get(node.op)
+        if method is not None:
+            return method(self, node, args)
+        if node.op.startswith("d:"):
+            return _derivative(ACTIVATIONS[node.op[2:]].formula, args[0])
+        if node.op in _UNARY:
+            return _UNARY[node.op](*args)
+        return _BINARY[node.op](*args)
+
+    def _const(self, node: Node, args: list[Tensor]) -> Tensor:
+        shape = (1,) * len(self.order)
+        dtype = self._dtype_of(node)
+        return torch.full(shape, value_of(node), dtype=dtype, device=self.device)
+
+    def _iota(self, node: Node, args: list[Tensor]) -> Tensor:
+        return self._index(node.attrs[0])
+
+    def _cast(self, node: Node, args: list[Tensor]) -> Tensor:
+        return args[0].to(self._dtype_of(node))
+
+    def _round(self, node: Node, args: list[Tensor]) -> Tensor:
+        return args[0].to(node.attrs[0]).to(self.dtype)
+
+    def _rounded(self, node: Node, args: list[Tensor]) -> Tensor:
+        return args[0].to(getattr(torch, node.attrs[0])).to(self.dtype)
+
+    def _instead(self, node: Node, args: list[Tensor]) -> Tensor:
+        if len(args) == 1:
+            return args[0]
+        return _instead(*torch.broadcast_tensors(*args))
+
+    def _root(self, node: Node, args: list[Tensor]) -> Tensor:
+        # The derivative of the square root is infinite at zero: it is taken of one there.
+        is_zero = args[0] == 0.0
+        return torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, args[0]).sqrt())
+
+    def _pow(self, node: Node, args: list[Tensor]) -> Tensor:
         return torch.pow(args[0], node.attrs[0])
-    if op == "where":
+
+    def _where(self, node: Node, args: list[Tensor]) -> Tensor:
         return torch.where(*args)  # type: ignore[return-value]
-    if op == "pick":
+
+    def _pick(self, node: Node, args: list[Tensor]) -> Tensor:
         (axis,) = node.attrs[0]
-        shape = [sizes[axis] if a == axis else 1 for a in order]
-        places = torch.arange(sizes[axis], device=device).view(shape)
-        return torch.where(places == args[1], args[0], 0).sum(order.index(axis), keepdim=True)
-    if op in ("sum", "amax"):
-        dims = [order.index(axis) for axis in node.attrs[0]]
-        return args[0].sum(dims, keepdim=True) if op == "sum" else args[0].amax(dims, keepdim=True)
-    if op.startswith("d:"):
-        return _derivative(ACTIVATIONS[op[2:]].formula, args[0])
-    return _UNARY[op](*args) if op in _UNARY else _BINARY[op](*args)
+        # Zero where the index is out of range, as in kernels: `torch.gather` would raise.
+        picked = torch.where(self._index(axis) == args[1], args[0], 0)
+        return picked.sum(self.order.index(axis), keepdim=True)
+
+    def _sum(self, node: Node, args: list[Tensor]) -> Tensor:
+        return args[0].sum(self._dims(node), keepdim=True)
+
+    def _amax(self, node: Node, args: list[Tensor]) -> Tensor:
+        return args[0].amax(self._dims(node), keepdim=True)
+
+    def _dims(self, node: Node) -> list[int]:
+        return [self.order.index(axis) for axis in node.attrs[0]]
+
+    def _dtype_of(self, node: Node) -> torch.dtype:
+        if node.kind == "float":
+            return self.dtype
+        return _DTYPES[node.kind]
+
+    def _index(self, axis: int) -> Tensor:
+        """Return the index along an axis, which broadcasts along the others."""
+        shape = [1] * len(self.order)
+        shape[self.order.index(axis)] = self.sizes[axis]
+        return torch.arange(self.sizes[axis], device=self.device).view(shape)
 
 
-def _instead(value: Tensor, standing: Tensor) -> Tensor:
-    """The value, with the derivative of ``standing``."""
-    found = standing.clone()
+_METHODS: dict[str, Callable[[_Evaluation, Node, list[Tensor]], Tensor]] = {
+    "const": _Evaluation._const,
+    "iota": _Evaluation._iota,
+    "cast": _Evaluation._cast,
+    "round": _Evaluation._round,
+    "rounded": _Evaluation._rounded,
+    "instead": _Evaluation._instead,
+    "root": _Evaluation._root,
+    "pow": _Evaluation._pow,
+    "where": _Evaluation._where,
+    "pick": _Evaluation._pick,
+    "sum": _Evaluation._sum,
+    "amax": _Evaluation._amax,
+}
+
+
+def _instead(value: Tensor, substitute: Tensor) -> Tensor:
+    """Return the value, with the derivative of ``substitute``."""
+    result = substitute.clone()
     with torch.no_grad():
-        return found.copy_(value)
+        return result.copy_(value)
 
 
 def _derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    found = vjp(lambda inner: (function(inner),), (x,), (torch.ones_like(x),), (True,))[0]
-    assert found is not None
-    return found
+    gradient = vjp(lambda inner: (function(inner),), (x,), (torch.ones_like(x),), (True,))[0]
+    assert gradient is not None
+    return gradient

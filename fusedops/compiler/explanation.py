@@ -1,4 +1,4 @@
-"""What runs for a call of a row-wise function, in words and numbers."""
+"""Describe what runs for a call of a row-wise function."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Explanation", "KernelExplanation", "explained"]
 
+_ALTERNATIVES = (
+    "alternatives, the first of which is chosen, in bytes of a row written and read again, and held"
+)
+
 
 @dataclass(frozen=True)
 class KernelExplanation:
@@ -32,7 +36,8 @@ class KernelExplanation:
         config: the launch parameters.
         origin: the source of the config: the cache, the shipped table or a heuristic.
         moved: the bytes per row that the kernel reads from and writes to full tensors.
-        usage: registers and spilled bytes per thread; None on devices where kernels are not compiled.
+        usage: registers and spilled bytes per thread; None on devices where kernels are not
+            compiled.
     """
 
     name: str
@@ -43,14 +48,16 @@ class KernelExplanation:
     usage: Usage | None
 
     def cells(self) -> tuple[str, ...]:
-        """Of a table."""
-        usage = "" if self.usage is None else f"{self.usage.registers} registers, {self.usage.spills} bytes spilled"
+        """Return the kernel's row of a table."""
+        usage = ""
+        if self.usage is not None:
+            usage = f"{self.usage.registers} registers, {self.usage.spills} bytes spilled"
         return self.name, f"{self.moved} bytes of a row", f"{self.config} ({self.origin})", usage
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What runs for a call.
+    """A description of what runs for a call.
 
     Attributes:
         function: the function's name.
@@ -58,11 +65,13 @@ class Explanation:
         rows: the number of rows.
         columns: the number of columns in each part of a row.
         parts: the number of equal parts into which a row is split; 1 if it is not split.
-        tensors: the name and dtype of each input and output, and the dimensions along which it varies.
+        tensors: the name and dtype of each input and output, and the dimensions along which it
+            varies.
         saved: the tensors that are saved for the backward.
-        alternatives: the intermediate results that could be saved for the backward, the best first, with their cost in
-            bytes per row.
-        kernels: the kernels of a call in which every input needs a gradient, in the order in which they run.
+        alternatives: the intermediate results that could be saved for the backward, the best first,
+            with their cost in bytes per row.
+        kernels: the kernels of a call in which every input needs a gradient, in the order in which
+            they run.
     """
 
     function: str
@@ -79,45 +88,63 @@ class Explanation:
         if self.reason:
             return f"{self.function} runs as it is: {self.reason}"
         parts = f" in {self.parts} parts" if self.parts > 1 else ""
+        columns = self.columns * self.parts
         lines = [
-            f"{self.function} runs as kernels, on rows of {self.columns * self.parts} columns{parts}",
+            f"{self.function} runs as kernels, on rows of {columns} columns{parts}",
             "",
             "tensors",
+            *_table(self.tensors),
+            "",
+            f"saved for the backward: {', '.join(self.saved) or 'nothing'}",
+            "",
+            _ALTERNATIVES,
+            *_table(list(map(_cells_of, self.alternatives[:6]))),
+            "",
+            "kernels",
+            *_table([kernel.cells() for kernel in self.kernels]),
         ]
-        lines += _table(self.tensors)
-        lines += ["", f"saved for the backward: {', '.join(self.saved) or 'nothing'}", "",
-                  "alternatives, the first of which is chosen, in bytes of a row written and read again, and held"]  # fmt: skip
-        best = self.alternatives[:6]
-        lines += _table([(a.name or "inputs alone", f"{a.moved} moved", f"{a.held} held",
-                          f"{a.operators} operators recomputed") for a in best])  # fmt: skip
-        return "\n".join([*lines, "", "kernels", *_table([k.cells() for k in self.kernels])])
+        return "\n".join(lines)
 
 
-def _table(rows: object) -> list[str]:
-    texts = [tuple(map(str, row)) for row in rows]  # type: ignore[attr-defined]
-    widths = [max(len(row[i]) for row in texts) for i in range(len(texts[0]))] if texts else []
-    return [
-        "  " + "  ".join([text.ljust(width) for text, width in zip(row, widths, strict=True)]).rstrip() for row in texts
-    ]
+def _cells_of(alternative: Alternative) -> tuple[str, ...]:
+    """Return an alternative's row of a table."""
+    return (
+        alternative.name or "inputs alone",
+        f"{alternative.moved} moved",
+        f"{alternative.held} held",
+        f"{alternative.operators} operators recomputed",
+    )
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return the lines of a table with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines: list[str] = []
+    for row in rows:
+        cells = map(str.ljust, row, widths)
+        lines.append("  " + "  ".join(cells).rstrip())
+    return lines
 
 
 def explained(program: Program, tensors: Sequence[Tensor]) -> Explanation:
-    """What runs for a call of a program with these tensors."""
-    structure, plan, sizes = program.structure, program.plan, program.sizes_of(tensors)
-    operands = [(operand.name, str(operand.dtype).removeprefix("torch."), _class_of(program, operand.axes))
-               for operand in (*structure.inputs, *structure.outputs)]  # fmt: skip
-    saved = [structure.inputs[place].name for place in plan.saved_inputs]
-    if plan.intermediate_operand is not None:
-        whose = "the output " if plan.intermediate_output >= 0 else ""
-        saved.append(
-            f"{whose}{plan.intermediate_operand.name} ({str(plan.intermediate_operand.dtype).removeprefix('torch.')})"
+    """Return what runs for a call of a program with these tensors."""
+    structure, sizes = program.structure, program.sizes_of(tensors)
+    operands = [
+        (operand.name, _name_of(operand.dtype), _variation(program, operand.axes))
+        for operand in (*structure.inputs, *structure.outputs)
+    ]
+    index = _device_index(tensors[0].device)
+    kernels = [
+        KernelExplanation(
+            request.kernel.fn.__name__,
+            key,
+            request.config,
+            tuning.source(key, index),
+            moved,
+            _usage(request, index),
         )
-    if plan.stats:
-        saved.append(f"{len(plan.stats)} number{'s' if len(plan.stats) > 1 else ''} of each row")
-    device = next(t.device for t in tensors)
-    index = -1 if launch.interpreting() or device.type != "cuda" else device.index or torch.cuda.current_device()
-    kernels = [KernelExplanation(request.kernel.fn.__name__, key, request.config, tuning.source(key, index), moved,
-                                 _usage(request, index)) for key, request, moved in chosen(program, index, tensors)]  # fmt: skip
+        for key, request, moved in chosen(program, index, tensors)
+    ]
     return Explanation(
         program.op,
         "",
@@ -125,25 +152,55 @@ def explained(program: Program, tensors: Sequence[Tensor]) -> Explanation:
         structure.cols,
         structure.parts_of_row,
         tuple(operands),
-        tuple(saved),
-        plan.alternatives,
+        tuple(_saved(program)),
+        program.plan.alternatives,
         tuple(kernels),
     )
 
 
+def _saved(program: Program) -> list[str]:
+    """Return descriptions of the tensors that are saved for the backward."""
+    plan = program.plan
+    saved = [program.structure.inputs[i].name for i in plan.saved_inputs]
+    operand = plan.intermediate_operand
+    if operand is not None:
+        prefix = "the output " if plan.intermediate_output >= 0 else ""
+        saved.append(f"{prefix}{operand.name} ({_name_of(operand.dtype)})")
+    if plan.stats:
+        plural = "s" if len(plan.stats) > 1 else ""
+        saved.append(f"{len(plan.stats)} number{plural} of each row")
+    return saved
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _device_index(device: torch.device) -> int:
+    """Return a GPU's index; -1 for the interpreter."""
+    if launch.interpreting() or device.type != "cuda":
+        return -1
+    return device.index or torch.cuda.current_device()
+
+
 def _usage(request: launch.Request, device_index: int) -> Usage | None:
+    """Return the registers of a compiled kernel; None where kernels are not compiled."""
     if device_index < 0 or not compat.compiles_ahead():
         return None
     return usage_of(launch.compile_fitting(request, launch.shared_memory(device_index)))
 
 
-def _class_of(program: Program, axes: tuple[int, ...]) -> str:
-    """Along what a tensor varies."""
+def _variation(program: Program, axes: tuple[int, ...]) -> str:
+    """Return the dimensions along which a tensor varies."""
     structure = program.structure
     rows = tuple([axis for axis in axes if axis in structure.rows])
-    columns = any(axis not in structure.rows for axis in axes)
+    has_columns = len(rows) < len(axes)
     if not rows:
-        return "columns" if columns else "one number"
-    others = "groups of rows" if rows == program.group else "some rows, by index"
-    what = "rows" if rows == structure.rows else others
-    return f"{what} and columns" if columns else what
+        return "columns" if has_columns else "one number"
+    if rows == structure.rows:
+        name = "rows"
+    elif rows == program.group:
+        name = "groups of rows"
+    else:
+        name = "some rows, by index"
+    return f"{name} and columns" if has_columns else name

@@ -1,8 +1,9 @@
 """Checks of structures that were read from a file.
 
-A structure becomes the source of kernels, which is executed. So its words are checked before: operators come from the
-table, with their number of arguments; values are computed of earlier ones; axes, parts and numbers are in range; names are
-identifiers. Nothing that passes can be more than a row-wise function.
+A structure becomes the source of kernels, which is executed. So its words are checked first:
+operators are in the table, with their number of arguments; the arguments of a value are earlier
+values; axes, parts and numbers are in range; names are identifiers. What passes is a row-wise
+function, and can be nothing else.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..core.activations import ACTIVATIONS
@@ -19,7 +20,7 @@ from .ir import BINARY, COMPARISONS, REDUCTIONS, UNARY
 
 __all__ = ["GrammarError", "check"]
 
-# More values, or values of values of values, than any function that is traced in reasonable time.
+# More values, and a longer chain of them, than of any function that is traced in reasonable time.
 _MOST_NODES, _DEEPEST = 20_000, 800
 _KINDS = ("float", "int", "bool")
 _CONTAINERS = ("tensor", "tuple", "list")
@@ -27,7 +28,10 @@ _DTYPES = frozenset(name for dtype, name in NAMES.items() if dtype is not None)
 # The number of arguments of each operator.
 _ARITIES = {
     **dict.fromkeys(("input", "const", "iota", "keep"), 0),
-    **dict.fromkeys((*UNARY, *ACTIVATIONS, "cast", "rounded", "narrowed", "detached", "constant_to_gradients"), 1),
+    **dict.fromkeys(
+        (*UNARY, *ACTIVATIONS, "cast", "rounded", "narrowed", "detached", "constant_to_gradients"),
+        1,
+    ),
     **dict.fromkeys((*BINARY, *COMPARISONS, "instead"), 2),
     **{op: 2 if op == "pick" else 1 for op in REDUCTIONS},
     "where": 3,
@@ -36,12 +40,16 @@ _NAME = re.compile(r"[^\W\d]\w*(\.\w+)*")
 
 
 class GrammarError(ValueError):
-    """What was read is no structure."""
+    """A value that was read is no structure."""
 
 
-def check(found: Any) -> None:
-    """Raises `GrammarError`, or an error of types, where this is no structure as `storing.encoded` writes it."""
-    _Checker(found).run()
+def check(fields: Any) -> None:
+    """Check that a value is a structure as `storing.encoded` writes it.
+
+    Raises:
+        GrammarError: it is not; where types differ, the error may also be one of Python's.
+    """
+    _Checker(fields).run()
 
 
 def _require(condition: object, what: str) -> None:
@@ -50,95 +58,148 @@ def _require(condition: object, what: str) -> None:
 
 
 def _is_number(value: Any, end: float = math.inf) -> bool:
+    """Whether a value is an int (and no bool) of a range that begins at zero."""
     return type(value) is int and 0 <= value < end
 
 
+def _are_numbers(values: Iterable[Any], end: float = math.inf) -> bool:
+    return all(_is_number(value, end) for value in values)
+
+
+def _is_probability(value: Any) -> bool:
+    return type(value) is float and 0.0 <= value <= 1.0
+
+
 def _kind_of(dtype: str) -> str:
-    return "bool" if dtype == "bool" else "float" if "float" in dtype else "int"
+    if dtype == "bool":
+        return "bool"
+    return "float" if "float" in dtype else "int"
+
+
+# The fields that are checked one by one. All others are flags.
+_FIELDS = frozenset(
+    {
+        "nodes",
+        "sizes",
+        "rows",
+        "columns",
+        "unrolled",
+        "drops",
+        "container",
+        "inputs",
+        "outputs",
+        "results",
+        "lines",
+        "loose",
+        "fixed",
+        "values",
+    }
+)
 
 
 class _Checker:
-    def __init__(self, found: Any) -> None:
-        self.found = found
-        self.sizes: list[int] = found["sizes"]
-        self.unrolled: list[int] = found["unrolled"]
+    def __init__(self, fields: Any) -> None:
+        self.fields = fields
+        self.sizes: list[int] = fields["sizes"]
+        self.unrolled: list[int] = fields["unrolled"]
 
     def run(self) -> None:
         """Check everything."""
-        found, count = self.found, len(self.sizes)
-        _require(all(_is_number(size) and size > 0 for size in self.sizes), "sizes")
-        axes = [*found["rows"], *found["columns"], *self.unrolled]
-        _require(all(_is_number(axis, count) for axis in axes) and len(set(axes)) == len(axes), "axes")
-        _require(set(found["fixed"]) <= set(found["rows"]), "fixed")
-        _require(found["container"] in _CONTAINERS, "container")
-        _require(all(type(p) is float and 0.0 <= p <= 1.0 for p in found["drops"]), "drops")
-        _require(all(_is_number(number) for pair in found["lines"] for number in pair), "lines")
-        _require(len(found["used"]) == len(found["inputs"]), "used")
-        for (labels, *_), used, loose in zip(found["inputs"], found["used"], found["loose"], strict=True):
-            _require(_is_number(loose, 1 if used else len(labels) + 1), "loose")
-        for operand, used in zip(found["inputs"], found["used"], strict=True):
-            self._operand(*operand, used=used)
-        for operand in found["outputs"]:
-            self._operand(*operand, used=True)
+        # Later checks index by numbers that earlier ones have found to be in range.
+        self._scalars()
+        self._operands()
         self._nodes()
-        _require(len(found["results"]) == len(found["outputs"]) > 0, "results")
-        for (labels, *_), parts in zip(found["outputs"], found["results"], strict=True):
-            its = {axis for label in labels for axis in label}
-            _require(its.issuperset(found["rows"]), "an output without rows")
-            self._parts(parts, its)
-            _require(all(its.issuperset(self.found["nodes"][number][3]) for _, number in parts), "results")
-        for parts, dtype in found["values"]:
+        self._results()
+        for key in self.fields.keys() - _FIELDS:
+            flags = self.fields[key] if isinstance(self.fields[key], list) else [self.fields[key]]
+            _require(all(type(value) in (int, bool) for value in flags), key)
+
+    def _scalars(self) -> None:
+        """Check sizes, axes and other numbers."""
+        fields = self.fields
+        _require(_are_numbers(self.sizes) and all(self.sizes), "sizes")
+        axes = [*fields["rows"], *fields["columns"], *self.unrolled]
+        _require(_are_numbers(axes, len(self.sizes)), "axes")
+        _require(len(set(axes)) == len(axes), "axes")
+        _require(set(fields["fixed"]) <= set(fields["rows"]), "fixed")
+        _require(fields["container"] in _CONTAINERS, "container")
+        _require(all(map(_is_probability, fields["drops"])), "drops")
+        _require(_are_numbers(itertools.chain.from_iterable(fields["lines"])), "lines")
+
+    def _operands(self) -> None:
+        """Check the inputs and outputs."""
+        fields = self.fields
+        _require(len(fields["used"]) == len(fields["inputs"]), "used")
+        inputs = list(zip(fields["inputs"], fields["used"], strict=True))
+        for ((labels, *_), used), loose in zip(inputs, fields["loose"], strict=True):
+            _require(_is_number(loose, 1 if used else len(labels) + 1), "loose")
+        for operand, used in inputs:
+            self._operand(*operand, used=used)
+        for operand in fields["outputs"]:
+            self._operand(*operand, used=True)
+
+    def _results(self) -> None:
+        """Check the nodes of each output, and those that may be saved."""
+        fields = self.fields
+        _require(len(fields["results"]) == len(fields["outputs"]) > 0, "results")
+        for (labels, *_), parts in zip(fields["outputs"], fields["results"], strict=True):
+            axes = set(itertools.chain.from_iterable(labels))
+            _require(axes.issuperset(fields["rows"]), "an output without rows")
+            self._parts(parts, axes)
+            for _, number in parts:
+                _require(axes.issuperset(fields["nodes"][number][3]), "results")
+        for parts, dtype in fields["values"]:
             _require(dtype in _DTYPES, "dtype")
             self._parts(parts, None)
-        # Whatever else there is has no words.
-        read = {"nodes", "sizes", "rows", "columns", "unrolled", "drops", "container", "inputs", "outputs", "results",
-                "lines", "loose", "fixed", "values"}  # fmt: skip
-        for key in found.keys() - read:
-            rest = found[key] if isinstance(found[key], list) else [found[key]]
-            _require(all(type(value) in (int, bool) for value in rest), key)
 
     def _operand(self, labels: Any, dtype: Any, kind: Any, name: Any, *, used: bool) -> None:
-        axes = [axis for label in labels for axis in label]
-        _require(all(_is_number(axis, len(self.sizes)) for axis in axes), "labels")
-        rows = [axis in self.found["rows"] for axis in axes if axis not in self.unrolled]
-        # As `structure` has them: each dimension once, and those of the rows before columns.
-        _require(not used or (len(set(axes)) == len(axes) and rows == sorted(rows, reverse=True)), "labels")
-        _require(dtype in _DTYPES and kind == _kind_of(dtype) and (name == "" or _NAME.fullmatch(name)), "operand")
+        axes = list(itertools.chain.from_iterable(labels))
+        _require(_are_numbers(axes, len(self.sizes)), "labels")
+        if used:
+            # As `structure` has them: each dimension once, and those of the rows before columns.
+            rows = [axis in self.fields["rows"] for axis in axes if axis not in self.unrolled]
+            _require(len(set(axes)) == len(axes), "labels")
+            _require(rows == sorted(rows, reverse=True), "labels")
+        _require(dtype in _DTYPES and kind == _kind_of(dtype), "operand")
+        _require(name == "" or _NAME.fullmatch(name), "operand")
 
     def _nodes(self) -> None:
         depths, axes = list[int](), list[set[int]]()
-        _require(len(self.found["nodes"]) <= _MOST_NODES, "too many values")
-        for op, args, attrs, own, kind, names in self.found["nodes"]:
+        _require(len(self.fields["nodes"]) <= _MOST_NODES, "too many values")
+        for op, args, attrs, own, kind, names in self.fields["nodes"]:
             _require(len(args) == _ARITIES[op], f"arguments of {op}")
-            _require(all(_is_number(arg, len(depths)) for arg in args), "arguments")
+            # A node's arguments come before it, so that there are no cycles.
+            _require(_are_numbers(args, len(depths)), "arguments")
             depths.append(1 + max([depths[arg] for arg in args], default=0))
             _require(depths[-1] <= _DEEPEST, "too deep")
-            _require(all(_is_number(axis, len(self.sizes)) for axis in own), "axes")
-            _require(set(own) == self._axes(op, attrs, kind, [axes[arg] for arg in args]), f"axes of {op}")
+            _require(_are_numbers(own, len(self.sizes)), "axes")
+            expected = self._axes(op, attrs, kind, [axes[arg] for arg in args])
+            _require(set(own) == expected, f"axes of {op}")
             _require(kind == "bool" if op in COMPARISONS else kind in _KINDS, "kind")
             _require(all(_NAME.fullmatch(name) for name in names), "names")
             axes.append(set(own))
 
-    def _axes(self, op: str, attrs: Any, kind: str, given: Sequence[set[int]]) -> set[int]:
-        """The axes that a value has, after a check of its attributes."""
+    def _axes(self, op: str, attrs: Any, kind: str, arguments: Sequence[set[int]]) -> set[int]:
+        """Check a value's attributes, and return the axes that it has."""
         if op in _LEAVES:
             return _LEAVES[op](self, attrs, kind)
-        found = set[int]().union(*given)
+        axes = set[int]().union(*arguments)
         if op in REDUCTIONS:
-            over, *rest = attrs
-            _require(rest in ([], ["first"]) and set(over) <= set(self.found["columns"]), "reduction")
-            return found - set(over)
+            over, *options = attrs
+            _require(options in ([], ["first"]), "reduction")
+            _require(set(over) <= set(self.fields["columns"]), "reduction")
+            return axes - set(over)
         _require(all(type(value) is float or value in _DTYPES for value in attrs), "attributes")
         _require(op != "pow" or [type(value) for value in attrs] == [float], "exponent")
-        return found
+        return axes
 
     def _input(self, attrs: Any, kind: str) -> set[int]:
-        place, part = attrs
-        _require(_is_number(place, len(self.found["inputs"])), "input")
-        labels, _, its, _ = self.found["inputs"][place]
+        position, part = attrs
+        _require(_is_number(position, len(self.fields["inputs"])), "input")
+        labels, _, input_kind, _ = self.fields["inputs"][position]
         self._part(part)
-        _require(its == kind, "kind")
-        return {axis for label in labels for axis in label} - set(self.unrolled)
+        _require(input_kind == kind, "kind")
+        return set(itertools.chain.from_iterable(labels)) - set(self.unrolled)
 
     def _const(self, attrs: Any, kind: str) -> set[int]:
         (value,) = attrs
@@ -150,32 +211,43 @@ class _Checker:
 
     def _iota(self, attrs: Any, kind: str) -> set[int]:
         (axis,) = attrs
-        _require(axis in (*self.found["rows"], *self.found["columns"]) and kind == "int", "index")
+        axes = (*self.fields["rows"], *self.fields["columns"])
+        _require(axis in axes and kind == "int", "index")
         return {axis}
 
     def _keep(self, attrs: Any, kind: str) -> set[int]:
         number, part = attrs
-        _require(_is_number(number, len(self.found["drops"])) and kind == "float", "dropout")
+        _require(_is_number(number, len(self.fields["drops"])) and kind == "float", "dropout")
         self._part(part)
-        return {*self.found["rows"], *self.found["columns"]}
+        return {*self.fields["rows"], *self.fields["columns"]}
 
     def _part(self, part: Any) -> None:
-        for axis, place in part:
-            _require(axis in self.unrolled and _is_number(place, self.sizes[axis]), "part")
+        for axis, index in part:
+            _require(axis in self.unrolled and _is_number(index, self.sizes[axis]), "part")
 
     def _parts(self, parts: Any, axes: Collection[int] | None) -> None:
-        """Of a tensor that has these axes: each part once."""
+        """Check that there is one node for each part of a tensor.
+
+        Args:
+            parts: the parts and the numbers of their nodes.
+            axes: the tensor's axes; None for a value, whose axes are those that the parts name.
+        """
         for part, number in parts:
             self._part(part)
-            _require(_is_number(number, len(self.found["nodes"])), "value")
-        places = [tuple(map(tuple, part)) for part, _ in parts]
+            _require(_is_number(number, len(self.fields["nodes"])), "value")
+        keys = [tuple(map(tuple, part)) for part, _ in parts]
         if axes is None:
-            axes = {axis for axis, _ in itertools.chain(*places)}
-        of = [axis for axis in self.unrolled if axis in axes]
-        wanted = itertools.product(*[[(axis, place) for place in range(self.sizes[axis])] for axis in of])
-        # Sorted: a value's parts go by its axes' numbers, a tensor's by those of the structure.
-        given = sorted(tuple(sorted(part)) for part in places)
-        _require(given == sorted(tuple(sorted(part)) for part in wanted), "parts")
+            axes = {axis for axis, _ in itertools.chain(*keys)}
+        split = [axis for axis in self.unrolled if axis in axes]
+        # A part is an index along each unrolled axis of the tensor.
+        indices = [[(axis, i) for i in range(self.sizes[axis])] for axis in split]
+        expected = itertools.product(*indices)
+        # Sorted: a value's parts are in the order of its axes, a tensor's in that of the structure.
+        _require(_sorted(keys) == _sorted(expected), "parts")
+
+
+def _sorted(parts: Iterable[Any]) -> list[Any]:
+    return sorted(tuple(sorted(part)) for part in parts)
 
 
 _LEAVES: Mapping[str, Callable[[_Checker, Any, str], set[int]]] = {

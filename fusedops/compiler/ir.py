@@ -1,27 +1,78 @@
-"""The representation of a row-wise function: a graph of few operators on values that know their axes.
+"""Representation of a row-wise function: a graph of few operators on values with axes.
 
-A value has no shape but a set of axes, and broadcasting is implied: the sum of a row ``{rows, columns}`` and a vector
-``{columns}`` has both. Equal expressions are one node, so that what a backward computes again merges with the forward.
-All floating-point values are computed in one dtype; what is rounded says so with ``round``.
+A value has no shape but a set of axes, and broadcasting is implied: the sum of a row ``{rows,
+columns}`` and a vector ``{columns}`` has both. Equal expressions are one node, so that what a
+backward computes again merges with the forward. All floating-point values are computed in one
+dtype; the operator ``round`` rounds to another.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["BINARY", "COMPARISONS", "REDUCTIONS", "UNARY", "Graph", "Node", "computed_of", "derived_of", "gradient_sources",
-           "reachable", "topological"]  # fmt: skip
+__all__ = [
+    "BINARY",
+    "COMPARISONS",
+    "REDUCTIONS",
+    "UNARY",
+    "Graph",
+    "Node",
+    "computed_of",
+    "derived_of",
+    "gradient_sources",
+    "reachable",
+    "topological",
+]
 
-# Operators of one value, of two, and of two with a truth value; ``where`` takes three. The activations of
-# `fusedops.core.activations` are operators of one value too, and so are their derivatives.
-UNARY = frozenset({"neg", "exp", "exp2", "log2",
-                   "log", "log1p", "expm1", "sqrt", "root", "pow", "rsqrt", "reciprocal", "abs", "sign", "sin",
-                   "cos", "erf", "floor", "ceil", "not", "isnan"})  # fmt: skip
-BINARY = frozenset({"power", "fmod", "quotient", "xlogy", "add", "sub", "mul", "div", "maximum", "minimum", "and", "or",
-                    "xor"})  # fmt: skip
+# Operators of one value, of two, and of two that return a boolean; ``where`` takes three. The
+# activations of `fusedops.core.activations` are operators of one value too, and so are their
+# derivatives, ``d:name``.
+UNARY = frozenset(
+    {
+        "neg",
+        "exp",
+        "exp2",
+        "log2",
+        "log",
+        "log1p",
+        "expm1",
+        "sqrt",
+        "root",
+        "pow",
+        "rsqrt",
+        "reciprocal",
+        "abs",
+        "sign",
+        "sin",
+        "cos",
+        "erf",
+        "floor",
+        "ceil",
+        "not",
+        "isnan",
+    }
+)
+BINARY = frozenset(
+    {
+        "power",
+        "fmod",
+        "quotient",
+        "xlogy",
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "maximum",
+        "minimum",
+        "and",
+        "or",
+        "xor",
+    }
+)
 COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 REDUCTIONS = frozenset({"sum", "amax", "pick"})
 
@@ -31,13 +82,14 @@ class Node:
     """One value.
 
     Attributes:
-        op: its operator. Leaves are ``input``, ``const``, ``iota`` (the index along an axis), ``keep`` (dropout's factor),
-            ``cotangent`` and ``saved``.
+        op: its operator. Leaves are ``input``, ``const``, ``iota`` (the index along an axis),
+            ``keep`` (dropout's factor), ``cotangent`` and ``saved``.
         args: the values that it is computed of.
-        attrs: what else decides it, hashable.
+        attrs: constants of the operator, hashable.
         axes: the axes along which it varies.
         kind: "float", "int" or "bool".
-        name: what the user called it; "" where he did not.
+        number: counts the graph's nodes; an argument has a smaller number.
+        names: the user's names for it, in order.
     """
 
     op: str
@@ -49,132 +101,214 @@ class Node:
     names: list[str]
 
     def __repr__(self) -> str:
-        inner = ", ".join([*(f"%{arg.number}" for arg in self.args), *map(repr, self.attrs)])
-        return f"%{self.number} = {self.op}({inner})"
+        args = [f"%{arg.number}" for arg in self.args]
+        return f"%{self.number} = {self.op}({', '.join([*args, *map(repr, self.attrs)])})"
 
 
 class Graph:
-    """Makes nodes, each only once."""
+    """Nodes, of which equal ones are built only once."""
 
     def __init__(self) -> None:
         self.nodes: dict[Any, Node] = {}
 
-    def make(self, op: str, *args: Node, attrs: tuple[Any, ...] = (), axes: Iterable[int] | None = None,
-             kind: str | None = None) -> Node:  # fmt: skip
-        """The node; ``axes`` and ``kind`` are those of the arguments unless they are given."""
-        if op == "constant_to_gradients":
-            args = computed_of(args[0]) if args[0].op == "instead" else args
+    def make(
+        self,
+        op: str,
+        *args: Node,
+        attrs: tuple[Any, ...] = (),
+        axes: Iterable[int] | None = None,
+        kind: str | None = None,
+    ) -> Node:
+        """Return the node; the default of ``axes`` and ``kind`` are those of the arguments."""
+        if op == "constant_to_gradients" and args[0].op == "instead":
+            # Its second argument is for gradients only.
+            args = computed_of(args[0])
         if op in ("constant_to_gradients", "detached") and args[0].op == "const":
             return args[0]  # numbers have no gradients
         kind = kind or _kind(op, args)
-        found = frozenset().union(*[arg.axes for arg in args]) if axes is None else frozenset(axes)
-        key = (op, tuple([arg.number for arg in args]), attrs, found, kind)
+        if axes is None:
+            axes = frozenset().union(*[arg.axes for arg in args])
+        axes = frozenset(axes)
+        key = (op, tuple([arg.number for arg in args]), attrs, axes, kind)
         node = self.nodes.get(key)
         if node is None:
-            node = self.nodes[key] = Node(op, args, attrs, found, kind, len(self.nodes), [])
+            node = self.nodes[key] = Node(op, args, attrs, axes, kind, len(self.nodes), [])
         return node
 
-    # --- operators, with what is the same written as the same ---------------------------------------------------------
+    # --- operators, in a normal form so that more expressions are equal ---------------------------
 
     def const(self, value: float | bool) -> Node:
-        """A number."""
-        kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
-        # Zeros have a sign, and no NaN equals another.
-        return self.make("const", attrs=(repr(value) if kind == "float" else value,), kind=kind)
+        """Return a number."""
+        # A boolean is an instance of int, too.
+        if isinstance(value, bool):
+            return self.make("const", attrs=(value,), kind="bool")
+        if isinstance(value, int):
+            return self.make("const", attrs=(value,), kind="int")
+        # As text: 0.0 equals -0.0, and no NaN equals another.
+        return self.make("const", attrs=(repr(value),), kind="float")
 
     def unary(self, op: str, x: Node) -> Node:
-        """An operator of one value."""
+        """Return an operator of one value."""
         if op == "neg" and x.op == "neg":
             return x.args[0]
         number = value_of(x)
         if number is not None and op in _FOLDED:
-            try:
+            # Where Python raises, the kernel computes an infinity or NaN.
+            with contextlib.suppress(ValueError, OverflowError, ZeroDivisionError):
                 return self.const(_FOLDED[op](float(number)))
-            except (ValueError, OverflowError, ZeroDivisionError):
-                pass
         return self.make(op, x)
 
-    def binary(self, op: str, x: Node, y: Node) -> Node:  # noqa: C901 - one case a rule
-        """An operator of two values."""
+    def binary(self, op: str, x: Node, y: Node) -> Node:
+        """Return an operator of two values."""
         a, b = value_of(x), value_of(y)
-        if a is not None and b is not None and op in _FOLDED2:
-            try:
+        if op in _FOLDED2 and a is not None and b is not None:
+            with contextlib.suppress(OverflowError, ZeroDivisionError):
                 return self.const(_FOLDED2[op](a, b))
-            except (OverflowError, ZeroDivisionError):
-                pass
-        if op in ("add", "mul", "maximum", "minimum", "and", "or", "xor") and x.number > y.number:
-            x, y, a, b = y, x, b, a
-        if op == "mul" and (a == 1 or b == 1):
-            return y if a == 1 else x
-        if op == "div" and b == 1:
-            return x
-        if op == "div" and b is not None and _is_power_of_two(b):
-            return self.binary("mul", x, self.const(1.0 / b))
-        if op in ("add", "sub") and b == 0:
-            return x
-        if op == "add" and a == 0:
-            return y
-        if op == "mul" and (a == -1 or b == -1):
-            return self.unary("neg", y if a == -1 else x)
-        if op == "add" and y.op == "neg":
-            return self.binary("sub", x, y.args[0])
-        if op == "add" and x.op == "neg":
-            return self.binary("sub", y, x.args[0])
-        if op == "sub" and y.op == "neg":
-            return self.binary("add", x, y.args[0])
-        if op == "mul" and (x.op == "neg" or y.op == "neg"):
-            inner = [n.args[0] if n.op == "neg" else n for n in (x, y)]
-            product = self.binary("mul", *inner)
-            return product if x.op == y.op else self.unary("neg", product)
-        return self.make(op, x, y)
+        if op in _COMMUTATIVE and x.number > y.number:
+            x, y = y, x
+        simplify = _SIMPLIFICATIONS.get(op)
+        simplified = simplify(self, x, y) if simplify else None
+        if simplified is None:
+            return self.make(op, x, y)
+        return simplified
 
     def where(self, condition: Node, x: Node, y: Node) -> Node:
-        """``x`` where the condition holds, else ``y``."""
+        """Return ``x`` where the condition holds, else ``y``."""
         if x is y:
             return x
         return self.make("where", condition, x, y)
 
     def pick(self, x: Node, index: Node, axes: Iterable[int]) -> Node:
-        """One element of each row, by its number. What is the same for a whole row is not picked."""
+        """Return one element of each row, by its index.
+
+        Terms and factors that are constant along a row stay outside: ``pick(x - mean)`` is
+        ``pick(x) - mean``.
+        """
         over = set(axes)
         if not x.axes & over:
             return x
-        if x.op in ("add", "sub", "mul") and any(not arg.axes & over for arg in x.args):
+        if x.op in ("add", "sub", "mul") and _has_constant(x.args, over):
             return self.binary(x.op, *[self.pick(arg, index, over) for arg in x.args])
         if x.op == "neg":
             return self.unary("neg", self.pick(x.args[0], index, over))
-        return self.make(
-            "pick", x, index, attrs=(tuple(sorted(over & x.axes)),), axes=(x.axes | index.axes) - over, kind=x.kind
-        )
+        picked = (tuple(sorted(over & x.axes)),)
+        rest = (x.axes | index.axes) - over
+        return self.make("pick", x, index, attrs=picked, axes=rest, kind=x.kind)
 
     def reduce(self, op: str, x: Node, axes: Iterable[int]) -> Node:
-        """A reduction over those of the axes along which the value varies. A factor of whole rows comes out of a sum."""
+        """Return a reduction over those of the axes along which the value varies.
+
+        A factor that is constant along these axes moves out of a sum.
+        """
         over = tuple(sorted(set(axes) & x.axes))
         if not over:
             return x
         if op == "sum" and x.op == "neg":
             return self.unary("neg", self.reduce(op, x.args[0], over))
-        if op == "sum" and x.op == "mul" and any(not arg.axes & set(over) for arg in x.args):
+        if op == "sum" and x.op == "mul" and _has_constant(x.args, set(over)):
             return self.binary("mul", *[self.reduce(op, arg, over) for arg in x.args])
         return self.make(op, x, attrs=(over,), axes=x.axes - set(over))
 
 
 def value_of(node: Node) -> Any:
-    """The number that a node is; None if it is none."""
+    """Return the number of a constant; None for another node."""
     if node.op != "const":
         return None
-    return float(node.attrs[0]) if node.kind == "float" else node.attrs[0]
+    if node.kind == "float":
+        return float(node.attrs[0])
+    return node.attrs[0]
+
+
+def _has_constant(args: Iterable[Node], axes: Set[int]) -> bool:
+    """Whether one of the values does not vary along axes."""
+    return any(not arg.axes & axes for arg in args)
 
 
 def _kind(op: str, args: Sequence[Node]) -> str:
+    """Return the kind of an operator's result."""
     if op in COMPARISONS or op in ("not", "isnan"):
         return "bool"
-    kinds = [arg.kind for arg in (args[1:] if op == "where" else args)]
-    return "float" if "float" in kinds else "int" if "int" in kinds else "bool"
+    promoted = args[1:] if op == "where" else args
+    kinds = [arg.kind for arg in promoted]
+    for kind in ("float", "int"):
+        if kind in kinds:
+            return kind
+    return "bool"
+
+
+# --- simplifications: each returns a simpler node, or None where no rule applies ------------------
+
+
+def _simplified_add(graph: Graph, x: Node, y: Node) -> Node | None:
+    if value_of(y) == 0:
+        return x
+    if value_of(x) == 0:
+        return y
+    if y.op == "neg":
+        return graph.binary("sub", x, y.args[0])
+    if x.op == "neg":
+        return graph.binary("sub", y, x.args[0])
+    return None
+
+
+def _simplified_sub(graph: Graph, x: Node, y: Node) -> Node | None:
+    if value_of(y) == 0:
+        return x
+    if y.op == "neg":
+        return graph.binary("add", x, y.args[0])
+    return None
+
+
+def _simplified_mul(graph: Graph, x: Node, y: Node) -> Node | None:
+    a, b = value_of(x), value_of(y)
+    if a == 1:
+        return y
+    if b == 1:
+        return x
+    if a == -1:
+        return graph.unary("neg", y)
+    if b == -1:
+        return graph.unary("neg", x)
+    # Signs move out of products: two of them cancel.
+    if x.op == "neg" or y.op == "neg":
+        product = graph.binary("mul", _without_sign(x), _without_sign(y))
+        if x.op == y.op:
+            return product
+        return graph.unary("neg", product)
+    return None
+
+
+def _without_sign(node: Node) -> Node:
+    return node.args[0] if node.op == "neg" else node
+
+
+def _simplified_div(graph: Graph, x: Node, y: Node) -> Node | None:
+    divisor = value_of(y)
+    if divisor is None:
+        return None
+    if divisor == 1:
+        return x
+    # The reciprocal of a power of two is exact.
+    if _is_power_of_two(divisor):
+        return graph.binary("mul", x, graph.const(1.0 / divisor))
+    return None
+
+
+_SIMPLIFICATIONS: dict[str, Callable[[Graph, Node, Node], Node | None]] = {
+    "add": _simplified_add,
+    "sub": _simplified_sub,
+    "mul": _simplified_mul,
+    "div": _simplified_div,
+}
+_COMMUTATIVE = ("add", "mul", "maximum", "minimum", "and", "or", "xor")
 
 
 def _is_power_of_two(value: float) -> bool:
-    return value != 0 and math.isfinite(value) and abs(math.frexp(value)[0]) == 0.5 and math.isfinite(1.0 / value)
+    """Whether a number is a power of two, with any sign, and so is its reciprocal."""
+    if value == 0 or not math.isfinite(value):
+        return False
+    mantissa, _ = math.frexp(value)
+    return abs(mantissa) == 0.5 and math.isfinite(1.0 / value)
 
 
 _FOLDED: dict[str, Callable[[float], float]] = {
@@ -195,7 +329,7 @@ _FOLDED2: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def topological(roots: Iterable[Node]) -> list[Node]:
-    """All that the roots are computed of, arguments first."""
+    """Return all nodes that the roots are computed of, arguments first."""
     seen: dict[Node, None] = {}
     stack: list[tuple[Node, Iterator[Node]]] = []
     for root in roots:
@@ -203,8 +337,8 @@ def topological(roots: Iterable[Node]) -> list[Node]:
             continue
         stack.append((root, iter(root.args)))
         while stack:
-            node, rest = stack[-1]
-            following = next((arg for arg in rest if arg not in seen), None)
+            node, arguments = stack[-1]
+            following = next((arg for arg in arguments if arg not in seen), None)
             if following is None:
                 seen.setdefault(node)
                 stack.pop()
@@ -214,41 +348,62 @@ def topological(roots: Iterable[Node]) -> list[Node]:
 
 
 def computed_of(node: Node) -> tuple[Node, ...]:
-    """What a value is computed of: all its arguments, but of ``instead`` not the one that stands for it to gradients."""
-    return node.args[:1] if node.op == "instead" else node.args
+    """Return the arguments that a value is computed of.
+
+    The second argument of ``instead`` replaces the first for gradients only.
+    """
+    if node.op == "instead":
+        return node.args[:1]
+    return node.args
 
 
 def derived_of(node: Node) -> tuple[Node, ...]:
-    """What a value and its derivatives are computed of: what stands for it to gradients, too, where it has none itself."""
-    return node.args if node.op == "instead" and node.args[0].op in ("detached", "const") else computed_of(node)
+    """Return the arguments that a value and its derivatives are computed of.
+
+    Of ``instead`` these are both, where the first has no gradient of its own.
+    """
+    if node.op == "instead" and node.args[0].op in ("detached", "const"):
+        return node.args
+    return computed_of(node)
 
 
-def reachable(roots: Iterable[Node], stop: Callable[[Node], bool] = lambda node: False,
-              arguments: Callable[[Node], tuple[Node, ...]] = computed_of) -> set[Node]:  # fmt: skip
-    """The roots and what they are computed of, but for what lies behind nodes at which ``stop`` says so."""
-    found: set[Node] = set()
+def reachable(
+    roots: Iterable[Node],
+    stop: Callable[[Node], bool] = lambda node: False,
+    arguments: Callable[[Node], tuple[Node, ...]] = computed_of,
+) -> set[Node]:
+    """Return the roots and what they are computed of.
+
+    The search ends at nodes for which ``stop`` returns True: these are in the result, but their
+    arguments are not.
+    """
+    nodes: set[Node] = set()
     todo = list(roots)
     while todo:
         node = todo.pop()
-        if node not in found:
-            found.add(node)
-            if not stop(node):
-                todo.extend(arguments(node))
-    return found
+        if node in nodes:
+            continue
+        nodes.add(node)
+        if not stop(node):
+            todo.extend(arguments(node))
+    return nodes
 
 
 def gradient_sources(roots: Iterable[Node]) -> frozenset[int]:
-    """The places of the inputs that autograd would reach from these values.
+    """Return the indices of the inputs that autograd would reach from these values.
 
-    A gradient that is zero whatever the numbers are, as of ``sign``, is one; what is detached or compared has none.
+    A gradient that is always zero, as that of ``sign``, counts; detached and compared values have
+    none.
     """
-    found, seen, todo = set[int](), set[Node](), list(roots)
+    inputs, seen, todo = set[int](), set[Node](), list(roots)
     while todo:
         node = todo.pop()
-        if node in seen or node.kind != "float" or node.op in ("detached", "constant_to_gradients"):
+        is_constant = node.kind != "float" or node.op in ("detached", "constant_to_gradients")
+        if is_constant or node in seen:
             continue
         seen.add(node)
         if node.op == "input":
-            found.add(node.attrs[0])
+            inputs.add(node.attrs[0])
+        # The first argument is a condition, or a value whose gradient another replaces.
         todo += node.args[1:] if node.op in ("instead", "where") else node.args
-    return frozenset(found)
+    return frozenset(inputs)

@@ -24,17 +24,19 @@ def loaded(function: str, digest: str, source: str, name: str) -> Any:
 def made(path: str, name: str, text: str) -> Any:
     """The kernel of this name in a text, which goes by the name of a file.
 
-    A product is rounded wherever it is computed: a backward compares it with a forward's largest element, and takes the
-    exponential of what is left of a difference.
+    A product is rounded wherever it is computed: a backward compares it with a forward's largest
+    element, and takes the exponential of what is left of a difference.
     """
-    found = _kernels.get(path)
-    if found is None:
+    kernel = _kernels.get(path)
+    if kernel is None:
         linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
-        namespace: dict[str, Any] = {"__name__": f"fusedops.compiler.generated.{re.sub(r'[^A-Za-z0-9]+', '_', path)}"}
+        namespace: dict[str, Any] = {
+            "__name__": f"fusedops.compiler.generated.{re.sub(r'[^A-Za-z0-9]+', '_', path)}"
+        }
         exec(compile(text, path, "exec"), namespace)
-        found = _kernels[path] = namespace[name]
-        found.contracts = False
-    return found
+        kernel = _kernels[path] = namespace[name]
+        kernel.contracts = False
+    return kernel
 
 
 def text_of(kernel: Any) -> str | None:

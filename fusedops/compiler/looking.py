@@ -1,4 +1,20 @@
-"""How a state was looked at: a function of Python, which a walk through the state writes as it goes."""
+"""The function that reads a state: Python source, which a walk through the state writes.
+
+For ``scale`` in ``x * scale * config.gain`` it looks like this:
+
+    def read(args):
+        try:
+            v0 = c1['scale']                            # c1: the function's globals
+            if not (type(v0) is c2): return None        # c2: float
+            v1 = c1['config']
+            if not (type(v1) is c3): return None        # c3: the class of config
+            v2 = v1.__dict__
+            v3 = v2['gain']
+            if not (type(v3) is c2): return None
+            return (v0.hex(), v3.hex(), ), None, []     # numbers, identical tensors, tensors
+        except _ERRORS:
+            return None
+"""
 
 from __future__ import annotations
 
@@ -16,14 +32,16 @@ __all__ = ["Look", "Writer"]
 
 @dataclass(frozen=True, eq=False)
 class Look:
-    """How to look at a state of one structure.
+    """A function that reads states of one structure.
 
     Attributes:
-        read: for the arguments of a call the numbers, which tensors are one, and the tensors; None for another structure.
-        tensors: names of the tensors.
-        codes: of the functions.
-        words: all that the state is made of, but for the numbers and tensors, and the structure of objects.
-        storable: whether it is the same in another process.
+        read: returns, for the arguments of a call, the numbers, which tensors are identical, and
+            the tensors; None for a state of another structure.
+        tensors: the names of the tensors.
+        codes: the code of the functions.
+        words: all that makes up the state apart from the numbers, the tensors and the structure of
+            objects, for a key on disk.
+        storable: whether ``words`` identify the state in another process.
         reason: why the function is refused; "" if it is not.
     """
 
@@ -36,21 +54,21 @@ class Look:
 
 
 class Writer:
-    """Writes the function that takes the same way as a walk.
+    """The writer of a function that reads the values which a walk visits.
 
     Attributes:
         leaves: the expressions of numbers.
         tensors: the variables of tensors, and their names.
-        codes: of functions.
+        codes: the code of the functions.
         words: see `Look`.
         storable: see `Look`.
     """
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.variables: dict[str, str] = {}
+        self.variables: dict[str, str] = {}  # by expression
         self.constants: dict[str, Any] = {}
-        self.named: dict[int, str] = {}
+        self.named: dict[int, str] = {}  # the names of constants, by their ids
         self.visited: set[str] = set()
         self.leaves: list[str] = []
         self.tensors: list[tuple[str, str]] = []
@@ -59,20 +77,27 @@ class Writer:
         self.storable = True
 
     def look(self, reason: str) -> Look:
-        """The way as a function of Python."""
-        which = ", ".join([variable for variable, _ in self.tensors])
-        same = f"_ones([{which}])" if len(self.tensors) > 1 else "None"
-        lines = [*self.lines, f"return ({''.join(f'{leaf}, ' for leaf in self.leaves)}), {same}, [{which}]"]
-        body = "\n".join(f"        {line}" for line in lines)
+        """Compile the lines that were written."""
+        tensors = ", ".join([variable for variable, _ in self.tensors])
+        identical = f"_ones([{tensors}])" if len(self.tensors) > 1 else "None"
+        leaves = "".join([f"{leaf}, " for leaf in self.leaves])
+        lines = [*self.lines, f"return ({leaves}), {identical}, [{tensors}]"]
+        body = "\n".join([f"        {line}" for line in lines])
         text = f"def read(args):\n    try:\n{body}\n    except _ERRORS:\n        return None\n"
         errors = (AttributeError, KeyError, IndexError, TypeError, ValueError)
-        scope = {**self.constants, "_ones": _ones, "_ERRORS": errors, "Tensor": Tensor}
+        scope = {**self.constants, "_ones": _identical, "_ERRORS": errors, "Tensor": Tensor}
         exec(text, scope)
-        return Look(scope["read"], tuple([name for _, name in self.tensors]), tuple(self.codes), tuple(self.words),
-                    self.storable, reason)  # fmt: skip
+        return Look(
+            scope["read"],
+            tuple([name for _, name in self.tensors]),
+            tuple(self.codes),
+            tuple(self.words),
+            self.storable,
+            reason,
+        )
 
     def at(self, expression: str) -> str:
-        """The variable that has the value of an expression."""
+        """Return the variable with the value of an expression, after a line that assigns it."""
         if expression.isidentifier():
             return expression
         if expression not in self.variables:
@@ -81,31 +106,35 @@ class Writer:
         return self.variables[expression]
 
     def constant(self, value: Any) -> str:
-        """The name of something that is held."""
-        known = self.named.setdefault(id(value), f"c{len(self.constants)}")  # held, so that no other has its address
-        self.constants.setdefault(known, value)
-        return known
+        """Return the name of a value in the scope of the written function, which holds it."""
+        name = self.named.setdefault(id(value), f"c{len(self.constants)}")
+        self.constants.setdefault(name, value)  # held, so that its id is not reused
+        return name
 
     def expect(self, condition: str) -> None:
-        """Where this does not hold there is another structure."""
+        """Write a condition, without which the state has another structure."""
         line = f"if not ({condition}): return None"
         if line not in self.visited:
             self.visited.add(line)
             self.lines.append(line)
 
     def expect_type(self, variable: str, value: Any) -> None:
-        """The value's class."""
+        """Write that a variable has the value's class."""
         self.expect(f"type({variable}) is {self.constant(type(value))}")
         self.words.append(f"{type(value).__module__}.{type(value).__qualname__}")
 
     def refuse(self, variable: str, value: Any, why: str) -> None:
-        """Ends the walk: the function is refused as long as such a value is there."""
+        """End the walk: the function is refused as long as the variable has a value of this class.
+
+        Raises:
+            NotRowwiseError: always.
+        """
         self.expect_type(variable, value)
         raise NotRowwiseError(why)
 
 
-def _ones(tensors: list[Tensor]) -> tuple[int, ...] | None:
-    """Which tensors are one; None where none are."""
-    places: dict[int, int] = {}
-    found = tuple([places.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)])  # the list holds them
-    return found if len(places) < len(tensors) else None
+def _identical(tensors: list[Tensor]) -> tuple[int, ...] | None:
+    """Return the first index of each tensor in the list; None where all are different objects."""
+    first: dict[int, int] = {}
+    indices = tuple([first.setdefault(id(tensor), i) for i, tensor in enumerate(tensors)])
+    return indices if len(first) < len(tensors) else None

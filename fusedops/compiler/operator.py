@@ -1,4 +1,4 @@
-"""A traced function as an `Operator`: its outputs, what it saves, its reference implementation and derivatives."""
+"""A traced function as an `Operator`: its outputs, saved tensors, reference and derivatives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import re
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -30,19 +30,19 @@ from .errors import NotRowwiseError
 from .evaluate import assembled, evaluate, part_of
 from .ir import Node, gradient_sources
 from .planning import Plan
-from .structure import Operand, Structure
+from .structure import Operand, Part, Structure
 
 __all__ = ["LONGEST_ROW", "Program", "RowwiseConstants", "RowwiseSite", "dynamic_axes"]
 
 _registered: set[str] = set()
 _registering = threading.RLock()
-# Rows that a program holds whole have at most so many columns a part.
+# The most columns in a part of a row that a kernel holds whole. Longer rows are read in tiles.
 LONGEST_ROW = 16384
 
 
 @dataclass(frozen=True)
 class RowwiseConstants(Constants):
-    """There are none: a function is traced for its numbers."""
+    """No constants: a function is traced again for other numbers."""
 
     def words(self) -> tuple[str, ...]:
         """See `Constants`."""
@@ -56,11 +56,11 @@ class RowwiseConstants(Constants):
 
 @dataclass(frozen=True, eq=False)
 class RowwiseSite(Site):
-    """What of a call stays the same from step to step.
+    """The part of a call that stays the same from step to step.
 
     Attributes:
-        program: the function.
-        launches: the functions that launch its kernels.
+        program: the function's program.
+        launches: the functions that launch its kernels, by the variant of the kernels.
     """
 
     program: Program
@@ -73,9 +73,10 @@ class Program(Operator):
     Attributes:
         strict: whether kernels that cannot be compiled are an error.
         uncompiled: why PyTorch's operators run instead of kernels; "" where kernels run.
-        is_long: whether rows have more columns than kernels are made for, so that PyTorch's operators run.
-        is_grouped: of the inputs, whether the rows come in groups, each of many rows.
-        backward_key: of cotangents and gradients, what their launches are known by.
+        is_long: whether rows have more columns than any kernel supports, so that PyTorch's
+            operators run.
+        is_grouped: for the inputs, whether the rows come in groups, each of many rows.
+        backward_key: for cotangents and gradients, the key of their launches.
     """
 
     constants = RowwiseConstants
@@ -87,53 +88,68 @@ class Program(Operator):
         self.plan, self.structure, self.function = plan, structure, function
         self.op, self.strict = name, False
         self.is_long = structure.cols > launch.LONGEST_ROW
-        self.uncompiled = f"rows of more than {launch.LONGEST_ROW:,} columns" if self.is_long else ""
+        self.uncompiled = (
+            f"rows of more than {launch.LONGEST_ROW:,} columns" if self.is_long else ""
+        )
         self.text = structure.text()
         self.dynamic = dynamic_axes(structure)
         self.tiled = structure.cols > LONGEST_ROW
-        loose = {axis for operand, count in zip(structure.inputs, structure.loose, strict=True)
-                 for label in operand.labels[:count] for axis in label}  # fmt: skip
-        sizes = [None if axis in self.dynamic or axis in loose else size for axis, size in enumerate(structure.sizes)]
-        operands = (structure.inputs, structure.outputs, plan.intermediate_operand)
-        key = "\n".join([self.text, *map(repr, (*operands, sizes, structure.drops, self.tiled))])
-        self.digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+        self.digest = _digest_of(self)
         self.name = f"rowwise_{_identifier(name)}_{self.digest}"  # type: ignore[misc]
         self.tensors = tuple([f"t{i}" for i in range(len(structure.inputs))])  # type: ignore[misc]
-        intermediate = ["intermediate"] if plan.intermediate and plan.intermediate_output < 0 else []
+        # The forward writes, in this order:
+        #
+        #   out0 ... outN    the function's results
+        #   intermediate     saved for the backward, where the plan saves no output in its place
+        #   stats            numbers of each row, such as its mean
         self.count = len(structure.outputs)
-        self.own = bool(intermediate)
+        self.own = bool(plan.intermediate) and plan.intermediate_output < 0
         self.visible = self.count + self.own  # type: ignore[misc]
-        self.outputs = (*[f"out{i}" for i in range(self.count)], *intermediate, "stats")  # type: ignore[misc]
-        self.saved = (*[f"saved_{self.tensors[i]}" for i in plan.saved_inputs], "saved_intermediate", "saved_stats")  # type: ignore[misc]
+        results = [f"out{i}" for i in range(self.count)]
+        intermediate = ["intermediate"] if self.own else []
+        self.outputs = (*results, *intermediate, "stats")  # type: ignore[misc]
+        self.saved = (  # type: ignore[misc]
+            *[f"saved_{self.tensors[i]}" for i in plan.saved_inputs],
+            "saved_intermediate",
+            "saved_stats",
+        )
         self.dtypes = tuple([operand.dtype for operand in structure.inputs])
         self._sources = _sources_of(plan)
-        self.wanted = tuple([place in plan.differentiable for place in range(len(structure.inputs))])
-        every = {*self.dtypes, *[operand.dtype for operand in structure.outputs]}
-        self.acc = torch.float64 if structure.wide or torch.float64 in every else torch.float32
+        self.wanted = tuple([i in plan.differentiable for i in range(len(structure.inputs))])
+        dtypes = {*self.dtypes, *[operand.dtype for operand in structure.outputs]}
+        self.acc = torch.float64 if structure.wide or torch.float64 in dtypes else torch.float32
         self.first = _first(structure)  # type: ignore[misc]
-        # A draw is one for all dropouts of a call, if any is to be drawn.
-        self.p = next((p for p in structure.drops if 0.0 < p < 1.0), max(structure.drops, default=0.0))
+        # One random state serves all dropouts of a call; `run` draws it if this is neither 0 nor 1.
+        self.p = next(
+            (p for p in structure.drops if 0.0 < p < 1.0), max(structure.drops, default=0.0)
+        )
         self.thresholds = tuple(map(rng.threshold, structure.drops))
         self._outputs = output_allocator(self)
         self._gradients: dict[int, Any] = {}
         self.group = () if self.tiled else group_of(structure)
         self.is_grouped: Callable[[Any], bool] = launching.grouping(self)
-        self.backward_key: Callable[[Any, Any], launching.BackwardKey] = launching.backward_key(self)
+        self.backward_key: Callable[[Any, Any], launching.BackwardKey] = launching.backward_key(
+            self
+        )
         with _registering:
             self._register()
 
     def _register(self) -> None:
-        # Functions that are the same to the last number, in two places of a program, share the registered operators.
-        if self.name not in _registered:
-            if (count := arguments(self)) > MOST_ARGUMENTS:
-                raise NotRowwiseError(
-                    f"{self.op}: {len(self.tensors)} tensors, {self.count} results and what is saved for backward are {count} "
-                    f"arguments, and PyTorch's operators have at most {MOST_ARGUMENTS}; use fewer tensors, or stack them"
-                )
-            define(self)
-            _registered.add(self.name)
+        # Two functions of a program with the same structure have the same digest, and share the
+        # registered operators.
+        if self.name in _registered:
+            return
+        count = arguments(self)
+        if count > MOST_ARGUMENTS:
+            raise NotRowwiseError(
+                f"{self.op}: {len(self.tensors)} tensors, {self.count} results and what is saved "
+                f"for backward are {count} arguments, and PyTorch's operators have at most "
+                f"{MOST_ARGUMENTS}; use fewer tensors, or stack them"
+            )
+        define(self)
+        _registered.add(self.name)
 
-    # --- before a call ------------------------------------------------------------------------------------------------
+    # --- before a call ----------------------------------------------------------------------------
 
     @staticmethod
     def record(*arguments: Any) -> RowwiseConstants:
@@ -142,221 +158,320 @@ class Program(Operator):
 
     @staticmethod
     def key(arguments: Any, tensors: Any) -> Hashable:
-        """The tensors were checked when the program was chosen for them; their types decide the path."""
+        """Return the call's token, with the types of the tensors, which `Program.fits` checked."""
         return arguments  # type: ignore[no-any-return]
 
     def check(self, constants: Any, tensors: Any) -> None:
-        """They were checked when the program was chosen for them."""
+        """Check nothing: `Program.fits` checked the tensors."""
 
     def check_constants(self, constants: Any) -> None:
-        """There are none."""
+        """Check nothing: there are no constants."""
 
     def cols(self, constants: Any, tensors: Any) -> int:
-        """Columns of a part of a row."""
+        """Return the number of columns in a part of a row."""
         return self.structure.cols
 
-    def writes(self, constants: Any, dtypes: Dtypes, *, dropout: bool, saves: bool) -> tuple[bool, ...]:
-        """What is only for a backward is written where one will follow."""
+    def writes(
+        self, constants: Any, dtypes: Dtypes, *, dropout: bool, saves: bool
+    ) -> tuple[bool, ...]:
+        """Return which outputs are written: those for the backward only where one follows."""
         own = [saves] if self.own else []
         return (*[True] * self.count, *own, saves and bool(self.plan.stats))
 
-    def site(self, constants: Any, dtypes: Dtypes, cols: int, device_index: int, *, dropout: bool,
-             saves: bool) -> RowwiseSite:  # fmt: skip
+    def site(
+        self,
+        constants: Any,
+        dtypes: Dtypes,
+        cols: int,
+        device_index: int,
+        *,
+        dropout: bool,
+        saves: bool,
+    ) -> RowwiseSite:
         """See `Operator`."""
+        # `saved` indexes ``(*inputs, *outputs, None)``: ``absent`` is the index of the None.
         outs = self.writes(constants, dtypes, dropout=dropout, saves=saves)
         plan, inputs = self.plan, len(self.structure.inputs)
         absent = inputs + len(outs)
-        behind = inputs + (plan.intermediate_output if plan.intermediate_output >= 0 else self.count)
-        intermediate = behind if plan.intermediate else absent
-        taken = (*plan.saved_inputs, intermediate, inputs + len(outs) - 1 if plan.stats else absent)
-        return RowwiseSite(constants, device_index, cols, dtypes, dropout, saves, self.acc, outs,
-                           self.count + (self.own and saves), itemgetter(*taken), encode(constants, dtypes, saves),
-                           self, {})  # fmt: skip
+        intermediate = stats = absent
+        if plan.intermediate:
+            output = plan.intermediate_output if plan.intermediate_output >= 0 else self.count
+            intermediate = inputs + output
+        if plan.stats:
+            stats = inputs + len(outs) - 1
+        return RowwiseSite(
+            constants,
+            device_index,
+            cols,
+            dtypes,
+            dropout,
+            saves,
+            self.acc,
+            outs,
+            self.count + (self.own and saves),
+            itemgetter(*plan.saved_inputs, intermediate, stats),
+            encode(constants, dtypes, saves),
+            self,
+            {},
+        )
 
-    # --- DTensors -----------------------------------------------------------------------------------------------------
+    # --- DTensors ---------------------------------------------------------------------------------
 
     def argument(self, constants: Any, place: int) -> str:
-        """The function's name of it."""
+        """Return the function's name of an input."""
         return self.structure.inputs[place].name
 
     def axes(self, constants: Any, tensors: Any) -> Axes:
-        """Those whose sizes may change."""
+        """Return the axes whose sizes may change, and the dimensions that they are."""
         structure, sizes = self.structure, self.sizes_of(tensors)
-        # A shard of what is counted would be counted from zero.
-        numbers = {axis: number for number, axis in enumerate(structure.rows)
-                   if axis in self.dynamic and axis not in structure.counted}  # fmt: skip
-        found = [tuple([numbers.get(label[0]) if len(label) == 1 else None for label in operand.labels])
-                 for operand in (*structure.inputs, *structure.outputs)]  # fmt: skip
-        count = len(structure.inputs)
-        carriers = [place for place, its in enumerate(found[:count]) if any(axis is not None for axis in its)]
-        return Axes(tuple([sizes[axis] for axis in structure.rows]), math.prod([sizes[axis] for axis in structure.unrolled]),
-                    structure.cols, tuple(found[:count]), tuple(found[count:]), tuple(carriers))  # fmt: skip
+        # An axis whose index the function reads is not sharded: the index in a shard would start
+        # from zero.
+        numbers = {
+            axis: number
+            for number, axis in enumerate(structure.rows)
+            if axis in self.dynamic and axis not in structure.counted
+        }
 
-    # --- PyTorch's operators ------------------------------------------------------------------------------------------
+        def numbered(operand: Operand) -> tuple[int | None, ...]:
+            return tuple(
+                [numbers.get(label[0]) if len(label) == 1 else None for label in operand.labels]
+            )
 
-    def reference(self, constants: Any, tensors: Any, dropout: Dropout) -> tuple[Tensor | None, ...]:
-        """What the program was made of; or its graph in PyTorch's operators, which has nothing but these tensors."""
-        if self.function is not None:
-            found = self.function(*tensors)
-            return (found,) if isinstance(found, Tensor) else tuple(found)
-        structure = self.structure
-        roots = [node for parts in structure.results for node in parts.values()]
-        values = self.evaluated(
-            roots, tensors, lambda like, further, _: dropout_of(structure.drops[further >> 48], NO_DROPOUT, -1)
+        inputs = tuple(map(numbered, structure.inputs))
+        carriers = [i for i, dims in enumerate(inputs) if set(dims) - {None}]
+        return Axes(
+            tuple([sizes[axis] for axis in structure.rows]),
+            math.prod([sizes[axis] for axis in structure.unrolled]),
+            structure.cols,
+            inputs,
+            tuple(map(numbered, structure.outputs)),
+            tuple(carriers),
         )
-        sizes = self.sizes_of(tensors)
-        return tuple([
-            assembled(structure, operand, {part: values[node] for part, node in parts.items()},
-                      self.shape(operand.labels, sizes)).to(operand.dtype)
-            for operand, parts in zip(structure.outputs, structure.results, strict=True)
-        ])  # fmt: skip
 
-    def evaluated(self, roots: Iterable[Node], tensors: Any, draw: Callable[..., Dropout]) -> dict[Node, Tensor]:
-        """The values of nodes in PyTorch's operators; ``draw`` has a dropout's mask, as `core.function.mask_of`."""
+    # --- PyTorch's operators ----------------------------------------------------------------------
+
+    def reference(
+        self, constants: Any, tensors: Any, dropout: Dropout
+    ) -> tuple[Tensor | None, ...]:
+        """Return the outputs of the traced function; without it, those of its graph."""
+        if self.function is not None:
+            result = self.function(*tensors)
+            return (result,) if isinstance(result, Tensor) else tuple(result)
+        structure = self.structure
+
+        def draw(like: Tensor, offset: int, threshold: int) -> Dropout:
+            # The offset has a dropout's number above 48 bits: see `mask`.
+            return dropout_of(structure.drops[offset >> 48], NO_DROPOUT, -1)
+
+        roots = _nodes_of(structure.results)
+        values = self.evaluated(roots, tensors, draw)
+        sizes = self.sizes_of(tensors)
+        outputs: list[Tensor] = []
+        for operand, parts in zip(structure.outputs, structure.results, strict=True):
+            shape = self.shape(operand.labels, sizes)
+            output = assembled(structure, operand, _values_of(parts, values), shape)
+            outputs.append(output.to(operand.dtype))
+        return tuple(outputs)
+
+    def evaluated(
+        self, roots: Iterable[Node], tensors: Any, draw: Callable[..., Dropout]
+    ) -> dict[Node, Tensor]:
+        """Return the values of nodes, computed by PyTorch's operators.
+
+        Args:
+            roots: the nodes.
+            tensors: the inputs.
+            draw: returns a dropout's mask, as `core.function.mask_of`.
+        """
         structure, sizes, masks = self.structure, self.sizes_of(tensors), dict[int, Any]()
 
         def leaf(node: Node) -> Tensor | None:
             if node.op == "input":
-                place, part = node.attrs
-                value = part_of(structure, structure.inputs[place], tensors[place], part)
-                return value.to(self.acc) if node.kind == "float" else value
-            return self.mask(node, sizes, tensors[self.first], draw, masks) if node.op == "keep" else None
+                position, part = node.attrs
+                return self._input_part(node, tensors[position], position, part, self.acc)
+            if node.op == "keep":
+                return self.mask(node, sizes, tensors[self.first], draw, masks)
+            return None
 
         return evaluate(structure, roots, leaf, self.acc, tensors[self.first].device, sizes)
 
-    def derivative(self, site: RowwiseSite, grads: Any, saved: Any, dropout: Any, needs: Sequence[bool]) -> Any:
-        """The graph of the backward, in PyTorch's operators."""
+    def _input_part(
+        self, node: Node, tensor: Tensor, position: int, part: Part, acc: torch.dtype
+    ) -> Tensor:
+        """Return a part of an input, in the dtype of the computation."""
+        value = part_of(self.structure, self.structure.inputs[position], tensor, part)
+        return value.to(acc) if node.kind == "float" else value
+
+    def derivative(
+        self, site: RowwiseSite, grads: Any, saved: Any, dropout: Any, needs: Sequence[bool]
+    ) -> Any:
+        """Return the gradients, computed by PyTorch's operators from the graph of the backward."""
         plan, structure = self.plan, self.structure
         *inputs, intermediate, _ = saved
-        given = [place for place, g in enumerate(grads) if g is not None]
-        wanted = [place for place, need in enumerate(needs) if need and self.wanted[place]]
-        there = dict(zip(plan.saved_inputs, inputs, strict=True))
-        places = {node: part for part, node in plan.intermediate.items()}
+        outputs = [i for i, grad in enumerate(grads) if grad is not None]
+        differentiable = [i for i, need in enumerate(needs) if need and self.wanted[i]]
+        saved_inputs = dict(zip(plan.saved_inputs, inputs, strict=True))
+        intermediate_parts = {node: part for part, node in plan.intermediate.items()}
         sizes = self.sizes_by(grads)
         masks: dict[int, Any] = {}
 
         def leaf(node: Node) -> Tensor | None:
-            if node in places:
-                assert plan.intermediate_operand is not None
-                return part_of(structure, plan.intermediate_operand, intermediate, places[node]).to(site.acc)
+            # The intermediate's nodes are in the middle of the graph: a saved value ends the
+            # evaluation before their arguments.
+            if node in intermediate_parts:
+                operand, part = plan.intermediate_operand, intermediate_parts[node]
+                assert operand is not None
+                return part_of(structure, operand, intermediate, part).to(site.acc)
             if node.op == "input":
-                tensor = there[node.attrs[0]]
-                value = part_of(structure, structure.inputs[node.attrs[0]], tensor, node.attrs[1])
-                return value.to(site.acc) if node.kind == "float" else value
+                position, part = node.attrs
+                return self._input_part(node, saved_inputs[position], position, part, site.acc)
             if node.op == "cotangent":
-                return part_of(structure, self.operand(node.attrs[0]), grads[node.attrs[0]], node.attrs[1]).to(site.acc)
+                output, part = node.attrs
+                return part_of(structure, self.operand(output), grads[output], part).to(site.acc)
             if node.op == "keep":
-                return self.mask(node, sizes, grads[given[0]], dropout, masks)
+                return self.mask(node, sizes, grads[outputs[0]], dropout, masks)
             return None
 
-        found = plan.gradients(given, wanted)
-        zero = structure.graph.const(0.0)  # the gradient of a part that nothing is computed of, and through `sign`
-        every = {place: {part: found.get(place, {}).get(part, zero) for part in structure.parts(structure.inputs[place])}
-                 for place in wanted}  # fmt: skip
-        values = evaluate(structure, [node for parts in every.values() for node in parts.values()], leaf, site.acc,
-                          grads[given[0]].device, sizes)  # fmt: skip
-        return [self._gradient(place, {part: values[node] for part, node in every[place].items()}, sizes)
-                if place in every else None for place in range(len(needs))]  # fmt: skip
+        gradients = plan.gradients(outputs, differentiable)
+        # The gradient of a part from which no output is computed, or only through `sign`.
+        zero = structure.graph.const(0.0)
+        nodes: dict[int, dict[Part, Node]] = {}
+        for i in differentiable:
+            known = gradients.get(i, {})
+            nodes[i] = {
+                part: known.get(part, zero) for part in structure.parts(structure.inputs[i])
+            }
+        roots = _nodes_of(nodes.values())
+        device = grads[outputs[0]].device
+        values = evaluate(structure, roots, leaf, site.acc, device, sizes)
+        results: list[Tensor | None] = [None] * len(needs)
+        for i, parts in nodes.items():
+            results[i] = self._gradient(i, _values_of(parts, values), sizes)
+        return results
 
     def operand(self, output: int) -> Operand:
-        """An output, or the intermediate behind them."""
+        """Return the operand of an output, or of the intermediate that follows the outputs."""
         if output < self.count:
             return self.structure.outputs[output]
         assert self.plan.intermediate_operand is not None
         return self.plan.intermediate_operand
 
-    def mask(self, node: Node, sizes: Sequence[int], like: Tensor, dropout: Any, masks: dict[int, Any]) -> Tensor:
-        """A dropout's factors in a part of the rows: the parts of a row lie one behind the other."""
+    def mask(
+        self, node: Node, sizes: Sequence[int], like: Tensor, dropout: Any, masks: dict[int, Any]
+    ) -> Tensor:
+        """Return a dropout's factors in one part of the rows.
+
+        The mask of a whole tensor is drawn once, and saved in ``masks`` for the other parts. It has
+        the dimensions ``(*rows, *unrolled, *columns)``: the parts of a row follow one another.
+        """
         structure, (number, part) = self.structure, node.attrs
         if number not in masks:
-            shape = [*[sizes[axis] for axis in structure.rows], *[structure.sizes[axis] for axis in structure.unrolled]]
-            shape += [structure.sizes[axis] for axis in structure.columns]
-            plain = like.new_empty(shape, dtype=self.acc)
-            masks[number] = dropout(plain, number << 48, self.thresholds[number])(torch.ones_like(plain), self.acc)
-        found = masks[number]
+            order = (*structure.rows, *structure.unrolled, *structure.columns)
+            plain = like.new_empty([sizes[axis] for axis in order], dtype=self.acc)
+            # Each dropout of a function has an offset of its own into the random numbers.
+            draw = dropout(plain, number << 48, self.thresholds[number])
+            masks[number] = draw(torch.ones_like(plain), self.acc)
+        mask = masks[number]
         for axis in structure.unrolled:
-            found = found.select(len(structure.rows), dict(part).get(axis, 0))
-        return found  # type: ignore[no-any-return]
+            mask = mask.select(len(structure.rows), dict(part).get(axis, 0))
+        return mask  # type: ignore[no-any-return]
 
-    def _gradient(self, place: int, parts: Any, sizes: Sequence[int]) -> Tensor:
-        """An input's gradient from its parts, which may have more rows than it has."""
-        structure, operand = self.structure, self.structure.inputs[place]
+    def _gradient(self, position: int, parts: Any, sizes: Sequence[int]) -> Tensor:
+        """Return an input's gradient from its parts, summed over axes that the input lacks."""
+        structure, operand = self.structure, self.structure.inputs[position]
         order = (*structure.rows, *structure.columns)
-        gone = [at for at, axis in enumerate(order) if axis not in operand.axes]
-        # Of what has no columns the sum over them is taken, and over rows it is never.
-        spread = [at for at, axis in enumerate(order) if at in gone and
-                  (axis in structure.rows or set(operand.axes) & set(structure.columns))]  # fmt: skip
-        summed = {part: value.expand([sizes[axis] if at in spread else value.shape[at]
-                                      for at, axis in enumerate(order)]).sum(gone, keepdim=True) if gone else value
-                  for part, value in parts.items()}  # fmt: skip
-        return assembled(structure, operand, summed, self.shape(operand.labels, sizes)).to(operand.dtype)
+        missing = [dim for dim, axis in enumerate(order) if axis not in operand.axes]
+        has_columns = bool(set(operand.axes) & set(structure.columns))
+        # A part may have a dimension of one where its gradient is the same along an axis: it is
+        # expanded before the sum. Where the input has no columns the part was summed over them
+        # already, but never over rows.
+        expanded = [dim for dim in missing if order[dim] in structure.rows or has_columns]
+        summed = parts
+        if missing:
+            summed = {}
+            for part, value in parts.items():
+                shape = [
+                    sizes[axis] if dim in expanded else value.shape[dim]
+                    for dim, axis in enumerate(order)
+                ]
+                summed[part] = value.expand(shape).sum(missing, keepdim=True)
+        shape = self.shape(operand.labels, sizes)
+        return assembled(structure, operand, summed, shape).to(operand.dtype)
 
-    # --- kernels ------------------------------------------------------------------------------------------------------
+    # --- kernels ----------------------------------------------------------------------------------
 
     def allocate(self, site: RowwiseSite, tensors: Any) -> tuple[Tensor | None, ...]:
-        """The outputs, the intermediate, and one line of numbers of rows for each that is saved."""
+        """Return new tensors for the outputs, the intermediate and the numbers of each row."""
         return self._outputs(tensors, site.saves)
 
     forward = staticmethod(launching.forward)
     backward = staticmethod(launching.backward)
 
     def runs_unfused(self, error: launch.NotCompiledError) -> None:
-        """Warns, once, that PyTorch's operators run instead of kernels, or raises.
+        """Warn, once, that PyTorch's operators run instead of kernels, or raise.
 
         Raises:
             NotRowwiseError: if the program is strict.
         """
-        if tuning.forces():  # what is measured is this config
+        if tuning.forces():  # the tuner measures this very config
             raise error
         if self.strict:
             raise NotRowwiseError(f"{self.op}: {error}") from error
         if not self.uncompiled:
             self.uncompiled = str(error)
             warnings.warn(
-                f"fusedops runs {self.op} as plain PyTorch, in part or whole: {error}", RuntimeWarning, stacklevel=2
+                f"fusedops runs {self.op} as plain PyTorch, in part or whole: {error}",
+                RuntimeWarning,
+                stacklevel=2,
             )
 
     def needed(self, site: Any, grads: Any, needs: Any) -> tuple[bool, ...]:
-        """Those of inputs that anything is computed of."""
+        """Return which inputs need a gradient and are used."""
         return tuple([need and used for need, used in zip(needs, self.structure.used, strict=True)])
 
     def sources(self, constants: Any, outputs: int) -> tuple[frozenset[int], ...] | None:
-        """See `Operator`: what is only detached, compared or computed without gradients gets none."""
+        """See `Operator`; an input that is only detached or compared gets no gradient."""
         return self._sources
 
-    def allocate_gradients(self, site: RowwiseSite, grads: Any, saved: Any, needed: Any) -> tuple[Tensor | None, ...]:
-        """Each in the shape of its input."""
+    def allocate_gradients(
+        self, site: RowwiseSite, grads: Any, saved: Any, needed: Any
+    ) -> tuple[Tensor | None, ...]:
+        """Return a new tensor for each gradient, in the shape of its input."""
+        # The sizes are read from the first cotangent, since inputs may not be saved.
         for output, like in enumerate(grads):
             if like is not None:
-                make = self._gradients.get(output)
-                if make is None:
-                    make = self._gradients[output] = gradient_allocator(self, output)
-                return make(like, needed)
+                allocate = self._gradients.get(output)
+                if allocate is None:
+                    allocate = self._gradients[output] = gradient_allocator(self, output)
+                return allocate(like, needed)
         raise AssertionError("no cotangent")
 
-    # --- sizes --------------------------------------------------------------------------------------------------------
+    # --- sizes ------------------------------------------------------------------------------------
 
     def row_size(self, output: int) -> int:
-        """Elements of a row of an output."""
+        """Return the number of elements in a row of an output."""
         return self.size_of_row(self.operand(output))
 
     def size_of_row(self, operand: Operand) -> int:
-        """Elements of a row of an operand."""
-        return math.prod([self.structure.sizes[axis] for axis in operand.axes if axis not in self.structure.rows])
+        """Return the number of elements in a row of an operand."""
+        structure = self.structure
+        columns = [axis for axis in operand.axes if axis not in structure.rows]
+        return math.prod([structure.sizes[axis] for axis in columns])
 
     def dims_of(self, output: int) -> dict[int, int]:
-        """The dimension of an output that each axis is."""
-        return {label[0]: dim for dim, label in enumerate(self.operand(output).labels) if len(label) == 1}
+        """Return the dimension of an output that each axis has to itself."""
+        labels = self.operand(output).labels
+        return {label[0]: dim for dim, label in enumerate(labels) if len(label) == 1}
 
     def sizes_of(self, tensors: Any) -> list[int]:
-        """Of all axes, from the inputs."""
+        """Return the sizes of all axes, read from the inputs."""
         sizes = list(self.structure.sizes)
-        for axis, (_, place, dim) in self.dynamic.items():
-            sizes[axis] = tensors[place].shape[dim]
+        for axis, (_, position, dim) in self.dynamic.items():
+            sizes[axis] = tensors[position].shape[dim]
         return sizes
 
     def sizes_by(self, grads: Any) -> list[int]:
-        """Of all axes, from the cotangents."""
+        """Return the sizes of all axes, read from a cotangent."""
         sizes = list(self.structure.sizes)
         number = next(i for i, g in enumerate(grads) if g is not None)
         dims = self.dims_of(number)
@@ -365,23 +480,53 @@ class Program(Operator):
         return sizes
 
     def shape(self, labels: Sequence[Label], sizes: Sequence[int]) -> list[int]:
-        """Of a tensor with these dimensions."""
+        """Return the shape of a tensor with these dimensions."""
         return [math.prod([sizes[axis] for axis in label]) for label in labels]
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether tensors are such as the function was traced for, but for the number of rows."""
+        """Whether tensors are like those of the trace, apart from the number of rows."""
         structure, sizes = self.structure, dict[int, int]()
         for operand, loose, tensor in zip(structure.inputs, structure.loose, tensors, strict=True):
-            if not isinstance(tensor, Tensor) or tensor.dtype != operand.dtype or tensor.dim() != len(operand.labels):
+            if not isinstance(tensor, Tensor) or tensor.dtype != operand.dtype:
                 return False
-            for label, size in itertools.islice(zip(operand.labels, tensor.shape, strict=True), loose, None):
-                if len(label) == 1 and label[0] in self.dynamic:
-                    # Of one row the index is a number, and the function another one.
-                    if sizes.setdefault(label[0], size) != size or (size == 1 and label[0] in structure.counted):
+            if tensor.dim() != len(operand.labels):
+                return False
+            dims = zip(operand.labels, tensor.shape, strict=True)
+            for label, size in itertools.islice(dims, loose, None):
+                if len(label) != 1 or label[0] not in self.dynamic:
+                    if size != math.prod([structure.sizes[axis] for axis in label]):
                         return False
-                elif size != math.prod([structure.sizes[axis] for axis in label]):
+                    continue
+                (axis,) = label
+                if sizes.setdefault(axis, size) != size:
+                    return False
+                # The index of a single row is the constant 0, and the traced function another one.
+                if size == 1 and axis in structure.counted:
                     return False
         return True
+
+
+def _nodes_of(tensors: Iterable[Mapping[Part, Node]]) -> list[Node]:
+    """Return the nodes of all parts of some tensors."""
+    return [node for parts in tensors for node in parts.values()]
+
+
+def _values_of(parts: Mapping[Part, Node], values: Mapping[Node, Tensor]) -> dict[Part, Tensor]:
+    """Return the values of a tensor's parts."""
+    return {part: values[node] for part, node in parts.items()}
+
+
+def _digest_of(program: Program) -> str:
+    """Return the hash of all on which the registered operators of a program depend."""
+    structure, plan = program.structure, program.plan
+    variable = set(program.dynamic)
+    for operand, count in zip(structure.inputs, structure.loose, strict=True):
+        variable.update(itertools.chain.from_iterable(operand.labels[:count]))
+    sizes = [None if axis in variable else size for axis, size in enumerate(structure.sizes)]
+    operands = (structure.inputs, structure.outputs, plan.intermediate_operand)
+    words = map(repr, (*operands, sizes, structure.drops, program.tiled))
+    key = "\n".join([program.text, *words])
+    return hashlib.sha256(key.encode()).hexdigest()[:12]
 
 
 def _identifier(name: str) -> str:
@@ -389,36 +534,48 @@ def _identifier(name: str) -> str:
 
 
 def _sources_of(plan: Plan) -> tuple[frozenset[int], ...] | None:
-    """Of each output, and of an intermediate behind them, the inputs that get a gradient from it; None where all do."""
-    results = [
-        *plan.structure.results,
-        *([plan.intermediate] if plan.intermediate and plan.intermediate_output < 0 else []),
-    ]
-    found = [gradient_sources(parts.values()) for parts in results]
-    every = {place for place, operand in enumerate(plan.structure.inputs) if operand.kind == "float"}
-    return None if all(its == every for its in found) else tuple(found)
+    """Return, for each output and an own intermediate, the inputs that get a gradient from it.
+
+    None where each gives a gradient to all floating-point inputs.
+    """
+    results = list(plan.structure.results)
+    if plan.intermediate and plan.intermediate_output < 0:
+        results.append(plan.intermediate)
+    sources = [gradient_sources(parts.values()) for parts in results]
+    floating = {i for i, operand in enumerate(plan.structure.inputs) if operand.kind == "float"}
+    if all(inputs == floating for inputs in sources):
+        return None
+    return tuple(sources)
 
 
 def _first(structure: Structure) -> int:
-    """The input with the most axes."""
-    return max(
-        range(len(structure.inputs)),
-        key=lambda place: structure.used[place] * len(structure.inputs[place].axes),
-        default=0,
-    )
+    """Return the position of the input with the most axes, among those that are used."""
+
+    def count(position: int) -> int:
+        return structure.used[position] * len(structure.inputs[position].axes)
+
+    return max(range(len(structure.inputs)), key=count, default=0)
 
 
 def dynamic_axes(structure: Structure) -> dict[int, tuple[int, int, int]]:
-    """The row axes whose sizes may change, with their dimension of the first output, and an input and a dimension of it.
+    """Return the row axes whose sizes may change.
 
-    Others are dimensions together with something else: their sizes are constants.
+    An axis that shares a dimension with another has a constant size. The values are the axis's
+    dimension of the first output, and an input and its dimension from which the size is read.
     """
-    found = {}
+    merged: set[int] = set()  # with others in a dimension of an input
+    positions: dict[int, tuple[int, int]] = {}
+    for position, operand in enumerate(structure.inputs):
+        for dim, label in enumerate(operand.labels):
+            if len(label) == 1:
+                positions.setdefault(label[0], (position, dim))
+            else:
+                merged.update(label)
+    dynamic: dict[int, tuple[int, int, int]] = {}
     for axis in structure.rows:
-        alone = [[dim for dim, label in enumerate(operand.labels) if label == (axis,)] for operand in structure.outputs]
-        where = [(place, dim) for place, operand in enumerate(structure.inputs)
-                 for dim, label in enumerate(operand.labels) if label == (axis,)]  # fmt: skip
-        together = any(axis in label and len(label) > 1 for operand in structure.inputs for label in operand.labels)
-        if all(alone) and where and not together and axis not in structure.fixed:
-            found[axis] = (alone[0][0], *where[0])
-    return found
+        if axis not in positions or axis in merged or axis in structure.fixed:
+            continue
+        if all((axis,) in operand.labels for operand in structure.outputs):
+            dim = structure.outputs[0].labels.index((axis,))
+            dynamic[axis] = (dim, *positions[axis])
+    return dynamic

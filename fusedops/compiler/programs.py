@@ -1,8 +1,12 @@
-"""Which program a call of a function runs: one that was traced for such tensors, one from disk, or a new one."""
+"""Choose the program that a call of a function runs.
+
+It is one that was traced for such tensors, one from disk, or a new one.
+"""
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import linecache
 import math
 import traceback
@@ -26,150 +30,198 @@ from .planning import planned
 from .state import Looks, plain_state
 from .structure import Operand, Structure, structured
 from .surroundings import PLAIN
-from .tracing import Traced, trace
+from .traced import Traced
+from .tracing import trace
 
-__all__ = ["Found", "Programs"]
+__all__ = ["Match", "Programs", "tensors_of"]
 
-# Sizes of rows in further runs: small ones, and far above what a function may compare them with.
+# The largest sizes of rows in further traces: small ones, and ones far above any that a function
+# may compare them with.
 _FEW, _MANY = 40, 100_000
-# No tensor may have many more elements: its bytes are a number of 63 bits.
+# About the most elements of a tensor in a trace: its bytes are a number of 63 bits.
 _ELEMENTS = 2**58
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A call to be traced: its arguments, the state with the tensors in it, and the file of such calls."""
+    """A call to be traced: its arguments, its state and the tensors in it, and the file of both."""
 
     args: Sequence[Any]
     look: Look
-    around: Sequence[Tensor]
+    state_tensors: Sequence[Tensor]
     path: Path | None
 
 
 @dataclass(frozen=True)
-class Found:
-    """A program, with the tensors that the function uses beside its arguments: places in the state."""
+class Match:
+    """A program, and the positions in the state of the tensors that the function captures."""
 
     program: Program
     captured: tuple[int, ...]
+
+
+def tensors_of(args: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors among the arguments of a call."""
+    return [a for a in args if isinstance(a, Tensor)]
 
 
 class Programs:
     """The programs of a function.
 
     Args:
-        function: the user's.
-        name: for messages.
-        names: of its parameters.
-        run: calls it with all arguments by place.
+        function: the user's function.
+        name: its name in messages.
+        names: the names of its parameters.
+        run: calls it with all arguments by position.
     """
 
-    def __init__(self, function: FunctionType, name: str, names: Sequence[str], run: Callable[..., Any]) -> None:
+    def __init__(
+        self, function: FunctionType, name: str, names: Sequence[str], run: Callable[..., Any]
+    ) -> None:
         self.function, self.name, self.names, self.run = function, name, names, run
-        self.known: dict[Any, list[Found]] = {}
+        self.known: dict[Any, list[Match]] = {}
         self.refused: dict[Any, str] = {}
         self._looks: dict[tuple[int, ...], Looks] = {}
 
     def looks(self, args: Sequence[Any]) -> Looks:
-        """Those at the state of a call like this: around the function, and of arguments that are objects."""
-        objects = tuple([place for place, a in enumerate(args) if not isinstance(a, (Tensor, *PLAIN))])
-        found = self._looks.get(objects)
-        if found is None:
-            found = self._looks[objects] = Looks(self.function, self.names, objects)
-        return found
+        """Return the `Looks` for the arguments of a call that are objects, and so have a state."""
+        objects = tuple([i for i, a in enumerate(args) if not isinstance(a, (Tensor, *PLAIN))])
+        looks = self._looks.get(objects)
+        if looks is None:
+            looks = self._looks[objects] = Looks(self.function, self.names, objects)
+        return looks
 
-    def find(self, args: Sequence[Any], autocast: Any) -> Found:
-        """The program for a call.
+    def find(self, args: Sequence[Any], autocast: Any) -> Match:
+        """Return the program for a call.
 
         Raises:
             NotRowwiseError: the function cannot be one kernel.
         """
-        look, state, around = self.looks(args).at(args)
+        look, state, state_tensors = self.looks(args).at(args)
         if look.reason:
             raise NotRowwiseError(f"{self.name}: {look.reason}")
-        tensors = [a for a in args if isinstance(a, Tensor)]
+        tensors = tensors_of(args)
         if not tensors:
-            within = [f"{name} is a {type(a).__name__} of tensors; pass them one by one"
-                      for name, a in zip(self.names, args, strict=True)
-                      if isinstance(a, (tuple, list)) and any(isinstance(one, Tensor) for one in a)]  # fmt: skip
-            raise NotRowwiseError(f"{self.name}: {'; '.join(within) or 'none of its arguments is a tensor'}")
+            raise NotRowwiseError(f"{self.name}: {self._why_no_tensors(args)}")
+
+        def fits(match: Match) -> bool:
+            captured = [state_tensors[position] for position in match.captured]
+            return match.program.fits([*tensors, *captured])
+
+        # Programs with one key differ in the tensors that fit. The first size is not a part of a
+        # refusal's key, because most refusals are the same for any number of rows.
         numbers = tuple([None if isinstance(a, Tensor) else plain_state(a) for a in args])
         key = (numbers, state, autocast, torch.get_default_dtype(), tensors[0].device.type)
-        alike = (key, *[(t.dtype, t.layout, t.dim(), compat.hints(t.shape[1:])) for t in tensors])
-        if alike in self.refused:
-            raise NotRowwiseError(self.refused[alike])
+        kinds = [(t.dtype, t.layout, t.dim(), compat.hints(t.shape[1:])) for t in tensors]
+        refusal_key = (key, *kinds)
+        if refusal_key in self.refused:
+            raise NotRowwiseError(self.refused[refusal_key])
         known = self.known.setdefault(key, [])
-        for found in known:
-            if found.program.fits([*tensors, *[around[place] for place in found.captured]]):
-                return found
-        call = _Call(args, look, around, self._path(look, key))
+        for match in known:
+            if fits(match):
+                return match
+        call = _Call(args, look, state_tensors, self._path(look, key))
         try:
             with compat.without_transforms(), compat.without_modes():
-                made = self._stored(call, tensors) or self._traced(call)
+                match = self._stored(call, tensors) or self._traced(call)
         except NotRowwiseError as error:
-            self.refused[alike] = str(error)  # an error would keep the tensors of its frames
+            # The text alone: the error would keep the tensors of its frames alive.
+            self.refused[refusal_key] = str(error)
             raise
-        if not made.program.fits([*tensors, *[around[place] for place in made.captured]]):
+        if not fits(match):
             raise NotRowwiseError(f"{self.name}: it was traced for tensors of other shapes")
-        known.append(made)
-        return made
+        known.append(match)
+        return match
+
+    def _why_no_tensors(self, args: Sequence[Any]) -> str:
+        """Return why a call has no tensors: they are in tuples or lists, or there are none."""
+        reasons: list[str] = []
+        for name, a in zip(self.names, args, strict=True):
+            if isinstance(a, (tuple, list)) and tensors_of(a):
+                reasons.append(f"{name} is a {type(a).__name__} of tensors; pass them one by one")
+        return "; ".join(reasons) or "none of its arguments is a tensor"
 
     def _path(self, look: Look, key: Any) -> Path | None:
-        """The file of such calls."""
+        """Return the file of such calls; None where their state has no representation on disk."""
+        # The first of the state is the look, an object of this process; its words replace it.
         numbers, (_, *state), *others = key
         return storing.stored_at(look, numbers, state, *others)
 
-    def _stored(self, call: _Call, tensors: Sequence[Tensor]) -> Found | None:
-        for structure in [] if call.path is None else storing.read(call.path):
+    def _stored(self, call: _Call, tensors: Sequence[Tensor]) -> Match | None:
+        """Return a program from disk that fits the tensors."""
+        if call.path is None:
+            return None
+        for structure in storing.read(call.path):
             if len(structure.inputs) != len(tensors):
                 continue
             try:
                 program = self._program(structure)
                 if program.fits(tensors):
-                    return Found(program, ())
-            except Exception:  # noqa: BLE001 - of a file that says something else than a function: it is traced
+                    return Match(program, ())
+            # The file has a structure that no function has: the function is traced instead.
+            except Exception:  # noqa: BLE001
                 continue
         return None
 
-    def _traced(self, call: _Call) -> Found:
+    def _traced(self, call: _Call) -> Match:
+        """Return a new program, and store its structure."""
         try:
             traced, structure = self._structure(call)
         except NotRowwiseError:
             raise
         except Exception as error:
-            self.run(*call.args)  # what is wrong with the call is said in PyTorch's words
-            raise NotRowwiseError(f"{self.name}: it cannot be traced: {error}{self._where(error)}") from error
+            # A wrong call fails here as well, with PyTorch's own error.
+            self.run(*call.args)
+            raise NotRowwiseError(
+                f"{self.name}: it cannot be traced: {error}{self._where(error)}"
+            ) from error
         if call.path is not None and not traced.captured:
             storing.write(call.path, structure)
-        return Found(self._program(structure), tuple(traced.captured))
+        return Match(self._program(structure), tuple(traced.captured))
 
     def _where(self, error: Exception) -> str:
-        """The function's line in which something was raised."""
+        """Return the line of the function in which an error was raised."""
         code = getattr(inspect.unwrap(self.function), "__code__", None)
-        lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
-        if code is None or not lines:
+        if code is None:
+            return ""
+        frames = traceback.walk_tb(error.__traceback__)
+        lines = [line for frame, line in frames if frame.f_code is code]
+        if not lines:
             return ""
         text = linecache.getline(code.co_filename, lines[-1]).strip()
         return f"\n  line {lines[-1]} of {code.co_filename}: {text}"
 
+    # --- any number of rows -----------------------------------------------------------------------
+    #
+    # A trace is for tensors of certain sizes. Whether its structure is the same for other numbers
+    # of rows is not proved, but tested: the function is traced again with other sizes of the axes
+    # that seem to be free, and the two structures are compared.
+
     def _structure(self, call: _Call) -> tuple[Traced, Structure]:
-        """The structure of the function, which is the same for other numbers of rows."""
+        """Return the function's structure, which is the same for other numbers of rows."""
         for code in call.look.codes:
             check_effects(code, self.name)
-        shapes = [compat.hints(a.shape) for a in call.args if isinstance(a, Tensor)]
+        shapes = [compat.hints(tensor.shape) for tensor in tensors_of(call.args)]
         traced, structure = self._of_any_rows(call, shapes)
         return traced, replace(structure, loose=self._loose(call, structure))
 
-    def _of_any_rows(self, call: _Call, shapes: Sequence[tuple[int, ...]]) -> tuple[Traced, Structure]:
-        """The structure for these shapes; where a dimension of rows is one, that of more rows, if it serves one."""
+    def _of_any_rows(
+        self, call: _Call, shapes: Sequence[tuple[int, ...]]
+    ) -> tuple[Traced, Structure]:
+        """Return the structure for these shapes.
+
+        A dimension of size one has no axis, as if it was broadcast. Where the rows have size one in
+        all tensors, the structure of two rows is returned if it is also that of one row.
+        """
         ones = _of_one(shapes)
         while ones:
             try:
                 traced, structure = self._at(call, _larger(shapes, ones))
-            except Exception:  # noqa: BLE001 - tensors of one row fit together where those of more do not
+            # Tensors of one row fit together where those of more do not.
+            except Exception:  # noqa: BLE001
                 break
-            constant = {place for place in ones if not _is_dynamic(structure, place)}
-            if constant:
+            constant = {dim for dim in ones if not _is_dynamic(structure, dim)}
+            if constant:  # traced again with size one in these
                 ones = ones - constant
                 continue
             structure, why = self._settled(call, structure)
@@ -183,72 +235,94 @@ class Programs:
         return traced, structure
 
     def _settled(self, call: _Call, structure: Structure) -> tuple[Structure, str]:
-        """The structure, and why it is none: rows that are counted have a constant size if it depends on that."""
+        """Return the structure, and why it does not serve other numbers of rows; "" if it does.
+
+        Rows whose index the function reads get a constant size if it depends on that size.
+        """
         why = self._depends_on_rows(call, structure)
         if why and structure.counted:
-            structure = replace(structure, fixed=tuple(sorted({*structure.fixed, *structure.counted})))
+            fixed = tuple(sorted({*structure.fixed, *structure.counted}))
+            structure = replace(structure, fixed=fixed)
             why = self._depends_on_rows(call, structure)
         return structure, why
 
     def _depends_on_rows(self, call: _Call, structure: Structure) -> str:
-        """Why the function is another one for other numbers of rows; "" if it is not."""
+        """Return why the structure differs for other numbers of rows; "" if it does not."""
         for sizes in _other_rows(structure):
-            if why := self._differs(call, structure, sizes):
+            why = self._differs(call, structure, sizes)
+            if why:
                 return why
         return ""
 
     def _differs(self, call: _Call, structure: Structure, sizes: Mapping[int, int]) -> str:
-        """What is another with other sizes of some axes: a shape, or what is computed; "" if nothing is."""
-        depends = ("the result depends on the number of rows: on a size such as x.shape[0], or one that is written out, "
-                   "as in view and expand")  # fmt: skip
-        one = 1 in sizes.values()  # of one row neither all operators are defined nor all structures known
+        """Return why a trace with other sizes of some axes differs; "" if it does not."""
+        depends = (
+            "the result depends on the number of rows: on a size such as x.shape[0], or one that "
+            "is written out, as in view and expand"
+        )
+        # Some operators are not defined for one row, and some structures are not recognised.
+        has_one = 1 in sizes.values()
         try:
             traced = self._trace(call, _shapes(structure, structure.inputs, sizes))
             if len(traced.outputs) != len(structure.outputs):
                 return depends
             again = structured(traced)
         except Exception:  # noqa: BLE001 - whatever fails for other sizes shows that they matter
-            return "" if one else depends
+            return "" if has_one else depends
         expected = _shapes(structure, structure.outputs, sizes)
         shapes = _shapes(again, again.outputs, {})
         if list(map(len, expected)) != list(map(len, shapes)):
             return "a result has a dimension less where there is one row, as by squeeze"
-        same = shapes == expected and again.text(rows=False) == structure.text(rows=False)
-        return "" if same else depends
+        if shapes != expected:
+            return depends
+        return "" if again.text(rows=False) == structure.text(rows=False) else depends
 
     def _loose(self, call: _Call, structure: Structure) -> tuple[int, ...]:
-        """How many of each input's first dimensions may have any size.
+        """Return how many of each input's first dimensions may have any size.
 
-        Of those that are not used: all, or all but the last, or none, as the function reads them.
+        That is 0 for inputs that are used. For the others it is all, or all but the last, or none,
+        depending on the sizes that the function reads.
         """
-        unused = [place for place, used in enumerate(structure.used) if not used]
-        read = [operand for operand, used in zip(structure.inputs, structure.used, strict=True) if used]
-        known = {axis for operand in (*read, *structure.outputs) for axis in operand.axes}
+        inputs = zip(structure.inputs, structure.used, strict=True)
+        unused = {i: operand for i, (operand, is_used) in enumerate(inputs) if not is_used}
+        known = _used_axes(structure)
 
-        # Leading dimensions that no other tensor has. Those of one, which have no axis, cannot be tried with other sizes.
-        def alone(labels: Sequence[Label]) -> int:
-            return next(
-                (dim for dim, label in enumerate(labels) if not label or known.intersection(label)), len(labels)
-            )
+        def separate(labels: Sequence[Label]) -> int:
+            """Count the leading dimensions that no other tensor has.
 
-        for kept in (0, 1):  # of the last dimensions
-            loose = {
-                place: max(min(alone(labels := structure.inputs[place].labels), len(labels) - kept), 0)
-                for place in unused
-            }
-            axes = [
-                axis
-                for place, count in loose.items()
-                for label in structure.inputs[place].labels[:count]
-                for axis in label
-            ]
-            sizes = (_primes(structure, _FEW), [1] * len(axes), _divisible(structure, _MANY))
-            others = [dict(zip(dict.fromkeys(axes), choice, strict=False)) for choice in sizes if axes]
-            if not any(self._differs(call, structure, sizes) for sizes in others):
-                return tuple([loose.get(place, 0) for place in range(len(structure.inputs))])
+            Dimensions of one are not counted: without an axis they cannot be tested.
+            """
+            for dim, label in enumerate(labels):
+                if not label or known.intersection(label):
+                    return dim
+            return len(labels)
+
+        for fixed_dims in (0, 1):  # the number of last dimensions that keep their size
+            loose: dict[int, int] = {}
+            axes: dict[int, None] = {}
+            for i, operand in unused.items():
+                free_dims = min(separate(operand.labels), len(operand.labels) - fixed_dims)
+                loose[i] = max(free_dims, 0)
+                axes.update(
+                    dict.fromkeys(itertools.chain.from_iterable(operand.labels[: loose[i]]))
+                )
+            if not self._differs_for(call, structure, list(axes)):
+                return tuple([loose.get(i, 0) for i in range(len(structure.inputs))])
         return (0,) * len(structure.inputs)
 
+    def _differs_for(self, call: _Call, structure: Structure, axes: Sequence[int]) -> bool:
+        """Whether the function differs for some other sizes of these axes."""
+        if not axes:
+            return False
+        few, many = _primes(structure, _FEW), _divisible(structure, _MANY)
+        choices = (few, [1] * len(axes), many)
+        return any(
+            self._differs(call, structure, dict(zip(axes, choice, strict=False)))
+            for choice in choices
+        )
+
     def _at(self, call: _Call, shapes: Sequence[tuple[int, ...]]) -> tuple[Traced, Structure]:
+        """Return the trace and the structure for tensors of these shapes."""
         traced = self._trace(call, shapes)
         try:
             return traced, structured(traced)
@@ -256,17 +330,27 @@ class Programs:
             raise NotRowwiseError(f"{self.name}: {error}") from None
 
     def _trace(self, call: _Call, shapes: Sequence[tuple[int, ...]]) -> Traced:
-        names = [name for name, a in zip(self.names, call.args, strict=True) if isinstance(a, Tensor)]
-        sized = iter(shapes)
-        given = [_without_memory(a, next(sized)) if isinstance(a, Tensor) else a for a in call.args]
+        """Return the trace for tensors of these shapes."""
+        names: list[str] = []
+        arguments: list[Any] = []
+        remaining = iter(shapes)
+        for name, a in zip(self.names, call.args, strict=True):
+            if isinstance(a, Tensor):
+                names.append(name)
+                arguments.append(_without_memory(a, next(remaining)))
+            else:
+                arguments.append(a)
 
         def find(tensor: Tensor) -> tuple[int, str] | None:
-            found = [(place, call.look.tensors[place]) for place, one in enumerate(call.around) if one is tensor]
-            return found[0] if found else None
+            for position, captured in enumerate(call.state_tensors):
+                if captured is tensor:
+                    return position, call.look.tensors[position]
+            return None
 
-        return trace(self.run, given, self.function, names, find)
+        return trace(self.run, arguments, self.function, names, find)
 
     def _program(self, structure: Structure) -> Program:
+        """Return the program of a structure."""
         try:
             return Program(self.name, None, planned(structure))
         except NotRowwiseError as error:
@@ -274,65 +358,118 @@ class Programs:
 
 
 def _without_memory(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor on the meta device; one that is not dense is returned as it is."""
     if like.layout is not torch.strided or like.is_nested:
         return like
-    found = torch.empty(shape, dtype=like.dtype, device="meta")
-    found.fusedops_device = like.device  # type: ignore[attr-defined]
-    return found
+    meta = torch.empty(shape, dtype=like.dtype, device="meta")
+    meta.fusedops_device = like.device  # type: ignore[attr-defined]
+    return meta
+
+
+def _used_axes(structure: Structure) -> set[int]:
+    """Return the axes of the inputs that are used, and of the outputs."""
+    inputs = itertools.compress(structure.inputs, structure.used)
+    return {axis for operand in (*inputs, *structure.outputs) for axis in operand.axes}
 
 
 def _of_one(shapes: Sequence[tuple[int, ...]]) -> set[int]:
-    """The dimensions, counted from the last, that are one in all tensors: but for the last one."""
-    return {place for place in range(2, max(map(len, shapes)) + 1)
-            if all(shape[-place] == 1 for shape in shapes if len(shape) >= place)}  # fmt: skip
+    """Return the dimensions, counted from the last, that are one in all tensors.
+
+    The last dimension, of columns, is not among them.
+    """
+    ones: set[int] = set()
+    for dim in range(2, max(map(len, shapes)) + 1):
+        sizes = [shape[-dim] for shape in shapes if len(shape) >= dim]
+        if all(size == 1 for size in sizes):
+            ones.add(dim)
+    return ones
 
 
-def _larger(shapes: Sequence[tuple[int, ...]], places: Collection[int]) -> list[tuple[int, ...]]:
-    """The shapes with dimensions of one as more, so that they are not taken for what is broadcast."""
-    return [tuple([2 if len(shape) - at in places else size for at, size in enumerate(shape)]) for shape in shapes]
+def _larger(shapes: Sequence[tuple[int, ...]], dims: Collection[int]) -> list[tuple[int, ...]]:
+    """Return the shapes with two in some dimensions, counted from the last, in place of one."""
+    return [
+        tuple([2 if len(shape) - i in dims else size for i, size in enumerate(shape)])
+        for shape in shapes
+    ]
 
 
-def _is_dynamic(structure: Structure, place: int) -> bool:
+def _is_dynamic(structure: Structure, dim: int) -> bool:
     """Whether a dimension, counted from the last, may have any size in all tensors."""
-    dynamic = dynamic_axes(structure)
-    labels = [operand.labels[-place] for operand, used in zip(structure.inputs, structure.used, strict=True)
-              if used and len(operand.labels) >= place]  # fmt: skip
-    return all(len(label) == 1 and label[0] in dynamic.keys() - structure.counted for label in labels)
+    free = dynamic_axes(structure).keys() - structure.counted
+    for operand in itertools.compress(structure.inputs, structure.used):
+        if len(operand.labels) < dim:
+            continue
+        label = operand.labels[-dim]
+        if len(label) != 1 or label[0] not in free:
+            return False
+    return True
 
 
 def _other_rows(structure: Structure) -> list[dict[int, int]]:
-    """Other sizes of the axes that may have any: for each one, a small prime, and a large number with many divisors."""
+    """Return other sizes of the axes that may have any, for further traces.
+
+    In three traces each axis is one, a small prime, and a large number with many divisors, in turn,
+    so that the axes differ in each. With two axes and more there is a trace with one in all.
+
+        axis       0      1      2
+        trace 1    one    prime  large
+        trace 2    prime  large  one
+        trace 3    large  one    prime
+
+    Axes whose index the function reads get another small prime in place of one, since the index of
+    a single row is the constant 0.
+    """
     axes = sorted(dynamic_axes(structure))
     few = _primes(structure, _FEW)
-    ones = [few[-at - 1] if axis in structure.counted else 1 for at, axis in enumerate(axes)]
+    ones = [few[-i - 1] if axis in structure.counted else 1 for i, axis in enumerate(axes)]
     choices = (ones, few, _divisible(structure, _MANY))
-    found = [{axis: choices[(at + turn) % 3][at] for at, axis in enumerate(axes)} for turn in range(3)]
-    return found if len(axes) < 2 else [dict(zip(axes, ones, strict=True)), *found]
+    others = [
+        {axis: choices[(i + turn) % 3][i] for i, axis in enumerate(axes)} for turn in range(3)
+    ]
+    if len(axes) < 2:
+        return others
+    return [dict(zip(axes, ones, strict=True)), *others]
 
 
 def _limit(structure: Structure, largest: int) -> int:
-    """The largest size of rows that makes no tensor too large."""
+    """Return the largest size of rows, up to a limit, with which no tensor is too large."""
     axes = dynamic_axes(structure)
-    read = [operand for operand, used in zip(structure.inputs, structure.used, strict=True) if used]
-    met = {axis for operand in (*read, *structure.outputs) for axis in operand.axes}  # in one tensor, at most
-    fixed = math.prod([size for axis, size in enumerate(structure.sizes) if axis in met and axis not in axes])
+    # The product of all constant sizes: no tensor has more axes.
+    constant = _used_axes(structure) - axes.keys()
+    fixed = math.prod([structure.sizes[axis] for axis in constant])
     return min(largest, int((_ELEMENTS / fixed) ** (1 / max(len(axes), 1))))
 
 
 def _primes(structure: Structure, largest: int) -> list[int]:
-    """Primes that no axis has as its size, the largest first."""
-    return [n for n in range(_limit(structure, largest), 1, -1)
-            if n not in structure.sizes and all(n % d for d in range(2, math.isqrt(n) + 1))]  # fmt: skip
+    """Return primes that are no axis's size, the largest first."""
+
+    def is_prime(n: int) -> bool:
+        return all(n % divisor for divisor in range(2, math.isqrt(n) + 1))
+
+    numbers = range(_limit(structure, largest), 1, -1)
+    return [n for n in numbers if n not in structure.sizes and is_prime(n)]
 
 
 def _divisible(structure: Structure, largest: int) -> list[int]:
-    """Multiples of all small numbers, as far as there is room for them, that no axis has as its size."""
+    """Return numbers with many divisors that are no axis's size, the largest first.
+
+    They are multiples of the first step of which the range has enough for all axes.
+    """
     limit, count = _limit(structure, largest), len(structure.sizes)
-    step = next(step for step in (5040, 720, 48, 8, 2) if limit // step > 2 * count or step == 2)
+    step = 2
+    for candidate in (5040, 720, 48, 8):
+        if limit // candidate > 2 * count:
+            step = candidate
+            break
     return [n for n in range(limit - limit % step, 0, -step) if n not in structure.sizes]
 
 
-def _shapes(structure: Structure, operands: Sequence[Operand], others: Mapping[int, int]) -> list[tuple[int, ...]]:
-    """Of tensors, with other sizes of some axes."""
+def _shapes(
+    structure: Structure, operands: Sequence[Operand], others: Mapping[int, int]
+) -> list[tuple[int, ...]]:
+    """Return the shapes of tensors, with other sizes of some axes."""
     sizes = dict(enumerate(structure.sizes)) | dict(others)
-    return [tuple([math.prod([sizes[axis] for axis in label]) for label in operand.labels]) for operand in operands]
+    return [
+        tuple([math.prod([sizes[axis] for axis in label]) for label in operand.labels])
+        for operand in operands
+    ]

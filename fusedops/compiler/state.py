@@ -1,11 +1,17 @@
-"""The state of what a function uses beside its tensors, looked at in each call.
+"""The state of what a function uses beside its tensors, read in each call.
 
-A walk goes through all that the function may read: variables around it and around the functions that it calls, arguments
-that are objects, and of objects, classes and modules the attributes that its code names. It ends in what cannot change,
-such as PyTorch's own functions; in numbers, which are constants of the kernels; in tensors, which are arguments of the
-kernels; or in something that may change unseen, which is refused. The walk writes a function of Python that takes the same
-way again: it returns the numbers and tensors, or None where something else is now there, and then there is another walk.
-Nothing on the way is held but constants: code, classes and functions of libraries.
+A walk visits all that the function may read: globals and closures of it and of the functions that
+it calls, arguments that are objects, and the attributes of objects, classes and modules that its
+code names. It ends at values that cannot change, such as PyTorch's own functions; at numbers, which
+are constants of the kernels; at tensors, which are arguments of the kernels; or at a value that may
+change unseen, which is refused.
+
+    globals, closures, objects --Walk--> source of `read` --exec--> Look
+    each call: Look.read(args) --> (numbers, identical tensors, tensors), or None
+
+The walk writes a Python function that reads the same values again. It returns the numbers and the
+tensors, or None where the structure has changed, and then there is another walk. That function
+holds constants only: code, classes and functions of libraries.
 """
 
 from __future__ import annotations
@@ -25,12 +31,15 @@ from .walking import Names, Walk
 
 __all__ = ["Looks", "plain_state", "simple_variables"]
 
-# Structures of objects that a function is traced for at a time.
+# The most structures of objects whose `Look` a function holds.
 _MOST_LOOKS = 64
 
 
 def plain_state(value: Any) -> Any:
-    """A number or the like as a part of a key; of another value its type, as `Looks` sees what it has."""
+    """Return a number or the like as a part of a key; for other values the type.
+
+    `Looks` reads the state of these.
+    """
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         raise TypeError("a symbol")
     if isinstance(value, float):
@@ -39,60 +48,71 @@ def plain_state(value: Any) -> Any:
 
 
 class Looks:
-    """The state around a function, and of its arguments that are objects.
+    """The known structures of the state around a function and of its arguments that are objects.
 
     Args:
         function: the function.
-        names: of its arguments.
-        places: the arguments that are objects.
+        names: the names of its arguments.
+        positions: the positions of the arguments that are objects.
     """
 
-    def __init__(self, function: FunctionType, names: Sequence[str], places: tuple[int, ...]) -> None:
-        self.function, self.names, self.places = function, names, places
-        self._known: tuple[Look, ...] = ()
+    def __init__(
+        self, function: FunctionType, names: Sequence[str], positions: tuple[int, ...]
+    ) -> None:
+        self.function, self.names, self.positions = function, names, positions
+        self._known: tuple[Look, ...] = ()  # the last used first
 
     def at(self, args: Sequence[Any]) -> tuple[Look, Any, list[Tensor]]:
-        """How the state was looked at, its hashable form, and the tensors in it."""
+        """Return the `Look` that reads the state, the hashable state, and the tensors in it."""
         known = self._known
-        for place, look in enumerate(known):
-            found = look.read(args)
-            if found is not None:
-                if place:
-                    self._known = (look, *known[:place], *known[place + 1 :])
-                return look, (look, *found[:2]), found[2]
-        walk, reason = _walked(self.function, self.names, self.places, args)
+        for i, look in enumerate(known):
+            state = look.read(args)
+            if state is not None:
+                if i:
+                    self._known = (look, *known[:i], *known[i + 1 :])
+                return look, (look, *state[:2]), state[2]
+        walk, reason = _walked(self.function, self.names, self.positions, args)
         look = walk.look(reason)
-        found = look.read(args)
-        if found is None:
+        state = look.read(args)
+        if state is None:
+            # The state changed between the walk and the first read, and will change again.
             look = dataclasses.replace(
-                look, read=lambda args: ((), None, []),
-                reason="what it reads is another at each look, such as an attribute that is computed; pass it",
-            )  # fmt: skip
-            found = (), None, []
+                look,
+                read=lambda args: ((), None, []),
+                reason="what it reads is another at each look, such as an attribute that is "
+                "computed; pass it",
+            )
+            state = (), None, []
         self._known = (look, *known[: _MOST_LOOKS - 1])
-        return look, (look, *found[:2]), found[2]
+        return look, (look, *state[:2]), state[2]
 
 
-def simple_variables(function: FunctionType) -> list[tuple[FunctionType, list[tuple[str, Any]]]] | None:
-    """Of a function and those that it calls, the variables around each, and their values.
+def simple_variables(
+    function: FunctionType,
+) -> list[tuple[FunctionType, list[tuple[str, Any]]]] | None:
+    """Return the outer variables, with values, of a function and of each that it calls.
 
-    None where there is more than numbers, and functions that have nothing but such variables.
+    None where one of them is not a number, nor a function with only such variables.
     """
     walk, _ = _walked(function, (), (), ())
     return walk.simple if walk.is_simple else None
 
 
 def _walked(
-    function: FunctionType, names: Sequence[str], places: Sequence[int], args: Sequence[Any]
+    function: FunctionType, names: Sequence[str], positions: Sequence[int], args: Sequence[Any]
 ) -> tuple[Walk, str]:
-    """A walk, and why the function is refused; repeated until the names of all attributes that functions on it read are known."""
+    """Return a complete walk, and why the function is refused, or "".
+
+    A walk visits attributes by the names that functions read. It finds further functions and so
+    further names, with which it starts again until there are no new ones.
+    """
     known = Names()
     while True:
         walk, reason = Walk(known), ""
         try:
             walk.root(function)
-            for place in places:
-                walk.visit(args[place], f"args[{place}]", names[place], of="its argument", called=False)
+            for i in positions:
+                walk.visit(args[i], f"args[{i}]", names[i], role="its argument", called=False)
         except NotRowwiseError as error:
             reason = str(error)
         except RecursionError:

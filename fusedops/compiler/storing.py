@@ -1,7 +1,11 @@
 """Traced functions on disk, so that a process after the first starts without tracing.
 
-A file belongs to a function's code, to all that the code names, to the numbers of a call, and to the versions of PyTorch,
-Python and this package. Where any of that has no value of its own (a tensor, a module, an object), nothing is stored.
+A file belongs to a function's code, to all that the code names, to the numbers of a call, and to
+the versions of PyTorch, Python and this package. Where any of that has no value of its own (a
+tensor, a module, an object), nothing is stored.
+
+    <cache>/rowwise/<hash of all that>.json
+        a checksum, and a JSON list of structures: one for each kind of tensors
 """
 
 from __future__ import annotations
@@ -27,11 +31,14 @@ __all__ = ["decoded", "encoded", "read", "stored_at", "write"]
 
 
 class _NoValueError(Exception):
-    """Something that is not the same in another process."""
+    """A value that may differ in another process."""
 
 
 def stored_at(look: Look, *key: Any) -> Path | None:
-    """The file of a function with this around it and what it is called with; None where words do not tell all."""
+    """Return the file for a state and the numbers of a call.
+
+    None where the state has no representation that another process shares.
+    """
     if not look.storable:
         return None
     try:
@@ -41,113 +48,165 @@ def stored_at(look: Look, *key: Any) -> Path | None:
 
 
 def read(path: Path) -> list[Structure]:
-    """What is stored there; nothing where it cannot be read."""
+    """Return the structures in a file; none where it cannot be read."""
     try:
-        return [decoded(found) for found in json.loads(cache.opened(path.read_text()))]
+        return list(map(decoded, json.loads(cache.opened(path.read_text()))))
     except Exception:  # noqa: BLE001 - whatever is wrong with a file, its function is traced again
         return []
 
 
 def write(path: Path, structure: Structure) -> None:
-    """Add a structure to the file, which is replaced at once; of two that write at a time one wins."""
+    """Add a structure to a file, which is replaced atomically.
+
+    Of two processes that write at the same time, one loses its structure, and traces again.
+    """
     with contextlib.suppress(OSError):
-        cache.replace(path, cache.sealed(json.dumps([*map(encoded, read(path)), encoded(structure)])))
+        structures = [*read(path), structure]
+        text = json.dumps(list(map(encoded, structures)))
+        cache.replace(path, cache.sealed(text))
 
 
-# --- what a function is -------------------------------------------------------------------------------------------------
+# --- keys ---------------------------------------------------------------------------
 
 
 def _code(code: CodeType) -> list[str]:
-    found = [
+    """Return the words of code, and of the functions that it defines."""
+    numbers = (
+        code.co_firstlineno,
+        code.co_flags,
+        code.co_argcount,
+        code.co_posonlyargcount,
+        code.co_kwonlyargcount,
+    )
+    words = [
         code.co_filename,
-        str((code.co_firstlineno, code.co_flags, code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)),
+        str(numbers),
         code.co_code.hex(),
         repr(code.co_names),
         repr(code.co_varnames),
     ]
     for constant in code.co_consts:
-        found += _code(constant) if isinstance(constant, CodeType) else [repr(constant)]
-    return found
+        words += _code(constant) if isinstance(constant, CodeType) else [repr(constant)]
+    return words
 
 
 def _plain(value: Any) -> str:
+    """Return the word of a value that is the same in each process."""
     if isinstance(value, (*PLAIN, list)):
         return repr(value)
     if isinstance(value, CodeType):
         return "\n".join(_code(value))
     if isinstance(value, enum.Enum):
         return f"{type(value).__module__}.{value!r}"
-    owner = getattr(value, "__self__", None)  # of a method: its class may be another tomorrow
     if isinstance(value, ModuleType):
         return value.__name__
-    if is_of_a_library(value) and (owner is None or isinstance(owner, ModuleType)):
-        home = getattr(value, "__module__", None) or value.__objclass__.__module__  # of a method that is written in C
-        return f"{home}.{getattr(value, '__qualname__', value)}"
-    raise _NoValueError
+    # A bound method is refused: its object has a state, and its class may change.
+    owner = getattr(value, "__self__", None)
+    is_bound = owner is not None and not isinstance(owner, ModuleType)
+    if is_bound or not is_of_a_library(value):
+        raise _NoValueError
+    # A method that is written in C has no module, but its class has.
+    home = getattr(value, "__module__", None) or value.__objclass__.__module__
+    return f"{home}.{getattr(value, '__qualname__', value)}"
 
 
-# --- structures as JSON -------------------------------------------------------------------------------------------------
+# --- structures as JSON ---------------------------------------------------------------------------
 
 
 def encoded(structure: Structure) -> dict[str, Any]:
-    """A structure for JSON: what its outputs are computed of, and what may be saved, but nothing of derivatives."""
+    """Return a structure as values for JSON.
+
+    It has the nodes from which outputs, and values that may be saved, are computed, but none of
+    derivatives. Nodes are numbered in the order of the graph, so that arguments come first.
+    """
     tensors = [*structure.results, *[parts for parts, _ in structure.values]]
     used = set(topological([node for parts in tensors for node in parts.values()]))
-    kept = [node for node in structure.graph.nodes.values() if node in used]
-    numbers = {node: number for number, node in enumerate(kept)}
-    nodes = [[node.op, [numbers[arg] for arg in node.args], node.attrs, sorted(node.axes), node.kind, node.names]
-             for node in kept]  # fmt: skip
-    lines = [(numbers[node], structure.lines[node.number]) for node in kept if node.number in structure.lines]
+    stored = [node for node in structure.graph.nodes.values() if node in used]
+    numbers = {node: number for number, node in enumerate(stored)}
+    lines = [
+        (numbers[node], structure.lines[node.number])
+        for node in stored
+        if node.number in structure.lines
+    ]
     return {
-        "nodes": nodes, "sizes": structure.sizes, "rows": structure.rows, "columns": structure.columns,
-        "unrolled": structure.unrolled, "drops": structure.drops, "container": structure.container,
-        "inputs": [_operand(operand) for operand in structure.inputs],
-        "outputs": [_operand(operand) for operand in structure.outputs],
+        "nodes": [_node(node, numbers) for node in stored],
+        "sizes": structure.sizes,
+        "rows": structure.rows,
+        "columns": structure.columns,
+        "unrolled": structure.unrolled,
+        "drops": structure.drops,
+        "container": structure.container,
+        "inputs": list(map(_operand, structure.inputs)),
+        "outputs": list(map(_operand, structure.outputs)),
         "results": [_parts(parts, numbers) for parts in structure.results],
-        "lines": lines, "used": structure.used, "wide": structure.wide,
-        "loose": structure.loose, "fixed": structure.fixed,
+        "lines": lines,
+        "used": structure.used,
+        "wide": structure.wide,
+        "loose": structure.loose,
+        "fixed": structure.fixed,
         "values": [[_parts(parts, numbers), _name(dtype)] for parts, dtype in structure.values],
-    }  # fmt: skip
+    }
 
 
-def decoded(found: Any) -> Structure:
-    """The structure that was encoded, after a check of everything in it: see `grammar`."""
-    grammar.check(found)
+def decoded(fields: Any) -> Structure:
+    """Return the structure that was encoded, after a check of everything in it: see `grammar`."""
+    grammar.check(fields)
     graph, nodes = Graph(), list[Node]()
-    for op, args, attrs, axes, kind, names in found["nodes"]:
-        node = graph.make(op, *[nodes[arg] for arg in args], attrs=_tuple(attrs), axes=axes, kind=kind)
+    for op, args, attrs, axes, kind, names in fields["nodes"]:
+        node = graph.make(
+            op, *[nodes[arg] for arg in args], attrs=_tuple(attrs), axes=axes, kind=kind
+        )
         node.names.extend(names)
         nodes.append(node)
 
     def parts(pairs: Any) -> dict[Any, Node]:
         return {_tuple(part): nodes[number] for part, number in pairs}
 
-    def operand(fields: Any) -> Operand:
-        labels, dtype, kind, name = fields
+    def operand(values: Any) -> Operand:
+        labels, dtype, kind, name = values
         return Operand(_tuple(labels), getattr(torch, dtype), kind, name)
 
     return Structure(
-        graph, _tuple(found["sizes"]), _tuple(found["rows"]), _tuple(found["columns"]), _tuple(found["unrolled"]),
-        tuple(map(operand, found["inputs"])), tuple(map(operand, found["outputs"])), tuple(map(parts, found["results"])),
-        _tuple(found["drops"]), found["container"], dict(found["lines"]), _tuple(found["used"]),
-        tuple([(parts(pairs), getattr(torch, dtype)) for pairs, dtype in found["values"]]),
-        found["wide"],
-        _tuple(found["loose"]),
-        _tuple(found["fixed"]),
-    )  # fmt: skip
+        graph,
+        _tuple(fields["sizes"]),
+        _tuple(fields["rows"]),
+        _tuple(fields["columns"]),
+        _tuple(fields["unrolled"]),
+        tuple(map(operand, fields["inputs"])),
+        tuple(map(operand, fields["outputs"])),
+        tuple(map(parts, fields["results"])),
+        _tuple(fields["drops"]),
+        fields["container"],
+        dict(fields["lines"]),
+        _tuple(fields["used"]),
+        tuple([(parts(pairs), getattr(torch, dtype)) for pairs, dtype in fields["values"]]),
+        fields["wide"],
+        _tuple(fields["loose"]),
+        _tuple(fields["fixed"]),
+    )
 
 
 def _operand(operand: Operand) -> list[Any]:
+    """Return an operand as values for JSON."""
     return [operand.labels, _name(operand.dtype), operand.kind, operand.name]
 
 
+def _node(node: Node, numbers: Mapping[Node, int]) -> list[Any]:
+    """Return a node as values for JSON, with numbers for its arguments."""
+    args = [numbers[arg] for arg in node.args]
+    return [node.op, args, node.attrs, sorted(node.axes), node.kind, node.names]
+
+
 def _parts(parts: Mapping[Part, Node], numbers: Mapping[Node, int]) -> list[Any]:
+    """Return the parts of a tensor as values for JSON, with numbers for nodes."""
     return [[part, numbers[node]] for part, node in parts.items()]
 
 
 def _name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, as an attribute of `torch`."""
     return str(dtype).removeprefix("torch.")
 
 
 def _tuple(value: Any) -> Any:
+    """Return nested lists as nested tuples, since JSON has lists only."""
     return tuple([_tuple(inner) for inner in value]) if isinstance(value, list) else value

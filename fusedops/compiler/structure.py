@@ -1,9 +1,12 @@
-"""From what was traced to rows and columns: which axes a program's rows have, and equal parts of rows unrolled.
+"""Structure of a traced function: its row axes, its column axes, and the parts of rows.
 
-An axis that something reduces over is part of a row, a *column axis*; of a function without reductions the last one is, if
-the last dimension has one. Rows of one element have no column axis.
-An axis along which parts are taken or put together is *unrolled*: each part becomes a value of its own. All other axes
-are *row axes*.
+A *column axis* is one that something reduces over; in a function without reductions it is the last
+axis, if the last dimension has one. Rows of one element have no column axis. An axis along which
+parts are selected or stacked is *unrolled*: each part becomes a value of its own. All other axes
+are *row axes*::
+
+    (batch, sequence, 3 heads, 64) with q, k, v = x.unbind(2), and sums over the last dimension
+     row    row       unrolled column
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import functools
 import itertools
 import linecache
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,31 +24,56 @@ import torch
 from .axes import AxisError, Label
 from .errors import NotRowwiseError
 from .ir import REDUCTIONS, Graph, Node, gradient_sources, topological
-from .tracing import TWICE, Traced, twice
+from .traced import TWICE, Traced, Value, twice
 
-__all__ = ["MOST_PARTS", "Operand", "Part", "Structure", "structured"]
+__all__ = [
+    "MOST_PARTS",
+    "Operand",
+    "Part",
+    "Structure",
+    "nodes_of",
+    "structured",
+    "within",
+    "without",
+]
 
-# Of an axis that is unrolled, which part: pairs of axis and index.
+# A part of a row: pairs of an unrolled axis and an index along it.
 Part = tuple[tuple[int, int], ...]
-# More parts are too much code.
+# The most parts of a row: more are too much code.
 MOST_PARTS = 16
-# Columns of a part of a row that no operator of the function takes apart.
+# The fewest columns of a part of a row that no operator of the function splits.
 _LEAST_PART = 128
-# Into so many: of 5120 columns, five of 1024 where a block that holds them all has 3072 idle lanes.
+# How many parts such a row may have: 5120 columns are five parts of 1024, where one block that
+# holds them all has 3072 idle lanes.
 _PARTS = (3, 5)
-# Columns of all parts of such a row: longer ones are better passed over tile by tile.
+# The most columns of all parts of such a row: passes tile by tile are better for longer rows.
 _MOST_COLUMNS = 16384
+
+
+def within(axes: Iterable[int], others: Container[int]) -> list[int]:
+    """Return the axes that are among the others, in order."""
+    return [axis for axis in axes if axis in others]
+
+
+def without(axes: Iterable[int], others: Container[int]) -> list[int]:
+    """Return the axes that are not among the others, in order."""
+    return [axis for axis in axes if axis not in others]
+
+
+def nodes_of(tensors: Iterable[Mapping[Part, Node]]) -> list[Node]:
+    """Return the nodes of all parts of tensors."""
+    return [node for parts in tensors for node in parts.values()]
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that goes in or out.
+    """An input or output tensor.
 
     Attributes:
-        labels: of its dimensions, in axes of the structure.
+        labels: the axes that make up each of its dimensions.
         dtype: its dtype.
         kind: "float", "int" or "bool".
-        name: what the user calls it.
+        name: the user's name for it.
     """
 
     labels: tuple[Label, ...]
@@ -55,8 +83,8 @@ class Operand:
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """All its axes, in order of its memory when contiguous."""
-        return tuple([axis for label in self.labels for axis in label])
+        """All its axes, in the order of a contiguous tensor's memory."""
+        return _flat(self.labels)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,18 +93,20 @@ class Structure:
 
     Attributes:
         graph: holds the nodes.
-        sizes: of the axes when it was traced; those of column axes and unrolled ones are constants.
+        sizes: of the axes at tracing; those of column axes and unrolled ones are constants.
         rows, columns, unrolled: the axes, the outermost first.
-        inputs: what goes in.
-        outputs: what comes out.
-        results: of each output, its nodes by part.
+        inputs: the operands that the function takes.
+        outputs: the operands that it returns.
+        results: the nodes of each output, by part.
         drops: the drop probability of each dropout.
         container: "tensor", "tuple" or "list": what the function returns.
-        lines: of nodes, the user's line.
+        lines: the user's line of each node's number.
         used: whether anything is computed of each input.
-        values: the function's tensors of floating-point numbers, by part, with their dtypes: what may be saved.
-        wide: whether any of them is in fp64, in which everything is computed then.
-        loose: of each input that is not used, how many of its first dimensions may have any size; of others 0.
+        values: the function's tensors of floating-point numbers, by part, with their dtypes: the
+            candidates for saving.
+        wide: whether any of them is in fp64; then everything is computed in it.
+        loose: for each unused input, how many of its first dimensions may have any size; 0 for the
+            others.
         fixed: row axes whose sizes are constants: with others it is another function.
     """
 
@@ -106,53 +136,85 @@ class Structure:
     def parts_of_row(self) -> int:
         """Parts of each row, of the whole tensor that has the fewest."""
         whole = {*self.rows, *self.columns}
-        return min([len(list(self.parts(operand))) for operand in (*self.inputs, *self.outputs)
-                    if whole <= set(operand.axes)], default=1)  # fmt: skip
+        operands = [op for op in (*self.inputs, *self.outputs) if whole <= set(op.axes)]
+        return min([len(list(self.parts(operand))) for operand in operands], default=1)
 
     @functools.cached_property
     def counted(self) -> frozenset[int]:
         """The row axes along which an index is used, as in a causal mask."""
-        nodes = topological([node for parts in self.results for node in parts.values()])
-        return frozenset([node.attrs[0] for node in nodes if node.op == "iota"]).intersection(self.rows)
+        indexed = {
+            node.attrs[0] for node in topological(nodes_of(self.results)) if node.op == "iota"
+        }
+        return frozenset(indexed).intersection(self.rows)
 
     def parts(self, operand: Operand) -> Iterator[Part]:
-        """Of an operand."""
-        axes = [axis for axis in self.unrolled if axis in operand.axes]
-        for places in itertools.product(*[range(self.sizes[axis]) for axis in axes]):
-            yield tuple(zip(axes, places, strict=True))
+        """Yield the parts of an operand."""
+        yield from _parts_along(within(self.unrolled, operand.axes), self.sizes)
 
     def text(self, *, rows: bool = True) -> str:
-        """The function, one line a value; for golden tests, and to compare, also with that of fewer dimensions of rows."""
-        nodes = topological([node for parts in self.results for node in parts.values()])
-        numbers = {node: i for i, node in enumerate(nodes)}
-        names = {axis: name for letter, axes in (("r", self.rows), ("c", self.columns)) for axis, name in
-                 zip(axes, [f"{letter}{i}" for i in range(len(axes))], strict=True)}  # fmt: skip
-        lines = []
-        for node in nodes:
-            attrs = [self._axis_name(attr, names) if node.op == "iota" and not rows else _shown(attr, names)
-                     for attr in node.attrs]  # fmt: skip
-            what = ", ".join([*[f"%{numbers[arg]}" for arg in node.args], *attrs])
-            where = " ".join(sorted(names[axis] for axis in node.axes if rows or axis not in self.rows))
-            lines.append(f"%{numbers[node]}: {node.kind}[{where}] = {node.op}({what})")
-        for number, parts in enumerate(self.results):
-            dtype = str(self.outputs[number].dtype).removeprefix("torch.")
-            lines.append(f"return {', '.join([f'%{numbers[node]}' for node in parts.values()])}: {dtype}")
-        return "\n".join([*lines, *(["in fp64"] if self.wide else [])])
+        """Return the function, one line a value.
+
+        For golden tests, and to compare functions; without ``rows`` also with a function of fewer
+        row dimensions.
+        """
+        nodes = topological(nodes_of(self.results))
+        numbers = {node: number for number, node in enumerate(nodes)}
+        names = {axis: f"r{i}" for i, axis in enumerate(self.rows)}
+        names |= {axis: f"c{i}" for i, axis in enumerate(self.columns)}
+        lines = [self._line(node, numbers, names, rows) for node in nodes]
+        for operand, parts in zip(self.outputs, self.results, strict=True):
+            dtype = str(operand.dtype).removeprefix("torch.")
+            values = ", ".join([f"%{numbers[node]}" for node in parts.values()])
+            lines.append(f"return {values}: {dtype}")
+        if self.wide:
+            lines.append("in fp64")
+        return "\n".join(lines)
+
+    def _line(
+        self, node: Node, numbers: Mapping[Node, int], names: Mapping[int, str], rows: bool
+    ) -> str:
+        """Return a node's line in `text`."""
+        arguments = [f"%{numbers[arg]}" for arg in node.args]
+        if node.op == "iota" and not rows:
+            arguments += [self._axis_name(axis, names) for axis in node.attrs]
+        else:
+            arguments += [_attribute_text(attr, names) for attr in node.attrs]
+        axes = node.axes if rows else without(node.axes, self.rows)
+        along = " ".join(sorted(names[axis] for axis in axes))
+        return f"%{numbers[node]}: {node.kind}[{along}] = {node.op}({', '.join(arguments)})"
 
     def _axis_name(self, axis: int, names: Mapping[int, str]) -> str:
-        """Of a row axis its dimension in the results: axes have other numbers where there are fewer."""
+        """Return the dimension of a row axis in the results, or a column axis's name.
+
+        Row axes are numbered differently where there are fewer of them.
+        """
+        if axis not in self.rows:
+            return names[axis]
         labels = self.outputs[0].labels
-        return f"dimension {[axis in label for label in labels].index(True)}" if axis in self.rows else names[axis]
+        return f"dimension {[axis in label for label in labels].index(True)}"
 
 
-def _shown(attr: Any, names: Mapping[int, str]) -> str:
-    if isinstance(attr, tuple):
-        return "[" + " ".join([names.get(a, str(a)) if isinstance(a, int) else f"{a[1]}" for a in attr]) + "]"
-    return str(attr)
+def _attribute_text(attr: Any, names: Mapping[int, str]) -> str:
+    if not isinstance(attr, tuple):
+        return str(attr)
+    # A tuple holds axes, or is a part: pairs of axis and index.
+    texts = []
+    for item in attr:
+        if isinstance(item, int):
+            texts.append(names.get(item, str(item)))
+        else:
+            texts.append(f"{item[1]}")
+    return f"[{' '.join(texts)}]"
+
+
+def _parts_along(axes: Sequence[int], sizes: Sequence[int]) -> Iterator[Part]:
+    """Yield the parts of a value that has these unrolled axes, the outermost first."""
+    for indices in itertools.product(*[range(sizes[axis]) for axis in axes]):
+        yield tuple(zip(axes, indices, strict=True))
 
 
 def structured(traced: Traced) -> Structure:
-    """The structure of a traced function.
+    """Return the structure of a traced function.
 
     Raises:
         NotRowwiseError: its rows and columns are not those of one kernel.
@@ -164,312 +226,491 @@ def structured(traced: Traced) -> Structure:
 
 
 class _Structuring:
+    """Assigns the axes of a traced function to rows, columns and unrolled parts.
+
+    Attributes:
+        graph: the nodes of parts.
+        parts_done: from a traced node's number and its part to the node in ``graph``.
+        nodes: the traced nodes that outputs are computed of.
+        used: the inputs among them.
+        order: the traced axes, the outermost first; a structure's axis is an index into it.
+        numbers: the inverse of ``order``.
+        count: how many of them have values; the rest are those of unused inputs.
+        columns: of the result.
+    """
+
     def __init__(self, traced: Traced) -> None:
         self.traced = traced
         self.graph = Graph()
         self.lines: dict[int, int] = {}
-        self.done: dict[tuple[int, Part], Node] = {}
+        self.parts_done: dict[tuple[int, Part], Node] = {}
         self.nodes = topological([v.node for v in traced.outputs])
-        self.used = [v for v in traced.inputs if v.node in set(self.nodes)]
+        self.node_set = set(self.nodes)
+        self.used = [v for v in traced.inputs if v.node in self.node_set]
+        # Joining may make two dimensions of a value one, and unrolling needs the final axes: the
+        # order of these steps matters.
         self._join_columns()
-        there = set(self.nodes)
-        wrong = next((v.node for v in traced.noted if v.node in there and twice(traced.axes, v)), None)
-        if wrong is not None:  # two dimensions that another operator made one later
-            raise self._refused(TWICE, wrong)
+        for value in traced.noted:
+            # Two dimensions that another operator made one later.
+            if value.node in self.node_set and twice(traced.axes, value):
+                raise self._refused(TWICE, value.node)
         self._number_axes()
-        wide = max(self.nodes, key=self._count_of_parts)
-        if (count := self._count_of_parts(wide)) > MOST_PARTS:
-            raise self._refused(f"rows are taken apart into more than {MOST_PARTS} parts", wide)
+        widest = max(self.nodes, key=self._count_of_parts)
+        count = self._count_of_parts(widest)
+        if count > MOST_PARTS:
+            raise self._refused(f"rows are taken apart into more than {MOST_PARTS} parts", widest)
         self._unroll_columns(count)
 
     def result(self) -> Structure:
         traced = self.traced
-        inputs = tuple([Operand(tuple(map(self._axes, v.labels)), v.dtype, v.node.kind, v.node.names[0])
-                        for v in traced.inputs])  # fmt: skip
-        outputs = tuple([Operand(tuple(map(self._axes, v.labels)), v.dtype, v.node.kind, (v.node.names or [f"output{i}"])[-1])
-                         for i, v in enumerate(traced.outputs)])  # fmt: skip
+        inputs = tuple([self._operand(v, v.node.names[0]) for v in traced.inputs])
+        outputs = []
+        for number, v in enumerate(traced.outputs):
+            name = v.node.names[-1] if v.node.names else f"output{number}"
+            outputs.append(self._operand(v, name))
         rows, columns = self._rows_and_columns()
         self.columns = frozenset(columns)
         self._check(inputs, outputs, rows, columns)
         fixed = self._of(itertools.chain(*traced.fixed))
-        bare = Structure(self.graph, self.sizes, rows, columns, self.unrolled, inputs, outputs, (), tuple(traced.drops),
-                         traced.container, self.lines, tuple([v.node in set(self.nodes) for v in traced.inputs]),
-                         wide=traced.wide, fixed=tuple([axis for axis in rows if axis in fixed]))  # fmt: skip
-        results = tuple([{part: self._part(value.node, part) for part in bare.parts(operand)}
-                         for value, operand in zip(traced.outputs, outputs, strict=True)])  # fmt: skip
-        values = tuple([({part: self._part(value.node, part) for part in self._parts(value.node)}, value.dtype)
-                        for value in traced.values if value.node in set(self.nodes)])  # fmt: skip
-        for node in topological([node for parts in results for node in parts.values()]):
-            if node.op == "keep" and node.axes != frozenset((*rows, *columns)):
-                raise NotRowwiseError("dropout of what does not vary along all dimensions")
-        return replace(bare, results=results, values=values, loose=(0,) * len(inputs))
+        bare = Structure(
+            self.graph,
+            self.sizes,
+            rows,
+            columns,
+            self.unrolled,
+            inputs,
+            tuple(outputs),
+            (),
+            tuple(traced.drops),
+            traced.container,
+            self.lines,
+            tuple([v.node in self.node_set for v in traced.inputs]),
+            wide=traced.wide,
+            fixed=tuple(within(rows, fixed)),
+        )
+        results = []
+        for v, operand in zip(traced.outputs, outputs, strict=True):
+            results.append({part: self._part(v.node, part) for part in bare.parts(operand)})
+        values = []
+        for v in traced.values:
+            if v.node in self.node_set:
+                parts = {part: self._part(v.node, part) for part in self._parts(v.node)}
+                values.append((parts, v.dtype))
+        structure = replace(
+            bare, results=tuple(results), values=tuple(values), loose=(0,) * len(inputs)
+        )
+        self._check_dropouts(structure)
+        return structure
 
-    def _check(self, inputs: Sequence[Operand], outputs: Sequence[Operand], rows: Label, columns: Label) -> None:
-        """Raises where tensors do not have the rows and columns that the kernels take."""
+    def _operand(self, value: Value, name: str) -> Operand:
+        labels = tuple(map(self._axes, value.labels))
+        return Operand(labels, value.dtype, value.node.kind, name)
+
+    def _check(
+        self, inputs: Sequence[Operand], outputs: Sequence[Operand], rows: Label, columns: Label
+    ) -> None:
+        """Raise where tensors do not have the rows and columns that the kernels take."""
         if not any(operand.labels for operand in (*inputs, *outputs)):
             raise NotRowwiseError("none of its tensors has a dimension")
         values = [v.node for v in (*self.traced.inputs, *self.traced.outputs)]
         for operand, node in zip((*inputs, *outputs), values, strict=True):
-            if node not in self.nodes:
-                continue
-            if len(set(operand.axes)) < len(operand.axes):
-                raise self._refused(f"{operand.name} has one dimension twice: rows and columns are mixed", node)
-            # Parts of a row may be rows of another tensor: heads of a packed projection. Joined rows are as many as there are.
-            is_row = [axis in rows for axis in operand.axes if axis not in self.unrolled]
-            joined = operand.labels and operand.labels[0][:1] and operand.labels[0][0] in self.unrolled
-            if is_row != sorted(is_row, reverse=True) or (joined and set(rows).intersection(operand.labels[0])):
-                raise self._refused(f"in {operand.name} the rows are not the outer dimensions", node)
+            if node in self.node_set:
+                self._check_operand(operand, node, rows)
         for operand, node in zip(outputs, values[len(inputs) :], strict=True):
             if not set(rows) <= set(operand.axes):
-                raise self._refused(f"{operand.name} does not vary along all rows, and is returned", node)
+                raise self._refused(
+                    f"{operand.name} does not vary along all rows, and is returned", node
+                )
         for node in self.nodes:
-            if node.op in REDUCTIONS and set(self._of(node.attrs[0])) - set(self.unrolled) != set(columns):
+            if node.op not in REDUCTIONS:
+                continue
+            if set(self._of(node.attrs[0])) - set(self.unrolled) != set(columns):
                 raise self._refused("it reduces over other dimensions than elsewhere", node)
 
+    def _check_operand(self, operand: Operand, node: Node, rows: Label) -> None:
+        """Raise where an operand's rows are not its outer dimensions."""
+        if len(set(operand.axes)) < len(operand.axes):
+            raise self._refused(
+                f"{operand.name} has one dimension twice: rows and columns are mixed", node
+            )
+        # Parts of a row may be rows of another tensor, such as heads of a packed projection: row
+        # axes may lie inside unrolled ones, but not inside columns.
+        is_row = [axis in rows for axis in without(operand.axes, self.unrolled)]
+        columns_last = is_row == sorted(is_row, reverse=True)
+        # A first dimension that joins parts and rows, the parts outermost, has no row stride.
+        first = operand.labels[0] if operand.labels else ()
+        parts_joined = bool(first) and first[0] in self.unrolled
+        if not columns_last or (parts_joined and set(rows).intersection(first)):
+            raise self._refused(f"in {operand.name} the rows are not the outer dimensions", node)
+
+    def _check_dropouts(self, structure: Structure) -> None:
+        """Raise where a dropout's random numbers would be those of several elements."""
+        whole = frozenset((*structure.rows, *structure.columns))
+        for node in topological(nodes_of(structure.results)):
+            if node.op == "keep" and node.axes != whole:
+                raise NotRowwiseError("dropout of what does not vary along all dimensions")
+
     def _refused(self, why: str, node: Node) -> NotRowwiseError:
-        """The error, with the user's line where that is known."""
-        line = next(
-            (self.traced.lines[n.number] for n in (node, *self._users(node)) if n.number in self.traced.lines), 0
-        )
-        text = linecache.getline(self.traced.file, line).strip() if line else ""
-        return NotRowwiseError(f"{why}\n  line {line} of {self.traced.file}: {text}" if line else why)
+        """Return the error, with the user's line if it is known."""
+        for candidate in (node, *self._users(node)):
+            if candidate.number in self.traced.lines:
+                line = self.traced.lines[candidate.number]
+                break
+        else:
+            line = 0
+        if not line:
+            return NotRowwiseError(why)
+        text = linecache.getline(self.traced.file, line).strip()
+        return NotRowwiseError(f"{why}\n  line {line} of {self.traced.file}: {text}")
 
     def _users(self, node: Node) -> list[Node]:
-        """What is computed of a node, the nearest first."""
-        found = [node]
+        """Return what is computed of a node, the nearest first."""
+        users = [node]
         for other in self.nodes:
-            if any(arg in found for arg in other.args):
-                found.append(other)
-        return found[1:]
+            if any(arg in users for arg in other.args):
+                users.append(other)
+        return users[1:]
 
     def _join_columns(self) -> None:
-        """Outputs of one shape have the same rows, and rows that are reduced apart and are as long the same columns.
+        """Unify the dimensions of outputs of one shape, and equally long ones that are reduced.
 
         They meet in no value, so that one tile serves both.
         """
         axes = self.traced.axes
-        shapes = [[axes.size(axes.leaves(label)) for label in v.labels] for v in self.traced.outputs]
-        for (first, one), (second, other) in itertools.combinations(zip(self.traced.outputs, shapes, strict=True), 2):
-            for a, b in zip(first.labels, second.labels, strict=True) if one == other else ():
+        outputs = self.traced.outputs
+        shapes = [[axes.size(axes.leaves(label)) for label in v.labels] for v in outputs]
+        for (i, first), (j, second) in itertools.combinations(enumerate(outputs), 2):
+            if shapes[i] != shapes[j]:
+                continue
+            for a, b in zip(first.labels, second.labels, strict=True):
                 self._join(axes.leaves(a), axes.leaves(b))
-        reduced = [node.attrs[0] for node in self.nodes if node.op in REDUCTIONS]
-        for over, label in itertools.product(dict.fromkeys(reduced), [v.labels[-1] for v in self.used if v.labels]):
+        reduced = dict.fromkeys(node.attrs[0] for node in self.nodes if node.op in REDUCTIONS)
+        last_labels = [v.labels[-1] for v in self.used if v.labels]
+        for over, label in itertools.product(reduced, last_labels):
             self._join(axes.of(over), axes.leaves(label))
 
     def _join(self, one: Label, other: Label) -> None:
-        """Make two dimensions one, if they are as long and no value has both."""
+        """Unify two dimensions, if they are as long and no value has both."""
         axes = self.traced.axes
-        together = any(set(one) & (own := set(axes.of(node.axes))) and set(other) & own for node in self.nodes)
-        if not set(one) & set(other) and axes.size(one) == axes.size(other) and not together:
+        for node in self.nodes:
+            present = set(axes.of(node.axes))
+            if set(one) & present and set(other) & present:
+                return
+        if not set(one) & set(other) and axes.size(one) == axes.size(other):
             axes.unify(one, other)
 
-    # --- axes -----------------------------------------------------------------------------------------------------------
+    # --- axes -------------------------------------------------------------------------------------
 
-    def _number_axes(self, *unrolled: int) -> None:
-        """Number the axes, the outermost first. Those along which parts are taken are unrolled, and those given."""
+    def _number_axes(self, *more_unrolled: int) -> None:
+        """Number the axes, the outermost first.
+
+        Axes along which parts are selected or stacked are unrolled, and ``more_unrolled``.
+        """
         self.order = self._order()
-        self.numbers = {axis: i for i, axis in enumerate(self.order)}
+        self.numbers = {axis: number for number, axis in enumerate(self.order)}
         self.sizes = tuple([self.traced.axes.sizes[axis] for axis in self.order])
-        found = {axis for node in self.nodes if node.op in ("select", "stack") for axis in self._axes(node.attrs[0])}
-        self.unrolled = tuple(sorted(found | set(self._axes(unrolled))))
+        unrolled = set(self._axes(more_unrolled))
+        for node in self.nodes:
+            if node.op in ("select", "stack"):
+                unrolled.update(self._axes(node.attrs[0]))
+        self.unrolled = tuple(sorted(unrolled))
 
     def _count_of_parts(self, node: Node) -> int:
-        return math.prod([self.sizes[axis] for axis in self._of(node.axes) if axis in self.unrolled])
+        axes = within(self._of(node.axes), self.unrolled)
+        return math.prod([self.sizes[axis] for axis in axes])
 
     def _unroll_columns(self, parts: int) -> None:
-        """Take rows of three or five times a power of two columns as so many parts, so that no lane is idle."""
+        """Unroll rows of three or five times a power of two columns, so that no lane is idle.
+
+        Blocks are powers of two, as here of 3072 columns::
+
+            one block     |<------ 3072 columns ------>|<- 1024 idle ->|
+            three blocks  |<- 1024 ->|<- 1024 ->|<- 1024 ->|
+        """
         _, columns = self._rows_and_columns()
-        in_order = any(node.op == "pick" or (node.op == "amax" and len(node.attrs) > 1) for node in self.nodes)
-        if len(columns) != 1 or in_order or (size := self.sizes[columns[0]]) > _MOST_COLUMNS:
+        if len(columns) != 1 or any(map(_depends_on_order, self.nodes)):
+            return
+        size = self.sizes[columns[0]]
+        if size > _MOST_COLUMNS:
             return
         for count in _PARTS:
             each = size // count
-            if each * count == size and each >= _LEAST_PART and not each & (each - 1) and count * parts <= MOST_PARTS:
+            divides = each * count == size
+            is_power_of_two = each & (each - 1) == 0
+            is_large = each >= _LEAST_PART
+            if divides and is_power_of_two and is_large and count * parts <= MOST_PARTS:
                 outer, _ = self.traced.axes.split((self.order[columns[0]],), (count, each))
                 self._number_axes(*outer)
                 return
 
     def _order(self) -> list[int]:
-        """The axes, in the order of the tensors that have the most."""
-        labels = [v.labels for v in (*self.used, *self.traced.outputs)]
-        flat = [self.traced.axes.leaves(tuple([axis for label in one for axis in label])) for one in labels]
-        found: list[int] = []
-        for axes in sorted(flat, key=len, reverse=True):
-            # What is new goes where it stands: before the first known axis behind it.
-            for place, axis in enumerate(axes):
-                if axis not in found:
-                    behind = next((found.index(a) for a in axes[place + 1 :] if a in found), len(found))
-                    found.insert(behind, axis)
+        """Return the axes, in the order of the tensors that have the most."""
+        traced_axes = self.traced.axes
+        values = (*self.used, *self.traced.outputs)
+        tensors = [traced_axes.leaves(_flat(v.labels)) for v in values]
+        order: list[int] = []
+        for axes in sorted(tensors, key=len, reverse=True):
+            for position, axis in enumerate(axes):
+                if axis not in order:
+                    order.insert(_insertion_point(order, axes[position + 1 :]), axis)
         for node in self.nodes:
-            axes = (*node.axes, *(node.attrs[0] if node.op in ("select", "pick") else ()))
-            found += [axis for axis in self.traced.axes.of(axes) if axis not in found]
-        self.count = len(found)  # behind them come those of tensors that nothing is computed of
+            selected = node.attrs[0] if node.op in ("select", "pick") else ()
+            _append_new(order, traced_axes.of((*node.axes, *selected)))
+        self.count = len(order)
+        # Axes of tensors that nothing is computed of come last.
         for v in self.traced.inputs:
-            found += [
-                axis for axis in self.traced.axes.of([a for label in v.labels for a in label]) if axis not in found
-            ]
-        return found
+            _append_new(order, traced_axes.of(_flat(v.labels)))
+        return order
 
     def _axes(self, label: Label) -> Label:
         return tuple([self.numbers[axis] for axis in self.traced.axes.leaves(label)])
 
     def _of(self, axes: Iterable[int]) -> Label:
-        """The axes of a value, each once."""
+        """Return the axes of a value, each once."""
         return tuple([self.numbers[axis] for axis in self.traced.axes.of(axes)])
 
     def _rows_and_columns(self) -> tuple[Label, Label]:
         over = {node: self._of(node.attrs[0]) for node in self.nodes if node.op in REDUCTIONS}
-        reduced = {axis for axes in over.values() for axis in axes}
-        rolled = [axis for axis in range(self.count) if axis not in self.unrolled]
-        columns = [axis for axis in rolled if axis in reduced]
-        columns = columns or [axis for axis in rolled[-1:] if axis in self._innermost()]
-        rows = [axis for axis in rolled if axis not in columns]
-        wrong = next((node for node, axes in over.items() if rows and any(axis < max(rows) for axis in axes)), None)
-        if wrong is not None:
-            raise self._refused(
-                "it reduces over a dimension that is not the last: it mixes rows. Move the dimension to "
-                "the end outside, or add what unbind takes apart",
-                wrong,
-            )
-        if not rows and len(columns) > 1:
+        reduced = set(itertools.chain.from_iterable(over.values()))
+        rolled = without(range(self.count), self.unrolled)
+        columns = within(rolled, reduced) or within(rolled[-1:], self._innermost())
+        rows = without(rolled, columns)
+        if rows:
+            for node, axes in over.items():
+                if any(axis < max(rows) for axis in axes):
+                    raise self._refused(_MIXES_ROWS, node)
+        elif len(columns) > 1:
             raise self._refused("it reduces over all dimensions: it mixes rows", next(iter(over)))
         return tuple(rows), tuple(columns)
 
     def _innermost(self) -> set[int]:
-        """The axes of the last dimension. Rows of one element have none, and those of which all parts are of one."""
-        found = [v.labels for v in (*self.used, *self.traced.outputs)]
-        rank = max(map(len, found))
-        return {axis for labels in found if labels and len(labels) == rank for axis in self._axes(labels[-1])}
+        """Return the axes of the last dimension.
+
+        Tensors of fewer dimensions do not count. Rows of one element have no axes.
+        """
+        tensors = [v.labels for v in (*self.used, *self.traced.outputs)]
+        rank = max(map(len, tensors))
+        axes: set[int] = set()
+        for labels in tensors:
+            if labels and len(labels) == rank:
+                axes.update(self._axes(labels[-1]))
+        return axes
 
     def _parts(self, node: Node) -> Iterator[Part]:
-        axes = [axis for axis in self._of(node.axes) if axis in self.unrolled]
-        for places in itertools.product(*[range(self.sizes[axis]) for axis in axes]):
-            yield tuple(sorted(zip(axes, places, strict=True)))
+        axes = within(self._of(node.axes), self.unrolled)
+        for part in _parts_along(axes, self.sizes):
+            yield tuple(sorted(part))
 
-    # --- parts ----------------------------------------------------------------------------------------------------------
+    # --- parts ------------------------------------------------------------------------------------
 
     def _part(self, node: Node, part: Part) -> Node:
-        """A node's value in a part of the row."""
+        """Return a node's value in a part of the row."""
         axes = self._of(node.axes)
-        part = tuple([(axis, place) for axis, place in part if axis in axes])
+        part = tuple([(axis, index) for axis, index in part if axis in axes])
         key = (node.number, part)
-        found = self.done.get(key)
-        if found is None:
-            found = self.done[key] = self._made(node, part, axes)
-            for name in node.names:
-                if name not in found.names and found.op != "const":
-                    found.names.append(name)
-            if node.number in self.traced.lines:
-                self.lines.setdefault(found.number, self.traced.lines[node.number])
-        return found
+        if key in self.parts_done:
+            return self.parts_done[key]
+        result = self.parts_done[key] = self._build_part(node, part)
+        for name in node.names:
+            if name not in result.names and result.op != "const":
+                result.names.append(name)
+        if node.number in self.traced.lines:
+            self.lines.setdefault(result.number, self.traced.lines[node.number])
+        return result
 
-    def _made(self, node: Node, part: Part, axes: Label) -> Node:
-        graph, rolled = self.graph, frozenset(axes) - set(self.unrolled)
-        if node.op == "select":
-            given, rest = dict(part), node.attrs[1]
-            for axis in reversed(self._axes(node.attrs[0])):  # which may have become several
-                rest, given[axis] = divmod(rest, self.sizes[axis])
-            return self._reaching(node.args[0], self._part(node.args[0], tuple(sorted(given.items()))))
-        if node.op == "stack":
-            which = 0
-            for axis in self._axes(node.attrs[0]):
-                which = which * self.sizes[axis] + dict(part)[axis]
-            return self._part(node.args[which], part)
-        if node.op == "iota":
-            return self._index(self._axes(node.attrs), dict(part))
-        if node.op in ("input", "keep"):
-            return graph.make(node.op, attrs=(*node.attrs, part), axes=rolled, kind=node.kind)
-        if node.op == "pick":
-            over = self._of(node.attrs[0])
-            if len(over) > 1 or set(over) & set(self.unrolled):
-                raise NotRowwiseError("gather from rows that are taken apart")
-            return graph.pick(self._part(node.args[0], part), self._part(node.args[1], part), over)
-        if node.op in REDUCTIONS:
-            return self._reduction(node, part)
-        if node.op == "const":
-            return graph.make("const", attrs=node.attrs[:1], kind=node.kind)
+    def _build_part(self, node: Node, part: Part) -> Node:
+        build = _BUILDERS.get(node.op)
+        if build is not None:
+            return build(self, node, part)
         args = [self._part(arg, part) for arg in node.args]
-        if node.op in ("add", "sub", "mul", "div", "maximum", "minimum", "and", "or", "xor"):
-            return graph.binary(node.op, *args)
-        return graph.make(node.op, *args, attrs=node.attrs, kind=node.kind)
+        if node.op in _SIMPLIFIED:
+            return self.graph.binary(node.op, *args)
+        return self.graph.make(node.op, *args, attrs=node.attrs, kind=node.kind)
 
-    def _reaching(self, node: Node, found: Node) -> Node:
-        """A part of a value, with gradients of zero for the inputs that only other parts are computed of."""
+    def _leaf(self, node: Node, part: Part) -> Node:
+        rolled = without(self._of(node.axes), self.unrolled)
+        return self.graph.make(node.op, attrs=(*node.attrs, part), axes=rolled, kind=node.kind)
+
+    def _const(self, node: Node, part: Part) -> Node:
+        return self.graph.make("const", attrs=node.attrs[:1], kind=node.kind)
+
+    def _iota(self, node: Node, part: Part) -> Node:
+        """Return the index along a dimension, which may be several axes."""
+        graph, index = self.graph, self.graph.const(0)
+        indices = dict(part)
+        for axis in self._axes(node.attrs):
+            if axis in indices:
+                one = graph.const(indices[axis])
+            else:
+                one = graph.make("iota", attrs=(axis,), axes=(axis,), kind="int")
+            scaled = graph.binary("mul", index, graph.const(self.sizes[axis]))
+            index = graph.binary("add", scaled, one)
+        return index
+
+    def _picked(self, node: Node, part: Part) -> Node:
+        source, index = node.args
+        over = self._of(node.attrs[0])
+        if len(over) > 1 or set(over) & set(self.unrolled):
+            raise NotRowwiseError("gather from rows that are taken apart")
+        return self.graph.pick(self._part(source, part), self._part(index, part), over)
+
+    def _stacked(self, node: Node, part: Part) -> Node:
+        """Return the value that a part of a stack is: the inverse of `_selected`."""
+        indices, index = dict(part), 0
+        for axis in self._axes(node.attrs[0]):
+            index = index * self.sizes[axis] + indices[axis]
+        return self._part(node.args[index], part)
+
+    def _selected(self, node: Node, part: Part) -> Node:
+        """Return one part of a value along an axis that is unrolled."""
+        (source,) = node.args
+        indices, rest = dict(part), node.attrs[1]
+        # The axis may have been split: its index is that of several axes.
+        for axis in reversed(self._axes(node.attrs[0])):
+            rest, indices[axis] = divmod(rest, self.sizes[axis])
+        return self._reaching(source, self._part(source, tuple(sorted(indices.items()))))
+
+    def _reaching(self, node: Node, selected: Node) -> Node:
+        """Return a part of a value, with gradients of zero for inputs of the other parts alone."""
         graph = self.graph
-        for place in sorted(gradient_sources([node]) - gradient_sources([found])):
-            source = self.traced.inputs[place].node
+        for index in sorted(gradient_sources([node]) - gradient_sources([selected])):
+            source = self.traced.inputs[index].node
             one = self._part(source, next(self._parts(source)))
-            one = graph.reduce("sum", one, self.columns - found.axes)
-            found = graph.make("instead", found, graph.make("where", graph.const(False), one, found))
-        return found
+            one = graph.reduce("sum", one, self.columns - selected.axes)
+            never = graph.make("where", graph.const(False), one, selected)
+            selected = graph.make("instead", selected, never)
+        return selected
 
     def _reduction(self, node: Node, part: Part) -> Node:
+        """Return a reduction: over the parts by a binary operator, then over the columns."""
         over = self._of(node.attrs[0])
-        places = [axis for axis in over if axis in self.unrolled]
-        inner = [axis for axis in over if axis not in self.unrolled]
+        unrolled, inner = within(over, self.unrolled), without(over, self.unrolled)
         combine = "add" if node.op == "sum" else "maximum"
-        argument, parts = self._of(node.args[0].axes), list[Node]()
-        found: Node | None = None
-        for at in itertools.product(*[range(self.sizes[axis]) for axis in places if axis in argument]):
-            given = dict(part) | dict(zip([axis for axis in places if axis in argument], at, strict=True))
-            parts.append(self._part(node.args[0], tuple(sorted(given.items()))))
-            found = parts[0] if found is None else self.graph.binary(combine, found, parts[-1])
-        assert found is not None
-        if len(node.attrs) > 1 and found.axes.intersection(inner):
-            if places or len(inner) > 1:
-                raise NotRowwiseError("max of rows that are taken apart, or have several dimensions; use amax")
-            return self.graph.make("amax", found, attrs=(tuple(inner), *node.attrs[1:]), axes=found.axes - set(inner))
+        combined, parts = self._combined(combine, node.args[0], part, unrolled)
+        # A maximum with an attribute of its own is `max`: its first largest element is the one that
+        # has the gradient.
+        is_first = len(node.attrs) > 1
+        if is_first and combined.axes.intersection(inner):
+            if unrolled or len(inner) > 1:
+                raise NotRowwiseError(
+                    "max of rows that are taken apart, or have several dimensions; use amax"
+                )
+            attrs = (tuple(inner), *node.attrs[1:])
+            axes = combined.axes - set(inner)
+            return self.graph.make("amax", combined, attrs=attrs, axes=axes)
         if node.op == "sum":
-            return self._sum(found, inner)
-        largest = self.graph.reduce(node.op, found, inner)
+            return self._sum(combined, inner)
+        largest = self.graph.reduce(node.op, combined, inner)
         if len(parts) == 1 or node.kind != "float":
             return largest
-        return self._first(largest, parts) if len(node.attrs) > 1 else self._shared(largest, parts, inner)
+        if is_first:
+            return self._first(largest, parts)
+        return self._shared(largest, parts, inner)
+
+    def _combined(
+        self, combine: str, node: Node, part: Part, unrolled: Sequence[int]
+    ) -> tuple[Node, list[Node]]:
+        """Return the parts of a value along axes, combined by a binary operator, and as a list."""
+        parts: list[Node] = []
+        combined: Node | None = None
+        for own in _parts_along(within(unrolled, self._of(node.axes)), self.sizes):
+            indices = dict(part) | dict(own)
+            one = self._part(node, tuple(sorted(indices.items())))
+            parts.append(one)
+            combined = one if combined is None else self.graph.binary(combine, combined, one)
+        assert combined is not None
+        return combined, parts
 
     def _first(self, largest: Node, parts: Sequence[Node]) -> Node:
-        """The largest of several columns, the first of which that equals it has its gradient."""
-        graph, found = self.graph, parts[-1]
+        """Return the largest of several columns: the first one that equals it has its gradient."""
+        graph, first = self.graph, parts[-1]
         for part in reversed(parts[:-1]):
             equal = graph.make("eq", part, graph.make("constant_to_gradients", largest))
-            found = graph.where(graph.binary("or", equal, graph.make("isnan", part)), part, found)
-        return graph.make("instead", largest, found)
+            is_largest = graph.binary("or", equal, graph.make("isnan", part))
+            first = graph.where(is_largest, part, first)
+        return graph.make("instead", largest, first)
 
     def _shared(self, largest: Node, parts: Sequence[Node], over: Sequence[int]) -> Node:
-        """The largest element of several parts, all of whose largest elements share its gradient."""
+        """Return the largest element of several parts, with the gradient of a mean.
+
+        All elements that equal it share its gradient.
+        """
         graph, zero, one = self.graph, self.graph.const(0.0), self.graph.const(1.0)
-        equal = [graph.make("eq", part, graph.make("constant_to_gradients", largest)) for part in parts]
         add = functools.partial(graph.binary, "add")
-        # Where no element equals the largest one it is NaN, and so is zero times the infinite share of each.
-        total = functools.reduce(add, [graph.where(eq, part, graph.binary("mul", part, zero))
-                                       for eq, part in zip(equal, parts, strict=True)])  # fmt: skip
-        count = functools.reduce(add, [graph.where(eq, one, zero) for eq in equal])
-        mean = graph.binary("div", graph.reduce("sum", total, over), graph.reduce("sum", count, over))
-        return graph.make("instead", largest, mean)
+        equal = []
+        for part in parts:
+            constant = graph.make("constant_to_gradients", largest)
+            equal.append(graph.make("eq", part, constant))
+        # Where no element equals the largest one it is NaN, and so is zero times the infinite share
+        # of each.
+        terms = []
+        for is_largest, part in zip(equal, parts, strict=True):
+            terms.append(graph.where(is_largest, part, graph.binary("mul", part, zero)))
+        total = functools.reduce(add, terms)
+        ones = [graph.where(is_largest, one, zero) for is_largest in equal]
+        count = functools.reduce(add, ones)
+        total, count = graph.reduce("sum", total, over), graph.reduce("sum", count, over)
+        return graph.make("instead", largest, graph.binary("div", total, count))
 
     def _sum(self, node: Node, over: Sequence[int], *, shifted: bool = False) -> Node:
-        """A sum over columns, of a logarithm of softmax as a difference of sums: one pass over the rows, and not two.
+        """Return a sum over columns; of a logarithm of softmax as a difference of sums.
 
-        What long rows are shifted by is left out of the sum, too: a pass less, at the price of what cancels.
+        The sum of ``(x - shift) - log(total)`` over N columns is ``sum(x - shift) - N log(total)``:
+        one pass over the rows instead of two. For long rows it is ``sum(x) - N shift - ...``, a
+        pass less, at the price of what cancels.
         """
+        graph = self.graph
         size = math.prod([self.sizes[axis] for axis in over])
-        splits = node.op == "sub" and node.args[1].op == ("constant_to_gradients" if shifted else "log")
+        subtracted = "constant_to_gradients" if shifted else "log"
+        splits = node.op == "sub" and node.args[1].op == subtracted
         if splits and not (shifted and size <= _MOST_COLUMNS):
-            by = self.graph.binary("mul", node.args[1], self.graph.const(float(size)))
-            if not by.axes & set(over):
-                return self.graph.binary("sub", self._sum(node.args[0], over, shifted=not shifted), by)
-        total = self.graph.reduce("sum", node, over)
-        # A part may be one number of a row, unlike the others that it was put together with.
-        count = math.prod([self.sizes[axis] for axis in over if axis not in node.axes])
+            product = graph.binary("mul", node.args[1], graph.const(float(size)))
+            if not product.axes & set(over):
+                total = self._sum(node.args[0], over, shifted=not shifted)
+                return graph.binary("sub", total, product)
+        total = graph.reduce("sum", node, over)
+        # A part may be one number of a row, unlike the others that it was stacked with.
+        count = math.prod([self.sizes[axis] for axis in without(over, node.axes)])
         if count == 1:
             return total
-        return self.graph.binary("mul", total, self.graph.const(count if node.kind == "int" else float(count)))
+        factor = graph.const(count if node.kind == "int" else float(count))
+        return graph.binary("mul", total, factor)
 
-    def _index(self, axes: Label, part: Mapping[int, int]) -> Node:
-        """The index along a dimension that is several axes."""
-        graph, found = self.graph, self.graph.const(0)
-        for axis in axes:
-            one = (
-                graph.const(part[axis]) if axis in part else graph.make("iota", attrs=(axis,), axes=(axis,), kind="int")
-            )
-            found = graph.binary("add", graph.binary("mul", found, graph.const(self.sizes[axis])), one)
-        return found
+
+_BUILDERS: dict[str, Callable[[_Structuring, Node, Part], Node]] = {
+    "input": _Structuring._leaf,
+    "keep": _Structuring._leaf,
+    "const": _Structuring._const,
+    "iota": _Structuring._iota,
+    "select": _Structuring._selected,
+    "stack": _Structuring._stacked,
+    "pick": _Structuring._picked,
+    "sum": _Structuring._reduction,
+    "amax": _Structuring._reduction,
+}
+_MIXES_ROWS = (
+    "it reduces over a dimension that is not the last: it mixes rows. Move the dimension to "
+    "the end outside, or add what unbind takes apart"
+)
+_SIMPLIFIED = ("add", "sub", "mul", "div", "maximum", "minimum", "and", "or", "xor")
+
+
+def _depends_on_order(node: Node) -> bool:
+    """Whether a node depends on the order of columns: a gather, or the first largest element."""
+    return node.op == "pick" or (node.op == "amax" and len(node.attrs) > 1)
+
+
+def _flat(labels: Sequence[Label]) -> Label:
+    return tuple(itertools.chain.from_iterable(labels))
+
+
+def _insertion_point(order: Sequence[int], following: Iterable[int]) -> int:
+    """Return the position in an order before the first known axis of those that follow."""
+    for axis in following:
+        if axis in order:
+            return order.index(axis)
+    return len(order)
+
+
+def _append_new(order: list[int], axes: Iterable[int]) -> None:
+    order += without(axes, order)

@@ -1,4 +1,7 @@
-"""What code reads beside its arguments, as far as its instructions tell; and what is PyTorch's or Python's own."""
+"""Read from the bytecode of a function what it uses beside its arguments.
+
+The module also tells the code and objects of libraries from those of the user.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import dis
 import functools
 import itertools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
@@ -31,32 +34,33 @@ __all__ = [
 
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size)
 
-# Modules that are a part of the program, not of its state.
+# Modules that cannot change while a program runs, so that they are no part of its state.
 _LIBRARIES = frozenset({"torch", "einops", "math", builtins.__name__, __name__.partition(".")[0]})
-# Functions that say how PyTorch runs, which the trace decides for itself.
+# Functions that return a mode of PyTorch, which the trace sets.
 MODES = frozenset({"is_grad_enabled", "is_inference_mode_enabled"})
-# Functions that return what a scope has, or attributes by names that no instruction has.
-_SCOPES = frozenset({"globals", "locals", "vars", "eval", "exec", "__import__", "attrgetter", "methodcaller"})
+# Functions that return the variables of a scope, or attributes whose names are in no instruction.
+_SCOPES = frozenset(
+    {"globals", "locals", "vars", "eval", "exec", "__import__", "attrgetter", "methodcaller"}
+)
 # Modules of Python whose functions in C have the same result for the same arguments.
 _PURE = _LIBRARIES | {"cmath", "operator", "_operator", "functools", "_functools", "itertools"}
-
-
-# Of classes that are made as a program runs; Python's own are not.
-_MADE = 1 << 9
+# Py_TPFLAGS_HEAPTYPE, which classes that a program creates have, and Python's built-in ones lack.
+_HEAP_TYPE = 1 << 9
 
 
 @dataclass(frozen=True)
 class Reads:
-    """What a function's code, and that of functions within it, reads.
+    """The variables and attributes that the code of a function, and of its inner ones, reads.
 
     Attributes:
-        chains: variables from elsewhere, each with the attributes that are taken of it at once: ``ops.SCALE``.
-        names: of all attributes that it takes of anything.
-        optional: of those that it takes by `getattr` or `hasattr`, which need not be there.
-        everything: whether it takes attributes by names that it computes.
-        called: variables from elsewhere that it calls.
-        calls: whether it calls what a variable of its own has.
-        refusal: what it does to get at numbers that cannot be followed; "" for nothing.
+        chains: global variables and those of closures, each with the attributes that are read
+            directly from it: ``ops.SCALE``.
+        names: the names of all attributes that it reads.
+        optional: those that it reads by `getattr` or `hasattr`, which may be missing.
+        everything: whether it reads attributes by computed names.
+        called: global variables and those of closures that it calls.
+        calls: whether it calls the value of a local variable.
+        refusal: why the code is refused, because it reads what a walk cannot visit; "" if not.
     """
 
     chains: tuple[tuple[str, ...], ...]
@@ -70,10 +74,13 @@ class Reads:
 
 @functools.lru_cache(4096)
 def reads_of(code: CodeType) -> Reads:
-    """What code reads."""
+    """Return what code reads."""
     instructions = list(_instructions(code))
-    chains: dict[tuple[str, ...], None] = {}
+    chains: dict[tuple[str, ...], None] = {}  # as an ordered set
     names: set[str] = set()
+    # The instructions of ``ops.table.SCALE`` follow one another:
+    #
+    #   LOAD_GLOBAL ops   LOAD_ATTR table   LOAD_ATTR SCALE
     current: list[str] = []
     for instruction in instructions:
         name = str(instruction.argval)
@@ -84,22 +91,32 @@ def reads_of(code: CodeType) -> Reads:
             continue
         if current:
             chains[tuple(current)] = None
-        current = [name] if instruction.opname.startswith(_ELSEWHERE) else []
-    taken = [place for place, one in enumerate(instructions) if one.argval in ("getattr", "hasattr")]
-    words = [_attribute_after(instructions[place:]) for place in taken]
-    optional = frozenset(filter(None, words))
+        current = [name] if instruction.opname.startswith(_OUTER) else []
+    attributes: set[str | None] = set()
+    for i, instruction in enumerate(instructions):
+        if instruction.argval in ("getattr", "hasattr"):
+            attributes.add(_attribute_after(instructions[i:]))
+    optional = frozenset(filter(None, attributes))
     called = list(_called(instructions))
-    calls = any(own for _, own in called) or sys.version_info < (3, 11)  # before, no instruction tells
-    refusal = next(filter(None, map(_refusal, instructions)), "")
-    around = frozenset([name for name, own in called if not own])
-    return Reads(tuple(chains), frozenset(names) | optional, optional, None in words, around, calls, refusal)
+    # Before Python 3.11 no instruction tells which value is called.
+    calls = any(is_local for _, is_local in called) or sys.version_info < (3, 11)
+    return Reads(
+        chains=tuple(chains),
+        names=frozenset(names) | optional,
+        optional=optional,
+        everything=None in attributes,
+        called=frozenset([name for name, is_local in called if not is_local]),
+        calls=calls,
+        refusal=next(filter(None, map(_refusal, instructions)), ""),
+    )
 
 
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
-_ELSEWHERE = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR")
+_OUTER = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR")
 
 
 def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
+    """Yield the instructions of code, and of functions and classes that it defines."""
     yield from dis.get_instructions(code)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -107,90 +124,134 @@ def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
 
 
 def _called(instructions: list[dis.Instruction]) -> Iterator[tuple[str, bool]]:
-    """Variables that are called, and whether they are the function's own."""
-    for one, other in itertools.pairwise(instructions):
-        load = other if one.opname == "PUSH_NULL" else one
-        called = "PUSH_NULL" in (one.opname, other.opname)
+    """Yield the variables that are called, and whether they are local.
+
+    A call of a function that is no method pushes a NULL beside it: before the function or after
+    it, depending on the version of Python, or within LOAD_GLOBAL.
+    """
+    for one, following in itertools.pairwise(instructions):
+        load = following if one.opname == "PUSH_NULL" else one
+        called = "PUSH_NULL" in (one.opname, following.opname)
         if load.opname == "LOAD_GLOBAL":
             called = called or "NULL" in load.argrepr
-        if called and load.opname.startswith(("LOAD_FAST", *_ELSEWHERE)):
+        if called and load.opname.startswith(("LOAD_FAST", *_OUTER)):
             yield str(load.argval), load.opname.startswith("LOAD_FAST")
 
 
 def _attribute_after(instructions: list[dis.Instruction]) -> str | None:
-    """The name that a call of `getattr` has; None where it is computed."""
-    names = [
-        place for place, one in enumerate(instructions) if one.opname == "LOAD_CONST" and isinstance(one.argval, str)
-    ]
-    end = next((place for place, one in enumerate(instructions) if one.opname.startswith(("CALL", "PRECALL"))), 0)
-    for place in [place for place in names if place < end]:
-        if all(one.opname.startswith("LOAD") for one in instructions[place:end]):  # nothing is made of it
-            return str(instructions[place].argval)
+    """Return the attribute's name in a call of `getattr`; None where it is computed.
+
+    Args:
+        instructions: those from the load of `getattr` on.
+    """
+    calls = [i for i, one in enumerate(instructions) if one.opname.startswith(("CALL", "PRECALL"))]
+    end = calls[0] if calls else 0
+    for i, instruction in enumerate(instructions[:end]):
+        if instruction.opname != "LOAD_CONST" or not isinstance(instruction.argval, str):
+            continue
+        # Nothing but loads up to the call: the string is an argument as it is.
+        if all(one.opname.startswith("LOAD") for one in instructions[i:end]):
+            return str(instruction.argval)
     return None
 
 
 def _refusal(instruction: dis.Instruction) -> str:
-    name = str(instruction.argval)
-    if instruction.opname == "IMPORT_NAME" and name.partition(".")[0] not in _LIBRARIES:
-        return f"it imports {name} in its body, whose numbers may change unseen; import it outside of the function"
-    if instruction.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME", *_ATTRIBUTES)) and name in (*_SCOPES, "__dict__"):
+    """Return why code with this instruction is refused; "" if it is not."""
+    name, opname = str(instruction.argval), instruction.opname
+    if opname == "IMPORT_NAME" and name.partition(".")[0] not in _LIBRARIES:
+        return (
+            f"it imports {name} in its body, whose numbers may change unseen; import it outside of "
+            "the function"
+        )
+    loads_name = opname.startswith(("LOAD_GLOBAL", "LOAD_NAME", *_ATTRIBUTES))
+    if loads_name and (name in _SCOPES or name == "__dict__"):
         return f"it reads {name}, which may change unseen; name the variables and attributes"
-    if instruction.opname.startswith("LOAD") and name in MODES:
-        return f"it calls {name}, whose result may change unseen; call it outside, and pass it as a number"
+    if opname.startswith("LOAD") and name in MODES:
+        return (
+            f"it calls {name}, whose result may change unseen; call it outside, and pass it as a "
+            "number"
+        )
     return ""
 
 
 def is_pure(function: Any) -> bool:
-    """Whether a function in C has the same result for the same arguments, as far as its home tells.
+    """Whether a function in C returns the same for the same arguments, judged by its module.
 
-    Not one of an object, such as a dict's ``get``, or what draws random numbers.
+    A method of an object, such as a dict's ``get``, is not pure, nor is a function that draws
+    random numbers.
     """
-    owner = function.__self__
-    return isinstance(owner, (ModuleType, type, type(None))) and _home(function).partition(".")[0] in _PURE
+    if not isinstance(function.__self__, (ModuleType, type, type(None))):
+        return False
+    return _home(function).partition(".")[0] in _PURE
 
 
 def _home(value: Any) -> str:
-    """The Python module of a function or class."""
-    owner = getattr(value, "__self__", None)  # a class, for its methods in C
-    return str(getattr(value, "__module__", None) or (owner if isinstance(owner, type) else type(value)).__module__)
+    """Return the name of the Python module of a function or class."""
+    module = getattr(value, "__module__", None)
+    if module:
+        return str(module)
+    owner = getattr(value, "__self__", None)  # a class method in C has no module, but its class has
+    return str((owner if isinstance(owner, type) else type(value)).__module__)
 
 
 def is_of_a_library(value: Any) -> bool:
-    """Whether a function, class or module is PyTorch's, einops' or Python's own: what `exec` made only says so."""
+    """Whether a function, class or module is PyTorch's, einops' or Python's own.
+
+    The name of a module alone proves nothing: code that `exec` runs has that of its globals.
+    """
     if isinstance(value, ModuleType):
         return value.__name__.partition(".")[0] in _LIBRARIES
     home = _home(value)
-    if isinstance(value, type) and home == builtins.__name__ and value.__flags__ & _MADE:
+    if isinstance(value, type) and home == builtins.__name__ and value.__flags__ & _HEAP_TYPE:
         return False
-    if isinstance(value, FunctionType) and value.__globals__ is not vars(sys.modules.get(home, builtins)):
-        return False
+    if isinstance(value, FunctionType):
+        module = sys.modules.get(home, builtins)
+        if value.__globals__ is not vars(module):
+            return False
     return home.partition(".")[0] in _LIBRARIES
 
 
 def is_autograd(value: Any) -> bool:
-    """Whether this is a class of autograd Functions."""
+    """Whether a value is a subclass of `torch.autograd.Function`."""
     return isinstance(value, type) and issubclass(value, torch.autograd.Function)
 
 
 def is_apply(value: Any) -> bool:
-    """Whether this applies an autograd Function, which a trace notices only where it is looked up at the class."""
-    return getattr(value, "__name__", "") == "apply" and is_autograd(getattr(value, "__self__", None))
+    """Whether a value is ``apply`` of an autograd Function.
+
+    A trace notices only an ``apply`` that is read from its class while the trace runs.
+    """
+    if getattr(value, "__name__", "") != "apply":
+        return False
+    return is_autograd(getattr(value, "__self__", None))
 
 
 def slots_of(kind: type) -> Iterator[str]:
-    """Attributes of a class's objects that are in no dict."""
+    """Yield the attributes of a class's objects that are in slots."""
     for owner in kind.__mro__:
-        yield from [key for key, one in vars(owner).items() if isinstance(one, MemberDescriptorType)]
+        for key, attribute in list(vars(owner).items()):
+            if isinstance(attribute, MemberDescriptorType):
+                yield key
 
 
 def is_of_python(kind: type) -> bool:
-    """Whether objects of a class have nothing but attributes: no state in C, such as a generator of random numbers."""
+    """Whether objects of a class have only attributes, and no state in C.
+
+    A generator of random numbers has such state, which shows in the size of its objects.
+    """
+    if kind.__itemsize__:
+        return False
     slots = len(list(slots_of(kind)))
-    most = object.__basicsize__ + 8 * (slots + 2)  # with one for the attributes and one for weak references
-    return not kind.__itemsize__ and kind.__basicsize__ <= most and (bool(slots) or kind.__dictoffset__ != 0)
+    # One pointer for each slot, one for the attributes, and one for weak references.
+    largest = object.__basicsize__ + 8 * (slots + 2)
+    has_attributes = bool(slots) or kind.__dictoffset__ != 0
+    return kind.__basicsize__ <= largest and has_attributes
 
 
 def inherits_a_forward(kind: type) -> bool:
-    """Whether PyTorch's code, which is not read, may be what computes with a module."""
-    plain: Iterable[type] = (nn.Module, object)
-    return any(is_of_a_library(one) and one not in plain and issubclass(one, nn.Module) for one in kind.__mro__)
+    """Whether the forward of a module may be that of a library, whose code is not read."""
+    for owner in kind.__mro__:
+        is_plain = owner in (nn.Module, object)
+        if not is_plain and issubclass(owner, nn.Module) and is_of_a_library(owner):
+            return True
+    return False

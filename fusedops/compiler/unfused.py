@@ -1,4 +1,8 @@
-"""Calls of a program in PyTorch's operators, where Triton cannot compile its kernels: with the same masks, and saving the same."""
+"""Run a program as PyTorch's operators, where Triton cannot compile its kernels.
+
+Dropout draws the same masks, and the forward saves the same tensors, so that kernels and operators
+may alternate: a forward of one kind goes with a backward of the other.
+"""
 
 from __future__ import annotations
 
@@ -21,31 +25,43 @@ __all__ = ["backward", "forward"]
 
 
 def forward(site: RowwiseSite, tensors: Any, outs: Any, state: State) -> None:
-    """Writes what the kernels of a forward write."""
+    """Write what the kernels of a forward write."""
     program, structure, plan = site.program, site.program.structure, site.program.plan
     sizes = program.sizes_of(tensors)
-    written: list[tuple[Operand, Mapping[Part, Node]]] = list(zip(structure.outputs, structure.results, strict=True))
+    written: list[tuple[Operand, Mapping[Part, Node]]] = list(
+        zip(structure.outputs, structure.results, strict=True)
+    )
     if program.own and site.saves:
         assert plan.intermediate_operand is not None
         written.append((plan.intermediate_operand, plan.intermediate))
     stats = plan.stats if site.saves else ()
-    roots = [*[node for _, parts in written for node in parts.values()], *stats]
+    roots = [node for _, parts in written for node in parts.values()]
     with torch.no_grad():
-        values = program.evaluated(roots, tensors, mask_of(site, state))
+        values = program.evaluated([*roots, *stats], tensors, mask_of(site, state))
         for out, (operand, parts) in zip(outs, written, strict=False):
-            found = {part: values[node] for part, node in parts.items()}
-            out.copy_(assembled(structure, operand, found, out.shape))
-        for place, node in enumerate(stats):
-            rows = [sizes[axis] for axis in structure.rows]
-            outs[-1][place].copy_(values[node].expand(*rows, *[1] * len(structure.columns)).reshape(-1))
+            part_values = {part: values[node] for part, node in parts.items()}
+            out.copy_(assembled(structure, operand, part_values, out.shape))
+        # One line of `outs[-1]` for each number, with an element for each row.
+        rows = [sizes[axis] for axis in structure.rows]
+        ones = [1] * len(structure.columns)
+        for i, node in enumerate(stats):
+            outs[-1][i].copy_(values[node].expand(*rows, *ones).reshape(-1))
 
 
 def backward(site: RowwiseSite, grads: Any, saved: Any, outs: Any, state: State) -> None:
-    """Writes what the kernels of a backward write."""
+    """Write what the kernels of a backward write."""
     needs = [out is not None for out in outs]
-    grads, saved = [[None if t is None else t.detach() for t in given] for given in (grads, saved)]
+    grads, saved = _detached(grads), _detached(saved)
     with torch.no_grad():
-        found = site.program.derivative(site, grads, saved, mask_of(site, state), needs)
-        for out, gradient in zip(outs, found, strict=True):
-            if out is not None:
-                out.zero_() if gradient is None else out.copy_(gradient)
+        gradients = site.program.derivative(site, grads, saved, mask_of(site, state), needs)
+        for out, gradient in zip(outs, gradients, strict=True):
+            if out is None:
+                continue
+            if gradient is None:
+                out.zero_()
+            else:
+                out.copy_(gradient)
+
+
+def _detached(tensors: Any) -> list[Any]:
+    return [None if t is None else t.detach() for t in tensors]

@@ -1,4 +1,4 @@
-"""A walk through the state of a function: variables, functions, containers, objects and modules."""
+"""The walk through the state of a function: variables, containers, objects and modules."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import functools
 import inspect
+import itertools
 import keyword
 import types
 from collections.abc import Callable
@@ -35,21 +36,48 @@ from .surroundings import (
 
 __all__ = ["APPLIED", "UNWRAPPED", "Names", "Walk"]
 
-# Values that a function may read around it.
+# The most values around a function that a walk visits.
 _MOST_VALUES = 4096
-# Objects of this package in place of functions, with the attribute that has the function.
+# Types of this package that wrap functions, with the attribute that holds the function.
 UNWRAPPED: dict[type, str] = {}
 _LEAVES = (*PLAIN, complex, bytes, range, type(...))
-# Attributes by which a module's code gets at modules and parameters that it does not name.
-_INSIDES = frozenset({"apply", "buffers", "children", "get_buffer", "get_parameter", "get_submodule", "modules",
-                      "named_buffers", "named_children", "named_modules", "named_parameters", "parameters",
-                      "state_dict"})  # fmt: skip
-# Methods that no operator calls.
-_NOT_CALLED = frozenset({"__init__", "__init_subclass__", "__class_getitem__", "__set_name__", "__post_init__",
-                         "__getstate__", "__setstate__", "__getnewargs__", "__copy__", "__deepcopy__", "__del__"})  # fmt: skip
+# Methods that return modules and parameters whose names the calling code does not contain.
+_ACCESSORS = frozenset(
+    {
+        "apply",
+        "buffers",
+        "children",
+        "get_buffer",
+        "get_parameter",
+        "get_submodule",
+        "modules",
+        "named_buffers",
+        "named_children",
+        "named_modules",
+        "named_parameters",
+        "parameters",
+        "state_dict",
+    }
+)
+# Special methods that no operator of Python calls on an existing object.
+_NOT_CALLED = frozenset(
+    {
+        "__init__",
+        "__init_subclass__",
+        "__class_getitem__",
+        "__set_name__",
+        "__post_init__",
+        "__getstate__",
+        "__setstate__",
+        "__getnewargs__",
+        "__copy__",
+        "__deepcopy__",
+        "__del__",
+    }
+)
 APPLIED = (
-    "{} is a torch.autograd.Function with a backward of its own, which no kernel computes; call it outside, or write a "
-    "straight-through estimator as x + (q - x).detach()"
+    "{} is a torch.autograd.Function with a backward of its own, which no kernel computes; call it "
+    "outside, or write a straight-through estimator as x + (q - x).detach()"
 )
 
 
@@ -63,161 +91,207 @@ class Names:
     calls: bool = False
 
     def with_those_of(self, reads: Reads) -> Names:
-        """Together with a function's."""
-        return Names(self.names | reads.names, self.optional | reads.optional, self.everything or reads.everything,
-                      self.calls or reads.calls)  # fmt: skip
+        """Return the union with the attributes that one more function reads."""
+        return Names(
+            self.names | reads.names,
+            self.optional | reads.optional,
+            self.everything or reads.everything,
+            self.calls or reads.calls,
+        )
 
 
 class Walk(Writer):
     """One walk through all that a function may read.
 
+    Each method for one type of value checks the type, and visits what the value contains. Every
+    check becomes a line of the function that `Writer` writes, in the order of the walk: a line may
+    use only variables that earlier lines assign.
+
     Attributes:
-        read: what the functions on the way read.
-        simple: of each function the variables that it reads.
-        is_simple: whether these are nothing but numbers, and functions without closures and defaults.
+        read: the attributes that the visited functions read.
+        simple: for each visited function, the variables that it reads.
+        is_simple: whether all of these are numbers, or functions without closures whose defaults
+            are numbers.
     """
 
     def __init__(self, known: Names) -> None:
         super().__init__()
-        # What functions read, and what those of this walk do: another walk follows if that is more.
+        # A walk visits only attributes whose names are in `known`, and collects in `read` all that
+        # its functions read. Where that is more, `state` starts another walk with it.
         self.known = self.read = known
+        # By identity, with the variable of the value, which is held so that its id is not reused.
         self.seen: dict[int, tuple[Any, str]] = {}
-        self.uncalled: dict[int, tuple[nn.Module, str, str]] = {}  # modules of which only attributes are read
-        self.of = ""
+        # Modules whose attributes were visited, but not their hooks and forward.
+        self.uncalled: dict[int, tuple[nn.Module, str, str]] = {}
+        self.role = ""
         self.count = 0
         self.simple: list[tuple[FunctionType, list[tuple[str, Any]]]] = []
         self.is_simple = True
 
-    # --- values ---------------------------------------------------------------------------------------------------------
+    # --- values -----------------------------------------------------------------------------------
 
-    def visit(self, value: Any, expression: str, name: str, *, short: str = "", wanted: bool = True, of: str = "",
-              called: bool = True) -> None:  # fmt: skip
-        """Follows a value.
+    def visit(
+        self,
+        value: Any,
+        expression: str,
+        name: str,
+        *,
+        short: str = "",
+        required: bool = True,
+        role: str = "",
+        called: bool = True,
+    ) -> None:
+        """Visit a value and what it contains.
 
         Args:
-            value: of the expression.
-            expression: how it is found.
-            name: in messages.
-            short: of a tensor as a kernel's argument, where it is not the name.
-            wanted: whether the function's own code reads it; otherwise what cannot be followed is left out.
-            of: what has the name, in messages.
-            called: of a module, whether the function may call it.
+            value: the value of the expression.
+            expression: the Python expression that reads it.
+            name: its name in messages.
+            short: for a tensor, the name of the kernel's argument where that is not ``name``.
+            required: whether the function's own code reads it; otherwise a value of an unsupported
+                type is skipped.
+            role: the noun before the name in messages.
+            called: for a module, whether the function may call it.
         """
-        self.of = of or self.of
+        self.role = role or self.role
         if expression in self.visited:
             return
         self.visited.add(expression)
         self.count += 1
         if self.count > _MOST_VALUES:
-            raise NotRowwiseError(f"it reads more than {_MOST_VALUES} values around it; pass what is needed of them")
-        follow = self.way(value)
-        if follow is None and not wanted:
+            raise NotRowwiseError(
+                f"it reads more than {_MOST_VALUES} values around it; pass what is needed of them"
+            )
+        handler = self.handler(value)
+        if handler is None and not required:
             return
         variable = self.at(expression)
         self.words.append(name)
-        if follow is None:
-            self.refuse(variable, value, self.unseen(value, name))
-        elif follow is Walk.constantly:
+        if handler is None:
+            self.refuse(variable, value, self.why_unsupported(value, name))
+        elif handler is Walk.immutable:
             self.check_mode(variable, value, name)
-            self.constantly(value, variable)
-        elif follow in (Walk.leaf, Walk.tensor):
-            follow(self, value, variable, short or name)
+            self.immutable(value, variable)
+        elif handler in (Walk.leaf, Walk.tensor):
+            handler(self, value, variable, short or name)
         elif id(value) in self.seen:
-            self.expect(f"{variable} is {self.seen[id(value)][1]}")
-            if called and id(value) in self.uncalled:
-                self.call(*self.uncalled.pop(id(value)))
+            self.visit_again(value, variable, called=called)
         else:
             self.seen[id(value)] = value, variable
-            if follow is Walk.module:
+            if handler is Walk.module:
                 self.module(value, variable, name, short, called=called)
             else:
-                follow(self, value, variable, name)
+                handler(self, value, variable, name)
 
-    def unseen(self, value: Any, name: str) -> str:
-        """Why a value cannot be followed."""
+    def visit_again(self, value: Any, variable: str, *, called: bool) -> None:
+        """Check that a value is the same object as before, which ends cycles."""
+        _, first_variable = self.seen[id(value)]
+        self.expect(f"{variable} is {first_variable}")
+        if called and id(value) in self.uncalled:
+            self.call(*self.uncalled.pop(id(value)))
+
+    def why_unsupported(self, value: Any, name: str) -> str:
+        """Return why a value cannot be visited."""
         if is_apply(value):
             return APPLIED.format(value.__self__.__name__)
         if isinstance(value, ModuleType):
-            return f"{self.of} {name} is a module of Python, whose numbers may change unseen; name them: {name}.NAME"
+            return (
+                f"{self.role} {name} is a module of Python, whose numbers may change unseen; name "
+                f"them: {name}.NAME"
+            )
         if inspect.isbuiltin(value):
-            return f"it calls {name}, whose result may change from call to call; pass what it returns"
-        return f"{self.of} {name} is a {type(value).__name__}, which may change unseen; pass what is needed of it"
+            return (
+                f"it calls {name}, whose result may change from call to call; pass what it returns"
+            )
+        return (
+            f"{self.role} {name} is a {type(value).__name__}, which may change unseen; pass what "
+            "is needed of it"
+        )
 
     def check_mode(self, variable: str, value: Any, name: str) -> None:
-        """Raises for a function that says how PyTorch runs."""
+        """Raise for a function that returns a mode of PyTorch."""
         if getattr(value, "__name__", "") in MODES:
             self.expect(f"{variable} is {self.constant(value)}")
             raise NotRowwiseError(
-                f"{self.of} {name} is a function whose result may change unseen; pass what it returns"
+                f"{self.role} {name} is a function whose result may change unseen; pass what it "
+                "returns"
             )
 
-    def way(self, value: Any) -> Callable[..., None] | None:
-        """How to follow a value; None where that cannot be done."""
+    def handler(self, value: Any) -> Callable[..., None] | None:
+        """Return the method that visits a value; None where its type is unsupported."""
+        # An enum's member may be an int or a str as well, and a tensor or module may be callable:
+        # the order decides.
         if isinstance(value, enum.Enum):
-            return Walk.constantly
-        if value is None or type(value) in _LEAVES or isinstance(value, (float, int, str)):
+            return Walk.immutable
+        if type(value) in _LEAVES or isinstance(value, (float, int, str)):
             return Walk.leaf
         if isinstance(value, Tensor):
             return Walk.tensor
         if type(value) in UNWRAPPED:
             return Walk.unwrapped
         if isinstance(value, ModuleType):
-            return Walk.constantly if is_of_a_library(value) else None
+            return Walk.immutable if is_of_a_library(value) else None
         if isinstance(value, nn.Module):
             return Walk.module
         if is_apply(value):
             return None
-        for kind, follow in _WAYS.items():
+        for kind, handler in _HANDLERS.items():
             if isinstance(value, kind):
-                return Walk.constantly if kind in (FunctionType, type) and is_of_a_library(value) else follow
+                is_code = kind in (FunctionType, type)
+                return Walk.immutable if is_code and is_of_a_library(value) else handler
         if inspect.isbuiltin(value):
-            return Walk.constantly if is_pure(value) else None
+            return Walk.immutable if is_pure(value) else None
         if callable(value) and is_of_a_library(value):
-            return Walk.constantly
+            return Walk.immutable
         return Walk.instance if is_of_python(type(value)) else None
 
     def leaf(self, value: Any, variable: str, name: str) -> None:
-        """A number or the like."""
+        """Read a number, a string or the like."""
         if value is None:
             self.expect(f"{variable} is None")
             return
         self.expect_type(variable, value)
+        # As hexadecimal digits 0.0 differs from -0.0, and NaN equals itself.
         self.leaves.append(f"{variable}.hex()" if isinstance(value, float) else variable)
 
     def tensor(self, value: Tensor, variable: str, name: str) -> None:
-        """An argument of kernels."""
+        """Read a tensor, which becomes an argument of the kernels."""
         self.expect(f"isinstance({variable}, Tensor)")
         self.tensors.append((variable, name))
         self.storable = False
 
-    def constantly(self, value: Any, variable: str) -> None:
-        """What does not change."""
+    def immutable(self, value: Any, variable: str) -> None:
+        """Check the identity of a value that does not change."""
         self.expect(f"{variable} is {self.constant(value)}")
         self.words.append(value)
 
     def unwrapped(self, value: Any, variable: str, name: str) -> None:
-        """A function of this package's."""
+        """Visit the function in an object of this package."""
         self.expect_type(variable, value)
-        inner = UNWRAPPED[type(value)]
-        self.visit(getattr(value, inner), f"{variable}.{inner}", name)
+        attribute = UNWRAPPED[type(value)]
+        self.visit(getattr(value, attribute), f"{variable}.{attribute}", name)
 
-    # --- functions ------------------------------------------------------------------------------------------------------
+    # --- functions --------------------------------------------------------------------------------
 
     def root(self, function: FunctionType) -> None:
-        """The function itself, whose defaults are among the arguments."""
+        """Visit the function itself, whose defaults are among the arguments."""
         self.seen[id(function)] = function, self.constant(function)
-        self.around(function, "")
+        self.outer_variables(function, "")
 
     def function(self, value: FunctionType, variable: str, name: str) -> None:
-        """Another."""
+        """Visit another function, with its defaults."""
         self.expect_type(variable, value)
         self.expect(f"{variable}.__code__ is {self.constant(value.__code__)}")
         for attribute in ("__defaults__", "__kwdefaults__"):
             self.visit(getattr(value, attribute), f"{variable}.{attribute}", f"{name}.{attribute}")
-        self.around(value, variable)
+        self.outer_variables(value, variable)
 
-    def around(self, function: FunctionType, variable: str) -> None:
-        """The variables around a function, which is the first without a variable."""
+    def outer_variables(self, function: FunctionType, variable: str) -> None:
+        """Visit a function's closure and the globals that it reads.
+
+        ``variable`` is "" for the root, whose cells and globals are constants of the written
+        function; it finds those of other functions by attributes.
+        """
         code, scope = function.__code__, function.__globals__
         reads = reads_of(code)
         self.codes.append(code)
@@ -228,24 +302,36 @@ class Walk(Writer):
         simple: list[tuple[str, Any]] = []
         self.simple.append((function, simple))
         cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-        inside = self.at(f"{variable}.__globals__") if variable else self.constant(scope)
+        globals_ = self.at(f"{variable}.__globals__") if variable else self.constant(scope)
         for first, *attributes in reads.chains:
+            called = first in reads.called
             if first in cells:
-                place = f"{variable}.__closure__[{code.co_freevars.index(first)}]"
-                with contextlib.suppress(ValueError):  # nothing is there yet
+                index = code.co_freevars.index(first)
+                with contextlib.suppress(ValueError):  # the cell is empty
                     value = cells[first].cell_contents
-                    at = place if variable else self.constant(cells[first])
-                    self.chain(value, f"{at}.cell_contents", first, attributes, simple, called=first in reads.called)
+                    if variable:
+                        cell = f"{variable}.__closure__[{index}]"
+                    else:
+                        cell = self.constant(cells[first])
+                    expression = f"{cell}.cell_contents"
+                    self.chain(value, expression, first, attributes, simple, called=called)
             elif first in scope:
-                self.chain(
-                    scope[first], f"{inside}[{first!r}]", first, attributes, simple, called=first in reads.called
-                )
-            else:
-                self.expect(f"{first!r} not in {inside}")
+                expression = f"{globals_}[{first!r}]"
+                self.chain(scope[first], expression, first, attributes, simple, called=called)
+            else:  # one of the builtins, unless the module defines it later
+                self.expect(f"{first!r} not in {globals_}")
 
-    def chain(self, value: Any, expression: str, name: str, attributes: list[str], simple: list[tuple[str, Any]], *,
-              called: bool) -> None:  # fmt: skip
-        """A variable, and of a module of Python what is taken of it."""
+    def chain(
+        self,
+        value: Any,
+        expression: str,
+        name: str,
+        attributes: list[str],
+        simple: list[tuple[str, Any]],
+        *,
+        called: bool,
+    ) -> None:
+        """Visit a variable; of a Python module only the attribute that the code reads."""
         called |= isinstance(value, ModuleType)
         while isinstance(value, ModuleType) and not is_of_a_library(value) and attributes:
             attribute = attributes.pop(0)
@@ -254,223 +340,288 @@ class Walk(Writer):
                 return
             value = getattr(value, attribute)
         if attributes and attributes[0] == "apply" and is_autograd(value):
-            return  # the trace names the line
-        self.read_simply(value, name, simple)
-        self.visit(value, expression, name, of="the variable", called=called)
+            return  # the trace refuses it, with the line
+        self.add_simple(value, name, simple)
+        self.visit(value, expression, name, role="the variable", called=called)
 
-    def read_simply(self, value: Any, expression: str, simple: list[tuple[str, Any]]) -> None:
-        """Notes a number, or a function that has nothing but numbers, as what a function reads."""
+    def add_simple(self, value: Any, expression: str, simple: list[tuple[str, Any]]) -> None:
+        """Add a variable, and a function's defaults, to those that Dynamo is to guard on."""
         while UNWRAPPED.get(type(value)) == "function":
             value, expression = value.function, f"{expression}.function"
-        self.is_simple &= self.way(value) in (Walk.leaf, Walk.function, Walk.constantly)
+        handler = self.handler(value)
+        self.is_simple &= handler in (Walk.leaf, Walk.function, Walk.immutable)
         if not isinstance(value, ModuleType):
             simple.append((expression, value))
-        if self.way(value) is Walk.function:
-            given = [(f"{expression}.__defaults__[{place}]", one) for place, one in enumerate(value.__defaults__ or ())]
-            named = [
-                (f"{expression}.__kwdefaults__[{key!r}]", one) for key, one in (value.__kwdefaults__ or {}).items()
-            ]
-            simple += given + named
-            self.is_simple &= not value.__closure__ and all(isinstance(one, PLAIN) for _, one in given + named)
+        if handler is not Walk.function:
+            return
+        defaults: list[tuple[str, Any]] = []
+        for index, default in enumerate(value.__defaults__ or ()):
+            defaults.append((f"{expression}.__defaults__[{index}]", default))
+        for key, default in (value.__kwdefaults__ or {}).items():
+            defaults.append((f"{expression}.__kwdefaults__[{key!r}]", default))
+        simple += defaults
+        are_plain = all(isinstance(default, PLAIN) for _, default in defaults)
+        self.is_simple &= are_plain and not value.__closure__
 
     def method(self, value: MethodType, variable: str, name: str) -> None:
-        """One of an object."""
+        """Visit a bound method: its function and its object."""
         self.expect_type(variable, value)
         if not is_of_a_library(value.__func__):
             self.visit(value.__func__, f"{variable}.__func__", name)
         else:
-            self.constantly(value.__func__, f"{variable}.__func__")
+            self.immutable(value.__func__, f"{variable}.__func__")
         self.visit(value.__self__, f"{variable}.__self__", name)
 
     def partial(self, value: functools.partial[Any], variable: str, name: str) -> None:
-        """A function with some of its arguments."""
+        """Visit a partial application: its function and arguments."""
         self.expect_type(variable, value)
         self.visit(value.func, f"{variable}.func", name)
         self.visit(value.args, f"{variable}.args", f"{name}.args")
         self.visit(value.keywords, f"{variable}.keywords", f"{name}.keywords")
 
     def descriptor(self, value: Any, variable: str, name: str) -> None:
-        """What a class makes an attribute of."""
+        """Visit the function of a property."""
         self.expect_type(variable, value)
-        inner = "fget" if isinstance(value, property) else "func"
-        self.visit(getattr(value, inner), f"{variable}.{inner}", name)
+        attribute = "fget" if isinstance(value, property) else "func"
+        self.visit(getattr(value, attribute), f"{variable}.{attribute}", name)
 
-    # --- containers -----------------------------------------------------------------------------------------------------
+    # --- containers -------------------------------------------------------------------------------
 
     def sequence(self, value: Any, variable: str, name: str) -> None:
-        """A tuple or a list."""
+        """Visit the elements of a tuple or a list."""
         self.expect_type(variable, value)
         self.expect(f"len({variable}) == {len(value)}")
         self.words.append(len(value))
-        for place, inner in enumerate(value):
-            self.visit(inner, f"{variable}[{place}]", f"{name}[{place}]", short=f"{name}_{place}")
+        for i, inner in enumerate(value):
+            self.visit(inner, f"{variable}[{i}]", f"{name}[{i}]", short=f"{name}_{i}")
         self.subclassed(value, variable, name)
 
     def mapping(self, value: dict[Any, Any], variable: str, name: str) -> None:
-        """A dict."""
+        """Visit the values of a dict."""
         self.expect_type(variable, value)
         self.expect(f"tuple({variable}) == {self.constant(tuple(value))}")
         if not all(type(key) in (str, int) or isinstance(key, enum.Enum) for key in value):
-            self.refuse(
-                variable, value, f"{self.of} {name} is a dict whose keys are no strings; pass what is needed of it"
-            )
+            why = "is a dict whose keys are no strings; pass what is needed of it"
+            self.refuse(variable, value, f"{self.role} {name} {why}")
         self.words.append(list(map(str, value)))
         for key, inner in value.items():
-            at = repr(key) if type(key) in (str, int) else self.constant(key)
-            self.visit(inner, f"{variable}[{at}]", f"{name}[{key!r}]", short=f"{name}_{key}")
+            index = repr(key) if type(key) in (str, int) else self.constant(key)
+            self.visit(inner, f"{variable}[{index}]", f"{name}[{key!r}]", short=f"{name}_{key}")
         self.subclassed(value, variable, name)
 
     def subclassed(self, value: Any, variable: str, name: str) -> None:
-        """Attributes of an object that is a container as well."""
+        """Visit the attributes of an object whose class inherits from a container's."""
         if not is_of_a_library(type(value)):
             self.attributes(value, variable, name)
 
     def set(self, value: Any, variable: str, name: str) -> None:
-        """Numbers or strings."""
+        """Read a set of numbers or strings."""
         self.expect_type(variable, value)
         if not all(type(one) in (str, int, bool) for one in value):
-            self.refuse(
-                variable, value, f"{self.of} {name} is a set of other things than numbers; pass what is needed of it"
-            )
+            why = "is a set of other things than numbers; pass what is needed of it"
+            self.refuse(variable, value, f"{self.role} {name} {why}")
+        # Sorted with their types: a set has no order, and strings and numbers do not compare.
         self.leaves.append(f"tuple(sorted([(type(one).__name__, one) for one in {variable}]))")
 
-    # --- objects --------------------------------------------------------------------------------------------------------
+    # --- objects ----------------------------------------------------------------------------------
 
     def instance(self, value: Any, variable: str, name: str) -> None:
-        """An object of Python."""
+        """Visit an object of a Python class."""
         self.expect_type(variable, value)
         self.storable = False
         self.attributes(value, variable, name)
 
-    def kind(self, value: type, variable: str, name: str) -> None:
-        """A class, of which a function reads attributes, or makes objects."""
+    def class_object(self, value: type, variable: str, name: str) -> None:
+        """Visit a class whose attributes a function reads, or which it instantiates."""
         self.expect(f"{variable} is {self.constant(value)}")
         self.storable = False
-        self.of_class(value, name, None, "")
-        self.called_by_python(value, name, made=True)
+        self.class_attributes(value, name, None, "")
+        self.special_methods(value, name, instantiated=True)
 
     def attributes(self, value: Any, variable: str, name: str) -> None:
-        """What the function's code names of an object."""
-        own, library = getattr(value, "__dict__", None), is_of_a_library(type(value))
-        inside = ""
+        """Visit the attributes of an object that the function's code names."""
+        own, is_library = getattr(value, "__dict__", None), is_of_a_library(type(value))
+        namespace = ""
         if own is not None:
-            inside = self.at(f"{variable}.__dict__")
+            namespace = self.at(f"{variable}.__dict__")
             for key, inner in list(own.items()):
-                if library or self.is_named(key):
-                    self.visit(inner, f"{inside}[{key!r}]", f"{name}.{key}", wanted=self.is_named(key))
+                named = self.is_named(key)
+                # The code of a library is not read, so that it may read every attribute.
+                if is_library or named:
+                    expression = f"{namespace}[{key!r}]"
+                    self.visit(inner, expression, f"{name}.{key}", required=named)
         for key in slots_of(type(value)):
             if self.is_named(key) and hasattr(value, key):
                 self.visit(getattr(value, key), _attribute(variable, key), f"{name}.{key}")
-        self.absent(value, variable)
-        self.of_class(type(value), name, own, inside)
-        self.called_by_python(type(value), name, made=False)
+        self.missing_attributes(value, variable)
+        self.class_attributes(type(value), name, own, namespace)
+        self.special_methods(type(value), name, instantiated=False)
 
-    def absent(self, value: Any, variable: str) -> None:
-        """Attributes that code asks for, and that are not there."""
+    def missing_attributes(self, value: Any, variable: str) -> None:
+        """Check that optional attributes which the object lacks are still missing."""
         for key in self.known.optional:
             if not hasattr(value, key):
                 self.expect(f"not hasattr({variable}, {key!r})")
 
     def is_named(self, key: Any) -> bool:
-        """Whether code on the way has the name of an attribute."""
+        """Whether the code of a visited function contains the name of an attribute."""
         return self.known.everything or key in self.known.names
 
-    def of_class(self, kind: type, name: str, own: Any, inside: str) -> None:
-        """Attributes that a class has, and not the object itself."""
-        classes = [one for one in kind.__mro__ if not is_of_a_library(one)]
-        every = {key: None for one in classes for key in vars(one) if not _is_special(key)}
+    def class_attributes(self, kind: type, name: str, own: Any, namespace: str) -> None:
+        """Visit the attributes that an object has from its class.
+
+        Args:
+            kind: the class.
+            name: the object's name in messages.
+            own: the object's own attributes; None for a class itself.
+            namespace: the variable of the object's ``__dict__``; "" where it has none.
+        """
+        classes = _user_classes(kind)
+        keys = dict.fromkeys(itertools.chain.from_iterable(map(vars, classes)))
         known = self.constant(kind) if classes else ""
-        for key in filter(self.is_named, every):
+        named = filter(self.is_named, itertools.filterfalse(_is_special, keys))
+        for key in named:
             owner = next(one for one in kind.__mro__ if key in vars(one))
             raw = vars(owner)[key]
-            if not isinstance(raw, property) and own is not None and key in own:
+            # An object's own attribute comes first, but not before a property of its class.
+            is_hidden = own is not None and key in own and not isinstance(raw, property)
+            if is_hidden or isinstance(raw, _IN_C):
                 continue
-            if isinstance(raw, _IN_C):
-                continue
-            if inside:
-                self.expect(f"{key!r} not in {inside}")
-            expression, of = _attribute(known, key), f"{name}.{key}"
+            if namespace:
+                self.expect(f"{key!r} not in {namespace}")
+            expression = _attribute(known, key)
             if isinstance(raw, classmethod):
-                self.visit(raw.__func__, f"{expression}.__func__", of)
-            else:
-                self.visit(raw.__func__ if isinstance(raw, staticmethod) else raw, expression, of)
+                raw, expression = raw.__func__, f"{expression}.__func__"
+            elif isinstance(raw, staticmethod):
+                raw = raw.__func__
+            self.visit(raw, expression, f"{name}.{key}")
 
-    def called_by_python(self, kind: type, name: str, *, made: bool) -> None:
-        """Methods of operators, such as ``__call__``; of a class that is called those that make an object."""
-        for owner in [one for one in kind.__mro__ if not is_of_a_library(one)]:
-            generated = dataclasses.is_dataclass(owner)
+    def special_methods(self, kind: type, name: str, *, instantiated: bool) -> None:
+        """Visit methods that Python itself calls, such as ``__call__``.
+
+        No code contains their names. Those that create an object are visited for a class only, but
+        not the ``__init__`` that a dataclass generates.
+        """
+        for owner in _user_classes(kind):
+            constructors = {"__post_init__"}
+            if not dataclasses.is_dataclass(owner):
+                constructors.add("__init__")
             for key, inner in vars(owner).items():
-                making = made and (key == "__post_init__" or (key == "__init__" and not generated))
-                operator = _is_special(key) and key not in vars(object) and key not in _NOT_CALLED
-                if isinstance(inner, FunctionType) and (making or operator):
+                if not isinstance(inner, FunctionType):
+                    continue
+                constructs = instantiated and key in constructors
+                if constructs or _is_operator(key):
                     self.visit(inner, f"{self.constant(owner)}.{key}", f"{name}.{key}")
 
-    # --- modules of PyTorch ---------------------------------------------------------------------------------------------
+    # --- modules of PyTorch -----------------------------------------------------------------------
 
-    def module(self, value: nn.Module, variable: str, name: str, short: str, *, called: bool) -> None:
-        """Its mode, attributes, parameters and children; and what runs where it is called."""
+    def module(
+        self, value: nn.Module, variable: str, name: str, short: str, *, called: bool
+    ) -> None:
+        """Visit a module's attributes, parameters, buffers and children; its forward if called."""
         self.expect_type(variable, value)
         self.storable = False
-        inside = self.at(f"{variable}.__dict__")
-        if not {*compat.BACKWARD_HOOKS, *compat.FORWARD_HOOKS, *compat.MODULE_MEMBERS} <= set(vars(value)):
-            raise NotRowwiseError(f"{self.of} {name} is a module that was not initialised")
+        namespace = self.at(f"{variable}.__dict__")
+        self.check_module(value, variable, name, namespace)
+        # Whether the code may reach every member, also those that it does not name.
+        whole = (
+            self.known.everything
+            or bool(_ACCESSORS & self.known.names)
+            or inherits_a_forward(type(value))
+        )
+        prefix = f"{short}_" if short and short != name else ""
+        for key, inner in list(vars(value).items()):
+            named = self.is_named(key)
+            if key not in compat.MODULE_INTERNALS and (whole or named):
+                self.visit(
+                    inner,
+                    f"{namespace}[{key!r}]",
+                    f"{name}.{key}",
+                    short=f"{prefix}{key}",
+                    required=named,
+                )
+        for registry in compat.MODULE_MEMBERS:
+            members = vars(value)[registry]
+            self.members(members, f"{namespace}[{registry!r}]", name, prefix, whole=whole)
+        own = dict(vars(value))
+        for registry in compat.MODULE_MEMBERS:
+            own.update(vars(value)[registry])
+        self.missing_attributes(value, variable)
+        self.class_attributes(type(value), name, own, namespace)
+        if called or self.known.calls or self.is_named("forward"):
+            self.call(value, namespace, name)
+        else:
+            self.uncalled[id(value)] = value, namespace, name
+
+    def check_module(self, value: nn.Module, variable: str, name: str, namespace: str) -> None:
+        """Raise for a module that is not initialised, or has backward hooks."""
+        registries = {
+            *compat.BACKWARD_HOOKS,
+            *compat.FORWARD_HOOKS,
+            *compat.MODULE_MEMBERS,
+        }
+        if not registries <= set(vars(value)):
+            raise NotRowwiseError(f"{self.role} {name} is a module that was not initialised")
         if compat.has_backward_hooks(value):
             self.expect(f"{self.constant(compat.has_backward_hooks)}({variable})")
             raise NotRowwiseError(
-                f"{self.of} {name} is a module with backward hooks, which no kernel calls; call it outside"
+                f"{self.role} {name} is a module with backward hooks, which no kernel calls; call "
+                "it outside"
             )
         for registry in compat.BACKWARD_HOOKS:
-            self.expect(f"not {inside}[{registry!r}]")
-        whole = self.known.everything or bool(_INSIDES & self.known.names) or inherits_a_forward(type(value))
-        inner = f"{short}_" if short and short != name else ""
-        for key, one in list(vars(value).items()):
-            if key not in compat.MODULE_INTERNALS and (whole or self.is_named(key)):
-                self.visit(one, f"{inside}[{key!r}]", f"{name}.{key}", short=f"{inner}{key}", wanted=self.is_named(key))
-        for registry in compat.MODULE_MEMBERS:
-            members, there = vars(value)[registry], f"{inside}[{registry!r}]"
-            if whole:
-                self.expect(
-                    f"tuple({self.at(there)}) == {self.constant(tuple(members))}" if members else f"not {there}"
-                )
-            for key, one in list(members.items()):
-                if whole or self.is_named(key):
-                    self.visit(one, f"{self.at(there)}[{key!r}]", f"{name}.{key}", short=f"{inner}{key}")
-        own = {
-            **vars(value),
-            **{key: one for registry in compat.MODULE_MEMBERS for key, one in vars(value)[registry].items()},
-        }
-        self.absent(value, variable)
-        self.of_class(type(value), name, own, inside)
-        if called or self.known.calls or self.is_named("forward"):
-            self.call(value, inside, name)
-        else:
-            self.uncalled[id(value)] = value, inside, name
+            self.expect(f"not {namespace}[{registry!r}]")
 
-    def call(self, value: nn.Module, inside: str, name: str) -> None:
-        """Hooks, and the forward."""
-        hooked = f"{self.constant(compat.has_global_hooks)}()"
+    def members(
+        self, members: dict[str, Any], expression: str, name: str, prefix: str, *, whole: bool
+    ) -> None:
+        """Visit the parameters, buffers or children of a module."""
+        if whole and members:
+            self.expect(f"tuple({self.at(expression)}) == {self.constant(tuple(members))}")
+        elif whole:
+            self.expect(f"not {expression}")
+        for key, inner in list(members.items()):
+            if whole or self.is_named(key):
+                item = f"{self.at(expression)}[{key!r}]"
+                self.visit(inner, item, f"{name}.{key}", short=f"{prefix}{key}")
+
+    def call(self, value: nn.Module, namespace: str, name: str) -> None:
+        """Visit what a call of a module runs: its hooks, and the forward."""
+        has_hooks = f"{self.constant(compat.has_global_hooks)}()"
         if compat.has_global_hooks():
-            self.expect(hooked)
-            raise NotRowwiseError(f"{self.of} {name} is a module, and there are hooks on all modules; call it outside")
-        self.expect(f"not {hooked}")
+            self.expect(has_hooks)
+            raise NotRowwiseError(
+                f"{self.role} {name} is a module, and there are hooks on all modules; call it "
+                "outside"
+            )
+        self.expect(f"not {has_hooks}")
         for registry in compat.FORWARD_HOOKS:
-            hooks, there = vars(value)[registry], f"{inside}[{registry!r}]"
-            self.expect(f"len({there}) == {len(hooks)}" if hooks else f"not {there}")
-            for place, hook in enumerate(hooks.values()):
-                self.visit(hook, f"list({there}.values())[{place}]", f"a hook of {name}")
+            hooks, expression = vars(value)[registry], f"{namespace}[{registry!r}]"
+            self.expect(f"len({expression}) == {len(hooks)}" if hooks else f"not {expression}")
+            for i, hook in enumerate(hooks.values()):
+                self.visit(hook, f"list({expression}.values())[{i}]", f"a hook of {name}")
         if "forward" not in vars(value):
-            self.expect(f"'forward' not in {inside}")
-            self.visit(type(value).forward, f"{self.constant(type(value))}.forward", f"{name}.forward")
+            self.expect(f"'forward' not in {namespace}")
+            forward = f"{self.constant(type(value))}.forward"
+            self.visit(type(value).forward, forward, f"{name}.forward")
         else:
-            self.visit(vars(value)["forward"], f"{inside}['forward']", f"{name}.forward")
-        self.called_by_python(type(value), name, made=False)
+            self.visit(vars(value)["forward"], f"{namespace}['forward']", f"{name}.forward")
+        self.special_methods(type(value), name, instantiated=False)
 
 
-_WAYS: dict[Any, Callable[..., None]] = {
-    FunctionType: Walk.function, MethodType: Walk.method, functools.partial: Walk.partial,
-    property: Walk.descriptor, functools.cached_property: Walk.descriptor, type: Walk.kind,
-    tuple: Walk.sequence, list: Walk.sequence, dict: Walk.mapping, set: Walk.set, frozenset: Walk.set,
-}  # fmt: skip
+_HANDLERS: dict[Any, Callable[..., None]] = {
+    FunctionType: Walk.function,
+    MethodType: Walk.method,
+    functools.partial: Walk.partial,
+    property: Walk.descriptor,
+    functools.cached_property: Walk.descriptor,
+    type: Walk.class_object,
+    tuple: Walk.sequence,
+    list: Walk.sequence,
+    dict: Walk.mapping,
+    set: Walk.set,
+    frozenset: Walk.set,
+}
+# Descriptors that are written in C: slots, and methods of types in C.
 _IN_C = (
     types.MemberDescriptorType,
     types.GetSetDescriptorType,
@@ -479,10 +630,23 @@ _IN_C = (
 )
 
 
+def _user_classes(kind: type) -> list[type]:
+    """Return a class and those that it inherits from, without those of libraries."""
+    return list(itertools.filterfalse(is_of_a_library, kind.__mro__))
+
+
 def _is_special(key: str) -> bool:
+    """Whether the name is one of Python's own, between double underscores."""
     return key.startswith("__") and key.endswith("__")
 
 
-def _attribute(of: str, key: str) -> str:
-    """The expression of an attribute, whose name may be any string."""
-    return f"{of}.{key}" if key.isidentifier() and not keyword.iskeyword(key) else f"getattr({of}, {key!r})"
+def _is_operator(key: str) -> bool:
+    """Whether Python calls a method of this name for an operator or a built-in function."""
+    return _is_special(key) and key not in vars(object) and key not in _NOT_CALLED
+
+
+def _attribute(expression: str, key: str) -> str:
+    """Return the expression of an attribute, whose name may be any string."""
+    if key.isidentifier() and not keyword.iskeyword(key):
+        return f"{expression}.{key}"
+    return f"getattr({expression}, {key!r})"

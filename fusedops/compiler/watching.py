@@ -1,7 +1,8 @@
 """Guards of torch.compile on what a function reads, where a call of it is one node of the graph.
 
-Dynamo does not look into the node. It traces a function beside it, which compares the same variables with the values that
-they have, and guards on them: a call with others is compiled anew.
+Dynamo does not trace into the node. It traces a function before it, which compares the same
+variables with the values that they have, and guards on them: a call with other values is compiled
+again.
 """
 
 from __future__ import annotations
@@ -13,37 +14,55 @@ from typing import Any
 from .state import simple_variables
 from .surroundings import PLAIN
 
-__all__ = ["Watching"]
+__all__ = ["Guards"]
 
 
-class Watching:
-    """The comparisons of a function's variables; an attribute for each set of values, which Dynamo finds again."""
+class Guards:
+    """The comparisons of a function's variables.
+
+    Each set of values has an attribute of its own with the functions that compare it, because
+    Dynamo reads an attribute by its name, and guards on it.
+    """
 
     def __init__(self, function: FunctionType) -> None:
         self._function = function
         self._names: dict[Any, str] = {}
 
-    def name(self) -> str:
-        """The attribute that has functions for the values now; "" where Dynamo is to trace the function itself."""
-        found = simple_variables(self._function)
-        if found is None:
+    def attribute(self) -> str:
+        """Return the attribute with the functions that compare the present values.
+
+        "" where the function reads more than numbers, so that Dynamo is to trace the function.
+        """
+        functions = simple_variables(self._function)
+        if functions is None:
             return ""
-        made = [_comparing(function, variables) for function, variables in found if variables]
-        key = tuple([(text, id(one.__globals__)) for text, one in made])  # which are held below
+        texts: list[Any] = []
+        comparisons: list[FunctionType] = []
+        for function, variables in functions:
+            if variables:
+                text, compare = _comparing(function, variables)
+                # The attribute holds the function and so its globals, whose id is not reused.
+                texts.append((text, id(compare.__globals__)))
+                comparisons.append(compare)
+        key = tuple(texts)
         if key not in self._names:
             self._names[key] = f"values{len(self._names)}"
-            setattr(self, self._names[key], tuple([one for _, one in made]))
+            setattr(self, self._names[key], tuple(comparisons))
         return self._names[key]
 
 
-def _comparing(function: FunctionType, variables: list[tuple[str, Any]]) -> tuple[str, FunctionType]:
-    """A function with the variables of another, which compares them."""
+def _comparing(
+    function: FunctionType, variables: list[tuple[str, Any]]
+) -> tuple[str, FunctionType]:
+    """Return a function that compares the variables of another, in its scope, and the source."""
     free = sorted({name for name, _ in variables} & set(function.__code__.co_freevars))
     lines = dict.fromkeys(f"if {name} {_same(name, value)}: pass" for name, value in variables)
     body = "\n".join(f"        {line}" for line in lines)
     text = f"def around({', '.join(free)}):\n    def compare():\n{body}\n    return compare\n"
     scope: dict[str, Any] = {}
     exec(text, scope)
+    # Only the code of `compare` is used. With the other function's globals and cells it reads the
+    # same variables as that function.
     compare = scope["around"](*free)
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     closure = tuple([cells[name] for name in compare.__code__.co_freevars])
@@ -51,7 +70,11 @@ def _comparing(function: FunctionType, variables: list[tuple[str, Any]]) -> tupl
 
 
 def _same(name: str, value: Any) -> str:
-    """A comparison with a value, which makes Dynamo guard on it where a branch depends on it."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"!= {name}" if math.isnan(value) else f"== {'-' * (value < 0)}1e999"
-    return f"== {value!r}" if isinstance(value, (int, float, str)) and isinstance(value, PLAIN) else "is None"
+    """Return a comparison with a value; Dynamo guards on a value on which a branch depends."""
+    if isinstance(value, float) and math.isnan(value):
+        return f"!= {name}"
+    if isinstance(value, float) and math.isinf(value):
+        return f"== {'-' * (value < 0)}1e999"  # `inf` is no literal
+    if isinstance(value, (int, float, str)) and isinstance(value, PLAIN):
+        return f"== {value!r}"
+    return "is None"

@@ -1,4 +1,7 @@
-"""What each of PyTorch's operators is in a `Graph`: one function an operator, with the operator's arguments."""
+"""Lowerings: how each of PyTorch's operators becomes nodes of a `Graph`.
+
+Each operator has one function, which takes the operator's arguments; `common` describes the rest.
+"""
 
 from . import activations as activations
 from . import creation as creation
@@ -14,37 +17,83 @@ __all__ = ["REFUSED", "TABLE"]
 
 # Operators that are refused, with why; others that are not in the table are refused by their names.
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"), "each column depends on those before it"),
-    **dict.fromkeys(("sort", "topk", "kthvalue", "median", "argsort", "unique"), "it sorts columns"),
-    **dict.fromkeys(("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "batch_norm",
-                     "_batch_norm_with_update"), "BatchNorm mixes rows"),
-    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "convolution"), "a matrix product mixes columns"),
-    **dict.fromkeys(("_local_scalar_dense", "item", "is_nonzero", "nonzero"),
-                    "it takes a tensor's value for Python, and no kernel can wait for that; `torch.where` can replace an `if`"),
-    **dict.fromkeys(("rand", "randn", "rand_like", "randn_like", "bernoulli", "uniform", "normal", "randint",
-                    "exponential", "geometric", "cauchy", "log_normal", "random"),
-                    "it draws random numbers; of these only dropout's are drawn again in a backward"),
-    "_is_all_true": "it takes for Python whether a condition holds everywhere, as distributions do to validate their "
-                    "arguments; pass validate_args=False",
+    **dict.fromkeys(
+        ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"),
+        "each column depends on those before it",
+    ),
+    **dict.fromkeys(
+        ("sort", "topk", "kthvalue", "median", "argsort", "unique"), "it sorts columns"
+    ),
+    **dict.fromkeys(
+        (
+            "native_batch_norm",
+            "cudnn_batch_norm",
+            "_native_batch_norm_legit",
+            "batch_norm",
+            "_batch_norm_with_update",
+        ),
+        "BatchNorm mixes rows",
+    ),
+    **dict.fromkeys(
+        ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "convolution"),
+        "a matrix product mixes columns",
+    ),
+    **dict.fromkeys(
+        ("_local_scalar_dense", "item", "is_nonzero", "nonzero"),
+        "it takes a tensor's value for Python, and no kernel can wait for that; "
+        "`torch.where` can replace an `if`",
+    ),
+    **dict.fromkeys(
+        (
+            "rand",
+            "randn",
+            "rand_like",
+            "randn_like",
+            "bernoulli",
+            "uniform",
+            "normal",
+            "randint",
+            "exponential",
+            "geometric",
+            "cauchy",
+            "log_normal",
+            "random",
+        ),
+        "it draws random numbers; of these only dropout's are drawn again in a backward",
+    ),
+    "_is_all_true": (
+        "it takes for Python whether a condition holds everywhere, as distributions do to "
+        "validate their arguments; pass validate_args=False"
+    ),
     "prod": "it is a reduction without a kernel; of positive numbers it is x.log().sum(-1).exp()",
-    **dict.fromkeys(("lgamma", "digamma", "erfc", "erfinv", "atan", "atan2", "asin", "acos", "copysign"),
-                    "it is a function without a kernel; compute it outside"),
+    **dict.fromkeys(
+        ("lgamma", "digamma", "erfc", "erfinv", "atan", "atan2", "asin", "acos", "copysign"),
+        "it is a function without a kernel; compute it outside",
+    ),
     **dict.fromkeys(
         ("index", "index_select", "embedding", "_unsafe_index"),
-        "indexing with a tensor reads other rows or columns; index before the call, or take a column of each row with gather",
+        "indexing with a tensor reads other rows or columns; index before the call, or take a "
+        "column of each row with gather",
     ),
     **dict.fromkeys(
         ("index_put", "index_put_", "index_fill_", "slice_scatter", "scatter", "scatter_"),
         "it writes into a part of a tensor; put parts together with torch.cat, or use torch.where",
     ),
-    "diagonal": "it has rows and columns in one dimension; multiply by a mask of torch.arange, and sum",
-    **dict.fromkeys(("__rshift__", "__lshift__", "bitwise_right_shift", "bitwise_left_shift"),
-                    "it shifts bits; multiply or divide by powers of two with * and //"),
-    **dict.fromkeys(("adaptive_max_pool2d", "adaptive_max_pool3d"),
-                    "one of equal elements has the gradient; where these may share it, write x.amax((-2, -1))"),
+    "diagonal": (
+        "it has rows and columns in one dimension; multiply by a mask of torch.arange, and sum"
+    ),
+    **dict.fromkeys(
+        ("__rshift__", "__lshift__", "bitwise_right_shift", "bitwise_left_shift"),
+        "it shifts bits; multiply or divide by powers of two with * and //",
+    ),
+    **dict.fromkeys(
+        ("adaptive_max_pool2d", "adaptive_max_pool3d"),
+        "one of equal elements has the gradient; where these may share it, write x.amax((-2, -1))",
+    ),
     "unfold": "it reads each column several times; pass the slices as arguments of their own",
     **dict.fromkeys(
         ("view_as_complex", "view_as_real", "complex", "polar"),
-        "kernels have no complex numbers; compute with the real and the imaginary parts, as from unbind(-1)",
+        "kernels have no complex numbers; compute with the real and the imaginary parts, as from "
+        "unbind(-1)",
     ),
-}  # fmt: skip
+}

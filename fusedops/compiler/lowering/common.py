@@ -1,4 +1,9 @@
-"""What lowerings share: the table, and values that are broadcast together."""
+"""Functions that the lowerings share: the table of lowerings, conversions, and broadcasting.
+
+A lowering is called with the recorder, the tensor or tensors that PyTorch's operator returned for
+tensors without memory, and the operator's own arguments. From the returned tensor it takes dtype
+and shape.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ import torch
 from ..axes import Label
 from ..errors import NotRowwiseError
 from ..ir import Node
-from ..tracing import Value, kind_of
+from ..traced import Value, kind_of
 
 __all__ = [
     "TABLE",
@@ -29,6 +34,9 @@ __all__ = [
 Lower = Callable[..., Any]
 TABLE: dict[str, Lower] = {}
 
+# Python's type for the numbers of each kind of node.
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {"float": float, "int": int, "bool": bool}
+
 
 def lowers(*names: str) -> Callable[[Lower], Lower]:
     """Registers a function for PyTorch's operators of these names."""
@@ -44,13 +52,16 @@ def lowers(*names: str) -> Callable[[Lower], Lower]:
 def joined(r: Any, *labels: tuple[Label, ...]) -> tuple[Label, ...]:
     """The labels of tensors that are broadcast together."""
     rank = max(map(len, labels))
-    found: list[Label] = []
-    for place in range(-rank, 0):
-        there = [label[place] for label in labels if len(label) >= -place and label[place]]
-        for other in there[1:]:
-            r.axes.unify(there[0], other)
-        found.append(there[0] if there else ())
-    return tuple(found)
+    result: list[Label] = []
+    # Dimensions are aligned at the last one. A tensor of a lower rank does not have the first
+    # dimensions, and a dimension of one element has the empty label.
+    for dim in range(-rank, 0):
+        aligned = [label[dim] for label in labels if len(label) >= -dim]
+        present = [label for label in aligned if label]
+        for other in present[1:]:
+            r.axes.unify(present[0], other)
+        result.append(present[0] if present else ())
+    return tuple(result)
 
 
 def picked(r: Any, x: Value, dim: int, index: Node) -> Node:
@@ -64,13 +75,24 @@ def picked(r: Any, x: Value, dim: int, index: Node) -> Node:
 
 
 def as_value(r: Any, value: Any, kind: str | None = None) -> Value:
-    """A tensor or number; converted to a kind where that is given."""
+    """A tensor or number as a value, converted to ``kind`` unless that is None."""
     if not isinstance(value, Value):
-        dtype = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float32
-        if not isinstance(value, (bool, int, float)):
-            raise NotRowwiseError(f"a number of type {type(value).__name__}")
-        value = Value(r.graph.const(value), (), dtype)
-    return value if kind is None else Value(as_kind(r, value.node, kind), value.labels, value.dtype)
+        value = _number_value(r, value)
+    if kind is None:
+        return value
+    return Value(as_kind(r, value.node, kind), value.labels, value.dtype)
+
+
+def _number_value(r: Any, number: Any) -> Value:
+    # The order matters: a bool is an int.
+    for python_type, dtype in (
+        (bool, torch.bool),
+        (int, torch.int64),
+        (float, torch.float32),
+    ):
+        if isinstance(number, python_type):
+            return Value(r.graph.const(number), (), dtype)
+    raise NotRowwiseError(f"a number of type {type(number).__name__}")
 
 
 # Marks the constant that stands for an element beside a row among integers, which have no NaN.
@@ -81,38 +103,62 @@ def as_kind(r: Any, node: Node, kind: str) -> Node:
     """The node as a float, int or bool."""
     if node.kind == kind:
         return node
-    if kind == "float" and node.op == "where" and node.args[2].attrs[1:] == _BESIDE:
-        return r.graph.where(node.args[0], as_kind(r, node.args[1], kind), r.graph.const(math.nan))  # type: ignore[no-any-return]
+    graph = r.graph
+    if kind == "float" and _reads_beside(node):
+        # Among floats the mark of an index beside the row becomes NaN.
+        within, element, _ = node.args
+        converted: Node = graph.where(within, as_kind(r, element, kind), graph.const(math.nan))
+        return converted
     if node.op == "const":
-        return r.graph.const({"float": float, "int": int, "bool": bool}[kind](_number(node)))
-    return r.graph.make("cast", node, kind=kind)
+        return graph.const(_CONVERSIONS[kind](_number(node)))
+    return graph.make("cast", node, kind=kind)
+
+
+def _reads_beside(node: Node) -> bool:
+    """Whether this is a result of `where_within` among integers."""
+    return node.op == "where" and node.args[2].attrs[1:] == _BESIDE
 
 
 def _number(node: Node) -> Any:
     return float(node.attrs[0]) if node.kind == "float" else node.attrs[0]
 
 
-def pointwise(r: Any, out: Any, function: Callable[..., Node], *values: Any, kind: str | None = None) -> Value:
-    """A function of tensors and numbers, element by element; in the kind of what comes out."""
+def pointwise(
+    r: Any, out: Any, function: Callable[..., Node], *values: Any, kind: str | None = None
+) -> Value:
+    """A function of tensors and numbers, element by element.
+
+    The inputs are converted to ``kind``, by default the output's.
+    """
     kind = kind or kind_of(out.dtype)
-    if kind == "int" and kind_of(out.dtype) == "int" and out.dtype != torch.int64:
-        raise NotRowwiseError(f"arithmetic of {str(out.dtype).removeprefix('torch.')}, which wraps around")
-    given = [as_value(r, value, kind) for value in values]
-    return Value(function(*[value.node for value in given]), joined(r, *[v.labels for v in given]), out.dtype)
+    is_narrow_int = kind_of(out.dtype) == "int" and out.dtype != torch.int64
+    if kind == "int" and is_narrow_int:
+        raise NotRowwiseError(
+            f"arithmetic of {str(out.dtype).removeprefix('torch.')}, which wraps around"
+        )
+    inputs = [as_value(r, value, kind) for value in values]
+    node = function(*[value.node for value in inputs])
+    return Value(node, joined(r, *[value.labels for value in inputs]), out.dtype)
 
 
 def where_within(r: Any, index: Node, size: int, node: Node, dtype: torch.dtype) -> Node:
-    """A value where an index is one of a row's elements, and elsewhere none that is to be mistaken for one: NaN, among floats.
+    """A value where an index is one of a row's ``size`` elements, and elsewhere a mark.
+
+    The mark is no element's value by mistake: among floats it is NaN, among integers the smallest
+    of the dtype, which a later cast to floats turns into NaN.
 
     Raises:
         NotRowwiseError: the dtype has no such value.
     """
-    graph, place = r.graph, as_kind(r, index, "int")
+    graph, position = r.graph, as_kind(r, index, "int")
     if node.kind != "float" and dtype not in (torch.int32, torch.int64):
+        name = str(dtype).removeprefix("torch.")
         raise NotRowwiseError(
-            f"of {str(dtype).removeprefix('torch.')} it reads what an index may be beside; convert it to floats"
+            f"of {name} it reads what an index may be beside; convert it to floats"
         )
-    within = graph.binary("and", graph.make("ge", place, graph.const(0)), graph.make("lt", place, graph.const(size)))
+    not_before = graph.make("ge", position, graph.const(0))
+    not_after = graph.make("lt", position, graph.const(size))
+    within = graph.binary("and", not_before, not_after)
     beside = graph.const(math.nan)
     if node.kind != "float":
         beside = graph.make("const", attrs=(torch.iinfo(dtype).min, *_BESIDE), kind="int")
@@ -120,15 +166,18 @@ def where_within(r: Any, index: Node, size: int, node: Node, dtype: torch.dtype)
 
 
 def differentiated(r: Any, node: Node, *partials: tuple[Node, Node]) -> Node:
-    """A value with a derivative of its own, in the place of that of what it is computed of.
+    """A value with a derivative of its own, instead of the derivative of its formula.
+
+    The gradient goes through the sum of ``argument * constant(partial)``, whose derivative by each
+    argument is that partial.
 
     Args:
         r: the recorder.
         node: the value.
         partials: of each argument that has a gradient, the argument and the derivative by it.
     """
-    graph, found = r.graph, None
+    graph, linear = r.graph, None
     for argument, partial in partials:
         term = graph.binary("mul", argument, graph.make("constant_to_gradients", partial))
-        found = term if found is None else graph.binary("add", found, term)
-    return graph.make("instead", node, found)  # type: ignore[no-any-return]
+        linear = term if linear is None else graph.binary("add", linear, term)
+    return graph.make("instead", node, linear)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""New tensors: of one number, or of places."""
+"""New tensors: of one number, or of indices."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from typing import Any
 
 import torch
 
-from ..tracing import Value, kind_of
+from ..traced import Value, kind_of
 from .common import as_kind, as_value, differentiated, lowers
 
 
-def _constant(r: Any, value: float, shape: Sequence[int], dtype: torch.dtype, *, like: Value | None = None) -> Value:
-    """A tensor of one number. Its dimensions are those of the tensor that it is made like, or new ones."""
+def _constant(
+    r: Any, value: float, shape: Sequence[int], dtype: torch.dtype, *, like: Value | None = None
+) -> Value:
+    """A tensor of one number, with the dimensions of ``like``, or else new ones."""
     kind = kind_of(dtype)
     number = {"float": float, "int": int, "bool": bool}[kind](value)
-    labels = like.labels if like is not None else tuple([r.axes.new(size) for size in shape])
+    if like is not None:
+        return Value(r.graph.const(number), like.labels, dtype)
+    labels = tuple([r.axes.new(size) for size in shape])
     return Value(r.graph.const(number), labels, dtype)
 
 
@@ -32,14 +36,15 @@ def _full_like(r: Any, out: Any, x: Value, value: Any, **_: Any) -> Value:
 
 @lowers("fill")
 def _fill(r: Any, out: Any, x: Value, value: Any) -> Value:
-    """Has a gradient, of zero."""
-    found = as_value(r, value, kind_of(out.dtype)).node
-    if found.kind == "float" and x.node.kind == "float":
+    """One number everywhere; the gradient of ``x`` is then zero, not absent."""
+    node = as_value(r, value, kind_of(out.dtype)).node
+    if node.kind == "float" and x.node.kind == "float":
         partials = [(x.node, r.graph.const(0.0))]
-        if isinstance(value, Value) and value.node.kind == "float":
-            partials.append((found, r.graph.const(1.0)))
-        found = differentiated(r, found, *partials)
-    return Value(found, x.labels, out.dtype)
+        is_tensor = isinstance(value, Value)
+        if is_tensor and value.node.kind == "float":
+            partials.append((node, r.graph.const(1.0)))
+        node = differentiated(r, node, *partials)
+    return Value(node, x.labels, out.dtype)
 
 
 @lowers("zero")
@@ -74,11 +79,13 @@ def _scalar_tensor(r: Any, out: Any, value: Any, **_: Any) -> Value:
 
 @lowers("arange")
 def _arange(r: Any, out: Any, *args: Any, **_: Any) -> Value:
-    start, step = (args[0] if len(args) > 1 else 0), (args[2] if len(args) > 2 else 1)
+    # The arguments are (end), (start, end) or (start, end, step).
+    start = args[0] if len(args) > 1 else 0
+    step = args[2] if len(args) > 2 else 1
     label = r.axes.new(out.shape[0])
     index = r.graph.make("iota", attrs=label, axes=label, kind="int")
     kind = kind_of(out.dtype)
-    node = as_kind(r, index, kind)
-    node = r.graph.binary("add", r.graph.binary("mul", node, as_kind(r, r.graph.const(step), kind)),
-                          as_kind(r, r.graph.const(start), kind))  # fmt: skip
+    index = as_kind(r, index, kind)
+    scaled = r.graph.binary("mul", index, as_kind(r, r.graph.const(step), kind))
+    node = r.graph.binary("add", scaled, as_kind(r, r.graph.const(start), kind))
     return Value(node, (label,), out.dtype)

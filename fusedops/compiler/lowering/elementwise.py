@@ -1,4 +1,4 @@
-"""Operators element by element."""
+"""Elementwise operators: arithmetic, comparisons, powers, limits and casts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from ...core import compat
 from ..errors import NotRowwiseError
 from ..ir import Node, value_of
-from ..tracing import Value, kind_of
+from ..traced import Value, kind_of
 from .common import TABLE, Lower, as_kind, as_value, differentiated, joined, lowers, pointwise
 from .functions import whole_quotient
 
@@ -23,16 +23,34 @@ def _unary(op: str) -> Lower:
     return lower
 
 
-for _op in ("neg", "exp", "exp2", "log2", "log", "log1p", "expm1", "sqrt", "rsqrt", "reciprocal", "abs", "sign", "sin",
-            "cos", "erf"):  # fmt: skip
+for _op in (
+    "neg",
+    "exp",
+    "exp2",
+    "log2",
+    "log",
+    "log1p",
+    "expm1",
+    "sqrt",
+    "rsqrt",
+    "reciprocal",
+    "abs",
+    "sign",
+    "sin",
+    "cos",
+    "erf",
+):
     TABLE[_op] = TABLE[_op + "_"] = _unary(_op)
 
 
 def _rounded(op: str) -> Lower:
-    """Of whole numbers these themselves."""
+    """The lowering of a rounding to whole numbers, which leaves integers as they are."""
 
     def lower(r: Any, out: Any, x: Value) -> Value:
-        return pointwise(r, out, lambda a: r.graph.unary(op, a) if a.kind == "float" else a, x)
+        def rounded(a: Node) -> Node:
+            return r.graph.unary(op, a) if a.kind == "float" else a  # type: ignore[no-any-return]
+
+        return pointwise(r, out, rounded, x)
 
     return lower
 
@@ -67,9 +85,15 @@ def _binary(op: str) -> Lower:
     return lower
 
 
-for _op, _names in {"mul": ("mul", "mul_", "multiply"), "maximum": ("maximum",), "minimum": ("minimum",),
-                    "and": ("logical_and", "bitwise_and", "__and__"), "or": ("logical_or", "bitwise_or", "__or__"),
-                    "xor": ("logical_xor", "bitwise_xor")}.items():  # fmt: skip
+# PyTorch's operators for each of the graph's.
+for _op, _names in {
+    "mul": ("mul", "mul_", "multiply"),
+    "maximum": ("maximum",),
+    "minimum": ("minimum",),
+    "and": ("logical_and", "bitwise_and", "__and__"),
+    "or": ("logical_or", "bitwise_or", "__or__"),
+    "xor": ("logical_xor", "bitwise_xor"),
+}.items():
     for _name in _names:
         TABLE[_name] = _binary(_op)
 
@@ -79,6 +103,7 @@ def _sum_of(op: str) -> Lower:
         def both(a: Node, b: Node) -> Node:
             if alpha != 1:
                 b = r.graph.binary("mul", b, as_kind(r, r.graph.const(alpha), b.kind))
+            # The sum of two truth values is their disjunction.
             return r.graph.binary("or" if b.kind == "bool" else op, a, b)
 
         return pointwise(r, out, both, x, y)
@@ -103,11 +128,17 @@ def _div(r: Any, out: Any, x: Any, y: Any, rounding_mode: str | None = None) -> 
 
 
 def _in_half_precision(r: Any, values: list[Value]) -> list[Value]:
-    """What is compared; a number beside a tensor in half precision as that dtype has it."""
-    narrow = {value.dtype for value in values if value.labels and value.dtype.is_floating_point}
-    if len(narrow) != 1 or next(iter(narrow)) not in (torch.float16, torch.bfloat16):
+    """The operands of a comparison, with numbers in the dtype of a tensor in half precision.
+
+    PyTorch converts a number to the tensor's dtype before it compares them. The graph computes in
+    fp32, so that the conversion must be an operator of its own.
+    """
+    dtypes = {value.dtype for value in values if value.labels and value.dtype.is_floating_point}
+    if len(dtypes) != 1:
         return values
-    (dtype,) = narrow
+    (dtype,) = dtypes
+    if dtype not in (torch.float16, torch.bfloat16):
+        return values
 
     def rounded(value: Value) -> Value:
         if value.labels or value.dtype == dtype:
@@ -116,30 +147,37 @@ def _in_half_precision(r: Any, values: list[Value]) -> list[Value]:
         if node.op == "const":
             node = r.graph.const(float(torch.tensor(value_of(node), dtype=dtype)))
         else:
-            node = r.graph.make("rounded", node, attrs=(str(dtype).removeprefix("torch."),))
+            node = r.graph.make("rounded", node, attrs=(_name_of(dtype),))
         return Value(node, value.labels, dtype)
 
     return list(map(rounded, values))
 
 
-# Operators whose results are numbers of their arguments, unrounded.
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# Operators whose results are elements of their arguments, unrounded.
 _SELECTING = frozenset({"detached", "select", "stack", "amax", "pick"})
 
 
 def _is_exact(node: Node) -> bool:
-    """Whether a value has the numbers of inputs, which their dtype represents."""
-    return node.op in ("input", "const") or (node.op in _SELECTING and all(map(_is_exact, node.args)))
+    """Whether a value has elements of inputs, which their dtype represents."""
+    if node.op in ("input", "const"):
+        return True
+    return node.op in _SELECTING and all(map(_is_exact, node.args))
 
 
-def _rounded(r: Any, value: Value) -> Value:
+def _as_represented(r: Any, value: Value) -> Value:
     """A value as its dtype represents it.
 
     A comparison of two values must not depend on which of them is saved, and so rounded.
     """
     is_wide = any(one.dtype == torch.float64 for one in r.traced.inputs)
-    if value.dtype.itemsize > (4 if is_wide else 2) or value.node.kind != "float" or _is_exact(value.node):
+    widest = 4 if is_wide else 2
+    if value.node.kind != "float" or value.dtype.itemsize > widest or _is_exact(value.node):
         return value
-    node = r.graph.make("rounded", value.node, attrs=(str(value.dtype).removeprefix("torch."),))
+    node = r.graph.make("rounded", value.node, attrs=(_name_of(value.dtype),))
     return Value(node, value.labels, value.dtype)
 
 
@@ -147,11 +185,11 @@ def _compare(op: str) -> Lower:
     def lower(r: Any, out: Any, x: Any, y: Any) -> Value:
         x, y = _in_half_precision(r, [as_value(r, value) for value in (x, y)])
         if x.labels and y.labels:
-            x, y = _rounded(r, x), _rounded(r, y)
-        kinds = [value.node.kind for value in (x, y)]
-        kind = "float" if "float" in kinds else "int" if "int" in kinds else "bool"
-        found = pointwise(r, out, lambda a, b: r.graph.make(op, a, b), x, y, kind=kind)
-        return Value(found.node, found.labels, torch.bool)
+            x, y = _as_represented(r, x), _as_represented(r, y)
+        kinds = (x.node.kind, y.node.kind)
+        kind = next(known for known in ("float", "int", "bool") if known in kinds)
+        result = pointwise(r, out, lambda a, b: r.graph.make(op, a, b), x, y, kind=kind)
+        return Value(result.node, result.labels, torch.bool)
 
     return lower
 
@@ -174,9 +212,11 @@ def _isnan(r: Any, out: Any, x: Value) -> Value:
 
 @lowers("where")
 def _where(r: Any, out: Any, condition: Value, x: Any, y: Any) -> Value:
-    given = [as_value(r, condition, "bool"), *[as_value(r, value, kind_of(out.dtype)) for value in (x, y)]]
-    node = r.graph.where(*[value.node for value in given])
-    return Value(node, joined(r, *[value.labels for value in given]), out.dtype)
+    kind = kind_of(out.dtype)
+    condition = as_value(r, condition, "bool")
+    x, y = as_value(r, x, kind), as_value(r, y, kind)
+    node = r.graph.where(condition.node, x.node, y.node)
+    return Value(node, joined(r, condition.labels, x.labels, y.labels), out.dtype)
 
 
 @lowers("masked_fill", "masked_fill_")
@@ -186,28 +226,34 @@ def _masked_fill(r: Any, out: Any, x: Value, mask: Value, value: Any) -> Value:
 
 @lowers("_prelu_kernel")
 def _prelu(r: Any, out: Any, x: Value, weight: Value) -> Value:
-    """The slope of one side lets nothing of the other through, be it infinite."""
+    """``x`` where it is positive, else ``weight * x``."""
     graph, zero = r.graph, r.graph.const(0.0)
 
-    def one(a: Node, w: Node) -> Node:
+    def prelu(a: Node, w: Node) -> Node:
         positive = graph.make("gt", a, zero)
-        return graph.where(positive, a, graph.binary("mul", w, graph.where(positive, zero, a)))  # type: ignore[no-any-return]
+        # Without the inner selection the weight's gradient at infinity would be zero times
+        # infinity.
+        negative_part = graph.where(positive, zero, a)
+        node: Node = graph.where(positive, a, graph.binary("mul", w, negative_part))
+        return node
 
-    return pointwise(r, out, one, x, weight)
+    return pointwise(r, out, prelu, x, weight)
 
 
 @lowers("special_xlog1py")
 def _xlog1py(r: Any, out: Any, x: Any, y: Any) -> Value:
     graph, zero = r.graph, r.graph.const(0.0)
 
-    def one(a: Node, b: Node) -> Node:
-        is_zero, rise = graph.make("eq", a, zero), graph.unary("log1p", b)
-        found = graph.where(graph.make("isnan", b), b, graph.where(is_zero, zero, graph.binary("mul", a, rise)))
-        flat = graph.binary("and", is_zero, graph.make("le", b, graph.const(-1.0)))
-        steep = graph.binary("div", a, graph.binary("add", b, graph.const(1.0)))
-        return differentiated(r, found, (a, graph.where(flat, zero, rise)), (b, steep))
+    def xlog1py(a: Node, b: Node) -> Node:
+        is_zero, logarithm = graph.make("eq", a, zero), graph.unary("log1p", b)
+        is_nan = graph.make("isnan", b)
+        product = graph.where(is_zero, zero, graph.binary("mul", a, logarithm))
+        result = graph.where(is_nan, b, product)
+        is_flat = graph.binary("and", is_zero, graph.make("le", b, graph.const(-1.0)))
+        by_b = graph.binary("div", a, graph.binary("add", b, graph.const(1.0)))
+        return differentiated(r, result, (a, graph.where(is_flat, zero, logarithm)), (b, by_b))
 
-    return pointwise(r, out, one, x, y)
+    return pointwise(r, out, xlog1py, x, y)
 
 
 @lowers("xlogy")
@@ -215,28 +261,33 @@ def _xlogy(r: Any, out: Any, x: Any, y: Any) -> Value:
     return pointwise(r, out, lambda a, b: r.graph.make("xlogy", a, b), x, y)
 
 
-def _known_extremum(comparison: str, extremum: str) -> Lower:
-    """The larger or smaller of two, of which one may not be a number; in ties the first, from PyTorch 2.15 on half of each."""
+def _extremum_but_nan(comparison: str, extremum: str) -> Lower:
+    """The lowering of `fmax` or `fmin`, which ignore a NaN beside a number.
+
+    In ties the first has the whole gradient; from PyTorch 2.15 on, each has half of it.
+    """
 
     def lower(r: Any, out: Any, x: Value, y: Value) -> Value:
-        graph = r.graph
+        graph: Any = r.graph
 
-        def one(a: Node, b: Node) -> Node:
-            first = graph.make(comparison, a, b)
+        def choose(a: Node, b: Node) -> Node:
+            is_first = graph.make(comparison, a, b)
             if b.kind != "float":
-                return graph.where(first, a, b)  # type: ignore[no-any-return]
-            found = graph.where(graph.binary("or", first, graph.make("isnan", b)), a, b)
+                return graph.where(is_first, a, b)  # type: ignore[no-any-return]
+            is_first = graph.binary("or", is_first, graph.make("isnan", b))
+            result: Node = graph.where(is_first, a, b)
             if not compat.known_extrema_share_ties():
-                return found  # type: ignore[no-any-return]
-            tied = graph.where(graph.make("eq", a, b), graph.binary(extremum, a, b), found)
-            return graph.make("instead", found, tied)  # type: ignore[no-any-return]
+                return result
+            tied = graph.where(graph.make("eq", a, b), graph.binary(extremum, a, b), result)
+            return graph.make("instead", result, tied)  # type: ignore[no-any-return]
 
-        return pointwise(r, out, one, x, y)
+        return pointwise(r, out, choose, x, y)
 
     return lower
 
 
-TABLE["fmax"], TABLE["fmin"] = _known_extremum("ge", "maximum"), _known_extremum("le", "minimum")
+TABLE["fmax"] = _extremum_but_nan("ge", "maximum")
+TABLE["fmin"] = _extremum_but_nan("le", "minimum")
 
 
 @lowers("square")
@@ -253,120 +304,167 @@ def _pow(r: Any, out: Any, x: Any, exponent: Any) -> Value:
         if x == 2:
             return pointwise(r, out, lambda a: r.graph.unary("exp2", a), exponent)
         return pointwise(r, out, lambda a, b: r.graph.make("power", a, b), x, exponent)
-    if kind != "float" and (exponent != int(exponent) or exponent < 0):
+    is_count = exponent == int(exponent) and exponent >= 0
+    if kind != "float" and not is_count:
         raise NotRowwiseError("a power of integers")
     return pointwise(r, out, lambda a: _power(r, a, exponent), x, kind=kind)
 
 
 # Whole exponents up to this are products; beyond, of negative numbers a power is NaN.
 _WHOLE_EXPONENTS = 1 << 16
+# Exponents whose power is another operator.
+_POWERS = {0.5: "sqrt", -1: "reciprocal"}
 
 
 def _power(r: Any, x: Node, exponent: float) -> Node:
     graph = r.graph
-    known = {0.5: "sqrt", -1: "reciprocal"}
-    if exponent in known:
-        return graph.unary(known[exponent], x)
+    if exponent in _POWERS:
+        return graph.unary(_POWERS[exponent], x)
     if exponent == -0.5:
-        found = graph.unary("rsqrt", x)
-        steep = graph.binary("mul", graph.unary("reciprocal", x), found)  # of minus zero it has the sign of a power
-        return differentiated(r, found, (x, graph.binary("mul", steep, graph.const(-0.5))))
+        result = graph.unary("rsqrt", x)
+        # As a product with 1 / x, the derivative at minus zero has the sign of PyTorch's.
+        partial = graph.binary("mul", graph.unary("reciprocal", x), result)
+        return differentiated(r, result, (x, graph.binary("mul", partial, graph.const(-0.5))))
     if exponent != int(exponent) or abs(exponent) > _WHOLE_EXPONENTS:
         return graph.make("pow", x, attrs=(float(exponent),))
     if exponent < 0:
         # Neither the power nor its square overflows or vanishes where the derivative does not.
-        found = graph.unary("reciprocal", _product(r, x, -int(exponent)))
+        result = graph.unary("reciprocal", _product(r, x, -int(exponent)))
         partial = graph.unary("reciprocal", _product(r, x, 1 - int(exponent)))
-        return differentiated(r, found, (x, graph.binary("mul", partial, graph.const(float(exponent)))))
+        partial = graph.binary("mul", partial, graph.const(float(exponent)))
+        return differentiated(r, result, (x, partial))
     if exponent == 0 and x.kind == "float":
         return differentiated(r, graph.const(1.0), (x, graph.const(0.0)))
     return _product(r, x, int(exponent))
 
 
 def _product(r: Any, x: Node, count: int) -> Node:
-    """A number times itself."""
+    """``x ** count``, by repeated squaring."""
     graph = r.graph
-    found, square = as_kind(r, graph.const(1), x.kind), x
+    result, square = as_kind(r, graph.const(1), x.kind), x
     while count:
-        found = graph.binary("mul", found, square) if count & 1 else found
-        square, count = graph.binary("mul", square, square) if count > 1 else square, count >> 1
-    return found
+        if count & 1:
+            result = graph.binary("mul", result, square)
+        if count > 1:
+            square = graph.binary("mul", square, square)
+        count >>= 1
+    return result
 
 
 @lowers("nan_to_num")
-def _nan_to_num(r: Any, out: Any, x: Value, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Value:
-    """What takes the place of NaN and infinities passes no gradient on: by PyTorch's formula a product with zero."""
+def _nan_to_num(
+    r: Any, out: Any, x: Value, nan: Any = None, posinf: Any = None, neginf: Any = None
+) -> Value:
+    """The values, with numbers instead of NaN and infinities.
+
+    The replaced values have no gradient: PyTorch's formula multiplies it by a truth value.
+    """
     if not out.dtype.is_floating_point:
         return Value(x.node, x.labels, out.dtype)
     graph, limits = r.graph, torch.finfo(out.dtype)
-    above, below = limits.max if posinf is None else posinf, limits.min if neginf is None else neginf
-    found = node = as_kind(r, x.node, "float")
-    for there, instead in (
-        (graph.make("isnan", node), 0.0 if nan is None else nan),
-        (graph.make("eq", node, graph.const(math.inf)), above),
-        (graph.make("eq", node, graph.const(-math.inf)), below),
+    result = node = as_kind(r, x.node, "float")
+    is_nan = graph.make("isnan", node)
+    infinity = graph.const(math.inf)
+    is_above = graph.make("eq", node, infinity)
+    is_below = graph.make("eq", node, graph.const(-math.inf))
+    for condition, number, default in (
+        (is_nan, nan, 0.0),
+        (is_above, posinf, limits.max),
+        (is_below, neginf, limits.min),
     ):
-        found = graph.where(there, graph.const(float(instead)), found)
-    finite = graph.make("lt", graph.unary("abs", node), graph.const(math.inf))
-    return Value(differentiated(r, found, (node, as_kind(r, finite, "float"))), x.labels, out.dtype)
+        replacement = graph.const(float(default if number is None else number))
+        result = graph.where(condition, replacement, result)
+    is_finite = graph.make("lt", graph.unary("abs", node), infinity)
+    gradient = as_kind(r, is_finite, "float")
+    return Value(differentiated(r, result, (node, gradient)), x.labels, out.dtype)
 
 
 @lowers("clamp", "clamp_")
 def _clamp(r: Any, out: Any, x: Value, min: Any = None, max: Any = None) -> Value:
     """Limits; an element at a number for a limit has its gradient, or none from PyTorch 2.15 on."""
-    graph, kind, given = r.graph, kind_of(out.dtype), [value for value in (x, min, max) if value is not None]
-    bounds = iter(given[1:])
-    low = next(bounds) if min is not None else None
-    high = next(bounds) if max is not None else None
+    has_low, has_high = min is not None, max is not None
+    values = [value for value in (x, min, max) if value is not None]
+    is_float = kind_of(out.dtype) == "float"
+    has_tensor = isinstance(min, Value) or isinstance(max, Value)
+    is_tied = has_tensor and not compat.clamp_has_gradients_at_limits()
+    gradient_of = _between_tied if is_tied else _between
 
-    is_tied = not compat.clamp_has_gradients_at_limits() and any(isinstance(limit, Value) for limit in (min, max))
-    between = _between_tied if is_tied else _between
+    def limited(a: Node, *bounds: Node) -> Node:
+        low = bounds[0] if has_low else None
+        high = bounds[-1] if has_high else None
+        result = a
+        if low is not None:
+            result = _limited(r.graph, "lt", result, low, is_float)
+        if high is not None:
+            result = _limited(r.graph, "gt", result, high, is_float)
+        if not is_float:
+            return result
+        node: Node = r.graph.make("instead", result, gradient_of(r.graph, a, low, high))
+        return node
 
-    def limited(*nodes: Node) -> Node:
-        rest = iter(nodes[1:])
-        lower, upper = (next(rest) if bound is not None else None for bound in (low, high))
-        found = nodes[0]
-        for op, bound in (("lt", lower), ("gt", upper)):
-            if bound is not None:
-                beyond, number = graph.make(op, found, bound), value_of(bound)
-                if kind == "float" and (number is None or math.isnan(number)):  # such a limit is the result
-                    beyond = graph.binary("or", beyond, graph.make("isnan", bound))
-                found = graph.where(beyond, bound, found)
-        return graph.make("instead", found, between(graph, nodes[0], lower, upper)) if kind == "float" else found
+    return pointwise(r, out, limited, *values)
 
-    return pointwise(r, out, limited, *given)
+
+def _limited(graph: Any, comparison: str, x: Node, bound: Node, is_float: bool) -> Node:
+    """The bound where ``x`` is beyond it, or where the bound is NaN; else ``x``."""
+    is_beyond = graph.make(comparison, x, bound)
+    number = value_of(bound)
+    may_be_nan = is_float and (number is None or math.isnan(number))
+    if may_be_nan:
+        is_beyond = graph.binary("or", is_beyond, graph.make("isnan", bound))
+    return graph.where(is_beyond, bound, x)  # type: ignore[no-any-return]
 
 
 def _between(graph: Any, x: Node, low: Node | None, high: Node | None) -> Node:
-    """What has the gradient of a value between limits, by PyTorch's formula."""
+    """The value whose gradient a limited value has, by PyTorch's formula."""
     zero = graph.const(0.0)
     from_low, to_high = ("ge", "le") if compat.clamp_has_gradients_at_limits() else ("gt", "lt")
-    inside = [graph.make(op, x, bound) for op, bound in ((from_low, low), (to_high, high)) if bound is not None]
-    found = graph.where(functools.reduce(functools.partial(graph.binary, "and"), inside), x, zero)
+    inside = []
+    if low is not None:
+        inside.append(graph.make(from_low, x, low))
+    if high is not None:
+        inside.append(graph.make(to_high, x, high))
+    condition = functools.reduce(functools.partial(graph.binary, "and"), inside)
+    result = graph.where(condition, x, zero)
     below = graph.make("lt", x, low) if low is not None else None
     above = graph.make("gt", x, high) if high is not None else None
-    if below is not None and above is not None:  # of limits in the wrong order the upper one is the result
+    if below is not None and above is not None:
+        # With limits in the wrong order the upper one is the result.
         below = graph.binary("and", below, graph.make("lt", low, high))
         above = graph.binary("or", above, graph.make("lt", high, low))
-    for beyond, bound in ((below, low), (above, high)):
-        if beyond is not None and bound is not None and bound.op != "const":
-            found = graph.binary("add", found, graph.where(beyond, bound, zero))
-    return found  # type: ignore[no-any-return]
+    for is_beyond, bound in ((below, low), (above, high)):
+        if bound is None or bound.op == "const":
+            continue
+        result = graph.binary("add", result, graph.where(is_beyond, bound, zero))
+    return result  # type: ignore[no-any-return]
 
 
 def _between_tied(graph: Any, x: Node, low: Node | None, high: Node | None) -> Node:
-    """The same of tensors for limits, from PyTorch 2.15 on: at one limit each has half of the gradient, between equal ones x."""
-    if low is None or high is None:
-        return graph.binary("maximum", x, low) if high is None else graph.binary("minimum", x, high)  # type: ignore[no-any-return]
-    zero, also = graph.const(0.0), functools.partial(graph.binary, "and")
-    below, above, apart = graph.make("lt", x, low), graph.make("gt", x, high), graph.make("lt", low, high)
-    ordered, crossed = graph.make("le", low, high), graph.make("gt", low, high)  # neither of what is no number
-    found = graph.where(graph.binary("or", below, above), zero, x)
+    """The same for limits that are tensors, from PyTorch 2.15 on.
+
+    An element at one limit shares its gradient with that limit; between two equal limits it has
+    all of it.
+    """
+    if low is None:
+        return graph.binary("minimum", x, high)  # type: ignore[no-any-return]
+    if high is None:
+        return graph.binary("maximum", x, low)  # type: ignore[no-any-return]
+    zero, both = graph.const(0.0), functools.partial(graph.binary, "and")
+    below = graph.make("lt", x, low)
+    above = graph.make("gt", x, high)
+    are_distinct = graph.make("lt", low, high)
+    # Where a limit is NaN, neither of these holds.
+    are_ordered = graph.make("le", low, high)
+    are_crossed = graph.make("gt", low, high)
+    result = graph.where(graph.binary("or", below, above), zero, x)
     for op, bound in (("maximum", low), ("minimum", high)):
-        found = graph.where(also(apart, graph.make("eq", x, bound)), graph.binary(op, x, bound), found)
-    for beyond, bound in ((also(below, ordered), low), (graph.binary("or", also(above, ordered), crossed), high)):
-        found = graph.binary("add", found, graph.where(beyond, bound, zero))
-    return found  # type: ignore[no-any-return]
+        at_bound = both(are_distinct, graph.make("eq", x, bound))
+        result = graph.where(at_bound, graph.binary(op, x, bound), result)
+    has_low = both(below, are_ordered)
+    has_high = graph.binary("or", both(above, are_ordered), are_crossed)
+    for condition, bound in ((has_low, low), (has_high, high)):
+        result = graph.binary("add", result, graph.where(condition, bound, zero))
+    return result  # type: ignore[no-any-return]
 
 
 @lowers("clamp_min", "clamp_min_")
@@ -387,37 +485,50 @@ def _detach(r: Any, out: Any, x: Value) -> Value:
 
 def _is_narrowed(node: Node) -> bool:
     """Whether a value, or a part of it, was cast to a narrower dtype."""
-    return node.op == "narrowed" or (node.op in ("detached", "select", "stack") and any(map(_is_narrowed, node.args)))
+    if node.op == "narrowed":
+        return True
+    return node.op in ("detached", "select", "stack") and any(map(_is_narrowed, node.args))
 
 
 @lowers("_to_copy", "clone", "alias", "lift_fresh_copy", "lift", "contiguous", "_conj")
 def _same(r: Any, out: Any, x: Value, *_: Any, **options: Any) -> Value:
     node = as_kind(r, x.node, kind_of(out.dtype))
-    narrower = out.dtype.itemsize < (4 if kind_of(x.dtype) == "float" else x.dtype.itemsize)
-    if kind_of(out.dtype) == "int" and out.dtype != torch.int64 and x.dtype != torch.bool and narrower:
+    if _loses_integers(x.dtype, out.dtype):
         raise NotRowwiseError(f"a cast of {x.dtype} to {out.dtype}")
-    if node.kind == "float" and x.dtype != out.dtype and _is_narrowed(node):
-        # A cast of what was cast: what lies between is seen, and so is what it lost.
-        node = r.graph.make("rounded", node, attrs=(str(x.dtype).removeprefix("torch."),))
-    if (
-        node.kind == "float"
-        and kind_of(x.dtype) == "float"
-        and out.dtype != x.dtype
-        and out.dtype.itemsize <= x.dtype.itemsize
-    ):
-        # A value of its own: what is rounded to the dtype, if it is returned or saved, is not what others go on from.
-        node = r.graph.make("narrowed", node, attrs=(str(out.dtype).removeprefix("torch."),))
+    if node.kind != "float" or x.dtype == out.dtype:
+        return Value(node, x.labels, out.dtype)
+    if _is_narrowed(node):
+        # A second cast. The value between the two is rounded to its dtype, which the second cast
+        # must not undo.
+        node = r.graph.make("rounded", node, attrs=(_name_of(x.dtype),))
+    if kind_of(x.dtype) == "float" and out.dtype.itemsize <= x.dtype.itemsize:
+        # A value of its own: rounding to the dtype, where it is returned or saved, does not apply
+        # to the other consumers of the wider value.
+        node = r.graph.make("narrowed", node, attrs=(_name_of(out.dtype),))
     return Value(node, x.labels, out.dtype)
+
+
+def _loses_integers(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether a cast to integers can meet numbers that ``target`` does not have.
+
+    The graph has integers of 64 bits only.
+    """
+    if kind_of(target) != "int" or target == torch.int64 or source == torch.bool:
+        return False
+    # Floats of any dtype are as wide as fp32 in the graph.
+    width = 4 if kind_of(source) == "float" else source.itemsize
+    return target.itemsize < width
 
 
 @lowers("copy")
 def _copy(r: Any, out: Any, x: Value, source: Value, *_: Any, **__: Any) -> Value:
-    found = _same(r, out, source)
-    return Value(found.node, joined(r, x.labels, found.labels), out.dtype)
+    copied = _same(r, out, source)
+    return Value(copied.node, joined(r, x.labels, copied.labels), out.dtype)
 
 
 @lowers("isinf")
 def _isinf(r: Any, out: Any, x: Value) -> Value:
     graph = r.graph
-    node = graph.make("eq", graph.unary("abs", as_kind(r, x.node, "float")), graph.const(math.inf))
+    size = graph.unary("abs", as_kind(r, x.node, "float"))
+    node = graph.make("eq", size, graph.const(math.inf))
     return Value(node, x.labels, torch.bool)

@@ -1,4 +1,4 @@
-"""Remainders, quotients that are whole, logarithms and hyperbolic functions, with PyTorch's derivatives."""
+"""Remainders, whole quotients, logarithms and hyperbolic functions, with PyTorch's derivatives."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from typing import Any
 
 from ..errors import NotRowwiseError
 from ..ir import Node, value_of
-from ..tracing import Value, kind_of
+from ..traced import Value, kind_of
 from .common import TABLE, differentiated, lowers, pointwise
 
-# --- remainders ---------------------------------------------------------------------------------------------------------
+# --- remainders -----------------------------------------------------------------------------------
 
 
 def _remainder_of(r: Any, a: Node, b: Node) -> tuple[Node, Node]:
-    """The remainder with the sign of the divisor; and whether it was moved there from the dividend's."""
+    """The remainder with the divisor's sign, and whether that differs from the dividend's.
+
+    ``fmod`` has the dividend's sign: where the two differ, the remainder is one divisor further.
+    """
     graph, zero = r.graph, _zero(r, a)
     rest = graph.make("fmod", a, b)
     signs = graph.binary("xor", graph.make("lt", rest, zero), graph.make("lt", b, zero))
-    moved = graph.binary("and", graph.make("ne", rest, zero), signs)
-    return graph.where(moved, graph.binary("add", rest, b), rest), moved
+    is_moved = graph.binary("and", graph.make("ne", rest, zero), signs)
+    return graph.where(is_moved, graph.binary("add", rest, b), rest), is_moved
 
 
 def _zero(r: Any, like: Node) -> Node:
@@ -28,29 +31,40 @@ def _zero(r: Any, like: Node) -> Node:
 
 
 def _trunc_of(r: Any, a: Node) -> Node:
-    graph = r.graph
-    return graph.where(graph.make("lt", a, graph.const(0.0)), graph.unary("ceil", a), graph.unary("floor", a))  # type: ignore[no-any-return]
+    graph: Any = r.graph
+    is_negative = graph.make("lt", a, graph.const(0.0))
+    node: Node = graph.where(is_negative, graph.unary("ceil", a), graph.unary("floor", a))
+    return node
 
 
 def _floored(r: Any, a: Node, b: Node) -> Node:
-    """The quotient, rounded down; exact where the rounded quotient would be the next number."""
-    graph = r.graph
-    rest, moved = _remainder_of(r, a, b)
+    """The quotient, rounded down; exact where the rounded quotient would be the next number.
+
+    As in PyTorch, from the dividend without its remainder: the division then has a whole result,
+    but for a rounding, which is undone.
+    """
+    graph: Any = r.graph
+    rest, is_moved = _remainder_of(r, a, b)
     if a.kind != "float":
-        return graph.make("quotient", graph.binary("sub", a, rest), b)  # type: ignore[no-any-return]
-    found = graph.binary("div", graph.binary("sub", a, graph.make("fmod", a, b)), b)
-    found = graph.where(moved, graph.binary("sub", found, graph.const(1.0)), found)
-    whole = graph.unary("floor", found)
-    above = graph.make("lt", graph.const(0.5), graph.binary("sub", found, whole))
-    whole = graph.where(above, graph.binary("add", whole, graph.const(1.0)), whole)
-    none = graph.binary("mul", graph.binary("div", a, b), graph.const(0.0))
-    whole = graph.where(graph.make("eq", found, graph.const(0.0)), none, whole)
-    return graph.where(graph.make("eq", b, graph.const(0.0)), graph.binary("div", a, b), whole)  # type: ignore[no-any-return]
+        node: Node = graph.make("quotient", graph.binary("sub", a, rest), b)
+        return node
+    quotient = graph.binary("div", graph.binary("sub", a, graph.make("fmod", a, b)), b)
+    zero, one = graph.const(0.0), graph.const(1.0)
+    quotient = graph.where(is_moved, graph.binary("sub", quotient, one), quotient)
+    whole = graph.unary("floor", quotient)
+    is_above = graph.make("lt", graph.const(0.5), graph.binary("sub", quotient, whole))
+    whole = graph.where(is_above, graph.binary("add", whole, one), whole)
+    # A quotient of zero has the sign of a / b.
+    signed_zero = graph.binary("mul", graph.binary("div", a, b), zero)
+    whole = graph.where(graph.make("eq", quotient, zero), signed_zero, whole)
+    by_zero = graph.make("eq", b, zero)
+    return graph.where(by_zero, graph.binary("div", a, b), whole)  # type: ignore[no-any-return]
 
 
 def _check_divisor(y: Any, kind: str) -> None:
-    """Raises where whole numbers are divided by what may be zero."""
-    if kind != "float" and not (isinstance(y, int) and y):
+    """Raises if integers are divided by anything that may be zero."""
+    is_known = isinstance(y, int) and y != 0
+    if kind != "float" and not is_known:
         raise NotRowwiseError("a division of integers by what is no number; convert them to floats")
 
 
@@ -59,20 +73,21 @@ def _remainder(r: Any, out: Any, x: Any, y: Any) -> Value:
     kind = kind_of(out.dtype)
     _check_divisor(y, kind)
 
-    def one(a: Node, b: Node) -> Node:
-        found, _ = _remainder_of(r, a, b)
+    def remainder(a: Node, b: Node) -> Node:
+        rest, _ = _remainder_of(r, a, b)
         if kind != "float":
-            return found
-        return _of_dividend(r, found, a, b, _floored(r, a, b))
+            return rest
+        return _with_derivative(r, rest, a, b, _floored(r, a, b))
 
-    return pointwise(r, out, one, x, y)
+    return pointwise(r, out, remainder, x, y)
 
 
-def _of_dividend(r: Any, found: Node, a: Node, b: Node, quotient: Node) -> Node:
+def _with_derivative(r: Any, rest: Node, a: Node, b: Node, quotient: Node) -> Node:
+    """The remainder ``a - quotient * b``, whose quotient has no gradient."""
     partials = [(a, r.graph.const(1.0))]
     if value_of(b) is None:
         partials.append((b, r.graph.unary("neg", quotient)))
-    return differentiated(r, found, *partials)
+    return differentiated(r, rest, *partials)
 
 
 @lowers("fmod", "fmod_")
@@ -80,11 +95,14 @@ def _fmod(r: Any, out: Any, x: Any, y: Any) -> Value:
     kind = kind_of(out.dtype)
     _check_divisor(y, kind)
 
-    def one(a: Node, b: Node) -> Node:
-        found = r.graph.make("fmod", a, b)
-        return _of_dividend(r, found, a, b, _trunc_of(r, r.graph.binary("div", a, b))) if kind == "float" else found
+    def fmod(a: Node, b: Node) -> Node:
+        rest: Node = r.graph.make("fmod", a, b)
+        if kind != "float":
+            return rest
+        quotient = _trunc_of(r, r.graph.binary("div", a, b))
+        return _with_derivative(r, rest, a, b, quotient)
 
-    return pointwise(r, out, one, x, y)
+    return pointwise(r, out, fmod, x, y)
 
 
 @lowers("floor_divide")
@@ -97,19 +115,20 @@ def whole_quotient(r: Any, out: Any, x: Any, y: Any, rounding: str) -> Value:
     kind = kind_of(out.dtype)
     _check_divisor(y, kind)
 
-    def one(a: Node, b: Node) -> Node:
+    def divide(a: Node, b: Node) -> Node:
         if rounding == "floor":
-            found = _floored(r, a, b)
+            quotient = _floored(r, a, b)
         elif kind == "float":
-            found = _trunc_of(r, r.graph.binary("div", a, b))
+            quotient = _trunc_of(r, r.graph.binary("div", a, b))
         else:
-            found = r.graph.make("quotient", a, b)
+            quotient = r.graph.make("quotient", a, b)
         if kind != "float":
-            return found
+            return quotient
+        # The sum has a gradient of zero for both, where PyTorch has zeros and not None.
         steps = r.graph.binary("add", r.graph.unary("floor", a), r.graph.unary("floor", b))
-        return r.graph.make("instead", found, steps)  # type: ignore[no-any-return]
+        return r.graph.make("instead", quotient, steps)  # type: ignore[no-any-return]
 
-    return pointwise(r, out, one, x, y)
+    return pointwise(r, out, divide, x, y)
 
 
 @lowers("trunc", "trunc_", "fix")
@@ -122,18 +141,18 @@ def _frac(r: Any, out: Any, x: Value) -> Value:
     return pointwise(r, out, lambda a: r.graph.binary("sub", a, _trunc_of(r, a)), x)
 
 
-# --- functions by exponentials and logarithms ---------------------------------------------------------------------------
+# --- functions by exponentials and logarithms -----------------------------------------------------
 
 
-def _of_one(function: Callable[[Any, Node], tuple[Node, Node]]) -> Callable[..., Value]:
-    """The lowering of a function that gives a value and its derivative."""
+def _with_partial(function: Callable[[Any, Node], tuple[Node, Node]]) -> Callable[..., Value]:
+    """The lowering for a function that returns a value and its derivative."""
 
     def lower(r: Any, out: Any, x: Value) -> Value:
-        def one(a: Node) -> Node:
-            found, partial = function(r.graph, a)
-            return differentiated(r, found, (a, partial))
+        def value(a: Node) -> Node:
+            result, partial = function(r.graph, a)
+            return differentiated(r, result, (a, partial))
 
-        return pointwise(r, out, one, x)
+        return pointwise(r, out, value, x)
 
     return lower
 
@@ -143,17 +162,19 @@ def _scaled(graph: Any, a: Node, by: float) -> Node:
 
 
 def _log10(graph: Any, a: Node) -> tuple[Node, Node]:
-    return _scaled(graph, graph.unary("log2", a), math.log10(2.0)), graph.unary(
-        "reciprocal", _scaled(graph, a, math.log(10.0))
-    )
+    result = _scaled(graph, graph.unary("log2", a), math.log10(2.0))
+    return result, graph.unary("reciprocal", _scaled(graph, a, math.log(10.0)))
 
 
 def _halves(graph: Any, a: Node) -> tuple[Node, Node]:
-    """Half an exponential of a number's size, which is finite as long as the whole function is, and half its inverse."""
+    """Half of ``exp(abs(a))``, and half of its inverse.
+
+    By the root, so that they are finite as long as the hyperbolic function is.
+    """
     root = graph.unary("exp", _scaled(graph, graph.unary("abs", a), 0.5))
-    return graph.binary("mul", _scaled(graph, root, 0.5), root), graph.binary(
-        "div", graph.binary("div", graph.const(0.5), root), root
-    )
+    half = graph.binary("mul", _scaled(graph, root, 0.5), root)
+    inverse = graph.binary("div", graph.binary("div", graph.const(0.5), root), root)
+    return half, inverse
 
 
 def _cosh_of(graph: Any, a: Node) -> Node:
@@ -162,21 +183,30 @@ def _cosh_of(graph: Any, a: Node) -> Node:
 
 def _sinh_of(graph: Any, a: Node) -> Node:
     size = graph.unary("abs", a)
+    # Near zero the two exponentials cancel; (e + e / (e + 1)) / 2 with e = exp(size) - 1 does not.
     grown = graph.unary("expm1", size)
-    near = _scaled(
-        graph, graph.binary("add", grown, graph.binary("div", grown, graph.binary("add", grown, graph.const(1.0)))), 0.5
-    )
+    share = graph.binary("div", grown, graph.binary("add", grown, graph.const(1.0)))
+    near = _scaled(graph, graph.binary("add", grown, share), 0.5)
     far = graph.binary("sub", *_halves(graph, a))
-    found = graph.where(graph.make("lt", size, graph.const(1.0)), near, far)
-    return graph.where(graph.make("lt", a, graph.const(0.0)), graph.unary("neg", found), found)  # type: ignore[no-any-return]
+    result = graph.where(graph.make("lt", size, graph.const(1.0)), near, far)
+    return _with_sign(graph, a, result)
+
+
+def _with_sign(graph: Any, a: Node, size: Node) -> Node:
+    """``size``, negated where ``a`` is negative."""
+    is_negative = graph.make("lt", a, graph.const(0.0))
+    return graph.where(is_negative, graph.unary("neg", size), size)  # type: ignore[no-any-return]
 
 
 def _inverse_root(graph: Any, a: Node, one: float) -> Node:
     """``1 / sqrt(a * a + one)``."""
-    return graph.unary("rsqrt", graph.binary("add", graph.binary("mul", a, a), graph.const(one)))  # type: ignore[no-any-return]
+    square = graph.binary("mul", a, a)
+    node: Node = graph.unary("rsqrt", graph.binary("add", square, graph.const(one)))
+    return node
 
 
-# Beyond it the square of a number is infinite in fp32, and one is nothing beside it in fp64.
+# From here on the functions are log(2 * size): in fp32 the square of a number soon overflows, and
+# in fp64 one added to it is rounded off.
 _FAR = 1e10
 
 
@@ -186,58 +216,74 @@ def _asinh(graph: Any, a: Node) -> tuple[Node, Node]:
     inner = graph.where(is_far, one, size)
     square = graph.binary("mul", inner, inner)
     root = graph.unary("sqrt", graph.binary("add", square, one))
-    near = graph.unary("log1p", graph.binary("add", inner, graph.binary("div", square, graph.binary("add", root, one))))
+    share = graph.binary("div", square, graph.binary("add", root, one))
+    near = graph.unary("log1p", graph.binary("add", inner, share))
     far = graph.binary("add", graph.unary("log", size), graph.const(math.log(2.0)))
-    found = graph.where(is_far, far, near)
-    found = graph.where(graph.make("lt", a, graph.const(0.0)), graph.unary("neg", found), found)
-    return found, _inverse_root(graph, a, 1.0)
+    result = _with_sign(graph, a, graph.where(is_far, far, near))
+    return result, _inverse_root(graph, a, 1.0)
 
 
 def _acosh(graph: Any, a: Node) -> tuple[Node, Node]:
     one = graph.const(1.0)
     is_far = graph.make("gt", a, graph.const(_FAR))
     above = graph.binary("sub", graph.where(is_far, one, a), one)
-    root = graph.unary("sqrt", graph.binary("mul", above, graph.binary("add", above, graph.const(2.0))))
+    product = graph.binary("mul", above, graph.binary("add", above, graph.const(2.0)))
+    root = graph.unary("sqrt", product)
     far = graph.binary("add", graph.unary("log", a), graph.const(math.log(2.0)))
-    found = graph.where(is_far, far, graph.unary("log1p", graph.binary("add", above, root)))
-    found = graph.where(graph.make("lt", a, one), graph.const(math.nan), found)
-    return found, _inverse_root(graph, a, -1.0)
+    near = graph.unary("log1p", graph.binary("add", above, root))
+    result = graph.where(is_far, far, near)
+    result = graph.where(graph.make("lt", a, one), graph.const(math.nan), result)
+    return result, _inverse_root(graph, a, -1.0)
 
 
 def _atanh(graph: Any, a: Node) -> tuple[Node, Node]:
     one, size = graph.const(1.0), graph.unary("abs", a)
     rest = graph.binary("sub", one, size)
-    found = _scaled(graph, graph.unary("log1p", graph.binary("div", _scaled(graph, size, 2.0), rest)), 0.5)
-    found = graph.where(graph.make("gt", size, one), graph.const(math.nan), found)
-    found = graph.where(graph.make("lt", a, graph.const(0.0)), graph.unary("neg", found), found)
-    return found, graph.unary("reciprocal", graph.binary("sub", one, graph.binary("mul", a, a)))
+    quotient = graph.binary("div", _scaled(graph, size, 2.0), rest)
+    result = _scaled(graph, graph.unary("log1p", quotient), 0.5)
+    result = graph.where(graph.make("gt", size, one), graph.const(math.nan), result)
+    result = _with_sign(graph, a, result)
+    partial = graph.binary("sub", one, graph.binary("mul", a, a))
+    return result, graph.unary("reciprocal", partial)
 
 
 def _tan(graph: Any, a: Node) -> tuple[Node, Node]:
-    found = graph.binary("div", graph.unary("sin", a), graph.unary("cos", a))
-    return found, graph.binary("add", graph.binary("mul", found, found), graph.const(1.0))
+    result = graph.binary("div", graph.unary("sin", a), graph.unary("cos", a))
+    return result, graph.binary("add", graph.binary("mul", result, result), graph.const(1.0))
 
 
 @lowers("hypot", "hypot_")
 def _hypot(r: Any, out: Any, x: Value, y: Value) -> Value:
-    """The root of two squares, neither of which overflows; infinite beside NaN, too, if one number is."""
-    graph, zero, infinite = r.graph, r.graph.const(0.0), r.graph.const(math.inf)
+    """The root of the sum of two squares, without an overflow of either square.
 
-    def one(a: Node, b: Node) -> Node:
+    If one number is infinite, so is the result, even beside NaN.
+    """
+    graph, zero, infinity = r.graph, r.graph.const(0.0), r.graph.const(math.inf)
+
+    def hypot(a: Node, b: Node) -> Node:
         first, second = graph.unary("abs", a), graph.unary("abs", b)
-        large, small = graph.binary("maximum", first, second), graph.binary("minimum", first, second)
-        share = graph.where(graph.make("eq", large, zero), zero, graph.binary("div", small, large))
-        root = graph.unary("sqrt", graph.binary("add", graph.binary("mul", share, share), graph.const(1.0)))
-        ends = [graph.make("eq", size, infinite) for size in (first, second)]
-        found = graph.where(graph.binary("or", *ends), infinite, graph.binary("mul", large, root))
-        return differentiated(r, found, (a, graph.binary("div", a, found)), (b, graph.binary("div", b, found)))
+        large = graph.binary("maximum", first, second)
+        small = graph.binary("minimum", first, second)
+        # The larger number is taken out of the root, which is then of 1 to 2.
+        ratio = graph.where(graph.make("eq", large, zero), zero, graph.binary("div", small, large))
+        square = graph.binary("mul", ratio, ratio)
+        root = graph.unary("sqrt", graph.binary("add", square, graph.const(1.0)))
+        ends = [graph.make("eq", size, infinity) for size in (first, second)]
+        is_infinite = graph.binary("or", *ends)
+        result = graph.where(is_infinite, infinity, graph.binary("mul", large, root))
+        partials = [(number, graph.binary("div", number, result)) for number in (a, b)]
+        return differentiated(r, result, *partials)
 
-    return pointwise(r, out, one, x, y)
+    return pointwise(r, out, hypot, x, y)
 
 
 for _name, _function in {
-    "log10": _log10, "asinh": _asinh, "acosh": _acosh, "atanh": _atanh, "tan": _tan,
+    "log10": _log10,
+    "asinh": _asinh,
+    "acosh": _acosh,
+    "atanh": _atanh,
+    "tan": _tan,
     "cosh": lambda graph, a: (_cosh_of(graph, a), _sinh_of(graph, a)),
     "sinh": lambda graph, a: (_sinh_of(graph, a), _cosh_of(graph, a)),
-}.items():  # fmt: skip
-    TABLE[_name] = TABLE[_name + "_"] = _of_one(_function)
+}.items():
+    TABLE[_name] = TABLE[_name + "_"] = _with_partial(_function)

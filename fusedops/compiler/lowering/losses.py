@@ -7,32 +7,40 @@ from typing import Any
 
 from ..errors import NotRowwiseError
 from ..ir import Node
-from ..tracing import Value
+from ..traced import Value
 from .common import as_kind, differentiated, lowers, pointwise
 from .reductions import gather, length, reduced
 
 
 def _unreduced(reduction: int) -> None:
     if reduction != 0:
-        raise NotRowwiseError("a loss over all rows mixes rows; use reduction='none' and sum outside")
+        raise NotRowwiseError(
+            "a loss over all rows mixes rows; use reduction='none' and sum outside"
+        )
 
 
-def _of_difference(r: Any, out: Any, x: Value, target: Value, loss: Callable[[Node], tuple[Node, Node]]) -> Value:
+def _of_difference(
+    r: Any, out: Any, x: Value, target: Value, loss: Callable[[Node], tuple[Node, Node]]
+) -> Value:
     """A loss and its derivative, of the difference of two tensors."""
 
     def both(a: Node, b: Node) -> Node:
         difference = r.graph.binary("sub", a, b)
-        found, partial = loss(difference)
-        return differentiated(r, found, (difference, partial))
+        value, partial = loss(difference)
+        return differentiated(r, value, (difference, partial))
 
     return pointwise(r, out, both, x, target)
 
 
 @lowers("huber_loss")
-def _huber(r: Any, out: Any, x: Value, target: Value, reduction: int = 1, delta: float = 1.0) -> Value:
+def _huber(
+    r: Any, out: Any, x: Value, target: Value, reduction: int = 1, delta: float = 1.0
+) -> Value:
     _unreduced(reduction)
     if x.dtype != target.dtype:
-        raise NotRowwiseError("huber_loss of two dtypes, whose result has the first one's dtype; convert one of them")
+        raise NotRowwiseError(
+            "huber_loss of two dtypes, whose result has the first one's dtype; convert one of them"
+        )
     graph, width = r.graph, r.graph.const(float(delta))
 
     def loss(d: Node) -> tuple[Node, Node]:
@@ -52,7 +60,9 @@ def _limited(graph: Any, d: Node, width: Node) -> Node:
 
 
 @lowers("smooth_l1_loss")
-def _smooth_l1(r: Any, out: Any, x: Value, target: Value, reduction: int = 1, beta: float = 1.0) -> Value:
+def _smooth_l1(
+    r: Any, out: Any, x: Value, target: Value, reduction: int = 1, beta: float = 1.0
+) -> Value:
     if beta < 0:
         raise RuntimeError("smooth_l1_loss does not support negative values for beta.")
     _unreduced(reduction)
@@ -63,7 +73,8 @@ def _smooth_l1(r: Any, out: Any, x: Value, target: Value, reduction: int = 1, be
         line = graph.binary("sub", size, graph.const(0.5 * beta))
         if beta == 0:
             return line, graph.unary("sign", d)
-        square = graph.binary("div", graph.binary("mul", graph.binary("mul", size, graph.const(0.5)), size), width)
+        half_square = graph.binary("mul", graph.binary("mul", size, graph.const(0.5)), size)
+        square = graph.binary("div", half_square, width)
         is_far = graph.make("ge", size, width)
         slope = graph.where(is_far, graph.unary("sign", d), graph.binary("div", d, width))
         return graph.where(is_far, line, square), slope
@@ -72,50 +83,69 @@ def _smooth_l1(r: Any, out: Any, x: Value, target: Value, reduction: int = 1, be
 
 
 @lowers("binary_cross_entropy")
-def _binary_cross_entropy(r: Any, out: Any, x: Value, target: Value, weight: Any = None, reduction: int = 1) -> Value:
-    """NaN for a probability outside [0, 1], of which PyTorch raises an error."""
+def _binary_cross_entropy(
+    r: Any, out: Any, x: Value, target: Value, weight: Any = None, reduction: int = 1
+) -> Value:
+    """The loss of probabilities; NaN for one outside [0, 1], for which PyTorch raises an error."""
     _unreduced(reduction)
-    graph = r.graph
+    graph: Any = r.graph
     least, one = graph.const(-100.0), graph.const(1.0)
 
     def loss(a: Node, t: Node, *weights: Node) -> Node:
-        wrong, right = graph.unary("log1p", graph.unary("neg", a)), graph.unary("log", a)
-        found = graph.binary(
-            "sub",
-            graph.binary("mul", graph.binary("sub", t, one), graph.binary("maximum", wrong, least)),
-            graph.binary("mul", t, graph.binary("maximum", right, least)),
-        )
+        # PyTorch limits the logarithms, and the divisor of the derivative: where a probability is
+        # 0 or 1, both loss and gradient are finite.
+        log_wrong, log_right = graph.unary("log1p", graph.unary("neg", a)), graph.unary("log", a)
+        wrong = graph.binary("sub", t, one)
+        wrong = graph.binary("mul", wrong, graph.binary("maximum", log_wrong, least))
+        right = graph.binary("mul", t, graph.binary("maximum", log_right, least))
+        value = graph.binary("sub", wrong, right)
         spread = graph.binary("mul", graph.binary("sub", one, a), a)
         floor = graph.const(1e-12)
-        partial = graph.binary(
-            "div", graph.binary("sub", a, t), graph.where(graph.make("lt", spread, floor), floor, spread)
-        )
-        found = differentiated(r, found, (a, partial), (t, graph.binary("sub", wrong, right)))
-        return graph.binary("mul", found, weights[0]) if weights else found  # type: ignore[no-any-return]
+        difference = graph.binary("sub", a, t)
+        divisor = graph.where(graph.make("lt", spread, floor), floor, spread)
+        by_input = graph.binary("div", difference, divisor)
+        by_target = graph.binary("sub", log_wrong, log_right)
+        value = differentiated(r, value, (a, by_input), (t, by_target))
+        if not weights:
+            return value
+        return graph.binary("mul", value, weights[0])  # type: ignore[no-any-return]
 
-    return pointwise(r, out, loss, x, target, *([] if weight is None else [weight]))
+    weights = [] if weight is None else [weight]
+    return pointwise(r, out, loss, x, target, *weights)
 
 
 @lowers("multi_margin_loss")
-def _multi_margin(r: Any, out: Any, x: Value, target: Value, p: Any = 1, margin: Any = 1, weight: Any = None,
-                  reduction: int = 1) -> Value:  # fmt: skip
-    """The mean of what the columns but one are within the margin of that one; at its edge there is no gradient."""
+def _multi_margin(
+    r: Any,
+    out: Any,
+    x: Value,
+    target: Value,
+    p: Any = 1,
+    margin: Any = 1,
+    weight: Any = None,
+    reduction: int = 1,
+) -> Value:
+    """The mean over the columns of how far each is within the margin of the target's column.
+
+    The target's own column is left out; at the edge of the margin there is no gradient.
+    """
     _unreduced(reduction)
     if weight is not None:
         raise NotRowwiseError("a loss with weights of classes; multiply by weight[target] outside")
     graph, zero = r.graph, r.graph.const(0.0)
+    last = len(x.labels) - 1
     index = Value(target.node, (*target.labels, ()), target.dtype)
-    right = gather(r, out, x, len(x.labels) - 1, index)
+    right = gather(r, out, x, last, index)
+    label = x.labels[last]
     short = graph.binary("add", graph.binary("sub", graph.const(float(margin)), right.node), x.node)
     short = graph.where(graph.make("gt", short, zero), short, zero)
-    short = graph.binary("mul", short, short) if p == 2 else short
-    place = graph.make("iota", attrs=x.labels[-1], axes=x.labels[-1], kind="int")
-    is_right = graph.make("eq", place, as_kind(r, target.node, "int"))
+    if p == 2:
+        short = graph.binary("mul", short, short)
+    column = graph.make("iota", attrs=label, axes=label, kind="int")
+    is_right = graph.make("eq", column, as_kind(r, target.node, "int"))
     short = graph.where(is_right, zero, short)
-    total, labels, axes = reduced(r, "sum", Value(short, x.labels, x.dtype), len(x.labels) - 1, False, "float")
-    beside = graph.make("isnan", right.node)  # of a class that there is not
-    return Value(
-        graph.where(beside, right.node, graph.binary("mul", total, graph.const(1.0 / length(r, axes)))),
-        labels,
-        out.dtype,
-    )
+    value = Value(short, x.labels, x.dtype)
+    total, labels, axes = reduced(r, "sum", value, last, False, "float")
+    is_no_class = graph.make("isnan", right.node)  # a target that is no column
+    mean = graph.binary("mul", total, graph.const(1.0 / length(r, axes)))
+    return Value(graph.where(is_no_class, right.node, mean), labels, out.dtype)

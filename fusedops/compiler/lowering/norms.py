@@ -8,20 +8,31 @@ from typing import Any
 
 import torch
 
-from ..tracing import Value
+from ..axes import Label
+from ..ir import Node
+from ..traced import Value
 from .common import as_kind, lowers, pointwise
 from .reductions import length, reduced, repeated, variance
 
 
-@lowers("native_layer_norm")
-def _layer_norm(r: Any, out: Any, x: Value, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
+def _trailing(x: Value, shape: Sequence[int]) -> list[int]:
+    """The dimensions that a norm over ``shape`` normalizes."""
+    rank = len(x.labels)
+    return list(range(rank - len(shape), rank))
+
+
+def _standardized(
+    r: Any, x: Value, normalized: Value, dims: Sequence[int], eps: float
+) -> tuple[Node, Node, Node, tuple[Label, ...]]:
+    """``(x - mean) * rstd``, the mean, rstd, and the labels that are left of ``normalized``.
+
+    ``normalized`` is ``x`` with the labels in which ``dims`` count.
+    """
     graph = r.graph
-    dims = list(range(len(x.labels) - len(shape), len(x.labels)))
-    var, mean, labels = variance(r, x, dims, 0, True)
+    var, mean, labels = variance(r, normalized, list(dims), 0, True)
     rstd = graph.unary("rsqrt", graph.binary("add", var, graph.const(float(eps))))
-    node = graph.binary("mul", graph.binary("sub", as_kind(r, x.node, "float"), mean), rstd)
-    found = _affine(r, out[0], Value(node, x.labels, out[0].dtype), weight, bias)
-    return [found, Value(mean, labels, out[1].dtype), Value(rstd, labels, out[2].dtype)]
+    centred = graph.binary("sub", as_kind(r, x.node, "float"), mean)
+    return graph.binary("mul", centred, rstd), mean, rstd, labels
 
 
 def _affine(r: Any, out: Any, x: Value, weight: Any, bias: Any) -> Value:
@@ -31,39 +42,58 @@ def _affine(r: Any, out: Any, x: Value, weight: Any, bias: Any) -> Value:
     return x
 
 
+@lowers("native_layer_norm")
+def _layer_norm(
+    r: Any, out: Any, x: Value, shape: Sequence[int], weight: Any, bias: Any, eps: float
+) -> Any:
+    node, mean, rstd, labels = _standardized(r, x, x, _trailing(x, shape), eps)
+    y = _affine(r, out[0], Value(node, x.labels, out[0].dtype), weight, bias)
+    return [y, Value(mean, labels, out[1].dtype), Value(rstd, labels, out[2].dtype)]
+
+
 @lowers("_fused_rms_norm")
 def _rms_norm(r: Any, out: Any, x: Value, shape: Sequence[int], weight: Any, eps: Any) -> Any:
     graph = r.graph
-    eps = torch.finfo(torch.float32 if x.dtype != torch.float64 else x.dtype).eps if eps is None else eps
-    dims = list(range(len(x.labels) - len(shape), len(x.labels)))
+    if eps is None:
+        # PyTorch's default is that of the dtype in which it computes.
+        acc = torch.float64 if x.dtype == torch.float64 else torch.float32
+        eps = torch.finfo(acc).eps
     node = as_kind(r, x.node, "float")
     square = Value(graph.binary("mul", node, node), x.labels, x.dtype)
-    total, labels, axes = reduced(r, "sum", square, dims, True, "float")
-    mean = graph.binary("mul", repeated(r, square, total, axes), graph.const(1.0 / length(r, axes)))
+    total, labels, axes = reduced(r, "sum", square, _trailing(x, shape), True, "float")
+    total = repeated(r, square, total, axes)
+    mean = graph.binary("mul", total, graph.const(1.0 / length(r, axes)))
     rstd = graph.unary("rsqrt", graph.binary("add", mean, graph.const(float(eps))))
-    found = _affine(r, out[0], Value(graph.binary("mul", node, rstd), x.labels, out[0].dtype), weight, None)
-    return [found, Value(rstd, labels, out[1].dtype)]
+    normalized = Value(graph.binary("mul", node, rstd), x.labels, out[0].dtype)
+    y = _affine(r, out[0], normalized, weight, None)
+    return [y, Value(rstd, labels, out[1].dtype)]
 
 
 @lowers("native_group_norm")
 def _group_norm(r: Any, out: Any, x: Value, weight: Any, bias: Any, *sizes: Any) -> Any:
-    """Rows are the groups of channels, with all that is in them."""
+    """A norm whose rows are the groups of channels, with all elements of these channels."""
     _count, channels, _size, groups, eps = sizes
-    graph = r.graph
     inner = channels // groups
     if inner == 1:  # with more channels each group would have several
         r.traced.fixed.append(x.labels[1])
         if not any(x.labels[2:]):  # of one element each, which PyTorch refuses in a batch of one
             r.traced.fixed.append(x.labels[0])
-    split = iter(r.axes.split(x.labels[1], [part for part in (groups, inner) if part != 1]))
-    labels = (x.labels[0], next(split) if groups != 1 else (), next(split) if inner != 1 else (), *x.labels[2:])
+    # (batch, channels, *space) -> (batch, groups, channels of a group, *space)
+    split = iter(r.axes.split(x.labels[1], [size for size in (groups, inner) if size != 1]))
+    group_label = next(split) if groups != 1 else ()
+    channel_label = next(split) if inner != 1 else ()
+    labels = (x.labels[0], group_label, channel_label, *x.labels[2:])
     grouped = Value(x.node, labels, x.dtype)
-    var, mean, left = variance(r, grouped, list(range(2, len(labels))), 0, True)
-    rstd = graph.unary("rsqrt", graph.binary("add", var, graph.const(float(eps))))
-    node = graph.binary("mul", graph.binary("sub", as_kind(r, x.node, "float"), mean), rstd)
-    found = Value(node, x.labels, out[0].dtype)
-    for op, vector in (("mul", weight), ("add", bias)):
-        if vector is not None:
-            shaped = Value(vector.node, (vector.labels[0], *[()] * (len(x.labels) - 2)), vector.dtype)
-            found = pointwise(r, out[0], functools.partial(graph.binary, op), found, shaped)
-    return [found, Value(mean, left[:2], out[1].dtype), Value(rstd, left[:2], out[2].dtype)]
+    dims = range(2, len(labels))
+    node, mean, rstd, left = _standardized(r, x, grouped, dims, eps)
+    y = Value(node, x.labels, out[0].dtype)
+    y = _affine(r, out[0], y, _along_channels(weight, x), _along_channels(bias, x))
+    return [y, Value(mean, left[:2], out[1].dtype), Value(rstd, left[:2], out[2].dtype)]
+
+
+def _along_channels(vector: Any, x: Value) -> Value | None:
+    """A parameter of each channel, broadcast over the dimensions behind the channels."""
+    if vector is None:
+        return None
+    behind = [()] * (len(x.labels) - 2)
+    return Value(vector.node, (vector.labels[0], *behind), vector.dtype)

@@ -1,4 +1,4 @@
-"""Reductions over rows, and what PyTorch makes of them: softmax, losses, norms."""
+"""Reductions over rows, and operators that consist of them: variances, norms, softmax, losses."""
 
 from __future__ import annotations
 
@@ -9,29 +9,46 @@ from typing import Any
 from ..axes import Label
 from ..errors import NotRowwiseError
 from ..ir import Node
-from ..tracing import Value, kind_of
+from ..traced import Value, kind_of
 from .common import as_kind, differentiated, joined, lowers, picked, pointwise, where_within
 
 
 def reduced(
     r: Any, op: str, x: Value, dims: Any, keepdim: bool, kind: str
 ) -> tuple[Node, tuple[Label, ...], list[int]]:
-    """A reduction over dimensions (None and () for all): the node, the labels that are left, and the axes that are gone."""
-    rank = len(x.labels)
-    over = {d % rank for d in ([dims] if isinstance(dims, int) else dims or range(rank))} if rank else set()
+    """A reduction over dimensions: the node, the labels that are left, and the axes that are gone.
+
+    ``dims`` may be None or empty, for all dimensions.
+    """
+    over = _dims_over(dims, len(x.labels))
     axes = [axis for d in sorted(over) for axis in x.labels[d]]
     node = as_kind(r, x.node, kind)
-    labels = tuple([() if d in over else label for d, label in enumerate(x.labels) if keepdim or d not in over])
-    if not axes:
-        return node, labels, axes
-    varies, over_axes = r.axes.of(node.axes), set(r.axes.of(axes))
-    along = tuple([axis for axis in varies if axis in over_axes])
-    rest = frozenset(varies) - over_axes
-    return r.graph.make(op, node, attrs=(along,), axes=rest) if along else node, labels, axes
+    labels: list[Label] = []
+    for d, label in enumerate(x.labels):
+        if d not in over:
+            labels.append(label)
+        elif keepdim:
+            labels.append(())
+    # Only the axes along which the value varies are reduced over: a sum is corrected for the
+    # others by `repeated`.
+    varying, reduced_axes = r.axes.of(node.axes), set(r.axes.of(axes))
+    along = tuple([axis for axis in varying if axis in reduced_axes])
+    if along:
+        rest = frozenset(varying) - reduced_axes
+        node = r.graph.make(op, node, attrs=(along,), axes=rest)
+    return node, tuple(labels), axes
+
+
+def _dims_over(dims: Any, rank: int) -> set[int]:
+    if rank == 0:
+        return set()
+    if isinstance(dims, int):
+        return {dims % rank}
+    return {d % rank for d in dims or range(rank)}
 
 
 def length(r: Any, axes: Sequence[int]) -> int:
-    """How many elements there are along axes."""
+    """The number of elements along axes."""
     return r.axes.size(r.axes.of(axes))
 
 
@@ -42,11 +59,12 @@ def _sum(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False, **_
 
 
 def repeated(r: Any, x: Value, node: Node, axes: Sequence[int]) -> Node:
-    """A sum over what does not vary along some of the axes counts it as often as these are long."""
+    """The sum ``node`` of ``x``, times the length of the axes along which ``x`` is constant."""
     missing = set(r.axes.of(axes)) - set(r.axes.of(x.node.axes))
     if not missing:
         return node
-    return r.graph.binary("mul", node, as_kind(r, r.graph.const(length(r, tuple(missing))), node.kind))
+    count = as_kind(r, r.graph.const(length(r, tuple(missing))), node.kind)
+    return r.graph.binary("mul", node, count)
 
 
 @lowers("mean")
@@ -56,35 +74,51 @@ def _mean(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False, **
 
 
 def averaged(r: Any, x: Value, total: Node, axes: Sequence[int]) -> Node:
-    """The mean of a sum: of what does not vary along the axes that value itself, and no rounding off."""
-    varied = length(r, tuple(set(r.axes.of(axes)).intersection(r.axes.of(x.node.axes))))
-    return r.graph.binary("mul", total, r.graph.const(1.0 / varied))  # type: ignore[no-any-return]
+    """The mean of ``x`` from its sum ``total``, over the axes along which ``x`` varies.
+
+    The other axes are left out of both sum and count: the mean of a constant is that constant,
+    without a rounding.
+    """
+    varied = set(r.axes.of(axes)).intersection(r.axes.of(x.node.axes))
+    node: Node = r.graph.binary("mul", total, r.graph.const(1.0 / length(r, tuple(varied))))
+    return node
 
 
 @lowers("amax")
 def _amax(r: Any, out: Any, x: Value, dim: Any = (), keepdim: bool = False) -> Value:
-    kind = kind_of(out.dtype)
-    node, labels, _gone = reduced(r, "amax", x, dim, keepdim, "int" if kind == "bool" else kind)
-    if node.op != "amax" and kind == "float":  # of equal elements, or of one: of NaN the gradient is NaN, as in any row
-        is_nan = r.graph.where(r.graph.make("isnan", node), r.graph.const(math.nan), r.graph.const(1.0))
-        node = differentiated(r, node, (node, is_nan))
+    graph, kind = r.graph, kind_of(out.dtype)
+    node, labels, _axes = reduced(r, "amax", x, dim, keepdim, _ordered_kind(kind))
+    is_reduced = node.op == "amax"
+    if kind == "float" and not is_reduced:
+        # Equal elements, or a single one. The gradient of NaN is NaN, as in any other row.
+        is_nan = graph.make("isnan", node)
+        factor = graph.where(is_nan, graph.const(math.nan), graph.const(1.0))
+        node = differentiated(r, node, (node, factor))
     return Value(as_kind(r, node, kind), labels, out.dtype)
+
+
+def _ordered_kind(kind: str) -> str:
+    """The kind in which values are compared: truth values are integers then."""
+    return "int" if kind == "bool" else kind
 
 
 @lowers("amin")
 def _amin(r: Any, out: Any, x: Value, dim: Any = (), keepdim: bool = False) -> Value:
     kind = kind_of(out.dtype)
-    inner = "int" if kind == "bool" else kind
-    found = _amax(r, out, Value(r.graph.unary("neg", as_kind(r, x.node, inner)), x.labels, x.dtype), dim, keepdim)
-    return Value(as_kind(r, r.graph.unary("neg", as_kind(r, found.node, inner)), kind), found.labels, out.dtype)
+    inner = _ordered_kind(kind)
+    negated = r.graph.unary("neg", as_kind(r, x.node, inner))
+    largest = _amax(r, out, Value(negated, x.labels, x.dtype), dim, keepdim)
+    smallest = r.graph.unary("neg", as_kind(r, largest.node, inner))
+    return Value(as_kind(r, smallest, kind), largest.labels, out.dtype)
 
 
 @lowers("any")
 def _any(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) -> Value:
-    graph = r.graph
-    holds = graph.make("ne", x.node, as_kind(r, graph.const(0), x.node.kind)) if x.node.kind != "bool" else x.node
-    found = as_kind(r, holds, "int")
-    node, labels, _gone = reduced(r, "amax", Value(found, x.labels, x.dtype), dim, keepdim, "int")
+    condition = x.node
+    if condition.kind != "bool":
+        condition = r.graph.make("ne", x.node, as_kind(r, r.graph.const(0), x.node.kind))
+    value = Value(as_kind(r, condition, "int"), x.labels, x.dtype)
+    node, labels, _axes = reduced(r, "amax", value, dim, keepdim, "int")
     return Value(as_kind(r, node, "bool"), labels, out.dtype)
 
 
@@ -94,29 +128,31 @@ def _all(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) -> 
     fails = graph.make("eq", x.node, as_kind(r, graph.const(0), x.node.kind))
     if x.node.kind == "bool":
         fails = graph.unary("not", x.node)
-    found = _any(r, out, Value(fails, x.labels, x.dtype), dim, keepdim)
-    return Value(graph.unary("not", found.node), found.labels, out.dtype)
+    any_fails = _any(r, out, Value(fails, x.labels, x.dtype), dim, keepdim)
+    return Value(graph.unary("not", any_fails.node), any_fails.labels, out.dtype)
 
 
 @lowers("argmax")
 def _argmax(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) -> Value:
-    """The place of the first of the largest elements, or of the first that is not a number."""
+    """The index of the first of the largest elements, or of the first NaN."""
     if dim is None:
         raise NotRowwiseError("argmax over all dimensions mixes rows; name one")
     graph = r.graph
     kind = "float" if x.node.kind == "float" else "int"
     label = x.labels[dim] if x.labels else ()
     node, size = as_kind(r, x.node, kind), length(r, label)
-    given = Value(node, x.labels, x.dtype)
-    largest, labels, _gone = reduced(r, "amax", given, dim, keepdim, kind)
+    value = Value(node, x.labels, x.dtype)
+    largest, labels, _axes = reduced(r, "amax", value, dim, keepdim, kind)
     if largest is node:  # all are equal
         return Value(graph.const(0), labels, out.dtype)
     is_largest = graph.make("eq", node, largest)
     if kind == "float":
         is_largest = graph.binary("or", is_largest, graph.make("isnan", node))
-    place = graph.make("iota", attrs=label, axes=label, kind="int")
-    candidates = graph.where(is_largest, graph.unary("neg", place), graph.const(-size))
-    first, _labels, _gone = reduced(r, "amax", Value(candidates, x.labels, out.dtype), dim, keepdim, "int")
+    # The first index is the smallest, for which there is no reduction: the largest of the negated.
+    index = graph.make("iota", attrs=label, axes=label, kind="int")
+    candidates = graph.where(is_largest, graph.unary("neg", index), graph.const(-size))
+    value = Value(candidates, x.labels, out.dtype)
+    first, _labels, _axes = reduced(r, "amax", value, dim, keepdim, "int")
     return Value(graph.unary("neg", first), labels, out.dtype)
 
 
@@ -132,28 +168,32 @@ def _argmin(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) 
 
 @lowers("min")
 def _min(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) -> Any:
-    if isinstance(dim, Value):
+    if isinstance(dim, Value):  # of two tensors
         return pointwise(r, out, lambda a, b: r.graph.binary("minimum", a, b), x, dim)
     if dim is None:
-        found = _max(r, out, _negated(r, x))
-        return Value(r.graph.unary("neg", found.node), found.labels, out.dtype)
-    values, places = _max(r, out, _negated(r, x), dim, keepdim)
-    return [Value(r.graph.unary("neg", values.node), values.labels, out[0].dtype), places]
+        largest = _max(r, out, _negated(r, x))
+        return Value(r.graph.unary("neg", largest.node), largest.labels, out.dtype)
+    values, indices = _max(r, out, _negated(r, x), dim, keepdim)
+    return [Value(r.graph.unary("neg", values.node), values.labels, out[0].dtype), indices]
 
 
 @lowers("max")
 def _max(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) -> Any:
-    if isinstance(dim, Value):
+    if isinstance(dim, Value):  # of two tensors
         return pointwise(r, out, lambda a, b: r.graph.binary("maximum", a, b), x, dim)
     if dim is None:
-        found = _amax(r, out, x)
-        node = _shared_evenly(r, x, found.node, None, False) if x.node.kind == "float" else found.node
-        return Value(node, found.labels, found.dtype)
-    node, labels, _gone = reduced(r, "amax", x, dim, keepdim, kind_of(out[0].dtype))
+        largest = _amax(r, out, x)
+        node = largest.node
+        if x.node.kind == "float":
+            node = _shared_evenly(r, x, node, None, False)
+        return Value(node, largest.labels, largest.dtype)
+    node, labels, _axes = reduced(r, "amax", x, dim, keepdim, kind_of(out[0].dtype))
     if node.op == "amax" and node is not x.node:  # only one of equal elements has the gradient
         node = r.graph.make("amax", *node.args, attrs=(*node.attrs, "first"), axes=node.axes)
     return [Value(node, labels, out[0].dtype), _argmax(r, out[1], x, dim, keepdim)]
 
+
+# --- variances ------------------------------------------------------------------------------------
 
 # Longer rows are passed over tile by tile, once for each sum of differences.
 _MOST_SUMMED_AGAIN = 16384
@@ -164,67 +204,99 @@ def variance(
 ) -> tuple[Node, Node, tuple[Label, ...]]:
     """The variance over dimensions, and the mean, with the labels that are left.
 
-    ``exact`` is for the mean of equal numbers to be that number, so that their deviation is zero, by one more sum.
+    ``exact`` is for the mean of equal numbers to be that number, so that their deviation is zero,
+    by one more sum.
     """
     graph = r.graph
-    total, labels, axes = reduced(r, "sum", x, dim, keepdim, "float")
-    count = length(r, axes)
-    mean = averaged(r, x, total, axes)
-    if exact and 1 < count <= _MOST_SUMMED_AGAIN and count & (count - 1):  # sums of equal powers of two are exact
-        left = graph.binary("sub", as_kind(r, x.node, "float"), mean)
-        off, _, _gone = reduced(r, "sum", Value(left, x.labels, x.dtype), dim, keepdim, "float")
-        corrected = graph.binary("add", mean, graph.binary("mul", repeated(r, x, off, axes), graph.const(1.0 / count)))
-        corrected = graph.where(graph.make("isnan", corrected), mean, corrected)  # of an infinite mean
-        mean = graph.make("instead", corrected, mean)
+
+    def summed(node: Node) -> Node:
+        value = Value(node, x.labels, x.dtype)
+        return reduced(r, "sum", value, dim, keepdim, "float")[0]
 
     def about(centre: Node) -> tuple[Node, Node]:
         """Differences from a number of each row, and the sum of their squares."""
-        # A variance does not change with the mean: its derivative there is zero, which a sum would find by rounding.
-        left = graph.binary("sub", as_kind(r, x.node, "float"), graph.make("constant_to_gradients", centre))
+        # A variance does not change with the mean: its derivative there is zero, which a sum would
+        # find by rounding.
+        centre = graph.make("constant_to_gradients", centre)
+        left = graph.binary("sub", as_kind(r, x.node, "float"), centre)
         square = Value(graph.binary("mul", left, left), x.labels, x.dtype)
-        return left, repeated(r, square, reduced(r, "sum", square, dim, keepdim, "float")[0], axes)
+        return left, repeated(r, square, summed(square.node), axes)
+
+    def corrected(mean: Node, step: Node) -> Node:
+        """The mean plus a correction; an infinite mean stays, whose correction is NaN."""
+        total = graph.binary("add", mean, step)
+        total = graph.where(graph.make("isnan", total), mean, total)
+        return graph.make("instead", total, mean)  # type: ignore[no-any-return]
+
+    total, labels, axes = reduced(r, "sum", x, dim, keepdim, "float")
+    count = length(r, axes)
+    mean = averaged(r, x, total, axes)
+    # Sums of equal numbers are exact where their count is a power of two.
+    is_inexact = bool(exact and count & (count - 1))
+    if is_inexact and count <= _MOST_SUMMED_AGAIN:
+        deviations = graph.binary("sub", as_kind(r, x.node, "float"), mean)
+        rest = repeated(r, x, summed(deviations), axes)
+        mean = corrected(mean, graph.binary("mul", rest, graph.const(1.0 / count)))
 
     differences, squares = about(mean)
-    if exact and count > _MOST_SUMMED_AGAIN and count & (count - 1):
-        # In one pass with the squares, which are then about a mean that is a rounding off.
-        off, _, _gone = reduced(r, "sum", Value(differences, x.labels, x.dtype), dim, keepdim, "float")
-        off = repeated(r, x, off, axes)
-        step = graph.binary("mul", off, graph.const(1.0 / count))
-        corrected = graph.binary("add", mean, step)
-        mean = graph.make("instead", graph.where(graph.make("isnan", corrected), mean, corrected), mean)
-        less = graph.binary("sub", squares, graph.binary("mul", off, step))
+    if is_inexact and count > _MOST_SUMMED_AGAIN:
+        # The sum of differences shares a pass with the squares, which are then about the mean
+        # before its correction. The mean of squares about another centre is larger by the square
+        # of the distance.
+        rest = repeated(r, x, summed(differences), axes)
+        step = graph.binary("mul", rest, graph.const(1.0 / count))
+        mean = corrected(mean, step)
+        less = graph.binary("sub", squares, graph.binary("mul", rest, step))
         less = graph.where(graph.make("lt", less, graph.const(0.0)), graph.const(0.0), less)
         squares = graph.make("instead", less, about(mean)[1])
-    left = count - (1 if correction is None else correction)
-    return graph.binary("mul", squares, graph.const(1.0 / left if left > 0 else math.inf)), mean, labels
+    divisor = count - (1 if correction is None else correction)
+    factor = graph.const(1.0 / divisor if divisor > 0 else math.inf)
+    return graph.binary("mul", squares, factor), mean, labels
 
 
 @lowers("var")
-def _var(r: Any, out: Any, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Value:
+def _var(
+    r: Any, out: Any, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> Value:
     var, _, labels = variance(r, x, dim, correction, keepdim, exact=True)
     return Value(var, labels, out.dtype)
 
 
 @lowers("std")
-def _std(r: Any, out: Any, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Value:
+def _std(
+    r: Any, out: Any, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> Value:
     var, _, labels = variance(r, x, dim, correction, keepdim, exact=True)
     return Value(r.graph.make("root", var), labels, out.dtype)
 
 
 @lowers("std_mean")
-def _std_mean(r: Any, out: Any, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+def _std_mean(
+    r: Any, out: Any, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> Any:
     var, mean, labels = variance(r, x, dim, correction, keepdim, exact=True)
-    return [Value(r.graph.make("root", var), labels, out[0].dtype), Value(mean, labels, out[1].dtype)]
+    return [
+        Value(r.graph.make("root", var), labels, out[0].dtype),
+        Value(mean, labels, out[1].dtype),
+    ]
 
 
 @lowers("var_mean")
-def _var_mean(r: Any, out: Any, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+def _var_mean(
+    r: Any, out: Any, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> Any:
     var, mean, labels = variance(r, x, dim, correction, keepdim, exact=True)
     return [Value(var, labels, out[0].dtype), Value(mean, labels, out[1].dtype)]
 
 
+# --- extrema whose gradient is shared, and norms --------------------------------------------------
+
+
 def _shared_evenly(r: Any, x: Value, largest: Node, dim: Any, keepdim: bool) -> Node:
-    """The largest element of a row, whose gradient all share that equal it: where it is NaN, those that are NaN."""
+    """The largest element of a row, whose gradient all elements share that equal it.
+
+    Where it is NaN, the elements that are NaN share the gradient.
+    """
     graph = r.graph
     if largest.op != "amax":
         return largest
@@ -232,27 +304,52 @@ def _shared_evenly(r: Any, x: Value, largest: Node, dim: Any, keepdim: bool) -> 
     equal = graph.binary("or", equal, graph.make("isnan", x.node))
     one = graph.where(equal, graph.const(1.0), graph.const(0.0))
     # PyTorch multiplies: a cotangent of NaN goes on.
-    total, count = [reduced(r, "sum", Value(value, x.labels, x.dtype), dim, keepdim, "float")[0]
-                    for value in (graph.binary("mul", x.node, one), one)]  # fmt: skip
-    return graph.make("instead", largest, graph.binary("div", total, count))  # type: ignore[no-any-return]
+    product = graph.binary("mul", x.node, one)
+    total, count = [
+        reduced(r, "sum", Value(node, x.labels, x.dtype), dim, keepdim, "float")[0]
+        for node in (product, one)
+    ]
+    node: Node = graph.make("instead", largest, graph.binary("div", total, count))
+    return node
 
 
 @lowers("linalg_vector_norm", "norm")
-def _vector_norm(r: Any, out: Any, x: Value, ord: Any = 2, dim: Any = None, keepdim: bool = False, **_: Any) -> Value:
-    graph, one = r.graph, as_kind(r, x.node, "float")
-    if ord not in (None, 1, 2, math.inf, -math.inf):
-        return _norm_of_order(r, out, Value(one, x.labels, x.dtype), float(ord), dim, keepdim)
-    node = graph.binary("mul", one, one) if ord in (None, 2) else graph.unary("abs", one)
-    value = Value(graph.unary("neg", node) if ord == -math.inf else node, x.labels, x.dtype)
-    is_extremum = ord in (math.inf, -math.inf)
-    node, labels, axes = reduced(r, "amax" if is_extremum else "sum", value, dim, keepdim, "float")
-    node = _shared_evenly(r, value, node, dim, keepdim) if is_extremum else repeated(r, value, node, axes)
-    node = graph.unary("neg", node) if ord == -math.inf else node
-    return Value(_root_of_norm(r, node) if ord in (2, None) else node, labels, out.dtype)
+def _vector_norm(
+    r: Any, out: Any, x: Value, ord: Any = 2, dim: Any = None, keepdim: bool = False, **_: Any
+) -> Value:
+    graph, x = r.graph, Value(as_kind(r, x.node, "float"), x.labels, x.dtype)
+    order = 2 if ord is None else ord
+    if order in (math.inf, -math.inf):
+        return _norm_by_extremum(r, out, x, order, dim, keepdim)
+    if order not in (1, 2):
+        return _norm_of_order(r, out, x, float(order), dim, keepdim)
+    node = graph.binary("mul", x.node, x.node) if order == 2 else graph.unary("abs", x.node)
+    value = Value(node, x.labels, x.dtype)
+    total, labels, axes = reduced(r, "sum", value, dim, keepdim, "float")
+    total = repeated(r, value, total, axes)
+    return Value(_root_of_norm(r, total) if order == 2 else total, labels, out.dtype)
+
+
+def _norm_by_extremum(r: Any, out: Any, x: Value, order: float, dim: Any, keepdim: bool) -> Value:
+    """The largest size, or, for minus infinity, the smallest as the largest of the negated."""
+    is_smallest = order < 0
+    node = r.graph.unary("abs", x.node)
+    if is_smallest:
+        node = r.graph.unary("neg", node)
+    value = Value(node, x.labels, x.dtype)
+    node, labels, _axes = reduced(r, "amax", value, dim, keepdim, "float")
+    node = _shared_evenly(r, value, node, dim, keepdim)
+    if is_smallest:
+        node = r.graph.unary("neg", node)
+    return Value(node, labels, out.dtype)
 
 
 def _root_of_norm(r: Any, squares: Node) -> Node:
-    """Zero has no gradient, by a product: PyTorch lets a cotangent of NaN through, as it does not for a standard deviation."""
+    """The root of a sum of squares; a norm of zero has no gradient.
+
+    That is by a product: PyTorch lets a cotangent of NaN through, as it does not for a standard
+    deviation.
+    """
     graph, norm = r.graph, r.graph.make("root", squares)
     is_zero, zero = graph.make("eq", norm, graph.const(0.0)), graph.const(0.0)
     slope = graph.binary("div", graph.const(0.5), graph.where(is_zero, graph.const(1.0), norm))
@@ -262,7 +359,8 @@ def _root_of_norm(r: Any, squares: Node) -> Node:
 def _norm_of_order(r: Any, out: Any, x: Value, order: float, dim: Any, keepdim: bool) -> Value:
     """A root of a sum of powers; zeros have no gradient, nor has a norm of zero."""
     graph, a = r.graph, x.node
-    zero, is_zero = graph.const(0.0), graph.make("eq", a, graph.const(0.0))
+    zero = graph.const(0.0)
+    is_zero = graph.make("eq", a, zero)
 
     def power(node: Node, exponent: float) -> Node:
         return graph.make("power", node, graph.const(exponent))  # type: ignore[no-any-return]
@@ -284,22 +382,27 @@ def _norm_of_order(r: Any, out: Any, x: Value, order: float, dim: Any, keepdim: 
     return Value(differentiated(r, norm, (total, steep)), labels, out.dtype)
 
 
+# --- softmax and losses ---------------------------------------------------------------------------
+
+
 def _largest(r: Any, x: Value, dim: int) -> Node:
     """The largest element of each row."""
-    largest, _left, _gone = reduced(
-        r, "amax", Value(as_kind(r, x.node, "float"), x.labels, x.dtype), dim, True, "float"
-    )
+    value = Value(as_kind(r, x.node, "float"), x.labels, x.dtype)
+    largest, _labels, _axes = reduced(r, "amax", value, dim, True, "float")
     return largest
 
 
 def _exponentials(r: Any, x: Value, dim: int, largest: Node) -> tuple[Node, Node, Node]:
-    """Rows less a number each, such as the largest element, their exponentials, and the sums of these."""
+    """Rows less their largest element, the exponentials of these, and the sums of those.
+
+    ``largest`` may be any other number of each row.
+    """
     graph = r.graph
     node = as_kind(r, x.node, "float")
     shifted = graph.binary("sub", node, graph.make("constant_to_gradients", largest))
     exponentials = graph.unary("exp", shifted)
     value = Value(exponentials, x.labels, x.dtype)
-    total, _left, axes = reduced(r, "sum", value, dim, True, "float")
+    total, _labels, axes = reduced(r, "sum", value, dim, True, "float")
     return shifted, exponentials, repeated(r, value, total, axes)
 
 
@@ -311,13 +414,13 @@ def _softmax(r: Any, out: Any, x: Value, dim: int, *_: Any, **__: Any) -> Value:
 
 @lowers("_safe_softmax")
 def _safe_softmax(r: Any, out: Any, x: Value, dim: int, *_: Any, **__: Any) -> Value:
-    """Zero in rows of nothing but minus infinity."""
+    """The softmax, with zeros for rows of nothing but minus infinity."""
     graph, largest = r.graph, _largest(r, x, dim)
     is_nothing = graph.make("eq", largest, graph.const(-math.inf))
-    _shifted, exponentials, total = _exponentials(r, x, dim, graph.where(is_nothing, graph.const(0.0), largest))
-    return Value(
-        graph.binary("div", exponentials, graph.where(is_nothing, graph.const(1.0), total)), x.labels, out.dtype
-    )
+    shift = graph.where(is_nothing, graph.const(0.0), largest)
+    _shifted, exponentials, total = _exponentials(r, x, dim, shift)
+    divisor = graph.where(is_nothing, graph.const(1.0), total)
+    return Value(graph.binary("div", exponentials, divisor), x.labels, out.dtype)
 
 
 @lowers("_log_softmax")
@@ -331,17 +434,22 @@ def _logsumexp(r: Any, out: Any, x: Value, dim: Any, keepdim: bool = False) -> V
     graph = r.graph
     dims = [dim] if isinstance(dim, int) else list(dim)
     node = as_kind(r, x.node, "float")
-    largest, labels, axes = reduced(r, "amax", Value(node, x.labels, x.dtype), dims, keepdim, "float")
+    value = Value(node, x.labels, x.dtype)
+    largest, labels, axes = reduced(r, "amax", value, dims, keepdim, "float")
     largest = graph.make("constant_to_gradients", largest)
     exponentials = graph.unary("exp", graph.binary("sub", node, largest))
-    total, _left, _gone = reduced(r, "sum", Value(exponentials, x.labels, x.dtype), dims, keepdim, "float")
+    value = Value(exponentials, x.labels, x.dtype)
+    total, _labels, _axes = reduced(r, "sum", value, dims, keepdim, "float")
     total = repeated(r, x, total, axes)
-    # Of a row with an infinite maximum that is the result; PyTorch's too.
+    # An infinite maximum is the row's result, as in PyTorch.
     infinite = graph.make("eq", graph.unary("abs", largest), graph.const(math.inf))
-    found = graph.where(infinite, largest, graph.binary("add", graph.unary("log", total), largest))
+    logarithm = graph.binary("add", graph.unary("log", total), largest)
+    result = graph.where(infinite, largest, logarithm)
     # Beside an infinite element the others have no gradient.
-    whole = graph.make("constant_to_gradients", graph.where(infinite, graph.const(1.0), total))
-    return Value(graph.make("instead", found, graph.binary("div", total, whole)), labels, out.dtype)
+    divisor = graph.where(infinite, graph.const(1.0), total)
+    divisor = graph.make("constant_to_gradients", divisor)
+    gradient = graph.binary("div", total, divisor)
+    return Value(graph.make("instead", result, gradient), labels, out.dtype)
 
 
 @lowers("gather")
@@ -352,17 +460,25 @@ def gather(r: Any, out: Any, x: Value, dim: int, index: Value, **_: Any) -> Valu
     dim %= len(x.labels)
     if index.labels[dim]:
         raise NotRowwiseError("gather takes more than one column of a row")
-    shared = joined(r, tuple([() if d == dim else one for d, one in enumerate(x.labels)]), index.labels)
+    # The rows of both; the picked dimension is that of the index.
+    rows = [() if d == dim else label for d, label in enumerate(x.labels)]
+    labels = joined(r, tuple(rows), index.labels)
     node = picked(r, x, dim, index.node)
-    return Value(where_within(r, index.node, length(r, x.labels[dim]), node, out.dtype), shared, out.dtype)
+    node = where_within(r, index.node, length(r, x.labels[dim]), node, out.dtype)
+    return Value(node, labels, out.dtype)
 
 
 @lowers("nll_loss_forward")
-def _nll_loss(r: Any, out: Any, x: Value, target: Value, weight: Any, reduction: int, ignore_index: int) -> Any:
-    """The loss of each row; over rows it is the caller's to sum."""
-    if reduction != 0 or weight is not None:
-        raise NotRowwiseError("a loss over all rows mixes rows; use reduction='none' and sum outside"
-                              if reduction else "a loss with weights of classes; multiply by weight[target] outside")  # fmt: skip
+def _nll_loss(
+    r: Any, out: Any, x: Value, target: Value, weight: Any, reduction: int, ignore_index: int
+) -> Any:
+    """The loss of each row; the caller sums over rows."""
+    if reduction != 0:
+        raise NotRowwiseError(
+            "a loss over all rows mixes rows; use reduction='none' and sum outside"
+        )
+    if weight is not None:
+        raise NotRowwiseError("a loss with weights of classes; multiply by weight[target] outside")
     graph = r.graph
     index = Value(target.node, (*target.labels, ()), target.dtype)
     element = gather(r, out[0], x, len(x.labels) - 1, index)

@@ -1,4 +1,12 @@
-"""Views, and parts of rows."""
+"""Views, and parts of rows.
+
+A dimension's label is a tuple of axes, slowest first. A view changes labels alone; a part of a row
+is a node, ``select``, of one position along an axis, and ``stack`` is the inverse::
+
+    row of 24        label (a,)
+    split in 4 x 6   a -> (b, c), 4 and 6 long
+    columns 6 to 11  select(b, 1), label (c,)
+"""
 
 from __future__ import annotations
 
@@ -10,70 +18,103 @@ from ..axes import Label
 from ..errors import NotRowwiseError
 from ..ir import REDUCTIONS, Node, topological
 from ..structure import MOST_PARTS
-from ..tracing import Value, kind_of
+from ..traced import Value, kind_of
 from .common import as_kind, joined, lowers, picked
+
+# --- views ----------------------------------------------------------------------------------------
 
 
 def _afresh(r: Any, x: Value) -> Value:
-    """The value, of axes of its own where it is made of indices and numbers alone: ``i[:, None] < i`` has two dimensions."""
+    """The value with axes of its own, if it is computed from indices and numbers alone.
+
+    ``i[:, None] < i`` has two dimensions: without new axes both would be the one of ``i``.
+    """
     if not _is_made_of_indices(x.node):
         return x
-    known = r.axes.leaves(tuple([axis for label in x.labels for axis in label]))
-    fresh = {axis: new for axis in dict.fromkeys(known) for new in r.axes.new(r.axes.sizes[axis])}
+    axes = [axis for label in x.labels for axis in label]
+    fresh: dict[int, int] = {}
+    for axis in dict.fromkeys(r.axes.leaves(tuple(axes))):
+        (fresh[axis],) = r.axes.new(r.axes.sizes[axis])
 
     def renamed(label: Label) -> Label:
         return tuple([fresh.get(axis, axis) for axis in r.axes.leaves(label)])
 
-    done: dict[Node, Node] = {}
+    copies: dict[Node, Node] = {}
     for node in topological([x.node]):
         attrs = renamed(node.attrs) if node.op == "iota" else node.attrs
-        done[node] = r.graph.make(node.op, *[done[arg] for arg in node.args], attrs=attrs, axes=renamed(tuple(node.axes)),
-                                  kind=node.kind)  # fmt: skip
-    return Value(done[x.node], tuple(map(renamed, x.labels)), x.dtype)
+        arguments = [copies[arg] for arg in node.args]
+        axes_of_copy = renamed(tuple(node.axes))
+        copies[node] = r.graph.make(
+            node.op, *arguments, attrs=attrs, axes=axes_of_copy, kind=node.kind
+        )
+    return Value(copies[x.node], tuple(map(renamed, x.labels)), x.dtype)
+
+
+# Nodes of tensors' elements, and of operations across elements.
+_NOT_OF_INDICES = frozenset({"input", "keep", "select", "stack", *REDUCTIONS})
 
 
 def _is_made_of_indices(node: Node) -> bool:
     """Whether a value is computed element by element of indices and numbers."""
-    todo = [node]
-    while todo:
-        node = todo.pop()
-        if node.op in ("input", "keep", "select", "stack", *REDUCTIONS):
+    pending = [node]
+    while pending:
+        node = pending.pop()
+        if node.op in _NOT_OF_INDICES:
             return False
-        todo += node.args
+        pending += node.args
     return True
+
+
+def _relabeled(x: Value, dim: int, label: Label, node: Node) -> Value:
+    """Another value with the labels of ``x`` but one."""
+    return Value(node, (*x.labels[:dim], label, *x.labels[dim + 1 :]), x.dtype)
+
+
+def _size_of(r: Any, label: Label) -> int:
+    return r.axes.size(r.axes.leaves(label))  # type: ignore[no-any-return]
 
 
 @lowers("view", "_unsafe_view", "reshape", "_reshape_alias")
 def _view(r: Any, out: Any, x: Value, *_: Any, **__: Any) -> Value:
     x = _afresh(r, x)
     flat = tuple([axis for label in x.labels for axis in label])
-    sizes = [size for size in out.shape if size != 1]
-    split = iter(r.axes.split(flat, sizes))
-    return Value(x.node, tuple([next(split) if size != 1 else () for size in out.shape]), out.dtype)
+    return Value(x.node, tuple(_split_label(r, flat, out.shape)), out.dtype)
+
+
+def _split_label(r: Any, label: Label, sizes: Sequence[int]) -> list[Label]:
+    """The labels of dimensions of these sizes that ``label`` is split into."""
+    # A dimension of one element has no axis.
+    split = iter(r.axes.split(label, [size for size in sizes if size != 1]))
+    return [next(split) if size != 1 else () for size in sizes]
 
 
 @lowers("expand")
 def _expand(r: Any, out: Any, x: Value, *_: Any, **__: Any) -> Value:
-    labels = list(x.labels)
-    labels = [()] * (out.dim() - len(labels)) + labels
-    for place, size in enumerate(out.shape):
-        if not labels[place] and size != 1:
-            labels[place] = r.axes.new(size)
+    labels = [()] * (out.dim() - len(x.labels)) + list(x.labels)
+    for dim, size in enumerate(out.shape):
+        if not labels[dim] and size != 1:
+            labels[dim] = r.axes.new(size)
     return Value(x.node, tuple(labels), out.dtype)
 
 
 @lowers("unsqueeze")
 def _unsqueeze(r: Any, out: Any, x: Value, dim: int) -> Value:
-    x, place = _afresh(r, x), dim % out.dim()
-    return Value(x.node, (*x.labels[:place], (), *x.labels[place:]), out.dtype)
+    x, dim = _afresh(r, x), dim % out.dim()
+    return Value(x.node, (*x.labels[:dim], (), *x.labels[dim:]), out.dtype)
 
 
 @lowers("squeeze")
 def _squeeze(r: Any, out: Any, x: Value, dim: Any = None) -> Value:
     rank = len(x.labels)
-    dims = range(rank) if dim is None else [dim] if isinstance(dim, int) else dim
-    gone = {d % rank for d in dims if not x.labels[d % rank]} if rank else set[int]()
-    return Value(x.node, tuple([label for d, label in enumerate(x.labels) if d not in gone]), out.dtype)
+    if rank == 0:
+        return Value(x.node, (), out.dtype)
+    if dim is None:
+        dims = set(range(rank))
+    else:
+        dims = {d % rank for d in ([dim] if isinstance(dim, int) else dim)}
+    # Dimensions of more than one element stay.
+    labels = [label for d, label in enumerate(x.labels) if label or d not in dims]
+    return Value(x.node, tuple(labels), out.dtype)
 
 
 @lowers("permute")
@@ -97,124 +138,155 @@ def _t(r: Any, out: Any, x: Value) -> Value:
     return Value(x.node, tuple(reversed(x.labels)), out.dtype)
 
 
-def _part(r: Any, x: Value, dim: int, outer: int, which: int, interleaved: bool) -> tuple[Node, Label]:
-    """One of equal parts of a dimension, and the label of what is left of it."""
+# --- parts of a dimension -------------------------------------------------------------------------
+
+
+def _part(
+    r: Any, x: Value, dim: int, count: int, position: int, interleaved: bool
+) -> tuple[Node, Label]:
+    """One of ``count`` equal parts of a dimension, and the label of what is left of it.
+
+    The columns of a part are neighbours, or, ``interleaved``, ``count`` apart.
+    """
     label = x.labels[dim]
-    inner = r.axes.size(r.axes.leaves(label)) // outer
-    sizes = (inner, outer) if interleaved else (outer, inner)
-    # A dimension that is cut into parts of one element has none left.
-    named = [size for size in sizes if size != 1]
-    found = iter(r.axes.split(label, named))
-    labels = [next(found) if size != 1 else () for size in sizes]
-    part, rest = (labels[1], labels[0]) if interleaved else (labels[0], labels[1])
-    return _select_node(r, x.node, part, which), rest
+    inner = _size_of(r, label) // count
+    if interleaved:
+        rest, part = _split_label(r, label, (inner, count))
+    else:
+        part, rest = _split_label(r, label, (count, inner))
+    return _select_node(r, x.node, part, position), rest
 
 
-def _select_node(r: Any, node: Node, axis: Label, which: int) -> Node:
-    rest = _rest(r, node, axis)
-    if len(rest) == len(r.axes.of(node.axes)):  # all its parts are the same
+def _select_node(r: Any, node: Node, axis: Label, position: int) -> Node:
+    leaves = r.axes.of(node.axes)
+    rest = frozenset(leaves) - set(axis)
+    if len(rest) == len(leaves):  # all its parts are the same
         return node
-    return r.graph.make("select", node, attrs=(axis, which), axes=rest)
-
-
-def _rest(r: Any, node: Node, axis: Label) -> frozenset[int]:
-    leaves = set(r.axes.of(node.axes))
-    return frozenset(leaves - set(axis))
+    return r.graph.make("select", node, attrs=(axis, position), axes=rest)
 
 
 @lowers("slice")
-def _slice(r: Any, out: Any, x: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Value:
+def _slice(
+    r: Any, out: Any, x: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Value:
     dim %= len(x.labels)
-    size, taken = r.axes.size(r.axes.leaves(x.labels[dim])), out.shape[dim]
-    if taken == size:
+    size, count = _size_of(r, x.labels[dim]), out.shape[dim]
+    if count == size:
         return x
-    first = 0 if start is None else min(max(start + size if start < 0 else start, 0), size)
+    first = _first_column(start, size)
     if step > 1:
-        if size % step or taken != size // step:
-            raise NotRowwiseError(f"a step of {step} through {size} columns, which are no equal parts")
+        if size % step or count != size // step:
+            raise NotRowwiseError(
+                f"a step of {step} through {size} columns, which are no equal parts"
+            )
         node, rest = _part(r, x, dim, step, first, True)
     else:
-        node, rest = _columns(r, x, dim, first, taken)
+        node, rest = _columns(r, x, dim, first, count)
     return Value(node, (*x.labels[:dim], rest, *x.labels[dim + 1 :]), out.dtype)
 
 
-def _columns(r: Any, x: Value, dim: int, first: int, taken: int) -> tuple[Node, Label]:
+def _first_column(start: int | None, size: int) -> int:
+    """The first column of a slice from ``start``, as Python counts."""
+    if start is None:
+        return 0
+    return slice(start, None).indices(size)[0]
+
+
+def _columns(r: Any, x: Value, dim: int, first: int, count: int) -> tuple[Node, Label]:
     """Neighbouring columns that are one or some of equal parts of a row, and their label."""
-    size = r.axes.size(r.axes.leaves(x.labels[dim]))
-    if not taken:
+    size = _size_of(r, x.labels[dim])
+    if not count:
         raise NotRowwiseError("an empty slice of columns")
-    part = math.gcd(size, first, taken)
-    if taken == 1 and size > MOST_PARTS:
+    if count == 1 and size > MOST_PARTS:
         return picked(r, x, dim, r.graph.const(first)), ()
-    if part != taken and size // part > MOST_PARTS:
-        raise NotRowwiseError(f"columns {first} to {first + taken} of {size} {_too_many(size // part)}")
-    found = [_part(r, x, dim, size // part, which, False) for which in range(first // part, (first + taken) // part)]
-    if len(found) == 1:
-        return found[0]
-    axis = r.axes.new(len(found))
-    return _stack_node(r, [node for node, _ in found], axis, x.node.kind), (*axis, *found[0][1])
+    # The widest parts of the row at whose bounds the slice begins and ends.
+    width = math.gcd(size, first, count)
+    parts = size // width
+    if width != count and parts > MOST_PARTS:
+        raise NotRowwiseError(f"columns {first} to {first + count} of {size} {_too_many(parts)}")
+    positions = range(first // width, (first + count) // width)
+    pieces = [_part(r, x, dim, parts, position, False) for position in positions]
+    if len(pieces) == 1:
+        return pieces[0]
+    axis = r.axes.new(len(pieces))
+    _, rest = pieces[0]
+    return _stack_node(r, [node for node, _ in pieces], axis, x.node.kind), (*axis, *rest)
 
 
 def _too_many(parts: int) -> str:
-    return f"need {parts} equal parts of a row; {MOST_PARTS} is the most. Pass the parts as arguments of their own"
+    return (
+        f"need {parts} equal parts of a row; {MOST_PARTS} is the most. "
+        "Pass the parts as arguments of their own"
+    )
 
 
 _MOVED = "it moves columns; do so before the call, or name the parts with chunk and cat"
 
 
 def _side_by_side(r: Any, out: Any, x: Value, dim: int, pieces: Sequence[tuple[int, int]]) -> Value:
-    """Pieces of a dimension put together: the first column of each, and how many it has."""
-    size, label = out.shape[dim], x.labels[dim]
-    part = math.gcd(r.axes.size(r.axes.leaves(label)), *[number for piece in pieces for number in piece])
-    if size // part > MOST_PARTS:
+    """A concatenation of pieces of a dimension, each with its first column and its width."""
+    numbers = [number for piece in pieces for number in piece]
+    part = math.gcd(_size_of(r, x.labels[dim]), *numbers)
+    if out.shape[dim] // part > MOST_PARTS:
         raise NotRowwiseError(_MOVED)
-    found = []
+    values = []
     for first, count in pieces:
         node, rest = _columns(r, x, dim, first, count)
-        found.append(Value(node, (*x.labels[:dim], rest, *x.labels[dim + 1 :]), x.dtype))
-    return _cat(r, out, found, dim)
+        values.append(_relabeled(x, dim, rest, node))
+    return _cat(r, out, values, dim)
 
 
 @lowers("roll")
 def _roll(r: Any, out: Any, x: Value, shifts: Any, dims: Any = ()) -> Value:
-    """By half of a row, as of a rotary embedding, or by a sixteenth at least."""
+    """Columns moved by a multiple of one of at most `MOST_PARTS` equal parts of a row."""
     dims = [dims] if isinstance(dims, int) else list(dims)
     if len(dims) != 1:
         raise NotRowwiseError(_MOVED)
     dim, size = dims[0] % out.dim(), out.shape[dims[0]]
     shift = (shifts if isinstance(shifts, int) else shifts[0]) % size
-    return x if not shift else _side_by_side(r, out, x, dim, [(size - shift, shift), (0, size - shift)])
+    if not shift:
+        return x
+    return _side_by_side(r, out, x, dim, [(size - shift, shift), (0, size - shift)])
 
 
 @lowers("flip")
 def _flip(r: Any, out: Any, x: Value, dims: Sequence[int]) -> Value:
-    for dim in [d % len(x.labels) for d in dims if x.labels]:
+    if not x.labels:
+        return x
+    for dim in [d % len(x.labels) for d in dims]:
         if x.labels[dim]:
-            x = _side_by_side(r, out, x, dim, [(place, 1) for place in reversed(range(out.shape[dim]))])
+            columns = [(column, 1) for column in reversed(range(out.shape[dim]))]
+            x = _side_by_side(r, out, x, dim, columns)
     return x
 
 
 @lowers("constant_pad_nd")
 def _pad(r: Any, out: Any, x: Value, pad: Sequence[int], value: float = 0) -> Value:
-    """Numbers put before and behind the columns."""
+    """The columns with numbers before and behind them."""
     before, behind, *others = pad
     if any(others) or min(before, behind) < 0:
-        raise NotRowwiseError("it adds or cuts rows; pad the last dimension alone, or outside of the function")
+        raise NotRowwiseError(
+            "it adds or cuts rows; pad the last dimension alone, or outside of the function"
+        )
     number = as_kind(r, r.graph.const(value), kind_of(out.dtype))
     dim = out.dim() - 1
-    pieces = [
-        Value(number, (*x.labels[:dim], r.axes.new(count)), out.dtype) if count else None for count in (before, behind)
-    ]
-    return _cat(r, out, [piece for piece in (pieces[0], x, pieces[1]) if piece is not None], dim)
+
+    def padding(count: int) -> list[Value]:
+        if not count:
+            return []
+        return [Value(number, (*x.labels[:dim], r.axes.new(count)), out.dtype)]
+
+    first, last = padding(before), padding(behind)
+    return _cat(r, out, [*first, x, *last], dim)
 
 
 @lowers("select")
-def _select(r: Any, out: Any, x: Value, dim: int, which: int) -> Value:
+def _select(r: Any, out: Any, x: Value, dim: int, index: int) -> Value:
     dim %= len(x.labels)
-    size = r.axes.size(r.axes.leaves(x.labels[dim]))
-    if size == 1:
-        return Value(x.node, (*x.labels[:dim], *x.labels[dim + 1 :]), out.dtype)
-    node, _ = _columns(r, x, dim, which % size, 1)
+    size = _size_of(r, x.labels[dim])
+    node = x.node
+    if size != 1:
+        node, _ = _columns(r, x, dim, index % size, 1)
     return Value(node, (*x.labels[:dim], *x.labels[dim + 1 :]), out.dtype)
 
 
@@ -223,43 +295,58 @@ def _split(r: Any, out: Any, x: Value, sizes: Any, dim: int = 0) -> list[Value]:
     dim %= len(x.labels)
     if len(out) == 1:
         return [x]
-    found, first = [], 0
+    values, first = [], 0
     for part in out:
-        node, rest = _columns(r, x, dim, first, part.shape[dim])
-        found.append(Value(node, (*x.labels[:dim], rest, *x.labels[dim + 1 :]), part.dtype))
-        first += part.shape[dim]
-    return found
+        count = part.shape[dim]
+        node, rest = _columns(r, x, dim, first, count)
+        values.append(Value(node, (*x.labels[:dim], rest, *x.labels[dim + 1 :]), part.dtype))
+        first += count
+    return values
 
 
 @lowers("unbind")
 def _unbind(r: Any, out: Any, x: Value, dim: int = 0) -> list[Value]:
-    return [_select(r, part, x, dim, which) for which, part in enumerate(out)]
+    return [_select(r, part, x, dim, position) for position, part in enumerate(out)]
+
+
+# --- parts put together ---------------------------------------------------------------------------
 
 
 def _stacked(r: Any, values: Sequence[Value], kind: str) -> tuple[Node, tuple[Label, ...], Label]:
     """Values of the same dimensions along a new axis; these dimensions, and the axis."""
     labels = joined(r, *[value.labels for value in values])
     axis = _axis_of(r, values)
-    if axis is None or set(r.axes.leaves(axis)) & set(r.axes.of([a for value in values for a in value.node.axes])):
+    varying = r.axes.of([axis for value in values for axis in value.node.axes])
+    # An axis along which a value still varies would appear twice.
+    if axis is None or set(r.axes.leaves(axis)) & set(varying):
         axis = r.axes.new(len(values))
-    return _stack_node(r, [as_kind(r, value.node, kind) for value in values], axis, kind), labels, axis
+    nodes = [as_kind(r, value.node, kind) for value in values]
+    return _stack_node(r, nodes, axis, kind), labels, axis
 
 
 def _stack_node(r: Any, nodes: Sequence[Node], axis: Label, kind: str) -> Node:
-    axes = frozenset(r.axes.of(frozenset().union(*[node.axes for node in nodes]))) | set(axis)
+    varying = r.axes.of(frozenset().union(*[node.axes for node in nodes]))
+    axes = frozenset(varying) | set(axis)
     return r.graph.make("stack", *nodes, attrs=(axis,), axes=axes, kind=kind)
 
 
+# Operators that a part of a row goes through before it is put back, as in a rotary embedding.
+_KEEPS_PART = frozenset({"neg", "mul", "add", "sub", "cast"})
+
+
 def _axis_of(r: Any, values: Sequence[Value]) -> Label | None:
-    """The axis of which these are parts, if it has as many."""
+    """The axis that these values are parts of, if it has as many.
+
+    Parts that are put back along their own axis have the columns of the row that they came from.
+    """
     for value in values:
-        todo = [value.node]
-        while todo:
-            node = todo.pop()
+        pending = [value.node]
+        while pending:
+            node = pending.pop()
             if node.op == "select" and r.axes.size(node.attrs[0]) == len(values):
                 return node.attrs[0]
-            if node.op in ("neg", "mul", "add", "sub", "cast"):
-                todo.extend(node.args)
+            if node.op in _KEEPS_PART:
+                pending.extend(node.args)
     return None
 
 
@@ -277,22 +364,29 @@ def _cat(r: Any, out: Any, values: Sequence[Value], dim: int = 0) -> Value:
     dim %= out.dim()
     if len(values) == 1:
         return values[0]
-    sizes = [r.axes.size(r.axes.leaves(value.labels[dim])) for value in values]
-    part = math.gcd(*sizes)
-    if sum(sizes) // part > MOST_PARTS and len(set(sizes)) > 1:
-        term = (
-            "; a column that a softmax has for a sink is a term of its sum: exp(sink - largest)" if 1 in sizes else ""
-        )
-        raise NotRowwiseError(f"columns put together as {sizes} {_too_many(sum(sizes) // part)}{term}")
-    values = [
-        one for value, size in zip(values, sizes, strict=True) for one in _equal_parts(r, value, dim, size // part)
-    ]
-    node, labels, axis = _stacked(r, values, kind_of(out.dtype))
+    sizes = [_size_of(r, value.labels[dim]) for value in values]
+    width = math.gcd(*sizes)
+    count = sum(sizes) // width
+    if count > MOST_PARTS and len(set(sizes)) > 1:
+        term = ""
+        if 1 in sizes:
+            term = (
+                "; a column that a softmax has for a sink is a term of its sum: exp(sink - largest)"
+            )
+        raise NotRowwiseError(f"columns put together as {sizes} {_too_many(count)}{term}")
+    # The values' parts of the common width, stacked: their axis is the slower one of the result.
+    parts: list[Value] = []
+    for value, size in zip(values, sizes, strict=True):
+        parts += _equal_parts(r, value, dim, size // width)
+    node, labels, axis = _stacked(r, parts, kind_of(out.dtype))
     return Value(node, (*labels[:dim], (*axis, *labels[dim]), *labels[dim + 1 :]), out.dtype)
 
 
 def _equal_parts(r: Any, x: Value, dim: int, count: int) -> list[Value]:
     if count == 1:
         return [x]
-    found = [_part(r, x, dim, count, which, False) for which in range(count)]
-    return [Value(node, (*x.labels[:dim], rest, *x.labels[dim + 1 :]), x.dtype) for node, rest in found]
+    parts = []
+    for position in range(count):
+        node, rest = _part(r, x, dim, count, position, False)
+        parts.append(_relabeled(x, dim, rest, node))
+    return parts
