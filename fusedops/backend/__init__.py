@@ -1,1 +1,1 @@
-"""A backend of torch.compile: the row-wise parts of any model as one kernel each way, and the rest by Inductor."""
+"""A backend of torch.compile: row-wise regions become kernels, and Inductor compiles the rest."""

@@ -1,12 +1,16 @@
 """Dimensions that are one of a tensor and several of another, such as rows that are flattened.
 
-Where their sizes are symbols, a program takes and returns such tensors with several dimensions.
+Where their sizes are symbols, a program takes and returns such tensors with several dimensions:
+
+    region    x [b * t, d], y [b, t, d]         program    x [b, t, d], y [b, t, d]
+
+A *split* makes several dimensions of one, a *join* one of several.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +21,22 @@ from ..compiler.errors import NotRowwiseError
 from ..compiler.structure import Operand, Structure
 from .regions import value_of
 
-__all__ = ["Join", "Split", "are_joined", "join", "joins_of", "split", "split_shape", "splits_of", "take_apart"]
+__all__ = [
+    "Join",
+    "Split",
+    "are_joined",
+    "join",
+    "joins_of",
+    "split",
+    "split_dimensions",
+    "split_shape",
+    "splits_of",
+]
 
-# A dimension, and the sizes that it is taken as: a number, one of another tensor's sizes as its place and dimension, or None
-# for what is left.
+# A dimension, and the sizes of the dimensions that it is split into. A size is a number, a size of
+# another tensor (its position and the dimension), or None for the quotient.
 Split = tuple[int, "list[int | tuple[int, int] | None]"]
-# A first and a last dimension, that are one.
+# The first and the last of the dimensions that are joined.
 Join = tuple[int, int]
 
 _FLATTEN, _UNFLATTEN = torch.ops.aten.flatten.using_ints, torch.ops.aten.unflatten.int
@@ -30,107 +44,193 @@ _SIZE = torch.ops.aten.sym_size.int
 
 
 def _is_joined(label: Label, moving: Collection[int]) -> bool:
+    """Whether a dimension is several axes, one of which has a size that is a symbol."""
     return len(label) > 1 and any(axis in moving for axis in label)
 
 
 def are_joined(structure: Structure, moving: Collection[int]) -> bool:
-    """Whether a tensor has a dimension that is several axes, one of which has a size that is a symbol.
+    """Whether a tensor has a dimension that is several axes, one of them with a symbolic size.
 
     Args:
+        structure: of the function.
         moving: the axes whose sizes are symbols.
     """
     operands = (*structure.inputs, *structure.outputs)
     return any(_is_joined(label, moving) for operand in operands for label in operand.labels)
 
 
-def splits_of(structure: Structure, moving: Collection[int], axes: Sequence[int] = ()) -> list[list[Split]]:
-    """Of each input, the dimensions that are several axes, the last first.
+def splits_of(
+    structure: Structure, moving: Collection[int], axes: Sequence[int] = ()
+) -> list[list[Split]]:
+    """The splits of each input, the last dimension first.
 
     Args:
         structure: of the function.
         moving: the axes whose sizes are symbols.
-        axes: those whose sizes the function takes, behind its tensors.
+        axes: those whose sizes the function takes, after its tensors.
     Raises:
-        NotRowwiseError: several sizes of such a dimension are known from nowhere, or one of `axes` is no tensor's.
+        NotRowwiseError: several sizes of such a dimension follow from nothing, or one of `axes`
+            is no tensor's.
     """
     if not {axis for operand in structure.inputs for axis in operand.axes}.issuperset(axes):
         raise NotRowwiseError("a size is not one of its tensors'")
-    alone = {axis: (len(structure.inputs) + number, 0) for number, axis in enumerate(axes)}
-    alone |= {label[0]: (place, dim) for place, operand in enumerate(structure.inputs)
-             for dim, label in enumerate(operand.labels) if len(label) == 1}  # fmt: skip
-    found: list[list[Split]] = []
+    locations = _locations(structure, axes)
+
+    def size_of(axis: int) -> int | tuple[int, int] | None:
+        return locations.get(axis) if axis in moving else structure.sizes[axis]
+
+    every: list[list[Split]] = []
     for operand in structure.inputs:
-        splits: list[Split] = [(dim, [alone.get(axis) if axis in moving else structure.sizes[axis] for axis in label])
-                               for dim, label in enumerate(operand.labels) if _is_joined(label, moving)]  # fmt: skip
+        splits: list[Split] = [
+            (dim, list(map(size_of, label)))
+            for dim, label in enumerate(operand.labels)
+            if _is_joined(label, moving)
+        ]
+        # A quotient gives one size; two would be any numbers of the same product.
         if any(sizes.count(None) > 1 for _, sizes in splits):
-            raise NotRowwiseError("rows that are one dimension of all its tensors, and several within it")
-        found.append(splits[::-1])
-    return found
+            raise NotRowwiseError(
+                "rows that are one dimension of all its tensors, and several within it"
+            )
+        every.append(splits[::-1])
+    return every
+
+
+def _locations(structure: Structure, axes: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """The position of a tensor, and a dimension of it, that is this axis alone.
+
+    A size after the tensors has a position, too; a tensor is preferred.
+    """
+    count = len(structure.inputs)
+    locations = {axis: (count + number, 0) for number, axis in enumerate(axes)}
+    for position, operand in enumerate(structure.inputs):
+        for dim, label in enumerate(operand.labels):
+            if len(label) == 1:
+                locations[label[0]] = (position, dim)
+    return locations
 
 
 def joins_of(operand: Operand, moving: Collection[int]) -> list[Join]:
-    """The dimensions of a tensor that are several axes, the first first: before later ones are joined."""
-    return [(dim, dim + len(label) - 1) for dim, label in enumerate(operand.labels) if _is_joined(label, moving)]
+    """The joins of a tensor, in the order in which they apply.
+
+    The first dimension is first: its join moves the others to where the next joins expect them.
+    """
+    return [
+        (dim, dim + len(label) - 1)
+        for dim, label in enumerate(operand.labels)
+        if _is_joined(label, moving)
+    ]
 
 
-def take_apart(graph: fx.Graph, structure: Structure, places: Sequence[int], moving: Collection[int],
-               axes: Sequence[int]) -> None:  # fmt: skip
-    """Has a function take and return tensors whose dimensions are several where they were one.
+def split_dimensions(
+    graph: fx.Graph,
+    structure: Structure,
+    output_numbers: Sequence[int],
+    moving: Collection[int],
+    axes: Sequence[int],
+) -> None:
+    """Changes a function so that the dimensions of its tensors are one axis each.
+
+    It joins its inputs first, and splits its results last. It takes sizes from its tensors, and no
+    longer after them.
 
     Args:
         graph: of the function.
         structure: of it.
-        places: for each of its results, the number of the structure's output.
+        output_numbers: for each of its results, the number of the structure's output.
         moving: the axes whose sizes are symbols.
-        axes: those whose sizes it has taken behind its tensors, and takes no longer.
+        axes: those whose sizes it takes after its tensors.
     """
-    given = graph.find_nodes(op="placeholder")
-    behind, where = given[-1].next, dict[int, tuple[fx.Node, int]]()
-    for node, operand in zip(given, structure.inputs, strict=False):
-        parts = [part for label in operand.labels for part in
-                 ([(axis,) for axis in label] if _is_joined(label, moving) else [label])]  # fmt: skip
-        where |= {label[0]: (node, dim) for dim, label in enumerate(parts) if len(label) == 1}
-        users = set(node.users)
-        with graph.inserting_before(behind):
+    placeholders = graph.find_nodes(op="placeholder")
+    body = placeholders[-1].next
+    locations = dict[int, tuple[fx.Node, int]]()
+    for node, operand in zip(placeholders, structure.inputs, strict=False):
+        for dim, label in enumerate(_split_labels(operand, moving)):
+            if len(label) == 1:
+                locations[label[0]] = (node, dim)
+        users = set(node.users)  # not the joins, which are new
+        with graph.inserting_before(body):
             whole = join(graph, node, joins_of(operand, moving))
         node.replace_all_uses_with(whole, users.__contains__)
-    for node, axis in zip(given[len(structure.inputs) :], axes, strict=True):
-        with graph.inserting_before(behind):
-            node.replace_all_uses_with(graph.call_function(_SIZE, where[axis]))
+    for node, axis in zip(placeholders[len(structure.inputs) :], axes, strict=True):
+        with graph.inserting_before(body):
+            node.replace_all_uses_with(graph.call_function(_SIZE, locations[axis]))
         graph.erase_node(node)
+    _split_results(graph, structure, output_numbers, moving, locations)
+
+
+def _split_labels(operand: Operand, moving: Collection[int]) -> list[Label]:
+    """The labels of a tensor's dimensions once they are split."""
+    labels: list[Label] = []
+    for label in operand.labels:
+        labels += [(axis,) for axis in label] if _is_joined(label, moving) else [label]
+    return labels
+
+
+def _split_results(
+    graph: fx.Graph,
+    structure: Structure,
+    output_numbers: Sequence[int],
+    moving: Collection[int],
+    locations: Mapping[int, tuple[fx.Node, int]],
+) -> None:
+    """Changes a function so that it returns split dimensions, see `split_dimensions`.
+
+    Args:
+        locations: of each axis, a tensor and the dimension of it that is this axis.
+    """
     [output] = graph.find_nodes(op="output")
     results = list(output.args[0])
+
+    def size_of(axis: int) -> Any:
+        return (
+            graph.call_function(_SIZE, locations[axis]) if axis in moving else structure.sizes[axis]
+        )
+
     with graph.inserting_before(output):
-        for i, number in enumerate(places):
-            labels = structure.outputs[number].labels
-            for dim, _ in joins_of(structure.outputs[number], moving)[::-1]:
-                sizes = [
-                    graph.call_function(_SIZE, where[axis]) if axis in moving else structure.sizes[axis]
-                    for axis in labels[dim]
-                ]
-                results[i] = graph.call_function(_UNFLATTEN, (results[i], dim, sizes))
+        for position, number in enumerate(output_numbers):
+            operand = structure.outputs[number]
+            # The last first: a split moves the dimensions after it.
+            for dim, _ in reversed(joins_of(operand, moving)):
+                sizes = list(map(size_of, operand.labels[dim]))
+                split_ = graph.call_function(_UNFLATTEN, (results[position], dim, sizes))
+                results[position] = split_
     output.args = (tuple(results),)
 
 
-def split_shape(place: int, splits: Sequence[Split], shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The shape of an input whose dimensions are several, from those of all inputs as they were."""
-    shape = list(shapes[place])
+def split_shape(
+    position: int, splits: Sequence[Split], shapes: Sequence[Sequence[int]]
+) -> tuple[int, ...]:
+    """The shape of an input after its splits, from the shapes of all inputs before theirs."""
+    shape = list(shapes[position])
     for dim, sizes in splits:
-        found = [shapes[size[0]][size[1]] if isinstance(size, tuple) else size for size in sizes]
-        rest = shape[dim] // math.prod([size for size in found if size is not None])
-        shape[dim : dim + 1] = [rest if size is None else size for size in found]
+        known = [shapes[size[0]][size[1]] if isinstance(size, tuple) else size for size in sizes]
+        quotient = shape[dim] // math.prod([size for size in known if size is not None])
+        shape[dim : dim + 1] = [quotient if size is None else size for size in known]
     return tuple(shape)
 
 
-def split(graph: fx.Graph, place: int, splits: Sequence[Split], nodes: Sequence[fx.Node]) -> fx.Node:
-    """An input whose dimensions are several, from all inputs as they were, and sizes behind them."""
-    node = nodes[place]
+def split(
+    graph: fx.Graph, position: int, splits: Sequence[Split], nodes: Sequence[fx.Node]
+) -> fx.Node:
+    """Splits an input.
+
+    Args:
+        graph: of the nodes.
+        position: of the input among the nodes.
+        splits: of the input.
+        nodes: all inputs before their splits, and sizes after them.
+    """
+    node = nodes[position]
 
     def size_of(size: int | tuple[int, int] | None) -> Any:
+        if size is None:
+            return -1
         if not isinstance(size, tuple):
-            return -1 if size is None else size
-        given = nodes[size[0]]
-        return given if isinstance(value_of(given), torch.SymInt) else graph.call_function(_SIZE, (given, size[1]))
+            return size
+        source, dim = nodes[size[0]], size[1]
+        if isinstance(value_of(source), torch.SymInt):
+            return source
+        return graph.call_function(_SIZE, (source, dim))
 
     for dim, sizes in splits:
         node = graph.call_function(_UNFLATTEN, (node, dim, list(map(size_of, sizes))))
@@ -138,7 +238,7 @@ def split(graph: fx.Graph, place: int, splits: Sequence[Split], nodes: Sequence[
 
 
 def join(graph: fx.Graph, node: fx.Node, joins: Sequence[Join]) -> fx.Node:
-    """A tensor with one dimension in the place of several."""
+    """Joins dimensions of a tensor."""
     for first, last in joins:
         node = graph.call_function(_FLATTEN, (node, first, last))
     return node

@@ -1,8 +1,8 @@
-"""Embeddings of few rows that are looked up very often: of token types, or of the distances between positions.
+"""Embeddings of few rows that are looked up very often, such as those of token types.
 
-The gradient of such a table is a sum of as many rows as there are look-ups, into few places. PyTorch compiles it to atomic
-additions, which wait for one another; here it is a product with the look-ups as zeros and ones. A gradient that is not finite
-makes its column of the table's not a number.
+The gradient of such a table is a sum of as many rows as there are look-ups, into few rows. PyTorch
+compiles it to atomic additions, which wait for one another; here it is a product with the look-ups
+as zeros and ones. A gradient that is not finite makes its column of the table's not a number.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor, fx
 
 from ..core import launch
 from ..core.registration import implement
-from .regions import name_of, value_of
+from .regions import are_numbers, name_of, value_of
 from .report import note_change
 
 __all__ = ["with_summed_gradients"]
 
 _MOST_ROWS, _LEAST_LOOKUPS = 64, 4096
-# Of the zeros and ones.
+# The most elements of the matrix of zeros and ones.
 _MOST_ELEMENTS = 2**26
 # A product of so many parts of the look-ups keeps a GPU busy.
 _MOST_PARTS = 256
@@ -41,17 +41,20 @@ def with_summed_gradients(graph: fx.Graph, needs: set[fx.Node]) -> None:
 
 
 def _is_of_few(node: fx.Node) -> bool:
-    if len(node.args) != 2 or node.kwargs:  # a row that has no gradient, or gradients by frequency
+    """Whether an embedding has few rows and many look-ups, of known numbers."""
+    # Others have a row without a gradient, or gradients scaled by frequency.
+    if len(node.args) != 2 or node.kwargs:
         return False
-    table, places = value_of(node.args[0]), value_of(node.args[1])  # type: ignore[arg-type]
-    if not all(type(size) is int for size in (*table.shape, *places.shape)):
+    table, indices = value_of(node.args[0]), value_of(node.args[1])  # type: ignore[arg-type]
+    if not are_numbers((*table.shape, *indices.shape)):
         return False
-    lookups = math.prod(places.shape)
-    is_fit = table.shape[0] <= _MOST_ROWS and _LEAST_LOOKUPS <= lookups <= _MOST_ELEMENTS // max(table.shape[0], 1)
+    rows, lookups = table.shape[0], math.prod(indices.shape)
+    most_lookups = _MOST_ELEMENTS // max(rows, 1)
+    is_fit = rows <= _MOST_ROWS and _LEAST_LOOKUPS <= lookups <= most_lookups
     return is_fit and launch.runs_kernels(table.device.type)
 
 
-# --- the operator -------------------------------------------------------------------------------------------------------
+# --- the operator ---------------------------------------------------------------------------------
 
 
 def _embedding(table: Tensor, places: Tensor) -> Tensor:
@@ -59,23 +62,32 @@ def _embedding(table: Tensor, places: Tensor) -> Tensor:
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    table, places = inputs
-    ctx.save_for_backward(places)
+    table, indices = inputs
+    ctx.save_for_backward(indices)
     ctx.rows, ctx.dtype = table.shape[0], table.dtype
 
 
 def _derivative(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    """In fp32, or in the gradient's dtype if that is wider."""
-    (places,) = ctx.saved_tensors
-    count = places.numel()
+    """The gradient, summed in fp32, or in the gradient's dtype if that is wider.
+
+    With p parts of n look-ups, r rows and d columns:
+
+        is_row [p, r, n] @ grad [p, n, d] ──▶ [p, r, d] ──sum──▶ [r, d]
+    """
+    (indices,) = ctx.saved_tensors
+    count = indices.numel()
     parts = math.gcd(count, _MOST_PARTS)
     acc = torch.promote_types(grad.dtype, torch.float32)
-    is_there = places.reshape(parts, 1, -1) == torch.arange(ctx.rows, device=places.device).view(1, -1, 1)
-    summed = torch.bmm(is_there.to(acc), grad.reshape(parts, count // parts, -1).to(acc)).sum(0)
-    return summed.to(ctx.dtype), None
+    lookups = indices.reshape(parts, 1, -1)
+    rows = torch.arange(ctx.rows, device=indices.device).view(1, -1, 1)
+    is_row = (lookups == rows).to(acc)
+    by_part = grad.reshape(parts, count // parts, -1).to(acc)
+    return torch.bmm(is_row, by_part).sum(0).to(ctx.dtype), None
 
 
 _LIBRARY = torch.library.Library("fusedops", "FRAGMENT")
 _LIBRARY.define("embedding_of_few(Tensor table, Tensor places) -> Tensor")
 implement(_LIBRARY, "embedding_of_few", _embedding, _embedding, decomposed=True)
-torch.library.register_autograd("fusedops::embedding_of_few", _derivative, setup_context=_setup, lib=_LIBRARY)
+torch.library.register_autograd(
+    "fusedops::embedding_of_few", _derivative, setup_context=_setup, lib=_LIBRARY
+)

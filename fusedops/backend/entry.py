@@ -1,4 +1,4 @@
-"""`fusedops.compile`, `fusedops.explain`, and the backend that torch.compile finds by the name ``fusedops``."""
+"""`fusedops.compile`, `fusedops.explain`, and torch.compile's backend ``fusedops``."""
 
 from __future__ import annotations
 
@@ -20,22 +20,29 @@ from .gradients import needs_gradients
 from .products import returns_padded
 from .regions import tensors_of
 from .report import CompileReport, changes_in, operators_in
-from .returned import computed_again
+from .returned import recompute_returned
 
 __all__ = ["backend", "compile", "explain"]
 
 _Compiled = TypeVar("_Compiled", bound=nn.Module | Callable[..., Any])
 
 
-def compile(model: _Compiled, *, fullgraph: bool = False, dynamic: bool | None = None, mode: str | None = None,  # noqa: A001
-            options: Mapping[str, Any] | None = None) -> _Compiled:  # fmt: skip
+def compile(  # noqa: A001
+    model: _Compiled,
+    *,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> _Compiled:
     """A compiled model in which row-wise regions are fused operators.
 
-    The same as ``torch.compile(model, backend="fusedops", ...)``. Between its matrix products and attentions a model computes
-    functions of rows: sums with biases, dropout and residuals, norms, activations. Each such region that pays becomes one
-    kernel forward and one backward, as with `fusedops.rowwise`; Inductor compiles the rest of the graph. On a device without
-    kernels, such as a CPU, Inductor compiles everything. If a graph cannot be taken apart, a ``RuntimeWarning`` names the
-    reason, and Inductor compiles it whole.
+    The same as ``torch.compile(model, backend="fusedops", ...)``. Between its matrix products and
+    attentions a model computes functions of rows: sums with biases, dropout and residuals, norms,
+    activations. Each such region that pays becomes one kernel forward and one backward, as with
+    `fusedops.rowwise`; Inductor compiles the rest of the graph. On a device without kernels, such
+    as a CPU, Inductor compiles everything. If a graph cannot be taken apart, a ``RuntimeWarning``
+    names the reason, and Inductor compiles it whole.
 
     Args:
         model: a module or a function.
@@ -47,23 +54,35 @@ def compile(model: _Compiled, *, fullgraph: bool = False, dynamic: bool | None =
         The compiled model, as from `torch.compile`. `explain` reports its regions.
     Raises:
         TypeError: the model cannot be called, or options are no mapping.
-        RuntimeError: Inductor has no such mode or option, or an option is of another type; or both are given.
+        RuntimeError: Inductor has no such mode or option, or an option is of another type; or both
+            are given.
     """
     if not callable(model):
-        raise TypeError(f"compile: model must be a module or a function, got {type(model).__name__}")
+        raise TypeError(
+            f"compile: model must be a module or a function, got {type(model).__name__}"
+        )
     if options is not None and not isinstance(options, Mapping):
-        raise TypeError(f"compile: options must be a mapping of Inductor's options, got {type(options).__name__}")
+        raise TypeError(
+            "compile: options must be a mapping of Inductor's options, "
+            f"got {type(options).__name__}"
+        )
     compat.check_of_inductor(mode, options)
-    given: dict[str, Any] = {"fullgraph": fullgraph, "dynamic": dynamic, "mode": mode, "options": options}
-    compiled: Any = torch.compile(model, backend=backend, **given)
+    arguments: dict[str, Any] = {
+        "fullgraph": fullgraph,
+        "dynamic": dynamic,
+        "mode": mode,
+        "options": options,
+    }
+    compiled: Any = torch.compile(model, backend=backend, **arguments)
     return compiled  # type: ignore[no-any-return]
 
 
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> CompileReport:
-    """The row-wise regions that `fusedops.compile` finds in a call of a model, why others are left, and what else it changes.
+    """Reports the row-wise regions that `fusedops.compile` finds in a call of a model.
 
-    The model is called once with the given arguments, positional and by keyword. It is traced, but not compiled. Call it under
-    autocast and in the mode (training or not) in which it is to run.
+    The report names the reasons why other regions are left, and what else is changed. The model is
+    called once with the given arguments, positional and by keyword. It is traced, but not compiled.
+    Call it under autocast and in the mode (training or not) in which it is to run.
 
     Args:
         model: a module or a function.
@@ -73,25 +92,39 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> CompileRepo
         TypeError: the model cannot be called.
     """
     if not callable(model):
-        raise TypeError(f"explain: model must be a module or a function, got {type(model).__name__}")
+        raise TypeError(
+            f"explain: model must be a module or a function, got {type(model).__name__}"
+        )
     report = CompileReport()
-    traced: Any = torch.compile(_in_code_of_its_own(model), backend=functools.partial(_explained, report))
+    traced: Any = torch.compile(
+        _in_code_of_its_own(model), backend=functools.partial(_explained, report)
+    )
     traced(*args, **kwargs)
     return report
 
 
 def _in_code_of_its_own(model: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls a model. Dynamo counts compilations by code object, and after eight it traces no more."""
+    """A function with a new code object that calls a model.
+
+    Dynamo counts compilations by code object, and after eight it traces no more.
+    """
 
     def explained(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    return FunctionType(explained.__code__.replace(), globals(), "explained", None, explained.__closure__)
+    return FunctionType(
+        explained.__code__.replace(), globals(), "explained", None, explained.__closure__
+    )
 
 
-def backend(gm: fx.GraphModule, inputs: Sequence[Any], *, mode: str | None = None,
-            options: Mapping[str, Any] | None = None) -> Any:  # fmt: skip
-    """What torch.compile calls with each graph, by the entry point ``fusedops``.
+def backend(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Compiles a graph for torch.compile, which finds it by the entry point ``fusedops``.
 
     Args:
         gm: the graph, from Dynamo.
@@ -100,52 +133,74 @@ def backend(gm: fx.GraphModule, inputs: Sequence[Any], *, mode: str | None = Non
         options: of Inductor.
     """
     report = CompileReport()
-    made = _stored(gm, inputs, report)
+    graph = _stored(gm, inputs, report)
     for reason in report.left:
-        warnings.warn(f"fusedops leaves a graph to Inductor: {reason}", RuntimeWarning, stacklevel=2)
-    with _autocast_of(report), compat.contiguous_tangents() if returns_padded(made.graph) else nullcontext():
-        return compat.compile_by_inductor(made, inputs, mode, options)
+        warnings.warn(
+            f"fusedops leaves a graph to Inductor: {reason}", RuntimeWarning, stacklevel=2
+        )
+    # The gradient of a padded product comes without padding: contiguous, unlike the result.
+    is_padded = returns_padded(graph.graph)
+    tangents = compat.contiguous_tangents() if is_padded else nullcontext()
+    with _autocast_of(report), tangents:
+        return compat.compile_by_inductor(graph, inputs, mode, options)
 
 
 def _stored(gm: fx.GraphModule, inputs: Sequence[Any], report: CompileReport) -> fx.GraphModule:
-    """The graph with operators in the place of its regions, from disk where it is there."""
+    """The graph with operators in the place of its regions, read from disk if it is stored."""
     path = storing.stored_at(gm, inputs)
-    made = None if path is None else storing.read(path, gm)
-    if made is not None:
-        return made
-    made = _with_operators(gm, inputs, report)
-    return made if path is None or report.left else storing.write(path, gm, made, report.programs)
+    graph = None if path is None else storing.read(path, gm)
+    if graph is not None:
+        return graph
+    graph = _with_operators(gm, inputs, report)
+    if path is None or report.left:
+        return graph
+    return storing.write(path, gm, graph, report.programs)
 
 
 def _autocast_of(report: CompileReport) -> AbstractContextManager[None]:
-    """Of a graph that was captured the casts are operators; one that is left is cast while it is compiled."""
+    """The context in which a graph is compiled.
+
+    In a captured graph casts are operators: autocast must not add others. A graph that is left to
+    Inductor is cast while it is compiled.
+    """
     return nullcontext() if report.left else compat.casts_recorded()
 
 
-def _explained(report: CompileReport, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+def _explained(
+    report: CompileReport, gm: fx.GraphModule, inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """Reports a graph, and runs it as it is."""
     _with_operators(gm, inputs, report)
     return gm.forward
 
 
-def _with_operators(gm: fx.GraphModule, inputs: Sequence[Any], report: CompileReport) -> fx.GraphModule:
-    """The graph with operators in the place of its regions; as it is, if it cannot be captured."""
-    found = CompileReport()
+def _with_operators(
+    gm: fx.GraphModule, inputs: Sequence[Any], report: CompileReport
+) -> fx.GraphModule:
+    """The graph with operators in the place of its regions; unchanged if it cannot be captured."""
+    # Of this graph alone: nothing of it is reported if the capture fails half-way.
+    own = CompileReport()
 
     def inner(body: fx.GraphModule) -> fx.GraphModule:
-        found.operators += operators_in(body.graph)
-        found.regions += fused(body)
+        own.operators += operators_in(body.graph)
+        own.regions += fused(body)
         return body
 
     report.graphs += 1
     try:
-        made = inner(captured(gm, inputs, inner))
-        computed_again(made.graph, needs_gradients(made.graph))
-    except Exception as error:  # noqa: BLE001 - a graph in which something is unknown is Inductor's
-        reason = error.reason if isinstance(error, NotCapturedError) else f"{type(error).__name__}: {error}"
-        report.left.append(reason)
+        result = inner(captured(gm, inputs, inner))
+        recompute_returned(result.graph, needs_gradients(result.graph))
+    except Exception as error:  # noqa: BLE001 - a graph with an unknown part is Inductor's
+        report.left.append(_reason_of(error))
         return gm
-    report.regions += found.regions
-    report.operators += found.operators
-    report.changes += changes_in(made.graph)
-    report.devices.update(tensor.device.type for tensor in tensors_of(made.graph.nodes))
-    return made
+    report.regions += own.regions
+    report.operators += own.operators
+    report.changes += changes_in(result.graph)
+    report.devices.update(tensor.device.type for tensor in tensors_of(result.graph.nodes))
+    return result
+
+
+def _reason_of(error: Exception) -> str:
+    if isinstance(error, NotCapturedError):
+        return error.reason
+    return f"{type(error).__name__}: {error}"

@@ -2,82 +2,126 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, fx
 
 from ..core import compat
-from .regions import captured_body, is_fixed, name_of, named_again, overlap, tensors_of, value_of, written
+from .regions import (
+    aliased_inputs,
+    captured_body,
+    is_fixed,
+    name_of,
+    overlap,
+    tensors_of,
+    value_of,
+    written,
+)
 
 __all__ = ["needs_gradients", "receives_gradients", "recorded"]
 
 
 def needs_gradients(graph: fx.Graph) -> set[fx.Node]:
     """The nodes whose values have gradients."""
-    found: set[fx.Node] = set()
+    needs: set[fx.Node] = set()
+    for node, enabled in _with_grad_mode(graph):
+        if not _is_source(node) and not _inherits(node, needs, enabled=enabled):
+            continue
+        needs.add(node)
+        # A write with gradients gives them to all values that share the memory, earlier ones too.
+        changed = _written_with_gradients(node)
+        if changed:
+            needs.update(other for other in graph.nodes if overlap(tensors_of([other]), changed))
+    return needs
+
+
+def _with_grad_mode(graph: fx.Graph) -> Iterator[tuple[fx.Node, bool]]:
+    """The nodes of a graph, each with whether gradients are on; without those that switch them."""
     enabled = torch.is_grad_enabled()
     for node in graph.nodes:
         if node.target in compat.GRAD_MODES:
             enabled = bool(node.args[0])
-            continue
-        own = node.meta.get("requires_grad") or (
-            node.op == "get_attr" and getattr(value_of(node), "requires_grad", False)
-        )
-        value = value_of(node)
-        is_cut = _reads_no_numbers(node) or (
-            isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
-        )
-        given = node.all_input_nodes if enabled else named_again(node)
-        if own or (not is_cut and found.intersection(given)):
-            found.add(node)
-            changed = _written_with_gradients(node)
-            found.update(other for other in graph.nodes if changed and overlap(tensors_of([other]), changed))
-    return found
+        else:
+            yield node, enabled
+
+
+def _is_source(node: fx.Node) -> bool:
+    """Whether a node is an input or an attribute that requires a gradient."""
+    if node.meta.get("requires_grad"):
+        return True
+    return node.op == "get_attr" and bool(getattr(value_of(node), "requires_grad", False))
+
+
+def _inherits(node: fx.Node, needs: set[fx.Node], *, enabled: bool) -> bool:
+    """Whether a node's value has gradients because one of its arguments has.
+
+    Args:
+        node: of the graph.
+        needs: the earlier nodes whose values have gradients.
+        enabled: whether gradients are recorded. Where they are not, only views inherit them.
+    """
+    if _cuts_gradient(node):
+        return False
+    return bool(needs.intersection(node.all_input_nodes if enabled else aliased_inputs(node)))
+
+
+def _cuts_gradient(node: fx.Node) -> bool:
+    """Whether a node's result has no gradient, whatever its arguments have."""
+    if _reads_no_numbers(node):
+        return True
+    value = value_of(node)
+    return isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
 
 
 def recorded(graph: fx.Graph) -> set[fx.Node]:
     """The nodes where gradients are recorded."""
-    found, enabled = set[fx.Node](), torch.is_grad_enabled()
-    for node in graph.nodes:
-        if node.target in compat.GRAD_MODES:
-            enabled = bool(node.args[0])
-        elif enabled:
-            found.add(node)
-    return found
+    return {node for node, enabled in _with_grad_mode(graph) if enabled}
 
 
 def receives_gradients(graph: fx.Graph, needs: set[fx.Node]) -> set[fx.Node]:
-    """The nodes whose values have gradients, from something that the graph returns.
+    """The nodes whose values have gradients, from a result of the graph.
 
-    The others are only detached, or compared. An operator in their place with several arguments or results would hand on zeros.
+    The others are only detached, or compared. An operator that replaces several of them and has
+    several arguments or results would return zeros as their gradients.
 
     Args:
         graph: of operators.
         needs: the nodes whose values may have gradients.
     """
-    found: set[fx.Node] = set()
+    receives: set[fx.Node] = set()
+    # Backwards: a node's users are decided before it.
     for node in reversed(graph.nodes):
-        if node in needs and any(_hands_on(user, found) for user in node.users):
-            found.add(node)
-    return found
+        if node in needs and any(_passes_gradient(user, receives) for user in node.users):
+            receives.add(node)
+    return receives
 
 
-def _hands_on(user: fx.Node, found: set[fx.Node]) -> bool:
-    """Whether a gradient may come from a node: what is written into may be read by what is not among its users."""
-    return user in found or user.op == "output" or is_fixed(user)
+def _passes_gradient(user: fx.Node, receives: set[fx.Node]) -> bool:
+    """Whether a gradient may come from a user of a node.
+
+    A user that writes into its argument counts: the result may be read by nodes that are not among
+    its users.
+    """
+    return user in receives or user.op == "output" or is_fixed(user)
 
 
 def _reads_no_numbers(node: fx.Node) -> bool:
-    """Whether a node's gradient ends there: it is detached, or made like another in nothing but its shape."""
+    """Whether a node detaches its argument, or creates a tensor of the argument's shape."""
     name = name_of(node)
     return name == "detach" or name.endswith("_like") or name.startswith("new_")
 
 
 def _written_with_gradients(node: fx.Node) -> list[Tensor]:
-    """The tensors into which a node writes what has gradients. A custom autograd function's have none but its results."""
+    """The tensors into which a node writes values with gradients."""
+    # A custom autograd function gives gradients to its results alone.
     if node.target is compat.OWN_DERIVATIVE:
         return []
     body = captured_body(node)
     if body is None:
         return written(node)
     needs = needs_gradients(body)
-    return [tensor for one in body.nodes if one in needs for tensor in _written_with_gradients(one)]
+    changed = []
+    for inner in filter(needs.__contains__, body.nodes):
+        changed += _written_with_gradients(inner)
+    return changed

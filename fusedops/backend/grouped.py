@@ -1,8 +1,9 @@
 """Products of groups of rows, each group with its own matrix, as in a mixture of experts.
 
-Where PyTorch has no grouped product that compiles, Transformers multiplies group by group, and reads at each product, forward and
-backward, where the groups end: a GPU that has done its work waits meanwhile. Here the ends are read once for all products that
-share them, and nothing is filled with zeros but what no product writes.
+Where PyTorch has no grouped product that compiles, Transformers multiplies group by group. At each
+product, forward and backward, it reads the ends of the groups from the GPU, which waits meanwhile.
+Here the ends are read once for all products that share them, and only the rows and matrices that no
+product writes are filled with zeros.
 """
 
 from __future__ import annotations
@@ -24,31 +25,35 @@ _REPLACED = "transformers::grouped_mm_fallback(Tensor input, Tensor weight, Tens
 
 
 def is_grouped(target: Any) -> bool:
-    """Whether this is the operator of Transformers, in the form that is known."""
+    """Whether a node calls the operator of Transformers, with the schema that is replaced here."""
     return compat.schema(target) == _REPLACED
 
 
 def with_offsets_on_cpu(graph: fx.Graph) -> None:
     """Replaces grouped products by ones that share a copy of their offsets on the CPU."""
-    nodes = [node for node in graph.nodes if is_grouped(node.target) and _is_run(node)]
+    nodes = [node for node in graph.nodes if is_grouped(node.target) and _runs_kernels(node)]
     changed = changed_in(graph) if nodes else []
     copies: dict[Any, fx.Node] = {}
     for node in nodes:
         rows, weight, offsets = node.args
+        # A copy would not follow a change of the offsets.
         if overlap(tensors_of([offsets]), changed):
             continue
         if offsets not in copies:
             with graph.inserting_before(node):
-                copies[offsets] = graph.call_function(torch.ops.fusedops.offsets_on_cpu.default, (offsets,))
-        node.target, node.args = torch.ops.fusedops.grouped_mm.default, (rows, weight, copies[offsets])
+                copies[offsets] = graph.call_function(
+                    torch.ops.fusedops.offsets_on_cpu.default, (offsets,)
+                )
+        node.target = torch.ops.fusedops.grouped_mm.default
+        node.args = (rows, weight, copies[offsets])
         note_change(node, "a grouped product that shares its offsets with others")
 
 
-def _is_run(node: fx.Node) -> bool:
+def _runs_kernels(node: fx.Node) -> bool:
     return launch.runs_kernels(value_of(node).device.type)
 
 
-# --- the operators ------------------------------------------------------------------------------------------------------
+# --- the operators --------------------------------------------------------------------------------
 
 
 def _copied(offsets: Tensor) -> Tensor:
@@ -56,11 +61,12 @@ def _copied(offsets: Tensor) -> Tensor:
 
 
 def _product(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    product, end = _empty_product(rows, weight, offsets), 0
+    product = _empty_product(rows, weight, offsets)
+    end = 0
     for matrix, (start, end) in zip(weight, _groups(offsets), strict=True):
         if start != end:
             torch.mm(rows[start:end], matrix, out=product[start:end])
-    product[end:].zero_()
+    product[end:].zero_()  # the rows after the last group
     return product
 
 
@@ -69,28 +75,33 @@ def _empty_product(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _groups(offsets: Tensor) -> Any:
-    """Where each begins and ends."""
+    """The first row of each group, and the row after its last."""
     return itertools.pairwise([0, *offsets.tolist()])
 
 
-def _gradients(grad: Tensor, rows: Tensor, weight: Tensor, offsets: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor]:
-    (drows, dweight), end = _empty_gradients(grad, rows, weight, offsets, needs), 0
+def _gradients(
+    grad: Tensor, rows: Tensor, weight: Tensor, offsets: Tensor, needs: list[bool]
+) -> tuple[Tensor, Tensor]:
+    drows, dweight = _empty_gradients(grad, rows, weight, offsets, needs)
+    end = 0
     for group, (start, end) in enumerate(_groups(offsets)):
-        if needs[0] and start != end:
+        is_empty = start == end
+        if needs[0] and not is_empty:
             torch.mm(grad[start:end], weight[group].T, out=drows[start:end])
-        if needs[1] and start != end:
+        if needs[1] and not is_empty:
             torch.mm(rows[start:end].T, grad[start:end], out=dweight[group])
         elif needs[1]:
             dweight[group].zero_()
-    drows[end:].zero_()
+    drows[end:].zero_()  # the rows after the last group
     return drows, dweight
 
 
 def _empty_gradients(
     grad: Tensor, rows: Tensor, weight: Tensor, offsets: Tensor, needs: list[bool]
 ) -> tuple[Tensor, Tensor]:
-    """In the memory format of what they are gradients of; with no elements where none is needed."""
-    drows, dweight = [torch.empty_like(t) if n else t.new_empty(0) for t, n in zip((rows, weight), needs, strict=True)]
+    """Gradients in the memory format of the tensors; without elements where none is needed."""
+    drows = torch.empty_like(rows) if needs[0] else rows.new_empty(0)
+    dweight = torch.empty_like(weight) if needs[1] else weight.new_empty(0)
     return drows, dweight
 
 
@@ -112,10 +123,15 @@ _LIBRARY = torch.library.Library("fusedops", "FRAGMENT")
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 _LIBRARY.define("offsets_on_cpu(Tensor offsets) -> Tensor", tags=_TAGS)
 _LIBRARY.define("grouped_mm(Tensor rows, Tensor weight, Tensor offsets) -> Tensor", tags=_TAGS)
-_LIBRARY.define("grouped_mm_backward(Tensor grad, Tensor rows, Tensor weight, Tensor offsets, bool[] needs) -> (Tensor, Tensor)",
-                tags=_TAGS)  # fmt: skip
+_LIBRARY.define(
+    "grouped_mm_backward(Tensor grad, Tensor rows, Tensor weight, Tensor offsets, bool[] needs) "
+    "-> (Tensor, Tensor)",
+    tags=_TAGS,
+)
 implement(_LIBRARY, "offsets_on_cpu", _copied, _copied)
 implement(_LIBRARY, "grouped_mm", _product, _empty_product)
 implement(_LIBRARY, "grouped_mm_backward", _gradients, _empty_gradients)
-torch.library.register_autograd("fusedops::grouped_mm", _derivative, setup_context=_setup, lib=_LIBRARY)
+torch.library.register_autograd(
+    "fusedops::grouped_mm", _derivative, setup_context=_setup, lib=_LIBRARY
+)
 torch.library.register_autograd("fusedops::grouped_mm_backward", _second_derivative, lib=_LIBRARY)

@@ -1,7 +1,7 @@
-"""Attention masks that a graph makes of nothing but numbers: causal ones, and ones that mask nothing.
+"""Attention masks that a graph computes from constants: causal ones, and ones that mask nothing.
 
-Compiled, models make such masks where they pass none eagerly. With a mask PyTorch's fused attention computes every score, and
-without it, or told that it is causal, only those that count.
+Compiled models compute such masks where eager ones pass none. With a mask PyTorch's fused attention
+computes every score, and without it, or told that it is causal, only those that count.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import torch
 from torch import Tensor, fx
 
 from ..core import compat
-from .regions import arguments_first, changed_in, name_of, overlap, tensors_of
+from .regions import are_numbers, arguments_first, changed_in, name_of, overlap, tensors_of
 
 __all__ = ["Constants", "Mask"]
 
+# A larger value is not computed.
 _MOST_BYTES = 2**30
 
 
 class Mask(Enum):
-    """Which keys a mask lets queries see."""
+    """The kinds of masks, by the keys that queries attend to."""
 
     ALL = auto()
     CAUSAL = auto()
@@ -32,42 +33,45 @@ class Mask(Enum):
 
 
 def _kind_of(mask: Tensor) -> Mask:
-    """Whether each query sees all keys, or those up to its own place, of as many."""
+    """The kind of a mask: a causal one has as many queries as keys."""
     with compat.without_modes():
-        seen = _seen(mask)
-        if seen is None:
+        visible = _visible(mask)
+        if visible is None:
             return Mask.OTHER
-        if bool(seen.all()):
+        if bool(visible.all()):
             return Mask.ALL
-        *_, queries, keys = seen.shape
-        is_causal = queries == keys and bool((seen == seen.new_ones(keys, keys).tril()).all())
-        return Mask.CAUSAL if is_causal else Mask.OTHER
+        *_, queries, keys = visible.shape
+        if queries != keys:
+            return Mask.OTHER
+        causal = visible.new_ones(keys, keys).tril()
+        return Mask.CAUSAL if bool((visible == causal).all()) else Mask.OTHER
 
 
 class Constants:
     """The values of nodes that depend on no input, computed on the CPU.
 
     Args:
-        given: what is known of placeholders.
+        known: the values of some placeholders.
     """
 
-    def __init__(self, given: Mapping[fx.Node, Tensor] | None = None) -> None:
-        self._given = dict(given or {})
-        self._known: dict[fx.Node, Tensor | None] = {}
+    def __init__(self, known: Mapping[fx.Node, Tensor] | None = None) -> None:
+        self._known = dict(known or {})
+        self._values: dict[fx.Node, Tensor | None] = {}
         self._kinds: dict[fx.Node, Mask] = {}
 
     def value(self, node: fx.Node) -> Tensor | None:
-        """The value of a node of the graph so far; None if it is not known, or too large."""
+        """The value of a node of the graph so far; None if it is not constant, or too large."""
         needed = arguments_first([node])
-        if _is_changed(node.graph, needed):  # perhaps since it was asked for last
+        # Each time: the graph grows, and a later node may write into the memory.
+        if _is_changed(node.graph, needed):
             return None
-        if node not in self._known:
-            is_known = all(one in self._given or _is_constant(one) for one in needed)
-            self._known[node] = self._computed(node, needed) if is_known else None
-        return self._known[node]
+        if node not in self._values:
+            is_constant = all(other in self._known or _is_constant(other) for other in needed)
+            self._values[node] = self._compute(node, needed) if is_constant else None
+        return self._values[node]
 
     def kind(self, node: fx.Node) -> Mask:
-        """What a node is as a mask."""
+        """The kind of a node's value as a mask."""
         value = self.value(node)
         if value is None:
             return Mask.OTHER
@@ -75,32 +79,43 @@ class Constants:
             self._kinds[node] = _kind_of(value)
         return self._kinds[node]
 
-    def _computed(self, node: fx.Node, needed: list[fx.Node]) -> Tensor | None:
-        found: dict[fx.Node, Any] = dict(self._given)
+    def _compute(self, node: fx.Node, needed: list[fx.Node]) -> Tensor | None:
+        """The value of a node, on the CPU; None if an operator does not run there.
+
+        Args:
+            node: of the graph.
+            needed: the node and all that it is computed from, arguments first.
+        """
+        values: dict[fx.Node, Any] = dict(self._known)
         with compat.without_modes():
-            for one in needed:
-                if one in found:
+            for other in needed:
+                if other in values:
                     continue
-                target: Any = one.target
-                args, kwargs = fx.node.map_arg((one.args, dict(one.kwargs)), found.__getitem__)
+                target: Any = other.target
+                args, kwargs = fx.node.map_arg((other.args, dict(other.kwargs)), values.__getitem__)
+                if "device" in kwargs:
+                    kwargs = kwargs | {"device": torch.device("cpu")}
                 try:
-                    found[one] = target(
-                        *args, **kwargs | ({"device": torch.device("cpu")} if "device" in kwargs else {})
-                    )
-                except Exception:  # noqa: BLE001 - there is no such operator on the CPU, or not for these tensors
+                    values[other] = target(*args, **kwargs)
+                # There is no such operator on the CPU, or not for these tensors.
+                except Exception:  # noqa: BLE001
                     return None
-        value = found[node]
+        value = values[node]
         return value if isinstance(value, Tensor) else None
 
 
-def _seen(mask: Tensor) -> Tensor | None:
-    """Where the mask lets queries see keys; None if it adds other numbers than zero and the least."""
+def _visible(mask: Tensor) -> Tensor | None:
+    """Whether each query attends to each key; None if the mask adds other numbers.
+
+    A mask of numbers adds 0 for keys that are attended to, and the least number for the others.
+    """
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
         return None
-    seen = mask == 0
-    return seen if bool((seen | (mask <= torch.finfo(mask.dtype).min)).all()) else None
+    visible = mask == 0
+    is_hidden = mask <= torch.finfo(mask.dtype).min
+    return visible if bool((visible | is_hidden).all()) else None
 
 
 def _is_changed(graph: fx.Graph, nodes: list[fx.Node]) -> bool:
@@ -109,12 +124,19 @@ def _is_changed(graph: fx.Graph, nodes: list[fx.Node]) -> bool:
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Whether its value follows from its arguments alone, and is small enough."""
+    """Whether a node's value follows from its arguments alone, and is small enough."""
     if node.op != "call_function":
         return False
     tensors = tensors_of([node])
-    sizes = [size for tensor in tensors for size in tensor.shape]
-    is_known = bool(tensors) and all(type(size) is int for size in sizes)
-    if not is_known or any(math.prod(tensor.shape) * tensor.dtype.itemsize > _MOST_BYTES for tensor in tensors):
+    if not tensors or not all(map(_is_small, tensors)):
         return False
-    return node.target is operator.getitem or (bool(name_of(node)) and not compat.draws(node.target))
+    if node.target is operator.getitem:
+        return True
+    return bool(name_of(node)) and not compat.draws(node.target)
+
+
+def _is_small(tensor: Tensor) -> bool:
+    """Whether a tensor has known sizes and at most `_MOST_BYTES`."""
+    if not are_numbers(tensor.shape):
+        return False
+    return math.prod(tensor.shape) * tensor.dtype.itemsize <= _MOST_BYTES

@@ -1,131 +1,180 @@
-"""Matrix products in the form that is fast: of the same rows as one, and with columns that are aligned."""
+"""Matrix products in a fast form: one product for the same rows, and columns that are aligned."""
 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ..core import compat, launch
 from ..models.tricks.padding import ALIGNED, HALF, LEAST_OUTPUTS, LEAST_ROWS, MULTIPLE
 from .casts import JOINED
-from .regions import VIEWS, escapes, is_laid_out, is_of_elements, name_of, parts_of, value_of
+from .regions import (
+    VIEWS,
+    are_numbers,
+    escapes,
+    is_input,
+    is_laid_out,
+    is_of_elements,
+    name_of,
+    parts_of,
+    users_through,
+    value_of,
+)
 from .report import note_change
 
-__all__ = ["joined", "padded", "returns_padded"]
-
+__all__ = ["join_products", "pad_products", "returns_padded"]
 
 # The mark of the columns of a padded product that are not padding, in `fx.Node.meta`.
 PADDED = "fusedops_padded"
 
 
-def joined(graph: fx.Graph, needs: set[fx.Node], receives: set[fx.Node]) -> None:
+def join_products(graph: fx.Graph, needs: set[fx.Node], receives: set[fx.Node]) -> None:
     """Joins the products of linear layers that multiply the same rows: query, key and value.
 
-    The weights lie behind one another in the tensor into which they are cast, so that this copies nothing more. Backward, the
-    rows have one gradient from one product, instead of several and their sum. Where attention takes the values as they are and
-    queries and keys rotated, the values are copied: it would save the whole product for them. Gate and up stay apart: one
-    kernel makes both their gradients, and would compute each twice to write them as one tensor.
+    The weights are concatenated in the tensor into which they are cast, so that this copies
+    nothing more. Backward, the rows have one gradient from one product, instead of several and
+    their sum. Where attention reads the values as they are, and queries and keys rotated, the
+    values are copied: it would save the whole product for them. Gate and up stay separate: one
+    kernel computes both their gradients, and would compute each twice to write them as one tensor.
 
     Args:
         graph: of operators.
         needs: the nodes whose values have gradients.
-        receives: those of them whose gradients come from a result. They are not joined with others, which are to have none.
+        receives: those of them whose gradients come from a result. They are not joined with others,
+            so that those get none.
     """
     groups, parts = dict[Any, list[fx.Node]](), parts_of(graph)
     for node in graph.nodes:
-        if (weight := _weight(node)) is not None and not _feeds_operators(node) and not escapes(node):
-            bias = node.args[0] if name_of(node) == "addmm" else None
-            trained = (weight in needs, bias in needs, node in receives)
-            places = (parts[node], parts[node.args[-1].args[0]])
-            rows = _rows_of(node.args[-2], parts)
-            key = (rows, name_of(node), value_of(weight).dtype, value_of(node).dtype, trained, places)
-            groups.setdefault(key, []).append(node)
-    for group in [_that_never_meet(products) for products in groups.values()]:
+        weight = _weight(node)
+        if weight is None or _feeds_operators(node) or escapes(node):
+            continue
+        bias = node.args[0] if name_of(node) == "addmm" else None
+        key = (
+            _rows_of(node.args[-2], parts),
+            name_of(node),
+            value_of(weight).dtype,
+            value_of(node).dtype,
+            (weight in needs, bias in needs, node in receives),
+            (parts[node], parts[node.args[-1].args[0]]),
+        )
+        # Products of one key have the same rows, dtypes and gradients, and may move to one another.
+        groups.setdefault(key, []).append(node)
+    for products in groups.values():
+        group = _that_never_meet(products)
         if len(group) > 1:
             _join(graph, group, needs)
 
 
+def _is_product(node: fx.Node) -> bool:
+    return name_of(node) in ("mm", "addmm") and not node.kwargs
+
+
 def _weight(node: fx.Node) -> fx.Node | None:
-    """The parameter of a linear layer whose weight is cast for this product alone; None for other nodes."""
-    if name_of(node) not in ("mm", "addmm") or node.kwargs:
+    """The parameter of a linear layer whose weight is cast for this product alone.
+
+    None for other nodes.
+    """
+    if not _is_product(node):
         return None
-    turned: Any = node.args[-1]
-    cast: Any = turned.args[0] if name_of(turned) == "t" else None
-    if cast is None or name_of(cast) != "_to_copy" or len(turned.users) > 1 or len(cast.users) > 1:
+    cast = _only_cast(node)
+    if cast is None:
         return None
-    weight: fx.Node = cast.args[0]
+    weight: Any = cast.args[0]
     sizes = value_of(weight).shape
-    is_known = weight.op in ("placeholder", "get_attr") and all(type(size) is int for size in sizes)
     bias: Any = node.args[0]
     if name_of(node) == "addmm" and tuple(value_of(bias).shape) != (sizes[0],):
         return None
-    return weight if is_known and sizes[0] % 8 == 0 else None
+    if not is_input(weight) or not are_numbers(sizes):
+        return None
+    # Each weight then begins at a multiple of 16 bytes of the joined one.
+    return weight if sizes[0] % 8 == 0 else None
+
+
+def _only_cast(product: fx.Node) -> fx.Node | None:
+    """The cast whose transposition is the second factor of a product; None if others read it."""
+    transposed: Any = product.args[-1]
+    if name_of(transposed) != "t":
+        return None
+    cast: Any = transposed.args[0]
+    is_shared = len(transposed.users) > 1 or len(cast.users) > 1
+    if is_shared or name_of(cast) != "_to_copy":
+        return None
+    return cast  # type: ignore[no-any-return]
 
 
 def _rows_of(node: fx.Node, parts: dict[fx.Node, int]) -> Any:
-    """What tells rows from others: a tensor, and how and in which part of the graph it is cast and viewed."""
+    """A key that is equal for equal rows.
+
+    It is a node, and how and in which part of the graph that is cast and viewed.
+    """
     if name_of(node) not in ("view", "_to_copy"):
         return node
-    before = _rows_of(node.args[0], parts)  # type: ignore[arg-type]
-    return name_of(node), before, str(node.args[1:]), str(node.kwargs), parts[node]
+    source = _rows_of(node.args[0], parts)  # type: ignore[arg-type]
+    return name_of(node), source, str(node.args[1:]), str(node.kwargs), parts[node]
 
 
 def _that_never_meet(products: list[fx.Node]) -> list[fx.Node]:
-    """Those whose values no operator of elements takes together."""
-    reached = {node: _elements_from(node) for node in products}
-    return [node for node in products
-            if not any(reached[node] & reached[other] for other in products if other is not node)]  # fmt: skip
+    """The products that no elementwise operator reads together with another of them."""
+    counts = Counter[fx.Node]()
+    for node in products:
+        counts.update(_elements_from(node))
+    shared = {node for node, count in counts.items() if count > 1}
+    return [node for node in products if shared.isdisjoint(_elements_from(node))]
 
 
 def _elements_from(node: fx.Node) -> set[fx.Node]:
-    """What operators of elements make of a node, one after the other."""
-    found, todo = set[fx.Node](), list(node.users)
+    """The nodes that chains of elementwise operators compute from a node."""
+    reached, todo = set[fx.Node](), list(node.users)
     while todo:
         user = todo.pop()
-        if user not in found and (is_of_elements(user) or user.target is operator.getitem):
-            found.add(user)
+        if user in reached:
+            continue
+        if is_of_elements(user) or user.target is operator.getitem:
+            reached.add(user)
             todo += user.users
-    return found
+    return reached
 
 
 def _feeds_operators(node: fx.Node) -> bool:
-    """Whether an operator of a region takes a product: its gradients would be copied behind one another."""
-    return any(compat.namespace(taker.target) == "fusedops" for taker in _takers(node))
+    """Whether an operator of a region reads a product: its gradients would be concatenated."""
+    return any(compat.namespace(user.target) == "fusedops" for user in _consumers(node))
 
 
 def _is_saved_by_attention(part: fx.Node) -> bool:
-    """Whether attention takes a part as it is, so that it saves it for backward."""
-    return any(name_of(taker).startswith("_scaled_dot_product") for taker in _takers(part))
+    """Whether attention reads a part as it is, so that it saves it for the backward."""
+    return any(name_of(user).startswith("_scaled_dot_product") for user in _consumers(part))
 
 
-def _takers(node: fx.Node) -> list[fx.Node]:
-    """What takes a node or views of it."""
-    found, todo = list[fx.Node](), list(node.users)
-    while todo:
-        user = todo.pop()
-        if name_of(user) in VIEWS or user.target is operator.getitem:
-            todo += user.users
-        else:
-            found.append(user)
-    return found
+def _consumers(node: fx.Node) -> list[fx.Node]:
+    """The nodes that read a node or its views, and are no views themselves."""
+    return [user for user in users_through(node, _is_view) if not _is_view(user)]
+
+
+def _is_view(node: fx.Node) -> bool:
+    return name_of(node) in VIEWS or node.target is operator.getitem
 
 
 def _join(graph: fx.Graph, group: list[fx.Node], needs: set[fx.Node]) -> None:
-    """Puts one product and its parts in the place of several."""
+    """Replaces several products by the parts of one.
+
+    rows [n, k], weights [m1, k], [m2, k]
+    rows @ concatenated weights.T ──▶ [n, m1 + m2] ──split──▶ [n, m1], [n, m2]
+    """
     first, aten = group[0], torch.ops.aten
     casts: list[Any] = [node.args[-1].args[0] for node in group]  # type: ignore[union-attr]
     sizes = [value_of(cast).shape[0] for cast in casts]
     with graph.inserting_before(first):
-        weight = graph.call_function(aten.t.default, (_behind(graph, casts),))
+        weight = graph.call_function(aten.t.default, (_concatenated(graph, casts),))
         factors: tuple[Any, ...] = (first.args[-2], weight)
         if name_of(first) == "addmm":
-            factors = (_behind(graph, [node.args[0] for node in group]), *factors)
-        product = graph.call_function(first.target, factors)  # type: ignore[arg-type]
-        product.meta.update({key: value for key, value in first.meta.items() if key != "val"})
+            bias = _concatenated(graph, [node.args[0] for node in group])
+            factors = (bias, *factors)
+        product = _product_like(graph, first, factors)
         note_change(product, "one product of the same rows in the place of several")
         parts = graph.call_function(aten.split_with_sizes.default, (product, sizes, 1))
         for number, node in enumerate(group):
@@ -134,32 +183,42 @@ def _join(graph: fx.Graph, group: list[fx.Node], needs: set[fx.Node]) -> None:
             node.replace_all_uses_with(part)
     for node in group:
         graph.erase_node(node)
+    # Attention would save a part with the memory of the whole product, which others do not need.
     saved = [part for part in parts.users if _is_saved_by_attention(part)]
     if first in needs and len(saved) < len(parts.users):
         for part in saved:
             _copy(graph, part)
 
 
+def _product_like(graph: fx.Graph, node: fx.Node, factors: tuple[Any, ...]) -> fx.Node:
+    """A product by the operator of another node, with the node's marks but not its value."""
+    product = graph.call_function(node.target, factors)  # type: ignore[arg-type]
+    product.meta.update({key: value for key, value in node.meta.items() if key != "val"})
+    return product
+
+
 def _copy(graph: fx.Graph, part: fx.Node) -> None:
-    """Copies a part, so that for its sake the others are not saved with it."""
+    """Copies a part of a product, so that saving it does not save the others with it."""
     users = list(part.users)
+    dense: dict[str, Any] = {"memory_format": torch.contiguous_format}
     with graph.inserting_after(part):
-        copied = graph.call_function(torch.ops.aten.clone.default, (part,), {"memory_format": torch.contiguous_format})
+        copied = graph.call_function(torch.ops.aten.clone.default, (part,), dense)
     copied.meta.update(part.meta)
     for user in users:
         user.replace_input_with(part, copied)
 
 
-def _behind(graph: fx.Graph, tensors: Iterable[Any]) -> fx.Node:
+def _concatenated(graph: fx.Graph, tensors: Iterable[Any]) -> fx.Node:
     node = graph.call_function(torch.ops.aten.cat.default, (list(tensors),))
     node.meta[JOINED] = True
     return node
 
 
-def padded(graph: fx.Graph) -> None:
-    """Pads linear layers with very many outputs, whose number is no multiple of eight, as `fuse_model` does.
+def pad_products(graph: fx.Graph) -> None:
+    """Pads linear layers of very many outputs, no multiple of eight, as `fuse_model` does.
 
-    Backward, both products are of aligned rows too. The result is a view of the padded rows, also where a model returns it.
+    Backward, both products are of aligned rows too. The result is a view of the padded rows, also
+    where a model returns it.
 
     Args:
         graph: of operators.
@@ -169,7 +228,7 @@ def padded(graph: fx.Graph) -> None:
 
 
 def returns_padded(graph: fx.Graph) -> bool:
-    """Whether the graph returns a view of padded rows, whose gradient will come without padding."""
+    """Whether the graph returns a view of padded rows, whose gradient will have no padding."""
     return any(_is_of_padded(node) for node in graph.output_node().all_input_nodes)
 
 
@@ -180,29 +239,48 @@ def _is_of_padded(node: fx.Node) -> bool:
 
 
 def _gains_by_padding(node: fx.Node) -> bool:
-    if name_of(node) not in ("mm", "addmm") or node.kwargs or name_of(node.args[-1]) != "t":  # type: ignore[arg-type]
+    """Whether a node is a linear layer in half precision, large enough and not aligned."""
+    if not _is_product(node) or name_of(node.args[-1]) != "t":  # type: ignore[arg-type]
         return False
     product, rows = value_of(node), value_of(node.args[-2])  # type: ignore[arg-type]
-    columns, depth = product.shape[1], rows.shape[1]
-    if type(columns) is not int or type(depth) is not int or not launch.runs_kernels(product.device.type):
+    if not launch.runs_kernels(product.device.type) or product.dtype not in HALF:
         return False
-    is_wide = columns >= LEAST_OUTPUTS and columns % ALIGNED != 0 and depth % ALIGNED == 0
-    is_long = is_wide and compat.have_hints(rows.shape) and compat.hints(rows.shape)[0] >= LEAST_ROWS
-    bias = value_of(node.args[0]).shape if name_of(node) == "addmm" else (columns,)  # type: ignore[arg-type]
-    return is_long and product.dtype in HALF and tuple(bias) == (columns,)
+    columns = product.shape[1]
+    if not _is_wide_and_unaligned(columns, rows.shape[1]) or not _has_many_rows(rows):
+        return False
+    if name_of(node) == "mm":
+        return True
+    # A bias of another shape is no layer's.
+    return tuple(value_of(node.args[0]).shape) == (columns,)  # type: ignore[arg-type]
+
+
+def _is_wide_and_unaligned(columns: Any, depth: Any) -> bool:
+    """Whether padding would align a product of these known sizes, and it is large enough."""
+    if not are_numbers((columns, depth)) or columns < LEAST_OUTPUTS:
+        return False
+    return bool(columns % ALIGNED != 0 and depth % ALIGNED == 0)
+
+
+def _has_many_rows(rows: Tensor) -> bool:
+    return compat.have_hints(rows.shape) and compat.hints(rows.shape)[0] >= LEAST_ROWS
 
 
 def _pad(graph: fx.Graph, node: fx.Node) -> None:
-    aten, turned = torch.ops.aten, node.args[-1]
+    """Pads the weight and the bias of a linear layer with zeros, and slices the result.
+
+    [outputs, depth] ──▶ [outputs + more, depth] ──▶ [rows, outputs + more] ──▶ [rows, :outputs]
+    """
+    aten, transposed = torch.ops.aten, node.args[-1]
     columns: int = value_of(node).shape[1]
-    more = -columns % MULTIPLE
+    more = -columns % MULTIPLE  # up to the next multiple
     with graph.inserting_before(node):
-        weight = graph.call_function(aten.constant_pad_nd.default, (turned.args[0], (0, 0, 0, more)))  # type: ignore[union-attr]
+        source = transposed.args[0]  # type: ignore[union-attr]
+        weight = graph.call_function(aten.constant_pad_nd.default, (source, (0, 0, 0, more)))
         factors: tuple[Any, ...] = (node.args[-2], graph.call_function(aten.t.default, (weight,)))
         if name_of(node) == "addmm":
-            factors = (graph.call_function(aten.constant_pad_nd.default, (node.args[0], (0, more))), *factors)
-        product = graph.call_function(node.target, factors)  # type: ignore[arg-type]
-        product.meta.update({key: value for key, value in node.meta.items() if key != "val"})
+            padding = (node.args[0], (0, more))
+            factors = (graph.call_function(aten.constant_pad_nd.default, padding), *factors)
+        product = _product_like(graph, node, factors)
         part = graph.call_function(aten.slice.Tensor, (product, 1, 0, columns))
     part.meta.update(node.meta)
     part.meta[PADDED] = True

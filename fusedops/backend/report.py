@@ -16,12 +16,14 @@ from .regions import captured_body
 
 __all__ = ["CompileReport", "RegionReport", "changes_in", "note_change", "operators_in"]
 
-# The mark of nodes that are other than the model has them, in `fx.Node.meta`.
+# The mark of nodes that differ from the model's, in `fx.Node.meta`: a tuple of changes.
 _CHANGES = "fusedops_changes"
 
 
 @dataclass(frozen=True, eq=False)
 class _Change:
+    """A change; it is counted once, though several nodes may have it as their mark."""
+
     what: str
 
 
@@ -31,19 +33,23 @@ def note_change(node: fx.Node, what: str) -> None:
 
 
 def changes_in(graph: fx.Graph) -> Counter[str]:
-    """What the marked nodes of a graph, and of the bodies in it, do in another way, and how often."""
+    """The changes of the marked nodes of a graph, and of the bodies in it, and how often."""
     # A node that replaces another may have its marks.
-    found = {change for node in graph.nodes for change in node.meta.get(_CHANGES, ())}
-    counts = Counter([change.what for change in found])
-    for body in filter(None, map(captured_body, graph.nodes)):
-        counts += changes_in(body)
+    changes = {change for node in graph.nodes for change in node.meta.get(_CHANGES, ())}
+    counts = Counter([change.what for change in changes])
+    for node in graph.nodes:
+        body = captured_body(node)
+        if body is not None:
+            counts += changes_in(body)
     return counts
 
 
 def operators_in(graph: fx.Graph) -> Counter[str]:
     """The operators of this library that a graph calls, and how often."""
-    return Counter([operators.name_in(call) for node in graph.nodes if compat.namespace(node.target) == "fusedops"
-                    for call in node.args if isinstance(call, str)])  # fmt: skip
+    calls = [node for node in graph.nodes if compat.namespace(node.target) == "fusedops"]
+    # The operator's name is in the text that encodes its constants.
+    encoded = [arg for node in calls for arg in node.args if isinstance(arg, str)]
+    return Counter(map(operators.name_in, encoded))
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class RegionReport:
 
     @property
     def forward(self) -> int:
-        """Bytes of full tensors that its forward kernel reads and writes, for a backward that follows."""
+        """Bytes of full tensors that its forward kernel reads and writes before a backward."""
         return 0 if self.program is None else self.rows * _moved_of_row(self.program)[0]
 
     @property
@@ -86,15 +92,18 @@ class RegionReport:
 
 @functools.lru_cache(maxsize=1024)
 def _moved_of_row(program: Program) -> tuple[int, int]:
-    """Bytes of a row, forward and backward."""
+    """Bytes that the kernels move for a row, forward and backward."""
+    plan, acc = program.plan, program.acc
     how = {"grouped": False, "tiled": program.tiled}
-    forward, backward = forward_kernels(program.plan, program.acc, **how, saves=True), []
-    if program.plan.differentiable:
-        backward = backward_kernels(program.plan, program.acc, **how, given=range(program.count),
-                                    wanted=program.plan.differentiable)  # fmt: skip
-    cols = program.structure.cols
+    forward = forward_kernels(plan, acc, **how, saves=True)
+    wanted = plan.differentiable
+    backward = []
+    if wanted:
+        backward = backward_kernels(plan, acc, **how, given=range(program.count), wanted=wanted)
     moved = [
-        cols * sum([dtype.itemsize for kernel in kernels for dtype in kernel.moved]) for kernels in (forward, backward)
+        program.structure.cols
+        * sum([dtype.itemsize for kernel in kernels for dtype in kernel.moved])
+        for kernels in (forward, backward)
     ]
     return moved[0], moved[1]
 
@@ -126,41 +135,58 @@ class CompileReport:
 
     @property
     def programs(self) -> list[Program]:
-        """The operators of the regions; of those of one name, the first, which is the one that is registered."""
-        found: dict[str, Program] = {}
+        """The operators of the regions; of several of one name the first, which is registered."""
+        programs: dict[str, Program] = {}
         for region in self.fused:
             assert region.program is not None
-            found.setdefault(region.program.name, region.program)
-        return list(found.values())
+            programs.setdefault(region.program.name, region.program)
+        return list(programs.values())
 
     def __str__(self) -> str:
         """A line for each kind of region, and for each kind of change."""
-        fused = self.fused
-        moved, saved = sum([region.moved for region in fused]), sum([region.saved for region in fused])
-        where = "1 graph" if self.graphs == 1 else f"{self.graphs} graphs"
-        lines = [f"{len(fused)} of {len(self.regions)} row-wise regions are one operator, in {where}"]
-        if fused:
-            lines[0] += f": {_bytes(moved)} moved, {_bytes(saved)} saved for backward"
-        elif not self.regions:
-            lines = [f"no row-wise region was found, in {where}"]
-            if self.devices and not any(map(launch.runs_kernels, self.devices)):
-                lines[0] += f": there are no kernels for {' and '.join(sorted(self.devices))} tensors"
-        lines += [f"a graph is left to Inductor: {reason} ({count} x)" for reason, count in Counter(self.left).items()]
-        lines += [f"  {count} x {kind}" for kind, count in Counter(map(_line, self.regions)).items()]
-        lines += [f"  called by the model: {count} x {name}" for name, count in sorted(self.operators.items())]
-        lines += [f"  changed: {count} x {what}" for what, count in sorted(self.changes.items())]
+        left, regions = Counter(self.left), Counter(map(_line, self.regions))
+        called, changed = sorted(self.operators.items()), sorted(self.changes.items())
+        lines = [
+            self._summary(),
+            *[
+                f"a graph is left to Inductor: {reason} ({count} x)"
+                for reason, count in left.items()
+            ],
+            *[f"  {count} x {kind}" for kind, count in regions.items()],
+            *[f"  called by the model: {count} x {name}" for name, count in called],
+            *[f"  changed: {count} x {what}" for what, count in changed],
+        ]
         return "\n".join(lines)
+
+    def _summary(self) -> str:
+        where = "1 graph" if self.graphs == 1 else f"{self.graphs} graphs"
+        fused = self.fused
+        if fused:
+            moved = _bytes(sum([region.moved for region in fused]))
+            saved = _bytes(sum([region.saved for region in fused]))
+            return (
+                f"{len(fused)} of {len(self.regions)} row-wise regions are one operator, in {where}"
+                f": {moved} moved, {saved} saved for backward"
+            )
+        if self.regions:
+            return f"0 of {len(self.regions)} row-wise regions are one operator, in {where}"
+        summary = f"no row-wise region was found, in {where}"
+        if self.devices and not any(map(launch.runs_kernels, self.devices)):
+            summary += f": there are no kernels for {' and '.join(sorted(self.devices))} tensors"
+        return summary
 
 
 def _line(region: RegionReport) -> str:
-    what = f"left: {region.reason}"
+    """A region as text; regions of one kind have the same."""
+    shape, names = ", ".join(map(str, region.shape)), ", ".join(region.operators)
+    if region.functions:
+        names += f" of {', '.join(region.functions)}"
+    outcome = f"left: {region.reason}"
     if not region.reason:
-        what = (
-            f"{_bytes(region.moved)} moved, {_bytes(region.saved)} saved; forward {_bytes(region.forward)} instead of "
-        )
-        what += _bytes(region.apart)
-    of = f" of {', '.join(region.functions)}" if region.functions else ""
-    return f"({', '.join(map(str, region.shape))})  {', '.join(region.operators)}{of}  {what}"
+        forward, unfused = _bytes(region.forward), _bytes(region.apart)
+        outcome = f"{_bytes(region.moved)} moved, {_bytes(region.saved)} saved"
+        outcome += f"; forward {forward} instead of {unfused}"
+    return f"({shape})  {names}  {outcome}"
 
 
 def _bytes(size: int) -> str:

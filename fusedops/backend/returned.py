@@ -1,29 +1,31 @@
-"""Activations that a model returns, and reads again in its backward: soft-capped logits."""
+"""Activations that a model returns and reads again in its backward, such as soft-capped logits."""
 
 from __future__ import annotations
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .regions import COPIES, is_of_elements, name_of
+from .regions import COPIES, is_of_elements, name_of, users_through
 from .report import note_change
 
-__all__ = ["computed_again"]
+__all__ = ["recompute_returned"]
 
-# Activations whose derivative is one of their input, and of their result.
+# Activations whose derivative is a function of their input, and of their result.
 _OF_INPUT = frozenset({"gelu", "silu", "softplus", "elu", "mish", "hardswish", "erf"})
 _OF_RESULT = frozenset({"tanh", "sigmoid", "exp"})
 _COPIES = COPIES - {""}
-# What else is computed of one tensor, with a number.
+# Other functions of one tensor and a number.
 _LINEAR = frozenset({"add", "sub", "mul", "div", "neg"})
+_OF_ONE_TENSOR = _OF_INPUT | _OF_RESULT | _LINEAR | _COPIES
 
 
-def computed_again(graph: fx.Graph, needs: set[fx.Node]) -> None:
+def recompute_returned(graph: fx.Graph, needs: set[fx.Node]) -> None:
     """Marks activations that are returned to be computed again where the backward reads them.
 
-    To save what is returned costs no memory, so PyTorch saves it for a loss that reads it. But the activation's own derivative
-    may read another tensor, which is saved beside it: the backward reads two tensors where one would do. For soft-capped logits of
-    256,000 columns that is a third of what the loss's backward reads.
+    To save a returned tensor costs no memory, so PyTorch saves it for a loss that reads it. But the
+    activation's own derivative may read another tensor, which is saved as well: the backward
+    reads two tensors where one would do. For soft-capped logits of 256,000 columns that is a third
+    of what the loss's backward reads.
 
     Args:
         graph: of operators.
@@ -36,24 +38,33 @@ def computed_again(graph: fx.Graph, needs: set[fx.Node]) -> None:
 
 
 def _is_activation(node: fx.Node) -> bool:
-    """Whether it is computed of one tensor alone, element by element, and its derivative reads another tensor than itself."""
+    """Whether a node is an elementwise function whose derivative reads an intermediate value.
+
+    The walk goes from the result to the input. The derivative of an activation of `_OF_RESULT`
+    reads the returned tensor itself, unless that is scaled after the activation.
+    """
     reads = is_scaled = False
-    while name_of(node) in _OF_INPUT | _OF_RESULT | _LINEAR | _COPIES and len(node.all_input_nodes) == 1:
-        reads |= name_of(node) in _OF_INPUT or (name_of(node) in _OF_RESULT and is_scaled)
-        is_scaled |= name_of(node) in _LINEAR
+    while name_of(node) in _OF_ONE_TENSOR and len(node.all_input_nodes) == 1:
+        name = name_of(node)
+        if name in _OF_INPUT or (name in _OF_RESULT and is_scaled):
+            reads = True
+        if name in _LINEAR:
+            is_scaled = True
         node = node.all_input_nodes[0]
     return reads
 
 
 def _is_read_by_elements(node: fx.Node) -> bool:
-    """Whether something reads it here, and all that does is computed by kernels of Inductor, which can compute it on the way."""
-    is_read, todo = False, list(node.users)
-    while todo:
-        user = todo.pop()
-        if name_of(user) in _COPIES:
-            todo += user.users
-        elif user.op != "output":
-            is_read = True
-            if name_of(user) != "_log_softmax" and not is_of_elements(user):
-                return False
-    return is_read
+    """Whether the graph reads a node, and only in Inductor's kernels, which compute it inline."""
+    users = [user for user in users_through(node, _is_copy) if not _is_copy(user)]
+    readers = [user for user in users if user.op != "output"]
+    return bool(readers) and all(map(_is_in_kernel, readers))
+
+
+def _is_copy(node: fx.Node) -> bool:
+    return name_of(node) in _COPIES
+
+
+def _is_in_kernel(node: fx.Node) -> bool:
+    """Whether Inductor computes a node in a kernel of elements or rows."""
+    return name_of(node) == "_log_softmax" or is_of_elements(node)
