@@ -1,13 +1,19 @@
-"""Under autocast: rows whose only consumers are linear layers, computed in the dtype to which each would cast them.
+"""Rows whose only consumers are linear layers, in the dtype that autocast casts them to.
 
-Autocast computes norms in fp32, and each linear layer behind a norm casts its output again: forward, a pass for each;
-backward, a pass for each gradient, and their sum in fp32. Where all consumers of the rows are known to be linear layers,
-a fused block computes the norm's output in autocast's dtype (`normed`), or casts the rows once (`narrowed`). The layers
-then multiply the same numbers, each rounded once from the same fp32 number.
+Autocast computes norms in fp32, and each linear layer behind a norm casts its output again:
+forward, a pass for each; backward, a pass for each gradient, and their sum in fp32. If all
+consumers of the rows are known to be linear layers, a fused block computes the norm's output in
+autocast's dtype (`normed`), or casts the rows once (`narrowed`):
 
-``_fusedops_consumers``, from a module's rule, returns the linear layers that consume its first argument, or None if
-anything else may. A module gets its input as before if it has hooks, or if one of these layers has hooks or is not a
-plain linear layer (an adapter, say).
+    norm --fp32-+-> cast --bf16--> q            norm --bf16-+-> q
+                +-> cast --bf16--> k    becomes             +-> k
+                +-> cast --bf16--> v                        +-> v
+
+The layers then multiply the same numbers, each rounded once from the same fp32 number.
+
+``_fusedops_consumers``, from a module's rule, returns the linear layers that consume its first
+argument, or None if anything else may. A module gets its input as before if it has hooks, or if one
+of these layers has hooks or is not a plain linear layer (an adapter, say).
 """
 
 from __future__ import annotations
@@ -27,17 +33,18 @@ Consumers = Callable[[nn.Module], tuple[nn.Module, ...] | None]
 
 
 def consumers(*names: str) -> dict[str, Consumers]:
-    """The method of a module whose input goes to these children only, as far as it has them."""
+    """Build the method of a module whose input goes only to those of these children that exist."""
 
     def method(self: nn.Module) -> tuple[nn.Module, ...] | None:
-        children = [self._modules.get(name) for name in names]  # torch.compile looks through lists better
+        # torch.compile traces lists better than generators.
+        children = [self._modules.get(name) for name in names]
         return tuple([child for child in children if child is not None])
 
     return {"_fusedops_consumers": method}
 
 
 def low_dtype(x: Tensor, modules: tuple[nn.Module, ...]) -> torch.dtype | None:
-    """The dtype to which all that the modules do with rows would cast them; None where there is no such dtype."""
+    """Return the dtype to which autocast casts these rows in all the modules, or None."""
     # The first test is the cheapest: most calls are not under autocast.
     if not any_autocast_enabled() or not modules or not under_autocast(x):
         return None
@@ -47,7 +54,7 @@ def low_dtype(x: Tensor, modules: tuple[nn.Module, ...]) -> torch.dtype | None:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype to which autocast casts fp32 weights for these rows; None where it casts none."""
+    """Return the dtype to which autocast casts fp32 weights for these rows, or None."""
     if not any_autocast_enabled() or x.dtype == torch.float64 or not under_autocast(x):
         return None
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -55,12 +62,12 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def under_autocast(x: Tensor) -> bool:
-    """Whether autocast is on where the tensor is; some devices (meta) have none."""
+    """Whether autocast is on for the tensor's device; some devices (meta) have none."""
     device = x.device.type
     return _has_autocast(device) and torch.is_autocast_enabled(device)
 
 
-@constant_when_traced  # which up to 2.11 cannot trace it
+@constant_when_traced  # torch.compile up to 2.11 cannot trace it
 def _has_autocast(device: str) -> bool:
     return torch.amp.is_autocast_available(device)
 
@@ -70,16 +77,22 @@ def _multiplies(module: Any) -> bool:
     if is_linear(module):
         # Another kind of tensor (a quantised one, say) may use the rows in another way.
         return not has_hooks(module) and is_plain(module.weight)
-    children: Any = module._fusedops_consumers() if can_call(module, "_fusedops_consumers") else None
+    if not can_call(module, "_fusedops_consumers"):
+        return False
+    children: Any = module._fusedops_consumers()
     return children is not None and all(map(_multiplies, children))
 
 
 def narrowed(x: Tensor, *modules: nn.Module) -> Tensor:
-    """Rows for these modules, cast once for all of them."""
+    """Return rows for these modules, cast once for all of them."""
     dtype = low_dtype(x, modules)
-    return x if dtype is None or x.dtype != torch.float32 else x.to(dtype)
+    if dtype is None or x.dtype != torch.float32:
+        return x
+    return x.to(dtype)
 
 
 def normed(norm: Any, x: Tensor, *modules: nn.Module) -> Any:
-    """``norm(x)`` for these modules."""
-    return norm._fusedops_norm(x, low_dtype(x, modules)) if can_call(norm, "_fusedops_norm") else norm(x)
+    """Return ``norm(x)``, in the dtype for these modules."""
+    if can_call(norm, "_fusedops_norm"):
+        return norm._fusedops_norm(x, low_dtype(x, modules))
+    return norm(x)

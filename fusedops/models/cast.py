@@ -1,4 +1,4 @@
-"""A linear layer whose weight is already in autocast's dtype, as tricks hand it to a block."""
+"""A linear layer whose weight is already in autocast's dtype, as tricks pass it to a block."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ class Cast:
         self.weight, self.bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The layer's output."""
+        """Return the layer's output."""
         return F.linear(x, self.weight, self.bias)

@@ -1,11 +1,12 @@
-"""``check``: each fused module, and the model, before and after on the same inputs, forward and backward.
+"""``check``: compares each fused module, and the model, with the original, forward and backward.
 
-How far two ways to compute the same may differ depends on the module and on the inputs, so it is measured. All inputs
-and parameters of the original, and the gradients of its outputs, are moved by one unit in the last place, up or down at
-random. That moves its results as one rounding at every one of its inputs would. A fused operator rounds less often than
-what it stands for, which takes eight elementwise steps at most (T5's gated unit by tanh) and as many sums; so both may
-differ from the exact result by eight such movements, and from each other by sixteen, and by the rounding of the result
-itself.
+How far two ways to compute the same may differ depends on the module and on the inputs, so it is
+measured. All inputs and parameters of the original, and the gradients of its outputs, are perturbed
+by one unit in the last place, up or down at random. That changes its results as one rounding at
+every one of its inputs would. A fused operator rounds less often than the code that it replaces,
+which takes eight elementwise steps at most (T5's gated unit by tanh) and as many sums. So both may
+differ from the exact result by eight such changes, and from each other by sixteen, and by the
+rounding of the result itself.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from .rule import Rule
 
 __all__ = ["fuse_and_check"]
 
-_MOVEMENTS = 16
+# The limit of a difference, in the changes that a perturbation causes.
+_PERTURBATIONS = 16
+# The number of random perturbations, of which the largest change counts.
 _DRAWS = 3
 Parameters = dict[str, Tensor]
 
@@ -40,130 +43,175 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Result:
-    """A call's floating-point outputs, and the gradients of a random sum of them by inputs and parameters."""
+    """A call's floating-point outputs, and gradients.
+
+    Attributes:
+        outputs: the outputs.
+        gradients: the gradients of a random sum of the outputs, for all inputs and parameters.
+    """
 
     outputs: list[Tensor]
     gradients: list[Tensor | None]
 
 
 def fuse_and_check(
-    model: nn.Module, planned: Mapping[nn.Module, Rule], check: Any, off: frozenset[str] = frozenset()
+    model: nn.Module,
+    planned: Mapping[nn.Module, Rule],
+    check: Any,
+    off: frozenset[str] = frozenset(),
 ) -> tuple[dict[nn.Module, Difference], Difference]:
-    """Fuse the planned modules and restore those that differ; the differences of each that ran, and of the model."""
+    """Fuse the planned modules, and restore those that differ.
+
+    Returns:
+        The differences of each module that ran, and of the model.
+    """
     call = _call_of(model, check)
-    found: dict[nn.Module, Difference] = {}
+    differences: dict[nn.Module, Difference] = {}
     with _evaluating(model), _undone_on_errors(planned):
         calls = _recorded(model, list(planned), call)
         for module in reversed(list(planned)):  # children before their parents
             if module in calls:
-                found[module] = _checked(module, planned, calls[module], off)
+                differences[module] = _fuse_one(module, planned, calls[module], off)
             else:
                 classes.fuse(module, planned[module], off)
-        return found, _compared(model, planned, call, off)
+        return differences, _compare(model, planned, call, off)
 
 
-def _checked(module: nn.Module, planned: Mapping[nn.Module, Rule], call: _Call, off: frozenset[str]) -> Difference:
+def _fuse_one(
+    module: nn.Module, planned: Mapping[nn.Module, Rule], call: _Call, off: frozenset[str]
+) -> Difference:
     """Fuse one module, whose children are done, and restore it if it differs."""
     classes.fuse(module, planned[module], off)
-    difference = _compared(module, planned, call, off)
+    difference = _compare(module, planned, call, off)
     if not difference.passes:
         classes.unfuse(module)
     return difference
 
 
-def _compared(module: nn.Module, planned: Mapping[nn.Module, Rule], call: _Call, off: frozenset[str]) -> Difference:
-    """The module against itself with nothing in it fused."""
+def _compare(
+    module: nn.Module, planned: Mapping[nn.Module, Rule], call: _Call, off: frozenset[str]
+) -> Difference:
+    """Compare the module with itself while nothing in it is fused."""
     after = _run(module, call)
+    # All modules inside are restored for a while: the original calls original children.
     fused = [inner for inner in module.modules() if inner in planned and classes.is_fused(inner)]
     for inner in fused:
         classes.unfuse(inner)
     try:
         before = _run(module, call)
-        moved = [_run(module, call, _mover(seed)) for seed in range(_DRAWS)]
+        perturbed = [_run(module, call, _perturbation(seed)) for seed in range(_DRAWS)]
     finally:
         for inner in fused:
             classes.fuse(inner, planned[inner], off)
-    output = _worst(after.outputs, before.outputs, [result.outputs for result in moved])
-    gradient = _worst(after.gradients, before.gradients, [result.gradients for result in moved])
-    return Difference(output[0], gradient[0], output[1], gradient[1])
+    output, allowed_output = _worst(
+        after.outputs, before.outputs, [result.outputs for result in perturbed]
+    )
+    gradient, allowed_gradient = _worst(
+        after.gradients, before.gradients, [result.gradients for result in perturbed]
+    )
+    return Difference(output, gradient, allowed_output, allowed_gradient)
 
 
-def _worst(after: list[Any], before: list[Any], moved: list[list[Any]]) -> tuple[float, float]:
-    """The difference, and the one allowed, of the tensor where their ratio is largest."""
-    worst = (0.0, 0.0)
+# The difference between results that cannot be compared.
+_INCOMPARABLE = (float("inf"), 0.0)
+
+
+def _worst(after: list[Any], before: list[Any], perturbed: list[list[Any]]) -> tuple[float, float]:
+    """Return the difference and its limit for the tensor where their ratio is largest."""
     if len(after) != len(before):
-        return float("inf"), 0.0
+        return _INCOMPARABLE
+    worst, worst_limit = 0.0, 0.0
     for index, (new, old) in enumerate(zip(after, before, strict=True)):
         if new is None and old is None:
             continue
-        if new is None or old is None or new.shape != old.shape or new.dtype != old.dtype:
-            return float("inf"), 0.0
+        if not _is_comparable(new, old):
+            return _INCOMPARABLE
+        change = max(_distance(results[index], old) for results in perturbed)
         rounding = torch.finfo(old.dtype).eps * _largest(old)
-        allowed = rounding + _MOVEMENTS * max(_distance(results[index], old) for results in moved)
+        limit = rounding + _PERTURBATIONS * change
         difference = _distance(new, old)
-        if not difference <= allowed or difference * worst[1] >= worst[0] * allowed:
-            worst = (difference, allowed)
-            if not difference <= allowed:
-                break
-    return worst
+        # Negated, so that NaN exceeds the limit.
+        if not difference <= limit:
+            return difference, limit
+        # The ratios are compared without a division, since a limit may be 0.
+        if difference * worst_limit >= worst * limit:
+            worst, worst_limit = difference, limit
+    return worst, worst_limit
+
+
+def _is_comparable(new: Tensor | None, old: Tensor | None) -> bool:
+    if new is None or old is None:
+        return False
+    return new.shape == old.shape and new.dtype == old.dtype
 
 
 def _largest(x: Tensor) -> float:
+    """Return the largest finite magnitude."""
     finite = x[x.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    """The largest difference; none where both are the same infinity or both NaN."""
+    """Return the largest difference; equal infinities and two NaNs do not differ."""
     a, b = a.double(), b.double()
     same = (a == b) | (a.isnan() & b.isnan())
     difference = (a - b).abs().masked_fill(same, 0.0)
     return float(difference.max()) if difference.numel() else 0.0
 
 
-# --- runs -------------------------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 
-def _mover(seed: int) -> Callable[[Tensor], Tensor]:
-    """A function that moves every number by a unit in the last place, up or down."""
+def _perturbation(seed: int) -> Callable[[Tensor], Tensor]:
+    """Build a function that changes every number by a unit in the last place, up or down."""
     generator = torch.Generator("cpu").manual_seed(seed)
 
-    def move(x: Tensor) -> Tensor:
-        signs = torch.randint(0, 2, x.shape, generator=generator, device="cpu").to(x.device, x.dtype) * 2 - 1
+    def perturb(x: Tensor) -> Tensor:
+        bits = torch.randint(0, 2, x.shape, generator=generator, device="cpu")
+        signs = bits.to(x.device, x.dtype) * 2 - 1
         return x.detach() * (1 + torch.finfo(x.dtype).eps * signs)
 
-    return move
+    return perturb
 
 
-def _run(module: nn.Module, call: _Call, move: Callable[[Tensor], Tensor] = Tensor.detach) -> _Result:
-    """One call on fresh copies of the arguments; no gradient is stored."""
+def _run(
+    module: nn.Module, call: _Call, perturb: Callable[[Tensor], Tensor] = Tensor.detach
+) -> _Result:
+    """Run one call, forward and backward, on fresh copies of the arguments; store no gradient."""
     inputs: list[Tensor] = []
 
     def fresh(x: Tensor) -> Tensor:
         if not x.is_floating_point():
             return x.clone()
-        inputs.append(move(x).clone().requires_grad_())
+        inputs.append(perturb(x).clone().requires_grad_())
         return inputs[-1]
 
     args, kwargs = _mapped(call.args, fresh), _mapped(call.kwargs, fresh)
     parameters = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
-    used = {name: move(p).requires_grad_(p.requires_grad) for name, p in parameters.items()}
+    copies = {name: perturb(p).requires_grad_(p.requires_grad) for name, p in parameters.items()}
     with torch.enable_grad():
-        result = torch.func.functional_call(module, used, args, kwargs)
-        outputs = list(_tensors(result))
-        by = [*inputs, *(p for p in used.values() if p.requires_grad)]
-        generator = torch.Generator("cpu").manual_seed(0)
-        trained = [y for y in outputs if y.requires_grad]
-        drawn = [torch.randn(y.shape, generator=generator, device="cpu") for y in trained]
-        terms = [(y * move(numbers.to(y))).sum() for y, numbers in zip(trained, drawn, strict=True)]
-        gradients: list[Tensor | None] = [None] * len(by)
-        if terms and by:
-            gradients = list(torch.autograd.grad(torch.stack([t.double() for t in terms]).sum(), by, allow_unused=True))
+        outputs = list(_tensors(torch.func.functional_call(module, copies, args, kwargs)))
+        leaves = [*inputs, *(p for p in copies.values() if p.requires_grad)]
+        gradients = _gradients([y for y in outputs if y.requires_grad], leaves, perturb)
     return _Result([y.detach() for y in outputs], gradients)
 
 
+def _gradients(
+    outputs: list[Tensor], leaves: list[Tensor], perturb: Callable[[Tensor], Tensor]
+) -> list[Tensor | None]:
+    """Return the gradients for the leaves, with random gradients of the outputs."""
+    if not outputs or not leaves:
+        return [None] * len(leaves)
+    generator = torch.Generator("cpu").manual_seed(0)
+    random = [torch.randn(y.shape, generator=generator, device="cpu") for y in outputs]
+    pairs = zip(outputs, random, strict=True)
+    terms = [(y * perturb(cotangent.to(y))).sum() for y, cotangent in pairs]
+    total = torch.stack([term.double() for term in terms]).sum()
+    return list(torch.autograd.grad(total, leaves, allow_unused=True))
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The floating-point tensors in a result."""
+    """Yield the floating-point tensors in a result."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
@@ -176,7 +224,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest with a function applied to its tensors; anything else in it is copied, as a call may change it."""
+    """Apply a function to the tensors in a nested structure.
+
+    Anything else in it is copied, since a call may change it.
+    """
     if isinstance(value, Tensor):
         return function(value)
     if type(value) in (tuple, list):
@@ -187,10 +238,11 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _recorded(model: nn.Module, modules: list[nn.Module], call: _Call) -> dict[nn.Module, _Call]:
-    """The arguments of each module's first call in a run of the model."""
+    """Return the arguments of each module's first call in a run of the model."""
     calls: dict[nn.Module, _Call] = {}
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # The first call counts. Its arguments are cloned, since later code may write to them.
         if module not in calls:
             calls[module] = _Call(_mapped(args, Tensor.clone), _mapped(kwargs, Tensor.clone))
 
@@ -205,18 +257,24 @@ def _recorded(model: nn.Module, modules: list[nn.Module], call: _Call) -> dict[n
 
 
 def _call_of(model: nn.Module, check: Any) -> _Call:
+    """Return the call of the model that the argument ``check`` describes."""
     if check is True:
         check = getattr(model, "dummy_inputs", None)
         if check is None:
-            raise TypeError("fuse_model: check=True needs a model with dummy_inputs; give example inputs as check")
+            raise TypeError(
+                "fuse_model: check=True needs a model with dummy_inputs; "
+                "give example inputs as check"
+            )
     if isinstance(check, Mapping):
         return _Call((), dict(check))
     if isinstance(check, (tuple, list)):
         return _Call(tuple(check), {})
     if isinstance(check, Tensor):
         return _Call((check,), {})
-    raise TypeError(f"fuse_model: check must be True or example inputs (a tensor, a tuple or a dict), "
-                    f"got {type(check).__name__}")  # fmt: skip
+    raise TypeError(
+        f"fuse_model: check must be True or example inputs (a tensor, a tuple or a dict), "
+        f"got {type(check).__name__}"
+    )
 
 
 @contextmanager

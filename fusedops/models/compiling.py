@@ -1,4 +1,4 @@
-"""Whether torch.compile is making kernels: what pays only then is done only then."""
+"""Tells tricks that pay only in compiled kernels whether torch.compile is compiling some."""
 
 from __future__ import annotations
 
@@ -11,5 +11,8 @@ __all__ = ["makes_kernels"]
 
 
 def makes_kernels(x: Tensor) -> bool:
-    """Whether torch.compile makes kernels of what is done with this tensor: on a GPU, or where the interpreter is one."""
+    """Whether torch.compile is compiling operations on this tensor to kernels.
+
+    It does for GPUs, and for CPUs where Triton's interpreter runs the kernels.
+    """
     return torch.compiler.is_compiling() and launch.runs_kernels(x.device.type)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -16,8 +16,16 @@ from .rule import Rule
 
 __all__ = ["check_flags", "check_model", "check_module", "check_rules", "check_whole", "excluded"]
 
-_QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized", "bitsandbytes.",
-              "torchao.", "auto_gptq.", "gptqmodel.", "awq.")  # fmt: skip
+_QUANTIZED = (
+    "torch.ao.nn.quantized",
+    "torch.ao.nn.intrinsic.quantized",
+    "torch.nn.quantized",
+    "bitsandbytes.",
+    "torchao.",
+    "auto_gptq.",
+    "gptqmodel.",
+    "awq.",
+)
 # Modules with observers, whose weights are still numbers.
 _OBSERVED = ("torch.ao.nn.qat", "torch.ao.nn.intrinsic.qat", "torch.ao.nn.quantizable")
 
@@ -33,106 +41,193 @@ def check_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         obstacle = _obstacle(module)
         if obstacle:
-            raise ValueError(f"fuse_model: {f'module {name!r}' if name else 'the model'} {obstacle}")
+            raise ValueError(
+                f"fuse_model: {f'module {name!r}' if name else 'the model'} {obstacle}"
+            )
 
 
 def check_whole(model: nn.Module, sharded: Collection[nn.Module]) -> None:
     """Raise if the model is sharded or has DTensors, which ``check`` cannot run.
 
-    A module of a sharded model does not run by itself, and each rank would draw another movement.
+    A module of a sharded model does not run by itself, and each rank would draw other random
+    perturbations.
     """
+    if sharded or _has_dtensors(model):
+        raise ValueError(
+            "fuse_model: check takes no sharded model; fuse the model with check before "
+            "fully_shard or parallelize_module, or without check after them"
+        )
+
+
+def _has_dtensors(model: nn.Module) -> bool:
+    # There are no DTensors before somebody imports the module.
     distributed: Any = sys.modules.get("torch.distributed.tensor")
-    if sharded or (distributed and any(isinstance(p, distributed.DTensor) for p in model.parameters())):
-        raise ValueError("fuse_model: check takes no sharded model; fuse the model with check before fully_shard or "
-                         "parallelize_module, or without check after them")  # fmt: skip
+    if not distributed:
+        return False
+    return any(isinstance(p, distributed.DTensor) for p in model.parameters())
 
 
 def _obstacle(module: nn.Module) -> str:
-    """Why the module cannot be fused, and what to do first; "" if it can."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return "is scripted or traced; fuse the model before torch.jit.script or torch.jit.trace"
-    bases = [f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__]
-    if compat.is_compiled(module):
-        return ("is compiled; fuse the model before torch.compile, or pass compile_rest=True instead of compiling "
-                "(after that, unfuse_model first)")  # fmt: skip
-    if any(base.startswith(compat.FSDP) for base in bases):
-        return "is wrapped in FSDP; fuse the model before it is wrapped, or shard it by fully_shard"
-    if bases[0].startswith(_QUANTIZED) or getattr(module, "is_quantized", False) is True:
-        return "is quantised; fuse the model before it is quantised, or load it unquantised"
-    if bases[0].startswith(_OBSERVED) or (
-        getattr(module, "qconfig", None) and hasattr(module, "activation_post_process")
-    ):
-        return ("is prepared for static quantisation, which knows PyTorch's own norms and activations by their classes; "
-                "quantise the model without fusing it")  # fmt: skip
+    """Return why the module cannot be fused, and what to do first; "" if it can."""
+    for applies, reason in _OBSTACLES:
+        if applies(module):
+            return reason
     return ""
 
 
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def _is_in_fsdp(module: nn.Module) -> bool:
+    return any(_full_name(cls).startswith(compat.FSDP) for cls in type(module).__mro__)
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    if _full_name(type(module)).startswith(_QUANTIZED):
+        return True
+    return getattr(module, "is_quantized", False) is True
+
+
+def _is_prepared(module: nn.Module) -> bool:
+    """Whether torch.ao's ``prepare`` replaced the module or attached an observer to it."""
+    if _full_name(type(module)).startswith(_OBSERVED):
+        return True
+    return bool(getattr(module, "qconfig", None)) and hasattr(module, "activation_post_process")
+
+
+# The first that applies is reported.
+_OBSTACLES: tuple[tuple[Callable[[nn.Module], bool], str], ...] = (
+    (
+        _is_scripted,
+        "is scripted or traced; fuse the model before torch.jit.script or torch.jit.trace",
+    ),
+    (
+        compat.is_compiled,
+        (
+            "is compiled; fuse the model before torch.compile, or pass compile_rest=True instead "
+            "of compiling (after that, unfuse_model first)"
+        ),
+    ),
+    (
+        _is_in_fsdp,
+        "is wrapped in FSDP; fuse the model before it is wrapped, or shard it by fully_shard",
+    ),
+    (
+        _is_quantized,
+        "is quantised; fuse the model before it is quantised, or load it unquantised",
+    ),
+    (
+        _is_prepared,
+        (
+            "is prepared for static quantisation, which knows PyTorch's own norms and activations "
+            "by their classes; quantise the model without fusing it"
+        ),
+    ),
+)
+
+
 def check_flags(**flags: Any) -> None:
-    """Each is True or False; another value ("no", say) is ambiguous."""
+    """Raise unless each is True or False: another value ("no", say) is ambiguous."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"fuse_model: {name} must be True or False, got {value!r}")
 
 
 def check_rules(rules: Any) -> tuple[Rule, ...]:
-    """The user's rules: a sequence of `Rule`, or None."""
+    """Return the user's rules, which must be a sequence of `Rule` or None."""
     if rules is None:
         return ()
     if isinstance(rules, (str, Rule)) or not isinstance(rules, Iterable):
         raise TypeError(f"fuse_model: rules must be a sequence of Rule, got {type(rules).__name__}")
-    found = tuple(rules)
-    for rule in found:
+    checked = tuple(rules)
+    for rule in checked:
         if not isinstance(rule, Rule):
             raise TypeError(f"fuse_model: rules must hold instances of Rule, got {rule!r}")
-    return found
+    return checked
 
 
-def excluded(model: nn.Module, exclude: Any, rules: frozenset[str]) -> tuple[set[nn.Module], frozenset[str]]:
-    """The modules that ``exclude`` names, with all modules in them; and the names of rules in it.
+def excluded(
+    model: nn.Module, exclude: Any, rules: frozenset[str]
+) -> tuple[set[nn.Module], frozenset[str]]:
+    """Return the modules that ``exclude`` names, with all modules in them, and the rules in it.
 
     Raises:
         TypeError: an entry is neither a string nor a class of modules.
-        ValueError: a string is no module's name, no class's name in the model, no pattern that matches a name, and no
-            rule's name; or the model has no module of a class.
+        ValueError: a string is no module's name, no class's name in the model, no pattern that
+            matches a name, and no rule's name; or the model has no module of a class.
     """
-    if isinstance(exclude, (str, type)) or not isinstance(exclude, Iterable):
-        one = f"; for this one alone, pass [{_shown(exclude)}]" if isinstance(exclude, (str, type)) else ""
-        raise TypeError(f"fuse_model: exclude must be a sequence of names and classes, got {_shown(exclude)}{one}")
+    _check_sequence(exclude)
     modules = dict(model.named_modules(remove_duplicate=False))
-    named: list[nn.Module] = []
-    names: set[str] = set()
+    matches: list[nn.Module] = []
+    excluded_rules: set[str] = set()
     for entry in exclude:
         if isinstance(entry, type) and issubclass(entry, nn.Module):
-            found = [module for module in modules.values() if isinstance(module, entry)]
-            if not found:
-                raise ValueError(f"fuse_model: exclude has the class {entry.__module__}.{entry.__qualname__}, of which "
-                                 "this model has no module")  # fmt: skip
-            named += found
+            matches += _of_class(entry, modules)
         elif not isinstance(entry, str):
-            raise TypeError(f"fuse_model: exclude takes names and subclasses of torch.nn.Module, got {entry!r}")
-        elif found := _named(entry, modules):
-            named += found
+            raise TypeError(
+                f"fuse_model: exclude takes names and subclasses of torch.nn.Module, got {entry!r}"
+            )
+        elif named := _named(entry, modules):
+            matches += named
         elif entry in rules:
-            names.add(entry)
+            excluded_rules.add(entry)
         else:
             raise ValueError(_unknown(entry, modules, rules))
-    return {inner for module in named for inner in module.modules()}, frozenset(names)
+    return {inner for module in matches for inner in module.modules()}, frozenset(excluded_rules)
 
 
-def _shown(given: Any) -> str:
-    return given.__name__ if isinstance(given, type) else repr(given)
+def _check_sequence(exclude: Any) -> None:
+    """Raise unless ``exclude`` is a sequence other than a string, which would be a single name."""
+    is_entry = isinstance(exclude, (str, type))
+    if isinstance(exclude, Iterable) and not is_entry:
+        return
+    shown = exclude.__name__ if isinstance(exclude, type) else repr(exclude)
+    hint = f"; for this one alone, pass [{shown}]" if is_entry else ""
+    raise TypeError(
+        f"fuse_model: exclude must be a sequence of names and classes, got {shown}{hint}"
+    )
+
+
+def _of_class(cls: type[nn.Module], modules: dict[str, nn.Module]) -> list[nn.Module]:
+    """Return the modules of a class, of which there must be one."""
+    matches = [module for module in modules.values() if isinstance(module, cls)]
+    if not matches:
+        raise ValueError(
+            f"fuse_model: exclude has the class {cls.__module__}.{cls.__qualname__}, of which "
+            "this model has no module"
+        )
+    return matches
 
 
 def _named(entry: str, modules: dict[str, nn.Module]) -> list[nn.Module]:
+    """Return the modules of a name; else of a pattern; else of the name of a class or a base."""
     if entry in modules:
         return [modules[entry]]
-    found = [module for name, module in modules.items() if fnmatch.fnmatchcase(name, entry)]
-    return found or [m for m in modules.values() if any(cls.__name__ == entry for cls in type(m).__mro__)]
+    matches = [module for name, module in modules.items() if fnmatch.fnmatchcase(name, entry)]
+    if matches:
+        return matches
+    return [module for module in modules.values() if entry in _class_names(module)]
+
+
+def _class_names(module: nn.Module) -> list[str]:
+    """Return the names of the module's class and of its bases."""
+    return [cls.__name__ for cls in type(module).__mro__]
 
 
 def _unknown(entry: str, modules: dict[str, nn.Module], rules: frozenset[str]) -> str:
-    names = {*modules, *(type(module).__name__ for module in modules.values()), *rules}
-    near = difflib.get_close_matches(entry, sorted(filter(None, names)), n=3)
-    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-    hint = hint or "; the report of a dry_run has the names"
-    return f"fuse_model: exclude names {entry!r}, which is no module of this model, no class in it and no rule{hint}"
+    """Return the error for an entry that names nothing, with similar names."""
+    classes = [type(module).__name__ for module in modules.values()]
+    names = sorted(filter(None, {*modules, *classes, *rules}))
+    near = difflib.get_close_matches(entry, names, n=3)
+    hint = "the report of a dry_run has the names"
+    if near:
+        hint = f"did you mean {' or '.join(map(repr, near))}?"
+    return (
+        f"fuse_model: exclude names {entry!r}, which is no module of this model, "
+        f"no class in it and no rule; {hint}"
+    )

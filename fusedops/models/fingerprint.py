@@ -1,8 +1,8 @@
-"""What a class's methods do, as a digest of their code: how a rule tells a class that it knows from a look-alike.
+"""Digests of methods' code, by which a rule tells a known class from one that looks like it.
 
-Transformers has a class of its own for every model, most of them with the same few forwards. A rule for one of them
-holds for every class whose forward reads the same, whatever its name, and for none that reads differently, be it
-through a subclass, a patch, or another release of the library.
+Transformers has a class of its own for every model, most of them with the same few forwards. A rule
+for one of them holds for every class whose forward has the same code, whatever its name, and for
+none with other code, be it through a subclass, a patch, or another release of the library.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from torch.nn import functional as F
 
 __all__ = ["canonical", "definition", "digest", "fingerprint", "is_pytorchs", "renamed"]
 
-# What says nothing about behaviour, or differs between Python releases for the same source.
+# Fields of syntax trees that do not change behaviour, or differ between Python releases.
 _SKIPPED = frozenset({"annotation", "returns", "type_comment", "type_params", "ctx", "kind"})
-# Where wrappers come from that do nothing to what they call but to choose it, or to rename its arguments.
+# The modules of wrappers that only choose the function to call, or rename its arguments.
 _WRAPPERS = ("transformers.utils.deprecation", "transformers.integrations.moe")
-# A forward reads the same only if these names mean the same.
+# These names must mean the same for equal code to do the same.
 _MEANINGS: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "math": math}
 
 
 def canonical(node: Any) -> str:
-    """A syntax tree in one line, without annotations, docstrings and the wording of errors."""
+    """Return a syntax tree in one line, without annotations, docstrings and messages of errors."""
     if isinstance(node, list):
         return "[" + " ".join(map(canonical, node)) + "]"
     if not isinstance(node, ast.AST):
@@ -44,27 +44,35 @@ def canonical(node: Any) -> str:
         return "Raise"
     fields = []
     for name, value in ast.iter_fields(node):
-        if name in _SKIPPED or value is None or value == []:
+        if name in _SKIPPED or value in (None, []):
             continue
-        if name == "body" and isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
+        if name == "body" and _has_docstring(node):
             value = value[1:]
         fields.append(f"{name}={canonical(value)}")
     return f"({type(node).__name__} {' '.join(fields)})"
 
 
+def _has_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None
+
+
 def fingerprint(cls: type, methods: tuple[str, ...] = ("forward",)) -> str:
-    """The digest of the class's methods; empty where their source cannot be had or its names mean something else."""
+    """Return the digest of the class's methods; see `digest`."""
     return digest(*[getattr(cls, name, None) for name in methods])
 
 
+# Cached by the functions, not by their class, so that a class that is patched later gets another.
 @functools.lru_cache(maxsize=4096)
 def digest(*functions: Any) -> str:
-    """The digest of functions, by which a class that is patched later is another; empty as `fingerprint`'s."""
-    parts = list(map(_read, functions))
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12] if all(parts) else ""
+    """Return the digest of functions; "" if one has no source or its names mean something else."""
+    parts = list(map(_code, functions))
+    if not all(parts):
+        return ""
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
-def _read(function: Callable[..., Any] | None) -> str:
+def _code(function: Callable[..., Any] | None) -> str:
+    """Return a function's code in one line; "" if it cannot be read or uses other modules."""
     function = renamed(function)[0]
     tree = definition(function)
     if tree is None or not inspect.isfunction(function):
@@ -78,9 +86,10 @@ def _read(function: Callable[..., Any] | None) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def definition(function: Any) -> ast.FunctionDef | None:
-    """The tree of which a function was compiled, at its lines in its file; None where that cannot be had.
+    """Return the tree from which a function was compiled, with its file's line numbers, or None.
 
-    Of a function `inspect` reads what it wraps, if it says so; of a code object what will run.
+    The source is that of the code object, which will run. For a function, `inspect` would return
+    the source of the function that it wraps.
     """
     if not inspect.isfunction(function):
         return None
@@ -88,76 +97,92 @@ def definition(function: Any) -> ast.FunctionDef | None:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))
     except (OSError, SyntaxError, TypeError):
         return None
-    found = tree.body[0]
-    if not isinstance(found, ast.FunctionDef) or not _is_what_runs(function, found):
+    result = tree.body[0]
+    if not isinstance(result, ast.FunctionDef) or not _is_source_of(function, result):
         return None
     ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
-    return found
+    return result
 
 
 def renamed(function: Any) -> tuple[Any, list[Any]]:
-    """The function inside wrappers that give arguments their new names, and these.
+    """Return the function inside wrappers that rename arguments, and these wrappers.
 
     Layers have them up to Transformers 4.57, and from 5.24 on.
     """
     wrappers, function = [], _unwrapped(function)
-    while (
-        inspect.isfunction(function)
-        and function.__globals__.get("__name__") in _WRAPPERS
-        and hasattr(function, "__wrapped__")
-    ):
+    while _is_in(function, _WRAPPERS) and hasattr(function, "__wrapped__"):
         wrappers.append(function)
         function = _unwrapped(function.__wrapped__)
     return function, wrappers
 
 
 def _unwrapped(function: Any) -> Any:
-    """The forward inside the wrapper that Transformers puts around every layer, to checkpoint it; no other wrapper."""
+    """Return the forward inside the wrapper by which Transformers checkpoints every layer."""
     while (
-        inspect.isfunction(function)
+        _is_in(function, ("transformers.modeling_layers",))
         and function.__code__.co_name == "forward_with_checkpointing"
-        and function.__globals__.get("__name__") == "transformers.modeling_layers"
     ):
-        function = function.__wrapped__  # type: ignore[attr-defined]
+        function = function.__wrapped__
     return function
 
 
-def _is_what_runs(function: FunctionType, tree: ast.FunctionDef) -> bool:
-    """Whether a function was compiled of this source: its file may have been written to since it was imported."""
-    bare = ast.FunctionDef(name=tree.name, args=tree.args, body=tree.body, decorator_list=[], returns=None)
+def _is_in(function: Any, modules: tuple[str, ...]) -> bool:
+    """Whether this is a function of one of these modules, by its globals."""
+    return inspect.isfunction(function) and function.__globals__.get("__name__") in modules
+
+
+def _is_source_of(function: FunctionType, tree: ast.FunctionDef) -> bool:
+    """Whether a function was compiled from this source.
+
+    Its file may have been changed since it was imported, so the source is compiled and compared.
+    """
+    bare = ast.FunctionDef(
+        name=tree.name, args=tree.args, body=tree.body, decorator_list=[], returns=None
+    )
+    # Within a class of the right name, since names like ``__x`` and ``super()`` depend on it.
     owner = function.__qualname__.split(".")[-2:][0]
-    cls = ast.ClassDef(name=owner, bases=[], keywords=[], body=[ast.copy_location(bare, tree)], decorator_list=[])
+    cls = ast.ClassDef(
+        name=owner, bases=[], keywords=[], body=[ast.copy_location(bare, tree)], decorator_list=[]
+    )
     module = ast.fix_missing_locations(ast.Module([ast.copy_location(cls, tree)], []))
     code = compile(module, function.__code__.co_filename, "exec", dont_inherit=True)
-    return any(_alike(inner, function.__code__) for inner in _inside(_inside([code])))
+    # The module's code contains the class's, which contains the function's.
+    return any(_is_same_code(inner, function.__code__) for inner in _inside(_inside([code])))
 
 
 def _inside(codes: Iterable[CodeType]) -> list[CodeType]:
-    """What is defined in these."""
-    return [constant for code in codes for constant in code.co_consts if isinstance(constant, CodeType)]
+    """Return the code of the functions and classes that these define."""
+    constants = itertools.chain.from_iterable(code.co_consts for code in codes)
+    return [constant for constant in constants if isinstance(constant, CodeType)]
 
 
 def is_pytorchs(base: type, name: str) -> bool:
-    """Whether a method of a class of PyTorch is the one that stands in its source, and nothing put there since."""
+    """Whether a method of a class of PyTorch is that of its source, and has not been patched."""
     owner = next((cls for cls in base.__mro__ if name in vars(cls)), base)
     if not owner.__module__.startswith("torch."):
         return True
     method = vars(owner).get(name)
     if not isinstance(method, FunctionType):
         return False
+    if method.__qualname__ != f"{owner.__qualname__}.{name}":
+        return False
     file = getattr(sys.modules.get(owner.__module__), "__file__", None)
-    return method.__qualname__ == f"{owner.__qualname__}.{name}" and file in (None, method.__code__.co_filename)
+    return file is None or file == method.__code__.co_filename
 
 
-def _alike(one: CodeType, other: CodeType) -> bool:
-    """Whether two pieces of code do the same, wherever they stand."""
+def _is_same_code(one: CodeType, other: CodeType) -> bool:
+    """Whether two pieces of code do the same, at whatever lines and in whatever module."""
     if one.co_varnames != other.co_varnames:
         return False
-    pairs = list(itertools.zip_longest(_instructions(one), _instructions(other), fillvalue=("", None)))
-    return all(name == name_ and _same(value, value_) for (name, value), (name_, value_) in pairs)
+    pairs = itertools.zip_longest(_instructions(one), _instructions(other), fillvalue=("", None))
+    for (name, value), (other_name, other_value) in pairs:
+        if name != other_name or not _is_same_value(value, other_value):
+            return False
+    return True
 
 
-# How Python calls a method hangs on whether the module imports the name; jumps are as long as what they pass over.
+# How Python calls a method depends on whether the module imports the name, so instructions of calls
+# are mapped to one form, or dropped if empty.
 _CALLS = {
     "LOAD_METHOD": "LOAD_ATTR",
     "CALL_METHOD": "CALL",
@@ -169,15 +194,28 @@ _CALLS = {
 
 
 def _instructions(code: CodeType) -> list[tuple[str, Any]]:
-    found = [(_CALLS.get(i.opname, i.opname), None if "JUMP" in i.opname or "FOR_ITER" in i.opname else i.argval)
-             for i in dis.get_instructions(code)]  # fmt: skip
-    return [(name, None if name == "CALL" else value) for name, value in found if name]
+    """Return the names and arguments of a code's instructions, as far as they can be compared."""
+    instructions = []
+    for instruction in dis.get_instructions(code):
+        name, value = instruction.opname, instruction.argval
+        # Distances depend on the instructions that were mapped or dropped.
+        if "JUMP" in name or "FOR_ITER" in name:
+            value = None
+        name = _CALLS.get(name, name)
+        if name == "CALL":
+            value = None
+        if name:
+            instructions.append((name, value))
+    return instructions
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two constants or names are the same; strings but for the indentation that was taken from the source."""
+def _is_same_value(one: Any, other: Any) -> bool:
+    """Whether two constants or names are the same, but for whitespace in strings.
+
+    The indentation of docstrings differs, as the source was dedented.
+    """
     if isinstance(one, CodeType) and isinstance(other, CodeType):
-        return _alike(one, other)
+        return _is_same_code(one, other)
     if isinstance(one, str) and isinstance(other, str):
         return one.split() == other.split()
     return type(one) is type(other) and repr(one) == repr(other)

@@ -1,9 +1,9 @@
-"""`fuse_model` and `unfuse_model`: which rule takes each module, and the change of class."""
+"""`fuse_model`, `unfuse_model` and `fusion_status`: choose each module's rule, change its class."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from ..core import compat
 from . import classes, eligibility
-from .hooks import found, has_hooks, is_simple
+from .hooks import has_hooks, is_simple, submodule
 from .report import NO_RULE, NOT_FUSED, FusionReport, ModuleReport
 from .rule import At, Family, Rule, Verdict, judge
 from .rules import RULES
@@ -20,7 +20,7 @@ from .tricks import TRICKS
 
 __all__ = ["fuse_model", "fusion_status", "unfuse_model"]
 
-# The models that ``compile_rest`` compiled, so that `unfuse_model` undoes that and no compilation of the user's.
+# The models that ``compile_rest`` compiled: `unfuse_model` undoes that, not the user's compilation.
 _compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -35,31 +35,39 @@ def fuse_model(
 ) -> FusionReport:
     """Make the modules of a model call the fused operators, in place; return a report.
 
-    If a rule matches a module, its class becomes a subclass of its own class. Nothing else changes: parameters stay the same
-    objects, and ``state_dict`` keys, hooks, dtype, device, training mode, tied weights and optimizers are as before. A
-    module that is already fused stays as it is. `unfuse_model` undoes the call; it has to before the static quantisation of
-    ``torch.ao``, which observes no fused norm or activation.
+    If a rule matches a module, its class becomes a subclass of its own class. Nothing else changes:
+    parameters stay the same objects, and ``state_dict`` keys, hooks, dtype, device, training mode,
+    tied weights and optimizers are as before. A module that is already fused stays as it is.
+    `unfuse_model` undoes the call; it has to before the static quantisation of ``torch.ao``, which
+    observes no fused norm or activation.
 
     Args:
-        model: a model of PyTorch or Transformers, or your own. Modules without a rule are left as they are.
-        exclude: modules to leave as they are: names of modules, patterns of names with ``*``, names of classes, or classes.
-            The modules inside are left too. An entry may also be the name of a rule, which is then not applied; modules
-            inside those that it matches may still be fused.
+        model: a model of PyTorch or Transformers, or your own. Modules without a rule are left as
+            they are.
+        exclude: modules to leave as they are: names of modules, patterns of names with ``*``, names
+            of classes, or classes. The modules inside are left too. An entry may also be the name
+            of a rule, which is then not applied; modules inside those that it matches may still be
+            fused.
         rules: your own rules, tried before those of the library.
-        dry_run: return the report without changing the model; with ``check``, the report has the differences too.
-        check: example inputs (a tensor, a tuple of arguments or a dict of keyword arguments), or True for the model's
-            own ``dummy_inputs``. The model and each fused module run on them in evaluation mode before and after,
-            forward and backward. A module that differs by more than rounding is restored, and reported as left.
-        compile_rest: afterwards compile the model with torch.compile, in place; fused operators stay whole in the graph.
+        dry_run: return the report without changing the model; with ``check``, the report has the
+            differences too.
+        check: example inputs (a tensor, a tuple of arguments or a dict of keyword arguments), or
+            True for the model's own ``dummy_inputs``. The model and each fused module run on them
+            in evaluation mode before and after, forward and backward. A module that differs by more
+            than rounding is restored, and reported as left.
+        compile_rest: afterwards compile the model with torch.compile, in place; fused operators
+            stay whole in the graph.
     Returns:
-        A report: which operators each module calls now, or why it was left. ``print`` shows a summary; ``table()`` has a
-        line for each module.
+        A report: which operators each module calls now, or why it was left. ``print`` shows a
+        summary; ``table()`` has a line for each module.
     Raises:
-        TypeError: the model is not a torch.nn.Module; a class cannot be subclassed; an entry of exclude is neither a
-            name nor a class; check is True and the model has no ``dummy_inputs``; rules is not a sequence of `Rule`;
-            dry_run or compile_rest is not a bool.
-        ValueError: the model is compiled, scripted, quantised or wrapped in `FullyShardedDataParallel`; check is given for
-            a sharded model; a name in exclude is unknown, or the model has no module of a class in it.
+        TypeError: the model is not a torch.nn.Module; a class cannot be subclassed; an entry of
+            exclude is neither a name nor a class; check is True and the model has no
+            ``dummy_inputs``; rules is not a sequence of `Rule`; dry_run or compile_rest is not a
+            bool.
+        ValueError: the model is compiled, scripted, quantised or wrapped in
+            `FullyShardedDataParallel`; check is given for a sharded model; a name in exclude is
+            unknown, or the model has no module of a class in it.
     """
     eligibility.check_module(model)
     eligibility.check_flags(dry_run=dry_run, compile_rest=compile_rest)
@@ -67,67 +75,104 @@ def fuse_model(
         eligibility.check_model(model)
         if check is not False:
             eligibility.check_whole(model, sharded)
-        report = _fused(model, exclude, eligibility.check_rules(rules), dry_run=dry_run, check=check)
+        report = _fused(
+            model, exclude, eligibility.check_rules(rules), dry_run=dry_run, check=check
+        )
     if compile_rest and not dry_run:
         model.compile()
         _compiled.add(model)
     return report
 
 
-def _fused(model: nn.Module, exclude: Sequence[str | type[nn.Module]], rules: tuple[Rule, ...], *, dry_run: bool,
-           check: Any) -> FusionReport:  # fmt: skip
+def _fused(
+    model: nn.Module,
+    exclude: Sequence[str | type[nn.Module]],
+    rules: tuple[Rule, ...],
+    *,
+    dry_run: bool,
+    check: Any,
+) -> FusionReport:
     table = (*rules, *RULES)
     left, off = eligibility.excluded(model, exclude, TRICKS.union(*map(_names, table)))
-    verdicts = {
-        module: Verdict(None, "excluded") if module in left else _judge(module, table, off)
-        for module in model.modules()
-    }
+    verdicts = {}
+    for module in model.modules():
+        if module in left:
+            verdicts[module] = Verdict(None, "excluded")
+        else:
+            verdicts[module] = _judge(module, table, off)
     _drop_idle(verdicts)
-    _drop_unheard(model, verdicts)
+    _drop_unused_ends(model, verdicts)
+    planned = {
+        module: verdict.rule for module, verdict in verdicts.items() if verdict.rule is not None
+    }
+    # Before any class changes, so that an error in a user's rule leaves the model unchanged.
     report = _report(model, verdicts)
-    planned = {module: verdict.rule for module, verdict in verdicts.items() if verdict.rule is not None}
     if check is not False:
-        from .check import fuse_and_check
-
-        differences, whole = fuse_and_check(model, planned, check, off & TRICKS)
-        for module, difference in differences.items():
-            if not difference.passes:
-                verdicts[module] = Verdict(None, f"{planned[module].name} differs from it")
-        lines = zip(_report(model, verdicts).modules, dict(model.named_modules()).values(), strict=True)
-        report = FusionReport(tuple([replace(line, difference=differences.get(m)) for line, m in lines]), whole)
-        for module in planned if dry_run else ():
-            classes.unfuse(module)
+        report = _check_fused(model, verdicts, planned, check, off & TRICKS)
+        if dry_run:
+            for module in planned:
+                classes.unfuse(module)
     elif not dry_run:
         classes.fuse_all(planned, off & TRICKS)
     return report
 
 
+def _check_fused(
+    model: nn.Module,
+    verdicts: dict[nn.Module, Verdict],
+    planned: Mapping[nn.Module, Rule],
+    check: Any,
+    off: frozenset[str],
+) -> FusionReport:
+    """Fuse the planned modules that pass the check; report all modules with their differences."""
+    from .check import fuse_and_check
+
+    differences, whole = fuse_and_check(model, planned, check, off)
+    for module, difference in differences.items():
+        if not difference.passes:
+            verdicts[module] = Verdict(None, f"{planned[module].name} differs from it")
+    lines = []
+    modules = dict(model.named_modules()).values()
+    for line, module in zip(_report(model, verdicts).modules, modules, strict=True):
+        lines.append(replace(line, difference=differences.get(module)))
+    return FusionReport(tuple(lines), whole)
+
+
 def unfuse_model(model: nn.Module) -> None:
-    """Undo `fuse_model`, in place: each fused module gets its own class back, and ``compile_rest`` is undone.
+    """Undo `fuse_model`, in place.
+
+    Each fused module gets its own class back, and ``compile_rest`` is undone.
 
     Args:
         model: the model, or a part of it.
 
     Raises:
         TypeError: the model is not a torch.nn.Module.
-        ValueError: after fusing, a module's class was changed (as by a parametrization), or its forward was replaced (as by
-            Accelerate). Undo that first. The model is unchanged.
+        ValueError: after fusing, a module's class was changed (as by a parametrization), or its
+            forward was replaced (as by Accelerate). Undo that first. The model is unchanged.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"unfuse_model: model must be a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(
+            f"unfuse_model: model must be a torch.nn.Module, got {type(model).__name__}"
+        )
     with classes.unsharded(model):
         _unfuse(model)
 
 
 def _unfuse(model: nn.Module) -> None:
+    # All modules are checked first, so that an error leaves the model unchanged.
     for name, module in model.named_modules():
-        if not classes.is_fused(module) and hasattr(type(module), "_fusedops_original"):
-            raise ValueError(f"unfuse_model: the class of module {name!r} was changed after it was fused, to "
-                             f"{type(module).__name__}; undo that first")  # fmt: skip
+        if _was_changed(module):
+            raise ValueError(
+                f"unfuse_model: the class of module {name!r} was changed after it was fused, to "
+                f"{type(module).__name__}; undo that first"
+            )
         if replaced := classes.replaced_since(module):
-            raise ValueError(f"unfuse_model: module {name!r} was given a {replaced} of its own after it was fused, which "
-                             "may call the fused one; undo that first (a hook of Accelerate's, say, by "
-                             "remove_hook_from_module)")  # fmt: skip
+            raise ValueError(
+                f"unfuse_model: module {name!r} was given a {replaced} of its own after it was "
+                "fused, which may call the fused one; undo that first (a hook of Accelerate's, "
+                "say, by remove_hook_from_module)"
+            )
     for module in model.modules():
         classes.unfuse(module)
         if module in _compiled:
@@ -136,21 +181,25 @@ def _unfuse(model: nn.Module) -> None:
 
 
 def fusion_status(model: nn.Module) -> FusionReport:
-    """Report which modules of a model call fused operators now, also after other changes to the model.
+    """Report which modules of a model call fused operators now, whatever changed since.
 
-    If a module got hooks after it was fused (for example from ZeRO, PEFT or Accelerate), its block calls it as PyTorch would,
-    and the module calls its own operator. If a module's forward or class was replaced, it calls no fused operator.
+    If a module got hooks after it was fused (for example from ZeRO, PEFT or Accelerate), its block
+    calls it as PyTorch would, and the module calls its own operator. If a module's forward or class
+    was replaced, it calls no fused operator.
 
     Args:
         model: the model, or a part of it; it is not changed.
     Returns:
-        A report as of `fuse_model`: which operators each module calls, which modules its block computes, and why other
-        modules call no fused operator. The report is true if any module is fused.
+        A report as of `fuse_model`: which operators each module calls, which modules its block
+        computes, and why other modules call no fused operator. The report is true if any module is
+        fused.
     Raises:
         TypeError: the model is not a torch.nn.Module.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"fusion_status: model must be a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(
+            f"fusion_status: model must be a torch.nn.Module, got {type(model).__name__}"
+        )
     with classes.unsharded(model):
         verdicts = {module: _now(module) for module in model.modules()}
         _drop_idle(verdicts, hooked=True)
@@ -158,34 +207,48 @@ def fusion_status(model: nn.Module) -> FusionReport:
 
 
 def _now(module: nn.Module) -> Verdict:
-    if classes.is_fused(module):
-        replaced = classes.replaced_since(module)
-        if replaced:
-            return Verdict(None, f"its {replaced} was replaced on the instance after it was fused")
-        return Verdict(getattr(type(module), "_fusedops_rule", None))
-    changed = hasattr(type(module), "_fusedops_original")
-    return Verdict(None, "its class was changed after it was fused" if changed else NOT_FUSED)
+    """Return the rule by which a module is fused now, or why it is not."""
+    if _was_changed(module):
+        return Verdict(None, "its class was changed after it was fused")
+    if not classes.is_fused(module):
+        return Verdict(None, NOT_FUSED)
+    replaced = classes.replaced_since(module)
+    if replaced:
+        return Verdict(None, f"its {replaced} was replaced on the instance after it was fused")
+    return Verdict(getattr(type(module), "_fusedops_rule", None))
+
+
+def _was_changed(module: nn.Module) -> bool:
+    """Whether the module has a subclass of a fused class, as from a parametrization."""
+    return hasattr(type(module), "_fusedops_original") and not classes.is_fused(module)
 
 
 def _names(entry: Rule | Family) -> tuple[str, ...]:
     return (entry.name,) if isinstance(entry, Rule) else entry.names
 
 
-def _judge(module: nn.Module, rules: tuple[Rule | Family, ...], excluded: frozenset[str]) -> Verdict:
+def _judge(
+    module: nn.Module, rules: tuple[Rule | Family, ...], excluded: frozenset[str]
+) -> Verdict:
     if hasattr(type(module), "_fusedops_original"):
         return Verdict(None, "fused already")
     return judge(module, rules, excluded)
 
 
-def _rules_in(module: nn.Module, verdicts: Mapping[nn.Module, Verdict], *, hooked: bool = True) -> At:
-    """The rules of what is in a module, by path: of what is to be fused, and of what is fused already.
+def _rules_in(
+    module: nn.Module, verdicts: Mapping[nn.Module, Verdict], *, hooked: bool = True
+) -> At:
+    """Return a function from paths in a module to rules, planned ones and those already applied.
 
-    With ``hooked`` there is none for what has hooks: that is called as it is. Norms under `SequenceParallel` are joined.
+    With ``hooked``, a module with hooks has no rule, since its block calls it as PyTorch would.
+    Norms under `SequenceParallel` are an exception: see `spread`.
     """
 
     def at(path: str) -> Rule | None:
-        inner = found(module, path)
-        if inner is None or inner not in verdicts or (hooked and has_hooks(inner) and not rows_of_norm(inner)):
+        inner = submodule(module, path)
+        if inner is None or inner not in verdicts:
+            return None
+        if hooked and has_hooks(inner) and not rows_of_norm(inner):
             return None
         return verdicts[inner].rule or getattr(type(inner), "_fusedops_rule", None)
 
@@ -193,10 +256,11 @@ def _rules_in(module: nn.Module, verdicts: Mapping[nn.Module, Verdict], *, hooke
 
 
 def _drop_idle(verdicts: dict[nn.Module, Verdict], *, hooked: bool = False) -> None:
-    """Leaves the modules that would call no operator, with what is in them as it is to be; inner ones first.
+    """Drop the rules of modules that would call no operator.
 
-    Hooks may be removed again: they count only with ``hooked``.
+    Hooks may be removed again, so they count only with ``hooked``.
     """
+    # Inner modules come first: whether a block calls an operator depends on the rules inside.
     for module, verdict in reversed(list(verdicts.items())):
         if verdict.rule is not None:
             reason = verdict.rule.needs(module, _rules_in(module, verdicts, hooked=hooked))
@@ -204,43 +268,68 @@ def _drop_idle(verdicts: dict[nn.Module, Verdict], *, hooked: bool = False) -> N
                 verdicts[module] = Verdict(None, reason)
 
 
-def _drop_unheard(model: nn.Module, verdicts: dict[nn.Module, Verdict]) -> None:
-    """Leaves the modules that would do nothing but to leave their end to a block, where there is no such block."""
-    heard: set[nn.Module] = set()
+def _drop_unused_ends(model: nn.Module, verdicts: dict[nn.Module, Verdict]) -> None:
+    """Drop the rules of modules that only leave their last steps to a block that does not exist."""
+    used: set[nn.Module] = set()
+    # Outer modules come first: only a block that keeps its rule computes what is inside.
     for module in model.modules():
         rule = verdicts[module].rule
         if rule is None:
             continue
-        if not rule.calls and rule.takes is not None and module not in heard:
+        only_leaves = not rule.calls and rule.takes is not None
+        if only_leaves and module not in used:
             verdicts[module] = Verdict(None, NO_RULE)
+        elif rule.takes is None:
+            used.update(module.modules())
         else:
-            paths = rule.takes
-            heard |= (
-                set(module.modules()) if paths is None else {i for p in paths if (i := found(module, p)) is not None}
-            )
+            used.update(inner for _, inner in _inner(module, rule.takes))
+
+
+def _inner(module: nn.Module, paths: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules at these paths in a module, as far as they exist, with their paths."""
+    for path in paths:
+        inner = submodule(module, path)
+        if inner is not None:
+            yield path, inner
 
 
 def _report(model: nn.Module, verdicts: Mapping[nn.Module, Verdict]) -> FusionReport:
     names = {module: name for name, module in model.named_modules()}
-    doing: dict[nn.Module, str] = {}
+    blocks: dict[nn.Module, str] = {}
     for module, name in names.items():
-        rule = verdicts[module].rule
-        if rule is not None:
-            paths = rule.parts if isinstance(rule.parts, tuple) else rule.parts(module)
-            at = _rules_in(module, verdicts)
-            inner = [(path, found(module, path)) for path in paths]
-            doing |= {part: name for path, part in inner if part is not None and (at(path) or is_simple(part))}
-    return FusionReport(tuple(_line(name, module, verdicts, doing.get(module)) for module, name in names.items()))
+        for inner in _computed_by(module, verdicts):
+            blocks[inner] = name
+    lines = [_line(name, module, verdicts, blocks.get(module)) for module, name in names.items()]
+    return FusionReport(tuple(lines))
 
 
-def _line(name: str, module: nn.Module, verdicts: Mapping[nn.Module, Verdict], by: str | None) -> ModuleReport:
-    rule, reason = verdicts[module].rule, verdicts[module].reason
+def _computed_by(module: nn.Module, verdicts: Mapping[nn.Module, Verdict]) -> Iterator[nn.Module]:
+    """Yield the modules inside that a fused module computes itself, without calling them."""
+    rule = verdicts[module].rule
     if rule is None:
-        return ModuleReport(
-            name, type(module).__name__, reason=reason, by=by if reason in (NO_RULE, NOT_FUSED) else None
-        )
+        return
+    paths = rule.parts if isinstance(rule.parts, tuple) else rule.parts(module)
+    at = _rules_in(module, verdicts)
+    for path, inner in _inner(module, paths):
+        if at(path) or is_simple(inner):
+            yield inner
+
+
+def _line(
+    name: str, module: nn.Module, verdicts: Mapping[nn.Module, Verdict], by: str | None
+) -> ModuleReport:
+    """Report one module, which the block named ``by`` computes, if any."""
+    rule, reason = verdicts[module].rule, verdicts[module].reason
+    cls = type(module).__name__
+    if rule is None:
+        if reason not in (NO_RULE, NOT_FUSED):
+            by = None
+        return ModuleReport(name, cls, reason=reason, by=by)
     if by is not None:
-        return ModuleReport(name, type(module).__name__, rule.name, helps="computed by its block", by=by)
-    calls = rule.calls if isinstance(rule.calls, str) else rule.calls(module, _rules_in(module, verdicts))
-    helps = rule.helps if isinstance(rule.helps, str) else rule.helps(module)
-    return ModuleReport(name, type(module).__name__, rule.name, calls, helps)
+        return ModuleReport(name, cls, rule.name, helps="computed by its block", by=by)
+    calls, helps = rule.calls, rule.helps
+    if not isinstance(calls, str):
+        calls = calls(module, _rules_in(module, verdicts))
+    if not isinstance(helps, str):
+        helps = helps(module)
+    return ModuleReport(name, cls, rule.name, calls, helps)

@@ -1,8 +1,15 @@
-"""Norms known by what they compute: a class's forward is read, run on small inputs, and compared with the operators.
+"""Recognises norms by what they compute: reads a class's forward, and runs it on small inputs.
 
-Reading comes first: a forward that does nothing but arithmetic, without a branch on its input, computes one formula of
-numbers everywhere, so that agreement on random rows is agreement. Which formula, and where it rounds, the runs tell. They
-are on the CPU, on a module that is made for them: the one that is asked about is not touched.
+Reading comes first. A forward that does nothing but arithmetic, without a branch on its input,
+computes one formula for all inputs, so agreement on random rows proves agreement on all. The runs
+then determine which of the operators' formulas that is, and where it rounds:
+
+    _case            read the methods: attributes, numbers, no side effects
+    _formula         in fp32: kind, weight, bias, offset and eps
+    _with_rounding   in all dtypes: where it rounds
+    _with_autocast   in half precision: whether GPU autocast widens the output
+
+The runs are on the CPU, on a module that is created for them. The user's module is not changed.
 """
 
 from __future__ import annotations
@@ -14,7 +21,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -30,19 +37,20 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class Form(NamedTuple):
-    """What a norm computes, as its fused methods need to know.
+    """The formula of a norm, as its fused methods need it.
 
     Attributes:
         kind: LayerNorm or RMSNorm.
-        rounding: of RMSNorms the operators'; of LayerNorms, "llama" where a wider weight gives a wider output.
-        offset: added to the weight.
-        eps: the name of the module's attribute, or the number; None for the operators' own.
+        rounding: for RMSNorms the operators' rounding; for LayerNorms, "llama" if a wider weight
+            gives a wider output.
+        offset: the number added to the weight.
+        eps: the name of the module's attribute, or the number; None for the operators' default.
         weight: the weight's name; None for no weight.
-        bias: the bias's name, of a LayerNorm; None for no bias.
-        argument: what the forward calls its input.
-        widened: whether it gives fp32 under GPU autocast, as `F.layer_norm` does.
-        methods: those that were read.
-        code: their digest.
+        bias: the bias's name, for a LayerNorm; None for no bias.
+        argument: the name of the forward's argument.
+        widened: whether it returns fp32 under GPU autocast, as `F.layer_norm` does.
+        methods: the names of the methods that were read.
+        code: the digest of these methods.
     """
 
     kind: Literal["layer", "rms"]
@@ -57,34 +65,98 @@ class Form(NamedTuple):
     code: str
 
 
-# The output of a norm of this form, of that module.
+# Returns the output of a norm of this form, with the module's parameters.
 Compute = Callable[[Form, nn.Module, Tensor], Tensor]
 
 
 class _RefusedError(Exception):
-    """Why a module is none of the operators' norms."""
+    """The reason why a module is none of the operators' norms."""
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
-# What a forward may consist of; names, attributes, calls and branches are looked at one by one.
-_NODES = (ast.Expr, ast.Return, ast.Assign, ast.AnnAssign, ast.BinOp, ast.UnaryOp, ast.Constant, ast.Tuple, ast.List,
-          ast.Subscript, ast.Slice, ast.keyword, ast.Name)  # fmt: skip
-_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.USub, ast.UAdd)
-# Methods of tensors, functions of torch and its functionals.
-_CALLED = frozenset({
-    "add", "contiguous", "div", "double", "expand", "expand_as", "float", "layer_norm", "mean", "mul", "norm", "pow",
-    "reciprocal", "reshape", "rms_norm", "rsqrt", "size", "sqrt", "square", "std", "sub", "sum", "to", "true_divide", "type",
-    "type_as", "unsqueeze", "var", "vector_norm", "view", "view_as",
-})  # fmt: skip
+# The nodes that a forward may consist of; `_MethodVisitor` has methods for others.
+_ARITHMETIC = (
+    ast.Expr,
+    ast.Return,
+    ast.Assign,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.Tuple,
+    ast.List,
+    ast.Slice,
+    ast.keyword,
+    ast.expr_context,
+    ast.Add,
+    ast.Sub,
+    ast.Mult,
+    ast.Div,
+    ast.Pow,
+    ast.USub,
+    ast.UAdd,
+)
+_BRANCHING = (ast.While, ast.For, ast.Try, ast.With, ast.Compare, ast.BoolOp)
+# The nodes that a condition may consist of, besides attributes.
+_IN_CONDITIONS = (
+    ast.Name,
+    ast.Constant,
+    ast.Compare,
+    ast.BoolOp,
+    ast.UnaryOp,
+    ast.Tuple,
+    ast.List,
+    ast.cmpop,
+    ast.boolop,
+    ast.unaryop,
+    ast.expr_context,
+)
+# Methods of tensors, and functions of torch and torch.nn.functional, that a forward may call.
+_CALLED = frozenset(
+    {
+        "add",
+        "contiguous",
+        "div",
+        "double",
+        "expand",
+        "expand_as",
+        "float",
+        "layer_norm",
+        "mean",
+        "mul",
+        "norm",
+        "pow",
+        "reciprocal",
+        "reshape",
+        "rms_norm",
+        "rsqrt",
+        "size",
+        "sqrt",
+        "square",
+        "std",
+        "sub",
+        "sum",
+        "to",
+        "true_divide",
+        "type",
+        "type_as",
+        "unsqueeze",
+        "var",
+        "vector_norm",
+        "view",
+        "view_as",
+    }
+)
 _OF_TENSORS = frozenset({"dtype", "device"})
 _MODULES = (torch, nn, nn.functional, torch.linalg, math)
 _PLAIN = (bool, int, float, str, torch.dtype)
 
 
 @dataclass
-class _Read:
-    """What a module's forward reads: of the module, and which numbers stand in it."""
+class _Reader:
+    """Collects what a module's forward depends on: methods, attributes and number literals.
+
+    The dictionaries are ordered sets: the order in which things are read is part of a case.
+    """
 
     cls: type[nn.Module]
     module: nn.Module
@@ -98,167 +170,223 @@ class _Read:
         if name in self.functions:
             return
         function = getattr(self.cls, name, None)
-        if not isinstance(function, FunctionType) or function.__code__.co_freevars not in ((), ("__class__",)):
+        if not isinstance(function, FunctionType) or not _is_plain(function):
             raise _RefusedError(f"its {name} is wrapped")
         if not digest(function):
             raise _RefusedError(f"its {name} cannot be read")
         self.functions[name] = function
         tree = definition(function)
         assert tree is not None
-        taken = tree.args
         if name == "forward":
-            names = [arg.arg for arg in (*taken.posonlyargs, *taken.args)]
-            if (
-                len(names) != 2
-                or names[0] != "self"
-                or taken.vararg
-                or taken.kwonlyargs
-                or taken.kwarg
-                or taken.defaults
-            ):
-                raise _RefusedError("its forward takes more than one tensor")
-            self.argument = names[1]
-        if tree.decorator_list or taken.defaults or taken.kw_defaults:
+            self.argument = _only_argument(tree.args)
+        if tree.decorator_list or tree.args.defaults or tree.args.kw_defaults:
             raise _RefusedError(f"its {name} is more than a plain method")
-        for statement in tree.body[ast.get_docstring(tree) is not None :]:
-            self._visit(statement, function)
+        visitor = _MethodVisitor(self, function)
+        has_docstring = ast.get_docstring(tree) is not None
+        for statement in tree.body[has_docstring:]:
+            visitor.visit(statement)
 
-    def _visit(self, node: Any, function: FunctionType) -> None:
-        if isinstance(node, (ast.If, ast.IfExp)):
-            self._branch(node, function)
-        elif isinstance(node, ast.Call):
-            self._call(node, function)
-        elif isinstance(node, ast.Attribute):
-            self._attribute(node, function)
-        elif _is_size(node):
-            self._visit(node.value.value, function)
-        elif isinstance(node, _NODES):
-            self._leaf(node, function)
-            skipped = node.annotation if isinstance(node, ast.AnnAssign) else None
-            for child in ast.iter_child_nodes(node):
-                if child is not skipped:
-                    self._visit(child, function)
-        elif isinstance(node, (ast.While, ast.For, ast.Try, ast.With, ast.Compare, ast.BoolOp)):
-            raise _RefusedError(f"its {function.__name__} branches, or changes what others see")
-        elif not isinstance(node, (*_OPERATORS, ast.expr_context)):
-            raise _RefusedError(f"its {function.__name__} does more than arithmetic")
-
-    def _leaf(self, node: Any, function: FunctionType) -> None:
-        """A name, which is to be a local one, or a number."""
-        if isinstance(node, ast.Name) and (node.id == "self" or node.id not in function.__code__.co_varnames):
-            raise _RefusedError(f"its {function.__name__} uses {node.id}")
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
-            raise _RefusedError(f"its {function.__name__} writes in place")
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            raise _RefusedError(f"its {function.__name__} uses {node.value!r}")
-        if isinstance(node, ast.Constant) and isinstance(node.value, float):
-            self.numbers[node.value] = None
-
-    def _branch(self, node: Any, function: FunctionType) -> None:
-        """A branch on what the module is made of; on a parameter's dtype, both sides are read, or else the one taken."""
-        if {n.id for n in ast.walk(node.test) if isinstance(n, ast.Name)} - {"self", "torch"}:
-            raise _RefusedError("its forward branches on its input")
-        dtypes = False
-        for part in ast.walk(node.test):
-            if isinstance(part, ast.Attribute):
-                if isinstance(part.value, ast.Name) and part.value.id == "self":
-                    self._read(part.attr, function)
-                elif part.attr == "dtype" and _of_self(part.value):
-                    dtypes = True
-                elif not isinstance(part.value, ast.Name) or part.value.id != "torch":
-                    raise _RefusedError(f"its {function.__name__} branches on more than the module's attributes")
-            elif not isinstance(part, (ast.Name, ast.Constant, ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Tuple, ast.List,
-                                       ast.cmpop, ast.boolop, ast.unaryop, ast.expr_context)):  # fmt: skip
-                raise _RefusedError(f"its {function.__name__} branches on more than the module's attributes")
-        taken: list[Any] = [node.body, node.orelse]
-        if not dtypes:
-            code = compile(ast.Expression(node.test), "<test>", "eval")
-            taken = [node.body if eval(code, {"torch": torch, "self": self.module}) else node.orelse]
-        for side in taken:
-            for child in side if isinstance(side, list) else [side]:
-                self._visit(child, function)
-
-    def _call(self, node: ast.Call, function: FunctionType) -> None:
-        for argument in (*node.args, *node.keywords):
-            self._visit(argument, function)
-        called = node.func
-        if not isinstance(called, ast.Attribute):
-            raise _RefusedError(f"its {function.__name__} calls {ast.unparse(called)}")
-        if _of_self(called):
-            self._methods_call(called.attr)
-        elif _is_super(called):
-            self._supers(called.attr, function)
-        elif called.attr not in _CALLED:
-            raise _RefusedError(f"its {function.__name__} calls {called.attr}")
-        elif called.attr == "size" and ast.unparse(node).rpartition(".")[2] not in ("size(-1)", "size(dim=-1)"):
-            raise _RefusedError(f"its {function.__name__} uses its input's shape")
-        elif not _is_module(_resolved(called.value, function)):
-            self._visit(called.value, function)
-
-    def _methods_call(self, name: str) -> None:
-        if hasattr(nn.Module, name):
-            raise _RefusedError(f"it calls its {name}")
-        self.method(name)
-
-    def _supers(self, name: str, function: FunctionType) -> None:
-        """A call of PyTorch's own forward, of which is known what it reads."""
-        mro = self.cls.__mro__
-        owner = next(i for i, c in enumerate(mro) if vars(c).get(function.__name__) is function)
-        base = next(c for c in mro[owner + 1 :] if name in vars(c))
-        if name != "forward" or base not in (nn.LayerNorm, nn.RMSNorm) or not is_pytorchs(base, name):
-            raise _RefusedError(f"its {function.__name__} calls that of {base.__name__}")
-        for attribute in ("normalized_shape", "weight", "bias", "eps"):
-            if hasattr(self.module, attribute):
-                self._read(attribute, function)
-
-    def _attribute(self, node: ast.Attribute, function: FunctionType) -> None:
-        if isinstance(node.ctx, ast.Store):
-            raise _RefusedError(f"its {function.__name__} writes to the module")
-        if _of_self(node):
-            self._read(node.attr, function)
-        elif _is_module(_resolved(node.value, function)):
-            if not isinstance(getattr(_resolved(node.value, function), node.attr, None), (torch.dtype, float)):
-                raise _RefusedError(f"its {function.__name__} uses {ast.unparse(node)}")
-        elif node.attr not in _OF_TENSORS and not (node.attr == "shape" and _of_self(node.value)):
-            raise _RefusedError(f"its {function.__name__} uses {node.attr}")
-        else:
-            self._visit(node.value, function)
-
-    def _read(self, name: str, function: FunctionType) -> None:
+    def attribute(self, name: str, method: str) -> None:
+        """Record an attribute that a method reads, which must be a tensor or a plain value."""
         if name == "training":
             raise _RefusedError("its forward hangs on its mode")
-        module = self.module
-        if name not in module._parameters and name not in module._buffers:
-            if name not in vars(module) and not hasattr(self.cls, name):
+        if not self._is_tensor(name):
+            if name not in vars(self.module) and not hasattr(self.cls, name):
                 raise _RefusedError(f"it has no {name}")
-            value = vars(module).get(name, getattr(self.cls, name, None))
+            value = vars(self.module).get(name, getattr(self.cls, name, None))
             if not isinstance(value, (*_PLAIN, type(None))) and not _is_sizes(value):
-                raise _RefusedError(f"its {function.__name__} reads its {name}")
+                raise _RefusedError(f"its {method} reads its {name}")
         self.attributes[name] = None
 
-
-def _of_self(node: Any) -> bool:
-    """Whether this is an attribute of the module."""
-    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    def _is_tensor(self, name: str) -> bool:
+        return name in self.module._parameters or name in self.module._buffers
 
 
-def _is_size(node: Any) -> bool:
-    """Whether this is the size of the last dimension: ``x.shape[-1]`` or ``x.shape[-1:]``."""
-    shape = isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute) and node.value.attr == "shape"
-    return shape and ast.unparse(node.slice) in ("-1", "-1:")
+class _MethodVisitor(ast.NodeVisitor):
+    """Reads the body of one method; raises `_RefusedError` unless it is arithmetic."""
+
+    def __init__(self, reader: _Reader, function: FunctionType) -> None:
+        self._reader, self._function = reader, function
+        self._locals = function.__code__.co_varnames
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise _RefusedError(f"its {self._function.__name__} {reason}")
+
+    def generic_visit(self, node: ast.AST) -> None:
+        if isinstance(node, _BRANCHING):
+            self._refuse("branches, or changes what others see")
+        if not isinstance(node, _ARITHMETIC):
+            self._refuse("does more than arithmetic")
+        super().generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        # Annotations of local variables are not evaluated.
+        self.visit(node.target)
+        if node.value is not None:
+            self.visit(node.value)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if node.id == "self" or node.id not in self._locals:
+            self._refuse(f"uses {node.id}")
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, str):
+            self._refuse(f"uses {node.value!r}")
+        if isinstance(node.value, float):
+            self._reader.numbers[node.value] = None
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        shape = _shape_of_last(node)
+        if shape is not None:
+            self.visit(shape.value)
+            return
+        if isinstance(node.ctx, ast.Store):
+            self._refuse("writes in place")
+        for child in (node.value, node.slice):
+            self.visit(child)
+
+    def visit_If(self, node: ast.If) -> None:
+        # A side of an `if` statement is a list of statements.
+        for side in self._sides(node.test, node.body, node.orelse):
+            for statement in side:
+                self.visit(statement)
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        for side in self._sides(node.test, node.body, node.orelse):
+            self.visit(side)
+
+    def _sides(self, test: ast.expr, body: Any, orelse: Any) -> list[Any]:
+        """Return the sides of a branch on the module's attributes that may run.
+
+        A condition on plain attributes is evaluated, and only the side that runs is read: the
+        attributes are part of the case. The dtype of a parameter is not, since one case is run in
+        several dtypes, so a condition on it has both sides read.
+        """
+        names = {part.id for part in ast.walk(test) if isinstance(part, ast.Name)}
+        if names - {"self", "torch"}:
+            raise _RefusedError("its forward branches on its input")
+        on_dtype = False
+        for part in ast.walk(test):
+            if self._reads_dtype(part):
+                on_dtype = True
+        if on_dtype:
+            return [body, orelse]
+        code = compile(ast.Expression(test), "<test>", "eval")
+        holds = eval(code, {"torch": torch, "self": self._reader.module})
+        return [body if holds else orelse]
+
+    def _reads_dtype(self, part: ast.AST) -> bool:
+        """Record a node of a condition; return whether it is a parameter's dtype."""
+        allowed = isinstance(part, _IN_CONDITIONS)
+        if isinstance(part, ast.Attribute):
+            if _of_name(part, "self"):
+                self._reader.attribute(part.attr, self._function.__name__)
+                return False
+            if part.attr == "dtype" and _of_name(part.value, "self"):
+                return True
+            allowed = _of_name(part, "torch")
+        if not allowed:
+            self._refuse("branches on more than the module's attributes")
+        return False
+
+    def visit_Call(self, node: ast.Call) -> None:
+        for argument in (*node.args, *node.keywords):
+            self.visit(argument)
+        called = node.func
+        if not isinstance(called, ast.Attribute):
+            self._refuse(f"calls {ast.unparse(called)}")
+        if _of_name(called, "self"):
+            self._own_method(called.attr)
+        elif _is_super(called):
+            self._super_method(called.attr)
+        elif called.attr not in _CALLED:
+            self._refuse(f"calls {called.attr}")
+        elif called.attr == "size" and not _is_last_size(node):
+            self._refuse("uses its input's shape")
+        elif not _is_module(self._resolved(called.value)):
+            self.visit(called.value)
+
+    def _own_method(self, name: str) -> None:
+        if hasattr(nn.Module, name):
+            raise _RefusedError(f"it calls its {name}")
+        self._reader.method(name)
+
+    def _super_method(self, name: str) -> None:
+        """Record what PyTorch's own forward, called through ``super()``, reads."""
+        caller, mro = self._function.__name__, self._reader.cls.__mro__
+        owner = next(i for i, c in enumerate(mro) if vars(c).get(caller) is self._function)
+        base = next(c for c in mro[owner + 1 :] if name in vars(c))
+        is_norm = name == "forward" and base in (nn.LayerNorm, nn.RMSNorm)
+        if not is_norm or not is_pytorchs(base, name):
+            self._refuse(f"calls that of {base.__name__}")
+        for attribute in ("normalized_shape", "weight", "bias", "eps"):
+            if hasattr(self._reader.module, attribute):
+                self._reader.attribute(attribute, caller)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if isinstance(node.ctx, ast.Store):
+            self._refuse("writes to the module")
+        if _of_name(node, "self"):
+            self._reader.attribute(node.attr, self._function.__name__)
+            return
+        owner = self._resolved(node.value)
+        if _is_module(owner):
+            if not isinstance(getattr(owner, node.attr, None), (torch.dtype, float)):
+                self._refuse(f"uses {ast.unparse(node)}")
+            return
+        parameter_shape = node.attr == "shape" and _of_name(node.value, "self")
+        if node.attr not in _OF_TENSORS and not parameter_shape:
+            self._refuse(f"uses {node.attr}")
+        self.visit(node.value)
+
+    def _resolved(self, node: ast.expr) -> Any:
+        """Return the module of PyTorch that an expression names; anything else if it names none."""
+        if isinstance(node, ast.Name) and node.id not in self._locals:
+            return self._function.__globals__.get(node.id)
+        if not isinstance(node, ast.Attribute):
+            return None
+        owner = self._resolved(node.value)
+        return getattr(owner, node.attr, None) if _is_module(owner) else None
+
+
+def _is_plain(function: FunctionType) -> bool:
+    """Whether the function's only free variable, if any, is that of ``super()``."""
+    return function.__code__.co_freevars in ((), ("__class__",))
+
+
+def _only_argument(arguments: ast.arguments) -> str:
+    """Return the name of the one argument besides ``self``."""
+    names = [arg.arg for arg in (*arguments.posonlyargs, *arguments.args)]
+    others = (arguments.vararg, arguments.kwarg, *arguments.kwonlyargs, *arguments.defaults)
+    if len(names) != 2 or names[0] != "self" or any(others):
+        raise _RefusedError("its forward takes more than one tensor")
+    return names[1]
+
+
+def _of_name(node: Any, name: str) -> bool:
+    """Whether this is an attribute of this name: ``self.x`` for "self"."""
+    if not isinstance(node, ast.Attribute):
+        return False
+    return isinstance(node.value, ast.Name) and node.value.id == name
+
+
+def _shape_of_last(node: ast.Subscript) -> ast.Attribute | None:
+    """Return ``x.shape`` of ``x.shape[-1]`` or ``x.shape[-1:]``, the size of the last dimension."""
+    shape = node.value
+    if not isinstance(shape, ast.Attribute) or shape.attr != "shape":
+        return None
+    return shape if ast.unparse(node.slice) in ("-1", "-1:") else None
+
+
+def _is_last_size(node: ast.Call) -> bool:
+    """Whether this call of ``size`` returns the size of the last dimension."""
+    return ast.unparse(node).rpartition(".")[2] in ("size(-1)", "size(dim=-1)")
 
 
 def _is_super(node: ast.Attribute) -> bool:
-    of = node.value
-    return isinstance(of, ast.Call) and isinstance(of.func, ast.Name) and of.func.id == "super"
-
-
-def _resolved(node: Any, function: FunctionType) -> Any:
-    """The module of PyTorch that a name is, if it is one."""
-    if isinstance(node, ast.Name) and node.id not in function.__code__.co_varnames:
-        return function.__globals__.get(node.id)
-    above = _resolved(node.value, function) if isinstance(node, ast.Attribute) else None
-    return getattr(above, node.attr, None) if _is_module(above) else None
+    """Whether this is an attribute of ``super()``."""
+    called = node.value.func if isinstance(node.value, ast.Call) else None
+    return isinstance(called, ast.Name) and called.id == "super"
 
 
 def _is_module(value: Any) -> bool:
@@ -269,11 +397,20 @@ def _is_sizes(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and all(isinstance(size, int) for size in value)
 
 
-# --- running ----------------------------------------------------------------------------------------------------------
+# --- running --------------------------------------------------------------------------------------
 
 
 class _Case(NamedTuple):
-    """All that decides what a module computes."""
+    """All that decides what a module computes; hashable, so that equal modules are run once.
+
+    Attributes:
+        cls: the module's class.
+        functions: the methods that were read.
+        argument: the name of the forward's argument.
+        vectors: names and sizes of the parameters and buffers.
+        plain: names and values of the other attributes.
+        numbers: the float literals in the methods.
+    """
 
     cls: type[nn.Module]
     functions: tuple[Any, ...]
@@ -284,29 +421,41 @@ class _Case(NamedTuple):
 
 
 def _case(module: nn.Module) -> tuple[_Case, tuple[str, ...]]:
-    """What the module computes hangs on this; and the methods that were read."""
+    """Return the module's case, and the names of the methods that were read."""
     cls = type(module)
-    if cls.__getattr__ is not nn.Module.__getattr__ or cls.__getattribute__ is not object.__getattribute__:
+    has_own_lookup = (
+        cls.__getattr__ is not nn.Module.__getattr__
+        or cls.__getattribute__ is not object.__getattribute__
+    )
+    if has_own_lookup:
         raise _RefusedError("its attributes are not what they seem")
-    read = _Read(cls, module)
-    read.method("forward")
+    reader = _Reader(cls, module)
+    reader.method("forward")
     vectors, plain = [], []
-    for name in read.attributes:
+    for name in reader.attributes:
         value = getattr(module, name, None)
-        if isinstance(value, Tensor):
-            if value.dim() != 1 or not value.is_floating_point():
-                raise _RefusedError(f"its {name} is no vector")
+        if not isinstance(value, Tensor):
+            plain.append((name, tuple(value) if isinstance(value, list) else value))
+        elif value.dim() == 1 and value.is_floating_point():
             vectors.append((name, value.shape[0]))
         else:
-            plain.append((name, tuple(value) if isinstance(value, list) else value))
+            raise _RefusedError(f"its {name} is no vector")
     if len(vectors) > 2 or len({size for _, size in vectors}) > 1:
         raise _RefusedError("it has more than a weight and a bias")
-    case = _Case(cls, tuple(read.functions.values()), read.argument, tuple(vectors), tuple(plain), tuple(read.numbers))
-    return case, tuple(read.functions)
+    case = _Case(
+        cls,
+        tuple(reader.functions.values()),
+        reader.argument,
+        tuple(vectors),
+        tuple(plain),
+        tuple(reader.numbers),
+    )
+    return case, tuple(reader.functions)
 
 
 def _bare(case: _Case, dtype: torch.dtype, weights: dict[str, Tensor]) -> Any:
-    """A module that computes what the case does, with these weights."""
+    """Create a module that computes what the case does, with these weights."""
+    # The class's own initializer may need arguments, or allocate on another device.
     module: Any = object.__new__(case.cls)
     nn.Module.__init__(module)
     vars(module).update(case.plain)
@@ -314,34 +463,57 @@ def _bare(case: _Case, dtype: torch.dtype, weights: dict[str, Tensor]) -> Any:
     return module
 
 
-# What GPU autocast computes in fp32, of what may be called; PyTorch's own norms depending on its release.
-_IN_FP32 = frozenset({"pow", "square", "rsqrt", "reciprocal", "__rdiv__", "__rpow__", "sum", "norm", "linalg_vector_norm",
-                      "vector_norm"})  # fmt: skip
+# Functions in ``_CALLED`` that GPU autocast computes in fp32 in every release of PyTorch. Its own
+# norms are looked up: they depend on the release.
+_IN_FP32 = frozenset(
+    {
+        "pow",
+        "square",
+        "rsqrt",
+        "reciprocal",
+        "__rdiv__",
+        "__rpow__",
+        "sum",
+        "norm",
+        "linalg_vector_norm",
+        "vector_norm",
+    }
+)
 
 
 class _AsOnGpus(TorchFunctionMode):
-    """Casts on a CPU what autocast casts on a GPU."""
+    """Makes functions on a CPU cast their arguments as autocast does on a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in _IN_FP32 or (name in ("layer_norm", "rms_norm") and cast_by_autocast(f"aten::{name}")):
+        kwargs = kwargs or {}
+        if _is_cast_to_fp32(getattr(func, "__name__", "")):
             args = tuple(map(_wide, args))
-            kwargs = {key: _wide(value) for key, value in (kwargs or {}).items()}
-        return func(*args, **(kwargs or {}))
+            kwargs = {key: _wide(value) for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _is_cast_to_fp32(name: str) -> bool:
+    if name in ("layer_norm", "rms_norm"):
+        return cast_by_autocast(f"aten::{name}")
+    return name in _IN_FP32
 
 
 def _wide(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
+    is_half = isinstance(value, Tensor) and value.dtype in _HALF
+    return value.float() if is_half else value
 
 
 _NO_NORM = "it computes no LayerNorm or RMSNorm of the last dimension"
-# Of norms in fp32.
+# These are reasons for modules that compute a norm in fp32.
 _NOT_HALF = "it does not take half precision"
 _OTHER_AUTOCAST = "autocast changes what it computes"
 _OTHER_ROUNDING = (
-    "it rounds as none of the operators does; they compute in fp32, and round the result to the input's dtype"
+    "it rounds as none of the operators does; they compute in fp32, and round the result to the "
+    "input's dtype"
 )
-_MEAN = 0.7  # of the rows, in their standard deviations
+# The mean of the random rows, in their standard deviations. LayerNorm and RMSNorm differ on rows
+# whose mean is not 0.
+_MEAN = 0.7
 
 
 class _Probe:
@@ -356,202 +528,292 @@ class _Probe:
 
         self.weights = {name: 1.0 + 0.5 * random(size) for name, _ in case.vectors}
         self.epsilons = [e for _, e in case.plain if type(e) is float and 0.0 < e < 0.1]
-        self.epsilons += [e for e in case.numbers if 0.0 < e < 0.1 and e not in self.epsilons]
-        self.epsilons += [e for e in (1e-5,) if e not in self.epsilons]
+        for e in (*case.numbers, 1e-5):
+            if 0.0 < e < 0.1 and e not in self.epsilons:
+                self.epsilons.append(e)
+        # An even number of rows, since `run` splits them in two; about 512 elements at least.
         self.ordinary = random(2 * max(2, -(-256 // size)), size) + _MEAN
+        # Rows whose variance is about an eps, so that the eps decides the result.
         self.small = torch.cat([math.sqrt(e) * (random(2, size) + _MEAN) for e in self.epsilons])
 
     def bare(self, dtype: torch.dtype = torch.float32) -> Any:
         return _bare(self.case, dtype, self.weights)
 
-    def run(self, x: Tensor, dtype: torch.dtype = torch.float32, module: Any = None, shape: Any = (2,)) -> Tensor:
-        """What the forward gives for these rows, laid out in that shape."""
+    def run(
+        self, x: Tensor, dtype: torch.dtype = torch.float32, module: Any = None, shape: Any = (2,)
+    ) -> Tensor:
+        """Return the forward's output for these rows, reshaped to these leading dimensions."""
         module = self.bare(dtype) if module is None else module
-        laid_out = x.reshape(*shape, -1, self.size)
-        y = self.case.cls.forward(module, laid_out)
-        if not isinstance(y, Tensor) or y.shape != laid_out.shape:
+        reshaped = x.reshape(*shape, -1, self.size)
+        y = self.case.cls.forward(module, reshaped)
+        if not isinstance(y, Tensor) or y.shape != reshaped.shape:
             raise _RefusedError(_NO_NORM)
         return y.reshape(x.shape)
 
 
-def _tried(probe: _Probe, x: Tensor, dtype: torch.dtype, shape: Any = (2,)) -> Tensor | None:
-    """What the forward gives, or None where it raises: PyTorch's norms do, for some dtypes."""
+def _run_or_none(probe: _Probe, x: Tensor, dtype: torch.dtype, shape: Any = (2,)) -> Tensor | None:
+    """Return the forward's output, or None if it raises: PyTorch's norms do, for some dtypes."""
     try:
         return probe.run(x, dtype, shape=shape)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, NotImplementedError):
         return None
 
 
-# fp32's rounding of some twenty operations, as a part of a row's largest number.
+# fp32's rounding of some twenty operations, relative to a row's largest number.
 _FP32 = 4e-6
 
 
-def _apart(y: Tensor, exact: Tensor, bound: float = _FP32) -> Tensor:
-    """Which numbers differ by more than this part of their row's largest."""
+def _differs(y: Tensor, exact: Tensor, bound: float = _FP32) -> Tensor:
+    """Return which numbers differ by more than this part of their row's largest."""
     exact = exact.double()
+    # Negated, so that NaN counts as different.
     return ~((y.double() - exact).abs() <= bound * exact.abs().amax(-1, keepdim=True))
 
 
 def _formulas(probe: _Probe) -> Iterator[Form]:
-    """All that the operators compute, with these vectors; ordinary rows do not show the eps."""
+    """Yield each formula of the operators, with these vectors in either role and without an eps."""
     names = [name for name, _ in probe.case.vectors]
     first, second = (*names, None, None)[:2]
     kinds: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
-    for kind, (weight, bias) in itertools.product(kinds, dict.fromkeys([(first, second), (second, first)])):
-        if kind == "layer" or bias is None:
-            for offset in (0.0,) if weight is None else (0.0, 1.0):
-                yield Form(kind, "once", offset, None, weight, bias, probe.case.argument, False, (), "")
+    roles = dict.fromkeys([(first, second), (second, first)])
+    for kind, (weight, bias) in itertools.product(kinds, roles):
+        if kind == "rms" and bias is not None:
+            continue
+        # Some RMSNorms store their weight minus one.
+        for offset in (0.0,) if weight is None else (0.0, 1.0):
+            yield Form(
+                kind=kind,
+                rounding="once",
+                offset=offset,
+                eps=None,
+                weight=weight,
+                bias=bias,
+                argument=probe.case.argument,
+                widened=False,
+                methods=(),
+                code="",
+            )
 
 
-def _exactly(probe: _Probe, found: Form, x: Tensor, eps: float | None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A formula's values in fp64, of rows and weights of the given dtypes."""
+def _exact(
+    probe: _Probe,
+    candidate: Form,
+    x: Tensor,
+    eps: float | None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return a formula's values in fp64, for rows and weights of these dtypes."""
     eps = torch.finfo(torch.float32).eps if eps is None else eps
-    weight, bias = [
-        None if name is None else probe.weights[name].to(dtype).double() for name in (found.weight, found.bias)
-    ]
-    return normalize(x.double(), weight, bias, NormRule(found.kind, eps, found.offset))
+
+    def vector(name: str | None) -> Tensor | None:
+        return None if name is None else probe.weights[name].to(dtype).double()
+
+    rule = NormRule(candidate.kind, eps, candidate.offset)
+    return normalize(x.double(), vector(candidate.weight), vector(candidate.bias), rule)
 
 
-def _with_eps(probe: _Probe, found: Form) -> Form | None:
-    """The formula with its eps, an attribute that moves it or a number; None if there is none."""
+def _with_eps(probe: _Probe, candidate: Form) -> Form | None:
+    """Return the formula with its eps, an attribute or else a number; None if none agrees."""
     rows = torch.cat([probe.small, probe.ordinary])
     y = probe.run(rows)
 
     def agrees(eps: float | None, y: Tensor) -> bool:
-        return not _apart(y, _exactly(probe, found, rows, eps)).any()
+        return not _differs(y, _exact(probe, candidate, rows, eps)).any()
 
     for name, value in probe.case.plain:
         if type(value) is float and agrees(value, y):
-            moved = probe.bare()
-            setattr(moved, name, 3.0 * value + 1e-7)
-            if agrees(getattr(moved, name), probe.run(rows, module=moved)):
-                return found._replace(eps=name)
-    numbers = (*probe.case.numbers, 1e-5, 0.0, *(() if found.kind == "layer" else (None,)))
-    return next((found._replace(eps=e) for e in numbers if (e is None or e >= 0.0) and agrees(e, y)), None)
+            # An equal number elsewhere would agree too; only the eps changes the output with it.
+            changed = probe.bare()
+            setattr(changed, name, 3.0 * value + 1e-7)
+            if agrees(getattr(changed, name), probe.run(rows, module=changed)):
+                return candidate._replace(eps=name)
+    numbers: list[float | None] = [e for e in (*probe.case.numbers, 1e-5, 0.0) if e >= 0.0]
+    if candidate.kind == "rms":
+        numbers.append(None)
+    for number in numbers:
+        if agrees(number, y):
+            return candidate._replace(eps=number)
+    return None
 
 
 def _formula(probe: _Probe) -> Form:
-    """The formula of a forward in fp32."""
-    y, *others = [_tried(probe, probe.ordinary, torch.float32, shape) for shape in ((2,), (), (1, 2))]
+    """Return the formula of a forward in fp32."""
+    # The result for a row must not depend on how the rows are laid out.
+    y, *others = [
+        _run_or_none(probe, probe.ordinary, torch.float32, shape) for shape in ((2,), (), (1, 2))
+    ]
     if y is None or not all(_equal(y, other) for other in others):
         raise _RefusedError(_NO_NORM)
-    for tried in _formulas(probe):
-        # Most are out before their eps is looked for, which moves an ordinary row but little.
-        near = not _apart(y, _exactly(probe, tried, probe.ordinary, 0.0), _FP32 + 100 * max(probe.epsilons)).any()
-        found = _with_eps(probe, tried) if near else None
-        if found is not None:
-            return found
+    # The eps changes ordinary rows little, so most candidates are rejected before theirs is sought.
+    bound = _FP32 + 100 * max(probe.epsilons)
+    for candidate in _formulas(probe):
+        without_eps = _exact(probe, candidate, probe.ordinary, 0.0)
+        if _differs(y, without_eps, bound).any():
+            continue
+        formula = _with_eps(probe, candidate)
+        if formula is not None:
+            return formula
     raise _RefusedError(_NO_NORM)
 
 
-# Of rows and weights. Those that PyTorch's norms raise for are passed over, but for the first.
+# The dtypes of rows and of weights. Pairs for which PyTorch's norms raise are skipped, but not all
+# half-precision ones may be.
 _DTYPES = (
-    (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32),
-    (torch.float16, torch.float16), (torch.float16, torch.float32), (torch.float32, torch.bfloat16),
-    (torch.float32, torch.float16), (torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16),
-    (torch.float64, torch.float32), (torch.float64, torch.float64),
-)  # fmt: skip
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float16),
+    (torch.float16, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.float16, torch.bfloat16),
+    (torch.bfloat16, torch.float16),
+    (torch.float64, torch.float32),
+    (torch.float64, torch.float64),
+)
 
 
-def _rounded(probe: _Probe, found: Form, compute: Compute) -> Form:
-    """The form with its rounding: one that gives the same bits, or one that rounds less often than the forward."""
+class _Run(NamedTuple):
+    """Rows, the dtype of the weights, and the forward's output."""
+
+    x: Tensor
+    dtype: torch.dtype
+    y: Tensor
+
+
+def _runs(probe: _Probe) -> list[_Run]:
+    """Run the forward in all dtypes, for which CPU autocast must change nothing."""
     runs = []
     for x_dtype, dtype in _DTYPES:
-        # fp16 has no room for the squares of small rows, if that is where they are taken.
-        rows = probe.ordinary if x_dtype == torch.float16 else torch.cat([probe.ordinary, probe.small])
-        x = rows.to(x_dtype)
-        y = _tried(probe, x, dtype)
-        if y is not None:
-            runs.append((x, dtype, y))
+        # fp16 cannot represent the squares of small rows, if the forward squares in fp16.
+        rows = [probe.ordinary] if x_dtype == torch.float16 else [probe.ordinary, probe.small]
+        x = torch.cat(rows).to(x_dtype)
+        y = _run_or_none(probe, x, dtype)
         with torch.autocast("cpu", torch.bfloat16):
-            under = _tried(probe, x, dtype)
-        if (y is None) is not (under is None) or (y is not None and not _equal(y, under)):
+            under_autocast = _run_or_none(probe, x, dtype)
+        if not _equal(y, under_autocast):
             raise _RefusedError(_OTHER_AUTOCAST)
-    if not any(x.dtype in _HALF for x, _, _ in runs):
+        if y is not None:
+            runs.append(_Run(x, dtype, y))
+    return runs
+
+
+def _with_rounding(probe: _Probe, candidate: Form, compute: Compute) -> Form:
+    """Return the form with its rounding.
+
+    A rounding that gives the same bits comes first, then one that rounds less often than the
+    forward.
+    """
+    runs = _runs(probe)
+    if not any(run.x.dtype in _HALF for run in runs):
         raise _RefusedError(_NOT_HALF)
-    roundings: tuple[Rounding, ...] = ("once", "llama") if found.kind == "layer" else ("once", "llama", "t5")
-    for same in (_same_bits, _rounds_less):
+    roundings: tuple[Rounding, ...] = ("once", "llama")
+    if candidate.kind == "rms":
+        roundings = ("once", "llama", "t5")
+    for agrees in (_same_bits, _rounds_less):
         for rounding in roundings:
-            tried = found._replace(rounding=rounding)
-            if all(same(probe, tried, x, dtype, y, compute) for x, dtype, y in runs):
-                return tried
+            rounded = candidate._replace(rounding=rounding)
+            if all(agrees(probe, rounded, run, compute) for run in runs):
+                return rounded
     raise _RefusedError(_OTHER_ROUNDING)
 
 
-def _equal(a: Tensor, b: Tensor | None) -> bool:
-    return b is not None and a.dtype == b.dtype and torch.equal(a, b)
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two outputs have the same dtype and bits, or neither exists."""
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and torch.equal(a, b)
 
 
-def _same_bits(probe: _Probe, tried: Form, x: Tensor, dtype: torch.dtype, y: Tensor, compute: Compute) -> bool:
-    """But for a few, where the last bit of a sum tips a rounding."""
-    ours = compute(tried, probe.bare(dtype), x)
-    return ours.dtype == y.dtype and float(_apart(ours, y).double().mean()) < 0.02
+def _same_bits(probe: _Probe, candidate: Form, run: _Run, compute: Compute) -> bool:
+    """Whether almost all bits agree; the last bit of a sum may change a rounding."""
+    ours = compute(candidate, probe.bare(run.dtype), run.x)
+    return ours.dtype == run.y.dtype and float(_differs(ours, run.y).double().mean()) < 0.02
 
 
-def _rounds_less(probe: _Probe, tried: Form, x: Tensor, dtype: torch.dtype, y: Tensor, compute: Compute) -> bool:
-    """The forward is off by a few roundings that the operator, which rounds once, does without."""
+def _rounds_less(probe: _Probe, candidate: Form, run: _Run, compute: Compute) -> bool:
+    """Whether the forward's error is a few roundings, which the operator, with one, avoids."""
+    x, dtype, y = run
     module = probe.bare(dtype)
-    if tried.rounding not in ("once", "llama" if tried.kind == "layer" else "once"):
+    rounding_once = ("once", "llama") if candidate.kind == "layer" else ("once",)
+    if candidate.rounding not in rounding_once:
         return False
-    if compute(tried, module, x).dtype != y.dtype:
+    if compute(candidate, module, x).dtype != y.dtype:
         return False
-    eps = getattr(module, tried.eps) if isinstance(tried.eps, str) else tried.eps
-    exact = _exactly(probe, tried, x, eps, dtype)
-    # Of the product and of the bias, which may cancel.
+    eps = getattr(module, candidate.eps) if isinstance(candidate.eps, str) else candidate.eps
+    exact = _exact(probe, candidate, x, eps, dtype)
+    # The sizes of the product and of the bias are added, since the two may cancel.
     size = exact.abs()
-    if tried.bias is not None:
-        bias = module._parameters[tried.bias].double()
+    if candidate.bias is not None:
+        bias = module._parameters[candidate.bias].double()
         size = (exact - bias).abs() + bias.abs()
-    unit = max(torch.finfo(d).eps for d in (x.dtype, dtype if probe.weights else x.dtype, torch.float32)) / 2
+    dtypes = {x.dtype, torch.float32}
+    if probe.weights:
+        dtypes.add(dtype)
+    unit = max(torch.finfo(d).eps for d in dtypes) / 2
     bound = 4 * unit * size + _FP32 * exact.abs().amax(-1, keepdim=True)
     return bool(((y.double() - exact).abs() <= bound).all())
 
 
-def _autocast(probe: _Probe, found: Form, compute: Compute) -> Form:
-    """The form with what GPU autocast makes of it: as without, or fp32 where that is all it does."""
+def _with_autocast(probe: _Probe, candidate: Form, compute: Compute) -> Form:
+    """Return the form with what GPU autocast changes: nothing, or the output's dtype to fp32.
+
+    All pairs of dtypes must agree on which of the two it is.
+    """
     widened = set()
     for x_dtype, dtype in itertools.product(_HALF, (torch.float32, *_HALF)):
         x = probe.ordinary.to(x_dtype)
-        y = _tried(probe, x, dtype)
+        y = _run_or_none(probe, x, dtype)
         with _AsOnGpus():
-            under = _tried(probe, x, dtype)
-        if y is not None and under is not None:
-            widened.add(not _equal(y, under))
-            wide = compute(found, probe.bare(dtype), x.float())
-            if widened == {True} and (
-                found.rounding != "once" or under.dtype != torch.float32 or _apart(under, wide).any()
-            ):
+            under_autocast = _run_or_none(probe, x, dtype)
+        if y is None or under_autocast is None:
+            continue
+        widened.add(not _equal(y, under_autocast))
+        wide = compute(candidate, probe.bare(dtype), x.float())
+        if widened == {True}:
+            rounds_once = candidate.rounding == "once" and under_autocast.dtype == torch.float32
+            if not rounds_once or _differs(under_autocast, wide).any():
                 raise _RefusedError(_OTHER_AUTOCAST)
     if len(widened) != 1:
         raise _RefusedError(_OTHER_AUTOCAST)
-    return found._replace(widened=widened.pop())
+    return candidate._replace(widened=widened.pop())
 
 
 _LONGEST = 2**16  # beyond, fp32 may not tell a sample's variance from the population's
 
 
+def _sizes(case: _Case) -> tuple[int, ...]:
+    """Return the row sizes to run: that of the vectors, one among the attributes, or any two."""
+    if case.vectors:
+        return (case.vectors[0][1],)
+    for _, value in case.plain:
+        # For example `normalized_shape`.
+        size = value[0] if isinstance(value, tuple) and len(value) == 1 else value
+        if type(size) is int and size > 1:
+            return (size,)
+    return (24, 40)
+
+
 @functools.lru_cache(maxsize=4096)
 def _fitted(case: _Case, compute: Compute) -> Form | str:
-    """The form of a case, but for the methods; or why there is none."""
-    if case.vectors:
-        sizes: tuple[int, ...] = (case.vectors[0][1],)
-    else:
-        known = [v[0] if isinstance(v, tuple) and len(v) == 1 else v for _, v in case.plain]
-        sizes = next(((v,) for v in known if type(v) is int and v > 1), (24, 40))
+    """Return the form of a case, without methods and code; or why it has none."""
+    sizes = _sizes(case)
     if not 4 <= min(sizes) <= max(sizes) <= _LONGEST:
         return "its vectors are too short or too long to tell"
+    forms = set()
     try:
         with without_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-            forms = set()
             for size in sizes:
                 probe = _Probe(case, size)
-                forms.add(_autocast(probe, _rounded(probe, _formula(probe), compute), compute))
+                rounded = _with_rounding(probe, _formula(probe), compute)
+                forms.add(_with_autocast(probe, rounded, compute))
     except _RefusedError as refused:
         return str(refused)
     return forms.pop() if len(forms) == 1 else _NO_NORM
 
 
-def _found(module: nn.Module, compute: Compute) -> Form | str:
+def _form_or_reason(module: nn.Module, compute: Compute) -> Form | str:
+    """Return the module's form, or why it has none; "" for modules that are no candidates."""
     cls = type(module)
     if cls.__module__.startswith("torch.") or not hasattr(cls, "forward"):
         return ""
@@ -561,30 +823,37 @@ def _found(module: nn.Module, compute: Compute) -> Form | str:
         case, methods = _case(module)
     except _RefusedError as refused:
         return str(refused)
-    found = _fitted(case, compute)
-    if isinstance(found, str):
-        return found
-    return found._replace(methods=methods, code=digest(*case.functions))
+    result = _fitted(case, compute)
+    if isinstance(result, str):
+        return result
+    return result._replace(methods=methods, code=digest(*case.functions))
 
 
 def form(module: nn.Module, compute: Compute) -> Form | None:
-    """What a module computes, if that is a LayerNorm or RMSNorm as ``compute`` computes them; PyTorch's own are left out."""
-    found = _found(module, compute)
-    return found if isinstance(found, Form) else None
+    """Return the form of a module that computes a norm as ``compute`` does; None for others.
+
+    PyTorch's own norms have none.
+    """
+    result = _form_or_reason(module, compute)
+    return result if isinstance(result, Form) else None
 
 
 def other_rounding(module: nn.Module, compute: Compute) -> str:
-    """Why a module that computes a norm in fp32 is none to `form`; "" for others."""
-    found = _found(module, compute)
-    return found if isinstance(found, str) and found in (_NOT_HALF, _OTHER_AUTOCAST, _OTHER_ROUNDING) else ""
+    """Return why a module that computes a norm in fp32 has no `form`; "" for other modules."""
+    result = _form_or_reason(module, compute)
+    if not isinstance(result, str):
+        return ""
+    return result if result in (_NOT_HALF, _OTHER_AUTOCAST, _OTHER_ROUNDING) else ""
 
 
 def other_norm(module: nn.Module, compute: Compute) -> str:
-    """Why a module whose class is called a norm is none to `form`; "" for others."""
-    found = _found(module, compute) if "Norm" in type(module).__name__ else ""
-    return found if isinstance(found, str) else ""
+    """Return why a module whose class is named like a norm has no `form`; "" for other modules."""
+    if "Norm" not in type(module).__name__:
+        return ""
+    result = _form_or_reason(module, compute)
+    return result if isinstance(result, str) else ""
 
 
-def same_code(cls: type[nn.Module], found: Form) -> bool:
-    """Whether the class has the code of which the form was made."""
-    return digest(*[getattr(cls, name, None) for name in found.methods]) == found.code
+def same_code(cls: type[nn.Module], known: Form) -> bool:
+    """Whether the class still has the code from which this form was derived."""
+    return digest(*[getattr(cls, name, None) for name in known.methods]) == known.code

@@ -16,7 +16,7 @@ _REST = {NO_RULE: "left as they are: no rule matches", NOT_FUSED: "not fused"}
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference that ``check`` measured between a module or model before and after fusing, and its limit.
+    """The difference that ``check`` measured between a module or model before and after fusing.
 
     Attributes:
         output: the largest difference of an output.
@@ -36,7 +36,9 @@ class Difference:
         return self.output <= self.allowed_output and self.gradient <= self.allowed_gradient
 
     def __str__(self) -> str:
-        return f"output {self.output:.2g} of {self.allowed_output:.2g}, gradient {self.gradient:.2g} of {self.allowed_gradient:.2g}"
+        output = f"output {self.output:.2g} of {self.allowed_output:.2g}"
+        gradient = f"gradient {self.gradient:.2g} of {self.allowed_gradient:.2g}"
+        return f"{output}, {gradient}"
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class ModuleReport:
         type: the name of its class.
         rule: the name of the rule by which it is fused; "" if it was left.
         calls: the fused operators that it calls; "" if it calls none.
-        helps: what a fused module does that calls no operator itself, such as leaving its last bias to its block.
+        helps: what a fused module does that calls no operator itself, such as leaving its last bias
+            to its block.
         reason: why the module was left.
         by: the name of the fused module that computes this one too; None if there is none.
         difference: the result of ``check``; None if the module was not compared.
@@ -76,10 +79,10 @@ class ModuleReport:
 
 @dataclass(frozen=True, repr=False)
 class FusionReport:
-    """The result of `fusedops.fuse_model` and `fusedops.fusion_status`: a `ModuleReport` for each module.
+    """The result of `fusedops.fuse_model` and `fusedops.fusion_status`, by module.
 
-    Length and iteration are those of ``replaced``, so that a report is true if any module is fused. Printed, it has a line
-    for each kind of module; `table` has a line for each module.
+    Length and iteration are those of ``replaced``, so that a report is true if any module is fused.
+    Printed, it has a line for each kind of module; `table` has a line for each module.
 
     Attributes:
         modules: all modules of the model.
@@ -91,7 +94,7 @@ class FusionReport:
 
     @property
     def replaced(self) -> tuple[ModuleReport, ...]:
-        """The modules that got another class: those that call operators, and those that help their block."""
+        """The modules that got another class: they call operators, or help their block."""
         return tuple(module for module in self.modules if module.replaced)
 
     @property
@@ -113,29 +116,33 @@ class FusionReport:
         return len(self.replaced)
 
     def __str__(self) -> str:
-        """The summary: a line for each kind of module."""
+        """Return the summary: a line for each kind of module."""
         fused = sum(module.fused for module in self.modules)
-        helping = f", {len(self) - fused} more are computed inside them or support them" if len(self) > fused else ""
-        lines = [f"{fused} of {len(self.modules)} modules call fused operators{helping}"]
-        rows = [(f"{count} x", kind, what) for (kind, what), count in _kinds(self.modules)]
-        widths = [max([len(row[column]) for row in rows], default=0) for column in (0, 1)]
-        lines += [f"  {count:>{widths[0]}} {kind:{widths[1]}}  {what}" for count, kind, what in rows]
-        rest = Counter(module.reason for module in self.modules if module.by is None and module.reason in _REST)
-        lines += [f"{count} {_REST[reason]}" for reason, count in rest.items()]
+        headline = f"{fused} of {len(self.modules)} modules call fused operators"
+        if len(self) > fused:
+            headline += f", {len(self) - fused} more are computed inside them or support them"
+        lines = [headline]
+        rows = [(f"{count} x", kind, outcome) for (kind, outcome), count in _kinds(self.modules)]
+        counts, kinds = _width(rows, 0), _width(rows, 1)
+        for count, kind, outcome in rows:
+            lines.append(f"  {count:>{counts}} {kind:{kinds}}  {outcome}")
+        rest = Counter(module.reason for module in self.modules if _is_rest(module))
+        for reason, number in rest.items():
+            lines.append(f"{number} {_REST[reason]}")
         return "\n".join([*lines, *self._checked(), "table() has a line for each module"])
 
     def __repr__(self) -> str:
         return str(self)
 
     def table(self) -> str:
-        """Return a text with a line for each module: the operators that it calls, or why it was left."""
+        """Return a text with a line for each module: the operators it calls, or why it was left."""
         rows = [("module", "type", "replaced by, or why left")]
         unchecked = set(self.unchecked)
-        rows += [
-            (m.name or "(the model)", m.type, _outcome(m) + _found(m, unchecked=m in unchecked)) for m in self.modules
-        ]
-        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-        lines = [f"{name:{widths[0]}}  {kind:{widths[1]}}  {outcome}".rstrip() for name, kind, outcome in rows]
+        for module in self.modules:
+            outcome = _outcome(module) + _difference(module, unchecked=module in unchecked)
+            rows.append((module.name or "(the model)", module.type, outcome))
+        names, types = _width(rows, 0), _width(rows, 1)
+        lines = [f"{row[0]:{names}}  {row[1]:{types}}  {row[2]}".rstrip() for row in rows]
         return "\n".join([*lines, *self._checked()])
 
     def _checked(self) -> list[str]:
@@ -146,17 +153,33 @@ class FusionReport:
 
 
 def _kinds(modules: Iterable[ModuleReport]) -> list[tuple[tuple[str, str], int]]:
-    """Class and outcome of all modules that a rule is about, each with how often; what is fused first."""
-    about = [m for m in modules if m.replaced or (m.by is None and m.reason not in _REST)]
-    about.sort(key=lambda m: (not m.fused, not m.replaced))
-    return list(Counter((m.type, _outcome(m)) for m in about).items())
+    """Count classes with their outcomes; modules that call operators come first.
+
+    Modules that the summary only counts, or that their block computes, are left out.
+    """
+    shown = [m for m in modules if m.replaced or (m.by is None and not _is_rest(m))]
+    shown.sort(key=lambda m: (not m.fused, not m.replaced))
+    return list(Counter((m.type, _outcome(m)) for m in shown).items())
+
+
+def _is_rest(module: ModuleReport) -> bool:
+    """Whether the summary only counts the module."""
+    return module.by is None and module.reason in _REST
+
+
+def _width(rows: Iterable[tuple[str, ...]], column: int) -> int:
+    return max([len(row[column]) for row in rows], default=0)
 
 
 def _outcome(module: ModuleReport) -> str:
     if module.by is not None:
         return "computed by its block"
-    return module.calls or module.helps if module.replaced else f"left: {module.reason}"
+    if not module.replaced:
+        return f"left: {module.reason}"
+    return module.calls or module.helps
 
 
-def _found(module: ModuleReport, *, unchecked: bool) -> str:
-    return " (not checked)" if unchecked else "" if module.difference is None else f" ({module.difference})"
+def _difference(module: ModuleReport, *, unchecked: bool) -> str:
+    if unchecked:
+        return " (not checked)"
+    return "" if module.difference is None else f" ({module.difference})"

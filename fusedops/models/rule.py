@@ -13,7 +13,7 @@ from .fingerprint import fingerprint, is_pytorchs
 __all__ = ["At", "Family", "Rule", "Verdict", "has_method", "judge", "named_cache", "needs_norm"]
 
 
-# From a path in a module to the rule by which what is there is fused, None for none.
+# Maps a path in a module to the rule of the module at that path, or to None if it has no rule.
 At = Callable[[str], "Rule | None"]
 
 
@@ -30,17 +30,20 @@ def _something(module: nn.Module, at: At) -> bool:
 
 
 def has_method(rule: Rule | None, method: str) -> bool:
-    """Whether a module will have a method of its rule's."""
+    """Whether a module fused by this rule has the method."""
     return rule is not None and method in rule.methods
 
 
 def named_cache(past_key_values: Any) -> dict[str, Any]:
-    """The argument by which layers up to Transformers 5.23 get a cache. Later ones get ``cache``, which is handed on as it is."""
+    """Keyword arguments that pass a cache to layers of Transformers up to 5.23.
+
+    Layers of later releases take ``cache``, which the caller passes through unchanged.
+    """
     return {} if past_key_values is None else {"past_key_values": past_key_values}
 
 
 def needs_norm(*paths: str) -> Callable[[nn.Module, At], str]:
-    """The ``needs`` of a block that joins the end of a branch with the norm behind it: one of these."""
+    """Build the ``needs`` of a block that fuses branch ends with at least one of these norms."""
 
     def needs(module: nn.Module, at: At) -> str:
         fused = any(has_method(at(path), "_fusedops_add_norm") for path in paths)
@@ -53,28 +56,35 @@ def needs_norm(*paths: str) -> Callable[[nn.Module, At], str]:
 class Rule:
     """How `fuse_model` replaces the modules of a class.
 
-    A rule matches a class by its code: the class inherits the ``known`` methods of a class of torch.nn unchanged
-    (``base``), or these methods have one of the ``fingerprints``. The name of a class does not matter. ``names`` is used
-    only in the report, to say why a class with such a name was left.
+    A rule matches a class by its code: the class inherits the ``known`` methods of a class of
+    torch.nn unchanged (``base``), or these methods have one of the ``fingerprints``. The name of a
+    class does not matter. ``names`` is used only in the report, to say why a class with such a name
+    was left.
 
     Attributes:
         name: the rule's name, in reports and in ``exclude``.
-        calls: the operators that a fused module calls, for the report; "" if it calls none itself. May be a function of
-            the module and `At`.
-        helps: for the report, what a fused module does that calls no operator itself. May be a function of the module.
-        methods: the methods of the fused class, which replace the original's or come in addition. A ``forward`` must be
-            also be correct if the module's children have hooks or were replaced: see `fusedops.models.parts`.
-        base: the class that the rule is written for: a class of torch.nn, or the full name of another one.
+        calls: the operators that a fused module calls, for the report; "" if it calls none itself.
+            May be a function of the module and `At`.
+        helps: for the report, what a fused module does that calls no operator itself. May be a
+            function of the module.
+        methods: the methods of the fused class, which replace the original's or come in addition. A
+            ``forward`` must also be correct if the module's children have hooks or were replaced:
+            see `fusedops.models.parts`.
+        base: the class that the rule is written for: a class of torch.nn, or the full name of
+            another one.
         fingerprints: those of the ``known`` methods, for classes outside of torch.nn.
         names: names of classes outside of torch.nn for which the rule is written.
         known: the names of the methods that decide whether the rule matches a class.
         fits: a function that returns why a module of a matching class is left; "" if it is fused.
-        parts: paths of the modules inside that the fused module computes itself, unless they have hooks or are of another
-            kind. May be a function of the module.
-        needs: a function of the module and `At` that returns why it would call no operator; "" if it would.
-        leaves: a function of the module and `At` that returns whether the module leaves its last steps to the block that
-            contains it. It is called only if the rule has the method ``_fusedops_branch``.
-        takes: paths of the modules whose last steps a fused module computes; None for all modules inside.
+        parts: paths of the modules inside that the fused module computes itself, unless they have
+            hooks or are of another kind. May be a function of the module.
+        needs: a function of the module and `At` that returns why it would call no operator; "" if
+            it would.
+        leaves: a function of the module and `At` that returns whether the module leaves its last
+            steps to the block that contains it. It is called only if the rule has the method
+            ``_fusedops_branch``.
+        takes: paths of the modules whose last steps a fused module computes; None for all modules
+            inside.
         made: for a rule made by a `Family`, its name and key; None for a rule of the table.
     """
 
@@ -97,32 +107,48 @@ class Rule:
         """Whether the rule matches a class."""
         base = self._base_of(cls)
         if base is not None:
-            return all(getattr(cls, name) is getattr(base, name) and is_pytorchs(base, name) for name in self.known)
-        return bool(self.fingerprints) and fingerprint(cls, self.known) in self.fingerprints
+            return all(_inherits(cls, base, name) for name in self.known)
+        if not self.fingerprints:
+            return False
+        return fingerprint(cls, self.known) in self.fingerprints
 
     def resembles(self, cls: type) -> bool:
         """Whether a user would expect the rule to match the class, by its name or its base."""
         return cls.__name__ in self.names or self._base_of(cls) is not None
 
     def _base_of(self, cls: type) -> type | None:
-        """The rule's base, if the class inherits from it."""
-        if isinstance(self.base, str):
-            return next((c for c in cls.__mro__ if f"{c.__module__}.{c.__qualname__}" == self.base), None)
-        return self.base if self.base is not None and issubclass(cls, self.base) else None
+        """Return the rule's base if the class inherits from it, else None."""
+        if self.base is None:
+            return None
+        if not isinstance(self.base, str):
+            return self.base if issubclass(cls, self.base) else None
+        # The class is named, not imported: its package may not be installed.
+        for base in cls.__mro__:
+            if f"{base.__module__}.{base.__qualname__}" == self.base:
+                return base
+        return None
+
+
+def _inherits(cls: type, base: type, method: str) -> bool:
+    """Whether a class has its base's method, and nobody has patched that on the base."""
+    return getattr(cls, method) is getattr(base, method) and is_pytorchs(base, method)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Family:
-    """Rules for modules that are known by their structure, made as they are met.
+    """Rules for modules recognised by their structure, created when such a module is seen.
 
     Attributes:
-        name: of the family.
-        key: what a module is, as the rule for it needs to know; hashable, of what pickle takes; None if the family has no
-            rule for it. The module is not changed.
-        rule: the rule for a class and a key; None if the class is not, or no longer, of that structure.
-        names: of its rules.
-        why: says why a module of the structure has no rule; "" for all others.
-        why_of_name: says why a module whose name promises the structure has no rule; "" for all others.
+        name: the family's name.
+        key: a function that returns a key from which ``rule`` can build the module's rule, or None
+            if the family has no rule for the module. The key is hashable and can be pickled. The
+            module is not changed.
+        rule: a function that returns the rule for a class and a key; None if the class does not
+            have, or no longer has, that structure.
+        names: the names of its rules.
+        why: a function that returns why a module of the structure has no rule; "" for all others.
+        why_of_name: a function that returns why a module whose class name suggests the structure
+            has no rule; "" for all others.
     """
 
     name: str
@@ -133,7 +159,7 @@ class Family:
     why_of_name: Callable[[nn.Module], str] = field(default=_always)
 
     def __call__(self, module: nn.Module) -> Rule | None:
-        """The rule for a module."""
+        """Return the rule for a module, or None."""
         key = self.key(module)
         return None if key is None else self.rule(type(module), key)
 
@@ -146,29 +172,59 @@ class Verdict:
     reason: str = ""
 
 
-def judge(module: nn.Module, rules: tuple[Rule | Family, ...], excluded: frozenset[str] = frozenset()) -> Verdict:
-    """The first rule that knows the module's class and fits the module, unless it is one of those excluded by name."""
-    cls = type(module)
-    rule = next((found for entry in rules if (found := _known(entry, module)) is not None), None)
-    if rule is not None and rule.name in excluded:
-        return Verdict(None, f"excluded, with rule {rule.name}")
+def judge(
+    module: nn.Module, rules: tuple[Rule | Family, ...], excluded: frozenset[str] = frozenset()
+) -> Verdict:
+    """Choose the first rule that matches the module's class, or give the reason to use none.
+
+    The first match decides: if it is excluded by name or does not fit the module, later rules are
+    not tried.
+    """
+    rule = _first_match(module, rules)
     if rule is None:
-        families = [entry for entry in rules if isinstance(entry, Family)]
-        alike = next((rule for rule in rules if isinstance(rule, Rule) and rule.resembles(cls)), None)
-        why = next((why for family in families if (why := family.why(module))), "")
-        if alike and not why:
-            why = f"its forward is not the one that rule {alike.name} knows"
-        return Verdict(None, why or next((why for one in families if (why := one.why_of_name(module))), "no rule"))
-    replaced = next((name for name in (*rule.known, *rule.methods) if name in vars(module)), None)
-    if replaced is not None:
-        return Verdict(None, f"its {replaced} was replaced on the instance")
-    if "parametrizations" in module._modules:
-        return Verdict(None, "its parameters are parametrized")
-    reason = rule.fits(module)
+        return Verdict(None, _why_no_match(module, rules))
+    if rule.name in excluded:
+        return Verdict(None, f"excluded, with rule {rule.name}")
+    reason = _why_unfit(module, rule)
     return Verdict(None, reason) if reason else Verdict(rule)
 
 
-def _known(entry: Rule | Family, module: nn.Module) -> Rule | None:
-    if isinstance(entry, Family):
-        return entry(module)
-    return entry if entry.knows(type(module)) else None
+def _first_match(module: nn.Module, rules: tuple[Rule | Family, ...]) -> Rule | None:
+    """Return the first rule, from the table or from a family, that matches the module's class."""
+    for entry in rules:
+        if isinstance(entry, Family):
+            rule = entry(module)
+        else:
+            rule = entry if entry.knows(type(module)) else None
+        if rule is not None:
+            return rule
+    return None
+
+
+def _why_no_match(module: nn.Module, rules: tuple[Rule | Family, ...]) -> str:
+    """Explain why no rule matches.
+
+    What the module computes tells more than its class's name, so reasons from names come last.
+    """
+    families = [entry for entry in rules if isinstance(entry, Family)]
+    for family in families:
+        if reason := family.why(module):
+            return reason
+    for entry in rules:
+        if isinstance(entry, Rule) and entry.resembles(type(module)):
+            return f"its forward is not the one that rule {entry.name} knows"
+    for family in families:
+        if reason := family.why_of_name(module):
+            return reason
+    return "no rule"
+
+
+def _why_unfit(module: nn.Module, rule: Rule) -> str:
+    """Explain why a module is left although the rule matches its class; "" if it is fused."""
+    for name in (*rule.known, *rule.methods):
+        # An attribute of the instance hides the fused class's method.
+        if name in vars(module):
+            return f"its {name} was replaced on the instance"
+    if "parametrizations" in module._modules:
+        return "its parameters are parametrized"
+    return rule.fits(module)

@@ -1,4 +1,8 @@
-"""Sums and norms under `SequenceParallel`: joined by the block as without it, where the hooks would only place the sum."""
+"""Sums and norms under `SequenceParallel`, which a block fuses as it does without it.
+
+The hooks of `SequenceParallel` only convert the norm's input and output, from and to plain tensors.
+So the block may convert the branch and the residual instead of their sum, and skip the hooks.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,11 @@ __all__ = ["Rows", "rows_of_norm"]
 
 
 class Rows(NamedTuple):
-    """Where a norm's hooks place its rows.
+    """The layout that a norm's hooks give its rows.
 
     Attributes:
-        mesh: the mesh.
-        placements: the sequence is sharded.
+        mesh: the device mesh.
+        placements: those of a sharded sequence.
         to_local: whether the norm's output is a plain tensor.
     """
 
@@ -28,21 +32,29 @@ class Rows(NamedTuple):
     to_local: bool
 
     def take(self, *tensors: Any) -> tuple[Any, ...] | None:
-        """The tensors as the norm would get them: DTensors placed so already, or plain ones, which become such; else None."""
-        module = sys.modules["torch.distributed.tensor"]
-        if all(isinstance(t, module.DTensor) and t.device_mesh == self.mesh and tuple(t.placements) == self.placements
-               for t in tensors):  # fmt: skip
+        """Return the tensors as the norm would get them, or None if the hooks would do more.
+
+        DTensors must have this layout already; plain tensors are local parts of it.
+        """
+        # Imported already if a norm has such hooks.
+        dtensor = sys.modules["torch.distributed.tensor"].DTensor
+        if all(isinstance(t, dtensor) and self._is_layout_of(t) for t in tensors):
             return tensors
-        if all(type(t) is Tensor for t in tensors):
-            return tuple([module.DTensor.from_local(t, self.mesh, self.placements, run_check=False) for t in tensors])
-        return None
+        if not all(type(t) is Tensor for t in tensors):
+            return None
+        return tuple(
+            [dtensor.from_local(t, self.mesh, self.placements, run_check=False) for t in tensors]
+        )
+
+    def _is_layout_of(self, t: Any) -> bool:
+        return bool(t.device_mesh == self.mesh) and tuple(t.placements) == self.placements
 
 
 def rows_of_norm(norm: nn.Module) -> Rows | None:
-    """Where a fused norm's hooks place its rows, if it has `SequenceParallel`'s and no others; None otherwise."""
+    """Return the layout of a fused norm whose only hooks are `SequenceParallel`'s; else None."""
     if torch.compiler.is_compiling() or not keeps_method(type(norm), "_fusedops_add_norm"):
         return None
     if "forward" in norm.__dict__ or has_compiled_call(norm) or has_global_hooks():
         return None
-    found = rows_placed_by(norm)
-    return None if found is None else Rows(*found)
+    layout = rows_placed_by(norm)
+    return None if layout is None else Rows(*layout)

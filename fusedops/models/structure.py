@@ -1,4 +1,13 @@
-"""Modules known by what their forwards do, step by step, whatever their classes are called: `rewriting`, made a rule."""
+"""Rules for modules recognised by the steps of their forwards, whatever their class.
+
+`rewriting` finds steps that one operator can compute and rewrites the forward to call it. This
+module turns the result into a `Rule`:
+
+    module --_key--> kinds of children and conditions --structural_rule--> methods of the rule
+
+The rewriting depends on the class and the key alone. So modules with equal keys share a rule, and a
+saved model, which stores the key, builds the rule again.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +25,7 @@ from torch.nn import functional as F
 from . import compiling, parts
 from .autocast import consumers
 from .fingerprint import definition, renamed
-from .hooks import found, has_hooks, is_linear, is_plain, is_unchanged
+from .hooks import has_hooks, is_linear, is_plain, is_unchanged, submodule
 from .rewriting import PREFIX, Rewritten, Step, called_paths, conditions, rewrite, rows_of
 from .rule import At, Family, Rule, has_method, judge
 from .tricks import allowed
@@ -27,132 +36,191 @@ from .tricks.packing import packable, packed_to
 __all__ = ["family", "structural_rule"]
 
 Method = Callable[..., Any]
-# What is read of a class: its forward, and what Transformers' experts have between their two products.
+# The methods to rewrite: the forward, and what Transformers' experts call between their products.
 _METHODS = ("forward", "_apply_gate")
+# Names and kinds, sorted. A name is a path of a child, or has a prefix:
+#
+#     "mlp.act"     a child's kind: "linear", "norm", "dropout", ...
+#     " F.dropout"  a function's kind
+#     "?self.bias"  a condition's value: "True" or "False"
+#     "!method"     the method is not used
 Key = tuple[tuple[str, str], ...]
-_HELPERS: dict[str, Any] = {**{name: getattr(parts, name) for name in parts.__all__}, "cast_together": cast_together}
+_HELPERS: dict[str, Any] = {
+    **{name: getattr(parts, name) for name in parts.__all__},
+    "cast_together": cast_together,
+}
 
 
 def family(leaves: tuple[Rule | Family, ...]) -> Family:
-    """The family of all modules with steps to join.
+    """Return the family of all modules with steps to fuse.
 
     Args:
-        leaves: the rules by which norms and activations are known.
+        leaves: the rules that recognise norms and activations.
     """
-    return Family(name="structure", key=lambda module: _key(module, leaves), rule=structural_rule,
-                  names=("attention", "block", "mlp"))  # fmt: skip
+    return Family(
+        name="structure",
+        key=lambda module: _key(module, leaves),
+        rule=structural_rule,
+        names=("attention", "block", "mlp"),
+    )
 
 
 def _key(module: nn.Module, leaves: tuple[Rule | Family, ...]) -> Key | None:
-    """The kinds of what the module's methods call, where something in them can be joined."""
+    """Return the kinds of what the module's methods use, or None if nothing can be fused."""
     cls = type(module)
     if not module._modules or cls.__module__.startswith("torch."):
         return None
     kinds: dict[str, str] = {}
-    if not getattr(module, "has_gate", True):  # experts without a gate have the method all the same
+    # Experts without a gate have the method too, but do not call it.
+    if not getattr(module, "has_gate", True):
         kinds["!" + _METHODS[1]] = "unused"
-    for function, tree in filter(None, [_read(getattr(cls, name, None)) for name in _METHODS]):
-        paths, names = called_paths(tree)
-        kinds |= {path: _kind(module, path, leaves) for path in paths}
-        kinds |= {" " + name: _function(function, name) for name in names}
-        kinds |= {"?" + text: _truth(module, tree, text) for text in conditions(tree) if ".training" not in text}
+    for name in _METHODS:
+        method = _read(getattr(cls, name, None))
+        if method is not None:
+            kinds |= _kinds_in(module, *method, leaves)
     key = tuple(sorted((name, kind) for name, kind in kinds.items() if kind))
     return key if key and structural_rule(cls, key) is not None else None
 
 
-def _kind(module: Any, path: str, leaves: tuple[Rule | Family, ...]) -> str:
-    """What is at the path in a module, for `rewriting.Kinds`."""
-    for name in path.split("."):
-        module = getattr(module, name, None)
-    if module is None:
+def _kinds_in(
+    module: nn.Module,
+    function: FunctionType,
+    tree: ast.FunctionDef,
+    leaves: tuple[Rule | Family, ...],
+) -> dict[str, str]:
+    """Return the kinds of what one method uses; "" for what `rewriting` has no use for."""
+    kinds: dict[str, str] = {}
+    paths, names = called_paths(tree)
+    for path in paths:
+        kinds[path] = _kind(module, path, leaves)
+    for name in names:
+        kinds[" " + name] = _function(function, name)
+    for text in conditions(tree):
+        # The mode may change after the module is fused.
+        if ".training" not in text:
+            kinds["?" + text] = _truth(module, tree, text)
+    return kinds
+
+
+def _kind(module: nn.Module, path: str, leaves: tuple[Rule | Family, ...]) -> str:
+    """Return the kind of what is at the path in a module, for `rewriting.Kinds`."""
+    child = _attribute(module, path)
+    if child is None:
         return "absent"
-    if not isinstance(module, nn.Module):
-        return "activation" if callable(module) and parts.activation_name(module) else ""
-    if is_linear(module) or _adapts_linear(module):
+    if not isinstance(child, nn.Module):
+        return _activation_kind(child)
+    if is_linear(child) or _adapts_linear(child):
         return "linear"
-    if type(module) in (nn.Dropout, nn.Identity):
+    if type(child) in (nn.Dropout, nn.Identity):
         return "dropout"
-    rule = getattr(type(module), "_fusedops_rule", None) or judge(module, leaves).rule
+    rule = getattr(type(child), "_fusedops_rule", None) or judge(child, leaves).rule
     if has_method(rule, "_fusedops_add_norm"):
         return "norm"
-    if has_method(rule, "_fusedops_activation") or parts.activation_name(module):
+    if has_method(rule, "_fusedops_activation") or parts.activation_name(child):
         return "activation"
-    return "module" if module._modules else ""
+    return "module" if child._modules else ""
+
+
+def _attribute(value: Any, path: str) -> Any:
+    """Return the attribute at a path, or None."""
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def _activation_kind(value: Any) -> str:
+    return "activation" if callable(value) and parts.activation_name(value) else ""
 
 
 def _adapts_linear(module: nn.Module) -> bool:
-    """Whether this is an adapter around a linear layer, as PEFT's are: it is called in the layer's place."""
+    """Whether this is an adapter, such as PEFT's, that is called instead of a linear layer."""
     inner = getattr(module, "base_layer", None)
-    return isinstance(inner, nn.Module) and (is_linear(inner) or _adapts_linear(inner))
+    if not isinstance(inner, nn.Module):
+        return False
+    return is_linear(inner) or _adapts_linear(inner)
 
 
 def _truth(module: nn.Module, tree: ast.FunctionDef, condition: str) -> str:
-    """Which way a condition on the module's attributes goes now, "True" or "False"; "" where that cannot be told."""
+    """Return the value of a condition on the module's attributes, or "" if it has none."""
     value = _evaluated(module, tree.args.args[0].arg, condition)
     return str(value) if isinstance(value, bool) else ""
 
 
 def _evaluated(module: nn.Module, name: str, expression: str) -> Any:
-    """An expression of the module's attributes; None where it fails."""
+    """Return the value of an expression of the module's attributes; None if it raises."""
     try:
         return eval(expression, {"__builtins__": {}}, {name: module})
-    except Exception:  # noqa: BLE001 - whatever a property of the module raises, the condition stays in the code
+    # Whatever a property of the module raises, the condition stays in the code.
+    except Exception:  # noqa: BLE001
         return None
 
 
 def _function(function: FunctionType, name: str) -> str:
-    """What a name in a function means, for `rewriting.Kinds`."""
-    value: Any = None
-    for index, part in enumerate(name.split(".")):
-        value = function.__globals__.get(part) if index == 0 else getattr(value, part, None)
-    if value is F.dropout:
-        return "functional dropout"
-    return "activation" if callable(value) and parts.activation_name(value) else ""
+    """Return the kind of the function that a global name means, for `rewriting.Kinds`."""
+    first, _, rest = name.partition(".")
+    value = function.__globals__.get(first)
+    if rest:
+        value = _attribute(value, rest)
+    return "functional dropout" if value is F.dropout else _activation_kind(value)
 
 
 @functools.lru_cache(maxsize=4096)
 def _read(function: Any) -> tuple[FunctionType, ast.FunctionDef] | None:
-    """A method and its tree, at its lines in its file; None where it has no source, or is more than its text says."""
+    """Return a method and its tree, or None if it cannot be compiled again from its source."""
     function = renamed(function)[0]
-    if not inspect.isfunction(function) or function.__code__.co_freevars or function.__code__.co_flags & _SUSPENDS:
+    if not inspect.isfunction(function):
+        return None
+    # A rewritten function has the helpers as its closure, and no other.
+    code = function.__code__
+    if code.co_freevars or code.co_flags & _SUSPENDS:
         return None
     tree = definition(function)
-    return None if tree is None or any(map(_is_strange, ast.walk(tree))) else (function, tree)
-
-
-def _rewrapped(made: Method, wrappers: list[Any]) -> Method:
-    """A function in the same wrappers."""
-    for wrapper in reversed(wrappers):
-        cells = [
-            types.CellType(made) if cell.cell_contents is wrapper.__wrapped__ else cell for cell in wrapper.__closure__
-        ]
-        copied = FunctionType(
-            wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, tuple(cells)
-        )
-        copied.__kwdefaults__ = wrapper.__kwdefaults__
-        made = functools.update_wrapper(copied, made)
-    return made
+    if tree is None or any(map(_is_unsupported, ast.walk(tree))):
+        return None
+    return function, tree
 
 
 _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
-def _is_strange(node: ast.AST) -> bool:
-    """Whether a function with this in it is left: what it names is not what it says."""
+def _is_unsupported(node: ast.AST) -> bool:
+    """Whether the node binds names outside the function, or relies on its class's name mangling."""
     if isinstance(node, (ast.Global, ast.Nonlocal, ast.NamedExpr)):
         return True
     name = node.attr if isinstance(node, ast.Attribute) else ""
     return name.startswith("__") and not name.endswith("__")
 
 
+def _rewrapped(function: Method, wrappers: list[Any]) -> Method:
+    """Return a function in copies of the same wrappers."""
+    for wrapper in reversed(wrappers):
+        # A wrapper calls what it wraps through a cell of its closure.
+        cells = [
+            types.CellType(function) if cell.cell_contents is wrapper.__wrapped__ else cell
+            for cell in wrapper.__closure__
+        ]
+        copied = FunctionType(
+            wrapper.__code__,
+            wrapper.__globals__,
+            wrapper.__name__,
+            wrapper.__defaults__,
+            tuple(cells),
+        )
+        copied.__kwdefaults__ = wrapper.__kwdefaults__
+        function = functools.update_wrapper(copied, function)
+    return function
+
+
 def structural_rule(cls: type[nn.Module], key: Key) -> Rule | None:
-    """The rule for a class with modules of these kinds; None where nothing in its methods can be joined."""
-    of: Any = cls
-    return _made(of, tuple([getattr(cls, name, None) for name in _METHODS]), key)
+    """Return the rule for a class and a key, or None if nothing in its methods can be fused."""
+    # The methods are part of the cache's key, since a class may be patched.
+    functions = tuple([getattr(cls, name, None) for name in _METHODS])
+    hashable: Any = cls
+    return _built(hashable, functions, key)
 
 
 @functools.lru_cache(maxsize=4096)
-def _made(cls: Any, functions: tuple[Any, ...], key: Key) -> Rule | None:
+def _built(cls: Any, functions: tuple[Any, ...], key: Key) -> Rule | None:
     kinds = dict(key)
 
     def kind_of(path: str) -> str:
@@ -169,37 +237,58 @@ def _made(cls: Any, functions: tuple[Any, ...], key: Key) -> Rule | None:
         function, tree = read
         wrappers = renamed(method)[1]
         own = rewrite(tree, kind_of, leaving=False, facts=facts)
-        if own is not None and _gains(own, kinds):
+        if own is not None and _pays(own, kinds):
             methods[name] = _rewrapped(_compiled(function, own), wrappers)
             steps += own.steps
-        leaving = rewrite(tree, kind_of, leaving=True, facts=facts) if name == "forward" else None
+        if name != "forward":
+            continue
+        # A second version of the forward returns its last steps unfinished, for a block to compute.
+        leaving = rewrite(tree, kind_of, leaving=True, facts=facts)
         if leaving is not None:
             left = leaving.leaves
-            leave = _attending(_rewrapped(_compiled(function, leaving), wrappers), cls, tree, left[0])
-            methods["_fusedops_branch"] = leave if name in methods else _unless_patched(leave)
-        rows = rows_of(tree, kind_of) if name == "forward" else ()
+            unfinished = _rewrapped(_compiled(function, leaving), wrappers)
+            unfinished = _with_tricks(unfinished, cls, tree, left[0])
+            if name not in methods:
+                unfinished = _unless_patched(unfinished)
+            methods["_fusedops_branch"] = unfinished
+        rows = rows_of(tree, kind_of)
         if rows:
             methods |= consumers(*rows)
     return _rule(methods, steps, left, key) if steps or left else None
 
 
-def _gains(own: Rewritten, kinds: Mapping[str, str]) -> bool:
-    """Whether anything is joined in a forward that is called by itself but a bias and a sum."""
-    return any(
-        step.kind != "add" or any(path[0] == " " or kinds.get(path) in ("dropout", "module") for path in step.sources)
-        for step in own.steps
-    )
+def _pays(own: Rewritten, kinds: Mapping[str, str]) -> bool:
+    """Whether the forward, called by itself, fuses more than biases with sums."""
+    for step in own.steps:
+        if step.kind != "add":
+            return True
+        for path in step.sources:
+            if path.startswith(" ") or kinds.get(path) in ("dropout", "module"):
+                return True
+    return False
 
 
 def _compiled(function: FunctionType, rewritten: Rewritten) -> Method:
-    """The rewritten function, among the globals of the one that it was, with the helpers as its closure."""
+    """Compile the rewritten function with the globals of the original and the helpers as closure.
+
+    The source of what is compiled is
+
+        def make(<helpers>):
+            def forward(self, ...):
+                <calls of helpers>
+            return forward
+    """
     tree = rewritten.tree
-    a = tree.args
-    for argument in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg):
+    # Annotations and defaults are copied from the original below, not evaluated again.
+    arguments = tree.args
+    positional = (*arguments.posonlyargs, *arguments.args)
+    for argument in (*positional, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
         if argument is not None:
             argument.annotation = None
-    a.defaults = [ast.Constant(None) for _ in a.defaults]
-    a.kw_defaults = [None if default is None else ast.Constant(None) for default in a.kw_defaults]
+    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
+    arguments.kw_defaults = [
+        None if default is None else ast.Constant(None) for default in arguments.kw_defaults
+    ]
     names = [ast.arg(PREFIX + name) for name in _HELPERS]
     body: list[ast.stmt] = [tree, ast.Return(ast.Name(tree.name, ast.Load()))]
     maker = ast.FunctionDef("make", ast.arguments([], names, None, [], [], None, []), body, [])
@@ -207,52 +296,61 @@ def _compiled(function: FunctionType, rewritten: Rewritten) -> Method:
     code = compile(ast.fix_missing_locations(module), function.__code__.co_filename, "exec")
     namespace: dict[str, Any] = {}
     exec(code, function.__globals__, namespace)
-    made: Any = namespace["make"](*_HELPERS.values())
-    made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-    made.__doc__, made.__qualname__ = function.__doc__, function.__qualname__
-    made.__annotations__ = dict(function.__annotations__)
-    return made  # type: ignore[no-any-return]
+    result: Any = namespace["make"](*_HELPERS.values())
+    result.__defaults__, result.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    result.__doc__, result.__qualname__ = function.__doc__, function.__qualname__
+    result.__annotations__ = dict(function.__annotations__)
+    return result  # type: ignore[no-any-return]
 
 
-def _unless_patched(leave: Method) -> Method:
-    """The method of a module whose forward is its own: where that was replaced on the class since, it is called."""
+def _unless_patched(unfinished: Method) -> Method:
+    """Return the method, with a fallback to the module's own forward if that is patched later."""
 
     def branch(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_unchanged(type(self), "forward"):
-            return leave(self, *args, **kwargs)
+            return unfinished(self, *args, **kwargs)
         return parts.whole(self(*args, **kwargs))
 
     return branch
 
 
-def _attending(leave: Method, cls: type, tree: ast.FunctionDef, last: str) -> Method:
-    """The method with the tricks for attentions; what is not known as one has it as it is."""
+def _with_tricks(unfinished: Method, cls: type, tree: ast.FunctionDef, last: str) -> Method:
+    """Return the method with the tricks for attentions, or as it is if the class is not known."""
     names = [argument.arg for argument in (*tree.args.args, *tree.args.kwonlyargs)]
-    (qkv, scales), masked = packable(cls), any("mask" in name for name in names)
+    qkv, scales = packable(cls)
+    masked = any("mask" in name for name in names)
     if not qkv and not masked:
-        return leave
+        return unfinished
 
     def branch(self: Any, *args: Any, **kwargs: Any) -> Any:
         rows = args[0] if args else kwargs[names[1]]
-        if masked and compiling.makes_kernels(rows) and allowed(self, "masks"):  # the mask may come by name or place
-            args, kwargs = tuple(map(laid_out, args)), {name: laid_out(value) for name, value in kwargs.items()}
+        if masked and compiling.makes_kernels(rows) and allowed(self, "masks"):
+            # The mask may be a positional or a keyword argument.
+            args = tuple(map(laid_out, args))
+            kwargs = {name: laid_out(value) for name, value in kwargs.items()}
         if not qkv:
-            return leave(self, *args, **kwargs)
+            return unfinished(self, *args, **kwargs)
         others = kwargs.get("key_value_states")
         if others is None and scales:
-            others = rows  # for key and value alone
-        replacements = packed_to(last, self, qkv, rows, others, kwargs.get("cache", kwargs.get("past_key_values")))
-        return leave(parts.replacing(self, replacements), *args, **kwargs)
+            others = rows  # packs key and value only
+        past = kwargs.get("cache", kwargs.get("past_key_values"))
+        replacements = packed_to(last, self, qkv, rows, others, past)
+        return unfinished(parts.replacing(self, replacements), *args, **kwargs)
 
     return branch
 
 
-def _rule(methods: dict[str, Method], steps: tuple[Step, ...], left: tuple[str, ...], key: Key) -> Rule:
-    kinds = {step.kind for step in steps}
-    paths = [path for step in steps for path in (step.path, *step.sources) if dict(key).get(path, "module") != "module"]
+def _rule(
+    methods: dict[str, Method], steps: tuple[Step, ...], left: tuple[str, ...], key: Key
+) -> Rule:
+    """Build the rule of a module with these steps, which leaves these paths to its block."""
+    kinds = dict(key)
+    sources = {path for step in steps for path in step.sources}
+    children = {path: None for step in steps for path in (step.path, *step.sources)}
 
     def calls(module: nn.Module, at: At) -> str:
-        return ", ".join(dict.fromkeys(filter(None, [_operator(step, module, at) for step in steps])))
+        operators = [_operator(step, module, at) for step in steps]
+        return ", ".join(dict.fromkeys(filter(None, operators)))
 
     def needs(module: nn.Module, at: At) -> str:
         return "" if left or calls(module, at) else "what it would join is not there"
@@ -261,70 +359,110 @@ def _rule(methods: dict[str, Method], steps: tuple[Step, ...], left: tuple[str, 
         return any(_is_left(path, module, at) for path in left)
 
     def helps(module: nn.Module) -> str:
-        if has_hooks(module):
-            return "leaves nothing to the block while it has hooks"
-        what = _left_over(module, left, dict(key))
-        if what:
-            return f"leaves {' and '.join(what)} to the block"
-        narrows = methods["_fusedops_consumers"](module) if "_fusedops_consumers" in methods else ()
-        plain = all(not has_hooks(child) and (not is_linear(child) or is_plain(child.weight)) for child in narrows)
-        return (
-            "takes its rows in autocast's dtype"
-            if narrows and plain
-            else "leaves nothing to the block as its layers are"
-        )
+        return _help(module, left, kinds, methods.get("_fusedops_consumers"))
 
-    takes = {path for step in steps for path in step.sources} | set(left)
-    return Rule(name="attention" if not steps else "block" if kinds & {"add", "add_norm"} else "mlp", methods=methods,
-                calls=calls if steps else "", helps="" if steps else helps,
-                parts=tuple(dict.fromkeys(paths)), needs=needs, leaves=leaves,
-                takes=tuple(sorted(takes & dict(key).keys())), made=("structure", key))  # fmt: skip
+    return Rule(
+        name=_name(steps),
+        methods=methods,
+        calls=calls if steps else "",
+        helps="" if steps else helps,
+        parts=tuple([path for path in children if kinds.get(path, "module") != "module"]),
+        needs=needs,
+        leaves=leaves,
+        takes=tuple(sorted((sources | set(left)) & kinds.keys())),
+        made=("structure", key),
+    )
 
 
-def _left_over(module: nn.Module, left: tuple[str, ...], kinds: Mapping[str, str]) -> list[str]:
-    """What the module leaves to its block: of the modules at these paths, if they have it."""
-    what: dict[str, None] = {}
+def _name(steps: tuple[Step, ...]) -> str:
+    """Return the rule's name: attentions fuse nothing themselves, only blocks add a residual."""
+    if not steps:
+        return "attention"
+    adds = any(step.kind in ("add", "add_norm") for step in steps)
+    return "block" if adds else "mlp"
+
+
+def _help(
+    module: nn.Module,
+    left: tuple[str, ...],
+    kinds: Mapping[str, str],
+    consumers_of: Method | None,
+) -> str:
+    """Return what a module without operators does for its block, for the report."""
+    if has_hooks(module):
+        return "leaves nothing to the block while it has hooks"
+    postponed = _postponed(module, left, kinds)
+    if postponed:
+        return f"leaves {' and '.join(postponed)} to the block"
+    layers = () if consumers_of is None else consumers_of(module)
+    if layers and all(map(_takes_low_precision, layers)):
+        return "takes its rows in autocast's dtype"
+    return "leaves nothing to the block as its layers are"
+
+
+def _takes_low_precision(child: Any) -> bool:
+    """Whether a consumer of rows takes them in autocast's dtype."""
+    if has_hooks(child):
+        return False
+    return not is_linear(child) or is_plain(child.weight)
+
+
+def _postponed(module: nn.Module, left: tuple[str, ...], kinds: Mapping[str, str]) -> list[str]:
+    """Describe the steps that the module leaves to its block."""
+    steps: dict[str, None] = {}
     for path in left:
-        inner = found(module, path)
+        inner = submodule(module, path)
         kind = kinds.get(path, "dropout")
         if inner is not None and has_hooks(inner):
             continue
         if kind == "module":
-            what[f"what {path} leaves"] = None
+            steps[f"what {path} leaves"] = None
         elif kind == "dropout":
-            what["its dropout"] = None
+            steps["its dropout"] = None
         elif getattr(inner, "bias", None) is not None:
-            what["its last bias"] = None
-    return sorted(what, reverse=True)
+            steps["its last bias"] = None
+    return sorted(steps, reverse=True)
 
 
 def _operator(step: Step, module: nn.Module, at: At) -> str:
-    """The operator that a step calls, with the modules as they are; "" for none."""
+    """Return the operator that a step calls, given the module's current children; "" for none."""
     rule = at(step.path) if step.path else None
     if step.kind == "add_norm":
-        if not has_method(rule, "_fusedops_add_norm"):
-            return ""
-        assert rule is not None
-        return "bias_dropout_add_ln" if str(rule.calls).startswith("layer_norm") else "bias_dropout_add_rms_norm"
-    if step.kind != "add" and step.path and not has_method(rule, "_fusedops_activation"):
-        activation: Any = module
-        for name in step.path.split("."):
-            activation = getattr(activation, name, None)
-        if not parts.activation_name(activation):
-            return ""
-    if step.kind == "gate":
-        return "gated_act"
-    if not any(_is_left(path, module, at) for path in step.sources):
+        return _norm_operator(rule)
+    if step.path and not _activates(rule, module, step.path):
         return ""
-    return "bias_act" if step.kind == "activate" else "bias_dropout_add"
+    # Without a bias or dropout, a sum or an activation is one operation, which PyTorch computes. A
+    # gate is two.
+    if step.kind != "gate" and not any(_is_left(path, module, at) for path in step.sources):
+        return ""
+    return _OPERATORS[step.kind]
+
+
+# The operators of steps other than "add_norm".
+_OPERATORS = {"gate": "gated_act", "activate": "bias_act", "add": "bias_dropout_add"}
+
+
+def _norm_operator(rule: Rule | None) -> str:
+    """Return the operator that adds and normalises, by the norm's rule; "" if it has none."""
+    if rule is None or not has_method(rule, "_fusedops_add_norm"):
+        return ""
+    is_layer_norm = str(rule.calls).startswith("layer_norm")
+    return "bias_dropout_add_ln" if is_layer_norm else "bias_dropout_add_rms_norm"
+
+
+def _activates(rule: Rule | None, module: nn.Module, path: str) -> bool:
+    """Whether the operators have the activation at the path, by its rule or its name."""
+    if has_method(rule, "_fusedops_activation"):
+        return True
+    return bool(parts.activation_name(_attribute(module, path)))
 
 
 def _is_left(path: str, module: nn.Module, at: At) -> bool:
-    """Whether the module at the path leaves anything to whoever calls it: a bias, a dropout."""
-    if path.startswith(" "):  # of a dropout without a module, its probability
+    """Whether the module at the path leaves a bias or a dropout to its caller."""
+    if path.startswith(" "):  # the probability of a functional dropout
         p = _evaluated(module, "self", path[1:])
         return p is None or p > 0.0
-    inner = found(module, path)
+    inner = submodule(module, path)
     if inner is None:
         return False
     if is_linear(inner):
@@ -332,4 +470,6 @@ def _is_left(path: str, module: nn.Module, at: At) -> bool:
     if isinstance(inner, nn.Dropout):
         return inner.p > 0.0 and not has_hooks(inner)
     rule = at(path)
-    return rule is not None and has_method(rule, "_fusedops_branch") and rule.leaves(inner, lambda p: at(f"{path}.{p}"))
+    if rule is None or not has_method(rule, "_fusedops_branch"):
+        return False
+    return rule.leaves(inner, lambda inside: at(f"{path}.{inside}"))

@@ -1,1 +1,4 @@
-"""Measures which config is fastest: ``fusedops tune`` and ``FUSEDOPS_TUNE=1``. Only the top-level package imports it, lazily."""
+"""Measures which config is fastest: ``fusedops tune`` and ``FUSEDOPS_TUNE=1``.
+
+Only the top-level package imports it, lazily.
+"""

@@ -1,10 +1,14 @@
-"""``fusedops tune``: parses the command line, tunes the workloads, and writes the cache or the shipped table."""
+"""``fusedops tune``: tunes the workloads of the command line.
+
+The configs go to the user's cache, or with ``--ship`` to the shipped table.
+"""
 
 from __future__ import annotations
 
 import argparse
 import datetime
 import difflib
+import itertools
 import math
 import os
 import sys
@@ -28,7 +32,16 @@ from .progress import Progress
 from .sweep import Outcome, Sweeper
 from .timing import GraphTimer, Timer, copy_bandwidth
 from .usage import limits_of
-from .workloads import DTYPES, Tunable, Workload, discover, grid, kernels_alone, operators, runs_natively
+from .workloads import (
+    DTYPES,
+    Tunable,
+    Workload,
+    discover,
+    grid,
+    kernels_alone,
+    operators,
+    runs_natively,
+)
 
 __all__ = ["UsageError", "add_parser", "line", "run", "sweeper_for"]
 
@@ -40,77 +53,150 @@ class UsageError(Exception):
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds ``tune`` and its options."""
+    """Add ``tune`` and its options."""
     parser = commands.add_parser(
-        "tune", help="measure which configs are fastest on this GPU",
-        description="Measures which configs are fastest on this GPU and stores them in the user's cache.",
-    )  # fmt: skip
-    parser.set_defaults(command=run)
-    parser.add_argument("--op", action="append", metavar="NAME", help="only this operator; may be repeated; one of "
-                        f"{_listed(discover())}")  # fmt: skip
-    parser.add_argument("--shape", action="append", metavar="MxN", help="rows and columns (slices: rows, slices and "
-                        "columns); may be repeated; by default the benchmark's shapes")  # fmt: skip
-    parser.add_argument("--dtype", action="append", metavar="D", help=f"one of {', '.join(DTYPES)}; may be repeated")
-    parser.add_argument("--function", metavar="FILE:NAME", help="this function under fusedops.rowwise instead of operators; "
-                        "its arguments follow by --arg")  # fmt: skip
-    parser.add_argument("--arg", action="append", metavar="SHAPE[:D]", help="with --function: its next argument: the shape "
-                        "of a tensor, such as 8192x4096, 4096:fp32, 1x1024:bool or 8192:int64, or =0.1 for a number")  # fmt: skip
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="number of processes that compile")
-    parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="stop after this long")
-    parser.add_argument("--ship", action="store_true", help="measure the whole grid of shapes and write the package's "
-                        "table instead of the cache")  # fmt: skip
-    parser.add_argument(
-        "--resume", action="store_true", help="with --ship: skip entries that were measured with these sources"
+        "tune",
+        help="measure which configs are fastest on this GPU",
+        description=(
+            "Measures which configs are fastest on this GPU and stores them in the user's cache."
+        ),
     )
-    parser.add_argument("--output", type=Path, metavar="JSON", help="with --ship: the table (default: the package's)")
-    parser.add_argument("--raw", type=Path, metavar="CSV", help="append the time of every candidate to this file")
-    parser.add_argument("--compare", type=Path, metavar="CSV", help="measure nothing; print the heuristics' distance "
-                        "from the best in a file written by --raw")  # fmt: skip
+    parser.set_defaults(command=run)
+    parser.add_argument(
+        "--op",
+        action="append",
+        metavar="NAME",
+        help=f"only this operator; may be repeated; one of {_listed(discover())}",
+    )
+    parser.add_argument(
+        "--shape",
+        action="append",
+        metavar="MxN",
+        help=(
+            "rows and columns (slices: rows, slices and columns); may be repeated; "
+            "by default the benchmark's shapes"
+        ),
+    )
+    parser.add_argument(
+        "--dtype", action="append", metavar="D", help=f"one of {', '.join(DTYPES)}; may be repeated"
+    )
+    parser.add_argument(
+        "--function",
+        metavar="FILE:NAME",
+        help=(
+            "this function under fusedops.rowwise instead of operators; "
+            "its arguments follow by --arg"
+        ),
+    )
+    parser.add_argument(
+        "--arg",
+        action="append",
+        metavar="SHAPE[:D]",
+        help=(
+            "with --function: its next argument: the shape of a tensor, such as 8192x4096, "
+            "4096:fp32, 1x1024:bool or 8192:int64, or =0.1 for a number"
+        ),
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="number of processes that compile"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=math.inf, metavar="SECONDS", help="stop after this long"
+    )
+    parser.add_argument(
+        "--ship",
+        action="store_true",
+        help="measure the whole grid of shapes and write the package's table instead of the cache",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="with --ship: skip entries that were measured with these sources",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="JSON",
+        help="with --ship: the table (default: the package's)",
+    )
+    parser.add_argument(
+        "--raw", type=Path, metavar="CSV", help="append the time of every candidate to this file"
+    )
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        metavar="CSV",
+        help=(
+            "measure nothing; print the heuristics' distance from the best in a file written by "
+            "--raw"
+        ),
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Tunes; returns the exit code."""
+    """Tune, and return the exit code."""
     specs = _specs(options.op or ())
-    shapes, dtypes = [_shape(text) for text in options.shape or ()], [_dtype(name) for name in options.dtype or ()]
-    if options.jobs < 1:
-        raise UsageError(f"--jobs must be at least 1, got {options.jobs}")
-    if not options.budget >= 0.0:
-        raise UsageError(f"--budget must be at least 0 seconds, got {options.budget:g}")
+    shapes = [_shape(text) for text in options.shape or ()]
+    dtypes = [_dtype(name) for name in options.dtype or ()]
+    _check_limits(options)
     if options.compare is not None:
-        if not options.compare.is_file():
-            raise UsageError(f"no such file: {options.compare}")
-        print(tables.compare(_raw(options.compare)))
-        return 0
+        return _print_comparison(options.compare)
     if _is_file(options.raw):
         _raw(options.raw)  # rows must not be appended to another kind of file
+    # Before the GPU is used, so that errors of the command line come first.
     function = _function(options, dtypes)
     if not torch.cuda.is_available():
         raise UsageError("needs a GPU; without one nothing can be timed")
     device = torch.device("cuda", torch.cuda.current_device())
     workloads: Sequence[Tunable]
-    workloads = _workloads(options, specs, shapes, dtypes, device) if function is None else [_planned(function, device)]
+    if function is None:
+        workloads = _workloads(options, specs, shapes, dtypes, device)
+    else:
+        workloads = [_planned(function, device)]
     with ExitStack() as stack:
         pool = stack.enter_context(pool_for(device, options.jobs))
         stack.enter_context(kernels_alone())
         sweeper = sweeper_for(device, pool, GraphTimer(device))
         bandwidth = copy_bandwidth(device)
-        print(f"{tuning.device_name(device.index)}: {len(workloads)} workloads, copies at {bandwidth / 1e12:.2f} TB/s")
-        keep = _Ship(options, device) if options.ship else _Cache(options, device)
-        return _sweep(sweeper, workloads, keep, options.budget, lambda outcome: line(outcome, bandwidth))
+        print(
+            f"{tuning.device_name(device.index)}: {len(workloads)} workloads, "
+            f"copies at {bandwidth / 1e12:.2f} TB/s"
+        )
+        store = _Ship(options, device) if options.ship else _Cache(options, device)
+        return _sweep(
+            sweeper, workloads, store, options.budget, lambda outcome: line(outcome, bandwidth)
+        )
+
+
+def _check_limits(options: argparse.Namespace) -> None:
+    if options.jobs < 1:
+        raise UsageError(f"--jobs must be at least 1, got {options.jobs}")
+    # Negated, so that NaN is an error too.
+    if not options.budget >= 0.0:
+        raise UsageError(f"--budget must be at least 0 seconds, got {options.budget:g}")
+
+
+def _print_comparison(path: Path) -> int:
+    if not path.is_file():
+        raise UsageError(f"no such file: {path}")
+    print(tables.compare(_raw(path)))
+    return 0
 
 
 def pool_for(device: torch.device, jobs: int) -> Pool:
-    """A pool of compilers for a GPU."""
+    """Create a pool of compilers for a GPU."""
     return Pool(jobs, compat.current_target(), limits_of(device).shared)
 
 
 def sweeper_for(device: torch.device, pool: Pool, timer: Timer) -> Sweeper:
-    """A sweeper for a GPU."""
-    return Sweeper(pool, timer, device, name=tuning.device_name(device.index), limits=limits_of(device))
+    """Create a sweeper for a GPU."""
+    return Sweeper(
+        pool, timer, device, name=tuning.device_name(device.index), limits=limits_of(device)
+    )
 
 
 class _Cache:
-    """Writes each best config to the user's cache at once, so that a run that is killed loses none."""
+    """Writes each best config to the user's cache at once, so that a killed run loses none."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self._raw, self._device = options.raw, tuning.device_name(device.index)
@@ -131,19 +217,27 @@ class _Cache:
 class _Ship:
     """Collects the best configs in the shipped table, which is written every few seconds."""
 
+    # Seconds between writes.
     _EVERY = 5.0
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         import triton
 
         name = tuning.device_name(device.index)
-        path = options.output or Path(str(resources.files("fusedops"))) / "tuned" / f"{tuning.slug(name)}.json"
+        package = Path(str(resources.files("fusedops")))
+        path = options.output or package / "tuned" / f"{tuning.slug(name)}.json"
         self._table, self._resume = tables.Table(path), options.resume
-        self._raw, self._rows = options.raw, _raw(options.raw) if _is_file(options.raw) else []
+        self._raw = options.raw
+        # The summary includes rows of earlier runs, which this one resumes.
+        self._rows = _raw(options.raw) if _is_file(options.raw) else []
         self._table.about = {
-            "device": name, "fusedops": __version__, "torch": torch.__version__, "triton": triton.__version__,
-            "commit": tables.commit(), "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        }  # fmt: skip
+            "device": name,
+            "fusedops": __version__,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "commit": tables.commit(),
+            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        }
         self._saved = time.monotonic()
 
     def wanted(self, key: TuningKey) -> bool:
@@ -166,6 +260,7 @@ class _Ship:
 
 
 def _raw(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of a file that ``--raw`` wrote."""
     try:
         return tables.read_raw(path)
     except ValueError as error:
@@ -176,20 +271,29 @@ def _is_file(path: Path | None) -> bool:
     return path is not None and path.is_file()
 
 
-def _sweep(sweeper: Sweeper, workloads: Sequence[Tunable], keep: _Cache | _Ship, budget: float,
-           describe: Callable[[Outcome], str]) -> int:  # fmt: skip
-    places = {str(workload): place for place, workload in enumerate(workloads)}
-    progress, ends, count = Progress(len(workloads)), time.monotonic() + budget, 0
+def _sweep(
+    sweeper: Sweeper,
+    workloads: Sequence[Tunable],
+    store: _Cache | _Ship,
+    budget: float,
+    describe: Callable[[Outcome], str],
+) -> int:
+    """Tune the workloads within the budget, and return the exit code."""
+    indices = {str(workload): index for index, workload in enumerate(workloads)}
+    progress = Progress(len(workloads))
+    end, count = time.monotonic() + budget, 0
     try:
-        for outcome in sweeper.sweep(workloads, wanted=keep.wanted, goes_on=lambda: time.monotonic() < ends):
-            keep.put(outcome)
+        for outcome in sweeper.sweep(
+            workloads, wanted=store.wanted, goes_on=lambda: time.monotonic() < end
+        ):
+            store.put(outcome)
             count += 1
             progress.line(describe(outcome))
-            progress.at(places[str(outcome.workload)], str(outcome.workload))
+            progress.at(indices[str(outcome.workload)], str(outcome.workload))
     finally:
         progress.close()
-        print(f"{count} keys tuned; {keep.close()}")
-    if time.monotonic() >= ends:
+        print(f"{count} keys tuned; {store.close()}")
+    if time.monotonic() >= end:
         print(f"stopped: the budget of {budget:.0f} s is spent")
     for failure in sweeper.failures:
         print(f"fusedops: left out {failure}", file=sys.stderr)
@@ -197,41 +301,59 @@ def _sweep(sweeper: Sweeper, workloads: Sequence[Tunable], keep: _Cache | _Ship,
 
 
 def line(outcome: Outcome, bandwidth: float) -> str:
-    """A line for an outcome: the predicted floor, the best config, the heuristic's, and the gain."""
+    """Return a line for an outcome.
+
+    It has the predicted floor, the times of the best and the heuristic's config, and the gain.
+    """
     best, heuristic = outcome.us_of(outcome.best), outcome.us_of(outcome.heuristic)
-    timed = sum(not one.dropped for one in outcome.measured)
-    return (f"{outcome.key}: floor {outcome.workload.floor_us(outcome.key, bandwidth):.1f} us, "
-            f"best {best:.1f} {_short(outcome.best)}, heuristic {heuristic:.1f} {_short(outcome.heuristic)}, "
-            f"gain {100 * outcome.gain:.1f}%, {timed} of {len(outcome.measured)} timed")  # fmt: skip
+    floor = outcome.workload.floor_us(outcome.key, bandwidth)
+    timed = sum(not candidate.dropped for candidate in outcome.measured)
+    return (
+        f"{outcome.key}: floor {floor:.1f} us, best {best:.1f} {_short(outcome.best)}, "
+        f"heuristic {heuristic:.1f} {_short(outcome.heuristic)}, "
+        f"gain {100 * outcome.gain:.1f}%, {timed} of {len(outcome.measured)} timed"
+    )
 
 
 def _short(config: Config) -> str:
-    text = f"{config.rows}x{config.block_n} {config.warps}w {config.stages}s"
-    text += f" {config.per_sm}/sm" if config.per_sm else ""
-    return f"({text}{f' {config.registers}r' if config.registers else ''})"
+    """Return a config's fields as text, without those that are 0."""
+    fields = [f"{config.rows}x{config.block_n}", f"{config.warps}w", f"{config.stages}s"]
+    if config.per_sm:
+        fields.append(f"{config.per_sm}/sm")
+    if config.registers:
+        fields.append(f"{config.registers}r")
+    return f"({' '.join(fields)})"
 
 
 def _listed(specs: Sequence[Spec]) -> str:
-    """The operators by their public names; the names of specs are accepted too."""
+    """Return the operators' public names as text; the names of specs are accepted too."""
     return ", ".join(sorted({spec.functional or spec.name for spec in specs}))
 
 
 def _specs(names: Sequence[str]) -> list[Spec]:
-    """The specs of the named operators or functionals; all without names."""
+    """Return the specs of the named operators or functionals; all without names."""
     every = discover()
+    if not names:
+        return list(every)
     known = {spec.name for spec in every} | {spec.functional for spec in every if spec.functional}
     for name in names:
-        if name not in known:
-            if name in operators():
-                raise UsageError(f"{name} cannot be tuned: its kernel has one config for all sizes")
-            near = difflib.get_close_matches(name, known, 3)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {_listed(every)}"
-            raise UsageError(f"no operator {name!r}; {hint}")
-    return [spec for spec in every if not names or spec.name in names or spec.functional in names]
+        if name in known:
+            continue
+        if name in operators():
+            raise UsageError(f"{name} cannot be tuned: its kernel has one config for all sizes")
+        hint = _hint(difflib.get_close_matches(name, known, 3), _listed(every))
+        raise UsageError(f"no operator {name!r}; {hint}")
+    return [spec for spec in every if not {spec.name, spec.functional}.isdisjoint(names)]
+
+
+def _hint(near: Sequence[str], known: str) -> str:
+    """Return the end of an error about an unknown name: names near it, or else all."""
+    return f"did you mean {' or '.join(near)}?" if near else f"there are: {known}"
 
 
 def _shape(text: str) -> Shape:
-    sides = text.lower().replace("×", "x").split("x")  # noqa: RUF001 - as the documentation writes it
+    # The documentation writes shapes with a multiplication sign.
+    sides = text.lower().replace("×", "x").split("x")  # noqa: RUF001
     numbers = [int(side) if side.isdecimal() else 0 for side in sides]
     if len(sides) not in (2, 3) or min(numbers) < 1:
         raise UsageError(f"--shape must be rows x columns, such as 8192x4096, got {text!r}")
@@ -239,28 +361,42 @@ def _shape(text: str) -> Shape:
 
 
 def _dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        near = difflib.get_close_matches(name, [*DTYPES, "bfloat16", "float16", "float32", "float64"], 1)
-        long = {str(dtype).removeprefix("torch."): short for short, dtype in DTYPES.items()}
-        hint = f"did you mean {long.get(near[0], near[0])}?" if near else f"there are: {', '.join(DTYPES)}"
-        raise UsageError(f"no dtype {name!r}; {hint}")
-    return DTYPES[name]
+    if name in DTYPES:
+        return DTYPES[name]
+    # PyTorch's names are not accepted, but suggest the short ones.
+    short_names = {str(dtype).removeprefix("torch."): short for short, dtype in DTYPES.items()}
+    near = difflib.get_close_matches(name, [*DTYPES, *short_names], 1)
+    hint = _hint([short_names.get(match, match) for match in near], ", ".join(DTYPES))
+    raise UsageError(f"no dtype {name!r}; {hint}")
 
 
-def _workloads(options: argparse.Namespace, specs: Sequence[Spec], shapes: Sequence[Shape],
-               dtypes: Sequence[torch.dtype], device: torch.device) -> list[Workload]:  # fmt: skip
+def _workloads(
+    options: argparse.Namespace,
+    specs: Sequence[Spec],
+    shapes: Sequence[Shape],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+) -> list[Workload]:
+    """Return the workloads to tune, with and without dropout."""
     if options.ship:
-        found = grid(specs, dtypes or [DTYPES[name] for name in _SHIPPED_DTYPES])
+        workloads = grid(specs, dtypes or [DTYPES[name] for name in _SHIPPED_DTYPES])
     else:
-        pairs = [(spec, shape, dtype) for spec in specs for shape, dtype in _pairs(spec, shapes, dtypes)]
-        found = [Workload(*pair) for pair in pairs]
-        found += [Workload(*pair, (("p", 0.0),)) for pair in pairs if pair[0].has_dropout]
-    if not found:
+        workloads, without_dropout = [], []
+        for spec in specs:
+            for shape, dtype in _pairs(spec, shapes, dtypes):
+                workloads.append(Workload(spec, shape, dtype))
+                if spec.has_dropout:
+                    without_dropout.append(Workload(spec, shape, dtype, (("p", 0.0),)))
+        workloads += without_dropout
+    if not workloads:
         raise UsageError("none of these operators takes this shape")
-    return [workload for workload in found if not runs_natively(workload, device)]
+    return [workload for workload in workloads if not runs_natively(workload, device)]
 
 
-def _function(options: argparse.Namespace, dtypes: Sequence[torch.dtype]) -> FunctionWorkload | None:
+def _function(
+    options: argparse.Namespace, dtypes: Sequence[torch.dtype]
+) -> FunctionWorkload | None:
+    """Return the workload of ``--function``, or None without that option."""
     if options.function is None:
         if options.arg:
             raise UsageError("--arg is an argument of --function")
@@ -282,10 +418,16 @@ def _planned(function: FunctionWorkload, device: torch.device) -> FunctionWorklo
         raise UsageError(str(error)) from None
 
 
-def _pairs(spec: Spec, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> list[tuple[Shape, torch.dtype]]:
-    """Shapes and dtypes to tune: those of the command line, or the benchmark's."""
+def _pairs(
+    spec: Spec, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]
+) -> list[tuple[Shape, torch.dtype]]:
+    """Return the shapes and dtypes to tune: those of the command line, or the benchmark's."""
     if shapes:
-        sides = {len(shape) for shape, _ in spec.shapes}
-        return [(shape, dtype) for shape in shapes if len(shape) in sides for dtype in dtypes or [torch.bfloat16]]
-    timed = [shape for shape, _ in spec.shapes]
-    return [(s, d) for s in dict.fromkeys(timed) for d in dtypes] if dtypes else list(spec.shapes)
+        # Shapes are for all operators, so those of another number of dimensions are skipped.
+        dimensions = {len(shape) for shape, _ in spec.shapes}
+        fitting = [shape for shape in shapes if len(shape) in dimensions]
+        return list(itertools.product(fitting, dtypes or [torch.bfloat16]))
+    if dtypes:
+        benchmarked = dict.fromkeys(shape for shape, _ in spec.shapes)
+        return list(itertools.product(benchmarked, dtypes))
+    return list(spec.shapes)

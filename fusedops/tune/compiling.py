@@ -13,8 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import fusedops
-
 from ..core.launch import Request
 from ..core.usage import Usage
 from .worker import encode
@@ -23,20 +21,31 @@ __all__ = ["Pool", "child_environment"]
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of the tuner's child processes: they import this package and do not tune by themselves."""
-    root = str(Path(fusedops.__file__).parent.parent)
+    """Return the environment of the tuner's child processes.
+
+    They import this package, whatever the current directory, and do not tune on demand themselves.
+    """
+    root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
     return {**os.environ, "PYTHONPATH": path, "FUSEDOPS_TUNE": "", "OMP_NUM_THREADS": "1"}
 
 
 def _reap(worker: subprocess.Popen[str]) -> None:
-    """Waits for a killed worker's end and closes its pipes."""
-    with contextlib.suppress(OSError), worker:  # a request that was not read yet cannot be written any more
+    """Wait for a killed worker's end and close its pipes."""
+    # Closing a pipe raises if a request in its buffer cannot be written any more.
+    with contextlib.suppress(OSError), worker:
         pass
 
 
 class Pool:
-    """Compiles requests for a target in ``jobs`` processes; each distinct request once."""
+    """Compiles requests for a target in ``jobs`` processes, each distinct request once.
+
+    Each thread has a worker process of its own, to which it writes requests and from which it reads
+    replies:
+
+        submit --> thread --JSON--> worker, which writes Triton's cache
+                          <--JSON--
+    """
 
     command: Sequence[str] = (sys.executable, "-m", "fusedops.tune.worker")
 
@@ -48,15 +57,23 @@ class Pool:
         self._workers: dict[int, subprocess.Popen[str]] = {}
 
     def submit(self, request: Request, *, fit: bool = False) -> Future[Usage]:
-        """A future of the compiled kernel's usage; with ``fit``, compiled with as many stages as fit."""
+        """Return a future of the compiled kernel's usage.
+
+        With ``fit``, the kernel is compiled with as many stages as fit into shared memory.
+        """
         key = (request.key, fit)
         if key not in self._known:
-            message = {"request": encode(request), "target": self._target, "limit": self._limit, "fit": fit}
+            message = {
+                "request": encode(request),
+                "target": self._target,
+                "limit": self._limit,
+                "fit": fit,
+            }
             self._known[key] = self._threads.submit(self._compile, json.dumps(message))
         return self._known[key]
 
     def close(self) -> None:
-        """Stops; requests that have not begun are cancelled."""
+        """Stop all processes, and cancel requests that have not begun."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in list(self._workers.values()):
             worker.kill()
@@ -72,7 +89,7 @@ class Pool:
         self.close()
 
     def _compile(self, message: str) -> Usage:
-        """Compiles in the thread's own worker, which is replaced if it dies."""
+        """Compile in the thread's own worker, which is replaced if it dies."""
         worker = self._workers.get(threading.get_ident())
         if worker is None:
             worker = self._workers[threading.get_ident()] = self._start()
@@ -92,5 +109,11 @@ class Pool:
     def _start(self) -> subprocess.Popen[str]:
         # GPUs are hidden from workers: they need none, and each context would take memory.
         environment = {**child_environment(), "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
-        return subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                                text=True, env=environment)  # fmt: skip
+        return subprocess.Popen(
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )

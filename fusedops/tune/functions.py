@@ -1,4 +1,7 @@
-"""A user's function as something to tune: ``fusedops tune --function blocks.py:gated_norm --arg 8192x4096 --arg 4096``."""
+"""Workloads of users' functions.
+
+For example ``fusedops tune --function blocks.py:gated_norm --arg 8192x4096 --arg 4096``.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,13 @@ from .workloads import DTYPES, Step
 
 __all__ = ["FunctionError", "FunctionWorkload", "parsed", "planned"]
 
-# A number, a truth value or None, or a tensor's shape and dtype.
+# A number, a bool or None, or a tensor's shape and dtype.
 Argument = float | bool | None | tuple[tuple[int, ...], torch.dtype]
 _KINDS = DTYPES | {"bool": torch.bool, "int32": torch.int32, "int64": torch.int64}
 
 
 class FunctionError(Exception):
-    """A function or argument on the command line that is none."""
+    """An invalid function or argument on the command line."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,12 @@ class FunctionWorkload:
     """A function with its arguments: shapes and dtypes of tensors, and numbers.
 
     Attributes:
-        name: as it was asked for.
-        function: of tensors and numbers.
-        arguments: by name.
-        rows: of the call.
-        columns: of a row: whole numbers are drawn from as many.
-        moved: bytes that each kernel reads and writes, by what its key says but for the rows.
+        name: the function's name on the command line.
+        function: the fused function.
+        arguments: the arguments by name.
+        rows: the number of rows.
+        columns: the number of columns of a row, and the limit of random integers.
+        moved: bytes that each kernel reads and writes, by its name and variant.
     """
 
     name: str
@@ -52,7 +55,7 @@ class FunctionWorkload:
     moved: tuple[tuple[tuple[str, ...], int], ...] = ()
 
     def at(self, rows: int) -> FunctionWorkload:
-        """See `Tunable`: keys are found with all rows."""
+        """See `Tunable`: keys are collected with all rows."""
         return self
 
     def step(self, device: torch.device) -> Step:
@@ -60,20 +63,24 @@ class FunctionWorkload:
         return Step(self.call, self.made(device))
 
     def call(self, **arguments: Any) -> Any:
-        """The function, with its arguments by name."""
-        placed, named = self.placed(arguments)
-        return self.function(*placed, **named)
+        """Call the function with arguments by name."""
+        positional, named = self.bound(arguments)
+        return self.function(*positional, **named)
 
-    def placed(self, arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Arguments as the function takes them, by place and by name."""
+    def bound(self, arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the positional and the keyword arguments of a call."""
         parameters = inspect.signature(self.function.function).parameters
-        alone = {name for name in arguments if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY}
-        placed = [value for name, value in arguments.items() if name not in alone]
-        return placed, {name: arguments[name] for name in alone}
+        positional, named = [], {}
+        for name, value in arguments.items():
+            if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY:
+                named[name] = value
+            else:
+                positional.append(value)
+        return positional, named
 
     def made(self, device: torch.device) -> dict[str, Any]:
-        """The arguments, with random tensors."""
-        return {name: self._made(what, device) for name, what in self.arguments}
+        """Create the arguments, with random tensors."""
+        return {name: self._value(argument, device) for name, argument in self.arguments}
 
     def key_at(self, key: TuningKey) -> TuningKey:
         """See `Tunable`."""
@@ -84,91 +91,109 @@ class FunctionWorkload:
         return dict(self.moved).get((key.kernel, *key.variant), 0) / bandwidth * 1e6
 
     def __str__(self) -> str:
-        shown = [f"{name} {'x'.join(map(str, what[0]))}" if isinstance(what, tuple) else f"{name}={what}"
-                 for name, what in self.arguments]  # fmt: skip
-        return f"{self.name} {' '.join(shown)}"
+        arguments = []
+        for name, argument in self.arguments:
+            if isinstance(argument, tuple):
+                arguments.append(f"{name} {'x'.join(map(str, argument[0]))}")
+            else:
+                arguments.append(f"{name}={argument}")
+        return f"{self.name} {' '.join(arguments)}"
 
-    def _made(self, what: Argument, device: torch.device) -> Any:
-        if not isinstance(what, tuple):
-            return what
-        shape, dtype = what
+    def _value(self, argument: Argument, device: torch.device) -> Any:
+        if not isinstance(argument, tuple):
+            return argument
+        shape, dtype = argument
         if dtype == torch.bool:
             return torch.randn(shape, device=device) > 1.0
         if not dtype.is_floating_point:
+            # Integers may be indices of columns, so they are valid ones.
             return torch.randint(self.columns, shape, device=device, dtype=dtype)
         return torch.randn(shape, device=device, dtype=dtype)
 
 
 def parsed(name: str, texts: Sequence[str], dtype: torch.dtype) -> FunctionWorkload:
-    """The function of a file or module with arguments as the command line has them.
+    """Return the function of a file or module with arguments in the command line's format.
 
     Raises:
-        FunctionError: there is no such function, or an argument is none.
+        FunctionError: there is no such function, or an argument is invalid.
     """
     function = _loaded(name)
     arguments = [_argument(text, dtype) for text in texts]
     names = list(inspect.signature(function.function).parameters)[: len(arguments)]
     if len(names) < len(arguments):
         raise FunctionError(f"{name} takes {len(names)} arguments, got {len(arguments)}")
-    if not any(isinstance(what, tuple) for what in arguments):
+    if not any(isinstance(argument, tuple) for argument in arguments):
         raise FunctionError(f"--function needs the shapes of {name}'s tensors, each by --arg")
     return FunctionWorkload(name, function, tuple(zip(names, arguments, strict=True)))
 
 
 def planned(workload: FunctionWorkload, device: torch.device) -> FunctionWorkload:
-    """With what is known of the kernels.
+    """Return the workload with the sizes of its kernels.
 
     Raises:
         FunctionError: the function is not one kernel.
     """
     name = workload.name
     try:
-        tensors = workload.made(device)
-        placed, named = workload.placed(tensors)
-        explanation = workload.function.explain(*placed, **named)
-    except Exception as error:  # noqa: BLE001 - the user's own, of his function
-        raise FunctionError(f"{name} does not take these arguments: {type(error).__name__}: {error}") from None
+        positional, named = workload.bound(workload.made(device))
+        explanation = workload.function.explain(*positional, **named)
+    except Exception as error:  # noqa: BLE001 - the user's function may raise anything
+        raise FunctionError(
+            f"{name} does not take these arguments: {type(error).__name__}: {error}"
+        ) from None
     if explanation.reason:
-        raise FunctionError(f"{name} is not fused, so that there is nothing to tune: {explanation.reason}")
+        raise FunctionError(
+            f"{name} is not fused, so that there is nothing to tune: {explanation.reason}"
+        )
     columns = explanation.columns * explanation.parts
-    moved = tuple([((kernel.key.kernel, *kernel.key.variant), kernel.moved * explanation.rows)
-                   for kernel in explanation.kernels])  # fmt: skip
-    return replace(workload, rows=explanation.rows, columns=columns, moved=moved)
+    moved = []
+    for kernel in explanation.kernels:
+        name_and_variant = (kernel.key.kernel, *kernel.key.variant)
+        moved.append((name_and_variant, kernel.moved * explanation.rows))
+    return replace(workload, rows=explanation.rows, columns=columns, moved=tuple(moved))
 
 
 def _loaded(name: str) -> Rowwise[..., Any]:
-    place, _, attribute = name.rpartition(":")
-    if not place or not attribute:
-        raise FunctionError(f"--function must be FILE:NAME, such as blocks.py:gated_norm, got {name!r}")
+    """Import the function that ``--function`` names, and fuse it if it is not a `Rowwise`."""
+    source, _, attribute = name.rpartition(":")
+    if not source or not attribute:
+        raise FunctionError(
+            f"--function must be FILE:NAME, such as blocks.py:gated_norm, got {name!r}"
+        )
     try:
-        module = _module(place)
+        module = _module(source)
     except (ImportError, OSError, SyntaxError) as error:
-        raise FunctionError(f"cannot import {place}: {error}") from None
-    found = getattr(module, attribute, None)
-    if found is None:
-        raise FunctionError(f"{place} has no {attribute}")
-    if isinstance(found, Rowwise):
-        return found
-    if not inspect.isfunction(found):
-        raise FunctionError(f"{name} is no function but a {type(found).__name__}")
+        raise FunctionError(f"cannot import {source}: {error}") from None
+    function = getattr(module, attribute, None)
+    if function is None:
+        raise FunctionError(f"{source} has no {attribute}")
+    if isinstance(function, Rowwise):
+        return function
+    if not inspect.isfunction(function):
+        raise FunctionError(f"{name} is no function but a {type(function).__name__}")
     try:
-        return Rowwise(found)
+        return Rowwise(function)
     except TypeError as error:
         raise FunctionError(str(error)) from None
 
 
-def _module(place: str) -> Any:
-    if not place.endswith(".py"):
-        return importlib.import_module(place)
-    path = Path(place).resolve()
-    packages = list(itertools.takewhile(lambda folder: (folder / "__init__.py").exists(), path.parents))
+def _module(source: str) -> Any:
+    """Import a module by name, or from a file: within its packages, if it is in some."""
+    if not source.endswith(".py"):
+        return importlib.import_module(source)
+    path = Path(source).resolve()
+    packages = list(
+        itertools.takewhile(lambda folder: (folder / "__init__.py").exists(), path.parents)
+    )
     if packages:
         sys.path.insert(0, str(packages[-1].parent))
-        return importlib.import_module(".".join([*[folder.name for folder in reversed(packages)], path.stem]))
-    name = f"fusedops_tuned_{path.stem}"  # no module's that the program has
+        names = [folder.name for folder in reversed(packages)]
+        return importlib.import_module(".".join([*names, path.stem]))
+    # The prefix keeps the file from replacing a module of the same name.
+    name = f"fusedops_tuned_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ImportError(place)
+        raise ImportError(source)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent))
@@ -177,6 +202,7 @@ def _module(place: str) -> Any:
 
 
 def _argument(text: str, dtype: torch.dtype) -> Argument:
+    """Parse an ``--arg``: a number behind ``=``, or a shape, by default of this dtype."""
     if text.startswith("="):
         with contextlib.suppress(ValueError, SyntaxError):
             value = ast.literal_eval(text[1:])
@@ -184,8 +210,10 @@ def _argument(text: str, dtype: torch.dtype) -> Argument:
                 return value
         raise FunctionError(f"--arg {text}: expected a number, True, False or None behind =")
     sides, _, kind = text.lower().replace("×", "x").partition(":")  # noqa: RUF001 - as for --shape
-    numbers = [int(side) if side.isdecimal() else 0 for side in sides.split("x")]
-    if min(numbers) < 1 or (kind and kind not in _KINDS):
-        raise FunctionError(f"--arg must be a shape and perhaps a dtype of {', '.join(_KINDS)}, such as 8192x4096:fp32, "
-                            f"or a number such as =0.1; got {text!r}")  # fmt: skip
-    return tuple(numbers), _KINDS[kind] if kind else dtype
+    shape = tuple([int(side) if side.isdecimal() else 0 for side in sides.split("x")])
+    if min(shape) < 1 or (kind and kind not in _KINDS):
+        raise FunctionError(
+            f"--arg must be a shape and perhaps a dtype of {', '.join(_KINDS)}, such as "
+            f"8192x4096:fp32, or a number such as =0.1; got {text!r}"
+        )
+    return shape, _KINDS[kind] if kind else dtype

@@ -1,8 +1,16 @@
 """``FUSEDOPS_TUNE=1``: tunes a key without a measurement when a config is first chosen for it.
 
-The tuner is a child process, so that the caller's random state, streams, gradients and caches do not change, and the
-tuner's own calls are not tuned. Under ``torch.distributed`` rank 0 tunes and the others read its config. Every wait has
-a timeout, and after a timeout the same wait is not tried again.
+The tuner is a child process, so that the caller's random state, streams, gradients and caches do
+not change, and the tuner's own calls are not tuned. Under ``torch.distributed`` rank 0 tunes and
+the others read its config:
+
+    rank 0          store                other ranks
+    reached  -----> "... reached" -----> wait, at most `reach`
+    tune with the
+    child process
+    config   -----> "..."         -----> wait, at most `patience` + `reach`
+
+Every wait has a timeout, and after a timeout the same wait is not tried again.
 """
 
 from __future__ import annotations
@@ -41,12 +49,26 @@ _warned: set[str] = set()
 
 
 def improve(key: TuningKey, device_index: int, config: Config, origin: tuning.Source) -> Config:
-    """The tuned config; ``config``, whose source is ``origin``, if it is a measured one or tuning is impossible."""
-    if _is_recording(device_index) or key.kernel.startswith("rowwise"):  # of a user's function no other process knows
+    """Return the tuned config.
+
+    Args:
+        key: the key to tune.
+        device_index: the GPU's; negative for a CPU.
+        config: the current config, returned if it is a measured one or tuning is impossible.
+        origin: the source of ``config``.
+    """
+    # The child process cannot import a user's function.
+    if _is_recording(device_index) or key.kernel.startswith("rowwise"):
         return config
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if _has_other_ranks():
         return _agreed(key, device_index, config, origin)
     return _tuned(key, device_index, config, origin)
+
+
+def _has_other_ranks() -> bool:
+    if not dist.is_available() or not dist.is_initialized():
+        return False
+    return dist.get_world_size() > 1
 
 
 def _is_recording(device_index: int) -> bool:
@@ -57,38 +79,43 @@ def _is_recording(device_index: int) -> bool:
 
 
 def _tuned(key: TuningKey, device_index: int, config: Config, origin: tuning.Source) -> Config:
-    if origin == "cache" or (origin == "table" and tuning.on_demand() != "force"):
+    """Return the child process's config, or the current one if that was measured or none comes."""
+    retunes = origin == "table" and tuning.on_demand() == "force"
+    if origin in ("cache", "table") and not retunes:
         return config
     with _lock:
         if "hang" in _warned:
             return config
         if device_index >= 0:
-            torch.cuda.synchronize(device_index)  # pending work would be timed with it
+            torch.cuda.synchronize(device_index)  # pending work would slow the measured kernels
         reply = _request({"key": dataclasses.asdict(key), "device": device_index})
-    found = _config(key, reply.get("config"))
-    if found is None and "hang" not in _warned:
+    tuned = _config(key, reply.get("config"))
+    if tuned is None and "hang" not in _warned:
         _warn_once("tune", f"{key} was not tuned ({reply.get('error', 'no reply')})")
-    return found or config
+    return tuned or config
 
 
 def _request(message: dict[str, Any]) -> dict[str, Any]:
-    """Sends one line to the tuner and returns its reply. The first request starts the tuner, which ends with this process."""
-    global _server, _replies
+    """Send one line to the tuner and return its reply.
+
+    The first request starts the tuner, which ends with this process.
+    """
     try:
         if _server is None:
-            _server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                       env=child_environment())  # fmt: skip
-            _replies = queue.SimpleQueue()
-            threading.Thread(target=_listen, args=(_server.stdout, _replies), daemon=True).start()
-        assert _server.stdin is not None
+            _start()
+        assert _server is not None and _server.stdin is not None
         print(json.dumps(message), file=_server.stdin, flush=True)
-        if line := _replies.get(timeout=patience.total_seconds()):
+        line = _replies.get(timeout=patience.total_seconds())
+        if line:
             return dict(json.loads(line))
         problem = "the tuner died"
     except queue.Empty:
         problem = f"no reply within {patience}"
-        _warn_once("hang", f"the tuner did not reply for {message['key']['kernel']} within {patience} and is not "
-                  "used any more")  # fmt: skip
+        _warn_once(
+            "hang",
+            f"the tuner did not reply for {message['key']['kernel']} within {patience} and is not "
+            "used any more",
+        )
     except (OSError, ValueError) as error:
         problem = f"{type(error).__name__}: {error}"
     except BaseException:  # otherwise its reply would be read as the next request's
@@ -98,8 +125,26 @@ def _request(message: dict[str, Any]) -> dict[str, Any]:
     return {"error": problem}
 
 
+def _start() -> None:
+    """Start the tuner, and a thread that reads its replies."""
+    global _server, _replies
+    _server = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=child_environment(),
+    )
+    # A new queue, so that replies of an earlier tuner cannot be read as this one's.
+    _replies = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(_server.stdout, _replies), daemon=True).start()
+
+
 def _listen(lines: TextIO, replies: queue.SimpleQueue[str]) -> None:
-    """Queues the tuner's lines, and an empty one at its end. A queue has a timeout, which a read of a pipe does not."""
+    """Put the tuner's lines into a queue, and an empty one at its end.
+
+    Reads of a queue have a timeout, which reads of a pipe do not.
+    """
     with lines:
         for line in lines:
             replies.put(line)
@@ -107,61 +152,71 @@ def _listen(lines: TextIO, replies: queue.SimpleQueue[str]) -> None:
 
 
 def _drop() -> None:
-    """Ends the tuner; the next request starts another."""
+    """End the tuner; the next request starts another."""
     global _server
-    if _server is not None:
-        _server.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that hangs in a driver ends later
-            _server.wait(timeout=5.0)
-        with contextlib.suppress(OSError):  # a request that was not read cannot be written any more
-            if _server.stdin is not None:
-                _server.stdin.close()
-        _server = None
+    if _server is None:
+        return
+    _server.kill()
+    # A process that hangs in a driver ends later.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        _server.wait(timeout=5.0)
+    # Closing the pipe raises if a request in its buffer cannot be written any more.
+    with contextlib.suppress(OSError):
+        if _server.stdin is not None:
+            _server.stdin.close()
+    _server = None
 
 
 def _agreed(key: TuningKey, device_index: int, config: Config, origin: tuning.Source) -> Config:
-    """One config for all ranks, since sums of different configs differ in order: the first that any rank stores.
+    """Return one config for all ranks, the first that any rank stores.
 
-    As a rule that is rank 0's, for which the others wait. A rank whose wait timed out stores the config it has; if rank
-    0 reaches the key later, it uses that config and does not tune.
+    All ranks must use the same one, since different configs add numbers in different orders. It is
+    usually rank 0's, for which the others wait. A rank whose wait timed out stores the config it
+    has; if rank 0 reaches the key later, it uses that config and does not tune.
     """
     store = compat.default_store()
     name = f"fusedops_tune {tuning.device_name(device_index)} {key}"
     reached = f"{name} reached"
     problem: Exception | None = None
+    agreed: Config | None = None
     try:
-        if dist.get_rank() == 0:
-            if not store.check([name]):
-                store.set(reached, "")
-                try:
-                    config = _tuned(key, device_index, config, origin)
-                except Exception as error:  # noqa: BLE001 - may be the user's own, from the device; raised below
-                    problem = error  # the other ranks must not wait for it
-        elif "wait" not in _warned:
-            _wait(store, key, reached, name)
+        if dist.get_rank() != 0:
+            if "wait" not in _warned:
+                _wait(store, key, reached, name)
+        elif not store.check([name]):
+            store.set(reached, "")
+            try:
+                config = _tuned(key, device_index, config, origin)
+            # It may be an error of the user's earlier work on the device. The other ranks must not
+            # wait for this one, so it is raised after a config has been stored.
+            except Exception as error:  # noqa: BLE001
+                problem = error
         stored = store.compare_set(name, "", json.dumps(dataclasses.astuple(config)))
         store.set(reached, "")
-        found = _config(key, json.loads(stored))
-        if found is None:
+        agreed = _config(key, json.loads(stored))
+        if agreed is None:
             _warn_once("store", f"another rank stored {stored!r} for {key}")
     except RuntimeError as error:
-        found = None
         _warn_once("store", f"the ranks' store failed ({str(error).splitlines()[0][:200]})")
     if problem is not None:
         raise problem
-    return found or config
+    return agreed or config
 
 
 def _wait(store: Any, key: TuningKey, reached: str, name: str) -> None:
-    """Waits until rank 0 has stored its config, or until a timeout."""
+    """Wait until rank 0 has stored its config, or until a timeout."""
     try:
         store.wait([reached], reach)
         store.wait([name], patience + reach)  # rank 0 may have to wait for its tuner
     except RuntimeError:
-        _warn_once("wait", f"rank 0 did not store its config for {key} in time; this rank no longer waits for it")
+        _warn_once(
+            "wait",
+            f"rank 0 did not store its config for {key} in time; this rank no longer waits for it",
+        )
 
 
 def _config(key: TuningKey, numbers: Sequence[int] | None) -> Config | None:
+    """Return the config with these fields, or None if the key's kernel cannot have it."""
     try:
         config = Config(*numbers or ())
     except TypeError:
@@ -169,8 +224,12 @@ def _config(key: TuningKey, numbers: Sequence[int] | None) -> Config | None:
     return config if valid(key, config) else None
 
 
-def _warn_once(what: str, problem: str) -> None:
-    if what not in _warned:
-        _warned.add(what)
-        warnings.warn(f"fusedops: FUSEDOPS_TUNE: {problem}; the current config stays in use. This warning is shown once.",
-                      RuntimeWarning, stacklevel=2)  # fmt: skip
+def _warn_once(kind: str, problem: str) -> None:
+    if kind not in _warned:
+        _warned.add(kind)
+        warnings.warn(
+            f"fusedops: FUSEDOPS_TUNE: {problem}; the current config stays in use. "
+            "This warning is shown once.",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -19,19 +19,19 @@ class Progress:
         self._shown = sys.stderr.isatty()
 
     def at(self, done: int, what: str) -> None:
-        """Sets the number of completed pieces and the current one, ``what``."""
+        """Set the number of completed items and the name of the current one."""
         self._done = done
         self._draw(what)
 
     def line(self, text: str) -> None:
-        """Prints a line of output above the bar."""
+        """Print a line of output above the bar."""
         if self._shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
         print(text, flush=True)
         self._draw("")
 
     def close(self) -> None:
-        """Removes the bar."""
+        """Remove the bar."""
         if self._shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
             self._shown = False

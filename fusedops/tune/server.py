@@ -27,7 +27,7 @@ _JOBS = 8
 
 
 def serve(requests: TextIO, replies: TextIO, sweeper: Callable[[int], Sweeper]) -> None:
-    """Replies to each request with a config or an error."""
+    """Reply to each request with a config or an error."""
     discover()
     for line in requests:
         try:
@@ -38,7 +38,7 @@ def serve(requests: TextIO, replies: TextIO, sweeper: Callable[[int], Sweeper]) 
 
 
 def tune(message: Mapping[str, Any], sweeper: Callable[[int], Sweeper]) -> Outcome:
-    """Tunes one key and writes the best config to the user's cache.
+    """Tune one key and write the best config to the user's cache.
 
     Raises:
         LookupError: no workload has this key.
@@ -51,8 +51,7 @@ def tune(message: Mapping[str, Any], sweeper: Callable[[int], Sweeper]) -> Outco
         raise LookupError("no workload has this key")
     with kernels_alone():
         tuner = sweeper(index)
-        outcomes = tuner.sweep([workload], wanted=key.__eq__)
-        outcome = next((found for found in outcomes if found.key == key), None)
+        outcome = next(tuner.sweep([workload], wanted=key.__eq__), None)
     if outcome is None:
         raise RuntimeError("; ".join(map(str, tuner.failures)) or "nothing was measured")
     times = {"best": outcome.us_of(outcome.best), "heuristic": outcome.us_of(outcome.heuristic)}
@@ -61,21 +60,24 @@ def tune(message: Mapping[str, Any], sweeper: Callable[[int], Sweeper]) -> Outco
 
 
 def _gpu_sweeper() -> Callable[[int], Sweeper]:
+    """Return a function that creates the sweeper of each GPU when it is first used."""
     from .command import pool_for, sweeper_for
 
-    known: dict[int, Sweeper] = {}
+    sweepers: dict[int, Sweeper] = {}
 
     def sweeper(index: int) -> Sweeper:
-        if index not in known:
+        if index not in sweepers:
             torch.cuda.set_device(index)
             device = torch.device("cuda", index)
-            known[index] = sweeper_for(device, pool_for(device, min(_JOBS, os.cpu_count() or 1)), GraphTimer(device))
-        return known[index]
+            pool = pool_for(device, min(_JOBS, os.cpu_count() or 1))
+            sweepers[index] = sweeper_for(device, pool, GraphTimer(device))
+        return sweepers[index]
 
     return sweeper
 
 
 if __name__ == "__main__":
-    replies, sys.stdout = sys.stdout, sys.stderr  # prints must not mix with the replies
+    replies = sys.stdout
+    sys.stdout = sys.stderr  # prints must not mix with the replies
     serve(sys.stdin, replies, _gpu_sweeper())
     os._exit(0)  # threads that compile may still have work

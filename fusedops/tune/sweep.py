@@ -1,4 +1,10 @@
-"""The sweep: compiles candidates in parallel, drops those that spill or do not fit, and times the rest in two rounds."""
+"""Finds the fastest config of each key.
+
+Candidates are compiled in parallel. Those that spill or do not fit are dropped, and the rest are
+timed in two rounds:
+
+    candidates --compile--> --drop--> --time all, quickly--> --time the finalists, carefully--> best
+"""
 
 from __future__ import annotations
 
@@ -22,8 +28,9 @@ __all__ = ["Measured", "Outcome", "Sweeper"]
 
 # Another config replaces the heuristic's only if it is faster by more than the noise.
 _NOISE = 0.01
-# Configs in the second round besides the heuristic's, and workloads that are compiled ahead.
+# The number of configs in the second round besides the heuristic's.
 _FINALISTS = 2
+# The number of workloads that are compiled ahead.
 _AHEAD = 6
 
 
@@ -49,8 +56,8 @@ class Outcome:
     measured: tuple[Measured, ...]
 
     def us_of(self, config: Config) -> float:
-        """A candidate's microseconds."""
-        return next(one.us for one in self.measured if one.config == config)
+        """Return a candidate's microseconds."""
+        return next(candidate.us for candidate in self.measured if candidate.config == config)
 
     @property
     def gain(self) -> float:
@@ -65,14 +72,19 @@ class Sweeper:
         pool: compiles the candidates.
         timer: times the candidates; nothing else here needs a GPU.
         device: the workloads' device.
-        name: the device's name, for the shipped table, whose config is a candidate too; empty for none.
+        name: the device's name, for the shipped table, whose config is a candidate too; empty for
+            none.
         limits: the device's limits.
     """
 
-    def __init__(self, pool: Pool, timer: Timer, device: torch.device, *, name: str, limits: Limits) -> None:
-        self._pool, self._timer, self._device, self._name, self._limits = pool, timer, device, name, limits
+    def __init__(
+        self, pool: Pool, timer: Timer, device: torch.device, *, name: str, limits: Limits
+    ) -> None:
+        self._pool, self._timer, self._device = pool, timer, device
+        self._name, self._limits = name, limits
         self.failures: list[str] = []
-        # Keys and compiled kernels do not depend on the rows, so both are found once for all numbers of rows.
+        # Keys and compiled kernels do not depend on the number of rows, so workloads that differ
+        # only in that share them.
         self._keys_at: dict[Any, list[TuningKey]] = {}
         self._submitted: dict[Any, list[Future[Usage]]] = {}
 
@@ -83,26 +95,21 @@ class Sweeper:
         wanted: Callable[[TuningKey], bool] = lambda key: True,
         goes_on: Callable[[], bool] = lambda: True,
     ) -> Iterator[Outcome]:
-        """The outcome of each ``wanted`` key of the workloads, once; ``goes_on`` is called before each."""
+        """Yield the outcome of each ``wanted`` key of the workloads, once.
+
+        ``goes_on`` is called before each key; if it returns False, the sweep ends.
+        """
         done: set[TuningKey] = set()
         # Cached configs may have changed.
         self._keys_at.clear()
         self._submitted.clear()
 
+        # Called again before a workload is timed: workloads share keys, which may be done by then.
         def todo(workload: Tunable) -> list[TuningKey]:
             return [key for key in self._keys(workload) if key not in done and wanted(key)]
 
-        queue: deque[Tunable] = deque()
-        rest = iter(workloads)
-        while True:
-            # While one workload is timed, the next ones are compiled.
-            while len(queue) < _AHEAD and (workload := next(rest, None)) is not None:
-                if keys := todo(workload):
-                    queue.append(workload)
-                    self._compile_ahead(workload, keys)
-            if not queue:
-                return
-            workload, bench = queue.popleft(), None
+        for workload in self._compiled_ahead(workloads, todo):
+            bench = None
             for key in todo(workload):
                 if not goes_on():
                     return
@@ -115,54 +122,111 @@ class Sweeper:
                 done.add(key)
                 yield outcome
 
+    def _compiled_ahead(
+        self, workloads: Iterable[Tunable], todo: Callable[[Tunable], list[TuningKey]]
+    ) -> Iterator[Tunable]:
+        """Yield the workloads with keys to tune, while the pool compiles the next ones."""
+        queue: deque[Tunable] = deque()
+        for workload in workloads:
+            keys = todo(workload)
+            if not keys:
+                continue
+            queue.append(workload)
+            for key in keys:
+                for config in self._candidates(key):
+                    self._compile(workload, key, config)
+            if len(queue) == _AHEAD:
+                yield queue.popleft()
+        yield from queue
+
     def _tune(self, workload: Tunable, key: TuningKey, bench: Bench) -> Outcome:
         candidates = self._candidates(key)
+        heuristic = candidates[0]
         pending = {config: self._compile(workload, key, config) for config in candidates}
-        usages = {config: [each.result() for each in futures] for config, futures in pending.items()}
-        first = candidates[0]
-        dropped = {config: "" if config == first else reason_to_drop(config, usages[config], usages[first], self._limits)
-                   for config in candidates}  # fmt: skip
-        left = [config for config in candidates if not dropped[config]]
-        times = {config: bench.us(key, config, careful=False) for config in left}
-        best = first
-        if min(times, key=lambda config: times[config]) != first:
-            finalists = sorted((c for c in left if c != first), key=lambda c: times[c])[:_FINALISTS]
-            for config in (first, *finalists):
-                times[config] = bench.us(key, config, careful=True)
-            better = sorted((c for c in finalists if times[c] < times[first] * (1.0 - _NOISE)), key=lambda c: times[c])
-            best = next((c for c in better if bench.agree(key, first, c)), first)
-        measured = tuple(
-            Measured(config, max((u.registers for u in usages[config]), default=0),
-                     max((u.spills for u in usages[config]), default=0), times.get(config, float("inf")), dropped[config])
-            for config in candidates)  # fmt: skip
-        return Outcome(key, workload, first, best, measured)
+        usages: dict[Config, list[Usage]] = {}
+        for config, futures in pending.items():
+            usages[config] = [future.result() for future in futures]
+        dropped = self._dropped(candidates, usages)
+        remaining = [config for config in candidates if not dropped[config]]
+        times = {config: bench.us(key, config, careful=False) for config in remaining}
+        best = heuristic
+        if min(times, key=times.__getitem__) != heuristic:
+            best = _best_of_finalists(key, heuristic, times, bench)
+        measured = []
+        for config in candidates:
+            registers = max((usage.registers for usage in usages[config]), default=0)
+            spills = max((usage.spills for usage in usages[config]), default=0)
+            us = times.get(config, float("inf"))
+            measured.append(Measured(config, registers, spills, us, dropped[config]))
+        return Outcome(key, workload, heuristic, best, tuple(measured))
+
+    def _dropped(
+        self, candidates: list[Config], usages: dict[Config, list[Usage]]
+    ) -> dict[Config, str]:
+        """Return why each candidate is dropped; "" for the heuristic's, which is always timed."""
+        heuristic, *others = candidates
+        reasons = {heuristic: ""}
+        for config in others:
+            reasons[config] = reason_to_drop(
+                config, usages[config], usages[heuristic], self._limits
+            )
+        return reasons
 
     def _candidates(self, key: TuningKey) -> list[Config]:
+        """Return the configs to try, the heuristic's first."""
         family = family_of(key.kernel)
         assert family is not None
-        found = family.candidates(key)
+        candidates = list(family.candidates(key))
         shipped = tuning.shipped(key, self._name) if self._name else None
-        return list(dict.fromkeys([*found, *([shipped] if shipped is not None and valid(key, shipped) else [])]))
+        if shipped is not None and valid(key, shipped):
+            candidates.append(shipped)
+        return list(dict.fromkeys(candidates))
 
     def _keys(self, workload: Tunable) -> list[TuningKey]:
-        place = str(workload.at(4))
-        if place not in self._keys_at:
-            self._keys_at[place] = keys_of(workload, self._device)
-        return [workload.key_at(key) for key in self._keys_at[place]]
-
-    def _compile_ahead(self, workload: Tunable, keys: list[TuningKey]) -> None:
-        for key in keys:
-            for config in self._candidates(key):
-                self._compile(workload, key, config)
+        name = str(workload.at(4))
+        if name not in self._keys_at:
+            self._keys_at[name] = keys_of(workload, self._device)
+        return [workload.key_at(key) for key in self._keys_at[name]]
 
     def _compile(self, workload: Tunable, key: TuningKey, config: Config) -> list[Future[Usage]]:
-        """Submits all kernels of the workload under a config; the usages of those that run with it."""
-        place = (str(workload.at(4)), key.kernel, config)
-        if place not in self._submitted:
-            with tuning.forced(key.kernel, config), launch.collecting() as requests:
-                workload.at(4).step(self._device)()
-            first = self._candidates(key)[0] == config
-            found = [(request, self._pool.submit(request, fit=first or request.config != config))
-                     for request in requests]  # fmt: skip
-            self._submitted[place] = [future for request, future in found if request.config == config]
-        return self._submitted[place]
+        """Submit all kernels of the workload under a config.
+
+        Returns:
+            The usages of the kernels that run with the config.
+        """
+        name = (str(workload.at(4)), key.kernel, config)
+        if name in self._submitted:
+            return self._submitted[name]
+        with tuning.forced(key.kernel, config), launch.collecting() as requests:
+            workload.at(4).step(self._device)()
+        is_heuristic = self._candidates(key)[0] == config
+        futures = []
+        for request in requests:
+            # Other kernels of the workload have configs of their own, which must run as well.
+            is_forced = request.config == config
+            future = self._pool.submit(request, fit=is_heuristic or not is_forced)
+            if is_forced:
+                futures.append(future)
+        self._submitted[name] = futures
+        return futures
+
+
+def _best_of_finalists(
+    key: TuningKey, heuristic: Config, times: dict[Config, float], bench: Bench
+) -> Config:
+    """Time the fastest configs carefully, updating ``times``; return the best.
+
+    A config replaces the heuristic's if it is faster by more than the noise, and its results agree.
+    """
+
+    def fastest(configs: Iterable[Config]) -> list[Config]:
+        return sorted(configs, key=times.__getitem__)
+
+    finalists = fastest(config for config in times if config != heuristic)[:_FINALISTS]
+    for config in (heuristic, *finalists):
+        times[config] = bench.us(key, config, careful=True)
+    limit = times[heuristic] * (1.0 - _NOISE)
+    for config in fastest(finalists):
+        if times[config] < limit and bench.agree(key, heuristic, config):
+            return config
+    return heuristic

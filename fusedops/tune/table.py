@@ -19,49 +19,91 @@ from typing import Any
 from ..core.tuning_key import BUCKETS, Config, TuningKey, family_of, fingerprint
 from .sweep import Outcome
 
-__all__ = ["RAW_COLUMNS", "Table", "code", "commit", "compare", "mark", "raw_rows", "read_raw", "summary", "write_raw"]
+__all__ = [
+    "RAW_COLUMNS",
+    "Table",
+    "code",
+    "commit",
+    "compare",
+    "mark",
+    "raw_rows",
+    "read_raw",
+    "summary",
+    "write_raw",
+]
 
 _CONFIG = tuple(field.name for field in fields(Config))
-RAW_COLUMNS = ("kernel", "group", "cols", "bucket", "M", "workload", *_CONFIG, "regs", "spills", "us", "dropped",
-               "heuristic", "best")  # fmt: skip
+RAW_COLUMNS = (
+    "kernel",
+    "group",
+    "cols",
+    "bucket",
+    "M",
+    "workload",
+    *_CONFIG,
+    "regs",
+    "spills",
+    "us",
+    "dropped",
+    "heuristic",
+    "best",
+)
 
 
 @cache
 def _sources(family: str) -> str:
-    """A digest of a family's kernels."""
+    """Return a digest of a family's kernels."""
     package = resources.files("fusedops")
-    texts = [(package / folder / name).read_text("utf-8") for folder, name in ((family, "kernels.py"),
-                                                                               ("core", "device.py"))]  # fmt: skip
-    return hashlib.sha256("".join(map(code, texts)).encode()).hexdigest()
+    # The kernels call device functions that all families share.
+    files = (package / family / "kernels.py", package / "core" / "device.py")
+    texts = [code(file.read_text("utf-8")) for file in files]
+    return hashlib.sha256("".join(texts).encode()).hexdigest()
 
 
 def code(source: str) -> str:
-    """The syntax tree of a source as text: without comments, docstrings and layout, and equal in all versions of Python."""
+    """Return the syntax tree of a source as text, equal in all versions of Python.
+
+    Comments, docstrings and layout do not change it.
+    """
     return _tree(ast.parse(source))
 
 
 def _tree(node: Any) -> str:
     if isinstance(node, list):
-        return f"[{','.join(_tree(item) for item in node if not _is_docstring(item))}]"
+        items = [_tree(item) for item in node if not _is_docstring(item)]
+        return f"[{','.join(items)}]"
     if not isinstance(node, ast.AST):
         return repr(node)
-    # Which empty fields a node has depends on the version of Python.
-    known = [(name, value) for name, value in ast.iter_fields(node) if value is not None and value != []]
-    return f"{type(node).__name__}({','.join(f'{name}={_tree(value)}' for name, value in known)})"
+    fields = []
+    for name, value in ast.iter_fields(node):
+        # Which empty fields a node has depends on the version of Python.
+        if value is not None and value != []:
+            fields.append(f"{name}={_tree(value)}")
+    return f"{type(node).__name__}({','.join(fields)})"
 
 
 def _is_docstring(node: Any) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    """Whether the node is a statement that consists of a string."""
+    constant = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(constant, ast.Constant) and isinstance(constant.value, str)
 
 
 def mark(key: TuningKey) -> str:
-    """A digest of an entry's candidates and of its kernels' code."""
-    module = str(getattr(family_of(key.kernel), "__name__", "")).split(".")[-2]
-    return hashlib.sha256(f"{fingerprint(key)} {_sources(module)}".encode()).hexdigest()[:8]
+    """Return a digest of an entry's candidates and of its kernels' code."""
+    # A family is a module such as fusedops.norms.configs, whose package has the kernels.
+    module = str(getattr(family_of(key.kernel), "__name__", ""))
+    package = module.split(".")[-2]
+    return hashlib.sha256(f"{fingerprint(key)} {_sources(package)}".encode()).hexdigest()[:8]
 
 
 class Table:
-    """A shipped table while it is being measured."""
+    """A shipped table while it is being measured.
+
+    In the file, each kernel has rows of configs by bucket, with a mark of the code they were
+    measured with:
+
+        "configs": {kernel: {"group|columns": [bucket 0, bucket 1, ..., mark]}}
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,25 +115,30 @@ class Table:
         self._rows: dict[str, dict[str, list[Any]]] = content.get("configs", {})
 
     def __contains__(self, key: TuningKey) -> bool:
-        """Whether the table has a config for the key, measured with today's kernels and candidates."""
+        """Whether the table has a config for the key, measured with the current sources."""
         row = self._rows.get(key.kernel, {}).get(_row_name(key), [])
-        return len(row) > len(BUCKETS) and row[-1] == mark(key) and row[key.bucket] is not None
+        return _is_current(row, key) and row[key.bucket] is not None
 
     def put(self, key: TuningKey, config: Config) -> None:
-        """Stores a key's config; drops configs of its row that were measured with other kernels or candidates."""
+        """Store a key's config.
+
+        Configs of its row that were measured with other kernels or candidates are dropped.
+        """
         rows, name = self._rows.setdefault(key.kernel, {}), _row_name(key)
         row = rows.get(name, [])
-        if len(row) <= len(BUCKETS) or row[-1] != mark(key):
+        if not _is_current(row, key):
             row = rows[name] = [None] * len(BUCKETS) + [mark(key)]
         row[key.bucket] = list(astuple(config))
 
     def save(self) -> None:
-        """Writes the table atomically."""
+        """Write the table atomically."""
+        # A rename within a directory is atomic; each process has a temporary file of its own.
         scratch = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         scratch.write_text("\n".join(self._lines()) + "\n", encoding="utf-8")
         scratch.replace(self.path)
 
     def _lines(self) -> Iterator[str]:
+        """Yield the lines of the file: one for each row, so that differences are readable."""
         yield "{"
         about = {**self.about, "fields": list(_CONFIG), "summary": self.summary}
         for name, value in about.items():
@@ -100,7 +147,7 @@ class Table:
         for kernel in sorted(self._rows):
             last = "" if kernel == max(self._rows) else ","
             yield f"  {json.dumps(kernel)}: {{"
-            names = sorted(self._rows[kernel], key=lambda name: (name.rpartition("|")[0], int(name.rpartition("|")[2])))
+            names = sorted(self._rows[kernel], key=_order)
             for name in names:
                 row = json.dumps(self._rows[kernel][name], separators=(",", ":"))
                 yield f"   {json.dumps(name)}: {row}" + ("" if name == names[-1] else ",")
@@ -109,17 +156,28 @@ class Table:
         yield "}"
 
 
+def _is_current(row: list[Any], key: TuningKey) -> bool:
+    """Whether a row has the mark of the current kernels and candidates; old rows have no mark."""
+    return len(row) > len(BUCKETS) and row[-1] == mark(key)
+
+
 def _row_name(key: TuningKey) -> str:
     return f"{key.group}|{key.cols}"
 
 
-# --- raw timings --------------------------------------------------------------------------------------------------
+def _order(row_name: str) -> tuple[str, int]:
+    """Sort rows by group, then by columns as numbers."""
+    group, _, columns = row_name.rpartition("|")
+    return group, int(columns)
+
+
+# --- raw timings ----------------------------------------------------------------------------------
 
 
 def raw_rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
-    """One row per candidate."""
+    """Yield one row per candidate."""
     key = outcome.key
-    for one in outcome.measured:
+    for candidate in outcome.measured:
         yield {
             "kernel": key.kernel,
             "group": key.group,
@@ -127,18 +185,18 @@ def raw_rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
             "bucket": key.bucket,
             "M": outcome.workload.rows,
             "workload": str(outcome.workload),
-            **{name: getattr(one.config, name) for name in _CONFIG},
-            "regs": one.registers,
-            "spills": one.spills,
-            "us": "" if math.isinf(one.us) else f"{one.us:.3f}",
-            "dropped": one.dropped,
-            "heuristic": int(one.config == outcome.heuristic),
-            "best": int(one.config == outcome.best),
+            **{name: getattr(candidate.config, name) for name in _CONFIG},
+            "regs": candidate.registers,
+            "spills": candidate.spills,
+            "us": "" if math.isinf(candidate.us) else f"{candidate.us:.3f}",
+            "dropped": candidate.dropped,
+            "heuristic": int(candidate.config == outcome.heuristic),
+            "best": int(candidate.config == outcome.best),
         }
 
 
 def write_raw(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Appends rows; a new file gets a header."""
+    """Append rows to a file, with a header if it is new."""
     new = not path.exists()
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, RAW_COLUMNS)
@@ -149,21 +207,23 @@ def write_raw(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 @dataclass(frozen=True)
 class _Distance:
-    """The heuristic's time over the best measured time, by key."""
+    """The heuristic's time divided by the best measured time, by key."""
 
     ratios: dict[str, float]
 
     @property
     def mean(self) -> float:
+        """The geometric mean."""
         return math.exp(sum(map(math.log, self.ratios.values())) / len(self.ratios))
 
     @property
     def worst(self) -> str:
-        return max(self.ratios, key=lambda name: self.ratios[name])
+        """The key with the largest ratio."""
+        return max(self.ratios, key=self.ratios.__getitem__)
 
 
 def read_raw(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file.
+    """Return the rows of a file.
 
     Raises:
         ValueError: it was not written by `write_raw`.
@@ -176,48 +236,57 @@ def read_raw(path: Path) -> list[dict[str, Any]]:
 
 
 def summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The heuristic's distance from the best of raw timings, by kernel and over all."""
-    found: dict[str, dict[str, float]] = {}
+    """Summarise the heuristic's distance from the best of raw timings, by kernel and over all."""
+    ratios: dict[str, dict[str, float]] = {}
     for key, (times, best) in _timings(rows).items():
         family = family_of(key.kernel)
+        # Today's heuristic, whose choice may not have been among the candidates then.
         heuristic = None if family is None else times.get(family.heuristic(key))
         if heuristic is not None:
             for kernel in (key.kernel, "all"):
-                found.setdefault(kernel, {})[str(key)] = heuristic / times[best]
-    distances = {kernel: _Distance(ratios) for kernel, ratios in sorted(found.items())}
-    return {
-        kernel: {"keys": len(d.ratios), "geometric_mean": round(d.mean, 4), "worst": round(d.ratios[d.worst], 3),
-                 "worst_at": d.worst}
-        for kernel, d in distances.items()
-    }  # fmt: skip
+                ratios.setdefault(kernel, {})[str(key)] = heuristic / times[best]
+    result: dict[str, dict[str, Any]] = {}
+    for kernel in sorted(ratios):
+        distance = _Distance(ratios[kernel])
+        result[kernel] = {
+            "keys": len(distance.ratios),
+            "geometric_mean": round(distance.mean, 4),
+            "worst": round(distance.ratios[distance.worst], 3),
+            "worst_at": distance.worst,
+        }
+    return result
 
 
 def compare(rows: Iterable[Mapping[str, Any]]) -> str:
-    """`summary` as lines."""
+    """Return the `summary` as lines of text."""
     lines = [f"{'kernel':<22}{'keys':>10}{'geometric mean':>16}{'worst':>8}  at"]
     for kernel, row in summary(rows).items():
-        lines.append(f"{kernel:<22}{row['keys']:>10}{row['geometric_mean']:>16.3f}{row['worst']:>8.2f}  "
-                     f"{row['worst_at']}")  # fmt: skip
+        lines.append(
+            f"{kernel:<22}{row['keys']:>10}{row['geometric_mean']:>16.3f}{row['worst']:>8.2f}  "
+            f"{row['worst_at']}"
+        )
     return "\n".join(lines)
 
 
-def _timings(rows: Iterable[Mapping[str, Any]]) -> dict[TuningKey, tuple[dict[Config, float], Config]]:
-    """The times of each key and its best config; of repeated measurements, the last."""
-    found: dict[TuningKey, tuple[dict[Config, float], Config]] = {}
+def _timings(
+    rows: Iterable[Mapping[str, Any]],
+) -> dict[TuningKey, tuple[dict[Config, float], Config]]:
+    """Return the times of each key and its best config; of repeated measurements, the last."""
+    timings: dict[TuningKey, tuple[dict[Config, float], Config]] = {}
     for row in rows:
         if not row["us"]:
             continue
         *variant, widths = row["group"].split("|")
         key = TuningKey(row["kernel"], tuple(variant), widths, int(row["cols"]), int(row["bucket"]))
         config = Config(*(int(row[name]) for name in _CONFIG))
-        times, best = found.get(key, ({}, config))
+        times, best = timings.get(key, ({}, config))
         times[config] = float(row["us"])
-        found[key] = (times, config if int(row["best"]) else best)
-    return found
+        timings[key] = (times, config if int(row["best"]) else best)
+    return timings
 
 
 def commit() -> str:
-    """The short hash of the sources, with ``+dirty`` if the tree differs; empty outside a clone.
+    """Return the short hash of the sources, with ``+dirty`` if changed; empty outside a clone.
 
     ``FUSEDOPS_COMMIT`` overrides it, for a copy of the tree without its history.
     """
@@ -225,8 +294,13 @@ def commit() -> str:
         return os.environ["FUSEDOPS_COMMIT"]
     root = Path(str(resources.files("fusedops"))).parent
     try:
-        shown = subprocess.run(["git", "describe", "--always", "--dirty=+dirty", "--exclude=*"], cwd=root,
-                               capture_output=True, text=True, check=True)  # fmt: skip
+        process = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+dirty", "--exclude=*"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     except (OSError, subprocess.CalledProcessError):
         return ""
-    return shown.stdout.strip()
+    return process.stdout.strip()

@@ -1,6 +1,7 @@
 """Times a config by many calls in one CUDA graph, on sets of inputs that together exceed the L2.
 
-A graph excludes the host's time, and no call has its inputs in the L2. Importable without a GPU; timing needs one.
+A graph excludes the host's time, and no call has its inputs in the L2. Importable without a GPU;
+timing needs one.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,10 +22,14 @@ from .workloads import Step, Tunable
 
 __all__ = ["Bench", "GraphTimer", "Timer", "copy_bandwidth", "events", "set_count"]
 
-_CACHES = 4  # the total size of the sets, in sizes of the L2
-_CALLS = 16  # the minimum of calls in a graph, over which the gap before it is averaged
+# The total size of the sets of inputs, in sizes of the L2.
+_CACHES = 4
+# The minimum of calls in a graph, over which the gap before it is averaged.
+_CALLS = 16
+# How long the replays of a graph take in the first and the second round.
 _QUICK_MS, _CAREFUL_MS = 2.0, 8.0
-# The allowed difference of two configs' results, in roundings of their dtype: their sums differ in order.
+# The allowed difference of two configs' results, in roundings of their dtype: their sums differ in
+# order.
 _ROUNDINGS = 8.0
 
 
@@ -31,9 +37,10 @@ class Bench(Protocol):
     """A workload with its inputs, to be timed."""
 
     def us(self, key: TuningKey, config: Config, *, careful: bool) -> float:
-        """Microseconds of a call under a config: of the backward for a backward's key, else of the forward.
+        """Return the microseconds of a call under a config.
 
-        The forward's time is the mean of training and inference, which saves nothing for backward.
+        The call is the backward for a backward kernel's key, else the forward. The forward's time
+        is the mean of training and inference, which saves nothing for backward.
         """
 
     def agree(self, key: TuningKey, one: Config, other: Config) -> bool:
@@ -44,16 +51,17 @@ class Timer(Protocol):
     """Prepares workloads to be timed."""
 
     def open(self, workload: Tunable) -> Bench:
-        """The workload's bench."""
+        """Return the workload's bench."""
 
 
 def set_count(input_bytes: int, l2_bytes: int, *, least: int = 3, most: int = 64) -> int:
-    """The number of sets of inputs whose total size is several times the L2's, within bounds."""
-    return max(least, min(most, math.ceil(_CACHES * l2_bytes / max(1, input_bytes))))
+    """Return the number of sets of inputs that are several times the L2 in all, within bounds."""
+    count = math.ceil(_CACHES * l2_bytes / max(1, input_bytes))
+    return max(least, min(most, count))
 
 
 def copy_bandwidth(device: torch.device, gib: float = 1.0) -> float:
-    """Bytes per second, read and written, of a large copy within the device."""
+    """Return the bytes per second, read and written, of a large copy within the device."""
     source = torch.empty(int(gib * 2**30), dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     for _ in range(3):
@@ -62,8 +70,10 @@ def copy_bandwidth(device: torch.device, gib: float = 1.0) -> float:
     return 2 * source.numel() / (statistics.median(ms) * 1e-3)
 
 
-def events(work: Callable[[], object], repeats: int, between: Callable[[], object] | None = None) -> list[float]:
-    """Milliseconds of each repeat; ``between`` runs before each and is not timed."""
+def events(
+    work: Callable[[], object], repeats: int, between: Callable[[], object] | None = None
+) -> list[float]:
+    """Return the milliseconds of each repeat; ``between`` runs before each and is not timed."""
     pairs = []
     for _ in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -83,7 +93,7 @@ class GraphTimer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        # One memory pool for all graphs; it lives as long as a graph that uses it.
+        # One memory pool for all graphs. It lives as long as a graph that uses it: this one.
         self._first = torch.cuda.CUDAGraph()
         counter = torch.zeros(1, device=device)
         with torch.cuda.graph(self._first, stream=self._stream):
@@ -91,7 +101,7 @@ class GraphTimer:
         self._memory = self._first.pool()
 
     def open(self, workload: Tunable) -> Bench:
-        """The workload with several sets of inputs."""
+        """Return a bench with several sets of inputs, so that no call has its inputs in the L2."""
         properties = torch.cuda.get_device_properties(self._device)
         if torch.cuda.memory_reserved(self._device) > properties.total_memory // 2:
             torch.cuda.empty_cache()
@@ -103,6 +113,8 @@ class GraphTimer:
 
 
 class _GraphBench:
+    """A workload's steps, timed by replays of a graph with calls of each."""
+
     def __init__(self, steps: list[Step], stream: torch.cuda.Stream, memory: Any) -> None:
         self._steps, self._stream, self._memory = steps, stream, memory
         self._outputs: list[tuple[Tensor, ...]] = []
@@ -110,7 +122,9 @@ class _GraphBench:
     def us(self, key: TuningKey, config: Config, *, careful: bool) -> float:
         with tuning.forced(key.kernel, config), self._ready():
             calls = self._calls("backward" in key.kernel)
-            calls[-1]()  # the other kind, if there are two: no kernel may be loaded while a graph is captured
+            # No kernel may be loaded while a graph is captured, so both kinds of calls run before
+            # it: the first is a training forward, the last one an inference.
+            calls[-1]()
             calls[0]()
             estimate = max(1e-3, events(calls[0], 1)[0])
             rounds = 1 if estimate * len(calls) > 1.0 else math.ceil(_CALLS / len(calls))
@@ -119,7 +133,8 @@ class _GraphBench:
             graph.capture_begin(pool=self._memory)
             try:
                 for _ in range(rounds):
-                    # Outputs live until the round ends: one at the last one's address would be overwritten in the L2.
+                    # Outputs live until the round ends. Otherwise all would have the same address,
+                    # and be overwritten in the L2 before they are written to memory.
                     held = [call() for call in calls]
                     del held
             finally:
@@ -140,20 +155,27 @@ class _GraphBench:
         return all(_close(a, b) for a, b in zip(*results, strict=True))
 
     def _calls(self, backward: bool) -> list[Callable[[], object]]:
-        if not backward:  # training and inference share a config
-            return [*[step.forward for step in self._steps], *[step.infer for step in self._steps]]
-        if not self._outputs:  # independent of the backward's config
+        """Return the calls to capture, one or two for each set of inputs."""
+        if not backward:
+            # Training and inference share a config.
+            training = [step.forward for step in self._steps]
+            inference = [step.infer for step in self._steps]
+            return [*training, *inference]
+        # The outputs do not depend on the backward's config, so they are computed once.
+        if not self._outputs:
             self._outputs = [step.forward() for step in self._steps]
             for step, outputs in zip(self._steps, self._outputs, strict=True):
-                step.backward(outputs)  # makes the cotangents
+                # Draws the output gradients, before a graph is captured.
+                step.backward(outputs)
         pairs = zip(self._steps, self._outputs, strict=True)
-        return [lambda step=step, out=out: step.backward(out) for step, out in pairs]  # type: ignore[misc]
+        return [partial(step.backward, outputs) for step, outputs in pairs]
 
     @contextmanager
     def _ready(self) -> Iterator[None]:
-        """Context manager: runs calls on the capturing stream, as backward runs on its forward's; fixes the dropout mask.
+        """Context manager: runs calls on the capturing stream, with a fixed dropout mask.
 
-        The seed is two numbers, as in eager calls. Under capture it would be a tensor, and other kernels would be
+        The forward must run on it too, since backward runs on its forward's stream. The seed is two
+        numbers, as in eager calls. Under capture it would be a tensor, and other kernels would be
         compiled than those prepared.
         """
         draw, rng.draw = rng.draw, lambda device: (1, 0)
@@ -167,15 +189,17 @@ class _GraphBench:
 
 
 def _replay(graph: torch.cuda.CUDAGraph, careful: bool) -> float:
-    """The median of a replay's milliseconds."""
+    """Return the median of a replay's milliseconds."""
     graph.replay()
     estimate = max(1e-3, events(graph.replay, 1)[0])
-    wanted = _CAREFUL_MS if careful else _QUICK_MS
-    return statistics.median(events(graph.replay, max(5 if careful else 3, min(200, math.ceil(wanted / estimate)))))
+    total, least = (_CAREFUL_MS, 5) if careful else (_QUICK_MS, 3)
+    repeats = max(least, min(200, math.ceil(total / estimate)))
+    return statistics.median(events(graph.replay, repeats))
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
     """Whether two results differ by at most some roundings of the largest value."""
     wide = torch.promote_types(one.dtype, torch.float32)
     scale = float(one.abs().max().to(wide))
-    return float((one.to(wide) - other.to(wide)).abs().max()) <= _ROUNDINGS * torch.finfo(one.dtype).eps * scale
+    difference = float((one.to(wide) - other.to(wide)).abs().max())
+    return difference <= _ROUNDINGS * torch.finfo(one.dtype).eps * scale

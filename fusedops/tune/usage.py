@@ -1,4 +1,4 @@
-"""The configs that are dropped for the registers and shared memory of their kernels."""
+"""Drops configs whose kernels use too many registers or too much shared memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,20 @@ from ..core.usage import Usage
 __all__ = ["Limits", "limits_of", "reason_to_drop"]
 
 
-# Bytes per thread that are allowed: RMSNorm's backward over 16,384 columns is fastest with whole rows and 72.
+# The bytes that a thread may spill: RMSNorm's backward over 16,384 columns is fastest with whole
+# rows, which spill 72.
 _FEW_SPILLS = 128
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a program and of a multiprocessor."""
+    """The limits of a program and of a multiprocessor.
+
+    Attributes:
+        shared: bytes of shared memory of one program.
+        shared_in_all: bytes of shared memory of all programs on a multiprocessor.
+        registers_in_all: registers of all programs on a multiprocessor.
+    """
 
     shared: int
     shared_in_all: int
@@ -28,30 +35,46 @@ class Limits:
 
 
 def limits_of(device: torch.device) -> Limits:
-    """The limits of a GPU; those of an H200 without one."""
+    """Return the limits of a GPU; without one, those of an H200."""
     if device.type != "cuda":
         return Limits(232_448, 233_472)
     properties: Any = torch.cuda.get_device_properties(device)
     registers = getattr(properties, "regs_per_multiprocessor", 65536)
-    return Limits(properties.shared_memory_per_block_optin, properties.shared_memory_per_multiprocessor, registers)
+    return Limits(
+        properties.shared_memory_per_block_optin,
+        properties.shared_memory_per_multiprocessor,
+        registers,
+    )
 
 
-def reason_to_drop(config: Config, usages: Sequence[Usage], heuristic: Sequence[Usage], limits: Limits) -> str:
-    """Why a config cannot be the fastest (it spills, or its programs do not fit), or the empty string.
+def reason_to_drop(
+    config: Config, usages: Sequence[Usage], heuristic: Sequence[Usage], limits: Limits
+) -> str:
+    """Return why a config cannot be the fastest, or the empty string.
 
-    If the heuristic's config spills, as for the widest rows, others may spill as much.
+    It spills, or its programs do not fit. If the heuristic's config spills, as for the widest rows,
+    others may spill as much.
     """
-    spilled = max([_FEW_SPILLS, *[usage.spills for usage in heuristic]])
+    most_spills = max([_FEW_SPILLS, *[usage.spills for usage in heuristic]])
+    # 0 stands for one program per tile: any number may run at a time, but one must fit.
+    programs = max(config.per_sm, 1)
     for usage in usages:
         if usage.error:
             return usage.error
-        if usage.spills > spilled:
-            return f"spills {usage.spills} bytes"
-        if usage.shared > limits.shared:
-            return f"{usage.shared} bytes of shared memory"
-        registers = -(-usage.registers // 8) * 8 * 32 * config.warps * max(config.per_sm, 1)
-        if registers > limits.registers_in_all:
-            return f"{registers} registers for {max(config.per_sm, 1)} programs"
-        if usage.shared * config.per_sm > limits.shared_in_all:
-            return f"{usage.shared * config.per_sm} bytes of shared memory for {config.per_sm} programs"
+        # Registers are allocated in units of 8 for each thread of a warp.
+        registers = -(-usage.registers // 8) * 8 * 32 * config.warps * programs
+        shared = usage.shared * config.per_sm
+        limited = (
+            (usage.spills, most_spills, f"spills {usage.spills} bytes"),
+            (usage.shared, limits.shared, f"{usage.shared} bytes of shared memory"),
+            (registers, limits.registers_in_all, f"{registers} registers for {programs} programs"),
+            (
+                shared,
+                limits.shared_in_all,
+                f"{shared} bytes of shared memory for {config.per_sm} programs",
+            ),
+        )
+        for used, limit, reason in limited:
+            if used > limit:
+                return reason
     return ""

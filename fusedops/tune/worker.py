@@ -1,7 +1,7 @@
 """``python -m fusedops.tune.worker``: compiles kernels into Triton's cache on disk.
 
-A request and its reply are one line of JSON each. The process exits when its input ends, so that it does not outlive
-its parent.
+A request and its reply are one line of JSON each. The process exits when its input ends, so that it
+does not outlive its parent.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["decode", "encode", "serve"]
 
 
 def encode(request: launch.Request) -> dict[str, Any]:
-    """A request as JSON, with kernels and device functions by module and name."""
+    """Return a request as JSON, with kernels and device functions by module and name."""
     return {
-        "kernel": _place(request.kernel),
+        "kernel": _location(request.kernel),
         "types": dict(request.types),
         "constants": {name: _plain(value) for name, value in request.constants.items()},
         "config": asdict(request.config),
@@ -33,44 +33,57 @@ def encode(request: launch.Request) -> dict[str, Any]:
 
 
 def decode(plain: Mapping[str, Any]) -> launch.Request:
-    """The inverse of `encode`."""
+    """Return the request that `encode` turned into JSON."""
     constants = {name: _constant(value) for name, value in plain["constants"].items()}
-    kernel = _found(plain["kernel"])
-    return launch.Request(kernel, plain["types"], constants, Config(**plain["config"]), plain["divisible"])
+    kernel = _function(plain["kernel"])
+    return launch.Request(
+        kernel, plain["types"], constants, Config(**plain["config"]), plain["divisible"]
+    )
 
 
-def _place(function: Any) -> list[str]:
-    """A kernel's module and name; of one that was generated its file, name and text."""
-    module, name = function.fn.__module__, function.fn.__name__
-    text = loading.text_of(function)
-    return [module, name] if text is None else [function.fn.__code__.co_filename, name, text]
+def _location(function: Any) -> list[str]:
+    """Return a kernel's module and name, or a generated kernel's file, name and source."""
+    name, source = function.fn.__name__, loading.text_of(function)
+    if source is None:
+        return [function.fn.__module__, name]
+    # A generated kernel is in no module that another process could import.
+    return [function.fn.__code__.co_filename, name, source]
 
 
-def _found(place: list[str]) -> Any:
-    module, name, *text = place
-    return loading.made(module, name, text[0]) if text else getattr(importlib.import_module(module), name)
+def _function(location: list[str]) -> Any:
+    """Return the kernel at a `_location`."""
+    module_or_file, name, *source = location
+    if source:
+        return loading.made(module_or_file, name, source[0])
+    return getattr(importlib.import_module(module_or_file), name)
 
 
 def _plain(value: Any) -> Any:
+    """Return a constant as JSON; types and device functions are tagged."""
     import triton.language as tl
 
     if isinstance(value, tl.dtype):
         return {"dtype": value.name}
-    return {"function": _place(value)} if hasattr(value, "fn") else value
+    if hasattr(value, "fn"):
+        return {"function": _location(value)}
+    return value
 
 
 def _constant(value: Any) -> Any:
+    """Return the constant that `_plain` turned into JSON, which has lists for tuples."""
     import triton.language as tl
 
     if isinstance(value, list):
         return tuple(map(_constant, value))
     if not isinstance(value, dict):
         return value
-    return tl.dtype(value["dtype"]) if "dtype" in value else _found(value["function"])
+    if "dtype" in value:
+        return tl.dtype(value["dtype"])
+    return _function(value["function"])
 
 
 def serve(requests: TextIO, replies: TextIO) -> None:
-    """Replies to each request with the kernel's `Usage`."""
+    """Reply to each request with the kernel's `Usage`."""
     for line in requests:
         plain = json.loads(line)
         print(json.dumps(asdict(_compile(plain))), file=replies, flush=True)
@@ -79,14 +92,17 @@ def serve(requests: TextIO, replies: TextIO) -> None:
 def _compile(plain: Mapping[str, Any]) -> Usage:
     request, target = decode(plain["request"]), compat.gpu_target(*plain["target"])
     try:
-        # The heuristic's config must run, with fewer stages if necessary; others that do not fit are dropped.
+        # The heuristic's config must run, with fewer stages if necessary; others that do not fit
+        # are dropped.
         if plain["fit"]:
             return usage_of(launch.compile_fitting(request, plain["limit"], target))
         return usage_of(launch.compile_kernel(request, target))
-    except Exception as error:  # noqa: BLE001 - after any error of the compiler the next request is served
+    # After any error of the compiler the next request is served.
+    except Exception as error:  # noqa: BLE001
         return Usage(error=f"does not compile: {type(error).__name__}")
 
 
 if __name__ == "__main__":
-    replies, sys.stdout = sys.stdout, sys.stderr  # the compiler's prints must not mix with the replies
+    replies = sys.stdout
+    sys.stdout = sys.stderr  # the compiler's prints must not mix with the replies
     serve(sys.stdin, replies)

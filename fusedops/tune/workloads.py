@@ -1,4 +1,4 @@
-"""The tuner's workloads: an operator at a shape, which has tuning keys and is timed under configs."""
+"""The tuner's workloads: operators at a shape, with tuning keys, to be timed under configs."""
 
 from __future__ import annotations
 
@@ -38,40 +38,61 @@ __all__ = [
     "workload_for",
 ]
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-# The number of rows that represents a bucket, and the limit of a tensor's elements, which reduces the rows of wide ones.
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+# The number of rows that represents each bucket.
 _ROWS = (4, 64, 1024, 8192, 262144)
+# The limit of a tensor's elements: wide tensors have fewer rows.
 _MOST_ELEMENTS = 1 << 28
-# Operators with more elements never use PyTorch's own.
+# An upper bound of the elements below which operators use PyTorch's own kernels.
 _SMALL = 1 << 16
+
+# Parts of a `Workload`: options, names of absent tensors, and tensors with another dtype.
+_Options = tuple[tuple[str, Any], ...]
+_Absent = tuple[str, ...]
+_Recast = tuple[tuple[str, torch.dtype], ...]
 
 
 @cache
 def _families() -> tuple[ModuleType, ...]:
-    """The spec modules of all families, found by name, so that a new family is included."""
-    names = [f"fusedops.{module.name}.spec" for module in pkgutil.iter_modules(fusedops.__path__) if module.ispkg]
-    found = [importlib.import_module(name) for name in names if importlib.util.find_spec(name) is not None]
-    return tuple(module for module in found if hasattr(module, "SPECS"))
+    """Return the spec modules of all families, found by name, so that a new family is included."""
+    packages = [module.name for module in pkgutil.iter_modules(fusedops.__path__) if module.ispkg]
+    families = []
+    for package in packages:
+        name = f"fusedops.{package}.spec"
+        if importlib.util.find_spec(name) is not None:
+            module = importlib.import_module(name)
+            if hasattr(module, "SPECS"):
+                families.append(module)
+    return tuple(families)
 
 
 def _tunable() -> tuple[ModuleType, ...]:
-    """The families with a grid of shapes to tune."""
+    """Return the families with a grid of shapes to tune."""
     return tuple(family for family in _families() if hasattr(family, "GRID"))
 
 
+def _specs_of(families: tuple[ModuleType, ...]) -> Iterator[Spec]:
+    return itertools.chain.from_iterable(family.SPECS for family in families)
+
+
 def operators() -> list[str]:
-    """The functionals of all families."""
-    return sorted({spec.functional or spec.name for family in _families() for spec in family.SPECS})
+    """Return the functionals of all families."""
+    return sorted({spec.functional or spec.name for spec in _specs_of(_families())})
 
 
 def discover() -> tuple[Spec, ...]:
-    """The operators that can be tuned."""
-    return tuple(spec for family in _tunable() for spec in family.SPECS)
+    """Return the operators that can be tuned."""
+    return tuple(_specs_of(_tunable()))
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One operator at one shape, with its benchmark's arguments except for those given here.
+    """One operator at one shape, with its benchmark's arguments except for those stated here.
 
     Attributes:
         spec: the operator.
@@ -85,9 +106,9 @@ class Workload:
     spec: Spec
     shape: Shape
     dtype: torch.dtype
-    options: tuple[tuple[str, Any], ...] = ()
-    absent: tuple[str, ...] = ()
-    recast: tuple[tuple[str, torch.dtype], ...] = ()
+    options: _Options = ()
+    absent: _Absent = ()
+    recast: _Recast = ()
 
     @property
     def rows(self) -> int:
@@ -95,28 +116,33 @@ class Workload:
         return int(self.shape[0])
 
     def at(self, rows: int) -> Workload:
-        """The same workload with another number of rows."""
+        """Return the same workload with another number of rows."""
         return replace(self, shape=(rows, *self.shape[1:]))
 
     def step(self, device: torch.device) -> Step:
         """See `Tunable`."""
-        sample, recast = self.spec.benchmark(self.shape, self.dtype, device), dict(self.recast)
-        tensors = {name: t if t is None or name not in recast else t.to(recast[name])
-                   for name, t in sample.tensors.items()}  # fmt: skip
+        sample = self.spec.benchmark(self.shape, self.dtype, device)
+        tensors = dict(sample.tensors)
+        for name, dtype in self.recast:
+            tensor = tensors.get(name)
+            if tensor is not None:
+                tensors[name] = tensor.to(dtype)
         tensors |= dict.fromkeys(self.absent)
         return Step(self.spec.call, {**tensors, **sample.options, **dict(self.options)})
 
     def key_at(self, key: TuningKey) -> TuningKey:
         """See `Tunable`."""
         rows = self.rows
+        # Elementwise kernels see the tensor as rows of another length.
         if key.is_vector:
             rows = rows * elements_per_row(self.spec, self.shape[1:]) // key.cols
         return replace(key, bucket=tuning.BUCKET[rows.bit_length()])
 
     def floor_us(self, key: TuningKey, bandwidth: float) -> float:
         """See `Tunable`."""
-        passes = self.spec.passes
-        count = passes["fwd_bwd"] - passes["fwd"] if "backward" in key.kernel else passes["fwd"]
+        count = self.spec.passes["fwd"]
+        if "backward" in key.kernel:
+            count = self.spec.passes["fwd_bwd"] - count
         elements = self.rows * elements_per_row(self.spec, self.shape[1:])
         return math.ceil(count * elements * self.dtype.itemsize) / bandwidth * 1e6
 
@@ -129,23 +155,23 @@ class Workload:
 
 
 class Tunable(Protocol):
-    """A call at one size, whose kernels can be tuned: an operator's, or a user's function's."""
+    """A call at one size, whose kernels can be tuned: of an operator or of a user's function."""
 
     @property
     def rows(self) -> int:
-        """Of the call."""
+        """The number of rows of the call."""
 
     def at(self, rows: int) -> Tunable:
-        """The same with another number of rows, if its keys are found with fewer."""
+        """Return the same with another number of rows, if its keys can be collected with fewer."""
 
     def step(self, device: torch.device) -> Step:
-        """The call on random inputs."""
+        """Return the call on random inputs."""
 
     def key_at(self, key: TuningKey) -> TuningKey:
-        """A key that was found with fewer rows, at this size."""
+        """Return a key that was collected with fewer rows, at this size."""
 
     def floor_us(self, key: TuningKey, bandwidth: float) -> float:
-        """The roofline in microseconds: the bytes that must be read and written over the bandwidth."""
+        """Return the roofline in microseconds: the bytes to read and write over the bandwidth."""
 
 
 class Step:
@@ -153,7 +179,7 @@ class Step:
 
     Args:
         call: the function.
-        arguments: of it, by name.
+        arguments: its arguments by name.
     """
 
     def __init__(self, call: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
@@ -168,30 +194,32 @@ class Step:
         return sum(leaf.nbytes for leaf in self._leaves)
 
     def forward(self) -> tuple[Tensor, ...]:
-        """The outputs of a training forward."""
+        """Return the outputs of a training forward."""
         outputs = self._call(**self._arguments)
         return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
 
     @torch.no_grad()
     def infer(self) -> tuple[Tensor, ...]:
-        """The outputs of an inference forward, which saves nothing for backward."""
+        """Return the outputs of an inference forward, which saves nothing for backward."""
         return self.forward()
 
     def backward(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The gradients of all inputs that have one, for random output gradients, which are made once.
+        """Return the gradients of all inputs that have one, for random output gradients.
 
-        It may be called repeatedly.
+        The output gradients are drawn once. The method may be called repeatedly.
         """
         outputs = tuple([out for out in outputs if out.requires_grad])
         if not outputs:
             return ()
         if not self._cotangents:
             self._cotangents = [torch.randn_like(out) for out in outputs]
-        found = torch.autograd.grad(outputs, self._leaves, self._cotangents, retain_graph=True, allow_unused=True)
-        return tuple([gradient for gradient in found if gradient is not None])
+        gradients = torch.autograd.grad(
+            outputs, self._leaves, self._cotangents, retain_graph=True, allow_unused=True
+        )
+        return tuple([gradient for gradient in gradients if gradient is not None])
 
     def __call__(self) -> None:
-        """Runs all three."""
+        """Run all three."""
         self.infer()
         self.backward(self.forward())
 
@@ -208,25 +236,29 @@ def kernels_alone() -> Iterator[None]:
 
 
 def keys_of(workload: Tunable, device: torch.device) -> list[TuningKey]:
-    """The keys of a forward and a backward, in order; compiles nothing and allocates few rows."""
-    with kernels_alone(), tuning.collected_keys() as seen, launch.collecting():
+    """Return the keys of a forward and a backward, in order.
+
+    Kernels are neither compiled nor run, and the tensors have few rows.
+    """
+    with kernels_alone(), tuning.collected_keys() as keys, launch.collecting():
         workload.at(4).step(device)()
+    # Plans of calls that were only collected must not be used for calls that run.
     tuning.forget()
-    return [workload.key_at(key) for key in seen]
+    return [workload.key_at(key) for key in keys]
 
 
 def runs_natively(workload: Workload, device: torch.device) -> bool:
     """Whether the operator uses PyTorch's own at this size, so that there is nothing to tune."""
     if workload.rows * elements_per_row(workload.spec, workload.shape[1:]) > _SMALL:
         return False
-    with tuning.collected_keys() as seen, launch.collecting():
+    with tuning.collected_keys() as keys, launch.collecting():
         workload.step(device)()
     tuning.forget()
-    return not seen
+    return not keys
 
 
 def elements_per_row(spec: Spec, tail: Shape) -> int:
-    """The outputs' elements per row."""
+    """Return the outputs' elements per row, for rows of this shape."""
     return _elements(spec.name, tail)
 
 
@@ -237,46 +269,61 @@ def _elements(name: str, tail: Shape) -> int:
     return sum(out.numel() for out in spec.eager(**sample.tensors, **sample.options))
 
 
-# --- the shipped table ------------------------------------------------------------------------------------
+# --- the shipped table ----------------------------------------------------------------------------
 
 
 def grid(specs: Iterable[Spec], dtypes: Iterable[torch.dtype]) -> list[Workload]:
-    """Every operator, with and without dropout, at its family's shapes; the most common first."""
+    """Return every operator at its family's shapes, with and without dropout.
+
+    The most common workloads come first, so that a run that is stopped has tuned these.
+    """
     names, dtypes = {spec.name for spec in specs}, tuple(dtypes)
-    found = []
+    workloads: list[Workload] = []
     for family in _tunable():
         shapes: Grid = family.GRID
-        for spec, dtype in itertools.product(family.SPECS, dtypes):
-            if spec.name in names:
-                tails = shapes.coarse if dtype == torch.float64 else shapes.tails
-                found += [w for tail in tails for w in _cells(spec, tail, dtype, shapes.buckets)]
-    return sorted(found, key=_rank)
+        named = [spec for spec in family.SPECS if spec.name in names]
+        for spec, dtype in itertools.product(named, dtypes):
+            for tail in shapes.coarse if dtype == torch.float64 else shapes.tails:
+                workloads += _cells(spec, tail, dtype, shapes.buckets)
+    return sorted(workloads, key=_rank)
 
 
-def _cells(spec: Spec, tail: Shape, dtype: torch.dtype, buckets: tuple[int, ...]) -> Iterator[Workload]:
-    most = _MOST_ELEMENTS // elements_per_row(spec, tail)
+def _cells(
+    spec: Spec, tail: Shape, dtype: torch.dtype, buckets: tuple[int, ...]
+) -> Iterator[Workload]:
+    """Yield the workloads of one operator, row shape and dtype, by number of rows."""
     for bucket in buckets:
-        rows = min(_ROWS[bucket], most)
-        if rows >= BUCKETS[bucket]:
+        rows = _rows_in(bucket, spec, tail)
+        if rows:
             yield Workload(spec, (rows, *tail), dtype)
             if spec.has_dropout:
                 yield Workload(spec, (rows, *tail), dtype, (("p", 0.0),))
 
 
+def _rows_in(bucket: int, spec: Spec, tail: Shape) -> int:
+    """Return the number of rows for a bucket, or 0 if its least number would be too large."""
+    most = _MOST_ELEMENTS // elements_per_row(spec, tail)
+    rows = min(_ROWS[bucket], most)
+    return rows if rows >= BUCKETS[bucket] else 0
+
+
 def _rank(workload: Workload) -> tuple[int, int, int]:
-    """Half precision first, narrow rows before wide ones, many rows before few."""
+    """Sort half precision first, narrow rows before wide ones, many rows before few."""
     dtype = list(DTYPES.values()).index(workload.dtype)
     wide = elements_per_row(workload.spec, workload.shape[1:]) > 16384
     many = 4096 <= workload.rows < 65536
     return dtype, int(wide), int(not many)
 
 
-# --- from a key to a workload -------------------------------------------------------------------------
+# --- from a key to a workload ---------------------------------------------------------------------
 
 
 def workload_for(key: TuningKey, device: torch.device) -> Workload | None:
-    """The first of the specs' workloads that has the key; None if there is none."""
-    return next((workload for workload in _plausible(key) if _has_key(workload, key, device)), None)
+    """Return the first of the specs' workloads that has the key; None if there is none."""
+    for workload in _plausible(key):
+        if _has_key(workload, key, device):
+            return workload
+    return None
 
 
 def _has_key(workload: Workload, key: TuningKey, device: torch.device) -> bool:
@@ -287,34 +334,43 @@ def _has_key(workload: Workload, key: TuningKey, device: torch.device) -> bool:
 
 
 def _plausible(key: TuningKey) -> Iterator[Workload]:
-    """Operators with subsets of their tensors, with and without dropout, in the key's dtypes."""
+    """Yield operators in the key's dtypes, with all variations of their arguments."""
     bits = [int(part) for part in key.widths.removesuffix("bit").split("-")]
+    # Of two dtypes of the same width the first stays: bf16.
     by_width = {dtype.itemsize * 8: dtype for dtype in reversed(DTYPES.values())}
-    rows = _ROWS[key.bucket]
+    dtypes = [by_width[width] for width in dict.fromkeys(bits)]
     for family in _tunable():
         for spec, tail in itertools.product(family.SPECS, family.GRID.tails_of(key.cols)):
-            most = _MOST_ELEMENTS // elements_per_row(spec, tail)
-            if most < BUCKETS[key.bucket]:
-                continue
-            fitting = min(rows, most)
-            for options, absent, recast in _variations(spec, [by_width[b] for b in dict.fromkeys(bits)]):
-                yield Workload(spec, (fitting, *tail), by_width[min(bits)], options, absent, recast)
+            rows = _rows_in(key.bucket, spec, tail)
+            if rows:
+                for variation in _variations(spec, dtypes):
+                    yield Workload(spec, (rows, *tail), by_width[min(bits)], *variation)
 
 
-def _variations(spec: Spec, dtypes: list[torch.dtype]) -> Iterator[
-    tuple[tuple[tuple[str, Any], ...], tuple[str, ...], tuple[tuple[str, torch.dtype], ...]]
-]:  # fmt: skip
+def _variations(
+    spec: Spec, dtypes: list[torch.dtype]
+) -> Iterator[tuple[_Options, _Absent, _Recast]]:
+    """Yield options, absent tensors and recast tensors of workloads in these dtypes.
+
+    The variations are subsets of the optional tensors, with and without dropout. If there are two
+    dtypes, one tensor has the wider, and the outputs have any.
+    """
+    # Operators with many tensors have too many subsets.
     optional = spec.tensors[1:] if len(spec.tensors) <= 5 else ()
-    absences = [names for count in range(len(optional) + 1) for names in itertools.combinations(optional, count)]
-    recasts: list[tuple[tuple[str, torch.dtype], ...]] = [()]
+    absences: list[_Absent] = []
+    for count in range(len(optional) + 1):
+        absences += itertools.combinations(optional, count)
+    drops: list[_Options] = [()]
+    if spec.has_dropout:
+        drops.append((("p", 0.0),))
+    recasts: list[_Recast] = [()]
+    outs: list[_Options] = [()]
     if len(dtypes) > 1:
-        recasts = [((name, max(dtypes, key=lambda d: d.itemsize)),) for name in optional]
-    drops: list[tuple[tuple[str, Any], ...]] = [(), (("p", 0.0),)] if spec.has_dropout else [()]
-    outs: list[tuple[tuple[str, Any], ...]] = [()]
-    if len(dtypes) > 1:
+        low = min(dtypes, key=lambda dtype: dtype.itemsize)
+        high = max(dtypes, key=lambda dtype: dtype.itemsize)
+        recasts = [((name, high),) for name in optional]
         outs += [(("out_dtype", dtype),) for dtype in dtypes]
-        # Post-norm blocks under autocast: fp32 outputs that are also returned cast to half precision.
-        low, high = (pick(dtypes, key=lambda d: d.itemsize) for pick in (min, max))
+        # Post-norm blocks under autocast return fp32 outputs, and also half-precision copies.
         outs += [(("cast_dtype", low),), (("out_dtype", high), ("cast_dtype", low))]
     for recast, absent, drop, out in itertools.product(recasts, absences, drops, outs):
         yield drop + out, absent, recast

@@ -6,4 +6,13 @@ from .reading import Kinds, called_paths, rows_of
 from .statements import Rewritten, rewrite
 from .trees import PREFIX
 
-__all__ = ["PREFIX", "Kinds", "Rewritten", "Step", "called_paths", "conditions", "rewrite", "rows_of"]
+__all__ = [
+    "PREFIX",
+    "Kinds",
+    "Rewritten",
+    "Step",
+    "called_paths",
+    "conditions",
+    "rewrite",
+    "rows_of",
+]

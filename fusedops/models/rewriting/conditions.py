@@ -1,4 +1,11 @@
-"""Conditions in a forward: those whose way is known, and the rest of a function written out behind the others."""
+"""Conditions in a forward: pruned if their results are known; the code after others duplicated.
+
+Steps are joined only along straight-line code. So what follows a condition that decides which
+modules are called is copied into both of its branches::
+
+    if c: a()            if c: a(); rest()
+    rest()        ->     else: rest()
+"""
 
 from __future__ import annotations
 
@@ -12,12 +19,15 @@ from .trees import ends_function, is_pure, path_of, writes_attributes
 
 __all__ = ["conditions", "under_conditions"]
 
-# So often the rest of a function is written out twice behind a condition.
+# The texts of conditions whose results are known, and these.
+Known = tuple[tuple[str, bool], ...]
+
+# Along one path so many conditions get the rest of the function in both branches: each doubles it.
 _SPLITS = 3
 
 
 class _Pruning(ast.NodeTransformer):
-    """Leaves out what conditions that are known do not lead to."""
+    """Replaces conditions with known results by their branches."""
 
     def __init__(self, facts: Mapping[str, bool]) -> None:
         self.facts = facts
@@ -25,68 +35,127 @@ class _Pruning(ast.NodeTransformer):
     def visit_If(self, node: ast.If) -> Any:
         self.generic_visit(node)
         truth = self.facts.get(ast.unparse(node.test))
-        return node if truth is None else (node.body if truth else node.orelse) or ast.Pass()
+        if truth is None:
+            return node
+        branch = node.body if truth else node.orelse
+        # A block may not be empty.
+        return branch or ast.Pass()
 
 
 def conditions(function: ast.FunctionDef) -> list[str]:
-    """The texts of the conditions that hang on nothing but attributes of the function's first argument."""
-    if writes_attributes(function):  # which may turn a condition between two places where it is asked
+    """The texts of conditions that depend only on attributes of the function's first argument."""
+    # A write may change the result of a condition from one evaluation to the next.
+    if writes_attributes(function):
         return []
     self_name = function.args.args[0].arg if function.args.args else ""
     tests = [node.test for node in ast.walk(function) if isinstance(node, ast.If)]
-    return [ast.unparse(test) for test in tests if is_pure(test) and {
-        inner.id for inner in ast.walk(test) if isinstance(inner, ast.Name)} == {self_name}]  # fmt: skip
+    return [ast.unparse(test) for test in tests if _reads_only(test, self_name)]
 
 
-def under_conditions(body: list[ast.stmt], facts: Mapping[str, bool], kinds: Kinds,
-                     self_name: str) -> tuple[list[ast.stmt], ast.If | None]:  # fmt: skip
-    """The body with conditions moved to where all behind them is known, and of the facts one statement; None for no facts."""
-    otherwise = _split(body, _SPLITS, kinds, self_name)
+def _reads_only(test: ast.expr, name: str) -> bool:
+    """Whether a condition has no side effects and reads no other name."""
+    names = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
+    return is_pure(test) and names == {name}
+
+
+def under_conditions(
+    body: list[ast.stmt], facts: Mapping[str, bool], kinds: Kinds, self_name: str
+) -> tuple[list[ast.stmt], ast.If | None]:
+    """The body with conditions split, and its statement that tests the facts, if there are any.
+
+    With facts the result is one statement: the pruned body if they hold, or else the original one::
+
+        if fact and not (other): pruned body
+        else: body
+    """
+    splitting = _Splitting(kinds, self_name)
+    general = splitting.body(body, _SPLITS, ())
     if not facts:
-        return otherwise, None
-    tests = [ast.parse(text if truth else f"not ({text})", mode="eval").body for text, truth in facts.items()]
-    pruned = [_Pruning(facts).visit(statement) for statement in copy.deepcopy(body)]
-    flat = [inner for new in pruned for inner in (new if isinstance(new, list) else [new])]
+        return general, None
+    tests = []
+    for text, truth in facts.items():
+        source = text if truth else f"not ({text})"
+        tests.append(ast.parse(source, mode="eval").body)
     test = ast.BoolOp(ast.And(), tests) if len(tests) > 1 else tests[0]
-    known = ast.If(test, _split(flat, _SPLITS, kinds, self_name), otherwise)
-    return [known], known
+    pruned: list[ast.stmt] = []
+    for statement in copy.deepcopy(body):
+        new = _Pruning(facts).visit(statement)
+        pruned += new if isinstance(new, list) else [new]
+    special = ast.If(test, splitting.body(pruned, _SPLITS, ()), general)
+    return [special], special
 
 
-def _split(body: list[ast.stmt], left: int, kinds: Kinds, self_name: str,
-           known: tuple[tuple[str, bool], ...] = ()) -> list[ast.stmt]:  # fmt: skip
-    """The body with the rest written out in both branches of a condition that decides which modules are called."""
-    for index, statement in enumerate(body):
-        if not isinstance(statement, ast.If):
-            continue
-        test = ast.dump(statement.test)
-        decided = next((truth for text, truth in known if text == test), None)
-        if decided is not None:
-            chosen = statement.body if decided else statement.orelse
-            return _split([*body[:index], *chosen, *body[index + 1 :]], left, kinds, self_name, known)
-        rest = body[index + 1 :]
-        if not left or not rest or ends_function(statement.body) or not _calls_modules(statement, kinds, self_name):
-            continue
-        constant = not any(map(writes_attributes, body)) and (
-            path_of(statement.test, self_name)
-            or (isinstance(statement.test, ast.UnaryOp) and path_of(statement.test.operand, self_name))
-        )
-        branches = []
-        for truth, branch in ((True, statement.body), (False, statement.orelse)):
-            facts = (*known, *_facts(statement.test, truth)) if constant else known
-            tail = [] if ends_function(branch) else copy.deepcopy(rest)
-            branches.append(_split([*copy.deepcopy(branch), *tail], left - 1, kinds, self_name, facts))
-        return [*body[:index], ast.If(statement.test, branches[0], branches[1])]
-    return body
+class _Splitting:
+    """Copies the rest of a block into the branches of conditions before it."""
+
+    def __init__(self, kinds: Kinds, self_name: str) -> None:
+        self.kinds = kinds
+        self.self_name = self_name
+
+    def body(self, body: list[ast.stmt], budget: int, known: Known) -> list[ast.stmt]:
+        """The body with its rest in both branches of a condition that decides what is called.
+
+        Args:
+            body: the statements; they are not changed.
+            budget: how many conditions may be split on each path.
+            known: the conditions that were decided before, on this path.
+        """
+        for index, statement in enumerate(body):
+            if not isinstance(statement, ast.If):
+                continue
+            before, rest = body[:index], body[index + 1 :]
+            chosen = _chosen(statement, known)
+            if chosen is not None:
+                return self.body([*before, *chosen, *rest], budget, known)
+            if budget and rest and self._decides_calls(statement):
+                is_constant = self._is_constant(statement.test, body)
+                branches = []
+                for truth, branch in ((True, statement.body), (False, statement.orelse)):
+                    facts = _facts(statement.test, truth) if is_constant else ()
+                    extended = _joined(branch, rest)
+                    branches.append(self.body(extended, budget - 1, (*known, *facts)))
+                return [*before, ast.If(statement.test, *branches)]
+        return body
+
+    def _decides_calls(self, statement: ast.If) -> bool:
+        """Whether the condition decides which modules are called, and both branches go on."""
+        if ends_function(statement.body):
+            return False
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call):
+                path = path_of(node.func, self.self_name)
+                # A space: the name of a function, here none.
+                if self.kinds(path or " "):
+                    return True
+        return False
+
+    def _is_constant(self, test: ast.expr, body: list[ast.stmt]) -> bool:
+        """Whether this is an attribute or its negation, and nothing in the body changes it."""
+        operand = test.operand if isinstance(test, ast.UnaryOp) else test
+        is_attribute = path_of(operand, self.self_name) != ""
+        return is_attribute and not any(map(writes_attributes, body))
 
 
-def _facts(test: ast.expr, truth: bool) -> list[tuple[str, bool]]:
-    """What is known of a condition and of its opposite."""
+def _joined(branch: list[ast.stmt], rest: list[ast.stmt]) -> list[ast.stmt]:
+    """A copy of a branch and of what follows it. Copied, since nodes are rewritten in place."""
+    if ends_function(branch):
+        return copy.deepcopy(branch)
+    return [*copy.deepcopy(branch), *copy.deepcopy(rest)]
+
+
+def _chosen(statement: ast.If, known: Known) -> list[ast.stmt] | None:
+    """The branch that runs, if the condition's result is known."""
+    test = ast.dump(statement.test)
+    for text, truth in known:
+        if text == test:
+            return statement.body if truth else statement.orelse
+    return None
+
+
+def _facts(test: ast.expr, truth: bool) -> Known:
+    """The results of a condition and of its opposite."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return [(ast.dump(test), truth), (ast.dump(test.operand), not truth)]
-    return [(ast.dump(test), truth), (ast.dump(ast.UnaryOp(ast.Not(), test)), not truth)]
-
-
-def _calls_modules(statement: ast.stmt, kinds: Kinds, self_name: str) -> bool:
-    return any(
-        isinstance(node, ast.Call) and kinds(path_of(node.func, self_name) or " ") for node in ast.walk(statement)
-    )
+        opposite = test.operand
+    else:
+        opposite = ast.UnaryOp(ast.Not(), test)
+    return ((ast.dump(test), truth), (ast.dump(opposite), not truth))

@@ -1,37 +1,47 @@
-"""Expressions rewritten: ends and sums, joined with what takes them."""
+"""Expressions rewritten: ends and sums, joined with the operators that consume them."""
 
 from __future__ import annotations
 
 import ast
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .flow import Definition
-from .reading import ROWS, Kinds, Reader
+from .reading import DROPOUTS, ROWS, Kinds, Reader
 from .trees import (
     PREFIX,
     SHAPE,
     added,
+    assign,
     from_first,
-    has_one,
     helper,
     helper_call,
+    is_first,
     is_helper,
     is_pure,
+    is_term,
+    is_unary,
+    load,
     shifted,
-)  # fmt: skip
+    unpack,
+)
 
-__all__ = ["Ends", "Pending", "Step", "Sum"]
+__all__ = ["Ends", "Pending", "Step", "Sum", "aliases"]
+
+# Expressions with a scope of their own, in which nothing is rewritten.
+_NESTED = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is joined at one place: "add_norm", "add", "activate" or "gate".
+    """Steps that one operator computes together: "add_norm", "add", "activate" or "gate".
 
     Attributes:
         kind: which of these.
         path: of the norm, or of the activation; "" for an activation that is a function.
-        sources: paths of the linear layers, dropouts and modules whose last steps are joined with it, as `Rewritten.leaves`.
+        sources: paths of the linear layers, dropouts and modules whose last steps are joined with
+            it, as `Rewritten.leaves`.
     """
 
     kind: str
@@ -41,14 +51,36 @@ class Step:
 
 @dataclass
 class Pending:
-    """A value that waits: an end (in ``end``), or its sum with ``residual``; with the names that it has."""
+    """A value that is not computed yet.
+
+    It is an end (the temporary ``end``), a sum (``end`` and ``residual``), or one half of a tensor
+    that a gated activation takes whole (``residual`` alone).
+
+    Attributes:
+        end: the temporary of the end; "" for a half.
+        names: the names that the source gives the value.
+        residual: the temporary of the residual, or of the whole tensor; "" for an end.
+        sources: as of a `Step`.
+        first: whether the end stands before the residual in the source of a sum.
+        is_gate: whether this is a gate, which stays pending while the other layer is called.
+    """
 
     end: str
     names: set[str]
     residual: str = ""
     sources: tuple[str, ...] = ()
-    first: bool = False  # of a sum: the end stands before the residual
-    waits_for_layers: bool = False  # a gate, which waits while the other layer is called
+    first: bool = False
+    is_gate: bool = False
+
+    @property
+    def is_end(self) -> bool:
+        """Whether this is an end."""
+        return not self.residual
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether this is a sum."""
+        return self.residual != "" and self.end != ""
 
 
 @dataclass(frozen=True)
@@ -62,275 +94,410 @@ class Sum:
 
 
 class Ends(Reader):
-    """A function's expressions, and what waits between its statements."""
+    """Rewrites a function's expressions, and holds the values pending between its statements.
+
+    Attributes:
+        pending: the values that are not computed yet, by their definitions.
+        before: statements to run before the one that is being rewritten.
+        low: uses that read a low-precision copy, and its temporary.
+        cast: linear layers that are cast with another, and the temporaries of the casts.
+        rests: of a module's outputs that were split, the temporary of all but the first.
+        steps: the steps that were joined.
+        leaves: the sources of what is left to the caller.
+        count: the number of temporaries.
+    """
 
     def __init__(self, function: ast.FunctionDef, kinds: Kinds, leaving: bool) -> None:
         super().__init__(function, kinds, leaving)
         self.pending: dict[Definition, Pending] = {}
-        self.before: list[ast.stmt] = []  # what is to run before the statement that is being rewritten
-        self.low: dict[ast.Name, str] = {}  # names to be read in a low-precision copy
-        self.cast: dict[ast.Call, str] = {}  # linear layers that were cast with another
-        self.rests: dict[Definition, str] = {}  # of modules' outputs that were taken apart, all but the first
+        self.before: list[ast.stmt] = []
+        self.low: dict[ast.Name, str] = {}
+        self.cast: dict[ast.Call, str] = {}
+        self.rests: dict[Definition, str] = {}
         self.steps: list[Step] = []
         self.leaves: list[str] = []
         self.count = 0
 
-    def _value(self, node: ast.expr) -> ast.expr:  # noqa: C901 - one case a kind
-        """The expression, of which a tensor comes, rewritten."""
+    # --- values ---
+
+    def _value(self, node: ast.expr) -> ast.expr:
+        """The expression rewritten, for a use that needs the finished value."""
         new = self._joined(node)
+        if new is None:
+            new = self._renamed(node)
         if new is not None:
             return new
-        if isinstance(node, ast.Name):
-            return ast.Name(self.low[node], ast.Load()) if node in self.low else node
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
-            definition = self.flow.only(node.value)
-            if definition is not None and definition in self.rests and from_first(node) is not None:
-                return shifted(node, self.rests[definition])
-        if isinstance(node, ast.Attribute) and node.attr in SHAPE and isinstance(node.value, ast.Name):
-            definition = self.flow.only(node.value)
-            pending = None if definition is None else self.pending.get(definition)
-            if pending is not None and pending.residual and pending.end:
-                ends = [ast.Name(name, ast.Load()) for name in (pending.end, pending.residual)]
-                return ast.Attribute(helper_call("like", *ends), node.attr, ast.Load())
-        if isinstance(node, (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+        if isinstance(node, _NESTED):
             return node
-        for name, inner in ast.iter_fields(node):
-            if isinstance(inner, ast.expr):
-                setattr(node, name, self._value(inner))
-            elif isinstance(inner, list):
-                for place, element in enumerate(inner):
-                    if isinstance(element, ast.expr):
-                        inner[place] = self._value(element)
-                    elif isinstance(element, ast.keyword):
-                        element.value = self._value(element.value)
+        self._rewrite_children(node)
         return node
 
+    def _rewrite_children(self, node: ast.AST) -> None:
+        for name, child in ast.iter_fields(node):
+            if isinstance(child, ast.expr):
+                setattr(node, name, self._value(child))
+            elif isinstance(child, list):
+                self._rewrite_list(child)
+
+    def _rewrite_list(self, children: list[ast.AST]) -> None:
+        for index, child in enumerate(children):
+            if isinstance(child, ast.expr):
+                children[index] = self._value(child)
+            elif isinstance(child, ast.keyword):
+                child.value = self._value(child.value)
+
+    def _renamed(self, node: ast.expr) -> ast.expr | None:
+        """The replacement of a name, or of an access to a value that is in temporaries."""
+        match node:
+            case ast.Name():
+                return load(self.low[node]) if node in self.low else node
+            case ast.Subscript(value=ast.Name() as name) if from_first(node) is not None:
+                definition = self.flow.only(name)
+                if definition is not None and definition in self.rests:
+                    return shifted(node, self.rests[definition])
+            case ast.Attribute(value=ast.Name() as name, attr=attribute) if attribute in SHAPE:
+                _, pending = self._pending_of(name)
+                if pending is not None and pending.is_sum:
+                    # The sum's shape without the sum.
+                    total = helper_call("like", load(pending.end), load(pending.residual))
+                    return ast.Attribute(total, attribute, ast.Load())
+        return None
+
     def _joined(self, node: ast.expr) -> ast.expr | None:
-        """One operator in place of several; None where the expression is as it is."""
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            return self._gated(node)
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            total = self._sum(node, plain=False)
-            if total is not None:
+        """One operator for several steps; None where the expression is not replaced."""
+        match node:
+            case ast.BinOp(op=ast.Mult()):
+                return self._gated(node)
+            case ast.BinOp(op=ast.Add()):
+                total = self._sum(node, plain=False)
+                if total is None:
+                    return None
                 self.steps.append(Step("add", "", total.sources))
                 return added(total.end, total.residual, total.first)
-        if not isinstance(node, ast.Call):
-            return None
+            case ast.Call():
+                return self._joined_call(node)
+        return None
+
+    def _joined_call(self, node: ast.Call) -> ast.expr | None:
         kind = self._kind(node)
-        if kind == "norm" and has_one(node):
+        if kind == "norm" and is_unary(node):
             return self._normed(node)
-        if kind in ("activation", "dropout", "functional dropout") and self._activates(node):
-            end = self._end(node, activated=True)
-            if end is not None:
-                return helper_call("finished", end)
         if kind == "module" and node.args:
-            self._narrowed(node)
+            self._narrow_rows(node)
+            return None
+        if (kind == "activation" or kind in DROPOUTS) and self._activates(node):
+            end = self._end(node)
+            return None if end is None else helper_call("finished", end)
         return None
 
     def _normed(self, node: ast.Call) -> ast.expr | None:
         consumers = self._consumers(node)
         total = self._sum(node.args[0], plain=True)
-        if total is None and not consumers:
-            return None
-        norm = node.func
-        if total is None:
-            return helper_call("normed", norm, self._value(node.args[0]), *consumers)
-        self.steps.append(Step("add_norm", self._path(node), total.sources))
-        return helper_call("add_norm", total.end, total.residual, norm, *consumers, return_sum=False)
+        if total is not None:
+            self.steps.append(Step("add_norm", self._path(node), total.sources))
+            arguments = (total.end, total.residual, node.func, *consumers)
+            return helper_call("add_norm", *arguments, return_sum=False)
+        if consumers:
+            return helper_call("normed", node.func, self._value(node.args[0]), *consumers)
+        return None
 
-    def _narrowed(self, node: ast.Call) -> None:
-        """Rows that a module takes and others too are cast once for it, if all that it does with them is to cast them."""
-        if isinstance(node.args[0], ast.Name) and node.args[0] not in self.low and self._is_residual_too(node.args[0]):
-            node.args[0] = helper_call("narrowed", node.args[0], copy.deepcopy(node.func))
+    # --- rows of modules ---
+
+    def _narrow_rows(self, call: ast.Call) -> None:
+        """Cast the rows of a module once, where they are the residual stream, too.
+
+        The helper casts if the module does nothing else with its rows than to cast them.
+        """
+        rows = call.args[0]
+        if self._is_wide(rows):
+            call.args[0] = helper_call("narrowed", rows, copy.deepcopy(call.func))
+
+    def _is_wide(self, rows: ast.expr) -> bool:
+        """Whether these rows are the residual stream, and without a low-precision copy."""
+        return isinstance(rows, ast.Name) and rows not in self.low and self._is_residual(rows)
+
+    def _module_call(self, name: str, node: ast.Call) -> ast.expr:
+        """A module's call by a helper, its arguments rewritten."""
+        if node.args:
+            self._narrow_rows(node)
+        arguments = []
+        for argument in node.args:
+            is_narrowed = isinstance(argument, ast.Call) and is_helper(argument)
+            arguments.append(argument if is_narrowed else self._value(argument))
+        node.args = arguments
+        for keyword in node.keywords:
+            rows = keyword.value
+            if keyword.arg in ROWS and self._is_wide(rows):
+                keyword.value = helper_call("narrowed", rows, copy.deepcopy(node.func))
+            else:
+                keyword.value = self._value(rows)
+        return ast.Call(helper(name), [node.func, *node.args], node.keywords)
+
+    # --- gates ---
 
     def _gated(self, node: ast.BinOp) -> ast.expr | None:
-        for gate, up, name in ((node.left, node.right, "gated"), (node.right, node.left, "gated_by")):
+        """The product of an activated value and another one as one operator."""
+        left, right = node.left, node.right
+        for gate, up, name in ((left, right, "gated"), (right, left, "gated_by")):
             end = self._gate(gate)
-            if end is not None:
-                halves = self._halves(gate, up)
-                if halves is not None:
-                    return halves
-                self.steps.append(Step("gate", self._activation_path(gate), ()))
-                other = self._value(up)
-                return helper_call(name, *((end, other) if name == "gated" else (other, end)))
+            if end is None:
+                continue
+            halves = self._gated_halves(gate, up)
+            if halves is not None:
+                return halves
+            self.steps.append(Step("gate", self._activation_path(gate), ()))
+            other = self._value(up)
+            # Operands stay in the order in which the source evaluates them.
+            operands = (end, other) if gate is left else (other, end)
+            return helper_call(name, *operands)
         return None
 
     def _gate(self, node: ast.expr) -> ast.expr | None:
-        """An activated value that waits for its multiplication."""
+        """An activated value that is left to its multiplication."""
         if isinstance(node, ast.Name):
-            definition = self.flow.only(node)
-            pending = None if definition is None else self.pending.get(definition)
-            if pending is None or pending.residual or not pending.waits_for_layers:
-                return None
-            assert definition is not None
-            return self._take(definition)
-        if isinstance(node, ast.Call) and self._kind(node) == "activation" and len(node.args) == 1:
-            if isinstance(node.args[0], ast.Name) and self._half(node.args[0]) is not None:
-                return ast.Constant(None)  # the halves of one tensor
-            if not self._is_product(node.args[0]):
-                return None
-            return helper_call("waiting", self._value(node.args[0]), self._activation(node))
-        return None
+            definition, pending = self._pending_of(node)
+            is_gate = pending is not None and pending.is_end and pending.is_gate
+            return self._take(definition) if is_gate else None
+        if not isinstance(node, ast.Call) or self._kind(node) != "activation":
+            return None
+        if len(node.args) != 1:
+            return None
+        rows = node.args[0]
+        if isinstance(rows, ast.Name) and self._whole_of(rows) is not None:
+            # `_gated_halves` replaces the product: this only marks a gate.
+            return ast.Constant(None)
+        if not self._is_product(rows):
+            return None
+        return helper_call("waiting", self._value(rows), self._activation(node))
 
-    def _half(self, name: ast.Name) -> str | None:
+    def _whole_of(self, name: ast.Name) -> str | None:
         """The temporary of the tensor of which this is a half."""
-        definition = self.flow.only(name)
-        pending = None if definition is None else self.pending.get(definition)
-        return pending.residual if pending is not None and not pending.end else None
+        _, pending = self._pending_of(name)
+        if pending is None or pending.end:
+            return None
+        return pending.residual
 
-    def _halves(self, gate: ast.expr, up: ast.expr) -> ast.expr | None:
-        if not (isinstance(gate, ast.Call) and isinstance(gate.args[0], ast.Name) and isinstance(up, ast.Name)):
+    def _gated_halves(self, gate: ast.expr, up: ast.expr) -> ast.expr | None:
+        """``activation(a) * b`` for the halves a and b of one tensor, from that tensor."""
+        match gate, up:
+            case ast.Call(args=[ast.Name() as first, *_]), ast.Name() as second:
+                pass
+            case _:
+                return None
+        whole = self._whole_of(first)
+        if whole is None or whole != self._whole_of(second):
             return None
-        whole = self._half(gate.args[0])
-        if whole is None or whole != self._half(up):
-            return None
-        for name in (gate.args[0], up):
-            definition = self.flow.only(name)
-            assert definition is not None
+        for half in (first, second):
+            definition, _ = self._pending_of(half)
             del self.pending[definition]
         self.steps.append(Step("gate", self._path(gate), ()))
-        return helper_call("packed_gated", ast.Name(whole, ast.Load()), self._activation(gate))
+        return helper_call("packed_gated", load(whole), self._activation(gate))
+
+    # --- sums ---
 
     def _sum(self, node: ast.expr, *, plain: bool) -> Sum | None:
-        """The end and the residual of a sum. ``plain``: a sum of two tensors counts, too."""
-        if isinstance(node, ast.Name):
-            definition = self.flow.only(node)
-            pending = None if definition is None else self.pending.get(definition)
-            if pending is None or not pending.residual or not pending.end:
+        """The end and the residual of a sum. ``plain``: accept a sum of two tensors, too."""
+        match node:
+            case ast.Name():
+                return self._pending_sum(node)
+            case ast.BinOp(op=ast.Add(), left=left, right=right):
+                pass
+            case _:
                 return None
-            assert definition is not None
-            if self._uses(definition) > 1:
-                return None
-            del self.pending[definition]
-            return Sum(ast.Name(pending.end, ast.Load()), ast.Name(pending.residual, ast.Load()), pending.sources)
-        if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add):
-            return None
-        for term, other in ((node.right, node.left), (node.left, node.right)):
+        for term, other in ((right, left), (left, right)):
             if isinstance(other, ast.Name):
+                # Read first: `_end` rewrites the term.
                 sources = tuple(self._sources(term))
                 end = self._end(term)
                 if end is not None:
-                    return Sum(end, self._value(other), sources, term is node.left)
-        pure = is_pure(node.right) and not isinstance(node.right, ast.Constant)
-        if plain and pure and isinstance(node.left, ast.Name) and any(map(self._is_computed, (node.left, node.right))):
-            return Sum(helper_call("Branch", self._value(node.right)), self._value(node.left), ())
-        return None
-
-    def _end(self, node: ast.expr, *, leaving: bool = False, activated: bool = False) -> ast.expr | None:  # noqa: C901 - one case a kind
-        """The expression as an end, if what takes it can take one."""
-        if isinstance(node, ast.Name):
-            definition = self.flow.only(node)
-            pending = None if definition is None else self.pending.get(definition)
-            if pending is None or pending.residual or definition is None or len(definition.uses) > 1:
-                return None
-            if definition in self.rests:
-                return None
-            if leaving:
-                self.leaves += self._sources(node)
-            return self._take(definition)
-        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and node.slice.value == 0:
-            inner = node.value
-            if isinstance(inner, ast.Call) and self._kind(inner) == "module":
-                return self._module_call("first", inner)
-            definition = self.flow.only(inner) if isinstance(inner, ast.Name) else None
-            if definition is not None and definition in self.rests and definition in self.pending:
-                return self._take(definition)
+                    return Sum(end, self._value(other), sources, term is left)
+        if not plain or not isinstance(left, ast.Name) or not is_term(right):
             return None
+        if not any(map(self._is_computed, (left, right))):
+            return None
+        return Sum(helper_call("Branch", self._value(right)), self._value(left), ())
+
+    def _pending_sum(self, name: ast.Name) -> Sum | None:
+        """The sum that is pending by this name, if only this use needs it."""
+        definition, pending = self._pending_of(name)
+        # Its shape is known without the sum: uses of it do not count.
+        if pending is None or not pending.is_sum or self._uses(definition) > 1:
+            return None
+        del self.pending[definition]
+        return Sum(load(pending.end), load(pending.residual), pending.sources)
+
+    # --- ends ---
+
+    def _end(self, node: ast.expr, *, leaving: bool = False) -> ast.expr | None:
+        """The expression as an end; None where it has no last steps that could be joined.
+
+        Args:
+            node: the expression.
+            leaving: whether the end is left to the caller.
+        """
+        if isinstance(node, ast.Name):
+            return self._pending_end(node, leaving)
+        if isinstance(node, ast.Subscript):
+            return self._first_output(node)
         if not isinstance(node, ast.Call):
             return None
+        # Before the node is rewritten.
         if leaving:
             self.leaves += self._sources(node)
-        kind = self._kind(node)
-        if kind == "linear" and has_one(node):
-            return self._linear(node)
-        if kind == "module":
-            return self._module_call("leaving", node)
-        if kind == "activation":
-            if self._waits_for_product(node):
-                return helper_call("waiting", self._value(node.args[0]), self._activation(node))
-            sources = tuple(self._sources(node.args[0]))
-            layer = self._end(node.args[0])
-            if layer is None:
-                return None
-            self.steps.append(Step("activate", self._path(node), sources))
-            return helper_call("activated", layer, self._activation(node))
-        if kind == "dropout" and has_one(node):
-            return helper_call("dropped", self._inner(node.args[0]), node.func)
-        if kind == "functional dropout":
-            return self._functional_dropout(node)
-        return None
+        ends = {
+            "linear": self._linear,
+            "module": self._unfinished,
+            "activation": self._activated,
+            "dropout": self._dropped,
+            "functional dropout": self._functional_dropout,
+        }
+        end_of = ends.get(self._kind(node))
+        return None if end_of is None else end_of(node)
+
+    def _pending_end(self, name: ast.Name, leaving: bool) -> ast.expr | None:
+        """The end that is pending by this name, if nothing else needs the value."""
+        definition, pending = self._pending_of(name)
+        if pending is None or not pending.is_end or len(definition.uses) > 1:
+            return None
+        # The name of split outputs has all of them.
+        if definition in self.rests:
+            return None
+        if leaving:
+            self.leaves += self._sources(name)
+        return self._take(definition)
+
+    def _first_output(self, node: ast.Subscript) -> ast.expr | None:
+        """``module(...)[0]``, or ``outputs[0]`` of split outputs, as an end."""
+        if not is_first(node):
+            return None
+        outputs = node.value
+        if isinstance(outputs, ast.Call) and self._kind(outputs) == "module":
+            return self._module_call("first", outputs)
+        definition, pending = self._pending_of(outputs)
+        if pending is None or definition not in self.rests:
+            return None
+        return self._take(definition)
+
+    def _unfinished(self, node: ast.Call) -> ast.expr | None:
+        """A module's call that leaves the last steps to this function."""
+        return self._module_call("leaving", node)
+
+    def _dropped(self, node: ast.Call) -> ast.expr | None:
+        if not is_unary(node):
+            return None
+        return helper_call("dropped", self._inner(node.args[0]), node.func)
+
+    def _activated(self, node: ast.Call) -> ast.expr | None:
+        rows = node.args[0]
+        if self._is_gate(node):
+            return helper_call("waiting", self._value(rows), self._activation(node))
+        # Read first: `_end` rewrites the rows.
+        sources = tuple(self._sources(rows))
+        layer = self._end(rows)
+        if layer is None:
+            return None
+        self.steps.append(Step("activate", self._path(node), sources))
+        return helper_call("activated", layer, self._activation(node))
 
     def _inner(self, node: ast.expr) -> ast.expr:
+        """The expression as an end, which may be one without last steps."""
         end = self._end(node)
         return helper_call("Branch", self._value(node)) if end is None else end
 
     def _functional_dropout(self, node: ast.Call) -> ast.expr | None:
-        given = dict(zip(("input", "p", "training"), node.args, strict=False))
-        given |= {keyword.arg or "**": keyword.value for keyword in node.keywords}
-        if not given.keys() <= {"input", "p", "training"} or "input" not in given:
+        names = ("input", "p", "training")
+        arguments = dict(zip(names, node.args, strict=False))
+        for keyword in node.keywords:
+            arguments[keyword.arg or "**"] = keyword.value
+        # Others, as ``inplace`` or ``**kwargs``, are left to the function.
+        if "input" not in arguments or not arguments.keys() <= set(names):
             return None
-        p, training = given.get("p", ast.Constant(0.5)), given.get("training", ast.Constant(True))
+        p = arguments.get("p", ast.Constant(0.5))
+        training = arguments.get("training", ast.Constant(True))
         if not is_pure(p) or not is_pure(training):
             return None
-        return helper_call("drop", self._inner(given["input"]), p, training=training)
+        return helper_call("drop", self._inner(arguments["input"]), p, training=training)
 
-    def _linear(self, node: ast.Call) -> ast.expr:
+    def _linear(self, node: ast.Call) -> ast.expr | None:
+        if not is_unary(node):
+            return None
+        rows = node.args[0]
         layer: ast.expr = node.func
         second = self._second_layer(node)
         if node in self.cast:
-            layer = ast.Name(self.cast[node], ast.Load())
-        elif second is not None and isinstance(node.args[0], ast.Name) and self._are_together(node, second):
-            first_name, second_name = self._temporary(), self._temporary()
-            names = ast.Tuple([ast.Name(first_name, ast.Store()), ast.Name(second_name, ast.Store())], ast.Store())
-            rows = self._value(copy.copy(node.args[0])) if node.args[0] not in self.low else self._value(node.args[0])
-            self.before.append(
-                ast.Assign(
-                    [names], helper_call("cast_together", self._self(), rows, node.func, copy.deepcopy(second.func))
-                )
-            )
-            self.cast[second] = second_name
-            layer = ast.Name(first_name, ast.Load())
-        return helper_call("linear", layer, self._value(node.args[0]))
+            layer = load(self.cast[node])
+        elif isinstance(rows, ast.Name) and second is not None and self._in_one_block(node, second):
+            layer = self._cast_together(node, second, rows)
+        return helper_call("linear", layer, self._value(rows))
 
-    def _module_call(self, name: str, node: ast.Call) -> ast.expr:
-        self._narrowed_or_value(node)
-        return ast.Call(helper(name), [node.func, *node.args], node.keywords)
+    def _cast_together(self, first: ast.Call, second: ast.Call, rows: ast.Name) -> ast.expr:
+        """Cast two layers in one pass, ahead of the statement; return the first one's cast.
 
-    def _narrowed_or_value(self, node: ast.Call) -> None:
-        if node.args:
-            self._narrowed(node)
-        node.args = [
-            argument if isinstance(argument, ast.Call) and is_helper(argument) else self._value(argument)
-            for argument in node.args
-        ]
-        for keyword in node.keywords:
-            rows = keyword.value
-            if (
-                keyword.arg in ROWS
-                and isinstance(rows, ast.Name)
-                and rows not in self.low
-                and self._is_residual_too(rows)
-            ):
-                keyword.value = helper_call("narrowed", rows, copy.deepcopy(node.func))
-            else:
-                keyword.value = self._value(rows)
+        ::
+
+            _fusedops_1, _fusedops_2 = _fusedops_cast_together(self, x, self.fc1, self.fc2)
+        """
+        names = [self._temporary(), self._temporary()]
+        # Copied, since the statement reads the rows again; not if they are replaced anyway.
+        source = rows if rows in self.low else copy.copy(rows)
+        arguments = (
+            load(self.self_name),
+            self._value(source),
+            first.func,
+            copy.deepcopy(second.func),
+        )
+        self.before.append(unpack(names, helper_call("cast_together", *arguments)))
+        self.cast[second] = names[1]
+        return load(names[0])
 
     def _activation(self, node: ast.Call) -> ast.expr:
-        """What is called for the activation, with the rows alone."""
-        name = self._approximate(node)
+        """The activation as a function of its rows alone: the one that is called, or a helper."""
+        name = self._gelu(node)
         return helper(name) if name else node.func
 
-    def _self(self) -> ast.expr:
-        return ast.Name(self.self_name, ast.Load())
+    # --- pending values ---
+
+    def _pending_of(self, name: ast.expr) -> tuple[Definition, Pending | None]:
+        """A name's definition, and its pending value; without one, any definition."""
+        definition = self.flow.only(name)
+        if definition is None or definition not in self.pending:
+            return Definition(), None
+        return definition, self.pending[definition]
 
     def _temporary(self) -> str:
         self.count += 1
         return f"{PREFIX}{self.count}"
 
     def _take(self, definition: Definition) -> ast.expr:
-        return ast.Name(self.pending.pop(definition).end, ast.Load())
+        """The end, which is pending no longer."""
+        return load(self.pending.pop(definition).end)
 
     def _forget(self, name: str) -> None:
-        """A name that is assigned again stands no longer for what waits."""
+        """Record that a name is assigned again, and no longer that of a pending value."""
         for pending in self.pending.values():
             pending.names.discard(name)
+
+    def _in_temporary(self, node: ast.expr, before: list[ast.stmt]) -> str:
+        """The temporary that holds the value; a statement that assigns it may be added."""
+        if isinstance(node, ast.Name) and node.id.startswith(PREFIX):
+            return node.id
+        name = self._temporary()
+        before.append(assign(name, node))
+        return name
+
+    def _finished(self, definition: Definition, pending: Pending) -> list[ast.stmt]:
+        """The statements that compute a pending value, under all of its names."""
+        names = sorted(pending.names)
+        if definition in self.rests:
+            parts = [load(pending.end), load(self.rests[definition])]
+            return [assign(name, helper_call("rejoined", *parts)) for name in names]
+        value = helper_call("finished", load(pending.end))
+        if pending.is_sum:
+            value = added(load(pending.end), load(pending.residual), pending.first)
+            self.steps.append(Step("add", "", pending.sources))
+        return [assign(names[0], value), *aliases(names)]
+
+
+def aliases(names: Sequence[str]) -> list[ast.stmt]:
+    """Statements that give the value of the first name to the others."""
+    return [assign(name, load(names[0])) for name in names[1:]]

@@ -1,38 +1,43 @@
-"""Which assignment each name in a function's body reads: definitions and their uses, for `fusedops.models.rewriting`."""
+"""Reaching definitions: which assignment each name in a function's body may read, and its uses."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 __all__ = ["Definition", "Flow", "is_copy", "is_opaque"]
 
 Reaching = frozenset["Definition"]
-# Statements that are taken as a whole: nothing in them is rewritten.
+# Statements in which nothing is rewritten.
 _OPAQUE = (ast.Try, ast.With, ast.FunctionDef, ast.ClassDef, ast.Delete, ast.Match)
 
 
 class Definition:
-    """One value of a name: where it is assigned, and the names that read it, under whatever name it was copied to."""
+    """One value of a name, and the names that read it, including those that it is copied to.
 
-    def __init__(self, value: ast.expr | None = None, place: int | None = None) -> None:
-        self.value = value  # what is assigned; of a tuple, `place` says which; None where it is not known
-        self.place = place
+    Attributes:
+        value: the expression that is assigned; None where it is not known.
+        index: the position of the name where a tuple of names is assigned; None for a single name.
+        uses: the names that may read this value.
+    """
+
+    def __init__(self, value: ast.expr | None = None, index: int | None = None) -> None:
+        self.value = value
+        self.index = index
         self.uses: list[ast.Name] = []
 
 
 def is_copy(statement: ast.stmt) -> bool:
     """Whether the statement only gives a value another name."""
-    return (
-        isinstance(statement, ast.Assign)
-        and len(statement.targets) == 1
-        and isinstance(statement.targets[0], ast.Name)
-        and isinstance(statement.value, ast.Name)
-    )
+    match statement:
+        case ast.Assign(targets=[ast.Name()], value=ast.Name()):
+            return True
+    return False
 
 
 def is_opaque(statement: ast.stmt) -> bool:
-    """Whether the statement is taken as a whole: so are loops that may be left in the middle of a turn."""
+    """Whether nothing in the statement is rewritten; so it is with a loop that has a break."""
     if isinstance(statement, (ast.For, ast.While)):
         return any(isinstance(node, (ast.Break, ast.Continue)) for node in ast.walk(statement))
     return isinstance(statement, _OPAQUE)
@@ -41,127 +46,165 @@ def is_opaque(statement: ast.stmt) -> bool:
 class Flow:
     """Definitions and uses of the names in a function.
 
+    The statements are walked once, with an environment from names to the definitions that may
+    reach the statement. It is copied at a branch, and the copies are joined after it.
+
     Attributes:
         parent: of each node in the function.
         reaching: for each name that is read, the definitions that it may read.
-        made: for each name that is written, and each parameter, its definition.
+        definitions: for each name that is written, and each parameter, its definition.
         parameters: the definitions of the parameters, in order.
     """
 
     def __init__(self, function: ast.FunctionDef) -> None:
         self.parent: dict[ast.AST, ast.AST] = {}
         self.reaching: dict[ast.Name, Reaching] = {}
-        self.made: dict[ast.AST, Definition] = {}
+        self.definitions: dict[ast.AST, Definition] = {}
         for node in ast.walk(function):
             for child in ast.iter_child_nodes(node):
-                if not isinstance(child, (ast.expr_context, ast.operator)):  # of which there is one for all
+                # Contexts and operators are singletons, without one parent.
+                if not isinstance(child, (ast.expr_context, ast.operator)):
                     self.parent[child] = node
         env: dict[str, Reaching] = {}
         a = function.args
         for argument in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg):
             if argument is not None:
-                self.made[argument] = Definition()
-                env[argument.arg] = frozenset([self.made[argument]])
-        self.parameters = [self.made[argument] for argument in (*a.posonlyargs, *a.args)]
+                definition = Definition()
+                self.definitions[argument] = definition
+                env[argument.arg] = frozenset([definition])
+        positional = (*a.posonlyargs, *a.args)
+        self.parameters = [self.definitions[argument] for argument in positional]
         self._loops: list[tuple[dict[str, Definition], ast.For | ast.While]] = []
         self._block(function.body, env)
         self._close_loops()
 
     def written(self, target: ast.AST) -> Definition:
-        """The definition that is made here; one that nobody reads, in what is taken as a whole."""
-        return self.made.get(target) or Definition()
+        """The definition that a target makes; one without uses in an opaque statement."""
+        return self.definitions.get(target) or Definition()
 
-    def only(self, name: ast.Name) -> Definition | None:
-        """The definition that a name reads, where there is only one."""
-        reaching = self.reaching.get(name, frozenset())
+    def only(self, name: ast.expr | None) -> Definition | None:
+        """The definition that a name reads, if there is exactly one."""
+        reaching: Reaching = frozenset()
+        if isinstance(name, ast.Name):
+            reaching = self.reaching.get(name, reaching)
         return next(iter(reaching)) if len(reaching) == 1 else None
 
     def _block(self, statements: Iterable[ast.stmt], env: dict[str, Reaching]) -> bool:
         """Whether the block may end without leaving the function."""
         return all(self._statement(statement, env) for statement in statements)
 
-    def _statement(self, statement: ast.stmt, env: dict[str, Reaching]) -> bool:  # noqa: C901 - one case a kind
+    def _statement(self, statement: ast.stmt, env: dict[str, Reaching]) -> bool:
+        """Whether the statement may end without leaving the function."""
         if is_copy(statement):
-            assert isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)
-            assert isinstance(statement.value, ast.Name)
-            env[statement.targets[0].id] = env.get(statement.value.id, frozenset())
-            self.reaching[statement.value] = env.get(statement.value.id, frozenset())  # no use: the copies' are
-            return True
-        if isinstance(statement, ast.If):
-            self._read(statement.test, env)
-            other = dict(env)
-            goes_on, other_goes_on = self._block(statement.body, env), self._block(statement.orelse, other)
-            if not goes_on:
-                env.clear()
-                env.update(other)
-            elif other_goes_on:
-                for name in other:
-                    env[name] = env.get(name, frozenset()) | other[name]
-            return goes_on or other_goes_on
-        if isinstance(statement, (ast.For, ast.While)) and not is_opaque(statement):
-            self._loop(statement, env)
+            self._copy(statement, env)
             return True
         if is_opaque(statement):
-            for written in _written(statement):
-                if isinstance(written.ctx, ast.Del):  # it has to be there
-                    self._use(written, env)
-                env[written.id] = env.get(written.id, frozenset()) | {Definition()}
-            self._read(statement, env)
+            self._opaque(statement, env)
             return True
-        if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
-            if statement.value is not None:
-                self._read(statement.value, env)
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            for target in targets:
-                if isinstance(statement, ast.AugAssign) and isinstance(target, ast.Name):
+        match statement:
+            case ast.If():
+                return self._if(statement, env)
+            case ast.For() | ast.While():
+                self._loop(statement, env)
+            case ast.Assign(targets=targets, value=value):
+                self._read(value, env)
+                known = value if len(targets) == 1 else None
+                for target in targets:
+                    self._write(target, known, env)
+            case ast.AnnAssign(value=None):
+                pass
+            case ast.AnnAssign(target=target, value=ast.expr() as value):
+                self._read(value, env)
+                self._write(target, None, env)
+            case ast.AugAssign(target=target, value=value):
+                self._read(value, env)
+                # It reads its target, too. (Of `x.a += 1`, `_write` records that x is read.)
+                if isinstance(target, ast.Name):
                     self._use(target, env)
-                if statement.value is not None:
-                    self._write(target, statement, env)
-            return True
-        self._read(statement, env)
+                self._write(target, None, env)
+            case _:
+                self._read(statement, env)
         return not isinstance(statement, (ast.Return, ast.Raise))
 
+    def _copy(self, statement: Any, env: dict[str, Reaching]) -> None:
+        """``a = b``: no use of b's definition, whose uses are those of both names."""
+        source, target = statement.value, statement.targets[0]
+        env[target.id] = env.get(source.id, frozenset())
+        self.reaching[source] = env.get(source.id, frozenset())
+
+    def _if(self, statement: ast.If, env: dict[str, Reaching]) -> bool:
+        self._read(statement.test, env)
+        other = dict(env)
+        # Only a branch that goes on decides what may be read after the condition.
+        body_continues = self._block(statement.body, env)
+        orelse_continues = self._block(statement.orelse, other)
+        if not body_continues:
+            env.clear()
+            env.update(other)
+        elif orelse_continues:
+            for name in other:
+                env[name] = env.get(name, frozenset()) | other[name]
+        return body_continues or orelse_continues
+
+    def _opaque(self, statement: ast.stmt, env: dict[str, Reaching]) -> None:
+        """A statement in which each assignment may run or not."""
+        for target in _written(statement):
+            # `del x` needs a value of x.
+            if isinstance(target.ctx, ast.Del):
+                self._use(target, env)
+            env[target.id] = env.get(target.id, frozenset()) | {Definition()}
+        self._read(statement, env)
+
     def _loop(self, statement: ast.For | ast.While, env: dict[str, Reaching]) -> None:
-        """A loop: what is written in it may be read where it begins again, and behind it."""
-        condition = None if isinstance(statement, ast.For) else statement.test
-        self._read(statement.iter if isinstance(statement, ast.For) else statement.test, env)
+        """A loop: what it writes may be read in its next iteration, and after the loop.
+
+        The body is walked once. A definition of its own stands for the values of earlier
+        iterations; `_close_loops` hands the uses of it on to the loop's real definitions.
+        """
+        if isinstance(statement, ast.For):
+            self._read(statement.iter, env)
+        else:
+            self._read(statement.test, env)
         earlier = {name.id: Definition() for name in _written(statement)}
         for name, definition in earlier.items():
             env[name] = env.get(name, frozenset()) | {definition}
         inner = dict(env)
-        for target in _written(statement.target) if isinstance(statement, ast.For) else ():
-            self._define(target, Definition(), inner)
+        if isinstance(statement, ast.For):
+            for target in _written(statement.target):
+                self._define(target, Definition(), inner)
         self._block(statement.body, inner)
-        if condition is not None:
-            self._read(condition, inner)
+        if isinstance(statement, ast.While):
+            self._read(statement.test, inner)
         for name in earlier:
             env[name] |= inner.get(name, frozenset())
         self._loops.append((earlier, statement))
         self._block(statement.orelse, env)
 
     def _close_loops(self) -> None:
-        """Give what is written in a loop the uses that it may have when the loop begins again."""
+        """Add the uses in later iterations to the definitions in each loop."""
         for earlier, statement in self._loops:
             for target in _written(statement):
-                self.written(target).uses += [
-                    use for use in earlier[target.id].uses if use not in self.written(target).uses
-                ]
+                uses = self.written(target).uses
+                uses += [use for use in earlier[target.id].uses if use not in uses]
 
-    def _write(self, target: ast.expr, statement: ast.stmt, env: dict[str, Reaching]) -> None:
-        plain = isinstance(statement, ast.Assign) and len(statement.targets) == 1
+    def _write(self, target: ast.expr, value: ast.expr | None, env: dict[str, Reaching]) -> None:
+        """Record an assignment to any target; ``value`` is None where it is not known."""
         if isinstance(target, ast.Name):
-            self._define(target, Definition(statement.value if plain else None), env)  # type: ignore[attr-defined]
-        elif isinstance(target, ast.Tuple) and all(isinstance(element, ast.Name) for element in target.elts):
-            for place, element in enumerate(target.elts):
-                self._define(element, Definition(statement.value, place) if plain else Definition(), env)  # type: ignore[attr-defined]
-        else:
-            for name in _written(target):
-                self._define(name, Definition(), env)
-            self._read(target, env)
+            self._define(target, Definition(value), env)
+            return
+        elements = target.elts if isinstance(target, ast.Tuple) else [target]
+        if all(isinstance(element, ast.Name) for element in elements):
+            for index, element in enumerate(elements):
+                self._define(element, Definition(value, index), env)
+            return
+        # Nested tuples bind names to unknown values. Attributes and subscripts bind none, but read.
+        for name in _written(target):
+            self._define(name, Definition(), env)
+        self._read(target, env)
 
     def _define(self, target: ast.expr, definition: Definition, env: dict[str, Reaching]) -> None:
         assert isinstance(target, ast.Name)
-        self.made[target] = definition
+        self.definitions[target] = definition
         env[target.id] = frozenset([definition])
 
     def _read(self, node: ast.AST, env: dict[str, Reaching]) -> None:
@@ -176,6 +219,7 @@ class Flow:
 
 
 def _written(node: ast.AST) -> Iterator[ast.Name]:
+    """The names that are bound or deleted anywhere in a node."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.Name) and not isinstance(inner.ctx, ast.Load):
             yield inner

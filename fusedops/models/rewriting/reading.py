@@ -1,142 +1,287 @@
-"""Reading a forward: what each call is, where its value goes, and whether that can take one that is not finished."""
+"""Reading a forward: the kind of each call, the consumers of its value, and whether steps can join.
+
+An *end* is a value whose last steps (bias, activation, dropout) are not computed yet; see
+`statements`. A consumer joins an end if one operator computes these steps and its own.
+"""
 
 from __future__ import annotations
 
 import ast
 import copy
 from collections.abc import Callable
-from typing import Any
 
 from .flow import Definition, Flow
 from .trees import (
     CONDITIONAL,
     SHAPE,
+    first_argument,
+    first_target,
     from_first,
-    has_one,
+    is_first,
     is_pure,
+    is_term,
+    is_unary,
     local_names,
-    once,
+    only_target,
     path_of,
     root_of,
-)  # fmt: skip
+    unique,
+)
 
-__all__ = ["ROWS", "Kinds", "Reader", "called_paths", "rows_of"]
+__all__ = ["DROPOUTS", "ROWS", "Kinds", "Reader", "called_paths", "rows_of"]
 
-# From the path of a module, or a space and the name of a function, to its kind: "linear", "norm", "dropout", "activation",
-# "module", "absent" (there is none), or "functional dropout"; "" for anything else.
+# From the path of a module, or a space and the name of a function, to its kind: "linear", "norm",
+# "dropout", "activation", "module", "absent" (the attribute is None), or "functional dropout"; ""
+# for anything else.
 Kinds = Callable[[str], str]
-# The names by which a module takes its rows, if not by place.
+DROPOUTS = ("dropout", "functional dropout")
+# The keywords by which a module takes its rows, if they are not its first argument.
 ROWS = ("hidden_states", "x", "input")
 # Functions that multiply matrices.
 _PRODUCTS = (".linear", ".matmul", ".bmm", ".einsum")
+# The one keyword of a GELU, and the helper that computes it; "" for the operators' default.
+_GELUS = {"approximate='tanh'": "gelu_tanh", "approximate='none'": ""}
 
 
 def called_paths(function: ast.FunctionDef) -> tuple[list[str], list[str]]:
-    """What the function calls: the paths in its first parameter, and the names of other functions."""
+    """The paths in its first parameter that the function calls, and the names of functions."""
     self_name = function.args.args[0].arg if function.args.args else ""
     paths: dict[str, None] = {}
     others: dict[str, None] = {}
     for node in ast.walk(function):
-        if isinstance(node, ast.Call):
-            path = path_of(node.func, self_name)
-            if path:
-                paths[path] = None
-            elif isinstance(node.func, (ast.Name, ast.Attribute)):
-                others[ast.unparse(node.func)] = None
+        if not isinstance(node, ast.Call):
+            continue
+        path = path_of(node.func, self_name)
+        if path:
+            paths[path] = None
+        elif isinstance(node.func, (ast.Name, ast.Attribute)):
+            others[ast.unparse(node.func)] = None
     return list(paths), list(others)
 
 
 def rows_of(function: ast.FunctionDef, kinds: Kinds) -> tuple[str, ...]:
-    """The paths of the linear layers and modules that take the function's rows, its first argument, if nothing else does."""
+    """The paths of the layers and modules that take the function's rows, if nothing else does.
+
+    The rows are the first argument after ``self``.
+    """
     flow = Flow(function)
     self_name = function.args.args[0].arg if function.args.args else ""
     if len(flow.parameters) < 2:
         return ()
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
+    # The list grows by the names that a conditional expression assigns the rows to.
     definitions = [flow.parameters[1]]
     for definition in definitions:
         for use in definition.uses:
-            parent: Any = flow.parent[use]
-            if isinstance(parent, ast.Attribute) and parent.attr in ("shape", "size", "device", "dim"):
+            if _reads_shape(flow, use):
                 continue
-            if isinstance(parent, ast.IfExp) and use is not parent.test:
-                assigned: Any = flow.parent[parent]
-                if isinstance(assigned, ast.Assign) and isinstance(assigned.targets[0], ast.Name):
-                    definitions.append(flow.written(assigned.targets[0]))
-                    continue
-            call: Any = flow.parent[parent] if isinstance(parent, ast.keyword) and parent.arg in ROWS else parent
-            given = isinstance(call, ast.Call) and (call is not parent or (bool(call.args) and call.args[0] is use))
-            path = path_of(call.func, self_name) if given else ""
-            if not path or "." in path or kinds(path) not in ("linear", "module", "absent"):
+            selected = _selected(flow, use)
+            if selected is not None:
+                definitions.append(selected)
+                continue
+            call = _taking_call(flow, use)
+            path = "" if call is None else path_of(call.func, self_name)
+            is_child = path != "" and "." not in path
+            if not is_child or kinds(path) not in ("linear", "module", "absent"):
                 return ()
-            found[path] = None
-    return tuple(found)
+            paths[path] = None
+    return tuple(paths)
+
+
+def _reads_shape(flow: Flow, use: ast.AST) -> bool:
+    """Whether this use of a tensor reads only what is known before the tensor is computed."""
+    parent = flow.parent.get(use)
+    return isinstance(parent, ast.Attribute) and parent.attr in SHAPE
+
+
+def _selected(flow: Flow, use: ast.Name) -> Definition | None:
+    """The definition of y in ``y = x if ... else z``, for a use of x or z."""
+    choice = flow.parent[use]
+    if not isinstance(choice, ast.IfExp) or use is choice.test:
+        return None
+    target = first_target(flow.parent[choice])
+    return None if target is None else flow.written(target)
+
+
+def _taking_call(flow: Flow, use: ast.AST) -> ast.Call | None:
+    """The call that takes a value as its rows."""
+    parent = flow.parent[use]
+    if isinstance(parent, ast.keyword):
+        # The parent of a keyword is a call, or the definition of a class.
+        call = flow.parent[parent]
+        is_rows = parent.arg in ROWS
+    else:
+        call = parent
+        is_rows = first_argument(parent) is use
+    return call if is_rows and isinstance(call, ast.Call) else None
 
 
 class Reader:
-    """What can be told of a function's values from its text."""
+    """Answers questions about a function's values from its text."""
 
     def __init__(self, function: ast.FunctionDef, kinds: Kinds, leaving: bool) -> None:
-        self.kinds, self.leaving = kinds, leaving
+        self.kinds = kinds
+        self.leaving = leaving
         self.self_name = function.args.args[0].arg
         self.local = local_names(function) - {self.self_name}
         self.flow = Flow(function)
 
-    def _kind(self, node: ast.Call) -> str:
-        path = path_of(node.func, self.self_name)
-        if not path and (not root_of(node.func) or root_of(node.func) in self.local):
-            return ""
-        kind = self.kinds(path or " " + ast.unparse(node.func))
-        if kind == "activation" and not has_one(node) and self._approximate(node) is None:
-            return ""
-        return "" if any(isinstance(argument, ast.Starred) for argument in node.args) else kind
+    # --- calls ---
 
-    def _approximate(self, node: ast.Call) -> str | None:
-        """Which GELU a function is told to compute."""
-        if len(node.args) != 1 or len(node.keywords) != 1 or not isinstance(node.func, ast.Attribute):
-            return None
-        given = ast.unparse(node.keywords[0])
-        return {"approximate='tanh'": "gelu_tanh", "approximate='none'": ""}.get(given)
+    def _kind(self, node: ast.AST) -> str:
+        """The kind of what a call calls; "" for anything that is not rewritten."""
+        if not isinstance(node, ast.Call):
+            return ""
+        if any(isinstance(argument, ast.Starred) for argument in node.args):
+            return ""
+        called = self._path(node)
+        if not called:
+            # The name of a function may be looked up in the globals, unless it is a local one.
+            root = root_of(node.func)
+            if not root or root in self.local:
+                return ""
+            called = " " + ast.unparse(node.func)
+        kind = self.kinds(called)
+        # An activation has no other arguments, except for a GELU's approximation.
+        is_plain = kind != "activation" or is_unary(node) or self._gelu(node) is not None
+        return kind if is_plain else ""
+
+    def _is_unary_of(self, node: ast.AST, kind: str) -> bool:
+        """Whether this is a call of that kind with one argument."""
+        return isinstance(node, ast.Call) and self._kind(node) == kind and is_unary(node)
+
+    def _gelu(self, node: ast.Call) -> str | None:
+        """The helper for a GELU that a function's one keyword asks for; None for other calls."""
+        match node:
+            case ast.Call(func=ast.Attribute(), args=[_], keywords=[keyword]):
+                return _GELUS.get(ast.unparse(keyword))
+        return None
 
     def _path(self, node: ast.Call) -> str:
         return path_of(node.func, self.self_name)
 
-    def _is_residual_too(self, name: ast.Name) -> bool:
-        definition = self.flow.only(name)
-        return definition is not None and any(
-            isinstance(self.flow.parent[use], ast.BinOp) for use in definition.uses if use is not name
-        )
-
     def _activation_path(self, gate: ast.expr) -> str:
-        if isinstance(gate, ast.Name):
-            definition = self.flow.only(gate)
-            gate = definition.value if definition is not None and definition.value is not None else gate
+        """The path of the activation that computes a gate."""
+        definition = self.flow.only(gate)
+        if definition is not None and definition.value is not None:
+            gate = definition.value
         return self._path(gate) if isinstance(gate, ast.Call) else ""
-
-    def _is_halved(self, value: ast.expr) -> bool:
-        """Whether this is ``x.chunk(2, dim=-1)``, in whatever way."""
-        if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute) or value.func.attr != "chunk":
-            return False
-        given = [*value.args[self._is_function(value, "chunk") :], *[keyword.value for keyword in value.keywords]]
-        return [ast.unparse(argument) for argument in given] == ["2", "-1"]
 
     def _is_function(self, call: ast.Call, name: str) -> bool:
         return ast.unparse(call.func) == f"torch.{name}"
 
-    def _gate_of(self, target: ast.Tuple) -> ast.Call | None:
-        """The activation of the first half, where it and the second are multiplied and go nowhere else."""
-        gate, up = [self.flow.written(element).uses for element in target.elts]
-        if len(gate) != 1 or len(up) != 1:
-            return None
-        call = self.flow.parent[gate[0]]
-        if not isinstance(call, ast.Call) or self._kind(call) != "activation":
-            return None
-        product = self.flow.parent[call]
-        fits = isinstance(product, ast.BinOp) and isinstance(product.op, ast.Mult)
-        return call if fits and self.flow.parent[up[0]] is product else None
+    def _is_chunked(self, value: ast.expr) -> bool:
+        """Whether this is ``x.chunk(2, dim=-1)`` or ``torch.chunk(x, 2, dim=-1)``."""
+        match value:
+            case ast.Call(func=ast.Attribute(attr="chunk")):
+                arguments = value.args
+            case _:
+                return False
+        if self._is_function(value, "chunk"):
+            arguments = arguments[1:]
+        texts = [ast.unparse(argument) for argument in arguments]
+        texts += [ast.unparse(keyword.value) for keyword in value.keywords]
+        return texts == ["2", "-1"]
 
-    def _are_together(self, *nodes: ast.AST) -> bool:
-        """Whether of these expressions all are evaluated, or none: they are in one block, and under no condition in it."""
+    # --- values ---
+
+    def _value_of(self, node: ast.AST) -> ast.AST:
+        """The expression whose value this is; a name's definition, where that is known."""
+        if not isinstance(node, ast.Name):
+            return node
+        definition = self.flow.only(node)
+        if definition is None or definition.value is None:
+            return node
+        # Of a module's outputs, the first is the one that is an end.
+        return definition.value if definition.index in (None, 0) else node
+
+    def _is_computed(self, node: ast.expr) -> bool:
+        """Whether a module's call computes this.
+
+        Embeddings are no residual stream: they are broadcast, and no call computes them.
+        """
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Name):
+                call = self._value_of(inner)
+                if self._kind(call) not in ("", "absent"):
+                    return True
+        return False
+
+    def _is_product(self, node: ast.AST) -> bool:
+        """Whether this is a matrix product, or half of a tensor."""
+        node = self._value_of(node)
+        if isinstance(node, ast.BinOp):
+            return isinstance(node.op, ast.MatMult)
+        if not isinstance(node, ast.Call):
+            return False
+        if self._kind(node) == "linear" or self._is_chunked(node):
+            return True
+        return ast.unparse(node.func).endswith(_PRODUCTS)
+
+    def _is_layer(self, node: ast.AST) -> bool:
+        """Whether this is the output of a linear layer."""
+        return self._is_unary_of(self._value_of(node), "linear")
+
+    def _is_activated(self, node: ast.AST) -> bool:
+        """Whether this is the activation of a matrix product."""
+        node = self._value_of(node)
+        if not isinstance(node, ast.Call) or self._kind(node) != "activation":
+            return False
+        return self._is_product(node.args[0])
+
+    def _activates(self, node: ast.AST) -> bool:
+        """Whether this is the activation of a linear layer's output, or a dropout of it."""
+        node = self._value_of(node)
+        rows = first_argument(node)
+        if rows is None:
+            return False
+        kind = self._kind(node)
+        if kind == "activation":
+            return self._is_layer(rows) and not self._is_gate(node)
+        return kind in DROPOUTS and self._activates(rows)
+
+    def _sources(self, node: ast.AST) -> list[str]:
+        """The paths of the modules whose last steps an end has."""
+        node = self._value_of(node)
+        if isinstance(node, ast.Subscript):
+            node = self._value_of(node.value)
+        if not isinstance(node, ast.Call):
+            return []
+        kind = self._kind(node)
+        if kind in ("linear", "module"):
+            return [self._path(node)]
+        if kind not in DROPOUTS or not node.args:
+            return []
+        if kind == "functional dropout":
+            return [*self._sources(node.args[0]), " " + _probability(node)]
+        return [*self._sources(node.args[0]), self._path(node)] if is_unary(node) else []
+
+    # --- uses ---
+
+    def _uses(self, definition: Definition) -> int:
+        """The number of a value's uses, without those that read its shape."""
+        return sum(not self._is_shape(use) for use in definition.uses)
+
+    def _is_shape(self, use: ast.Name) -> bool:
+        return _reads_shape(self.flow, use)
+
+    def _is_residual(self, name: ast.Name) -> bool:
+        """Whether another use of the value is a term of a sum, or another operand."""
+        definition = self.flow.only(name)
+        if definition is None:
+            return False
+        others = [use for use in definition.uses if use is not name]
+        return any(isinstance(self.flow.parent[use], ast.BinOp) for use in others)
+
+    def _single_use(self, target: ast.Name) -> ast.Name | None:
+        """The one use of an assigned name, if no other assignment reaches it."""
+        uses = self.flow.written(target).uses
+        if len(uses) != 1 or self.flow.only(uses[0]) is None:
+            return None
+        return uses[0]
+
+    def _in_one_block(self, *nodes: ast.AST) -> bool:
+        """Whether all of these are evaluated, or none: in one block, and unconditionally."""
         blocks = set[ast.AST]()
         for node in nodes:
             while not isinstance(node, ast.stmt):
@@ -147,189 +292,169 @@ class Reader:
         return len(blocks) == 1
 
     def _second_layer(self, node: ast.Call) -> ast.Call | None:
-        """The linear layer that takes what an activation, and perhaps a dropout, make of this one's output."""
+        """The linear layer that takes this one's output after an activation and dropouts.
+
+        Only one that its consumer joins: cast together with this one, it has its bias in fp32.
+        """
         current: ast.AST = node
-        activated = False
+        is_activated = False
         while True:
             parent = self.flow.parent[current]
-            if isinstance(parent, ast.Call) and current in parent.args[:1]:
-                kind = self._kind(parent)
-                if kind == "linear":
-                    return parent if activated and has_one(parent) and self._profits(parent) else None
-                activated |= kind == "activation"
-                if kind not in ("activation", "dropout", "functional dropout"):
+            # A name goes on where it is used.
+            target = first_target(parent)
+            if target is not None:
+                use = self._single_use(target)
+                if use is None:
                     return None
-                current = parent
-            elif isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Name):
-                uses = self.flow.written(parent.targets[0]).uses
-                if len(uses) != 1 or self.flow.only(uses[0]) is None:
-                    return None
-                current = uses[0]
-            else:
+                current = use
+                continue
+            if not isinstance(parent, ast.Call) or first_argument(parent) is not current:
                 return None
+            kind = self._kind(parent)
+            if kind == "linear" and is_activated and is_unary(parent):
+                return parent if self._consumer_joins(parent) else None
+            if kind != "activation" and kind not in DROPOUTS:
+                return None
+            is_activated = is_activated or kind == "activation"
+            current = parent
 
-    def _is_taken_apart(self, definition: Definition) -> bool:
-        """Whether of a module's outputs the first goes where an end may go, and all others somewhere else."""
+    # --- gates ---
+
+    def _gate_of(self, target: ast.Tuple) -> ast.Call | None:
+        """The activation of the first half of two, where its product with the second is all."""
+        gate, up = [self.flow.written(element).uses for element in target.elts]
+        if len(gate) != 1 or len(up) != 1:
+            return None
+        call = self.flow.parent[gate[0]]
+        if not isinstance(call, ast.Call) or self._kind(call) != "activation":
+            return None
+        match self.flow.parent[call]:
+            case ast.BinOp(op=ast.Mult()) as product:
+                return call if self.flow.parent[up[0]] is product else None
+        return None
+
+    def _is_gate(self, node: ast.AST) -> bool:
+        """Whether this activation is a gate: its consumer is a multiplication."""
+        parent = self.flow.parent[node]
+        target = only_target(parent)
+        if target is not None:
+            use = self._single_use(target)
+            if use is None:
+                return False
+            parent = self.flow.parent[use]
+        return isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Mult)
+
+    # --- whether it gains to leave a value unfinished ---
+
+    def _is_split(self, definition: Definition) -> bool:
+        """Whether a consumer joins the first of a module's outputs, and others take the rest."""
         firsts = []
         for use in definition.uses:
-            parent = self.flow.parent[use]
-            if (
-                not isinstance(parent, ast.Subscript)
-                or parent.value is not use
-                or self.flow.only(use) is not definition
-            ):
+            part = self.flow.parent[use]
+            # All outputs together would have to be a tuple, with the first one finished.
+            if not isinstance(part, ast.Subscript) or part.value is not use:
                 return False
-            if isinstance(parent.slice, ast.Constant) and parent.slice.value == 0:
-                firsts.append(parent)
-            elif from_first(parent) is None:
+            if self.flow.only(use) is not definition:
                 return False
-        return len(firsts) == 1 and self._profits(firsts[0])
+            if is_first(part):
+                firsts.append(part)
+            elif from_first(part) is None:
+                return False
+        return len(firsts) == 1 and self._consumer_joins(firsts[0])
 
-    def _profits_name(self, definition: Definition) -> bool:
+    def _use_joins(self, definition: Definition) -> bool:
+        """Whether a value has one consumer, which joins it."""
+        # For a second consumer the value has to be finished anyway.
         if len(definition.uses) != 1:
             return False
         use = definition.uses[0]
-        return self.flow.only(use) is definition and self._profits(use)
+        return self.flow.only(use) is definition and self._consumer_joins(use)
 
-    def _profits(self, node: ast.AST) -> bool:
-        """Whether what takes this value takes an end, and does more with it than to finish it."""
+    def _consumer_joins(self, node: ast.AST) -> bool:
+        """Whether the consumer of this value takes an end, and does more than to finish it."""
         parent = self.flow.parent[node]
-        if isinstance(parent, ast.Call) and parent.args and parent.args[0] is node:
-            kind = self._kind(parent)
-            if kind == "activation":
-                return self._is_layer(node) and not self._waits_for_product(parent)
-            return kind in ("dropout", "functional dropout") and (self._profits(parent) or self._activates(parent))
-        if isinstance(parent, ast.BinOp):
-            other = parent.right if parent.left is node else parent.left
-            if isinstance(parent.op, ast.Mult):
-                return self._is_activated(node)
-            return isinstance(parent.op, ast.Add) and is_pure(other) and not isinstance(other, ast.Constant)
-        if isinstance(parent, ast.AugAssign):
-            return parent.target is node and isinstance(parent.op, ast.Add) and is_pure(parent.value)
-        if isinstance(parent, ast.Subscript):
-            return parent.value is node and self._profits(parent)
-        if isinstance(parent, ast.Assign) and len(parent.targets) == 1 and parent.value is node:
-            target = parent.targets[0]
-            return isinstance(target, ast.Name) and self._profits_name(self.flow.written(target))
-        if isinstance(parent, ast.Tuple) and parent.elts[0] is node:
-            return self.leaving and isinstance(self.flow.parent[parent], ast.Return) and bool(self._sources(node))
-        return self.leaving and isinstance(parent, ast.Return) and bool(self._sources(node))
+        match parent:
+            case ast.Call(args=[first, *_]) if first is node:
+                return self._call_joins(parent, node)
+            case ast.BinOp():
+                return self._operator_joins(parent, node)
+            case ast.AugAssign(op=ast.Add(), value=value):
+                return parent.target is node and is_pure(value)
+            case ast.Subscript():
+                return parent.value is node and self._consumer_joins(parent)
+            case ast.Assign(targets=[ast.Name() as target]):
+                return self._use_joins(self.flow.written(target))
+        # The caller joins what is left to it.
+        return self.leaving and self._is_returned(node) and bool(self._sources(node))
 
-    def _definition_of(self, node: ast.AST) -> ast.AST:
-        """The expression behind a name, where it is known."""
-        if isinstance(node, ast.Name):
-            definition = self.flow.only(node)
-            if definition is not None and definition.value is not None and definition.place in (None, 0):
-                return definition.value
-        return node
-
-    def _is_computed(self, node: ast.expr) -> bool:
-        """Whether this comes of a module's call: embeddings, which are broadcast and are no residual stream, do not."""
-        found = (self._definition_of(inner) for inner in ast.walk(node) if isinstance(inner, ast.Name))
-        return any(isinstance(call, ast.Call) and self._kind(call) not in ("", "absent") for call in found)
-
-    def _is_product(self, node: ast.AST) -> bool:
-        """Whether this is a matrix product, or half of a tensor."""
-        node = self._definition_of(node)
-        if isinstance(node, ast.BinOp):
-            return isinstance(node.op, ast.MatMult)
-        if not isinstance(node, ast.Call):
-            return False
-        return self._kind(node) == "linear" or self._is_halved(node) or ast.unparse(node.func).endswith(_PRODUCTS)
-
-    def _is_layer(self, node: ast.AST) -> bool:
-        node = self._definition_of(node)
-        return isinstance(node, ast.Call) and self._kind(node) == "linear" and has_one(node)
-
-    def _is_activated(self, node: ast.AST) -> bool:
-        node = self._definition_of(node)
-        return isinstance(node, ast.Call) and self._kind(node) == "activation" and self._is_product(node.args[0])
-
-    def _activates(self, node: ast.AST) -> bool:
-        """Whether this is the activation of a linear layer's output, perhaps with a dropout behind it."""
-        node = self._definition_of(node)
-        if not isinstance(node, ast.Call) or not node.args:
-            return False
-        kind = self._kind(node)
+    def _call_joins(self, call: ast.Call, node: ast.AST) -> bool:
+        kind = self._kind(call)
         if kind == "activation":
-            return self._is_layer(node.args[0]) and not self._waits_for_product(node)
-        return kind in ("dropout", "functional dropout") and self._activates(node.args[0])
+            # A bias joins the activation of a linear layer; a gate joins its product instead.
+            return self._is_layer(node) and not self._is_gate(call)
+        if kind in DROPOUTS:
+            return self._consumer_joins(call) or self._activates(call)
+        return False
 
-    def _waits_for_product(self, node: ast.Call) -> bool:
-        """Whether this activation is a gate: what takes it is a multiplication."""
-        parent: ast.AST = self.flow.parent[node]
-        if isinstance(parent, ast.Assign) and len(parent.targets) == 1 and isinstance(parent.targets[0], ast.Name):
-            uses = self.flow.written(parent.targets[0]).uses
-            if len(uses) != 1 or self.flow.only(uses[0]) is None:
-                return False
-            parent = self.flow.parent[uses[0]]
-        return isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Mult)
+    def _operator_joins(self, operation: ast.BinOp, node: ast.AST) -> bool:
+        if isinstance(operation.op, ast.Mult):
+            return self._is_activated(node)
+        other = operation.right if operation.left is node else operation.left
+        return isinstance(operation.op, ast.Add) and is_term(other)
 
-    def _sources(self, node: ast.AST) -> list[str]:
-        """The paths of the modules whose last steps an end has."""
-        node = self._definition_of(node)
-        if isinstance(node, ast.Subscript):
-            node = self._definition_of(node.value)
-        if not isinstance(node, ast.Call):
-            return []
-        kind = self._kind(node)
-        if kind in ("linear", "module"):
-            return [self._path(node)]
-        if kind == "dropout" and has_one(node):
-            return [*self._sources(node.args[0]), self._path(node)]
-        if kind == "functional dropout" and node.args:
-            p = next((keyword.value for keyword in node.keywords if keyword.arg == "p"), None) or [*node.args, None][1]
-            return [*self._sources(node.args[0]), " " + ("0.5" if p is None else ast.unparse(p))]
-        return []
+    def _is_returned(self, node: ast.AST) -> bool:
+        """Whether this is what the function returns, or the first output of several."""
+        parent = self.flow.parent[node]
+        if isinstance(parent, ast.Tuple) and parent.elts[0] is node:
+            parent = self.flow.parent[parent]
+        return isinstance(parent, ast.Return)
+
+    # --- the consumers of norms, which get a low-precision output under autocast ---
 
     def _consumers(self, node: ast.Call) -> list[ast.expr]:
         """The modules that take a norm's output, if nothing else does."""
-        parent = self.flow.parent[node]
-        if isinstance(parent, ast.Assign) and len(parent.targets) == 1 and isinstance(parent.targets[0], ast.Name):
-            uses: list[ast.AST] = list(self.flow.written(parent.targets[0]).uses)
-        else:
-            uses = [node]
-        found = [self._consumer(use) for use in uses]
-        return [] if not all(found) else once(found)
+        target = only_target(self.flow.parent[node])
+        uses = [node] if target is None else self.flow.written(target).uses
+        consumers = [self._consumer(use) for use in uses]
+        return unique(consumers) if all(consumers) else []
 
     def _consumer(self, use: ast.AST) -> ast.expr | None:
         """The module that takes this as its rows."""
-        parent = self.flow.parent[use]
-        if isinstance(parent, ast.keyword):
-            call = self.flow.parent[parent]
-            takes = parent.arg in ROWS
-        else:
-            call = parent
-            takes = isinstance(parent, ast.Call) and bool(parent.args) and parent.args[0] is use
-        if not takes or not isinstance(call, ast.Call) or self._kind(call) not in ("linear", "module"):
+        call = _taking_call(self.flow, use)
+        if call is None or self._kind(call) not in ("linear", "module"):
             return None
         if isinstance(use, ast.Name) and self.flow.only(use) is None:
             return None
         return copy.deepcopy(call.func)
 
     def _low_uses(self, call: ast.Call) -> tuple[list[ast.Name], list[ast.expr]] | None:
-        """The uses of a post-norm's output by modules, and these, where all others are the residual stream."""
-        parent = self.flow.parent[call]
-        if not isinstance(parent, ast.Assign) or not isinstance(parent.targets[0], ast.Name):
+        """The uses of a post-norm's output by modules, and these modules.
+
+        None unless the remaining uses are the residual stream, and there are uses of both kinds:
+        only then a low-precision copy beside the output saves casts.
+        """
+        target = first_target(self.flow.parent[call])
+        if target is None:
             return None
-        taken, modules, residual = [], [], False
-        for use in self.flow.written(parent.targets[0]).uses:
+        low, modules = [], []
+        has_residual = False
+        for use in self.flow.written(target).uses:
             if self.flow.only(use) is None:
                 return None
             consumer = self._consumer(use)
             if consumer is not None:
-                taken.append(use)
+                low.append(use)
                 modules.append(consumer)
             elif isinstance(self.flow.parent[use], ast.BinOp):
-                residual = True
+                has_residual = True
             else:
                 return None
-        return (taken, once(modules)) if taken and residual else None
+        return (low, unique(modules)) if low and has_residual else None
 
-    def _uses(self, definition: Definition) -> int:
-        """How many uses a value has, but for its shape."""
-        return sum(not self._is_shape(use) for use in definition.uses)
 
-    def _is_shape(self, use: ast.Name) -> bool:
-        parent = self.flow.parent.get(use)
-        return isinstance(parent, ast.Attribute) and parent.attr in SHAPE
+def _probability(dropout: ast.Call) -> str:
+    """The text of a functional dropout's probability."""
+    for keyword in dropout.keywords:
+        if keyword.arg == "p":
+            return ast.unparse(keyword.value)
+    return ast.unparse(dropout.args[1]) if len(dropout.args) > 1 else "0.5"

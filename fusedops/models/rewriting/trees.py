@@ -1,4 +1,4 @@
-"""Syntax trees: what is asked of one, and the pieces that a rewritten forward is made of."""
+"""Syntax trees: predicates on them, and the pieces of a rewritten forward."""
 
 from __future__ import annotations
 
@@ -13,46 +13,119 @@ __all__ = [
     "added",
     "assign",
     "ends_function",
+    "first_argument",
     "first_call",
+    "first_target",
     "from_first",
-    "has_one",
     "helper",
     "helper_call",
+    "inspects_locals",
+    "is_first",
     "is_harmless",
     "is_helper",
     "is_pure",
+    "is_term",
+    "is_unary",
+    "load",
     "local_names",
-    "looks",
     "names_bound",
-    "names_kept",
+    "names_captured",
     "names_written",
-    "once",
+    "only_target",
     "path_of",
     "replace",
     "root_of",
     "shifted",
+    "store",
+    "unique",
     "unpack",
     "view_of",
     "writes_attributes",
 ]
 
 PREFIX = "_fusedops_"
-# Builtins that change nothing: values may wait while they are called.
+# Builtins without side effects: a pending value may stay pending while they are called.
 _HARMLESS = frozenset({"isinstance", "len", "hasattr"})
-# What a tensor tells without being computed.
+# Attributes and methods of a tensor that are known before it is computed.
 SHAPE = ("shape", "size", "dim", "device")
-# Scopes of their own, and those of them that read names when they are called.
+# Expressions with a scope of their own, and the scopes whose bodies may run after the statement.
 _SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_LATER = (ast.Lambda, ast.GeneratorExp, ast.FunctionDef, ast.ClassDef)
-# What may only be evaluated on some ways through a statement, or more than once.
+_DEFERRED = (ast.Lambda, ast.GeneratorExp, ast.FunctionDef, ast.ClassDef)
+# Expressions whose parts may be evaluated on some paths through a statement only, or repeatedly.
 CONDITIONAL = (ast.IfExp, ast.BoolOp, *_SCOPES)
-# Builtins that see the names of a function.
-_LOOKING = frozenset({"locals", "vars", "dir", "eval", "exec"})
+# Builtins that read the local variables of their caller.
+_INSPECTING = frozenset({"locals", "vars", "dir", "eval", "exec"})
+
+
+# --- building -------------------------------------------------------------------------------------
+
+
+def load(name: str) -> ast.Name:
+    """The expression that reads a name."""
+    return ast.Name(name, ast.Load())
+
+
+def store(name: str) -> ast.Name:
+    """The target that binds a name."""
+    return ast.Name(name, ast.Store())
 
 
 def helper(name: str) -> ast.expr:
-    """The name by which a rewritten function has one of the helpers."""
-    return ast.Name(PREFIX + name, ast.Load())
+    """The name by which a rewritten function reads one of the helpers."""
+    return load(PREFIX + name)
+
+
+def helper_call(name: str, *args: ast.expr, **options: Any) -> ast.Call:
+    """A call of a helper; an option is an expression, or a constant's value."""
+    keywords = []
+    for key, option in options.items():
+        value = option if isinstance(option, ast.expr) else ast.Constant(option)
+        keywords.append(ast.keyword(key, value))
+    return ast.Call(helper(name), list(args), keywords)
+
+
+def added(end: ast.expr, residual: ast.expr, first: bool) -> ast.Call:
+    """The call that adds an end and a residual, in the order of the source."""
+    # The helper's default is the residual first.
+    options = {"first": True} if first else {}
+    return helper_call("add", end, residual, **options)
+
+
+def assign(name: str, value: ast.expr) -> ast.Assign:
+    """``name = value``."""
+    return ast.Assign([store(name)], value)
+
+
+def unpack(names: Sequence[str], value: ast.expr) -> ast.Assign:
+    """``names, ... = value``."""
+    targets = ast.Tuple([store(name) for name in names], ast.Store())
+    return ast.Assign([targets], value)
+
+
+def shifted(node: ast.Subscript, rest: str) -> ast.expr:
+    """``x[i]`` or ``x[i:]`` as a subscript of ``rest``, which is ``x[1:]``."""
+    start = ast.Constant((from_first(node) or 1) - 1)
+    index: ast.expr = start
+    if isinstance(node.slice, ast.Slice):
+        index = ast.Slice(start, None, None)
+    return ast.Subscript(load(rest), index, ast.Load())
+
+
+def replace(parent: ast.AST, old: ast.expr, new: ast.expr) -> None:
+    """Replace a child expression of a node."""
+    for name, value in ast.iter_fields(parent):
+        if value is old:
+            setattr(parent, name, new)
+        elif isinstance(value, list) and old in value:
+            value[value.index(old)] = new
+
+
+def unique(nodes: Sequence[Any]) -> list[ast.expr]:
+    """The expressions without repetitions."""
+    return list({ast.dump(node): node for node in nodes}.values())
+
+
+# --- expressions ----------------------------------------------------------------------------------
 
 
 def is_helper(node: ast.Call) -> bool:
@@ -60,68 +133,65 @@ def is_helper(node: ast.Call) -> bool:
     return isinstance(node.func, ast.Name) and node.func.id.startswith(PREFIX)
 
 
-def helper_call(name: str, *args: ast.expr, **options: Any) -> ast.Call:
-    """A call of a helper; of the options, constants are given as they are."""
-    given = [(key, value if isinstance(value, ast.expr) else ast.Constant(value)) for key, value in options.items()]
-    return ast.Call(helper(name), list(args), [ast.keyword(key, value) for key, value in given])
-
-
-def added(end: ast.expr, residual: ast.expr, first: bool) -> ast.Call:
-    """The call that adds an end and a residual, in the order in which they stood."""
-    return helper_call("add", end, residual, first=True) if first else helper_call("add", end, residual)
-
-
-def assign(name: str, value: ast.expr) -> ast.Assign:
-    """``name = value``."""
-    return ast.Assign([ast.Name(name, ast.Store())], value)
-
-
-def unpack(names: Sequence[str], value: ast.expr) -> ast.Assign:
-    """``names, ... = value``."""
-    return ast.Assign([ast.Tuple([ast.Name(name, ast.Store()) for name in names], ast.Store())], value)
-
-
-def has_one(node: ast.Call) -> bool:
-    """Whether the call takes one argument, by place."""
+def is_unary(node: ast.Call) -> bool:
+    """Whether the call takes one argument, by position."""
     return len(node.args) == 1 and not node.keywords
 
 
+def first_argument(node: ast.AST) -> ast.expr | None:
+    """The first positional argument of a call; None for anything else."""
+    match node:
+        case ast.Call(args=[first, *_]):
+            return first
+    return None
+
+
+def is_first(node: ast.AST) -> bool:
+    """Whether this is ``x[0]``."""
+    match node:
+        case ast.Subscript(slice=ast.Constant(value=0)):
+            return True
+    return False
+
+
+def is_term(node: ast.expr) -> bool:
+    """Whether a sum may add this as a residual: it has no side effects and is no constant."""
+    return is_pure(node) and not isinstance(node, ast.Constant)
+
+
 def is_harmless(node: ast.Call) -> bool:
-    """Whether the call changes nothing and computes nothing."""
+    """Whether the call has no side effects and computes no tensor."""
     if isinstance(node.func, ast.Attribute):
         return node.func.attr in SHAPE and is_pure(node.func.value)
     return isinstance(node.func, ast.Name) and node.func.id in _HARMLESS
 
 
+def is_pure(node: ast.expr) -> bool:
+    """Whether evaluating this has no side effects."""
+    effects = (ast.Call, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
+    return not any(isinstance(inner, effects) for inner in ast.walk(node))
+
+
 def view_of(node: ast.expr) -> ast.Attribute | None:
     """``x.reshape`` of ``x.reshape(...)``, and of a view."""
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.keywords:
-        return None
-    return node.func if node.func.attr in ("reshape", "view") else None
+    match node:
+        case ast.Call(func=ast.Attribute(attr="reshape" | "view") as method, keywords=[]):
+            return method
+    return None
 
 
 def from_first(node: ast.AST | None) -> int | None:
     """The first index, from one on, of ``x[1]`` or ``x[1:]``."""
-    if not isinstance(node, ast.Subscript):
-        return None
-    index: ast.expr | None = node.slice
-    if isinstance(index, ast.Slice):
-        index = index.lower if index.upper is None and index.step is None else None
-    value = index.value if isinstance(index, ast.Constant) else None
-    return value if isinstance(value, int) and value > 0 else None
-
-
-def shifted(node: ast.Subscript, rest: str) -> ast.expr:
-    """The same of all but the first."""
-    place = ast.Constant((from_first(node) or 1) - 1)
-    index: ast.expr = ast.Slice(place, None, None) if isinstance(node.slice, ast.Slice) else place
-    return ast.Subscript(ast.Name(rest, ast.Load()), index, ast.Load())
-
-
-def looks(function: ast.FunctionDef) -> bool:
-    """Whether the function looks at its own names."""
-    calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
-    return any(isinstance(called, ast.Name) and called.id in _LOOKING for called in calls)
+    match node:
+        case ast.Subscript(slice=ast.Constant(value=int(start))):
+            pass
+        case ast.Subscript(
+            slice=ast.Slice(lower=ast.Constant(value=int(start)), upper=None, step=None)
+        ):
+            pass
+        case _:
+            return None
+    return start if start > 0 else None
 
 
 def root_of(node: ast.expr) -> str:
@@ -131,85 +201,58 @@ def root_of(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def once(nodes: Sequence[Any]) -> list[ast.expr]:
-    """The expressions, each of them once."""
-    return list({ast.dump(node): node for node in nodes}.values())
-
-
-def names_written(node: ast.AST) -> set[str]:
-    """The names that are bound, but for those that only a comprehension sees."""
-    if isinstance(node, _SCOPES):
-        return set()
-    if isinstance(node, ast.Name):
-        return set() if isinstance(node.ctx, ast.Load) else {node.id}
-    return {name for child in ast.iter_child_nodes(node) for name in names_written(child)}
-
-
-def local_names(function: ast.FunctionDef) -> set[str]:
-    """The names that the function binds, its arguments too."""
-    names = {argument.arg for argument in ast.walk(function.args) if isinstance(argument, ast.arg)}
-    for node in ast.walk(function):
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            names.add(node.id)
-        elif isinstance(node, ast.alias):
-            names.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node is not function:
-            names.add(node.name)
-    return names
-
-
-def names_kept(function: ast.FunctionDef) -> set[str]:
-    """The names that something in the function may read later than where it stands."""
-    inner = [node for node in ast.walk(function) if isinstance(node, _LATER) and node is not function]
-    return {node.id for scope in inner for node in ast.walk(scope) if isinstance(node, ast.Name)}
-
-
-def names_bound(function: ast.FunctionDef) -> set[str]:
-    """The names that the function itself binds, but for its arguments."""
-    return {name for statement in function.body for name in names_written(statement)}
-
-
-def first_call(statement: ast.stmt) -> ast.Call | None:
-    """The call that is made first, with nothing before it, and on every way through the statement."""
-    value = getattr(statement, "value", None)
-    if not isinstance(statement, (ast.Assign, ast.Return, ast.Expr)) or not isinstance(value, ast.expr):
-        return None
-    return _first_in(value)
-
-
-def _first_in(node: ast.expr) -> ast.Call | None:
-    if isinstance(node, (ast.IfExp, ast.BoolOp, ast.Lambda, ast.Compare, ast.ListComp, ast.SetComp, ast.DictComp,
-                         ast.GeneratorExp)):  # fmt: skip
-        return None
-    for child in ast.iter_child_nodes(node):
-        inner = child.value if isinstance(child, ast.keyword) else child
-        if isinstance(inner, ast.expr) and not is_pure(inner):
-            return _first_in(inner)
-    return node if isinstance(node, ast.Call) else None
-
-
-def replace(parent: ast.AST, old: ast.expr, new: ast.expr) -> None:
-    """Put an expression in the place of another."""
-    for name, value in ast.iter_fields(parent):
-        if value is old:
-            setattr(parent, name, new)
-        elif isinstance(value, list) and old in value:
-            value[value.index(old)] = new
-
-
 def path_of(node: ast.expr, self_name: str) -> str:
     """``a.b`` for ``self.a.b``; "" for anything else."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
         node = node.value
-    return ".".join(reversed(names)) if isinstance(node, ast.Name) and node.id == self_name and names else ""
+    if isinstance(node, ast.Name) and node.id == self_name:
+        return ".".join(reversed(names))
+    return ""
 
 
-def is_pure(node: ast.expr) -> bool:
-    """Whether nothing happens when this is evaluated."""
-    return not any(isinstance(inner, (ast.Call, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom))
-                   for inner in ast.walk(node))  # fmt: skip
+# --- statements -----------------------------------------------------------------------------------
+
+
+def only_target(node: ast.AST) -> ast.Name | None:
+    """The name that an assignment binds, if that is its one target."""
+    match node:
+        case ast.Assign(targets=[ast.Name() as name]):
+            return name
+    return None
+
+
+def first_target(node: ast.AST) -> ast.Name | None:
+    """The name that an assignment binds first."""
+    match node:
+        case ast.Assign(targets=[ast.Name() as name, *_]):
+            return name
+    return None
+
+
+def first_call(statement: ast.stmt) -> ast.Call | None:
+    """The call that the statement always makes, before anything else that has side effects."""
+    match statement:
+        case (
+            ast.Assign(value=ast.expr() as value)
+            | ast.Return(value=ast.expr() as value)
+            | ast.Expr(value=value)
+        ):
+            return _first_in(value)
+    return None
+
+
+def _first_in(node: ast.expr) -> ast.Call | None:
+    # A comparison may stop after its first operands.
+    if isinstance(node, (*CONDITIONAL, ast.Compare)):
+        return None
+    # Operands and arguments are evaluated from left to right, before the call itself.
+    for child in ast.iter_child_nodes(node):
+        inner = child.value if isinstance(child, ast.keyword) else child
+        if isinstance(inner, ast.expr) and not is_pure(inner):
+            return _first_in(inner)
+    return node if isinstance(node, ast.Call) else None
 
 
 def ends_function(statements: Sequence[ast.stmt]) -> bool:
@@ -218,5 +261,59 @@ def ends_function(statements: Sequence[ast.stmt]) -> bool:
 
 
 def writes_attributes(node: ast.AST) -> bool:
-    """Whether anything's attributes are written here."""
-    return any(isinstance(inner, ast.Attribute) and not isinstance(inner.ctx, ast.Load) for inner in ast.walk(node))
+    """Whether the code assigns or deletes any attribute."""
+    attributes = [inner for inner in ast.walk(node) if isinstance(inner, ast.Attribute)]
+    return not all(isinstance(attribute.ctx, ast.Load) for attribute in attributes)
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def inspects_locals(function: ast.FunctionDef) -> bool:
+    """Whether the function calls a builtin that reads its local variables."""
+    calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+    return any(isinstance(called, ast.Name) and called.id in _INSPECTING for called in calls)
+
+
+def names_written(node: ast.AST) -> set[str]:
+    """The names that are bound, without those that are local to a comprehension."""
+    if isinstance(node, _SCOPES):
+        return set()
+    if isinstance(node, ast.Name):
+        return set() if isinstance(node.ctx, ast.Load) else {node.id}
+    names = set()
+    for child in ast.iter_child_nodes(node):
+        names |= names_written(child)
+    return names
+
+
+def local_names(function: ast.FunctionDef) -> set[str]:
+    """The names that the function binds, including its arguments."""
+    names = {argument.arg for argument in ast.walk(function.args) if isinstance(argument, ast.arg)}
+    for node in ast.walk(function):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
+                names.add(name)
+            case ast.alias(name=name, asname=asname):
+                # `import a.b` binds a.
+                names.add((asname or name).partition(".")[0])
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) if node is not function:
+                names.add(name)
+    return names
+
+
+def names_captured(function: ast.FunctionDef) -> set[str]:
+    """The names in nested functions and the like, which may read them after later statements."""
+    names = set()
+    for scope in ast.walk(function):
+        if isinstance(scope, _DEFERRED) and scope is not function:
+            names |= {node.id for node in ast.walk(scope) if isinstance(node, ast.Name)}
+    return names
+
+
+def names_bound(function: ast.FunctionDef) -> set[str]:
+    """The names that the function's own statements bind, without its arguments."""
+    names = set()
+    for statement in function.body:
+        names |= names_written(statement)
+    return names

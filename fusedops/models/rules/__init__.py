@@ -1,7 +1,8 @@
-"""The table of rules: which modules `fusedops.fuse_model` knows.
+"""The table of rules: which modules `fusedops.fuse_model` replaces.
 
-Norms are known by what they compute, most other modules by what their forwards do (`fusedops.models.structure`). A rule of
-its own has what is more than that: what PyTorch's own layers may do, and blocks whose steps lie in several modules.
+Norms are recognized by what they compute, most other modules by what their forwards do
+(`fusedops.models.structure`). The rules here are for the rest: PyTorch's own layers, and blocks
+whose steps are spread over several modules.
 """
 
 from ..rule import Family, Rule

@@ -1,4 +1,4 @@
-"""Activations alone: torch.nn's GELU, and those of Transformers that take several kernels or a slower one.
+"""Activation modules: torch.nn's GELU, and Transformers' slower ones, or those of several kernels.
 
 Each gets a forward, and ``_fusedops_activation``, its name among the operators' activations.
 """
@@ -34,7 +34,9 @@ def _named(activation: ActivationName) -> dict[str, Callable[..., Any]]:
 
     def forward(self: Any, input: Tensor) -> Tensor:
         approximate = _APPROXIMATE.get(activation)
-        return bias_act(input, None, activation) if approximate is None else gelu(input, approximate)
+        if approximate is None:
+            return bias_act(input, None, activation)
+        return gelu(input, approximate)
 
     def name(self: Any) -> str:
         return activation
@@ -43,7 +45,10 @@ def _named(activation: ActivationName) -> dict[str, Callable[..., Any]]:
 
 
 def _calls_gelu(approximate: str, own: str) -> Callable[[nn.Module], str]:
-    """Whether ``module.act`` is what the constructor of Transformers' GELU put there: PyTorch's, or its own method."""
+    """A ``fits`` that accepts PyTorch's GELU or the module's ``own`` method as ``module.act``.
+
+    The constructors of Transformers' GELUs assign one of these; a user may have assigned another.
+    """
 
     def fits(module: nn.Module) -> str:
         act: Any = getattr(module, "act", None)
@@ -52,7 +57,9 @@ def _calls_gelu(approximate: str, own: str) -> Callable[[nn.Module], str]:
             act, options = act.func, act.keywords
         if act is F.gelu and options.get("approximate", "none") == approximate:
             return ""
-        if getattr(act, "__func__", None) is getattr(type(module), own, None) is not None:
+        # Each access to a method makes a new bound method, of the same function.
+        function = getattr(act, "__func__", None)
+        if function is not None and function is getattr(type(module), own, None):
             return ""
         return "its act is not a GELU"
 
@@ -65,7 +72,9 @@ _CALLS = {"gelu": "gelu", "gelu_tanh": "gelu, tanh"}
 def _rule(name: str, activation: ActivationName, *fingerprints: str, **options: Any) -> Rule:
     """The rule for classes of Transformers that are this activation."""
     calls = _CALLS.get(activation, f"bias_act, {activation}")
-    return Rule(name=name, calls=calls, methods=_named(activation), fingerprints=fingerprints, **options)
+    return Rule(
+        name=name, calls=calls, methods=_named(activation), fingerprints=fingerprints, **options
+    )
 
 
 RULES = (
@@ -75,12 +84,36 @@ RULES = (
         methods={"forward": _gelu, "_fusedops_activation": _gelu_name},
         base=nn.GELU,
     ),
-    _rule("gelu_activation", "gelu", "16ab37a0cb65", names=("GELUActivation",), known=("forward", "_gelu_python"),
-          fits=_calls_gelu("none", "_gelu_python")),
-    _rule("gelu_tanh", "gelu_tanh", "15c95ccfbf96", names=("GELUTanh", "PytorchGELUTanh"),
-          known=("forward", "_gelu_tanh_python"), fits=_calls_gelu("tanh", "_gelu_tanh_python")),
-    _rule("new_gelu", "gelu_tanh", "7ec693e91a18", "43a2727fd0c0", names=("NewGELUActivation", "FastGELUActivation")),
-    _rule("accurate_gelu", "gelu_tanh", "8883550bde4d", names=("AccurateGELUActivation",), known=("__init__", "forward")),
+    _rule(
+        "gelu_activation",
+        "gelu",
+        "16ab37a0cb65",
+        names=("GELUActivation",),
+        known=("forward", "_gelu_python"),
+        fits=_calls_gelu("none", "_gelu_python"),
+    ),
+    _rule(
+        "gelu_tanh",
+        "gelu_tanh",
+        "15c95ccfbf96",
+        names=("GELUTanh", "PytorchGELUTanh"),
+        known=("forward", "_gelu_tanh_python"),
+        fits=_calls_gelu("tanh", "_gelu_tanh_python"),
+    ),
+    _rule(
+        "new_gelu",
+        "gelu_tanh",
+        "7ec693e91a18",
+        "43a2727fd0c0",
+        names=("NewGELUActivation", "FastGELUActivation"),
+    ),
+    _rule(
+        "accurate_gelu",
+        "gelu_tanh",
+        "8883550bde4d",
+        names=("AccurateGELUActivation",),
+        known=("__init__", "forward"),
+    ),
     _rule("quick_gelu", "quick_gelu", "0f9db460620f", names=("QuickGELUActivation",)),
     _rule("relu_squared", "relu_squared", "0718ab36107d", names=("ReLUSquaredActivation",)),
-)  # fmt: skip
+)

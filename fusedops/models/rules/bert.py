@@ -1,4 +1,10 @@
-"""BERT and its relatives, whose sums and norms are modules of their own: a layer joins them with what is around them."""
+"""BERT and related models, whose sums and norms are in modules of their own.
+
+A layer joins the last steps of a branch with the sum and the norm after it, across modules::
+
+    attention.self | attention.output            | intermediate | output
+    q, k, v        | dense, dropout, add, norm   | dense, act   | dense, dropout, add, norm
+"""
 
 from __future__ import annotations
 
@@ -38,7 +44,10 @@ def _bert_attend(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """The input of an attention's output module, and that module's linear layer, cast with the others if they are."""
+    """The input of an attention's output module, and that module's linear layer.
+
+    The layer is a replacement if it was cast together with those of the attention.
+    """
     inner = self.self
     kwargs["attention_mask"] = encoder_attention_mask if self.is_cross_attention else attention_mask
     kwargs["encoder_hidden_states"] = encoder_hidden_states
@@ -49,13 +58,19 @@ def _bert_attend(
     return outputs[0], dense
 
 
-def _attended(attention: Any, modules: tuple[nn.Module, ...], hidden_states: Tensor, *args: Any,
-              **kwargs: Any) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """An attention's output: in the dtype for ``modules``, and for the residual stream."""
+def _attended(
+    attention: Any, modules: tuple[nn.Module, ...], hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """An attention's output after its norm: in the dtype for ``modules``, and for the residual.
+
+    Without fused methods both are the same tensor.
+    """
     if can_call(attention, "_fusedops_attend"):
         output = attention.output
         if can_call(output, "_fusedops_end"):
-            attended, dense = attention._fusedops_attend(output.dense, hidden_states, *args, **kwargs)
+            attended, dense = attention._fusedops_attend(
+                output.dense, hidden_states, *args, **kwargs
+            )
             end = output._fusedops_end(dense, attended)
             return add_norm_cast(end, hidden_states, output.LayerNorm, *modules)
     y = attention(hidden_states, *args, **kwargs)[0]
@@ -71,8 +86,8 @@ def _activated(self: Any, dense: Any, x: Tensor) -> Tensor:
 
 
 def _bert_feed_forward(intermediate: Any, output: Any, x: Tensor, residual: Tensor) -> Tensor:
-    known = compiling.makes_kernels(x) and can_call(intermediate, "_fusedops_activated")
-    if not known or not can_call(output, "_fusedops_end"):
+    is_fused = compiling.makes_kernels(x) and can_call(intermediate, "_fusedops_activated")
+    if not is_fused or not can_call(output, "_fusedops_end"):
         return output(intermediate(x), residual)  # type: ignore[no-any-return]
     first, second = cast_together(intermediate, x, intermediate.dense, output.dense)
     end = output._fusedops_end(second, intermediate._fusedops_activated(first, x))
@@ -89,17 +104,40 @@ def _bert_layer(
     **kwargs: Any,
 ) -> Tensor:
     crosses = self.is_decoder and encoder_hidden_states is not None
-    if self.chunk_size_feed_forward or "feed_forward_chunk" in vars(self) or (crosses and not self.add_cross_attention):
+    is_chunked = self.chunk_size_feed_forward or "feed_forward_chunk" in vars(self)
+    # The original raises an error if it has no cross-attention.
+    if is_chunked or (crosses and not self.add_cross_attention):
         return original(self, "forward")(  # type: ignore[no-any-return]
-            self, hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask,
-            **named_cache(past_key_values), **kwargs)  # fmt: skip
-    # A hook on the output module sees the residual, whose gradient would lack that of the low-precision copy.
+            self,
+            hidden_states,
+            attention_mask,
+            encoder_hidden_states,
+            encoder_attention_mask,
+            **named_cache(past_key_values),
+            **kwargs,
+        )
+    # A hook on the output module gets the residual as an input, whose gradient would lack that of
+    # the low-precision copy.
     consumers = () if has_hooks(self.output) else (self.intermediate,)
-    x, y = _attended(self.attention, () if crosses else consumers, hidden_states, attention_mask,
-                     **named_cache(past_key_values), **kwargs)  # fmt: skip
+    x, y = _attended(
+        self.attention,
+        () if crosses else consumers,
+        hidden_states,
+        attention_mask,
+        **named_cache(past_key_values),
+        **kwargs,
+    )
     if crosses:
-        x, y = _attended(self.crossattention, consumers, y, None, encoder_hidden_states, encoder_attention_mask,
-                         **named_cache(past_key_values), **kwargs)  # fmt: skip
+        x, y = _attended(
+            self.crossattention,
+            consumers,
+            y,
+            None,
+            encoder_hidden_states,
+            encoder_attention_mask,
+            **named_cache(past_key_values),
+            **kwargs,
+        )
     return _bert_feed_forward(self.intermediate, self.output, x, y)
 
 
@@ -110,12 +148,23 @@ def _bert_self_attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs:
     return _bert_with_last(self, None, hidden_states, *args, **kwargs)[0]
 
 
-def _bert_with_last(self: Any, last: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any,
-                    **kwargs: Any) -> tuple[Any, Any]:  # fmt: skip
-    """The attention's outputs, and the linear layer that is next to take them, cast with its own if these are."""
-    view, attention_mask = self, laid_out(attention_mask) if allowed(self, "masks") else attention_mask
+def _bert_with_last(
+    self: Any,
+    last: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    """The attention's outputs, and ``last``, the linear layer that takes them.
+
+    It is a replacement if it was cast together with the attention's own layers.
+    """
+    view = self
+    if allowed(self, "masks"):
+        attention_mask = laid_out(attention_mask)
     if under_autocast(hidden_states):
-        # The caller keeps the rows for the residual, in their own dtype.
+        # The caller still has the rows for the residual, in their own dtype.
         hidden_states = narrowed(hidden_states, self.query, self.key, self.value)
         parts, last = packed(self, _BERT_QKV, hidden_states, last=last)
         view = replacing(self, parts)
@@ -124,10 +173,16 @@ def _bert_with_last(self: Any, last: Any, hidden_states: Tensor, attention_mask:
 
 def _bert_helps(module: nn.Module) -> str:
     layers = [module._modules.get(name) for name in _BERT_QKV]
-    plain = all(
-        layer is not None and is_linear(layer) and not has_hooks(layer) and is_plain(layer.weight) for layer in layers
-    )
-    return "casts its input once under autocast" if plain else "nothing as its layers are"
+    if all(map(_is_plain_linear, layers)):
+        return "casts its input once under autocast"
+    return "nothing as its layers are"
+
+
+def _is_plain_linear(layer: Any) -> bool:
+    """Whether this is a linear layer without hooks, and its weight no tensor subclass."""
+    if layer is None or not is_linear(layer):
+        return False
+    return not has_hooks(layer) and is_plain(layer.weight)
 
 
 def _distilbert_branch(self: Any, x: Tensor) -> tuple[Branch, None]:
@@ -142,15 +197,17 @@ def _distilbert_chunk(self: Any, input: Tensor) -> Tensor:
 
 
 def _bert_layer_needs(module: nn.Module, at: At) -> str:
-    ends = has_method(at("attention"), "_fusedops_attend") and has_method(at("attention.output"), "_fusedops_end")
-    return "" if ends else "its attention does not leave its last sum and norm to it"
+    attends = has_method(at("attention"), "_fusedops_attend")
+    if attends and has_method(at("attention.output"), "_fusedops_end"):
+        return ""
+    return "its attention does not leave its last sum and norm to it"
 
 
 _CALLS = "bias_dropout_add_ln"
 
 RULES = (
     Rule(
-        name="bert_output",  # and about forty models more
+        name="bert_output",  # and that of about forty related models
         calls=_CALLS,
         parts=("dense", "dropout", "LayerNorm"),
         needs=needs_norm("LayerNorm"),
@@ -183,7 +240,7 @@ RULES = (
         known=("forward", "feed_forward_chunk"),
     ),
     Rule(
-        name="dense_act",  # BERT's, and that of its many relatives
+        name="dense_act",  # BERT's, and that of many related models
         calls="bias_act",
         parts=("dense", "intermediate_act_fn"),
         methods={"forward": _dense_act, "_fusedops_activated": _activated, **consumers("dense")},
@@ -191,7 +248,7 @@ RULES = (
         names=("BertIntermediate", "RobertaIntermediate", "ElectraIntermediate"),
     ),
     Rule(
-        name="bert_self_attention",  # and that of twelve relatives
+        name="bert_self_attention",  # and that of twelve related models
         helps=_bert_helps,
         methods={"forward": _bert_self_attention, "_fusedops_with_last": _bert_with_last},
         fingerprints=("5280870db47f", "2b915b004f49"),
@@ -201,7 +258,11 @@ RULES = (
         name="distilbert_ffn",
         calls="bias_act",
         parts=("lin1", "activation", "lin2", "dropout"),
-        methods={"ff_chunk": _distilbert_chunk, "_fusedops_branch": _distilbert_branch, **consumers("lin1")},
+        methods={
+            "ff_chunk": _distilbert_chunk,
+            "_fusedops_branch": _distilbert_branch,
+            **consumers("lin1"),
+        },
         fingerprints=("6b0d1cb67a21",),
         names=("FFN",),
         known=("forward", "ff_chunk"),

@@ -1,4 +1,4 @@
-"""Models that generate: the processor that bans repeated n-grams, where `generate` asks for one."""
+"""Models that generate: the logits processor that bans repeated n-grams, in ``generate``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ __all__ = ["RULES"]
 
 
 def _is_blocker(processor: Any) -> bool:
-    """Transformers' own, and no subclass."""
+    """Whether this is Transformers' own processor, and no subclass."""
     cls = type(processor)
-    return cls.__name__ == "NoRepeatNGramLogitsProcessor" and cls.__module__ == "transformers.generation.logits_process"
+    return (
+        cls.__name__ == "NoRepeatNGramLogitsProcessor"
+        and cls.__module__ == "transformers.generation.logits_process"
+    )
 
 
 def _get_logits_processor(self: Any, *args: Any, **kwargs: Any) -> Any:

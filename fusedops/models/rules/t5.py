@@ -1,4 +1,10 @@
-"""T5's layers and blocks, pre-norm: a layer's sum and the norm of the next layer in the block are one operator."""
+"""T5's layers and blocks, pre-norm: one operator computes a layer's sum and the next layer's norm.
+
+::
+
+    norm | attention | dropout, add, norm | feed-forward | dropout, add
+    `------- layer 0 ------------' `------------ layer 1 --------------'
+"""
 
 from __future__ import annotations
 
@@ -24,7 +30,7 @@ from ..parts import (
     normed,
     waiting,
     without,
-)  # fmt: skip
+)
 from ..rule import At, Rule, has_method, named_cache
 from ..tricks.casts import cast_together
 from ..tricks.one_token import has_plain_weights, next_token
@@ -34,20 +40,45 @@ __all__ = ["RULES"]
 
 Method = Callable[..., Any]
 
-# --- layers: a norm, something, and the sum -------------------------------------------------------------------------
+# --- layers: a norm, a child, and the sum ---------------------------------------------------------
 
 
-def _self_attention(self: Any, x: Tensor, attention_mask: Tensor | None = None, position_bias: Tensor | None = None,
-                    past_key_values: Any = None, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:  # fmt: skip
-    return branch(self.SelfAttention, x, mask=attention_mask, position_bias=position_bias,
-                  **named_cache(past_key_values), **kwargs)  # fmt: skip
+def _self_attention(
+    self: Any,
+    x: Tensor,
+    attention_mask: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Branch, tuple[Any, ...]]:
+    return branch(
+        self.SelfAttention,
+        x,
+        mask=attention_mask,
+        position_bias=position_bias,
+        **named_cache(past_key_values),
+        **kwargs,
+    )
 
 
-def _cross_attention(self: Any, x: Tensor, key_value_states: Tensor, attention_mask: Tensor | None = None,
-                     position_bias: Tensor | None = None, past_key_values: Any = None,
-                     **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:  # fmt: skip
-    return branch(self.EncDecAttention, x, mask=attention_mask, key_value_states=key_value_states,
-                  position_bias=position_bias, **named_cache(past_key_values), **kwargs)  # fmt: skip
+def _cross_attention(
+    self: Any,
+    x: Tensor,
+    key_value_states: Tensor,
+    attention_mask: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Branch, tuple[Any, ...]]:
+    return branch(
+        self.EncDecAttention,
+        x,
+        mask=attention_mask,
+        key_value_states=key_value_states,
+        position_bias=position_bias,
+        **named_cache(past_key_values),
+        **kwargs,
+    )
 
 
 def _feed_forward(self: Any, x: Tensor) -> tuple[Branch, tuple[Any, ...]]:
@@ -55,7 +86,7 @@ def _feed_forward(self: Any, x: Tensor) -> tuple[Branch, tuple[Any, ...]]:
 
 
 def _layer(child: str, call: Method) -> dict[str, Method]:
-    """The methods of a layer around a child: its forward, and all between its norm and its sum."""
+    """The methods of a layer around a child: its forward, and the steps between norm and sum."""
 
     def inner(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
         end, others = call(self, x, *args, **kwargs)
@@ -64,7 +95,9 @@ def _layer(child: str, call: Method) -> dict[str, Method]:
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         x = normed(self.layer_norm, hidden_states, self._modules[child])
         end, others = inner(self, x, *args, **kwargs)
-        return add(end, hidden_states) if call is _feed_forward else (add(end, hidden_states), *others)
+        y = add(end, hidden_states)
+        # An attention returns its position bias and its weights, too.
+        return y if call is _feed_forward else (y, *others)
 
     def consumer(self: Any) -> Any:
         return self._modules[child]
@@ -72,13 +105,14 @@ def _layer(child: str, call: Method) -> dict[str, Method]:
     return {"forward": forward, "_fusedops_inner": inner, "_fusedops_consumer": consumer}
 
 
-# --- feed-forward parts ------------------------------------------------------------------------------------------------
+# --- feed-forward parts ---------------------------------------------------------------------------
 
 
 def _cast_and_multiplied(layer: Any, x: Tensor) -> Branch:
-    """T5's last linear layer, which may be kept in fp32 in a model of half precision."""
+    """T5's last linear layer, whose weight may be in fp32 in a model of half precision."""
     weight = layer.weight
-    if isinstance(weight, Tensor) and x.dtype != weight.dtype and weight.dtype != torch.int8:
+    # As in the original. An int8 weight is a quantized one.
+    if isinstance(weight, Tensor) and weight.dtype not in (x.dtype, torch.int8):
         x = x.to(weight.dtype)
     return linear(layer, x)
 
@@ -100,7 +134,7 @@ def _t5_dense(self: Any, hidden_states: Tensor) -> tuple[Branch, tuple[Any, ...]
 
 
 def _finishing(branch: Method) -> dict[str, Method]:
-    """The methods of a module that leaves the end of its branch to the caller."""
+    """The methods of a module whose caller may finish the end of its branch."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         return finished(branch(self, hidden_states)[0])
@@ -110,20 +144,26 @@ def _finishing(branch: Method) -> dict[str, Method]:
 
 def _needs_activation(name: str) -> Callable[[nn.Module, At], str]:
     def needs(module: nn.Module, at: At) -> str:
-        activation = getattr(module, name, None)
-        known = has_method(at(name), "_fusedops_activation") or activation_name(activation) is not None
-        return "" if known else "its activation is none of the operators'"
+        if has_method(at(name), "_fusedops_activation"):
+            return ""
+        if activation_name(getattr(module, name, None)) is not None:
+            return ""
+        return "its activation is none of the operators'"
 
     return needs
 
 
-# --- attention --------------------------------------------------------------------------------------------------------
+# --- attention ------------------------------------------------------------------------------------
 
 _QKV = ("q", "k", "v")
 
 
 def _compute_bias(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """The position bias in rows, for all layers that follow: PyTorch's fused attention takes no mask with innermost heads."""
+    """The position bias, laid out once for this and all following layers.
+
+    The original transposes it, with the heads innermost in memory; PyTorch's fused attention takes
+    no such mask.
+    """
     bias: Tensor = original(self, "compute_bias")(self, *args, **kwargs)
     return bias.contiguous()
 
@@ -146,7 +186,16 @@ def _attention(
             return token
     parts = packed_to("o", self, _QKV, hidden_states, key_value_states, past_key_values)
     return without(
-        self, "o", None, parts, hidden_states, mask, key_value_states, position_bias, past_key_values, **kwargs
+        self,
+        "o",
+        None,
+        parts,
+        hidden_states,
+        mask,
+        key_value_states,
+        position_bias,
+        past_key_values,
+        **kwargs,
     )
 
 
@@ -159,7 +208,7 @@ def _attention_helps(module: Any) -> str:
     return ", and ".join(helps) or "nothing while it has hooks, or as its layers are"
 
 
-# --- the block: its layers in a row ---------------------------------------------------------------------------------
+# --- the block: its layers in a row ---------------------------------------------------------------
 
 
 def _block(
@@ -173,28 +222,45 @@ def _block(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Any, ...]:
-    # In fp16 the original clamps each layer's sum before the next norm.
     first, last = self.layer[0], self.layer[-1]
     cross = self.layer[1] if self.is_decoder and encoder_hidden_states is not None else None
     layers = (first, last) if cross is None else (first, cross, last)
-    if hidden_states.dtype == torch.float16 or not all(can_call(layer, "_fusedops_inner") for layer in layers):
+    # In fp16 the original clamps each layer's sum before the next norm.
+    is_clamped = hidden_states.dtype == torch.float16
+    if is_clamped or not all(can_call(layer, "_fusedops_inner") for layer in layers):
         return original(self, "forward")(  # type: ignore[no-any-return]
-            self, hidden_states, attention_mask, position_bias, encoder_hidden_states, encoder_attention_mask,
-            encoder_decoder_position_bias, **named_cache(past_key_values), **kwargs)  # fmt: skip
+            self,
+            hidden_states,
+            attention_mask,
+            position_bias,
+            encoder_hidden_states,
+            encoder_attention_mask,
+            encoder_decoder_position_bias,
+            **named_cache(past_key_values),
+            **kwargs,
+        )
     x = normed(first.layer_norm, hidden_states, first._fusedops_consumer())
     end, others = first._fusedops_inner(x, attention_mask, position_bias, past_key_values, **kwargs)
     residual, self_bias, cross_bias = hidden_states, others[0], None
     if cross is not None:
         x, residual = add_norm(end, residual, cross.layer_norm, cross._fusedops_consumer())
-        end, others = cross._fusedops_inner(x, encoder_hidden_states, encoder_attention_mask,
-                                            encoder_decoder_position_bias, past_key_values, **kwargs)  # fmt: skip
+        end, others = cross._fusedops_inner(
+            x,
+            encoder_hidden_states,
+            encoder_attention_mask,
+            encoder_decoder_position_bias,
+            past_key_values,
+            **kwargs,
+        )
         cross_bias = others[0]
     x, residual = add_norm(end, residual, last.layer_norm, last._fusedops_consumer())
     end, _ = last._fusedops_inner(x)
     return add(end, residual), self_bias, cross_bias
 
 
-def _layer_rule(name: str, fingerprints: tuple[str, ...], suffix: str, child: str, call: Method) -> Rule:
+def _layer_rule(
+    name: str, fingerprints: tuple[str, ...], suffix: str, child: str, call: Method
+) -> Rule:
     return Rule(
         name=name,
         calls="bias_dropout_add",
@@ -207,23 +273,28 @@ def _layer_rule(name: str, fingerprints: tuple[str, ...], suffix: str, child: st
 def _needs_layers(module: nn.Module, at: At) -> str:
     layers = module._modules.get("layer")
     paths = [] if layers is None else [f"layer.{name}" for name in layers._modules]
-    return (
-        ""
-        if paths and all(has_method(at(path), "_fusedops_inner") for path in paths)
-        else "not all of its layers are fused"
-    )
+    is_fused = all(has_method(at(path), "_fusedops_inner") for path in paths)
+    return "" if paths and is_fused else "not all of its layers are fused"
 
 
 RULES = (
     _layer_rule(
-        "t5_self_attention", ("867f0a59cdd9", "a8ffcac48c58"), "SelfAttention", "SelfAttention", _self_attention
+        "t5_self_attention",
+        ("867f0a59cdd9", "a8ffcac48c58"),
+        "SelfAttention",
+        "SelfAttention",
+        _self_attention,
     ),
     _layer_rule(
-        "t5_cross_attention", ("3ace0c45d839", "8107d71a96dd"), "CrossAttention", "EncDecAttention", _cross_attention
+        "t5_cross_attention",
+        ("3ace0c45d839", "8107d71a96dd"),
+        "CrossAttention",
+        "EncDecAttention",
+        _cross_attention,
     ),
     _layer_rule("t5_feed_forward", ("493046debaeb",), "FF", "DenseReluDense", _feed_forward),
     Rule(
-        name="t5_gated_dense",  # and MT5, UMT5, Pix2Struct
+        name="t5_gated_dense",  # and those of MT5, UMT5, Pix2Struct
         calls="gated_act",
         parts=("act", "wo"),
         needs=_needs_activation("act"),
@@ -240,7 +311,7 @@ RULES = (
         names=("T5DenseActDense", "MT5DenseActDense", "UMT5DenseActDense"),
     ),
     Rule(
-        name="t5_attention",  # and MT5, LongT5, UDOP, Switch Transformers, Pop2Piano
+        name="t5_attention",  # and those of MT5, LongT5, UDOP, Switch Transformers, Pop2Piano
         helps=_attention_helps,
         methods={"compute_bias": _compute_bias, "_fusedops_branch": _attention, **consumers(*_QKV)},
         fingerprints=("12564b5b1c2f", "f4d1a173d280"),

@@ -1,7 +1,10 @@
 """torch.nn's transformer layers, in both norm orders.
 
-An encoder layer in evaluation may take PyTorch's own fast path, one operator for the whole layer. Where it may, the
-original forward is called, and decides.
+An encoder layer in evaluation may take PyTorch's own fast path, one operator for the whole layer.
+Where that is possible, the original forward is called, which checks the remaining conditions::
+
+    pre-norm   norm1 | attention -> dropout -> add, norm2 | linear1, act, linear2 -> dropout -> add
+    post-norm  attention -> dropout -> add, norm1 | linear1, act, linear2 -> dropout -> add, norm2
 """
 
 from __future__ import annotations
@@ -12,22 +15,49 @@ import torch
 from torch import Tensor, nn
 
 from ..hooks import has_hooks, is_plain, original
-from ..parts import Branch, activate, add, add_norm, add_norm_cast, branch, dropped, linear, normed, without
+from ..parts import (
+    Branch,
+    activate,
+    add,
+    add_norm,
+    add_norm_cast,
+    branch,
+    dropped,
+    linear,
+    normed,
+    without,
+)
 from ..rule import Rule
 from ..tricks.casts import cast_together
 
 __all__ = ["RULES"]
 
 
-def _attention(attention: nn.Module, dropout: nn.Module, x: Tensor, memory: Tensor, mask: Tensor | None,
-               padding: Tensor | None, is_causal: bool) -> Branch:  # fmt: skip
-    end, _ = branch(attention, x, memory, memory, attn_mask=mask, key_padding_mask=padding, is_causal=is_causal,
-                    need_weights=False)  # fmt: skip
+def _attention(
+    attention: nn.Module,
+    dropout: nn.Module,
+    x: Tensor,
+    memory: Tensor,
+    mask: Tensor | None,
+    padding: Tensor | None,
+    is_causal: bool,
+) -> Branch:
+    end, _ = branch(
+        attention,
+        x,
+        memory,
+        memory,
+        attn_mask=mask,
+        key_padding_mask=padding,
+        is_causal=is_causal,
+        need_weights=False,
+    )
     return dropped(end, dropout)
 
 
 def _multihead_consumers(self: Any) -> tuple[nn.Module, ...] | None:
-    # Its weights are its own. PyTorch's fast path, which would not cast, is not taken under autocast.
+    # The weights are the module's own parameters, so it is the one that casts the rows. PyTorch's
+    # fast path, which would not cast, is not taken under autocast.
     weights = (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
     return () if all(weight is None or is_plain(weight) for weight in weights) else None
 
@@ -35,17 +65,17 @@ def _multihead_consumers(self: Any) -> tuple[nn.Module, ...] | None:
 def _multihead_helps(module: Any) -> str:
     if has_hooks(module):
         return "leaves nothing to the block while it has hooks"
-    return (
-        "leaves its last bias to the block"
-        if module.out_proj.bias is not None and not has_hooks(module.out_proj)
-        else "takes its rows in autocast's dtype"
-    )
+    last = module.out_proj
+    if last.bias is not None and not has_hooks(last):
+        return "leaves its last bias to the block"
+    return "takes its rows in autocast's dtype"
 
 
 def _multihead_branch(self: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
     if self.training:
         return without(self, "out_proj", None, {}, *args, **kwargs)
-    result = self(*args, **kwargs)  # it may take PyTorch's fast path, which needs the bias
+    # The module may take PyTorch's fast path, which needs the bias.
+    result = self(*args, **kwargs)
     return Branch(result[0]), result[1:]
 
 
@@ -60,7 +90,11 @@ def _feed_forward(self: Any, x: Tensor, last: nn.Module) -> Branch:
 
 
 def _may_take_the_fast_path(self: Any, src: Tensor) -> bool:
-    return not self.training and (src.is_nested or not (torch.is_grad_enabled() and _differentiates(self, src)))
+    if self.training:
+        return False
+    if src.is_nested:
+        return True
+    return not torch.is_grad_enabled() or not _differentiates(self, src)
 
 
 def _differentiates(self: Any, src: Tensor) -> bool:
@@ -99,13 +133,22 @@ def _decoder_layer(
 ) -> Any:
     before = self.norm_first
     x = normed(self.norm1, tgt, self.self_attn) if before else tgt
-    end = _attention(self.self_attn, self.dropout1, x, x, tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+    end = _attention(
+        self.self_attn, self.dropout1, x, x, tgt_mask, tgt_key_padding_mask, tgt_is_causal
+    )
     if before:
         x, residual = add_norm(end, tgt, self.norm2, self.multihead_attn)
     else:
         x, residual = add_norm_cast(end, tgt, self.norm1, self.multihead_attn)
-    end = _attention(self.multihead_attn, self.dropout2, x, memory, memory_mask, memory_key_padding_mask,
-                     memory_is_causal)  # fmt: skip
+    end = _attention(
+        self.multihead_attn,
+        self.dropout2,
+        x,
+        memory,
+        memory_mask,
+        memory_key_padding_mask,
+        memory_is_causal,
+    )
     if before:
         x, residual = add_norm(end, residual, self.norm3, self.linear1)
         return add(_feed_forward(self, x, self.dropout3), residual)
@@ -115,14 +158,18 @@ def _decoder_layer(
 
 def _layer_parts(module: nn.Module) -> tuple[str, ...]:
     norms = ("norm2", "norm3") if module.norm_first else ("norm1", "norm2", "norm3")
-    return ("linear1", "activation", "dropout", "linear2", "dropout1", "dropout2", "dropout3", *norms)
+    feed_forward = ("linear1", "activation", "dropout", "linear2")
+    return (*feed_forward, "dropout1", "dropout2", "dropout3", *norms)
 
 
 RULES = (
     Rule(
         name="multihead_attention",
         helps=_multihead_helps,
-        methods={"_fusedops_branch": _multihead_branch, "_fusedops_consumers": _multihead_consumers},
+        methods={
+            "_fusedops_branch": _multihead_branch,
+            "_fusedops_consumers": _multihead_consumers,
+        },
         base=nn.MultiheadAttention,
     ),
     Rule(

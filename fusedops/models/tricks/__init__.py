@@ -1,6 +1,7 @@
-"""What models are given beside fused operators: ways around the slow paths of PyTorch, Inductor and cuDNN.
+"""Optimizations besides fused operators: ways around slow paths of PyTorch, Inductor and cuDNN.
 
-Each is right wherever it is taken, stands in one file, and is turned off alone by its name in ``exclude``.
+Each is correct wherever it applies, is in one file, and is turned off alone by its name in
+``exclude``.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from ...core.compat import constant_when_traced
 
 __all__ = ["TRICKS", "allowed"]
 
-# Masks laid out for PyTorch's fused attention; query, key and value as one product; weights cast in one pass; T5's next
-# token by fewer calls. Vocabularies padded are a rule of their own (`padding`).
+# Masks laid out for PyTorch's fused attention; query, key and value as one product; weights cast in
+# one pass; T5's next token by fewer calls. Padded vocabularies are a rule of their own (`padding`).
 TRICKS = frozenset({"masks", "packing", "casts", "one_token"})
 
 

@@ -1,11 +1,16 @@
-"""Linear layers under autocast and torch.compile: what autocast casts of them one by one, cast in one pass.
+"""Linear layers under autocast and torch.compile: their parameters cast in one pass.
 
-Autocast casts each weight for itself: a kernel forward, and one backward that takes its gradient to fp32 again. In a
-compiled step these are two of the calls for every weight and every bias, and where a GPU waits for its host the calls are
-the time. One behind the other in one tensor they are one kernel each way, which writes the same numbers.
+Autocast casts each parameter separately: one kernel in forward, and one in backward that casts its
+gradient to fp32 again. In a compiled step these are two calls for every weight and every bias, and
+where the step is CPU-bound the calls are the time. Concatenated in one tensor, they take one kernel
+in each direction, which writes the same numbers::
 
-Only where torch.compile makes that kernel, which is on GPUs. Eagerly it would be two, and autocast keeps its casts for
-the other calls of its context.
+    fp32    w1 | w2 | b1          three tensors
+              cat, cast           one kernel of Inductor's
+    half    [ w1 | w2 | b1 ]      one tensor; its parts are views
+
+This is done only where torch.compile generates that kernel, which is on GPUs. In eager mode there
+would be two, and autocast caches its casts for the other calls in its context.
 """
 
 from __future__ import annotations
@@ -24,76 +29,108 @@ from . import allowed
 
 __all__ = ["cast_as_one", "cast_stacks", "cast_together", "castable"]
 
-# Inductor reads up to so many tensors in one kernel that joins them.
+# Inductor concatenates up to so many tensors in one kernel.
 _MOST = 8
-# A matrix product loads 16 bytes at once: no matrix may begin between two such loads.
+# A matrix product loads 16 bytes at once, so each matrix has to begin at a multiple of them.
 _ALIGNED = 8
 
 
 def castable(layer: nn.Module | None) -> bool:
-    """Whether this is a linear layer of fp32, which autocast copies, and nothing else."""
-    if layer is None or not (type(layer) is nn.Linear or is_conv1d(type(layer))) or has_hooks(layer):
+    """Whether this is a linear layer in fp32, which autocast casts, without subclass or hooks."""
+    if layer is None:
         return False
-    parameters: Any = (layer.weight,) if layer.bias is None else (layer.weight, layer.bias)
-    return all(is_plain(parameter) and parameter.dtype == torch.float32 for parameter in parameters)
+    is_linear = type(layer) is nn.Linear or is_conv1d(type(layer))
+    if not is_linear or has_hooks(layer):
+        return False
+    if not _is_fp32(layer.weight):
+        return False
+    return layer.bias is None or _is_fp32(layer.bias)
+
+
+def _is_fp32(parameter: Any) -> bool:
+    return is_plain(parameter) and parameter.dtype == torch.float32
 
 
 def cast_as_one(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> list[Tensor] | None:
-    """Each group's tensors on top of each other in ``dtype``, all of them parts of one tensor; None where not to be.
+    """Each group's tensors concatenated in ``dtype``, as views of one tensor, or None.
 
     Args:
-        groups: of tensors in fp32. Those of a group have the same shape but for the first dimension; matrices come
-            before vectors.
+        groups: of tensors in fp32. Those of a group have the same shape but for the first
+            dimension; matrices come before vectors.
         dtype: of the parts.
     """
-    tensors = [t for group in groups for t in group]
-    first = tensors[0]
-    if len(tensors) > _MOST:
+    tensors: list[Tensor] = []
+    for group in groups:
+        tensors += group
+    if len(tensors) > _MOST or not _can_share(tensors):
         return None
-    for t in tensors:
-        if t.requires_grad != first.requires_grad or t.device != first.device:
-            return None  # backward would compute gradients that are not required
-        if t.dim() > 1 and t.numel() % _ALIGNED:
-            return None
     flat = torch.cat([t.reshape(-1) for t in tensors]).to(dtype)
-    parts = flat.split([sum([t.numel() for t in group]) for group in groups])
-    shapes = [(sum([t.shape[0] for t in group]), *group[0].shape[1:]) for group in groups]
+    sizes, shapes = [], []
+    for group in groups:
+        sizes.append(sum([t.numel() for t in group]))
+        shapes.append((sum([t.shape[0] for t in group]), *group[0].shape[1:]))
+    parts = flat.split(sizes)
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def cast_stacks(stacks: Sequence[Sequence[Any]], dtype: torch.dtype) -> list[Cast] | None:
-    """For each stack of layers one with their weights on top of each other, cast in one pass; None where not to be.
+def _can_share(tensors: Sequence[Tensor]) -> bool:
+    """Whether the tensors may be parts of one: aligned, and alike in device and gradient."""
+    first = tensors[0]
+    for t in tensors:
+        # One tensor requires a gradient or not: backward would compute some that are not required.
+        if t.requires_grad != first.requires_grad or t.device != first.device:
+            return False
+        # Only of matrices: vectors come last, and nothing that needs alignment follows them.
+        if t.dim() > 1 and t.numel() % _ALIGNED:
+            return False
+    return True
 
-    The last stack's bias is left as it is, for the operator at the end of the branch.
+
+def cast_stacks(stacks: Sequence[Sequence[Any]], dtype: torch.dtype) -> list[Cast] | None:
+    """For each stack of layers one `Cast` with their weights concatenated; None where it is none.
+
+    All are cast in one pass. The last stack's bias is not cast: the operator at the end of the
+    branch takes it.
 
     Args:
-        stacks: of `castable` layers, in each of one shape and with biases all or none. The last is of one layer.
+        stacks: of `castable` layers, in each of one shape and with biases all or none. The last is
+            of one layer.
         dtype: of the weights and biases.
     """
     weights = [[layer.weight for layer in stack] for stack in stacks]
     biased = [stack for stack in stacks[:-1] if stack[0].bias is not None]
-    parts = cast_as_one([*weights, *[[layer.bias for layer in stack] for stack in biased]], dtype)
+    biases = [[layer.bias for layer in stack] for stack in biased]
+    # Matrices before vectors, whose lengths may be odd.
+    parts = cast_as_one([*weights, *biases], dtype)
     if parts is None:
         return None
-    biases = [*parts[len(stacks) :], stacks[-1][0].bias]
+    rest = [*parts[len(stacks) :], stacks[-1][0].bias]
     casts = []
     for stack, weight in zip(stacks, parts[: len(stacks)], strict=True):
-        bias = None if stack[0].bias is None else biases.pop(0)
-        casts.append(Cast(weight.t() if is_conv1d(type(stack[0])) else weight, bias))
+        first = stack[0]
+        # Conv1D has its weight transposed.
+        weight = weight.t() if is_conv1d(type(first)) else weight
+        bias = None if first.bias is None else rest.pop(0)
+        casts.append(Cast(weight, bias))
     return casts
 
 
 def cast_together(owner: Any, x: Tensor, *layers: Any) -> Sequence[Any]:
-    """The linear layers of one branch: as `Cast` with weights cast in one pass, or the layers as they are.
+    """The linear layers of one branch, as `Cast` with weights cast in one pass, or unchanged.
 
-    The last one's bias is left as it is, for the operator at the end of the branch.
+    The last one's bias is not cast: the operator at the end of the branch takes it.
 
     Args:
         owner: the fused module whose layers these are.
         x: the rows that the branch takes.
         layers: in the order in which they are called.
     """
-    dtype = autocast_dtype(x) if compiling.makes_kernels(x) else None
-    if dtype is None or not allowed(owner, "casts") or not all(map(castable, layers)):
+    if not compiling.makes_kernels(x):
         return layers
-    return cast_stacks([[layer] for layer in layers], dtype) or layers
+    dtype = autocast_dtype(x)
+    if dtype is None or not allowed(owner, "casts"):
+        return layers
+    if not all(map(castable, layers)):
+        return layers
+    casts = cast_stacks([[layer] for layer in layers], dtype)
+    return layers if casts is None else casts

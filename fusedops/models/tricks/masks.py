@@ -21,22 +21,33 @@ def laid_out(mask: Any) -> Any:
 
 
 def made_contiguous(mask: Tensor) -> Tensor:
-    """A mask of truth values that is not expanded over the keys, or of numbers that lie behind one another along them.
+    """The mask with the layout that PyTorch's fused attention takes: contiguous along the keys.
 
-    On GPUs PyTorch's fused attention takes no mask whose last dimension has another stride than one, and what it falls back
-    to multiplies in fp32. Compiled with PyTorch 2.11, or Transformers before 5.23, models make masks of truth values that are
-    expanded where nothing is masked, and T5 hands on the transposed table of its biases.
+    On GPUs PyTorch's fused attention takes no mask whose last dimension has another stride than
+    one, and its fallback multiplies in fp32. Compiled with PyTorch 2.11, or Transformers before
+    5.23, models make boolean masks that are expanded where nothing is masked, and T5 passes on the
+    transposed table of its biases.
 
-    Lengths of 64 more than a multiple of 128 are left: with a mask, cuDNN's backward may give NaN there (PyTorch's issue
-    196678).
+    Lengths of 64 more than a multiple of 128 are left: with a mask, cuDNN's backward may give NaN
+    there (PyTorch's issue 196678).
     """
     if mask.layout != torch.strided or mask.is_nested or not mask.dim():
         return mask
-    stride = mask.stride(-1)
-    is_apart = stride == 0 if mask.dtype == torch.bool else mask.is_floating_point() and stride > 1
-    if not is_apart or mask.shape[-1] % 128 == 64:  # asked last: of a length that may change it is a guard
+    if not _is_strided_along_keys(mask):
+        return mask
+    # The last condition: for a length that may change, Dynamo makes it a guard.
+    if mask.shape[-1] % 128 == 64:
         return mask
     if mask.dtype == torch.bool:
         return mask.contiguous()
-    once = tuple([slice(0, 1) if stride == 0 else slice(None) for stride in mask.stride()])
-    return mask[once].contiguous().expand(mask.shape)
+    # Copy each number once, and expand again.
+    unexpanded = tuple([slice(0, 1) if stride == 0 else slice(None) for stride in mask.stride()])
+    return mask[unexpanded].contiguous().expand(mask.shape)
+
+
+def _is_strided_along_keys(mask: Tensor) -> bool:
+    """Whether a boolean mask is expanded over the keys, or numbers have gaps between them."""
+    stride = mask.stride(-1)
+    if mask.dtype == torch.bool:
+        return stride == 0
+    return mask.is_floating_point() and stride > 1

@@ -1,8 +1,8 @@
 """T5's attention, for the next token of a generation.
 
-A generation's step is launch-bound. For one token no head needs a transposition, and
-rows of one token need no folding for a linear layer: the same products and the same attention take fewer calls. What is
-not the known case goes through the module's own forward, before anything is changed.
+A generation's step is launch-bound. For one token no head needs a transposition, and rows of one
+token need no folding for a linear layer: the same products and the same attention take fewer calls.
+All other cases are left to the module's own forward, before the cache is changed.
 """
 
 from __future__ import annotations
@@ -22,34 +22,48 @@ from . import allowed
 
 __all__ = ["has_plain_weights", "next_token"]
 
-# Transformers' `sdpa_attention_forward` with its `create_position_bias_mask`, in 5.17, 5.23 and 5.24: for one query they call
-# PyTorch's attention under the sum of mask and position bias, and nothing else.
+# Transformers' `sdpa_attention_forward` with its `create_position_bias_mask`, in 5.17, 5.23 and
+# 5.24: for one query they call PyTorch's attention under the sum of mask and position bias, and
+# nothing else.
 _SDPA = ("6b854b7295d1", "4eceba25d5ea", "8b9f4b6b4211")
-# PyTorch's memory-efficient attention copies a mask whose rows are no multiple of so many elements apart, in each layer.
+# PyTorch's memory-efficient attention copies a mask in each layer, unless its rows have a stride of
+# a multiple of so many elements.
 _ALIGNED = 8
 
 
-def next_token(self: Any, hidden_states: Tensor, mask: Tensor | None, cross: bool, position_bias: Tensor | None,
-               cache: Any) -> tuple[Branch, tuple[Any, ...]] | None:  # fmt: skip
-    """What T5's attention makes of one token; None where this is not a step of a generation, or anything is unusual."""
+def next_token(
+    self: Any,
+    hidden_states: Tensor,
+    mask: Tensor | None,
+    cross: bool,
+    position_bias: Tensor | None,
+    cache: Any,
+) -> tuple[Branch, tuple[Any, ...]] | None:
+    """The output of T5's attention for one token; None to run the module's own forward instead."""
     if cache is None or hidden_states.shape[1] != 1 or not allowed(self, "one_token"):
         return None
     weights = _weights(self, cross, cache, position_bias is not None)
-    return None if weights is None else _next_token(self, hidden_states, mask, cross, position_bias, cache, weights)
+    if weights is None:
+        return None
+    return _next_token(self, hidden_states, mask, cross, position_bias, cache, weights)
 
 
 def has_plain_weights(self: Any) -> bool:
-    """Whether the attention's linear layers are such that there is a fast path."""
+    """Whether the fast path takes the attention's linear layers."""
     return _plain_weights(self) is not None
 
 
 def _weights(self: Any, cross: bool, cache: Any, biased: bool) -> tuple[Tensor, ...] | None:
-    """The weights of q, k, v and o if this is a step of a generation in which nothing is out of the ordinary."""
-    if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not _keeps_both(cache):
+    """The weights of q, k, v and o if this is an ordinary step of a generation, or else None."""
+    is_inference = not self.training and not torch.is_grad_enabled()
+    if not is_inference or torch.compiler.is_compiling():
         return None
-    # A static cache gives its length as a tensor, and its masks are of its full size.
+    if not _is_encoder_decoder(cache):
+        return None
+    # A static cache returns its length as a tensor, and its masks are of its full size.
     if not biased and type(cache.get_seq_length(self.layer_idx)) is not int:
         return None
+    # The first step fills a cross-attention's cache.
     if cross and not cache.is_updated.get(self.layer_idx):
         return None
     return _plain_weights(self)
@@ -61,62 +75,92 @@ def _plain_weights(self: Any) -> tuple[Tensor, ...] | None:
     linears = [children.get("q"), children.get("k"), children.get("v"), children.get("o")]
     weights = []
     for linear in linears:
-        if type(linear) is not nn.Linear or has_hooks(linear) or linear._parameters.get("bias") is not None:
+        if type(linear) is not nn.Linear or has_hooks(linear):
+            return None
+        if linear._parameters.get("bias") is not None:
             return None
         weight = linear._parameters.get("weight")
-        if weight is None:  # in DataParallel's replicas parameters are plain attributes
+        # In DataParallel's replicas parameters are plain attributes.
+        if weight is None:
             return None
         weights.append(weight)
     return tuple(weights)
 
 
-def _keeps_both(cache: Any) -> bool:
-    """Whether the cache is Transformers' own with a part for each of the two attentions."""
+def _is_encoder_decoder(cache: Any) -> bool:
+    """Whether the cache is Transformers' own, with a part for self- and for cross-attention."""
     cls = type(cache)
     return cls.__name__ == "EncoderDecoderCache" and cls.__module__ == "transformers.cache_utils"
 
 
-def _next_token(self: Any, x: Tensor, mask: Tensor | None, cross: bool, position_bias: Tensor | None, cache: Any,
-                weights: tuple[Tensor, ...]) -> tuple[Branch, tuple[Any, ...]]:  # fmt: skip
+def _next_token(
+    self: Any,
+    x: Tensor,
+    mask: Tensor | None,
+    cross: bool,
+    position_bias: Tensor | None,
+    cache: Any,
+    weights: tuple[Tensor, ...],
+) -> tuple[Branch, tuple[Any, ...]]:
     q, k, v, o = weights
     count, layer = x.shape[0], self.layer_idx
+    # (batch, heads, 1 token, size): with one token this is a view of (batch, heads * size).
     heads = (count, -1, 1, self.key_value_proj_dim)
     rows = x.reshape(count, -1)
+    # Read before the cache is updated.
     seen = cache.get_seq_length(layer) if position_bias is None else 0
     query = F.linear(rows, q).view(heads)
     if cross:
-        kept = cache.cross_attention_cache.layers[layer]
-        keys, values = kept.keys, kept.values
+        cached = cache.cross_attention_cache.layers[layer]
+        keys, values = cached.keys, cached.values
     else:
         keys, values = cache.self_attention_cache.update(
-            F.linear(rows, k).view(heads), F.linear(rows, v).view(heads), layer)  # fmt: skip
+            F.linear(rows, k).view(heads), F.linear(rows, v).view(heads), layer
+        )
     if position_bias is None:
         position_bias = _bias(self, query, keys.shape[2], seen)
     y, attention = _attended(self, query, keys, values, mask, position_bias)
     return Branch(F.linear(y.reshape(count, -1), o).unsqueeze(1)), (position_bias, attention)
 
 
-def _attended(self: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
-              position_bias: Tensor) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """What the query attends to, and the attention weights if the model's kind of attention tells them."""
+def _attended(
+    self: Any,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    position_bias: Tensor,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention's output, and its weights if the model's kind of attention returns them."""
     scope = renamed(type(self)._fusedops_original.forward)[0].__globals__
     function = scope["ALL_ATTENTION_FUNCTIONS"].get_interface(
-        self.config._attn_implementation, scope["eager_attention_forward"])  # fmt: skip
+        self.config._attn_implementation, scope["eager_attention_forward"]
+    )
     if _is_sdpa(function):
-        both = position_bias if mask is None else _masked(position_bias, mask, keys.dtype)
-        return F.scaled_dot_product_attention(query, keys, values, both, scale=self.scaling), None
-    return function(self, query, keys, values, mask, dropout=0.0, scaling=self.scaling,  # type: ignore[no-any-return]
-                    position_bias=position_bias)  # fmt: skip
+        bias = position_bias if mask is None else _masked(position_bias, mask, keys.dtype)
+        return F.scaled_dot_product_attention(query, keys, values, bias, scale=self.scaling), None
+    return function(  # type: ignore[no-any-return]
+        self,
+        query,
+        keys,
+        values,
+        mask,
+        dropout=0.0,
+        scaling=self.scaling,
+        position_bias=position_bias,
+    )
 
 
 @functools.lru_cache(maxsize=16)
 def _is_sdpa(function: Callable[..., Any]) -> bool:
+    """Whether this is Transformers' function around PyTorch's attention, of a known version."""
     names = getattr(function, "__globals__", {})
     known = digest(function, names.get("create_position_bias_mask")) in _SDPA
     return known and not names["_is_torch_npu_available"]
 
 
-# What a bias that `_bias` made keeps by this name: the last mask it was joined with, the dtype, and both in one.
+# The attribute of a bias of `_bias`'s: the last mask that it was joined with, the dtype, and the
+# joined mask.
 _JOINED = "_fusedops_joined"
 
 
@@ -131,18 +175,26 @@ def _bias(self: Any, query: Tensor, length: int, seen: int) -> Tensor:
 
 
 def _masked(bias: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mask and position bias in one, made once for all layers of a step; a bias of the caller's may be used again."""
-    known = bias.__dict__.get(_JOINED)
-    if known is not None and known[0] is mask and known[1] is dtype:
-        return known[2]  # type: ignore[no-any-return]
-    joined = torch.where(mask, bias, torch.finfo(dtype).min) if mask.dtype == torch.bool else bias + mask
+    """Mask and position bias in one, computed once for all layers of a step.
+
+    Only a bias of `_bias`'s has the result attached: one of the caller's may outlive the step.
+    """
+    cached = bias.__dict__.get(_JOINED)
+    if cached is not None and cached[0] is mask and cached[1] is dtype:
+        return cached[2]  # type: ignore[no-any-return]
+    if mask.dtype == torch.bool:
+        joined = torch.where(mask, bias, torch.finfo(dtype).min)
+    else:
+        joined = bias + mask
     joined = _aligned(joined)
-    if known is not None:
+    if cached is not None:
         setattr(bias, _JOINED, (mask, dtype, joined))
     return joined
 
 
 def _aligned(bias: Tensor) -> Tensor:
-    """The same numbers, rows a multiple of `_ALIGNED` elements apart."""
+    """The same numbers, with a row stride that is a multiple of `_ALIGNED` elements."""
     length = bias.shape[-1]
-    return F.pad(bias, (0, -length % _ALIGNED))[..., :length] if length % _ALIGNED else bias.contiguous()
+    if length % _ALIGNED == 0:
+        return bias.contiguous()
+    return F.pad(bias, (0, -length % _ALIGNED))[..., :length]

@@ -1,9 +1,14 @@
-"""Linear layers that take the same rows, packed: one product for an attention's query, key and value.
+"""Linear layers that take the same rows: one product for an attention's query, key and value.
 
-Products of the same rows with several weights are one product with the weights on top of each other. That is fewer
-calls and a larger product, which fills a GPU better; and backward the rows have one gradient, where there were several
-and their sum. It takes a copy of the weights. Under autocast these are copied anyway, into its dtype: so layers are
-packed there, in training, and nowhere else.
+Products of the same rows with several weights are one product with the weights on top of each
+other. That is fewer calls and a larger product, which fills a GPU better; and in backward the rows
+have one gradient instead of several and their sum. It takes a copy of the weights. Under autocast
+these are copied anyway, into its dtype: so layers are packed under autocast, in training, and
+nowhere else::
+
+    x (rows, K)  x  [ Wq ]      =  [ q | k | v ]    (rows, 3 N), split along its last dimension
+                    [ Wk ]^T
+                    [ Wv ]
 
 The module's own forward runs, with replacements (`packed`) of the layers.
 """
@@ -25,43 +30,54 @@ from .casts import cast_stacks, castable
 
 __all__ = ["packable", "packed", "packed_linear", "packed_to"]
 
-# Attentions whose key and value go into the attention as they are, and so does the query if it is not scaled first:
-# what is only on the way to something else (a scaled query, rotary positions) packing would keep alive with the others.
+# By fingerprint: attentions whose key and value go into the attention unchanged, and so does the
+# query if it is not scaled first. Tensors that are only on the way to another one (a scaled query,
+# rotary positions) would stay alive with the others, in whose memory they are.
 _QKV, _LINS = ("q_proj", "k_proj", "v_proj"), ("q_lin", "k_lin", "v_lin")
 _PACKABLE = {
-    **dict.fromkeys(("f434310b8181", "9238130564fd"), (_QKV, False)),  # BART and its relatives
-    **dict.fromkeys(("280db448c0ae", "06f537010e90"), (_QKV, False)),  # CLIP and its relatives
+    **dict.fromkeys(("f434310b8181", "9238130564fd"), (_QKV, False)),  # BART and related models
+    **dict.fromkeys(("280db448c0ae", "06f537010e90"), (_QKV, False)),  # CLIP and related models
     **dict.fromkeys(("3099567ec98b", "2599a40048ff"), (_QKV, True)),  # OPT
-    **dict.fromkeys(("79e198db90db", "522463e6c88b"), (_QKV, True)),  # Whisper, whose key is without a bias
+    # Whisper, whose key has no bias.
+    **dict.fromkeys(("79e198db90db", "522463e6c88b"), (_QKV, True)),
     "9c1503232895": (_QKV, False),  # ViT, DeiT, BEiT, DINOv2
     "7888d8c7ae34": (_LINS, False),  # DistilBERT
 }
 
 
 def packable(cls: type) -> tuple[tuple[str, ...], bool]:
-    """The names of query, key and value of an attention that may be packed, none for another class; whether it scales first."""
+    """The names of the layers that may be packed, and whether the attention scales the query.
+
+    There are no names for other classes.
+    """
     return _PACKABLE.get(fingerprint(cls), ((), False))
 
 
-def packed_linear(x: Tensor, layers: list[Any], dtype: torch.dtype, cast: Cast | None = None) -> tuple[Tensor, ...]:
+def packed_linear(
+    x: Tensor, layers: list[Any], dtype: torch.dtype, cast: Cast | None = None
+) -> tuple[Tensor, ...]:
     """The layers' outputs in ``dtype``, as parts of one product.
 
-    Autograd does not track them as views, so they may be changed in place: each has memory of its own in the product.
+    Autograd does not track them as views, so they may be changed in place: each has memory of its
+    own in the product.
 
     Args:
         x: of shape (..., K).
         layers: linear layers with weights of shape (N, K), with biases all or none.
         dtype: of the product.
-        cast: the layers on top of each other in ``dtype``, where that is made.
+        cast: the layers on top of each other in ``dtype``, if they were cast before.
     """
     if cast is None:
         weight = torch.cat([layer.weight for layer in layers]).to(dtype)
-        cast = Cast(weight, None if layers[0].bias is None else torch.cat([layer.bias for layer in layers]).to(dtype))
+        bias = None
+        if layers[0].bias is not None:
+            bias = torch.cat([layer.bias for layer in layers]).to(dtype)
+        cast = Cast(weight, bias)
     return torch.unsafe_split(cast(x.to(dtype)), layers[0].weight.shape[0], -1)
 
 
 class _Packed:
-    """The layers of one call of their module: the first that is called computes what all make of its rows."""
+    """The layers of one call of their module: the first that is called computes all outputs."""
 
     def __init__(self, layers: list[Any], dtype: torch.dtype, cast: Cast | None) -> None:
         self._layers = layers
@@ -70,94 +86,141 @@ class _Packed:
         self._rows: Tensor | None = None
         self._outputs: list[Tensor | None] = []
 
-    def output(self, place: int, x: Tensor) -> Tensor:
+    def output(self, index: int, x: Tensor) -> Tensor:
+        """The output of one layer, computed separately for other rows than the first call's."""
         if self._rows is None:
-            self._rows, self._outputs = x, list(packed_linear(x, self._layers, self._dtype, self._cast))
-        y = self._outputs[place] if x is self._rows else None
+            self._rows = x
+            self._outputs = list(packed_linear(x, self._layers, self._dtype, self._cast))
+        y = self._outputs[index] if x is self._rows else None
         if y is None:
-            layer = self._layers[place]
+            layer = self._layers[index]
             return F.linear(x, layer.weight, layer.bias)
-        self._outputs[place] = None  # its own now, to change in place and to free
+        # The caller owns it now, to change it in place or to free it. A second call computes again.
+        self._outputs[index] = None
         return y
 
 
 class _Part:
-    """One of them, as the module sees it."""
+    """The replacement of one packed layer."""
 
-    def __init__(self, whole: _Packed, place: int, layer: Any) -> None:
-        self._whole, self._place = whole, place
-        self.weight, self.bias = layer.weight, layer.bias
+    def __init__(self, whole: _Packed, index: int, layer: Any) -> None:
+        self._whole = whole
+        self._index = index
+        self.weight = layer.weight
+        self.bias = layer.bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._whole.output(self._place, x)
+        return self._whole.output(self._index, x)
 
 
-def packed(module: nn.Module, names: tuple[str, ...], x: Tensor, others: Tensor | None = None, last: Any = None,
-           cache: Any = None) -> tuple[dict[str, Any], Any]:  # fmt: skip
-    """Replacements of the children of these names, which take x or rows like it; none where nothing is packed.
+def packed(
+    module: nn.Module,
+    names: tuple[str, ...],
+    x: Tensor,
+    others: Tensor | None = None,
+    last: Any = None,
+    cache: Any = None,
+) -> tuple[dict[str, Any], Any]:
+    """Replacements of the children of these names, if they can be packed, and of ``last``.
 
-    The names are those of query, key and value. Where key and value take ``others``, as in a cross-attention, they are
-    packed without the query.
+    The names are those of query, key and value, which take x. Where key and value take ``others``,
+    as in a cross-attention, they are packed without the query.
 
-    A replacement that is called again, or with other rows than the first, computes as its layer does. Whether layers are
-    packed hangs on the module's mode, not on whether gradients are recorded or the rows have one: what reentrant
-    checkpointing computes twice is the same.
+    A replacement that is called again, or with other rows than the first, computes as its layer
+    does. Whether layers are packed depends on the module's mode, not on whether gradients are
+    recorded or the rows have one: so reentrant checkpointing computes the same both times.
 
-    ``last`` is a linear layer behind them. It comes back as the second result, or a replacement of it where its weight is
-    cast together with theirs (see `fusedops.models.casts`); a query that is not packed is then replaced too.
-    ``cache`` is what the module may take its keys and values from.
+    ``last`` is a linear layer after them. It is the second result, or its replacement where its
+    weight is cast together with theirs (see `fusedops.models.tricks.casts`); a query that is not
+    packed is then replaced too. ``cache`` is where the module may get its keys and values from.
     """
-    apart: tuple[str, ...] = ()
+    separate: tuple[str, ...] = ()
     if others is not None:
-        apart, names, x = names[:1], names[1:], others
-    dtype = autocast_dtype(x) if names and module.training and allowed(module, "packing") else None
+        separate, names, x = names[:1], names[1:], others
     layers: list[Any] = [module._modules.get(name) for name in names]
-    if dtype is None or not all(map(_packs, layers)):
+    dtype = None
+    if names and module.training and allowed(module, "packing"):
+        dtype = autocast_dtype(x)
+    if dtype is None or not _are_alike(layers):
         return {}, last
+
+    casts: list[Cast] | None = None
+    is_casting = compiling.makes_kernels(x) and allowed(module, "casts")
+    if is_casting and (others is None or not _is_filled(cache, module)):
+        casts = _cast(layers, [module._modules.get(name) for name in separate], last, dtype)
+        # Without the query, which may be what prevents it.
+        if casts is None and separate:
+            separate = ()
+            casts = _cast(layers, [], last, dtype)
+
+    replacements: dict[str, Any] = {}
+    cast = None
+    if casts is not None:
+        # In the order of `_cast`: the packed layers, the separate ones, the last.
+        cast, last = casts[0], casts[-1]
+        replacements.update(zip(separate, casts[1:-1], strict=True))
+    whole = _Packed(layers, dtype, cast)
+    for index, name in enumerate(names):
+        replacements[name] = _Part(whole, index, layers[index])
+    return replacements, last
+
+
+def _are_alike(layers: list[Any]) -> bool:
+    """Whether the layers may be packed with one another."""
+    if not all(map(_packs, layers)):
+        return False
     first = layers[0]
-    learns = first.weight.requires_grad
     for layer in layers:
         if layer.weight.shape != first.weight.shape or (layer.bias is None) != (first.bias is None):
-            return {}, last
-        if layer.weight.requires_grad != learns:  # backward would compute gradients that are not required
-            return {}, last
-    casts: list[Cast] | None = None
-    casting = compiling.makes_kernels(x) and allowed(module, "casts")
-    if casting and (others is None or not _is_filled(cache, module)):
-        casts = _cast(layers, [module._modules.get(name) for name in apart], last, dtype)
-        if casts is None and apart:  # the query may be what keeps the rest from it
-            apart, casts = (), _cast(layers, [], last, dtype)
-    parts: dict[str, Any] = {}
-    if casts is not None:
-        parts.update(zip(apart, casts[1:-1], strict=True))
-        last = casts[-1]
-    whole = _Packed(layers, dtype, None if casts is None else casts[0])
-    parts.update({name: _Part(whole, place, layers[place]) for place, name in enumerate(names)})
-    return parts, last
+            return False
+        # One product has all gradients or none: backward would compute some that are not required.
+        if layer.weight.requires_grad != first.weight.requires_grad:
+            return False
+    return True
 
 
-def _cast(layers: list[Any], apart: list[Any], last: Any, dtype: torch.dtype) -> list[Cast] | None:
-    """The packed layers, those that are not packed with them and the last one, cast in one pass, if they can be."""
-    stacks = [layers, *[[layer] for layer in apart], [last]]
-    return cast_stacks(stacks, dtype) if all(_packs(stack[0]) for stack in stacks) else None
+def _cast(
+    layers: list[Any], separate: list[Any], last: Any, dtype: torch.dtype
+) -> list[Cast] | None:
+    """The packed layers as one, the separate ones and the last one, all cast in one pass.
+
+    None if they cannot be cast so.
+    """
+    stacks = [layers, *[[layer] for layer in separate], [last]]
+    if not all(_packs(stack[0]) for stack in stacks):
+        return None
+    return cast_stacks(stacks, dtype)
 
 
 def _is_filled(cache: Any, module: Any) -> bool:
     """Whether the cache has the keys and values of a cross-attention.
 
-    Their layers are not called then, and have no gradients, where of layers that are cast together all have one.
+    Then their layers are not called, and get no gradients; of layers that are cast together, all
+    get one.
     """
     filled = getattr(cache, "is_updated", None)
     return bool(filled and filled.get(module.layer_idx))
 
 
-def packed_to(output: str, module: nn.Module, names: tuple[str, ...], x: Tensor, others: Tensor | None = None,
-              cache: Any = None) -> dict[str, Any]:  # fmt: skip
-    """As `packed`, for a module whose own child ``output`` is the layer behind them: its replacement is among theirs."""
+def packed_to(
+    output: str,
+    module: nn.Module,
+    names: tuple[str, ...],
+    x: Tensor,
+    others: Tensor | None = None,
+    cache: Any = None,
+) -> dict[str, Any]:
+    """The replacements of `packed` for a module whose child ``output`` is the last layer.
+
+    They include that of the last layer.
+    """
     layer = module._modules[output]
     parts, last = packed(module, names, x, others, layer, cache)
-    return parts if last is layer else {**parts, output: last}
+    if last is not layer:
+        parts[output] = last
+    return parts
 
 
 def _packs(layer: nn.Module | None) -> bool:
+    """Whether this is a linear layer that may be packed: no Conv1D, whose weight is transposed."""
     return type(layer) is nn.Linear and castable(layer)

@@ -1,10 +1,12 @@
-"""Linear layers with very many outputs whose number is no multiple of eight: vocabularies of 50257 or 30522 words, say.
+"""Linear layers with very many outputs, no multiple of eight: a vocabulary of 50257 words, say.
 
-In half precision, matrix products on tensor cores load 16 bytes at once, which takes rows whose length is a multiple
-of eight; with others cuBLAS falls back to kernels that take several times as long. Here the weight gets rows of zeros
-up to the next multiple of 64, and the columns that come of them are cut off again. The product is the same; what it
-costs is a copy of the weight, and one of the gradient in backward. torch.compile pads by itself, and `fusedops.backend`
-does as is done here.
+In half precision, matrix products on tensor cores load 16 bytes at once, which takes rows whose
+length is a multiple of eight; with others cuBLAS falls back to kernels that take several times as
+long. Here the weight is padded with rows of zeros to the next multiple of 64, and their columns of
+the output are cut off again. The product is the same; the cost is a copy of the weight, and one of
+the gradient in backward. torch.compile pads by itself, and `fusedops.backend` pads as this does::
+
+    (rows, K) x (K, 50257 + 47 zeros) -> (rows, 50304), as a view of which [:, :50257] is returned
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ __all__ = ["ALIGNED", "HALF", "LEAST_OUTPUTS", "LEAST_ROWS", "MULTIPLE", "RULES"
 
 MULTIPLE = 64
 ALIGNED = 8
-# Below so many outputs, or rows of input, there is nothing to win.
+# With fewer outputs, or fewer rows of input, padding gains nothing.
 LEAST_OUTPUTS = 4096
 LEAST_ROWS = 1024
 HALF = (torch.float16, torch.bfloat16)
 
 
 def padded_linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``F.linear`` in ``dtype`` with rows of the output that are aligned: the first columns of a wider tensor.
+    """``F.linear`` in ``dtype`` with aligned rows: the first columns of a wider output.
 
     Args:
         input: of shape (..., K).
@@ -38,24 +40,32 @@ def padded_linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
         dtype: of the product.
     """
     columns = weight.shape[0]
-    more = -columns % MULTIPLE
-    weight = F.pad(weight.to(dtype), (0, 0, 0, more))
-    bias = None if bias is None else F.pad(bias.to(dtype), (0, more))
+    padding = -columns % MULTIPLE
+    weight = F.pad(weight.to(dtype), (0, 0, 0, padding))
+    bias = None if bias is None else F.pad(bias.to(dtype), (0, padding))
     return F.linear(input.to(dtype), weight, bias)[..., :columns]
 
 
 def _product_dtype(input: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
-    """The half precision that the product is in, where padding gains; None where it does not, or might do otherwise."""
-    if not input.is_cuda or torch.compiler.is_compiling() or input.shape[-1] % ALIGNED:
+    """The half precision of a product that gains by padding; None for other products."""
+    if not input.is_cuda or torch.compiler.is_compiling():
         return None
-    given = (input, weight) if bias is None else (input, weight, bias)
-    if input.numel() < LEAST_ROWS * input.shape[-1] or not all(map(is_plain, given)):
+    # Padding aligns the rows of the output; these are the input's and the weight's.
+    K = input.shape[-1]
+    if K % ALIGNED or input.numel() < LEAST_ROWS * K:
         return None
-    dtypes = {t.dtype for t in given}
+    tensors = (input, weight) if bias is None else (input, weight, bias)
+    if not all(map(is_plain, tensors)):
+        return None
+    dtypes = {t.dtype for t in tensors}
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
-        return dtype if dtype in HALF and dtypes <= {*HALF, torch.float32} else None
-    return weight.dtype if dtypes == {weight.dtype} and weight.dtype in HALF else None
+        # Autocast does not cast other dtypes, fp64 for one.
+        is_cast = dtypes <= {*HALF, torch.float32}
+    else:
+        dtype = weight.dtype
+        is_cast = dtypes == {dtype}
+    return dtype if is_cast and dtype in HALF else None
 
 
 def _linear(self: Any, input: Tensor) -> Tensor:
@@ -74,7 +84,7 @@ RULES = (
     Rule(
         name="padded_linear",
         helps="its output is a view of padded rows",
-        # To a block it is the linear layer that it was, whose bias the block may take.
+        # A block may still take its bias, as that of any linear layer.
         methods={"forward": _linear, "_fusedops_multiplies": lambda self: True},
         base=nn.Linear,
         fits=_fits,
