@@ -1,7 +1,7 @@
 """Fused operators for PyTorch in Triton: the functional API. The modules are in `fusedops.nn`."""
 
 from . import nn as nn  # not in __all__: a star import must not shadow torch.nn
-from .activations.ops import bias_act, bias_gelu, gated_act, geglu, gelu, glu, swiglu
+from .activations.ops import bias_act, bias_gelu, gated_act, geglu, gelu, swiglu
 from .backend.entry import compile, explain  # noqa: A004
 from .compiler.errors import NotRowwiseError
 from .compiler.function import rowwise
@@ -39,7 +39,6 @@ __all__ = [
     "gated_act",
     "geglu",
     "gelu",
-    "glu",
     "layer_norm",
     "no_repeat_ngram",
     "rms_norm",
@@ -55,4 +54,5 @@ def _load_tuner() -> Tuner:
     return improve
 
 
+# The tuner is above the operators, and is imported at its first use.
 register_tuner(_load_tuner)

@@ -1,4 +1,4 @@
-"""``fusedops`` and ``python -m fusedops``: ``tune`` measures configs, ``doctor`` prints diagnostics."""
+"""The command ``fusedops``: ``tune`` measures configs, ``doctor`` prints diagnostics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from . import doctor
     from .tune import command
 
-    parser = argparse.ArgumentParser("fusedops", description="Fused operators for PyTorch: tuning and diagnosis.")
+    parser = argparse.ArgumentParser(
+        "fusedops", description="Fused operators for PyTorch: tuning and diagnosis."
+    )
     parser.add_argument("--version", action="version", version=f"fusedops {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command.add_parser(commands)
@@ -26,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fusedops: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130
+        return 130  # a shell's code for an interrupt
 
 
 if __name__ == "__main__":

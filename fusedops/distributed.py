@@ -1,4 +1,4 @@
-"""Several GPUs: a check that all ranks have the same random state."""
+"""A check that all ranks of several GPUs have the same random state."""
 
 from __future__ import annotations
 
@@ -14,28 +14,37 @@ __all__ = ["check_seeds"]
 
 
 def check_seeds(mesh: DeviceMesh) -> None:
-    """Checks that all ranks of a mesh have the same random state, which dropout on DTensors requires.
+    """Checks that all ranks of a mesh have the same random state.
 
-    All ranks of the mesh must call this function. It gathers eight bytes from each rank. One check after seeding is enough
-    if all ranks call the same operators.
+    Dropout on DTensors requires it. All ranks of the mesh must call this function. It gathers eight
+    bytes from each rank. One check after seeding is enough if all ranks call the same operators.
 
     Args:
         mesh: the mesh of the DTensors.
     Raises:
-        RuntimeError: a rank's state differs from that of the first rank; the message names these ranks.
+        RuntimeError: a rank's state differs from that of the first rank; the message names these
+            ranks.
     """
     if mesh.get_coordinate() is None:
-        return  # of the ranks that the mesh is not for
+        return  # this rank is not in the mesh
     from torch.distributed.tensor import DTensor, Shard
 
     kind = mesh.device_type
-    state = torch.get_rng_state() if kind == "cpu" else torch.get_device_module(kind).get_rng_state()
+    if kind == "cpu":
+        state = torch.get_rng_state()
+    else:
+        state = torch.get_device_module(kind).get_rng_state()
     digest = hashlib.sha256(bytes(state.tolist())).digest()[:8]
     own = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=kind)
-    every = DTensor.from_local(own, mesh, [Shard(0)] * mesh.ndim, run_check=False).full_tensor().tolist()
+    # One number of each rank: as a tensor that all dimensions of the mesh split, it is gathered in
+    # the order of the mesh.
+    sharded = DTensor.from_local(own, mesh, [Shard(0)] * mesh.ndim, run_check=False)
+    every = sharded.full_tensor().tolist()
     ranks = mesh.mesh.flatten().tolist()
-    others = [rank for rank, found in zip(ranks, every, strict=True) if found != every[0]]
+    others = [rank for rank, number in zip(ranks, every, strict=True) if number != every[0]]
     if others:
         shown = ", ".join(map(str, others[:8])) + (", …" if len(others) > 8 else "")
-        raise RuntimeError(f"check_seeds: the random state of rank {shown} is not that of rank {ranks[0]}; call "
-                           "torch.manual_seed with one seed on all ranks of the mesh")  # fmt: skip
+        raise RuntimeError(
+            f"check_seeds: the random state of rank {shown} is not that of rank {ranks[0]}; call "
+            "torch.manual_seed with one seed on all ranks of the mesh"
+        )

@@ -1,4 +1,4 @@
-"""The public modules: the fused operators as `torch.nn.Module`, most of them subclasses of those of torch.nn."""
+"""The fused operators as modules, most of them subclasses of those of `torch.nn`."""
 
 from .activations.modules import (
     FusedBiasAct,
@@ -6,7 +6,6 @@ from .activations.modules import (
     FusedGatedAct,
     FusedGEGLU,
     FusedGELU,
-    FusedGLU,
     FusedSwiGLU,
 )
 from .compiler.modules import Rowwise
@@ -33,7 +32,6 @@ __all__ = [
     "FusedBiasGELU",
     "FusedGEGLU",
     "FusedGELU",
-    "FusedGLU",
     "FusedGatedAct",
     "FusedLayerNorm",
     "FusedRMSNorm",

@@ -1,1 +1,1 @@
-"""What every operator family stands on."""
+"""The modules that all operator families use: calls, launches, tuning, random state, DTensors."""

@@ -1,4 +1,4 @@
-"""The table of activations: each with its function in PyTorch, and a pair of device functions."""
+"""The table of activations: each one's function in PyTorch, and its pair of device functions."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ class Activation:
     """An elementwise function; `device_functions` returns its Triton counterpart.
 
     Attributes:
-        name: its public name, and that of its device functions in `core.device`: ``name`` and ``name_derivative``.
+        name: its public name, and that of its device functions in `core.device`: ``name`` and
+            ``name_derivative``.
         formula: the function in PyTorch's operators, differentiable to any order, by either mode.
-        has_narrow: whether there is a shorter device function for results in 16 bits, ``name_in_16_bits``.
+        has_narrow: whether it has a shorter device function for results in 16 bits,
+            ``name_in_16_bits``.
     """
 
     name: str
@@ -51,11 +53,12 @@ ACTIVATIONS = {activation.name: activation for activation in _ALL}
 
 
 def device_functions(name: str, *, narrow: bool = False) -> tuple[Any, Any]:
-    """The activation and its derivative as Triton functions, which kernels take as constants.
+    """Returns the activation and its derivative as Triton functions, which are kernels' constants.
 
-    With ``narrow`` results are rounded to 16 bits.
+    With ``narrow`` the caller rounds results to 16 bits.
     """
     from . import device
 
-    shorter = narrow and ACTIVATIONS[name].has_narrow
-    return getattr(device, f"{name}_in_16_bits" if shorter else name), getattr(device, f"{name}_derivative")
+    is_shorter = narrow and ACTIVATIONS[name].has_narrow
+    function = getattr(device, f"{name}_in_16_bits" if is_shorter else name)
+    return function, getattr(device, f"{name}_derivative")

@@ -1,4 +1,4 @@
-"""Modules that take tensors beside the first, under the hooks of `torch.distributed.tensor.distribute_module`."""
+"""The base class of modules with several tensor arguments, for `distribute_module`'s hooks."""
 
 from __future__ import annotations
 
@@ -15,42 +15,48 @@ __all__ = ["TensorsBeside"]
 class TensorsBeside(nn.Module):
     """A module whose forward takes further tensors after the first.
 
-    The hooks of `SequenceParallel` and its like place the first argument and drop all others that have no name. So the
-    others go by name there, and the forward places them as the first is.
+    The hooks that `torch.distributed.tensor.distribute_module` installs for `SequenceParallel` and
+    similar styles make the first argument a DTensor and drop all other positional arguments. So a
+    distributed module passes the others by keyword, and its forward makes them DTensors with the
+    first one's placements.
     """
 
     _beside: ClassVar[tuple[str, ...]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As `torch.nn.Module`."""
+        """Calls the module, as `torch.nn.Module` does."""
         if compat.is_distributed(self):
             args, others = args[:1], args[1:]
             kwargs |= zip(self._beside[: len(others)], others, strict=True)
         return super().__call__(*args, **kwargs)
 
     def _vector(self, t: Tensor | None, x: Any) -> Tensor | None:
-        """A tensor without rows, which all ranks have: a DTensor, if those hooks made ``x`` one."""
-        if t is None or not self._places(t, x):
+        """Returns a tensor without rows, replicated if the hooks made ``x`` a DTensor."""
+        if t is None or not self._needs_placement(t, x):
             return t
         from torch.distributed.tensor import Replicate
 
-        return self._placed(t, x, [Replicate()] * x.device_mesh.ndim)
+        return self._distributed(t, x, [Replicate()] * x.device_mesh.ndim)
 
     def _rows(self, t: Tensor | None, x: Any) -> Tensor | None:
-        """This rank's rows: a DTensor placed as ``x``, if those hooks made that one."""
-        if t is None or not self._places(t, x):
+        """Returns this rank's rows, with the placements of ``x`` if the hooks made it a DTensor."""
+        if t is None or not self._needs_placement(t, x):
             return t
-        if t.shape != x.to_local().shape or any(placement.is_partial() for placement in x.placements):
-            return t  # which DTensor refuses
-        return self._placed(t, x, x.placements, shape=x.shape, stride=x.stride())
+        is_partial = any(placement.is_partial() for placement in x.placements)
+        if is_partial or t.shape != x.to_local().shape:
+            return t  # DTensor refuses the call
+        return self._distributed(t, x, x.placements, shape=x.shape, stride=x.stride())
 
     @staticmethod
-    def _placed(t: Tensor, x: Any, placements: Any, **sizes: Any) -> Tensor:
-        placed: Tensor = type(x).from_local(t, x.device_mesh, placements, run_check=False, **sizes)
-        return placed
+    def _distributed(t: Tensor, x: Any, placements: Any, **sizes: Any) -> Tensor:
+        """Returns the DTensor of this rank's ``t`` on the mesh of ``x``."""
+        dtensor: Tensor = type(x).from_local(t, x.device_mesh, placements, run_check=False, **sizes)
+        return dtensor
 
-    def _places(self, t: Tensor, x: Any) -> bool:
+    def _needs_placement(self, t: Tensor, x: Any) -> bool:
+        """Whether the hooks made ``x`` a DTensor, and left ``t`` a plain tensor."""
         if not compat.is_distributed(self):
             return False
-        kind: Any = sys.modules["torch.distributed.tensor"].DTensor
-        return isinstance(x, kind) and not isinstance(t, kind)
+        # `distribute_module`, which set the mark, is in the same module.
+        dtensor: Any = sys.modules["torch.distributed.tensor"].DTensor
+        return isinstance(x, dtensor) and not isinstance(t, dtensor)

@@ -1,7 +1,11 @@
-"""The user's cache of tuned configs: one small file per entry, written atomically and validated when read.
+"""The user's cache of tuned configs: one small file per entry, validated when it is read.
 
-Processes may read and write concurrently: an entry is replaced atomically, and the last writer wins. An unusable entry
-is ignored with one warning per process, never an error; the config then comes from the table or the heuristic.
+    <directory>/<device>/<kernel>/<hash of the key>.json
+    {"key": ..., "space": hash of the candidates, "config": [...], "microseconds": {...}}
+
+Processes may read and write concurrently: an entry is replaced atomically, and the last writer
+wins. An unusable entry is ignored with one warning per process, never an error; the config then
+comes from the table or the heuristic.
 """
 
 from __future__ import annotations
@@ -25,8 +29,22 @@ import torch
 from .tuning_key import Config, TuningKey, fingerprint, valid
 from .version import __version__
 
-__all__ = ["SCRATCH", "EntryError", "check", "code_of_package", "directory", "entries", "file_of", "opened", "path_of", "read",
-           "replace", "sealed", "slug", "write"]  # fmt: skip
+__all__ = [
+    "SCRATCH",
+    "EntryError",
+    "check",
+    "code_of_package",
+    "directory",
+    "entries",
+    "file_of",
+    "opened",
+    "path_of",
+    "read",
+    "replace",
+    "sealed",
+    "slug",
+    "write",
+]
 
 # The prefix of a file that is not complete yet.
 SCRATCH = ".writing-"
@@ -34,7 +52,7 @@ _warned: set[str] = set()
 
 
 class EntryError(Exception):
-    """An entry that cannot be used: `kind` is ``torn``, ``foreign``, ``stale`` or ``another version's``."""
+    """An unusable entry; `kind` is ``torn``, ``foreign``, ``stale`` or ``another version's``."""
 
     def __init__(self, kind: str, why: str) -> None:
         super().__init__(why)
@@ -42,8 +60,12 @@ class EntryError(Exception):
 
 
 def directory() -> Path | None:
-    """The cache's directory: ``FUSEDOPS_CACHE_DIR``, else the platform's user cache; None without a home directory."""
-    if named := os.environ.get("FUSEDOPS_CACHE_DIR"):
+    """Returns the cache's directory: ``FUSEDOPS_CACHE_DIR``, else in the platform's user cache.
+
+    Without a home directory it is None.
+    """
+    named = os.environ.get("FUSEDOPS_CACHE_DIR")
+    if named:
         return Path(named)
     try:
         home = Path.home()
@@ -60,31 +82,41 @@ def directory() -> Path | None:
 
 @functools.cache
 def code_of_package() -> str:
-    """Names, sizes and times of this package's files: in a working copy the version does not change with the code."""
+    """Returns names, sizes and times of this package's files.
+
+    In a working copy the version does not change with the code.
+    """
     root = Path(__file__).parents[1]
-    files = [(path.relative_to(root).as_posix(), path.stat()) for path in sorted(root.rglob("*.py"))]
-    return repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files])
+    files = []
+    for path in sorted(root.rglob("*.py")):
+        stat = path.stat()
+        files.append((path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns))
+    return repr(files)
 
 
 def file_of(folder: str, text: Sequence[str]) -> Path | None:
-    """The file of what was made of a text by this code, in a folder of the cache; None without a home directory."""
+    """Returns the file, in a folder of the cache, of results that this code computes from a text.
+
+    Without a home directory it is None.
+    """
     root = directory()
     if root is None:
         return None
     parts = [__version__, torch.__version__, sys.version, code_of_package(), *text]
-    return root / folder / f"{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:32]}.json"
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return root / folder / f"{digest[:32]}.json"
 
 
 def sealed(text: str) -> str:
-    """A file's text, behind a checksum of it and of this version."""
+    """Returns the content of a file: a checksum of this version and the text, then the text."""
     return f"{_checksum(text)}\n{text}"
 
 
 def opened(file: str) -> str:
-    """The text that was sealed.
+    """Returns the text in the content of a `sealed` file.
 
     Raises:
-        ValueError: anything in the file has changed.
+        ValueError: the content has changed, or another version wrote it.
     """
     checksum, _, text = file.partition("\n")
     if checksum != _checksum(text):
@@ -97,42 +129,50 @@ def _checksum(text: str) -> str:
 
 
 def slug(device: str) -> str:
-    """A device's name as a file name: ``NVIDIA H200`` is ``nvidia_h200``."""
+    """Returns a device's name as a file name: ``NVIDIA H200`` is ``nvidia_h200``."""
     return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
 
 
 def path_of(key: TuningKey, device: str) -> Path | None:
-    """The file of an entry, which need not exist."""
+    """Returns the file of an entry, which need not exist; None without a home directory."""
     root = directory()
     if root is None:
         return None
-    name = hashlib.sha256(json.dumps(_entry_key(key, device), sort_keys=True).encode()).hexdigest()[:32]
-    return root / slug(device) / key.kernel / f"{name}.json"
+    text = json.dumps(_entry_key(key, device), sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return root / slug(device) / key.kernel / f"{digest[:32]}.json"
 
 
 def entries() -> Iterator[Path]:
-    """All entries of all devices and versions."""
+    """Yields the files of all entries, of all devices and versions."""
     root = directory()
     if root is not None:
         yield from sorted(root.glob("*/*/*.json"))
 
 
 def read(key: TuningKey, device: str) -> Config | None:
-    """The tuned config, or None without a usable entry."""
+    """Returns the tuned config; None without a usable entry."""
     path = path_of(key, device)
     try:
         if path is None or not path.exists():
             return None
         return check(path, _entry_key(key, device))
     except EntryError as problem:
-        _warn_once("read", f"ignored {path}, which is {problem.kind} ({problem})", "delete it, or that whole directory")
+        _warn_once(
+            "read",
+            f"ignored {path}, which is {problem.kind} ({problem})",
+            "delete it, or that whole directory",
+        )
     except OSError as error:
         _warn_once("read", f"cannot read {path} ({error.strerror})", "make it readable")
     return None
 
 
 def check(path: Path, expected: Mapping[str, Any] | None = None) -> Config:
-    """The config in a file, which must hold the entry for ``expected``, or for the key in the file itself.
+    """Returns the config in a file.
+
+    The file must hold the entry for the key ``expected``; without one, for the key in the file, at
+    this path.
 
     Raises:
         EntryError: the entry is torn, foreign, or stale: chosen from other candidates than today's.
@@ -140,16 +180,22 @@ def check(path: Path, expected: Mapping[str, Any] | None = None) -> Config:
     """
     try:
         content = json.loads(path.read_bytes())
-        found, space, numbers = content["key"], content["space"], content["config"]
-        parts = {**found, "variant": tuple(found["variant"])}
+        entry_key, space, numbers = content["key"], content["space"], content["config"]
+        parts = {**entry_key, "variant": tuple(entry_key["variant"])}
         key = TuningKey(*(parts[name] for name in TuningKey.__dataclass_fields__))
         config = Config(*numbers)
-        own, right = _entry_key(key, found["device"]), path_of(key, found["device"])
+        device = entry_key["device"]
+        own_key, own_path = _entry_key(key, device), path_of(key, device)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise EntryError("torn", f"not a complete entry: {type(error).__name__}") from None
-    if expected is None and found != own:
-        raise EntryError("another version's", "not for this version of fusedops or Triton")
-    if path != right if expected is None else found != dict(expected):
+    if expected is None:
+        # The versions are in the key: an entry of this one has the key that it would get now.
+        if entry_key != own_key:
+            raise EntryError("another version's", "not for this version of fusedops or Triton")
+        is_foreign = path != own_path
+    else:
+        is_foreign = entry_key != dict(expected)
+    if is_foreign:
         raise EntryError("foreign", "another device's, version's or kernel's")
     if space != fingerprint(key) or not valid(key, config):
         raise EntryError("stale", "chosen from other candidates than today's")
@@ -171,18 +217,25 @@ def write(key: TuningKey, device: str, config: Config, microseconds: Mapping[str
     try:
         replace(path, json.dumps(content))
     except OSError as error:
-        _warn_once("write", f"cannot write {path} ({error.strerror})", "make it writable, or set FUSEDOPS_CACHE_DIR")
+        _warn_once(
+            "write",
+            f"cannot write {path} ({error.strerror})",
+            "make it writable, or set FUSEDOPS_CACHE_DIR",
+        )
         return False
     return True
 
 
 def replace(path: Path, text: str) -> None:
-    """Writes a whole file at once, and the folders that it is in: a reader sees the old one or the new one.
+    """Writes a file atomically, and the folders that it is in.
+
+    A reader sees the whole old file or the whole new one.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder: a rename is atomic within a file system only.
     handle, scratch = tempfile.mkstemp(prefix=SCRATCH, dir=path.parent)
     try:
         with os.fdopen(handle, "w") as file:
@@ -197,6 +250,7 @@ def replace(path: Path, text: str) -> None:
 
 
 def _entry_key(key: TuningKey, device: str) -> dict[str, Any]:
+    """Returns the key of an entry as JSON has it, with the versions that it is for."""
     versions = {"fusedops": __version__, "triton": _triton_version()}
     return {**asdict(key), "variant": list(key.variant), "device": device, **versions}
 
@@ -210,12 +264,14 @@ def _triton_version() -> str:
     return str(triton.__version__)
 
 
-def _warn_once(what: str, problem: str, remedy: str) -> None:
-    if what not in _warned:
-        _warned.add(what)
-        warnings.warn(
-            f"fusedops: tuning cache in {directory()}: {problem}; {remedy}. Results are right without it; "
-            "`fusedops doctor` checks the cache. This warning is shown once.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+def _warn_once(operation: str, problem: str, remedy: str) -> None:
+    """Warns of a problem, once per operation and process."""
+    if operation in _warned:
+        return
+    _warned.add(operation)
+    warnings.warn(
+        f"fusedops: tuning cache in {directory()}: {problem}; {remedy}. Results are right without "
+        "it; `fusedops doctor` checks the cache. This warning is shown once.",
+        RuntimeWarning,
+        stacklevel=2,
+    )

@@ -26,19 +26,21 @@ _DTYPE_NAMES = "torch.float16, torch.bfloat16, torch.float32, torch.float64"
 
 
 def check_tensor(op: str, name: str, value: Any, like: torch.Tensor | None = None) -> None:
-    """Raises unless ``value`` is a dense floating-point tensor, on the device of ``like`` if that is given."""
+    """Raises unless ``value`` is a dense floating-point tensor, on the device of any ``like``."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
     if value.is_quantized:
         raise TypeError(
-            f"{op}: {name} is quantised, expected one of {_DTYPE_NAMES}; static quantisation takes PyTorch's own modules: "
-            "call unfuse_model before torch.ao.quantization.prepare"
+            f"{op}: {name} is quantised, expected one of {_DTYPE_NAMES}; static quantisation takes "
+            "PyTorch's own modules: call unfuse_model before torch.ao.quantization.prepare"
         )
     if value.dtype not in DTYPES:
         raise TypeError(f"{op}: {name} has dtype {value.dtype}, expected one of {_DTYPE_NAMES}")
     check_dense(op, name, value)
     if like is not None and value.device != like.device:
-        raise RuntimeError(f"{op}: {name} is on {value.device}, expected {like.device} as the first argument")
+        raise RuntimeError(
+            f"{op}: {name} is on {value.device}, expected {like.device} as the first argument"
+        )
 
 
 def check_dense(op: str, name: str, value: torch.Tensor) -> None:
@@ -55,43 +57,50 @@ def check_shape(op: str, name: str, value: torch.Tensor, expected: tuple[int, ..
         raise ValueError(f"{op}: {name} has shape {tuple(value.shape)}, expected {tuple(expected)}")
 
 
+def _check_is_number(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+
+
 def check_p(op: str, p: Any) -> None:
     """Raises unless ``p`` is a probability."""
-    if not isinstance(p, (int, float)):
-        raise TypeError(f"{op}: p must be a number, got {type(p).__name__}")
+    _check_is_number(op, "p", p)
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{op}: p must be in [0, 1], got {p}")
 
 
 def check_p_off(op: str, p: Any) -> float:
-    """No dropout, for a ``p`` that is checked all the same: one out of range is an error in evaluation too."""
+    """Returns 0, for no dropout, after a check of ``p``: it must be in range in evaluation too."""
     check_p(op, p)
     return 0.0
 
 
 def check_number(op: str, name: str, value: Any) -> None:
     """Raises unless ``value`` is a finite number."""
-    if not isinstance(value, (int, float)):
-        raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+    _check_is_number(op, name, value)
     if not -math.inf < value < math.inf:  # a comparison, which torch.compile can trace
         raise ValueError(f"{op}: {name} must be finite, got {value}")
 
 
 def check_eps(op: str, eps: Any) -> None:
     """Raises unless ``eps`` is a non-negative number."""
-    if not isinstance(eps, (int, float)):
-        raise TypeError(f"{op}: eps must be a number, got {type(eps).__name__}")
-    if not eps >= 0.0:
+    _check_is_number(op, "eps", eps)
+    if not eps >= 0.0:  # NaN is not
         raise ValueError(f"{op}: eps must be at least 0, got {eps}")
 
 
 def check_choice(op: str, name: str, value: Any, choices: Collection[str]) -> None:
     """Raises unless ``value`` is one of the choices."""
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+        raise ValueError(
+            f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}"
+        )
 
 
 def check_out_dtype(op: str, out_dtype: Any, name: str = "out_dtype") -> None:
     """Raises unless ``out_dtype`` is None or a floating-point dtype that the kernels support."""
-    if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype in DTYPES):
+    if out_dtype is None:
+        return
+    # Only a dtype is looked up: what a caller gives may have no hash.
+    if not isinstance(out_dtype, torch.dtype) or out_dtype not in DTYPES:
         raise TypeError(f"{op}: {name} must be one of {_DTYPE_NAMES}, got {out_dtype}")

@@ -1,6 +1,7 @@
 """Private names of PyTorch and Triton: what each is for, and what happens where a release lacks it.
 
-Nothing outside this file uses a private name. Without one the library is slower, never wrong, and imports as before.
+Nothing outside this file uses a private name. Without one the library is slower, never wrong, and
+imports as before.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -97,22 +98,23 @@ __all__ = [
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# --- PyTorch ----------------------------------------------------------------------------------------------------------
+# --- PyTorch --------------------------------------------------------------------------------------
 
 
-# The paths in torch that are looked up below: ``tests/test_compat.py`` takes each away and compares values.
+# The paths in torch that are looked up below: ``tests/test_compat.py`` takes each away and compares
+# values.
 PRIVATE: list[str] = []
 
 
 def _find(path: str, default: Any) -> Any:
     """The object at a dotted path in torch, or the default."""
     PRIVATE.append(path)
-    found: Any = torch
+    value: Any = torch
     for name in path.split("."):
-        found = getattr(found, name, None)
-        if found is None:
+        value = getattr(value, name, None)
+        if value is None:
             return default
-    return found
+    return value
 
 
 def _sliced(buffer: Tensor, like: list[Tensor]) -> list[Tensor]:
@@ -120,11 +122,12 @@ def _sliced(buffer: Tensor, like: list[Tensor]) -> list[Tensor]:
     return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
 
 
-# How many dispatch modes are on. Without it every eager call goes through the registered operators: slower.
+# How many dispatch modes are on. Without it every eager call goes through the registered operators:
+# slower.
 dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack", lambda: 1)
 
-# Whether a function mode is on, whether a profiler runs in this thread or all, and whether `torch.jit.trace` records.
-# Without them operators always go through the dispatcher: slower.
+# Whether a function mode is on, whether a profiler runs in this thread or all, and whether
+# `torch.jit.trace` records. Without them operators always go through the dispatcher: slower.
 function_modes: Callable[[], bool] = _find("_C._is_torch_function_mode_enabled", lambda: True)
 jit_tracing: Callable[[], bool] = _find("_C._is_tracing", lambda: True)
 _profiling: Callable[[], bool] = _find("_C._autograd._profiler_enabled", lambda: True)
@@ -135,25 +138,41 @@ def profiling() -> bool:
     return _profiling() or getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
 
 
-# Whether a torch.func transform is on. Without it every call runs the reference implementation: slower.
+# Whether a torch.func transform is on. Without it every call runs the reference implementation:
+# slower.
 transforms: Callable[[], bool] = _find("_C._are_functorch_transforms_active", lambda: True)
 
-# Turns all torch.func transforms off for a block. Without it a draw under vmap is refused by PyTorch, with its message.
-without_transforms: Callable[[], AbstractContextManager[Any]] = _find("_C._DisableFuncTorch", nullcontext)
+# Turns all torch.func transforms off for a block. Without it a draw under vmap is refused by
+# PyTorch, with its message.
+without_transforms: Callable[[], AbstractContextManager[Any]] = _find(
+    "_C._DisableFuncTorch", nullcontext
+)
 
-# Views made in the block are no views to autograd. Without it a slice of an output refuses changes in place.
-below_autograd: Callable[[], AbstractContextManager[Any]] = _find("_C._AutoDispatchBelowADInplaceOrView", nullcontext)
+# Views made in the block are no views to autograd. Without it a slice of an output refuses changes
+# in place.
+below_autograd: Callable[[], AbstractContextManager[Any]] = _find(
+    "_C._AutoDispatchBelowADInplaceOrView", nullcontext
+)
 
-# Takes a buffer apart into tensors of given shapes, in one call. Without it by a slice for each: slower.
-unflatten: Callable[[Tensor, list[Tensor]], Sequence[Tensor]] = _find("_C._nn.unflatten_dense_tensors", None) or _sliced
+# Takes a buffer apart into tensors of given shapes, in one call. Without it by a slice for each:
+# slower.
+unflatten: Callable[[Tensor, list[Tensor]], Sequence[Tensor]] = (
+    _find("_C._nn.unflatten_dense_tensors", None) or _sliced
+)
 
-# Whether a gradient is a batch in disguise, with no memory to read (``autograd.grad(…, is_grads_batched=True)``).
-# Without the private name every backward runs in PyTorch operators: slower.
-is_batched: Callable[[Tensor], bool] = _find("_C._functorch.is_legacy_batchedtensor", lambda t: True)
+# Whether a gradient is a batch in disguise, with no memory to read (``autograd.grad(…,
+# is_grads_batched=True)``). Without the private name every backward runs in PyTorch operators:
+# slower.
+is_batched: Callable[[Tensor], bool] = _find(
+    "_C._functorch.is_legacy_batchedtensor", lambda t: True
+)
 
 
 def in_forward_mode() -> bool:
-    """Whether forward-mode differentiation is on. Without the private name the reference implementation runs: slower."""
+    """Whether forward-mode differentiation is on.
+
+    Without the private name the reference implementation runs: slower.
+    """
     return getattr(forward_ad, "_current_level", 0) >= 0
 
 
@@ -174,7 +193,7 @@ _applied, _lock, _replaced = _Applied(), threading.Lock(), list[Any]()
 
 @contextmanager
 def noticing_autograd_functions(notice: Callable[[type], None]) -> Iterator[None]:
-    """In the block ``notice`` gets each `torch.autograd.Function` that this thread applies, before it is applied.
+    """Calls ``notice`` with each `torch.autograd.Function` of this thread, before it is applied.
 
     `Function.apply` is replaced meanwhile: from PyTorch 2.15 it has no frame of Python.
     """
@@ -201,10 +220,10 @@ def noticing_autograd_functions(notice: Callable[[type], None]) -> Iterator[None
 
 
 def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply`` outside torch.func transforms, without its checks for them: 10 µs instead of 15 on a CPU.
+    """``function.apply`` outside torch.func, without its checks: 10 µs instead of 15 on a CPU.
 
-    The engine then calls ``function.backward`` itself, not a method that finds out what to call. Without the private
-    names `torch.autograd.Function.apply` and that method serve: slower.
+    The engine then calls ``function.backward`` itself, not a method that finds out what to call.
+    Without the private names `torch.autograd.Function.apply` and that method serve: slower.
     """
     if _find("autograd.function.BackwardCFunction.apply", None) is not None:
         function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
@@ -214,10 +233,11 @@ def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def is_recording(*tensors: Tensor | None) -> bool:
-    """Whether operators are being recorded for later, so that a number drawn now would be the same in every run.
+    """Whether operators are recorded, so that a number drawn now is the same in every run.
 
-    True for fake and functional tensors and while `make_fx` traces; other dispatch modes only observe a call.
-    Without the private names only the tensors are looked at, and a traced graph repeats its dropout mask.
+    True for fake and functional tensors and while `make_fx` traces; other dispatch modes only
+    observe a call. Without the private names only the tensors are looked at, and a traced graph
+    repeats its dropout mask.
     """
     if any(isinstance(t, _RECORDED) for t in tensors):
         return True
@@ -225,9 +245,11 @@ def is_recording(*tensors: Tensor | None) -> bool:
 
 
 def _recorded_types() -> tuple[type, ...]:
-    found = (_imported("torch._subclasses.fake_tensor", "FakeTensor"),
-             _imported("torch._subclasses.functional_tensor", "FunctionalTensor"))  # fmt: skip
-    return tuple(t for t in found if t is not None)
+    types = (
+        _imported("torch._subclasses.fake_tensor", "FakeTensor"),
+        _imported("torch._subclasses.functional_tensor", "FunctionalTensor"),
+    )
+    return tuple(t for t in types if t is not None)
 
 
 def _imported(module: str, name: str) -> Any:
@@ -242,20 +264,22 @@ def _imported(module: str, name: str) -> Any:
 _RECORDED = _recorded_types()
 _mode: Callable[[Any], Any] = _find("_C._get_dispatch_mode", lambda key: None)
 _keys = _find("_C._TorchDispatchModeKey", None)
-_RECORDING_KEYS = tuple(getattr(_keys, name) for name in ("FAKE", "PROXY", "FUNCTIONAL") if hasattr(_keys, name))
+_RECORDING_KEYS = tuple(
+    getattr(_keys, name) for name in ("FAKE", "PROXY", "FUNCTIONAL") if hasattr(_keys, name)
+)
 
-# The mode in which torch.compile makes a graph functional: operators that allocate there become operators that write.
-# Without it compiled code calls the former.
+# The mode in which torch.compile makes a graph functional: operators that allocate there become
+# operators that write. Without it compiled code calls the former.
 Functional: Any = _imported("torch._subclasses.functional_tensor", "FunctionalTensorMode")
 
 
 def are_functional(types: Iterable[type]) -> bool:
-    """Whether these are the types of a graph that torch.compile makes functional, with no tensor subclass among them."""
+    """Whether these are types of a functional graph, with no tensor subclass among them."""
     return all(t is Tensor or issubclass(t, _RECORDED) for t in types)
 
 
 def current_tracer() -> Any:
-    """The tracer that records operators in this thread, None for none or where it cannot be told."""
+    """The tracer that records operators in this thread; None if there is none, or unknown."""
     get = _imported("torch.fx.experimental.proxy_tensor", "get_proxy_mode")
     mode = get() if get is not None else None
     return None if mode is None else mode.tracer
@@ -272,7 +296,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within it errors of operators on tensors without memory are raised, and not logged besides."""
+    """Raises errors of operators on tensors without memory, and does not log them too."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -285,86 +309,118 @@ def fake_mode() -> AbstractContextManager[Any]:
     """A mode in which tensors have no memory: only dtypes, devices and shapes are computed."""
     mode: Any = _imported("torch._subclasses.fake_tensor", "FakeTensorMode")
     if mode is None:
-        raise RuntimeError("this PyTorch has no tensors without memory, with which functions are traced")
+        raise RuntimeError(
+            "this PyTorch has no tensors without memory, with which functions are traced"
+        )
     return mode(allow_non_fake_inputs=True)  # type: ignore[no-any-return]
 
 
 def hints(shape: Sequence[Any]) -> tuple[int, ...]:
-    """Sizes as numbers: of symbols, what they stand for in the call that is traced, without saying so to the tracer."""
-    found = [size if type(size) is int else getattr(getattr(size, "node", None), "hint", None) for size in shape]
-    return tuple([int(size) if hint is None else int(hint) for size, hint in zip(shape, found, strict=True)])
+    """Sizes as numbers: a symbol is what it stands for in the traced call. Adds no guard."""
+    numbers = [
+        size if type(size) is int else getattr(getattr(size, "node", None), "hint", None)
+        for size in shape
+    ]
+    return tuple(
+        [
+            int(size) if hint is None else int(hint)
+            for size, hint in zip(shape, numbers, strict=True)
+        ]
+    )
 
 
 def hint_of(symbol: Any, size: Any) -> int:
-    """The number that a symbol of a size, or an expression of symbols, stands for in the call that is traced."""
+    """The number that a symbol, or an expression of symbols, stands for in the traced call."""
     environment = size.node.shape_env
-    known = getattr(environment, "backed_var_to_val", None) or getattr(environment, "var_to_val", {})
-    found = symbol.xreplace(known)
-    return int(found if found.is_number else size.node.hint)
+    known = getattr(environment, "backed_var_to_val", None) or getattr(
+        environment, "var_to_val", {}
+    )
+    number = symbol.xreplace(known)
+    return int(number if number.is_number else size.node.hint)
 
 
 def settled(size: Any, others: Iterable[Any] = ()) -> Any:
-    """A size as a number, or as one of other sizes, where the graph's guards leave it no other value.
+    """A size as a number, or in terms of other sizes, where the graph's guards determine it.
 
-    Such are the rows that a table of positions is added to. Symbols are numbers then already, expressions of symbols are not.
-    Without the private name they stay expressions.
+    Such are the rows that a table of positions is added to. Symbols are numbers then already,
+    expressions of symbols are not. Without the private name they stay expressions.
     """
     if not isinstance(size, torch.SymInt) or size.node.expr.is_Symbol or not size.node.has_hint():
         return size
     if size.node.expr.xreplace(_guarded(size.node.shape_env)).is_number:
         return size.node.hint
     is_known = _imported("torch.fx.experimental.symbolic_shapes", "statically_known_true")
-    return next((one for one in (size.node.hint, *others) if is_known is not None and is_known(size == one)), size)
+    return next(
+        (
+            one
+            for one in (size.node.hint, *others)
+            if is_known is not None and is_known(size == one)
+        ),
+        size,
+    )
 
 
 _guarded_in: Any = weakref.WeakKeyDictionary()
 
 
 def _guarded(environment: Any) -> dict[Any, Any]:
-    """From expressions that a graph's guards leave one value to it, such as the tokens that a table of positions is added to.
+    """Maps an expression of sizes to the one value that the graph's guards leave it.
 
     What is computed of them has one value, too. Empty without the private name.
     """
     guards = getattr(environment, "guards", ())
-    count, found = _guarded_in.get(environment, (0, {}))
+    count, values = _guarded_in.get(environment, (0, {}))
     while count < len(guards):
-        count, before = len(guards), len(found)
+        count, before = len(guards), len(values)
         for guard in guards:
             if getattr(guard.expr, "rel_op", "") == "==":
-                constant, rest = (guard.expr.lhs - guard.expr.rhs).xreplace(found).as_coeff_Add()
+                constant, rest = (guard.expr.lhs - guard.expr.rhs).xreplace(values).as_coeff_Add()
                 factor, unit = rest.as_coeff_Mul()
                 if not unit.is_number and (-constant / factor).is_Integer:
-                    found[unit] = -constant / factor
-        count = count if len(found) == before else 0  # what was found may tell more
-    _guarded_in[environment] = count, found
-    return found  # type: ignore[no-any-return]
+                    values[unit] = -constant / factor
+        count = count if len(values) == before else 0  # a new value may determine others
+    _guarded_in[environment] = count, values
+    return values  # type: ignore[no-any-return]
 
 
 def has_one_value(number: Any) -> bool:
-    """Whether all that a symbolic number is computed of is numbers of the caller's that were never seen to change.
+    """Whether a symbolic number depends only on the caller's numbers, which never changed.
 
-    With ``dynamic=True`` Dynamo makes symbols of all numbers, also of the eps of a norm. Of sizes it is False, and without the
-    private names.
+    With ``dynamic=True`` Dynamo makes symbols of all numbers, also of the eps of a norm. Of sizes
+    it is False, and without the private names.
     """
     environment = number.node.shape_env
-    sources = [source for symbol in number.node.expr.free_symbols
-               for source in environment.var_to_sources.get(symbol, [None])]  # fmt: skip
+    sources = [
+        source
+        for symbol in number.node.expr.free_symbols
+        for source in environment.var_to_sources.get(symbol, [None])
+    ]
     states: Any = (_imported("torch._dynamo.pgo", "get_code_state") or dict)()
     names = list(map(_name_of_number, sources))
-    seen = [[state.automatic_dynamic[name].scalar for state in states.values() if name in state.automatic_dynamic]
-            for name in names]  # fmt: skip
-    return all(values and all(isinstance(value, (int, float)) for value in values) for values in seen)
+    seen = [
+        [
+            state.automatic_dynamic[name].scalar
+            for state in states.values()
+            if name in state.automatic_dynamic
+        ]
+        for name in names
+    ]
+    return all(
+        values and all(isinstance(value, (int, float)) for value in values) for values in seen
+    )
 
 
 def fix(numbers: Iterable[Any]) -> None:
-    """Makes symbolic numbers constants of the graph that Dynamo traces, which is traced anew where one is another.
+    """Makes symbolic numbers constants of Dynamo's graph: it is traced anew if one changes.
 
-    To PyTorch a float that is a constant of one graph is one of all later graphs. Here it becomes a symbol again where it has
-    changed, as `has_one_value` then finds.
+    To PyTorch a float that is a constant of one graph is one of all later graphs. Here it becomes a
+    symbol again where it has changed, as `has_one_value` then finds.
     """
     for number in numbers:
         _fixed.update([str(symbol) for symbol in number.node.expr.free_symbols])
-        number.node.guard_float("", 0) if isinstance(number, torch.SymFloat) else number.node.guard_int("", 0)
+        number.node.guard_float("", 0) if isinstance(
+            number, torch.SymFloat
+        ) else number.node.guard_int("", 0)
     handler = _imported("torch._dynamo.callback", "callback_handler")
     if handler is not None and _forget_fixed not in handler.end_callbacks:
         handler.register_end_callback(_forget_fixed)
@@ -396,28 +452,41 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def memory_of(tensor: Tensor) -> Hashable:
-    """An identity of a tensor's memory, also of a fake tensor's. Without the private name all tensors have the same."""
+    """An identity of a tensor's memory, also of a fake tensor's.
+
+    Without the private name all tensors have the same.
+    """
     return getattr(tensor.untyped_storage(), "_cdata", None)
 
 
 @functools.cache
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """PyTorch's operators in terms of others. Without the private name only those that are known are traced."""
+    """PyTorch's operators in terms of others.
+
+    Without the private name only those that are known are traced.
+    """
     table = _imported("torch._decomp", "decomposition_table")
     return {} if table is None else table
 
 
 def out_of_place(operator: Any) -> Any:
-    """The operator that returns what this one of PyTorch's writes into its first tensor; None if there is none."""
+    """The operator that returns what this one writes into its first tensor, or None."""
     name, _, overload = operator.name().partition("::")[2].partition(".")
-    return getattr(getattr(torch.ops.aten, name.removesuffix("_"), None), overload or "default", None)
+    return getattr(
+        getattr(torch.ops.aten, name.removesuffix("_"), None), overload or "default", None
+    )
 
 
-_has_kernel: Callable[[str, str], bool] = _find("_C._dispatch_has_kernel_for_dispatch_key", lambda name, key: False)
+_has_kernel: Callable[[str, str], bool] = _find(
+    "_C._dispatch_has_kernel_for_dispatch_key", lambda name, key: False
+)
 
 
 def cast_by_autocast(operator: str) -> bool:
-    """Whether GPU autocast runs PyTorch's ``operator`` in fp32. Without the private name its dtypes are left alone."""
+    """Whether GPU autocast runs PyTorch's ``operator`` in fp32.
+
+    Without the private name its dtypes are left alone.
+    """
     try:
         return bool(_has_kernel(operator, "AutocastCUDA"))
     except RuntimeError:  # no such operator
@@ -427,8 +496,8 @@ def cast_by_autocast(operator: str) -> bool:
 def constant_when_traced(function: _Function) -> _Function:
     """Makes torch.compile take the function's result as a constant, and not look into it.
 
-    What `torch.compiler.assume_constant_result` does, without the second that its import takes. Without the private
-    attribute the function is traced.
+    What `torch.compiler.assume_constant_result` does, without the second that its import takes.
+    Without the private attribute the function is traced.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -436,13 +505,19 @@ def constant_when_traced(function: _Function) -> _Function:
 
 @constant_when_traced
 def is_exporting() -> bool:
-    """Whether `torch.export` traces. PyTorch 2.11 makes its own function True in all that torch.compile traces."""
+    """Whether `torch.export` traces.
+
+    PyTorch 2.11 makes its own function True in all that torch.compile traces.
+    """
     return torch.compiler.is_exporting()
 
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Turns all dispatch modes off for a block. Without the private name they see what the block calls."""
+    """Turns all dispatch modes off for a block.
+
+    Without the private name they see what the block calls.
+    """
     disable = _imported("torch.utils._python_dispatch", "_disable_current_modes")
     with disable() if disable is not None else nullcontext():
         yield
@@ -456,18 +531,18 @@ def _gradient_at_one(function: Callable[[Tensor], Tensor]) -> float:
 
 @functools.cache
 def clamp_has_gradients_at_limits() -> bool:
-    """Whether an element that equals a limit of `torch.clamp` has its gradient, as up to PyTorch 2.14."""
+    """Whether an element equal to a limit of `torch.clamp` has a gradient (PyTorch < 2.15)."""
     return _gradient_at_one(lambda x: x.clamp(max=1.0)) == 1.0
 
 
 @functools.cache
 def known_extrema_share_ties() -> bool:
-    """Whether equal arguments of `torch.fmax` have half of the gradient each, as from PyTorch 2.15 on."""
+    """Whether equal arguments of `torch.fmax` share the gradient (PyTorch >= 2.15)."""
     return _gradient_at_one(lambda x: torch.fmax(x, torch.ones_like(x))) == 0.5
 
 
 def may_save_changed_inputs() -> bool:
-    """Whether a compiled graph may save an input that it changes, so that its backward raises, as up to PyTorch 2.14."""
+    """Whether a graph may save an input that it changes: its backward raises (PyTorch < 2.15)."""
     return torch.__version__ < "2.15"
 
 
@@ -476,36 +551,46 @@ def _public_device() -> int:
     return torch.cuda.current_device() if torch.cuda.is_available() else -1
 
 
-# The index of the current GPU. The public function checks first that CUDA is initialised: slower. A build without CUDA
-# has no private one, and no GPU.
+# The index of the current GPU. The public function checks first that CUDA is initialised: slower. A
+# build without CUDA has no private one, and no GPU.
 current_device: Callable[[], int] = _find("_C._cuda_getDevice", _public_device)
 
-# The handle of a device's current stream, by the device's index. The public way makes an object first: slower.
+# The handle of a device's current stream, by the device's index. The public way makes an object
+# first: slower.
 current_stream: Callable[[int], int] = _find(
     "_C._cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )
 
-# Whether the current stream is captured into a CUDA graph. The public function checks for a GPU first: slower.
-capturing: Callable[[], bool] = _find("_C._cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+# Whether the current stream is captured into a CUDA graph. The public function checks for a GPU
+# first: slower.
+capturing: Callable[[], bool] = _find(
+    "_C._cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
 
-# How many Python threads there are besides the main one. Without it the public function, which takes a lock: slower.
+# How many Python threads there are besides the main one. Without it the public function, which
+# takes a lock: slower.
 other_threads: Callable[[], int] = getattr(_thread, "_count", lambda: threading.active_count() - 1)
 
-# Whether autocast is on for any device. Without it every call of a fused model asks for its own device: slower.
+# Whether autocast is on for any device. Without it every call of a fused model asks for its own
+# device: slower.
 any_autocast_enabled: Callable[[], bool] = _find("_C._is_any_autocast_enabled", lambda: True)
 
 
 def replace_call(operator: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Puts ``wrap`` of what a registered operator's Python object calls in its place.
 
-    Without the private attribute nothing changes: compiled code goes through the dispatcher, slower.
+    Without the private attribute nothing changes: compiled code goes through the dispatcher,
+    slower.
     """
     if hasattr(operator, "_op"):
         operator._op = wrap(operator._op)
 
 
 def default_store() -> Any:
-    """The key-value store of the default process group. Without the private function an AttributeError names it."""
+    """The key-value store of the default process group.
+
+    Without the private function an AttributeError names it.
+    """
     return torch.distributed.distributed_c10d._get_default_store()
 
 
@@ -519,46 +604,65 @@ def unsharded_class(cls: Any) -> Any:
     """The class of a module before `fully_shard` put one of FSDP's in front of it."""
     bases = cls.__bases__
     name = f"{bases[0].__module__}.{bases[0].__name__}"
-    return bases[1] if len(bases) == 2 and name.startswith(FSDP) and name.endswith(".FSDPModule") else cls
+    return (
+        bases[1]
+        if len(bases) == 2 and name.startswith(FSDP) and name.endswith(".FSDPModule")
+        else cls
+    )
 
 
 def sharded_class(sharded: Any, cls: Any) -> Any:
     """The class that `fully_shard` makes of ``cls``, as it made ``sharded`` of another class.
 
-    It is in FSDP's private table too, of which torch.compile's saved guards read. Without the table there is one here.
+    It is in FSDP's private table too, of which torch.compile's saved guards read. Without the table
+    there is one here.
     """
     table = _imported("torch.distributed.fsdp._fully_shard._fully_shard", "cls_to_fsdp_cls")
     table = _sharded_classes if table is None else table
     table.setdefault(unsharded_class(sharded), sharded)
     if cls not in table:
-        body = {name: value for name, value in vars(sharded).items() if name not in ("__dict__", "__weakref__")}
+        body = {
+            name: value
+            for name, value in vars(sharded).items()
+            if name not in ("__dict__", "__weakref__")
+        }
         table[cls] = type(cls)(sharded.__name__, (sharded.__bases__[0], cls), body)
     return table[cls]
 
 
 def is_distributed(module: torch.nn.Module) -> bool:
-    """Whether `distribute_module` gave a module its hooks. Without the private mark a plain tensor is refused by DTensor."""
+    """Whether `distribute_module` gave a module its hooks.
+
+    Without the private mark a plain tensor is refused by DTensor.
+    """
     return "_distribute_module_applied" in module.__dict__
 
 
 def replicates_implicitly() -> bool:
-    """Whether ``torch.distributed.tensor.experimental.implicit_replication`` is on; False without the private name."""
+    """Whether ``implicit_replication`` is on; False without the private name."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return bool(getattr(getattr(kind, "_op_dispatcher", None), "_allow_implicit_replication", False))
+    return bool(
+        getattr(getattr(kind, "_op_dispatcher", None), "_allow_implicit_replication", False)
+    )
 
 
-def dtensor_spec(mesh: Any, placements: tuple[Any, ...], shape: torch.Size, stride: tuple[int, ...],
-                 dtype: torch.dtype) -> Any:  # fmt: skip
-    """PyTorch's record of where a DTensor is, for `dtensor`; None without the private names: `DTensor.from_local` serves."""
-    found = _dtensor_parts()
-    if found is None:
+def dtensor_spec(
+    mesh: Any,
+    placements: tuple[Any, ...],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Any:
+    """The record of a DTensor's layout, for `dtensor`; None without the private names."""
+    parts = _dtensor_parts()
+    if parts is None:
         return None
-    _, spec, meta = found
+    _, spec, meta = parts
     return spec(mesh, placements, meta(shape, stride, dtype))
 
 
 def dtensor(local: Tensor, spec: Any) -> Any:
-    """A DTensor that requires no gradient, in a fifth of the time that ``DTensor.from_local`` takes.
+    """A DTensor without a gradient, in a fifth of the time of ``DTensor.from_local``.
 
     Each has its own record: sharding propagation may change it.
     """
@@ -567,7 +671,7 @@ def dtensor(local: Tensor, spec: Any) -> Any:
 
 @functools.cache
 def _dtensor_parts() -> Any:
-    """DTensor's class, that of its layout, and that of a whole tensor's sizes; None unless all have these arguments."""
+    """The classes of a DTensor, its layout and its sizes; None unless all take these arguments."""
     kind = _imported("torch.distributed.tensor", "DTensor")
     spec = _imported("torch.distributed.tensor._dtensor_spec", "DTensorSpec")
     meta = _imported("torch.distributed.tensor._dtensor_spec", "TensorMeta")
@@ -578,29 +682,40 @@ def _dtensor_parts() -> Any:
 
 
 def waited(t: Tensor) -> Tensor:
-    """A tensor that a collective has filled. Without the private name operators wait for it themselves: slower."""
+    """A tensor that a collective has filled.
+
+    Without the private name operators wait for it themselves: slower.
+    """
     if type(t) is Tensor:
         return t
-    kind = getattr(sys.modules.get("torch.distributed._functional_collectives"), "AsyncCollectiveTensor", None)
+    kind = getattr(
+        sys.modules.get("torch.distributed._functional_collectives"), "AsyncCollectiveTensor", None
+    )
     return t.trigger_wait() if kind is not None and isinstance(t, kind) else t
 
 
 def rows_placed_by(module: torch.nn.Module) -> Any:
-    """What `SequenceParallel`'s hooks do, if a module has these hooks alone: ``(mesh, placements, to_local)``; else None.
+    """``(mesh, placements, to_local)`` of `SequenceParallel`'s hooks, if a module has no others.
 
-    They place the argument so, and return the output, as a plain tensor if ``to_local``. Without the private names None:
-    the module is called, slower.
+    They place the argument so, and return the output, as a plain tensor if ``to_local``. Without
+    the private names None: the module is called, slower.
     """
     before: Any = getattr(module, "_forward_pre_hooks", ())
     after: Any = getattr(module, "_forward_hooks", ())
-    others = getattr(module, "_backward_hooks", True) or getattr(module, "_backward_pre_hooks", True)
+    others = getattr(module, "_backward_hooks", True) or getattr(
+        module, "_backward_pre_hooks", True
+    )
     if not is_distributed(module) or others or len(before) != 1 or len(after) != 1:
         return None
     style = _imported("torch.distributed.tensor.parallel", "SequenceParallel")
     mesh, place = _closed_over(*before.values())
     _, release = _closed_over(*after.values())
     known = place is not None and place.func is getattr(style, "_prepare_input_fn", None)
-    if not known or release is None or release.func is not getattr(style, "_prepare_output_fn", None):
+    if (
+        not known
+        or release is None
+        or release.func is not getattr(style, "_prepare_output_fn", None)
+    ):
         return None
     return mesh, tuple(place.args[0]), release.args[0]
 
@@ -618,12 +733,20 @@ def _closed_over(hook: Any) -> tuple[Any, Any]:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether a module is compiled by itself. Without the private names only `torch.compile`'s wrapper is recognised."""
-    return has_compiled_call(module) or any(cls.__name__ == "OptimizedModule" for cls in type(module).__mro__)
+    """Whether a module is compiled by itself.
+
+    Without the private names only `torch.compile`'s wrapper is recognised.
+    """
+    return has_compiled_call(module) or any(
+        cls.__name__ == "OptimizedModule" for cls in type(module).__mro__
+    )
 
 
 def has_compiled_call(module: torch.nn.Module) -> bool:
-    """Whether ``module.compile()`` was called. Its class is not looked at, which torch.compile would guard."""
+    """Whether ``module.compile()`` was called.
+
+    Its class is not looked at, which torch.compile would guard.
+    """
     return module.__dict__.get("_compiled_call_impl") is not None
 
 
@@ -633,10 +756,16 @@ def forget_compiled(module: torch.nn.Module) -> None:
 
 
 def has_own_hooks(module: torch.nn.Module) -> bool:
-    """Whether hooks are registered on a module. Without a private registry there may be: blocks call each module, slower."""
+    """Whether hooks are registered on a module.
+
+    Without a private registry there may be: blocks call each module, slower.
+    """
     try:
         return bool(
-            module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
         )
     except AttributeError:
         return True
@@ -648,22 +777,29 @@ def _global_hooks(kind: str) -> Mapping[int, Any]:
     Without the registry there may be such hooks: an entry stands for them.
     """
     unknown = {0: None}
-    found: Mapping[int, Any] = getattr(torch.nn.modules.module, f"_global_{kind}_hooks", unknown)
-    return found
+    hooks: Mapping[int, Any] = getattr(torch.nn.modules.module, f"_global_{kind}_hooks", unknown)
+    return hooks
 
 
 _FORWARD_HOOKS, _FORWARD_PRE_HOOKS = _global_hooks("forward"), _global_hooks("forward_pre")
 _BACKWARD_HOOKS, _BACKWARD_PRE_HOOKS = _global_hooks("backward"), _global_hooks("backward_pre")
 
 
-# Registries of a module's hooks, and of what it has; and all attributes that PyTorch gives one, but for its mode.
-BACKWARD_HOOKS, FORWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks"), ("_forward_hooks", "_forward_pre_hooks")
+# Registries of a module's hooks, and of what it has; and all attributes that PyTorch gives one, but
+# for its mode.
+BACKWARD_HOOKS, FORWARD_HOOKS = (
+    ("_backward_hooks", "_backward_pre_hooks"),
+    ("_forward_hooks", "_forward_pre_hooks"),
+)
 MODULE_MEMBERS = ("_parameters", "_buffers", "_modules")
 MODULE_INTERNALS = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:
-    """Whether hooks of this module, or of all modules, see its gradients. Without a private registry there may be."""
+    """Whether hooks of this module, or of all modules, see its gradients.
+
+    Without a private registry there may be.
+    """
     try:
         own = module._backward_hooks or module._backward_pre_hooks
     except AttributeError:
@@ -673,10 +809,11 @@ def has_backward_hooks(module: torch.nn.Module) -> bool:
 
 @constant_when_traced
 def has_global_hooks() -> bool:
-    """Whether there are hooks on all modules, such as from ``torch.nn.modules.module.register_module_forward_hook``.
+    """Whether there are hooks on all modules, as from ``register_module_forward_hook``.
 
-    Without the registries the result is True: fused blocks then call each of their modules, slower and right. Traced by
-    torch.compile the result is a constant without a guard: PyTorch's own compiled modules do not look for hooks again.
+    Without the registries the result is True: fused blocks then call each of their modules, slower
+    and right. Traced by torch.compile the result is a constant without a guard: PyTorch's own
+    compiled modules do not look for hooks again.
     """
     return bool(_FORWARD_HOOKS or _FORWARD_PRE_HOOKS or _BACKWARD_HOOKS or _BACKWARD_PRE_HOOKS)
 
@@ -687,7 +824,7 @@ def transforms_when_traced() -> bool:
     return transforms()
 
 
-# --- Triton ------------------------------------------------------------------------------------------------------------
+# --- Triton ---------------------------------------------------------------------------------------
 
 
 def gpu_target(backend: str, arch: int | str, warp_size: int) -> Any:
@@ -698,7 +835,7 @@ def gpu_target(backend: str, arch: int | str, warp_size: int) -> Any:
 
 
 def current_target() -> Any:
-    """The current GPU as something to compile for; put together from its properties where Triton's driver has moved."""
+    """The current GPU as a compilation target; from its properties if Triton's driver moved."""
     import triton
 
     try:
@@ -710,7 +847,7 @@ def current_target() -> Any:
 
 @functools.cache
 def overlaps_launches() -> bool:
-    """Whether kernels can be compiled for programmatic dependent launch; without that, launches do not overlap."""
+    """Whether kernels can be compiled for programmatic dependent launch, to overlap launches."""
     import triton.language as tl
 
     try:
@@ -723,7 +860,7 @@ def overlaps_launches() -> bool:
 
 @functools.cache
 def launches_cooperatively() -> bool:
-    """Whether kernels can be launched so that all their programs run at the same time, or the launch is an error."""
+    """Whether a launch can require that all programs of a kernel run at the same time."""
     try:
         from triton.backends.nvidia.compiler import CUDAOptions
     except ImportError:
@@ -732,7 +869,7 @@ def launches_cooperatively() -> bool:
 
 
 def compiles_ahead() -> bool:
-    """Whether `compile_ahead` can be used; without it kernels are compiled at their first launch, by ``kernel[grid]``."""
+    """Whether `compile_ahead` works; without it kernels are compiled at their first launch."""
     import triton
 
     source = getattr(getattr(triton, "compiler", None), "ASTSource", None)
@@ -764,7 +901,9 @@ def compile_ahead(
     import triton
 
     if not compiles_ahead():
-        raise RuntimeError(f"fusedops: Triton {triton.__version__} cannot compile a kernel without launching it")
+        raise RuntimeError(
+            f"fusedops: Triton {triton.__version__} cannot compile a kernel without launching it"
+        )
     _choose_assembler()
     index = {name: (i,) for i, name in enumerate(kernel.arg_names)}
     constexprs = {index[name]: value for name, value in constants.items()}
@@ -774,14 +913,18 @@ def compile_ahead(
 
 
 def _choose_assembler() -> None:
-    """Chooses PyTorch's ``ptxas`` if Inductor is loaded. Inductor does the same when it compiles a kernel in this process.
+    """Chooses PyTorch's ``ptxas`` if Inductor is loaded.
 
-    The assembler's version is part of the key of Triton's cache. A process with warm caches of Inductor may compile nothing
-    itself, and would keep Triton's ``ptxas``: its keys would differ from those of the first process. The version that Triton
-    noted earlier is forgotten for the same reason. Without the private names a kernel may be compiled once more in a later
-    process.
+    Inductor does the same when it compiles a kernel in this process.
+
+    The assembler's version is part of the key of Triton's cache. A process with warm caches of
+    Inductor may compile nothing itself, and would keep Triton's ``ptxas``: its keys would differ
+    from those of the first process. The version that Triton noted earlier is forgotten for the same
+    reason. Without the private names a kernel may be compiled once more in a later process.
     """
-    choose = getattr(sys.modules.get("torch._inductor.runtime.compile_tasks"), "_set_triton_ptxas_path", None)
+    choose = getattr(
+        sys.modules.get("torch._inductor.runtime.compile_tasks"), "_set_triton_ptxas_path", None
+    )
     if choose is not None:
         _take_assembler(choose)
 
@@ -790,24 +933,34 @@ def _choose_assembler() -> None:
 def _take_assembler(choose: Callable[[], None]) -> None:
     try:
         choose()
-    except Exception:  # noqa: BLE001 - another release's, or a warning as an error: Triton's own stays
+    # Another release's, or a warning as an error: Triton's own stays.
+    except Exception:  # noqa: BLE001
         return
-    version: Any = getattr(sys.modules.get("triton.backends.nvidia.compiler"), "get_ptxas_version", None)
+    version: Any = getattr(
+        sys.modules.get("triton.backends.nvidia.compiler"), "get_ptxas_version", None
+    )
     if hasattr(version, "cache_clear"):
         version.cache_clear()
 
 
 def launch_hooks() -> Any:
-    """The object whose ``launch_enter_hook`` and ``launch_exit_hook`` are called around launches; None if unknown.
+    """The object whose ``launch_enter_hook`` and ``launch_exit_hook`` launches call, or None.
 
-    Each is a chain with a list ``calls``, in which profilers put functions. Without the chains nobody can tell whether
-    there are hooks, and Triton's own launcher is used, which calls them.
+    Each is a chain with a list ``calls``, in which profilers put functions. Without the chains
+    nobody can tell whether there are hooks, and Triton's own launcher is used, which calls them.
     """
     import triton
 
     runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
-    chains = (getattr(runtime, "launch_enter_hook", None), getattr(runtime, "launch_exit_hook", None))
-    return runtime if all(isinstance(getattr(chain, "calls", None), list) for chain in chains) else None
+    chains = (
+        getattr(runtime, "launch_enter_hook", None),
+        getattr(runtime, "launch_exit_hook", None),
+    )
+    return (
+        runtime
+        if all(isinstance(getattr(chain, "calls", None), list) for chain in chains)
+        else None
+    )
 
 
 class NoDirectCallError(Exception):
@@ -816,7 +969,7 @@ class NoDirectCallError(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Something that differs between the launches of a kernel: an axis of the grid, the stream, or an argument."""
+    """What differs between launches of a kernel: a grid axis, the stream, or an argument."""
 
     name: str
 
@@ -837,19 +990,20 @@ class DirectCall:
 
 
 def direct_call(compiled: Any, arguments: Sequence[Place | None]) -> DirectCall:
-    """The call of the C function that ``compiled[grid](*arguments)`` comes down to in this release of Triton.
+    """The call of a C function that ``compiled[grid](*arguments)`` amounts to in this Triton.
 
-    Triton's launcher is an object in Python that holds the C function as ``launch`` and calls it with the grid, stream,
-    kernel, hooks, scratch memory and arguments, in an order that changes between releases: 3.6 takes the kernel's
-    arguments one by one at the end, 3.7 to 3.9 in a tuple after a description of their types. So the launcher is called
-    once with a recorder in place of the C function, and what arrives there is the order.
+    Triton's launcher is an object in Python that holds the C function as ``launch`` and calls it
+    with the grid, stream, kernel, hooks, scratch memory and arguments, in an order that changes
+    between releases: 3.6 takes the kernel's arguments one by one at the end, 3.7 to 3.9 in a tuple
+    after a description of their types. So the launcher is called once with a recorder in place of
+    the C function, and what arrives there is the order.
 
     Args:
         compiled: a compiled kernel, loaded on the current GPU.
         arguments: one for each argument of the kernel, None for constants.
     Raises:
-        NoDirectCallError: the kernel needs something of each launch that is not among its arguments (scratch memory, an
-            instrumented build's tables), or the launcher is of another form.
+        NoDirectCallError: the kernel needs something of each launch that is not among its arguments
+            (scratch memory, an instrumented build's tables), or the launcher is of another form.
     """
     try:
         run = compiled.run
@@ -867,7 +1021,8 @@ def direct_call(compiled: Any, arguments: Sequence[Place | None]) -> DirectCall:
     try:
         # After the packed metadata come the launch metadata and the two hooks, absent here.
         probe(*GRID, STREAM, function, packed, None, None, None, *arguments)
-    except Exception as error:  # noqa: BLE001 - an unknown launcher may raise anything at such arguments
+    # An unknown launcher may raise anything at such arguments.
+    except Exception as error:  # noqa: BLE001
         raise NoDirectCallError(f"its launcher is of an unknown form ({error})") from None
     if len(recorded) != 1 or not _is_complete(recorded[0], arguments):
         raise NoDirectCallError("its launcher passes on other arguments than the kernel's")
@@ -875,33 +1030,50 @@ def direct_call(compiled: Any, arguments: Sequence[Place | None]) -> DirectCall:
 
 
 def _is_complete(taken: tuple[Any, ...], arguments: Sequence[Place | None]) -> bool:
-    """Whether a recorded call has the grid and stream first, and exactly the kernel's arguments last."""
+    """Whether a recorded call begins with grid and stream, and ends with the arguments."""
     if taken[:4] != (*GRID, STREAM):
         return False
     last = taken[-1] if isinstance(taken[-1], tuple) else taken[len(taken) - len(arguments) :]
     return last == tuple(arguments)
 
 
-# --- graphs that torch.compile makes ------------------------------------------------------------------------------------
+# --- graphs that torch.compile makes --------------------------------------------------------------
 
-# Nodes of a graph: operators, those that take functions, the ones of a checkpointed part and of a custom autograd function, and
-# functions that change what is recorded (whether gradients are, and in which dtype). The modules whose functions compute
-# tensors and do nothing else. Without a private name graphs have no such nodes, or nothing is known of them: such graphs are
-# left whole, or fewer regions are found in them.
+# Nodes of a graph: operators, those that take functions, the ones of a checkpointed part and of a
+# custom autograd function, and functions that change what is recorded (whether gradients are, and
+# in which dtype). The modules whose functions compute tensors and do nothing else. Without a
+# private name graphs have no such nodes, or nothing is known of them: such graphs are left whole,
+# or fewer regions are found in them.
 OVERLOAD: type = _find("_ops.OpOverload", type(None))
 CAST: Any = _find("ops.aten._to_copy.default", None)
 HIGHER_ORDER: type = _find("_ops.HigherOrderOperator", type(None))
 OPERATORS: tuple[type, ...] = (OVERLOAD, _find("_ops.OpOverloadPacket", type(None)), HIGHER_ORDER)
 # Dynamo calls `torch._refs` in the place of `torch.tensor` with numbers that are symbols.
-PURE_MODULES = frozenset({"torch", "torch._refs", "torch.functional", "torch.nn.functional", "torch._tensor", "torch._C._nn",
-                          "torch._C._special", "torch._C._linalg", "torch._C._fft", "_operator", "builtins", "math"})  # fmt: skip
+PURE_MODULES = frozenset(
+    {
+        "torch",
+        "torch._refs",
+        "torch.functional",
+        "torch.nn.functional",
+        "torch._tensor",
+        "torch._C._nn",
+        "torch._C._special",
+        "torch._C._linalg",
+        "torch._C._fft",
+        "_operator",
+        "builtins",
+        "math",
+    }
+)
 CHECKPOINTED: Any = _find("_higher_order_ops.wrap.tag_activation_checkpoint", None)
 # A part that is marked by `torch.compiler.nested_compile_region`: one graph for all of its calls.
 NESTED: Any = _find("ops.higher_order.invoke_subgraph", None)
 OWN_DERIVATIVE: Any = _find("_functorch.autograd_function.autograd_function_apply", None)
 GRAD_MODES = frozenset({_find("_C._set_grad_enabled", None)})
 attention_order: Callable[[], Any] = _find("_C._get_sdp_priority_order", lambda: None)
-AUTOCASTS = frozenset({_find(f"amp.autocast_mode.{name}", None) for name in ("_enter_autocast", "_exit_autocast")})
+AUTOCASTS = frozenset(
+    {_find(f"amp.autocast_mode.{name}", None) for name in ("_enter_autocast", "_exit_autocast")}
+)
 
 
 def is_pure(target: Any) -> bool:
@@ -917,15 +1089,19 @@ def mutates(target: Any) -> bool:
 
 
 def undefine(library: torch.library.Library) -> None:
-    """Removes what a library has registered; without the private method, when its last reference goes."""
+    """Removes a library's registrations; without the private method, at its last reference."""
     destroy = getattr(library, "_destroy", None)
     if destroy is not None:
         destroy()
 
 
+def _has_tag(target: Any, tag: torch.Tag) -> bool:
+    return isinstance(target, OVERLOAD) and tag in cast(Any, target).tags
+
+
 def changes_shape(target: Any) -> bool:
-    """Whether an operator changes the shape, the strides or the memory of the tensor that it is given."""
-    return isinstance(target, OVERLOAD) and torch.Tag.inplace_view in target.tags  # type: ignore[attr-defined]
+    """Whether an operator changes the shape, strides or memory of its input tensor."""
+    return _has_tag(target, torch.Tag.inplace_view)
 
 
 def is_view(target: Any) -> bool:
@@ -938,11 +1114,11 @@ def written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list
     """The arguments that an operator writes into."""
     if not mutates(target):
         return []
-    found: list[Any] = []
+    changed: list[Any] = []
     for place, argument in enumerate(target._schema.arguments):
         if argument.is_write:
-            found += leaves(args[place] if place < len(args) else kwargs.get(argument.name))
-    return found
+            changed += leaves(args[place] if place < len(args) else kwargs.get(argument.name))
+    return changed
 
 
 def named_again(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -952,16 +1128,16 @@ def named_again(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     schema = target._schema  # type: ignore[attr-defined]
     if all(result.alias_info is None for result in schema.returns):
         return []
-    found: list[Any] = []
+    tensors: list[Any] = []
     for place, argument in enumerate(schema.arguments):
         if argument.alias_info is not None:
-            found += leaves(args[place] if place < len(args) else kwargs.get(argument.name))
-    return found
+            tensors += leaves(args[place] if place < len(args) else kwargs.get(argument.name))
+    return tensors
 
 
 def draws(target: Any) -> bool:
     """Whether an operator's results are random."""
-    return isinstance(target, OVERLOAD) and torch.Tag.nondeterministic_seeded in target.tags  # type: ignore[attr-defined]
+    return _has_tag(target, torch.Tag.nondeterministic_seeded)
 
 
 def aten_name(target: Any) -> str:
@@ -972,11 +1148,18 @@ def aten_name(target: Any) -> str:
 
 
 def returning(target: Any) -> Any:
-    """The operator that returns what an operator of aten with a name that ends in an underscore writes; None if there is none."""
+    """The operator that returns what an in-place operator of aten writes, or None."""
     packet = getattr(torch.ops.aten, aten_name(target).removesuffix("_"), None)
     taken = [(one.name, str(one.type)) for one in target._schema.arguments]
     overloads = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
-    return next((one for one in overloads if [(a.name, str(a.type)) for a in one._schema.arguments] == taken), None)
+    return next(
+        (
+            one
+            for one in overloads
+            if [(a.name, str(a.type)) for a in one._schema.arguments] == taken
+        ),
+        None,
+    )
 
 
 def have_hints(sizes: Iterable[Any]) -> bool:
@@ -991,7 +1174,7 @@ def schema(target: Any) -> str:
 
 def namespace(target: Any) -> str:
     """Of an operator; "" for what is none."""
-    return str(target.namespace) if isinstance(target, OVERLOAD) else ""  # type: ignore[attr-defined]
+    return str(cast(Any, target).namespace) if isinstance(target, OVERLOAD) else ""
 
 
 def leaves(value: Any) -> list[Any]:
@@ -1002,17 +1185,17 @@ def leaves(value: Any) -> list[Any]:
 
 
 def copy_sources(source: torch.fx.GraphModule, target: torch.fx.GraphModule) -> None:
-    """Hands on where Dynamo found the inputs of a graph: AOTAutograd tells parameters, whose memory stays where it is, by it."""
+    """Copies where Dynamo got a graph's inputs: AOTAutograd recognises parameters by it."""
     names = getattr(source, "_param_name_to_source", None)
     if names is None:
         return
     from torch._dynamo.source import ConstantSource
 
     held = [name for name, _ in (*target.named_parameters(), *target.named_buffers())]
-    found: Any = {name: names[name] if name in names else ConstantSource(name) for name in held}
-    target._param_name_to_source = found
-    given = [graph.find_nodes(op="placeholder") for graph in (source.graph, target.graph)]
-    for theirs, ours in zip(*given, strict=True):
+    sources: Any = {name: names[name] if name in names else ConstantSource(name) for name in held}
+    target._param_name_to_source = sources
+    placeholders = [graph.find_nodes(op="placeholder") for graph in (source.graph, target.graph)]
+    for theirs, ours in zip(*placeholders, strict=True):
         ours._dynamo_source = theirs._dynamo_source
 
 
@@ -1034,25 +1217,28 @@ def as_fake(inputs: Sequence[Any]) -> list[Any]:
     mode: Any = torch._guards.detect_fake_mode(list(inputs)) or fake_mode()
 
     def fake(value: Any) -> Any:
-        if not isinstance(value, Tensor) or (is_fake(value) and value.fake_mode is mode):  # type: ignore[attr-defined]
+        if not isinstance(value, Tensor) or getattr(value, "fake_mode", None) is mode:
             return value
         known = None if context is None or is_fake(value) else context.tensor_to_context.get(value)
         if known is None:
             return mode.from_tensor(value)
-        return mode.from_tensor(value, symbolic_context=known, source=known.tensor_source, trace=False)
+        return mode.from_tensor(
+            value, symbolic_context=known, source=known.tensor_source, trace=False
+        )
 
     with mode:
         return list(map(fake, inputs))
 
 
 def recorded_graph(function: Callable[..., Any], fakes: Sequence[Any]) -> torch.fx.GraphModule:
-    """The operators that a function of fake tensors dispatches to, with gradients on or off as they are."""
+    """The operators that a function of fake tensors calls, in the current gradient mode."""
     from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
 
     mode = torch._guards.detect_fake_mode(list(fakes))
     with mode or nullcontext(), enable_python_dispatcher():
-        # With a table of its own: without one, `detach` becomes `alias` (PyTorch 2.14), which has a derivative.
+        # With a table of its own: without one, `detach` becomes `alias` (PyTorch 2.14), which has a
+        # derivative.
         return make_fx(function, decomposition_table={}, _allow_non_fake_inputs=True)(*fakes)
 
 
@@ -1077,7 +1263,9 @@ def recorded_attribute(tensor: Tensor, name: str) -> Tensor:
     setattr(tracer.root, name, tensor)
     with recording_nothing():
         fake: Tensor = as_fake([tensor])[0]
-    track_tensor_tree(fake, tracer.create_proxy("get_attr", name, (), {}), constant=None, tracer=tracer)
+    track_tensor_tree(
+        fake, tracer.create_proxy("get_attr", name, (), {}), constant=None, tracer=tracer
+    )
     return fake
 
 
@@ -1087,9 +1275,15 @@ def _tracer() -> Any:
     return get_proxy_mode().tracer  # type: ignore[union-attr]
 
 
-def recorded_call(target: Any, args: Any, kwargs: Any, found: Any = None, names: Mapping[int, str] | None = None,
-                  body: torch.fx.GraphModule | None = None) -> Any:  # fmt: skip
-    """Records a call as one node; what it found is the node's value.
+def recorded_call(
+    target: Any,
+    args: Any,
+    kwargs: Any,
+    result: Any = None,
+    names: Mapping[int, str] | None = None,
+    body: torch.fx.GraphModule | None = None,
+) -> Any:
+    """Records a call as one node, whose value is ``result``.
 
     Args:
         names: of the modules among the arguments.
@@ -1110,11 +1304,11 @@ def recorded_call(target: Any, args: Any, kwargs: Any, found: Any = None, names:
     node = tracer.create_proxy("call_function", target, *pytree.tree_map(proxy, (args, kwargs)))
     if body is not None:
         node.node.args[0].meta["val"] = body
-    return track_tensor_tree(found, node, constant=None, tracer=tracer)
+    return track_tensor_tree(result, node, constant=None, tracer=tracer)
 
 
 def has_own_derivative(results: Iterable[Tensor], arguments: Iterable[Tensor]) -> bool:
-    """Whether a custom autograd function is among what results are differentiated by, back to the arguments."""
+    """Whether a custom autograd function is between the results and the arguments."""
     seen = {tensor.grad_fn for tensor in arguments}
     todo = [tensor.grad_fn for tensor in results]
     while todo:
@@ -1127,7 +1321,9 @@ def has_own_derivative(results: Iterable[Tensor], arguments: Iterable[Tensor]) -
     return False
 
 
-def compile_by_inductor(gm: torch.fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: Any) -> Any:
+def compile_by_inductor(
+    gm: torch.fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: Any
+) -> Any:
     """What Inductor makes of a graph."""
     return torch._TorchCompileInductorWrapper(mode, options, None)(gm, list(inputs))
 
@@ -1138,10 +1334,10 @@ def check_of_inductor(mode: str | None, options: Mapping[str, Any] | None) -> No
 
 
 def contiguous_tangents() -> AbstractContextManager[Any]:
-    """Within it a graph is compiled for gradients of its results that are contiguous, whatever the results' strides are.
+    """Compiles a graph for contiguous gradients of its results, whatever their strides.
 
-    In newer releases AOTAutograd takes it that a gradient has the strides of the result, and copies one that comes otherwise.
-    Without the private name it does so here, too: slower.
+    In newer releases AOTAutograd takes it that a gradient has the strides of the result, and copies
+    one that comes otherwise. Without the private name it does so here, too: slower.
     """
     import torch._functorch as functorch
 
@@ -1153,10 +1349,10 @@ def contiguous_tangents() -> AbstractContextManager[Any]:
 
 @contextmanager
 def casts_recorded() -> Iterator[None]:
-    """Within it a graph is compiled as it is: autocast casts neither while it is compiled nor when it is run.
+    """Compiles a graph as it is: autocast casts neither at compile time nor in its runs.
 
-    AOTAutograd switches autocast off at each run, forward and backward, if it is on for any device at compile time: it is
-    then left on for one that nobody has.
+    AOTAutograd switches autocast off at each run, forward and backward, if it is on for any device
+    at compile time: it is then left on for one that nobody has.
     """
     kinds = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
     if not kinds:

@@ -1,21 +1,28 @@
-"""Device functions that every family's kernels share: rows and parameters, the keep mask, activations."""
+"""Device functions of all families' kernels: rows and parameters, the keep mask, activations."""
 
 import triton
 import triton.language as tl
 
-# Seven rounds of Philox4x32 pass BigCrush (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+# Seven rounds of Philox4x32 pass BigCrush (Salmon et al. 2011, "Parallel random numbers: as easy as
+# 1, 2, 3").
 PHILOX_ROUNDS = tl.constexpr(7)
-# A keep decision uses 16 random bits, so one Philox call of 128 bits is enough for eight adjacent columns.
+# A keep decision uses 16 random bits, so one Philox call of 128 bits is enough for a group of eight
+# adjacent columns:
+#
+#     word          w0            w1            w2            w3
+#     half      low    high   low    high   low    high   low    high
+#     column     0      1      2      3      4      5      6      7
 LANES = tl.constexpr(8)
 
 
 @triton.jit
 def await_predecessor(OVERLAP: tl.constexpr):
-    """First statement of a kernel that, with ``OVERLAP``, is launched before its predecessor in the stream ends.
+    """Waits until the predecessor in the stream has ended, and lets the successor be launched.
 
-    Waits until the predecessor has ended and its stores are visible, then allows the launch of the successor. This
-    hides the launch latency; any kernels may precede and follow. It is not for persistent kernels: launched early,
-    their programs pile up on the first free multiprocessors (8192x1024 fp32: 114 µs instead of 77).
+    It is the first statement of a kernel that, with ``OVERLAP``, is launched before its predecessor
+    ends; afterwards the predecessor's stores are visible. This hides the launch latency; any
+    kernels may precede and follow. It is not for persistent kernels: launched early, their programs
+    pile up on the first free multiprocessors (8192x1024 fp32: 114 µs instead of 77).
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -24,33 +31,41 @@ def await_predecessor(OVERLAP: tl.constexpr):
 
 @triton.jit
 def place_along_rows():
-    """The index of this program along the rows, and the number of programs along the rows.
+    """Returns the index of this program along the rows, and the number of programs along them.
 
-    Columns, or groups of slices, are axis 0 of the grid, so that programs that run at the same time access adjacent
-    memory: with the axes swapped a gated unit's forward takes 131 µs, not 125 (8192x11008 bf16). Axis 1 is limited to
-    65535; `launch.Variant` continues along axis 2, so the last programs may have no rows.
+    Columns, or groups of slices, are axis 0 of the grid, so that programs that run at the same time
+    access adjacent memory: with the axes swapped a gated unit's forward takes 131 µs, not 125
+    (8192x11008 bf16). Axis 1 is limited to 65535 programs; `launch.Variant` folds more onto axis 2,
+    so the last programs may have no rows.
     """
-    return tl.program_id(1) + tl.program_id(2) * tl.num_programs(1), tl.num_programs(1) * tl.num_programs(2)
+    return tl.program_id(1) + tl.program_id(2) * tl.num_programs(1), tl.num_programs(
+        1
+    ) * tl.num_programs(2)
 
 
 @triton.jit
 def rows_of(tile, ROWS: tl.constexpr):
-    """The indices of a tile's rows, in int64 for products with strides."""
+    """Returns the indices of a tile's rows, in int64 for products with strides."""
     return tl.full((ROWS,), tile, tl.int64) * ROWS + tl.arange(0, ROWS)
 
 
 @triton.jit
 def load_row_vector(vector, cols, N: tl.constexpr, ACC: tl.constexpr):
-    """A parameter of N elements as one row, or None if it is absent."""
+    """Returns a parameter of N elements as one row, or None if it is absent."""
     if vector is not None:
         return tl.load(vector + cols, mask=cols < N, other=0.0).to(ACC)[None, :]
 
 
 @triton.jit
 def load_seed(seed, offset):
-    """The seed as a tuple, and the offset, of the random state: scalars, or read from ``seed[0], seed[1]``.
+    """Returns the random state: a tuple that begins with the seed, and the offset.
 
-    Where ``offset`` is a pointer too, seven numbers follow, which `_rows_of_all` and `_groups` take.
+    Both are scalars, or are read from memory: ``seed[0]`` and ``seed[1]``. Where ``offset`` is a
+    pointer too, the numbers of a shard follow (see `sharding.numbers`), and are appended to the
+    tuple:
+
+        memory   seed  offset  base      outer     ...  groups    first
+        tuple    [0]           [1]       [2]       ...  [6]       [7]
     """
     if seed.dtype.is_ptr():
         words = (tl.load(seed),)
@@ -64,14 +79,19 @@ def load_seed(seed, offset):
 
 @triton.jit
 def _rows_of_all(rows, words):
-    """For rows of a shard, which rows of the whole tensor they are: see `sharding.numbers`."""
+    """Returns the rows of the whole tensor that a shard's rows are: see `sharding.numbers`."""
     within = rows % words[2]
-    return words[1] + (rows // words[2]) * words[3] + (within // words[4]) * words[5] + within % words[4]
+    return (
+        words[1]
+        + (rows // words[2]) * words[3]
+        + (within // words[4]) * words[5]
+        + within % words[4]
+    )
 
 
 @triton.jit
 def _groups(rows, words, slots, N: tl.constexpr):
-    """The numbers of a tile's groups of columns; ``slots`` are those of its first row."""
+    """Returns the indices of a tile's groups of columns; ``slots`` are their indices in a row."""
     if len(words) > 1:
         return (_rows_of_all(rows, words) * words[6] + words[7])[:, None] + slots[None, :]
     else:
@@ -81,10 +101,18 @@ def _groups(rows, words, slots, N: tl.constexpr):
 
 @triton.jit
 def _philox(seed, offset, group):
-    """Philox4x32, as ``tl.philox``, whose high and low words of a product are two instructions; here they are one."""
+    """Returns the four words of Philox4x32.
+
+    It computes a product's high and low words in one instruction; ``tl.philox`` takes two.
+    """
     low, high = group.to(tl.uint32), (group >> 32).to(tl.uint32)
     zero = (group * 0).to(tl.uint32)
-    c0, c1, c2, c3 = low, high, zero + offset.to(tl.uint32), zero + (offset.to(tl.int64) >> 32).to(tl.uint32)
+    c0, c1, c2, c3 = (
+        low,
+        high,
+        zero + offset.to(tl.uint32),
+        zero + (offset.to(tl.int64) >> 32).to(tl.uint32),
+    )
     key = seed.to(tl.uint64)
     key0, key1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     for _ in tl.static_range(PHILOX_ROUNDS):
@@ -98,6 +126,7 @@ def _philox(seed, offset, group):
 
 @triton.jit
 def _kept(word, HIGH: tl.constexpr, threshold, scale):
+    """Returns the factor that half a word decides: ``scale`` for a kept element, else 0."""
     bits = (word >> 16) if HIGH else (word & 0xFFFF)
     return tl.where(bits.to(tl.int32) >= threshold, scale, 0.0)
 
@@ -115,18 +144,21 @@ def _keep_scale(
     VECTOR: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Dropout's factors for a ``(ROWS, BLOCK_N)`` tile: one over the keep probability where kept, else 0.
+    """Returns dropout's factors for a ``(ROWS, BLOCK_N)`` tile.
 
-    The decision for (row, column) depends on the seed, the offset, the row and the column alone, never on tiles or shards:
-    eight adjacent columns share one Philox call, and each uses 16 of its 128 bits. ``VECTOR`` is the number of adjacent
-    columns per thread, 8 or 4: with 4, two threads make the same call, which is cheaper than an exchange.
+    They are one over the keep probability for elements that are kept, else 0. The decision for
+    (row, column) depends on the seed, the offset, the row and the column alone, never on tiles or
+    shards: eight adjacent columns share one Philox call, and each uses 16 of its 128 bits.
+    ``VECTOR`` is the number of adjacent columns per thread, 8 or 4: with 4, two threads make the
+    same call, which is cheaper than an exchange.
     """
     scale = 65536.0 / tl.maximum(65536 - threshold, 1).to(ACC)
     if VECTOR == 8:
         slots = tl.arange(0, BLOCK_N // 8)
         group = _groups(rows, seed, slots + first_col // LANES, N)
         w0, w1, w2, w3 = _philox(seed[0], offset, group)
-        # The last dimension joined varies fastest: lane = 4 * (word's high bit) + 2 * (its low bit) + half.
+        # The last dimension joined varies fastest: lane = 4 * (word's high bit) + 2 * (its low bit)
+        # + half.
         low0 = tl.join(_kept(w0, False, threshold, scale), _kept(w2, False, threshold, scale))
         low1 = tl.join(_kept(w1, False, threshold, scale), _kept(w3, False, threshold, scale))
         high0 = tl.join(_kept(w0, True, threshold, scale), _kept(w2, True, threshold, scale))
@@ -145,17 +177,27 @@ def _keep_scale(
 
 
 @triton.jit
-def keep_scale(seed, offset, threshold, rows, first_col, N: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-               VECTOR: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
-    """The tile's keep mask over the keep probability, or None without dropout (``seed`` is None)."""
+def keep_scale(
+    seed,
+    offset,
+    threshold,
+    rows,
+    first_col,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """Returns the tile's factors of dropout, or None without dropout (``seed`` is None)."""
     if seed is not None:
         return _keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)
 
 
-# --- activations and their derivatives, on tiles in the accumulator's dtype ---------------------------------------------
+# --- activations and their derivatives, on tiles in the accumulator's dtype -----------------------
 #
-# A sum of two products says by ``tl.fma`` which of them is not rounded: the compiler would choose another for some
-# elements of a tile, and bits would depend on an element's place in it.
+# In a sum of two products ``tl.fma`` determines which of them is not rounded: the compiler would
+# choose another for some elements of a tile, and bits would depend on an element's position in it.
 
 
 @triton.jit
@@ -190,7 +232,10 @@ def relu_squared_derivative(x):
 
 @triton.jit
 def exponential(x, SCALE: tl.constexpr):
-    """``exp(SCALE * x)``: in fp32 by the instruction for powers of two, without the guard for denormal results."""
+    """Returns ``exp(SCALE * x)``.
+
+    In fp32 it is the instruction for powers of two, without the guard for denormal results.
+    """
     if x.dtype == tl.float64:
         return tl.exp(SCALE * x)
     else:
@@ -199,9 +244,10 @@ def exponential(x, SCALE: tl.constexpr):
 
 @triton.jit
 def reciprocal(x):
-    """``1 / x`` for positive x: in fp32 from a reciprocal square root, a quarter of a division's instructions.
+    """Returns ``1 / x`` for positive x.
 
-    The error is about three units in the last place; the reciprocal of infinity is zero.
+    In fp32 it is a squared reciprocal square root, a quarter of a division's instructions. The
+    error is about three units in the last place; the reciprocal of infinity is zero.
     """
     if x.dtype == tl.float64:
         return 1.0 / x
@@ -212,7 +258,10 @@ def reciprocal(x):
 
 @triton.jit
 def logistic(e):
-    """The logistic function s of x from ``e = exp(-x)``, and ``1 - s``, which for large x does not cancel."""
+    """Returns the logistic function s of x, from ``e = exp(-x)``, and ``1 - s``.
+
+    The latter does not cancel for large x.
+    """
     s = reciprocal(1.0 + e)
     # For an infinite e, s is 0, as it is for the large number that replaces it.
     return s, s * tl.minimum(e, 8e307 if e.dtype == tl.float64 else 8.507059173023462e37)
@@ -257,18 +306,26 @@ def tanh(x):
     square = x * x
     if x.dtype == tl.float64:
         # Taylor series, exact to rounding where the other form cancels most.
-        odd = -1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0 + square * (62.0 / 2835.0)))
+        odd = -1.0 / 3.0 + square * (
+            2.0 / 15.0 + square * (-17.0 / 315.0 + square * (62.0 / 2835.0))
+        )
         return tl.where(square < 4e-4, x + x * square * odd, far)
     else:
-        # Near zero, where the other form cancels: a minimax fit with relative error 1e-9 up to 0.55.
+        # Near zero, where the other form cancels: a minimax fit, up to 0.55 with a relative error
+        # of 1e-9.
         odd = tl.fma(square, -0.00627424, 0.02107168)
-        odd = tl.fma(square, tl.fma(square, tl.fma(square, odd, -0.05385231), 0.13332586), -0.33333316)
+        odd = tl.fma(
+            square, tl.fma(square, tl.fma(square, odd, -0.05385231), 0.13332586), -0.33333316
+        )
         return tl.where(square < 0.3025, tl.fma(x * square, odd, x), far)
 
 
 @triton.jit
 def tanh_in_16_bits(x):
-    """With a relative error of 1e-5, for results that are rounded to 16 bits, in two thirds of the instructions."""
+    """Returns tanh with a relative error of 1e-5, in two thirds of the instructions.
+
+    It is for results that are rounded to 16 bits.
+    """
     far = 1.0 - 2.0 * reciprocal(1.0 + exponential(x, 2.0))
     square = x * x
     return tl.where(square < 0.0064, x - x * square * 0.3333333, far)
@@ -283,11 +340,11 @@ def tanh_derivative(x):
 
 @triton.jit
 def _normal(x):
-    """The normal distribution function of x, and ``exp(-x**2 / 2)``.
+    """Returns the normal distribution function of x, and ``exp(-x**2 / 2)``.
 
-    In fp32 both use one exponential: the mass beyond ``|x|`` is ``exp(-x**2 / 2)`` times a polynomial in
-    ``1 / (1 + 0.3 |x|)``, the form of Hastings 1955, here with eight terms and an error of 8e-9, in the lower tail a
-    relative 4e-7: no cancellation there, unlike in ``1 + erf``.
+    In fp32 both use one exponential: the mass beyond ``|x|`` is ``exp(-x**2 / 2)`` times a
+    polynomial in ``1 / (1 + 0.3 |x|)``, the form of Hastings 1955, here with eight terms and an
+    error of 8e-9, in the lower tail a relative 4e-7: the tail does not cancel, unlike ``1 + erf``.
     """
     if x.dtype == tl.float64:
         return 0.5 + 0.5 * tl.erf(x * 0.7071067811865476), tl.exp(-0.5 * x * x)
@@ -316,7 +373,9 @@ def gelu_derivative(x):
 @triton.jit
 def gelu_tanh(x):
     # 0.5 (1 + tanh(u)) is sigmoid(2 u): one exponential, and no cancellation for negative x.
-    return x * reciprocal(1.0 + exponential(x * (1.5957691216057308 + 0.07135481627260025 * (x * x)), -1.0))
+    return x * reciprocal(
+        1.0 + exponential(x * (1.5957691216057308 + 0.07135481627260025 * (x * x)), -1.0)
+    )
 
 
 @triton.jit

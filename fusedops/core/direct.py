@@ -1,7 +1,13 @@
-"""Direct launches: a Python function for each compiled kernel that calls Triton's C function and nothing else.
+"""Direct launches: for each compiled kernel, a Python function that only calls Triton's C function.
 
-The function is generated, as those of dataclasses are, so that a launch is one call of flat code: no list of arguments
-is built, and each address is read where the C function takes it.
+The function's source is generated, as a dataclass's methods are, so that a launch is one call of
+flat code: no list of arguments is built, and each address is read in the C function's argument. For
+a kernel of a tensor, an integer and an absent argument it reads, with the C function's own
+arguments left out:
+
+    def variant(grid_x, grid_y, a0, a1, a2):
+        ...
+        launch(grid_x, grid_y, 1, current_stream(0), ..., a0.data_ptr(), a1, None)
 """
 
 from __future__ import annotations
@@ -14,8 +20,9 @@ from . import compat
 
 __all__ = ["bind"]
 
-# ``_observers``, ``_observe`` and ``MOST_TILES`` are globals of `launch`. A chain of hooks that is not the one seen at
-# binding was assigned since; ``entering`` and ``leaving`` are the lists of hooks in those that were seen.
+# ``_observers``, ``_observe`` and ``MOST_TILES`` are globals of `launch`. ``enter`` and ``leave``
+# are the chains of launch hooks at binding, ``entering`` and ``leaving`` their lists of hooks. A
+# hook may be set if one of the lists has an item, or if another chain has been assigned since.
 _SOURCE = """
 def bind(launch, current_stream, name, general, runtime, enter, leave, entering, leaving{fixed}):
     def variant(grid_x, grid_y{arguments}):
@@ -44,56 +51,81 @@ def bind(
     general: Callable[..., None],
     namespace: dict[str, Any],
 ) -> Callable[..., None]:
-    """``variant(grid_x, grid_y, *arguments)``, which launches on the current stream of the device.
+    """Returns ``variant(grid_x, grid_y, *arguments)``, which launches on the current stream.
 
-    Addresses go in as integers: the C function then neither calls back into Python nor asks the driver about them.
+    It passes addresses as integers: for tensors the C function would call back into Python, and
+    query the driver for each address.
 
     Args:
-        compiled: the compiled kernel. ``general`` keeps it alive: a kernel that is collected is unloaded.
+        compiled: the compiled kernel. ``general`` holds a reference to it: a kernel that is
+            collected is unloaded.
         kinds: Triton's type name of each run-time argument, None for one that is absent.
-        constants: how many constants follow the run-time arguments.
+        constants: the number of constants that follow the run-time arguments.
         name: the kernel's name, for observers.
         device_index: the GPU for which the kernel was compiled.
-        general: takes the same arguments, where launch hooks are set or the grid is too long for axis 1.
+        general: is called with the same arguments where launch hooks are set, or the grid is too
+            long for axis 1.
         namespace: the globals of the function.
     Raises:
-        compat.NoDirectCallError: this kernel has to be launched by Triton's own launcher.
+        compat.NoDirectCallError: only Triton's own launcher can launch this kernel.
     """
     runtime = compat.launch_hooks()
     if runtime is None:
         raise compat.NoDirectCallError("it has no launch hooks that could be looked at")
-    places = [None if kind is None else compat.Place(f"a{i}") for i, kind in enumerate(kinds)]
-    call = compat.direct_call(compiled, [*places, *[None] * constants])
-    written: dict[Any, str] = {axis: axis.name for axis in compat.GRID[:2]}
-    written |= {compat.GRID[2]: "1", compat.STREAM: f"current_stream({device_index})"}
-    for place, kind in zip(places, kinds, strict=True):
-        if place is not None:
-            written[place] = f"{place.name}.data_ptr()" if str(kind).startswith("*") else place.name
+    # Triton's launcher is called with placeholders: the arguments that arrive at its C function
+    # show where each run-time argument goes, and all other values, which stay the same.
+    placeholders = [None if kind is None else compat.Place(f"a{i}") for i, kind in enumerate(kinds)]
+    call = compat.direct_call(compiled, [*placeholders, *[None] * constants])
+    expressions: dict[Any, str] = {axis: axis.name for axis in compat.GRID[:2]}
+    expressions |= {compat.GRID[2]: "1", compat.STREAM: f"current_stream({device_index})"}
+    for placeholder, kind in zip(placeholders, kinds, strict=True):
+        if placeholder is None:
+            continue
+        is_address = str(kind).startswith("*")
+        suffix = ".data_ptr()" if is_address else ""
+        expressions[placeholder] = f"{placeholder.name}{suffix}"
     fixed: list[Any] = []
-    taken = ", ".join(_expression(value, written, fixed) for value in call.arguments)
-    arguments = "".join(f", a{i}" for i in range(len(kinds)))
-    source = _SOURCE.format(call=taken, arguments=arguments, fixed="".join(f", f{i}" for i in range(len(fixed))))
-    made: dict[str, Any] = {}
-    exec(_code(source), namespace, made)
+    call_text = ", ".join([_expression(value, expressions, fixed) for value in call.arguments])
+    source = _SOURCE.format(
+        call=call_text,
+        arguments="".join(f", a{i}" for i in range(len(kinds))),
+        fixed="".join(f", f{i}" for i in range(len(fixed))),
+    )
+    defined: dict[str, Any] = {}
+    exec(_code(source), namespace, defined)
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    variant: Callable[..., None] = made["bind"](
-        call.launch, compat.current_stream, name, general, runtime, enter, leave, enter.calls, leave.calls, *fixed
+    variant: Callable[..., None] = defined["bind"](
+        call.launch,
+        compat.current_stream,
+        name,
+        general,
+        runtime,
+        enter,
+        leave,
+        enter.calls,
+        leave.calls,
+        *fixed,
     )
     return variant
 
 
 @functools.cache
 def _code(source: str) -> Any:
+    """Returns the compiled source; kernels with like arguments share it."""
     return compile(source, "<fusedops launch>", "exec")
 
 
-def _expression(value: Any, written: dict[Any, str], fixed: list[Any]) -> str:
-    """What the generated call says for a value; one that cannot be written down becomes an argument of ``bind``."""
+def _expression(value: Any, expressions: dict[Any, str], fixed: list[Any]) -> str:
+    """Returns the source of an argument; appends a value that has none to ``fixed``.
+
+    The fixed values become the arguments of the generated ``bind``.
+    """
     if isinstance(value, compat.Place):
-        return written[value]
+        return expressions[value]
     if value is None or isinstance(value, bool):
         return repr(value)
     if isinstance(value, tuple) and any(isinstance(part, compat.Place) for part in value):
-        return f"({', '.join(_expression(part, written, fixed) for part in value)},)"
+        parts = [_expression(part, expressions, fixed) for part in value]
+        return f"({', '.join(parts)},)"
     fixed.append(value)
     return f"f{len(fixed) - 1}"

@@ -1,4 +1,4 @@
-"""The keep mask as a tensor: dropout in reference implementations, in derivatives of any order, and under torch.func."""
+"""Dropout with the keep mask as a tensor: for references, derivatives of any order, torch.func."""
 
 from __future__ import annotations
 
@@ -17,70 +17,79 @@ from .tuning_key import Config
 
 __all__ = ["Dropout", "dropout_of", "fixed", "none"]
 
-# Multiplies its first argument by the keep mask over the keep probability; the second is the dtype of `F.dropout`'s input.
+# A function that multiplies its first argument by the keep mask over the keep probability; the
+# second one is the dtype of `F.dropout`'s input.
 Dropout = Callable[[Tensor, torch.dtype], Tensor]
 
 
 def none(h: Tensor, dtype: torch.dtype) -> Tensor:
-    """No dropout."""
+    """Returns the tensor: no dropout."""
     return h
 
 
 def fixed(scale: Tensor) -> Dropout:
-    """Dropout with a mask that is known, over its probability."""
+    """Returns dropout with a known mask, ``scale``, which is divided by the keep probability."""
     return lambda h, dtype: h * scale
 
 
 def dropout_of(p: float, state: State, cols: int) -> Dropout:
-    """Dropout as a function of a tensor.
+    """Returns dropout as a function of a tensor.
 
-    With a state the mask is the kernels', of rows of ``cols`` elements; without one it is the one that `F.dropout` draws.
+    With a state the mask is the kernels', of rows of ``cols`` elements; without one it is the mask
+    that `F.dropout` draws.
     """
 
     def as_kernels(h: Tensor, dtype: torch.dtype) -> Tensor:
         like = torch.empty_like(h, memory_format=torch.contiguous_format)
         if compat.transforms() and p < 1.0:
-            # Batched as PyTorch's own random operators are, with their error for randomness="error".
+            # The sum with a random operator's result behaves as PyTorch's random operators do:
+            # it is batched for randomness="different", and raises for randomness="error".
             like = like + F.dropout(torch.zeros((), dtype=h.dtype, device=h.device), 0.5)
         return h * keep_scale(like, state, cols)
 
     def as_torch(h: Tensor, dtype: torch.dtype) -> Tensor:
         if p >= 1.0:
             return h * 0.0
-        kept = F.dropout(torch.ones_like(h, dtype=dtype), p) != 0
-        return h * (kept.to(h.dtype) * (1.0 / (1.0 - p)))
+        keep = F.dropout(torch.ones_like(h, dtype=dtype), p) != 0
+        return h * (keep.to(h.dtype) * (1.0 / (1.0 - p)))
 
-    return none if p == 0.0 else as_torch if state[0] is None else as_kernels
+    if p == 0.0:
+        return none
+    return as_torch if state[0] is None else as_kernels
 
 
 def keep_scale(like: Tensor, state: State, cols: int) -> Tensor:
-    """What dropout multiplies by, in shape and dtype of ``like``: one over the keep probability where kept, else 0."""
-    first, second, threshold = state
-    seed = first if isinstance(first, Tensor) else torch.tensor((first, second), dtype=torch.int64, device="cpu")
+    """Returns dropout's factors in the shape and dtype of ``like``.
+
+    They are one over the keep probability for elements that are kept, else 0.
+    """
+    seed, offset, threshold = state
+    if not isinstance(seed, Tensor):
+        seed = torch.tensor((seed, offset), dtype=torch.int64, device="cpu")
     return _keep_scale(like, seed, threshold, cols)
 
 
 class _KeepScale(torch.autograd.Function):
-    """A constant to autograd; under ``vmap`` one mask for all, or one for the whole batch."""
+    """Dropout's factors, constants of autograd; under ``vmap`` of one mask or a batch of masks."""
 
     @staticmethod
     def forward(like: Tensor, seed: Tensor, threshold: int, cols: int) -> Tensor:
-        """The registered operator."""
+        """Calls the registered operator."""
         return torch.ops.fusedops.keep_scale(like, seed, threshold, cols)  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is saved."""
+        """Saves nothing."""
         ctx.mark_non_differentiable(output)
 
     @staticmethod
     def backward(ctx: Any, _: Any) -> Any:
-        """No argument has a gradient."""
+        """Returns no gradient for any argument."""
         return None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, like: Tensor, seed: Tensor, threshold: int, cols: int) -> Any:
-        """As `F.dropout` does with ``randomness``."""
+        """Returns the factors with the meaning that ``randomness`` has for `F.dropout`."""
         if info.randomness == "same":
             return _keep_scale(like.select(in_dims[0], 0), seed, threshold, cols), None
         return _keep_scale(like.movedim(in_dims[0], 0), seed, threshold, cols), 0
@@ -89,7 +98,7 @@ class _KeepScale(torch.autograd.Function):
 _keep_scale: Callable[..., Tensor] = _KeepScale.apply
 
 
-# --- the registered operator --------------------------------------------------------------------------------------------
+# --- the registered operator ----------------------------------------------------------------------
 
 _LIBRARY = torch.library.Library("fusedops", "FRAGMENT")
 _LIBRARY.define("keep_scale(Tensor like, Tensor seed, int threshold, int cols) -> Tensor")
@@ -103,23 +112,39 @@ _CONFIG = Config(1024, 1, 4)
 
 
 @functools.lru_cache(maxsize=256)
-def _variant(device_index: int, dtype: torch.dtype, seed: int, cols: int) -> launch.Variant:
+def _variant(device_index: int, dtype: torch.dtype, kind: int, cols: int) -> launch.Variant:
+    """Returns the kernel for a kind of seed: see `rng.seed_kind`."""
     from .kernels import keep_scale_kernel
 
-    types = {"out": launch.pointer_type(dtype), **launch.SEED_TYPES[seed], "threshold": "i32", "M": "i64"}
+    types = {
+        "out": launch.pointer_type(dtype),
+        **launch.SEED_TYPES[kind],
+        "threshold": "i32",
+        "M": "i64",
+    }
     constants = {"VECTOR": launch.vector_width(dtype)}
-    return launch.build(keep_scale_kernel, types, constants, _CONFIG, device_index=device_index, acc=dtype, cols=cols,
-                        aligned=True)  # fmt: skip
+    return launch.build(
+        keep_scale_kernel,
+        types,
+        constants,
+        _CONFIG,
+        device_index=device_index,
+        acc=dtype,
+        cols=cols,
+        aligned=True,
+    )
 
 
 def _write(like: Tensor, seed: Tensor, threshold: int, cols: int) -> Tensor:
+    """Launches the kernel."""
     out = _empty(like)
     first, second = rng.unpacked(seed)
     kind = rng.seed_kind(second)
+    rows = out.numel() // cols
+    grid = -(-cols // _CONFIG.block_n), -(-rows // _CONFIG.rows)
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
         variant = _variant(out.get_device(), out.dtype, kind, cols)
-        rows = out.numel() // cols
-        variant(-(-cols // _CONFIG.block_n), -(-rows // _CONFIG.rows), out, first, second, threshold, rows)
+        variant(*grid, out, first, second, threshold, rows)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Kernels that families share: the sum of a backward's partial results, and the keep mask as a tensor."""
+"""Kernels of all families: the sum of a backward's partial sums, and dropout's factors."""
 
 import triton
 import triton.language as tl
@@ -19,9 +19,15 @@ def sum_partials_kernel(
     ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Up to three gradients of N elements from ``partials``, ``(programs, slots, N)``: axis 1 of the grid is the slot.
+    """Sums partial gradients of N elements over the programs that wrote them.
 
-    A slot belongs to each gradient that is there.
+    ``partials`` is ``(programs, slots, N)``, with a slot for each of ``first``, ``second`` and
+    ``third`` that is not None, in this order:
+
+        program 0   slot 0 | slot 1 | slot 2
+        program 1   slot 0 | slot 1 | slot 2     axis 0 of the grid: blocks of columns
+        ...           |                          axis 1 of the grid: slots
+                    first    second   third
     """
     await_predecessor(OVERLAP)
     slots: tl.constexpr = (first is not None) + (second is not None) + (third is not None)
@@ -29,11 +35,15 @@ def sum_partials_kernel(
     first_col = tl.program_id(0) * BLOCK_N
     cols = first_col + tl.arange(0, BLOCK_N)
     in_cols = cols < N
+    # Row i of the accumulator adds up programs i, i + ROWS, ...: a config has a fixed order of
+    # additions, so the sums are the same in every run.
     parts = tl.zeros((ROWS, BLOCK_N), ACC)
     for start in range(0, programs, ROWS):
         rows = start + tl.arange(0, ROWS)
         at = (rows.to(tl.int64) * slots + slot)[:, None] * N + cols[None, :]
-        parts += tl.load(partials + at, mask=(rows < programs)[:, None] & in_cols[None, :], other=0.0)
+        parts += tl.load(
+            partials + at, mask=(rows < programs)[:, None] & in_cols[None, :], other=0.0
+        )
     total = tl.sum(parts, axis=0)
     if first is not None:
         if slot == 0:
@@ -60,7 +70,7 @@ def keep_scale_kernel(
     VECTOR: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """What dropout multiplies M rows of N elements by, one tile a program."""
+    """Writes dropout's factors for M rows of N elements, one tile a program."""
     await_predecessor(OVERLAP)
     tile, _ = place_along_rows()
     rows = rows_of(tile, ROWS)
@@ -68,4 +78,8 @@ def keep_scale_kernel(
     cols = first_col + tl.arange(0, BLOCK_N)
     seed, offset = load_seed(seed, offset)
     scale = keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)
-    tl.store(out + rows[:, None] * N + cols[None, :], scale, mask=(rows < M)[:, None] & (cols < N)[None, :])
+    tl.store(
+        out + rows[:, None] * N + cols[None, :],
+        scale,
+        mask=(rows < M)[:, None] & (cols < N)[None, :],
+    )

@@ -1,8 +1,9 @@
-"""Tensors as kernels read them: where they are, how far apart their rows are, and how well both are aligned.
+"""Tensors as kernels read them: their memory, their row strides, and the alignment of both.
 
-Every tensor that reaches a kernel passes through here: rows, parameters, statistics, saved tensors and cotangents. A
-launch collects the ``bits`` of all of them; where none of the lowest four is set, every address is a multiple of 16
-and every row stride of 8, which the compiled kernel then relies on.
+Every tensor that reaches a kernel passes through this module: rows, parameters, statistics, saved
+tensors and cotangents. Each function returns the tensor's ``bits``: its address, or-ed with twice
+the row stride. A launch combines the bits of all its tensors. Where none of the lowest four is set,
+every address is a multiple of 16 and every row stride of 8, and the compiled kernel relies on both.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ __all__ = ["dense", "empty", "empty_dense", "is_dense", "rows", "vector"]
 
 
 def rows(t: Any, cols: int, dims: int = 1) -> tuple[Any, int, int]:
-    """A tensor whose rows of ``cols`` elements are contiguous and evenly spaced, the row stride, and the bits.
+    """Returns a tensor of contiguous, evenly spaced rows, its row stride, and its bits.
 
     Args:
-        t: any strides; it is copied where the rows cannot be read in place. None for none, which has no bits.
+        t: a tensor of any strides; it is copied where the rows cannot be read in place. None has no
+            bits.
         cols: elements of a row.
         dims: trailing dimensions that make up a row.
     """
@@ -29,6 +31,7 @@ def rows(t: Any, cols: int, dims: int = 1) -> tuple[Any, int, int]:
     if not t.is_contiguous():
         t, stride = _evenly_spaced(t, cols, dims)
     address = t.data_ptr()
+    # Kernels read memory: the sign of a negative view is not in it, and a ZeroTensor has none.
     if t.is_neg() or not address:
         t, stride = _materialized(t), cols
         address = t.data_ptr()
@@ -36,7 +39,7 @@ def rows(t: Any, cols: int, dims: int = 1) -> tuple[Any, int, int]:
 
 
 def vector(t: Any) -> tuple[Any, int]:
-    """A contiguous tensor, and the bits; None for none, which has no bits."""
+    """Returns a contiguous tensor and its bits; None has no bits."""
     if t is None:
         return t, 0
     if not t.is_contiguous():
@@ -49,7 +52,7 @@ def vector(t: Any) -> tuple[Any, int]:
 
 
 def dense(t: Any) -> tuple[Any, int]:
-    """A dense tensor in its layout, and the bits; None for none, which has no bits."""
+    """Returns a dense tensor in its layout and its bits; None has no bits."""
     if t is None:
         return t, 0
     address = t.data_ptr()
@@ -60,7 +63,10 @@ def dense(t: Any) -> tuple[Any, int]:
 
 
 def _is_contiguous(t: Tensor) -> bool:
-    """Whether a tensor is known to be contiguous: where a size depends on data, as of `Tensor.item`, it is not."""
+    """Whether a tensor is known to be contiguous.
+
+    It is not known where a size depends on data, for example on the result of `Tensor.item`.
+    """
     try:
         return t.is_contiguous()
     except RuntimeError:  # a guard on such a size
@@ -68,13 +74,17 @@ def _is_contiguous(t: Tensor) -> bool:
 
 
 def is_dense(t: Tensor) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
+    """Whether elements fill their memory without gaps or overlaps, in any order of dimensions."""
     if _is_contiguous(t):
         return True
-    if not all(type(stride) is int for stride in (*t.shape, *t.stride())):
-        return False  # symbols of a traced graph, which a comparison would fix
+    strides = t.stride()
+    # A comparison of symbols would specialise a traced graph for their values.
+    if any(type(number) is not int for number in (*t.shape, *strides)):
+        return False
     expected = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(t.shape, t.stride(), strict=True) if size != 1):
+    for stride, size in sorted(zip(strides, t.shape, strict=True)):
+        if size == 1:  # its stride is never used
+            continue
         if stride != expected:
             return False
         expected *= size
@@ -82,35 +92,52 @@ def is_dense(t: Tensor) -> bool:
 
 
 def empty(like: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A contiguous, uninitialised tensor in the shape of ``like``."""
+    """Returns a contiguous, uninitialised tensor in the shape of ``like``."""
     if like.dtype is dtype and _is_contiguous(like):
         return torch.empty_like(like)
     return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def empty_dense(like: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """An uninitialised tensor in the shape of ``like``, and in its layout if that is dense; else contiguous."""
-    if _is_contiguous(like) or is_dense(like):
-        return torch.empty_like(like) if like.dtype is dtype else torch.empty_like(like, dtype=dtype)
-    return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+    """Returns an uninitialised tensor in the shape of ``like``.
+
+    It has the layout of ``like`` if that is dense, and is contiguous otherwise.
+    """
+    if not (_is_contiguous(like) or is_dense(like)):
+        return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+    if like.dtype is dtype:
+        return torch.empty_like(like)
+    return torch.empty_like(like, dtype=dtype)
 
 
 def _evenly_spaced(t: Tensor, cols: int, dims: int) -> tuple[Tensor, int]:
+    """Returns a tensor whose rows are evenly spaced, and their stride: ``t`` itself or a copy."""
     strides = t.stride()
-    if dims == 1 and (strides[-1] == 1 or cols == 1):
-        stride = None
-        for size, step in zip(t.shape, strides[:-1], strict=False):  # but the last dimension's
-            if size != 1:
-                if stride is not None and stride != size * step:
-                    break
-                stride = step
-        else:
-            return t, cols if stride is None else stride
-    return t.contiguous(), cols
+    has_contiguous_rows = dims == 1 and (strides[-1] == 1 or cols == 1)
+    if not has_contiguous_rows:
+        return t.contiguous(), cols
+    # The leading dimensions, from the outermost. One stride reaches all rows if each dimension's
+    # stride is the product of the next one's size and stride:
+    #
+    #     shape  (2, 3, cols), strides (3 * s, s, 1):  row (i, j) is at (3 * i + j) * s
+    stride = None
+    for size, step in zip(t.shape, strides[:-1], strict=False):
+        if size == 1:
+            continue
+        if stride is not None and stride != size * step:
+            return t.contiguous(), cols
+        stride = step
+    return t, cols if stride is None else stride
 
 
 def _materialized(t: Tensor) -> Tensor:
-    """The values in memory, without gaps: of a negative view (imaginary parts after ``conj``), or of a ZeroTensor."""
+    """Returns the values in memory, without gaps.
+
+    A negative view (the imaginary part after ``conj``) or a ZeroTensor has others in memory, or no
+    memory.
+    """
     if not t.numel():
         return t
-    return torch.empty_like(t).copy_(t) if is_dense(t) else t.contiguous().clone()
+    if is_dense(t):
+        return torch.empty_like(t).copy_(t)
+    return t.contiguous().clone()

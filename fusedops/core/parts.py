@@ -1,12 +1,13 @@
-"""DTensors to this rank's tensors and back: one autograd node for all tensors of a call, each way.
+"""Conversion of DTensors to this rank's tensors and back: one autograd node per call and direction.
 
-``DTensor.to_local`` and ``DTensor.from_local`` make a node for each tensor, and check and infer for each what is known
-here: on the host they cost a small call several times what its kernels do. torch.compile, which knows these two, has them.
+``DTensor.to_local`` and ``DTensor.from_local`` make a node for each tensor, and check and infer
+what is known here: for a small call that costs the CPU several times what the kernels cost.
+torch.compile has rules for these two methods, so a traced call uses them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,137 +17,176 @@ from torch import Tensor
 from . import compat
 from .operator import Tensors
 
-__all__ = ["Place", "parts", "strides", "total", "wholes"]
+__all__ = ["ShardSpec", "parts", "strides", "total", "wholes"]
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
-    """Where a tensor is.
+class ShardSpec:
+    """How a tensor is distributed.
 
     Attributes:
         mesh: the mesh.
-        placements: of the DTensor, or of its gradient.
-        shape: of the whole tensor.
-        moved: whether it was redistributed, which requires a gradient on the way back (PyTorch 2.13).
-        specs: PyTorch's records of it, by strides and dtype.
+        placements: the DTensor's, or its gradient's.
+        shape: the whole tensor's.
+        moved: whether it was redistributed, which requires a gradient on the way back (PyTorch
+            2.13).
+        dtensor_specs: PyTorch's own records of it, by strides and dtype.
     """
 
     mesh: Any
     placements: tuple[Any, ...]
     shape: torch.Size
     moved: bool = False
-    specs: dict[Any, Any] = field(default_factory=dict)
+    dtensor_specs: dict[Any, Any] = field(default_factory=dict)
 
 
-def parts(tensors: Sequence[Any], gradients: Sequence[Place]) -> list[Tensor]:
-    """This rank's tensors of DTensors; their gradients become DTensors with these places."""
+def parts(tensors: Sequence[Any], gradients: Sequence[ShardSpec]) -> list[Tensor]:
+    """Returns this rank's tensors; their gradients become DTensors with these specs."""
     if torch.compiler.is_dynamo_compiling() or not _is_member(gradients):
-        return [t.to_local(grad_placements=place.placements) for t, place in zip(tensors, gradients, strict=True)]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return [
+            t.to_local(grad_placements=spec.placements)
+            for t, spec in zip(tensors, gradients, strict=True)
+        ]
+    if _needs_graph(tensors):
         return list(_apply_parts(tuple(gradients), *tensors))
     with torch.no_grad():
         return [compat.waited(t.to_local()) for t in tensors]
 
 
-def wholes(tensors: Tensors, places: Sequence[Place]) -> tuple[Tensor | None, ...]:
-    """DTensors with these places, of this rank's tensors."""
-    if torch.compiler.is_dynamo_compiling() or not _is_member(places):
-        return tuple([None if t is None else _from_local(t, place) for t, place in zip(tensors, places, strict=False)])
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return tuple(_apply_wholes(tuple(places), *tensors))
+def wholes(tensors: Tensors, specs: Sequence[ShardSpec]) -> tuple[Tensor | None, ...]:
+    """Returns the DTensors with these specs of this rank's tensors."""
+    if torch.compiler.is_dynamo_compiling() or not _is_member(specs):
+        return _for_each(_from_local, tensors, specs)
+    if _needs_graph(tensors):
+        return tuple(_apply_wholes(tuple(specs), *tensors))
     with torch.no_grad():
-        return tuple([None if t is None else _whole(t, place) for t, place in zip(tensors, places, strict=False)])
+        return _for_each(_constant_dtensor, tensors, specs)
 
 
 def total(t: Tensor, mesh: Any, along: tuple[bool, ...]) -> Tensor:
-    """The sum over ranks along some dimensions of a mesh."""
+    """Returns the sum over the ranks along some dimensions of a mesh."""
     return _Total.apply(t, mesh, along)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def strides(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a dense tensor whose dimensions lie in memory in the order of ``local``'s."""
-    found, step = [0] * len(shape), 1
-    order = range(len(shape)) if local.is_contiguous() else sorted(range(len(shape)), key=local.stride, reverse=True)
+    """Returns the strides of a dense tensor whose dimensions have the memory order of ``local``."""
+    order = list(range(len(shape)))
+    if not local.is_contiguous():
+        order.sort(key=local.stride, reverse=True)
+    result, step = [0] * len(shape), 1
     for dim in reversed(order):
-        found[dim] = step
+        result[dim] = step
         step *= max(shape[dim], 1)
-    return tuple(found)
+    return tuple(result)
 
 
-def _is_member(places: Sequence[Place]) -> bool:
-    return not places or places[0].mesh.get_coordinate() is not None
+def _is_member(specs: Sequence[ShardSpec]) -> bool:
+    """Whether this rank is in the mesh."""
+    return not specs or specs[0].mesh.get_coordinate() is not None
 
 
-def _from_local(t: Tensor, place: Place) -> Any:
-    """Differentiable."""
+def _needs_graph(tensors: Sequence[Any]) -> bool:
+    """Whether autograd records a conversion of these tensors."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _for_each(
+    function: Callable[[Any, ShardSpec], Any], tensors: Sequence[Any], specs: Sequence[ShardSpec]
+) -> tuple[Any, ...]:
+    """Returns ``function(tensor, spec)`` for each tensor, None for None."""
+    pairs = zip(tensors, specs, strict=False)
+    return tuple([None if t is None else function(t, spec) for t, spec in pairs])
+
+
+def _from_local(t: Tensor, spec: ShardSpec) -> Any:
+    """Returns a DTensor that is differentiable in ``t``."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(t, place.mesh, place.placements, run_check=False, shape=place.shape,
-                              stride=strides(t, place.shape))  # fmt: skip
+    return DTensor.from_local(
+        t,
+        spec.mesh,
+        spec.placements,
+        run_check=False,
+        shape=spec.shape,
+        stride=strides(t, spec.shape),
+    )
 
 
-def _whole(t: Tensor, place: Place) -> Any:
-    """Without a gradient."""
-    stride = strides(t, place.shape)
-    spec = place.specs.get((stride, t.dtype))
-    if spec is None:
-        spec = compat.dtensor_spec(place.mesh, place.placements, place.shape, stride, t.dtype)
-        if spec is None:
-            return _from_local(t, place)
-        place.specs[stride, t.dtype] = spec
-    return compat.dtensor(t.detach() if t.requires_grad else t, spec)
+def _constant_dtensor(t: Tensor, spec: ShardSpec) -> Any:
+    """Returns a DTensor without a gradient."""
+    stride = strides(t, spec.shape)
+    key = stride, t.dtype
+    dtensor_spec = spec.dtensor_specs.get(key)
+    if dtensor_spec is None:
+        dtensor_spec = compat.dtensor_spec(spec.mesh, spec.placements, spec.shape, stride, t.dtype)
+        if dtensor_spec is None:
+            return _from_local(t, spec)
+        spec.dtensor_specs[key] = dtensor_spec
+    return compat.dtensor(t.detach() if t.requires_grad else t, dtensor_spec)
 
 
 class _Parts(torch.autograd.Function):
-    """Views of this rank's tensors."""
+    """DTensors to views of this rank's tensors."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: tuple[Place, ...], *tensors: Any) -> tuple[Tensor, ...]:
-        """Nothing moves."""
+    def forward(ctx: Any, gradients: tuple[ShardSpec, ...], *tensors: Any) -> tuple[Tensor, ...]:
+        """Returns the views; no data is moved."""
         own = [compat.waited(t.to_local()) for t in tensors]
         own = [t.view_as(t) for t in own]
         ctx.gradients = gradients
         ctx.set_materialize_grads(False)
-        ctx.like = [(t.shape, t.dtype, t.device) if place.moved else None
-                    for t, place in zip(own, gradients, strict=True)]  # fmt: skip
-        ctx.mark_non_differentiable(*[part for part, t in zip(own, tensors, strict=True) if not t.requires_grad])
+        ctx.zeros_like = [
+            (t.shape, t.dtype, t.device) if spec.moved else None
+            for t, spec in zip(own, gradients, strict=True)
+        ]
+        constant = [part for part, t in zip(own, tensors, strict=True) if not t.requires_grad]
+        ctx.mark_non_differentiable(*constant)
         return tuple(own)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """DTensors; zeros where there is none that `redistribute` could move."""
-        make, found = _from_local if torch.is_grad_enabled() else _whole, []
-        for grad, place, like, needed in zip(grads, ctx.gradients, ctx.like, ctx.needs_input_grad[1:], strict=True):
-            if grad is None and like is not None and needed:
-                shape, dtype, device = like
+        """Returns DTensors, of zeros where `redistribute` needs a gradient and there is none."""
+        to_dtensor = _from_local if torch.is_grad_enabled() else _constant_dtensor
+        needs = ctx.needs_input_grad[1:]
+        results = []
+        for grad, spec, zeros_like, need in zip(
+            grads, ctx.gradients, ctx.zeros_like, needs, strict=True
+        ):
+            if grad is None and need and zeros_like is not None:
+                shape, dtype, device = zeros_like
                 grad = torch.zeros(shape, dtype=dtype, device=device)
-            found.append(None if grad is None else make(grad, place))
-        return None, *found
+            results.append(None if grad is None else to_dtensor(grad, spec))
+        return None, *results
 
 
 class _Wholes(torch.autograd.Function):
-    """DTensors of this rank's tensors."""
+    """This rank's tensors to DTensors."""
 
     @staticmethod
-    def forward(ctx: Any, places: tuple[Place, ...], *tensors: Tensor | None) -> tuple[Any, ...]:
-        """Nothing moves."""
-        ctx.places = places
+    def forward(ctx: Any, specs: tuple[ShardSpec, ...], *tensors: Tensor | None) -> tuple[Any, ...]:
+        """Returns the DTensors; no data is moved."""
+        ctx.specs = specs
         ctx.set_materialize_grads(False)
-        found = [None if t is None else _whole(t.view_as(t), place) for t, place in zip(tensors, places, strict=False)]
-        ctx.mark_non_differentiable(*[whole for whole, t in zip(found, tensors, strict=True)
-                                      if t is not None and not t.requires_grad])  # fmt: skip
-        return tuple(found)
+        views = [None if t is None else t.view_as(t) for t in tensors]
+        dtensors = _for_each(_constant_dtensor, views, specs)
+        constant = [
+            whole
+            for whole, t in zip(dtensors, tensors, strict=True)
+            if t is not None and not t.requires_grad
+        ]
+        ctx.mark_non_differentiable(*constant)
+        return dtensors
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """This rank's parts, after a gradient that is placed otherwise was moved."""
-        return None, *[None if grad is None else _part(grad, place)
-                       for grad, place in zip(grads, ctx.places, strict=False)]  # fmt: skip
+        """Returns this rank's parts, of gradients redistributed to the specs' placements."""
+        return None, *_for_each(_part, grads, ctx.specs)
 
 
-def _part(grad: Any, place: Place) -> Tensor:
-    if tuple(grad.placements) != place.placements:
-        grad = grad.redistribute(place.mesh, place.placements)
+def _part(grad: Any, spec: ShardSpec) -> Tensor:
+    """Returns this rank's part of a gradient."""
+    if tuple(grad.placements) != spec.placements:
+        grad = grad.redistribute(spec.mesh, spec.placements)
     return compat.waited(grad.to_local())
 
 
@@ -155,18 +195,24 @@ _apply_wholes: Any = compat.fast_apply(_Wholes)
 
 
 class _Total(torch.autograd.Function):
-    """The sum over ranks along some dimensions of a mesh. So is its derivative: each rank's output depends on all inputs."""
+    """The sum over ranks along some dimensions of a mesh.
+
+    Its derivative is the same sum: each rank's output depends on all inputs.
+    """
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, mesh: Any, along: tuple[bool, ...]) -> Tensor:
-        """One collective for each dimension; along the others nothing is moved, whatever is there."""
+        """Returns the sum, from one collective for each dimension in ``along``."""
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
         ctx.mesh, ctx.along = mesh, along
-        placed = DTensor.from_local(t, mesh, [Partial() if adds else Replicate() for adds in along], run_check=False)
-        return placed.redistribute(mesh, [Replicate()] * len(along)).to_local()
+        # A dimension that is not summed counts as replicated, so nothing is moved along it,
+        # whatever its ranks have.
+        placements = [Partial() if adds else Replicate() for adds in along]
+        dtensor = DTensor.from_local(t, mesh, placements, run_check=False)
+        return dtensor.redistribute(mesh, [Replicate()] * len(along)).to_local()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """The same of the gradients."""
+        """Returns the sum of the gradients."""
         return total(gradient, ctx.mesh, ctx.along), None, None

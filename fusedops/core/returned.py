@@ -1,4 +1,4 @@
-"""A type variable for modules whose constructor decides what a call returns."""
+"""Type variables for modules whose constructor arguments determine the type of a call's result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from torch import Tensor
 
 __all__ = ["Returned", "Sliced"]
 
-# Type checkers take a class without parameters as that of its default options; only Python 3.13 has such defaults.
+# To type checkers a class without type arguments is that of the default options. Before Python
+# 3.13, typing has no defaults of type variables.
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 

@@ -1,10 +1,11 @@
-"""Random state for dropout kernels: drawn from PyTorch's generators, which so control it.
+"""The random state of dropout kernels, drawn from PyTorch's generators.
 
-On a GPU the state is the device generator's (seed, offset), and the offset advances: `torch.manual_seed`,
-`torch.get_rng_state` and activation checkpointing set and restore it, and no kernel is launched for it. Dispatch modes
-and tensor subclasses change nothing. Where operators are recorded to be run later (CUDA-graph capture, torch.compile,
-`make_fx`), a number would be the same in every run: there the state is a tensor, filled by a recorded random operator,
-one for many calls.
+On a GPU the state is the device generator's (seed, offset), and each draw advances the offset. So
+`torch.manual_seed`, `torch.get_rng_state` and activation checkpointing set and restore it, and no
+kernel is launched for it. Dispatch modes and tensor subclasses do not change that. Where operators
+are recorded to be run later (CUDA-graph capture, torch.compile, `make_fx`), a number would be the
+same in every run: there the state is a tensor, which a recorded random operator fills, one for many
+calls.
 """
 
 from __future__ import annotations
@@ -35,20 +36,26 @@ __all__ = [
 ]
 
 Seed = tuple[int, int] | torch.Tensor
-# What a kernel takes: seed and offset (or a tensor of both and None, or a shard's nine numbers, given twice), and the threshold.
+# The arguments of a kernel: (seed, offset, threshold), or (a tensor of seed and offset, None,
+# threshold), or a shard's tensor of nine numbers twice, and the threshold.
 State = tuple[int | Tensor | None, int | Tensor | None, int]
 
 NO_DROPOUT: State = (None, None, 0)
 
-# A keep decision spends 16 random bits.
+# A keep decision uses 16 random bits.
 _STEPS = 65536
 _lock = threading.Lock()
 
 
 def threshold(p: float) -> int:
-    """How many of 65536 equal chances drop an element; never 0 or all unless p is exactly 0 or 1."""
-    if p <= 0.0 or p >= 1.0:
-        return 0 if p <= 0.0 else _STEPS
+    """Returns how many of 65536 equal chances drop an element.
+
+    They are none or all only where ``p`` is exactly 0 or 1.
+    """
+    if p <= 0.0:
+        return 0
+    if p >= 1.0:
+        return _STEPS
     return min(max(round(p * _STEPS), 1), _STEPS - 1)
 
 
@@ -56,22 +63,31 @@ _threshold = functools.lru_cache(maxsize=256)(threshold)
 
 
 def keep_probability(p: float) -> float:
-    """The probability with which a kernel keeps an element: ``1 - p`` to the nearest 2⁻¹⁶, and what it scales by."""
+    """Returns the probability with which a kernel keeps an element, by which it divides too.
+
+    It is ``1 - p`` to the nearest 2⁻¹⁶.
+    """
     return 1.0 - threshold(p) / _STEPS
 
 
 def state_of(p: float, device: torch.device) -> State:
-    """The state of one call with drop probability ``p``, in which nothing is recorded."""
+    """Returns the state of one call with drop probability ``p``, in which nothing is recorded."""
     if 0.0 < p < 1.0:
         seed = draw(device)
-        return (*seed, _threshold(p)) if type(seed) is tuple else (seed, None, _threshold(p))  # type: ignore[return-value]
+        if isinstance(seed, tuple):
+            return (*seed, _threshold(p))
+        return seed, None, _threshold(p)
     return NO_DROPOUT if p == 0.0 else (0, 0, _STEPS)
 
 
 def draw(device: torch.device) -> Seed:
-    """The next random state: ``(seed, offset)``, or an int64 tensor of both under CUDA-graph capture."""
+    """Returns the next random state.
+
+    It is ``(seed, offset)``; under CUDA-graph capture it is an int64 tensor of both.
+    """
     if device.type != "cuda":
-        # Outside any torch.func transform: the state is one for the whole call, whatever is being mapped.
+        # Outside any torch.func transform: the state is one for the whole call, whatever is being
+        # mapped.
         with compat.without_transforms(), compat.without_modes():
             seed, offset = _draw_tensor(device).tolist()
         return seed, offset
@@ -87,14 +103,17 @@ def draw(device: torch.device) -> Seed:
             offset = generator.get_offset()
             _advance(index)
     seed = generator.initial_seed()
-    return seed - 2**64 if seed >= 2**63 else seed, offset  # the same 64 bits, as the kernels' signed integer
+    if seed >= 2**63:
+        seed -= 2**64  # the same 64 bits, as the kernels' signed integer
+    return seed, offset
 
 
 def _advance(index: int) -> None:
     """Advances a GPU's generator under PyTorch's own lock.
 
-    To read an offset and set it is not atomic: a concurrent `F.dropout` of another thread would be rewound.
-    `torch.poisson` advances the generator under the lock, and launches nothing for no elements; it takes 1.4 µs more.
+    Reading an offset and setting it is not atomic: it would rewind a concurrent `F.dropout` of
+    another thread. `torch.poisson` advances the generator under the lock, and launches nothing for
+    no elements; it takes 1.4 µs more.
     """
     with compat.without_transforms(), compat.without_modes():
         torch.poisson(_empty(index))
@@ -104,17 +123,20 @@ _generators: dict[int, tuple[torch.Generator, int, bool]] = {}
 
 
 def _generator(index: int) -> tuple[torch.Generator, int, bool]:
-    """A GPU's generator, by how much a draw advances it, and whether `_advance` does, which not every PyTorch need do."""
-    found = _generators.get(index)
-    if found is None:
+    """Returns a GPU's generator, the step of a draw, and whether `_advance` makes this step.
+
+    Not every release of PyTorch need do so, hence a trial.
+    """
+    result = _generators.get(index)
+    if result is None:
         with _lock:
             generator = torch.cuda.default_generators[index]
             before = generator.get_offset()
             _advance(index)
-            moved = generator.get_offset() - before
+            step = generator.get_offset() - before
             generator.set_offset(before)
-            found = _generators[index] = generator, moved or 4, moved > 0
-    return found
+            result = _generators[index] = generator, step or 4, step > 0
+    return result
 
 
 @functools.cache
@@ -128,43 +150,52 @@ def _draw_tensor(device: torch.device) -> torch.Tensor:
 
 
 def beyond(state: State, further: int, threshold: int | None = None) -> State:
-    """The state of another dropout of the same call: so many steps on, perhaps with another threshold."""
-    first, second, own = state
-    own = own if threshold is None else threshold
+    """Returns the state of another dropout of the same call.
+
+    Args:
+        state: the call's first state.
+        further: the number of steps to the other dropout.
+        threshold: its threshold; None for the same.
+    """
+    seed, offset, own_threshold = state
+    if threshold is None:
+        threshold = own_threshold
     if not further:
-        return first, second, own
-    if not isinstance(second, int):
-        assert isinstance(first, Tensor)
-        moved = torch.cat([first[:1], first[1:2] + further, first[2:]])
-        return moved, None if second is None else moved, own
-    return first, second + further, own
+        return seed, offset, threshold
+    if isinstance(offset, int):
+        return seed, offset + further, threshold
+    # A tensor: seed, offset, and what follows in a shard's.
+    assert isinstance(seed, Tensor)
+    moved = torch.cat([seed[:1], seed[1:2] + further, seed[2:]])
+    return moved, None if offset is None else moved, threshold
 
 
 def seed_kind(offset: int | Tensor | None) -> int:
-    """Which of `launch.SEED_TYPES` a state with a seed is."""
-    return 2 if offset is None else 1 if type(offset) is int else 3
+    """Returns the index in `launch.SEED_TYPES` of a state with a seed."""
+    if offset is None:
+        return 2
+    return 1 if type(offset) is int else 3
 
 
 def unpacked(seed: Tensor | None) -> tuple[int | Tensor | None, int | Tensor | None]:
-    """A registered operator's seed as a launch takes it: on the CPU it holds numbers that were drawn on the host.
-
-    That of a shard is longer, and stays a tensor everywhere.
-    """
-    if seed is not None and seed.shape[0] > 2:
+    """Returns a registered operator's seed as a launch takes it."""
+    if seed is None:
+        return None, None
+    if seed.shape[0] > 2:  # a shard's, a tensor on any device
         return seed, seed
-    if seed is None or seed.is_cuda:
+    if seed.is_cuda:
         return seed, None
-    first, second = seed.tolist()
+    first, second = seed.tolist()  # a tensor on the CPU holds numbers that the CPU drew
     return first, second
 
 
-# --- many states from one recorded operator -----------------------------------------------------------------------------
+# --- many states from one recorded operator -------------------------------------------------------
 
 _POOL = 64
 
 
 def recorded(device: torch.device) -> Tensor:
-    """A state that is drawn when what is being recorded is run."""
+    """Returns a state that is drawn when the recorded graph is run."""
     return torch.ops.fusedops.random_state(device)  # type: ignore[no-any-return]
 
 
@@ -172,30 +203,34 @@ def _draw_pool(device: torch.device) -> torch.Tensor:
     return torch.randint(0, 2**62, (_POOL, 2), dtype=torch.int64, device=device)
 
 
-# States for the calls that one stream captures: (capture, device, states, taken).
+# States for the calls that one stream captures: ((capture, stream), device, states, used).
 _captured: tuple[tuple[int, int], int, torch.Tensor, int] | None = None
 
 
 def _draw_captured(device: torch.device) -> torch.Tensor:
-    """A state for a call under graph capture: one of `_POOL` that a single recorded kernel draws at every replay."""
+    """Returns a state for a call under graph capture.
+
+    One recorded kernel draws `_POOL` states at every replay, for as many calls.
+    """
     global _captured
     stream = torch.cuda.current_stream(device).cuda_stream
     capture = _capture_id(stream)
-    with compat.without_transforms(), compat.without_modes():  # one state for the whole call, whatever is being mapped
+    # One state for the whole call, whatever a transform maps.
+    with compat.without_transforms(), compat.without_modes():
         if capture is None:
             return _draw_tensor(device)
         with _lock:
-            key = (capture, stream)
-            if _captured is None or _captured[:2] != (key, device.index) or _captured[3] == _POOL:
-                _captured = (key, device.index, _draw_pool(device), 0)
-            _, index, states, taken = _captured
-            _captured = (key, index, states, taken + 1)
-            return states[taken]
+            owner = (capture, stream), device.index
+            if _captured is None or _captured[:2] != owner or _captured[3] == _POOL:
+                _captured = (*owner, _draw_pool(device), 0)
+            *_, states, used = _captured
+            _captured = (*owner, states, used + 1)
+            return states[used]
 
 
 @functools.cache
 def _capture_info() -> Any:
-    """The driver's query for a stream's capture, or None where there is no such driver."""
+    """Returns the driver's query for a stream's capture; None where there is no such driver."""
     try:
         query = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
     except (OSError, AttributeError):
@@ -206,22 +241,25 @@ def _capture_info() -> Any:
 
 
 def _capture_id(stream: int) -> int | None:
-    """What tells one graph capture from another; None if nobody can say."""
+    """Returns the identity of a stream's graph capture; None where it is unknown."""
     query = _capture_info()
     if query is None:
         return None
     status, identity = ctypes.c_int(0), ctypes.c_uint64(0)
-    if query(stream, ctypes.byref(status), ctypes.byref(identity), None, None, None) != 0 or status.value != 1:
-        return None
-    return identity.value
+    error = query(stream, ctypes.byref(status), ctypes.byref(identity), None, None, None)
+    is_active = status.value == 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
+    return identity.value if not error and is_active else None
 
 
-# States for the calls of the graph that a tracer writes: the device's (states, taken).
-_traced: weakref.WeakKeyDictionary[Any, dict[torch.device, tuple[torch.Tensor, int]]] = weakref.WeakKeyDictionary()
+# States for the calls of the graph that a tracer writes: the device's (states, used).
+_traced: weakref.WeakKeyDictionary[Any, dict[torch.device, tuple[torch.Tensor, int]]] = (
+    weakref.WeakKeyDictionary()
+)
 
-# What torch.compile, torch.export and make_fx record: one state, drawn when it runs. It becomes one of many where a
-# graph is made functional (what is in one such graph is computed together, and recomputed together), and in an
-# exported program, once it is decomposed, an operator of its own.
+# The operator that torch.compile, torch.export and make_fx record: one state, drawn when it runs.
+# Where a graph is made functional, it becomes one of many states of one operator (all of such a
+# graph is computed together, and recomputed together). In an exported program, once it is
+# decomposed, it becomes a random operator by itself.
 _LIBRARY = torch.library.Library("fusedops", "FRAGMENT")
 _LIBRARY.define("random_state(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 _LIBRARY.impl("random_state", _draw_tensor, "CompositeExplicitAutograd")
@@ -231,19 +269,24 @@ def _fake_state(device: torch.device) -> torch.Tensor:
     return torch.empty(2, dtype=torch.int64, device=device)
 
 
-def _functional_state(mode: Any, itself: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def _functional_state(
+    mode: Any, itself: Any, types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
+    """Records the next state of the graph's pool where a graph is made functional."""
     tracer = compat.current_tracer()
     with mode:
         if tracer is None or compat.is_exporting():
             return _draw_tensor(*args)
         pools = _traced.setdefault(tracer, {})
-        states, taken = pools.get(args[0], (None, _POOL))
-        if states is None or taken == _POOL:
-            states, taken = _draw_pool(*args), 0
-        pools[args[0]] = states, taken + 1
-        return states[taken]
+        states, used = pools.get(args[0], (None, _POOL))
+        if states is None or used == _POOL:
+            states, used = _draw_pool(*args), 0
+        pools[args[0]] = states, used + 1
+        return states[used]
 
 
 torch.library.register_fake("fusedops::random_state", _fake_state, lib=_LIBRARY)
 if compat.Functional is not None:
-    torch.library.register_torch_dispatch("fusedops::random_state", compat.Functional, _functional_state, lib=_LIBRARY)
+    torch.library.register_torch_dispatch(
+        "fusedops::random_state", compat.Functional, _functional_state, lib=_LIBRARY
+    )

@@ -1,10 +1,15 @@
-"""Calls on DTensors: placed as the call needs them, computed on each rank's tensors, and put together again.
+"""Calls on DTensors: redistribute the inputs, compute on each rank's tensors, wrap the outputs.
 
-A call has *axes*: those of its rows, and the columns. Rows do not depend on one another, so that a rank that has some of
-them needs nothing of the others'; parameters are replicated, and of their gradients each rank has a partial sum. Where
-columns do not depend on one another either they are sharded likewise; a norm adds up two numbers of a row.
+A call has *axes*: one for each dimension of its rows, and one for the columns.
 
-A dropout mask is that of the whole tensor: with the seed a rank's kernels get numbers that say which part is theirs.
+    axis     0 ... n - 1                        n
+    is       the rows' dimensions               the columns
+    sharded  each rank computes its own rows;   independent columns likewise; a norm sums two
+             parameters are replicated, their   numbers of each row over the ranks that share it
+             gradients are partial sums
+
+The dropout mask is that of the whole tensor: besides the seed, a rank's kernels get the `numbers`
+that locate their part of it.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from torch import Tensor
 from . import compat, dropout
 from .dropout import Dropout
 from .operator import Axes, Operator, Tensors
-from .parts import Place, parts, total, wholes
+from .parts import ShardSpec, parts, total, wholes
 from .rng import NO_DROPOUT
 
 __all__ = ["Layout", "distributes", "layout", "numbers", "planned", "replicated"]
@@ -30,56 +35,66 @@ __all__ = ["Layout", "distributes", "layout", "numbers", "planned", "replicated"
 # Columns whose keep decisions are drawn at once.
 _LANES = 8
 
+# The axis that each dimension of a tensor is, or of a mesh shards; None for none.
+_AxisOfDim = tuple[int | None, ...]
+
 
 def distributes(tensors: Tensors) -> bool:
-    """Whether one of them is a DTensor."""
+    """Whether one of the tensors is a DTensor."""
+    # Without an import: if nobody has imported the module, there is no DTensor.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(t, module.DTensor) for t in tensors)
 
 
 def replicated(tensors: Tensors) -> Tensors:
-    """The tensors, with replicated DTensors of those that are none, where PyTorch's ``implicit_replication`` is on."""
+    """Returns the tensors, replicated DTensors where PyTorch's ``implicit_replication`` is on."""
     if torch.compiler.is_dynamo_compiling() or not compat.replicates_implicitly():
         return tensors
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = next(t.device_mesh for t in tensors if isinstance(t, DTensor))
-    return [t if t is None or isinstance(t, DTensor)
-            else DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False) for t in tensors]  # fmt: skip
+    placements = [Replicate()] * mesh.ndim
+    results = []
+    for t in tensors:
+        if t is not None and not isinstance(t, DTensor):
+            t = DTensor.from_local(t, mesh, placements, run_check=False)
+        results.append(t)
+    return results
 
 
 class Move(NamedTuple):
-    """How a tensor becomes this rank's.
+    """How a DTensor becomes this rank's tensor.
 
     Attributes:
-        name: of the argument, for messages.
-        placements: what it is redistributed to; None if it is placed so already.
-        gradient: the place of its gradient.
-        sliced: of what each rank has all of: dimension, first index and number of those that this rank takes.
+        name: the argument's, for messages.
+        placements: what it is redistributed to; None if it has these placements already.
+        gradient: how its gradient is distributed.
+        slices: the part that this rank takes of what all ranks have: dimension, first index and
+            size of each slice.
     """
 
     name: str
     placements: tuple[Any, ...] | None
-    gradient: Place
-    sliced: tuple[tuple[int, int, int], ...]
+    gradient: ShardSpec
+    slices: tuple[tuple[int, int, int], ...]
 
 
 class Layout(NamedTuple):
-    """How a call's axes are placed on a mesh.
+    """How a call's axes are distributed over a mesh.
 
     Attributes:
-        mesh: all DTensors' mesh.
+        mesh: the mesh of all DTensors.
         axes: the call's.
-        dims: of each dimension of the mesh, the axis that it shards; None for none.
-        place: of this rank in the dimensions of the mesh, zeros on a rank that is not in it.
-        member: whether it is.
+        dims: the axis that each dimension of the mesh shards; None for none.
+        coordinate: this rank's in the mesh; zeros on a rank that is not in it.
+        is_member: whether this rank is in the mesh.
     """
 
     mesh: Any
     axes: Axes
-    dims: tuple[int | None, ...]
-    place: tuple[int, ...]
-    member: bool
+    dims: _AxisOfDim
+    coordinate: tuple[int, ...]
+    is_member: bool
 
     @property
     def splits_columns(self) -> bool:
@@ -87,66 +102,93 @@ class Layout(NamedTuple):
         return len(self.axes.rows) in self.dims
 
     def part(self, axis: int, size: int) -> tuple[int, int]:
-        """The first index, and the number, of those that this rank has of an axis of ``size``."""
-        if not self.member and axis < len(self.axes.rows):
+        """Returns the first index and the size of this rank's part of an axis of ``size``."""
+        if not self.is_member and axis < len(self.axes.rows):
             return 0, 0
         start = 0
-        for at, dim in enumerate(self.dims):
-            if dim == axis:
-                first, size = _chunk(size, self.mesh.size(at), self.place[at])
+        for mesh_dim, sharded_axis in enumerate(self.dims):
+            if sharded_axis == axis:
+                first, size = _chunk(size, self.mesh.size(mesh_dim), self.coordinate[mesh_dim])
                 start += first
         return start, size
 
-    def moves(self, op: Operator, constants: Any, tensors: Tensors) -> tuple[Move | None, ...]:
-        """What happens to each DTensor."""
+    def moves(self, op: Operator, constants: Any, tensors: Tensors) -> dict[int, Move]:
+        """Returns the move of each DTensor by its index among the tensors."""
         module = sys.modules["torch.distributed.tensor"]
-        return tuple([self._move(t, its, place in self.axes.carriers, f"{constants.op}: {op.argument(constants, place)}")
-                      if isinstance(t, module.DTensor) else None
-                      for place, (t, its) in enumerate(zip(tensors, self.axes.tensors, strict=True))])  # fmt: skip
+        moves = {}
+        for i, (t, axes) in enumerate(zip(tensors, self.axes.tensors, strict=True)):
+            if isinstance(t, module.DTensor):
+                name = f"{constants.op}: {op.argument(constants, i)}"
+                moves[i] = self._move(t, axes, i in self.axes.carriers, name)
+        return moves
 
-    def _move(self, t: Any, its: tuple[int | None, ...], carries: bool, name: str) -> Move:
+    def _move(self, t: Any, axes: _AxisOfDim, has_rows: bool, name: str) -> Move:
         from torch.distributed.tensor import Partial, Replicate, Shard
 
-        placements = [Shard(its.index(dim)) if dim is not None and dim in its else Replicate() for dim in self.dims]
-        gradients = [Partial() if dim is not None and dim not in its else placement
-                     for dim, placement in zip(self.dims, placements, strict=True)]  # fmt: skip
-        taken: list[int] = []
-        if not carries:
-            # What all ranks have of a parameter is taken apart here: `redistribute` would gather its gradient.
-            taken = [at for at, placement in enumerate(placements) if placement.is_shard()]
-            if not all(t.placements[at].is_replicate() for at in taken):
-                taken = []
-        for at in taken:
-            placements[at], gradients[at] = Replicate(), Partial()
-        moves = tuple(t.placements) != tuple(placements)
-        sliced = []
-        for axis in dict.fromkeys([self.dims[at] for at in taken]):
+        placements: list[Any] = []
+        gradients: list[Any] = []
+        for axis in self.dims:
+            sharded = axis is not None and axis in axes
+            placements.append(Shard(axes.index(axis)) if sharded else Replicate())
+            # Ranks with different rows or columns each have a part of the sum that is the gradient
+            # of a parameter without that axis.
+            is_summed = axis is not None and not sharded
+            gradients.append(Partial() if is_summed else placements[-1])
+        sliced_dims = [] if has_rows else self._sliced_dims(t, placements)
+        for mesh_dim in sliced_dims:
+            placements[mesh_dim], gradients[mesh_dim] = Replicate(), Partial()
+        is_moved = tuple(t.placements) != tuple(placements)
+        slices = []
+        for axis in dict.fromkeys([self.dims[mesh_dim] for mesh_dim in sliced_dims]):
             assert axis is not None
-            dim = its.index(axis)
-            sliced.append((dim, *self.part(axis, t.shape[dim])))
-        return Move(name, tuple(placements) if moves else None, Place(self.mesh, tuple(gradients), t.shape, moves),
-                    tuple(sliced))  # fmt: skip
+            dim = axes.index(axis)
+            slices.append((dim, *self.part(axis, t.shape[dim])))
+        return Move(
+            name,
+            tuple(placements) if is_moved else None,
+            ShardSpec(self.mesh, tuple(gradients), t.shape, is_moved),
+            tuple(slices),
+        )
 
-    def places(self, outs: Tensors) -> list[Place]:
-        """Where the outputs are that this rank has a part of."""
-        return [self._place(out, its) for out, its in zip(outs, self.axes.outputs, strict=False)]
+    def _sliced_dims(self, parameter: Any, placements: Sequence[Any]) -> list[int]:
+        """Returns the dimensions of the mesh along which a replicated parameter is sliced.
 
-    def _place(self, out: Tensor | None, its: tuple[int | None, ...]) -> Place:
+        `redistribute` would shard it too, but gather its gradient.
+        """
+        dims = [i for i, placement in enumerate(placements) if placement.is_shard()]
+        return dims if all(parameter.placements[i].is_replicate() for i in dims) else []
+
+    def output_specs(self, outs: Tensors) -> list[ShardSpec]:
+        """Returns how the outputs are distributed that this rank has a part of."""
+        pairs = zip(outs, self.axes.outputs, strict=False)
+        return [self._output_spec(out, axes) for out, axes in pairs]
+
+    def _output_spec(self, out: Tensor | None, axes: _AxisOfDim) -> ShardSpec:
         from torch.distributed.tensor import Replicate, Shard
 
-        placements = tuple([Replicate() if dim is None else Shard(its.index(dim)) for dim in self.dims])
-        sizes = (*self.axes.rows, self.axes.columns)
-        shape = () if out is None else out.shape
-        whole = [size if axis is None else sizes[axis] for axis, size in zip(its, shape, strict=out is not None)]
-        return Place(self.mesh, placements, torch.Size(whole))
+        placements = [
+            Replicate() if axis is None else Shard(axes.index(axis)) for axis in self.dims
+        ]
+        if out is None:
+            return ShardSpec(self.mesh, tuple(placements), torch.Size([]))
+        axis_sizes = (*self.axes.rows, self.axes.columns)
+        whole = [
+            size if axis is None else axis_sizes[axis]
+            for axis, size in zip(axes, out.shape, strict=True)
+        ]
+        return ShardSpec(self.mesh, tuple(placements), torch.Size(whole))
 
     def total(self, t: Tensor) -> Tensor:
-        """The sum of numbers of rows over the ranks that have the same rows."""
+        """Returns the sum of one number per row over the ranks that have the same rows."""
+        if not self.is_member:
+            return t
         columns = len(self.axes.rows)
-        return total(t, self.mesh, tuple([dim == columns for dim in self.dims])) if self.member else t
+        return total(t, self.mesh, tuple([axis == columns for axis in self.dims]))
 
     def dropout(self, p: float) -> Dropout:
-        """PyTorch's dropout of the whole tensor, as one process draws it, in this rank's part."""
+        """Returns PyTorch's dropout with this rank's part of the mask that one process draws."""
+        if p <= 0.0:
+            return dropout.none
         shape = (*self.axes.rows, self.axes.columns)
 
         def masked(h: Tensor, dtype: torch.dtype) -> Tensor:
@@ -156,113 +198,134 @@ class Layout(NamedTuple):
                 scale = scale.narrow(axis, *self.part(axis, size))
             return h * scale.reshape(h.shape)  # of a scalar too
 
-        return masked if p > 0.0 else dropout.none
+        return masked
 
     def seed(self, seed: Tensor | tuple[int, int], device: torch.device) -> Tensor:
-        """A call's random state with `numbers`, on the device."""
-        where = self.axes.mask, tuple([self.mesh.size(at) for at in range(self.mesh.ndim)]), self.place, self.dims
+        """Returns a call's random state followed by its `numbers`, on the device."""
+        ranks = tuple([self.mesh.size(mesh_dim) for mesh_dim in range(self.mesh.ndim)])
+        shard = (self.axes.mask, ranks, self.coordinate, self.dims)
         if isinstance(seed, tuple):
-            # A copy that blocks would wait for all that the GPU has still to do.
-            return torch.tensor([*seed, *_kept_numbers(*where)], dtype=torch.int64).to(device, non_blocking=True)
-        make = _numbers_on if torch.compiler.is_compiling() or compat.is_intercepted() else _kept_numbers_on
-        return torch.cat([seed, make(*where, device)])
+            # A copy that blocks would wait for all work that the GPU still has to do.
+            values = torch.tensor([*seed, *_cached_numbers(*shard)], dtype=torch.int64)
+            return values.to(device, non_blocking=True)
+        is_recorded = torch.compiler.is_compiling() or compat.is_intercepted()
+        numbers_on = _numbers_on if is_recorded else _cached_numbers_on
+        return torch.cat([seed, numbers_on(*shard, device)])
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What calls with the same shapes and placements have in common.
+    """The common part of all calls with the same shapes and placements.
 
     Attributes:
-        layout: how the axes are placed.
-        moves: what happens to each tensor that is a DTensor.
-        places: where the outputs are, by their shapes on this rank.
+        layout: how the axes are distributed.
+        moves: the move of each DTensor by its index among the tensors.
+        output_specs: how the outputs are distributed, by their shapes on this rank.
     """
 
     layout: Layout
-    moves: tuple[Move | None, ...]
-    places: dict[Any, list[Place]] = field(default_factory=dict)
+    moves: dict[int, Move]
+    output_specs: dict[Any, list[ShardSpec]] = field(default_factory=dict)
 
     def local(self, tensors: Tensors) -> list[Tensor | None]:
-        """This rank's tensors; their gradients become DTensors again, those of parameters partial sums."""
-        moved = [(_moved(t, move), move) for t, move in zip(tensors, self.moves, strict=True) if move is not None]
-        own = iter(parts([t for t, _ in moved], [move.gradient for _, move in moved]))
-        return [t if move is None else self._sliced(next(own), t, move, its)
-                for t, move, its in zip(tensors, self.moves, self.layout.axes.tensors, strict=True)]  # fmt: skip
+        """Returns this rank's tensors.
 
-    def _sliced(self, found: Tensor, t: Any, move: Move, its: tuple[int | None, ...]) -> Tensor:
-        if not self.layout.member:
+        Their gradients become DTensors again, those of parameters partial sums.
+        """
+        moves = self.moves
+        moved = [_moved(tensors[i], move) for i, move in moves.items()]
+        local_parts = parts(moved, [move.gradient for move in moves.values()])
+        results = list(tensors)
+        for (i, move), part in zip(moves.items(), local_parts, strict=True):
+            results[i] = self._sliced(part, tensors[i], move, self.layout.axes.tensors[i])
+        return results
+
+    def _sliced(self, part: Tensor, t: Any, move: Move, axes: _AxisOfDim) -> Tensor:
+        """Returns this rank's slices; an empty tensor on a rank that is not in the mesh."""
+        if not self.layout.is_member:
             rows = range(len(self.layout.axes.rows))
-            return found.new_empty([0 if axis in rows else size for axis, size in zip(its, t.shape, strict=True)])
-        for dim, start, size in move.sliced:
-            found = found.narrow(dim, start, size)
-        return found
+            sizes = [0 if axis in rows else size for axis, size in zip(axes, t.shape, strict=True)]
+            return part.new_empty(sizes)
+        for dim, start, size in move.slices:
+            part = part.narrow(dim, start, size)
+        return part
 
     def whole(self, outs: Tensors) -> tuple[Tensor | None, ...]:
-        """DTensors of the outputs that this rank has a part of."""
+        """Returns the DTensors of the outputs that this rank has a part of."""
         if torch.compiler.is_dynamo_compiling():
-            return wholes(outs, self.layout.places(outs))
+            return wholes(outs, self.layout.output_specs(outs))
         shapes = tuple([None if out is None else out.shape for out in outs])
-        places = self.places.get(shapes)
-        if places is None:
-            places = self.places[shapes] = self.layout.places(outs)
-        return wholes(outs, places)
+        specs = self.output_specs.get(shapes)
+        if specs is None:
+            specs = self.output_specs[shapes] = self.layout.output_specs(outs)
+        return wholes(outs, specs)
 
 
 def _moved(t: Any, move: Move) -> Any:
+    """Returns a DTensor with the placements of its move."""
     if move.placements is None:
         return t
     try:
         return t.redistribute(t.device_mesh, move.placements)
     except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{move.name} is placed {tuple(t.placements)}, which PyTorch cannot make "
-                         f"{list(move.placements)}") from error  # fmt: skip
+        raise ValueError(
+            f"{move.name} is placed {tuple(t.placements)}, which PyTorch cannot make "
+            f"{list(move.placements)}"
+        ) from error
 
 
-# More than a program has calls with other shapes and placements.
+# A program has fewer calls with different shapes and placements. One with ever new ones starts with
+# an empty cache again.
 _MOST_PLANS = 4096
 _plans: dict[Any, Plan] = {}
 
 
 def planned(op: Operator, constants: Any, tensors: Tensors, *, dropout: bool) -> Plan:
-    """`layout` and `Layout.moves`; made once for each operator, placements, shapes and mesh."""
+    """Returns the plan of a call, made once for each operator, placements, shapes and mesh."""
     try:
         key = _key(op, constants, tensors, dropout)
         plan = None if key is None else _plans.get(key)
-    except TypeError:  # of symbols
+    except TypeError:  # a symbol has no hash
         key = plan = None
-    if plan is None:
-        made = layout(op, constants, tensors, dropout=dropout)
-        plan = Plan(made, made.moves(op, constants, tensors))
-        if key is not None:
-            if len(_plans) >= _MOST_PLANS:
-                _plans.clear()
-            _plans[key] = plan
+    if plan is not None:
+        return plan
+    call_layout = layout(op, constants, tensors, dropout=dropout)
+    plan = Plan(call_layout, call_layout.moves(op, constants, tensors))
+    if key is not None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        _plans[key] = plan
     return plan
 
 
 def _key(op: Operator, constants: Any, tensors: Tensors, dropout: bool) -> Any:
-    """All that a plan depends on; None for a call whose plan is not kept.
-
-    A mesh may equal one whose process group has ended: hence its number, which is no other's as the plan keeps the mesh.
-    """
+    """Returns all that a plan depends on; None for a call whose plan is not cached."""
     if torch.compiler.is_dynamo_compiling():
         return None
     module = sys.modules["torch.distributed.tensor"]
     mesh: Any = None
-    found: list[Any] = []
+    described: list[Any] = []
     for t in tensors:
         if t is None:
-            found.append(None)
+            described.append(None)
             continue
-        if not isinstance(t, module.DTensor) or (mesh is not None and t.device_mesh is not mesh):
+        if not isinstance(t, module.DTensor):
+            return None
+        if mesh is not None and t.device_mesh is not mesh:
             return None
         mesh = t.device_mesh
-        found.append((t.placements, t.shape, t.dtype))
-    return op, constants, dropout, id(mesh), tuple(mesh.get_coordinate() or ()), tuple(found)
+        described.append((t.placements, t.shape, t.dtype))
+    # A mesh may equal one whose process group has ended: hence its id, which no other mesh gets as
+    # the plan holds a reference to it.
+    coordinate = tuple(mesh.get_coordinate() or ())
+    return op, constants, dropout, id(mesh), coordinate, tuple(described)
 
 
 def layout(op: Operator, constants: Any, tensors: Tensors, *, dropout: bool) -> Layout:
-    """Where a call is computed: each dimension of the mesh shards what it shards of the first tensor with rows that it shards.
+    """Returns how a call's axes are distributed.
+
+    Each dimension of the mesh shards the axis that it shards of the first tensor with rows, of
+    those that it shards at all.
 
     Raises:
         TypeError: not all tensors are DTensors.
@@ -270,108 +333,153 @@ def layout(op: Operator, constants: Any, tensors: Tensors, *, dropout: bool) -> 
     """
     mesh = _mesh(op, constants, tensors)
     axes = op.axes(constants, tensors)
+    carriers = [(tensors[i], axes.tensors[i]) for i in range(len(tensors)) if i in axes.carriers]
     dims: list[int | None] = []
-    for at in range(mesh.ndim):
-        votes = [_axis(t, its, at) for place, (t, its) in enumerate(zip(tensors, axes.tensors, strict=True))
-                 if place in axes.carriers]  # fmt: skip
-        dim = next((vote for vote in votes if vote is not None), None)
-        dims.append(dim if not dropout or dim is None or _numbered(axes, mesh, dims, dim) else None)
-    place = mesh.get_coordinate()
-    return Layout(mesh, axes, tuple(dims), tuple(place or [0] * mesh.ndim), place is not None)
+    for mesh_dim in range(mesh.ndim):
+        axis = _first_sharded_axis(carriers, mesh_dim)
+        if dropout and axis is not None and not _can_locate(axes, mesh, [*dims, axis]):
+            axis = None
+        dims.append(axis)
+    coordinate = mesh.get_coordinate()
+    is_member = coordinate is not None
+    return Layout(mesh, axes, tuple(dims), tuple(coordinate or [0] * mesh.ndim), is_member)
 
 
 def _mesh(op: Operator, constants: Any, tensors: Tensors) -> Any:
-    """The mesh of all tensors."""
+    """Returns the mesh of all tensors; raises an error where they have no common one."""
     module = sys.modules["torch.distributed.tensor"]
-    places = [place for place, t in enumerate(tensors) if isinstance(t, module.DTensor)]
-    first, *_ = places
+    dtensors = [i for i, t in enumerate(tensors) if isinstance(t, module.DTensor)]
+    first = dtensors[0]
     mesh: Any = tensors[first].device_mesh  # type: ignore[union-attr]
-    for place, t in enumerate(tensors):
-        # A number in a tensor is one for all ranks, but its gradient would not be.
-        if t is None or (place not in places and not t.dim() and not t.requires_grad):
+    for i, t in enumerate(tensors):
+        if t is None:
             continue
-        names = op.argument(constants, place), op.argument(constants, first)
-        if place not in places:
-            raise TypeError(f"{constants.op}: {names[0]} is a tensor of one rank, expected a DTensor as {names[1]} is; "
-                            f"see DTensor.from_local and distribute_tensor")  # fmt: skip
-        if t.device_mesh != mesh:  # type: ignore[attr-defined]
-            raise ValueError(f"{constants.op}: {names[0]} is on {t.device_mesh}, expected {mesh} as {names[1]}")  # type: ignore[attr-defined]
+        is_dtensor = i in dtensors
+        # A number in a tensor is the same on all ranks, but its gradient would not be.
+        is_constant = not t.dim() and not t.requires_grad
+        if is_constant and not is_dtensor:
+            continue
+        name, first_name = op.argument(constants, i), op.argument(constants, first)
+        if not is_dtensor:
+            raise TypeError(
+                f"{constants.op}: {name} is a tensor of one rank, expected a DTensor as "
+                f"{first_name} is; see DTensor.from_local and distribute_tensor"
+            )
+        own: Any = t.device_mesh  # type: ignore[attr-defined]
+        if own != mesh:
+            raise ValueError(f"{constants.op}: {name} is on {own}, expected {mesh} as {first_name}")
     return mesh
 
 
-def _axis(t: Any, its: tuple[int | None, ...], at: int) -> int | None:
-    """The axis that a dimension of the mesh shards of a tensor."""
+def _first_sharded_axis(tensors: Sequence[tuple[Any, _AxisOfDim]], mesh_dim: int) -> int | None:
+    """Returns the axis that a dimension of the mesh shards of the first tensor that it shards."""
+    for t, axes in tensors:
+        axis = _sharded_axis(t, axes, mesh_dim)
+        if axis is not None:
+            return axis
+    return None
+
+
+def _sharded_axis(t: Any, axes: _AxisOfDim, mesh_dim: int) -> int | None:
+    """Returns the axis of a tensor that a dimension of the mesh shards; None for none."""
     from torch.distributed.tensor import DTensor, Shard
 
     if not isinstance(t, DTensor):
         return None
-    placement = t.placements[at]
-    return its[placement.dim] if type(placement) is Shard else None
+    placement = t.placements[mesh_dim]
+    return axes[placement.dim] if type(placement) is Shard else None
 
 
-def _numbered(axes: Axes, mesh: Any, dims: Sequence[int | None], dim: int) -> bool:
-    """Whether `numbers` can tell the parts of a mask with one more dimension sharded."""
-    ranks, columns = [mesh.size(at) for at in range(len(dims) + 1)], len(axes.rows)
-    sharded = {axis for axis, count in zip((*dims, dim), ranks, strict=True) if axis is not None and count > 1}
-    size, even = axes.columns, True
-    for axis, count in zip((*dims, dim), ranks, strict=True):
-        if axis == columns and count > 1:
-            if not even or -(-size // count) % _LANES:
-                return False
-            even, size = size % count == 0, -(-size // count)
-    return len(sharded - {0, columns}) <= 2
+def _can_locate(axes: Axes, mesh: Any, dims: Sequence[int | None]) -> bool:
+    """Whether `numbers` can locate the parts of a mask; ``dims`` are the mesh's first dimensions.
+
+    It takes at most two sharded axes of the rows besides the first. Parts of the columns have to
+    begin with a group of lanes, and only the last of several cuts may be uneven.
+    """
+    columns = len(axes.rows)
+    size, is_even = axes.columns, True
+    sharded_rows = set()
+    for mesh_dim, axis in enumerate(dims):
+        ranks = mesh.size(mesh_dim)
+        if axis is None or ranks <= 1:
+            continue
+        if axis != columns:
+            sharded_rows.add(axis)
+            continue
+        chunk = -(-size // ranks)
+        if not is_even or chunk % _LANES:
+            return False
+        is_even, size = size % ranks == 0, chunk
+    return len(sharded_rows - {0}) <= 2
 
 
-def _chunk(size: int, count: int, at: int) -> tuple[int, int]:
-    """The first index and the size of a chunk, as `torch.chunk`."""
+def _chunk(size: int, count: int, index: int) -> tuple[int, int]:
+    """Returns the first index and the size of a chunk, as `torch.chunk` cuts it."""
     most = -(-size // count)
-    start = min(at * most, size)
+    start = min(index * most, size)
     return start, min(most, size - start)
 
 
-# --- dropout ------------------------------------------------------------------------------------------------------------
+# --- dropout --------------------------------------------------------------------------------------
 
 
-def _numbers_on(mask: Sequence[int], ranks: Sequence[int], place: Sequence[int], dims: Sequence[int | None],
-                device: torch.device) -> Tensor:  # fmt: skip
-    return torch.tensor(numbers(mask, ranks, place, dims), dtype=torch.int64, device=device)
+def _numbers_on(
+    mask: Sequence[int],
+    ranks: Sequence[int],
+    coordinate: Sequence[int],
+    dims: Sequence[int | None],
+    device: torch.device,
+) -> Tensor:
+    """Returns the `numbers` as a tensor on a device."""
+    return torch.tensor(numbers(mask, ranks, coordinate, dims), dtype=torch.int64, device=device)
 
 
-# A copy to a GPU waits for it, and is recorded under graph capture: one for each placement.
-_kept_numbers_on = functools.lru_cache(maxsize=1024)(_numbers_on)
+# A copy to a GPU waits for it, and graph capture records it: one for each shard.
+_cached_numbers_on = functools.lru_cache(maxsize=1024)(_numbers_on)
 
 
-def numbers(mask: Sequence[int], ranks: Sequence[int], place: Sequence[int], dims: Sequence[int | None]) -> list[int]:
-    """What a kernel needs to tell where in the whole mask the rows and columns of a shard are.
+def numbers(
+    mask: Sequence[int], ranks: Sequence[int], coordinate: Sequence[int], dims: Sequence[int | None]
+) -> list[int]:
+    """Returns what locates the rows and columns of a shard in the whole mask.
 
-    Row ``r`` of the shard is row ``base + r // outer * outer_apart + r % outer // inner * inner_apart + r % inner`` of the
-    whole mask: the rows of a shard lie apart where another dimension than the first is sharded. Its columns begin with
-    group ``first`` of the ``groups`` of eight that the whole mask's rows have.
+    Row ``r`` of the shard is row ``base + r // outer * outer_stride + r % outer // inner *
+    inner_stride + r % inner`` of the whole mask: the rows of a shard are not contiguous where
+    another dimension than the first is sharded. Its columns begin with group ``first`` of the
+    ``groups`` of eight that the whole mask's rows have.
 
     Args:
         mask: the whole mask's shape: rows, then the parts of each, and columns.
-        ranks: of each dimension of the mesh.
-        place: of this rank in them.
-        dims: which dimension of the call each shards, None for none; of rows at most two others than the first. The
-            columns are the one after the rows.
+        ranks: the size of each dimension of the mesh.
+        coordinate: this rank's in the mesh.
+        dims: the dimension of the call that each dimension of the mesh shards, None for none; of
+            rows at most two others than the first. The columns are the one after the rows.
     Returns:
-        base, outer, outer_apart, inner, inner_apart, groups, first.
+        base, outer, outer_stride, inner, inner_stride, groups, first.
     """
     *shape, columns = mask
-    count = len(shape) - 1  # of rows, without the parts
-    sizes, starts, apart = [*shape, columns], [0] * len(mask), set()
-    for ranks_along, at, dim in zip(ranks, place, dims, strict=True):
-        if dim is not None and ranks_along > 1:
-            axis = dim if dim < count else len(shape)
-            start, sizes[axis] = _chunk(sizes[axis], ranks_along, at)
-            starts[axis] += start
-            apart |= {axis} - {0, len(shape)}
-    assert len(apart) <= 2 and (starts[-1] % _LANES == 0 or starts[-1] == columns), dims
+    row_dims = len(shape) - 1  # without the parts
+    column_dim = len(shape)
+    sizes, starts = [*shape, columns], [0] * len(mask)
+    split_dims = set()  # which make the shard's rows not contiguous
+    for rank_count, index, dim in zip(ranks, coordinate, dims, strict=True):
+        if dim is None or rank_count <= 1:
+            continue
+        axis = dim if dim < row_dims else column_dim
+        start, sizes[axis] = _chunk(sizes[axis], rank_count, index)
+        starts[axis] += start
+        if axis not in (0, column_dim):
+            split_dims.add(axis)
+    begins_with_group = starts[-1] % _LANES == 0 or starts[-1] == columns
+    assert len(split_dims) <= 2 and begins_with_group, dims
     base = sum(start * math.prod(shape[dim + 1 :]) for dim, start in enumerate(starts[:-1]))
-    found = [1 << 62, 0, 1 << 62, 0]
-    for at, dim in zip((2, 0), sorted(apart, reverse=True), strict=False):
-        found[at : at + 2] = max(math.prod(sizes[dim:-1]), 1), math.prod(shape[dim:])
-    return [base, *found, -(-columns // _LANES), starts[-1] // _LANES]
+    # Every row index is below 1 << 62: the quotient of an unused term is zero, and its remainder
+    # the index itself. The innermost split dimension is the inner term.
+    terms = [1 << 62, 0, 1 << 62, 0]
+    for position, dim in zip((2, 0), sorted(split_dims, reverse=True), strict=False):
+        terms[position] = max(math.prod(sizes[dim:-1]), 1)
+        terms[position + 1] = math.prod(shape[dim:])
+    return [base, *terms, -(-columns // _LANES), starts[-1] // _LANES]
 
 
-_kept_numbers = functools.lru_cache(maxsize=1024)(numbers)
+_cached_numbers = functools.lru_cache(maxsize=1024)(numbers)

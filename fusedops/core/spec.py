@@ -1,7 +1,7 @@
 """The record that describes an operator to the tests, the benchmarks and the tuner.
 
-Each family's ``spec.py`` fills these records. Each test file checks one property of all of them, and the benchmarks
-read the same records. A bug fix begins with a failing sample here.
+Each family's ``spec.py`` fills these records. Each test file checks one property of all of them,
+and the benchmarks read the same records. A bug fix begins with a failing sample here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _only: list[str] = []
 
 @contextmanager
 def only_sample(name: str) -> Iterator[None]:
-    """Context manager: samples of other names are built on the meta device, without values."""
+    """Builds samples of other names on the meta device, without values, inside the block."""
     _only.append(name)
     try:
         yield
@@ -35,15 +35,17 @@ def only_sample(name: str) -> Iterator[None]:
 
 
 class Maker:
-    """Random tensors, seeded by the sample's name, so that a sample has the same values in every test."""
+    """Makes random tensors, seeded by the sample's name: the values are the same in every test."""
 
     def __init__(self, name: str, device: torch.device, dtype: torch.dtype) -> None:
         self.device = torch.device("meta") if _only and _only[-1] != name else device
         self.dtype = dtype
         self.generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
 
-    def __call__(self, *shape: int, dtype: torch.dtype | None = None, shift: float = 0.0, scale: float = 1.0) -> Tensor:
-        """A normally distributed tensor, in the maker's dtype by default."""
+    def __call__(
+        self, *shape: int, dtype: torch.dtype | None = None, shift: float = 0.0, scale: float = 1.0
+    ) -> Tensor:
+        """Returns a normally distributed tensor, in the maker's dtype by default."""
         if self.device.type == "meta":
             return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         values = torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale + shift
@@ -51,7 +53,7 @@ class Maker:
 
 
 def masked(keep: Tensor | None, keep_probability: float) -> Callable[[Tensor, torch.dtype], Tensor]:
-    """Dropout with a known keep mask, None for no dropout, as reference implementations take it."""
+    """Returns dropout with a known keep mask, None for no dropout, for the references."""
     if keep is None:
         return lambda h, dtype: h
     inverse = 1.0 / keep_probability if keep_probability > 0.0 else 0.0
@@ -68,13 +70,15 @@ class Sample:
 
     @property
     def p(self) -> float:
-        """The drop probability in effect, 0 for an operator without dropout."""
-        return float(self.options.get("p", 0.0)) if self.options.get("training", True) else 0.0
+        """The effective drop probability, 0 for an operator without dropout."""
+        if not self.options.get("training", True):
+            return 0.0
+        return float(self.options.get("p", 0.0))
 
 
 @dataclass(frozen=True)
 class BadSample:
-    """One call that must raise ``error`` with a message that matches the regular expression ``match``."""
+    """One call that must raise ``error``, with a message that the regex ``match`` matches."""
 
     name: str
     tensors: dict[str, Any]
@@ -85,10 +89,13 @@ class BadSample:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The shapes of the benchmark's sweeps. A tail is a shape without its first dimension, the rows.
+    """The shapes of the benchmark's sweeps.
+
+    A tail is a shape without its first dimension, the rows.
 
     Attributes:
-        hidden: tails of different widths, each with as many rows as give the same number of elements.
+        hidden: tails of different widths, each with as many rows as give the same number of
+            elements.
         slices: tails of different numbers of slices, likewise.
         rows: tails for which the number of rows varies.
         widths: tails of widths that are no power of two, with many rows and with fewer.
@@ -96,7 +103,8 @@ class Sweep:
     """
 
     hidden: tuple[tuple[int, ...], ...] = tuple(
-        (cols,) for cols in (256, 512, 768, 1024, 1536, 2048, 4096, 5120, 8192, 11008, 16384, 32768, 65536)
+        (cols,)
+        for cols in (256, 512, 768, 1024, 1536, 2048, 4096, 5120, 8192, 11008, 16384, 32768, 65536)
     )
     slices: tuple[tuple[int, ...], ...] = ()
     rows: tuple[tuple[int, ...], ...] = ((1024,), (4096,))
@@ -109,29 +117,34 @@ class Spec:
     """One public operator.
 
     Attributes:
-        name: the operator's name in tests and results; usually the functional's, ``fusedops.<name>``.
+        name: the operator's name in tests and results; usually the functional's,
+            ``fusedops.<name>``.
         call: the functional itself; takes the tensors and options of a sample by keyword.
-        reference: the reference implementation, same keywords plus ``keep`` (a boolean keep mask or None) and
-            ``keep_probability``. With fp64 tensors it is the oracle of the tests. Returns a tuple of outputs.
-        eager: the same operator in ``torch.nn.functional``; same keywords, returns a tuple of outputs.
+        reference: the reference implementation, same keywords plus ``keep`` (a boolean keep mask or
+            None) and ``keep_probability``. With fp64 tensors it is the oracle of the tests. Returns
+            a tuple of outputs.
+        eager: the same operator in ``torch.nn.functional``; same keywords, returns a tuple of
+            outputs.
         tensors: names of the tensor arguments, in call order; the first one has the rows.
         has_dropout: whether the operator takes ``p``.
         samples: valid calls in a dtype on a device; random weights, biases and inputs.
         bad_samples: calls that must raise.
-        benchmark: tensors and options for a shape and dtype, with every optional tensor present; takes any ``(M, N)``.
+        benchmark: tensors and options for a shape and dtype, with every optional tensor present;
+            takes any ``(M, N)``.
         passes: the number of ``(M, N)`` tensors that must be read or written, for the roofline:
             ``{"fwd": …, "fwd_bwd": …}``.
         launches: the number of kernels that a forward and a backward launch at ordinary sizes.
         saved: the number of ``(M, N)`` tensors saved for backward, without the caller's own.
         promoted: tensors whose dtypes are promoted with the first one's to the output's dtype.
-        combined: for operators that ``eager`` computes slice by slice, the same for all slices at once; the benchmark
-            also compiles it.
-        liger: returns Liger-Kernel's operator as a callable with the eager signature; None if it has none.
+        combined: for operators that ``eager`` computes slice by slice, the same for all slices at
+            once; the benchmark also compiles it.
+        liger: returns Liger-Kernel's operator as a callable with the eager signature; None if it
+            has none.
         shapes: the shapes and dtypes of the benchmark.
         functional: the functional's name, if it is not ``name``.
         sweep: the shapes of the benchmark's sweeps.
-        exact: the operator only moves or replaces numbers: outputs are compared bit for bit, and no backward is launched
-            or timed.
+        exact: the operator only moves or replaces numbers: outputs are compared bit for bit, and no
+            backward is launched or timed.
         transformers: the same as ``liger`` for Hugging Face's Transformers.
     """
 

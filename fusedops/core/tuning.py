@@ -1,6 +1,12 @@
-"""The choice of a kernel's config: from the user's cache, the device's shipped table, or the family's heuristic.
+"""The choice of a kernel's config, from the first source that has one.
 
-This module measures nothing. With ``FUSEDOPS_TUNE=1`` it calls the registered tuner for keys without a measurement.
+1. ``forced``: a block of `forced`, which measures this config.
+2. ``cache``: the user's cache of tuned configs.
+3. ``table``: the shipped table of the device.
+4. ``heuristic``: the family's rule.
+
+This module measures nothing. With ``FUSEDOPS_TUNE=1`` it calls the registered tuner for keys
+without a measurement.
 """
 
 from __future__ import annotations
@@ -9,8 +15,7 @@ import functools
 import json
 import os
 import warnings
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import resources
 from typing import Any, Literal, TypeVar
@@ -19,7 +24,17 @@ import torch
 
 from . import cache
 from .cache import slug
-from .tuning_key import BUCKET, BUCKETS, Config, TuningKey, adding, family_of, register, valid, widths
+from .tuning_key import (
+    BUCKET,
+    BUCKETS,
+    Config,
+    TuningKey,
+    adding,
+    family_of,
+    register,
+    valid,
+    widths,
+)
 
 __all__ = [
     "BUCKET",
@@ -49,7 +64,7 @@ __all__ = [
 
 Source = Literal["forced", "cache", "table", "heuristic"]
 _Plan = TypeVar("_Plan")
-# From a key, a device's index, the config at hand and its source to the config to run with.
+# Takes a key, a device's index, the config without tuning and its source; returns the config.
 Tuner = Callable[[TuningKey, int, Config, Source], Config]
 
 # A program that makes ever new calls starts with an empty cache again.
@@ -58,7 +73,8 @@ _forced: dict[str, Config] = {}
 _collectors: list[dict[TuningKey, None]] = []
 _caches: list[dict[Any, Any]] = []
 _load_tuner: Callable[[], Tuner] | None = None
-# A hidden size without an entry uses the next larger one's, if that is at most this many times as large.
+# A hidden size without an entry uses the next larger one's, if that is at most this many times as
+# large.
 _NEAR = 2
 
 
@@ -69,7 +85,7 @@ def register_cache(plans: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def register_tuner(load: Callable[[], Tuner]) -> None:
-    """Sets the function that imports and returns the tuner; it is called only where ``FUSEDOPS_TUNE`` is on.
+    """Sets the function that imports and returns the tuner, for use where ``FUSEDOPS_TUNE`` is on.
 
     The tuner runs operators, so it is above this package, which must not import it.
     """
@@ -77,21 +93,26 @@ def register_tuner(load: Callable[[], Tuner]) -> None:
     _load_tuner = load
 
 
-def plan(plans: dict[Any, _Plan], key: tuple[Any, ...], make: Callable[..., _Plan], *more: Any) -> _Plan:
-    """The plan for a new key, which begins with the call's site and ends with the bucket of its rows.
+def plan(
+    plans: dict[Any, _Plan], key: tuple[Any, ...], make: Callable[..., _Plan], *more: Any
+) -> _Plan:
+    """Returns the plan for a new key: ``make(*key, *more)``, which it stores.
 
-    Every plan is correct for any number of rows; a bucket only has the fastest config. A kernel cannot be compiled and
-    loaded while a CUDA graph is captured, so that such a call uses the plan of the nearest bucket that has one.
+    A key begins with the call's site and ends with the bucket of its rows. Every plan is correct
+    for any number of rows; the plan of a bucket is the fastest for it.
     """
     if capturing(key[0].device_index):
+        # No kernel can be compiled and loaded while a CUDA graph is captured: such a call uses the
+        # plan of the nearest bucket that has one.
         *same, bucket = key
         for other in sorted(range(len(BUCKETS)), key=lambda other: abs(other - bucket)):
-            if (near := plans.get((*same, other))) is not None:
-                return near
+            nearest = plans.get((*same, other))
+            if nearest is not None:
+                return nearest
     if len(plans) >= _MOST_PLANS:
         plans.clear()
-    made = plans[key] = make(*key, *more)
-    return made
+    result = plans[key] = make(*key, *more)
+    return result
 
 
 def capturing(device_index: int) -> bool:
@@ -107,7 +128,7 @@ def forget() -> None:
 
 @contextmanager
 def forced(kernel: str, config: Config) -> Iterator[None]:
-    """Context manager: ``kernel`` runs with ``config``, regardless of cache, table and heuristic."""
+    """Makes ``kernel`` run with ``config`` inside the block, whatever the other sources have."""
     before = _forced.get(kernel)
     forget()
     _forced[kernel] = config
@@ -121,13 +142,16 @@ def forced(kernel: str, config: Config) -> Iterator[None]:
 
 
 def forces() -> bool:
-    """Whether a block of `forced` is in force: its config is measured, and nothing may run in its place."""
+    """Whether a block of `forced` is active: its config is measured, and no other may run."""
     return bool(_forced)
 
 
 @contextmanager
 def collected_keys() -> Iterator[dict[TuningKey, None]]:
-    """Context manager: collects, in order, the keys for which configs are chosen; existing plans are cleared first."""
+    """Collects the keys for which configs are chosen in the block, after clearing all plans.
+
+    They are the keys of a dict, in the order of the choices.
+    """
     seen: dict[TuningKey, None] = {}
     forget()
     _collectors.append(seen)
@@ -138,28 +162,37 @@ def collected_keys() -> Iterator[dict[TuningKey, None]]:
 
 
 def choose(key: TuningKey, device_index: int) -> Config:
-    """The config for a key on a device; index -1 is the interpreter. The caller stores it in its plan."""
+    """Returns the config for a key on a device; index -1 is the interpreter.
+
+    The caller stores it in its plan.
+    """
     for seen in _collectors:
         seen[key] = None
     config, origin = _lookup(key, device_index)
-    if origin != "forced" and _load_tuner is not None and on_demand() and device_name(device_index):
+    if origin == "forced" or _load_tuner is None:
+        return config
+    # The interpreter has no device name, and nothing to tune.
+    if on_demand() and device_name(device_index):
         return _load_tuner()(key, device_index, config, origin)
     return config
 
 
 def source(key: TuningKey, device_index: int) -> Source:
-    """The source of the config that `choose` returns without the tuner."""
+    """Returns the source of the config that `choose` returns without the tuner."""
     return _lookup(key, device_index)[1]
 
 
 def _lookup(key: TuningKey, device_index: int) -> tuple[Config, Source]:
+    """Returns the config from the first source that has one, and this source."""
     if key.kernel in _forced:
         return _forced[key.kernel], "forced"
     name = device_name(device_index)
     if name:
-        if (config := cache.read(key, name)) is not None:
+        config = cache.read(key, name)
+        if config is not None:
             return config, "cache"
-        if (config := shipped(key, name)) is not None:
+        config = shipped(key, name)
+        if config is not None:
             return config, "table"
     family = family_of(key.kernel)
     assert family is not None, f"no family has a kernel {key.kernel}"
@@ -168,17 +201,25 @@ def _lookup(key: TuningKey, device_index: int) -> tuple[Config, Source]:
 
 @functools.cache
 def on_demand() -> str:
-    """``FUSEDOPS_TUNE`` at the first call: empty for off, ``1``, or ``force`` to tune keys that a table has too."""
+    """Returns the meaning of ``FUSEDOPS_TUNE`` at the first call.
+
+    It is empty for off, ``1``, or ``force`` to tune also the keys that a table has.
+    """
     value = os.environ.get("FUSEDOPS_TUNE", "").lower()
-    meant = switch(value)
-    if meant is None:
-        warnings.warn(f"fusedops: FUSEDOPS_TUNE is {value!r}, expected 1 (tune keys without a measurement), force (tune "
-                      "keys that the shipped table has too) or 0; nothing is tuned.", RuntimeWarning, stacklevel=2)  # fmt: skip
-    return meant or ""
+    meaning = switch(value)
+    if meaning is None:
+        warnings.warn(
+            f"fusedops: FUSEDOPS_TUNE is {value!r}, expected 1 (tune keys without a measurement), "
+            "force (tune keys that the shipped table has too) or 0; nothing is tuned.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return ""
+    return meaning
 
 
 def switch(value: str) -> str | None:
-    """The meaning of a value of ``FUSEDOPS_TUNE``: empty, ``1`` or ``force``; None for an unknown value."""
+    """Returns the meaning of a value of ``FUSEDOPS_TUNE``; None for an unknown value."""
     value = value.lower()
     if value in ("1", "true", "on", "yes", "y"):
         return "1"
@@ -189,37 +230,49 @@ def switch(value: str) -> str | None:
 
 @functools.cache
 def device_name(device_index: int) -> str:
-    """The device's name in cache and tables; empty for the interpreter."""
+    """Returns the device's name in cache and tables; empty for the interpreter."""
     return torch.cuda.get_device_name(device_index) if device_index >= 0 else ""
 
 
 def shipped(key: TuningKey, device: str) -> Config | None:
-    """The shipped table's config for these columns or the next larger, in this bucket of rows or the nearest."""
+    """Returns the shipped table's config for a key; None without one.
+
+    It is the entry for these columns or the next larger ones in the table, and of those for this
+    bucket of rows or the nearest.
+    """
     sizes = table(device).get(key.kernel, {}).get(key.group)
     if not sizes:
         return None
-    known = sorted(sizes)
-    place = bisect_left(known, key.cols)
-    if place == len(known) or known[place] > _NEAR * key.cols:
+    larger = [cols for cols in sizes if cols >= key.cols]
+    if not larger or min(larger) > _NEAR * key.cols:
         return None
-    row = sizes[known[place]]
-    # Smaller buckets first: beyond some number of rows the best config no longer changes.
-    nearest = sorted(range(len(row)), key=lambda bucket: (bucket > key.bucket, abs(bucket - key.bucket)))
-    config = next((row[bucket] for bucket in nearest if row[bucket] is not None), None)
+    config = _nearest(sizes[min(larger)], key.bucket)
     return config if config is not None and valid(key, config) else None
+
+
+def _nearest(row: Sequence[Config | None], bucket: int) -> Config | None:
+    """Returns the config of the nearest bucket that has one; None if no bucket has."""
+    # Smaller buckets first: beyond some number of rows the best config no longer changes.
+    order: list[int] = [*range(min(bucket, len(row) - 1), -1, -1), *range(bucket + 1, len(row))]
+    for other in order:
+        config = row[other]
+        if config is not None:
+            return config
+    return None
 
 
 @functools.cache
 def table(device: str) -> Mapping[str, Mapping[str, Mapping[int, list[Config | None]]]]:
-    """The shipped table of a device: kernel -> group -> columns -> the config of each bucket of rows."""
+    """Returns the shipped table of a device: the configs by kernel, group, columns and bucket."""
     file = resources.files("fusedops") / "tuned" / f"{slug(device)}.json"
     if not file.is_file():
         return {}
-    found: dict[str, dict[str, dict[int, list[Config | None]]]] = {}
+    kernels: dict[str, dict[str, dict[int, list[Config | None]]]] = {}
     for kernel, groups in json.loads(file.read_text())["configs"].items():
         for name, row in groups.items():
             group, _, cols = name.rpartition("|")
-            sizes = found.setdefault(kernel, {}).setdefault(group, {})
+            sizes = kernels.setdefault(kernel, {}).setdefault(group, {})
             # The last element of a row, for the tuner, identifies the code that was measured.
-            sizes[int(cols)] = [Config(*numbers) if numbers else None for numbers in row[: len(BUCKETS)]]
-    return found
+            measured = row[: len(BUCKETS)]
+            sizes[int(cols)] = [Config(*numbers) if numbers else None for numbers in measured]
+    return kernels

@@ -1,11 +1,11 @@
-"""Tuning keys, configs, and what each family declares about its kernels' configs."""
+"""Tuning keys, configs, and the interface in which each family describes its kernels' configs."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Protocol
 
 __all__ = [
@@ -55,33 +55,37 @@ class Config:
 
     @property
     def columns(self) -> int:
-        """Columns that a program has."""
+        """The columns of a program."""
         return self.block_n * self.parts
 
     def lanes_for(self, cols: int) -> int:
-        """Lanes of all programs, or passes, that a row of ``cols`` needs, with the idle ones."""
+        """Returns the lanes of all programs, or passes, over a row of ``cols``, idle ones too."""
         return -(-cols // self.columns) * self.columns
 
 
-# The smallest number of rows of each bucket. The number of rows changes which config is best, never what is compiled.
+# The smallest number of rows of each bucket. The number of rows changes which config is best, never
+# what is compiled.
 BUCKETS = (1, 16, 256, 4096, 65536)
 # Bit length of the number of rows -> bucket.
 BUCKET = tuple(sum(1 << bits >> 1 >= least for least in BUCKETS[1:]) for bits in range(65))
 
 
 def widths(*itemsizes: int) -> str:
-    """The widths of a call's large tensors as a string: ``16bit``, or ``16-32bit`` for two different ones."""
+    """Returns the widths of a call's large tensors: ``16bit``, or ``16-32bit`` if they differ."""
     bits = [size * 8 for size in itemsizes]
-    return "-".join(map(str, bits if len(set(bits)) > 1 else bits[:1])) + "bit"
+    if len(set(bits)) == 1:
+        bits = bits[:1]
+    return "-".join(map(str, bits)) + "bit"
 
 
 @dataclass(frozen=True)
 class TuningKey:
-    """What a choice of config depends on.
+    """All that a choice of config depends on.
 
     Attributes:
         kernel: the kernel's name in tables and caches.
-        variant: the family's own parts: the kind of norm or activation, dropout, the number of inputs and of gradient sums.
+        variant: the family's parts: the kind of norm or activation, dropout, the number of inputs
+            and of gradient sums.
         widths: the dtypes' widths, as `widths` formats them; dtypes of one width share an entry.
         cols: the hidden size N, or the family's counterpart.
         bucket: the number of rows, as an index into `BUCKETS`.
@@ -95,7 +99,7 @@ class TuningKey:
 
     @property
     def is_vector(self) -> bool:
-        """Whether the kernel takes a tensor as one vector; ``cols`` are then elements that count as a row."""
+        """Whether the kernel reads a tensor as one vector, of which ``cols`` elements are a row."""
         return self.kernel.startswith("pointwise")
 
     @property
@@ -105,11 +109,12 @@ class TuningKey:
 
     @property
     def group(self) -> str:
-        """All but kernel, columns and rows."""
+        """The key without kernel, columns and rows, as tables write it."""
         return "|".join((*self.variant, self.widths))
 
     def __str__(self) -> str:
-        end = BUCKETS[self.bucket + 1] - 1 if self.bucket + 1 < len(BUCKETS) else ""
+        is_last = self.bucket + 1 == len(BUCKETS)
+        end = "" if is_last else BUCKETS[self.bucket + 1] - 1
         return f"{self.kernel} {self.group} N={self.cols} M={BUCKETS[self.bucket]}..{end}"
 
 
@@ -121,7 +126,8 @@ class Grid:
         tails: the shapes without the first dimension, the rows.
         coarse: a subset of them, for fp64.
         buckets: the buckets of rows to measure; other buckets use the nearest one's entry.
-        tails_of: from the columns of a tuning key to the shapes, likewise, whose calls may have that key.
+        tails_of: from the columns of a tuning key to the shapes, likewise, whose calls may have
+            that key.
     """
 
     tails: tuple[tuple[int | str, ...], ...]
@@ -134,76 +140,124 @@ class Family(Protocol):
     """The interface of a family's ``configs`` module."""
 
     def heuristic(self, key: TuningKey) -> Config:
-        """The config where no measurement exists."""
+        """Returns the config where no measurement exists."""
 
     def candidates(self, key: TuningKey) -> list[Config]:
-        """The configs to measure, the heuristic's first; the same set for every bucket of rows."""
+        """Returns the configs to measure, the heuristic's first; the same set for every bucket."""
 
     def valid(self, key: TuningKey, config: Config) -> bool:
-        """Whether a config that was measured for a similar key is correct here and leaves few lanes idle."""
+        """Whether a config of a similar key is correct for this one and leaves few lanes idle."""
 
 
 # The most programs that a multiprocessor runs.
 _MOST_PER_SM = 32
+# The most warps of a program.
+_MOST_WARPS = 32
 
-# The steps of `around`: factors of rows, warps and programs per multiprocessor, and an increment of the stages.
+# The steps of `around`: factors of rows, warps and programs per multiprocessor, and an increment of
+# the stages.
 _MOVES = (
-    (1, 1, 1, 0), (2, 1, 1, 0), (0.5, 1, 1, 0), (1, 2, 1, 0), (1, 0.5, 1, 0), (1, 1, 1, 1), (1, 1, 1, -1), (1, 1, 2, 0),
-    (1, 1, 0.5, 0), (2, 2, 1, 0), (0.5, 0.5, 2, 0), (0.5, 0.5, 2, 1), (1, 0.5, 2, 0),
-)  # fmt: skip
+    (1, 1, 1, 0),
+    (2, 1, 1, 0),
+    (0.5, 1, 1, 0),
+    (1, 2, 1, 0),
+    (1, 0.5, 1, 0),
+    (1, 1, 1, 1),
+    (1, 1, 1, -1),
+    (1, 1, 2, 0),
+    (1, 1, 0.5, 0),
+    (2, 2, 1, 0),
+    (0.5, 0.5, 2, 0),
+    (0.5, 0.5, 2, 1),
+    (1, 0.5, 2, 0),
+)
 
 
 def around(config: Config, *, least: int = 4, most: int = 64) -> list[Config]:
-    """A persistent config and its neighbours that have ``least`` to ``most`` elements of a tile per thread."""
-    found = []
+    """Returns a persistent config and its neighbours with enough work, but not too much, a thread.
+
+    Args:
+        config: the config.
+        least: the fewest elements of a tile that a thread of a neighbour may have.
+        most: the most.
+    """
+    configs = []
     for rows, warps, per_sm, stages in _MOVES:
-        near = replace(config, rows=int(config.rows * rows), warps=int(config.warps * warps),
-                       per_sm=int(config.per_sm * per_sm), stages=config.stages + stages)  # fmt: skip
-        whole = near.rows > 0 and 0 < near.warps <= 32 and 0 < near.per_sm <= _MOST_PER_SM and 1 <= near.stages <= 4
-        if near == config or (whole and least <= near.columns * near.rows // (32 * near.warps) <= most):
-            found.append(near)
-    return found
+        near = replace(
+            config,
+            rows=int(config.rows * rows),
+            warps=int(config.warps * warps),
+            per_sm=int(config.per_sm * per_sm),
+            stages=config.stages + stages,
+        )
+        if near == config or (_is_launchable(near) and least <= _per_thread(near) <= most):
+            configs.append(near)
+    return configs
+
+
+def _is_launchable(config: Config) -> bool:
+    """Whether a neighbour of a persistent config is within the limits; a half of 1 is 0."""
+    has_tile = config.rows > 0 and 0 < config.warps <= _MOST_WARPS
+    return has_tile and 0 < config.per_sm <= _MOST_PER_SM and 1 <= config.stages <= 4
+
+
+def _per_thread(config: Config) -> int:
+    """Returns the elements of a tile per thread."""
+    return config.columns * config.rows // (32 * config.warps)
 
 
 def power_of_two(n: int) -> int:
-    """The next one."""
+    """Returns the least power of two that is at least ``n``."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def fewest_warps(elements: int, each: int, most: int = 32) -> int:
-    """The fewest warps whose threads have at most so many elements each."""
+    """Returns the fewest warps, at most ``most``, whose threads have at most ``each`` elements."""
     return min(power_of_two(-(-elements // (32 * each))), most)
 
 
 def block_holding(cols: int) -> int:
-    """The narrowest block that holds a row: a power of two, at least 16."""
+    """Returns the narrowest block that holds a row: a power of two, at least 16."""
     return 1 << max(cols - 1, 15).bit_length()
 
 
-# A row of three or five times a power of two columns is as many tiles side by side.
-_PARTS = (1, 3, 5)
+# The numbers of tiles side by side that may hold a row, besides one: a width of three or five times
+# a power of two leaves no lane idle in as many of them.
+_PARTS = (3, 5)
 MOST_PARTS = 8
 _LEAST_PART = 512
 
 
 def tiles_holding(cols: int) -> tuple[int, int]:
-    """The columns of a tile and the number of tiles that hold a row with the fewest idle lanes; the fewer tiles if equal."""
-    found = [(block_holding(-(-cols // parts)), parts) for parts in _PARTS]
-    return min((tile for tile in found if tile[1] == 1 or tile[0] >= _LEAST_PART), key=math.prod)
+    """Returns the columns of a tile and the number of tiles that hold a row with least idle lanes.
+
+    Of equal ones it takes the fewer tiles.
+    """
+    tilings = [(block_holding(cols), 1)]
+    for parts in _PARTS:
+        block = block_holding(-(-cols // parts))
+        if block >= _LEAST_PART:
+            tilings.append((block, parts))
+    return min(tilings, key=math.prod)  # the first of equal ones
 
 
 def adding(parts: int, cols: int) -> Config:
-    """The config of the kernel that adds up to so many parts of sums over rows, of so many columns each.
+    """Returns the config of the kernel that adds up to ``parts`` partial sums of ``cols`` columns.
 
     Few columns are the work of few programs, which then load many parts at a time.
     """
     if parts <= 32:
         return Config(64, 32, 4)
-    return Config(16, 256, 8) if parts > 384 or cols <= 512 else Config(32, 64, 4)
+    if parts > 384 or cols <= 512:
+        return Config(16, 256, 8)
+    return Config(32, 64, 4)
 
 
 def in_buckets(rule: Callable[[TuningKey], Config], key: TuningKey) -> list[Config]:
-    """The heuristic's config of every bucket of rows. With all of them, every bucket has the same candidates to compile."""
+    """Returns the heuristic's config of every bucket of rows.
+
+    With all of them, every bucket has the same candidates to compile.
+    """
     return [rule(replace(key, bucket=bucket)) for bucket in range(len(BUCKETS))]
 
 
@@ -217,23 +271,38 @@ def register(family: Family, *kernels: str) -> None:
 
 
 def family_of(kernel: str) -> Family | None:
-    """The family of a kernel; None for an unknown name."""
+    """Returns the family of a kernel; None for an unknown name."""
     return _families.get(kernel)
+
+
+# The values that a config may have. A file may have been edited, or come from another release.
+_POWERS = frozenset(1 << bit for bit in range(64))
+_ALLOWED: dict[str, Collection[int]] = {
+    "block_n": _POWERS,
+    "rows": _POWERS,
+    "warps": frozenset({1, 2, 4, 8, 16, 32}),
+    "stages": range(1, 9),
+    "per_sm": range(_MOST_PER_SM + 1),
+    "registers": frozenset({0, *range(16, 256, 8)}),
+    "parts": range(1, MOST_PARTS + 1),
+}
 
 
 def valid(key: TuningKey, config: Config) -> bool:
     """Whether the kernel may run with a config that was read from a file."""
     family = family_of(key.kernel)
-    if family is None or not all(type(value) is int for value in astuple(config)):
+    if family is None:
         return False
-    powers = all(value > 0 and value & (value - 1) == 0 for value in (config.block_n, config.rows, config.warps))
-    limits = config.warps <= 32 and 1 <= config.stages <= 8 and 0 <= config.per_sm <= _MOST_PER_SM
-    registers = config.registers == 0 or (16 <= config.registers <= 255 and config.registers % 8 == 0)
-    return powers and limits and registers and 1 <= config.parts <= MOST_PARTS and family.valid(key, config)
+    for name, value in asdict(config).items():
+        if type(value) is not int or value not in _ALLOWED[name]:
+            return False
+    return family.valid(key, config)
 
 
 def fingerprint(key: TuningKey) -> str:
-    """A hash of the candidates: when they change, earlier measurements are stale."""
+    """Returns a hash of the candidates: when they change, earlier measurements are stale."""
     family = family_of(key.kernel)
-    space = [] if family is None else sorted(astuple(config) for config in family.candidates(key))
+    space: list[tuple[int, ...]] = []
+    if family is not None:
+        space = sorted(astuple(config) for config in family.candidates(key))
     return hashlib.sha256(repr(space).encode()).hexdigest()[:16]

@@ -30,11 +30,13 @@ class Usage:
 
 
 def usage_of(compiled: Any) -> Usage:
-    """The usage that the binary states."""
+    """Returns the usage that is recorded in the binary."""
     shared = int(compiled.metadata.shared)
     if "amdgcn" in compiled.asm:
-        return Usage(_number(r"\.vgpr_count:\s*(\d+)", compiled.asm["amdgcn"]),
-                     _number(r"\.vgpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"]), shared)  # fmt: skip
+        text = compiled.asm["amdgcn"]
+        registers = _number(r"\.vgpr_count:\s*(\d+)", text)
+        spills = _number(r"\.vgpr_spill_count:\s*(\d+)", text)
+        return Usage(registers, spills, shared)
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -43,10 +45,13 @@ def usage_of(compiled: Any) -> Usage:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
         binary.write(compiled.asm["cubin"])
         binary.flush()
-        shown = subprocess.run([tool, "-res-usage", binary.name], capture_output=True, text=True, check=True).stdout
-    return Usage(_number(r"REG:(\d+)", shown), _number(r"STACK:(\d+)", shown), shared)
+        output = subprocess.run(
+            [tool, "-res-usage", binary.name], capture_output=True, text=True, check=True
+        ).stdout
+    return Usage(_number(r"REG:(\d+)", output), _number(r"STACK:(\d+)", output), shared)
 
 
 def _number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    return int(found[1]) if found else 0
+    """Returns the number in the first match, 0 without one."""
+    match = re.search(pattern, text)
+    return int(match[1]) if match else 0
