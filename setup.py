@@ -1,6 +1,9 @@
-"""What pyproject.toml cannot say: the addresses of a release, and a long description whose links lead there.
+"""What pyproject.toml cannot say.
 
-The repository does not know where it is hosted. REPO_URL and SITE_URL say so, as for the site (mkdocs.yml); CI sets them.
+The addresses of a release, and a long description whose links lead there.
+
+The repository does not know where it is hosted. REPO_URL and SITE_URL say so, as for the site
+(mkdocs.yml); CI sets them.
 """
 
 from __future__ import annotations
@@ -26,12 +29,17 @@ def description(text: str, base: str) -> str:
     Without a base the links become plain text, and pictures are left out.
     """
     parts = _CODE.split(text)
-    # A link's text may hold code, so the code between is put back before links are looked for, as a placeholder.
+    # A link's text may hold code, so the code between is put back before links are looked for, as a
+    # placeholder.
     held = parts[1::2]
     text = "".join(part if i % 2 == 0 else f"\0{i // 2}\0" for i, part in enumerate(parts))
     if base:
-        text = _LINK.sub(lambda m: f"{m[1]}[{m[2]}]({_address(base, m[3], picture=bool(m[1]))})", text)
-        text = _ATTRIBUTE.sub(lambda m: f'{m[1]}="{_address(base, m[2], picture=m[1] != "href")}"', text)
+        text = _LINK.sub(
+            lambda m: f"{m[1]}[{m[2]}]({_address(base, m[3], picture=bool(m[1]))})", text
+        )
+        text = _ATTRIBUTE.sub(
+            lambda m: f'{m[1]}="{_address(base, m[2], picture=m[1] != "href")}"', text
+        )
     else:
         text = _PICTURE.sub("", text)
         text = _LINK.sub(lambda m: "" if m[1] else m[2], text)
@@ -44,7 +52,9 @@ def _address(base: str, target: str, *, picture: bool) -> str:
 
 
 def _version() -> str:
-    found = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    found = re.search(
+        r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert found is not None
     return found[1]
 

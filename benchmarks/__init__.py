@@ -1,1 +1,4 @@
-"""Benchmarks of every operator that a ``fusedops.*.spec`` describes: ``python -m benchmarks run``."""
+"""Benchmarks of every operator that a ``fusedops.*.spec`` describes.
+
+``python -m benchmarks run``.
+"""

@@ -1,8 +1,9 @@
 """What the library costs and saves: measured, tabulated, drawn, and compared.
 
-``run`` measures the shapes that have goals and ``check`` compares with those; ``sweep`` measures along lines of hidden
-sizes and of rows; ``models`` measures whole models, ``distributed`` models on several GPUs, ``rowwise`` users' functions;
-``table`` and ``report`` show what was measured; ``compare`` names regressions.
+``run`` measures the shapes that have goals and ``check`` compares with those; ``sweep`` measures
+along lines of hidden sizes and of rows; ``models`` measures whole models, ``distributed`` models on
+several GPUs, ``rowwise`` users' functions; ``table`` and ``report`` show what was measured;
+``compare`` names regressions.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from .providers import PROVIDERS, build, worthwhile
 _ROOT = Path(__file__).resolve().parent.parent
 _RESULTS = _ROOT / "benchmarks" / "results"
 _DEFAULT = _RESULTS / "nvidia_h200.csv"
-_QUICK = timing.Effort(replay_ms=15.0, warmup_ms=5.0, blocks=3, block_ms=5.0, launch_bound_calls=200)
+_QUICK = timing.Effort(
+    replay_ms=15.0, warmup_ms=5.0, blocks=3, block_ms=5.0, launch_bound_calls=200
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,10 +72,14 @@ def run(options: argparse.Namespace) -> int:
     expected = 0
     for case in _cases(options):
         wanted = _wanted(case, options)
-        if not wanted or (options.resume and path is not None and _measured(case, wanted, path, machine.commit)):
+        if not wanted or (
+            options.resume and path is not None and _measured(case, wanted, path, machine.commit)
+        ):
             continue
         if options.budget is not None and time.perf_counter() - started > options.budget:
-            print(f"stopped before {case}: the budget of {options.budget:.0f} s is spent; --resume goes on from here")
+            print(
+                f"stopped before {case}: the budget of {options.budget:.0f} s is spent; --resume goes on from here"
+            )
             break
         begun = time.perf_counter()
         print(case, flush=True)
@@ -82,15 +89,23 @@ def run(options: argparse.Namespace) -> int:
         rows += new
         if path is not None:
             results.write(path, new)
-        print(f"  {time.perf_counter() - begun:.1f} s, {time.perf_counter() - started:.0f} s in all", flush=True)
+        print(
+            f"  {time.perf_counter() - begun:.1f} s, {time.perf_counter() - started:.0f} s in all",
+            flush=True,
+        )
     seen = {row.key for row in rows}
-    print(targets.report(v for v in targets.compare(rows) if (*_place(v.target), "fusedops") in seen))
+    print(
+        targets.report(v for v in targets.compare(rows) if (*_place(v.target), "fusedops") in seen)
+    )
     # What we failed to time, or refused to, is our fault; a peer's is not.
     return 0 if sum(row.provider == "fusedops" for row in rows) == expected else 1
 
 
 def sweep_all(options: argparse.Namespace) -> int:
-    """Measures along lines of hidden sizes, of slices, of rows and of models' widths; compiles ahead on all cores."""
+    """Measures along lines of hidden sizes, of slices, of rows and of models' widths.
+
+    Compiles ahead on all cores.
+    """
     if _lacks_gpu():
         return 2
     from .runner import measure_all, this_machine
@@ -103,7 +118,9 @@ def sweep_all(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"sweep: --resume: {error}", file=sys.stderr)
         return 2
-    cases = sweep.plan(_specs(options), options.axis or sweep.AXES, options.dtype or sweep.DEFAULT_DTYPES)
+    cases = sweep.plan(
+        _specs(options), options.axis or sweep.AXES, options.dtype or sweep.DEFAULT_DTYPES
+    )
     work = sweep.remaining(cases, options.mode or ("fwd_bwd",), options.provider, done)
     print(f"{machine.described(name)}; {len(work)} of {len(cases)} cases to {path}", flush=True)
     ends = started + (math.inf if options.budget is None else options.budget)
@@ -135,14 +152,18 @@ def _rows_at(path: Path, here: str, others: list[str]) -> list[results.Row]:
 
 def _same_commit(one: str, other: str) -> bool:
     """Whether one hash begins as the other, and neither tree or both differed from it."""
-    (long, _, state), (short, _, other_state) = sorted((one.partition("+"), other.partition("+")), reverse=True)
+    (long, _, state), (short, _, other_state) = sorted(
+        (one.partition("+"), other.partition("+")), reverse=True
+    )
     return bool(short) and long.startswith(short) and state == other_state
 
 
 def compare(options: argparse.Namespace) -> int:
     """Compares two results files, and fails if fusedops became slower, or needs more memory, beyond the threshold."""
     try:
-        verdict = comparing.compare(results.load(options.old), results.load(options.new), options.threshold / 100.0)
+        verdict = comparing.compare(
+            results.load(options.old), results.load(options.new), options.threshold / 100.0
+        )
     except ValueError as error:
         print(f"nothing to compare: {error}", file=sys.stderr)
         return 2
@@ -199,15 +220,22 @@ def filled(page: Path, path: Path) -> str:
             return model_pages.summary(path.with_name(f"models_{path.name}"))
         if what.split()[0] == "compile":  # of the file's device, or of another that is named behind
             name = f"{[path.stem, *what.split()[1:]][-1]}.csv"
-            return model_pages.compiled(path.with_name(f"models_{name}"), path.with_name(f"compile_{name}"))
-        return tables.markdown((row for row in results.load(path) if row.op in what.split()), _device_of(path))
+            return model_pages.compiled(
+                path.with_name(f"models_{name}"), path.with_name(f"compile_{name}")
+            )
+        return tables.markdown(
+            (row for row in results.load(path) if row.op in what.split()), _device_of(path)
+        )
 
     return tables.fill(page.read_text(encoding="utf-8"), content)
 
 
 def _filled_pages() -> list[Path]:
-    return [page for page in (_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md")))
-            if "<!-- figures: " in page.read_text(encoding="utf-8")]  # fmt: skip
+    return [
+        page
+        for page in (_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md")))
+        if "<!-- figures: " in page.read_text(encoding="utf-8")
+    ]
 
 
 def check(options: argparse.Namespace) -> int:
@@ -221,25 +249,52 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="name", required=True)
     output = argparse.ArgumentParser(add_help=False)
-    output.add_argument("--output", type=Path, metavar="CSV", help="the results file (default: results/<device>.csv)")
+    output.add_argument(
+        "--output",
+        type=Path,
+        metavar="CSV",
+        help="the results file (default: results/<device>.csv)",
+    )
     runs = commands.add_parser("run", parents=[output], help=run.__doc__)
     runs.set_defaults(command=run)
-    runs.add_argument("--op", action="append", metavar="NAME", help="only this operator; may be repeated")
-    runs.add_argument("--shape", action="append", metavar="MxN", help="only this shape; may be repeated")
+    runs.add_argument(
+        "--op", action="append", metavar="NAME", help="only this operator; may be repeated"
+    )
+    runs.add_argument(
+        "--shape", action="append", metavar="MxN", help="only this shape; may be repeated"
+    )
     runs.add_argument("--dtype", action="append", choices=sorted(DTYPES))
     runs.add_argument("--mode", action="append", choices=MODES)
     runs.add_argument("--provider", action="append", choices=list(PROVIDERS))
-    runs.add_argument("--quick", action="store_true", help="fusedops alone, on the shapes with targets, few replays; "
-                      "writes no file unless --output names one")  # fmt: skip
-    runs.add_argument("--split", action="store_true", help="all forwards before all backwards, so that what a forward "
-                      "kept has left the L2; writes no file unless --output names one")  # fmt: skip
-    runs.add_argument("--budget", type=float, metavar="SECONDS", help="start no new case after this long")
-    runs.add_argument("--resume", action="store_true", help="skip cases that the file has at this commit")
+    runs.add_argument(
+        "--quick",
+        action="store_true",
+        help="fusedops alone, on the shapes with targets, few replays; "
+        "writes no file unless --output names one",
+    )
+    runs.add_argument(
+        "--split",
+        action="store_true",
+        help="all forwards before all backwards, so that what a forward "
+        "kept has left the L2; writes no file unless --output names one",
+    )
+    runs.add_argument(
+        "--budget", type=float, metavar="SECONDS", help="start no new case after this long"
+    )
+    runs.add_argument(
+        "--resume", action="store_true", help="skip cases that the file has at this commit"
+    )
     tables = commands.add_parser("table", parents=[output], help=table.__doc__)
     tables.set_defaults(command=table)
     tables.add_argument("--mode", choices=MODES, default="fwd_bwd")
-    tables.add_argument("--write", type=Path, nargs="*", metavar="PAGE", help="fill these pages between their lines "
-                        "<!-- figures: ... --> and <!-- /figures --> instead (default: all that have them)")  # fmt: skip
+    tables.add_argument(
+        "--write",
+        type=Path,
+        nargs="*",
+        metavar="PAGE",
+        help="fill these pages between their lines "
+        "<!-- figures: ... --> and <!-- /figures --> instead (default: all that have them)",
+    )
     _add_sweep(commands.add_parser("sweep", help=sweep_all.__doc__))
     whole_models.add_options(commands.add_parser("models", help=whole_models.run.__doc__))
     distributed.add_options(commands.add_parser("distributed", help=distributed.run.__doc__))
@@ -248,10 +303,14 @@ def _parser() -> argparse.ArgumentParser:
     compares.set_defaults(command=compare)
     compares.add_argument("old", type=Path)
     compares.add_argument("new", type=Path)
-    compares.add_argument("--threshold", type=float, default=3.0, metavar="PERCENT", help="default: 3")
+    compares.add_argument(
+        "--threshold", type=float, default=3.0, metavar="PERCENT", help="default: 3"
+    )
     reports = commands.add_parser("report", parents=[output], help=report.__doc__)
     reports.set_defaults(command=report)
-    reports.add_argument("--page", type=Path, default=_ROOT / "docs" / "report.md", help="default: docs/report.md")
+    reports.add_argument(
+        "--page", type=Path, default=_ROOT / "docs" / "report.md", help="default: docs/report.md"
+    )
     reports.add_argument("--text-only", action="store_true", help="leave the pictures as they are")
     commands.add_parser("check", parents=[output], help=check.__doc__).set_defaults(command=check)
     return parser
@@ -259,25 +318,50 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_sweep(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=sweep_all)
-    parser.add_argument("--op", action="append", metavar="NAME", help="only this operator; may be repeated")
-    parser.add_argument("--axis", action="append", choices=sweep.AXES, help="only this axis; may be repeated")
-    parser.add_argument("--dtype", action="append", choices=sorted(DTYPES),
-                        help=f"default: {', '.join(sweep.DEFAULT_DTYPES)}")  # fmt: skip
+    parser.add_argument(
+        "--op", action="append", metavar="NAME", help="only this operator; may be repeated"
+    )
+    parser.add_argument(
+        "--axis", action="append", choices=sweep.AXES, help="only this axis; may be repeated"
+    )
+    parser.add_argument(
+        "--dtype",
+        action="append",
+        choices=sorted(DTYPES),
+        help=f"default: {', '.join(sweep.DEFAULT_DTYPES)}",
+    )
     parser.add_argument("--mode", action="append", choices=MODES, help="default: fwd_bwd")
-    parser.add_argument("--provider", action="append", choices=list(PROVIDERS), help="default: all but max-autotune")
-    parser.add_argument("--jobs", type=int, metavar="J", help="processes that compile ahead, 0 for none (default: one a "
-                        "core)")  # fmt: skip
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no new case after this long")
-    parser.add_argument("--resume", nargs="*", metavar="COMMIT", help="skip what the file has at this commit, or at these "
-                        "as the file writes them, if no kernel changed since")  # fmt: skip
-    parser.add_argument("--output", type=Path, metavar="CSV", help="default: results/sweep_<device>.csv")
+    parser.add_argument(
+        "--provider", action="append", choices=list(PROVIDERS), help="default: all but max-autotune"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        metavar="J",
+        help="processes that compile ahead, 0 for none (default: one a core)",
+    )
+    parser.add_argument(
+        "--budget", type=float, metavar="SECONDS", help="start no new case after this long"
+    )
+    parser.add_argument(
+        "--resume",
+        nargs="*",
+        metavar="COMMIT",
+        help="skip what the file has at this commit, or at these "
+        "as the file writes them, if no kernel changed since",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="CSV", help="default: results/sweep_<device>.csv"
+    )
 
 
 def _output(options: argparse.Namespace, device: str) -> Path | None:
     """Where the rows go; less exact or differently measured ones are not written to the device's file without --output."""
     if options.output is not None:
         return Path(options.output)
-    return None if options.quick or options.split else _RESULTS / f"{results.device_slug(device)}.csv"
+    return (
+        None if options.quick or options.split else _RESULTS / f"{results.device_slug(device)}.csv"
+    )
 
 
 def _device_of(path: Path) -> str:
@@ -290,7 +374,9 @@ def _specs(options: argparse.Namespace) -> list[Spec]:
     specs = discover()
     for name in options.op or ():
         if name not in {spec.name for spec in specs}:
-            raise SystemExit(f"no operator {name!r}; there are: {', '.join(spec.name for spec in specs)}")
+            raise SystemExit(
+                f"no operator {name!r}; there are: {', '.join(spec.name for spec in specs)}"
+            )
     return [spec for spec in specs if not options.op or spec.name in options.op]
 
 
@@ -308,7 +394,11 @@ def _wanted(case: Case, options: argparse.Namespace) -> tuple[tuple[str, str], .
     names = options.provider
     if names is None:
         # The loop's target is a ratio to eager, so that a quick run needs eager there.
-        names = [n for n in PROVIDERS if not options.quick or n == "fusedops" or (n == "eager" and case.launch_bound)]
+        names = [
+            n
+            for n in PROVIDERS
+            if not options.quick or n == "fusedops" or (n == "eager" and case.launch_bound)
+        ]
     named = options.provider is not None
     present = [name for name in names if build(name, case.spec) is not None]
     modes = [mode for mode in options.mode or MODES if mode in case.modes]

@@ -17,7 +17,12 @@ from .results import elements
 
 __all__ = ["DTYPES", "MODES", "Case", "cases", "discover", "dtype_name"]
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
 MODES = ("fwd", "fwd_bwd")
 
 
@@ -28,7 +33,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """One operator at one shape and dtype; both modes and all providers are timed on the same inputs."""
+    """One operator at one shape and dtype.
+
+    Both modes and all providers are timed on the same inputs.
+    """
 
     spec: Spec
     sides: Shape
@@ -85,7 +93,9 @@ def cases(
     dtypes: Iterable[str] | None = None,
 ) -> Iterator[Case]:
     """The specs' cases, narrowed to the named operators, shapes and dtypes; None means all."""
-    wanted_ops, wanted_shapes, wanted_dtypes = (None if w is None else set(w) for w in (ops, shapes, dtypes))
+    wanted_ops, wanted_shapes, wanted_dtypes = (
+        None if w is None else set(w) for w in (ops, shapes, dtypes)
+    )
     for spec in specs:
         for sides, dtype in spec.shapes:
             case = Case(spec, sides, dtype)

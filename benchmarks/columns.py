@@ -1,4 +1,7 @@
-"""The results as a reader compares them: one column for fusedops and each kind of peer, the same colour everywhere."""
+"""The results as a reader compares them.
+
+One column for fusedops and each kind of peer, the same colour everywhere.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,18 @@ from collections.abc import Iterable
 
 from .results import Row, elements
 
-__all__ = ["COLOURS", "COLUMNS", "MODE_NAMES", "PROVIDER_NAMES", "Place", "best", "by_place", "every", "launch_bound",
-           "sized"]  # fmt: skip
+__all__ = [
+    "COLOURS",
+    "COLUMNS",
+    "MODE_NAMES",
+    "PROVIDER_NAMES",
+    "Place",
+    "best",
+    "by_place",
+    "every",
+    "launch_bound",
+    "sized",
+]
 
 Place = tuple[str, str, str, str]  # op, shape, dtype, mode
 
@@ -21,7 +34,12 @@ COLUMNS = {
     "Liger-Kernel": ("liger",),
 }
 # Okabe and Ito's, which colour-blind readers can tell apart.
-COLOURS = {"fusedops": "#D55E00", "eager": "#8C8C8C", "torch.compile": "#0072B2", "Liger-Kernel": "#009E73"}
+COLOURS = {
+    "fusedops": "#D55E00",
+    "eager": "#8C8C8C",
+    "torch.compile": "#0072B2",
+    "Liger-Kernel": "#009E73",
+}
 PROVIDER_NAMES = {
     "fusedops": "fusedops",
     "eager": "eager",
@@ -54,7 +72,9 @@ def by_place(rows: Iterable[Row]) -> dict[Place, dict[str, Row]]:
 
 def best(seen: dict[str, Row], column: str, by: str = "gpu_us") -> Row | None:
     """The column's provider with the least of a figure, if it has any."""
-    return min((seen[p] for p in COLUMNS[column] if p in seen), key=operator.attrgetter(by), default=None)
+    return min(
+        (seen[p] for p in COLUMNS[column] if p in seen), key=operator.attrgetter(by), default=None
+    )
 
 
 def every(rows: Iterable[object], field: str) -> str:

@@ -1,7 +1,8 @@
 """Two results files against each other: what became slower or larger, before a release.
 
-A file holds one figure a case, so that its noise is not in it. But both files hold eager's figure too, and as long as
-PyTorch is the same that is a control: what moved eager at the same case moved the machine, not the library.
+A file holds one figure a case, so that its noise is not in it. But both files hold eager's figure
+too, and as long as PyTorch is the same that is a control: what moved eager at the same case moved
+the machine, not the library.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ _SLACK_MIB = 0.01  # what an allocator's granularity and the file's rounding may
 
 @dataclass(frozen=True)
 class Change:
-    """One figure of fusedops in both files; ``control`` is eager's new over old there, where PyTorch is the same."""
+    """One figure of fusedops in both files.
+
+    ``control`` is eager's new over old there, where PyTorch is the same.
+    """
 
     place: Place
     metric: str
@@ -57,26 +61,35 @@ class Comparison:
 
 
 def compare(old: Iterable[Row], new: Iterable[Row], threshold: float) -> Comparison:
-    """Holds fusedops' rows of one file against the other's; ``threshold`` is a fraction, 0.03 for 3%.
+    """Holds fusedops' rows of one file against the other's.
+
+    ``threshold`` is a fraction, 0.03 for 3%.
 
     Raises:
         ValueError: the files have no case of fusedops in common.
     """
     old, new = list(old), list(new)
     before, after = by_place(old), by_place(new)
-    ours_before, ours_after = ([p for p, seen in places.items() if "fusedops" in seen] for places in (before, after))
+    ours_before, ours_after = (
+        [p for p, seen in places.items() if "fusedops" in seen] for places in (before, after)
+    )
     common = [place for place in ours_before if place in set(ours_after)]
     if not common:
         raise ValueError("the files have no case of fusedops in common")
     same = all(every(old, field) == every(new, field) for field in ("torch", "triton"))
-    changes = [c for place in common for c in _changes(place, before[place], after[place], controlled=same)]
+    changes = [
+        c for place in common for c in _changes(place, before[place], after[place], controlled=same)
+    ]
     worse = [c for c in changes if _beyond(c, c.ratio, threshold)]
     return Comparison(
         threshold,
         changes,
         sorted((c for c in worse if _beyond(c, c.net, threshold)), key=lambda c: -c.net),
         sorted((c for c in worse if not _beyond(c, c.net, threshold)), key=lambda c: -c.ratio),
-        sorted((c for c in changes if _beyond(c, 1.0 / max(c.ratio, 1e-9), threshold)), key=lambda c: c.ratio),
+        sorted(
+            (c for c in changes if _beyond(c, 1.0 / max(c.ratio, 1e-9), threshold)),
+            key=lambda c: c.ratio,
+        ),
         [place for place in ours_before if place not in set(ours_after)],
         [place for place in ours_after if place not in set(ours_before)],
         list(_notes(old, new, [(before[p]["fusedops"], after[p]["fusedops"]) for p in common])),
@@ -91,16 +104,32 @@ def report(found: Comparison, old_device: str, new_device: str) -> str:
     lines += [f"NOTE: {note}" for note in found.notes]
     percent = f"{100 * found.threshold:g}%"
     lines += _listed(f"{len(found.regressions)} regressions beyond {percent}", found.regressions)
-    lines += _listed(f"{len(found.doubtful)} doubtful: eager, whose code is the same, became slower there too; "
-                     "measure again", found.doubtful)  # fmt: skip
-    lines += _listed(f"{len(found.improvements)} improvements beyond {percent}; the largest", found.improvements[:5])
+    lines += _listed(
+        f"{len(found.doubtful)} doubtful: eager, whose code is the same, became slower there too; "
+        "measure again",
+        found.doubtful,
+    )
+    lines += _listed(
+        f"{len(found.improvements)} improvements beyond {percent}; the largest",
+        found.improvements[:5],
+    )
     for metric, name in _METRICS.items():
         ratios = [c.ratio for c in found.changes if c.metric == metric and 0.0 < c.ratio < math.inf]
         if ratios:
-            controls = [abs(c.control - 1.0) for c in found.changes if c.metric == metric and c.control is not None]
-            noise = f"; eager moved by {100 * statistics.median(controls):.1f}% (median)" if controls else ""
+            controls = [
+                abs(c.control - 1.0)
+                for c in found.changes
+                if c.metric == metric and c.control is not None
+            ]
+            noise = (
+                f"; eager moved by {100 * statistics.median(controls):.1f}% (median)"
+                if controls
+                else ""
+            )
             mean = statistics.geometric_mean(ratios)
-            lines.append(f"{name}: new over old {mean:.3f} (geometric mean of {len(ratios)} cases){noise}")
+            lines.append(
+                f"{name}: new over old {mean:.3f} (geometric mean of {len(ratios)} cases){noise}"
+            )
     for what, places in (("vanished from", found.vanished), ("are new in", found.added)):
         if places:
             lines.append(f"{len(places)} cases {what} the new file:")
@@ -108,7 +137,9 @@ def report(found: Comparison, old_device: str, new_device: str) -> str:
     return "\n".join(lines)
 
 
-def _changes(place: Place, before: dict[str, Row], after: dict[str, Row], *, controlled: bool) -> Iterator[Change]:
+def _changes(
+    place: Place, before: dict[str, Row], after: dict[str, Row], *, controlled: bool
+) -> Iterator[Change]:
     old, new = before["fusedops"], after["fusedops"]
     for metric in _METRICS:
         if metric == "loop_us" and not launch_bound(new):
@@ -131,8 +162,10 @@ def _notes(old: list[Row], new: list[Row], pairs: list[tuple[Row, Row]]) -> Iter
             yield f"{field} is {every(old, field)} in the old file, {every(new, field)} in the new one"
     floors = statistics.median(after.floor_us / before.floor_us for before, after in pairs)
     if abs(floors - 1.0) > 0.01:
-        yield (f"the floor is {floors:.3f} times the old one: another device, another copy bandwidth, or other bytes "
-               "counted")  # fmt: skip
+        yield (
+            f"the floor is {floors:.3f} times the old one: another device, another copy bandwidth, or other bytes "
+            "counted"
+        )
 
 
 def _listed(title: str, changes: list[Change]) -> list[str]:

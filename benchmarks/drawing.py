@@ -1,4 +1,6 @@
-"""Draws charts as SVG, at a size that a phone shows whole: the text is ink of the page's colour, on no ground.
+"""Draws charts as SVG, at a size that a phone shows whole.
+
+The text is ink of the page's colour, on no ground.
 
 A column has the same colour and marker in all pictures.
 """
@@ -20,14 +22,29 @@ __all__ = ["digest_of", "draw"]
 
 _MARKERS = {"fusedops": "o", "eager": "s", "torch.compile": "^", "Liger-Kernel": "D"}
 _NAMES = {"eager": "PyTorch eager"}
-# Stands for the page's text colour, which a style sheet in the file gives: a viewer's dark mode has light ink.
+# Stands for the page's text colour, which a style sheet in the file gives: a viewer's dark mode has
+# light ink.
 _INK = "#010203"
 _SHEET = "<style>svg{color:#24292f}@media (prefers-color-scheme:dark){svg{color:#d6dae0}}</style>"
 _STYLE: Any = {
-    "font.size": 8.0, "axes.titlesize": 8.0, "axes.linewidth": 0.6, "grid.linewidth": 0.5,
-    "svg.fonttype": "none", "svg.hashsalt": "fusedops",  # text as text, and the same file for the same chart
-    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"), _INK),
-}  # fmt: skip
+    "font.size": 8.0,
+    "axes.titlesize": 8.0,
+    "axes.linewidth": 0.6,
+    "grid.linewidth": 0.5,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "fusedops",  # text as text, and the same file for the same chart
+    **dict.fromkeys(
+        (
+            "text.color",
+            "axes.edgecolor",
+            "axes.labelcolor",
+            "xtick.color",
+            "ytick.color",
+            "grid.color",
+        ),
+        _INK,
+    ),
+}
 _RATIOS = (0.125, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256)
 _WIDTH = 4.5  # inches
 _ENLARGED = 1.7  # CSS pixels of a point
@@ -46,7 +63,10 @@ def draw(chart: Chart, path: Path) -> None:
 
 
 def digest_of(path: Path) -> str:
-    """The digest of the chart that a picture shows; empty for a file that ``draw`` did not write."""
+    """The digest of the chart that a picture shows.
+
+    Empty for a file that ``draw`` did not write.
+    """
     found = _DIGEST.search(path.read_text(encoding="utf-8"))
     return found[1] if found else ""
 
@@ -54,19 +74,38 @@ def digest_of(path: Path) -> str:
 def _dots(chart: Dots, path: Path) -> None:
     """A line an operator with its name above it, so that long names take no width."""
     values = [value for dots in chart.groups.values() for value in dots.values()]
-    wide = max(values) > 8 * sorted(values)[len(values) // 2]  # a few are far greater: only a logarithm shows the rest
+    wide = (
+        max(values) > 8 * sorted(values)[len(values) // 2]
+    )  # a few are far greater: only a logarithm shows the rest
     with _figure(1, 1, (_WIDTH, 0.36 * len(chart.groups) + 0.95), chart, path) as (figure, (axis,)):
         for y, (name, dots) in enumerate(chart.groups.items()):
             axis.axhline(y, color=_INK, alpha=0.15, linewidth=0.6)
-            axis.text(0.0, y - 0.28, name, transform=axis.get_yaxis_transform(), va="bottom", fontsize=8)
+            axis.text(
+                0.0, y - 0.28, name, transform=axis.get_yaxis_transform(), va="bottom", fontsize=8
+            )
             for column, value in dots.items():
                 ours = column == "fusedops"
                 # The others are smaller and in front, so that none is hidden where they are equal.
-                axis.plot(value, y, _MARKERS[column], color=COLOURS[column], markersize=7.5 if ours else 4.5,
-                          zorder=2 if ours else 3, linestyle="none", label=_NAMES.get(column, column))  # fmt: skip
+                axis.plot(
+                    value,
+                    y,
+                    _MARKERS[column],
+                    color=COLOURS[column],
+                    markersize=7.5 if ours else 4.5,
+                    zorder=2 if ours else 3,
+                    linestyle="none",
+                    label=_NAMES.get(column, column),
+                )
             if "fusedops" in dots:
-                axis.text(1.01, y, chart.form.format(dots["fusedops"]), transform=axis.get_yaxis_transform(),
-                          va="center", color=COLOURS["fusedops"], fontweight="bold")  # fmt: skip
+                axis.text(
+                    1.01,
+                    y,
+                    chart.form.format(dots["fusedops"]),
+                    transform=axis.get_yaxis_transform(),
+                    va="center",
+                    color=COLOURS["fusedops"],
+                    fontweight="bold",
+                )
         if chart.mark is not None:
             axis.axvline(chart.mark, color=_INK, linewidth=0.8, linestyle="dashed")
         if wide:
@@ -84,15 +123,28 @@ def _dots(chart: Dots, path: Path) -> None:
 
 def _grid(chart: Lines, path: Path) -> None:
     """A panel a line of the sweep, one legend for all."""
-    style: Callable[[Any, Panel], None] = _bandwidth(chart) if chart.kind == "bandwidth" else _speed_up
+    style: Callable[[Any, Panel], None] = (
+        _bandwidth(chart) if chart.kind == "bandwidth" else _speed_up
+    )
     down, across = math.ceil(len(chart.panels) / _ACROSS), min(_ACROSS, len(chart.panels))
-    with _figure(down, across, (_WIDTH * across / _ACROSS, 1.65 * down + 0.75), chart, path) as (figure, cells):
+    with _figure(down, across, (_WIDTH * across / _ACROSS, 1.65 * down + 0.75), chart, path) as (
+        figure,
+        cells,
+    ):
         for axis, panel in zip(cells, chart.panels, strict=False):
             for column, points in panel.series.items():
                 ours = column == "fusedops"
                 xs, ys = zip(*points, strict=True)
-                axis.plot(xs, ys, color=COLOURS[column], marker=_MARKERS[column], markersize=3, zorder=3 if ours else 2,
-                          linewidth=1.8 if ours else 1.1, label=_NAMES.get(column, column))  # fmt: skip
+                axis.plot(
+                    xs,
+                    ys,
+                    color=COLOURS[column],
+                    marker=_MARKERS[column],
+                    markersize=3,
+                    zorder=3 if ours else 2,
+                    linewidth=1.8 if ours else 1.1,
+                    label=_NAMES.get(column, column),
+                )
             style(axis, panel)
             _number_axis(axis, panel.ticks)
             axis.set_title(panel.title, loc="left", fontsize=7)
@@ -125,7 +177,9 @@ def _speed_up(axis: Any, panel: Panel) -> None:
     seen = [y for points in panel.series.values() for _, y in points]
     low, high = min([0.8, *(y / 1.1 for y in seen)]), max([2.2, *(y * 1.15 for y in seen)])
     axis.axhspan(low / 4, panel.level, color=_INK, alpha=0.12, linewidth=0)
-    axis.axhline(panel.level, color=_INK, linewidth=0.9, linestyle="dashed", label="as fast as fusedops")
+    axis.axhline(
+        panel.level, color=_INK, linewidth=0.9, linestyle="dashed", label="as fast as fusedops"
+    )
     axis.set_yscale("log", base=2)
     ticks = [tick for tick in _RATIOS if low <= tick <= high]
     ticks = ticks if len(ticks) <= 6 else [tick for tick in ticks if math.log2(tick).is_integer()]
@@ -146,12 +200,24 @@ def _number_axis(axis: Any, xs: Sequence[int]) -> None:
 
 def _legend(figure: Any, axes: Sequence[Any], title: str) -> None:
     """Title and legend, once for all panels, the columns in their order."""
-    handles = {name: handle for axis in axes for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
+    handles = {
+        name: handle
+        for axis in axes
+        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
     order = [_NAMES.get(column, column) for column in COLUMNS]
     names = sorted(handles, key=lambda name: order.index(name) if name in order else len(order))
     figure.suptitle(title, x=0.01, ha="left", fontsize=9.5, fontweight="bold")
-    figure.legend([handles[name] for name in names], names, loc="outside lower center", ncols=min(4, len(names)),
-                  frameon=False, fontsize=7.5, handletextpad=0.3, columnspacing=1.0)  # fmt: skip
+    figure.legend(
+        [handles[name] for name in names],
+        names,
+        loc="outside lower center",
+        ncols=min(4, len(names)),
+        frameon=False,
+        fontsize=7.5,
+        handletextpad=0.3,
+        columnspacing=1.0,
+    )
 
 
 @contextmanager
@@ -193,5 +259,12 @@ def _save(figure: Any, chart: Chart, path: Path) -> None:
 
 
 def _enlarged(root: str) -> str:
-    """The root element at the size at which a wide page shows the picture; a narrow one shrinks it."""
-    return re.sub(r'(width|height)="([\d.]+)pt"', lambda match: f'{match[1]}="{_ENLARGED * float(match[2]):.0f}"', root)
+    """The root element at the size at which a wide page shows the picture.
+
+    A narrow one shrinks it.
+    """
+    return re.sub(
+        r'(width|height)="([\d.]+)pt"',
+        lambda match: f'{match[1]}="{_ENLARGED * float(match[2]):.0f}"',
+        root,
+    )

@@ -1,7 +1,9 @@
-"""What the pictures show, from the results alone: bandwidth and speed-up along each line, and one figure an operator.
+"""What the pictures show, from the results alone.
 
-Each picture is a chart, plain data; ``drawing`` draws it and writes the chart's digest into the file, by which a test
-tells whether a committed picture shows the committed results.
+Bandwidth and speed-up along each line, and one figure an operator.
+
+Each picture is a chart, plain data; ``drawing`` draws it and writes the chart's digest into the
+file, by which a test tells whether a committed picture shows the committed results.
 """
 
 from __future__ import annotations
@@ -21,7 +23,18 @@ from .floors import bytes_moved
 from .results import Row, elements, sides
 from .sweep import Line, lines
 
-__all__ = ["Chart", "Data", "Dots", "Lines", "Panel", "bandwidth", "fractions", "host_time", "peak_memory", "speed_up"]
+__all__ = [
+    "Chart",
+    "Data",
+    "Dots",
+    "Lines",
+    "Panel",
+    "bandwidth",
+    "fractions",
+    "host_time",
+    "peak_memory",
+    "speed_up",
+]
 
 _TYPICAL = 4096  # columns of the shape that stands for an operator
 _MANY = 4  # points that make a line worth a panel
@@ -85,7 +98,9 @@ class Data:
 
     def places(self) -> dict[Place, dict[str, Row]]:
         """The rows of that dtype and mode."""
-        return by_place(row for row in self.rows if (row.dtype, row.mode) == (self.dtype, self.mode))
+        return by_place(
+            row for row in self.rows if (row.dtype, row.mode) == (self.dtype, self.mode)
+        )
 
     def typical(self) -> dict[str, tuple[str, dict[str, Row]]]:
         """Of each operator the measured shape nearest to 4096 columns, the largest of several, and its rows."""
@@ -104,22 +119,37 @@ def fractions(data: Data) -> Dots | None:
     for op, (shape, seen) in data.typical().items():
         found = {column: best(seen, column) for column in COLUMNS}
         # A floor of zero, where nothing of the shape's size must move, has no fraction.
-        dots = {column: row.fraction for column, row in found.items() if row is not None and row.floor_us}
+        dots = {
+            column: row.fraction
+            for column, row in found.items()
+            if row is not None and row.floor_us
+        }
         if dots:
             groups[f"{op}  {sized(shape)}"] = dots
     title = f"Fraction of the roofline: {data.named}"
-    return Dots(title, "1 is the time of a copy of the same bytes", groups, "{:.2f}", 1.0) if groups else None
+    return (
+        Dots(title, "1 is the time of a copy of the same bytes", groups, "{:.2f}", 1.0)
+        if groups
+        else None
+    )
 
 
 def bandwidth(data: Data, axes: Sequence[str]) -> Lines | None:
-    """Terabytes a second of what must move, one line a column, the roofline dashed; None if there is nothing."""
+    """Terabytes a second of what must move, one line a column, the roofline dashed.
+
+    None if there is nothing.
+    """
     panels = []
     for spec, line, points in _lines(data, axes):
         series = {
-            column: tuple((x, _moved(spec, row) / row.gpu_us / 1e6) for x, row in _of(points, column))
+            column: tuple(
+                (x, _moved(spec, row) / row.gpu_us / 1e6) for x, row in _of(points, column)
+            )
             for column in COLUMNS
         }
-        last = next(iter(points[-1][1].values()))  # the copy's bandwidth is measured anew in each run
+        last = next(
+            iter(points[-1][1].values())
+        )  # the copy's bandwidth is measured anew in each run
         panels.append(_panel(spec, line, series, _moved(spec, last) / last.floor_us / 1e6))
     title = f"Bandwidth, TB/s: {data.named}"
     return Lines(title, "bandwidth", "rows" in axes, tuple(panels)) if panels else None
@@ -131,7 +161,9 @@ def speed_up(data: Data, axes: Sequence[str]) -> Lines | None:
     for spec, line, points in _lines(data, axes):
         ours = dict(_of(points, "fusedops"))
         series = {
-            column: tuple((x, row.gpu_us / ours[x].gpu_us) for x, row in _of(points, column) if x in ours)
+            column: tuple(
+                (x, row.gpu_us / ours[x].gpu_us) for x, row in _of(points, column) if x in ours
+            )
             for column in tuple(COLUMNS)[1:]
         }
         panels.append(_panel(spec, line, series, 1.0))
@@ -144,20 +176,31 @@ def peak_memory(data: Data) -> Dots | None:
     groups = {}
     for op, (shape, seen) in data.typical().items():
         found = {column: best(seen, column, "peak_mib") for column in COLUMNS}
-        groups[f"{op}  {sized(shape)}"] = {c: row.peak_mib / _mib(row) for c, row in found.items() if row is not None}
+        groups[f"{op}  {sized(shape)}"] = {
+            c: row.peak_mib / _mib(row) for c, row in found.items() if row is not None
+        }
     title = f"Peak memory beyond the inputs: {data.named}"
     return Dots(title, "tensors of the operator's shape", groups, "{:.1f}") if groups else None
 
 
 def host_time(data: Data) -> Dots | None:
-    """Microseconds a call in a plain Python loop at each operator's smallest shape; None if there is nothing."""
+    """Microseconds a call in a plain Python loop at each operator's smallest shape.
+
+    None if there is nothing.
+    """
     found: dict[str, dict[str, float]] = {}
-    for (op, *_), seen in sorted(data.places().items(), key=lambda item: -elements(item[0][1])):  # the smallest last
+    for (op, *_), seen in sorted(
+        data.places().items(), key=lambda item: -elements(item[0][1])
+    ):  # the smallest last
         if launch_bound(next(iter(seen.values()))):
             times = {column: best(seen, column, "loop_us") for column in COLUMNS}
             found[op] = {column: row.loop_us for column, row in times.items() if row is not None}
     groups = {spec.name: found[spec.name] for spec in data.specs if spec.name in found}
-    return Dots(f"Host time, small tensors: {data.named}", "µs a call", groups, "{:.0f}") if groups else None
+    return (
+        Dots(f"Host time, small tensors: {data.named}", "µs a call", groups, "{:.0f}")
+        if groups
+        else None
+    )
 
 
 def _rounded(value: Any) -> Any:
@@ -169,12 +212,17 @@ def _rounded(value: Any) -> Any:
     return [_rounded(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
-def _lines(data: Data, axes: Sequence[str]) -> Iterator[tuple[Spec, Line, list[tuple[int, dict[str, Row]]]]]:
+def _lines(
+    data: Data, axes: Sequence[str]
+) -> Iterator[tuple[Spec, Line, list[tuple[int, dict[str, Row]]]]]:
     """The lines of which enough was measured, and each point's rows by provider."""
     places = data.places()
     for spec in data.specs:
         for line in lines(spec, axes):
-            at = ((x, (spec.name, "x".join(map(str, sides)), data.dtype, data.mode)) for x, sides in line.points)
+            at = (
+                (x, (spec.name, "x".join(map(str, sides)), data.dtype, data.mode))
+                for x, sides in line.points
+            )
             points = [(x, places[place]) for x, place in at if place in places]
             if len(points) >= min(_MANY, len(line.points)):
                 yield spec, line, points

@@ -7,7 +7,13 @@ import argparse
 __all__ = ["check"]
 
 # The least that an option of any command may be, and its unit.
-_LEAST = {"seeds": (1, ""), "steps": (1, ""), "jobs": (0, ""), "budget": (0, " seconds"), "threshold": (0, " percent")}
+_LEAST = {
+    "seeds": (1, ""),
+    "steps": (1, ""),
+    "jobs": (0, ""),
+    "budget": (0, " seconds"),
+    "threshold": (0, " percent"),
+}
 
 
 def check(options: argparse.Namespace) -> None:

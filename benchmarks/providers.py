@@ -1,7 +1,7 @@
 """The contenders: fusedops and what its users could pick instead.
 
-A provider is a function of a spec that returns a callable with the sample's keywords, or None where it has no such
-operator.
+A provider is a function of a spec that returns a callable with the sample's keywords, or None where
+it has no such operator.
 """
 
 from __future__ import annotations
@@ -40,7 +40,12 @@ def _compile(spec: Spec) -> Call:
 
 
 def _compile_max_autotune(spec: Spec) -> Call:
-    return torch.compile(spec.combined or spec.eager, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs")
+    return torch.compile(
+        spec.combined or spec.eager,
+        fullgraph=True,
+        dynamic=False,
+        mode="max-autotune-no-cudagraphs",
+    )
 
 
 def _liger(spec: Spec) -> Call | None:
@@ -80,19 +85,25 @@ def build(name: str, spec: Spec) -> Call | None:
 def worthwhile(name: str, case: Case, mode: str, *, named: bool) -> bool:
     """Whether a provider is timed there.
 
-    Max-autotune takes seconds a shape to compile, so that it runs forward + backward only, and, unless it was named,
-    only on shapes with a target.
+    Max-autotune takes seconds a shape to compile, so that it runs forward + backward only, and,
+    unless it was named, only on shapes with a target.
     """
     if name != "compile_max_autotune":
         return True
-    wanted = any((t.op, t.shape, t.dtype) == (case.op, case.shape, case.dtype_name) for t in TARGETS)
+    wanted = any(
+        (t.op, t.shape, t.dtype) == (case.op, case.shape, case.dtype_name) for t in TARGETS
+    )
     return mode == "fwd_bwd" and (named or (wanted and not case.launch_bound))
 
 
 def fresh_compiler() -> None:
-    """Forgets what torch.compile compiled: else each case's guards would be searched past those of all before it."""
+    """Forgets what torch.compile compiled.
+
+    Else each case's guards would be searched past those of all before it.
+    """
     torch.compiler.reset()
-    # Modes, dtypes and providers share one code object; a limit that is hit would raise under fullgraph=True.
+    # Modes, dtypes and providers share one code object; a limit that is hit would raise under
+    # fullgraph=True.
     torch._dynamo.config.recompile_limit = 64
 
 

@@ -12,7 +12,17 @@ from fusedops.core.spec import Spec
 
 from . import figures, results, sweep, table, targets
 from .cases import discover
-from .columns import COLUMNS, MODE_NAMES, PROVIDER_NAMES, Place, best, by_place, every, launch_bound, sized
+from .columns import (
+    COLUMNS,
+    MODE_NAMES,
+    PROVIDER_NAMES,
+    Place,
+    best,
+    by_place,
+    every,
+    launch_bound,
+    sized,
+)
 from .results import Row
 
 __all__ = ["charts", "markdown"]
@@ -56,15 +66,24 @@ python -m benchmarks compare OLD.csv NEW.csv     # regressions, before a release
 
 
 def markdown(folder: Path, device: str) -> str:
-    """The page, from ``<device>.csv`` and ``sweep_<device>.csv``; and the tables of the same files of other devices."""
-    main, swept = results.load(folder / f"{device}.csv"), results.read(folder / f"sweep_{device}.csv")
+    """The page, from ``<device>.csv`` and ``sweep_<device>.csv``.
+
+    The tables of the same files of other devices.
+    """
+    main, swept = (
+        results.load(folder / f"{device}.csv"),
+        results.read(folder / f"sweep_{device}.csv"),
+    )
     if not main:
         raise ValueError(f"{folder / f'{device}.csv'} holds no rows")
     both = results.merge(swept, main)
     pictures = charts(folder, device)
-    others = sorted({path.stem.removeprefix("sweep_") for path in folder.glob("sweep_*.csv")} - {device})
+    others = sorted(
+        {path.stem.removeprefix("sweep_") for path in folder.glob("sweep_*.csv")} - {device}
+    )
     mains, sweeps = (
-        {f"{kind}{name}": results.read(folder / f"{kind}{name}.csv") for name in others} for kind in ("", "sweep_")
+        {f"{kind}{name}": results.read(folder / f"{kind}{name}.csv") for name in others}
+        for kind in ("", "sweep_")
     )
     parts = [
         _HEAD,
@@ -79,7 +98,11 @@ def markdown(folder: Path, device: str) -> str:
         *_widths(swept),
         *[part for name, rows in sweeps.items() for part in _widths(rows, f" on {_device(name)}")],
         _tables(main, _device(device)),
-        *[_tables(rows, _device(name), f" on {_device(name)}") for name, rows in mains.items() if rows],
+        *[
+            _tables(rows, _device(name), f" on {_device(name)}")
+            for name, rows in mains.items()
+            if rows
+        ],
         _host(both),
         *_shown(pictures, device, "host_time"),
         _HOW,
@@ -89,7 +112,10 @@ def markdown(folder: Path, device: str) -> str:
 
 def charts(folder: Path, device: str) -> dict[str, figures.Chart]:
     """The page's pictures, by their paths beside it."""
-    main, swept = results.load(folder / f"{device}.csv"), results.read(folder / f"sweep_{device}.csv")
+    main, swept = (
+        results.load(folder / f"{device}.csv"),
+        results.read(folder / f"sweep_{device}.csv"),
+    )
     specs = discover()
     whole = figures.Data(results.merge(swept, main), specs, *_USUAL)
     found: dict[str, figures.Chart | None] = {
@@ -123,7 +149,9 @@ def _image(device: str, what: str) -> str:
 def _views(swept: list[Row], specs: Sequence[Spec]) -> list[figures.Data]:
     """A sweep's rows in each dtype and mode that it has."""
     seen = {(row.dtype, row.mode) for row in swept}
-    pairs = [(dtype, mode) for mode in reversed(MODE_NAMES) for dtype in _DTYPES if (dtype, mode) in seen]
+    pairs = [
+        (dtype, mode) for mode in reversed(MODE_NAMES) for dtype in _DTYPES if (dtype, mode) in seen
+    ]
     return [figures.Data(swept, specs, dtype, mode) for dtype, mode in pairs]
 
 
@@ -133,8 +161,10 @@ def _sources(files: dict[str, list[Row]]) -> str:
     for name, rows in files.items():
         if rows:
             versions = (every(rows, field) for field in ("torch", "triton", "commit"))
-            lines.append(f"| [{name}.csv](../benchmarks/results/{name}.csv) | {_device(name)} | "
-                         f"{' | '.join(versions)} | {len(rows)} |")  # fmt: skip
+            lines.append(
+                f"| [{name}.csv](../benchmarks/results/{name}.csv) | {_device(name)} | "
+                f"{' | '.join(versions)} | {len(rows)} |"
+            )
     return "\n".join(lines)
 
 
@@ -151,15 +181,24 @@ def _targets(rows: list[Row]) -> str:
         f"{len(verdicts) - met - absent} missed and {absent} not measured. Without a unit, a target is a "
         "fraction of the floor. Those that are missed:"
     )
-    return "\n\n".join([
-        text,
-        *([_verdicts([v for v in verdicts if not v.met and v.result is not None])] if len(verdicts) > met + absent else []),
-        _folded("All targets", _verdicts(verdicts)),
-    ])  # fmt: skip
+    return "\n\n".join(
+        [
+            text,
+            *(
+                [_verdicts([v for v in verdicts if not v.met and v.result is not None])]
+                if len(verdicts) > met + absent
+                else []
+            ),
+            _folded("All targets", _verdicts(verdicts)),
+        ]
+    )
 
 
 def _verdicts(verdicts: Sequence[targets.Verdict]) -> str:
-    head = ["| operator | shape | dtype | mode | target | result | | best peer |", "|---|---|---|---|--:|--:|---|---|"]
+    head = [
+        "| operator | shape | dtype | mode | target | result | | best peer |",
+        "|---|---|---|---|--:|--:|---|---|",
+    ]
     return "\n".join([*head, *map(_verdict, verdicts)])
 
 
@@ -197,19 +236,31 @@ def _against_peers(rows: list[Row]) -> str:
             if peer is not None:
                 ratios[column].append(peer.gpu_us / ours.gpu_us)
     peers = tuple(COLUMNS)[1:]
-    lines = ["| operator | cases | a peer is faster in | of the floor | " + " | ".join(f"over {peer}" for peer in peers) + " |",
-             "|---|--:|--:|--:|" + "--:|" * len(peers)]  # fmt: skip
+    lines = [
+        "| operator | cases | a peer is faster in | of the floor | "
+        + " | ".join(f"over {peer}" for peer in peers)
+        + " |",
+        "|---|--:|--:|--:|" + "--:|" * len(peers),
+    ]
     for op, ratios in seen.items():
         cells = [_spread(ratios[peer]) for peer in peers]
         floor = statistics.geometric_mean(ratios["fusedops"])
-        lines.append(f"| `{op}` | {len(ratios['fusedops'])} | {lost[op]} | {floor:.2f} | {' | '.join(cells)} |")
-    text = ("## Summary\n\nForward + backward, GPU time, shapes of more than 65,536 elements, all dtypes: geometric means "
-            "of the speed-ups, and in brackets the least and the greatest. Below 1 the peer is faster.")  # fmt: skip
+        lines.append(
+            f"| `{op}` | {len(ratios['fusedops'])} | {lost[op]} | {floor:.2f} | {' | '.join(cells)} |"
+        )
+    text = (
+        "## Summary\n\nForward + backward, GPU time, shapes of more than 65,536 elements, all dtypes: geometric means "
+        "of the speed-ups, and in brackets the least and the greatest. Below 1 the peer is faster."
+    )
     return "\n\n".join([text, _NAMES, "\n".join(lines)])
 
 
 def _spread(ratios: list[float]) -> str:
-    return f"{statistics.geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
+    return (
+        f"{statistics.geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        if ratios
+        else ""
+    )
 
 
 def _along(pictures: dict[str, figures.Chart], device: str) -> Iterator[str]:
@@ -221,7 +272,11 @@ def _along(pictures: dict[str, figures.Chart], device: str) -> Iterator[str]:
         "rows": "## Along rows",
     }
     for axis, title in titles.items():
-        shown = [(path, chart.title) for path, chart in pictures.items() if re.search(rf"_{axis}_[a-z]+\d+_", path)]
+        shown = [
+            (path, chart.title)
+            for path, chart in pictures.items()
+            if re.search(rf"_{axis}_[a-z]+\d+_", path)
+        ]
         if shown:
             yield title
         for index, (path, name) in enumerate(shown):
@@ -230,60 +285,107 @@ def _along(pictures: dict[str, figures.Chart], device: str) -> Iterator[str]:
 
 
 def _widths(swept: list[Row], where: str = "") -> Iterator[str]:
-    """Widths that are no power of two: the fraction of the floor, and how much faster than the best peer."""
-    places = {place[:2]: seen for place, seen in by_place(swept).items() if place[2:] == _USUAL and "fusedops" in seen}
+    """Widths that are no power of two.
+
+    The fraction of the floor, and how much faster than the best peer.
+    """
+    places = {
+        place[:2]: seen
+        for place, seen in by_place(swept).items()
+        if place[2:] == _USUAL and "fusedops" in seen
+    }
     summary, lines = [], []
     for spec in discover():
-        points = [sides for line in sweep.lines(spec, ("widths",)) for _, sides in sorted(line.points)]
+        points = [
+            sides for line in sweep.lines(spec, ("widths",)) for _, sides in sorted(line.points)
+        ]
         shapes = ["x".join(map(str, sides)) for sides in points]
-        found = [(shape, places[spec.name, shape]) for shape in shapes if (spec.name, shape) in places]
+        found = [
+            (shape, places[spec.name, shape]) for shape in shapes if (spec.name, shape) in places
+        ]
         over: list[float] = []
         for shape, seen in found:
             ours = seen["fusedops"]
             peers = [row.gpu_us / ours.gpu_us for name, row in seen.items() if name != "fusedops"]
             over += [min(peers)] if peers else []
-            lines.append(f"| `{spec.name}` | {sized(shape)} | {ours.gpu_us:.1f} | {ours.fraction:.2f} | "
-                         f"{f'{min(peers):.2f}' if peers else ''} |")  # fmt: skip
+            lines.append(
+                f"| `{spec.name}` | {sized(shape)} | {ours.gpu_us:.1f} | {ours.fraction:.2f} | "
+                f"{f'{min(peers):.2f}' if peers else ''} |"
+            )
         if found:
             floor = [seen["fusedops"].fraction for _, seen in found]
-            summary.append(f"| `{spec.name}` | {len(found)} | {_spread(floor)} | {_spread(over) if over else ''} |")
+            summary.append(
+                f"| `{spec.name}` | {len(found)} | {_spread(floor)} | {_spread(over) if over else ''} |"
+            )
     if lines:
-        yield (f"## Widths of models{where}\n\nForward + backward in bf16: the measured hidden sizes that are no power of two, "
-               "at 2²⁵ and 2²³ elements. Geometric means, and in brackets the least and the greatest.")  # fmt: skip
-        yield "\n".join(["| operator | shapes | of the floor | over the best peer |", "|---|--:|--:|--:|", *summary])
-        head = ["| operator | shape | µs | of the floor | over the best peer |", "|---|---|--:|--:|--:|"]
+        yield (
+            f"## Widths of models{where}\n\nForward + backward in bf16: the measured hidden sizes that are no power of two, "
+            "at 2²⁵ and 2²³ elements. Geometric means, and in brackets the least and the greatest."
+        )
+        yield "\n".join(
+            [
+                "| operator | shapes | of the floor | over the best peer |",
+                "|---|--:|--:|--:|",
+                *summary,
+            ]
+        )
+        head = [
+            "| operator | shape | µs | of the floor | over the best peer |",
+            "|---|---|--:|--:|--:|",
+        ]
         yield _folded("All widths", "\n".join([*head, *lines]))
 
 
 def _tables(main: list[Row], name: str, where: str = "") -> str:
     large = [row for row in main if not launch_bound(row)]
     modes = [mode for mode in reversed(MODE_NAMES) if any(row.mode == mode for row in large)]
-    tables = [_folded(_mode(mode).capitalize(), table.markdown(large, name, mode)) for mode in modes]
-    return "\n\n".join([f"## The shapes with targets{where}\n\nTimes, and fractions of the floor.", *tables])
+    tables = [
+        _folded(_mode(mode).capitalize(), table.markdown(large, name, mode)) for mode in modes
+    ]
+    return "\n\n".join(
+        [f"## The shapes with targets{where}\n\nTimes, and fractions of the floor.", *tables]
+    )
 
 
 def _host(rows: list[Row]) -> str:
-    places = {p: seen for p, seen in by_place(r for r in rows if launch_bound(r)).items() if "fusedops" in seen}
-    lines = ["| operator | shape | dtype | mode | " + " | ".join(COLUMNS) + " |", "|---|---|---|---|" + "--:|" * 4]
+    places = {
+        p: seen
+        for p, seen in by_place(r for r in rows if launch_bound(r)).items()
+        if "fusedops" in seen
+    }
+    lines = [
+        "| operator | shape | dtype | mode | " + " | ".join(COLUMNS) + " |",
+        "|---|---|---|---|" + "--:|" * 4,
+    ]
     for place, seen in places.items():
         times = (best(seen, column, "loop_us") for column in COLUMNS)
         cells = ("" if row is None else f"{row.loop_us:.1f}" for row in times)
         lines.append(f"| {_place(place)} | {' | '.join(cells)} |")
-    text = "## Host time\n\nµs per call in a plain Python loop, on tensors of at most 65,536 elements."
+    text = (
+        "## Host time\n\nµs per call in a plain Python loop, on tensors of at most 65,536 elements."
+    )
     return "\n\n".join([text, _folded("All host times", "\n".join(lines))])
 
 
 def _slower(rows: list[Row]) -> str:
     """Every case in which a peer is faster by more than a tie, in GPU time and in a plain Python loop."""
     parts = ["## Shapes where a peer is faster"]
-    cases = [(place, seen) for place, seen in by_place(rows).items() if "fusedops" in seen and len(seen) > 1]
+    cases = [
+        (place, seen)
+        for place, seen in by_place(rows).items()
+        if "fusedops" in seen and len(seen) > 1
+    ]
     for by, what in (("gpu_us", "In GPU time"), ("loop_us", "In a plain Python loop")):
         lost = sorted(_lost(cases, by), key=lambda loss: (-loss[0], loss[1]))
-        parts.append(f"### {what}\n\nA peer is faster by more than {_TIE - 1:.1%} in {len(lost)} of {len(cases)} cases. "
-                     "Smaller differences are ties, and are not listed.")  # fmt: skip
+        parts.append(
+            f"### {what}\n\nA peer is faster by more than {_TIE - 1:.1%} in {len(lost)} of {len(cases)} cases. "
+            "Smaller differences are ties, and are not listed."
+        )
         if lost:
-            head = ["| operator | shape | dtype | mode | fusedops, µs | fastest peer, µs | | times slower |",
-                    "|---|---|---|---|--:|--:|---|--:|"]  # fmt: skip
+            head = [
+                "| operator | shape | dtype | mode | fusedops, µs | fastest peer, µs | | times slower |",
+                "|---|---|---|---|--:|--:|---|--:|",
+            ]
             lines = [
                 f"| {_place(place)} | {ours:.1f} | {theirs:.1f} | {PROVIDER_NAMES[peer]} | {ratio:.2f} |"
                 for ratio, place, ours, theirs, peer in lost
@@ -295,11 +397,19 @@ def _slower(rows: list[Row]) -> str:
 
 def _by_operator(cases: Sequence[tuple[Place, dict[str, Row]]], lost: Sequence[_Loss]) -> str:
     """How often a peer is faster than an operator, and where most."""
-    total, slower = Counter(place[0] for place, _ in cases), Counter(place[0] for _, place, *_ in lost)
-    lines = ["| operator | cases | a peer is faster in | at worst, times slower | where |", "|---|--:|--:|--:|---|"]
+    total, slower = (
+        Counter(place[0] for place, _ in cases),
+        Counter(place[0] for _, place, *_ in lost),
+    )
+    lines = [
+        "| operator | cases | a peer is faster in | at worst, times slower | where |",
+        "|---|--:|--:|--:|---|",
+    ]
     for op in dict.fromkeys(place[0] for place, _ in cases):
         worst = next((loss for loss in lost if loss[1][0] == op), None)
-        where = "" if worst is None else f"{sized(worst[1][1])}, {worst[1][2]}, {_mode(worst[1][3])}"
+        where = (
+            "" if worst is None else f"{sized(worst[1][1])}, {worst[1][2]}, {_mode(worst[1][3])}"
+        )
         lines.append(
             f"| `{op}` | {total[op]} | {slower[op]} | {'' if worst is None else f'{worst[0]:.2f}'} | {where} |"
         )
@@ -311,32 +421,44 @@ def _lost(cases: Sequence[tuple[Place, dict[str, Row]]], by: str) -> Iterator[_L
         ours = getattr(seen["fusedops"], by)
         if len(seen) < 2:
             continue
-        theirs, peer = min((getattr(row, by), name) for name, row in seen.items() if name != "fusedops")
+        theirs, peer = min(
+            (getattr(row, by), name) for name, row in seen.items() if name != "fusedops"
+        )
         if ours > theirs * _TIE:
             yield ours / theirs, place, ours, theirs, peer
 
 
 def _memory(rows: list[Row]) -> str:
     """The cases in which a peer uses less memory, by operator and peer, as shapes hardly differ."""
-    lines = ["| operator | dtype | mode | peer | cases | of | worst: fusedops, MiB | peer, MiB |",
-             "|---|---|---|---|--:|--:|--:|--:|"]  # fmt: skip
+    lines = [
+        "| operator | dtype | mode | peer | cases | of | worst: fusedops, MiB | peer, MiB |",
+        "|---|---|---|---|--:|--:|--:|--:|",
+    ]
     groups: dict[tuple[str, str, str, str], list[tuple[float, float, float]]] = {}
-    for (op, _, dtype, mode), seen in by_place(row for row in rows if not launch_bound(row)).items():
+    for (op, _, dtype, mode), seen in by_place(
+        row for row in rows if not launch_bound(row)
+    ).items():
         for name, row in seen.items():
             if name != "fusedops" and "fusedops" in seen:
                 ours, theirs = seen["fusedops"].peak_mib, row.peak_mib
-                groups.setdefault((op, dtype, mode, name), []).append((ours / max(theirs, 1e-3), ours, theirs))
+                groups.setdefault((op, dtype, mode, name), []).append(
+                    (ours / max(theirs, 1e-3), ours, theirs)
+                )
     for (op, dtype, mode, name), found in groups.items():
         more = [case for case in found if case[0] > 1.01]
         if more:
             _, ours, theirs = max(more)
-            lines.append(f"| `{op}` | {dtype} | {_mode(mode)} | {PROVIDER_NAMES[name]} | {len(more)} | {len(found)} | {ours:.1f} | "
-                         f"{theirs:.1f} |")  # fmt: skip
+            lines.append(
+                f"| `{op}` | {dtype} | {_mode(mode)} | {PROVIDER_NAMES[name]} | {len(more)} | {len(found)} | {ours:.1f} | "
+                f"{theirs:.1f} |"
+            )
     text = (
         "### In memory\n\nCases in which a peer's peak memory is smaller by more than 1%, on tensors of more than "
         "65,536 elements."
     )
-    return "\n\n".join([text, _folded("All of them", "\n".join(lines)) if len(lines) > 2 else "Nowhere."])
+    return "\n\n".join(
+        [text, _folded("All of them", "\n".join(lines)) if len(lines) > 2 else "Nowhere."]
+    )
 
 
 def _place(place: Place) -> str:

@@ -41,7 +41,10 @@ class UnreadableError(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: what, on which inputs, by whom, how long and how much; and which code that was."""
+    """One measurement: what, on which inputs, by whom, how long and how much.
+
+    Which code that was.
+    """
 
     op: str
     shape: str
@@ -68,7 +71,10 @@ class Row:
 
 
 def sides(shape: str) -> tuple[int, ...]:
-    """The numbers in a shape's name; a letter before one (``4096xR4096``) tells shapes of equal numbers apart."""
+    """The numbers in a shape's name.
+
+    A letter before one (``4096xR4096``) tells shapes of equal numbers apart.
+    """
     return tuple(int(side.lstrip(ascii_uppercase)) for side in shape.split("x"))
 
 
@@ -112,7 +118,9 @@ def read_records(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
         if list(reader.fieldnames or ()) != list(columns):
-            raise UnreadableError(f"{path} has the columns {reader.fieldnames}, expected {list(columns)}")
+            raise UnreadableError(
+                f"{path} has the columns {reader.fieldnames}, expected {list(columns)}"
+            )
         return list(reader)
 
 
@@ -125,7 +133,9 @@ def merge(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
 def write(path: Path, rows: Iterable[Row]) -> None:
     """Merges the rows into the file."""
     records = [asdict(row) for row in merge(read(path), rows)]
-    write_records(path, COLUMNS, [r | {name: f"{r[name]:.3f}" for name in _NUMBERS} for r in records])
+    write_records(
+        path, COLUMNS, [r | {name: f"{r[name]:.3f}" for name in _NUMBERS} for r in records]
+    )
 
 
 def write_records(path: Path, columns: Sequence[str], records: Iterable[Mapping[str, Any]]) -> None:
@@ -140,7 +150,10 @@ def write_records(path: Path, columns: Sequence[str], records: Iterable[Mapping[
 
 
 class Book:
-    """Rows on their way to a file that many cases share: written every few seconds, as each writing merges all."""
+    """Rows on their way to a file that many cases share.
+
+    Written every few seconds, as each writing merges all.
+    """
 
     def __init__(self, path: Path, every: float = 5.0) -> None:
         self.path, self.every = path, every
@@ -167,9 +180,12 @@ class Book:
 
 
 def commit() -> str:
-    """The short hash of the measured code; ``+dirty`` where the tree differs from it, results aside.
+    """The short hash of the measured code.
 
-    ``FUSEDOPS_COMMIT`` overrides it: a tree that was copied to the machine with the GPU has no history there.
+    ``+dirty`` where the tree differs from it, results aside.
+
+    ``FUSEDOPS_COMMIT`` overrides it: a tree that was copied to the machine with the GPU has no
+    history there.
     """
     if "FUSEDOPS_COMMIT" in os.environ:
         return os.environ["FUSEDOPS_COMMIT"]
@@ -187,7 +203,9 @@ def device_slug(name: str) -> str:
 
 
 def _row(record: dict[str, str]) -> Row:
-    values: dict[str, Any] = {name: float(text) if name in _NUMBERS else text for name, text in record.items()}
+    values: dict[str, Any] = {
+        name: float(text) if name in _NUMBERS else text for name, text in record.items()
+    }
     return Row(**values)
 
 

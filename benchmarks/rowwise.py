@@ -1,4 +1,7 @@
-"""The command ``python -m benchmarks rowwise``: users' functions under `fusedops.rowwise`, and what else runs them."""
+"""The command ``python -m benchmarks rowwise``.
+
+Users' functions under `fusedops.rowwise`, and what else runs them.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,12 @@ _ROWS, _BATCH, _HEADS, _VOCABULARY, _SCORES = 8192, 8, 32, 128_256, 1024
 _P = 0.1
 
 
-# --- functions ----------------------------------------------------------------------------------------------------------
+# --- functions ------------------------------------------------------------------------------------
 
 
-def dropout_add_layer_norm(x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
+def dropout_add_layer_norm(
+    x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor
+) -> Tensor:
     """The end of a post-norm block."""
     return F.layer_norm(F.dropout(x + bias, _P) + residual, (x.shape[-1],), weight, shift, 1e-5)
 
@@ -45,13 +50,17 @@ def adaptive_layer_norm(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift
 
 
-def gated_residual_norm(x: Tensor, gamma: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def gated_residual_norm(
+    x: Tensor, gamma: Tensor, residual: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
     """A gate, dropout, the sum and its RMSNorm; the sum is returned."""
     z = residual + gamma * F.dropout(F.silu(x), _P)
     return F.rms_norm(z, z.shape[-1:], weight, 1e-6), z
 
 
-def layer_scale(x: Tensor, gamma: Tensor, residual: Tensor, weight: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+def layer_scale(
+    x: Tensor, gamma: Tensor, residual: Tensor, weight: Tensor, shift: Tensor
+) -> tuple[Tensor, Tensor]:
     """Touvron et al. 2021, arXiv:2103.17239: a scaled branch, the sum and the next block's norm."""
     z = residual + gamma * x
     return F.layer_norm(z, z.shape[-1:], weight, shift), z
@@ -80,7 +89,7 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits, target, reduction="none")
 
 
-# --- workloads ----------------------------------------------------------------------------------------------------------
+# --- workloads ------------------------------------------------------------------------------------
 
 
 Shape = tuple[int, ...]
@@ -96,7 +105,8 @@ class Workload:
         shape: of its rows.
         tensors: the shapes of those that require a gradient, which come first.
         constants: the shapes of the others.
-        moved: bytes that a forward and a backward must move at the least, each whole tensor once each way.
+        moved: bytes that a forward and a backward must move at the least, each whole tensor once
+            each way.
         by_hand: the library's own operator for it, if there is one.
         kind: what the constants are: "float", "mask", or "target" (places of columns).
     """
@@ -112,7 +122,10 @@ class Workload:
 
     def made(self) -> tuple[Tensor, ...]:
         """Random tensors on the GPU, in bf16."""
-        found = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in self.tensors]
+        found = [
+            torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
+            for shape in self.tensors
+        ]
         for shape in self.constants:
             if self.kind == "target":
                 found.append(torch.randint(self.shape[1], shape, device="cuda"))
@@ -131,27 +144,61 @@ def _all() -> Iterator[Workload]:
     m, batch, heads = _ROWS, _BATCH, _HEADS
     for n in (4096, *[width for width in _WIDTHS if width != 4096]):
         row, vector, one = (m, n), (n,), m * n * 2  # one: bytes of a tensor of all rows in bf16
-        yield Workload("dropout_add_layer_norm", dropout_add_layer_norm, row, (row, vector, row, vector, vector), 7 * one,
-                       by_hand=_by_hand)  # fmt: skip
-        yield Workload("adaptive_layer_norm", adaptive_layer_norm, row,
-                       ((batch, m // batch, n), (batch, 1, n), (batch, 1, n)), 5 * one)  # fmt: skip
-        yield Workload("gated_residual_norm", gated_residual_norm, row, (row, vector, row, vector), 10 * one)
-        yield Workload("layer_scale", layer_scale, row, (row, vector, row, vector, vector), 10 * one)
+        yield Workload(
+            "dropout_add_layer_norm",
+            dropout_add_layer_norm,
+            row,
+            (row, vector, row, vector, vector),
+            7 * one,
+            by_hand=_by_hand,
+        )
+        yield Workload(
+            "adaptive_layer_norm",
+            adaptive_layer_norm,
+            row,
+            ((batch, m // batch, n), (batch, 1, n), (batch, 1, n)),
+            5 * one,
+        )
+        yield Workload(
+            "gated_residual_norm", gated_residual_norm, row, (row, vector, row, vector), 10 * one
+        )
+        yield Workload(
+            "layer_scale", layer_scale, row, (row, vector, row, vector, vector), 10 * one
+        )
         yield Workload("swiglu_norm", swiglu_norm, row, ((m, 2 * n), vector), 8 * one)
     positions, scores = (m // batch, 1, 128), (4 * m, _SCORES)
-    yield Workload("norm_and_rotary", norm_and_rotary, (m * heads, 128), ((batch, m // batch, heads, 128), (128,)),
-                   5 * m * heads * 128 * 2, (positions, positions))  # fmt: skip
     yield Workload(
-        "masked_softmax", masked_softmax, scores, (scores,), 5 * math.prod(scores) * 2, ((1, _SCORES),), "mask"
+        "norm_and_rotary",
+        norm_and_rotary,
+        (m * heads, 128),
+        ((batch, m // batch, heads, 128), (128,)),
+        5 * m * heads * 128 * 2,
+        (positions, positions),
     )
-    yield Workload("cross_entropy", cross_entropy, (m, _VOCABULARY), ((m, _VOCABULARY),), 3 * m * _VOCABULARY * 2, ((m,),),
-                   "target")  # fmt: skip
+    yield Workload(
+        "masked_softmax",
+        masked_softmax,
+        scores,
+        (scores,),
+        5 * math.prod(scores) * 2,
+        ((1, _SCORES),),
+        "mask",
+    )
+    yield Workload(
+        "cross_entropy",
+        cross_entropy,
+        (m, _VOCABULARY),
+        ((m, _VOCABULARY),),
+        3 * m * _VOCABULARY * 2,
+        ((m,),),
+        "target",
+    )
 
 
 FUNCTIONS = tuple(dict.fromkeys(workload.name for workload in _all()))
 
 
-# --- providers ----------------------------------------------------------------------------------------------------------
+# --- providers ------------------------------------------------------------------------------------
 
 
 def _providers(workload: Workload) -> dict[str, Callable[..., Any]]:
@@ -178,17 +225,31 @@ def _step(call: Callable[..., Any], tensors: tuple[Tensor, ...]) -> timing.Train
     return timing.Train(lambda **given: call(*given.values()), named, inputs, cotangents)
 
 
-# --- the command --------------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.set_defaults(command=run)
-    parser.add_argument("--function", action="append", choices=FUNCTIONS, help="only this one; may be repeated")
-    parser.add_argument("--provider", action="append", metavar="NAME", help="only this one; may be repeated")
-    parser.add_argument("--cols", action="append", type=int, metavar="N", help="only this row length; may be repeated")
-    parser.add_argument("--output", type=Path, metavar="CSV", help="default: results/rowwise_<device>.csv")
-    parser.add_argument("--table", action="store_true", help="only print the table of the results file")
+    parser.add_argument(
+        "--function", action="append", choices=FUNCTIONS, help="only this one; may be repeated"
+    )
+    parser.add_argument(
+        "--provider", action="append", metavar="NAME", help="only this one; may be repeated"
+    )
+    parser.add_argument(
+        "--cols",
+        action="append",
+        type=int,
+        metavar="N",
+        help="only this row length; may be repeated",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="CSV", help="default: results/rowwise_<device>.csv"
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="only print the table of the results file"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -230,10 +291,26 @@ def _measured(workload: Workload, wanted: Sequence[str] | None, machine: Any) ->
         steps = [_step(call, tensors) for tensors in sets]
         gpu = timing.gpu_us(steps, timing.Effort())
         peak = timing.peak_mib(steps[0])
-        rows.append(results.Row(
-            workload.name, "x".join(map(str, workload.shape)), "bfloat16", "fwd_bwd", provider, gpu, math.nan,
-            floor_us(workload.moved, machine.bandwidth), peak, machine.commit, machine.torch, machine.triton))  # fmt: skip
-        print(f"  {provider:22} {gpu:9.1f} us  {rows[-1].fraction:.2f} of the floor  {peak:8.0f} MiB", flush=True)
+        rows.append(
+            results.Row(
+                workload.name,
+                "x".join(map(str, workload.shape)),
+                "bfloat16",
+                "fwd_bwd",
+                provider,
+                gpu,
+                math.nan,
+                floor_us(workload.moved, machine.bandwidth),
+                peak,
+                machine.commit,
+                machine.torch,
+                machine.triton,
+            )
+        )
+        print(
+            f"  {provider:22} {gpu:9.1f} us  {rows[-1].fraction:.2f} of the floor  {peak:8.0f} MiB",
+            flush=True,
+        )
         del steps
     return rows
 
@@ -249,6 +326,10 @@ def _table(rows: Sequence[results.Row]) -> str:
         if ours is not None:
             found.append(f"{ours.fraction:.2f} of the floor")
             found += [f"{min(compiled) / ours.gpu_us:.2f} x torch.compile"] if compiled else []
-            found += [f"{ours.gpu_us / times['by_hand'].gpu_us:.2f} of by hand"] if "by_hand" in times else []
+            found += (
+                [f"{ours.gpu_us / times['by_hand'].gpu_us:.2f} of by hand"]
+                if "by_hand" in times
+                else []
+            )
         lines.append(f"{op:24} {shape:14} {', '.join(found)}")
     return "\n".join(lines)

@@ -63,7 +63,10 @@ class Plan:
     def modes(self) -> dict[str, tuple[str, ...]]:
         """The modes in which each provider is wanted."""
         names = dict.fromkeys(provider for _, provider in self.wanted)
-        return {name: tuple(mode for mode, provider in self.wanted if provider == name) for name in names}
+        return {
+            name: tuple(mode for mode, provider in self.wanted if provider == name)
+            for name in names
+        }
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,13 @@ class _Measured:
 
 
 def run_case(case: Case, plan: Plan, machine: Machine) -> list[Row]:
-    """The rows of all wanted modes and providers; a provider that fails or is wrong has none, and stderr says why."""
-    if any(name.startswith("compile") for name in plan.modes()):  # else a quick run need not import the compiler
+    """The rows of all wanted modes and providers.
+
+    A provider that fails or is wrong has none, and stderr says why.
+    """
+    if any(
+        name.startswith("compile") for name in plan.modes()
+    ):  # else a quick run need not import the compiler
         providers.fresh_compiler()
     contenders = _judged(case, plan, machine)
     _free()
@@ -105,10 +113,13 @@ def run_case(case: Case, plan: Plan, machine: Machine) -> list[Row]:
     return rows
 
 
-def measure_all(work: Sequence[sweep.Work], machine: Machine, book: Book, *, jobs: int, ends: float) -> tuple[int, int]:
+def measure_all(
+    work: Sequence[sweep.Work], machine: Machine, book: Book, *, jobs: int, ends: float
+) -> tuple[int, int]:
     """A sweep's cases into the book, until all are done or the clock (`time.perf_counter`) shows ``ends``.
 
-    What comes next is compiled by ``jobs`` processes, then measured while these are gone, and so on.
+    What comes next is compiled by ``jobs`` processes, then measured while these are gone, and so
+    on.
 
     Returns:
         how many cases were measured, and how many rows of fusedops are missing from them.
@@ -119,17 +130,25 @@ def measure_all(work: Sequence[sweep.Work], machine: Machine, book: Book, *, job
         begun = time.perf_counter()
         if jobs and begun < ends:
             todo = warm.tasks(chunk)
-            done = warm.compile_ahead(todo, jobs=jobs, device=machine.device, seconds=min(ends - begun, 3600.0))
-            print(f"compiled {done} of {len(todo)} cases ahead in {time.perf_counter() - begun:.0f} s", flush=True)
+            done = warm.compile_ahead(
+                todo, jobs=jobs, device=machine.device, seconds=min(ends - begun, 3600.0)
+            )
+            print(
+                f"compiled {done} of {len(todo)} cases ahead in {time.perf_counter() - begun:.0f} s",
+                flush=True,
+            )
         gc.collect()
-        gc.freeze()  # each case collects its garbage, which would go through all of the compiler's objects too
+        # Each case collects its garbage, which would go through all of the compiler's objects too.
+        gc.freeze()
         for item in chunk:
             if time.perf_counter() > ends:
                 return count, missing
             print(item.case, flush=True)
             rows = run_case(item.case, Plan(item.pairs, sweep.EFFORT), machine)
             book.add(rows)
-            missing += sum(p == "fusedops" for _, p in item.pairs) - sum(row.provider == "fusedops" for row in rows)
+            missing += sum(p == "fusedops" for _, p in item.pairs) - sum(
+                row.provider == "fusedops" for row in rows
+            )
             count += 1
         print(f"torch.compile: {warm.loaded()}", flush=True)
     return count, missing
@@ -145,13 +164,16 @@ def _judged(case: Case, plan: Plan, machine: Machine) -> dict[str, _Contender]:
             continue
         try:
             verdict = oracle.judge(name, call, modes)
-        except Exception as error:  # noqa: BLE001 - a peer may fail in any way; the others are still to be timed
+        # A peer may fail in any way; the others are still to be timed.
+        except Exception as error:  # noqa: BLE001
             _say(f"{case} {name}: left out, {type(error).__name__}: {_first_line(error)}")
             continue
         for mode, problem in verdict.wrong.items():
             _say(f"{case} {mode} {name}: REFUSED, wrong values: {problem}")
         if verdict.overwrites:
-            _say(f"{case} {name}: writes into the gradient it is given; each replay gets it restored")
+            _say(
+                f"{case} {name}: writes into the gradient it is given; each replay gets it restored"
+            )
         contenders[name] = _Contender(call, verdict.wrong, verdict.overwrites)
         seconds = time.perf_counter() - start
         if seconds > 2.0:
@@ -166,7 +188,11 @@ def _inputs(case: Case, machine: Machine) -> _Inputs:
     for index in range(timing.set_count(size, machine.l2_bytes)):
         if index:
             sample = case.spec.benchmark(case.sides, case.dtype, machine.device)
-        leaves = tuple(t.requires_grad_() for t in sample.tensors.values() if t is not None and t.is_floating_point())
+        leaves = tuple(
+            t.requires_grad_()
+            for t in sample.tensors.values()
+            if t is not None and t.is_floating_point()
+        )
         arguments = {**sample.tensors, **sample.options}
         with torch.no_grad():
             out = case.spec.eager(**arguments)
@@ -177,7 +203,12 @@ def _inputs(case: Case, machine: Machine) -> _Inputs:
 
 
 def _run_mode(
-    case: Case, mode: str, contenders: dict[str, _Contender], inputs: _Inputs, plan: Plan, machine: Machine
+    case: Case,
+    mode: str,
+    contenders: dict[str, _Contender],
+    inputs: _Inputs,
+    plan: Plan,
+    machine: Machine,
 ) -> list[Row]:
     steps: dict[str, Sequence[timing.Step]] = {}
     measured: dict[str, _Measured] = {}
@@ -194,13 +225,25 @@ def _run_mode(
         steps[name] = own
         measured[name] = _Measured(gpu, peak, time.perf_counter() - start)
     loops = timing.loop_us(steps, plan.effort, launch_bound=case.launch_bound)
-    floor = floors.floor_us(floors.bytes_moved(case.spec, case.elements, case.dtype, mode), machine.bandwidth)
+    floor = floors.floor_us(
+        floors.bytes_moved(case.spec, case.elements, case.dtype, mode), machine.bandwidth
+    )
     rows = []
     for name, seen in measured.items():
         row = Row(
-            case.op, case.shape, case.dtype_name, mode, name, seen.gpu_us, loops[name], floor, seen.peak_mib,
-            machine.commit, machine.torch, machine.triton,
-        )  # fmt: skip
+            case.op,
+            case.shape,
+            case.dtype_name,
+            mode,
+            name,
+            seen.gpu_us,
+            loops[name],
+            floor,
+            seen.peak_mib,
+            machine.commit,
+            machine.torch,
+            machine.triton,
+        )
         print(
             f"  {mode:<8}{name:<22}{row.gpu_us:9.1f} us {row.fraction:6.3f} of floor {floor:8.1f}"
             f"  loop {row.loop_us:9.1f} us  peak {row.peak_mib:8.1f} MiB  ({seen.seconds:.1f} s)",
@@ -210,7 +253,9 @@ def _run_mode(
     return rows
 
 
-def _steps(contender: _Contender, mode: str, inputs: _Inputs) -> tuple[list[timing.Step], Callable[[], object] | None]:
+def _steps(
+    contender: _Contender, mode: str, inputs: _Inputs
+) -> tuple[list[timing.Step], Callable[[], object] | None]:
     if mode == "fwd":
         return [timing.Forward(contender.call, arguments) for arguments in inputs.arguments], None
     cotangents, restore = inputs.cotangents, None
@@ -227,7 +272,9 @@ def _steps(contender: _Contender, mode: str, inputs: _Inputs) -> tuple[list[timi
     return [timing.Train(contender.call, *triple) for triple in triples], restore
 
 
-def _gpu_us(what: str, steps: Sequence[timing.Step], plan: Plan, restore: Callable[[], object] | None) -> float:
+def _gpu_us(
+    what: str, steps: Sequence[timing.Step], plan: Plan, restore: Callable[[], object] | None
+) -> float:
     try:
         return timing.gpu_us(steps, plan.effort, between=restore, split=plan.split)
     except RuntimeError as error:

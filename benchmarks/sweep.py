@@ -1,4 +1,6 @@
-"""The sweeps: each operator along lines of hidden sizes, slices, rows and widths; what there is to time, in which order.
+"""The sweeps: each operator along lines of hidden sizes, slices, rows and widths.
+
+What there is to time, in which order.
 
 Measuring is `runner`'s. Here is no GPU, and nothing is timed.
 """
@@ -17,12 +19,25 @@ from .cases import DTYPES, Case
 from .providers import build
 from .results import Row, elements
 
-__all__ = ["AXES", "DEFAULT_DTYPES", "EFFORT", "ELEMENTS", "Line", "Work", "chunks", "lines", "plan", "remaining"]
+__all__ = [
+    "AXES",
+    "DEFAULT_DTYPES",
+    "EFFORT",
+    "ELEMENTS",
+    "Line",
+    "Work",
+    "chunks",
+    "lines",
+    "plan",
+    "remaining",
+]
 
 AXES = ("hidden", "slices", "rows", "widths")
 DEFAULT_DTYPES = ("bf16", "fp32", "fp16")  # in the order of measuring
 PROVIDERS = ("fusedops", "eager", "eager_combined", "compile", "liger")
-ELEMENTS = 1 << 25  # along a line of hidden sizes: twice the L2 in 16 bits, and the floor stays the same
+ELEMENTS = (
+    1 << 25
+)  # along a line of hidden sizes: twice the L2 in 16 bits, and the floor stays the same
 EFFORT = timing.Effort(replay_ms=8.0, warmup_ms=3.0, blocks=3, block_ms=3.0, launch_bound_calls=80)
 _ROWS = tuple(4**k for k in range(10))  # 1 to 262,144
 _MOST = 1 << 28  # elements along a line of rows
@@ -39,7 +54,9 @@ class Line:
 
     op: str
     axis: str
-    tail: tuple[int, ...]  # what stays the same; empty for hidden sizes alone, and for rows of several widths
+    tail: tuple[
+        int, ...
+    ]  # what stays the same; empty for hidden sizes alone, and for rows of several widths
     points: tuple[tuple[int, Shape], ...]
 
 
@@ -55,25 +72,46 @@ def lines(spec: Spec, axes: Collection[str] = AXES) -> Iterator[Line]:
     """The lines along which an operator is swept."""
     sweep = spec.sweep
     if "hidden" in axes and sweep.hidden:
-        yield Line(spec.name, "hidden", sweep.hidden[0][:-1], tuple((t[-1], _filled(t)) for t in sweep.hidden))
+        yield Line(
+            spec.name,
+            "hidden",
+            sweep.hidden[0][:-1],
+            tuple((t[-1], _filled(t)) for t in sweep.hidden),
+        )
     if "slices" in axes and sweep.slices:
-        yield Line(spec.name, "slices", sweep.slices[0][1:], tuple((t[0], _filled(t)) for t in sweep.slices))
+        yield Line(
+            spec.name,
+            "slices",
+            sweep.slices[0][1:],
+            tuple((t[0], _filled(t)) for t in sweep.slices),
+        )
     for tail in sweep.rows if "rows" in axes else ():
         counts = (rows for rows in _ROWS if rows * math.prod(tail) <= _MOST)
         yield Line(spec.name, "rows", tail, tuple((rows, (rows, *tail)) for rows in counts))
     for size in (ELEMENTS, ELEMENTS // 4) if "widths" in axes and sweep.widths else ():
         tails = (*sweep.widths, *_drawn(sweep.widths))
-        yield Line(spec.name, "widths", tails[0][:-1], tuple((t[-1], _filled(t, size)) for t in tails))
+        yield Line(
+            spec.name, "widths", tails[0][:-1], tuple((t[-1], _filled(t, size)) for t in tails)
+        )
     if "widths" in axes and sweep.ragged:
         columns = [(elements(name), name) for name in sweep.ragged]
-        yield Line(spec.name, "widths", (), tuple((cols, (ELEMENTS // cols, name)) for cols, name in columns))
+        yield Line(
+            spec.name,
+            "widths",
+            (),
+            tuple((cols, (ELEMENTS // cols, name)) for cols, name in columns),
+        )
 
 
-def plan(specs: Iterable[Spec], axes: Collection[str] = AXES, dtypes: Sequence[str] = DEFAULT_DTYPES) -> list[Case]:
-    """Every case once, the coarsest first: a run that is cut short leaves each line with a few points.
+def plan(
+    specs: Iterable[Spec], axes: Collection[str] = AXES, dtypes: Sequence[str] = DEFAULT_DTYPES
+) -> list[Case]:
+    """Every case once, the coarsest first.
 
-    Coarse are the powers of four of the hidden sizes, and of sixteen of the rows; then the other powers of two, and
-    last what is none. Each round takes the dtypes in turn.
+    A run that is cut short leaves each line with a few points.
+
+    Coarse are the powers of four of the hidden sizes, and of sixteen of the rows; then the other
+    powers of two, and last what is none. Each round takes the dtypes in turn.
     """
     ranked: dict[tuple[str, str, str], tuple[int, int, Case]] = {}
     for spec in specs:
@@ -81,22 +119,31 @@ def plan(specs: Iterable[Spec], axes: Collection[str] = AXES, dtypes: Sequence[s
             for x, sides in line.points:
                 for turn, dtype in enumerate(dtypes):
                     case = Case(spec, sides, DTYPES[dtype])
-                    ranked.setdefault((case.op, case.shape, dtype), (_rank(line.axis, x), turn, case))
+                    ranked.setdefault(
+                        (case.op, case.shape, dtype), (_rank(line.axis, x), turn, case)
+                    )
     return [case for _, _, case in sorted(ranked.values(), key=lambda entry: entry[:2])]
 
 
 def remaining(
     cases: Iterable[Case], modes: Sequence[str], names: Sequence[str] | None, done: Iterable[Row]
 ) -> list[Work]:
-    """What of the cases is still to be timed: each mode and provider that the operator has, unless a row has it."""
+    """What of the cases is still to be timed.
+
+    Each mode and provider that the operator has, unless a row has it.
+    """
     have = {row.key for row in done}
     present: dict[str, list[str]] = {}
     work = []
     for case in cases:
         if case.op not in present:
-            present[case.op] = [name for name in names or PROVIDERS if build(name, case.spec) is not None]
+            present[case.op] = [
+                name for name in names or PROVIDERS if build(name, case.spec) is not None
+            ]
         wanted = ((mode, name) for mode in modes for name in present[case.op])
-        pairs = tuple(pair for pair in wanted if (case.op, case.shape, case.dtype_name, *pair) not in have)
+        pairs = tuple(
+            pair for pair in wanted if (case.op, case.shape, case.dtype_name, *pair) not in have
+        )
         if pairs:
             work.append(Work(case, pairs))
     return work
@@ -109,7 +156,10 @@ def chunks(work: Sequence[Work], size: int) -> Iterator[Sequence[Work]]:
 
 
 def _drawn(tails: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """Tails of other widths in the same range, random multiples of eight: nobody has chosen them."""
+    """Tails of other widths in the same range, random multiples of eight.
+
+    Nobody has chosen them.
+    """
     known = [tail[-1] for tail in tails]
     others = [width for width in range(min(known) // 8 * 8, max(known), 8) if width not in known]
     for width in random.Random(_SEED).sample(others, _DRAWN):

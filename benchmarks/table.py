@@ -1,4 +1,7 @@
-"""The results as Markdown, for the operators' pages: times and fractions of the floor, one line a shape."""
+"""The results as Markdown, for the operators' pages.
+
+Times and fractions of the floor, one line a shape.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +48,16 @@ def fill(text: str, content: Callable[[str], str]) -> str:
     return _FIGURES.sub(lambda match: f"{match[1]}\n{content(match[2])}\n\n{match[3]}", text)
 
 
-def _table(rows: list[Row], columns: tuple[str, ...], cells: Callable[[dict[str, Row]], list[str]]) -> str:
+def _table(
+    rows: list[Row], columns: tuple[str, ...], cells: Callable[[dict[str, Row]], list[str]]
+) -> str:
     groups: dict[tuple[str, str, str], dict[str, Row]] = {}
     for row in rows:
         groups.setdefault((row.op, row.shape, row.dtype), {})[row.provider] = row
-    lines = ["| operator | rows × N | dtype | " + " | ".join(columns) + " |", "|---|---|---|" + "--:|" * len(columns)]  # noqa: RUF001
+    lines = [
+        "| operator | rows × N | dtype | " + " | ".join(columns) + " |",  # noqa: RUF001
+        "|---|---|---|" + "--:|" * len(columns),
+    ]
     above = ""
     for (op, shape, dtype), seen in groups.items():
         name = "" if op == above else f"`{op}`"

@@ -17,9 +17,9 @@ Kind = Literal["fraction", "loop", "us", "times"]
 class Target:
     """A target for a figure of ``fusedops``.
 
-    ``fraction``: at least this part of the roofline. ``loop``: at most this multiple of eager's host-inclusive time.
-    ``us``: at most so many microseconds of GPU time. ``times``: at most this multiple of the operator ``than``'s GPU
-    time on the same shape.
+    ``fraction``: at least this part of the roofline. ``loop``: at most this multiple of eager's
+    host-inclusive time. ``us``: at most so many microseconds of GPU time. ``times``: at most this
+    multiple of the operator ``than``'s GPU time on the same shape.
     """
 
     op: str
@@ -44,7 +44,11 @@ class Verdict:
         """Whether there is a result, and it reaches the target."""
         if self.result is None:
             return False
-        return self.result >= self.target.value if self.target.kind == "fraction" else self.result <= self.target.value
+        return (
+            self.result >= self.target.value
+            if self.target.kind == "fraction"
+            else self.result <= self.target.value
+        )
 
 
 def _both(op: str, dtype: str, figures: dict[str, float]) -> tuple[Target, ...]:
@@ -55,13 +59,25 @@ TARGETS: tuple[Target, ...] = (
     *_both("bias_dropout_add_ln", "fp32", {"8192x1024": 0.75}),
     *_both("bias_dropout_add_ln", "fp16", {"16384x768": 0.65}),
     *_both(
-        "bias_dropout_add_ln", "bf16", {"8192x1024": 0.60, "8192x4096": 0.75, "4096x8192": 0.73, "2048x16384": 0.65}
+        "bias_dropout_add_ln",
+        "bf16",
+        {"8192x1024": 0.60, "8192x4096": 0.75, "4096x8192": 0.73, "2048x16384": 0.65},
     ),
-    *_both("rms_norm", "bf16", {"8192x1024": 0.63, "8192x4096": 0.83, "4096x8192": 0.82, "2048x16384": 0.70}),
+    *_both(
+        "rms_norm",
+        "bf16",
+        {"8192x1024": 0.63, "8192x4096": 0.83, "4096x8192": 0.82, "2048x16384": 0.70},
+    ),
     *_both(
         "layer_norm",
         "bf16",
-        {"8192x1024": 0.58, "8192x4096": 0.80, "4096x8192": 0.77, "2048x16384": 0.60, "1024x32768": 0.55},
+        {
+            "8192x1024": 0.58,
+            "8192x4096": 0.80,
+            "4096x8192": 0.77,
+            "2048x16384": 0.60,
+            "1024x32768": 0.55,
+        },
     ),
     Target("layer_norm", "8192x4096", "bf16", "fwd", 0.90),
     Target("rms_norm", "8192x4096", "bf16", "fwd", 0.90),
@@ -75,10 +91,20 @@ TARGETS: tuple[Target, ...] = (
     *_both("swiglu", "bf16", {"8192x11008": 0.88}),
     *_both("geglu", "bf16", {"8192x11008": 0.88}),
     *_both("batched_layer_norm_tanh", "fp32", {"4096x16x128": 0.75}),
-    *_both("batched_layer_norm_tanh", "bf16", {"4096x64x64": 0.70, "8192x200x64": 0.80, "4096xR4096": 0.65}),
+    *_both(
+        "batched_layer_norm_tanh",
+        "bf16",
+        {"4096x64x64": 0.70, "8192x200x64": 0.80, "4096xR4096": 0.65},
+    ),
     Target("batched_layer_norm_tanh", "1024x16x64", "fp32", "fwd_bwd", 15.0, "us"),
     Target(
-        "batched_layer_norm_tanh_sequence", "4096x64x64", "bf16", "fwd_bwd", 1.15, "times", "batched_layer_norm_tanh"
+        "batched_layer_norm_tanh_sequence",
+        "4096x64x64",
+        "bf16",
+        "fwd_bwd",
+        1.15,
+        "times",
+        "batched_layer_norm_tanh",
     ),
     Target("batched_layer_norm_tanh_sequence", "256x64x64", "bf16", "fwd_bwd", 0.05, "loop"),
 )
@@ -87,7 +113,13 @@ TARGETS: tuple[Target, ...] = (
 def target_fraction(op: str, shape: str, dtype: str, mode: str) -> float | None:
     """The target as a fraction of the roofline; None if there is none."""
     for target in TARGETS:
-        if (target.op, target.shape, target.dtype, target.mode, target.kind) == (op, shape, dtype, mode, "fraction"):
+        if (target.op, target.shape, target.dtype, target.mode, target.kind) == (
+            op,
+            shape,
+            dtype,
+            mode,
+            "fraction",
+        ):
             return target.value
     return None
 
@@ -100,17 +132,26 @@ def compare(rows: Iterable[Row], targets: Iterable[Target] = TARGETS) -> list[Ve
 
 def _verdict(target: Target, table: dict[tuple[str, str, str, str, str], Row]) -> Verdict:
     at = (target.op, target.shape, target.dtype, target.mode)
-    contenders = {key[-1]: _value(target, row, table) for key, row in table.items() if key[:-1] == at}
+    contenders = {
+        key[-1]: _value(target, row, table) for key, row in table.items() if key[:-1] == at
+    }
     result = contenders.pop("fusedops", None)
     if target.kind == "loop":
         contenders.pop("eager", None)  # the reference itself
     peers = {name: value for name, value in contenders.items() if value is not None}
-    best = (max if target.kind == "fraction" else min)(peers, key=lambda name: peers[name], default=None)
+    best = (max if target.kind == "fraction" else min)(
+        peers, key=lambda name: peers[name], default=None
+    )
     return Verdict(target, result, "-" if best is None else f"{peers[best]:.2f} {best}")
 
 
-def _value(target: Target, row: Row, table: dict[tuple[str, str, str, str, str], Row]) -> float | None:
-    """The value of a target's kind in a row; None if the row that it is compared with is missing."""
+def _value(
+    target: Target, row: Row, table: dict[tuple[str, str, str, str, str], Row]
+) -> float | None:
+    """The value of a target's kind in a row.
+
+    None if the row that it is compared with is missing.
+    """
     if target.kind == "fraction":
         return row.fraction
     if target.kind == "us":
@@ -132,7 +173,9 @@ _TARGETS = {
 
 def report(verdicts: Iterable[Verdict]) -> str:
     """The verdicts as a table for the terminal."""
-    lines = [f"{'operator':<34}{'shape':<13}{'dtype':<6}{'mode':<9}{'target':>18}{'result':>8}  {'':<8}best peer"]
+    lines = [
+        f"{'operator':<34}{'shape':<13}{'dtype':<6}{'mode':<9}{'target':>18}{'result':>8}  {'':<8}best peer"
+    ]
     for verdict in verdicts:
         target = verdict.target
         wanted = _TARGETS[target.kind].format(target)

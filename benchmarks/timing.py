@@ -1,8 +1,8 @@
 """How time and memory are measured. Importable without a GPU; measuring needs one.
 
-GPU time comes from replays of one CUDA graph that holds many calls, each on its own set of inputs. The sets together
-are several times the L2, so that no call finds its inputs there, and a graph leaves the host's time out. The
-host's time is what the plain Python loop adds.
+GPU time comes from replays of one CUDA graph that holds many calls, each on its own set of inputs.
+The sets together are several times the L2, so that no call finds its inputs there, and a graph
+leaves the host's time out. The host's time is what the plain Python loop adds.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def gpu_us(
         steps: one for each set of inputs.
         effort: how long to measure.
         between: what to do before each replay, untimed.
-        split: all forwards before all backwards, so that no backward finds what its forward kept in the L2.
+        split: all forwards before all backwards, so that no backward finds what its forward kept in
+            the L2.
 
     Raises:
         RuntimeError: the steps cannot be captured.
@@ -142,13 +143,18 @@ def gpu_us(
         for _ in range(math.ceil(effort.warmup_ms / estimate)):
             graph.replay()
         replays = max(5, min(500, math.ceil(effort.replay_ms / estimate)))
-        return statistics.median(events(graph.replay, replays, between)) * 1e3 / (rounds * len(steps))
+        return (
+            statistics.median(events(graph.replay, replays, between)) * 1e3 / (rounds * len(steps))
+        )
     finally:
         graph.reset()  # frees the outputs that it holds
 
 
 def uncaptured_us(steps: Sequence[Step], effort: Effort) -> float:
-    """The fall-back where capture fails: events around a plain loop, whose time the host may set."""
+    """The fall-back where capture fails.
+
+    Events around a plain loop, whose time the host may set.
+    """
 
     def every() -> None:
         for step in steps:
@@ -160,10 +166,13 @@ def uncaptured_us(steps: Sequence[Step], effort: Effort) -> float:
     return statistics.median(events(every, repeats)) * 1e3 / len(steps)
 
 
-def loop_us(contenders: dict[str, Sequence[Step]], effort: Effort, *, launch_bound: bool) -> dict[str, float]:
+def loop_us(
+    contenders: dict[str, Sequence[Step]], effort: Effort, *, launch_bound: bool
+) -> dict[str, float]:
     """Microseconds a call, the host's included, in a plain Python loop that ends in a synchronisation.
 
-    The contenders take turns block by block, so that a drift of the machine meets all alike; each block's median.
+    The contenders take turns block by block, so that a drift of the machine meets all alike; each
+    block's median.
     """
     calls = {name: _block_calls(steps, effort, launch_bound) for name, steps in contenders.items()}
     seen: dict[str, list[float]] = {name: [] for name in contenders}
@@ -195,7 +204,9 @@ def _loop(steps: Sequence[Step], calls: int) -> float:
 def _capture(steps: Sequence[Step], rounds: int, split: bool) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # lazy initialisation and autotuning must not happen while capturing
+    with torch.cuda.stream(
+        stream
+    ):  # lazy initialisation and autotuning must not happen while capturing
         for step in steps[:3]:
             step()
     torch.cuda.current_stream().wait_stream(stream)
@@ -203,7 +214,8 @@ def _capture(steps: Sequence[Step], rounds: int, split: bool) -> torch.cuda.CUDA
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(rounds):
-            # Held until the round ends: an output put where the last one lay would be overwritten within the L2.
+            # Held until the round ends: an output put where the last one lay would be overwritten
+            # within the L2.
             if split:
                 kept = [(step, step.forward()) for step in steps]
                 held = [(out, step.backward(out)) for step, out in kept]

@@ -1,7 +1,8 @@
 """The gate before any timing: a provider's outputs and gradients against the fp64 reference.
 
-With dropout on, every provider draws its own mask. It is read off the gradients: the residual's gradient is dz and x's
-is dz times the scaled mask. One mask must then explain the output, every gradient, and the forward without autograd.
+With dropout on, every provider draws its own mask. It is read off the gradients: the residual's
+gradient is dz and x's is dz times the scaled mask. One mask must then explain the output, every
+gradient, and the forward without autograd.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class _Results:
 
     def items(self) -> list[tuple[str, Tensor]]:
         named = [(f"output {i}", out) for i, out in enumerate(self.outputs)]
-        return named + [(f"gradient of {name}", gradient) for name, gradient in self.gradients.items()]
+        return named + [
+            (f"gradient of {name}", gradient) for name, gradient in self.gradients.items()
+        ]
 
 
 class Oracle:
@@ -49,7 +52,9 @@ class Oracle:
         torch.manual_seed(_SEED)
         sample = case.spec.benchmark(case.sides, case.dtype, device)
         self.tensors = {
-            name: None if tensor is None else tensor.detach().requires_grad_(tensor.is_floating_point())
+            name: None
+            if tensor is None
+            else tensor.detach().requires_grad_(tensor.is_floating_point())
             for name, tensor in sample.tensors.items()
         }
         self.options, self.p = dict(sample.options), sample.p
@@ -61,13 +66,22 @@ class Oracle:
         eager = self._run(case.spec.eager, self.cotangents)
         self.eager_dtypes = {name: tensor.dtype for name, tensor in eager.items()}
         exact = self._reference(eager, 1.0 - self.p)
-        self.eager_error = {name: _error(tensor, true) for (name, tensor), (_, true) in _pairs(eager, exact)}
+        self.eager_error = {
+            name: _error(tensor, true) for (name, tensor), (_, true) in _pairs(eager, exact)
+        }
 
     def judge(self, provider: str, call: Call, modes: Sequence[str] = MODES) -> Verdict:
-        """Runs the provider as the timing will: with autograd, and without it under the same seed."""
+        """Runs the provider as the timing will.
+
+        With autograd, and without it under the same seed.
+        """
         given = tuple(cotangent.clone() for cotangent in self.cotangents)
         results = self._run(call, given)
-        verdict = Verdict(overwrites=any(not torch.equal(a, b) for a, b in zip(given, self.cotangents, strict=True)))
+        verdict = Verdict(
+            overwrites=any(
+                not torch.equal(a, b) for a, b in zip(given, self.cotangents, strict=True)
+            )
+        )
         exact = self._reference(results, _keep_probability(provider, self.p, self.device))
         problem = self._keep_rate(results) or self._compare(results, exact)
         if problem:
@@ -86,7 +100,9 @@ class Oracle:
         inputs = {n: t for n, t in self.tensors.items() if t is not None and t.requires_grad}
         outputs = _tuple(call(**self.tensors, **self.options))
         gradients = torch.autograd.grad(outputs, tuple(inputs.values()), cotangents)
-        return _Results(tuple(out.detach() for out in outputs), dict(zip(inputs, gradients, strict=True)))
+        return _Results(
+            tuple(out.detach() for out in outputs), dict(zip(inputs, gradients, strict=True))
+        )
 
     def _reference(self, seen: _Results, keep_probability: float) -> _Results:
         """The fp64 results under the mask that the provider drew."""
@@ -109,12 +125,16 @@ class Oracle:
             for name, t in self.tensors.items()
         }
         outputs = _tuple(
-            self.case.spec.reference(**tensors, **self.options, keep=keep, keep_probability=keep_probability)
+            self.case.spec.reference(
+                **tensors, **self.options, keep=keep, keep_probability=keep_probability
+            )
         )
         inputs = {name: t for name, t in tensors.items() if t is not None and t.requires_grad}
         cotangents = tuple(cotangent.double() for cotangent in self.cotangents)
         gradients = torch.autograd.grad(outputs, tuple(inputs.values()), cotangents)
-        return _Results(tuple(out.detach() for out in outputs), dict(zip(inputs, gradients, strict=True)))
+        return _Results(
+            tuple(out.detach() for out in outputs), dict(zip(inputs, gradients, strict=True))
+        )
 
     def _keep_rate(self, seen: _Results) -> str:
         """Six standard deviations: a right generator fails once in 10^9 cases."""
@@ -136,9 +156,13 @@ class Oracle:
             if tensor.dtype != self.eager_dtypes[name] or tensor.shape != true.shape:
                 wanted = f"{self.eager_dtypes[name]} {tuple(true.shape)}"
                 return f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {wanted}"
-            summed = math.prod(true.shape)  # as many as a row has, or as many as were summed into each element
+            summed = math.prod(
+                true.shape
+            )  # as many as a row has, or as many as were summed into each element
             terms = (
-                true.shape[-1] if any(true.shape == c.shape for c in self.cotangents) else self.case.elements // summed
+                true.shape[-1]
+                if any(true.shape == c.shape for c in self.cotangents)
+                else self.case.elements // summed
             )
             accumulator = torch.promote_types(tensor.dtype, torch.float32)
             unit = _roundoff(tensor.dtype) + _roundoff(accumulator) * math.sqrt(terms)
@@ -150,7 +174,10 @@ class Oracle:
 
 
 class ExactOracle:
-    """For operators that compute nothing with floating-point numbers: outputs are the reference's, or wrong."""
+    """For operators that compute nothing with floating-point numbers.
+
+    Outputs are the reference's, or wrong.
+    """
 
     def __init__(self, case: Case, device: torch.device) -> None:
         torch.manual_seed(_SEED)
@@ -166,7 +193,10 @@ class ExactOracle:
         return Verdict()
 
     def _run(self, call: Call) -> tuple[Tensor, ...]:
-        tensors = {name: None if tensor is None else tensor.clone() for name, tensor in self.tensors.items()}
+        tensors = {
+            name: None if tensor is None else tensor.clone()
+            for name, tensor in self.tensors.items()
+        }
         with torch.no_grad():
             return _tuple(call(**tensors, **self.options))
 
@@ -182,7 +212,9 @@ def _roundoff(dtype: torch.dtype) -> float:
 
 def _keep_probability(provider: str, p: float, device: torch.device) -> float:
     """The probability that the scale must undo: on the kernel path p is a multiple of 2^-16."""
-    if provider == "fusedops" and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"):
+    if provider == "fusedops" and (
+        device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    ):
         from fusedops.core import rng
 
         return rng.keep_probability(p)

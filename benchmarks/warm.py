@@ -1,7 +1,7 @@
 """Compiling ahead: worker processes fill the compilers' caches on disk, so that the measuring process only loads.
 
-torch.compile takes seconds a shape and mode on one core, and a machine with a GPU has many. The workers end before
-anything is timed.
+torch.compile takes seconds a shape and mode on one core, and a machine with a GPU has many. The
+workers end before anything is timed.
 """
 
 from __future__ import annotations
@@ -54,15 +54,18 @@ def tasks(work: Iterable[Work]) -> list[Task]:
 def settle_compiler() -> None:
     """What the workers and the measuring process must set alike, so that one finds what the other compiled.
 
-    Inductor chooses among its configs by timing them, and writes the choice down. A choice made while many workers
-    share the GPU would be a poor one, so it is not written, and the measuring process times them itself.
+    Inductor chooses among its configs by timing them, and writes the choice down. A choice made
+    while many workers share the GPU would be a poor one, so it is not written, and the measuring
+    process times them itself.
     """
-    # Inductor moves Triton's cache once it has compiled; kernels from before would not be found after.
+    # Inductor moves Triton's cache once it has compiled; kernels from before would not be found
+    # after.
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
-    # Both caches' keys are pickles, and pickle names a constant of torch after the first module that holds it. In a
-    # worker that would be this process's main module under another name.
+    # Both caches' keys are pickles, and pickle names a constant of torch after the first module
+    # that holds it. In a worker that would be this process's main module under another name.
     sys.modules.pop("__mp_main__", None)
-    # The environment too, as a worker may import Inductor, which starts as many processes as this says, before.
+    # The environment too, as a worker may import Inductor, which starts as many processes as this
+    # says, before.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     import torch._inductor.config as config
 
@@ -71,9 +74,12 @@ def settle_compiler() -> None:
 
 
 def compile_ahead(todo: Sequence[Task], *, jobs: int, device: torch.device, seconds: float) -> int:
-    """Compiles in ``jobs`` processes until all is done or the seconds are over; returns how many cases were done.
+    """Compiles in ``jobs`` processes until all is done or the seconds are over.
 
-    What a worker cannot compile, or all of them if they cannot start, the measuring process meets again, and reports.
+    Returns how many cases were done.
+
+    What a worker cannot compile, or all of them if they cannot start, the measuring process meets
+    again, and reports.
     """
     if not todo:
         return 0
@@ -120,7 +126,11 @@ def _compile(task: Task, device: torch.device) -> None:
     fresh_compiler()
     case = Case(_specs()[task.op], task.sides, DTYPES[task.dtype])
     sample = case.spec.benchmark(case.sides, case.dtype, device)
-    leaves = tuple(t.requires_grad_() for t in sample.tensors.values() if t is not None and t.is_floating_point())
+    leaves = tuple(
+        t.requires_grad_()
+        for t in sample.tensors.values()
+        if t is not None and t.is_floating_point()
+    )
     arguments = {**sample.tensors, **sample.options}
     for name in dict.fromkeys(name for _, name in task.pairs):
         with suppress(Exception):

@@ -1,9 +1,10 @@
-"""Train the same small diffusion transformer with plain PyTorch functions and with ``fusedops.rowwise``, and compare.
+"""Train the same small diffusion transformer with PyTorch functions and with ``fusedops.rowwise``.
 
-Each block is adaLN-zero (Peebles and Xie 2023, arXiv:2212.09748): a conditioning vector gives six modulations, a shift, a
-scale and a gate for the attention and for the MLP. The model learns the velocity from data to noise, on random data. Both
-runs start from the same weights and see the same batches. Everything between the matrix products is four functions; the
-second run has the same four under ``fusedops.rowwise``.
+Each block is adaLN-zero (Peebles and Xie 2023, arXiv:2212.09748): a conditioning vector gives six
+modulations, a shift, a scale and a gate for the attention and for the MLP. The model learns the
+velocity from data to noise, on random data. Both runs start from the same weights and see the same
+batches. Everything between the matrix products is four functions; the second run has the same four
+under ``fusedops.rowwise``.
 
     python examples/dit_block.py                  # sizes to suit the machine
     python examples/dit_block.py --batch 4 --tokens 256 --hidden 512 --steps 100
@@ -49,7 +50,8 @@ PRESETS = {
 }
 
 
-# The functions between the matrix products: rows of x are (batch, tokens, hidden), modulations (batch, 1, hidden). -------
+# The functions between the matrix products: rows of x are (batch, tokens, hidden), modulations
+# (batch, 1, hidden). -------
 
 
 def modulated_norm(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -60,7 +62,10 @@ def modulated_norm(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 def gated_residual_norm(
     x: Tensor, branch: Tensor, bias: Tensor, gate: Tensor, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The end of one branch and the start of the next: the modulated norm of the residual stream, and the stream."""
+    """The end of one branch and the start of the next.
+
+    The modulated norm of the residual stream, and the stream.
+    """
     stream = x + gate * (branch + bias)
     return F.layer_norm(stream, stream.shape[-1:], eps=EPS) * (1 + scale) + shift, stream
 
@@ -95,11 +100,15 @@ ROWWISE = Functions(
 )
 
 
-# The model. ---------------------------------------------------------------------------------------------------------
+# The model.
+# --------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
-    """A block of a diffusion transformer. The biases of ``out``, ``up`` and ``down`` are added by the functions."""
+    """A block of a diffusion transformer.
+
+    The biases of ``out``, ``up`` and ``down`` are added by the functions.
+    """
 
     def __init__(self, config: Config, functions: Functions) -> None:
         super().__init__()
@@ -110,17 +119,25 @@ class Block(nn.Module):
         self.out = nn.Linear(hidden, hidden)
         self.up = nn.Linear(hidden, 4 * hidden)
         self.down = nn.Linear(4 * hidden, hidden)
-        nn.init.zeros_(self.modulation.weight)  # the "zero" of adaLN-zero: at first the block is the identity
+        nn.init.zeros_(
+            self.modulation.weight
+        )  # the "zero" of adaLN-zero: at first the block is the identity
         nn.init.zeros_(self.modulation.bias)
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         """Map ``(batch, tokens, hidden)`` to the same shape, given ``(batch, 1, hidden)``."""
         f = self.functions
         modulations = self.modulation(F.silu(condition)).chunk(6, -1)
-        shift_attention, scale_attention, gate_attention, shift_mlp, scale_mlp, gate_mlp = modulations
+        shift_attention, scale_attention, gate_attention, shift_mlp, scale_mlp, gate_mlp = (
+            modulations
+        )
         branch = self.attend(f.modulated_norm(x, shift_attention, scale_attention))
-        normed, x = f.gated_residual_norm(x, branch, self.out.bias, gate_attention, shift_mlp, scale_mlp)
-        branch = F.linear(f.bias_gelu(F.linear(normed, self.up.weight), self.up.bias), self.down.weight)
+        normed, x = f.gated_residual_norm(
+            x, branch, self.out.bias, gate_attention, shift_mlp, scale_mlp
+        )
+        branch = F.linear(
+            f.bias_gelu(F.linear(normed, self.up.weight), self.up.bias), self.down.weight
+        )
         return f.gated_residual(x, branch, self.down.bias, gate_mlp)
 
     def attend(self, x: Tensor) -> Tensor:
@@ -154,7 +171,8 @@ class DiffusionTransformer(nn.Module):
         return velocity
 
 
-# Training. ----------------------------------------------------------------------------------------------------------
+# Training.
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -180,7 +198,10 @@ def batches(config: Config, device: torch.device) -> Iterator[tuple[Tensor, Tens
 
 
 def train(name: str, model: DiffusionTransformer, config: Config, device: torch.device) -> Run:
-    """Train ``model`` on the batches; the first steps, in which kernels compile, are left out of the time."""
+    """Train ``model`` on the batches.
+
+    The first steps, in which kernels compile, are left out of the time.
+    """
     model.to(device, DTYPES[config.dtype])
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -209,7 +230,8 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# What came out. -----------------------------------------------------------------------------------------------------
+# What came out.
+# --------------------------------------------------------------------------------------------------
 
 
 def report(runs: list[Run]) -> None:
@@ -229,9 +251,14 @@ def report(runs: list[Run]) -> None:
 def parse_arguments() -> tuple[Config, torch.device]:
     """Read the command line; sizes that are not given come from the device's preset."""
     parser = argparse.ArgumentParser(
-        description="Train the same diffusion transformer with plain functions and with fusedops.rowwise, and compare."
+        description="Train the same diffusion transformer with plain functions and with "
+        "fusedops.rowwise, and compare."
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda[:index]")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu or cuda[:index]",
+    )
     for field in fields(Config):
         cpu, gpu = (getattr(PRESETS[device], field.name) for device in ("cpu", "cuda"))
         choices = list(DTYPES) if field.name == "dtype" else None
@@ -242,8 +269,21 @@ def parse_arguments() -> tuple[Config, torch.device]:
     if device.type not in PRESETS:
         parser.error(f"--device is cpu or cuda[:index], not {given.device}")
     sizes = {field.name: getattr(given, field.name) for field in fields(Config)}
-    config = replace(PRESETS[device.type], **{name: size for name, size in sizes.items() if size is not None})
-    if min(config.layers, config.batch, config.tokens, config.hidden, config.heads, config.steps, config.channels) < 1:
+    config = replace(
+        PRESETS[device.type], **{name: size for name, size in sizes.items() if size is not None}
+    )
+    if (
+        min(
+            config.layers,
+            config.batch,
+            config.tokens,
+            config.hidden,
+            config.heads,
+            config.steps,
+            config.channels,
+        )
+        < 1
+    ):
         parser.error("layers, batch, tokens, hidden, heads, steps and channels must be at least 1")
     if config.hidden % config.heads:
         parser.error(f"--hidden {config.hidden} does not divide into --heads {config.heads}")
@@ -265,9 +305,10 @@ def main() -> None:
     report(runs)
     if device.type != "cuda":
         print(
-            "\nThe kernels need a GPU. On a CPU a rowwise function runs as it is, or with TRITON_INTERPRET=1 in Triton's"
+            "\nThe kernels need a GPU. On a CPU a rowwise function runs as it is, or with\n"
+            "TRITON_INTERPRET=1 in Triton's interpreter, which is for tests. The times are no\n"
+            "comparison; run this on a GPU for one."
         )
-        print("interpreter, which is for tests. The times are no comparison; run this on a GPU for one.")
 
 
 if __name__ == "__main__":

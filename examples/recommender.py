@@ -1,9 +1,9 @@
-"""Train the same small recommendation model with a norm and tanh for each slice, and with all slices at once.
+"""Train a small recommendation model with a norm and tanh for each slice, and for all at once.
 
-The model looks up features in many embedding tables, applies LayerNorm and tanh to each slice, and predicts a click from
-all of them side by side. The clicks come from a hidden model of the same tables. Both runs start from the same weights
-and see the same batches. Only the middle of the model differs: ``SplitModel.normalise`` against
-``FusedModel.normalise``.
+The model looks up features in many embedding tables, applies LayerNorm and tanh to each slice, and
+predicts a click from all of them side by side. The clicks come from a hidden model of the same
+tables. Both runs start from the same weights and see the same batches. Only the middle of the model
+differs: ``SplitModel.normalise`` against ``FusedModel.normalise``.
 
     python examples/recommender.py                  # sizes to suit the machine
     python examples/recommender.py --tables 256 --batch 4096 --steps 1000
@@ -48,7 +48,8 @@ PRESETS = {
 }
 
 
-# The model. ---------------------------------------------------------------------------------------------------------
+# The model.
+# --------------------------------------------------------------------------------------------------
 
 
 class SplitModel(nn.Module):
@@ -59,7 +60,10 @@ class SplitModel(nn.Module):
         self.tables = nn.ModuleList(nn.Embedding(config.rows, size) for size in config.sizes)
         self.norms: nn.Module = nn.ModuleList(nn.LayerNorm(size) for size in config.sizes)
         self.top = nn.Sequential(
-            nn.Linear(sum(config.sizes), config.hidden), nn.ReLU(), nn.Linear(config.hidden, 1), nn.Flatten(0)
+            nn.Linear(sum(config.sizes), config.hidden),
+            nn.ReLU(),
+            nn.Linear(config.hidden, 1),
+            nn.Flatten(0),
         )
 
     def forward(self, users: Tensor) -> Tensor:
@@ -91,7 +95,8 @@ class FusedModel(SplitModel):
         return joined
 
 
-# Training. ----------------------------------------------------------------------------------------------------------
+# Training.
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,10 @@ def batches(config: Config, device: torch.device) -> Iterator[tuple[Tensor, Tens
 
 
 def train(name: str, model: SplitModel, config: Config, device: torch.device) -> Run:
-    """Train ``model`` on the batches; the first steps, in which kernels compile, are left out of the time."""
+    """Train ``model`` on the batches.
+
+    The first steps, in which kernels compile, are left out of the time.
+    """
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.rate, fused=True)
     losses = torch.zeros(config.steps, device=device)
@@ -141,7 +149,8 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# What came out. -----------------------------------------------------------------------------------------------------
+# What came out.
+# --------------------------------------------------------------------------------------------------
 
 
 def report(runs: list[Run]) -> None:
@@ -163,18 +172,27 @@ def report(runs: list[Run]) -> None:
 def parse_arguments() -> tuple[Config, torch.device]:
     """Read the command line; sizes that are not given come from the device's preset."""
     parser = argparse.ArgumentParser(
-        description="Train the same recommendation model slice by slice and with all slices at once, and compare."
+        description="Train the same recommendation model slice by slice and with all slices at "
+        "once, and compare."
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda[:index]")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu or cuda[:index]",
+    )
     for field in fields(Config):
         cpu, gpu = (getattr(PRESETS[device], field.name) for device in ("cpu", "cuda"))
-        parser.add_argument(f"--{field.name}", type=type(cpu), help=f"{cpu} on the CPU, {gpu} on a GPU")
+        parser.add_argument(
+            f"--{field.name}", type=type(cpu), help=f"{cpu} on the CPU, {gpu} on a GPU"
+        )
     given = parser.parse_args()
     device = torch.device(given.device)
     if device.type not in PRESETS:
         parser.error(f"--device is cpu or cuda[:index], not {given.device}")
     sizes = {field.name: getattr(given, field.name) for field in fields(Config)}
-    config = replace(PRESETS[device.type], **{name: size for name, size in sizes.items() if size is not None})
+    config = replace(
+        PRESETS[device.type], **{name: size for name, size in sizes.items() if size is not None}
+    )
     if min(config.tables, config.rows, config.batch, config.hidden, config.steps) < 1:
         parser.error("tables, rows, batch, hidden and steps must be at least 1")
     return config, device
@@ -187,9 +205,17 @@ def main() -> None:
     torch.manual_seed(config.seed)
     split = SplitModel(config)
     fused = FusedModel(split, config)
-    report([train("slice by slice", split, config, device), train("all at once", fused, config, device)])
+    report(
+        [
+            train("slice by slice", split, config, device),
+            train("all at once", fused, config, device),
+        ]
+    )
     if device.type != "cuda":
-        print("The fused kernels need a GPU. Here both models ran on PyTorch's own CPU operators: the losses agree to")
+        print(
+            "The fused kernels need a GPU. Here both models ran on PyTorch's own CPU operators: "
+            "the losses agree to"
+        )
         print("rounding, and the speed is about the same. Run this on a GPU to see the difference.")
 
 

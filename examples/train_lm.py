@@ -1,8 +1,8 @@
 """Train the same small language model with ``torch.nn`` and with ``fusedops.nn``, and compare.
 
-The model is a post-norm transformer over bytes; it learns the source text of Python's standard library. Both runs
-start from the same weights and see the same batches. Only two lines of the block differ: ``join`` and ``expand`` of
-``TorchBlock`` against those of ``FusedBlock``.
+The model is a post-norm transformer over bytes; it learns the source text of Python's standard
+library. Both runs start from the same weights and see the same batches. Only two lines of the block
+differ: ``join`` and ``expand`` of ``TorchBlock`` against those of ``FusedBlock``.
 
     python examples/train_lm.py                  # sizes to suit the machine
     python examples/train_lm.py --steps 1000 --layers 12 --output curves.png
@@ -53,7 +53,8 @@ PRESETS = {
 }
 
 
-# The model. ---------------------------------------------------------------------------------------------------------
+# The model.
+# --------------------------------------------------------------------------------------------------
 
 
 class TorchBlock(nn.Module):
@@ -79,20 +80,27 @@ class TorchBlock(nn.Module):
     def attend(self, x: Tensor) -> Tensor:
         """Causal self-attention, without its output projection."""
         q, k, v = rearrange(self.qkv(x), "b t (qkv h d) -> qkv b h t d", qkv=3, h=self.heads)
-        return rearrange(F.scaled_dot_product_attention(q, k, v, is_causal=True), "b h t d -> b t (h d)")
+        return rearrange(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True), "b h t d -> b t (h d)"
+        )
 
     def expand(self, x: Tensor) -> Tensor:
         """The first linear of the MLP and its activation: two operators."""
         return F.gelu(self.up(x))
 
-    def join(self, hidden: Tensor, linear: nn.Linear, norm: nn.LayerNorm, residual: Tensor) -> Tensor:
-        """The last linear of a branch, then bias, dropout, the residual and the norm: four operators."""
+    def join(
+        self, hidden: Tensor, linear: nn.Linear, norm: nn.LayerNorm, residual: Tensor
+    ) -> Tensor:
+        """The last linear of a branch, then bias, dropout, the residual and the norm.
+
+        Four operators.
+        """
         output: Tensor = norm(residual + self.dropout(linear(hidden)))
         return output
 
 
 class FusedBlock(TorchBlock):
-    """The same block, with the same parameters, where everything after a matrix product is one operator."""
+    """The same block and parameters, where everything after a matrix product is one operator."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -100,11 +108,16 @@ class FusedBlock(TorchBlock):
         self.mlp_norm = FusedBiasDropoutAddLayerNorm(config.width, p=config.dropout)
 
     def expand(self, x: Tensor) -> Tensor:
-        """The linear without its bias, which the activation adds; in the product's dtype, as under autocast."""
+        """The linear without its bias, which the activation adds.
+
+        In the product's dtype, as under autocast.
+        """
         product = F.linear(x, self.up.weight)
         return fusedops.bias_gelu(product, self.up.bias.to(product.dtype))
 
-    def join(self, hidden: Tensor, linear: nn.Linear, norm: nn.LayerNorm, residual: Tensor) -> Tensor:
+    def join(
+        self, hidden: Tensor, linear: nn.Linear, norm: nn.LayerNorm, residual: Tensor
+    ) -> Tensor:
         """The linear without its bias, which the fused operator adds."""
         output: Tensor = norm(F.linear(hidden, linear.weight), linear.bias, residual)
         return output
@@ -127,7 +140,8 @@ class LanguageModel(nn.Module):
         return logits
 
 
-# Training. ----------------------------------------------------------------------------------------------------------
+# Training.
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -142,20 +156,30 @@ class Run:
 
 def describe(device: torch.device) -> str:
     """Name the machine that trains."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{torch.get_num_threads()} CPU threads"
+    )
 
 
 def read_corpus() -> Tensor:
     """The standard library's modules, one after the other, as bytes."""
     library = Path(sysconfig.get_path("stdlib"))
-    packages = [library, *(path for path in library.iterdir() if path.is_dir() and path.name not in NOT_THE_LIBRARY)]
+    packages = [
+        library,
+        *(path for path in library.iterdir() if path.is_dir() and path.name not in NOT_THE_LIBRARY),
+    ]
     modules = sorted(module for package in packages for module in package.glob("*.py"))
     text = b"".join(module.read_bytes() for module in modules)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def batches(corpus: Tensor, config: Config) -> Iterator[tuple[Tensor, Tensor]]:
-    """Random windows with the bytes that follow; the same ones for the same seed, whatever the model draws."""
+    """Random windows with the bytes that follow.
+
+    The same ones for the same seed, whatever the model draws.
+    """
     generator = torch.Generator().manual_seed(config.seed)
     window = torch.arange(config.context + 1, device=corpus.device)
     for _ in range(config.steps):
@@ -165,7 +189,7 @@ def batches(corpus: Tensor, config: Config) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def train(name: str, model: LanguageModel, corpus: Tensor, config: Config) -> Run:
-    """Train ``model`` on random windows of ``corpus``, in bf16 autocast on a GPU and in fp32 elsewhere."""
+    """Train ``model`` on random windows of ``corpus``, in bf16 autocast on a GPU, else in fp32."""
     device = corpus.device
     on_gpu = device.type == "cuda"
     torch.manual_seed(config.seed)  # both runs draw their dropout masks from the same point
@@ -174,7 +198,9 @@ def train(name: str, model: LanguageModel, corpus: Tensor, config: Config) -> Ru
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.rate, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 40))
     losses = torch.zeros(config.steps, device=device)
-    warm_up = min(10, config.steps // 2)  # kernels compile and caches fill: left out of the tokens per second
+    warm_up = min(
+        10, config.steps // 2
+    )  # kernels compile and caches fill: left out of the tokens per second
 
     started = time.perf_counter()
     for step, (inputs, targets) in enumerate(batches(corpus, config)):
@@ -182,7 +208,9 @@ def train(name: str, model: LanguageModel, corpus: Tensor, config: Config) -> Ru
             synchronize(device)
             started = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
-            loss = F.cross_entropy(rearrange(model(inputs), "b t v -> (b t) v"), rearrange(targets, "b t -> (b t)"))
+            loss = F.cross_entropy(
+                rearrange(model(inputs), "b t v -> (b t) v"), rearrange(targets, "b t -> (b t)")
+            )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -206,7 +234,9 @@ def limit_steps(config: Config, corpus: Tensor, seconds: float) -> Config:
     if math.isinf(seconds):
         return config
     trial = replace(config, steps=min(8, config.steps))
-    speed = train("trial", LanguageModel(config, TorchBlock).to(corpus.device), corpus, trial).tokens_per_second
+    speed = train(
+        "trial", LanguageModel(config, TorchBlock).to(corpus.device), corpus, trial
+    ).tokens_per_second
     affordable = int(seconds * speed / (config.batch * config.context))
     return replace(config, steps=min(config.steps, max(20, affordable)))
 
@@ -223,12 +253,18 @@ def show_progress(name: str, step: int, steps: int, loss: float) -> None:
     if sys.stderr.isatty() or step == steps:
         start, end = ("\r", "") if sys.stderr.isatty() else ("", "\n")
         bar = "█" * done + "░" * (30 - done)
-        print(f"{start}{name:>9} {bar} {step}/{steps}  loss {loss:.3f} ", end=end, file=sys.stderr, flush=True)
+        print(
+            f"{start}{name:>9} {bar} {step}/{steps}  loss {loss:.3f} ",
+            end=end,
+            file=sys.stderr,
+            flush=True,
+        )
     if step == steps and sys.stderr.isatty():
         print(file=sys.stderr)
 
 
-# What came out. -----------------------------------------------------------------------------------------------------
+# What came out.
+# --------------------------------------------------------------------------------------------------
 
 
 def report(runs: list[Run]) -> None:
@@ -252,7 +288,10 @@ def report(runs: list[Run]) -> None:
 
 
 def resident_mib() -> str:
-    """The most memory that the process has held so far; the operating system tells it for no shorter span."""
+    """The most memory that the process has held so far.
+
+    The operating system tells it for no shorter span.
+    """
     try:
         import resource
     except ImportError:  # Windows
@@ -279,45 +318,77 @@ def plot(runs: list[Run], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for run, style in zip(runs, ("-", "--"), strict=True):
         steps = range(1, len(run.losses) + 1)
-        axes.plot(steps, smooth(run.losses), style, label=f"{run.name}, {run.tokens_per_second:,.0f} tokens/s")
-    axes.set(xlabel="step", ylabel="loss (nats per byte, mean of 10 steps)", title="The same model, trained twice")
+        axes.plot(
+            steps,
+            smooth(run.losses),
+            style,
+            label=f"{run.name}, {run.tokens_per_second:,.0f} tokens/s",
+        )
+    axes.set(
+        xlabel="step",
+        ylabel="loss (nats per byte, mean of 10 steps)",
+        title="The same model, trained twice",
+    )
     axes.legend()
     figure.savefig(path, dpi=150)
     print(f"loss curves drawn in {path}")
 
 
-# The block's time, on a GPU. ----------------------------------------------------------------------------------------
+# The block's time, on a GPU.
+# ----------------------------------------------------------------------------------------
 
 
 def time_block(config: Config, device: torch.device) -> None:
-    """Print forward + backward in bf16 of the whole block and of one join: eager, torch.compile, fusedops."""
+    """Print forward + backward in bf16 of the whole block and of one join.
+
+    Eager, torch.compile, fusedops.
+    """
     torch.manual_seed(config.seed)
     eager = TorchBlock(config).to(device, torch.bfloat16)
     fused = FusedBlock(config).to(device, torch.bfloat16)
     compiled, compiled_join = torch.compile(eager), torch.compile(eager.join)
     shape = (config.batch, config.context, config.width)
-    x, residual, gradient = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3))
-    leaves = [x.requires_grad_(), residual.requires_grad_(), *eager.parameters(), *fused.parameters()]
+    x, residual, gradient = (
+        torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3)
+    )
+    leaves = [
+        x.requires_grad_(),
+        residual.requires_grad_(),
+        *eager.parameters(),
+        *fused.parameters(),
+    ]
 
     def milliseconds(forward: Callable[[], Tensor]) -> float:
         from triton.testing import do_bench
 
-        median: float = do_bench(lambda: forward().backward(gradient), grad_to_none=leaves, return_mode="median")
+        median: float = do_bench(
+            lambda: forward().backward(gradient), grad_to_none=leaves, return_mode="median"
+        )
         return median
 
     rows = {
         "torch.nn": (lambda: eager(x), lambda: eager.join(x, eager.proj, eager.mlp_norm, residual)),
-        "torch.compile": (lambda: compiled(x), lambda: compiled_join(x, eager.proj, eager.mlp_norm, residual)),
-        "fusedops.nn": (lambda: fused(x), lambda: fused.join(x, fused.proj, fused.mlp_norm, residual)),
+        "torch.compile": (
+            lambda: compiled(x),
+            lambda: compiled_join(x, eager.proj, eager.mlp_norm, residual),
+        ),
+        "fusedops.nn": (
+            lambda: fused(x),
+            lambda: fused.join(x, fused.proj, fused.mlp_norm, residual),
+        ),
     }
     tokens = config.batch * config.context
-    print(f"\nforward + backward, ms, bf16, {tokens} tokens of width {config.width}, p = {config.dropout}")
+    print(
+        f"\nforward + backward, ms, bf16, {tokens} tokens of width {config.width}, "
+        f"p = {config.dropout}"
+    )
     print(f"{'':>14}{'block':>10}   linear, bias, dropout, residual, LayerNorm")
     for name, (block, join) in rows.items():
         print(f"{name:>14}{milliseconds(block):>10.3f}{milliseconds(join):>10.3f}")
 
 
-# The command line. --------------------------------------------------------------------------------------------------
+# The command line.
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -333,14 +404,25 @@ class Arguments:
 def parse_arguments() -> Arguments:
     """Read the command line; sizes that are not given come from the device's preset."""
     parser = argparse.ArgumentParser(
-        description="Train the same small language model with torch.nn and with fusedops.nn, and compare."
+        description="Train the same small language model with torch.nn and with fusedops.nn, "
+        "and compare."
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda[:index]")
-    parser.add_argument("--output", type=Path, default=Path("demo.png"), help="where to draw the loss curves")
-    parser.add_argument("--seconds", type=float, default=45.0, help="limit on each training unless --steps is given")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu or cuda[:index]",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("demo.png"), help="where to draw the loss curves"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=45.0, help="limit on each training unless --steps is given"
+    )
     for field in fields(Config):
         cpu, gpu = (getattr(PRESETS[device], field.name) for device in ("cpu", "cuda"))
-        parser.add_argument(f"--{field.name}", type=type(cpu), help=f"{cpu} on the CPU, {gpu} on a GPU")
+        parser.add_argument(
+            f"--{field.name}", type=type(cpu), help=f"{cpu} on the CPU, {gpu} on a GPU"
+        )
     given = parser.parse_args()
 
     device = torch.device(given.device)
@@ -349,8 +431,13 @@ def parse_arguments() -> Arguments:
     if not given.output.resolve().parent.is_dir():
         parser.error(f"--output {given.output}: there is no such folder to write to")
     sizes = {field.name: getattr(given, field.name) for field in fields(Config)}
-    config = replace(PRESETS[device.type], **{name: size for name, size in sizes.items() if size is not None})
-    if min(config.layers, config.width, config.heads, config.context, config.batch, config.steps) < 1:
+    config = replace(
+        PRESETS[device.type], **{name: size for name, size in sizes.items() if size is not None}
+    )
+    if (
+        min(config.layers, config.width, config.heads, config.context, config.batch, config.steps)
+        < 1
+    ):
         parser.error("layers, width, heads, context, batch and steps must be at least 1")
     if config.width % config.heads:
         parser.error(f"--width {config.width} does not divide into --heads {config.heads}")
@@ -362,7 +449,10 @@ def main() -> None:
     arguments = parse_arguments()
     device = arguments.device
     corpus = read_corpus().to(device)
-    print(f"{len(corpus) / 1e6:.1f} MB of Python's standard library, on {describe(device)}", flush=True)
+    print(
+        f"{len(corpus) / 1e6:.1f} MB of Python's standard library, on {describe(device)}",
+        flush=True,
+    )
     config = limit_steps(arguments.config, corpus, arguments.seconds)
     print(", ".join(f"{name} {value}" for name, value in asdict(config).items()), flush=True)
 
@@ -377,10 +467,16 @@ def main() -> None:
 
     report(runs)
     if device.type == "cuda":
-        print("On a GPU the two draw different dropout masks, so the losses agree closely but not exactly.")
+        print(
+            "On a GPU the two draw different dropout masks, so the losses agree closely, "
+            "but not exactly."
+        )
         time_block(config, device)
     else:
-        print("The fused kernels need a GPU. Here both models ran on PyTorch's own CPU operators: the losses agree to")
+        print(
+            "The fused kernels need a GPU. Here both models ran on PyTorch's own CPU operators: "
+            "the losses agree to"
+        )
         print("rounding, and the speed is about the same. Run this on a GPU to see the difference.")
     plot(runs, arguments.output)
 

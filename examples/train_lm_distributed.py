@@ -1,12 +1,16 @@
-"""Train a small language model on several GPUs, or several processes of a CPU: FSDP2 times tensor parallel.
+"""Train a small language model on several GPUs, or several processes of a CPU.
 
-The model is a pre-norm transformer over bytes, like Llama's but for its positions, that learns the source text of
-Python's standard library. It is built once of ``torch.nn`` and once of ``fusedops.nn``; `CONTENDERS` is the difference.
-Within a group of ``--tp`` processes the linear layers are split by columns and rows, and norms, sums and dropout have a
-part of each sequence (sequence parallel). Over the groups the batch is split, and FSDP2 shards what is left of parameters.
+FSDP2 times tensor parallel.
 
-    torchrun --nproc-per-node 2 examples/train_lm_distributed.py
-    torchrun --nproc-per-node 8 examples/train_lm_distributed.py --tp 4 --layers 16 --width 4096 --heads 32
+The model is a pre-norm transformer over bytes, like Llama's but for its positions, that learns the
+source text of Python's standard library. It is built once of ``torch.nn`` and once of
+``fusedops.nn``; `CONTENDERS` is the difference. Within a group of ``--tp`` processes the linear
+layers are split by columns and rows, and norms, sums and dropout have a part of each sequence
+(sequence parallel). Over the groups the batch is split, and FSDP2 shards what is left of
+parameters.
+
+    torchrun --nproc-per-node 2 examples/train_lm_distributed.py torchrun --nproc-per-node 8
+    examples/train_lm_distributed.py --tp 4 --layers 16 --width 4096 --heads 32
 """
 
 from __future__ import annotations
@@ -36,13 +40,18 @@ VOCABULARY = 256  # bytes
 
 
 class TorchAddNorm(nn.RMSNorm):
-    """Dropout, the sum with the residual stream and the norm: three operators. Returns the sum too."""
+    """Dropout, the sum with the residual stream and the norm: three operators.
+
+    Returns the sum too.
+    """
 
     def __init__(self, width: int, *, p: float) -> None:
         super().__init__(width, eps=1e-6)
         self.dropout = nn.Dropout(p)
 
-    def forward(self, x: Tensor, *, residual: Tensor | None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: Tensor, *, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Map ``(batch, context, width)`` to two tensors of that shape."""
         x = self.dropout(x)
         x = x if residual is None else residual + x
@@ -59,7 +68,10 @@ class TorchSwiGLU(nn.Module):
 
 Parts = tuple[Any, Any]  # what the two models make of all that is no matrix product
 FusedAddNorm = functools.partial(FusedBiasDropoutAddRMSNorm, eps=1e-6, return_sum=True)
-CONTENDERS: dict[str, Parts] = {"torch.nn": (TorchAddNorm, TorchSwiGLU), "fusedops.nn": (FusedAddNorm, FusedSwiGLU)}
+CONTENDERS: dict[str, Parts] = {
+    "torch.nn": (TorchAddNorm, TorchSwiGLU),
+    "fusedops.nn": (FusedAddNorm, FusedSwiGLU),
+}
 
 
 class Attention(nn.Module):
@@ -68,13 +80,19 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.size = width // heads
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(width, width, bias=False) for _ in range(4)
+        )
 
     def forward(self, x: Tensor) -> Any:
         """Map ``(batch, context, width)`` to the same shape."""
         layers = (self.query, self.key, self.value)
         q, k, v = (rearrange(layer(x), "b t (h d) -> b h t d", d=self.size) for layer in layers)
-        return self.out(rearrange(F.scaled_dot_product_attention(q, k, v, is_causal=True), "b h t d -> b t (h d)"))
+        return self.out(
+            rearrange(
+                F.scaled_dot_product_attention(q, k, v, is_causal=True), "b h t d -> b t (h d)"
+            )
+        )
 
 
 class MLP(nn.Module):
@@ -111,7 +129,10 @@ class LanguageModel(nn.Module):
 
     def __init__(self, args: argparse.Namespace, parts: Parts) -> None:
         super().__init__()
-        self.bytes, self.positions = nn.Embedding(VOCABULARY, args.width), nn.Embedding(args.context, args.width)
+        self.bytes, self.positions = (
+            nn.Embedding(VOCABULARY, args.width),
+            nn.Embedding(args.context, args.width),
+        )
         blocks = [Block(args.width, args.heads, args.dropout, parts) for _ in range(args.layers)]
         self.blocks, self.norm = nn.ModuleList(blocks), parts[0](args.width, p=args.dropout)
         self.head = nn.Linear(args.width, VOCABULARY, bias=False)
@@ -123,43 +144,60 @@ class LanguageModel(nn.Module):
         for block in self.blocks:
             x, residual = block(x, residual)
         logits = self.head(self.norm(x, residual=residual)[0])
-        return F.cross_entropy(rearrange(logits, "b t v -> (b t) v"), rearrange(targets, "b t -> (b t)"))
+        return F.cross_entropy(
+            rearrange(logits, "b t v -> (b t) v"), rearrange(targets, "b t -> (b t)")
+        )
 
 
-# How it is spread. --------------------------------------------------------------------------------------------------
+# How it is spread.
+# --------------------------------------------------------------------------------------------------
 
 
 def plan() -> dict[str, tp.ParallelStyle]:
-    """The usual plan of a pre-norm model: between the branches, each process has a part of every sequence."""
+    """The usual plan of a pre-norm model.
+
+    Between the branches, each process has a part of every sequence.
+    """
     rows: dict[str, Any] = {"output_layouts": Shard(1), "use_local_output": False}
     embedding = tp.RowwiseParallel(input_layouts=Replicate(), **rows)
     gather = tp.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-    columns = ("attention.query", "attention.key", "attention.value", "mlp.gate", "mlp.up")  # of which each has some
+    columns = (
+        "attention.query",
+        "attention.key",
+        "attention.value",
+        "mlp.gate",
+        "mlp.up",
+    )  # of which each has some
     return {
         **dict.fromkeys(("bytes", "positions"), embedding),
         **dict.fromkeys(("blocks.*.*_norm", "norm"), tp.SequenceParallel()),
         **dict.fromkeys(("blocks.*.attention", "blocks.*.mlp"), gather),
         **{f"blocks.*.{name}": tp.ColwiseParallel() for name in columns},
-        **{f"blocks.*.{name}": tp.RowwiseParallel(**rows) for name in ("attention.out", "mlp.down")},
+        **{
+            f"blocks.*.{name}": tp.RowwiseParallel(**rows) for name in ("attention.out", "mlp.down")
+        },
         "head": tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
 
 
 def spread(model: LanguageModel, mesh: DeviceMesh) -> None:
-    """Split the model over the tensor-parallel processes first, and shard what each has over the others."""
+    """Split the model over the tensor-parallel processes, then shard each part over the others."""
     if mesh["tp"].size() > 1:
         tp.parallelize_module(model, mesh["tp"], plan())
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh["dp"])
 
 
-# Training. ----------------------------------------------------------------------------------------------------------
+# Training.
+# --------------------------------------------------------------------------------------------------
 
 
 def read_corpus() -> Tensor:
     """The standard library's modules, one after the other, as bytes."""
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    return torch.frombuffer(bytearray(b"".join(module.read_bytes() for module in modules)), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(b"".join(module.read_bytes() for module in modules)), dtype=torch.uint8
+    )
 
 
 def batches(corpus: Tensor, args: argparse.Namespace, steps: int) -> Iterator[Tensor]:
@@ -170,16 +208,22 @@ def batches(corpus: Tensor, args: argparse.Namespace, steps: int) -> Iterator[Te
         yield corpus[(starts + torch.arange(args.context + 1)).to(corpus.device)].long()
 
 
-def train(parts: Parts, corpus: Tensor, args: argparse.Namespace, steps: int,
-          mesh: DeviceMesh | None) -> tuple[list[float], float, float]:  # fmt: skip
-    """Losses, tokens a second and MiB of a training on the mesh, or in this process alone; on a GPU in bf16 autocast."""
+def train(
+    parts: Parts, corpus: Tensor, args: argparse.Namespace, steps: int, mesh: DeviceMesh | None
+) -> tuple[list[float], float, float]:
+    """Losses, tokens a second and MiB of a training on the mesh, or in this process alone.
+
+    On a GPU in bf16 autocast.
+    """
     device, on_gpu = corpus.device, corpus.device.type == "cuda"
     torch.manual_seed(0)  # the same weights everywhere
     model = LanguageModel(args, parts).to(device)
     groups, group = (1, 0) if mesh is None else (mesh["dp"].size(), mesh["dp"].get_local_rank())
     if mesh is not None:
         spread(model, mesh)
-    torch.manual_seed(1 + group)  # for dropout: alike within a tensor-parallel group, other data elsewhere
+    torch.manual_seed(
+        1 + group
+    )  # for dropout: alike within a tensor-parallel group, other data elsewhere
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate)
     losses, warm_up, started = [], min(5, steps - 1), time.perf_counter()
     for step, windows in enumerate(batches(corpus, args, steps)):
@@ -204,21 +248,49 @@ def train(parts: Parts, corpus: Tensor, args: argparse.Namespace, steps: int,
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Train a small language model on several processes; run by torchrun.")
-    parser.add_argument("--tp", type=int, help="processes that split a layer: 2 for an even number of processes, or 1")
-    parser.add_argument("--parts", choices=[*CONTENDERS, "both"], default="both", help="what the model is made of")
-    sizes = {"layers": (2, 8), "width": (96, 1024), "heads": (4, 16), "context": (64, 512), "batch": (12, 32),
-             "steps": (40, 200), "rate": (2e-3, 3e-4), "dropout": (0.0, 0.0)}  # fmt: skip
+    parser = argparse.ArgumentParser(
+        description="Train a small language model on several processes; run by torchrun."
+    )
+    parser.add_argument(
+        "--tp",
+        type=int,
+        help="processes that split a layer: 2 for an even number of processes, or 1",
+    )
+    parser.add_argument(
+        "--parts", choices=[*CONTENDERS, "both"], default="both", help="what the model is made of"
+    )
+    sizes = {
+        "layers": (2, 8),
+        "width": (96, 1024),
+        "heads": (4, 16),
+        "context": (64, 512),
+        "batch": (12, 32),
+        "steps": (40, 200),
+        "rate": (2e-3, 3e-4),
+        "dropout": (0.0, 0.0),
+    }
     for name, presets in sizes.items():
         default: Any = presets[torch.cuda.is_available()]
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{default} on this machine")
+        parser.add_argument(
+            f"--{name}", type=type(default), default=default, help=f"{default} on this machine"
+        )
     args = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("run this by torchrun: torchrun --nproc-per-node 2 examples/train_lm_distributed.py")
+        parser.error(
+            "run this by torchrun: torchrun --nproc-per-node 2 examples/train_lm_distributed.py"
+        )
     processes = int(os.environ["WORLD_SIZE"])
     args.tp = args.tp or (2 if processes % 2 == 0 else 1)
-    if processes % args.tp or args.heads % args.tp or args.context % args.tp or args.batch % (processes // args.tp):
-        parser.error("--tp divides the processes, --heads and --context, and what is left of the processes --batch")
+    if (
+        processes % args.tp
+        or args.heads % args.tp
+        or args.context % args.tp
+        or args.batch % (processes // args.tp)
+    ):
+        parser.error(
+            "--tp divides the processes, --heads and --context, "
+            "and what is left of the processes --batch"
+        )
     return args
 
 
@@ -229,21 +301,33 @@ def main() -> None:
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    mesh = init_device_mesh(kind, (dist.get_world_size() // args.tp, args.tp), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(
+        kind, (dist.get_world_size() // args.tp, args.tp), mesh_dim_names=("dp", "tp")
+    )
     corpus, first = read_corpus().to(kind), dist.get_rank() == 0
     if first:
-        print(f"{dist.get_world_size()} processes on {kind}: data over {mesh.shape[0]}, tensors over {args.tp}")
+        print(
+            f"{dist.get_world_size()} processes on {kind}: data over {mesh.shape[0]}, "
+            f"tensors over {args.tp}"
+        )
     for name, parts in CONTENDERS.items():
         if args.parts not in (name, "both"):
             continue
         losses, speed, mib = train(parts, corpus, args, args.steps, mesh)
         if first:
             memory = f", peak memory {mib:,.0f} MiB a process" if mib else ""
-            print(f"{name:>12}  loss {losses[0]:.3f} to {losses[-1]:.3f}, {speed:,.0f} tokens/s{memory}", flush=True)
+            print(
+                f"{name:>12}  loss {losses[0]:.3f} to {losses[-1]:.3f}, "
+                f"{speed:,.0f} tokens/s{memory}",
+                flush=True,
+            )
         if first and not args.dropout:  # groups with other data drop other elements
             alone = train(parts, corpus, args, min(args.steps, 10), None)[0]
             gap = max(abs(a - b) for a, b in zip(alone, losses, strict=False))
-            print(f"{'':>12}  largest difference from one process, {len(alone)} steps: {gap:.1g}", flush=True)
+            print(
+                f"{'':>12}  largest difference from one process, {len(alone)} steps: {gap:.1g}",
+                flush=True,
+            )
         dist.barrier()
     dist.destroy_process_group()
 

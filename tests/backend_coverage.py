@@ -1,15 +1,19 @@
-"""``python tests/backend_coverage.py``: the row-wise regions of some hundreds of architectures, from `fusedops.explain`.
+"""``python tests/backend_coverage.py``.
 
-For each of `architectures.names`, in training: how many regions are one operator, of how many; the bytes that their kernels
-read and write, and those that are saved for backward, at its small sizes; and why others are left, with their number. Last
-come all reasons, and of how many architectures each leaves something.
+The row-wise regions of some hundreds of architectures, from `fusedops.explain`.
 
-``--dynamic`` traces with symbols for sizes and for numbers of Python, and fails if fewer regions are fused than in the table,
-which is without. Regions whose columns change in number do not count: they are left by name. Nor do architectures that PyTorch
-cannot trace in this way, or not in two minutes; they are listed. ``--every 8`` takes every eighth architecture.
+For each of `architectures.names`, in training: how many regions are one operator, of how many; the
+bytes that their kernels read and write, and those that are saved for backward, at its small sizes;
+and why others are left, with their number. Last come all reasons, and of how many architectures
+each leaves something.
 
-``--write`` writes the table to ``coverage/backend_transformers_VERSION.csv``; ``--check`` fails if fewer regions of an
-architecture are fused than there, or more of its graphs are left.
+``--dynamic`` traces with symbols for sizes and for numbers of Python, and fails if fewer regions
+are fused than in the table, which is without. Regions whose columns change in number do not count:
+they are left by name. Nor do architectures that PyTorch cannot trace in this way, or not in two
+minutes; they are listed. ``--every 8`` takes every eighth architecture.
+
+``--write`` writes the table to ``coverage/backend_transformers_VERSION.csv``; ``--check`` fails if
+fewer regions of an architecture are fused than there, or more of its graphs are left.
 """
 
 from __future__ import annotations
@@ -78,24 +82,38 @@ def regions_of(name: str, device: torch.device | str = "cpu", *, dynamic: bool =
     try:
         model = architecture.build().train().to(device)
         inputs = architecture.inputs(model)
-        inputs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+        inputs = {
+            name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()
+        }
 
-        def call(**arguments: Any) -> Any:  # torch.compile passes over models whose own class is PyTorch's
+        def call(
+            **arguments: Any,
+        ) -> Any:  # torch.compile passes over models whose own class is PyTorch's
             return model(**arguments)
 
         report = CompileReport()
-        traced = torch.compile(call, backend=functools.partial(entry._explained, report), dynamic=dynamic or None)
+        traced = torch.compile(
+            call, backend=functools.partial(entry._explained, report), dynamic=dynamic or None
+        )
         traced(**inputs)
     except (Exception, _LateError) as error:  # noqa: BLE001, not all can be traced
         return Regions(name, 0, 0, 0, 0, 0, 0, f"not traced: {type(error).__name__}")
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-    reasons = Counter([*report.left, *[region.reason for region in report.regions if region.reason]])
+    reasons = Counter(
+        [*report.left, *[region.reason for region in report.regions if region.reason]]
+    )
     fused = report.fused
     return Regions(
-        name, report.graphs, len(report.left), len(report.regions), len(fused), sum(region.moved for region in fused),
-        sum(region.saved for region in fused), "; ".join(f"{count} x {_short(why)}" for why, count in reasons.most_common()),
-    )  # fmt: skip
+        name,
+        report.graphs,
+        len(report.left),
+        len(report.regions),
+        len(fused),
+        sum(region.moved for region in fused),
+        sum(region.saved for region in fused),
+        "; ".join(f"{count} x {_short(why)}" for why, count in reasons.most_common()),
+    )
 
 
 def _short(reason: str) -> str:
@@ -103,7 +121,10 @@ def _short(reason: str) -> str:
 
 
 def by_reason(found: Iterable[Regions]) -> str:
-    """A line for each reason, numbers and names in it aside: how often, and in how many architectures."""
+    """A line for each reason, numbers and names in it aside.
+
+    How often, and in how many architectures.
+    """
     counts: Counter[str] = Counter()
     where: dict[str, set[str]] = defaultdict(set)
     for regions in found:
@@ -113,7 +134,8 @@ def by_reason(found: Iterable[Regions]) -> str:
             counts[kind] += int(count)
             where[kind].add(regions.architecture)
     return "\n".join(
-        f"{count:6}  in {len(where[kind]):3} architectures  {kind}" for kind, count in counts.most_common()
+        f"{count:6}  in {len(where[kind]):3} architectures  {kind}"
+        for kind, count in counts.most_common()
     )
 
 
@@ -128,7 +150,7 @@ def missing(symbols: Regions, numbers: Regions) -> int:
     return numbers.fused - symbols.fused - max(0, changing - max(0, left[0] - (left[1] - changing)))
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def path() -> Path:
@@ -155,11 +177,19 @@ def lost(found: Iterable[Regions], *, dynamic: bool = False) -> list[str]:
 
     With ``dynamic`` they were traced with symbols, if they could be.
     """
-    pairs = [(now, before) for known in (read(),) for now in found if (before := known.get(now.architecture))]
-    return [f"{now.architecture}: {now.fused} fused, before {before.fused}; {now.graphs_left} graphs left, "
-            f"before {before.graphs_left}; {now.reasons}" for now, before in pairs
-            if (now.graphs and missing(now, before) if dynamic else before.fused - now.fused) > 0
-            or now.graphs_left > before.graphs_left]  # fmt: skip
+    pairs = [
+        (now, before)
+        for known in (read(),)
+        for now in found
+        if (before := known.get(now.architecture))
+    ]
+    return [
+        f"{now.architecture}: {now.fused} fused, before {before.fused}; {now.graphs_left} graphs left, "
+        f"before {before.graphs_left}; {now.reasons}"
+        for now, before in pairs
+        if (now.graphs and missing(now, before) if dynamic else before.fused - now.fused) > 0
+        or now.graphs_left > before.graphs_left
+    ]
 
 
 class _LateError(BaseException):
@@ -172,15 +202,24 @@ def _late(*_: Any) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python tests/backend_coverage.py", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python tests/backend_coverage.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("names", nargs="*", help="architectures; by default all")
-    parser.add_argument("--write", action="store_true", help="write the file of this version of Transformers")
     parser.add_argument(
-        "--check", action="store_true", help="fail if something that was fused in that file no longer is"
+        "--write", action="store_true", help="write the file of this version of Transformers"
     )
     parser.add_argument(
-        "--dynamic", action="store_true", help="trace with symbols for sizes, and fail if less is fused"
+        "--check",
+        action="store_true",
+        help="fail if something that was fused in that file no longer is",
+    )
+    parser.add_argument(
+        "--dynamic",
+        action="store_true",
+        help="trace with symbols for sizes, and fail if less is fused",
     )
     parser.add_argument("--every", type=int, default=1, help="take each N-th architecture only")
     options = parser.parse_args(arguments)
@@ -195,10 +234,18 @@ def main(arguments: list[str] | None = None) -> int:
         with warnings.catch_warnings(), architectures.quiet():
             warnings.simplefilter("ignore")
             found.append(regions_of(name, dynamic=options.dynamic))
-        print(f"{name:32}{found[-1].fused:4} of {found[-1].regions:4} regions  {found[-1].reasons}", flush=True)
-    total, fused = sum(regions.regions for regions in found), sum(regions.fused for regions in found)
-    print(f"\n{fused} of {total} regions of {len(found)} architectures are one operator each, in "
-          f"{time.monotonic() - start:.0f} s; the others are left:\n{by_reason(found)}")  # fmt: skip
+        print(
+            f"{name:32}{found[-1].fused:4} of {found[-1].regions:4} regions  {found[-1].reasons}",
+            flush=True,
+        )
+    total, fused = (
+        sum(regions.regions for regions in found),
+        sum(regions.fused for regions in found),
+    )
+    print(
+        f"\n{fused} of {total} regions of {len(found)} architectures are one operator each, in "
+        f"{time.monotonic() - start:.0f} s; the others are left:\n{by_reason(found)}"
+    )
     gone = lost(found, dynamic=options.dynamic) if options.check or options.dynamic else []
     if gone:
         print(f"\nless than in the table, {len(gone)} architectures:", *gone, sep="\n  ")

@@ -32,14 +32,19 @@ class Backend:
             made = storing.write(path, gm, made, self.report.programs)
 
         def forward(graph: torch.fx.GraphModule, _: Any) -> Any:
-            values = [node.meta.get("val") for node in graph.graph.find_nodes(op="output")[0].all_input_nodes
-                      if node.op == "call_function"]  # fmt: skip
+            values = [
+                node.meta.get("val")
+                for node in graph.graph.find_nodes(op="output")[0].all_input_nodes
+                if node.op == "call_function"
+            ]
             self.saved += [value for value in values if isinstance(value, Tensor)]
             return make_boxed_func(graph.forward)
 
         with entry._autocast_of(self.report):
             backward = lambda graph, _: make_boxed_func(graph.forward)  # noqa: E731
-            compile_ = aot_autograd(fw_compiler=forward, bw_compiler=backward, keep_inference_input_mutations=True)
+            compile_ = aot_autograd(
+                fw_compiler=forward, bw_compiler=backward, keep_inference_input_mutations=True
+            )
             return compile_(made, inputs)
 
 
@@ -59,7 +64,9 @@ def randn(*shape: int) -> Tensor:
     return torch.randn(*shape, device=DEVICE)
 
 
-def results(model: Callable[..., Any], module: nn.Module, inputs: Sequence[Tensor], cotangent: Tensor) -> list[Tensor]:
+def results(
+    model: Callable[..., Any], module: nn.Module, inputs: Sequence[Tensor], cotangent: Tensor
+) -> list[Tensor]:
     """The output, and the gradients of parameters and inputs."""
     leaves = [t.detach().clone().requires_grad_() if t.is_floating_point() else t for t in inputs]
     output = model(*leaves)
@@ -76,11 +83,17 @@ def _moved(module: nn.Module, draw: int) -> nn.Module:
     return moved
 
 
-def check(found: Sequence[Tensor], module: nn.Module, inputs: Sequence[Tensor], cotangent: Tensor, eps: float) -> None:
+def check(
+    found: Sequence[Tensor],
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    cotangent: Tensor,
+    eps: float,
+) -> None:
     """No farther from fp64 than four times what eager is, in the worst of four samples, and four units of the largest number.
 
-    The samples are eager runs with parameters moved by a unit in the last place: each is rounded otherwise. A chain of
-    roundings in another order differs by a few times what they do.
+    The samples are eager runs with parameters moved by a unit in the last place: each is rounded
+    otherwise. A chain of roundings in another order differs by a few times what they do.
     """
     modules = [module, *[_moved(module, draw) for draw in range(3)]]
     eager = [results(other, other, inputs, cotangent) for other in modules]

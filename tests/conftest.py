@@ -21,8 +21,8 @@ import interpreter
 import selection
 from support import DEVICE, INTERPRETED, KERNEL_PATH
 
-# PyTorch keeps compiled functions on disk and knows the operators in them by name alone: a backward of another commit's,
-# which called them otherwise, would be taken for this one's.
+# PyTorch keeps compiled functions on disk and knows the operators in them by name alone: a backward
+# of another commit's, which called them otherwise, would be taken for this one's.
 torch._functorch.config.enable_autograd_cache = False
 
 if INTERPRETED:
@@ -35,11 +35,23 @@ if "FUSEDOPS_CACHE_DIR" not in os.environ:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="of each test the product of its parameters, which takes an "
-                     "hour; by default the choice that tests/selection.py makes")  # fmt: skip
-    parser.addoption("--built", metavar="DIR", help="test the archive and the wheel in DIR instead of building them")
-    parser.addoption("--failures", metavar="FILE", help="append each failure to FILE as it comes: a run that is cut "
-                     "short, on a borrowed GPU say, loses none")  # fmt: skip
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="of each test the product of its parameters, which takes an "
+        "hour; by default the choice that tests/selection.py makes",
+    )
+    parser.addoption(
+        "--built",
+        metavar="DIR",
+        help="test the archive and the wheel in DIR instead of building them",
+    )
+    parser.addoption(
+        "--failures",
+        metavar="FILE",
+        help="append each failure to FILE as it comes: a run that is cut "
+        "short, on a borrowed GPU say, loses none",
+    )
 
 
 class _Failures:
@@ -56,7 +68,9 @@ class _Failures:
 
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--failures")
-    if path and not hasattr(config, "workerinput"):  # all reports come together in the process that began the run
+    if path and not hasattr(
+        config, "workerinput"
+    ):  # all reports come together in the process that began the run
         config.pluginmanager.register(_Failures(Path(path)))
     for line in (
         "compiled: compiles kernels, which interpreted ones cannot be",
@@ -72,17 +86,27 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before -k and -m, which then take of the same choice
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     short = not config.getoption("--full")
-    absent = {"compiled": INTERPRETED, "plain": INTERPRETED, "once": INTERPRETED and short,
-              "full": short, "gpu": DEVICE.type != "cuda", "kernels": not KERNEL_PATH}  # fmt: skip
+    absent = {
+        "compiled": INTERPRETED,
+        "plain": INTERPRETED,
+        "once": INTERPRETED and short,
+        "full": short,
+        "gpu": DEVICE.type != "cuda",
+        "kernels": not KERNEL_PATH,
+    }
 
     def runs(item: pytest.Item) -> bool:
         names = {m.name for m in item.iter_markers()}
-        if "kernels" in names:  # a test that needs them is not the same without, whatever its file says
+        if (
+            "kernels" in names
+        ):  # a test that needs them is not the same without, whatever its file says
             names.discard("once")
         return not any(absent[name] for name in names & absent.keys())
 
     wanted = [item for item in items if runs(item)]
-    if short and not any("::" in argument for argument in config.args):  # whoever names a case wants that one
+    if short and not any(
+        "::" in argument for argument in config.args
+    ):  # whoever names a case wants that one
         wanted = selection.shortened(wanted)
     if len(wanted) < len(items):
         kept = set(wanted)
@@ -123,7 +147,9 @@ def fixed_seed(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_traced(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """No test of row-wise functions finds on disk what another has traced."""
     if request.module.__name__.startswith("test_rowwise"):
@@ -132,10 +158,13 @@ def nothing_traced(
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """Every uninitialised allocation is full of NaN (integers: of their maximum): nobody may read what none wrote.
+    """Every uninitialised allocation is full of NaN (integers: of their maximum).
 
-    PyTorch does this itself, below Python, under deterministic algorithms: so allocations made by its C++ code, by
-    compiled graphs and by patched or re-imported functions are covered too, and nothing is replaced.
+    Nobody may read what none wrote.
+
+    PyTorch does this itself, below Python, under deterministic algorithms: so allocations made by
+    its C++ code, by compiled graphs and by patched or re-imported functions are covered too, and
+    nothing is replaced.
     """
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()

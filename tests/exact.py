@@ -44,12 +44,16 @@ def check(spec: Spec, sample: Sample) -> None:
     outputs = as_tuple(spec.call(**sample.tensors, **sample.options))
     for i, (output, want) in enumerate(zip(outputs, wanted, strict=True)):
         assert output.device == want.device
-        assert same(output, want), f"output {i}: {int((bits(output) != bits(want)).sum())} elements differ"
+        assert same(output, want), (
+            f"output {i}: {int((bits(output) != bits(want)).sum())} elements differ"
+        )
     for name, tensor in tensors_of(spec, sample).items():
         if inplace(spec) and name == spec.tensors[0]:
             assert outputs[0] is tensor
             continue
-        assert all(output.data_ptr() != tensor.data_ptr() or not output.numel() for output in outputs)
+        assert all(
+            output.data_ptr() != tensor.data_ptr() or not output.numel() for output in outputs
+        )
         assert same(tensor, before[name]), f"{name} was changed"
 
 

@@ -1,17 +1,19 @@
 """Corrects Triton's interpreter where it computes something else than a GPU, for as long as the tests run.
 
-Triton 3.6's interpreter holds bf16 as 16-bit integers. It cuts the low bits off when it narrows fp32 to bf16, where a
-GPU rounds to the nearest, ties to even; and it converts between bf16 and dtypes other than fp32 as if the bits were a
-number. Tests that hold a kernel to one correct rounding would have to be twice as lenient for it.
+Triton 3.6's interpreter holds bf16 as 16-bit integers. It cuts the low bits off when it narrows
+fp32 to bf16, where a GPU rounds to the nearest, ties to even; and it converts between bf16 and
+dtypes other than fp32 as if the bits were a number. Tests that hold a kernel to one correct
+rounding would have to be twice as lenient for it.
 
-Up to Triton 3.8 it takes masks of integers, which a comparison of numbers becomes beside a block. Here it refuses them, as
-later ones do.
+Up to Triton 3.8 it takes masks of integers, which a comparison of numbers becomes beside a block.
+Here it refuses them, as later ones do.
 
-It reads and writes any address that a kernel computes, where a GPU would fault or corrupt what lies there. Here every
-address has to be an element of one of the launch's tensors.
+It reads and writes any address that a kernel computes, where a GPU would fault or corrupt what lies
+there. Here every address has to be an element of one of the launch's tensors.
 
-It also spends two thirds of its time on work that it has done before: at each call of a device function it replaces the
-functions of ``triton.language`` again, and each intermediate value gets a type that is built anew. Both happen once here.
+It also spends two thirds of its time on work that it has done before: at each call of a device
+function it replaces the functions of ``triton.language`` again, and each intermediate value gets a
+type that is built anew. Both happen once here.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Corrects the interpreter and makes it fast; a release of Triton that lacks one of the parts goes without."""
+    """Corrects the interpreter and makes it fast.
+
+    A release of Triton that lacks one of the parts goes without.
+    """
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -50,7 +55,9 @@ def _rounding(original: Any) -> Any:
 
     def cast(self: Any, src: Any, dst_type: Any) -> Any:
         source, target = src.dtype.scalar, dst_type.scalar
-        if source == target or not (source.is_floating() and target.is_floating() and tl.bfloat16 in (source, target)):
+        if source == target or not (
+            source.is_floating() and target.is_floating() and tl.bfloat16 in (source, target)
+        ):
             return original(self, src, dst_type)
         values = torch.from_numpy(np.ascontiguousarray(src.data).reshape(-1))
         if source == tl.bfloat16:
@@ -115,7 +122,9 @@ def _bound_accesses(interpreter: Any) -> None:
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses of a tensor's first element, and of what is behind its last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
@@ -142,8 +151,8 @@ def _read_single_numbers(interpreter: Any) -> None:
 def _replace_the_language_once(interpreter: Any, tl: Any) -> None:
     """Within a launch, `_patch_lang` does its work once for each part of the language that a function sees.
 
-    The kernel's own replacements are taken back after the launch, as Triton does; those for the device functions that
-    it calls are never taken back, with or without this.
+    The kernel's own replacements are taken back after the launch, as Triton does; those for the
+    device functions that it calls are never taken back, with or without this.
     """
     original, scope = interpreter._patch_lang, interpreter._LangPatchScope
     replaced: set[tuple[bool, bool]] = set()
@@ -200,7 +209,10 @@ def _keep_numpy_dtypes(interpreter: Any) -> None:
 
 
 def _keep_types(core: Any) -> None:
-    """Blocks of one element type and shape share what describes them; so do the tensors of one type."""
+    """Blocks of one element type and shape share what describes them.
+
+    So do the tensors of one type.
+    """
     block, tensor = core.block_type.__init__, core.tensor.__init__
     blocks: dict[Any, dict[str, Any]] = {}
     shapes: dict[tuple[int, ...], dict[str, Any]] = {}

@@ -1,7 +1,9 @@
-"""A tuner that times nothing: costs are made up, the same for all processes. As a script it tunes over and over.
+"""A tuner that times nothing: costs are made up, the same for all processes.
 
-Everything else is the real one, on the GPU where there is one; what runs the script does so under Triton's interpreter,
-on the CPU.
+As a script it tunes over and over.
+
+Everything else is the real one, on the GPU where there is one; what runs the script does so under
+Triton's interpreter, on the CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ __all__ = ["NAME", "Bench", "Pool", "Timer", "cost", "sweeper", "workloads"]
 
 NAME = "Test GPU"
 CPU = torch.device("cpu")
-# Where workloads are planned: kernels are there on a GPU, and on the CPU only under the interpreter.
+# Where workloads are planned: kernels are there on a GPU, and on the CPU only under the
+# interpreter.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -70,7 +73,9 @@ class Bench:
 class Timer:
     """Costs are made up, or ``costs``; the results of configs that are ``wrong`` are."""
 
-    def __init__(self, costs: dict[Config, float] | None = None, wrong: tuple[Config, ...] = ()) -> None:
+    def __init__(
+        self, costs: dict[Config, float] | None = None, wrong: tuple[Config, ...] = ()
+    ) -> None:
         self.costs, self.wrong = costs or {}, wrong
         self.timed: list[tuple[TuningKey, Config, bool]] = []
         self.watch: Callable[[TuningKey], object] = lambda key: None  # called at each timing
@@ -79,12 +84,18 @@ class Timer:
         return Bench(self, workload)
 
 
-def sweeper(pool: Any = None, timer: Timer | None = None, *, device: torch.device = DEVICE) -> Sweeper:
+def sweeper(
+    pool: Any = None, timer: Timer | None = None, *, device: torch.device = DEVICE
+) -> Sweeper:
     return Sweeper(pool or Pool(), timer or Timer(), device, name="", limits=limits_of(CPU))
 
 
 def workloads(*names: str, shape: tuple[int, ...] = (20, 64)) -> list[Workload]:
-    return [Workload(spec, shape, torch.float32) for spec in discover() if not names or spec.name in names]
+    return [
+        Workload(spec, shape, torch.float32)
+        for spec in discover()
+        if not names or spec.name in names
+    ]
 
 
 def main(rounds: int) -> None:

@@ -11,7 +11,8 @@ from benchmarks.results import Row
 
 SPECS = {spec.name: spec for spec in discover()}
 _BANDWIDTH = 4.26e12
-# Fraction of the bandwidth on large shapes, µs a kernel cannot go below, host µs a call, tensors held at the peak.
+# Fraction of the bandwidth on large shapes, µs a kernel cannot go below, host µs a call, tensors
+# held at the peak.
 _MODELS = {
     "fusedops": (0.88, 6.0, 90.0, 2.0),
     "eager": (0.42, 14.0, 80.0, 4.0),
@@ -31,9 +32,23 @@ def row(case, provider, mode="fwd_bwd", **changes):
     fraction *= 1.0 - 0.08 * abs(math.log2(wide / 4096)) * (1.5 if wide > 8192 else 0.6)
     gpu = least + floor / max(fraction, 0.05)
     size = case.elements * case.dtype.itemsize / 2**20
-    values = {"gpu_us": gpu, "loop_us": max(host, gpu), "floor_us": floor, "peak_mib": tensors * size} | changes
-    return Row(case.op, case.shape, case.dtype_name, mode, provider, **values, commit="abc1234",
-               torch="2.11.0", triton="3.6.0")  # fmt: skip
+    values = {
+        "gpu_us": gpu,
+        "loop_us": max(host, gpu),
+        "floor_us": floor,
+        "peak_mib": tensors * size,
+    } | changes
+    return Row(
+        case.op,
+        case.shape,
+        case.dtype_name,
+        mode,
+        provider,
+        **values,
+        commit="abc1234",
+        torch="2.11.0",
+        triton="3.6.0",
+    )
 
 
 def rows(*, axes=sweep.AXES, dtypes=("bf16",), modes=("fwd_bwd",), ops=None):
@@ -42,6 +57,8 @@ def rows(*, axes=sweep.AXES, dtypes=("bf16",), modes=("fwd_bwd",), ops=None):
     found = []
     for case in sweep.plan(specs, axes, dtypes):
         peers = ["fusedops", "eager", "compile"]
-        peers += ["eager_combined"] * (case.spec.combined is not None) + ["liger"] * (case.spec.liger is not None)
+        peers += ["eager_combined"] * (case.spec.combined is not None) + ["liger"] * (
+            case.spec.liger is not None
+        )
         found += [row(case, provider, mode) for mode in modes for provider in peers]
     return found

@@ -1,4 +1,7 @@
-"""The keep mask of a call, read off its values: what was dropped is zero, in the sum and in x's gradient."""
+"""The keep mask of a call, read off its values.
+
+What was dropped is zero, in the sum and in x's gradient.
+"""
 
 from __future__ import annotations
 
@@ -28,23 +31,34 @@ class Run(NamedTuple):
 
 
 class Problem:
-    """Random inputs of one operator in which a dropped element shows: no residual, and the sum is returned.
+    """Random inputs of one operator in which a dropped element shows.
+
+    No residual, and the sum is returned.
 
     Normal numbers of fp32 or wider are zero with a probability that no test meets.
     """
 
     def __init__(
-        self, spec: Spec, rows: int, cols: int, device: torch.device, dtype: torch.dtype = torch.float32
+        self,
+        spec: Spec,
+        rows: int,
+        cols: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         sample = spec.benchmark((rows, cols), dtype, device)
         self.spec = spec
-        self.tensors = {name: tensor for name, tensor in sample.tensors.items() if name != "residual"}
+        self.tensors = {
+            name: tensor for name, tensor in sample.tensors.items() if name != "residual"
+        }
         for tensor in self.tensors.values():
             if tensor is not None:
                 tensor.requires_grad_()
         self.options = dict(sample.options)
         if "activation" in self.options:
-            self.options["activation"] = "identity"  # another may be zero by itself, in value or in derivative
+            self.options["activation"] = (
+                "identity"  # another may be zero by itself, in value or in derivative
+            )
         if "return_sum" in inspect.signature(spec.call).parameters:
             self.options["return_sum"] = True
         self.absent = {"residual": None} if "residual" in spec.tensors else {}
@@ -64,16 +78,21 @@ class Problem:
             if bias is not None:
                 bias.zero_()
 
-    def forward(self, p: float, call: Callable[..., Any] | None = None, **options: Any) -> tuple[Tensor, ...]:
+    def forward(
+        self, p: float, call: Callable[..., Any] | None = None, **options: Any
+    ) -> tuple[Tensor, ...]:
         call = call or self.spec.call
         return as_tuple(call(**self.tensors, **self.absent, **{**self.options, "p": p, **options}))
 
     def run(self, p: float, call: Callable[..., Any] | None = None, **options: Any) -> Run:
         outputs = self.forward(p, call, **options)
         names = [name for name, tensor in self.tensors.items() if tensor is not None]
-        grads = torch.autograd.grad(outputs, [self.tensors[name] for name in names], random_like(outputs))
+        grads = torch.autograd.grad(
+            outputs, [self.tensors[name] for name in names], random_like(outputs)
+        )
         gradients = dict(zip(names, grads, strict=True))
-        # Detached: a graph kept alive ties its leaves to the stream it ran on, which a later capture may not touch.
+        # Detached: a graph kept alive ties its leaves to the stream it ran on, which a later
+        # capture may not touch.
         outputs = tuple(output.detach() for output in outputs)
         return Run(outputs, gradients, outputs[-1] != 0.0, gradients[self.spec.tensors[0]] != 0.0)
 
@@ -93,6 +112,7 @@ def set_rng_state(state: Tensor, device: torch.device) -> None:
 def five_sigma(count: int, probability: float) -> float:
     """Five standard deviations of the number of successes in ``count`` independent trials.
 
-    A sound generator leaves that band once in two million tests; the seeds are fixed, so a test that passes stays so.
+    A sound generator leaves that band once in two million tests; the seeds are fixed, so a test
+    that passes stays so.
     """
     return 5.0 * math.sqrt(count * probability * (1.0 - probability))

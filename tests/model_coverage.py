@@ -1,12 +1,15 @@
-"""``python tests/model_coverage.py``: how many classes of the installed Transformers `fusedops.fuse_model` knows.
+"""``python tests/model_coverage.py``.
 
-Counts classes, not modules: of all `transformers.models.*.modeling_*`, the norms, feed-forward parts and layers, told by
-their names (`KINDS`). A class counts as fused if a module of it is, by a rule of its own or by the block around it: a
-module in one of the small models of `architectures`, or else one that is built from a small configuration of its family.
-A class of which none can be built counts as not fused.
+How many classes of the installed Transformers `fusedops.fuse_model` knows.
 
-``--write`` writes the result to ``coverage/transformers_VERSION.csv``; ``--check`` fails if a class that was fused there
-no longer is. Last comes what is fused in twenty models, module by module.
+Counts classes, not modules: of all `transformers.models.*.modeling_*`, the norms, feed-forward
+parts and layers, told by their names (`KINDS`). A class counts as fused if a module of it is, by a
+rule of its own or by the block around it: a module in one of the small models of `architectures`,
+or else one that is built from a small configuration of its family. A class of which none can be
+built counts as not fused.
+
+``--write`` writes the result to ``coverage/transformers_VERSION.csv``; ``--check`` fails if a class
+that was fused there no longer is. Last comes what is fused in twenty models, module by module.
 """
 
 from __future__ import annotations
@@ -46,11 +49,33 @@ FOLDER = Path(__file__).with_name("coverage")
 KINDS = {
     "RMSNorm": re.compile(r"RMSNorm"),
     "other norm": re.compile(r"(Layer|Group|Batch)?Norm(2d|alization|Gated)?$|LayerNorm"),
-    "MLP": re.compile(r"MLP|Mlp|FeedForward|FFN|FFNLayer|Intermediate|DenseAct|DenseGatedAct|LayerFF$"),
+    "MLP": re.compile(
+        r"MLP|Mlp|FeedForward|FFN|FFNLayer|Intermediate|DenseAct|DenseGatedAct|LayerFF$"
+    ),
     "layer": re.compile(r"(Layer|Block)$"),
 }
-TWENTY = ("bert", "roberta", "distilbert", "gpt2", "t5", "vit", "clip", "llama", "mistral", "qwen2", "qwen3", "gemma",
-          "gemma2", "gemma3", "phi3", "bart", "whisper", "opt", "mixtral", "deberta-v2")  # fmt: skip
+TWENTY = (
+    "bert",
+    "roberta",
+    "distilbert",
+    "gpt2",
+    "t5",
+    "vit",
+    "clip",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "bart",
+    "whisper",
+    "opt",
+    "mixtral",
+    "deberta-v2",
+)
 NOT_BUILT, BY = "not built", "by its block"
 _SECONDS = 10
 
@@ -78,7 +103,9 @@ class Coverage:
     @property
     def reason(self) -> str:
         """The commonest, if it is not fused."""
-        return "" if self.rules else self.reasons.most_common(1)[0][0] if self.reasons else NOT_BUILT
+        return (
+            "" if self.rules else self.reasons.most_common(1)[0][0] if self.reasons else NOT_BUILT
+        )
 
     def add(self, line: ModuleReport) -> None:
         if line.rule:
@@ -90,7 +117,10 @@ class Coverage:
 
 
 def kind_of(cls: type) -> str | None:
-    """A layer or a feed-forward part has a forward of its own; what only inherits one is counted there."""
+    """A layer or a feed-forward part has a forward of its own.
+
+    What only inherits one is counted there.
+    """
     kind = next((kind for kind, names in KINDS.items() if names.search(cls.__name__)), None)
     return None if kind in ("MLP", "layer") and "forward" not in vars(cls) else kind
 
@@ -101,7 +131,9 @@ def classes() -> dict[type, Coverage]:
     for family in pkgutil.iter_modules(transformers.models.__path__):
         package = importlib.import_module(f"transformers.models.{family.name}")
         for file in pkgutil.iter_modules(getattr(package, "__path__", [])):
-            if not file.name.startswith("modeling_") or file.name.startswith(("modeling_tf_", "modeling_flax_")):
+            if not file.name.startswith("modeling_") or file.name.startswith(
+                ("modeling_tf_", "modeling_flax_")
+            ):
                 continue
             try:
                 module = importlib.import_module(f"{package.__name__}.{file.name}")
@@ -109,9 +141,15 @@ def classes() -> dict[type, Coverage]:
                 print(f"{family.name}.{file.name} cannot be imported: {error}", file=sys.stderr)
                 continue
             for cls in vars(module).values():
-                own = isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__ == module.__name__
+                own = (
+                    isinstance(cls, type)
+                    and issubclass(cls, nn.Module)
+                    and cls.__module__ == module.__name__
+                )
                 if own and (kind := kind_of(cls)) is not None:
-                    found[cls] = Coverage(f"{family.name}.{cls.__name__}", kind, Counter(), Counter())
+                    found[cls] = Coverage(
+                        f"{family.name}.{cls.__name__}", kind, Counter(), Counter()
+                    )
     return found
 
 
@@ -168,8 +206,11 @@ def _configs() -> dict[str, list[Any]]:
 
 def _arguments(cls: type, configs: list[Any]) -> Iterator[dict[str, Any]]:
     """What a class may take: a configuration, a place in the model, sizes."""
-    parameters = [p for p in list(inspect.signature(cls.__init__).parameters.values())[1:]
-                  if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]  # fmt: skip
+    parameters = [
+        p
+        for p in list(inspect.signature(cls.__init__).parameters.values())[1:]
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
     for config in configs or [None]:
         given = {p.name: _value(p.name, config) for p in parameters if p.default is p.empty}
         yield given
@@ -217,21 +258,25 @@ def tolerated() -> Iterator[None]:
     try:
         with architectures.quiet():
             yield
-    except Exception:  # noqa: BLE001, what a class raises on arguments that were guessed is of any kind
+    # What a class raises on arguments that were guessed is of any kind.
+    except Exception:  # noqa: BLE001
         pass
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, previous)
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def table(rows: list[tuple[Any, ...]]) -> str:
     """Left-aligned names, right-aligned numbers."""
     widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(f"{row[0]!s:{widths[0]}}  " + "  ".join(f"{x!s:>{w}}" for x, w in zip(row[1:], widths[1:], strict=True))
-                     for row in rows)  # fmt: skip
+    return "\n".join(
+        f"{row[0]!s:{widths[0]}}  "
+        + "  ".join(f"{x!s:>{w}}" for x, w in zip(row[1:], widths[1:], strict=True))
+        for row in rows
+    )
 
 
 def by_kind(found: list[Coverage]) -> str:
@@ -245,16 +290,29 @@ def by_kind(found: list[Coverage]) -> str:
 
 
 def by_model(reports: dict[str, tuple[ModuleReport, ...]]) -> str:
-    """For each of the twenty, how many of its modules of a kind are fused, of how many; `other` are of no kind."""
-    rows: list[tuple[Any, ...]] = [("modules fused", "norm", "MLP", "layer", "activation", "attention", "other")]
+    """For each of the twenty, how many of its modules of a kind are fused, of how many.
+
+    `other` are of no kind.
+    """
+    rows: list[tuple[Any, ...]] = [
+        ("modules fused", "norm", "MLP", "layer", "activation", "attention", "other")
+    ]
     for name in TWENTY:
         counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         for line in reports.get(name, ()):
             count = counts[_module_kind(line.type)]
             count[0] += bool(line.rule) or line.by is not None
             count[1] += 1
-        rows.append((name, *["/".join(map(str, counts[kind])) if counts[kind][1] else "" for kind in rows[0][1:-1]],
-                     counts["other"][0]))  # fmt: skip
+        rows.append(
+            (
+                name,
+                *[
+                    "/".join(map(str, counts[kind])) if counts[kind][1] else ""
+                    for kind in rows[0][1:-1]
+                ],
+                counts["other"][0],
+            )
+        )
     return table(rows)
 
 
@@ -271,7 +329,7 @@ def _module_kind(name: str) -> str:
     )
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def path() -> Path:
@@ -291,16 +349,28 @@ def lost(found: list[Coverage]) -> list[str]:
     with path().open(newline="", encoding="utf-8") as file:
         before = [row["class"] for row in csv.DictReader(file) if row["rule"]]
     now = {c.name: c for c in found}
-    return [f"{name}: {now[name].reason if name in now else 'no such class'}" for name in before
-            if name not in now or not now[name].rules]  # fmt: skip
+    return [
+        f"{name}: {now[name].reason if name in now else 'no such class'}"
+        for name in before
+        if name not in now or not now[name].rules
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python tests/model_coverage.py", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--write", action="store_true", help="write the file of this version of Transformers")
-    parser.add_argument("--check", action="store_true", help="fail if a class that was fused in that file no longer is")
+    parser = argparse.ArgumentParser(
+        prog="python tests/model_coverage.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write the file of this version of Transformers"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="fail if a class that was fused in that file no longer is",
+    )
     options = parser.parse_args(arguments)
     if options.check and not path().exists():
         print(f"there is no {path()}: write it first, with --write")

@@ -19,5 +19,6 @@ def randomise(module: nn.Module) -> nn.Module:
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
-    # Both round the same few fp32 operations on values of order one; 24-term sums stay within some ten ulps.
+    # Both round the same few fp32 operations on values of order one; 24-term sums stay within some
+    # ten ulps.
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)

@@ -1,8 +1,10 @@
-"""Whether the short suite sees faults: ``python tests/mutants.py`` makes one at a time, and runs tests on each.
+"""Whether the short suite sees faults.
 
-A mutant is one change of a line, in a temporary copy of the package and its tests. The tests named with it are those of
-the short suite that have to fail; first they have to pass on the code as it is. A mutant that survives is a gap in the
-suite: it needs a test, not another selection.
+``python tests/mutants.py`` makes one at a time, and runs tests on each.
+
+A mutant is one change of a line, in a temporary copy of the package and its tests. The tests named
+with it are those of the short suite that have to fail; first they have to pass on the code as it
+is. A mutant that survives is a gap in the suite: it needs a test, not another selection.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ class Mutant:
         fault: what is wrong.
         path: the file, in the package.
         before, after: the replacement; ``before`` occurs once in the file.
-        tests: the test file, and what is selected of it with ``-k``. No test is named by its node: that would run it
-            also where the short suite leaves it out.
+        tests: the test file, and what is selected of it with ``-k``. No test is named by its node:
+            that would run it also where the short suite leaves it out.
         interpreted: whether the kernels run, in Triton's interpreter.
     """
 
@@ -50,7 +52,7 @@ class Mutant:
 
 
 MUTANTS = (
-    # --- kernels ------------------------------------------------------------------------------------------------------
+    # --- kernels ----------------------------------------------------------------------------------
     Mutant(
         "a norm's backward without the keep mask",
         "norms/kernels.py",
@@ -82,8 +84,8 @@ MUTANTS = (
     Mutant(
         "strides of rows and of vectors of groups ignored",
         "compiler/emitting.py",
-        '_times("group" if how == "group" else "rows", apart)',
-        '_times("group" if how == "group" else "rows", size)',
+        '        return self.argument("stride", index, f"{operand.name}_stride", kind)\n',
+        "        return size\n",
         ("test_rowwise_inputs.py", "test_strided_rows or test_vectors_of_groups"),
     ),
     Mutant(
@@ -110,8 +112,8 @@ MUTANTS = (
     Mutant(
         "the loads that a loop takes ahead of the slices' rows one tile late",
         "slices/kernels.py",
-        "_place_of_rows(tl.maximum(tiles - 1 - step - programs, 0), own, M, ROWS)",
-        "_place_of_rows(tl.maximum(tiles - 1 - step, 0), own, M, ROWS)",
+        "                tl.maximum(tiles - 1 - step - programs, 0), own, M, ROWS\n",
+        "                tl.maximum(tiles - 1 - step, 0), own, M, ROWS\n",
         ("test_slice_tiles.py", "several_tiles_of_rows"),
     ),
     Mutant(
@@ -128,7 +130,7 @@ MUTANTS = (
         "square < 0.0064, x - x * square * 3.3333333, far",
         ("test_values.py", "batched and test_values and bfloat16"),
     ),
-    # --- launches -----------------------------------------------------------------------------------------------------
+    # --- launches ---------------------------------------------------------------------------------
     Mutant(
         "the row stride of a saved tensor ignored",
         "norms/launching.py",
@@ -171,7 +173,7 @@ MUTANTS = (
         "at > _leading(",
         ("test_exact.py", "test_values and padding"),
     ),
-    # --- keys of the call cache -----------------------------------------------------------------------------------------
+    # --- keys of the call cache -------------------------------------------------------------------
     Mutant(
         "a norm's key without the residual's dtype",
         "norms/operator.py",
@@ -201,7 +203,7 @@ MUTANTS = (
         "inplace and _overlaps(scores)",
         ("test_exact.py", "test_scores_with_a_lazy_sign"),
     ),
-    # --- the path of a call ---------------------------------------------------------------------------------------------
+    # --- the path of a call -----------------------------------------------------------------------
     Mutant(
         "a registered operator that stores no pre-norm sum",
         "core/operators.py",
@@ -230,7 +232,7 @@ MUTANTS = (
         '" ".join(("", ',
         ("test_operators.py", "test_a_release_has_its_own_constants"),
     ),
-    # --- gradients ------------------------------------------------------------------------------------------------------
+    # --- gradients --------------------------------------------------------------------------------
     Mutant(
         "a gradient shared by x and a residual of another dtype",
         "norms/operator.py",
@@ -252,7 +254,7 @@ MUTANTS = (
         "t if t.requires_grad else",
         ("test_derivatives.py", "test_double_backward_of_arguments"),
     ),
-    # --- models ---------------------------------------------------------------------------------------------------------
+    # --- models -----------------------------------------------------------------------------------
     Mutant(
         "hooks on all modules ignored",
         "models/hooks.py",
@@ -261,18 +263,18 @@ MUTANTS = (
         ("test_models_hooks.py", "test_global_forward_hooks_see_every_call"),
         interpreted=False,
     ),
-    # --- the backend of torch.compile ---------------------------------------------------------------------------------
+    # --- the backend of torch.compile -------------------------------------------------------------
     Mutant(
         "a region that a path leaves and comes back to",
         "backend/regions.py",
-        "        return not bits[1] & bits[2] & ~bits[0]\n",
+        "        return not self.ancestors & self.descendants & ~self.own\n",
         "        return True\n",
         ("test_backend.py", "test_values_and_gradients"),
     ),
     Mutant(
         "a change in place that a view of the tensor does not see",
         "backend/changes.py",
-        "    return not any(user is node or node < user for other in sharing for user in other.users)\n",
+        "    return node not in users and not any(node < user for user in users)\n",
         "    return True\n",
         ("test_backend_graphs.py", "test_semantics_of_the_graph"),
     ),
@@ -307,8 +309,8 @@ MUTANTS = (
     Mutant(
         "a bias of attention, taken for a mask",
         "backend/masks.py",
-        "    return seen if bool((seen | (mask <= torch.finfo(mask.dtype).min)).all()) else None\n",
-        "    return seen\n",
+        "    return visible if bool((visible | is_hidden).all()) else None\n",
+        "    return visible\n",
         ("test_backend_attention.py", "test_masks"),
     ),
     Mutant(
@@ -349,50 +351,50 @@ MUTANTS = (
     Mutant(
         "a constant of a captured graph, held as an input",
         "backend/capture.py",
-        """    _made_again(made, {str(node.target).replace(".", "_") for node in gm.graph.find_nodes(op="get_attr")})\n""",
+        '    _inline_constants(result, {str(node.target).replace(".", "_") for node in attributes})\n',
         "",
         ("test_backend_graphs.py", "test_parameters_are_known"),
     ),
     Mutant(
         "a region's input that is a view in a later one",
         "backend/fusing.py",
-        "            replaced |= copies\n",
+        "        self.replaced |= copies\n",
         "",
         ("test_backend_graphs.py", "test_semantics_of_the_graph"),
     ),
     Mutant(
         "a region has gradients of what it only compares",
         "backend/fusing.py",
-        "if one in cut:",
-        "if False:",
+        "        if node in cut:\n",
+        "        if False:\n",
         ("test_backend_results.py", "test_what_has_gradients"),
     ),
     Mutant(
         "a region's result lies in memory in another order than the model's",
         "backend/layouts.py",
-        "and (escapes(node) or is_laid_out(node))",
-        "and False",
+        " and has_memory and _are_strides_visible(node)",
+        " and False",
         ("test_backend_results.py", "test_results_lie_in_memory"),
     ),
     Mutant(
         "an operator behind a region's result lies in memory in another order than the model's",
         "backend/layouts.py",
-        "                now[node] = found\n",
+        "                now[node] = value\n",
         "                pass\n",
         ("test_backend_results.py", "test_results_lie_in_memory"),
     ),
     Mutant(
         "a product that is only detached has zeros for a gradient",
         "backend/gradients.py",
-        "if node in needs and any(_hands_on(user, found) for user in node.users):",
-        "if node in needs:",
+        "        if node in needs and any(_passes_gradient(user, receives) for user in node.users):\n",
+        "        if node in needs:\n",
         ("test_backend_products.py", "only_detached"),
     ),
     Mutant(
         "what is viewed without gradients requires none",
         "backend/gradients.py",
-        "given = node.all_input_nodes if enabled else named_again(node)",
-        "given = node.all_input_nodes if enabled else []",
+        "node.all_input_nodes if enabled else aliased_inputs(node)",
+        "node.all_input_nodes if enabled else []",
         ("test_backend_results.py", "test_what_has_gradients"),
     ),
     Mutant(
@@ -405,14 +407,14 @@ MUTANTS = (
     Mutant(
         "some places of a permutation, taken for all",
         "backend/permutations.py",
-        " and all(value_of(part).shape == (size,) for part in parts)",
+        "    if not all(value_of(part).shape == (size,) for part in parts):\n        return []\n",
         "",
         ("test_backend_permutations.py", "test_gradients_of_permuted_rows"),
     ),
     Mutant(
         "rows that belong to no group, left unwritten",
         "backend/grouped.py",
-        "    product[end:].zero_()\n",
+        "    product[end:].zero_()  # the rows after the last group\n",
         "",
         ("test_backend_grouped.py", "test_results"),
     ),
@@ -451,28 +453,46 @@ class Outcome:
     seconds: float
 
 
-def run(paths: set[str], expression: str, *, interpreted: bool, mutant: Mutant | None = None) -> Outcome:
+def run(
+    paths: set[str], expression: str, *, interpreted: bool, mutant: Mutant | None = None
+) -> Outcome:
     """The selected tests in a copy, up to the first failure."""
     with tempfile.TemporaryDirectory() as folder:
         for name in COPIED:
             source = ROOT / name
             if source.is_dir():
-                shutil.copytree(source, Path(folder, name), ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(
+                    source, Path(folder, name), ignore=shutil.ignore_patterns("__pycache__")
+                )
             else:
                 shutil.copy(source, folder)
         if mutant is not None:
             changed = Path(folder, "fusedops", mutant.path)
             changed.write_text(changed.read_text().replace(mutant.before, mutant.after))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", expression]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            expression,
+        ]
         command += [f"tests/{path}" for path in sorted(paths)]
         environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
         environment["TRITON_INTERPRET"] = str(int(interpreted))
         start = time.monotonic()
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
         seconds = time.monotonic() - start
     failure = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.MULTILINE)
     crash = f"signal {-done.returncode}" if done.returncode < 0 else ""  # a wrong address
-    return Outcome(done.returncode, failure[1] if failure else crash, done.stdout + done.stderr, seconds)
+    return Outcome(
+        done.returncode, failure[1] if failure else crash, done.stdout + done.stderr, seconds
+    )
 
 
 def passes(mutants: list[Mutant]) -> bool:
@@ -481,7 +501,9 @@ def passes(mutants: list[Mutant]) -> bool:
         wanted = [mutant for mutant in mutants if mutant.interpreted == interpreted]
         if wanted:
             expression = " or ".join(dict.fromkeys(mutant.expression for mutant in wanted))
-            outcome = run({mutant.tests[0] for mutant in wanted}, expression, interpreted=interpreted)
+            outcome = run(
+                {mutant.tests[0] for mutant in wanted}, expression, interpreted=interpreted
+            )
             if outcome.code:
                 print(outcome.output, "The tests fail without a mutant.", sep="\n")
                 return False
@@ -494,7 +516,9 @@ def passes(mutants: list[Mutant]) -> bool:
 
 def survives(mutant: Mutant) -> bool:
     """Whether no test fails."""
-    outcome = run({mutant.tests[0]}, mutant.expression, interpreted=mutant.interpreted, mutant=mutant)
+    outcome = run(
+        {mutant.tests[0]}, mutant.expression, interpreted=mutant.interpreted, mutant=mutant
+    )
     seen = outcome.code == 1 or outcome.code < 0
     verdict = "seen" if seen else "NO TESTS" if outcome.code else "SURVIVED"
     if verdict == "NO TESTS":
@@ -504,9 +528,15 @@ def survives(mutant: Mutant) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-k", metavar="WORDS", default="", help="only the mutants whose description has these words")
-    parser.add_argument("-j", metavar="N", type=int, default=os.cpu_count(), help="mutants at a time")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "-k", metavar="WORDS", default="", help="only the mutants whose description has these words"
+    )
+    parser.add_argument(
+        "-j", metavar="N", type=int, default=os.cpu_count(), help="mutants at a time"
+    )
     arguments = parser.parse_args()
     mutants = [mutant for mutant in MUTANTS if arguments.k in mutant.fault]
     for mutant in mutants:

@@ -1,4 +1,7 @@
-"""The documentation as its tests read it: code blocks, commands, links and headings of each Markdown page."""
+"""The documentation as its tests read it.
+
+Code blocks, commands, links and headings of each Markdown page.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")))
 
-_FENCE = re.compile(r"^( *)(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n`]*\n(.*?)^ *\2[ \t]*$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(
+    r"^( *)(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n`]*\n(.*?)^ *\2[ \t]*$", re.MULTILINE | re.DOTALL
+)
 _SPAN = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)

@@ -1,4 +1,7 @@
-"""Row-wise functions from models that people train, with tensors for them: what the tests of `fusedops.rowwise` run."""
+"""Row-wise functions from models that people train, with tensors for them.
+
+What the tests of `fusedops.rowwise` run.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +53,12 @@ class RowwiseFunction:
     kinds: tuple[tuple[str, str], ...] = ()
     smooth: bool = True
 
-    def tensors(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
-                rows: int | None = None) -> dict[str, Tensor]:  # fmt: skip
+    def tensors(
+        self,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        rows: int | None = None,
+    ) -> dict[str, Tensor]:
         """Random tensors by name: the same in every call, with values of order one."""
         generator = torch.Generator().manual_seed(29)
         kinds, made = dict(self.kinds), {}
@@ -61,17 +68,27 @@ class RowwiseFunction:
                 made[name] = _KINDS[kinds[name]](values).to(device)
             else:
                 made[name] = values.to(
-                    device, torch.promote_types(dtype, torch.float32) if name in self.wide else dtype
+                    device,
+                    torch.promote_types(dtype, torch.float32) if name in self.wide else dtype,
                 )
         return made
 
     def without_memory(self, dtype: torch.dtype, cols: int) -> list[Tensor]:
-        """Tensors of many rows of so many columns, which cannot be read; where the function has the widths, of its own."""
+        """Tensors of many rows of so many columns, which cannot be read.
+
+        Where the function has the widths, of its own.
+        """
         sizes = {} if self.name in _FIXED else _columns(cols)
-        shapes = {name: [sizes.get(size, size) for size in shape] for name, shape in self.shapes(4096).items()}
+        shapes = {
+            name: [sizes.get(size, size) for size in shape]
+            for name, shape in self.shapes(4096).items()
+        }
         kinds = {name: _DTYPES[kind] for name, kind in self.kinds}
         kinds |= dict.fromkeys(self.wide, torch.promote_types(dtype, torch.float32))
-        return [torch.empty(shape, dtype=kinds.get(name, dtype), device="meta") for name, shape in shapes.items()]
+        return [
+            torch.empty(shape, dtype=kinds.get(name, dtype), device="meta")
+            for name, shape in shapes.items()
+        ]
 
     def floating(self) -> list[str]:
         """The names of the tensors that have gradients."""
@@ -92,10 +109,12 @@ def _columns(cols: int) -> dict[int, int]:
     return {24: cols, 48: 2 * cols, 16: cols, 8: cols // 2, _CLASSES: cols, 6: cols // 8, 3: 4}
 
 
-# --- norms with what is around them -------------------------------------------------------------------------------------
+# --- norms with what is around them ---------------------------------------------------------------
 
 
-def dropout_add_layer_norm(x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, ln_bias: Tensor) -> Tensor:
+def dropout_add_layer_norm(
+    x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, ln_bias: Tensor
+) -> Tensor:
     z = F.dropout(x + bias, DROP) + residual
     return F.layer_norm(z, z.shape[-1:], weight, ln_bias)
 
@@ -105,13 +124,17 @@ def adaptive_layer_norm(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
 
 
-def gate_and_residual(x: Tensor, gate: Tensor, residual: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+def gate_and_residual(
+    x: Tensor, gate: Tensor, residual: Tensor, scale: Tensor, shift: Tensor
+) -> tuple[Tensor, Tensor]:
     """Of FLUX: a gated branch, and the next branch's modulated norm."""
     stream = residual + gate * x
     return F.layer_norm(stream, stream.shape[-1:], eps=1e-6) * (1 + scale) + shift, stream
 
 
-def gated_residual_norm(x: Tensor, gamma: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def gated_residual_norm(
+    x: Tensor, gamma: Tensor, residual: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
     z = residual + gamma * F.dropout(F.silu(x), DROP)
     return F.rms_norm(z, z.shape[-1:], weight, 1e-6), z
 
@@ -171,7 +194,7 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.silu(F.group_norm(x, 2, weight, bias, 1e-6))
 
 
-# --- rotary embeddings --------------------------------------------------------------------------------------------------
+# --- rotary embeddings ----------------------------------------------------------------------------
 
 
 def norm_and_rotary(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -197,12 +220,15 @@ def interleaved_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def packed_heads(packed: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of one projection, of which each has heads: the rows of a part lie behind the parts."""
+    """Keys and values of one projection, of which each has heads.
+
+    The rows of a part lie behind the parts.
+    """
     key, value = packed.unbind(2)
     return F.rms_norm(key, key.shape[-1:], weight, 1e-6), value * torch.sigmoid(value)
 
 
-# --- softmax and losses -------------------------------------------------------------------------------------------------
+# --- softmax and losses ---------------------------------------------------------------------------
 
 
 def softcap(x: Tensor) -> Tensor:
@@ -217,7 +243,10 @@ def alibi_softmax(scores: Tensor, slope: Tensor) -> Tensor:
 
 
 def windowed_softmax(scores: Tensor, slope: Tensor) -> Tensor:
-    """Of attention to the first position and a few before: mask and bias are made of the indices of rows and columns."""
+    """Of attention to the first position and a few before.
+
+    Mask and bias are made of the indices of rows and columns.
+    """
     row = torch.arange(scores.shape[-2], device=scores.device)[:, None]
     column = torch.arange(scores.shape[-1], device=scores.device)
     outside = (column > row) | ((row - column >= 4) & (column > 0))
@@ -235,7 +264,7 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return loss + 1e-3 * torch.logsumexp(logits, -1).square()
 
 
-# --- the samples --------------------------------------------------------------------------------------------------------
+# --- the samples ----------------------------------------------------------------------------------
 
 
 def _rows(*names: str, vectors: tuple[str, ...] = (), cols: int = 24) -> Shapes:
@@ -248,52 +277,154 @@ def _listed(order: str, shapes: Shapes) -> Shapes:
 
 
 def _groups(order: str, *vectors: str, cols: int = 24) -> Shapes:
-    return lambda rows: {name: (3, 1, cols) if name in vectors else (3, rows, cols) for name in order.split()}
+    return lambda rows: {
+        name: (3, 1, cols) if name in vectors else (3, rows, cols) for name in order.split()
+    }
 
 
 FUNCTIONS: tuple[RowwiseFunction, ...] = (
-    RowwiseFunction("dropout_add_layer_norm", dropout_add_layer_norm, drops=True, shapes=_listed(
-        "x bias residual weight ln_bias", _rows("x", "residual", vectors=("bias", "weight", "ln_bias")))),
-    RowwiseFunction("adaptive_layer_norm_indexed", adaptive_layer_norm, sums=False,
-                    shapes=_groups("x scale shift", "scale", "shift")),
-    RowwiseFunction("adaptive_layer_norm_grouped", adaptive_layer_norm, rows=40,
-                    shapes=_groups("x scale shift", "scale", "shift")),
-    RowwiseFunction("gate_and_residual", gate_and_residual, rows=17,
-                    shapes=_groups("x gate residual scale shift", "gate", "scale", "shift")),
-    RowwiseFunction("gated_residual_norm", gated_residual_norm, drops=True, shapes=_listed(
-        "x gamma residual weight", _rows("x", "residual", vectors=("gamma", "weight")))),
-    RowwiseFunction("layer_scale", layer_scale, drops=True, shapes=_listed(
-        "x gamma residual", _rows("x", "residual", vectors=("gamma",)))),
+    RowwiseFunction(
+        "dropout_add_layer_norm",
+        dropout_add_layer_norm,
+        drops=True,
+        shapes=_listed(
+            "x bias residual weight ln_bias",
+            _rows("x", "residual", vectors=("bias", "weight", "ln_bias")),
+        ),
+    ),
+    RowwiseFunction(
+        "adaptive_layer_norm_indexed",
+        adaptive_layer_norm,
+        sums=False,
+        shapes=_groups("x scale shift", "scale", "shift"),
+    ),
+    RowwiseFunction(
+        "adaptive_layer_norm_grouped",
+        adaptive_layer_norm,
+        rows=40,
+        shapes=_groups("x scale shift", "scale", "shift"),
+    ),
+    RowwiseFunction(
+        "gate_and_residual",
+        gate_and_residual,
+        rows=17,
+        shapes=_groups("x gate residual scale shift", "gate", "scale", "shift"),
+    ),
+    RowwiseFunction(
+        "gated_residual_norm",
+        gated_residual_norm,
+        drops=True,
+        shapes=_listed(
+            "x gamma residual weight", _rows("x", "residual", vectors=("gamma", "weight"))
+        ),
+    ),
+    RowwiseFunction(
+        "layer_scale",
+        layer_scale,
+        drops=True,
+        shapes=_listed("x gamma residual", _rows("x", "residual", vectors=("gamma",))),
+    ),
     RowwiseFunction("gemma_norm", gemma_norm, _rows("x", vectors=("weight",), cols=32)),
     RowwiseFunction("llama_norm", llama_norm, _rows("x", vectors=("weight",))),
-    RowwiseFunction("norm_then_add", norm_then_add, _rows("x", "residual", vectors=("weight",)), wide=("residual",)),
+    RowwiseFunction(
+        "norm_then_add",
+        norm_then_add,
+        _rows("x", "residual", vectors=("weight",)),
+        wide=("residual",),
+    ),
     RowwiseFunction("gated_norm", gated_norm, _rows("x", "z", vectors=("weight",))),
-    RowwiseFunction("dynamic_tanh", dynamic_tanh,
-                    lambda rows: {"x": (rows, 24), "alpha": (1,), "weight": (24,), "bias": (24,)}),
-    RowwiseFunction("swiglu_norm", swiglu_norm, lambda rows: {"packed": (rows, 48), "weight": (24,)}, drops=True, parts=2),
-    RowwiseFunction("dropped_geglu", dropped_geglu, lambda rows: {"packed": (rows, 48)}, drops=True, parts=2,
-                    drops_whole=True, sums=False),
+    RowwiseFunction(
+        "dynamic_tanh",
+        dynamic_tanh,
+        lambda rows: {"x": (rows, 24), "alpha": (1,), "weight": (24,), "bias": (24,)},
+    ),
+    RowwiseFunction(
+        "swiglu_norm",
+        swiglu_norm,
+        lambda rows: {"packed": (rows, 48), "weight": (24,)},
+        drops=True,
+        parts=2,
+    ),
+    RowwiseFunction(
+        "dropped_geglu",
+        dropped_geglu,
+        lambda rows: {"packed": (rows, 48)},
+        drops=True,
+        parts=2,
+        drops_whole=True,
+        sums=False,
+    ),
     RowwiseFunction("unit_rows", unit_rows, _rows("x", vectors=("scale",))),
-    RowwiseFunction("group_norm", group_norm, lambda rows: {"x": (rows, 6, 2, 3), "weight": (6,), "bias": (6,)}, sums=False,
-                    rows=3),
-    RowwiseFunction("norm_and_rotary", norm_and_rotary, rows=3,
-                    shapes=lambda rows: {"x": (2, rows, 2, 16), "weight": (16,), "cos": (rows, 1, 16), "sin": (rows, 1, 16)}),
-    RowwiseFunction("partial_rotary", partial_rotary, sums=False, rows=3,
-                    shapes=lambda rows: {"packed": (2, rows, 48), "cos": (rows, 16), "sin": (rows, 16)}),
-    RowwiseFunction("interleaved_rotary", interleaved_rotary, sums=False, rows=3,
-                    shapes=lambda rows: {"x": (2, rows, 2, 16), "cos": (rows, 1, 8), "sin": (rows, 1, 8)}),
-    RowwiseFunction("packed_heads", packed_heads, rows=3,
-                    shapes=lambda rows: {"packed": (2, rows, 2, 4, 16), "weight": (16,)}),
+    RowwiseFunction(
+        "group_norm",
+        group_norm,
+        lambda rows: {"x": (rows, 6, 2, 3), "weight": (6,), "bias": (6,)},
+        sums=False,
+        rows=3,
+    ),
+    RowwiseFunction(
+        "norm_and_rotary",
+        norm_and_rotary,
+        rows=3,
+        shapes=lambda rows: {
+            "x": (2, rows, 2, 16),
+            "weight": (16,),
+            "cos": (rows, 1, 16),
+            "sin": (rows, 1, 16),
+        },
+    ),
+    RowwiseFunction(
+        "partial_rotary",
+        partial_rotary,
+        sums=False,
+        rows=3,
+        shapes=lambda rows: {"packed": (2, rows, 48), "cos": (rows, 16), "sin": (rows, 16)},
+    ),
+    RowwiseFunction(
+        "interleaved_rotary",
+        interleaved_rotary,
+        sums=False,
+        rows=3,
+        shapes=lambda rows: {"x": (2, rows, 2, 16), "cos": (rows, 1, 8), "sin": (rows, 1, 8)},
+    ),
+    RowwiseFunction(
+        "packed_heads",
+        packed_heads,
+        rows=3,
+        shapes=lambda rows: {"packed": (2, rows, 2, 4, 16), "weight": (16,)},
+    ),
     RowwiseFunction("softcap", softcap, _rows("x"), sums=False),
-    RowwiseFunction("alibi_softmax", alibi_softmax, sums=False, rows=3,
-                    shapes=lambda rows: {"scores": (2, 4, rows, 24), "slope": (4, 1, 1)}),
-    RowwiseFunction("windowed_softmax", windowed_softmax, sums=False, rows=7,
-                    shapes=lambda rows: {"scores": (2, 4, rows, 24), "slope": (4, 1, 1)}),
-    RowwiseFunction("masked_softmax", masked_softmax, drops=True, sums=False, rows=3, kinds=(("mask", "mask"),),
-                    shapes=lambda rows: {"scores": (2, 2, rows, 24), "mask": (2, 1, 1, 24)}),
-    RowwiseFunction("cross_entropy", cross_entropy, sums=False, kinds=(("target", "target"),),
-                    shapes=lambda rows: {"logits": (rows, _CLASSES), "target": (rows,)}),
-)  # fmt: skip
+    RowwiseFunction(
+        "alibi_softmax",
+        alibi_softmax,
+        sums=False,
+        rows=3,
+        shapes=lambda rows: {"scores": (2, 4, rows, 24), "slope": (4, 1, 1)},
+    ),
+    RowwiseFunction(
+        "windowed_softmax",
+        windowed_softmax,
+        sums=False,
+        rows=7,
+        shapes=lambda rows: {"scores": (2, 4, rows, 24), "slope": (4, 1, 1)},
+    ),
+    RowwiseFunction(
+        "masked_softmax",
+        masked_softmax,
+        drops=True,
+        sums=False,
+        rows=3,
+        kinds=(("mask", "mask"),),
+        shapes=lambda rows: {"scores": (2, 2, rows, 24), "mask": (2, 1, 1, 24)},
+    ),
+    RowwiseFunction(
+        "cross_entropy",
+        cross_entropy,
+        sums=False,
+        kinds=(("target", "target"),),
+        shapes=lambda rows: {"logits": (rows, _CLASSES), "target": (rows,)},
+    ),
+)
 SAMPLES = {function.name: function for function in FUNCTIONS}
 assert len(SAMPLES) == len(FUNCTIONS)
 

@@ -36,12 +36,34 @@ _NUMBERS = (
     1e30,
     _INF,
 )
-# Of 100.1, 0.7 and 0.1 quotients are rounded to whole numbers, and half of 8388609 is no whole number.
-_PAIRED = (0.0, -0.0, 1.0, -1.0, 2.0, -2.5, 0.5, 0.1, 0.7, 100.1, 8388609.0, 1e-30, 1e30, -1e30, _INF, -_INF, _NAN)
+# Of 100.1, 0.7 and 0.1 quotients are rounded to whole numbers, and half of 8388609 is no whole
+# number.
+_PAIRED = (
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    2.0,
+    -2.5,
+    0.5,
+    0.1,
+    0.7,
+    100.1,
+    8388609.0,
+    1e-30,
+    1e30,
+    -1e30,
+    _INF,
+    -_INF,
+    _NAN,
+)
 
 
 def numbers(dtype: torch.dtype) -> Tensor:
-    """All numbers of either sign, the smallest and nearly the largest of the dtype, and NaN; in rows of 24."""
+    """All numbers of either sign, the smallest and nearly the largest of the dtype, and NaN.
+
+    In rows of 24.
+    """
     ends = (torch.finfo(dtype).tiny, torch.finfo(dtype).max / 8)
     signed = [sign * value for value in (*_NUMBERS, *ends) for sign in (1.0, -1.0)]
     signed += [_NAN] * (-len(signed) % 24)
@@ -71,14 +93,69 @@ def rows(dtype: torch.dtype) -> Tensor:
 
 
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
-    **{name: getattr(torch, name) for name in (
-        "neg", "exp", "exp2", "log2",
-        "log", "log1p", "expm1", "sqrt", "rsqrt", "reciprocal", "abs", "sign", "sin", "cos", "erf", "floor",
-        "ceil", "square", "sinc", "sgn", "tanh", "sigmoid", "logit", "isnan", "isinf", "isfinite",
-        "log10", "asinh", "acosh", "atanh", "sinh", "cosh", "tan", "trunc", "frac")},
-    **{name: getattr(F, name) for name in (
-        "relu", "relu6", "silu", "gelu", "mish", "elu", "selu", "celu", "softplus", "softsign", "tanhshrink", "logsigmoid",
-        "hardswish", "hardsigmoid", "hardtanh", "leaky_relu", "hardshrink", "softshrink")},
+    **{
+        name: getattr(torch, name)
+        for name in (
+            "neg",
+            "exp",
+            "exp2",
+            "log2",
+            "log",
+            "log1p",
+            "expm1",
+            "sqrt",
+            "rsqrt",
+            "reciprocal",
+            "abs",
+            "sign",
+            "sin",
+            "cos",
+            "erf",
+            "floor",
+            "ceil",
+            "square",
+            "sinc",
+            "sgn",
+            "tanh",
+            "sigmoid",
+            "logit",
+            "isnan",
+            "isinf",
+            "isfinite",
+            "log10",
+            "asinh",
+            "acosh",
+            "atanh",
+            "sinh",
+            "cosh",
+            "tan",
+            "trunc",
+            "frac",
+        )
+    },
+    **{
+        name: getattr(F, name)
+        for name in (
+            "relu",
+            "relu6",
+            "silu",
+            "gelu",
+            "mish",
+            "elu",
+            "selu",
+            "celu",
+            "softplus",
+            "softsign",
+            "tanhshrink",
+            "logsigmoid",
+            "hardswish",
+            "hardsigmoid",
+            "hardtanh",
+            "leaky_relu",
+            "hardshrink",
+            "softshrink",
+        )
+    },
     "root of relu": lambda x: F.relu(x).sqrt(),
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "elu_of": lambda x: F.elu(x, 2.0),
@@ -88,12 +165,15 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp": lambda x: x.clamp(-1.0, 2.0),
     "clamp_min": lambda x: x.clamp(min=0.0),
     "clamp_max": lambda x: x.clamp(max=1.0),
-    **{f"pow {n}": lambda x, n=n: x**n for n in (-0.5, -1, -2, -3, 0, 0.5, 1, 1.5, 2, 3, 4, 3.7, -1.3, 0.3)},
+    **{
+        f"pow {n}": lambda x, n=n: x**n
+        for n in (-0.5, -1, -2, -3, 0, 0.5, 1, 1.5, 2, 3, 4, 3.7, -1.3, 0.3)
+    },
     "where": lambda x: torch.where(x > 0.5, x.log(), x),
     "masked_fill": lambda x: x.masked_fill(x < 0, 2.0),
     "nan_to_num": torch.nan_to_num,
     "comparison": lambda x: x * ((x > 0.7) | (x == 0.25)),
-}  # fmt: skip
+}
 
 
 def _places(x: Tensor) -> Tensor:
@@ -101,16 +181,41 @@ def _places(x: Tensor) -> Tensor:
 
 
 BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    **{name: getattr(torch, name) for name in ("add", "sub", "mul", "div", "maximum", "minimum", "fmax", "fmin", "xlogy",
-                                               "logaddexp", "hypot")},
-    **{name: lambda x, y, name=name: getattr(F, name)(x, y, reduction="none") for name in (
-        "mse_loss", "l1_loss", "huber_loss", "smooth_l1_loss", "binary_cross_entropy_with_logits")},
+    **{
+        name: getattr(torch, name)
+        for name in (
+            "add",
+            "sub",
+            "mul",
+            "div",
+            "maximum",
+            "minimum",
+            "fmax",
+            "fmin",
+            "xlogy",
+            "logaddexp",
+            "hypot",
+        )
+    },
+    **{
+        name: lambda x, y, name=name: getattr(F, name)(x, y, reduction="none")
+        for name in (
+            "mse_loss",
+            "l1_loss",
+            "huber_loss",
+            "smooth_l1_loss",
+            "binary_cross_entropy_with_logits",
+        )
+    },
     "soft_margin_loss": lambda x, y: F.soft_margin_loss(x, y.detach(), reduction="none"),
     "huber_of": lambda x, y: F.huber_loss(x, y, reduction="none", delta=0.5),
     "smooth_l1_of": lambda x, y: F.smooth_l1_loss(x, y, reduction="none", beta=0.5),
     "smooth_l1_of_zero": lambda x, y: F.smooth_l1_loss(x, y, reduction="none", beta=0.0),
     "binary_cross_entropy": lambda x, y: F.binary_cross_entropy(
-        torch.where(x.isnan(), 0.5, x).clamp(0.0, 1.0), torch.where(y.isnan(), 0.5, y).clamp(0.0, 1.0), reduction="none"),
+        torch.where(x.isnan(), 0.5, x).clamp(0.0, 1.0),
+        torch.where(y.isnan(), 0.5, y).clamp(0.0, 1.0),
+        reduction="none",
+    ),
     "kl_div": lambda x, y: F.kl_div(x, y, reduction="none"),
     "kl_div_log": lambda x, y: F.kl_div(x, y, reduction="none", log_target=True),
     "clamp_by": lambda x, y: torch.clamp(x, min=y),
@@ -130,13 +235,18 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "power_of_two": lambda x, y: 2.0**x * y,
     "power_of_three": lambda x, y: 3.0**x * y,
     "sum_alpha": lambda x, y: torch.sub(x, y, alpha=2.0),
-}  # fmt: skip
+}
 
 
 ROWS: dict[str, Callable[[Tensor], Any]] = {
-    **{name: lambda x, name=name: getattr(torch, name)(x, -1, keepdim=True) for name in (
-        "sum", "mean", "var", "std", "amax", "amin", "logsumexp")},
-    **{name: lambda x, name=name: getattr(torch, name)(x, -1) for name in ("softmax", "log_softmax")},
+    **{
+        name: lambda x, name=name: getattr(torch, name)(x, -1, keepdim=True)
+        for name in ("sum", "mean", "var", "std", "amax", "amin", "logsumexp")
+    },
+    **{
+        name: lambda x, name=name: getattr(torch, name)(x, -1)
+        for name in ("softmax", "log_softmax")
+    },
     "softmin": lambda x: F.softmin(x, -1),
     "min_max": lambda x: torch.sub(x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)),
     "min": lambda x: x.min(-1, keepdim=True).values,
@@ -150,11 +260,13 @@ ROWS: dict[str, Callable[[Tensor], Any]] = {
     "norm_1": lambda x: x.norm(p=1, dim=-1, keepdim=True),
     "norm_inf": lambda x: x.norm(p=_INF, dim=-1, keepdim=True),
     **{f"norm_{p}": lambda x, p=p: x.norm(p=p, dim=-1, keepdim=True) for p in (3, 0.5, -_INF)},
-    "in_place": lambda x: (x * 1.0).nan_to_num_(1.0).clamp_(-2.0, 2.0).lerp_(torch.ones_like(x), 0.3).softmax(-1),
+    "in_place": lambda x: (
+        (x * 1.0).nan_to_num_(1.0).clamp_(-2.0, 2.0).lerp_(torch.ones_like(x), 0.3).softmax(-1)
+    ),
     "normalize": lambda x: F.normalize(x, dim=-1),
     "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
     "rms_norm": lambda x: F.rms_norm(x, x.shape[-1:], eps=1e-6),
     "std_mean": lambda x: torch.sub(*torch.std_mean(x, -1, keepdim=True)),
     "cosine": lambda x: F.cosine_similarity(x, torch.ones_like(x), -1).unsqueeze(-1),
     "distance": lambda x: F.pairwise_distance(x, torch.ones_like(x)).unsqueeze(-1),
-}  # fmt: skip
+}

@@ -1,7 +1,8 @@
 """Random row-wise functions, each held to itself in fp64: right, refused by name, or wrong.
 
-``TRITON_INTERPRET=1 python tests/rowwise_random.py --count 2000 --seed 0`` prints how many are, with what is wrong and why
-others are refused; ``--seed N --count 1`` is the way back to one of them.
+``TRITON_INTERPRET=1 python tests/rowwise_random.py --count 2000 --seed 0`` prints how many are,
+with what is wrong and why others are refused; ``--seed N --count 1`` is the way back to one of
+them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ __all__ = ["check", "in_tiles", "outcome"]
 
 # Runs on numbers a rounding away, where one alone does not tell how ill-conditioned a function is.
 _DRAWS = 12
-# Relative to an input: roundings differ, and what they are multiplied by is the same to a part in a hundred.
+# Relative to an input: roundings differ, and what they are multiplied by is the same to a part in a
+# hundred.
 _NEAR = 2.0**-10
 
 
@@ -75,19 +77,30 @@ def outcome(seed: int) -> tuple[str, str]:
 def in_tiles() -> Iterator[None]:
     """Within it programs hold parts of rows."""
     config = Config(16, 2, 1, 1, 1)
-    with (mock.patch("fusedops.compiler.operator.LONGEST_ROW", 8),
-          mock.patch("fusedops.compiler.configs._of_long_rows", return_value=config)):  # fmt: skip
+    with (
+        mock.patch("fusedops.compiler.operator.LONGEST_ROW", 8),
+        mock.patch("fusedops.compiler.configs._of_long_rows", return_value=config),
+    ):
         yield
 
 
 def _shown(random: RandomFunction) -> str:
     how = [name for name in ("second", "batched", "tiled", "stored") if getattr(random, name)]
-    return "\n".join([f"seed {random.seed} {random.used} {' '.join(how)}", random.source, *map(str, random.given),
-                      *map(str, random.sizes)])  # fmt: skip
+    return "\n".join(
+        [
+            f"seed {random.seed} {random.used} {' '.join(how)}",
+            random.source,
+            *map(str, random.given),
+            *map(str, random.sizes),
+        ]
+    )
 
 
 def check(random: RandomFunction) -> tuple[str, str]:
-    """Raises where a result is wrong, or the function refused; "invalid" where PyTorch fails in the first call, else "right"."""
+    """Raises where a result is wrong, or the function refused.
+
+    "invalid" where PyTorch fails in the first call, else "right".
+    """
     fused = fusedops.rowwise(random.function, strict=True)
     for call in range(len(random.sizes)):
         if call and random.stored:
@@ -120,19 +133,35 @@ def _assert_fails(
         fused(*tensors)
     except Exception:  # noqa: BLE001
         return
-    if "gather" in random.source:  # for an index beside the row, for which a kernel would have to be waited for
+    if (
+        "gather" in random.source
+    ):  # for an index beside the row, for which a kernel would have to be waited for
         return
     raise AssertionError(f"it has a result where PyTorch raises {type(error).__name__}: {error}")
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(
+        one.nan_to_num(), other.nan_to_num()
+    )
 
 
-def _run(random: RandomFunction, function: Callable[..., Any], tensors: Sequence[Tensor],
-         like: Sequence[Tensor] | None = None, *, at_once: bool = False) -> _Results:  # fmt: skip
-    """A call with its derivatives; cotangents are rounded to the dtypes of the outputs ``like`` them."""
-    leaves = [t.detach().requires_grad_(given.differentiated) for t, given in zip(tensors, random.given, strict=True)]
+def _run(
+    random: RandomFunction,
+    function: Callable[..., Any],
+    tensors: Sequence[Tensor],
+    like: Sequence[Tensor] | None = None,
+    *,
+    at_once: bool = False,
+) -> _Results:
+    """A call with its derivatives.
+
+    Cotangents are rounded to the dtypes of the outputs ``like`` them.
+    """
+    leaves = [
+        t.detach().requires_grad_(given.differentiated)
+        for t, given in zip(tensors, random.given, strict=True)
+    ]
     sources = [t for t in leaves if t.requires_grad]
     generator = torch.Generator().manual_seed(random.seed)
     with warnings.catch_warnings():
@@ -151,7 +180,9 @@ def _run(random: RandomFunction, function: Callable[..., Any], tensors: Sequence
         smooth = random.second and not random.is_harsh
         first = [cotangent[0] for cotangent in along]
         found.grads = list(
-            torch.autograd.grad(outs, sources, first, allow_unused=True, create_graph=smooth, retain_graph=True)
+            torch.autograd.grad(
+                outs, sources, first, allow_unused=True, create_graph=smooth, retain_graph=True
+            )
         )
         if random.batched:
             found.others += _along_two(outs, sources, along, at_once=at_once)
@@ -160,45 +191,82 @@ def _run(random: RandomFunction, function: Callable[..., Any], tensors: Sequence
     return found
 
 
-def _along_two(outs: Any, sources: Sequence[Tensor], along: Sequence[Tensor], *, at_once: bool) -> list[Tensor]:
-    """Gradients along two cotangents: at once, or, as some of PyTorch's differ then, one after the other."""
+def _along_two(
+    outs: Any, sources: Sequence[Tensor], along: Sequence[Tensor], *, at_once: bool
+) -> list[Tensor]:
+    """Gradients along two cotangents.
+
+    At once, or, as some of PyTorch's differ then, one after the other.
+    """
     if at_once:
-        found = torch.autograd.grad(outs, sources, along, allow_unused=True, is_grads_batched=True, retain_graph=True)
-        return [t.new_zeros(2, *t.shape) if g is None else g for g, t in zip(found, sources, strict=True)]
-    both = [torch.autograd.grad(outs, sources, [cotangent[which] for cotangent in along], allow_unused=True, retain_graph=True)
-            for which in range(2)]  # fmt: skip
+        found = torch.autograd.grad(
+            outs, sources, along, allow_unused=True, is_grads_batched=True, retain_graph=True
+        )
+        return [
+            t.new_zeros(2, *t.shape) if g is None else g
+            for g, t in zip(found, sources, strict=True)
+        ]
+    both = [
+        torch.autograd.grad(
+            outs,
+            sources,
+            [cotangent[which] for cotangent in along],
+            allow_unused=True,
+            retain_graph=True,
+        )
+        for which in range(2)
+    ]
     return [
         torch.stack([torch.zeros_like(t) if g is None else g for g in one])
         for t, *one in zip(sources, *both, strict=True)
     ]
 
 
-def _second(grads: Sequence[Tensor | None], sources: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
+def _second(
+    grads: Sequence[Tensor | None], sources: Sequence[Tensor], generator: torch.Generator
+) -> list[Tensor]:
     """Gradients of gradients along random directions; zero where there are none."""
-    directions = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device) for t in sources]
-    terms = [(g.double() * direction).sum() for g, direction in zip(grads, directions, strict=True)
-             if g is not None and g.requires_grad]  # fmt: skip
-    found = torch.autograd.grad(sum(terms), sources, allow_unused=True) if terms else [None] * len(sources)
+    directions = [
+        torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device) for t in sources
+    ]
+    terms = [
+        (g.double() * direction).sum()
+        for g, direction in zip(grads, directions, strict=True)
+        if g is not None and g.requires_grad
+    ]
+    found = (
+        torch.autograd.grad(sum(terms), sources, allow_unused=True)
+        if terms
+        else [None] * len(sources)
+    )
     return [torch.zeros_like(t) if g is None else g for g, t in zip(found, sources, strict=True)]
 
 
-# --- comparison ---------------------------------------------------------------------------------------------------------
+# --- comparison -----------------------------------------------------------------------------------
 
 
-def _compare(random: RandomFunction, tensors: Sequence[Tensor], got: _Results, native: _Results) -> None:
+def _compare(
+    random: RandomFunction, tensors: Sequence[Tensor], got: _Results, native: _Results
+) -> None:
     """Of two results the kinds, dtypes, shapes and layouts, and of values and derivatives the errors."""
     assert got.kind is native.kind, f"{got.kind} for {native.kind}"
     assert len(got.outputs) == len(native.outputs), "another number of outputs"
     for number, (out, like) in enumerate(zip(got.outputs, native.outputs, strict=True)):
         what = f"output {number}"
-        assert out.requires_grad == like.requires_grad, f"{what}: requires_grad is {out.requires_grad}"
-        assert out.is_contiguous() or not like.is_contiguous(), f"{what}: strides {out.stride()} for {like.stride()}"
+        assert out.requires_grad == like.requires_grad, (
+            f"{what}: requires_grad is {out.requires_grad}"
+        )
+        assert out.is_contiguous() or not like.is_contiguous(), (
+            f"{what}: strides {out.stride()} for {like.stride()}"
+        )
     names = [given.name for given in random.given if given.differentiated]
     assert len(got.grads) == len(native.grads), "gradients of one alone"
     for name, one, like in zip(names, got.grads, native.grads, strict=False):
         # Of what is left out of a row PyTorch has a gradient of zeros.
         is_nothing = one is None and random.has_parts and like is not None and not like.any()
-        assert (one is None) == (like is None) or is_nothing, f"gradient of {name}: {one}, expected {like}"
+        assert (one is None) == (like is None) or is_nothing, (
+            f"gradient of {name}: {one}, expected {like}"
+        )
     exact = _exactly(random, tensors, native)
     # Runs on numbers a rounding away come after a first comparison: few need them.
     others = list(itertools.chain([native], _narrower(random, tensors, native)))
@@ -226,23 +294,35 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 
 def _is_wide(random: RandomFunction) -> bool:
     """Whether kernels compute in fp64."""
-    return "double()" in random.source or any(given.dtype == torch.float64 for given in random.given)
+    return "double()" in random.source or any(
+        given.dtype == torch.float64 for given in random.given
+    )
 
 
-def _narrower(random: RandomFunction, tensors: Sequence[Tensor], native: _Results) -> Iterator[_Results]:
+def _narrower(
+    random: RandomFunction, tensors: Sequence[Tensor], native: _Results
+) -> Iterator[_Results]:
     """PyTorch's results in the dtype that kernels compute in."""
     if not _is_wide(random):
         yield _run(
-            random, random.function, [t.float() if t.is_floating_point() else t for t in tensors], native.outputs
+            random,
+            random.function,
+            [t.float() if t.is_floating_point() else t for t in tensors],
+            native.outputs,
         )
 
 
-def _nearby(random: RandomFunction, tensors: Sequence[Tensor], native: _Results, exact: _Results) -> Iterator[_Results]:
-    """PyTorch's results as far from exact ones as on inputs a rounding away: of these, and in the dtypes of the call.
+def _nearby(
+    random: RandomFunction, tensors: Sequence[Tensor], native: _Results, exact: _Results
+) -> Iterator[_Results]:
+    """PyTorch's results as far from exact ones as on inputs a rounding away.
 
-    And on inputs `_NEAR` away: on those a rounding away the steps of a formula round alike, as x cos x - sin x beside zero, of
-    which the second derivative of sinc divides what is left by x squared; its error is u / x^2 times what roundings come to.
-    Those of other inputs show how much that is, as far as a function is as ill-conditioned there: they are that near.
+    Of these, and in the dtypes of the call.
+
+    And on inputs `_NEAR` away: on those a rounding away the steps of a formula round alike, as x
+    cos x - sin x beside zero, of which the second derivative of sinc divides what is left by x
+    squared; its error is u / x^2 times what roundings come to. Those of other inputs show how much
+    that is, as far as a function is as ill-conditioned there: they are that near.
     """
     wide, acc = _is_wide(random), torch.float64 if _is_wide(random) else torch.float32
     casts = {torch.float32: "float()", torch.float16: "half()", torch.bfloat16: "bfloat16()"}
@@ -251,12 +331,24 @@ def _nearby(random: RandomFunction, tensors: Sequence[Tensor], native: _Results,
     coarsest = max(unit_roundoff(dtype) for dtype in (acc, *dtypes))
     for draw in range(_DRAWS):
         moved = [_moved(t, draw, acc, unit_roundoff(acc)) for t in tensors]
-        yield _exactly(random, moved, native) if wide else _run(random, random.function, moved, native.outputs)
+        yield (
+            _exactly(random, moved, native)
+            if wide
+            else _run(random, random.function, moved, native.outputs)
+        )
         for by in (coarsest, max(coarsest, _NEAR)):
             near = [_moved(t, draw, t.dtype, by) for t in tensors]
-            eager, at_near = _run(random, random.function, near, native.outputs), _exactly(random, near, native)
+            eager, at_near = (
+                _run(random, random.function, near, native.outputs),
+                _exactly(random, near, native),
+            )
             for one, there, here in zip(eager.tensors, at_near.tensors, exact.tensors, strict=True):
-                if one is not None and there is not None and here is not None and one.is_floating_point():
+                if (
+                    one is not None
+                    and there is not None
+                    and here is not None
+                    and one.is_floating_point()
+                ):
                     one.data = here.detach() + (one.detach().double() - there.detach())
             yield eager
 
@@ -267,11 +359,15 @@ def _moved(tensor: Tensor, draw: int, dtype: torch.dtype, by: float) -> Tensor:
         return tensor
     values, places = tensor.double().unique(return_inverse=True)
     generator = torch.Generator().manual_seed(draw)
-    factors = 1 + by * torch.randn(values.shape, generator=generator, dtype=torch.float64).to(tensor.device)
+    factors = 1 + by * torch.randn(values.shape, generator=generator, dtype=torch.float64).to(
+        tensor.device
+    )
     return (values * factors)[places].view(tensor.shape).to(dtype)
 
 
-def _wrong(random: RandomFunction, got: _Results, exact: _Results, others: Sequence[_Results]) -> list[str]:
+def _wrong(
+    random: RandomFunction, got: _Results, exact: _Results, others: Sequence[_Results]
+) -> list[str]:
     """What is wrong with results; nothing where all are right."""
     found = []
     results = [one.tensors for one in (got, exact, *others)]
@@ -291,7 +387,9 @@ def _wrong(random: RandomFunction, got: _Results, exact: _Results, others: Seque
             continue
         what = f"result {number} of {len(got.outputs)} outputs and {len(got.grads)} gradients"
         if one.shape != want.shape or one.dtype != natives[0].dtype:
-            found.append(f"{what}: {one.dtype} {one.shape}, expected {natives[0].dtype} {want.shape}")
+            found.append(
+                f"{what}: {one.dtype} {one.shape}, expected {natives[0].dtype} {want.shape}"
+            )
             continue
         if number >= len(got.outputs) and _is_unsettled(random, exact):
             continue
@@ -306,7 +404,13 @@ def _wrong(random: RandomFunction, got: _Results, exact: _Results, others: Seque
             units *= max([1.0, *[unit / unit_roundoff(one.dtype) for unit in returned]])
         units *= 316.0 if random.has_short_norms else 1.0
         why = _difference(
-            one.detach(), want.detach(), given, usual, units, by_row=random.is_harsh, is_lenient=is_lenient
+            one.detach(),
+            want.detach(),
+            given,
+            usual,
+            units,
+            by_row=random.is_harsh,
+            is_lenient=is_lenient,
         )
         found += [f"{what}: {why}"] if why else []
     return found
@@ -315,8 +419,8 @@ def _wrong(random: RandomFunction, got: _Results, exact: _Results, others: Seque
 def _first_lenient(random: RandomFunction, got: _Results) -> int:
     """From which result on a number is right where PyTorch has NaN.
 
-    A column that nothing is computed of has no gradient, where PyTorch multiplies zeros by what may be infinite; and at a
-    kink it has no second derivative.
+    A column that nothing is computed of has no gradient, where PyTorch multiplies zeros by what may
+    be infinite; and at a kink it has no second derivative.
     """
     return len(got.outputs) + (0 if random.has_parts else len(got.grads))
 
@@ -324,26 +428,40 @@ def _first_lenient(random: RandomFunction, got: _Results) -> int:
 def _is_unsettled(random: RandomFunction, exact: _Results) -> bool:
     """Whether PyTorch's gradients depend on the width of the CPU's vectors.
 
-    At NaN those of `hardtanh` and of the like are zero or NaN in whole vectors, and all of the gradient in what is left over.
+    At NaN those of `hardtanh` and of the like are zero or NaN in whole vectors, and all of the
+    gradient in what is left over.
     """
     return any(name in random.source for name in ("hardswish", "hardtanh", "relu6")) and any(
         bool(out.isnan().any()) for out in exact.outputs
     )
 
 
-def _difference(got: Tensor, exact: Tensor, natives: Sequence[Tensor], usual: float, units: float, *, by_row: bool,
-                is_lenient: bool) -> str:  # fmt: skip
+def _difference(
+    got: Tensor,
+    exact: Tensor,
+    natives: Sequence[Tensor],
+    usual: float,
+    units: float,
+    *,
+    by_row: bool,
+    is_lenient: bool,
+) -> str:
     """How a result is wrong; "" where it is right.
 
-    Infinities and NaN are where the exact result has them, rounded to the dtype, or one of PyTorch's. Errors are at most
-    twice the largest of PyTorch's; the floor is a unit of roundoff for each of ten statements (of powers in fp64, that of a
-    logarithm), of the largest result: values and cotangents are of order one, and what is smaller is the difference of some
-    that are not, in norms of one or two columns of some 316 times as large. With infinities and
-    large numbers about, a row is held to what its own errors and results are.
+    Infinities and NaN are where the exact result has them, rounded to the dtype, or one of
+    PyTorch's. Errors are at most twice the largest of PyTorch's; the floor is a unit of roundoff
+    for each of ten statements (of powers in fp64, that of a logarithm), of the largest result:
+    values and cotangents are of order one, and what is smaller is the difference of some that are
+    not, in norms of one or two columns of some 316 times as large. With infinities and large
+    numbers about, a row is held to what its own errors and results are.
     """
     if not got.is_floating_point():
         differs = (got != exact) & torch.stack([native == exact for native in natives]).all(0)
-        return f"{got[differs][:5].tolist()}, expected {exact[differs][:5].tolist()}" if differs.any() else ""
+        return (
+            f"{got[differs][:5].tolist()}, expected {exact[differs][:5].tolist()}"
+            if differs.any()
+            else ""
+        )
     dtype = got.dtype
     kind = _kind(got)
     known = torch.stack([kind == _kind(one.to(dtype)) for one in (exact, *natives)]).any(0)
@@ -354,20 +472,27 @@ def _difference(got: Tensor, exact: Tensor, natives: Sequence[Tensor], usual: fl
     exact, got = exact.double(), got.double()
     comparable = got.isfinite() & exact.isfinite()
     error, *errors = [
-        torch.where(comparable & one.isfinite(), (one.double() - exact).abs(), 0.0) for one in (got, *natives)
+        torch.where(comparable & one.isfinite(), (one.double() - exact).abs(), 0.0)
+        for one in (got, *natives)
     ]
     native, size = torch.stack(errors).amax(0), torch.where(comparable, exact.abs(), 0.0)
     if by_row and got.dim():
         native, size = native.amax(-1, keepdim=True), size.amax(-1, keepdim=True)
     elif got.numel():
         native, size = native.amax(), size.amax()
-    allowed = 2 * native + units * unit_roundoff(dtype) * size.clamp(min=usual) + torch.finfo(dtype).smallest_normal
+    allowed = (
+        2 * native
+        + units * unit_roundoff(dtype) * size.clamp(min=usual)
+        + torch.finfo(dtype).smallest_normal
+    )
     excess = error - allowed
     if not got.numel() or excess.max() <= 0:
         return ""
     worst = int(excess.argmax())
-    return (f"{int((excess > 0).sum())} of {got.numel()} elements, such as {worst}: {got.flatten()[worst]:.8g}, expected "
-            f"{exact.flatten()[worst]:.8g}, allowed {allowed.expand_as(error).flatten()[worst]:.3g}")  # fmt: skip
+    return (
+        f"{int((excess > 0).sum())} of {got.numel()} elements, such as {worst}: {got.flatten()[worst]:.8g}, expected "
+        f"{exact.flatten()[worst]:.8g}, allowed {allowed.expand_as(error).flatten()[worst]:.3g}"
+    )
 
 
 def _kind(tensor: Tensor) -> Tensor:
@@ -375,14 +500,16 @@ def _kind(tensor: Tensor) -> Tensor:
     return tensor.isnan() * 3 + tensor.isposinf() * 2 + tensor.isneginf()
 
 
-# --- the command --------------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def _main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=200, help="how many functions")
     parser.add_argument("--seed", type=int, default=0, help="of the first")
-    parser.add_argument("--reasons", action="store_true", help="show of each reason for a refusal the first seed")
+    parser.add_argument(
+        "--reasons", action="store_true", help="show of each reason for a refusal the first seed"
+    )
     args = parser.parse_args()
     counts: dict[str, int] = collections.Counter()
     reasons: dict[str, list[int]] = {}
@@ -393,9 +520,13 @@ def _main() -> int:
             print(f"--- wrong: {why}\n", flush=True)
         elif found != "right":
             reasons.setdefault(why.partition("\n")[0], []).append(seed)
-    for reason, seeds in sorted(reasons.items(), key=lambda item: -len(item[1])) if args.reasons else ():
+    for reason, seeds in (
+        sorted(reasons.items(), key=lambda item: -len(item[1])) if args.reasons else ()
+    ):
         print(f"{len(seeds):5} {reason} ({', '.join(map(str, seeds[:4]))})")
-    print(", ".join([f"{counts[name]} {name}" for name in ("right", "refused", "invalid", "wrong")]))
+    print(
+        ", ".join([f"{counts[name]} {name}" for name in ("right", "refused", "invalid", "wrong")])
+    )
     return 1 if counts["wrong"] else 0
 
 

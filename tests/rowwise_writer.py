@@ -1,7 +1,10 @@
-"""Random row-wise functions as Python source, one for each seed: what nobody thought of writing down.
+"""Random row-wise functions as Python source, one for each seed.
 
-A function is a list of statements, each a template filled with values that there are. PyTorch runs each statement as it is
-written: one that fails there, or whose values are not of order one, is drawn again. So the templates need no types.
+What nobody thought of writing down.
+
+A function is a list of statements, each a template filled with values that there are. PyTorch runs
+each statement as it is written: one that fails there, or whose values are not of order one, is
+drawn again. So the templates need no types.
 """
 
 from __future__ import annotations
@@ -35,7 +38,10 @@ class Clip(torch.autograd.Function):
 
 
 class Rounded(torch.autograd.Function):
-    """What casts to a dtype and back do to values; gradients are not rounded, as a kernel's are not."""
+    """What casts to a dtype and back do to values.
+
+    Gradients are not rounded, as a kernel's are not.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -51,174 +57,401 @@ def hardsigmoid(x: Tensor) -> Tensor:
     return torch.where((x > -3.0) & (x < 3.0), x / 6.0 + 0.5, F.hardsigmoid(x.detach()))
 
 
-# In a template: {x}, {y} and {z} are of floats, {v} is a vector, {m} a mask, {i} of integers; {d} the dimensions of a row.
+# In a template: {x}, {y} and {z} are of floats, {v} is a vector, {m} a mask, {i} of integers; {d}
+# the dimensions of a row.
 _UNARY = (
-    "-{x}", "{x}.abs()", "torch.tanh({x})", "torch.sigmoid({x})", "F.silu({x})", "F.gelu({x})", "torch.relu({x})",
-    "F.gelu({x}, approximate='tanh')", "torch.sin({x})", "torch.cos({x})", "torch.exp(torch.tanh({x}))",
-    "torch.log1p({x}.abs())", "torch.sqrt({x}.square() + 0.5)", "torch.rsqrt({x} * {x} + 0.5)",
-    "(1.0 + {x}.pow(2)).reciprocal()", "torch.tanh({x}) ** 3", "{x}.clamp(-0.7, 0.9)", "F.softplus({x})", "0.5 * {x} + 0.1",
-    "1.5 - {x}", "torch.expm1({x}.clamp(max=0.5))", "F.logsigmoid({x})", "F.leaky_relu({x}, 0.1)", "torch.erf({x})",
-    "F.hardtanh({x})", "({x} > 0.1) * {x}", "{x}.detach() * 0.5 + {x}", "F.elu({x})", "F.selu({x})", "F.celu({x}, 0.5)",
-    "F.mish({x})", "F.hardswish({x})", "F.hardsigmoid({x})", "F.softsign({x})", "torch.floor({x} * 3.0) * 0.2 + {x}",
-    "torch.sign({x}) * {x}", "{x} % 0.7", "torch.exp2({x}.clamp(max=3.0))", "torch.log10({x}.abs() + 0.1)",
-    "torch.sinc({x})", "torch.asinh({x})", "torch.nan_to_num({x}, nan=0.5, posinf=2.0, neginf=-2.0)",
-    "torch.trunc({x} * 2.0) + {x}", "torch.frac({x})", "F.threshold({x}, 0.1, -0.3)",
-    "torch.logit(torch.sigmoid({x}), eps=0.01)", "F.tanhshrink({x})", "({x}.abs() + 0.2) ** -0.7",
-    "({x}.abs() + 0.2) ** 1.5", "{x} ** 2", "{x} / 3.0", "2.0 ** {x}.clamp(-3.0, 3.0)",
-    "F.dropout({x}, 0.5, training=False)", "F.softshrink({x}, 0.1)", "F.hardshrink({x}, 0.2)", "F.relu6({x} * 2.0)",
-    "torch.cosh({x}.clamp(-2.0, 2.0)) - 1.0", "{x}.square()", "{x} * {x}.sign()", "{x}.clamp(min=0.0).sqrt()",
-    "{x}.detach() // 0.6 * 0.2 + {x}", "torch.where({x}.isnan(), 0.1, {x})",
-)  # fmt: skip
+    "-{x}",
+    "{x}.abs()",
+    "torch.tanh({x})",
+    "torch.sigmoid({x})",
+    "F.silu({x})",
+    "F.gelu({x})",
+    "torch.relu({x})",
+    "F.gelu({x}, approximate='tanh')",
+    "torch.sin({x})",
+    "torch.cos({x})",
+    "torch.exp(torch.tanh({x}))",
+    "torch.log1p({x}.abs())",
+    "torch.sqrt({x}.square() + 0.5)",
+    "torch.rsqrt({x} * {x} + 0.5)",
+    "(1.0 + {x}.pow(2)).reciprocal()",
+    "torch.tanh({x}) ** 3",
+    "{x}.clamp(-0.7, 0.9)",
+    "F.softplus({x})",
+    "0.5 * {x} + 0.1",
+    "1.5 - {x}",
+    "torch.expm1({x}.clamp(max=0.5))",
+    "F.logsigmoid({x})",
+    "F.leaky_relu({x}, 0.1)",
+    "torch.erf({x})",
+    "F.hardtanh({x})",
+    "({x} > 0.1) * {x}",
+    "{x}.detach() * 0.5 + {x}",
+    "F.elu({x})",
+    "F.selu({x})",
+    "F.celu({x}, 0.5)",
+    "F.mish({x})",
+    "F.hardswish({x})",
+    "F.hardsigmoid({x})",
+    "F.softsign({x})",
+    "torch.floor({x} * 3.0) * 0.2 + {x}",
+    "torch.sign({x}) * {x}",
+    "{x} % 0.7",
+    "torch.exp2({x}.clamp(max=3.0))",
+    "torch.log10({x}.abs() + 0.1)",
+    "torch.sinc({x})",
+    "torch.asinh({x})",
+    "torch.nan_to_num({x}, nan=0.5, posinf=2.0, neginf=-2.0)",
+    "torch.trunc({x} * 2.0) + {x}",
+    "torch.frac({x})",
+    "F.threshold({x}, 0.1, -0.3)",
+    "torch.logit(torch.sigmoid({x}), eps=0.01)",
+    "F.tanhshrink({x})",
+    "({x}.abs() + 0.2) ** -0.7",
+    "({x}.abs() + 0.2) ** 1.5",
+    "{x} ** 2",
+    "{x} / 3.0",
+    "2.0 ** {x}.clamp(-3.0, 3.0)",
+    "F.dropout({x}, 0.5, training=False)",
+    "F.softshrink({x}, 0.1)",
+    "F.hardshrink({x}, 0.2)",
+    "F.relu6({x} * 2.0)",
+    "torch.cosh({x}.clamp(-2.0, 2.0)) - 1.0",
+    "{x}.square()",
+    "{x} * {x}.sign()",
+    "{x}.clamp(min=0.0).sqrt()",
+    "{x}.detach() // 0.6 * 0.2 + {x}",
+    "torch.where({x}.isnan(), 0.1, {x})",
+)
 _BINARY = (
-    "{x} + {y}", "{x} - {y}", "{x} * {y}", "{x} / (1.0 + {y}.square())", "torch.maximum({x}, {y})",
-    "torch.minimum({x}, {y})", "torch.where({x} > {y}, {x}, 0.3 * {y})", "{x}.masked_fill({y} > 0.5, 0.25)",
-    "torch.lerp({x}, {y}.type_as({x}), 0.3)", "torch.addcmul({x}, {x}, {y}, value=0.5)",
-    "torch.where(({x} < {y}) & ~({y} > 1.0), {x}, 1.0)", "F.silu({x}) * {y}", "{x} * torch.sigmoid({y})",
-    "torch.fmax({x}, {y})", "torch.fmin({x}, {y})", "torch.xlogy({x}, {y}.abs() + 0.3)", "torch.logaddexp({x}, {y})",
-    "torch.remainder({x}, {y}.abs() + 0.5)", "({x}.abs() + 0.3) ** {y}.tanh()", "torch.sub({x}, {y}, alpha=2)",
-    "F.huber_loss({x}, {y}, reduction='none', delta=0.7)", "F.smooth_l1_loss({x}, {y}, reduction='none')",
-    "F.mse_loss({x}, {y}, reduction='none')", "F.l1_loss({x}, {y}, reduction='none')",
-    "F.binary_cross_entropy_with_logits({x}, torch.sigmoid({y}), reduction='none')", "{x}.clamp(max={y})",
-    "torch.clamp({x}, {y} - 0.5, {y} + 0.5)", "torch.addcdiv({x}, {y}, {x}.square() + 1.0, value=0.3)", "{x} + {y} * {z}",
-    "{x} * {y} - {y} * {z}", "torch.where({x} > 0.0, {y}, {z})", "({x} - {y}).abs() * {z}", "{x} * {y}.detach() + {y}",
+    "{x} + {y}",
+    "{x} - {y}",
+    "{x} * {y}",
+    "{x} / (1.0 + {y}.square())",
+    "torch.maximum({x}, {y})",
+    "torch.minimum({x}, {y})",
+    "torch.where({x} > {y}, {x}, 0.3 * {y})",
+    "{x}.masked_fill({y} > 0.5, 0.25)",
+    "torch.lerp({x}, {y}.type_as({x}), 0.3)",
+    "torch.addcmul({x}, {x}, {y}, value=0.5)",
+    "torch.where(({x} < {y}) & ~({y} > 1.0), {x}, 1.0)",
+    "F.silu({x}) * {y}",
+    "{x} * torch.sigmoid({y})",
+    "torch.fmax({x}, {y})",
+    "torch.fmin({x}, {y})",
+    "torch.xlogy({x}, {y}.abs() + 0.3)",
+    "torch.logaddexp({x}, {y})",
+    "torch.remainder({x}, {y}.abs() + 0.5)",
+    "({x}.abs() + 0.3) ** {y}.tanh()",
+    "torch.sub({x}, {y}, alpha=2)",
+    "F.huber_loss({x}, {y}, reduction='none', delta=0.7)",
+    "F.smooth_l1_loss({x}, {y}, reduction='none')",
+    "F.mse_loss({x}, {y}, reduction='none')",
+    "F.l1_loss({x}, {y}, reduction='none')",
+    "F.binary_cross_entropy_with_logits({x}, torch.sigmoid({y}), reduction='none')",
+    "{x}.clamp(max={y})",
+    "torch.clamp({x}, {y} - 0.5, {y} + 0.5)",
+    "torch.addcdiv({x}, {y}, {x}.square() + 1.0, value=0.3)",
+    "{x} + {y} * {z}",
+    "{x} * {y} - {y} * {z}",
+    "torch.where({x} > 0.0, {y}, {z})",
+    "({x} - {y}).abs() * {z}",
+    "{x} * {y}.detach() + {y}",
     "torch.atleast_1d({x}) * {y}",
-)  # fmt: skip
+)
 _REDUCING = (
-    "{x}.mean({d}, keepdim=True)", "{x}.sum({d}, keepdim=True) * 0.2", "{x}.var({d}, unbiased=False, keepdim=True)",
-    "{x}.var({d}, keepdim=True)", "{x}.amax({d}, keepdim=True)", "{x}.amin(dim={d}, keepdim=True)",
-    "torch.logsumexp({x}, {d}, keepdim=True)", "({x} > 0.2).sum({d}, keepdim=True) * 0.1",
-    "torch.rsqrt({x}.pow(2).mean({d}, keepdim=True) + 0.01)", "{x}.norm(dim={d}, keepdim=True) * 0.3",
-    "torch.var_mean({x}, {d}, keepdim=True)[1]", "torch.std({x}, {d}, keepdim=True)", "{x}.max(-1, keepdim=True).values",
-    "{x}.min(-1, keepdim=True)[0]", "{x}.norm(p=1, dim={d}, keepdim=True) * 0.1",
-    "torch.linalg.vector_norm({x}, float('inf'), dim={d}, keepdim=True)", "{x}.argmax(-1, keepdim=True) * 0.1",
-    "({x} > 1.0).any(-1, keepdim=True)", "{x}.isfinite().all(-1, keepdim=True)", "{x}.sum(-1)[..., None] * 0.1",
-    "{x}.mean(-1).unsqueeze(-1)", "{m}.sum(-1, keepdim=True) * 0.1", "({x} * {y}).sum({d}, keepdim=True) * 0.2",
-    "F.cosine_similarity({x}, {y}, dim=-1).unsqueeze(-1)", "F.pairwise_distance({x}, {y}).unsqueeze(-1) * 0.3",
-    "{x}.exp().sum({d}, keepdim=True).log()", "({x} - {x}.amax({d}, keepdim=True)).exp().sum({d}, keepdim=True)",
+    "{x}.mean({d}, keepdim=True)",
+    "{x}.sum({d}, keepdim=True) * 0.2",
+    "{x}.var({d}, unbiased=False, keepdim=True)",
+    "{x}.var({d}, keepdim=True)",
+    "{x}.amax({d}, keepdim=True)",
+    "{x}.amin(dim={d}, keepdim=True)",
+    "torch.logsumexp({x}, {d}, keepdim=True)",
+    "({x} > 0.2).sum({d}, keepdim=True) * 0.1",
+    "torch.rsqrt({x}.pow(2).mean({d}, keepdim=True) + 0.01)",
+    "{x}.norm(dim={d}, keepdim=True) * 0.3",
+    "torch.var_mean({x}, {d}, keepdim=True)[1]",
+    "torch.std({x}, {d}, keepdim=True)",
+    "{x}.max(-1, keepdim=True).values",
+    "{x}.min(-1, keepdim=True)[0]",
+    "{x}.norm(p=1, dim={d}, keepdim=True) * 0.1",
+    "torch.linalg.vector_norm({x}, float('inf'), dim={d}, keepdim=True)",
+    "{x}.argmax(-1, keepdim=True) * 0.1",
+    "({x} > 1.0).any(-1, keepdim=True)",
+    "{x}.isfinite().all(-1, keepdim=True)",
+    "{x}.sum(-1)[..., None] * 0.1",
+    "{x}.mean(-1).unsqueeze(-1)",
+    "{m}.sum(-1, keepdim=True) * 0.1",
+    "({x} * {y}).sum({d}, keepdim=True) * 0.2",
+    "F.cosine_similarity({x}, {y}, dim=-1).unsqueeze(-1)",
+    "F.pairwise_distance({x}, {y}).unsqueeze(-1) * 0.3",
+    "{x}.exp().sum({d}, keepdim=True).log()",
+    "({x} - {x}.amax({d}, keepdim=True)).exp().sum({d}, keepdim=True)",
     "({x} - {x}.mean({d}, keepdim=True)).abs().mean({d}, keepdim=True)",
-    "{x}.sum({d}, keepdim=True, dtype=torch.float32) * 0.1", "torch.where({m}, {x}, 0.0).sum({d}, keepdim=True) * 0.2",
-    "{x}.amax({d}, keepdim=True) - {y}.amin({d}, keepdim=True)", "F.softmax({x}, -1).amax(-1, keepdim=True)",
+    "{x}.sum({d}, keepdim=True, dtype=torch.float32) * 0.1",
+    "torch.where({m}, {x}, 0.0).sum({d}, keepdim=True) * 0.2",
+    "{x}.amax({d}, keepdim=True) - {y}.amin({d}, keepdim=True)",
+    "F.softmax({x}, -1).amax(-1, keepdim=True)",
     "({x}.softmax(-1) * {y}.log_softmax(-1)).sum(-1, keepdim=True) * 0.1",
-)  # fmt: skip
+)
 _ALONG = (
-    "torch.softmax({x}, -1) * 3.0", "torch.log_softmax({x}, -1) * 0.3", "F.layer_norm({x}, {x}.shape[-1:])",
-    "F.rms_norm({x}, {x}.shape[-1:], eps=1e-3)", "F.normalize({x}, dim=-1) * 2.0", "{x} - {x}.mean({d}, keepdim=True)",
-    "torch.cat((-{x}.chunk(2, -1)[1], {x}.chunk(2, -1)[0]), -1)", "F.layer_norm({x}, {x}.shape[-2:])",
+    "torch.softmax({x}, -1) * 3.0",
+    "torch.log_softmax({x}, -1) * 0.3",
+    "F.layer_norm({x}, {x}.shape[-1:])",
+    "F.rms_norm({x}, {x}.shape[-1:], eps=1e-3)",
+    "F.normalize({x}, dim=-1) * 2.0",
+    "{x} - {x}.mean({d}, keepdim=True)",
+    "torch.cat((-{x}.chunk(2, -1)[1], {x}.chunk(2, -1)[0]), -1)",
+    "F.layer_norm({x}, {x}.shape[-2:])",
     "torch.stack((-{x}[..., 1::2], {x}[..., 0::2]), -1).flatten(-2)",
     "torch.cat([part * (i + 0.5) for i, part in enumerate({x}.chunk(4, -1))], -1)",
     "F.softmax({x}.unflatten(-1, (2, -1)), -1).flatten(-2) * 2.0",
-    "{x} + torch.arange({x}.shape[-1], device={x}.device) * 0.05", "F.glu({x}, -1)",
+    "{x} + torch.arange({x}.shape[-1], device={x}.device) * 0.05",
+    "F.glu({x}, -1)",
     "torch.cat((F.silu({x}.chunk(2, -1)[0]), {x}.chunk(2, -1)[1] * 0.5), -1)",
     "F.layer_norm({x}, {x}.shape[-1:], {v}.type_as({x}), {v}.type_as({x}))",
-    "F.rms_norm({x}, {x}.shape[-1:], {v}.type_as({x}), 1e-5)", "F.softmin({x}, -1) * 2.0",
-    "{x} / ({x}.abs().amax(-1, keepdim=True) + 0.1)", "torch.softmax({x}.masked_fill({m}, float('-inf')), -1)",
-    "torch.softmax({x}.masked_fill({m}, -1e4), -1)", "{x}.sub({x}.amax({d}, keepdim=True)).exp()",
-    "F.normalize({x}, p=1, dim=-1) * 2.0", "{x} * torch.rsqrt({x}.square().mean({d}, keepdim=True) + 1e-5)",
-)  # fmt: skip
+    "F.rms_norm({x}, {x}.shape[-1:], {v}.type_as({x}), 1e-5)",
+    "F.softmin({x}, -1) * 2.0",
+    "{x} / ({x}.abs().amax(-1, keepdim=True) + 0.1)",
+    "torch.softmax({x}.masked_fill({m}, float('-inf')), -1)",
+    "torch.softmax({x}.masked_fill({m}, -1e4), -1)",
+    "{x}.sub({x}.amax({d}, keepdim=True)).exp()",
+    "F.normalize({x}, p=1, dim=-1) * 2.0",
+    "{x} * torch.rsqrt({x}.square().mean({d}, keepdim=True) + 1e-5)",
+)
 _PARTS = (
-    "{x}.chunk(2, -1)[0]", "{x}.chunk(2, -1)[1]", "{x}[..., ::2]", "{x}[..., 1::2]", "{x}[..., :3]", "{x}[..., 1:]",
-    "{x}[..., 0]", "{x}[..., -1:]", "{x}[..., 2].unsqueeze(-1)", "torch.cat((-{x}, {y}), -1)",
-    "{x}.unflatten(-1, (2, -1)).sum(-2)", "{x}.unflatten(-1, (-1, 4)).mean(-1)",
-    "torch.cat(({x}.unsqueeze(-2), {y}.unsqueeze(-2)), -2).amax(-2)", "torch.stack(({x}, {y}), -1).sum(-1)",
-    "torch.cat(({x}, {y}.expand_as({x})), -1).chunk(2, -1)[1]", "{x}[..., : {y}.shape[-1]]",
-    "{x}.unbind(-1)[0].unsqueeze(-1)", "{x}.split({x}.shape[-1] // 2, -1)[0]", "{x}.tensor_split(2, -1)[0]",
-    "{x}.narrow(-1, 0, 2)", "{x}.unflatten(-1, (2, -1)).flip(-1).flatten(-2)",
-    "torch.cat(({x}[..., 1:], {x}[..., :1]), -1)", "{x}[..., 1:] - {x}[..., :-1]",
-    "torch.cat(({x}, {x}.mean(-1, keepdim=True)), -1)", "{x}.repeat_interleave(2, -1)",
+    "{x}.chunk(2, -1)[0]",
+    "{x}.chunk(2, -1)[1]",
+    "{x}[..., ::2]",
+    "{x}[..., 1::2]",
+    "{x}[..., :3]",
+    "{x}[..., 1:]",
+    "{x}[..., 0]",
+    "{x}[..., -1:]",
+    "{x}[..., 2].unsqueeze(-1)",
+    "torch.cat((-{x}, {y}), -1)",
+    "{x}.unflatten(-1, (2, -1)).sum(-2)",
+    "{x}.unflatten(-1, (-1, 4)).mean(-1)",
+    "torch.cat(({x}.unsqueeze(-2), {y}.unsqueeze(-2)), -2).amax(-2)",
+    "torch.stack(({x}, {y}), -1).sum(-1)",
+    "torch.cat(({x}, {y}.expand_as({x})), -1).chunk(2, -1)[1]",
+    "{x}[..., : {y}.shape[-1]]",
+    "{x}.unbind(-1)[0].unsqueeze(-1)",
+    "{x}.split({x}.shape[-1] // 2, -1)[0]",
+    "{x}.tensor_split(2, -1)[0]",
+    "{x}.narrow(-1, 0, 2)",
+    "{x}.unflatten(-1, (2, -1)).flip(-1).flatten(-2)",
+    "torch.cat(({x}[..., 1:], {x}[..., :1]), -1)",
+    "{x}[..., 1:] - {x}[..., :-1]",
+    "torch.cat(({x}, {x}.mean(-1, keepdim=True)), -1)",
+    "{x}.repeat_interleave(2, -1)",
     "{x}.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)",
-)  # fmt: skip
+)
 _VECTORS = (
-    "{v}.view(2, -1).t().reshape(-1)", "{v}.view(-1, 2).t().reshape(-1)", "torch.cat((-{v}.chunk(2)[1], {v}.chunk(2)[0]))",
-    "{v}.view(2, -1).flip(0).reshape(-1)", "torch.stack(({v}[::2], {v}[1::2])).reshape(-1)", "{v} / {v}.norm()",
-    "{v}.softmax(0) * 2.0", "{v}.view(4, -1).t().reshape(-1)", "torch.cat(({v}[1::2], {v}[::2]))", "{v}.view(2, -1).sum(0)",
-    "{v}.view(2, -1).transpose(0, 1).flatten() * 0.5", "torch.stack({v}.chunk(2), 1).flatten()", "{v}[None, :]",
-    "{v}[:, None]", "{v}.unsqueeze(0).expand(2, -1).reshape(-1)", "{v}.view(2, -1).mean(0).repeat(2)",
-)  # fmt: skip
+    "{v}.view(2, -1).t().reshape(-1)",
+    "{v}.view(-1, 2).t().reshape(-1)",
+    "torch.cat((-{v}.chunk(2)[1], {v}.chunk(2)[0]))",
+    "{v}.view(2, -1).flip(0).reshape(-1)",
+    "torch.stack(({v}[::2], {v}[1::2])).reshape(-1)",
+    "{v} / {v}.norm()",
+    "{v}.softmax(0) * 2.0",
+    "{v}.view(4, -1).t().reshape(-1)",
+    "torch.cat(({v}[1::2], {v}[::2]))",
+    "{v}.view(2, -1).sum(0)",
+    "{v}.view(2, -1).transpose(0, 1).flatten() * 0.5",
+    "torch.stack({v}.chunk(2), 1).flatten()",
+    "{v}[None, :]",
+    "{v}[:, None]",
+    "{v}.unsqueeze(0).expand(2, -1).reshape(-1)",
+    "{v}.view(2, -1).mean(0).repeat(2)",
+)
 _CONSTANTS = (
-    "torch.ones_like({x})", "torch.full_like({x}, 0.3)", "torch.full({x}.shape[-1:], 0.5, device={x}.device) * {x}",
-    "torch.zeros_like({x}) + {y}", "torch.ones_like({x}).norm(dim=-1, keepdim=True) * 0.2 * {x}",
+    "torch.ones_like({x})",
+    "torch.full_like({x}, 0.3)",
+    "torch.full({x}.shape[-1:], 0.5, device={x}.device) * {x}",
+    "torch.zeros_like({x}) + {y}",
+    "torch.ones_like({x}).norm(dim=-1, keepdim=True) * 0.2 * {x}",
     "F.cosine_similarity({x}, torch.ones_like({x}), dim=-1).unsqueeze(-1)",
-    "{y}.expand_as({x}).norm(dim=-1, keepdim=True) * 0.1", "F.normalize({y}.expand_as({x}), dim=-1)",
+    "{y}.expand_as({x}).norm(dim=-1, keepdim=True) * 0.1",
+    "F.normalize({y}.expand_as({x}), dim=-1)",
     "F.pairwise_distance({x}, torch.ones_like({x})).unsqueeze(-1) * 0.3",
-    "{y}.expand_as({x}).norm(p=1, dim=-1, keepdim=True) * 0.05", "{y}.expand_as({x}).sum({d}, keepdim=True) * 0.1",
-    "{y}.expand_as({x}).var({d}, unbiased=False, keepdim=True)", "torch.ones_like({x}).sum({d}, keepdim=True) * 0.1",
-    "{y}.expand_as({x})", "{x} * {y}.shape[-1] ** -0.5", "torch.zeros_like({x})",
-    "{y}.expand_as({x}).logsumexp(-1, keepdim=True)", "{y}.expand_as({x}).amax({d}, keepdim=True)",
-    "{y}.expand_as({x}).softmax(-1)", "F.layer_norm({y}.expand_as({x}), {x}.shape[-1:])",
-    "{y}.expand_as({x}).std({d}, keepdim=True)", "torch.tensor(0.4, device={x}.device) * {x}",
-    "{x}.new_full((1,), 0.5) * {x}", "torch.arange({x}.shape[-1], device={x}.device) * 0.1 + {x}",
-    "{x} * torch.ones_like({y})", "{y}.expand_as({x}).chunk(2, -1)[0]",
+    "{y}.expand_as({x}).norm(p=1, dim=-1, keepdim=True) * 0.05",
+    "{y}.expand_as({x}).sum({d}, keepdim=True) * 0.1",
+    "{y}.expand_as({x}).var({d}, unbiased=False, keepdim=True)",
+    "torch.ones_like({x}).sum({d}, keepdim=True) * 0.1",
+    "{y}.expand_as({x})",
+    "{x} * {y}.shape[-1] ** -0.5",
+    "torch.zeros_like({x})",
+    "{y}.expand_as({x}).logsumexp(-1, keepdim=True)",
+    "{y}.expand_as({x}).amax({d}, keepdim=True)",
+    "{y}.expand_as({x}).softmax(-1)",
+    "F.layer_norm({y}.expand_as({x}), {x}.shape[-1:])",
+    "{y}.expand_as({x}).std({d}, keepdim=True)",
+    "torch.tensor(0.4, device={x}.device) * {x}",
+    "{x}.new_full((1,), 0.5) * {x}",
+    "torch.arange({x}.shape[-1], device={x}.device) * 0.1 + {x}",
+    "{x} * torch.ones_like({y})",
+    "{y}.expand_as({x}).chunk(2, -1)[0]",
     "(torch.arange({x}.shape[-1], device={x}.device) < 2) * {x}",
-    "{y}.broadcast_to({x}.shape).max(-1, keepdim=True).values", "torch.broadcast_tensors({x}, {y})[1]", "{y}.repeat(1, 2)",
+    "{y}.broadcast_to({x}.shape).max(-1, keepdim=True).values",
+    "torch.broadcast_tensors({x}, {y})[1]",
+    "{y}.repeat(1, 2)",
     "F.one_hot({i}.long().clamp(0, 2), 3) * 0.5",
-)  # fmt: skip
+)
 _REPEATED = (
-    "{x}.mean({d}, keepdim=True).var(-1, unbiased=False, keepdim=True)", "{x}.mean({d}, keepdim=True).softmax(-1)",
+    "{x}.mean({d}, keepdim=True).var(-1, unbiased=False, keepdim=True)",
+    "{x}.mean({d}, keepdim=True).softmax(-1)",
     "{x}.amax({d}, keepdim=True).expand_as({x}).sum({d}, keepdim=True) * 0.1",
     "F.layer_norm(F.softmax({x}, -1), {x}.shape[-1:])",
-    "({x} - {x}.mean({d}, keepdim=True)).square().mean({d}, keepdim=True).sqrt()", "{x}.softmax(-1).softmax(-1)",
-    "torch.softmax({x} / {x}.std({d}, keepdim=True), -1)", "{x}.sub({x}.mean({d}, keepdim=True)).amax({d}, keepdim=True)",
+    "({x} - {x}.mean({d}, keepdim=True)).square().mean({d}, keepdim=True).sqrt()",
+    "{x}.softmax(-1).softmax(-1)",
+    "torch.softmax({x} / {x}.std({d}, keepdim=True), -1)",
+    "{x}.sub({x}.mean({d}, keepdim=True)).amax({d}, keepdim=True)",
     "F.normalize(F.layer_norm({x}, {x}.shape[-1:]), dim=-1)",
     "F.softmax({x}, -1) / (F.softmax({x}, -1).amax(-1, keepdim=True) + 0.1)",
-    "({x} * {x}.softmax(-1)).sum(-1, keepdim=True)", "{x}.norm(dim={d}, keepdim=True).norm(dim={d}, keepdim=True) * 0.2",
-)  # fmt: skip
+    "({x} * {x}.softmax(-1)).sum(-1, keepdim=True)",
+    "{x}.norm(dim={d}, keepdim=True).norm(dim={d}, keepdim=True) * 0.2",
+)
 # Rows that come to nothing, and what is done with them.
 _NOTHING = (
-    "{x} * 0.0", "torch.relu(-{x}.abs())", "F.normalize({x} - {x}, dim=-1, eps=0.1)",
-    "F.normalize({x} * 0.0, dim=-1) + {x}", "F.normalize(torch.relu(-{x}.abs()), dim=-1)",
-    "F.layer_norm({x} - {x}, {x}.shape[-1:])", "({x} - {x}).norm(dim=-1, keepdim=True)", "({x} - {x}).softmax(-1)",
-    "torch.where({x} > 9.0, {x}, 0.0).norm(dim={d}, keepdim=True) + {x}", "({x} * 0.0).amax({d}, keepdim=True)",
+    "{x} * 0.0",
+    "torch.relu(-{x}.abs())",
+    "F.normalize({x} - {x}, dim=-1, eps=0.1)",
+    "F.normalize({x} * 0.0, dim=-1) + {x}",
+    "F.normalize(torch.relu(-{x}.abs()), dim=-1)",
+    "F.layer_norm({x} - {x}, {x}.shape[-1:])",
+    "({x} - {x}).norm(dim=-1, keepdim=True)",
+    "({x} - {x}).softmax(-1)",
+    "torch.where({x} > 9.0, {x}, 0.0).norm(dim={d}, keepdim=True) + {x}",
+    "({x} * 0.0).amax({d}, keepdim=True)",
     "torch.zeros_like({x}).std({d}, keepdim=True) + {x}",
-)  # fmt: skip
+)
 _TYPES = (
-    "{x}.float()", "{x}.bfloat16()", "{x}.half()", "{x}.double()", "{x}.to({y}.dtype)", "{x}.type_as({y})",
-    "{x}.bfloat16().float()", "{x}.half().float() * 0.5", "{x}.to(torch.float32)", "({x}.float() * {y}).type_as({x})",
-    "F.layer_norm({x}.float(), {x}.shape[-1:]).type_as({x})", "{x}.float().softmax(-1).to({x}.dtype)",
-)  # fmt: skip
+    "{x}.float()",
+    "{x}.bfloat16()",
+    "{x}.half()",
+    "{x}.double()",
+    "{x}.to({y}.dtype)",
+    "{x}.type_as({y})",
+    "{x}.bfloat16().float()",
+    "{x}.half().float() * 0.5",
+    "{x}.to(torch.float32)",
+    "({x}.float() * {y}).type_as({x})",
+    "F.layer_norm({x}.float(), {x}.shape[-1:]).type_as({x})",
+    "{x}.float().softmax(-1).to({x}.dtype)",
+)
 _MASKS = (
-    "{x} > {y}", "{x} <= 0.3", "{m} & ({x} > 0.0)", "~{m}", "{m} | {m}", "{m} ^ ({x} < 0.0)", "{x}.isfinite()",
-    "torch.isnan({x})", "torch.where({m}, {x}, {y})", "{x}.masked_fill({m}, 0.2)", "{x} * {m}", "{m}.float() - 0.5",
-    "{x} * {m}.type_as({x})", "{m}.amax(-1, keepdim=True)", "{i}.max(-1, keepdim=True).values",
-    "{i}.amin(-1, keepdim=True) * {x}", "{i} > 1", "{x} * {i}", "{x} + {i} % 3", "{x} * ({i} == 2)",
-    "{x}.gather(-1, {i}.long().clamp(0, 1))", "{i}.float() * 0.2",
-    "F.cross_entropy({x}, {i}.long()[..., 0], reduction='none').unsqueeze(-1)", "{m}.sum(-1, keepdim=True)",
-    "{x}.gather(-1, {i}.long().clamp(0, 1)) - {x}.logsumexp(-1, keepdim=True)", "{m}.any(-1, keepdim=True) * {x}",
-    "torch.arange({x}.shape[-1], device={x}.device) == {i}", "{i} * 2 + 1", "torch.where({m}, {i}, 1) * {x}",
-    "torch.where({m}, {x}, float('nan')).nan_to_num(0.1)", "torch.where({m}, {x}, float('inf')).amin({d}, keepdim=True)",
-)  # fmt: skip
+    "{x} > {y}",
+    "{x} <= 0.3",
+    "{m} & ({x} > 0.0)",
+    "~{m}",
+    "{m} | {m}",
+    "{m} ^ ({x} < 0.0)",
+    "{x}.isfinite()",
+    "torch.isnan({x})",
+    "torch.where({m}, {x}, {y})",
+    "{x}.masked_fill({m}, 0.2)",
+    "{x} * {m}",
+    "{m}.float() - 0.5",
+    "{x} * {m}.type_as({x})",
+    "{m}.amax(-1, keepdim=True)",
+    "{i}.max(-1, keepdim=True).values",
+    "{i}.amin(-1, keepdim=True) * {x}",
+    "{i} > 1",
+    "{x} * {i}",
+    "{x} + {i} % 3",
+    "{x} * ({i} == 2)",
+    "{x}.gather(-1, {i}.long().clamp(0, 1))",
+    "{i}.float() * 0.2",
+    "F.cross_entropy({x}, {i}.long()[..., 0], reduction='none').unsqueeze(-1)",
+    "{m}.sum(-1, keepdim=True)",
+    "{x}.gather(-1, {i}.long().clamp(0, 1)) - {x}.logsumexp(-1, keepdim=True)",
+    "{m}.any(-1, keepdim=True) * {x}",
+    "torch.arange({x}.shape[-1], device={x}.device) == {i}",
+    "{i} * 2 + 1",
+    "torch.where({m}, {i}, 1) * {x}",
+    "torch.where({m}, {x}, float('nan')).nan_to_num(0.1)",
+    "torch.where({m}, {x}, float('inf')).amin({d}, keepdim=True)",
+)
 _BLOCKS = (
-    "with torch.no_grad():\n    {out} = {x} * {y}", "with torch.no_grad():\n    {out} = {x}.amax({d}, keepdim=True)",
-    "{out} = {x}.clone()\n{out}.mul_({y})", "{out} = {x} * 2.0\n{out} += {y}", "{out} = {x}.detach()",
-    "{out} = {x} + ({x}.round() - {x}).detach()", "{out} = {x} + (torch.floor({x}) - {x}).detach()",
-    "{out} = {x} * 1.0\nwith torch.no_grad():\n    {out}.clamp_(-0.5, 0.5)", "{out} = torch.relu_({x} + {y})",
-    "with torch.no_grad():\n    {out} = F.softmax({x}, -1)\n{out} = {out} * {x}", "{out} = {x}.detach() - {y}",
-    "{out} = {x} + 0.0\n{out}.masked_fill_({m}, 0.1)", "with torch.enable_grad():\n    {out} = {x} * 0.5",
-)  # fmt: skip
+    "with torch.no_grad():\n    {out} = {x} * {y}",
+    "with torch.no_grad():\n    {out} = {x}.amax({d}, keepdim=True)",
+    "{out} = {x}.clone()\n{out}.mul_({y})",
+    "{out} = {x} * 2.0\n{out} += {y}",
+    "{out} = {x}.detach()",
+    "{out} = {x} + ({x}.round() - {x}).detach()",
+    "{out} = {x} + (torch.floor({x}) - {x}).detach()",
+    "{out} = {x} * 1.0\nwith torch.no_grad():\n    {out}.clamp_(-0.5, 0.5)",
+    "{out} = torch.relu_({x} + {y})",
+    "with torch.no_grad():\n    {out} = F.softmax({x}, -1)\n{out} = {out} * {x}",
+    "{out} = {x}.detach() - {y}",
+    "{out} = {x} + 0.0\n{out}.masked_fill_({m}, 0.1)",
+    "with torch.enable_grad():\n    {out} = {x} * 0.5",
+)
 _VIEWS = (
-    "{x}.unsqueeze(0)", "{x}[None]", "{x}.squeeze(-1)", "{x}.unsqueeze(-1).squeeze(-1)", "{x}.reshape({x}.shape)",
-    "{x}.flatten(-2).unflatten(-1, {x}.shape[-2:])", "{x}.movedim(-1, 0).movedim(0, -1)",
-    "{x}.transpose(0, 1).transpose(0, 1)", "{x}.unsqueeze(-2).expand(*{x}.shape[:-1], 2, -1).sum(-2)", "{x}.contiguous()",
+    "{x}.unsqueeze(0)",
+    "{x}[None]",
+    "{x}.squeeze(-1)",
+    "{x}.unsqueeze(-1).squeeze(-1)",
+    "{x}.reshape({x}.shape)",
+    "{x}.flatten(-2).unflatten(-1, {x}.shape[-2:])",
+    "{x}.movedim(-1, 0).movedim(0, -1)",
+    "{x}.transpose(0, 1).transpose(0, 1)",
+    "{x}.unsqueeze(-2).expand(*{x}.shape[:-1], 2, -1).sum(-2)",
+    "{x}.contiguous()",
     "{x}.view_as({x})",
-)  # fmt: skip
-# One axis in two dimensions, reductions over rows, functions with derivatives of their own, what moves columns.
+)
+# One axis in two dimensions, reductions over rows, functions with derivatives of their own, what
+# moves columns.
 _ODD = (
-    "({x}.unsqueeze(-1) * {x}.unsqueeze(-2)).sum(-1)", "({x}.unsqueeze(-1) - {y}.unsqueeze(-2)).abs().mean(-1)",
+    "({x}.unsqueeze(-1) * {x}.unsqueeze(-2)).sum(-1)",
+    "({x}.unsqueeze(-1) - {y}.unsqueeze(-2)).abs().mean(-1)",
     "({x}[..., :, None] > {x}[..., None, :]).sum(-1) * 0.1",
-    "torch.softmax({x}[..., :, None] * {x}[..., None, :], -1).sum(-2)", "({v}[:, None] * {v}[None, :]).sum(-1)",
-    "{v}[:, None] * {v}", "{x}.unsqueeze(-1) * {x}.unsqueeze(-2)", "{x} + ({v}[:, None] - {v}).mean(1)",
-    "({x}.unsqueeze(-1) * {v}).sum(-1)", "({x}.unsqueeze(-1) * {v}).sum(-2)",
+    "torch.softmax({x}[..., :, None] * {x}[..., None, :], -1).sum(-2)",
+    "({v}[:, None] * {v}[None, :]).sum(-1)",
+    "{v}[:, None] * {v}",
+    "{x}.unsqueeze(-1) * {x}.unsqueeze(-2)",
+    "{x} + ({v}[:, None] - {v}).mean(1)",
+    "({x}.unsqueeze(-1) * {v}).sum(-1)",
+    "({x}.unsqueeze(-1) * {v}).sum(-2)",
     "({x}.unflatten(-1, (2, -1)).unsqueeze(-2) * {x}.unflatten(-1, (2, -1)).unsqueeze(-3)).sum((-1, -2)).flatten(-2)",
-    "Clip.apply({x})", "Clip.apply({x}) * 0.5 + {y}", "{x}.mean(0)", "{x} - {x}.mean(0, keepdim=True)", "{x}.flip(-1)",
-    "{x}.roll(1, -1)", "{x}.cumsum(-1)", "{x}.sort(-1).values", "{x} * {x}.shape[0]", "{x}.sum()", "{x}.transpose(-1, -2)",
-    "{x}.prod(-1, keepdim=True)", "torch.atan2({x}, {y})", "{x}.norm(p=3, dim=-1, keepdim=True)",
-    "{x} + torch.rand_like({x}) * 0.0", "{x}.transpose(0, 1)", "{x}.amax((0, -1), keepdim=True)", "{x}.view(-1)", "{x}[0]",
-    "{x}[:1]", "F.pad({x}, (0, 1))",
-)  # fmt: skip
+    "Clip.apply({x})",
+    "Clip.apply({x}) * 0.5 + {y}",
+    "{x}.mean(0)",
+    "{x} - {x}.mean(0, keepdim=True)",
+    "{x}.flip(-1)",
+    "{x}.roll(1, -1)",
+    "{x}.cumsum(-1)",
+    "{x}.sort(-1).values",
+    "{x} * {x}.shape[0]",
+    "{x}.sum()",
+    "{x}.transpose(-1, -2)",
+    "{x}.prod(-1, keepdim=True)",
+    "torch.atan2({x}, {y})",
+    "{x}.norm(p=3, dim=-1, keepdim=True)",
+    "{x} + torch.rand_like({x}) * 0.0",
+    "{x}.transpose(0, 1)",
+    "{x}.amax((0, -1), keepdim=True)",
+    "{x}.view(-1)",
+    "{x}[0]",
+    "{x}[:1]",
+    "F.pad({x}, (0, 1))",
+)
 _CATEGORIES = {
-    "unary": (_UNARY, 8), "binary": (_BINARY, 10), "reducing": (_REDUCING, 7), "along": (_ALONG, 6), "parts": (_PARTS, 2),
-    "vectors": (_VECTORS, 2), "constants": (_CONSTANTS, 3), "repeated": (_REPEATED, 1.5), "nothing": (_NOTHING, 0.7),
-    "types": (_TYPES, 1.2), "masks": (_MASKS, 3), "blocks": (_BLOCKS, 1), "views": (_VIEWS, 0.7),
-}  # fmt: skip
+    "unary": (_UNARY, 8),
+    "binary": (_BINARY, 10),
+    "reducing": (_REDUCING, 7),
+    "along": (_ALONG, 6),
+    "parts": (_PARTS, 2),
+    "vectors": (_VECTORS, 2),
+    "constants": (_CONSTANTS, 3),
+    "repeated": (_REPEATED, 1.5),
+    "nothing": (_NOTHING, 0.7),
+    "types": (_TYPES, 1.2),
+    "masks": (_MASKS, 3),
+    "blocks": (_BLOCKS, 1),
+    "views": (_VIEWS, 0.7),
+}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LAYOUTS = ("steps", "expanded", "transposed", "moved", "negative", "slice")
 # Values within these statements: larger ones, or none, tell nothing of what is computed.
@@ -259,7 +492,8 @@ class RandomFunction:
         second: whether second derivatives are asked for.
         batched: whether gradients of several cotangents at once are.
         tiled: whether rows are passed over tile by tile.
-        stored: whether each call is of a new process, as it were, which finds what was traced on disk.
+        stored: whether each call is of a new process, as it were, which finds what was traced on
+            disk.
         function: of its tensors.
         exact: the same in fp64, whatever its tensors' dtypes are.
     """
@@ -292,17 +526,25 @@ class RandomFunction:
 
     @property
     def has_short_norms(self) -> bool:
-        """Whether it has norms of few columns, which may be equal: what cancels is up to 316 times as large, by LayerNorm's eps."""
+        """Whether it has norms of few columns, which may be equal.
+
+        What cancels is up to 316 times as large, by LayerNorm's eps.
+        """
         rows = [one.axes for one in self.given if one.axes]
         is_short = any(
-            math.prod([sizes[axis] for axis in axes if axis in "mn"]) <= 3 for axes in rows for sizes in self.sizes
+            math.prod([sizes[axis] for axis in axes if axis in "mn"]) <= 3
+            for axes in rows
+            for sizes in self.sizes
         )
         return is_short and bool(re.search("norm|var|std|cosine", self.source))
 
     def tensors(self, call: int = 0, device: torch.device | str = "cpu") -> list[Tensor]:
         """Random ones of one of its calls: the same each time."""
         chance = random.Random(f"{self.seed} {call}")
-        return [_laid_out(_values(given, self.sizes[call], chance), given.layout, device) for given in self.given]
+        return [
+            _laid_out(_values(given, self.sizes[call], chance), given.layout, device)
+            for given in self.given
+        ]
 
 
 def random_function(seed: int) -> RandomFunction:
@@ -314,24 +556,37 @@ def random_function(seed: int) -> RandomFunction:
 
 def _compiled(source: str, path: str) -> Callable[..., Any]:
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
-    namespace: dict[str, Any] = {"torch": torch, "F": F, "Clip": Clip, "Rounded": Rounded, "hardsigmoid": hardsigmoid}
+    namespace: dict[str, Any] = {
+        "torch": torch,
+        "F": F,
+        "Clip": Clip,
+        "Rounded": Rounded,
+        "hardsigmoid": hardsigmoid,
+    }
     exec(compile(source, path, "exec"), namespace)
     return namespace["function"]  # type: ignore[no-any-return]
 
 
 def _in_fp64(source: str) -> str:
-    """The source with casts to fp64 in the place of others, but for what is cast down and up again: that rounds.
+    """The source with casts to fp64 in the place of others, but for what is cast down and up again.
 
-    And with what PyTorch does not compute in fp64 as it is meant: a mean by Welford's updates is NaN beside an infinity.
+    That rounds.
+
+    And with what PyTorch does not compute in fp64 as it is meant: a mean by Welford's updates is
+    NaN beside an infinity.
     """
     source = source.replace("F.hardsigmoid(", "hardsigmoid(")
-    source = re.sub(r"torch\.var_mean\((\w+), (.+), keepdim=True\)\[1\]", r"\1.mean(\2, keepdim=True)", source)
-    source = re.sub(r"(\w+)\.(half|bfloat16)\(\)\.float\(\)", r"Rounded.apply(\1, torch.\2)", source)
+    source = re.sub(
+        r"torch\.var_mean\((\w+), (.+), keepdim=True\)\[1\]", r"\1.mean(\2, keepdim=True)", source
+    )
+    source = re.sub(
+        r"(\w+)\.(half|bfloat16)\(\)\.float\(\)", r"Rounded.apply(\1, torch.\2)", source
+    )
     source = re.sub(r"\.(float|half|bfloat16)\(\)", ".double()", source)
     return source.replace("torch.float32", "torch.float64")
 
 
-# --- tensors ------------------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
 
 def _values(given: Given, sizes: dict[str, int], chance: random.Random) -> Tensor:
@@ -352,7 +607,9 @@ def _values(given: Given, sizes: dict[str, int], chance: random.Random) -> Tenso
 def _somewhere(*numbers: float) -> Callable[[Tensor, random.Random], None]:
     def fault(row: Tensor, chance: random.Random) -> None:
         for number in numbers:
-            row[chance.randrange(len(row))] = min(max(number, -6e4), 6e4) if row.dtype == torch.float16 else number
+            row[chance.randrange(len(row))] = (
+                min(max(number, -6e4), 6e4) if row.dtype == torch.float16 else number
+            )
 
     return fault
 
@@ -370,10 +627,22 @@ def _tied(row: Tensor, chance: random.Random) -> None:
 
 
 _FAULTS: tuple[Callable[[Tensor, random.Random], None], ...] = (
-    _somewhere(float("inf")), _somewhere(float("-inf")), _somewhere(float("nan")), _somewhere(float("inf"), float("-inf")),
-    _somewhere(1e8), _somewhere(-1e8), _somewhere(1e4, -1e4), _somewhere(0.0, -0.0), _somewhere(1e-30),
-    _everywhere(0.0, -0.0), _everywhere(0.0), _everywhere(0.1, 0.7, -0.3, 3.0), _everywhere(float("-inf")), _tied, _tied,
-)  # fmt: skip
+    _somewhere(float("inf")),
+    _somewhere(float("-inf")),
+    _somewhere(float("nan")),
+    _somewhere(float("inf"), float("-inf")),
+    _somewhere(1e8),
+    _somewhere(-1e8),
+    _somewhere(1e4, -1e4),
+    _somewhere(0.0, -0.0),
+    _somewhere(1e-30),
+    _everywhere(0.0, -0.0),
+    _everywhere(0.0),
+    _everywhere(0.1, 0.7, -0.3, 3.0),
+    _everywhere(float("-inf")),
+    _tied,
+    _tied,
+)
 
 
 def _laid_out(tensor: Tensor, layout: str, device: torch.device | str) -> Tensor:
@@ -394,7 +663,7 @@ def _laid_out(tensor: Tensor, layout: str, device: torch.device | str) -> Tensor
     return torch.cat((tensor, tensor), -1)[..., : tensor.shape[-1]]
 
 
-# --- statements ---------------------------------------------------------------------------------------------------------
+# --- statements -----------------------------------------------------------------------------------
 
 
 class _Writer:
@@ -406,7 +675,9 @@ class _Writer:
 
     def written(self) -> RandomFunction:
         chance = self.chance
-        self.rows = chance.choice(((), ("s",), ("s",), ("b", "s"), ("b", "s"), ("b", "s"), ("a", "b", "s")))
+        self.rows = chance.choice(
+            ((), ("s",), ("s",), ("b", "s"), ("b", "s"), ("b", "s"), ("a", "b", "s"))
+        )
         self.columns = ("m", "n") if chance.random() < 0.07 else ("n",)
         self.over = "(-2, -1)" if len(self.columns) > 1 or chance.random() < 0.03 else "-1"
         sizes = self._sizes()
@@ -419,39 +690,77 @@ class _Writer:
         count = chance.choice((1, 2, 3, 4, 5, 6, 7, 8, 12))
         odd = chance.randrange(count) if chance.random() < 0.1 else -1
         for number in range(count):
-            self._step(_ODD if number == odd else _CATEGORIES[chance.choices(categories, weights)[0]][0])
+            self._step(
+                _ODD if number == odd else _CATEGORIES[chance.choices(categories, weights)[0]][0]
+            )
         returned = self._outputs([one.name for one in given])
         parameters = ", ".join([one.name for one in given])
-        source = "\n".join([f"def function({parameters}):", *[f"    {line}" for line in self.lines],
-                            f"    return {returned}"]) + "\n"  # fmt: skip
+        source = (
+            "\n".join(
+                [
+                    f"def function({parameters}):",
+                    *[f"    {line}" for line in self.lines],
+                    f"    return {returned}",
+                ]
+            )
+            + "\n"
+        )
         given = self._called(given)
         return RandomFunction(
-            self.seed, source, given, (sizes, *self._others(sizes)), tuple([chance.random() < 0.85 for _ in range(4)]),
-            second=chance.random() < 0.12, batched=chance.random() < 0.08, tiled=chance.random() < 0.1,
-            stored=chance.random() < 0.15)  # fmt: skip
+            self.seed,
+            source,
+            given,
+            (sizes, *self._others(sizes)),
+            tuple([chance.random() < 0.85 for _ in range(4)]),
+            second=chance.random() < 0.12,
+            batched=chance.random() < 0.08,
+            tiled=chance.random() < 0.1,
+            stored=chance.random() < 0.15,
+        )
 
     def _sizes(self) -> dict[str, int]:
         chance = self.chance
-        return {"a": chance.choice((1, 2)), "b": chance.choice((1, 2, 2, 3)), "s": chance.choice((1, 2, 3, 3, 5, 18)),
-                "m": chance.choice((1, 2, 3)), "n": chance.choice((1, 2, 3, 4, 5, 8, 8, 12, 16, 16, 16, 24, 40))}  # fmt: skip
+        return {
+            "a": chance.choice((1, 2)),
+            "b": chance.choice((1, 2, 2, 3)),
+            "s": chance.choice((1, 2, 3, 3, 5, 18)),
+            "m": chance.choice((1, 2, 3)),
+            "n": chance.choice((1, 2, 3, 4, 5, 8, 8, 12, 16, 16, 16, 24, 40)),
+        }
 
     def _others(self, sizes: dict[str, int]) -> list[dict[str, int]]:
-        """The sizes of a second call, with other rows or columns; of some functions there is none."""
+        """The sizes of a second call, with other rows or columns.
+
+        Of some functions there is none.
+        """
         chance, others = self.chance, dict(sizes)
         for axis in "abs":
             if chance.random() < 0.6:
                 others[axis] = chance.choice((1, 1, 2, 4, 17))
         if chance.random() < 0.4:
-            others["n"] = chance.choice((1, sizes["n"] * 2, max(sizes["n"] // 2, 1), sizes["n"] + 4))
+            others["n"] = chance.choice(
+                (1, sizes["n"] * 2, max(sizes["n"] // 2, 1), sizes["n"] + 4)
+            )
         return [others] if others != sizes and chance.random() < 0.6 else []
 
     def _given(self, sizes: dict[str, int]) -> list[Given]:
-        """Full rows, vectors, numbers of rows and others, masks and integers; seldom without full rows."""
+        """Full rows, vectors, numbers of rows and others, masks and integers.
+
+        Seldom without full rows.
+        """
         chance, full = self.chance, (*self.rows, *self.columns)
         ones = ("1",) * len(self.columns)
         group = (*self.rows[:1], *["1"] * len(self.rows[1:]))
-        kinds = {"v": self.columns, "r": (*self.rows, *ones), "g": (*group, *self.columns), "i": full[1:], "h": (*group, *ones),
-                 "k": (*self.rows[1:], *ones), "t": (), "o": ("1",)}  # fmt: skip
+        kinds = {
+            "v": self.columns,
+            "r": (*self.rows, *ones),
+            "g": (*group, *self.columns),
+            "i": full[1:],
+            "h": (*group, *ones),
+            "k": (*self.rows[1:], *ones),
+            "t": (),
+            "o": ("1",),
+        }
         found = [("x", full)] * (0 if chance.random() < 0.08 else chance.choice((1, 1, 2, 3)))
         for letter, most in (
             ("v", 0.9),
@@ -465,17 +774,24 @@ class _Writer:
         ):
             found += [(letter, kinds[letter])] * (chance.random() < most)
         found = found or [("x", full)]
-        every, dtypes = chance.choices(_DTYPES, (6, 2, 1, 1))[0], _DTYPES if chance.random() < 0.3 else ()
+        every, dtypes = (
+            chance.choices(_DTYPES, (6, 2, 1, 1))[0],
+            _DTYPES if chance.random() < 0.3 else (),
+        )
         names = [f"{letter}{number}" for number, (letter, _) in enumerate(found)]
-        made = [Given(name, axes, chance.choice(dtypes) if dtypes and chance.random() < 0.5 else every)
-                for name, (_, axes) in zip(names, found, strict=True)]  # fmt: skip
+        made = [
+            Given(name, axes, chance.choice(dtypes) if dtypes and chance.random() < 0.5 else every)
+            for name, (_, axes) in zip(names, found, strict=True)
+        ]
         some = chance.choice([full, full, kinds["v"], kinds["r"], kinds["g"]])
         if chance.random() < 0.25:
             made.append(Given("mask", some, torch.bool))
         if chance.random() < 0.15:
             made.append(
                 Given(
-                    "number", chance.choice([kinds["r"], some]), chance.choice((torch.int64, torch.int64, torch.int32))
+                    "number",
+                    chance.choice([kinds["r"], some]),
+                    chance.choice((torch.int64, torch.int64, torch.int32)),
                 )
             )
         if chance.random() < 0.1:
@@ -491,7 +807,9 @@ class _Writer:
         for one in given:
             layout = chance.choice(_LAYOUTS) if strided and chance.random() < 0.6 else "contiguous"
             wide = set(one.axes) >= {*self.rows, *self.columns} and self.rows
-            faults = harsh and chance.random() < (0.8 if wide else 0.15) and one.dtype.is_floating_point
+            faults = (
+                harsh and chance.random() < (0.8 if wide else 0.15) and one.dtype.is_floating_point
+            )
             grad = one.dtype.is_floating_point and not (some and chance.random() < 0.5)
             found.append(Given(one.name, one.axes, one.dtype, layout, faults, grad))
         return tuple(found)
@@ -510,16 +828,20 @@ class _Writer:
         """A template with values; None where there are none for it."""
         template = template if "{out}" in template else f"{{out}} = {template}"
         kinds: dict[str, Callable[[Tensor], bool]] = {
-            **dict.fromkeys("xyz", torch.is_floating_point), "m": lambda t: t.dtype == torch.bool,
+            **dict.fromkeys("xyz", torch.is_floating_point),
+            "m": lambda t: t.dtype == torch.bool,
             "v": lambda t: t.is_floating_point() and t.dim() == 1,
-            "i": lambda t: not t.is_floating_point() and t.dtype != torch.bool}  # fmt: skip
+            "i": lambda t: not t.is_floating_point() and t.dtype != torch.bool,
+        }
         values = {"out": name, "d": self.over}
         for letter, holds in kinds.items():
             names = [one for one, tensor in self.pool.items() if holds(tensor)]
             if f"{{{letter}}}" in template:
                 if not names:
                     return None
-                values[letter] = self.chance.choice(names[-3:] if self.chance.random() < 0.6 else names)
+                values[letter] = self.chance.choice(
+                    names[-3:] if self.chance.random() < 0.6 else names
+                )
         return template.format(**values)
 
     def _run(self, text: str, name: str) -> Tensor | None:
@@ -534,7 +856,9 @@ class _Writer:
             raise AssertionError(f"a statement changes an argument: {text}")
         if not found.numel() or found.numel() > _MOST_ELEMENTS or found.dim() > 5:
             return None
-        if found.is_floating_point() and not (found.isfinite().all() and found.abs().max() < _LARGEST):
+        if found.is_floating_point() and not (
+            found.isfinite().all() and found.abs().max() < _LARGEST
+        ):
             return None
         return found  # type: ignore[no-any-return]
 
@@ -542,18 +866,26 @@ class _Writer:
         """Values that vary along all rows; the first has most of what no statement used."""
         chance = self.chance
         text = "\n".join(line.partition("=")[2] for line in self.lines)
-        unused = [name for name in self.pool if not re.search(rf"\b{name}\b", text) and name != "unused"]
+        unused = [
+            name for name in self.pool if not re.search(rf"\b{name}\b", text) and name != "unused"
+        ]
         if chance.random() < 0.15:  # some arguments, or some statements, come to nothing
             unused = unused[-1:]
         whole = f"y{len(self.lines)}"
-        terms = [name for name in names if name[0] == "x"][:1] or [self.chance.choice(list(self.pool))]
+        terms = [name for name in names if name[0] == "x"][:1] or [
+            self.chance.choice(list(self.pool))
+        ]
         expression, rest = f"{terms[0]} * 0.5", list[str]()
         for name in unused:
             for term in (name, f"{name}.mean(-1, keepdim=True)", f"{name}.chunk(2, -1)[0]"):
                 found = self._run(f"{whole} = {expression} + {term}", whole)
                 if term != name and self.pool[name].dim() != len(self.rows) + len(self.columns):
                     continue
-                if found is not None and name != terms[0] and found.dim() <= len(self.rows) + len(self.columns):
+                if (
+                    found is not None
+                    and name != terms[0]
+                    and found.dim() <= len(self.rows) + len(self.columns)
+                ):
                     expression = f"{expression} + {term}"
                     break
             else:
@@ -563,8 +895,16 @@ class _Writer:
             return terms[0]
         self.pool[whole] = self.namespace[whole] = first
         self.lines.append(f"{whole} = {expression}")
-        made = [name for name, value in self.pool.items() if name[0] == "y" and name != whole
-                and (value.shape[: len(self.rows)] == first.shape[: len(self.rows)] or chance.random() < 0.05)]  # fmt: skip
+        made = [
+            name
+            for name, value in self.pool.items()
+            if name[0] == "y"
+            and name != whole
+            and (
+                value.shape[: len(self.rows)] == first.shape[: len(self.rows)]
+                or chance.random() < 0.05
+            )
+        ]
         outputs = [whole]
         if made and chance.random() < 0.35:
             outputs.append(chance.choice(made))
@@ -582,7 +922,25 @@ class _Writer:
         """Seldom as another view, or as a reduction of it."""
         if self.chance.random() > 0.15:
             return name
-        view = self.chance.choice((".sum(-1)", ".mean(-1)", ".flatten(0, 1)", ".unsqueeze(1)", "[..., 0]", ".squeeze(-1)",
-                                   ".amax(-1, keepdim=True)", ".unsqueeze(-1)", ".transpose(0, 1)", ".bfloat16()", ".float()",
-                                   ".detach()", " > 0.0", "[None]", ".logsumexp(-1)", ".argmax(-1)", ".flatten()"))  # fmt: skip
+        view = self.chance.choice(
+            (
+                ".sum(-1)",
+                ".mean(-1)",
+                ".flatten(0, 1)",
+                ".unsqueeze(1)",
+                "[..., 0]",
+                ".squeeze(-1)",
+                ".amax(-1, keepdim=True)",
+                ".unsqueeze(-1)",
+                ".transpose(0, 1)",
+                ".bfloat16()",
+                ".float()",
+                ".detach()",
+                " > 0.0",
+                "[None]",
+                ".logsumexp(-1)",
+                ".argmax(-1)",
+                ".flatten()",
+            )
+        )
         return f"{name}{view}" if self._run(f"out = {name}{view}", "out") is not None else name

@@ -64,8 +64,15 @@ def _encoded(tokens: torch.Tensor) -> torch.Tensor:
     return _noise(*tokens.shape, _WIDTH)
 
 
-def _hf(name: str, model: str, config: str, options: dict[str, Any], rules: dict[str, str],
-        inputs: Callable[[], dict[str, Any]] | None = None, **calls: int) -> ModelSpec:  # fmt: skip
+def _hf(
+    name: str,
+    model: str,
+    config: str,
+    options: dict[str, Any],
+    rules: dict[str, str],
+    inputs: Callable[[], dict[str, Any]] | None = None,
+    **calls: int,
+) -> ModelSpec:
     """A model of Transformers, from its config."""
 
     def build() -> nn.Module:
@@ -87,38 +94,89 @@ def randomised(model: nn.Module) -> nn.Module:
 
 
 _BERT_LIKE: dict[str, Any] = {
-    "vocab_size": _VOCABULARY, "hidden_size": _WIDTH, "num_hidden_layers": _LAYERS, "num_attention_heads": _HEADS,
-    "intermediate_size": 2 * _WIDTH, "max_position_embeddings": 32, "pad_token_id": 1,
-}  # fmt: skip
+    "vocab_size": _VOCABULARY,
+    "hidden_size": _WIDTH,
+    "num_hidden_layers": _LAYERS,
+    "num_attention_heads": _HEADS,
+    "intermediate_size": 2 * _WIDTH,
+    "max_position_embeddings": 32,
+    "pad_token_id": 1,
+}
 _BART_LIKE: dict[str, Any] = {
-    "vocab_size": _VOCABULARY, "d_model": _WIDTH, "encoder_layers": _LAYERS, "decoder_layers": _LAYERS,
-    "encoder_attention_heads": _HEADS, "decoder_attention_heads": _HEADS, "encoder_ffn_dim": 2 * _WIDTH,
-    "decoder_ffn_dim": 2 * _WIDTH, "max_position_embeddings": 32, "activation_dropout": 0.1, "pad_token_id": 1,
-    "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": _VOCABULARY,
+    "d_model": _WIDTH,
+    "encoder_layers": _LAYERS,
+    "decoder_layers": _LAYERS,
+    "encoder_attention_heads": _HEADS,
+    "decoder_attention_heads": _HEADS,
+    "encoder_ffn_dim": 2 * _WIDTH,
+    "decoder_ffn_dim": 2 * _WIDTH,
+    "max_position_embeddings": 32,
+    "activation_dropout": 0.1,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": 2,
+}
 _LLAMA_LIKE: dict[str, Any] = {
-    "vocab_size": _VOCABULARY, "hidden_size": _WIDTH, "intermediate_size": 2 * _WIDTH, "num_hidden_layers": _LAYERS,
-    "num_attention_heads": _HEADS, "num_key_value_heads": 1, "max_position_embeddings": 32, "pad_token_id": 1,
-    "bos_token_id": 0, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": _VOCABULARY,
+    "hidden_size": _WIDTH,
+    "intermediate_size": 2 * _WIDTH,
+    "num_hidden_layers": _LAYERS,
+    "num_attention_heads": _HEADS,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
 _GPT2: dict[str, Any] = {
-    "vocab_size": _VOCABULARY, "n_embd": _WIDTH, "n_layer": _LAYERS, "n_head": _HEADS, "n_positions": 32,
-    "bos_token_id": 0, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": _VOCABULARY,
+    "n_embd": _WIDTH,
+    "n_layer": _LAYERS,
+    "n_head": _HEADS,
+    "n_positions": 32,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
 _T5: dict[str, Any] = {
-    "vocab_size": _VOCABULARY, "d_model": _WIDTH, "d_kv": 8, "d_ff": 2 * _WIDTH, "num_layers": _LAYERS,
-    "num_heads": _HEADS, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
-}  # fmt: skip
+    "vocab_size": _VOCABULARY,
+    "d_model": _WIDTH,
+    "d_kv": 8,
+    "d_ff": 2 * _WIDTH,
+    "num_layers": _LAYERS,
+    "num_heads": _HEADS,
+    "pad_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+}
 _OPT: dict[str, Any] = {
-    "vocab_size": _VOCABULARY, "hidden_size": _WIDTH, "num_hidden_layers": _LAYERS, "ffn_dim": 2 * _WIDTH,
-    "num_attention_heads": _HEADS, "max_position_embeddings": 32, "word_embed_proj_dim": _WIDTH, "pad_token_id": 1,
-    "bos_token_id": 0, "eos_token_id": 2,
-}  # fmt: skip
-_LLAMA_RULES = {"LlamaRMSNorm": "norm", "LlamaMLP": "mlp", "LlamaDecoderLayer": "block",
-                "LlamaAttention": "attention"}  # fmt: skip
-_T5_RULES = {"T5LayerNorm": "norm", "T5LayerSelfAttention": "t5_self_attention",
-             "T5LayerCrossAttention": "t5_cross_attention", "T5LayerFF": "t5_feed_forward",
-             "T5Block": "t5_block", "T5Attention": "t5_attention"}  # fmt: skip
+    "vocab_size": _VOCABULARY,
+    "hidden_size": _WIDTH,
+    "num_hidden_layers": _LAYERS,
+    "ffn_dim": 2 * _WIDTH,
+    "num_attention_heads": _HEADS,
+    "max_position_embeddings": 32,
+    "word_embed_proj_dim": _WIDTH,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
+_LLAMA_RULES = {
+    "LlamaRMSNorm": "norm",
+    "LlamaMLP": "mlp",
+    "LlamaDecoderLayer": "block",
+    "LlamaAttention": "attention",
+}
+_T5_RULES = {
+    "T5LayerNorm": "norm",
+    "T5LayerSelfAttention": "t5_self_attention",
+    "T5LayerCrossAttention": "t5_cross_attention",
+    "T5LayerFF": "t5_feed_forward",
+    "T5Block": "t5_block",
+    "T5Attention": "t5_attention",
+}
 
 
 def _renamed(rules: dict[str, str], old: str, new: str) -> dict[str, str]:
@@ -126,13 +184,19 @@ def _renamed(rules: dict[str, str], old: str, new: str) -> dict[str, str]:
 
 
 def _bert_like(prefix: str) -> dict[str, str]:
-    return {f"{prefix}SelfOutput": "bert_output", f"{prefix}Output": "bert_output",
-            f"{prefix}Intermediate": "dense_act", f"{prefix}SelfAttention": "bert_self_attention",
-            f"{prefix}Attention": "bert_attention", f"{prefix}Layer": "bert_layer",
-            "LayerNorm": "layer_norm", "GELUActivation": "gelu_activation"}  # fmt: skip
+    return {
+        f"{prefix}SelfOutput": "bert_output",
+        f"{prefix}Output": "bert_output",
+        f"{prefix}Intermediate": "dense_act",
+        f"{prefix}SelfAttention": "bert_self_attention",
+        f"{prefix}Attention": "bert_attention",
+        f"{prefix}Layer": "bert_layer",
+        "LayerNorm": "layer_norm",
+        "GELUActivation": "gelu_activation",
+    }
 
 
-# --- models of torch.nn -----------------------------------------------------------------------------------------------
+# --- models of torch.nn ---------------------------------------------------------------------------
 
 
 class _Leaves(nn.Module):
@@ -179,13 +243,23 @@ def _sequences() -> dict[str, Any]:
     }
 
 
-_TORCH_RULES = {"TransformerEncoderLayer": "encoder_layer", "TransformerDecoderLayer": "decoder_layer",
-                "MultiheadAttention": "multihead_attention", "LayerNorm": "layer_norm"}  # fmt: skip
+_TORCH_RULES = {
+    "TransformerEncoderLayer": "encoder_layer",
+    "TransformerDecoderLayer": "decoder_layer",
+    "MultiheadAttention": "multihead_attention",
+    "LayerNorm": "layer_norm",
+}
 
 
 def _torch(name: str, options: dict[str, Any], **calls: int) -> ModelSpec:
-    return ModelSpec(name, lambda: randomised(_Transformer(batch_first=True, **options)), _sequences, _TORCH_RULES, calls,
-                     transformers=False)  # fmt: skip
+    return ModelSpec(
+        name,
+        lambda: randomised(_Transformer(batch_first=True, **options)),
+        _sequences,
+        _TORCH_RULES,
+        calls,
+        transformers=False,
+    )
 
 
 class _Activations(nn.Module):
@@ -195,9 +269,20 @@ class _Activations(nn.Module):
         super().__init__()
         from transformers.activations import ACT2FN
 
-        names = ("gelu", "gelu_python", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh",
-                 "gelu_python_tanh", "quick_gelu", "relu2")  # fmt: skip
-        self.layers = nn.ModuleDict({name: nn.Sequential(nn.Linear(12, 12), ACT2FN[name]) for name in names})
+        names = (
+            "gelu",
+            "gelu_python",
+            "gelu_new",
+            "gelu_fast",
+            "gelu_accurate",
+            "gelu_pytorch_tanh",
+            "gelu_python_tanh",
+            "quick_gelu",
+            "relu2",
+        )
+        self.layers = nn.ModuleDict(
+            {name: nn.Sequential(nn.Linear(12, 12), ACT2FN[name]) for name in names}
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack([layer(x) for layer in self.layers.values()])
@@ -208,35 +293,80 @@ def _same(tokens: torch.Tensor) -> torch.Tensor:
 
 
 _VIT: dict[str, Any] = {
-    "hidden_size": _WIDTH, "num_hidden_layers": _LAYERS, "num_attention_heads": _HEADS, "intermediate_size": 2 * _WIDTH,
-    "image_size": 16, "patch_size": 8, "hidden_dropout_prob": 0.1,
-}  # fmt: skip
+    "hidden_size": _WIDTH,
+    "num_hidden_layers": _LAYERS,
+    "num_attention_heads": _HEADS,
+    "intermediate_size": 2 * _WIDTH,
+    "image_size": 16,
+    "patch_size": 8,
+    "hidden_dropout_prob": 0.1,
+}
 _DISTILBERT: dict[str, Any] = {
-    "vocab_size": _VOCABULARY, "dim": _WIDTH, "n_layers": _LAYERS, "n_heads": _HEADS, "hidden_dim": 2 * _WIDTH,
+    "vocab_size": _VOCABULARY,
+    "dim": _WIDTH,
+    "n_layers": _LAYERS,
+    "n_heads": _HEADS,
+    "hidden_dim": 2 * _WIDTH,
     "max_position_embeddings": 32,
-}  # fmt: skip
+}
 _DECODER = {"is_decoder": True, "add_cross_attention": True}
-_GPT2_RULES = {"GPT2Block": "block", "GPT2Attention": "attention", "GPT2MLP": "mlp",
-               "NewGELUActivation": "new_gelu", "LayerNorm": "layer_norm"}  # fmt: skip
+_GPT2_RULES = {
+    "GPT2Block": "block",
+    "GPT2Attention": "attention",
+    "GPT2MLP": "mlp",
+    "NewGELUActivation": "new_gelu",
+    "LayerNorm": "layer_norm",
+}
 _GPT_NEO: dict[str, Any] = {
-    "vocab_size": _VOCABULARY, "hidden_size": _WIDTH, "num_layers": _LAYERS, "num_heads": _HEADS,
-    "attention_types": [[["global", "local"], 1]], "window_size": 4, "max_position_embeddings": 32, "embed_dropout": 0.1,
-    "resid_dropout": 0.1, "attention_dropout": 0.1, "bos_token_id": 0, "eos_token_id": 2,
-}  # fmt: skip
-_GPTJ: dict[str, Any] = {
-    "vocab_size": _VOCABULARY, "n_embd": _WIDTH, "n_layer": _LAYERS, "n_head": _HEADS, "n_positions": 32, "rotary_dim": 8,
-    "resid_pdrop": 0.1, "bos_token_id": 0, "eos_token_id": 2,
-}  # fmt: skip
-_TOWER: dict[str, Any] = {
-    "hidden_size": _WIDTH, "num_hidden_layers": _LAYERS, "num_attention_heads": _HEADS, "intermediate_size": 2 * _WIDTH,
+    "vocab_size": _VOCABULARY,
+    "hidden_size": _WIDTH,
+    "num_layers": _LAYERS,
+    "num_heads": _HEADS,
+    "attention_types": [[["global", "local"], 1]],
+    "window_size": 4,
+    "max_position_embeddings": 32,
+    "embed_dropout": 0.1,
+    "resid_dropout": 0.1,
     "attention_dropout": 0.1,
-}  # fmt: skip
-_TEXT = {"vocab_size": _VOCABULARY, "max_position_embeddings": 32, "pad_token_id": 1, "bos_token_id": 0,
-         "eos_token_id": 2, **_TOWER}  # fmt: skip
-_TOWERS: dict[str, Any] = {"text_config": _TEXT, "vision_config": {"image_size": 16, "patch_size": 8, **_TOWER}}
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
+_GPTJ: dict[str, Any] = {
+    "vocab_size": _VOCABULARY,
+    "n_embd": _WIDTH,
+    "n_layer": _LAYERS,
+    "n_head": _HEADS,
+    "n_positions": 32,
+    "rotary_dim": 8,
+    "resid_pdrop": 0.1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
+_TOWER: dict[str, Any] = {
+    "hidden_size": _WIDTH,
+    "num_hidden_layers": _LAYERS,
+    "num_attention_heads": _HEADS,
+    "intermediate_size": 2 * _WIDTH,
+    "attention_dropout": 0.1,
+}
+_TEXT = {
+    "vocab_size": _VOCABULARY,
+    "max_position_embeddings": 32,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    **_TOWER,
+}
+_TOWERS: dict[str, Any] = {
+    "text_config": _TEXT,
+    "vision_config": {"image_size": 16, "patch_size": 8, **_TOWER},
+}
 _CLIP_RULES = {"CLIPEncoderLayer": "block", "CLIPAttention": "attention", "CLIPMLP": "mlp"}
-_MBART_RULES = {"MBartEncoderLayer": "block", "MBartDecoderLayer": "block",
-                "MBartAttention": "attention"}  # fmt: skip
+_MBART_RULES = {
+    "MBartEncoderLayer": "block",
+    "MBartDecoderLayer": "block",
+    "MBartAttention": "attention",
+}
 _WHISPER: dict[str, Any] = {
     **_BART_LIKE,
     "num_mel_bins": 8,
@@ -257,88 +387,358 @@ def _speech() -> dict[str, Any]:
 _OPT_RULES = {"OPTDecoderLayer": "block", "OPTAttention": "attention"}
 
 MODELS = (
-    ModelSpec("leaves", lambda: randomised(_Leaves()), lambda: {"x": _noise(5, 12)},
-              {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm", "GELU": "gelu"},
-              {"layer_norm": 4, "rms_norm": 2, "gelu": 2}, transformers=False),
-    ModelSpec("vocabulary", lambda: randomised(nn.Sequential(nn.Linear(12, 4099))), lambda: {"input": _noise(5, 12)},
-              {"Linear": "padded_linear"}, {}, transformers=False),
+    ModelSpec(
+        "leaves",
+        lambda: randomised(_Leaves()),
+        lambda: {"x": _noise(5, 12)},
+        {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm", "GELU": "gelu"},
+        {"layer_norm": 4, "rms_norm": 2, "gelu": 2},
+        transformers=False,
+    ),
+    ModelSpec(
+        "vocabulary",
+        lambda: randomised(nn.Sequential(nn.Linear(12, 4099))),
+        lambda: {"input": _noise(5, 12)},
+        {"Linear": "padded_linear"},
+        {},
+        transformers=False,
+    ),
     _torch("torch_post_norm", {}, bias_act=4, bias_dropout_add_ln=10, layer_norm=2),
-    _torch("torch_pre_norm", {"norm_first": True, "activation": "gelu"}, bias_act=4, bias_dropout_add=4,
-           bias_dropout_add_ln=6, layer_norm=6),
+    _torch(
+        "torch_pre_norm",
+        {"norm_first": True, "activation": "gelu"},
+        bias_act=4,
+        bias_dropout_add=4,
+        bias_dropout_add_ln=6,
+        layer_norm=6,
+    ),
     _torch("torch_unbiased", {"bias": False}, bias_act=4, bias_dropout_add_ln=10, layer_norm=2),
-    ModelSpec("activations", lambda: randomised(_Activations()), lambda: {"x": _noise(5, 12)},
-              {"GELUActivation": "gelu_activation", "GELUTanh": "gelu_tanh", "NewGELUActivation": "new_gelu",
-               "FastGELUActivation": "new_gelu", "AccurateGELUActivation": "accurate_gelu",
-               "QuickGELUActivation": "quick_gelu", "ReLUSquaredActivation": "relu_squared"},
-              {"gelu": 7, "bias_act": 2}),
-    _hf("bert", "BertForMaskedLM", "BertConfig", _BERT_LIKE, _bert_like("Bert"),
-        bias_act=3, bias_dropout_add_ln=4, layer_norm=2),
-    _hf("bert_decoder", "BertLMHeadModel", "BertConfig", {**_BERT_LIKE, **_DECODER}, _bert_like("Bert"),
-        _tokens(encoder_hidden_states=_encoded), bias_act=3, bias_dropout_add_ln=6, layer_norm=2),
-    _hf("roberta", "RobertaForMaskedLM", "RobertaConfig", _BERT_LIKE, _bert_like("Roberta"),
-        bias_act=2, bias_dropout_add_ln=4, layer_norm=2),
-    _hf("electra", "ElectraForPreTraining", "ElectraConfig", {"embedding_size": 16, **_BERT_LIKE},
-        _bert_like("Electra"), bias_act=3, bias_dropout_add_ln=4, layer_norm=1),
-    _hf("distilbert", "DistilBertForMaskedLM", "DistilBertConfig", _DISTILBERT,
-        {"TransformerBlock": "block", "FFN": "distilbert_ffn",
-         "DistilBertSelfAttention": "attention"},
-        bias_act=2, bias_dropout_add_ln=4, gelu=1, layer_norm=2),
-    _hf("bart", "BartForConditionalGeneration", "BartConfig", _BART_LIKE,
-        {"BartEncoderLayer": "block", "BartDecoderLayer": "block",
-         "BartAttention": "attention"},
-        bias_act=4, bias_dropout_add_ln=10, layer_norm=2),
-    _hf("marian", "MarianMTModel", "MarianConfig", _BART_LIKE,
+    ModelSpec(
+        "activations",
+        lambda: randomised(_Activations()),
+        lambda: {"x": _noise(5, 12)},
+        {
+            "GELUActivation": "gelu_activation",
+            "GELUTanh": "gelu_tanh",
+            "NewGELUActivation": "new_gelu",
+            "FastGELUActivation": "new_gelu",
+            "AccurateGELUActivation": "accurate_gelu",
+            "QuickGELUActivation": "quick_gelu",
+            "ReLUSquaredActivation": "relu_squared",
+        },
+        {"gelu": 7, "bias_act": 2},
+    ),
+    _hf(
+        "bert",
+        "BertForMaskedLM",
+        "BertConfig",
+        _BERT_LIKE,
+        _bert_like("Bert"),
+        bias_act=3,
+        bias_dropout_add_ln=4,
+        layer_norm=2,
+    ),
+    _hf(
+        "bert_decoder",
+        "BertLMHeadModel",
+        "BertConfig",
+        {**_BERT_LIKE, **_DECODER},
+        _bert_like("Bert"),
+        _tokens(encoder_hidden_states=_encoded),
+        bias_act=3,
+        bias_dropout_add_ln=6,
+        layer_norm=2,
+    ),
+    _hf(
+        "roberta",
+        "RobertaForMaskedLM",
+        "RobertaConfig",
+        _BERT_LIKE,
+        _bert_like("Roberta"),
+        bias_act=2,
+        bias_dropout_add_ln=4,
+        layer_norm=2,
+    ),
+    _hf(
+        "electra",
+        "ElectraForPreTraining",
+        "ElectraConfig",
+        {"embedding_size": 16, **_BERT_LIKE},
+        _bert_like("Electra"),
+        bias_act=3,
+        bias_dropout_add_ln=4,
+        layer_norm=1,
+    ),
+    _hf(
+        "distilbert",
+        "DistilBertForMaskedLM",
+        "DistilBertConfig",
+        _DISTILBERT,
+        {
+            "TransformerBlock": "block",
+            "FFN": "distilbert_ffn",
+            "DistilBertSelfAttention": "attention",
+        },
+        bias_act=2,
+        bias_dropout_add_ln=4,
+        gelu=1,
+        layer_norm=2,
+    ),
+    _hf(
+        "bart",
+        "BartForConditionalGeneration",
+        "BartConfig",
+        _BART_LIKE,
+        {"BartEncoderLayer": "block", "BartDecoderLayer": "block", "BartAttention": "attention"},
+        bias_act=4,
+        bias_dropout_add_ln=10,
+        layer_norm=2,
+    ),
+    _hf(
+        "marian",
+        "MarianMTModel",
+        "MarianConfig",
+        _BART_LIKE,
         {"MarianEncoderLayer": "block", "MarianDecoderLayer": "block"},
-        _tokens(decoder_input_ids=_same), bias_act=4, bias_dropout_add_ln=10),
-    _hf("gpt2", "GPT2LMHeadModel", "GPT2Config", _GPT2, {**_GPT2_RULES, "GPT2LMHeadModel": "generation"},
-        bias_act=2, bias_dropout_add=2, bias_dropout_add_ln=2, layer_norm=3),
-    _hf("gpt2_decoder", "GPT2LMHeadModel", "GPT2Config", {"add_cross_attention": True, **_GPT2}, _GPT2_RULES,
-        _tokens(encoder_hidden_states=_encoded), bias_act=2, bias_dropout_add=2, bias_dropout_add_ln=4, layer_norm=3),
-    _hf("opt", "OPTForCausalLM", "OPTConfig", _OPT, _OPT_RULES,
-        bias_act=2, bias_dropout_add=2, bias_dropout_add_ln=2, layer_norm=3),
-    _hf("opt_post_norm", "OPTForCausalLM", "OPTConfig", {"do_layer_norm_before": False, **_OPT}, _OPT_RULES,
-        bias_act=2, bias_dropout_add_ln=4),
-    _hf("vit", "ViTForImageClassification", "ViTConfig", _VIT,
+        _tokens(decoder_input_ids=_same),
+        bias_act=4,
+        bias_dropout_add_ln=10,
+    ),
+    _hf(
+        "gpt2",
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        _GPT2,
+        {**_GPT2_RULES, "GPT2LMHeadModel": "generation"},
+        bias_act=2,
+        bias_dropout_add=2,
+        bias_dropout_add_ln=2,
+        layer_norm=3,
+    ),
+    _hf(
+        "gpt2_decoder",
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"add_cross_attention": True, **_GPT2},
+        _GPT2_RULES,
+        _tokens(encoder_hidden_states=_encoded),
+        bias_act=2,
+        bias_dropout_add=2,
+        bias_dropout_add_ln=4,
+        layer_norm=3,
+    ),
+    _hf(
+        "opt",
+        "OPTForCausalLM",
+        "OPTConfig",
+        _OPT,
+        _OPT_RULES,
+        bias_act=2,
+        bias_dropout_add=2,
+        bias_dropout_add_ln=2,
+        layer_norm=3,
+    ),
+    _hf(
+        "opt_post_norm",
+        "OPTForCausalLM",
+        "OPTConfig",
+        {"do_layer_norm_before": False, **_OPT},
+        _OPT_RULES,
+        bias_act=2,
+        bias_dropout_add_ln=4,
+    ),
+    _hf(
+        "vit",
+        "ViTForImageClassification",
+        "ViTConfig",
+        _VIT,
         {"ViTLayer": "block", "ViTAttention": "attention", "ViTMLP": "mlp"},
         lambda: {"pixel_values": _noise(2, 3, 16, 16)},
-        bias_act=2, bias_dropout_add=2, bias_dropout_add_ln=2, layer_norm=3),
-    _hf("mbart", "MBartForConditionalGeneration", "MBartConfig", _BART_LIKE, _MBART_RULES,
-        bias_act=4, bias_dropout_add=4, bias_dropout_add_ln=6, layer_norm=8),
-    _hf("whisper", "WhisperForConditionalGeneration", "WhisperConfig", _WHISPER,
-        {**_renamed(_MBART_RULES, "MBart", "Whisper"), "WhisperAttention": "attention"}, _speech,
-        bias_act=4, bias_dropout_add=4, bias_dropout_add_ln=6, layer_norm=6),
-    _hf("clip", "CLIPModel", "CLIPConfig", _TOWERS, _CLIP_RULES, _tokens(pixel_values=_images),
-        bias_act=4, bias_dropout_add=4, bias_dropout_add_ln=4, layer_norm=7),
-    _hf("siglip", "SiglipModel", "SiglipConfig", _TOWERS, _renamed(_CLIP_RULES, "CLIP", "Siglip"),
-        _tokens(pixel_values=_images), bias_act=5, bias_dropout_add=5, bias_dropout_add_ln=4, layer_norm=7),
-    _hf("gpt_neo", "GPTNeoForCausalLM", "GPTNeoConfig", _GPT_NEO,
-        {"GPTNeoBlock": "block", "GPTNeoAttention": "attention",
-         "GPTNeoSelfAttention": "attention", "GPTNeoMLP": "mlp"},
-        bias_act=2, bias_dropout_add=2, bias_dropout_add_ln=2, layer_norm=3),
-    _hf("gptj", "GPTJForCausalLM", "GPTJConfig", _GPTJ, {"GPTJMLP": "mlp"},
-        bias_act=2, bias_dropout_add=2, layer_norm=3),
-    _hf("t5", "T5ForConditionalGeneration", "T5Config", _T5, {**_T5_RULES, "T5DenseActDense": "t5_dense"},
-        _tokens(decoder_input_ids=_same), bias_act=4, bias_dropout_add=4, bias_dropout_add_rms_norm=6, rms_norm=6),
-    _hf("t5_gated", "T5ForConditionalGeneration", "T5Config", {"feed_forward_proj": "gated-gelu", **_T5},
-        {**_T5_RULES, "T5DenseGatedActDense": "t5_gated_dense"}, _tokens(decoder_input_ids=_same),
-        bias_dropout_add=4, bias_dropout_add_rms_norm=6, gated_act=4, rms_norm=6),
-    _hf("llama", "LlamaForCausalLM", "LlamaConfig", _LLAMA_LIKE, _LLAMA_RULES,
-        bias_dropout_add_rms_norm=2, gated_act=2, rms_norm=3),
-    _hf("llama_biased", "LlamaForCausalLM", "LlamaConfig", {"mlp_bias": True, "attention_bias": True, **_LLAMA_LIKE},
-        _LLAMA_RULES, bias_dropout_add=2, bias_dropout_add_rms_norm=2, gated_act=2, rms_norm=3),
-    _hf("mistral", "MistralForCausalLM", "MistralConfig", _LLAMA_LIKE, _renamed(_LLAMA_RULES, "Llama", "Mistral"),
-        bias_dropout_add_rms_norm=2, gated_act=2, rms_norm=3),
-    _hf("qwen2", "Qwen2ForCausalLM", "Qwen2Config", _LLAMA_LIKE, _renamed(_LLAMA_RULES, "Llama", "Qwen2"),
-        bias_dropout_add_rms_norm=2, gated_act=2, rms_norm=3),
-    _hf("qwen3", "Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 16, **_LLAMA_LIKE},
-        _renamed(_LLAMA_RULES, "Llama", "Qwen3"), bias_dropout_add_rms_norm=2, gated_act=2, rms_norm=7),
-    _hf("phi3", "Phi3ForCausalLM", "Phi3Config", _LLAMA_LIKE,
+        bias_act=2,
+        bias_dropout_add=2,
+        bias_dropout_add_ln=2,
+        layer_norm=3,
+    ),
+    _hf(
+        "mbart",
+        "MBartForConditionalGeneration",
+        "MBartConfig",
+        _BART_LIKE,
+        _MBART_RULES,
+        bias_act=4,
+        bias_dropout_add=4,
+        bias_dropout_add_ln=6,
+        layer_norm=8,
+    ),
+    _hf(
+        "whisper",
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        _WHISPER,
+        {**_renamed(_MBART_RULES, "MBart", "Whisper"), "WhisperAttention": "attention"},
+        _speech,
+        bias_act=4,
+        bias_dropout_add=4,
+        bias_dropout_add_ln=6,
+        layer_norm=6,
+    ),
+    _hf(
+        "clip",
+        "CLIPModel",
+        "CLIPConfig",
+        _TOWERS,
+        _CLIP_RULES,
+        _tokens(pixel_values=_images),
+        bias_act=4,
+        bias_dropout_add=4,
+        bias_dropout_add_ln=4,
+        layer_norm=7,
+    ),
+    _hf(
+        "siglip",
+        "SiglipModel",
+        "SiglipConfig",
+        _TOWERS,
+        _renamed(_CLIP_RULES, "CLIP", "Siglip"),
+        _tokens(pixel_values=_images),
+        bias_act=5,
+        bias_dropout_add=5,
+        bias_dropout_add_ln=4,
+        layer_norm=7,
+    ),
+    _hf(
+        "gpt_neo",
+        "GPTNeoForCausalLM",
+        "GPTNeoConfig",
+        _GPT_NEO,
+        {
+            "GPTNeoBlock": "block",
+            "GPTNeoAttention": "attention",
+            "GPTNeoSelfAttention": "attention",
+            "GPTNeoMLP": "mlp",
+        },
+        bias_act=2,
+        bias_dropout_add=2,
+        bias_dropout_add_ln=2,
+        layer_norm=3,
+    ),
+    _hf(
+        "gptj",
+        "GPTJForCausalLM",
+        "GPTJConfig",
+        _GPTJ,
+        {"GPTJMLP": "mlp"},
+        bias_act=2,
+        bias_dropout_add=2,
+        layer_norm=3,
+    ),
+    _hf(
+        "t5",
+        "T5ForConditionalGeneration",
+        "T5Config",
+        _T5,
+        {**_T5_RULES, "T5DenseActDense": "t5_dense"},
+        _tokens(decoder_input_ids=_same),
+        bias_act=4,
+        bias_dropout_add=4,
+        bias_dropout_add_rms_norm=6,
+        rms_norm=6,
+    ),
+    _hf(
+        "t5_gated",
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {"feed_forward_proj": "gated-gelu", **_T5},
+        {**_T5_RULES, "T5DenseGatedActDense": "t5_gated_dense"},
+        _tokens(decoder_input_ids=_same),
+        bias_dropout_add=4,
+        bias_dropout_add_rms_norm=6,
+        gated_act=4,
+        rms_norm=6,
+    ),
+    _hf(
+        "llama",
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        _LLAMA_LIKE,
+        _LLAMA_RULES,
+        bias_dropout_add_rms_norm=2,
+        gated_act=2,
+        rms_norm=3,
+    ),
+    _hf(
+        "llama_biased",
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        {"mlp_bias": True, "attention_bias": True, **_LLAMA_LIKE},
+        _LLAMA_RULES,
+        bias_dropout_add=2,
+        bias_dropout_add_rms_norm=2,
+        gated_act=2,
+        rms_norm=3,
+    ),
+    _hf(
+        "mistral",
+        "MistralForCausalLM",
+        "MistralConfig",
+        _LLAMA_LIKE,
+        _renamed(_LLAMA_RULES, "Llama", "Mistral"),
+        bias_dropout_add_rms_norm=2,
+        gated_act=2,
+        rms_norm=3,
+    ),
+    _hf(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        "Qwen2Config",
+        _LLAMA_LIKE,
+        _renamed(_LLAMA_RULES, "Llama", "Qwen2"),
+        bias_dropout_add_rms_norm=2,
+        gated_act=2,
+        rms_norm=3,
+    ),
+    _hf(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        "Qwen3Config",
+        {"head_dim": 16, **_LLAMA_LIKE},
+        _renamed(_LLAMA_RULES, "Llama", "Qwen3"),
+        bias_dropout_add_rms_norm=2,
+        gated_act=2,
+        rms_norm=7,
+    ),
+    _hf(
+        "phi3",
+        "Phi3ForCausalLM",
+        "Phi3Config",
+        _LLAMA_LIKE,
         {"Phi3RMSNorm": "norm", "Phi3MLP": "mlp", "Phi3DecoderLayer": "block"},
-        bias_dropout_add_rms_norm=2, gated_act=2, rms_norm=3),
-    _hf("olmo2", "Olmo2ForCausalLM", "Olmo2Config", _LLAMA_LIKE, {"Olmo2RMSNorm": "norm", "Olmo2MLP": "mlp"},
-        gated_act=2, rms_norm=9),
-    _hf("gemma", "GemmaForCausalLM", "GemmaConfig", {"head_dim": 16, **_LLAMA_LIKE},
-        {"GemmaRMSNorm": "norm", "GemmaMLP": "mlp", "GemmaDecoderLayer": "block",
-         "GELUTanh": "gelu_tanh"},
-        bias_dropout_add_rms_norm=2, gated_act=2, rms_norm=3),
-)  # fmt: skip
+        bias_dropout_add_rms_norm=2,
+        gated_act=2,
+        rms_norm=3,
+    ),
+    _hf(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        "Olmo2Config",
+        _LLAMA_LIKE,
+        {"Olmo2RMSNorm": "norm", "Olmo2MLP": "mlp"},
+        gated_act=2,
+        rms_norm=9,
+    ),
+    _hf(
+        "gemma",
+        "GemmaForCausalLM",
+        "GemmaConfig",
+        {"head_dim": 16, **_LLAMA_LIKE},
+        {
+            "GemmaRMSNorm": "norm",
+            "GemmaMLP": "mlp",
+            "GemmaDecoderLayer": "block",
+            "GELUTanh": "gelu_tanh",
+        },
+        bias_dropout_add_rms_norm=2,
+        gated_act=2,
+        rms_norm=3,
+    ),
+)

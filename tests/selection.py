@@ -1,16 +1,21 @@
-"""What of a test's parameters the short suite runs: not their product, but a choice in which every pair occurs.
+"""What of a test's parameters the short suite runs.
 
-A test over samples, dtypes and layouts has hundreds of cases, and a fault that only one of them shows is nearly always
-one of a value or of two: this dtype, that sample in this layout. So the short suite takes, of each test with many cases,
-few in which every value of every parameter occurs, and every pair of values of two parameters that occurs at all (a
-pairwise covering; Kuhn, Wallace and Gallo 2004 found it to show most faults). ``--full`` runs the product.
+Not their product, but a choice in which every pair occurs.
 
-A `Case` counts as three parameters: spec, sample and dtype; a tuple as its parts. Where one case takes seconds, the
-mark ``pairs`` names the pairs of parameters that count, as in ``@pytest.mark.pairs("spec dtype", "spec layout")``; of
-the others each value still occurs. ``@pytest.mark.pairs`` alone asks for each value once, and with ``of="spec dtype"``
-only for those of these parameters.
+A test over samples, dtypes and layouts has hundreds of cases, and a fault that only one of them
+shows is nearly always one of a value or of two: this dtype, that sample in this layout. So the
+short suite takes, of each test with many cases, few in which every value of every parameter occurs,
+and every pair of values of two parameters that occurs at all (a pairwise covering; Kuhn, Wallace
+and Gallo 2004 found it to show most faults). ``--full`` runs the product.
 
-The choice depends on the collected cases alone, so all processes of a run make the same, as does every run.
+A `Case` counts as three parameters: spec, sample and dtype; a tuple as its parts. Where one case
+takes seconds, the mark ``pairs`` names the pairs of parameters that count, as in
+``@pytest.mark.pairs("spec dtype", "spec layout")``; of the others each value still occurs.
+``@pytest.mark.pairs`` alone asks for each value once, and with ``of="spec dtype"`` only for those
+of these parameters.
+
+The choice depends on the collected cases alone, so all processes of a run make the same, as does
+every run.
 """
 
 from __future__ import annotations
@@ -27,7 +32,8 @@ from support import Case
 
 __all__ = ["FEW", "cover", "few_subsets", "shortened"]
 
-# The product of a test with no more cases than this runs as it is, unless it is marked: it costs no time.
+# The product of a test with no more cases than this runs as it is, unless it is marked: it costs no
+# time.
 FEW = 24
 
 Factor = tuple[str, Hashable]
@@ -49,7 +55,8 @@ def shortened(items: Sequence[pytest.Item]) -> list[pytest.Item]:
         pairs = None if mark is None else {frozenset(pair.split()) for pair in mark.args}
         of = None if mark is None else mark.kwargs.get("of")
         factors = [
-            [(name, value) for name, value in _factors(item) if of is None or name in of.split()] for item in cases
+            [(name, value) for name, value in _factors(item) if of is None or name in of.split()]
+            for item in cases
         ]
         _known(cases[0], pairs or (), {name for found in factors for name, _ in found})
         chosen.update(cover(cases, [set(_requirements(found, pairs)) for found in factors]))
@@ -57,20 +64,26 @@ def shortened(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def cover(items: Sequence[T], covered: Sequence[set[Requirement]]) -> list[T]:
-    """Few ``items`` that together cover all that all of them cover: the one that adds most, time and again.
+    """Few ``items`` that together cover all that all of them cover.
 
-    ``covered`` is what each of them covers. Of equals the one whose number, a checksum of its name, is least: it is the
-    same everywhere, and favours no dtype for being the first.
+    The one that adds most, time and again.
+
+    ``covered`` is what each of them covers. Of equals the one whose number, a checksum of its name,
+    is least: it is the same everywhere, and favours no dtype for being the first.
     """
     missing = set().union(*covered)
-    queue = [(-len(covered[i]), zlib.crc32(str(getattr(item, "name", item)).encode()), i)
-             for i, item in enumerate(items)]  # fmt: skip
+    queue = [
+        (-len(covered[i]), zlib.crc32(str(getattr(item, "name", item)).encode()), i)
+        for i, item in enumerate(items)
+    ]
     heapq.heapify(queue)
     chosen = []
     while missing:
         promised, number, i = heapq.heappop(queue)
         added = len(covered[i] & missing)
-        if added < -promised:  # what an item adds only shrinks: its place in the queue is looked up when it comes up
+        if (
+            added < -promised
+        ):  # what an item adds only shrinks: its place in the queue is looked up when it comes up
             heapq.heappush(queue, (-added, number, i))
             continue
         missing -= covered[i]
@@ -79,9 +92,20 @@ def cover(items: Sequence[T], covered: Sequence[set[Requirement]]) -> list[T]:
 
 
 def few_subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """The empty subset of ``names``, and few in which any two occur in every way: both, one of them, none."""
-    subsets = [subset for count in range(len(names) + 1) for subset in itertools.combinations(names, count)]
-    found = cover(subsets, [set(_requirements([(name, name in subset) for name in names], None)) for subset in subsets])
+    """The empty subset of ``names``, and few in which any two occur in every way.
+
+    Both, one of them, none.
+    """
+    subsets = [
+        subset for count in range(len(names) + 1) for subset in itertools.combinations(names, count)
+    ]
+    found = cover(
+        subsets,
+        [
+            set(_requirements([(name, name in subset) for name in names], None))
+            for subset in subsets
+        ],
+    )
     return list(dict.fromkeys([(), *found]))
 
 
@@ -98,11 +122,16 @@ def _factors(item: pytest.Item) -> Iterator[Factor]:
 
 
 def _key(value: Any) -> Hashable:
-    """What equals that of the same value in another case: cases share their values, so the object itself will do."""
+    """What equals that of the same value in another case.
+
+    Cases share their values, so the object itself will do.
+    """
     return value if isinstance(value, (str, int, float, bytes)) else id(value)
 
 
-def _requirements(factors: Iterable[Factor], pairs: set[frozenset[str]] | None) -> Iterator[Requirement]:
+def _requirements(
+    factors: Iterable[Factor], pairs: set[frozenset[str]] | None
+) -> Iterator[Requirement]:
     factors = list(factors)
     yield from ((factor,) for factor in factors)
     for first, second in itertools.combinations(factors, 2):
@@ -113,4 +142,6 @@ def _requirements(factors: Iterable[Factor], pairs: set[frozenset[str]] | None) 
 def _known(item: pytest.Item, pairs: Iterable[frozenset[str]], names: set[str]) -> None:
     unknown = set().union(*pairs) - names
     if unknown:
-        raise pytest.UsageError(f"{item.nodeid}: pairs of {sorted(unknown)}, but the parameters are {sorted(names)}")
+        raise pytest.UsageError(
+            f"{item.nodeid}: pairs of {sorted(unknown)}, but the parameters are {sorted(names)}"
+        )

@@ -15,15 +15,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
 
-# --- calls --------------------------------------------------------------------------------------------------------------
+# --- calls ----------------------------------------------------------------------------------------
 
 ROWS, COLS = "rows", "columns"
-# What a call does with columns that are sharded: nothing crosses ranks; numbers of rows do; they are gathered first.
+# What a call does with columns that are sharded: nothing crosses ranks; numbers of rows do; they
+# are gathered first.
 Columns = Literal["local", "reduced", "gathered"]
 
 
 class Call(NamedTuple):
-    """A call, and the shapes of its tensors: those with ROWS have rows, the others are parameters."""
+    """A call, and the shapes of its tensors.
+
+    Those with ROWS have rows, the others are parameters.
+    """
 
     name: str
     function: Callable[..., Any]
@@ -51,39 +55,99 @@ def dropped_twice(x: Tensor) -> Tensor:
 
 FULL, VECTOR = (ROWS, COLS), (COLS,)
 CALLS = (
-    Call("layer_norm", lambda x, w, b: fusedops.layer_norm(x, x.shape[-1], w, b), (FULL, VECTOR, VECTOR), "reduced", (2, 2)),
-    Call("layer_norm, two dimensions", lambda x, w: fusedops.layer_norm(x, (3, 8), w), ((ROWS, 3, 8), (3, 8)), "gathered"),
-    Call("rms_norm", lambda x, w: fusedops.rms_norm(x, x.shape[-1], w), (FULL, VECTOR), "reduced", (1, 1)),
-    Call("rms_norm, offset", lambda x, w: fusedops.rms_norm(x, x.shape[-1], w, weight_offset=1.0),
-         (FULL, VECTOR), "reduced", (1, 1)),
-    Call("bias_dropout_add_ln", lambda *t: fusedops.bias_dropout_add_ln(*t, p=0.0, return_sum=True),
-         (FULL, VECTOR, FULL, VECTOR, VECTOR), "reduced", (2, 2)),
-    Call("bias_dropout_add_ln with dropout", lambda *t: fusedops.bias_dropout_add_ln(*t, p=0.4, return_sum=True),
-         (FULL, VECTOR, FULL, VECTOR, VECTOR), "reduced", (2, 2)),
-    Call("bias_dropout_add_rms_norm with dropout", lambda *t: fusedops.bias_dropout_add_rms_norm(*t, p=0.4),
-         (FULL, VECTOR, FULL, VECTOR), "reduced", (1, 1)),
-    Call("bias_dropout_add with dropout", lambda *t: fusedops.bias_dropout_add(*t, p=0.4), (FULL, VECTOR, FULL), "local"),
-    Call("bias_act with dropout", lambda *t: fusedops.bias_act(*t, "silu", p=0.4), (FULL, VECTOR), "local"),
+    Call(
+        "layer_norm",
+        lambda x, w, b: fusedops.layer_norm(x, x.shape[-1], w, b),
+        (FULL, VECTOR, VECTOR),
+        "reduced",
+        (2, 2),
+    ),
+    Call(
+        "layer_norm, two dimensions",
+        lambda x, w: fusedops.layer_norm(x, (3, 8), w),
+        ((ROWS, 3, 8), (3, 8)),
+        "gathered",
+    ),
+    Call(
+        "rms_norm",
+        lambda x, w: fusedops.rms_norm(x, x.shape[-1], w),
+        (FULL, VECTOR),
+        "reduced",
+        (1, 1),
+    ),
+    Call(
+        "rms_norm, offset",
+        lambda x, w: fusedops.rms_norm(x, x.shape[-1], w, weight_offset=1.0),
+        (FULL, VECTOR),
+        "reduced",
+        (1, 1),
+    ),
+    Call(
+        "bias_dropout_add_ln",
+        lambda *t: fusedops.bias_dropout_add_ln(*t, p=0.0, return_sum=True),
+        (FULL, VECTOR, FULL, VECTOR, VECTOR),
+        "reduced",
+        (2, 2),
+    ),
+    Call(
+        "bias_dropout_add_ln with dropout",
+        lambda *t: fusedops.bias_dropout_add_ln(*t, p=0.4, return_sum=True),
+        (FULL, VECTOR, FULL, VECTOR, VECTOR),
+        "reduced",
+        (2, 2),
+    ),
+    Call(
+        "bias_dropout_add_rms_norm with dropout",
+        lambda *t: fusedops.bias_dropout_add_rms_norm(*t, p=0.4),
+        (FULL, VECTOR, FULL, VECTOR),
+        "reduced",
+        (1, 1),
+    ),
+    Call(
+        "bias_dropout_add with dropout",
+        lambda *t: fusedops.bias_dropout_add(*t, p=0.4),
+        (FULL, VECTOR, FULL),
+        "local",
+    ),
+    Call(
+        "bias_act with dropout",
+        lambda *t: fusedops.bias_act(*t, "silu", p=0.4),
+        (FULL, VECTOR),
+        "local",
+    ),
     Call("bias_gelu", fusedops.bias_gelu, (FULL, VECTOR), "local"),
     Call("gelu", fusedops.gelu, (FULL,), "local"),
     Call("glu", fusedops.gated_act, (FULL, FULL), "local"),
     Call("glu, packed", fusedops.gated_act, ((ROWS, 24),), "gathered"),
     Call("slices", fusedops.batched_layer_norm_tanh, ((ROWS, 3, 8), (3, 8), (8,)), "gathered"),
-    Call("slices of widths", lambda x, w: fusedops.batched_layer_norm_tanh(x, w, sizes=(7, 17)), ((ROWS, 24), (24,)), "gathered"),
-    Call("slices in tensors", lambda x, y, w: fusedops.batched_layer_norm_tanh([x, y], w), ((ROWS, 7), (ROWS, 17), (24,)),
-         "gathered"),
-    Call("slices side by side", lambda x, y: fusedops.batched_layer_norm_tanh([x, y], concat=True), ((ROWS, 7), (ROWS, 17)),
-         "gathered"),
+    Call(
+        "slices of widths",
+        lambda x, w: fusedops.batched_layer_norm_tanh(x, w, sizes=(7, 17)),
+        ((ROWS, 24), (24,)),
+        "gathered",
+    ),
+    Call(
+        "slices in tensors",
+        lambda x, y, w: fusedops.batched_layer_norm_tanh([x, y], w),
+        ((ROWS, 7), (ROWS, 17), (24,)),
+        "gathered",
+    ),
+    Call(
+        "slices side by side",
+        lambda x, y: fusedops.batched_layer_norm_tanh([x, y], concat=True),
+        ((ROWS, 7), (ROWS, 17)),
+        "gathered",
+    ),
     Call("rowwise with dropout", modulated, (FULL, (ROWS, 1), VECTOR), "gathered"),
     Call("rowwise, parts of rows", _rotated, (FULL, VECTOR), "gathered"),
-)  # fmt: skip
+)
 
 
 def call_named(name: str) -> Call:
     return next(call for call in CALLS if call.name == name)
 
 
-# --- placements ---------------------------------------------------------------------------------------------------------
+# --- placements -----------------------------------------------------------------------------------
 
 
 class Case(NamedTuple):
@@ -111,14 +175,14 @@ def cases(ranks: int) -> tuple[Case, ...]:
         Case((2, 3), 32, (ranks,), (COLS,)),
         Case((2, 3), 30, (ranks,), (COLS,), vectors=True),  # 8, 8, 8 and 6
         Case((3,), 6, (ranks,), (COLS,)),  # 2, 2, 2 and none
-    )  # fmt: skip
+    )
     if ranks != 4:
         return found
     return (
         *found,
         Case((3, 3), 16, (2, 2), (1, COLS), vectors=True),  # 2 rows and 1
         Case((3,), 12, (2, 2), (COLS, 0)),  # 6 columns each
-    )  # fmt: skip
+    )
 
 
 RANKS = 4
@@ -145,19 +209,26 @@ def placements_of(call: Call, case: Case, shape: tuple[Any, ...]) -> list[Any]:
 
 
 def sizes_of(call: Call, case: Case, shape: tuple[Any, ...]) -> list[int]:
-    sizes = [case.rows if size is ROWS else (case.width,) if size == COLS else (size,) for size in shape]
+    sizes = [
+        case.rows if size is ROWS else (case.width,) if size == COLS else (size,) for size in shape
+    ]
     return list(itertools.chain(*sizes))
 
 
 def columns_of(call: Call, case: Case) -> Columns:
     """What the call does with its columns; of a mask eight adjacent ones are drawn at once."""
     aligned = (
-        -(-case.width // math.prod([n for n, dim in zip(case.mesh, case.along, strict=True) if dim == COLS])) % 8 == 0
+        -(
+            -case.width
+            // math.prod([n for n, dim in zip(case.mesh, case.along, strict=True) if dim == COLS])
+        )
+        % 8
+        == 0
     )
     return call.columns if aligned or "with dropout" not in call.name else "gathered"
 
 
-# --- what crosses ranks -------------------------------------------------------------------------------------------------
+# --- what crosses ranks ---------------------------------------------------------------------------
 
 
 class Traffic(TorchDispatchMode):
@@ -172,7 +243,9 @@ class Traffic(TorchDispatchMode):
 
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        if func.namespace == "_c10d_functional" and not func.__name__.startswith(("wait_", "_wrap_")):
+        if func.namespace == "_c10d_functional" and not func.__name__.startswith(
+            ("wait_", "_wrap_")
+        ):
             self.found.append((func.__name__, args[0].numel() * args[0].itemsize))
         return func(*args, **(kwargs or {}))
 
@@ -182,7 +255,7 @@ class Traffic(TorchDispatchMode):
         return [name.partition(".")[0] for name, _ in self.found]
 
 
-# --- the table ----------------------------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 
 def outputs_of(found: Any) -> tuple[Tensor, ...]:
@@ -210,7 +283,11 @@ def expected_of(function: Callable[..., Any], tensors: list[Tensor]) -> Expected
     """The ranks take turns, and tell the others."""
     found: list[Any] = [None]
     source = next(_turn) % dist.get_world_size()
-    device = torch.device("cpu") if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
+    device = (
+        torch.device("cpu")
+        if dist.get_backend() == "gloo"
+        else torch.device("cuda", torch.cuda.current_device())
+    )
     if dist.get_rank() == source:
         leaves = [t.to(device, copy=True).requires_grad_() for t in tensors]
         torch.manual_seed(5)
@@ -218,7 +295,14 @@ def expected_of(function: Callable[..., Any], tensors: list[Tensor]) -> Expected
         made = torch.Generator().manual_seed(7)
         along = [torch.randn(out.shape, generator=made) for out in outputs]
         gradients = torch.autograd.grad(outputs, leaves, [t.to(device) for t in along])
-        found = [Expected(tensors, [out.detach().cpu() for out in outputs], along, [t.cpu() for t in gradients])]
+        found = [
+            Expected(
+                tensors,
+                [out.detach().cpu() for out in outputs],
+                along,
+                [t.cpu() for t in gradients],
+            )
+        ]
     dist.broadcast_object_list(found, source)
     return found[0]  # type: ignore[no-any-return]
 
@@ -226,8 +310,9 @@ def expected_of(function: Callable[..., Any], tensors: list[Tensor]) -> Expected
 def compare(found: Tensor, expected: Tensor, terms: int, what: Any) -> None:
     """Equal, or where ``terms`` numbers are added up in another order, close.
 
-    Each addition rounds, by half a unit in the last place of what was added up so far. That is not more than a small
-    multiple of the largest result, here random: two for each of the sums that a gradient depends on.
+    Each addition rounds, by half a unit in the last place of what was added up so far. That is not
+    more than a small multiple of the largest result, here random: two for each of the sums that a
+    gradient depends on.
     """
     whole = found.full_tensor().cpu()  # type: ignore[attr-defined]
     if terms:
@@ -238,19 +323,24 @@ def compare(found: Tensor, expected: Tensor, terms: int, what: Any) -> None:
         assert torch.equal(whole, expected), what
 
 
-def check(call: Call, case: Case, meshes: dict[tuple[int, ...], Any], *, kernels: bool = True) -> None:
+def check(
+    call: Call, case: Case, meshes: dict[tuple[int, ...], Any], *, kernels: bool = True
+) -> None:
     """A call, forward and backward, against one process: values, placements and collectives.
 
-    PyTorch's sums over rows depend on the number of columns, and its activations, to the last bits, on where an element
-    is: vector instructions take all but the last ones. The kernels' do not, but on GPUs the number of rows chooses the tiles,
-    and those the order in which a row is added up.
+    PyTorch's sums over rows depend on the number of columns, and its activations, to the last bits,
+    on where an element is: vector instructions take all but the last ones. The kernels' do not, but
+    on GPUs the number of rows chooses the tiles, and those the order in which a row is added up.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
     mesh, columns, what = meshes[case.mesh], columns_of(call, case), (call.name, case)
     expected = expected_of(call.function, tensors_of(call, case))
     places = [placements_of(call, case, shape) for shape in call.shapes]
-    leaves = [distribute_tensor(t, mesh, p).requires_grad_() for t, p in zip(expected.tensors, places, strict=True)]
+    leaves = [
+        distribute_tensor(t, mesh, p).requires_grad_()
+        for t, p in zip(expected.tensors, places, strict=True)
+    ]
     torch.manual_seed(5)
     with Traffic() as forward:
         found = outputs_of(call.function(*leaves))
@@ -258,19 +348,33 @@ def check(call: Call, case: Case, meshes: dict[tuple[int, ...], Any], *, kernels
     reduced = COLS in case.along and columns == "reduced"
     last_bits = case.width if mesh.device_type == "cuda" else 0 if kernels else 2
     for number, (out, one) in enumerate(zip(found, expected.outputs, strict=True)):
-        wanted = [Replicate() if dim is None or (dim == COLS and gathered)
-                  else Shard(len(case.rows) if dim == COLS else dim) for dim in case.along]  # fmt: skip
+        wanted = [
+            Replicate()
+            if dim is None or (dim == COLS and gathered)
+            else Shard(len(case.rows) if dim == COLS else dim)
+            for dim in case.along
+        ]
         assert list(out.placements) == wanted, what  # type: ignore[attr-defined]
         compare(
-            out, one, case.width if reduced and number == 0 else last_bits, (*what, "output", number)
+            out,
+            one,
+            case.width if reduced and number == 0 else last_bits,
+            (*what, "output", number),
         )  # the sum is local
-    cotangents = [distribute_tensor(g, mesh, out.placements) for g, out in zip(expected.cotangents, found, strict=True)]  # type: ignore[attr-defined]
+    cotangents = [
+        distribute_tensor(g, mesh, out.placements)
+        for g, out in zip(expected.cotangents, found, strict=True)
+    ]  # type: ignore[attr-defined]
     with Traffic() as backward:
         grads = torch.autograd.grad(found, leaves, cotangents)
     terms = case.width * reduced + last_bits
     for grad, one, place, shape in zip(grads, expected.gradients, places, call.shapes, strict=True):
-        wanted = [place[at] if dim is None or not place[at].is_replicate() or (dim == COLS and gathered) else Partial()
-                  for at, dim in enumerate(case.along)]  # fmt: skip
+        wanted = [
+            place[at]
+            if dim is None or not place[at].is_replicate() or (dim == COLS and gathered)
+            else Partial()
+            for at, dim in enumerate(case.along)
+        ]
         assert list(grad.placements) == wanted, (*what, shape, grad.placements, wanted)  # type: ignore[attr-defined]
         partial = any(isinstance(dim, int) for dim in case.along) or not kernels
         rows = math.prod(case.rows) if shape[0] is not ROWS and partial else 0
@@ -290,8 +394,16 @@ def _check_traffic(call: Call, case: Case, reduced: bool, traffic: tuple[Traffic
                 size = max(min(most, size - most * place[at]), 0)
         rows *= size
     for numbers_of_row, seen in zip(call.moved, traffic, strict=True):
-        assert seen.names == ["all_reduce"] * (numbers_of_row * reduced), (call.name, case, seen.found)
-        assert sum(size for _, size in seen.found) == 4 * rows * numbers_of_row * reduced, (call.name, case, seen.found)
+        assert seen.names == ["all_reduce"] * (numbers_of_row * reduced), (
+            call.name,
+            case,
+            seen.found,
+        )
+        assert sum(size for _, size in seen.found) == 4 * rows * numbers_of_row * reduced, (
+            call.name,
+            case,
+            seen.found,
+        )
 
 
 def _place(mesh: tuple[int, ...]) -> list[int]:

@@ -1,6 +1,7 @@
 """What all test files share: the specs, the cases they make, the dropout oracle, eager PyTorch, and tolerances.
 
-A new operator family needs no edit here: every ``fusedops.<family>.spec`` module is found by itself.
+A new operator family needs no edit here: every ``fusedops.<family>.spec`` module is found by
+itself.
 """
 
 from __future__ import annotations
@@ -89,12 +90,13 @@ def _discover() -> tuple[Spec, ...]:
 
 
 EVERY_SPEC = _discover()
-# Most properties are of floating-point arithmetic and its gradients; operators without have theirs in test_exact.py.
+# Most properties are of floating-point arithmetic and its gradients; operators without have theirs
+# in test_exact.py.
 ALL_SPECS = tuple(spec for spec in EVERY_SPEC if not spec.exact)
 EXACT_SPECS = tuple(spec for spec in EVERY_SPEC if spec.exact)
 
 
-# --- cases ---------------------------------------------------------------------------------------------------------
+# --- cases ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,14 @@ class Case:
 
     def sample(self, device: torch.device = DEVICE) -> Sample:
         with only_sample(self.name):  # the others would take most of a test's time
-            found = next(sample for sample in self.spec.samples(device, self.dtype) if sample.name == self.name)
-        assert all(t is None or t.device.type == device.type for t in found.tensors.values()), "made as another sample"
+            found = next(
+                sample
+                for sample in self.spec.samples(device, self.dtype)
+                if sample.name == self.name
+            )
+        assert all(t is None or t.device.type == device.type for t in found.tensors.values()), (
+            "made as another sample"
+        )
         return found
 
 
@@ -120,11 +128,14 @@ class Case:
 def _catalogue(spec_name: str, dtype: torch.dtype) -> tuple[Sample, ...]:
     spec = next(spec for spec in EVERY_SPEC if spec.name == spec_name)
     samples = tuple(spec.samples(torch.device("meta"), dtype))
-    assert len({sample.name for sample in samples}) == len(samples), f"{spec_name}: two samples of one name"
+    assert len({sample.name for sample in samples}) == len(samples), (
+        f"{spec_name}: two samples of one name"
+    )
     return samples
 
 
-# Rows at least this wide take seconds in the interpreter, so there two dtypes must do: one half, one full.
+# Rows at least this wide take seconds in the interpreter, so there two dtypes must do: one half,
+# one full.
 _WIDE = 8192
 _WIDE_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -149,7 +160,9 @@ def cases(
     select: Callable[[Spec, Sample], bool] | None = None,
     specs: Sequence[Spec] = ALL_SPECS,
 ) -> pytest.MarkDecorator:
-    """Parametrises a test over ``case``: all ``specs``, ``dtypes`` and those samples that ``select`` accepts.
+    """Parametrises a test over ``case``.
+
+    All ``specs``, ``dtypes`` and those samples that ``select`` accepts.
 
     ``select`` sees the sample on the meta device: shapes, dtypes and options, no values.
     """
@@ -167,7 +180,9 @@ def cases(
 
 def tensors_of(spec: Spec, sample: Sample) -> dict[str, Tensor]:
     """The tensors that are there, the one that carries the rows first."""
-    return {name: tensor for name in spec.tensors if (tensor := sample.tensors.get(name)) is not None}
+    return {
+        name: tensor for name in spec.tensors if (tensor := sample.tensors.get(name)) is not None
+    }
 
 
 def rows_of(spec: Spec, sample: Sample) -> Tensor:
@@ -178,20 +193,29 @@ def rows_of(spec: Spec, sample: Sample) -> Tensor:
 def random_like(tensors: Sequence[Tensor], seed: int = 7) -> list[Tensor]:
     """Random cotangents; made on the CPU, so that all devices get the same ones."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device, t.dtype) for t in tensors]
+    return [
+        torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device, t.dtype)
+        for t in tensors
+    ]
 
 
-# --- dropout -------------------------------------------------------------------------------------------------------
+# --- dropout --------------------------------------------------------------------------------------
 
 
 def _mulhilo(multiplier: int, value: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a product of 32-bit numbers held in int64; in halves, as the product would overflow."""
+    """High and low 32 bits of a product of 32-bit numbers held in int64.
+
+    In halves, as the product would overflow.
+    """
     low, high = multiplier * (value & 0xFFFF), multiplier * (value >> 16)
     return (high + (low >> 16)) >> 16, (low + ((high & 0xFFFF) << 16)) & 0xFFFFFFFF
 
 
 def philox(counter: Sequence[Tensor], key: tuple[int, int], rounds: int = 7) -> list[Tensor]:
-    """Philox4x32 of Salmon et al. 2011 on 32-bit words held in int64 tensors; written from the paper."""
+    """Philox4x32 of Salmon et al. 2011 on 32-bit words held in int64 tensors.
+
+    Written from the paper.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
@@ -210,7 +234,14 @@ def drop_threshold(p: float) -> int:
 
 
 def keep_mask(
-    seed: int, offset: int, rows: int, cols: int, p: float, *, first_row: int = 0, device: torch.device | str = "cpu"
+    seed: int,
+    offset: int,
+    rows: int,
+    cols: int,
+    p: float,
+    *,
+    first_row: int = 0,
+    device: torch.device | str = "cpu",
 ) -> Tensor:
     """The kernels' keep mask for ``rows`` rows from ``first_row`` on: ``(rows, cols)``, boolean.
 
@@ -220,17 +251,29 @@ def keep_mask(
     start = first_row * groups
     group = torch.arange(start, start + rows * groups, dtype=torch.int64, device=device)
     zeros = torch.zeros_like(group)
-    counter = [group & 0xFFFFFFFF, group >> 32, zeros + (offset & 0xFFFFFFFF), zeros + (offset >> 32)]
+    counter = [
+        group & 0xFFFFFFFF,
+        group >> 32,
+        zeros + (offset & 0xFFFFFFFF),
+        zeros + (offset >> 32),
+    ]
     words = torch.stack(philox(counter, (seed & 0xFFFFFFFF, seed >> 32)), -1)
     lanes = torch.stack((words & 0xFFFF, words >> 16), -1)
-    keep = rearrange(lanes >= drop_threshold(p), "(rows groups) words halves -> rows (groups words halves)",
-                     rows=rows, groups=groups)  # fmt: skip
+    keep = rearrange(
+        lanes >= drop_threshold(p),
+        "(rows groups) words halves -> rows (groups words halves)",
+        rows=rows,
+        groups=groups,
+    )
     return keep[:, :cols]
 
 
 @dataclass(frozen=True)
 class Mask:
-    """What dropout does in one call: the keep mask (None for no dropout) and the probability to keep."""
+    """What dropout does in one call.
+
+    The keep mask (None for no dropout) and the probability to keep.
+    """
 
     keep: Tensor | None = None
     probability: float = 1.0
@@ -239,8 +282,13 @@ class Mask:
         """The same on the CPU."""
         return self if self.keep is None else Mask(self.keep.cpu(), self.probability)
 
-    def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        """`F.dropout` with this mask, rounding as it does: the scaled mask is formed first, in the input's dtype."""
+    def dropout(
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        """`F.dropout` with this mask, rounding as it does.
+
+        The scaled mask is formed first, in the input's dtype.
+        """
         if self.keep is None:
             return input
         inverse = 1.0 / self.probability if self.probability > 0.0 else 0.0
@@ -248,13 +296,18 @@ class Mask:
 
 
 def dropout_mask(spec: Spec, sample: Sample) -> Mask:
-    """The mask that `call` draws for this sample: on the kernel path by Philox, else as `F.dropout` draws it."""
+    """The mask that `call` draws for this sample.
+
+    On the kernel path by Philox, else as `F.dropout` draws it.
+    """
     if not spec.has_dropout or sample.p == 0.0:
         return Mask()
     rows = rows_of(spec, sample)
     if KERNEL_PATH:
         cols = rows.shape[-1]
-        keep = keep_mask(SEED, OFFSET, rows.numel() // max(cols, 1), cols, sample.p, device=rows.device)
+        keep = keep_mask(
+            SEED, OFFSET, rows.numel() // max(cols, 1), cols, sample.p, device=rows.device
+        )
         return Mask(keep.view(rows.shape), 1.0 - drop_threshold(sample.p) / 65536)
     bias = sample.tensors.get("bias")
     with torch.random.fork_rng():
@@ -275,7 +328,7 @@ def fixed_draw(seed: int = SEED, offset: int = OFFSET) -> Iterator[None]:
         yield
 
 
-# --- the operator, its oracle, and eager PyTorch ----------------------------------------------------------------------
+# --- the operator, its oracle, and eager PyTorch --------------------------------------------------
 
 
 def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -283,7 +336,10 @@ def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def call(spec: Spec, sample: Sample) -> Function:
-    """The operator under test as a function of its tensors; each call draws the mask of `dropout_mask`."""
+    """The operator under test as a function of its tensors.
+
+    Each call draws the mask of `dropout_mask`.
+    """
 
     def function(tensors: Tensors) -> tuple[Tensor, ...]:
         with fixed_draw():
@@ -305,13 +361,19 @@ def resolved(spec: Spec, sample: Sample) -> dict[str, Any]:
 
 
 def oracle(spec: Spec, sample: Sample, mask: Mask | None = None) -> Function:
-    """The reference as a function of tensors, all of which it sees in fp64; so does what it returns."""
+    """The reference as a function of tensors, all of which it sees in fp64.
+
+    So does what it returns.
+    """
     mask = dropout_mask(spec, sample) if mask is None else mask
     options = resolved(spec, sample)
     options.pop("out_dtype", None)
 
     def function(tensors: Tensors) -> tuple[Tensor, ...]:
-        wide = {name: None if t is None else t.double() for name, t in {**sample.tensors, **tensors}.items()}
+        wide = {
+            name: None if t is None else t.double()
+            for name, t in {**sample.tensors, **tensors}.items()
+        }
         return spec.reference(**wide, **options, keep=mask.keep, keep_probability=mask.probability)
 
     return function
@@ -320,8 +382,9 @@ def oracle(spec: Spec, sample: Sample, mask: Mask | None = None) -> Function:
 def eager(spec: Spec, sample: Sample, mask: Mask | None = None) -> Function:
     """What a user writes with `torch.nn.functional`, with the same dropout mask, as a function of tensors.
 
-    Where dtypes are mixed (or ``out_dtype`` asks for another) it computes in their promotion, since PyTorch's norms
-    refuse or round some mixtures: the harder opponent. Options that `torch.nn.functional` lacks are written out here.
+    Where dtypes are mixed (or ``out_dtype`` asks for another) it computes in their promotion, since
+    PyTorch's norms refuse or round some mixtures: the harder opponent. Options that
+    `torch.nn.functional` lacks are written out here.
     """
     mask = dropout_mask(spec, sample) if mask is None else mask
     options = resolved(spec, sample)
@@ -331,7 +394,9 @@ def eager(spec: Spec, sample: Sample, mask: Mask | None = None) -> Function:
     rounding = options.pop("rounding", "once")
     patches = {"dropout": mask.dropout}
     if rounding != "once" or offset:
-        patches["rms_norm"] = lambda z, shape, weight, eps: hugging_face_norm(z, weight, eps, rounding, offset)
+        patches["rms_norm"] = lambda z, shape, weight, eps: hugging_face_norm(
+            z, weight, eps, rounding, offset
+        )
 
     def function(tensors: Tensors) -> tuple[Tensor, ...]:
         tensors = {**sample.tensors, **tensors}
@@ -348,11 +413,14 @@ def eager(spec: Spec, sample: Sample, mask: Mask | None = None) -> Function:
     return function
 
 
-def hugging_face_norm(z: Tensor, weight: Tensor | None, eps: float, rounding: str, offset: float = 0.0) -> Tensor:
+def hugging_face_norm(
+    z: Tensor, weight: Tensor | None, eps: float, rounding: str, offset: float = 0.0
+) -> Tensor:
     """RMSNorm with the roundings of Hugging Face's modules, from their documented formulas.
 
-    All take the statistics in fp32. Llama rounds the normalised rows back to their dtype and then scales them; T5
-    scales, having rounded to the weight's dtype if that is a half one; Gemma scales in fp32 and rounds last.
+    All take the statistics in fp32. Llama rounds the normalised rows back to their dtype and then
+    scales them; T5 scales, having rounded to the weight's dtype if that is a half one; Gemma scales
+    in fp32 and rounds last.
     """
     wide = z if z.dtype == torch.float64 else z.float()
     hat = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -362,18 +430,28 @@ def hugging_face_norm(z: Tensor, weight: Tensor | None, eps: float, rounding: st
     if rounding == "t5":
         if weight is None:
             return hat.to(z.dtype)
-        return (weight + offset if offset else weight) * (hat.to(weight.dtype) if weight.dtype in HALF else hat)
+        return (weight + offset if offset else weight) * (
+            hat.to(weight.dtype) if weight.dtype in HALF else hat
+        )
     return (hat if weight is None else hat * (offset + weight.to(wide.dtype))).to(z.dtype)
 
 
 def gradients(
-    function: Function, tensors: Tensors, cotangents: Sequence[Tensor], names: Sequence[str] | None = None
+    function: Function,
+    tensors: Tensors,
+    cotangents: Sequence[Tensor],
+    names: Sequence[str] | None = None,
 ) -> dict[str, Tensor]:
     """``function``'s gradients for ``names`` (default: all tensors that are there) along ``cotangents``."""
     names = [name for name, t in tensors.items() if t is not None] if names is None else names
-    leaves = {name: t if t is None else t.detach().requires_grad_(name in names) for name, t in tensors.items()}
+    leaves = {
+        name: t if t is None else t.detach().requires_grad_(name in names)
+        for name, t in tensors.items()
+    }
     # An output that hangs on none of ``names`` takes its cotangent with it.
-    along = [(o, c.to(o)) for o, c in zip(function(leaves), cotangents, strict=True) if o.requires_grad]
+    along = [
+        (o, c.to(o)) for o, c in zip(function(leaves), cotangents, strict=True) if o.requires_grad
+    ]
     outputs, cotangents = zip(*along, strict=True)
     grads = torch.autograd.grad(outputs, [leaves[name] for name in names], cotangents)
     return dict(zip(names, grads, strict=True))

@@ -30,7 +30,9 @@ def _exact(activation: Activation, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     derivatives = [activation.formula(x) + 0.0]
     for _ in range(2):
         last = derivatives[-1]
-        grad = torch.autograd.grad(last.sum(), x, create_graph=True)[0] if last.requires_grad else None
+        grad = (
+            torch.autograd.grad(last.sum(), x, create_graph=True)[0] if last.requires_grad else None
+        )
         derivatives.append(torch.zeros_like(x) if grad is None else grad + 0.0 * x)
     value, slope, bend = (d.detach() for d in derivatives)
     return value, slope, bend
@@ -39,13 +41,16 @@ def _exact(activation: Activation, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @every
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_over_the_whole_range(activation: Activation, dtype: torch.dtype, device: torch.device) -> None:
+def test_over_the_whole_range(
+    activation: Activation, dtype: torch.dtype, device: torch.device
+) -> None:
     """Backward error: the exact result for an x that is moved by a few units in the last place, and rounded so.
 
-    A value takes a power of two of a rounded exponent (u |x f'|), a reciprocal of a few u, and two or three products:
-    12 u in all. Where a mass near zero is one less another, and in the fit behind GELU (0.13 u), the error is one of
-    the mass: u |x|. A derivative is the sum of two such terms of order one, which may cancel. In fp64 the formula to
-    compare with has errors of its own, from such differences.
+    A value takes a power of two of a rounded exponent (u |x f'|), a reciprocal of a few u, and two
+    or three products: 12 u in all. Where a mass near zero is one less another, and in the fit
+    behind GELU (0.13 u), the error is one of the mass: u |x|. A derivative is the sum of two such
+    terms of order one, which may cancel. In fp64 the formula to compare with has errors of its own,
+    from such differences.
     """
     x = _range(dtype, device)
     leaf = x.clone().requires_grad_()
@@ -72,7 +77,9 @@ def test_tanh_for_results_in_16_bits(device: torch.device) -> None:
     x = _range(torch.float32, device).flatten()
     x = torch.cat([x, torch.linspace(-0.1, 0.1, 16384 - len(x), device=device)])
     y = torch.empty_like(x)
-    contracted = {"enable_fp_fusion": True}  # as of Triton 3.9 a warning tells those who leave it open
+    contracted = {
+        "enable_fp_fusion": True
+    }  # as of Triton 3.9 a warning tells those who leave it open
     _narrow_tanh[(1,)](x, y, len(x), **contracted)
     exact = x.double().tanh()
     assert ((y - exact).abs() <= 1e-5 * exact.abs()).all()

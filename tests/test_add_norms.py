@@ -18,19 +18,30 @@ from fusedops.nn import FusedAddLayerNorm, FusedAddRMSNorm
 from modules import close, randomise
 
 N = 24
-DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
+DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+]
 
 
 def _layer(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Any, Any]:
-    return (fusedops.add_layer_norm(x, residual, weight, bias, 1e-4),
-            fusedops.bias_dropout_add_ln(x, None, residual, weight, bias, p=0.0, eps=1e-4, return_sum=True))  # fmt: skip
+    return (
+        fusedops.add_layer_norm(x, residual, weight, bias, 1e-4),
+        fusedops.bias_dropout_add_ln(
+            x, None, residual, weight, bias, p=0.0, eps=1e-4, return_sum=True
+        ),
+    )
 
 
 def _rms(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Any, Any]:
     options: dict[str, Any] = {"weight_offset": 1.0, "rounding": "llama"}
-    return (fusedops.add_rms_norm(x, residual, weight, 1e-4, **options),
-            fusedops.bias_dropout_add_rms_norm(x, None, residual, weight, p=0.0, eps=1e-4, return_sum=True,
-                                               **options))  # fmt: skip
+    return (
+        fusedops.add_rms_norm(x, residual, weight, 1e-4, **options),
+        fusedops.bias_dropout_add_rms_norm(
+            x, None, residual, weight, p=0.0, eps=1e-4, return_sum=True, **options
+        ),
+    )
 
 
 @pytest.mark.parametrize("both", [_layer, _rms])
@@ -38,7 +49,10 @@ def _rms(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Any
 def test_equal_the_longer_functionals(
     both: Callable[..., Any], dtype: torch.dtype, stream: torch.dtype, device: torch.device
 ) -> None:
-    """Bit for bit, forward and backward; the second output is the sum, on which the residual stream goes on."""
+    """Bit for bit, forward and backward.
+
+    The second output is the sum, on which the residual stream goes on.
+    """
     x, residual = torch.randn(5, N).to(device, dtype), torch.randn(5, N).to(device, stream)
     leaves = [t.requires_grad_() for t in (x, residual, *torch.randn(2, N, device=device))]
     ours, theirs = both(*leaves)
@@ -47,7 +61,9 @@ def test_equal_the_longer_functionals(
     results = []
     for outputs in (ours, theirs):
         weights = [torch.linspace(-1, 1, N, device=device) * (i + 1) for i in range(2)]
-        total = sum((o.float() * o.float() * w).sum() for o, w in zip(outputs, weights, strict=True))
+        total = sum(
+            (o.float() * o.float() * w).sum() for o, w in zip(outputs, weights, strict=True)
+        )
         results.append([*outputs, *torch.autograd.grad(total, leaves, allow_unused=True)])
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -60,11 +76,15 @@ def test_one_launch(device: torch.device) -> None:
     assert len(launched) == 1
 
 
-@pytest.mark.parametrize("fused, native", [(FusedAddLayerNorm, nn.LayerNorm), (FusedAddRMSNorm, nn.RMSNorm)])
+@pytest.mark.parametrize(
+    "fused, native", [(FusedAddLayerNorm, nn.LayerNorm), (FusedAddRMSNorm, nn.RMSNorm)]
+)
 def test_modules(fused: type[nn.Module], native: type[nn.Module], device: torch.device) -> None:
     """The torch.nn module of the sum, with its parameters, and the sum."""
     module, original = fused(N, 1e-4), randomise(native(N, 1e-4))
-    assert isinstance(module, native) and repr(module) == repr(original).replace(native.__name__, fused.__name__)
+    assert isinstance(module, native) and repr(module) == repr(original).replace(
+        native.__name__, fused.__name__
+    )
     module.load_state_dict(original.state_dict())
     module, original = module.to(device), original.to(device)
     x, residual = torch.randn(2, 5, N, device=device)
@@ -86,22 +106,47 @@ def test_rms_module_with_options(device: torch.device) -> None:
 X = torch.randn(2, 4)
 W = torch.ones(4)
 BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "no residual": (lambda: fusedops.add_rms_norm(X, None, W), TypeError,
-                    "add_rms_norm: residual must be a torch.Tensor, got NoneType"),
-    "no residual, LayerNorm": (lambda: fusedops.add_layer_norm(X, None, W, W), TypeError,
-                               "add_layer_norm: residual must be a torch.Tensor, got NoneType"),
-    "residual": (lambda: fusedops.add_rms_norm(X, X[:1], W), ValueError,
-                 r"add_rms_norm: residual has shape \(1, 4\), expected \(2, 4\)"),
-    "weight": (lambda: fusedops.add_rms_norm(X, X, W[:3]), ValueError,
-               r"add_rms_norm: weight has shape \(3,\), expected \(4,\)"),
-    "bias": (lambda: fusedops.add_layer_norm(X, X, W, W[:3]), ValueError,
-             r"add_layer_norm: bias has shape \(3,\), expected \(4,\)"),
-    "eps": (lambda: fusedops.add_layer_norm(X, X, W, W, -1.0), ValueError, "add_layer_norm: eps must be at least 0"),
-    "rounding": (lambda: fusedops.add_rms_norm(X, X, W, rounding="gemma"), ValueError,
-                 "add_rms_norm: rounding must be one of 'once', 'llama', 't5', got 'gemma'"),
-    "several dimensions": (lambda: FusedAddRMSNorm((2, 4)), ValueError,
-                           r"FusedAddRMSNorm: normalized_shape must have one dimension, got \(2, 4\)"),
-}  # fmt: skip
+    "no residual": (
+        lambda: fusedops.add_rms_norm(X, None, W),
+        TypeError,
+        "add_rms_norm: residual must be a torch.Tensor, got NoneType",
+    ),
+    "no residual, LayerNorm": (
+        lambda: fusedops.add_layer_norm(X, None, W, W),
+        TypeError,
+        "add_layer_norm: residual must be a torch.Tensor, got NoneType",
+    ),
+    "residual": (
+        lambda: fusedops.add_rms_norm(X, X[:1], W),
+        ValueError,
+        r"add_rms_norm: residual has shape \(1, 4\), expected \(2, 4\)",
+    ),
+    "weight": (
+        lambda: fusedops.add_rms_norm(X, X, W[:3]),
+        ValueError,
+        r"add_rms_norm: weight has shape \(3,\), expected \(4,\)",
+    ),
+    "bias": (
+        lambda: fusedops.add_layer_norm(X, X, W, W[:3]),
+        ValueError,
+        r"add_layer_norm: bias has shape \(3,\), expected \(4,\)",
+    ),
+    "eps": (
+        lambda: fusedops.add_layer_norm(X, X, W, W, -1.0),
+        ValueError,
+        "add_layer_norm: eps must be at least 0",
+    ),
+    "rounding": (
+        lambda: fusedops.add_rms_norm(X, X, W, rounding="gemma"),
+        ValueError,
+        "add_rms_norm: rounding must be one of 'once', 'llama', 't5', got 'gemma'",
+    ),
+    "several dimensions": (
+        lambda: FusedAddRMSNorm((2, 4)),
+        ValueError,
+        r"FusedAddRMSNorm: normalized_shape must have one dimension, got \(2, 4\)",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -1,4 +1,6 @@
-"""Whole models of some hundreds of architectures do fused what they did: values, gradients, hooks, copies, tokens.
+"""Whole models of some hundreds of architectures do fused what they did.
+
+Values, gradients, hooks, copies, tokens.
 
 Each test compares a model with itself; `architectures.comparing` says how far the two may differ.
 
@@ -24,7 +26,15 @@ from torch import Tensor, nn
 import architectures
 import fusedops
 from architectures import outputs
-from architectures.comparing import DRAWS, built, compare, distance, first_results, moved_by, size_of
+from architectures.comparing import (
+    DRAWS,
+    built,
+    compare,
+    distance,
+    first_results,
+    moved_by,
+    size_of,
+)
 from fusedops.models import classes
 from support import DEVICE, KERNEL_PATH
 from zoo import observed
@@ -32,20 +42,42 @@ from zoo import observed
 # What a model calls does not depend on the kernels, whose values the operators' own tests hold.
 pytestmark = [pytest.mark.once, pytest.mark.plain]
 
-_SHORT = {"bert", "gpt2", "t5", "llama", "gemma2", "vit", "mixtral", "written/nanogpt", "written/meta_llama",
-          "torch/decoder_pre_norm"}  # fmt: skip
+_SHORT = {
+    "bert",
+    "gpt2",
+    "t5",
+    "llama",
+    "gemma2",
+    "vit",
+    "mixtral",
+    "written/nanogpt",
+    "written/meta_llama",
+    "torch/decoder_pre_norm",
+}
 every = pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in _SHORT else pytest.mark.full) for n in architectures.names()]
+    "name",
+    [pytest.param(n, marks=() if n in _SHORT else pytest.mark.full) for n in architectures.names()],
 )
-_OPERATORS = ("bias_act", "bias_dropout_add_ln", "bias_dropout_add_rms_norm", "bias_dropout_add", "gelu", "gated_act", "layer_norm",
-              "rms_norm")  # fmt: skip
+_OPERATORS = (
+    "bias_act",
+    "bias_dropout_add_ln",
+    "bias_dropout_add_rms_norm",
+    "bias_dropout_add",
+    "gelu",
+    "gated_act",
+    "layer_norm",
+    "rms_norm",
+)
 # What these call hangs on what they are given.
 _BY_INPUT = {"HiggsAudioV2DecoderLayer"}
 
 
 @pytest.fixture(autouse=True)
 def _own_warnings() -> Iterator[None]:
-    """Those of the models themselves, fused or not, are not ours to mend; fusedops' own stay errors."""
+    """Those of the models themselves, fused or not, are not ours to mend.
+
+    Fusedops' own stay errors.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", module=r"fusedops\.")
@@ -57,7 +89,10 @@ _fused: list[nn.Module] = []
 
 @pytest.fixture(autouse=True)
 def _undone() -> Iterator[None]:
-    """Some models have an activation that belongs to all of the process: it is given its class back."""
+    """Some models have an activation that belongs to all of the process.
+
+    It is given its class back.
+    """
     yield
     while _fused:
         for module in _fused.pop().modules():
@@ -72,7 +107,9 @@ def _built(name: str) -> tuple[nn.Module, dict[str, Any]]:
 
 def _unchanged_by_fusing(model: nn.Module, arguments: dict[str, Any]) -> None:
     """The same results fused as not, within what moving all numbers by a unit in the last place makes of them."""
-    others = [moved_by(model, arguments, draw) for draw in range(DRAWS)]  # before a run: some models keep its tensors
+    others = [
+        moved_by(model, arguments, draw) for draw in range(DRAWS)
+    ]  # before a run: some models keep its tensors
     run, expected = first_results(model, arguments)
     moved = [run(*other, draw) for draw, other in enumerate(others)]
     fusedops.fuse_model(model)
@@ -92,13 +129,18 @@ def test_each_module_and_the_model_agree(name: str) -> None:
             pytest.skip(f"cannot be checked, with nothing fused: {error}")
         raise
     assert report.difference is not None
-    assert [(m.name, m.type, m.reason) for m in report.left if m.reason.endswith("differs from it")] == []
+    assert [
+        (m.name, m.type, m.reason) for m in report.left if m.reason.endswith("differs from it")
+    ] == []
     assert report.difference.passes, report.difference
 
 
 @every
 def test_training_with_dropout(name: str) -> None:
-    """On a CPU the masks are those that the model drew before it was fused; on a GPU only that it runs."""
+    """On a CPU the masks are those that the model drew before it was fused.
+
+    On a GPU only that it runs.
+    """
     model, arguments = _built(name)
     if KERNEL_PATH:
         fusedops.fuse_model(model)
@@ -123,8 +165,8 @@ def test_gradient_checkpointing(name: str) -> None:
 def test_autocast(name: str) -> None:
     """In bf16: the dtypes of before, and no further from the fp32 results than twice that, or 8 roundings more.
 
-    How far that is, is the most of four models: its own numbers, and those moved by a unit of bf16. One of them may send
-    a row to another expert.
+    How far that is, is the most of four models: its own numbers, and those moved by a unit of bf16.
+    One of them may send a row to another expert.
     """
     model, arguments = _built(name)
 
@@ -142,8 +184,12 @@ def test_autocast(name: str) -> None:
     found = run(model, arguments)
     assert [x.dtype for x in found] == [x.dtype for x in eager]
     for index, (x, z) in enumerate(zip(found, exact, strict=True)):
-        allowed = 2 * max(distance(ys[index], z) for ys in (eager, *moved)) + 8 * 2.0**-8 * size_of(z)
-        assert distance(x, z) <= allowed, f"output {index}: {distance(x, z):.3g}, allowed {allowed:.3g}"
+        allowed = 2 * max(distance(ys[index], z) for ys in (eager, *moved)) + 8 * 2.0**-8 * size_of(
+            z
+        )
+        assert distance(x, z) <= allowed, (
+            f"output {index}: {distance(x, z):.3g}, allowed {allowed:.3g}"
+        )
 
 
 def _counted(model: nn.Module, arguments: dict[str, Any]) -> Counter[str]:
@@ -199,11 +245,20 @@ def test_calls_what_it_reports(name: str) -> None:
     report = fusedops.fuse_model(model)
     torch.manual_seed(3)
     within = _made(model, arguments)
-    said = {m.name: {o for o in _OPERATORS if o in m.calls.replace(",", " ").split()}
-            for m in report.modules if m.calls and m.by is None and reached[m.name]}  # fmt: skip
+    said = {
+        m.name: {o for o in _OPERATORS if o in m.calls.replace(",", " ").split()}
+        for m in report.modules
+        if m.calls and m.by is None and reached[m.name]
+    }
     fused = {m.name: m.type for m in report.modules if m.fused}
-    idle = [(name, fused[name], sorted(what - within.get(name, set()) - within.get(_block(name, fused), set())))
-            for name, what in said.items()]  # fmt: skip
+    idle = [
+        (
+            name,
+            fused[name],
+            sorted(what - within.get(name, set()) - within.get(_block(name, fused), set())),
+        )
+        for name, what in said.items()
+    ]
     assert [line for line in idle if line[2] and line[1] not in _BY_INPUT] == []
 
 
@@ -240,7 +295,11 @@ def test_generates_the_same_tokens(name: str) -> None:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else [x for x in value.values() if isinstance(x, Tensor)]
+    return (
+        [value]
+        if isinstance(value, Tensor)
+        else [x for x in value.values() if isinstance(x, Tensor)]
+    )
 
 
 @every

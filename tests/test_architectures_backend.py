@@ -1,8 +1,10 @@
-"""Whole models of some hundreds of architectures do under the compile backend what they did: values, gradients, dropout.
+"""Whole models of some hundreds of architectures do under the compile backend what they did.
 
-Each test compares a model with itself; `architectures.comparing` says how far the two may differ, and
-`architectures.compiled` what is compiled. A model that PyTorch's own parts of that do not compile or compute rightly is
-skipped.
+Values, gradients, dropout.
+
+Each test compares a model with itself; `architectures.comparing` says how far the two may differ,
+and `architectures.compiled` what is compiled. A model that PyTorch's own parts of that do not
+compile or compute rightly is skipped.
 
 The short suite takes `_SHORT`; with ``--full`` all of `architectures.names` run.
 """
@@ -43,10 +45,12 @@ from zoo import without_dropout
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-# Post-norm, biases and dropout; relative positions and a decoder; rotary embeddings; packed projections in parts; experts.
+# Post-norm, biases and dropout; relative positions and a decoder; rotary embeddings; packed
+# projections in parts; experts.
 _SHORT = {"bert", "t5", "llama", "gpt_neox", "mixtral"}
 _every = pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in _SHORT else pytest.mark.full) for n in architectures.names()]
+    "name",
+    [pytest.param(n, marks=() if n in _SHORT else pytest.mark.full) for n in architectures.names()],
 )
 Check = Callable[[Callable[[nn.Module], Any]], None]
 
@@ -81,11 +85,15 @@ def _holds(check: Check) -> None:
         raise
 
 
-def _agrees(name: str, prepare: Callable[[nn.Module], nn.Module], compile_it: Callable[[nn.Module], Any]) -> None:
+def _agrees(
+    name: str, prepare: Callable[[nn.Module], nn.Module], compile_it: Callable[[nn.Module], Any]
+) -> None:
     """Values and gradients of the model as it is and compiled."""
     model, arguments = built(name)
     prepare(model)
-    others = [moved_by(model, arguments, draw) for draw in range(DRAWS)]  # before a run: some models keep its tensors
+    others = [
+        moved_by(model, arguments, draw) for draw in range(DRAWS)
+    ]  # before a run: some models keep its tensors
     run, expected = first_results(model, arguments)
     if _draws(model, arguments):
         pytest.skip("draws random numbers without dropout")
@@ -96,7 +104,9 @@ def _agrees(name: str, prepare: Callable[[nn.Module], nn.Module], compile_it: Ca
 
 def _draws(model: nn.Module, arguments: dict[str, Any]) -> bool:
     """Whether a call draws random numbers, which a compiled model draws in another order."""
-    generator = torch.cuda.default_generators[0] if DEVICE.type == "cuda" else torch.default_generator
+    generator = (
+        torch.cuda.default_generators[0] if DEVICE.type == "cuda" else torch.default_generator
+    )
     before = generator.get_state()
     with torch.no_grad():
         model(**arguments)
@@ -157,26 +167,37 @@ def test_dropout(name: str) -> None:
     _holds(partial(_drops, name, nn.Module.train))
 
 
-def _drops(name: str, prepare: Callable[[nn.Module], nn.Module], compile_it: Callable[[nn.Module], Any]) -> None:
+def _drops(
+    name: str, prepare: Callable[[nn.Module], nn.Module], compile_it: Callable[[nn.Module], Any]
+) -> None:
     model, arguments = built(name)
     if not _draws(prepare(model), arguments):
         return
     model.double()
-    arguments = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in arguments.items()}
+    arguments = {
+        k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
+        for k, v in arguments.items()
+    }
     run, _ = first_results(model, arguments)
     eagerly = _slope_error(model, run, arguments)
     compile_it(model)
     once, again = run(model, arguments), run(model, arguments)
     assert once.keys() == again.keys()
     assert all(distance(once[k], again[k]) == 0 for k in once), "a seed gives other results"
-    # Of a wrong mask in the backward all of the gradient is wrong: a hundredth is left to kinks and casts to fp32.
+    # Of a wrong mask in the backward all of the gradient is wrong: a hundredth is left to kinks and
+    # casts to fp32.
     assert _slope_error(model, run, arguments) <= 0.01 + 16 * eagerly
 
 
 def _slope_error(model: nn.Module, run: Callable[..., Results], arguments: dict[str, Any]) -> float:
-    """How far the gradient's length is from the slope along it, relative to the length; the seed is the same all along."""
+    """How far the gradient's length is from the slope along it, relative to the length.
+
+    The seed is the same all along.
+    """
     gradients = {
-        n.removeprefix("gradient of "): g for n, g in run(model, arguments).items() if n.startswith("gradient")
+        n.removeprefix("gradient of "): g
+        for n, g in run(model, arguments).items()
+        if n.startswith("gradient")
     }
     by = {n: p for n, p in model.named_parameters() if n in gradients}
     length = sum(gradients[n].square().sum() for n in by).sqrt()
@@ -192,7 +213,10 @@ def _slope_error(model: nn.Module, run: Callable[..., Results], arguments: dict[
 
 def _weighted(model: nn.Module, arguments: dict[str, Any]) -> Tensor:
     """The sum of the outputs whose gradients `results_of` gives."""
-    generator, total = torch.Generator().manual_seed(1), torch.zeros((), dtype=torch.float64, device=DEVICE)
+    generator, total = (
+        torch.Generator().manual_seed(1),
+        torch.zeros((), dtype=torch.float64, device=DEVICE),
+    )
     torch.manual_seed(3)
     with torch.enable_grad():  # as the graph was compiled
         for y in outputs(model(**arguments)):
@@ -206,8 +230,9 @@ def _weighted(model: nn.Module, arguments: dict[str, Any]) -> Tensor:
 def test_autocast(name: str) -> None:
     """Training in bf16: the dtypes of before, and no further from the fp32 results than twice that, or 8 roundings more.
 
-    How far that is, is the most of four models: its own numbers, and those moved by a unit of bf16. Gradients may be twice as
-    far again: that of a key's bias is zero but for roundings, and of these there are only four samples.
+    How far that is, is the most of four models: its own numbers, and those moved by a unit of bf16.
+    Gradients may be twice as far again: that of a key's bias is zero but for roundings, and of
+    these there are only four samples.
     """
 
     def check(compile_it: Callable[[nn.Module], Any]) -> None:
@@ -237,11 +262,16 @@ def test_autocast(name: str) -> None:
 
 
 @pytest.mark.kernels
-def test_fewer_regions_than_in_the_file_are_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_fewer_regions_than_in_the_file_are_lost(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """And a graph more that is left; what is new in the file's place is not."""
     found = backend_coverage.regions_of("llama", DEVICE)
     assert (
-        found.fused == found.regions - sum(int(part.split(" x ")[0]) for part in found.reasons.split("; ") if part) > 0
+        found.fused
+        == found.regions
+        - sum(int(part.split(" x ")[0]) for part in found.reasons.split("; ") if part)
+        > 0
     )
     assert found.moved_bytes > found.saved_bytes > 0 and found.graphs == 1 and not found.graphs_left
     monkeypatch.setattr(backend_coverage, "FOLDER", tmp_path)
@@ -254,14 +284,32 @@ def test_fewer_regions_than_in_the_file_are_lost(monkeypatch: pytest.MonkeyPatch
     assert backend_coverage.lost([replace(found, graphs=0, fused=0)], dynamic=True) == []
 
 
-@pytest.mark.parametrize(("numbers", "symbols", "reasons", "count"), [
-    ((7, 7), (7, 5), f"2 x {CHANGING}", 0), ((7, 7), (6, 4), f"2 x {CHANGING}", 1),
-    ((7, 7), (7, 5), f"1 x {CHANGING}; 1 x other", 1), ((7, 5), (7, 5), f"2 x {CHANGING}", 0),
-    ((7, 5), (6, 4), f"2 x {CHANGING}", 1), ((7, 5), (5, 5), "", 0)],
-    ids=["changing", "lost-beside", "other-reason", "left-with-numbers", "lost-beside-left", "not-listed"])  # fmt: skip
-def test_regions_whose_columns_change_are_not_missing(numbers: Any, symbols: Any, reasons: str, count: int) -> None:
+@pytest.mark.parametrize(
+    ("numbers", "symbols", "reasons", "count"),
+    [
+        ((7, 7), (7, 5), f"2 x {CHANGING}", 0),
+        ((7, 7), (6, 4), f"2 x {CHANGING}", 1),
+        ((7, 7), (7, 5), f"1 x {CHANGING}; 1 x other", 1),
+        ((7, 5), (7, 5), f"2 x {CHANGING}", 0),
+        ((7, 5), (6, 4), f"2 x {CHANGING}", 1),
+        ((7, 5), (5, 5), "", 0),
+    ],
+    ids=[
+        "changing",
+        "lost-beside",
+        "other-reason",
+        "left-with-numbers",
+        "lost-beside-left",
+        "not-listed",
+    ],
+)
+def test_regions_whose_columns_change_are_not_missing(
+    numbers: Any, symbols: Any, reasons: str, count: int
+) -> None:
     """Pairs are regions, and those of them that are fused."""
-    found = [backend_coverage.Regions("llama", 1, 0, *pair, 0, 0, reasons) for pair in (symbols, numbers)]
+    found = [
+        backend_coverage.Regions("llama", 1, 0, *pair, 0, 0, reasons) for pair in (symbols, numbers)
+    ]
     assert max(0, backend_coverage.missing(*found)) == count
 
 
@@ -277,7 +325,9 @@ def test_as_much_is_fused_where_sizes_and_numbers_are_symbols(name: str) -> None
 
 def _on_cpu() -> tuple[nn.Module, dict[str, Any]]:
     model, arguments = built("llama")
-    return model.cpu(), {name: t.cpu() if isinstance(t, Tensor) else t for name, t in arguments.items()}
+    return model.cpu(), {
+        name: t.cpu() if isinstance(t, Tensor) else t for name, t in arguments.items()
+    }
 
 
 @pytest.mark.plain
@@ -285,7 +335,9 @@ def test_without_kernels_everything_is_inductors(monkeypatch: pytest.MonkeyPatch
     """Which is given the graph with none of our operators, and does what it did."""
     model, arguments = _on_cpu()
     expected, graphs = _values(model, arguments), []
-    monkeypatch.setattr(compat, "compile_by_inductor", lambda gm, *_: graphs.append(gm) or gm.forward)
+    monkeypatch.setattr(
+        compat, "compile_by_inductor", lambda gm, *_: graphs.append(gm) or gm.forward
+    )
     model.compile(backend=backend)
     found = _values(model, arguments)
     assert len(graphs) == 1

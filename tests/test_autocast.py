@@ -13,21 +13,29 @@ from support import ALL_SPECS, DEVICE, as_tuple, eager, gradients, oracle, rando
 every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
 # fp16 autocast came late to the CPU; bf16 is the one in use there.
 low = pytest.mark.parametrize(
-    "low", [torch.bfloat16, *([torch.float16] if DEVICE.type == "cuda" else [])], ids=lambda dtype: str(dtype)[6:]
+    "low",
+    [torch.bfloat16, *([torch.float16] if DEVICE.type == "cuda" else [])],
+    ids=lambda dtype: str(dtype)[6:],
 )
 
 
-def _sample(spec: Spec, device: torch.device, activations: torch.dtype, parameters: torch.dtype) -> Sample:
+def _sample(
+    spec: Spec, device: torch.device, activations: torch.dtype, parameters: torch.dtype
+) -> Sample:
     """Activations of one dtype, parameters of another, nothing dropped."""
     wide = spec.benchmark((6, 40), torch.float32, device)
     tensors = {
-        n: None if t is None else t.to(activations if t.dim() == 2 else parameters) for n, t in wide.tensors.items()
+        n: None if t is None else t.to(activations if t.dim() == 2 else parameters)
+        for n, t in wide.tensors.items()
     }
     return Sample(wide.name, tensors, {**wide.options, **({"p": 0.0} if spec.has_dropout else {})})
 
 
 def _close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """32 ulps of the coarsest dtype in the call: test_values.py and test_gradients.py hold the numerics."""
+    """32 ulps of the coarsest dtype in the call.
+
+    Test_values.py and test_gradients.py hold the numerics.
+    """
     bound = 32 * torch.finfo(dtype).eps * max(1.0, expected.abs().max().item())
     assert (actual.double() - expected.double()).abs().max().item() <= bound
 
@@ -38,7 +46,9 @@ MIXTURES = [("low", "low"), ("low", "fp32"), ("fp32", "fp32"), ("fp32", "low"), 
 @every
 @low
 @pytest.mark.parametrize("activations,parameters", MIXTURES)
-def test_as_torch_has_it(spec: Spec, low: torch.dtype, activations: str, parameters: str, device: torch.device) -> None:
+def test_as_torch_has_it(
+    spec: Spec, low: torch.dtype, activations: str, parameters: str, device: torch.device
+) -> None:
     dtypes = {"low": low, "fp32": torch.float32, "fp64": torch.float64}
     sample = _sample(spec, device, dtypes[activations], dtypes[parameters])
     tensors = tensors_of(spec, sample)
@@ -69,7 +79,10 @@ def test_as_torch_has_it(spec: Spec, low: torch.dtype, activations: str, paramet
 @every
 @low
 def test_backward_outside_the_block(spec: Spec, low: torch.dtype, device: torch.device) -> None:
-    """The usual training step: the forward under autocast, backward after it; the same bits as backward inside."""
+    """The usual training step: the forward under autocast, backward after it.
+
+    The same bits as backward inside.
+    """
     sample = _sample(spec, device, low, torch.float32)
     leaves = [t.requires_grad_() for t in tensors_of(spec, sample).values()]
     with torch.autocast(device.type, dtype=low):
@@ -94,7 +107,10 @@ def test_disabled_inside(spec: Spec, low: torch.dtype, device: torch.device) -> 
 @every
 @low
 def test_after_a_linear(spec: Spec, low: torch.dtype, device: torch.device) -> None:
-    """Mixed precision as in a model: a linear's output in the low dtype, parameters and the stream in fp32."""
+    """Mixed precision as in a model.
+
+    A linear's output in the low dtype, parameters and the stream in fp32.
+    """
     sample = _sample(spec, device, torch.float32, torch.float32)
     first = spec.tensors[0]
     width = sample.tensors[first].shape[-1]
@@ -106,7 +122,9 @@ def test_after_a_linear(spec: Spec, low: torch.dtype, device: torch.device) -> N
             assert rows.dtype == low
             call = spec.call if fused else eager(spec, sample)
             # Slices that are tensors of their own have one dtype.
-            slices = {name: t.to(low) for name, t in sample.tensors.items() if name.startswith("slice_")}
+            slices = {
+                name: t.to(low) for name, t in sample.tensors.items() if name.startswith("slice_")
+            }
             values = {**sample.tensors, **slices, first: rows}
             return as_tuple(call(**values, **sample.options)) if fused else as_tuple(call(values))
 
@@ -129,4 +147,6 @@ def test_out_dtype_wins(low: torch.dtype, device: torch.device) -> None:
     with torch.autocast(device.type, dtype=low):
         assert fusedops.layer_norm(x, 16, weight, out_dtype=low).dtype == low
         assert fusedops.layer_norm(x, 16, weight, out_dtype=torch.float32).dtype == torch.float32
-        assert fusedops.layer_norm(x, 16, weight).dtype == F.layer_norm(x, (16,), weight.to(low)).dtype
+        assert (
+            fusedops.layer_norm(x, 16, weight).dtype == F.layer_norm(x, (16,), weight.to(low)).dtype
+        )

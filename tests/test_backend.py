@@ -1,6 +1,7 @@
 """`fusedops.compile`: values, gradients, masks, and which regions become operators.
 
-Most graphs are not compiled by Inductor, which takes seconds for each, but run as AOTAutograd leaves them.
+Most graphs are not compiled by Inductor, which takes seconds for each, but run as AOTAutograd
+leaves them.
 """
 
 from __future__ import annotations
@@ -35,10 +36,14 @@ class PreNorm(nn.Module):
         self.of_heads = nn.RMSNorm(head)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        heads = self.of_heads(self.mix[0](self.norms[0](x)).unflatten(-1, (-1, self.head)).transpose(1, 2))
+        heads = self.of_heads(
+            self.mix[0](self.norms[0](x)).unflatten(-1, (-1, self.head)).transpose(1, 2)
+        )
         first, second = heads.chunk(2, -1)
         heads = heads * cos + torch.cat([-second, first], -1) * sin
-        x = x + self.mix[1](F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2))
+        x = x + self.mix[1](
+            F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
+        )
         y = self.norms[1](x)
         return self.norms[2](x + self.down(F.silu(self.gate(y)) * self.up(y)))
 
@@ -59,9 +64,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]
     "post-norm": (PostNorm, lambda: (randn(3, 5, 24),), 2),
     "pre-norm": (PreNorm, lambda: (randn(2, 6, 32), randn(6, 8), randn(6, 8)), 4),
     "adaptive": (Adaptive, lambda: (randn(3, 7, 16), randn(3, 16)), 2),
-    "embeddings": (lambda: nn.Sequential(nn.Embedding(9, 16), nn.LayerNorm(16), nn.Linear(16, 4)),
-                   lambda: (torch.arange(9, device=DEVICE).view(3, 3),), 1),
-}  # fmt: skip
+    "embeddings": (
+        lambda: nn.Sequential(nn.Embedding(9, 16), nn.LayerNorm(16), nn.Linear(16, 4)),
+        lambda: (torch.arange(9, device=DEVICE).view(3, 3),),
+        1,
+    ),
+}
 
 
 every = pytest.mark.parametrize("name", MODELS)
@@ -81,9 +89,17 @@ def test_values_and_gradients(name: str) -> None:
     cotangent = torch.randn_like(model(*inputs))
     backend = Backend()
     with launch.record() as launches:
-        found = results(torch.compile(model, backend=backend, fullgraph=True), model, inputs, cotangent)
-    assert len(backend.report.fused) == count and backend.report.graphs == 1 and not backend.report.left
-    assert sum("forward" in kernel for kernel in launches) >= count and any("backward" in kernel for kernel in launches)
+        found = results(
+            torch.compile(model, backend=backend, fullgraph=True), model, inputs, cotangent
+        )
+    assert (
+        len(backend.report.fused) == count
+        and backend.report.graphs == 1
+        and not backend.report.left
+    )
+    assert sum("forward" in kernel for kernel in launches) >= count and any(
+        "backward" in kernel for kernel in launches
+    )
     check(found, model, inputs, cotangent, torch.finfo(torch.float32).eps)
 
 
@@ -130,7 +146,9 @@ def test_parts_without_autocast_keep_their_precision() -> None:
     # The dot product of n terms in fp32: n units of the sum of magnitudes.
     unit = 16 * torch.finfo(torch.float32).eps
     assert ((y.double() - x.double() @ w.double()).abs() <= unit * (x.abs() @ w.abs())).all()
-    assert ((dw.double() - x.double().sum(0)[:, None]).abs() <= unit * x.abs().sum(0)[:, None]).all()
+    assert (
+        (dw.double() - x.double().sum(0)[:, None]).abs() <= unit * x.abs().sum(0)[:, None]
+    ).all()
 
 
 def _drops(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
@@ -177,7 +195,10 @@ def test_no_dropout_in_evaluation() -> None:
 
 
 def test_checkpointing_saves_inputs_alone() -> None:
-    """Values and gradients are those of a part that is not computed again; on a GPU it draws from another state."""
+    """Values and gradients are those of a part that is not computed again.
+
+    On a GPU it draws from another state.
+    """
     model, found = PostNorm(p=0.5).to(DEVICE), []
     x = randn(16, 24).requires_grad_()
     for wrapped in (model, lambda t: checkpoint(model, t, use_reentrant=False)):
@@ -195,7 +216,9 @@ def test_checkpointing_saves_inputs_alone() -> None:
 def test_checkpointing_draws_the_same() -> None:
     """The mask that the output shows is the one of the gradients of the part that is computed again."""
     x, bias, residual = randn(64, 40).requires_grad_(), randn(40).requires_grad_(), randn(64, 40)
-    compiled = torch.compile(lambda *given: checkpoint(_drops, *given, use_reentrant=False), backend=Backend())
+    compiled = torch.compile(
+        lambda *given: checkpoint(_drops, *given, use_reentrant=False), backend=Backend()
+    )
     y = compiled(x, bias, residual)
     kept = ((y - residual).abs() > 1e-6).float()
     cotangent = torch.randn_like(y)
@@ -203,7 +226,7 @@ def test_checkpointing_draws_the_same() -> None:
     torch.testing.assert_close(dx, cotangent * kept / 0.75, rtol=1e-6, atol=0.0)
 
 
-# --- graphs -------------------------------------------------------------------------------------------------------------
+# --- graphs ---------------------------------------------------------------------------------------
 
 
 def test_one_graph_serves_all_lengths() -> None:
@@ -217,13 +240,17 @@ def test_one_graph_serves_all_lengths() -> None:
     assert backend.report.graphs == 1 and len(backend.report.fused) == count
 
 
-@pytest.mark.parametrize("rows", [
-    lambda x, first: torch.cat([first.expand(x.shape[0], -1, -1), x], 1),
-    lambda x, _: x.reshape(-1, 24),
-    lambda x, _: x[:, : x.shape[1] // 2].cumsum(0),
-    lambda x, _: torch.cat([x, x.cumsum(0)], 1),
-    lambda x, first: torch.cat([x, first.expand(x.shape[0], -1, -1)], 1).flatten(0, 1)],
-    ids=["class-token", "flattened", "half", "twice", "flattened-with-token"])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows",
+    [
+        lambda x, first: torch.cat([first.expand(x.shape[0], -1, -1), x], 1),
+        lambda x, _: x.reshape(-1, 24),
+        lambda x, _: x[:, : x.shape[1] // 2].cumsum(0),
+        lambda x, _: torch.cat([x, x.cumsum(0)], 1),
+        lambda x, first: torch.cat([x, first.expand(x.shape[0], -1, -1)], 1).flatten(0, 1),
+    ],
+    ids=["class-token", "flattened", "half", "twice", "flattened-with-token"],
+)
 def test_rows_that_are_an_expression_of_sizes(rows: Callable[[Tensor, Tensor], Tensor]) -> None:
     """As many regions at the second and third batch size and length as at the first, with sizes of one at last."""
     first, (model, _, count) = randn(1, 1, 24).requires_grad_(), _built("post-norm")
@@ -237,7 +264,8 @@ def test_rows_that_are_an_expression_of_sizes(rows: Callable[[Tensor, Tensor], T
         x, wanted = randn(batch, length, 24), [first, *model.parameters()]
         cotangent, graphs = torch.randn_like(function(x)), backend.report.graphs
         ours, theirs = [
-            torch.autograd.grad(call(x), wanted, cotangent, allow_unused=True) for call in (compiled, function)
+            torch.autograd.grad(call(x), wanted, cotangent, allow_unused=True)
+            for call in (compiled, function)
         ]
         for one, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
@@ -263,7 +291,9 @@ def test_inference_saves_nothing() -> None:
     model, inputs, _ = _built("post-norm")
     backend = Backend()
     with torch.no_grad():
-        torch.testing.assert_close(torch.compile(model, backend=backend)(*inputs), model(*inputs), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            torch.compile(model, backend=backend)(*inputs), model(*inputs), rtol=1e-4, atol=1e-5
+        )
     assert len(backend.saved) == 1
 
 
@@ -284,7 +314,9 @@ def test_parts_of_a_split_stay_together() -> None:
 
 
 def test_a_sum_of_all_elements_is_no_part_of_a_region() -> None:
-    report = fusedops.explain(lambda x, w: F.dropout(x + w, 0.5).sum(), randn(6, 8), randn(8).requires_grad_())
+    report = fusedops.explain(
+        lambda x, w: F.dropout(x + w, 0.5).sum(), randn(6, 8), randn(8).requires_grad_()
+    )
     assert [region.operators for region in report.fused] == [("add", "native_dropout")]
 
 
@@ -303,19 +335,27 @@ def test_smaller_region_is_tried() -> None:
     assert [region.operators for region in backend.report.fused] == [("mul", "native_layer_norm")]
 
 
-# --- the report and the entry point -------------------------------------------------------------------------------------
+# --- the report and the entry point ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keys", [1024, 1040])
 def test_long_softmaxes_are_regions(keys: int) -> None:
-    """An attention with a soft cap, written out: Inductor reads rows of up to 1024 scores once, too."""
+    """An attention with a soft cap, written out.
+
+    Inductor reads rows of up to 1024 scores once, too.
+    """
 
     def function(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         scores = 3 * torch.tanh(query @ key.mT / 3) + mask
         return F.softmax(scores, -1, dtype=torch.float32) @ value
 
-    given = [randn(2, 2, 3, 8).requires_grad_(), *[randn(2, 2, keys, 8).requires_grad_() for _ in range(2)]]
-    mask = torch.zeros(2, 1, 3, keys, device=DEVICE).masked_fill(randn(2, 1, 3, keys) < 0, float("-inf"))
+    given = [
+        randn(2, 2, 3, 8).requires_grad_(),
+        *[randn(2, 2, keys, 8).requires_grad_() for _ in range(2)],
+    ]
+    mask = torch.zeros(2, 1, 3, keys, device=DEVICE).masked_fill(
+        randn(2, 1, 3, keys) < 0, float("-inf")
+    )
     cotangent, backend, results = randn(2, 2, 3, 8), Backend(), []
     for call in (function, torch.compile(function, backend=backend)):
         y = call(*given, mask)
@@ -323,7 +363,9 @@ def test_long_softmaxes_are_regions(keys: int) -> None:
     assert [region.operators[-1] for region in backend.report.fused] == ["_softmax"] * (keys > 1024)
     # Sums of up to 1040 terms, of weights that add up to one: a few units of the largest.
     for ours, eager in zip(*results, strict=True):
-        torch.testing.assert_close(ours, eager, rtol=0.0, atol=2e-6 * float(eager.detach().abs().max()) + 1e-6)
+        torch.testing.assert_close(
+            ours, eager, rtol=0.0, atol=2e-6 * float(eager.detach().abs().max()) + 1e-6
+        )
 
 
 def test_explain_names_regions_and_reasons() -> None:
@@ -338,12 +380,15 @@ def test_explain_names_regions_and_reasons() -> None:
     ]
     dropped, activation = report.fused
     assert dropped.shape == (6, 24) and dropped.saved == 6 * 24 * 4
-    # x, residual and y, and for the backward dy, the sum, dx and the residual's gradient; the sum is written, too
+    # x, residual and y, and for the backward dy, the sum, dx and the residual's gradient; the sum
+    # is written, too
     assert dropped.moved == 8 * 6 * 24 * 4
     assert activation.moved == 5 * 6 * 48 * 4 and activation.saved == 6 * 48 * 4
     assert activation.forward == 2 * 6 * 48 * 4 and activation.apart == (4 * 6 + 1) * 48 * 4
     assert {region.reason for region in report.regions} == {
-        "", "no gradient is summed over its rows, and no mask is stored"}  # fmt: skip
+        "",
+        "no gradient is summed over its rows, and no mask is stored",
+    }
     assert "2 of 3 row-wise regions are one operator, in 1 graph" in str(report)
 
 
@@ -383,12 +428,17 @@ def _loaded(model: _Language) -> None:
 
 def _doubled(model: _Language) -> None:
     model.double()
-    if torch_version() < (2, 13):  # it takes the graph from before, with any backend: docs/versions.md says so
+    if torch_version() < (
+        2,
+        13,
+    ):  # it takes the graph from before, with any backend: docs/versions.md says so
         torch._dynamo.reset()
 
 
 def _resized(model: _Language) -> None:
-    model.table = nn.Embedding.from_pretrained(torch.cat([model.table.weight.detach()] * 2), freeze=False)
+    model.table = nn.Embedding.from_pretrained(
+        torch.cat([model.table.weight.detach()] * 2), freeze=False
+    )
 
 
 def _tied(model: _Language) -> None:
@@ -408,7 +458,9 @@ def test_training_with_a_change_of_the_model(change: Callable[[_Language], None]
             if step == 2:
                 change(model)
             if step in (0, 2):
-                optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.3, eps=0.01)
+                optimizer = torch.optim.AdamW(
+                    model.parameters(), lr=0.01, weight_decay=0.3, eps=0.01
+                )
             optimizer.zero_grad()
             logits, _ = call(ids)
             F.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
@@ -418,6 +470,7 @@ def test_training_with_a_change_of_the_model(change: Callable[[_Language], None]
     backend = Backend()
     found, expected = trained(backend), trained(None)
     assert backend.report.fused and not backend.report.left
-    # Gradients differ by some roundings of fp32, 1e-6 of their size; eps of the optimizer keeps small ones from being enlarged.
+    # Gradients differ by some roundings of fp32, 1e-6 of their size; eps of the optimizer keeps
+    # small ones from being enlarged.
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)

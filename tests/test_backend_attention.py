@@ -24,12 +24,20 @@ _LENGTH = 8
 
 @pytest.fixture
 def calls() -> Iterator[list[tuple[bool, bool, int]]]:
-    """Of each attention that is captured: whether there is a mask, whether it is causal, and the keys' heads."""
+    """Of each attention that is captured.
+
+    Whether there is a mask, whether it is causal, and the keys' heads.
+    """
     seen: list[tuple[bool, bool, int]] = []
     attention, captured = F.scaled_dot_product_attention, capture._Capture._attention
 
     def called(
-        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *rest: Any, **options: Any
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        *rest: Any,
+        **options: Any,
     ) -> Tensor:
         seen.append((mask is not None, bool(options.get("is_causal")), key.shape[1]))
         assert value.shape[1] == key.shape[1]
@@ -76,7 +84,9 @@ def _of_documents(rows: Tensor) -> Tensor:
 
 
 def _of_numbers(rows: Tensor) -> Tensor:
-    full = torch.full((_LENGTH, _LENGTH), torch.finfo(rows.dtype).min, dtype=rows.dtype, device=DEVICE)
+    full = torch.full(
+        (_LENGTH, _LENGTH), torch.finfo(rows.dtype).min, dtype=rows.dtype, device=DEVICE
+    )
     return full.triu(1)[None, None]
 
 
@@ -126,7 +136,10 @@ MASKS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[bool, bool]]] = {
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str, recomputed: bool, calls: list[tuple[bool, bool, int]]) -> None:
-    """Those that numbers alone decide are known, also in a part that is computed again; the others stay."""
+    """Those that numbers alone decide are known, also in a part that is computed again.
+
+    The others stay.
+    """
     made, expected = MASKS[name]
 
     def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
@@ -164,10 +177,18 @@ def _hidden_in_a_body(rows: Tensor, mask: Tensor) -> None:
     checkpoint(_hide, mask.view(-1).view(mask.shape), use_reentrant=False)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # PyTorch's own
-@pytest.mark.parametrize("changed", [
-    lambda _, mask: mask[3:, 0].fill_(False), lambda _, mask: mask.view(-1)[24:].fill_(True), _Hides.apply, _hidden_in_a_body,
-])  # fmt: skip
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)  # PyTorch's own
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda _, mask: mask[3:, 0].fill_(False),
+        lambda _, mask: mask.view(-1)[24:].fill_(True),
+        _Hides.apply,
+        _hidden_in_a_body,
+    ],
+)
 def test_a_mask_that_is_changed_after_its_use(
     changed: Callable[[Tensor, Tensor], Any], calls: list[tuple[bool, bool, int]]
 ) -> None:
@@ -182,7 +203,9 @@ def test_a_mask_that_is_changed_after_its_use(
 
 
 @pytest.mark.parametrize("scale", [0.5, -0.5])
-def test_scores_that_are_turned_keep_their_mask(scale: float, calls: list[tuple[bool, bool, int]]) -> None:
+def test_scores_that_are_turned_keep_their_mask(
+    scale: float, calls: list[tuple[bool, bool, int]]
+) -> None:
     """PyTorch's kernels may mask before they scale."""
     _compare(
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, _causal(q), scale=scale),
@@ -191,7 +214,9 @@ def test_scores_that_are_turned_keep_their_mask(scale: float, calls: list[tuple[
     assert calls == [(scale < 0, scale > 0, 4)]
 
 
-def test_a_change_of_what_the_places_led_to_leaves_a_mask(calls: list[tuple[bool, bool, int]]) -> None:
+def test_a_change_of_what_the_places_led_to_leaves_a_mask(
+    calls: list[tuple[bool, bool, int]],
+) -> None:
     """Rotary embeddings and masks come of the same places, and experts write into rows."""
 
     def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -210,7 +235,10 @@ def test_a_mask_of_other_lengths_stays(calls: list[tuple[bool, bool, int]]) -> N
     """PyTorch's flag begins at the first key."""
 
     def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        rows, columns = torch.arange(5, device=DEVICE)[:, None], torch.arange(_LENGTH, device=DEVICE)
+        rows, columns = (
+            torch.arange(5, device=DEVICE)[:, None],
+            torch.arange(_LENGTH, device=DEVICE),
+        )
         return F.scaled_dot_product_attention(query, key, value, columns <= rows)
 
     _compare(function, [_heads(4, 5), _heads(4), _heads(4)])
@@ -238,7 +266,12 @@ def _changed_later(heads: Tensor) -> Tensor:
 GROUPS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "expanded": (_expanded, 2),
     "repeat_interleave": (lambda heads: heads.repeat_interleave(2, 1), 2),
-    "unevenly": (lambda heads: heads.repeat_interleave(torch.tensor([1, 3], device=DEVICE), 1, output_size=4), 4),
+    "unevenly": (
+        lambda heads: heads.repeat_interleave(
+            torch.tensor([1, 3], device=DEVICE), 1, output_size=4
+        ),
+        4,
+    ),
     "tiled": (_tiled, 4),
     "changed later": (_changed_later, 4),
 }
@@ -251,7 +284,9 @@ def test_groups_of_queries(name: str, calls: list[tuple[bool, bool, int]]) -> No
 
     def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with torch.autocast(DEVICE.type, torch.bfloat16):
-            return F.scaled_dot_product_attention(query, repeated(key), repeated(value), is_causal=True)
+            return F.scaled_dot_product_attention(
+                query, repeated(key), repeated(value), is_causal=True
+            )
 
     _compare(function, [_heads(4), _heads(2), _heads(2)], 2e-2)
     assert calls == [(False, True, count)]
@@ -273,16 +308,22 @@ def test_heads_that_are_repeated_without_gradients(calls: list[tuple[bool, bool,
 def test_queries_that_are_fewer_than_repeated_heads(calls: list[tuple[bool, bool, int]]) -> None:
     def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with torch.autocast(DEVICE.type, torch.bfloat16):
-            return F.scaled_dot_product_attention(query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1))
+            return F.scaled_dot_product_attention(
+                query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+            )
 
     heads = [_heads(1), _heads(2), _heads(2)]
-    assert torch.compile(function, backend=_backend, fullgraph=True)(*heads).shape == function(*heads).shape
+    assert (
+        torch.compile(function, backend=_backend, fullgraph=True)(*heads).shape
+        == function(*heads).shape
+    )
     assert calls == [(False, False, 4)]
 
 
 def test_groups_of_queries_in_single_precision(calls: list[tuple[bool, bool, int]]) -> None:
     _compare(
-        lambda q, k, v: F.scaled_dot_product_attention(q, _expanded(k), _expanded(v)), [_heads(4), _heads(2), _heads(2)]
+        lambda q, k, v: F.scaled_dot_product_attention(q, _expanded(k), _expanded(v)),
+        [_heads(4), _heads(2), _heads(2)],
     )
     assert calls == [(False, False, 4)]
 
@@ -296,19 +337,26 @@ def _compare(function: Callable[..., Tensor], heads: list[Tensor], tolerance: fl
         found = call(*heads).float()
         results.append([found, *torch.autograd.grad(found, heads, cotangent)])
     for ours, eager in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(ours, eager, rtol=tolerance, atol=tolerance * float(eager.detach().abs().max()))
+        torch.testing.assert_close(
+            ours, eager, rtol=tolerance, atol=tolerance * float(eager.detach().abs().max())
+        )
 
 
 @pytest.mark.parametrize("rotated", [False, True])
 def test_values_are_saved_without_rotated_queries(rotated: bool) -> None:
-    """Attention saves its values alone, not all of the joint product that they are a part of; unrotated, it saves all."""
+    """Attention saves its values alone, not all of the joint product that they are a part of.
+
+    Unrotated, it saves all.
+    """
     query, key, value = (torch.nn.Linear(16, 32, bias=False).to(DEVICE) for _ in range(3))
     x, cos = torch.randn(2, _LENGTH, 16, device=DEVICE), torch.randn(_LENGTH, 16, device=DEVICE)
     memory: list[tuple[int, int]] = []
 
     def function(x: Tensor) -> Tensor:
         with torch.autocast(DEVICE.type, torch.bfloat16):
-            q, k, v = [layer(x).view(2, _LENGTH, 2, 16).transpose(1, 2) for layer in (query, key, value)]
+            q, k, v = [
+                layer(x).view(2, _LENGTH, 2, 16).transpose(1, 2) for layer in (query, key, value)
+            ]
             q, k = (q * cos, k * cos) if rotated else (q, k)
             return F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v).float()
 
@@ -322,7 +370,12 @@ def test_values_are_saved_without_rotated_queries(rotated: bool) -> None:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             found = call(x)
         results.append(
-            [found.detach(), *torch.autograd.grad(found.square().sum(), [query.weight, key.weight, value.weight])]
+            [
+                found.detach(),
+                *torch.autograd.grad(
+                    found.square().sum(), [query.weight, key.weight, value.weight]
+                ),
+            ]
         )
     for ours, eager in zip(*reversed(results), strict=True):
         torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2 * float(eager.abs().max()))

@@ -1,4 +1,7 @@
-"""Graphs of the compile backend whose sizes and numbers are symbols: what is fused in them, and what each call computes."""
+"""Graphs of the compile backend whose sizes and numbers are symbols.
+
+What is fused in them, and what each call computes.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,13 @@ class ScaledNorm(nn.Module):
         return y * self.weight * (self.scale / 2.0) ** 0.5 + self.bias
 
 
-def _check(compiled: Callable[..., Tensor], function: Callable[..., Tensor], inputs: Sequence[Tensor],
-           parameters: Sequence[Tensor], dynamic: Sequence[int] = ()) -> None:  # fmt: skip
+def _check(
+    compiled: Callable[..., Tensor],
+    function: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    dynamic: Sequence[int] = (),
+) -> None:
     """The same values and gradients, of parameters and inputs, some of whose dimensions are marked as dynamic."""
     leaves = [[x.clone().requires_grad_() for x in inputs] for _ in range(2)]
     for x in leaves[0]:
@@ -39,8 +47,10 @@ def _check(compiled: Callable[..., Tensor], function: Callable[..., Tensor], inp
     ours, theirs = compiled(*leaves[0]), function(*leaves[1])
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     cotangent = torch.randn_like(theirs)
-    found = [torch.autograd.grad(y, [*own, *parameters], cotangent, allow_unused=True)
-             for y, own in zip((ours, theirs), leaves, strict=True)]  # fmt: skip
+    found = [
+        torch.autograd.grad(y, [*own, *parameters], cotangent, allow_unused=True)
+        for y, own in zip((ours, theirs), leaves, strict=True)
+    ]
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
@@ -50,7 +60,10 @@ def _left(report: CompileReport) -> list[str]:
 
 
 def test_numbers_that_never_changed_are_constants_of_kernels() -> None:
-    """With ``dynamic=True`` Dynamo makes symbols of all numbers. One that changes is left, and has no graph for each value."""
+    """With ``dynamic=True`` Dynamo makes symbols of all numbers.
+
+    One that changes is left, and has no graph for each value.
+    """
     model, backend, made = ScaledNorm().to(DEVICE), Backend(), list[int]()
 
     def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -65,7 +78,9 @@ def test_numbers_that_never_changed_are_constants_of_kernels() -> None:
             _check(compiled, model, [randn(rows, 24)], list(model.parameters()))
         assert len(made) == min(number + 1, 2)
     assert 0 < made[0] == made[1]
-    assert set(_left(backend.report)) == {"a number in it may change from call to call; make it a tensor"}
+    assert set(_left(backend.report)) == {
+        "a number in it may change from call to call; make it a tensor"
+    }
 
 
 def test_a_size_that_is_one_in_the_traced_call_is_no_constant() -> None:
@@ -78,13 +93,21 @@ def test_a_size_that_is_one_in_the_traced_call_is_no_constant() -> None:
     backend = Backend()
     compiled = torch.compile(function, backend=backend)
     for height, width in ((4, 4), (8, 8), (4, 12)):
-        _check(compiled, function, [randn(3, 3, height, width)], [weight, *patches.parameters()], (2, 3))
+        _check(
+            compiled,
+            function,
+            [randn(3, 3, height, width)],
+            [weight, *patches.parameters()],
+            (2, 3),
+        )
     assert backend.report.graphs == len(backend.report.fused) == len(backend.report.regions)
 
 
 def _flat_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     batch, length, width = x.shape
-    return F.layer_norm(x.reshape(-1, width), (width,), w, b).view(batch, length, width) * torch.sigmoid(x)
+    return F.layer_norm(x.reshape(-1, width), (width,), w, b).view(
+        batch, length, width
+    ) * torch.sigmoid(x)
 
 
 def _norm_of_heads(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -112,7 +135,9 @@ def _columns_in_memory(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]
     return rows * 2, rows.view(batch, length, width) * x
 
 
-@pytest.mark.parametrize("function", [_flat_norm, _norm_of_heads, _flat_rows_returned, _all_flat, _columns_in_memory])
+@pytest.mark.parametrize(
+    "function", [_flat_norm, _norm_of_heads, _flat_rows_returned, _all_flat, _columns_in_memory]
+)
 def test_rows_that_are_one_dimension_and_several(function: Callable[..., Any]) -> None:
     """One operator at every size, as where sizes are numbers, and strides as in the model."""
     backend, parameters = Backend(), [randn(24).requires_grad_() for _ in range(2)]
@@ -150,7 +175,10 @@ def test_rows_whose_number_a_table_settles_are_a_constant(tokens: int) -> None:
     compiled = torch.compile(function, backend=backend, dynamic=True)
     for batch in (2, 3):
         _check(compiled, function, [randn(batch, 3, 12, 12)], parameters)
-    assert backend.report.graphs == 1 and len(backend.report.fused) == len(backend.report.regions) == 1 + tokens
+    assert (
+        backend.report.graphs == 1
+        and len(backend.report.fused) == len(backend.report.regions) == 1 + tokens
+    )
 
 
 def test_rows_of_a_share_are_a_constant() -> None:
@@ -182,7 +210,13 @@ def test_rows_of_a_number_of_the_callers_are_none() -> None:
     backend = Backend()
     compiled = torch.compile(function, backend=backend, dynamic=True)
     for n in (4, 5, 6):
-        _check(lambda x, n=n: compiled(x, n), lambda x, n=n: function(x, n), [randn(2 * n, 24)], [weight], [0])
+        _check(
+            lambda x, n=n: compiled(x, n),
+            lambda x, n=n: function(x, n),
+            [randn(2 * n, 24)],
+            [weight],
+            [0],
+        )
     assert len(backend.report.fused) == len(backend.report.regions) == backend.report.graphs == 1
 
 
@@ -220,11 +254,21 @@ def test_a_softmax_over_a_length_that_changes_is_left_by_name() -> None:
 
     def function(x: Tensor) -> Tensor:
         heads = F.rms_norm(x, (24,), weight).unflatten(-1, (4, 6)).transpose(1, 2)
-        scores = torch.cat([heads @ heads.transpose(-1, -2), sink.expand(len(x), -1, x.shape[1], -1)], -1)
+        scores = torch.cat(
+            [heads @ heads.transpose(-1, -2), sink.expand(len(x), -1, x.shape[1], -1)], -1
+        )
         return scores.softmax(-1)[..., :-1] @ heads
 
-    for dynamic, left in ((False, []), (True, ["a length that changes from call to call is one of columns"])):
+    for dynamic, left in (
+        (False, []),
+        (True, ["a length that changes from call to call is one of columns"]),
+    ):
         torch._dynamo.reset()
         backend = Backend()
-        _check(torch.compile(function, backend=backend, dynamic=dynamic), function, [randn(2, 5, 24)], [sink, weight])
+        _check(
+            torch.compile(function, backend=backend, dynamic=dynamic),
+            function,
+            [randn(2, 5, 24)],
+            [sink, weight],
+        )
         assert _left(backend.report) == left and len(backend.report.fused) == 2 - len(left)

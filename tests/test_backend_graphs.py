@@ -23,7 +23,10 @@ pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 class _Doubled(torch.autograd.Function):
-    """Its gradient is not that of what it computes. A part of it is not looked into: it detaches a tensor."""
+    """Its gradient is not that of what it computes.
+
+    A part of it is not looked into: it detaches a tensor.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -150,7 +153,9 @@ def _transposed(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _integers(x: Tensor, w: Tensor) -> Tensor:
-    return torch.where(torch.arange(x.shape[0], device=x.device)[:, None, None] > 1, F.layer_norm(x, (8,), w), w)
+    return torch.where(
+        torch.arange(x.shape[0], device=x.device)[:, None, None] > 1, F.layer_norm(x, (8,), w), w
+    )
 
 
 def _crossed(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -269,12 +274,41 @@ def _bias_changed(x: Tensor, w: Tensor) -> Tensor:
     return F.layer_norm(y.view(x.shape), (8,), w) + bias
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # PyTorch's own
-@pytest.mark.parametrize("function", [
-    _own_derivative, _cut, _in_place, _same_memory, _transposed, _integers, _crossed, _changed_without_gradients, _changed_twice,
-    _copied, _inverted, _written_into, _written_into_by_a_body, _viewed, _view_of_a_later_one, _view_changed, _cloned,
-    _clone_of_changed, _without_gradient, _compared, _bias_without_gradients, _bias_changed, _moved,
-    _unsqueezed, _saved_by_two, _saved_by_two_and_set, _written_without_gradients])  # fmt: skip
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)  # PyTorch's own
+@pytest.mark.parametrize(
+    "function",
+    [
+        _own_derivative,
+        _cut,
+        _in_place,
+        _same_memory,
+        _transposed,
+        _integers,
+        _crossed,
+        _changed_without_gradients,
+        _changed_twice,
+        _copied,
+        _inverted,
+        _written_into,
+        _written_into_by_a_body,
+        _viewed,
+        _view_of_a_later_one,
+        _view_changed,
+        _cloned,
+        _clone_of_changed,
+        _without_gradient,
+        _compared,
+        _bias_without_gradients,
+        _bias_changed,
+        _moved,
+        _unsqueezed,
+        _saved_by_two,
+        _saved_by_two_and_set,
+        _written_without_gradients,
+    ],
+)
 def test_semantics_of_the_graph(function: Callable[..., Any]) -> None:
     """Derivatives of the user's, parts without gradients, changes in place, outputs that share memory."""
     x, w = randn(4, 6, 8).double().requires_grad_(), randn(8).double().requires_grad_()
@@ -288,7 +322,9 @@ def test_semantics_of_the_graph(function: Callable[..., Any]) -> None:
     found, expected = results(torch.compile(function, backend=backend)), results(function)
     assert backend.report.fused and not backend.report.left
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)  # in fp64, whose roundings are far below
+        torch.testing.assert_close(
+            one, other, rtol=1e-9, atol=1e-9
+        )  # in fp64, whose roundings are far below
         assert one.requires_grad == other.requires_grad
     pointers = [[t.data_ptr() for t in ours[:-2]] for ours in (found, expected)]
     shared = [[a == b for a, b in itertools.combinations(ours, 2)] for ours in pointers]
@@ -325,8 +361,16 @@ def _computed_changed_last(y: Tensor, v: Tensor, w: Tensor) -> Tensor:
     return F.layer_norm(rows, (8,), w) + z
 
 
-@pytest.mark.parametrize("function", [_computed_changed, _computed_changed_last, _computed_saved,
-                                      _computed_seen_by_a_view, _computed_changed_without_gradients])  # fmt: skip
+@pytest.mark.parametrize(
+    "function",
+    [
+        _computed_changed,
+        _computed_changed_last,
+        _computed_saved,
+        _computed_seen_by_a_view,
+        _computed_changed_without_gradients,
+    ],
+)
 def test_changes_of_inputs_that_were_computed(function: Callable[..., Any]) -> None:
     """Their gradients go on into what they were computed of, past the change."""
 
@@ -346,14 +390,27 @@ def test_changes_of_inputs_that_were_computed(function: Callable[..., Any]) -> N
     else:
         assert backend.report.fused and not backend.report.left
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)  # in fp64, whose roundings are far below
+        torch.testing.assert_close(
+            one, other, rtol=1e-9, atol=1e-9
+        )  # in fp64, whose roundings are far below
 
 
-@pytest.mark.parametrize("change", [
-    lambda y: y.unsqueeze_(0), lambda y: y[:, :1].squeeze_(1), lambda y: y.squeeze_(), lambda y: y.transpose_(0, 1),
-    lambda y: y.swapaxes_(0, 1), lambda y: y[0].t_().t_(), lambda y: y.as_strided_((2, 8), (8, 1)),
-    lambda y: y.mul_(2).unsqueeze_(1).mul_(2)])  # fmt: skip
-def test_regions_have_the_shape_from_after_a_change_in_place(change: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda y: y.unsqueeze_(0),
+        lambda y: y[:, :1].squeeze_(1),
+        lambda y: y.squeeze_(),
+        lambda y: y.transpose_(0, 1),
+        lambda y: y.swapaxes_(0, 1),
+        lambda y: y[0].t_().t_(),
+        lambda y: y.as_strided_((2, 8), (8, 1)),
+        lambda y: y.mul_(2).unsqueeze_(1).mul_(2),
+    ],
+)
+def test_regions_have_the_shape_from_after_a_change_in_place(
+    change: Callable[[Tensor], Tensor],
+) -> None:
     def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         y = x.cumsum(0)
         before = y[0] * 2
@@ -379,7 +436,9 @@ def test_graph_in_which_a_tensor_gets_other_memory_is_left() -> None:
         return F.layer_norm(y * w, (8,), w)
 
     x, w, backend = randn(4, 8), randn(8).requires_grad_(), Backend()
-    torch.testing.assert_close(torch.compile(function, backend=backend)(x, w), function(x, w), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.compile(function, backend=backend)(x, w), function(x, w), rtol=1e-4, atol=1e-5
+    )
     assert backend.report.left == ["set_ changes a tensor's shape in place; compute another tensor"]
 
 
@@ -389,15 +448,23 @@ def test_program_refuses_shapes_that_it_was_not_made_for() -> None:
     torch.compile(lambda x: F.layer_norm(x * w, (8,), w), backend=backend)(x)
     (region,) = backend.report.fused
     program = region.program
-    name, call = f"{program.name}_forward", operators.encode(program.record(program.op), program.dtypes, True)
+    name, call = (
+        f"{program.name}_forward",
+        operators.encode(program.record(program.op), program.dtypes, True),
+    )
     forward = getattr(torch.ops.fusedops, name).default
-    tensors = [x if operand.axes == program.structure.inputs[program.first].axes else w.detach()
-               for operand in program.structure.inputs]  # fmt: skip
+    tensors = [
+        x if operand.axes == program.structure.inputs[program.first].axes else w.detach()
+        for operand in program.structure.inputs
+    ]
     first = program.first
     with torch.no_grad():
         forward(*tensors, None, 0, 8, call)
         for place, shape in ((first, (4, 6, 9)), (first, (4, 6)), (1 - first, (7,))):
-            given = [randn(*shape) if number == place else tensor for number, tensor in enumerate(tensors)]
+            given = [
+                randn(*shape) if number == place else tensor
+                for number, tensor in enumerate(tensors)
+            ]
             with pytest.raises((RuntimeError, IndexError), match=r"made for|out of range"):
                 forward(*given, None, 0, 8, call)
 
@@ -422,13 +489,20 @@ def test_gradients_through_many_tensors(function: Callable[..., Any]) -> None:
     for rows in (2, 3, 4):
         x = randn(rows, 6, 8)
         cotangent = torch.randn_like(function(x, w))
-        ours, theirs = [torch.autograd.grad(call(x, w), w, cotangent)[0] for call in (compiled, function)]
+        ours, theirs = [
+            torch.autograd.grad(call(x, w), w, cotangent)[0] for call in (compiled, function)
+        ]
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
-    assert all(not region.reason or "use fewer tensors" in region.reason for region in backend.report.regions)
+    assert all(
+        not region.reason or "use fewer tensors" in region.reason
+        for region in backend.report.regions
+    )
     assert backend.report.graphs > 1 and not backend.report.left
 
 
-def test_operators_are_registered_with_their_derivative_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_are_registered_with_their_derivative_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def function(x: Tensor, w: Tensor) -> Tensor:
         return F.layer_norm(x * w, (8,), w) * 17 + 23 * w
 
@@ -445,17 +519,25 @@ def test_operators_are_registered_with_their_derivative_or_not_at_all(monkeypatc
                 patched.setattr(registration, "_differentiate", failing)
             else:
                 patched.setattr(programs, "_known", {})
-            (found,) = torch.autograd.grad(torch.compile(function, backend=backend)(x, w).cos().sum(), w)
+            (found,) = torch.autograd.grad(
+                torch.compile(function, backend=backend)(x, w).cos().sum(), w
+            )
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-        assert [region.reason for region in backend.report.regions] == ["RuntimeError: no derivative" if fails else ""]
+        assert [region.reason for region in backend.report.regions] == [
+            "RuntimeError: no derivative" if fails else ""
+        ]
 
 
 def _zero(x: Tensor) -> Tensor:
     return x.mul_(0).sum()
 
 
-@pytest.mark.parametrize("changed", [_zero, lambda x: checkpoint(_zero, x[1:], use_reentrant=False)])
-def test_region_whose_saved_input_is_changed_later_is_left(changed: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize(
+    "changed", [_zero, lambda x: checkpoint(_zero, x[1:], use_reentrant=False)]
+)
+def test_region_whose_saved_input_is_changed_later_is_left(
+    changed: Callable[[Tensor], Tensor],
+) -> None:
     """Eager PyTorch saves the sum, a region what is added."""
 
     def function(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
@@ -469,7 +551,9 @@ def test_region_whose_saved_input_is_changed_later_is_left(changed: Callable[[Te
         given = x.clone()
         y = call(given, w, bias)
         results.append((y, given, *torch.autograd.grad(y, (w, bias), torch.ones_like(y))))
-    assert [region.reason for region in backend.report.regions] == ["a tensor that it saves is changed later"]
+    assert [region.reason for region in backend.report.regions] == [
+        "a tensor that it saves is changed later"
+    ]
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
@@ -506,7 +590,10 @@ def test_graph_whose_derivative_would_be_lost_is_left() -> None:
 
 @pytest.mark.parametrize("constant", [False, True])
 def test_parameters_are_known_to_stay_where_they_are(constant: bool) -> None:
-    """CUDA graphs copy every other input, and one on the CPU turns them off. A constant on the GPU stays, too."""
+    """CUDA graphs copy every other input, and one on the CPU turns them off.
+
+    A constant on the GPU stays, too.
+    """
 
     class Scaled(PostNorm):
         def forward(self, x: Tensor) -> Tensor:
@@ -532,13 +619,28 @@ def test_parts_without_gradients_save_nothing() -> None:
     def function(x: Tensor, w: Tensor) -> Tensor:
         with torch.no_grad():
             scale = F.layer_norm(x, (8,), w)
-        return F.layer_norm(x, (8,), w) @ scale.mT + F.layer_norm(x.detach(), (8,), w.detach()) @ scale.mT
+        return (
+            F.layer_norm(x, (8,), w) @ scale.mT
+            + F.layer_norm(x.detach(), (8,), w.detach()) @ scale.mT
+        )
 
     graphs = []
-    with mock.patch.object(entry, "fused", lambda gm, fused=entry.fused: (fused(gm), graphs.append(gm))[0]):
-        torch.compile(function, backend=Backend())(randn(4, 8).requires_grad_(), randn(8).requires_grad_())
-    calls = [str(node.args[-1]) for node in graphs[0].graph.nodes if compat.namespace(node.target) == "fusedops"]
-    assert ["saves" if " saves " in call else "drops" for call in calls] == ["drops", "saves", "drops"]
+    with mock.patch.object(
+        entry, "fused", lambda gm, fused=entry.fused: (fused(gm), graphs.append(gm))[0]
+    ):
+        torch.compile(function, backend=Backend())(
+            randn(4, 8).requires_grad_(), randn(8).requires_grad_()
+        )
+    calls = [
+        str(node.args[-1])
+        for node in graphs[0].graph.nodes
+        if compat.namespace(node.target) == "fusedops"
+    ]
+    assert ["saves" if " saves " in call else "drops" for call in calls] == [
+        "drops",
+        "saves",
+        "drops",
+    ]
 
 
 def test_parameter_changed_in_place_is_read_in_its_turn() -> None:
@@ -549,12 +651,16 @@ def test_parameter_changed_in_place_is_read_in_its_turn() -> None:
 
     x, w = randn(4, 8), randn(8)
     one, other = w.clone(), w.clone()
-    for found, expected in zip(torch.compile(function, backend=Backend())(x, one), function(x, other), strict=True):
+    for found, expected in zip(
+        torch.compile(function, backend=Backend())(x, one), function(x, other), strict=True
+    ):
         torch.testing.assert_close(found, expected)
     assert torch.equal(one, other)
 
 
-def test_graph_that_cannot_be_captured_is_left_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_that_cannot_be_captured_is_left_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     @torch.compiler.allow_in_graph
     def unknown(x: Tensor) -> Tensor:
         return x + 1
@@ -618,7 +724,9 @@ def _without_reductions(x: Tensor, w: Tensor) -> Tensor:
         (_without_reductions, {"_scaled"}),
     ],
 )
-def test_functions_of_rowwise_are_fused_with_what_is_around(function: Callable[..., Any], names: set[str]) -> None:
+def test_functions_of_rowwise_are_fused_with_what_is_around(
+    function: Callable[..., Any], names: set[str]
+) -> None:
     """Their parts without gradients are ones in the graph, too."""
     x, w = randn(4, 6, 8).double().requires_grad_(), randn(8).double().requires_grad_()
     backend, results = Backend(), []
@@ -627,7 +735,9 @@ def test_functions_of_rowwise_are_fused_with_what_is_around(function: Callable[.
         results.append([y, *torch.autograd.grad(y, (x, w), torch.cos(y.detach()))])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=2.0**-14, atol=2.0**-14)
-    assert not backend.report.left and not [region for region in backend.report.regions if region.reason]
+    assert not backend.report.left and not [
+        region for region in backend.report.regions if region.reason
+    ]
     assert {name for region in backend.report.fused for name in region.functions} == names
     assert f" of {min(names)}  " in str(backend.report)
 
@@ -645,11 +755,16 @@ def _hooked(x: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:fusedops.rowwise does not fuse:RuntimeWarning")
-@pytest.mark.parametrize(("function", "reason"), [
-    (_own, "it calls _own, which calls a custom autograd function"),
-    (_hooked, "it calls register_hook"),
-])  # fmt: skip
-def test_function_of_rowwise_whose_derivative_would_be_lost(function: Callable[..., Any], reason: str) -> None:
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (_own, "it calls _own, which calls a custom autograd function"),
+        (_hooked, "it calls register_hook"),
+    ],
+)
+def test_function_of_rowwise_whose_derivative_would_be_lost(
+    function: Callable[..., Any], reason: str
+) -> None:
     def normed(x: Tensor, w: Tensor) -> Tensor:
         return F.layer_norm(function(x, w), (8,), w)
 
@@ -663,7 +778,12 @@ def test_operators_that_the_model_calls_stay_beside_regions() -> None:
         y = fusedops.bias_dropout_add_ln(F.gelu(x + w), w, x, w, w, p=0.0)
         return F.layer_norm(fusedops.swiglu(y, fusedops.layer_norm(y, (8,), w)) * w, (8,), w)
 
-    x, w, backend, results = randn(4, 8).double().requires_grad_(), randn(8).double().requires_grad_(), Backend(), []
+    x, w, backend, results = (
+        randn(4, 8).double().requires_grad_(),
+        randn(8).double().requires_grad_(),
+        Backend(),
+        [],
+    )
     for call in (function, torch.compile(function, backend=backend, fullgraph=True)):
         y = call(x, w)
         results.append([y, *torch.autograd.grad(y, (x, w), torch.cos(y.detach()))])

@@ -25,7 +25,9 @@ _moe = pytest.importorskip("transformers.integrations.moe")
 pytestmark = [
     pytest.mark.kernels,
     pytest.mark.usefixtures("fresh_dynamo"),
-    pytest.mark.skipif(not hasattr(_moe, "_grouped_mm_fallback"), reason="Transformers has no such operator"),
+    pytest.mark.skipif(
+        not hasattr(_moe, "_grouped_mm_fallback"), reason="Transformers has no such operator"
+    ),
 ]
 GROUPS, WIDTHS = 4, (6, 10, 6)
 
@@ -43,12 +45,16 @@ def _exact(x: Tensor, w: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
     return (x[:, None] @ w).relu().matmul(v)[:, 0]
 
 
-def _compiled(function: Callable[..., Any], **options: Any) -> tuple[Callable[..., Any], Counter[str]]:
+def _compiled(
+    function: Callable[..., Any], **options: Any
+) -> tuple[Callable[..., Any], Counter[str]]:
     """The function, and how often a step calls each operator, forward and backward, and how many gradients are computed."""
     names = Counter[str]()
 
     def run(gm: fx.GraphModule, _: Any) -> Any:
-        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.fusedops.grouped_mm_backward.default):
+        for node in gm.graph.find_nodes(
+            op="call_function", target=torch.ops.fusedops.grouped_mm_backward.default
+        ):
             names["gradients"] += sum(node.args[4])
         names.update(str(node.target) for node in gm.graph.nodes if node.op == "call_function")
         return make_boxed_func(gm.forward)
@@ -63,7 +69,9 @@ def _compiled(function: Callable[..., Any], **options: Any) -> tuple[Callable[..
     return torch.compile(function, backend=compiler, fullgraph=True, **options), names
 
 
-def _tensors(rows: int, dtype: torch.dtype = torch.float32, is_turned: bool = False) -> list[Tensor]:
+def _tensors(
+    rows: int, dtype: torch.dtype = torch.float32, is_turned: bool = False
+) -> list[Tensor]:
     """Rows and two matrices a group, contiguous or transposed."""
     shapes = [(rows, WIDTHS[0]), (GROUPS, *WIDTHS[:2]), (GROUPS, *WIDTHS[1:])]
     made = [torch.randn(shape, device=DEVICE, dtype=dtype) for shape in shapes]
@@ -75,28 +83,44 @@ def _ends(*ends: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 @pytest.mark.parametrize("wanted", [(True, True, True), (False, True, True), (True, False, False)])
-@pytest.mark.parametrize(("rows", "ends", "dtype", "is_turned"), [
-    (12, _ends(3, 5, 9, 12), torch.float32, True), (12, _ends(0, 4, 4, 9, dtype=torch.int64), torch.float16, False),
-    (12, _ends(0, 0, 0, 0), torch.float64, False), (0, _ends(0, 0, 0, 0), torch.float32, True),
-], ids=["full", "rows beyond", "all beyond", "no rows"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "ends", "dtype", "is_turned"),
+    [
+        (12, _ends(3, 5, 9, 12), torch.float32, True),
+        (12, _ends(0, 4, 4, 9, dtype=torch.int64), torch.float16, False),
+        (12, _ends(0, 0, 0, 0), torch.float64, False),
+        (0, _ends(0, 0, 0, 0), torch.float32, True),
+    ],
+    ids=["full", "rows beyond", "all beyond", "no rows"],
+)
 def test_results_are_those_of_the_operator(
     rows: int, ends: Tensor, dtype: torch.dtype, is_turned: bool, wanted: tuple[bool, ...]
 ) -> None:
     """To the last bit, in the same layout, with empty groups and rows beyond the last."""
-    leaves = [t.requires_grad_(want) for t, want in zip(_tensors(rows, dtype, is_turned), wanted, strict=True)]
+    leaves = [
+        t.requires_grad_(want)
+        for t, want in zip(_tensors(rows, dtype, is_turned), wanted, strict=True)
+    ]
     compiled, names = _compiled(_experts, dynamic=False)
     cotangent = torch.randn(rows, WIDTHS[-1], device=DEVICE, dtype=dtype)
 
-    def results(function: Callable[..., Tensor], tensors: Sequence[Tensor], cotangent: Tensor) -> list[Tensor]:
+    def results(
+        function: Callable[..., Tensor], tensors: Sequence[Tensor], cotangent: Tensor
+    ) -> list[Tensor]:
         y = function(*tensors, ends)
         return [y, *torch.autograd.grad(y, [t for t in tensors if t.requires_grad], cotangent)]
 
     found, expected = results(compiled, leaves, cotangent), results(_experts, leaves, cotangent)
     wide = [t.detach().double().requires_grad_(t.requires_grad) for t in leaves]
-    for ours, theirs, exact in zip(found, expected, results(_exact, wide, cotangent.double()), strict=True):
+    for ours, theirs, exact in zip(
+        found, expected, results(_exact, wide, cotangent.double()), strict=True
+    ):
         assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
         torch.testing.assert_close(ours.double(), exact, rtol=0, atol=200 * torch.finfo(dtype).eps)
-    assert names["fusedops.offsets_on_cpu.default"] == 1 and names["fusedops.grouped_mm_backward.default"] == 2
+    assert (
+        names["fusedops.offsets_on_cpu.default"] == 1
+        and names["fusedops.grouped_mm_backward.default"] == 2
+    )
     assert names["gradients"] == sum(wanted) + any(wanted[:2])  # none that nobody wants
 
 
@@ -119,11 +143,19 @@ def _checkpointed(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
 @pytest.mark.parametrize(("call", "runs"), [(_as_it_is, 1), (_checkpointed, 2)])
 def test_the_offsets_are_copied_once_a_layer(call: Callable[..., Tensor], runs: int) -> None:
     """The backward has the copy of the forward, or of the part that is computed again."""
-    given = [*[t.requires_grad_() for t in _tensors(12)], torch.randint(0, GROUPS, (12,), device=DEVICE)]
+    given = [
+        *[t.requires_grad_() for t in _tensors(12)],
+        torch.randint(0, GROUPS, (12,), device=DEVICE),
+    ]
     compiled, names = _compiled(_layers, dynamic=False)
-    found, expected = [torch.autograd.grad(f(*given, call).sin().sum(), given[:3]) for f in (compiled, _layers)]
+    found, expected = [
+        torch.autograd.grad(f(*given, call).sin().sum(), given[:3]) for f in (compiled, _layers)
+    ]
     assert all(map(torch.equal, found, expected))
-    assert names["fusedops.offsets_on_cpu.default"] == 2 * runs and names["fusedops.grouped_mm_backward.default"] == 4
+    assert (
+        names["fusedops.offsets_on_cpu.default"] == 2 * runs
+        and names["fusedops.grouped_mm_backward.default"] == 4
+    )
     assert not [name for name in names if name.startswith("transformers.")]
     assert fusedops.explain(_layers, *given, call).changes == {
         "a grouped product that shares its offsets with others": 4
@@ -161,7 +193,10 @@ def test_any_number_of_rows_is_one_graph() -> None:
     for ends in ((1, 2, 2, 5), (0, 3, 7, 7), (2, 4, 8, 11)):
         x, w, v = [t.requires_grad_() for t in _tensors(ends[-1] + 1)]
         torch._dynamo.mark_dynamic(x, 0)
-        found, expected = [torch.autograd.grad(f(x, w, v, _ends(*ends)).sin().sum(), x) for f in (compiled, _experts)]
+        found, expected = [
+            torch.autograd.grad(f(x, w, v, _ends(*ends)).sin().sum(), x)
+            for f in (compiled, _experts)
+        ]
         assert torch.equal(*found, *expected)
     assert names["fusedops.offsets_on_cpu.default"] == 1
 
@@ -174,12 +209,19 @@ def test_operators_are_registered_as_they_behave() -> None:
     (dx,) = torch.autograd.grad(ours.grouped_mm(x, w, ends.cpu()).sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match="no derivative"):
         dx.sum().backward()
-    assert ours.grouped_mm_backward(dx.new_zeros(12, w.shape[2]), x, w, ends.cpu(), [True, False])[1].numel() == 0
+    assert (
+        ours.grouped_mm_backward(dx.new_zeros(12, w.shape[2]), x, w, ends.cpu(), [True, False])[
+            1
+        ].numel()
+        == 0
+    )
     for operator in (ours.offsets_on_cpu, ours.grouped_mm, ours.grouped_mm_backward):
         assert torch.Tag.cudagraph_unsafe in operator.default.tags
 
 
-def test_a_graph_is_stored_once_it_has_no_operator_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_is_stored_once_it_has_no_operator_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path))
     given = [*_tensors(12), _ends(3, 5, 9, 12)]
     codes = list[str]()
@@ -196,4 +238,7 @@ def test_a_graph_is_stored_once_it_has_no_operator_of_others(tmp_path: Path, mon
 
     assert torch.equal(torch.compile(_experts, backend=compiler)(*given), _experts(*given))
     assert codes[0] == codes[1]
-    assert codes[0].count("ops.fusedops.grouped_mm") == 2 and codes[0].count("ops.fusedops.offsets_on_cpu") == 1
+    assert (
+        codes[0].count("ops.fusedops.grouped_mm") == 2
+        and codes[0].count("ops.fusedops.offsets_on_cpu") == 1
+    )

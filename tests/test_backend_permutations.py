@@ -1,4 +1,7 @@
-"""Rows in the order of a permutation: their gradients are put back, not added. Other indices are PyTorch's."""
+"""Rows in the order of a permutation: their gradients are put back, not added.
+
+Other indices are PyTorch's.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +136,9 @@ def _of_a_matrix(x: Tensor, ids: Tensor) -> Tensor:
     return x[ids[:ROWS].view(2, -1).argsort(-1)]
 
 
-def _compiled(function: Callable[..., Tensor], x: Tensor, ids: Tensor) -> tuple[Tensor, int, list[str]]:
+def _compiled(
+    function: Callable[..., Tensor], x: Tensor, ids: Tensor
+) -> tuple[Tensor, int, list[str]]:
     """The result, how many indices were replaced, and the operators of the backward."""
     names, replaced = list[str](), list[int]()
 
@@ -146,31 +151,64 @@ def _compiled(function: Callable[..., Tensor], x: Tensor, ids: Tensor) -> tuple[
         made = entry._with_operators(gm, inputs, report)
         assert not report.left
         replaced.append(str(made.code).count("rows_in_order"))
-        return aot_autograd(fw_compiler=lambda gm, _: make_boxed_func(gm.forward), bw_compiler=backward)(made, inputs)
+        return aot_autograd(
+            fw_compiler=lambda gm, _: make_boxed_func(gm.forward), bw_compiler=backward
+        )(made, inputs)
 
     return torch.compile(function, backend=compiler, dynamic=False)(x, ids), replaced[0], names
 
 
-@pytest.mark.parametrize(("function", "moved"), [
-    (_experts, True), (_scattered, True), (_of_places, True), (_repeated, False), (_by_value, False), (_of_the_largest, False),
-    (_of_more_rows, False), (_of_half, False), (_added, False), (_from_the_end, False), (_put_by_a_matrix, False),
-    (_of_few_places, False), (_of_none, False), (_changed, False), (_changed_when_divided, False), (_changed_in_a_body, False),
-    (_changed_before_it_is_divided, False), (_selected, False), (_short, False), (_of_a_matrix, False),
-])  # fmt: skip
-def test_gradients_of_permuted_rows_are_put_back(function: Callable[..., Tensor], moved: bool) -> None:
+@pytest.mark.parametrize(
+    ("function", "moved"),
+    [
+        (_experts, True),
+        (_scattered, True),
+        (_of_places, True),
+        (_repeated, False),
+        (_by_value, False),
+        (_of_the_largest, False),
+        (_of_more_rows, False),
+        (_of_half, False),
+        (_added, False),
+        (_from_the_end, False),
+        (_put_by_a_matrix, False),
+        (_of_few_places, False),
+        (_of_none, False),
+        (_changed, False),
+        (_changed_when_divided, False),
+        (_changed_in_a_body, False),
+        (_changed_before_it_is_divided, False),
+        (_selected, False),
+        (_short, False),
+        (_of_a_matrix, False),
+    ],
+)
+def test_gradients_of_permuted_rows_are_put_back(
+    function: Callable[..., Tensor], moved: bool
+) -> None:
     x = randn(ROWS, 2).requires_grad_()
     ids = torch.randint(0, 4, (ROWS * TIMES,), device=DEVICE)
     y, replaced, names = _compiled(function, x, ids)
     assert torch.equal(y, function(x.detach(), ids))
     cotangent = randn(*y.shape)
     (found,) = torch.autograd.grad(y, x, cotangent)
-    exact, size = [torch.autograd.grad(function(rows, ids), rows, its)[0] for rows, its in (
-        (x.detach().double().requires_grad_(), cotangent.double()),
-        (x.detach().double().abs().requires_grad_(), cotangent.double().abs()),
-    )]  # fmt: skip
+    exact, size = [
+        torch.autograd.grad(function(rows, ids), rows, its)[0]
+        for rows, its in (
+            (x.detach().double().requires_grad_(), cotangent.double()),
+            (x.detach().double().abs().requires_grad_(), cotangent.double().abs()),
+        )
+    ]
     # A row's gradient is a sum of at most all rows', of three factors each.
-    assert ((found.double() - exact).abs() <= (ROWS + 4) * torch.finfo(torch.float32).eps * size).all()
-    added = {"index_put", "index_add", "embedding_dense_backward", "index_select_backward"}.intersection(names)
+    assert (
+        (found.double() - exact).abs() <= (ROWS + 4) * torch.finfo(torch.float32).eps * size
+    ).all()
+    added = {
+        "index_put",
+        "index_add",
+        "embedding_dense_backward",
+        "index_select_backward",
+    }.intersection(names)
     assert bool(replaced) == (moved and KERNEL_PATH) != bool(added)
     assert _compiled(function, x.detach(), ids)[1] == 0
 

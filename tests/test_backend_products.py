@@ -28,7 +28,9 @@ class Products(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.k, self.v, self.frozen, self.narrow = (nn.Linear(16, size) for size in (16, 8, 24, 16, 4))
+        self.q, self.k, self.v, self.frozen, self.narrow = (
+            nn.Linear(16, size) for size in (16, 8, 24, 16, 4)
+        )
         self.bare, self.norm = nn.Linear(16, 16, bias=False), nn.LayerNorm(16)
         self.frozen.requires_grad_(False)
         self.normed = nn.Linear(16, 16)
@@ -55,7 +57,9 @@ def test_products_of_the_same_rows_are_one() -> None:
     backend = Backend()
     compiled = torch.compile(model, backend=backend)
     graphs = []
-    with mock.patch.object(entry, "fused", lambda gm, fused=entry.fused: (fused(gm), graphs.append(gm))[0]):  # type: ignore[misc]
+    with mock.patch.object(
+        entry, "fused", lambda gm, fused=entry.fused: (fused(gm), graphs.append(gm))[0]
+    ):  # type: ignore[misc]
         torch.compile(model, backend=Backend())(x)
         with torch.autocast(DEVICE.type, torch.bfloat16):
             found = results(compiled, model, (x,), cotangent)
@@ -69,7 +73,10 @@ def test_products_of_the_same_rows_are_one() -> None:
 
 
 def test_a_product_that_is_only_detached_has_no_gradient() -> None:
-    """Though it could be one with others of the same rows, and its weight cast with theirs: zeros would be weight decay."""
+    """Though it could be one with others of the same rows, and its weight cast with theirs.
+
+    Zeros would be weight decay.
+    """
     layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(5)]).to(DEVICE)
 
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,9 +93,9 @@ def test_a_product_that_is_only_detached_has_no_gradient() -> None:
 
 def test_parameters_are_cast_together() -> None:
     """Backward their gradients are cast as one tensor, forward each is read and written once, as casts are."""
-    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 16), nn.Linear(16, 24, bias=False), nn.Linear(24, 4)).to(
-        DEVICE
-    )
+    model = nn.Sequential(
+        nn.Linear(16, 8), nn.Linear(8, 16), nn.Linear(16, 24, bias=False), nn.Linear(24, 4)
+    ).to(DEVICE)
     model[1].requires_grad_(False)
     x, graphs = randn(5, 16), list[torch.fx.Graph]()
 
@@ -105,9 +112,12 @@ def test_parameters_are_cast_together() -> None:
         cotangent = torch.randn_like(model(x))
         found = results(torch.compile(model, backend=casting), model, (x,), cotangent)
         check(found, model, (x,), cotangent, 2 * torch.finfo(torch.bfloat16).eps)
-    forward, backward = [[node for node in graph.nodes if compat.aten_name(node.target) in ("cat", "_to_copy")]
-                         for graph in graphs]  # fmt: skip
-    # Trained and frozen ones, not the rows, nor the bias of four elements, which is not aligned; the gradients of the former two.
+    forward, backward = [
+        [node for node in graph.nodes if compat.aten_name(node.target) in ("cat", "_to_copy")]
+        for graph in graphs
+    ]
+    # Trained and frozen ones, not the rows, nor the bias of four elements, which is not aligned;
+    # the gradients of the former two.
     large = [node for node in forward if compat.aten_name(node.target) == "cat"]
     assert sorted(len(node.args[0]) for node in large) == [2, 4] if KERNEL_PATH else not large
     casts = [node for node in backward if compat.aten_name(node.target) == "_to_copy"]
@@ -140,22 +150,32 @@ def test_casts_stay_in_their_part_of_the_graph(function: Callable[..., Tensor]) 
         results.append([y, *[torch.zeros(()) if g is None else g for g in found]])
     for ours, eager in zip(*results, strict=True):
         assert ours.shape == eager.shape
-        torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2 * float(eager.detach().abs().max()))
+        torch.testing.assert_close(
+            ours, eager, rtol=2e-2, atol=2e-2 * float(eager.detach().abs().max())
+        )
 
 
-@pytest.mark.parametrize("function", [
-    lambda y: (y.view(-1)[:5000].zero_(), y)[1],
-    lambda y: (y.view(512, -1)[3:9].mul_(3), y)[1],
-    lambda y: torch.as_strided(y, (1024, 4099), (4099, 1)) * 1,
-])  # fmt: skip
-def test_products_that_are_read_by_their_place_in_memory_are_not_padded(function: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y: (y.view(-1)[:5000].zero_(), y)[1],
+        lambda y: (y.view(512, -1)[3:9].mul_(3), y)[1],
+        lambda y: torch.as_strided(y, (1024, 4099), (4099, 1)) * 1,
+    ],
+)
+def test_products_that_are_read_by_their_place_in_memory_are_not_padded(
+    function: Callable[[Tensor], Tensor],
+) -> None:
     def product(x: Tensor, weight: Tensor) -> Tensor:
         with torch.autocast(DEVICE.type, torch.bfloat16):
             return function(F.linear(x, weight))
 
     x, weight = randn(1024, 8), randn(4099, 8)
     torch.testing.assert_close(
-        torch.compile(product, backend=Backend())(x, weight), product(x, weight), rtol=2e-2, atol=1e-1
+        torch.compile(product, backend=Backend())(x, weight),
+        product(x, weight),
+        rtol=2e-2,
+        atol=1e-1,
     )
 
 
@@ -167,8 +187,13 @@ def test_bits_are_read_in_another_dtype() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_small_tables_are_products(dtype: torch.dtype) -> None:
-    """Each look-up counts once, in fp32, and nothing is added in an order that changes; other tables are left."""
-    few, many = (torch.randn(rows, 3, device=DEVICE, dtype=dtype, requires_grad=True) for rows in (5, 65))
+    """Each look-up counts once, in fp32, and nothing is added in an order that changes.
+
+    Other tables are left.
+    """
+    few, many = (
+        torch.randn(rows, 3, device=DEVICE, dtype=dtype, requires_grad=True) for rows in (5, 65)
+    )
     places = torch.randint(0, 4, (3, 1500), device=DEVICE)  # nothing looks up the last row
     names: list[str] = []
 
@@ -182,7 +207,9 @@ def test_gradients_of_small_tables_are_products(dtype: torch.dtype) -> None:
 
     def summing(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         made = entry._with_operators(gm, inputs, CompileReport())
-        return aot_autograd(fw_compiler=lambda gm, _: make_boxed_func(gm.forward), bw_compiler=backward)(made, inputs)
+        return aot_autograd(
+            fw_compiler=lambda gm, _: make_boxed_func(gm.forward), bw_compiler=backward
+        )(made, inputs)
 
     cotangent = torch.randn(3, 1500, 3, device=DEVICE)
     y = torch.compile(function, backend=summing)(few, many)
@@ -198,13 +225,15 @@ def test_gradients_of_small_tables_are_products(dtype: torch.dtype) -> None:
     assert names.count("bmm") == KERNEL_PATH
 
 
-# --- dropout ------------------------------------------------------------------------------------------------------------
+# --- dropout --------------------------------------------------------------------------------------
 
 
 def test_products_of_other_parts_are_not_joined() -> None:
     """Not those without gradients, nor of changed rows or weights, nor with biases of one element."""
 
-    def function(x: Tensor, one: Tensor, other: Tensor, frozen: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    def function(
+        x: Tensor, one: Tensor, other: Tensor, frozen: Tensor, bias: Tensor
+    ) -> tuple[Tensor, ...]:
         with torch.autocast(DEVICE.type, torch.bfloat16):
             first = F.linear(x, one)
             with torch.no_grad():
@@ -249,8 +278,12 @@ def test_vocabularies_are_padded_to_whole_vectors(bias: bool) -> None:
             return logits, F.cross_entropy(logits.flatten(0, 1).float(), x.new_zeros(1024).long())
 
     def graph(gm: torch.fx.GraphModule, _: Any) -> Any:
-        seen.extend(value for node in gm.graph.nodes if compat.aten_name(node.target) in ("mm", "addmm")
-                    for value in (node.meta["val"], *[arg.meta["val"] for arg in node.all_input_nodes]))  # fmt: skip
+        seen.extend(
+            value
+            for node in gm.graph.nodes
+            if compat.aten_name(node.target) in ("mm", "addmm")
+            for value in (node.meta["val"], *[arg.meta["val"] for arg in node.all_input_nodes])
+        )
         return make_boxed_func(gm.forward)
 
     def padding(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -265,15 +298,21 @@ def test_vocabularies_are_padded_to_whole_vectors(bias: bool) -> None:
         logits, loss = call(rows)
         (loss + logits.float().square().mean()).backward()
         assert logits.view(-1, 4099).shape == (1024, 4099)
-        results.append([logits, loss, rows.grad, *[parameter.grad for parameter in model.parameters()]])
+        results.append(
+            [logits, loss, rows.grad, *[parameter.grad for parameter in model.parameters()]]
+        )
     for ours, eager in zip(*reversed(results), strict=True):
-        torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2 * float(eager.detach().abs().max()))
+        torch.testing.assert_close(
+            ours, eager, rtol=2e-2, atol=2e-2 * float(eager.detach().abs().max())
+        )
     assert seen
     assert 4099 not in {size for value in seen for size in value.shape} or not KERNEL_PATH
 
 
 @pytest.mark.parametrize("columns", [4099, 4096])
-def test_gradients_of_padded_logits_are_not_copied_to_be_padded(columns: int, monkeypatch: Any) -> None:
+def test_gradients_of_padded_logits_are_not_copied_to_be_padded(
+    columns: int, monkeypatch: Any
+) -> None:
     """They come from another graph, in which the padding is unknown. Others are taken as the release takes them: newer ones with
     the strides of their result."""
     model, x = nn.Linear(16, columns).to(DEVICE), randn(2, 512, 16)
@@ -284,7 +323,9 @@ def test_gradients_of_padded_logits_are_not_copied_to_be_padded(columns: int, mo
         return make_boxed_func(gm.forward)
 
     def compiled(gm: torch.fx.GraphModule, inputs: Any, *_: Any) -> Any:
-        return aot_autograd(fw_compiler=lambda gm, _: make_boxed_func(gm.forward), bw_compiler=backward)(gm, inputs)
+        return aot_autograd(
+            fw_compiler=lambda gm, _: make_boxed_func(gm.forward), bw_compiler=backward
+        )(gm, inputs)
 
     def function(x: Tensor) -> Tensor:
         with torch.autocast(DEVICE.type, torch.bfloat16):

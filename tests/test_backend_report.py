@@ -31,7 +31,9 @@ class Changed(nn.Module):
     def forward(self, x: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
         x = x + self.few(torch.arange(x.numel(), device=x.device) % 4)[: x.shape[0]]
         rows = x[order.argsort()]
-        q, k, v = (layer(rows).view(8, 128, -1, 8).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (
+            layer(rows).view(8, 128, -1, 8).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
         k, v = (heads.repeat_interleave(2, 1) for heads in (k, v))
         places = torch.arange(128, device=x.device)
         causal, nothing = places <= places[:, None], (places >= 0).expand(128, 128)
@@ -66,7 +68,9 @@ def test_each_model_is_explained(fresh_dynamo: None) -> None:
     """More of them than Dynamo compiles of one function."""
     for cols in range(8, 32, 2):
         assert len(fusedops.explain(nn.LayerNorm(cols).to(DEVICE), randn(3, cols)).regions) == 1
-    with pytest.raises(TypeError, match="explain: model must be a module or a function, got NoneType"):
+    with pytest.raises(
+        TypeError, match="explain: model must be a module or a function, got NoneType"
+    ):
         fusedops.explain(None)  # type: ignore[arg-type]
 
 
@@ -78,7 +82,10 @@ def test_nothing_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "runs_kernels", lambda kind: False)
     torch.compiler.reset()
     text = str(fusedops.explain(nn.LayerNorm(4).to(DEVICE), randn(3, 4)))
-    assert text == f"no row-wise region was found, in 1 graph: there are no kernels for {DEVICE.type} tensors"
+    assert (
+        text
+        == f"no row-wise region was found, in 1 graph: there are no kernels for {DEVICE.type} tensors"
+    )
 
 
 def test_a_region_that_triton_cannot_compile_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,14 +93,19 @@ def test_a_region_that_triton_cannot_compile_is_left(monkeypatch: pytest.MonkeyP
 
     def compiled(request: launch.Request, device_index: int) -> launch.Variant:
         if "backward" in request.kernel.fn.__name__:
-            raise launch.NotCompiledError("backward_kernel", RuntimeError("PassManager::run failed"))
+            raise launch.NotCompiledError(
+                "backward_kernel", RuntimeError("PassManager::run failed")
+            )
         return specialise(request, device_index)
 
     monkeypatch.setattr(launch, "_built", {})
     monkeypatch.setattr(launch, "specialise", compiled)
     norm, x = nn.LayerNorm(11).to(DEVICE), randn(6, 11)
     (region,) = fusedops.explain(norm, x).regions
-    assert region.reason == "Triton cannot compile backward_kernel (RuntimeError: PassManager::run failed)"
+    assert (
+        region.reason
+        == "Triton cannot compile backward_kernel (RuntimeError: PassManager::run failed)"
+    )
     torch.compiler.reset()
     torch.testing.assert_close(fusedops.compile(norm)(x), norm(x))
     torch.compiler.reset()
@@ -102,7 +114,9 @@ def test_a_region_that_triton_cannot_compile_is_left(monkeypatch: pytest.MonkeyP
     assert not region.reason
 
 
-@pytest.mark.parametrize(("cols", "trains"), [(13, "all"), (16, "all"), (16, "linear"), (16, "none")])
+@pytest.mark.parametrize(
+    ("cols", "trains"), [(13, "all"), (16, "all"), (16, "linear"), (16, "none")]
+)
 def test_kernels_are_compiled_once(cols: int, trains: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the graph is made those that the calls run, and no others."""
     specialise, made = launch.specialise, list[str]()
@@ -124,12 +138,22 @@ def test_kernels_are_compiled_once(cols: int, trains: str, monkeypatch: pytest.M
 
 
 def test_a_line_for_each_kind_of_region() -> None:
-    norms = nn.Sequential(*[nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8, bias=False)) for _ in range(3)]).to(DEVICE)
+    norms = nn.Sequential(
+        *[nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8, bias=False)) for _ in range(3)]
+    ).to(DEVICE)
     lines = str(fusedops.explain(norms, randn(6, 8))).splitlines()
     size = 6 * 8 * 4 / 1024
-    moved, saved = f"{3 * 5 * size:.1f} KiB moved", f"{3 * size:.1f} KiB saved"  # x and y; dy, x and dx
-    assert lines[0] == f"3 of 3 row-wise regions are one operator, in 1 graph: {moved}, {saved} for backward"
-    assert len(lines) == 2 and lines[1].startswith(f"  3 x (6, 8)  native_layer_norm  {5 * size:.1f} KiB moved, ")
+    moved, saved = (
+        f"{3 * 5 * size:.1f} KiB moved",
+        f"{3 * size:.1f} KiB saved",
+    )  # x and y; dy, x and dx
+    assert (
+        lines[0]
+        == f"3 of 3 row-wise regions are one operator, in 1 graph: {moved}, {saved} for backward"
+    )
+    assert len(lines) == 2 and lines[1].startswith(
+        f"  3 x (6, 8)  native_layer_norm  {5 * size:.1f} KiB moved, "
+    )
 
 
 def test_what_cannot_be_called() -> None:
@@ -137,18 +161,40 @@ def test_what_cannot_be_called() -> None:
         fusedops.compile(3)  # type: ignore[type-var]
 
 
-@pytest.mark.parametrize(("given", "error", "message"), [
-    ({"options": {"nonsense": 1}}, RuntimeError, "Unexpected optimization option nonsense"),
-    ({"options": {"max_autotune": "yes"}}, RuntimeError, "Unexpected type of attr max_autotune, got str should be bool"),
-    ({"options": ["max_autotune"]}, TypeError, "compile: options must be a mapping of Inductor's options, got list"),
-    ({"mode": "fast"}, RuntimeError, "Unrecognized mode=fast"),
-    ({"mode": "max-autotune", "options": {"max_autotune": True}}, RuntimeError, "Either mode or options"),
-])  # fmt: skip
-def test_options_are_checked_before_the_first_step(given: Any, error: type[Exception], message: str) -> None:
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"options": {"nonsense": 1}}, RuntimeError, "Unexpected optimization option nonsense"),
+        (
+            {"options": {"max_autotune": "yes"}},
+            RuntimeError,
+            "Unexpected type of attr max_autotune, got str should be bool",
+        ),
+        (
+            {"options": ["max_autotune"]},
+            TypeError,
+            "compile: options must be a mapping of Inductor's options, got list",
+        ),
+        ({"mode": "fast"}, RuntimeError, "Unrecognized mode=fast"),
+        (
+            {"mode": "max-autotune", "options": {"max_autotune": True}},
+            RuntimeError,
+            "Either mode or options",
+        ),
+    ],
+)
+def test_options_are_checked_before_the_first_step(
+    given: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         fusedops.compile(nn.LayerNorm(4), **given)
 
 
 def test_options_of_inductor_are_taken() -> None:
-    for given in ({"options": {"max-autotune": True}}, {"options": {}}, {"mode": "max-autotune"}, {"mode": "default"}):
+    for given in (
+        {"options": {"max-autotune": True}},
+        {"options": {}},
+        {"mode": "max-autotune"},
+        {"mode": "default"},
+    ):
         assert callable(fusedops.compile(nn.LayerNorm(4), **given))  # type: ignore[arg-type]

@@ -16,7 +16,8 @@ from support import DEVICE, as_tuple
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
 
-# A dropout that drops nothing of so few elements. Probabilities are multiples of 2**-16, and so is its scale.
+# A dropout that drops nothing of so few elements. Probabilities are multiples of 2**-16, and so is
+# its scale.
 _SURE = 1e-9
 _CLOSE = {"rtol": 2.0**-16 + 1e-5, "atol": 1e-4}
 
@@ -31,7 +32,9 @@ def _without_gradient(x: Tensor, y: Tensor, w: Tensor, frozen: Tensor) -> tuple[
     return F.layer_norm(x, (16,), w) - known, known
 
 
-def _view_without_gradient(x: Tensor, y: Tensor, w: Tensor, frozen: Tensor) -> tuple[Tensor, Tensor]:
+def _view_without_gradient(
+    x: Tensor, y: Tensor, w: Tensor, frozen: Tensor
+) -> tuple[Tensor, Tensor]:
     """A view requires a gradient where its tensor does, which goes no farther."""
     with torch.no_grad():
         rows = x.view(8, 16)
@@ -39,7 +42,9 @@ def _view_without_gradient(x: Tensor, y: Tensor, w: Tensor, frozen: Tensor) -> t
     return normed, normed * w
 
 
-def _parts_without_gradient(x: Tensor, y: Tensor, w: Tensor, frozen: Tensor) -> tuple[Tensor, Tensor]:
+def _parts_without_gradient(
+    x: Tensor, y: Tensor, w: Tensor, frozen: Tensor
+) -> tuple[Tensor, Tensor]:
     sums = F.layer_norm(x * 2, (16,), w)
     with torch.no_grad():
         first, _ = sums.chunk(2, -1)
@@ -47,7 +52,9 @@ def _parts_without_gradient(x: Tensor, y: Tensor, w: Tensor, frozen: Tensor) -> 
     return dropped * 1, dropped * w[:8]
 
 
-def _changed_without_gradient(x: Tensor, y: Tensor, w: Tensor, frozen: Tensor) -> tuple[Tensor, Tensor]:
+def _changed_without_gradient(
+    x: Tensor, y: Tensor, w: Tensor, frozen: Tensor
+) -> tuple[Tensor, Tensor]:
     sums = x * w
     with torch.no_grad():
         sums = sums.mul_(2)
@@ -64,39 +71,76 @@ def _compared(x: Tensor, y: Tensor, w: Tensor, frozen: Tensor) -> Tensor:
 # Each with the number of its regions.
 FUNCTIONS: dict[str, tuple[Callable[..., Any], int]] = {
     "locked dropout": (lambda x, y, w, frozen: x * F.dropout(torch.ones_like(x[:, :1]), _SURE), 1),
-    "embedding dropout": (lambda x, y, w, frozen: y @ (x[0] * F.dropout(torch.ones_like(x[0, :, :1]), _SURE)).T, 1),
-    "norm of a constant": (lambda x, y, w, frozen: (_norm(torch.full_like(x, 2.0) * frozen), x * 2), 1),
-    "softmax of a constant": (lambda x, y, w, frozen: ((x.new_zeros(x.shape) + frozen).softmax(-1) * x), 1),
-    "mask returned": (lambda x, y, w, frozen: (lambda mask: (x * w * mask, mask))(F.dropout(torch.ones_like(x), _SURE)), 1),
+    "embedding dropout": (
+        lambda x, y, w, frozen: y @ (x[0] * F.dropout(torch.ones_like(x[0, :, :1]), _SURE)).T,
+        1,
+    ),
+    "norm of a constant": (
+        lambda x, y, w, frozen: (_norm(torch.full_like(x, 2.0) * frozen), x * 2),
+        1,
+    ),
+    "softmax of a constant": (
+        lambda x, y, w, frozen: (x.new_zeros(x.shape) + frozen).softmax(-1) * x,
+        1,
+    ),
+    "mask returned": (
+        lambda x, y, w, frozen: (lambda mask: (x * w * mask, mask))(
+            F.dropout(torch.ones_like(x), _SURE)
+        ),
+        1,
+    ),
     "norm of a comparison": (lambda x, y, w, frozen: (_norm((x > 0).float() * frozen), x * 2), 1),
-    "dropout of a comparison": (lambda x, y, w, frozen: (F.dropout((x > 0).float(), _SURE), x * 2), 1),
+    "dropout of a comparison": (
+        lambda x, y, w, frozen: (F.dropout((x > 0).float(), _SURE), x * 2),
+        1,
+    ),
     "comparison of another": (lambda x, y, w, frozen: _norm(x.masked_fill(y * 2 > 0, 0.0)) * w, 1),
     "of a number's power": (lambda x, y, w, frozen: (F.dropout(x**0, _SURE), y * 2), 1),
-    "of a number's power, with a weight": (lambda x, y, w, frozen: ((x**0 * w).softmax(-1) * y, x[..., 0]), 1),
-    "a result that is detached": (lambda x, y, w, frozen: (_norm(x) * y, (_norm(x) * w).detach()), 1),
+    "of a number's power, with a weight": (
+        lambda x, y, w, frozen: ((x**0 * w).softmax(-1) * y, x[..., 0]),
+        1,
+    ),
+    "a result that is detached": (
+        lambda x, y, w, frozen: (_norm(x) * y, (_norm(x) * w).detach()),
+        1,
+    ),
     "a result that is compared": (_compared, 1),
-    "a region that is detached": (lambda x, y, w, frozen: (_norm(x * frozen), torch.fmod(_norm(y * w), 2.0).detach()), 2),
+    "a region that is detached": (
+        lambda x, y, w, frozen: (_norm(x * frozen), torch.fmod(_norm(y * w), 2.0).detach()),
+        2,
+    ),
     "without gradient": (_without_gradient, 2),
     "view without gradient": (_view_without_gradient, 1),
     "parts without gradient": (_parts_without_gradient, 2),
     "changed without gradient": (_changed_without_gradient, 2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_has_gradients(name: str) -> None:
     function, regions = FUNCTIONS[name]
-    x, y, w = randn(2, 4, 16).requires_grad_(), randn(2, 4, 16).requires_grad_(), randn(16).requires_grad_()
+    x, y, w = (
+        randn(2, 4, 16).requires_grad_(),
+        randn(2, 4, 16).requires_grad_(),
+        randn(16).requires_grad_(),
+    )
     frozen, cotangents, found = randn(16), [randn(2, 4, 16), randn(2, 4, 16)], []
     backend = Backend()
     for call in (function, torch.compile(function, backend=backend, fullgraph=True)):
         outs = as_tuple(call(x, y, w, frozen))
         trained = [out for out in outs if out.requires_grad]
-        given = [cotangent.expand_as(out) if out.shape == cotangent.shape else torch.ones_like(out)
-                 for out, cotangent in zip(trained, cotangents, strict=False)]  # fmt: skip
+        given = [
+            cotangent.expand_as(out) if out.shape == cotangent.shape else torch.ones_like(out)
+            for out, cotangent in zip(trained, cotangents, strict=False)
+        ]
         gradients = torch.autograd.grad(trained, (x, y, w), given, allow_unused=True)
-        found.append(([out.requires_grad for out in outs], [g is None for g in gradients],
-                      [*outs, *[g for g in gradients if g is not None]]))  # fmt: skip
+        found.append(
+            (
+                [out.requires_grad for out in outs],
+                [g is None for g in gradients],
+                [*outs, *[g for g in gradients if g is not None]],
+            )
+        )
     (eager, none, expected), (ours, none_of_ours, values) = found
     assert ours == eager and none_of_ours == none
     for value, wanted in zip(values, expected, strict=True):
@@ -135,23 +179,28 @@ def _(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-@pytest.mark.parametrize("function", [
-    _time_first,
-    _remainders,
-    _remainders_changed,
-    _by_another_library,
-    lambda x: torch.as_strided(_remainders(x), (4, 16), (16, 1)) * 2,
-    lambda x: _remainders(x).transpose(0, 1).view(8, 16).diagonal(),
-    lambda x: torch.view_as_complex(_remainders(x.mT).transpose(0, 1).mT[..., :2]).real,
-    lambda x: checkpoint(lambda y: torch.as_strided(y, (4, 16), (16, 1)), _remainders(x), use_reentrant=False),
-    lambda x: torch.fmod(_time_first(x), torch.full_like(x.transpose(0, 1), 64.0).contiguous()),
-    lambda x: _time_first(x).sort().values,
-    lambda x: _time_first(x).unsqueeze(0),
-    lambda x: _time_first(x[:, :1]),
-    lambda x: torch.as_strided(_time_first(x), (4, 16), (16, 1)) * 2,
-    lambda x: F.dropout(x, _SURE) * 2,
-    lambda x: F.dropout(x.permute(1, 2, 0)[..., None] * 2, _SURE).mul(3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "function",
+    [
+        _time_first,
+        _remainders,
+        _remainders_changed,
+        _by_another_library,
+        lambda x: torch.as_strided(_remainders(x), (4, 16), (16, 1)) * 2,
+        lambda x: _remainders(x).transpose(0, 1).view(8, 16).diagonal(),
+        lambda x: torch.view_as_complex(_remainders(x.mT).transpose(0, 1).mT[..., :2]).real,
+        lambda x: checkpoint(
+            lambda y: torch.as_strided(y, (4, 16), (16, 1)), _remainders(x), use_reentrant=False
+        ),
+        lambda x: torch.fmod(_time_first(x), torch.full_like(x.transpose(0, 1), 64.0).contiguous()),
+        lambda x: _time_first(x).sort().values,
+        lambda x: _time_first(x).unsqueeze(0),
+        lambda x: _time_first(x[:, :1]),
+        lambda x: torch.as_strided(_time_first(x), (4, 16), (16, 1)) * 2,
+        lambda x: F.dropout(x, _SURE) * 2,
+        lambda x: F.dropout(x.permute(1, 2, 0)[..., None] * 2, _SURE).mul(3),
+    ],
+)
 def test_results_lie_in_memory_as_they_did(function: Callable[[Tensor], Tensor]) -> None:
     x, cotangent = randn(2, 4, 16).requires_grad_(), None
     found, backend = [], Backend()
@@ -159,7 +208,9 @@ def test_results_lie_in_memory_as_they_did(function: Callable[[Tensor], Tensor])
         y = call(x)
         cotangent = randn(*y.shape) if cotangent is None else cotangent
         found.append((y, *torch.autograd.grad(y, x, cotangent)))
-    strides = [[step for step, size in zip(y.stride(), y.shape, strict=True) if size > 1] for y, _ in found]
+    strides = [
+        [step for step, size in zip(y.stride(), y.shape, strict=True) if size > 1] for y, _ in found
+    ]
     assert strides[0] == strides[1]
     for ours, eager in zip(*reversed(found), strict=True):
         torch.testing.assert_close(ours, eager, **_CLOSE)
@@ -192,7 +243,9 @@ def test_changes_with_a_number() -> None:
         return F.rms_norm(y, (16,), w)
 
     x, w, backend = randn(2, 4, 16), randn(16).requires_grad_(), Backend()
-    torch.testing.assert_close(torch.compile(function, backend=backend)(x, w), function(x, w), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        torch.compile(function, backend=backend)(x, w), function(x, w), rtol=1e-5, atol=1e-5
+    )
     [region] = backend.report.fused
     assert region.operators[:2] == ("mul", "pow")
 
@@ -204,7 +257,11 @@ def test_queries_that_see_no_key() -> None:
         return F.scaled_dot_product_attention(query, key, value, mask, dropout_p=_SURE)
 
     given = [randn(1, 2, 4, 8).requires_grad_() for _ in range(3)]
-    mask, cotangent, backend = torch.ones(4, 4, dtype=torch.bool, device=DEVICE), randn(1, 2, 4, 8), Backend()
+    mask, cotangent, backend = (
+        torch.ones(4, 4, dtype=torch.bool, device=DEVICE),
+        randn(1, 2, 4, 8),
+        Backend(),
+    )
     mask[1] = False
     found = []
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
@@ -219,20 +276,28 @@ def test_queries_that_see_no_key() -> None:
 _OUTER: dict[str, Callable[[Tensor], Tensor]] = {
     "differences": lambda x: F.softplus(x[:, None, :] - x[:, :, None]).mean((1, 2)),
     "products": lambda x: (x[:, :, None] * x[:, None, :]).sum(-1),
-    "ranks": lambda x: torch.sigmoid((torch.tanh(x)[:, :, None] - (x * 2)[:, None, :]) * 3).sum(-1).softmax(-1),
+    "ranks": lambda x: (
+        torch.sigmoid((torch.tanh(x)[:, :, None] - (x * 2)[:, None, :]) * 3).sum(-1).softmax(-1)
+    ),
     "a column beside a row": lambda x: (x.mean(-1, keepdim=True) - x.mean(-1)).softmax(-1),
 }
 
 
 @pytest.mark.parametrize("case", _OUTER)
 def test_rows_beside_themselves(case: str) -> None:
-    """One dimension of the input in two of a value, of which a kernel would have the diagonal: values and gradients."""
+    """One dimension of the input in two of a value, of which a kernel would have the diagonal.
+
+    Values and gradients.
+    """
 
     def function(x: Tensor, w: Tensor) -> Tensor:
         return _OUTER[case](F.layer_norm(x, (8,), w) * 0.7)
 
     found, backend, tensors = [], Backend(), [randn(8, 8), randn(8)]
-    for call, dtype in ((torch.compile(function, backend=backend), torch.float32), (function, torch.float64)):
+    for call, dtype in (
+        (torch.compile(function, backend=backend), torch.float32),
+        (function, torch.float64),
+    ):
         given = [t.to(dtype).requires_grad_() for t in tensors]
         y = call(*given)
         found.append([t.double() for t in (y, *torch.autograd.grad(y.square().sum(), given))])

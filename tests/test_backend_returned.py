@@ -60,11 +60,22 @@ def _full(nodes: Sequence[torch.fx.Node]) -> int:
 
 @pytest.mark.parametrize(
     "function, written, read, again",
-    [(_capped, 2, 1, 1), (_gated, 2, 1, 0), (_bare, 1, 1, 0), (_multiplied, 3, 2, 0), (_linear, 1, 1, 0)],
+    [
+        (_capped, 2, 1, 1),
+        (_gated, 2, 1, 0),
+        (_bare, 1, 1, 0),
+        (_multiplied, 3, 2, 0),
+        (_linear, 1, 1, 0),
+    ],
 )
-def test_activations_that_are_returned(function: Callable[..., Any], written: int, read: int, again: int) -> None:
+def test_activations_that_are_returned(
+    function: Callable[..., Any], written: int, read: int, again: int
+) -> None:
     """The forward writes its product or what is returned or both, and the backward reads no more of them than it needs."""
-    x, w = (torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((_ROWS, 16), (16, _COLUMNS)))
+    x, w = (
+        torch.randn(*shape, device=DEVICE, requires_grad=True)
+        for shape in ((_ROWS, 16), (16, _COLUMNS))
+    )
     other = torch.randn(_COLUMNS, 8, device=DEVICE, requires_grad=True)
     graphs: list[torch.fx.Graph] = []
 
@@ -78,8 +89,12 @@ def test_activations_that_are_returned(function: Callable[..., Any], written: in
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         made = entry._with_operators(gm, inputs, CompileReport())
         partition = functools.partial(min_cut_rematerialization_partition, compiler="inductor")
-        return aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition,
-                            decompositions=core_aten_decompositions())(made, inputs)  # fmt: skip
+        return aot_autograd(
+            fw_compiler=keep,
+            bw_compiler=keep,
+            partition_fn=partition,
+            decompositions=core_aten_decompositions(),
+        )(made, inputs)
 
     results = []
     for call in (model, torch.compile(model, backend=backend)):
@@ -88,8 +103,12 @@ def test_activations_that_are_returned(function: Callable[..., Any], written: in
         results.append([loss, returned, *torch.autograd.grad(total, (x, w))])
     for ours, eager in zip(*reversed(results), strict=True):
         # Sums of at most 40 products, in another order.
-        torch.testing.assert_close(ours, eager, rtol=0, atol=40 * 2**-22 * float(eager.detach().abs().max()))
+        torch.testing.assert_close(
+            ours, eager, rtol=0, atol=40 * 2**-22 * float(eager.detach().abs().max())
+        )
     forward, backward = graphs
     assert _full(forward.output_node().all_input_nodes) == written
-    assert _full(backward.find_nodes(op="placeholder")) == read + 1  # and the gradient of what is returned
+    assert (
+        _full(backward.find_nodes(op="placeholder")) == read + 1
+    )  # and the gradient of what is returned
     assert len(backward.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)) == again

@@ -46,11 +46,15 @@ def test_sums_of_a_saved_tensor_and_a_narrow_one_are_computed_again(gated: bool,
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             found = call(start, gates)
         wanted = [start, gates, *norms.parameters(), *branches.parameters()]
-        results.append([found, *torch.autograd.grad(found, wanted, cotangent.bfloat16(), allow_unused=True)])
+        results.append(
+            [found, *torch.autograd.grad(found, wanted, cotangent.bfloat16(), allow_unused=True)]
+        )
     for ours, eager in zip(*reversed(results), strict=True):
         assert (ours is None) == (eager is None)
         if eager is not None:
-            torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2 * float(eager.detach().abs().max()))
+            torch.testing.assert_close(
+                ours, eager, rtol=2e-2, atol=2e-2 * float(eager.detach().abs().max())
+            )
     assert not backend.report.left
     whole = [tensor.dtype for tensor in stored.values() if tensor.numel() == start.numel()]
     assert whole.count(torch.float32) == sums

@@ -22,7 +22,11 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from backends import randn
 from fusedops.backend import entry, storing
@@ -63,16 +67,24 @@ def test_a_second_process_neither_captures_nor_computes_anything_else(tmp_path: 
     """The same bits, dropout drawn, and the same kernels."""
 
     def run(turn: str) -> str:
-        env = os.environ | {"FUSEDOPS_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-        return subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", _STEP, turn], env=env, text=True,
-                              capture_output=True, check=True).stdout  # fmt: skip
+        env = os.environ | {
+            "FUSEDOPS_CACHE_DIR": str(tmp_path),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        return subprocess.run(
+            [sys.executable, "-W", "error::RuntimeWarning", "-c", _STEP, turn],
+            env=env,
+            text=True,
+            capture_output=True,
+            check=True,
+        ).stdout
 
     first = run("first")
     assert "forward_kernel" in first and "backward_kernel" in first
     assert run("again") == first
 
 
-# --- what a file belongs to ---------------------------------------------------------------------------------------------
+# --- what a file belongs to -----------------------------------------------------------------------
 
 
 def _normed(x: Tensor, w: Tensor) -> Tensor:
@@ -83,7 +95,9 @@ def _normed_otherwise(x: Tensor, w: Tensor) -> Tensor:
     return F.layer_norm(x + w, (8,), w, None, 1e-6)
 
 
-def _graph(function: Callable[..., Any], inputs: Sequence[Tensor], **options: Any) -> tuple[fx.GraphModule, list[Any]]:
+def _graph(
+    function: Callable[..., Any], inputs: Sequence[Tensor], **options: Any
+) -> tuple[fx.GraphModule, list[Any]]:
     """What Dynamo hands to a backend."""
     found: list[Any] = []
 
@@ -96,9 +110,12 @@ def _graph(function: Callable[..., Any], inputs: Sequence[Tensor], **options: An
     return found[0], found[1]
 
 
-def _path(function: Callable[..., Any] = _normed, inputs: Sequence[Tensor] | None = None,
-          **options: Any) -> Path | None:  # fmt: skip
-    return storing.stored_at(*_graph(function, (randn(6, 8), randn(8)) if inputs is None else inputs, **options))
+def _path(
+    function: Callable[..., Any] = _normed, inputs: Sequence[Tensor] | None = None, **options: Any
+) -> Path | None:
+    return storing.stored_at(
+        *_graph(function, (randn(6, 8), randn(8)) if inputs is None else inputs, **options)
+    )
 
 
 @contextmanager
@@ -160,21 +177,27 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "inference mode": torch.inference_mode,
     "autocast": lambda: torch.autocast(DEVICE.type, torch.bfloat16),
     "autocast to fp16": lambda: torch.autocast(DEVICE.type, torch.float16),
-    "autocast of another device": lambda: _set(lambda: False, lambda on: torch.set_autocast_enabled(_OTHER_DEVICE, on), True),
+    "autocast of another device": lambda: _set(
+        lambda: False, lambda on: torch.set_autocast_enabled(_OTHER_DEVICE, on), True
+    ),
     "default dtype": lambda: _set(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
     "default device": lambda: torch.device("meta"),
-    "determinism": lambda: _set(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms,
-                                not torch.are_deterministic_algorithms_enabled()),
+    "determinism": lambda: _set(
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+        not torch.are_deterministic_algorithms_enabled(),
+    ),
     "cuDNN": lambda: torch.backends.cudnn.flags(enabled=not torch.backends.cudnn.enabled),
     "flash attention": lambda: _set(cuda.flash_sdp_enabled, cuda.enable_flash_sdp, False),
-    "attention's sums": lambda: _set(cuda.fp16_bf16_reduction_math_sdp_allowed,
-                                     cuda.allow_fp16_bf16_reduction_math_sdp, True),
+    "attention's sums": lambda: _set(
+        cuda.fp16_bf16_reduction_math_sdp_allowed, cuda.allow_fp16_bf16_reduction_math_sdp, True
+    ),
     "attention's order": lambda: _patched(compat, "attention_order", lambda: [0]),
     "kernels": lambda: _patched(launch, "runs_kernels", lambda kind: False),
     "code": lambda: _patched(cache, "code_of_package", lambda: "other"),
     "version": lambda: _patched(cache, "__version__", "other"),
     "PyTorch": lambda: _patched(torch, "__version__", "other"),
-}  # fmt: skip
+}
 
 
 def test_a_file_belongs_to_all_that_decides_what_is_made() -> None:
@@ -280,16 +303,22 @@ def test_what_has_no_text_is_not_stored(name: str) -> None:
     assert NOWHERE[name]() is None
 
 
-# --- what is in a file --------------------------------------------------------------------------------------------------
+# --- what is in a file ----------------------------------------------------------------------------
 
 
 def _with_constants(x: Tensor, w: Tensor) -> Tensor:
     numbers = torch.tensor([-0.0, float("inf"), 0.1, 2.0**-40], dtype=torch.float32)
     none = torch.tensor([]).to(x.device)
-    return _normed(x, w) * numbers.to(x.device).max() + x[..., 1:2] / numbers.to(x.device)[0].exp() + none.sum()
+    return (
+        _normed(x, w) * numbers.to(x.device).max()
+        + x[..., 1:2] / numbers.to(x.device)[0].exp()
+        + none.sum()
+    )
 
 
-def _made(function: Callable[..., Any]) -> tuple[fx.GraphModule, list[Any], fx.GraphModule, CompileReport]:
+def _made(
+    function: Callable[..., Any],
+) -> tuple[fx.GraphModule, list[Any], fx.GraphModule, CompileReport]:
     gm, given = _graph(function, (randn(6, 8), randn(8)))
     report = CompileReport()
     made = entry._with_operators(gm, given, report)
@@ -315,8 +344,12 @@ def _of_two_values(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return z, y, z.clone(), F.layer_norm(z + y @ w.outer(w), (8,), w)
 
 
-@pytest.mark.parametrize("function", [_normed, _with_constants, _checkpointed, _without_gradients, _of_two_values])
-def test_the_graph_that_is_read_is_the_one_that_was_stored(function: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "function", [_normed, _with_constants, _checkpointed, _without_gradients, _of_two_values]
+)
+def test_the_graph_that_is_read_is_the_one_that_was_stored(
+    function: Callable[..., Any], tmp_path: Path
+) -> None:
     """To the last name, argument, mark and constant."""
     gm, given, made, report = _made(function)
     nodes = list(made.graph.nodes)
@@ -330,16 +363,27 @@ def test_the_graph_that_is_read_is_the_one_that_was_stored(function: Callable[..
     for call, program in zip(sources.call_args_list, report.programs, strict=True):
         graph, places, structure, kept = call.args
         own = program.function
-        assert (str(graph), list(places), list(kept)) == (str(own.graph), list(own.places), list(own.kept))
+        assert (str(graph), list(places), list(kept)) == (
+            str(own.graph),
+            list(own.places),
+            list(own.kept),
+        )
         assert structure.text() == own.structure.text()
     assert found.meta == written.meta == made.meta == gm.meta | made.meta
     for one in (found, written):
-        for ours, theirs in zip(*[graph.find_nodes(op="placeholder") for graph in (one.graph, gm.graph)], strict=True):
+        for ours, theirs in zip(
+            *[graph.find_nodes(op="placeholder") for graph in (one.graph, gm.graph)], strict=True
+        ):
             assert ours.meta["tensor_dict"] is theirs.meta["tensor_dict"]
             assert ours._dynamo_source is theirs._dynamo_source
     assert _codes(found) == _codes(written) == _codes(made)
-    marks = [{key: node.meta[key] for key in ("recompute", PADDED) if key in node.meta} for node in found.graph.nodes]
-    assert marks[-2] == {"recompute": CheckpointPolicy.MUST_RECOMPUTE} and marks[-3] == {PADDED: True}
+    marks = [
+        {key: node.meta[key] for key in ("recompute", PADDED) if key in node.meta}
+        for node in found.graph.nodes
+    ]
+    assert marks[-2] == {"recompute": CheckpointPolicy.MUST_RECOMPUTE} and marks[-3] == {
+        PADDED: True
+    }
     assert not any(marks[:-3] + marks[-1:])
     for ours, theirs in zip(found(*given), made(*given), strict=True):
         assert torch.equal(ours, theirs)
@@ -354,7 +398,9 @@ def _of_complex_numbers(x: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [_of_many_numbers, _of_complex_numbers])
-def test_what_holds_other_constants_is_not_stored(function: Callable[..., Any], tmp_path: Path) -> None:
+def test_what_holds_other_constants_is_not_stored(
+    function: Callable[..., Any], tmp_path: Path
+) -> None:
     gm, _, made, report = _made(function)
     assert storing.write(tmp_path / "graph.json", gm, made, report.programs) is made
     assert not list(tmp_path.iterdir())
@@ -365,7 +411,9 @@ def _left(x: Tensor, w: Tensor) -> Tensor:
     return found
 
 
-def test_a_graph_that_is_left_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_is_left_is_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each process says why."""
     monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path))
     gm, given = _graph(_left, (randn(6, 8), randn(8)))
@@ -387,7 +435,9 @@ def _torn(content: dict[str, Any]) -> str:
 
 
 def _another_program(content: dict[str, Any]) -> str:
-    return json.dumps(content | {"programs": {f"{name}x": found for name, found in content["programs"].items()}})
+    return json.dumps(
+        content | {"programs": {f"{name}x": found for name, found in content["programs"].items()}}
+    )
 
 
 def _other_inputs(content: dict[str, Any]) -> str:
@@ -422,14 +472,25 @@ def _any_attribute(content: dict[str, Any]) -> str:
     return json.dumps(content).replace("aten.add.Tensor", "aten.add.Tensor.__init__.__globals__")
 
 
-_CHANGES = [_torn, _another_program, _other_inputs, _any_function, _of_another_library, _code_for_an_argument,
-            _code_for_a_name, _any_attribute]  # fmt: skip
+_CHANGES = [
+    _torn,
+    _another_program,
+    _other_inputs,
+    _any_function,
+    _of_another_library,
+    _code_for_an_argument,
+    _code_for_a_name,
+    _any_attribute,
+]
 
 
 @pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "changed"])
 @pytest.mark.parametrize("change", _CHANGES)
 def test_a_file_that_cannot_be_used_is_replaced(
-    change: Callable[[dict[str, Any]], str], sealed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: Callable[[dict[str, Any]], str],
+    sealed: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The graph is captured again, also where the checksum belongs to what is changed."""
     monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path))
@@ -446,7 +507,9 @@ def test_a_file_that_cannot_be_used_is_replaced(
     assert report.graphs == 1 and path.read_text() == before
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The graph is compiled as it was captured."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path / "file"))

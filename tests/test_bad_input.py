@@ -17,7 +17,9 @@ from support import DEVICE, EVERY_SPEC
 BAD = [(spec, bad) for spec in EVERY_SPEC for bad in spec.bad_samples(DEVICE)]
 
 
-@pytest.mark.parametrize(("spec", "bad"), BAD, ids=[f"{spec.name}-{bad.name.replace(' ', '_')}" for spec, bad in BAD])
+@pytest.mark.parametrize(
+    ("spec", "bad"), BAD, ids=[f"{spec.name}-{bad.name.replace(' ', '_')}" for spec, bad in BAD]
+)
 def test_bad_input(spec: Spec, bad: BadSample) -> None:
     for value in bad.tensors.values():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -45,7 +47,12 @@ def test_bad_samples_cover_every_kind_of_error(spec: Spec) -> None:
     errors = {bad.error for bad in spec.bad_samples(DEVICE)}
     assert errors >= {ValueError, TypeError}
     assert RuntimeError in errors or len(spec.tensors) == 1  # devices can differ
-    touched = {name for bad in spec.bad_samples(DEVICE) for name in spec.tensors if name in bad.match.replace(" ", "_")}
+    touched = {
+        name
+        for bad in spec.bad_samples(DEVICE)
+        for name in spec.tensors
+        if name in bad.match.replace(" ", "_")
+    }
     assert spec.tensors[0] in touched
 
 
@@ -55,10 +62,13 @@ KINDS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "csr": (Tensor.to_sparse_csr, "has layout torch.sparse_csr, expected torch.strided"),
     "complex": (lambda t: t.to(torch.complex64), "has dtype torch.complex64, expected"),
     "8 bits": (lambda t: t.to(torch.float8_e5m2), "has dtype torch.float8_e5m2, expected"),
-    "nested": (lambda t: torch.nested.nested_tensor([t[:1], t[1:2]]), "is a nested tensor, expected a dense one"),
+    "nested": (
+        lambda t: torch.nested.nested_tensor([t[:1], t[1:2]]),
+        "is a nested tensor, expected a dense one",
+    ),
     "array": (lambda t: t.cpu().numpy(), "must be a torch.Tensor, got ndarray"),
     "string": (lambda t: "x", "must be a torch.Tensor, got str"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
@@ -74,13 +84,22 @@ def test_no_dense_tensor(spec: Spec, kind: str) -> None:
         bad = {**good.tensors, name: make(value)}
         argument = re.escape(name.replace("slice_", "slice "))
         for _ in range(2):
-            with pytest.raises(TypeError, match=rf"^{spec.functional or spec.name}: {argument} {re.escape(words)}"):
+            with pytest.raises(
+                TypeError, match=rf"^{spec.functional or spec.name}: {argument} {re.escape(words)}"
+            ):
                 spec.call(**bad, **good.options)
             spec.call(**good.tensors, **good.options)
 
 
 def _is_taken(spec: Spec, name: str, kind: str) -> bool:
-    """PyTorch's own norms and activation take nested rows; slices may be a sequence, of which errors name a part."""
+    """PyTorch's own norms and activation take nested rows.
+
+    Slices may be a sequence, of which errors name a part.
+    """
     if name == "slices":
         return kind in ("array", "string")
-    return kind == "nested" and name == spec.tensors[0] and spec.name in ("layer_norm", "rms_norm", "gelu")
+    return (
+        kind == "nested"
+        and name == spec.tensors[0]
+        and spec.name in ("layer_norm", "rms_norm", "gelu")
+    )

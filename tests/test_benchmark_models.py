@@ -1,4 +1,7 @@
-"""The benchmark of whole models, with tiny ones: what it measures, what it writes, and what it leaves behind."""
+"""The benchmark of whole models, with tiny ones.
+
+What it measures, what it writes, and what it leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,19 @@ ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.plain
 CPU = torch.device("cpu")
 ISSUED = ["model", "mode", "provider", "ms", "peak_mib", "loss", "commit", "torch", "triton"]
-NAMES = {"bert", "gpt2", "t5", "llama", "vit", "qwen3", "gemma2", "mixtral", "dit", "nanogpt", "meta_llama"}
+NAMES = {
+    "bert",
+    "gpt2",
+    "t5",
+    "llama",
+    "vit",
+    "qwen3",
+    "gemma2",
+    "mixtral",
+    "dit",
+    "nanogpt",
+    "meta_llama",
+}
 WITHOUT_DROPOUT = {"llama", "qwen3", "gemma2", "mixtral", "dit", "meta_llama"}
 TEXT = text.Text(CPU)
 LIGHT = measuring.Effort(rounds=2, block_s=0.001, singles=1, most=2)
@@ -49,19 +64,37 @@ SETTING = runner.Setting(CPU, TEXT, LIGHT, seeds=(0, 1), steps=6)
 every_tiny = pytest.mark.parametrize("workload", workloads.workloads(tiny=True), ids=str)
 
 
-def row(provider="eager", ms=10.0, peak=1000.0, *, model="bert", mode="train", shape="32x512", **changes):
-    base = Row(model, mode, provider, ms, peak, None, "abc1234", "2.11.0", "3.6.0", shape, 0.1, 5.0, None, "5.17.0")
+def row(
+    provider="eager", ms=10.0, peak=1000.0, *, model="bert", mode="train", shape="32x512", **changes
+):
+    base = Row(
+        model,
+        mode,
+        provider,
+        ms,
+        peak,
+        None,
+        "abc1234",
+        "2.11.0",
+        "3.6.0",
+        shape,
+        0.1,
+        5.0,
+        None,
+        "5.17.0",
+    )
     return replace(base, **changes)
 
 
-# --- what is measured ---------------------------------------------------------------------------------------------
+# --- what is measured -----------------------------------------------------------------------------
 
 
 def test_every_named_model_is_there_in_every_mode():
     found = {(w.name, w.mode) for w in workloads.workloads()}
     assert found == {(name, mode) for name in NAMES for mode in ("train", "infer")} | {
-        ("gpt2", "generate"), ("t5", "generate")
-    }  # fmt: skip
+        ("gpt2", "generate"),
+        ("t5", "generate"),
+    }
     assert {w.name for w in workloads.loss_workloads()} == NAMES
 
 
@@ -76,9 +109,20 @@ def test_the_most_telling_come_first():
 @transformers_only
 @pytest.mark.parametrize(
     ("name", "millions"),
-    [("bert", 110), ("gpt2", 124), ("t5", 223), ("llama", 1039), ("vit", 87), ("qwen3", 596), ("gemma2", 1602),
-     ("mixtral", 791), ("dit", 458), ("nanogpt", 124), ("meta_llama", 1039)],
-)  # fmt: skip
+    [
+        ("bert", 110),
+        ("gpt2", 124),
+        ("t5", 223),
+        ("llama", 1039),
+        ("vit", 87),
+        ("qwen3", 596),
+        ("gemma2", 1602),
+        ("mixtral", 791),
+        ("dit", 458),
+        ("nanogpt", 124),
+        ("meta_llama", 1039),
+    ],
+)
 def test_the_models_are_of_the_sizes_that_they_are_called_by(name, millions):
     model = workloads.Workload(name, "train", ()).build(torch.device("meta"))
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)
@@ -90,7 +134,9 @@ def test_the_models_are_of_the_sizes_that_they_are_called_by(name, millions):
 @pytest.mark.parametrize("name", sorted(NAMES - WITHOUT_DROPOUT))
 def test_dropout_is_on_in_training(name):
     model = workloads.Workload(name, "train", (), tiny=True).build(CPU)
-    assert any(isinstance(m, torch.nn.Dropout) and m.p == 0.1 and m.training for m in model.modules())
+    assert any(
+        isinstance(m, torch.nn.Dropout) and m.p == 0.1 and m.training for m in model.modules()
+    )
 
 
 @transformers_only
@@ -102,7 +148,9 @@ def test_a_workload_is_what_its_mode_says(workload):
     assert {p.dtype for p in model.parameters()} == {torch.float32 if training else torch.bfloat16}
     assert ("labels" in batch) == training
     other = workload.build(CPU)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
     assert all(torch.equal(batch[k], v) for k, v in workload.batch(TEXT.reseeded(0)).items())
 
 
@@ -122,7 +170,9 @@ def test_labels_are_masked_tokens_or_the_next_byte():
 def test_nanogpt_is_gpt2():
     """With its weights, and its own activation in both."""
     options = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(activation_function="gelu", **options)).eval()
+    gpt2 = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(activation_function="gelu", **options)
+    ).eval()
     model, own = written.NanoGPT(**options).eval(), {}
     for name, weight in gpt2.transformer.state_dict().items():
         own[name] = weight.t() if re.search(r"(c_attn|c_proj|c_fc)\.weight", name) else weight
@@ -130,20 +180,41 @@ def test_nanogpt_is_gpt2():
     tokens = torch.randint(0, 64, (2, 9))
     expected, found = gpt2(tokens, labels=tokens), model(tokens)
     torch.testing.assert_close(found.logits, expected.logits)
-    torch.testing.assert_close(model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).loss, expected.loss)
+    torch.testing.assert_close(
+        model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).loss, expected.loss
+    )
 
 
-_METAS = {"self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
-          "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
-          "mlp.up_proj": "feed_forward.w3", "post_attention_layernorm": "ffn_norm", "input_layernorm": "attention_norm",
-          "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output", "model.layers": "layers"}  # fmt: skip
+_METAS = {
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3",
+    "post_attention_layernorm": "ffn_norm",
+    "input_layernorm": "attention_norm",
+    "model.embed_tokens": "tok_embeddings",
+    "model.norm": "norm",
+    "lm_head": "output",
+    "model.layers": "layers",
+}
 
 
 @transformers_only
 def test_metas_llama_is_llama():
     """With its weights: of queries and keys Transformers rotates the halves, Meta pairs of neighbours."""
-    config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, rms_norm_eps=1e-5,
-                                      num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)  # fmt: skip
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        rms_norm_eps=1e-5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
     llama, own = transformers.LlamaForCausalLM(config).eval(), {}
     for name, weight in llama.state_dict().items():
         if "q_proj" in name or "k_proj" in name:
@@ -156,7 +227,9 @@ def test_metas_llama_is_llama():
     tokens = torch.randint(0, 64, (2, 9))
     expected, found = llama(tokens, labels=tokens), model(tokens)
     torch.testing.assert_close(found.logits, expected.logits)
-    torch.testing.assert_close(model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).loss, expected.loss)
+    torch.testing.assert_close(
+        model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).loss, expected.loss
+    )
 
 
 @pytest.mark.parametrize("name", ["dit", "nanogpt", "meta_llama"])
@@ -169,18 +242,25 @@ def test_a_model_by_hand_is_one_graph(name, fresh_dynamo):
 def test_noise_is_what_the_latents_were_mixed_with():
     workload = workloads.Workload("dit", "train", (4, 16))
     batch = workload.batch(TEXT.reseeded(0))
-    assert batch["x"].shape == batch["labels"].shape == (4, 4, 8, 8) and batch["t"].shape == batch["y"].shape == (4,)
+    assert batch["x"].shape == batch["labels"].shape == (4, 4, 8, 8) and batch["t"].shape == batch[
+        "y"
+    ].shape == (4,)
     level = (batch["t"] / 1000).view(-1, 1, 1, 1)
     latents = (batch["x"] - level.sqrt() * batch["labels"]) / (1 - level).sqrt()
     assert float(latents.abs().max()) <= 1.001
     torch.testing.assert_close(
-        latents[..., 0, 0] * 127.5 + 127.5, (latents[..., 0, 0] * 127.5 + 127.5).round(), atol=0.1, rtol=0
+        latents[..., 0, 0] * 127.5 + 127.5,
+        (latents[..., 0, 0] * 127.5 + 127.5).round(),
+        atol=0.1,
+        rtol=0,
     )
 
 
 def test_text_is_text():
     tokens = TEXT.reseeded(3).tokens(2, 50)
-    assert all(bytes((row - 3).tolist()).decode("latin-1").isprintable() or 13 in row for row in tokens)
+    assert all(
+        bytes((row - 3).tolist()).decode("latin-1").isprintable() or 13 in row for row in tokens
+    )
     assert not torch.equal(tokens, TEXT.reseeded(4).tokens(2, 50))
 
 
@@ -191,8 +271,10 @@ def test_a_step_does_the_whole_thing(workload, monkeypatch):
     if workload.mode == "generate":
         lengths = []
         processed = sys.modules["transformers"].NoRepeatNGramLogitsProcessor.__call__
-        monkeypatch.setattr("transformers.NoRepeatNGramLogitsProcessor.__call__",
-                            lambda self, ids, scores: lengths.append(ids.shape[1]) or processed(self, ids, scores))  # fmt: skip
+        monkeypatch.setattr(
+            "transformers.NoRepeatNGramLogitsProcessor.__call__",
+            lambda self, ids, scores: lengths.append(ids.shape[1]) or processed(self, ids, scores),
+        )
         made.step()
         assert len(lengths) == workload.sizes[-1]
         return
@@ -205,7 +287,7 @@ def test_a_step_does_the_whole_thing(workload, monkeypatch):
     assert all(p.grad is None for p in made.model.parameters())
 
 
-# --- providers ----------------------------------------------------------------------------------------------------
+# --- providers ------------------------------------------------------------------------------------
 
 
 @transformers_only
@@ -215,7 +297,9 @@ def test_fused_is_fused(workload, monkeypatch):
     from fusedops.generation import FusedNoRepeatNGramLogitsProcessor as Fused
 
     original = Fused.__call__
-    monkeypatch.setattr(Fused, "__call__", lambda self, *args: blocked.append(1) or original(self, *args))
+    monkeypatch.setattr(
+        Fused, "__call__", lambda self, *args: blocked.append(1) or original(self, *args)
+    )
     made = contender("fused", workload, CPU, TEXT.reseeded(0))
     with counted() as calls:
         made.step()
@@ -232,15 +316,26 @@ def test_a_model_that_is_not_fused_is_not_measured_as_fused(name):
 @transformers_only
 @pytest.mark.parametrize(
     ("name", "fused", "ours"),
-    [("compile", False, 0), ("compile_autotune", False, 0), ("fused_compile", True, 0), ("backend", False, 1),
-     ("fused_backend", True, 1)],
-)  # fmt: skip
+    [
+        ("compile", False, 0),
+        ("compile_autotune", False, 0),
+        ("fused_compile", True, 0),
+        ("backend", False, 1),
+        ("fused_backend", True, 1),
+    ],
+)
 def test_compiled_is_compiled(name, fused, ours, monkeypatch, fresh_dynamo):
     """Inductor takes seconds a graph: it is left out, and who called it is noted."""
     graphs, modes = [], []
-    monkeypatch.setattr("fusedops.core.compat.compile_by_inductor", lambda gm, *_: graphs.append(gm) or gm.forward)
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda gm, _, config_patches=None, **__:
-                        modes.append((config_patches or {}).get("max_autotune", False)) or gm.forward)  # fmt: skip
+    monkeypatch.setattr(
+        "fusedops.core.compat.compile_by_inductor", lambda gm, *_: graphs.append(gm) or gm.forward
+    )
+    monkeypatch.setattr(
+        "torch._inductor.compile_fx.compile_fx",
+        lambda gm, _, config_patches=None, **__: (
+            modes.append((config_patches or {}).get("max_autotune", False)) or gm.forward
+        ),
+    )
     workload = workloads.workloads(["bert"], ["infer"], tiny=True)[0]
     made = contender(name, workload, CPU, TEXT.reseeded(0))
     assert any(hasattr(type(m), "_fusedops_original") for m in made.model.modules()) == fused
@@ -252,7 +347,14 @@ def test_compiled_is_compiled(name, fused, ours, monkeypatch, fresh_dynamo):
 def test_what_is_offered():
     train, generate = (workloads.workloads(["gpt2"], [mode])[0] for mode in ("train", "generate"))
     llama = workloads.workloads(["llama"], ["train"])[0]
-    assert offered(train) == ["eager", "fused", "compile", "fused_compile", "backend", "fused_backend"]
+    assert offered(train) == [
+        "eager",
+        "fused",
+        "compile",
+        "fused_compile",
+        "backend",
+        "fused_backend",
+    ]
     assert offered(generate) == ["eager", "fused"]
     assert sorted(offered(llama)) == sorted(name for name in PROVIDERS if "without" not in name)
 
@@ -292,7 +394,11 @@ def test_providers_leave_no_state_behind(mode):
 
     def state():
         classes = {type(m) for m in workload.build(CPU).modules()}
-        return {cls: dict(vars(cls)) for cls in classes}, dict(vars(modeling_gpt2)), torch.is_grad_enabled()
+        return (
+            {cls: dict(vars(cls)) for cls in classes},
+            dict(vars(modeling_gpt2)),
+            torch.is_grad_enabled(),
+        )
 
     def output():
         torch.manual_seed(0)
@@ -304,7 +410,7 @@ def test_providers_leave_no_state_behind(mode):
     assert torch.equal(output(), expected)
 
 
-# --- measuring ----------------------------------------------------------------------------------------------------
+# --- measuring ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -326,7 +432,9 @@ def stepping(clock, name, order, seconds, model=None):
 def test_contenders_take_turns(clock):
     order = []
     both = {"a": stepping(clock, "a", order, [0.1]), "b": stepping(clock, "b", order, [0.3])}
-    warm = {name: measuring.Warm(0.0, seconds, 1.0, None) for name, seconds in (("a", 0.1), ("b", 0.3))}
+    warm = {
+        name: measuring.Warm(0.0, seconds, 1.0, None) for name, seconds in (("a", 0.1), ("b", 0.3))
+    }
     found = measuring.blocks(both, warm, measuring.Effort(rounds=3, block_s=0.25), CPU)
     assert "".join(order) == "aaab" * 3
     assert found["a"].ms == pytest.approx(100.0) and found["b"].ms == pytest.approx(300.0)
@@ -336,7 +444,9 @@ def test_contenders_take_turns(clock):
 def test_ms_is_the_median_and_spread_the_quartiles_range(clock):
     order = []
     alone = {"a": stepping(clock, "a", order, [0.010, 0.020, 0.030, 0.040, 9.0])}
-    found = measuring.blocks(alone, {"a": measuring.Warm(0.0, 1.0, 1.0, None)}, measuring.Effort(5, 0.1, most=5), CPU)
+    found = measuring.blocks(
+        alone, {"a": measuring.Warm(0.0, 1.0, 1.0, None)}, measuring.Effort(5, 0.1, most=5), CPU
+    )
     assert found["a"].ms == pytest.approx(30.0)
     assert found["a"].spread == pytest.approx(20.0)
 
@@ -346,10 +456,15 @@ def test_rounds_go_on_while_times_differ(clock):
     order = []
     calm = {"a": stepping(clock, "a", order, [1.0, 1.5, 1.0, 1.0, 1.0, 1.0, 1.0])}
     warm = {name: measuring.Warm(0.0, 1.0, 1.0, None) for name in "ab"}
-    assert measuring.blocks(calm, warm, measuring.Effort(2, 0.1, most=20), CPU)["a"].ms == pytest.approx(1000.0)
+    assert measuring.blocks(calm, warm, measuring.Effort(2, 0.1, most=20), CPU)[
+        "a"
+    ].ms == pytest.approx(1000.0)
     assert 2 < len(order) < 7
     order.clear()
-    both = {"a": stepping(clock, "a", order, [1.0]), "b": stepping(clock, "b", order, [0.0, 1.0, 0.0, 2.0] * 2)}
+    both = {
+        "a": stepping(clock, "a", order, [1.0]),
+        "b": stepping(clock, "b", order, [0.0, 1.0, 0.0, 2.0] * 2),
+    }
     measuring.blocks(both, warm, measuring.Effort(2, 0.1, most=4), CPU)
     assert "".join(order) == "ab" * 4
 
@@ -357,7 +472,9 @@ def test_rounds_go_on_while_times_differ(clock):
 def test_warming_up_is_not_timed(clock):
     """The first step compiles; the singles are what counts."""
     order = []
-    warm = measuring.warm_up(stepping(clock, "a", order, [60.0, 20.0, 0.5]), measuring.Effort(singles=1), CPU)
+    warm = measuring.warm_up(
+        stepping(clock, "a", order, [60.0, 20.0, 0.5]), measuring.Effort(singles=1), CPU
+    )
     assert warm == measuring.Warm(60.0, 0.5, 500.0, None)
 
 
@@ -370,17 +487,28 @@ def test_own_bytes_count_tied_weights_once():
 
 @transformers_only
 def test_losses_fall_and_hardly_differ():
-    """Dropout draws the same on a CPU: fused and eager learn the same, and another seed learns something else."""
+    """Dropout draws the same on a CPU.
+
+    Fused and eager learn the same, and another seed learns something else.
+    """
     workload = workloads.loss_workloads(["gpt2"], tiny=True)[0]
-    eager, fused = (training.learn(name, workload, TEXT, CPU, seeds=(0, 1), steps=25) for name in ("eager", "fused"))
+    eager, fused = (
+        training.learn(name, workload, TEXT, CPU, seeds=(0, 1), steps=25)
+        for name in ("eager", "fused")
+    )
     assert eager.spread > 0
     assert fused.mean == pytest.approx(eager.mean, rel=1e-3)
-    weights = {training.final_loss("eager", workload, TEXT.reseeded(0), CPU, seed=seed, steps=1) for seed in (0, 1)}
+    weights = {
+        training.final_loss("eager", workload, TEXT.reseeded(0), CPU, seed=seed, steps=1)
+        for seed in (0, 1)
+    }
     assert len(weights) == 2
-    assert eager.mean < training.learn("eager", workload, TEXT, CPU, seeds=(0, 1), steps=1).mean - 0.02
+    assert (
+        eager.mean < training.learn("eager", workload, TEXT, CPU, seeds=(0, 1), steps=1).mean - 0.02
+    )
 
 
-# --- first calls --------------------------------------------------------------------------------------------------
+# --- first calls ----------------------------------------------------------------------------------
 
 
 def test_a_first_call_is_measured_cold_and_then_from_its_own_caches(monkeypatch):
@@ -397,9 +525,14 @@ def test_a_first_call_is_measured_cold_and_then_from_its_own_caches(monkeypatch)
     workload = workloads.workloads(["gpt2"], ["train"], tiny=True)[0]
     rows = [first_calls.measured(workload, name, CPU) for name in first_calls.DEFAULT]
     assert os.environ == before
-    assert [(r.provider, r.cold_s, r.warm_s) for r in rows] == [("compile", 1.0, 2.0), ("backend", 3.0, 4.0)]
+    assert [(r.provider, r.cold_s, r.warm_s) for r in rows] == [
+        ("compile", 1.0, 2.0),
+        ("backend", 3.0, 4.0),
+    ]
     assert [files for *_, files in seen] == [[], ["compiled"]] * 2
-    assert len({folder for _, folder, _ in seen}) == 2 and not any(folder.exists() for _, folder, _ in seen)
+    assert len({folder for _, folder, _ in seen}) == 2 and not any(
+        folder.exists() for _, folder, _ in seen
+    )
     assert first_calls.table(rows).splitlines()[1:] == [
         "gpt2   train  2x16   compile   1.0             2.0",
         "gpt2   train  2x16   backend   3.0      3.00x  4.0                2.00x",
@@ -415,7 +548,9 @@ def test_a_first_call_begins_in_a_process_of_its_own(monkeypatch):
 
 def test_seconds_of_a_first_call_are_those_beyond_a_later_ones(clock, monkeypatch):
     order, workload = [], workloads.workloads(["nanogpt"], ["train"], tiny=True)[0]
-    monkeypatch.setattr(first_calls, "contender", lambda name, *_: stepping(clock, name, order, [5.0, 60.0, 2.0]))
+    monkeypatch.setattr(
+        first_calls, "contender", lambda name, *_: stepping(clock, name, order, [5.0, 60.0, 2.0])
+    )
     assert first_calls._first_step(workload, "backend", CPU) == pytest.approx(58.0)
     assert order == ["eager", *["backend"] * 4]
 
@@ -435,7 +570,7 @@ def test_first_calls_are_written_and_replaced(tmp_path, monkeypatch, capsys):
     )
 
 
-# --- rows and runs ------------------------------------------------------------------------------------------------
+# --- rows and runs --------------------------------------------------------------------------------
 
 
 def run(*arguments):
@@ -445,16 +580,24 @@ def run(*arguments):
 @transformers_only
 def test_a_run_writes_rows_with_the_issues_columns_first(tmp_path, capsys):
     path = tmp_path / "models.csv"
-    assert run("--model", "gpt2", "--provider", "eager", "--provider", "fused", "--output", path) == 0
+    assert (
+        run("--model", "gpt2", "--provider", "eager", "--provider", "fused", "--output", path) == 0
+    )
     with path.open() as file:
         reader = csv.DictReader(file)
         lines = list(reader)
     assert reader.fieldnames[: len(ISSUED)] == ISSUED and "shape" in reader.fieldnames
     assert {(x["mode"], x["provider"]) for x in lines} == {
-        (mode, provider) for mode in ("train", "infer", "generate") for provider in ("eager", "fused")
+        (mode, provider)
+        for mode in ("train", "infer", "generate")
+        for provider in ("eager", "fused")
     }
     for line in lines:
-        assert float(line["ms"]) > 0 and float(line["host_ms"]) > 0 and line["peak_mib"] == line["loss"] == ""
+        assert (
+            float(line["ms"]) > 0
+            and float(line["host_ms"]) > 0
+            and line["peak_mib"] == line["loss"] == ""
+        )
         assert line["torch"] == torch.__version__ and line["commit"] and line["transformers"]
     assert "gpt2   generate  2x8+6  " in capsys.readouterr().out
 
@@ -476,7 +619,10 @@ def test_stages_put_compilers_last():
         {"compile", "compile_autotune", "fused_compile", "backend", "fused_backend"},
     ]
     assert all(set(work.providers) <= set(COMPILING) for work in stages[1])
-    assert [str(work.workload) for work in stages[1]][:2] == ["bert train 32x512", "gpt2 train 16x1024"]
+    assert [str(work.workload) for work in stages[1]][:2] == [
+        "bert train 32x512",
+        "gpt2 train 16x1024",
+    ]
     assert not list(runner.stages(workloads.workloads(["bert"]), ["liger"]))
 
 
@@ -503,7 +649,9 @@ def test_a_killed_run_loses_nothing_and_is_resumed(tmp_path, monkeypatch):
 
 
 def test_the_budget_starts_nothing_new(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(models_command, "run_work", lambda work, setting: [setting.row(work.workload, "eager")])
+    monkeypatch.setattr(
+        models_command, "run_work", lambda work, setting: [setting.row(work.workload, "eager")]
+    )
     path = tmp_path / "models.csv"
     assert run("--budget", 0, "--output", path) == 0
     assert "stopped before bert train 2x16" in capsys.readouterr().out
@@ -516,15 +664,20 @@ def test_a_failing_provider_is_left_out_and_ours_fails_the_run(monkeypatch, caps
         raise RuntimeError("no such thing\nand more")
 
     monkeypatch.setitem(PROVIDERS, "eager", fails)
-    assert run("--model", "bert", "--mode", "infer", "--provider", "eager", "--provider", "fused") == 0
-    assert "bert infer 2x16 eager: left out, RuntimeError: no such thing\n" in capsys.readouterr().err
+    assert (
+        run("--model", "bert", "--mode", "infer", "--provider", "eager", "--provider", "fused") == 0
+    )
+    assert (
+        "bert infer 2x16 eager: left out, RuntimeError: no such thing\n" in capsys.readouterr().err
+    )
     monkeypatch.setitem(PROVIDERS, "fused", fails)
     assert run("--model", "bert", "--mode", "infer", "--provider", "fused") == 1
     assert run("--model", "bert", "--loss", "--provider", "fused") == 1
 
 
 @pytest.mark.parametrize(
-    ("option", "given", "near"), [("model", "brt", "bert"), ("mode", "tain", "train"), ("provider", "fusd", "fused")]
+    ("option", "given", "near"),
+    [("model", "brt", "bert"), ("mode", "tain", "train"), ("provider", "fusd", "fused")],
 )
 def test_unknown_names_are_refused_with_near_ones(option, given, near, capsys):
     assert run(f"--{option}", given) == 2
@@ -543,12 +696,16 @@ def test_a_profile_has_the_steps_operators(capsys):
     assert float(line.split()[1]) == 6
 
 
-# --- the file and what is made of it ------------------------------------------------------------------------------
+# --- the file and what is made of it --------------------------------------------------------------
 
 
 def test_rows_come_back_as_they_were_written(tmp_path):
     path = tmp_path / "models.csv"
-    rows = [row(), row("fused", 7.5, None), row(mode="loss", ms=None, peak=None, loss=2.5, loss_spread=0.25)]
+    rows = [
+        row(),
+        row("fused", 7.5, None),
+        row(mode="loss", ms=None, peak=None, loss=2.5, loss_spread=0.25),
+    ]
     results.write(path, rows)
     assert sorted(results.read(path), key=repr) == sorted(rows, key=repr)
     results.write(path, [row(ms=9.0)])
@@ -576,17 +733,23 @@ def test_columns_and_models_without_figures_are_not_on_the_page(tmp_path):
     """Nor is what is said of them."""
     path = tmp_path / "models_nvidia_h200.csv"
     results.write(path, [row(), row("fused", 8.0)])
-    assert "fusedops.compile" not in page.markdown(path) + page.summary(path) and "by hand" not in page.markdown(path)
+    assert "fusedops.compile" not in page.markdown(path) + page.summary(
+        path
+    ) and "by hand" not in page.markdown(path)
     results.write(path, [row("backend", 7.0), row(model="nanogpt")])
-    assert " | `fusedops.compile` |\n" in page.markdown(path) and "torch.compile |" not in page.markdown(path)
+    assert " | `fusedops.compile` |\n" in page.markdown(
+        path
+    ) and "torch.compile |" not in page.markdown(path)
     assert "`fusedops.compile` is" in page.markdown(path) and "by hand" in page.markdown(path)
     assert " | `fusedops.compile` |\n" in page.summary(path)
 
 
 def test_page(tmp_path):
     path = tmp_path / "models_nvidia_h200.csv"
-    losses = [row(name, None, None, mode="loss", loss=loss, loss_spread=0.01, shape="8x128")
-              for name, loss in (("eager", 2.5), ("fused", 2.4))]  # fmt: skip
+    losses = [
+        row(name, None, None, mode="loss", loss=loss, loss_spread=0.01, shape="8x128")
+        for name, loss in (("eager", 2.5), ("fused", 2.4))
+    ]
     results.write(path, [row("fused", 8.0, 700.0), row(), *losses])
     text = page.markdown(path)
     assert "| NVIDIA H200 | 2.11.0 | 3.6.0 | 5.17.0 | abc1234 | 4 |" in text
@@ -626,7 +789,9 @@ def test_compiled_steps_of_one_run_are_compared(tmp_path):
     head, _, line = page.compiled(path, none).splitlines()
     assert head.count("|") == 7 and "GPU time" not in head
     assert line.endswith(" | 8.00 ± 0.10 |  | **4.00 ± 0.10 (2.00)** | 1000 | 500 |")
-    results.write(path, [row(name, ms, gpu_ms=ms - 1) for name, ms in (("compile", 7.0), ("backend", 4.0))])
+    results.write(
+        path, [row(name, ms, gpu_ms=ms - 1) for name, ms in (("compile", 7.0), ("backend", 4.0))]
+    )
     head, _, line = page.compiled(path, none).splitlines()
     assert "GPU time" in head and line.endswith(" | 6.00 | 3.00 (2.00) | 1000 | 1000 |")
     assert " | 6.00 |  | 3.00 |\n" in page.markdown(path)

@@ -1,4 +1,7 @@
-"""The sweeps' cases, their order, what is left of them, and compiling ahead. Nothing here needs a GPU."""
+"""The sweeps' cases, their order, what is left of them, and compiling ahead.
+
+Nothing here needs a GPU.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def keys(cases):
     return [(case.op, case.shape, case.dtype_name) for case in cases]
 
 
-# --- which cases --------------------------------------------------------------------------------------------------
+# --- which cases ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("axis", ["hidden", "rows"])
@@ -64,17 +67,33 @@ def test_lines_of_rows_go_from_one_to_as_many_as_fit(op):
 def test_hidden_sizes_span_the_range():
     (line,) = sweep.lines(SPECS["bias_dropout_add_ln"], ("hidden",))
     assert [x for x, _ in line.points] == [
-        256, 512, 768, 1024, 1536, 2048, 4096, 5120, 8192, 11008, 16384, 32768, 65536
-    ]  # fmt: skip
+        256,
+        512,
+        768,
+        1024,
+        1536,
+        2048,
+        4096,
+        5120,
+        8192,
+        11008,
+        16384,
+        32768,
+        65536,
+    ]
     assert dict(line.points)[768] == (43690, 768)
-    assert {x for x, _ in next(sweep.lines(SPECS["swiglu"], ("hidden",))).points} == {1 << k for k in range(8, 17)}
+    assert {x for x, _ in next(sweep.lines(SPECS["swiglu"], ("hidden",))).points} == {
+        1 << k for k in range(8, 17)
+    }
 
 
 def test_widths_are_measured_with_many_rows_and_with_fewer():
     many, fewer = sweep.lines(SPECS["rms_norm"], ("widths",))
     assert [x for x, _ in many.points] == [x for x, _ in fewer.points]
     widths = {x for x, _ in many.points}
-    assert {1536, 5120, 7168, 18432, 4097} < widths and len(widths) == len(SPECS["rms_norm"].sweep.widths) + 5
+    assert {1536, 5120, 7168, 18432, 4097} < widths and len(widths) == len(
+        SPECS["rms_norm"].sweep.widths
+    ) + 5
     for line, elements in ((many, 1 << 25), (fewer, 1 << 23)):
         assert all(0 <= elements - math.prod(sides) < width for width, sides in line.points)
     assert not list(sweep.lines(SPECS["swiglu"], ("widths",)))
@@ -82,14 +101,31 @@ def test_widths_are_measured_with_many_rows_and_with_fewer():
 
 def test_a_run_cut_short_leaves_coarse_lines_whole():
     every = keys(sweep.plan(SPECS.values()))
-    coarse = {(256, "hidden"), (4096, "hidden"), (65536, "hidden"), (1, "rows"), (256, "rows"), (65536, "rows")}
+    coarse = {
+        (256, "hidden"),
+        (4096, "hidden"),
+        (65536, "hidden"),
+        (1, "rows"),
+        (256, "rows"),
+        (65536, "rows"),
+    }
     fine = {(512, "hidden"), (8192, "hidden"), (4, "rows"), (1024, "rows")}
     places = {}
     for line in sweep.lines(SPECS["rms_norm"]):
         for x, sides in line.points:
-            rank = 0 if (x, line.axis) in coarse else 1 if (x, line.axis) in fine else 2 if x in (768, 11008) else None
+            rank = (
+                0
+                if (x, line.axis) in coarse
+                else 1
+                if (x, line.axis) in fine
+                else 2
+                if x in (768, 11008)
+                else None
+            )
             for dtype in ("bf16", "fp16", "fp32"):
-                places.setdefault(rank, []).append(every.index(("rms_norm", "x".join(map(str, sides)), dtype)))
+                places.setdefault(rank, []).append(
+                    every.index(("rms_norm", "x".join(map(str, sides)), dtype))
+                )
     assert max(places[0]) < min(places[1]) and max(places[1]) < min(places[2])
     # Within a rank, one dtype after the other.
     assert [key[2] for key in every[:100]] == ["bf16"] * 100
@@ -100,25 +136,36 @@ def test_small_cases_run(op):
     for case in sweep.plan([SPECS[op]], ("rows",), ("fp32",)):
         if case.elements <= 1 << 14:
             sample = case.spec.benchmark(case.sides, case.dtype, CPU)
-            assert sum(out.numel() for out in case.spec.eager(**sample.tensors, **sample.options)) == case.elements
+            assert (
+                sum(out.numel() for out in case.spec.eager(**sample.tensors, **sample.options))
+                == case.elements
+            )
 
 
-# --- what is left of them -----------------------------------------------------------------------------------------
+# --- what is left of them -------------------------------------------------------------------------
 
 
 def test_what_has_a_row_is_not_timed_again():
     cases = sweep.plan([SPECS["layer_norm"]], ("hidden",), ("bf16",))[:2]
     names = ["fusedops", "eager"]
-    done = [made_up.row(cases[0], "fusedops"), made_up.row(cases[0], "eager"), made_up.row(cases[1], "eager")]
+    done = [
+        made_up.row(cases[0], "fusedops"),
+        made_up.row(cases[0], "eager"),
+        made_up.row(cases[1], "eager"),
+    ]
     (left,) = sweep.remaining(cases, ("fwd_bwd",), names, done)
     assert (left.case, left.pairs) == (cases[1], (("fwd_bwd", "fusedops"),))
     both = sweep.remaining(cases, ("fwd_bwd", "fwd"), names, done)
     assert both[0].pairs == (("fwd", "fusedops"), ("fwd", "eager"))
-    assert not sweep.remaining(cases, ("fwd_bwd",), names, [*done, made_up.row(cases[1], "fusedops")])
+    assert not sweep.remaining(
+        cases, ("fwd_bwd",), names, [*done, made_up.row(cases[1], "fusedops")]
+    )
 
 
 def test_providers_that_an_operator_lacks_are_not_wanted():
-    (slices,) = sweep.remaining(sweep.plan([SPECS["batched_layer_norm_tanh"]])[:1], ("fwd",), None, [])
+    (slices,) = sweep.remaining(
+        sweep.plan([SPECS["batched_layer_norm_tanh"]])[:1], ("fwd",), None, []
+    )
     assert {name for _, name in slices.pairs} == {"fusedops", "eager", "eager_combined", "compile"}
     (gelu,) = sweep.remaining(sweep.plan([SPECS["gelu"]])[:1], ("fwd",), None, [])
     assert {name for _, name in gelu.pairs} == {"fusedops", "eager", "compile"}
@@ -127,15 +174,25 @@ def test_providers_that_an_operator_lacks_are_not_wanted():
 @pytest.fixture
 def measuring(monkeypatch, tmp_path):
     """A machine and a book for runs whose every measurement is a constant."""
-    monkeypatch.setattr(timing, "gpu_us", lambda steps, effort, **kwargs: [step() for step in steps] and 50.0)
+    monkeypatch.setattr(
+        timing, "gpu_us", lambda steps, effort, **kwargs: [step() for step in steps] and 50.0
+    )
     monkeypatch.setattr(timing, "peak_mib", lambda step: 1.0)
-    monkeypatch.setattr(timing, "loop_us", lambda steps, effort, **kwargs: dict.fromkeys(steps, 70.0))
-    monkeypatch.setattr(warm, "settle_compiler", lambda: None)  # this process is not the measuring one
+    monkeypatch.setattr(
+        timing, "loop_us", lambda steps, effort, **kwargs: dict.fromkeys(steps, 70.0)
+    )
+    monkeypatch.setattr(
+        warm, "settle_compiler", lambda: None
+    )  # this process is not the measuring one
     return runner.Machine(CPU, 1 << 16, 1e9, "abc1234", "2.11.0", "3.6.0"), tmp_path / "sweep.csv"
 
 
 def small_work(names=("fusedops", "eager")):
-    cases = [Case(SPECS[op], (rows, 64), torch.float32) for op in ("layer_norm", "rms_norm") for rows in (4, 16)]
+    cases = [
+        Case(SPECS[op], (rows, 64), torch.float32)
+        for op in ("layer_norm", "rms_norm")
+        for rows in (4, 16)
+    ]
     return cases, sweep.remaining(cases, ("fwd_bwd",), names, [])
 
 
@@ -145,7 +202,9 @@ def test_a_sweep_goes_on_where_the_budget_ended_it(measuring, monkeypatch):
     clock = iter(range(1000))
     monkeypatch.setattr(runner.time, "perf_counter", lambda: float(next(clock)))
     run_case = runner.run_case
-    monkeypatch.setattr(runner, "run_case", lambda *a: [next(clock) for _ in range(100)] and run_case(*a))
+    monkeypatch.setattr(
+        runner, "run_case", lambda *a: [next(clock) for _ in range(100)] and run_case(*a)
+    )
     with results.Book(path) as book:
         assert runner.measure_all(work, machine, book, jobs=0, ends=150.0) == (2, 0)
     rest = sweep.remaining(cases, ("fwd_bwd",), ("fusedops", "eager"), results.read(path))
@@ -159,7 +218,9 @@ def test_a_row_that_is_missing_from_our_own_is_counted(measuring, monkeypatch):
     machine, path = measuring
     _, work = small_work()
     run_case = runner.run_case
-    monkeypatch.setattr(runner, "run_case", lambda *a: [r for r in run_case(*a) if r.provider != "fusedops"])
+    monkeypatch.setattr(
+        runner, "run_case", lambda *a: [r for r in run_case(*a) if r.provider != "fusedops"]
+    )
     with results.Book(path) as book:
         assert runner.measure_all(work, machine, book, jobs=0, ends=math.inf) == (4, 4)
 
@@ -178,14 +239,30 @@ def test_sweep_command(measuring, monkeypatch, capsys):
     monkeypatch.setattr(sweep, "_ROWS", (1, 4))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(runner, "this_machine", lambda: ("CPU", machine))
-    every = ["sweep", "--op", "gelu", "--op", "rms_norm", "--axis", "rows", "--dtype", "fp32", "--provider", "fusedops",
-             "--jobs", "0", "--output", str(path)]  # fmt: skip
+    every = [
+        "sweep",
+        "--op",
+        "gelu",
+        "--op",
+        "rms_norm",
+        "--axis",
+        "rows",
+        "--dtype",
+        "fp32",
+        "--provider",
+        "fusedops",
+        "--jobs",
+        "0",
+        "--output",
+        str(path),
+    ]
     assert command.main([*every, "--budget", "0"]) == 0
     assert "0 cases in" in capsys.readouterr().out and not path.exists()
     assert command.main(every) == 0
     shapes = {(row.op, row.shape) for row in results.read(path)}
-    assert shapes == {("gelu", f"{m}x4096") for m in (1, 4)} | {("rms_norm", f"{m}x{n}") for m in (1, 4)
-                                                               for n in (1024, 4096)}  # fmt: skip
+    assert shapes == {("gelu", f"{m}x4096") for m in (1, 4)} | {
+        ("rms_norm", f"{m}x{n}") for m in (1, 4) for n in (1024, 4096)
+    }
     capsys.readouterr()
     assert command.main([*every, "--resume"]) == 0
     assert "0 of 6 cases" in capsys.readouterr().out
@@ -198,7 +275,9 @@ def test_sweep_command(measuring, monkeypatch, capsys):
     for other in ("0a0a0a0", machine.commit + "+dirty", ""):
         assert command.main([*every, "--resume", other]) == 2
         said = capsys.readouterr()
-        assert f"has no rows at commit {other!r}; it has {machine.commit}" in said.err and not said.out
+        assert (
+            f"has no rows at commit {other!r}; it has {machine.commit}" in said.err and not said.out
+        )
     assert command.main([*every, "--resume"]) == 0
     assert "6 of 6 cases" in capsys.readouterr().out
 
@@ -209,20 +288,28 @@ def test_sweeping_without_a_gpu_is_refused(monkeypatch, capsys):
     assert "needs a GPU" in capsys.readouterr().err
 
 
-# --- compiling ahead ----------------------------------------------------------------------------------------------
+# --- compiling ahead ------------------------------------------------------------------------------
 
 
 def test_only_what_compiles_is_compiled_ahead():
     cases, _ = small_work()
     work = sweep.remaining(cases, ("fwd_bwd", "fwd"), ("fusedops", "eager", "compile"), [])
     todo = warm.tasks(work)
-    assert {(t.op, t.sides, t.dtype) for t in todo} == {(c.op, c.sides, c.dtype_name) for c in cases}
-    assert all(set(t.pairs) == {(m, n) for m in ("fwd", "fwd_bwd") for n in ("fusedops", "compile")} for t in todo)
+    assert {(t.op, t.sides, t.dtype) for t in todo} == {
+        (c.op, c.sides, c.dtype_name) for c in cases
+    }
+    assert all(
+        set(t.pairs) == {(m, n) for m in ("fwd", "fwd_bwd") for n in ("fusedops", "compile")}
+        for t in todo
+    )
     assert not warm.tasks(sweep.remaining(cases, ("fwd",), ("eager", "eager_combined"), []))
 
 
 def test_workers_do_not_meet_in_the_gpus_memory():
-    """Of any 16 tasks in a row, at most 5 are of the largest: some ten tensors of a gibibyte each."""
+    """Of any 16 tasks in a row, at most 5 are of the largest.
+
+    Some ten tensors of a gibibyte each.
+    """
     cases = sweep.plan(SPECS.values())
     todo = warm.tasks(sweep.Work(case, (("fwd_bwd", "compile"),)) for case in cases)
     sizes = [results.elements("x".join(map(str, t.sides))) * DTYPES[t.dtype].itemsize for t in todo]
@@ -265,6 +352,13 @@ def test_workers_make_the_keys_that_the_measuring_process_looks_for(tmp_path):
     (tmp_path / "probe.py").write_text(_PROBE)
     (tmp_path / "program.py").write_text(_WORKERS)
     paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parent.parent)])
-    run = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths},
-                         capture_output=True, text=True, timeout=300, check=True)  # fmt: skip
+    run = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
     assert run.stdout.split() == ["same", "1", "0"], run.stdout + run.stderr

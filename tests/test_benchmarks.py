@@ -19,8 +19,19 @@ SPECS = {spec.name: spec for spec in discover()}
 EXACT = sorted(name for name, spec in SPECS.items() if spec.exact)
 
 
-def row(provider="fusedops", gpu=100.0, loop=200.0, *, op="layer_norm", shape="8192x4096", mode="fwd_bwd", **changes):
-    base = Row(op, shape, "bf16", mode, provider, gpu, loop, 80.0, 64.0, "abc1234", "2.11.0", "3.6.0")
+def row(
+    provider="fusedops",
+    gpu=100.0,
+    loop=200.0,
+    *,
+    op="layer_norm",
+    shape="8192x4096",
+    mode="fwd_bwd",
+    **changes,
+):
+    base = Row(
+        op, shape, "bf16", mode, provider, gpu, loop, 80.0, 64.0, "abc1234", "2.11.0", "3.6.0"
+    )
     return replace(base, **changes)
 
 
@@ -28,7 +39,7 @@ def case_of(op, rows=64, cols=96, dtype=torch.float32):
     return Case(SPECS[op], (rows, cols), dtype)
 
 
-# --- cases and floors ---------------------------------------------------------------------------------------------
+# --- cases and floors -----------------------------------------------------------------------------
 
 
 def test_every_family_with_a_spec_is_found():
@@ -62,9 +73,9 @@ def test_every_target_has_a_case():
 )
 def test_floor(op, shape, mode, published):
     rows, cols, dtype = shape
-    assert floors.floor_us(floors.bytes_moved(SPECS[op], rows * cols, dtype, mode), 4.25e12) == pytest.approx(
-        published, rel=1e-2
-    )
+    assert floors.floor_us(
+        floors.bytes_moved(SPECS[op], rows * cols, dtype, mode), 4.25e12
+    ) == pytest.approx(published, rel=1e-2)
 
 
 def test_sets_are_several_times_the_cache_but_bounded():
@@ -82,7 +93,7 @@ def test_a_training_step_returns_gradients_and_accumulates_none():
     assert x.grad is None
 
 
-# --- results ------------------------------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------
 
 
 def test_new_rows_replace_old_ones_of_the_same_key(tmp_path):
@@ -90,7 +101,11 @@ def test_new_rows_replace_old_ones_of_the_same_key(tmp_path):
     results.write(path, [row(gpu=100.0), row("eager", gpu=300.0)])
     results.write(path, [row(gpu=90.0), row(gpu=40.0, mode="fwd")])
     seen = {(r.mode, r.provider): r.gpu_us for r in results.read(path)}
-    assert seen == {("fwd", "fusedops"): 40.0, ("fwd_bwd", "eager"): 300.0, ("fwd_bwd", "fusedops"): 90.0}
+    assert seen == {
+        ("fwd", "fusedops"): 40.0,
+        ("fwd_bwd", "eager"): 300.0,
+        ("fwd_bwd", "fusedops"): 90.0,
+    }
     assert [p.name for p in path.parent.iterdir()] == ["device.csv"]
 
 
@@ -112,7 +127,9 @@ def test_shapes_are_ordered_as_numbers():
 def test_a_file_with_other_columns_is_refused_and_left_alone(tmp_path):
     path = tmp_path / "device.csv"
     path.write_text("op,time\nlayer_norm,3\n")
-    with pytest.raises(results.UnreadableError, match=r"has the columns \['op', 'time'\], expected \['op', 'shape'"):
+    with pytest.raises(
+        results.UnreadableError, match=r"has the columns \['op', 'time'\], expected \['op', 'shape'"
+    ):
         results.write(path, [row()])
     assert path.read_text() == "op,time\nlayer_norm,3\n"
 
@@ -127,7 +144,7 @@ def test_commit_can_be_named(monkeypatch):
     assert results.commit() == "feed123"
 
 
-# --- targets ------------------------------------------------------------------------------------------------------
+# --- targets --------------------------------------------------------------------------------------
 
 
 def test_fractions_and_loop_ratios_are_compared_the_right_way_round():
@@ -136,9 +153,13 @@ def test_fractions_and_loop_ratios_are_compared_the_right_way_round():
         targets.Target("layer_norm", "8x256", "bf16", "fwd_bwd", 1.15, "loop"),
     )
     rows = [
-        row(gpu=99.0), row("eager", gpu=200.0), row("liger", gpu=150.0),
-        row(shape="8x256", loop=60.0), row("eager", shape="8x256", loop=50.0), row("liger", shape="8x256", loop=300.0),
-    ]  # fmt: skip
+        row(gpu=99.0),
+        row("eager", gpu=200.0),
+        row("liger", gpu=150.0),
+        row(shape="8x256", loop=60.0),
+        row("eager", shape="8x256", loop=50.0),
+        row("liger", shape="8x256", loop=300.0),
+    ]
     fraction, loop = targets.compare(rows, figures)
     assert fraction.result == pytest.approx(80 / 99)
     assert fraction.met
@@ -160,11 +181,16 @@ def test_times_and_multiples_of_another_operator():
     assert multiple.result == pytest.approx(1.5)
     assert not multiple.met
     assert multiple.best_peer == "2.50 liger"
-    assert [verdict.result for verdict in targets.compare(rows[:1], figures)] == [pytest.approx(90.0), None]
+    assert [verdict.result for verdict in targets.compare(rows[:1], figures)] == [
+        pytest.approx(90.0),
+        None,
+    ]
 
 
 def test_an_absent_figure_is_not_met():
-    (verdict,) = targets.compare([row("eager")], [targets.Target("layer_norm", "8192x4096", "bf16", "fwd_bwd", 0.8)])
+    (verdict,) = targets.compare(
+        [row("eager")], [targets.Target("layer_norm", "8192x4096", "bf16", "fwd_bwd", 0.8)]
+    )
     assert verdict.result is None
     assert not verdict.met
 
@@ -175,7 +201,10 @@ def test_check_fails_until_every_figure_is_met(tmp_path, capsys):
     assert command.main(["check", "--output", str(path)]) == 1
     # Ten microseconds of a floor of 9.5, and a hundredth of eager's loop.
     good = [
-        replace(row(op=t.op, shape=t.shape, dtype=t.dtype, mode=t.mode, gpu=10.0, loop=20.0), floor_us=9.5)
+        replace(
+            row(op=t.op, shape=t.shape, dtype=t.dtype, mode=t.mode, gpu=10.0, loop=20.0),
+            floor_us=9.5,
+        )
         for t in targets.TARGETS
     ]
     results.write(path, [*good, *(replace(r, provider="eager", loop_us=2000.0) for r in good)])
@@ -186,11 +215,14 @@ def test_check_fails_until_every_figure_is_met(tmp_path, capsys):
     assert capsys.readouterr().out.count("MISSED") == 1
 
 
-# --- which providers are timed ------------------------------------------------------------------------------------
+# --- which providers are timed --------------------------------------------------------------------
 
 
 def test_max_autotune_is_spared_where_nothing_asks_for_it():
-    with_target, without = case_of("layer_norm", 8192, 4096, torch.bfloat16), case_of("layer_norm", 77, 4096)
+    with_target, without = (
+        case_of("layer_norm", 8192, 4096, torch.bfloat16),
+        case_of("layer_norm", 77, 4096),
+    )
     wanted = providers.worthwhile
     assert wanted("compile_max_autotune", with_target, "fwd_bwd", named=False)
     assert not wanted("compile_max_autotune", with_target, "fwd", named=False)
@@ -225,7 +257,7 @@ def test_running_without_a_gpu_is_refused(monkeypatch, capsys):
     assert "needs a GPU" in capsys.readouterr().err
 
 
-# --- the gate: wrong values are not timed -------------------------------------------------------------------------
+# --- the gate: wrong values are not timed ---------------------------------------------------------
 
 DROPOUT = ("bias_dropout_add", "bias_dropout_add_ln", "bias_dropout_add_rms_norm")
 
@@ -291,7 +323,9 @@ def test_wrong_gradients_are_refused_and_right_outputs_still_timed(op):
 @pytest.mark.parametrize("op", DROPOUT)
 def test_another_keep_rate_is_refused(op):
     spec = SPECS[op]
-    verdict = Oracle(case_of(op), CPU).judge("eager", lambda **kwargs: spec.eager(**kwargs | {"p": 0.15}))
+    verdict = Oracle(case_of(op), CPU).judge(
+        "eager", lambda **kwargs: spec.eager(**kwargs | {"p": 0.15})
+    )
     assert "of the elements, expected 0.90000" in verdict.wrong["fwd_bwd"]
 
 
@@ -308,7 +342,10 @@ def test_a_biased_scale_is_refused(op):
 
 @pytest.mark.parametrize("op", DROPOUT)
 def test_a_backward_with_another_mask_is_refused(op):
-    """The forward under one mask and the gradients under another: neither gate alone would see it."""
+    """The forward under one mask and the gradients under another.
+
+    Neither gate alone would see it.
+    """
     spec = SPECS[op]
 
     def two_masks(**kwargs):
@@ -317,7 +354,9 @@ def test_a_backward_with_another_mask_is_refused(op):
         hidden = spec.eager(**kwargs)
         return tuple(h + (s - h).detach() for s, h in zip(shown, hidden, strict=True))
 
-    assert "output 0 is off by" in Oracle(case_of(op), CPU).judge("eager", two_masks).wrong["fwd_bwd"]
+    assert (
+        "output 0 is off by" in Oracle(case_of(op), CPU).judge("eager", two_masks).wrong["fwd_bwd"]
+    )
 
 
 def test_a_provider_that_writes_into_the_gradient_is_noticed():
@@ -342,18 +381,28 @@ def test_a_vanishing_gradient_does_not_hide_the_mask():
     """Where dz underflows to zero the gradients cannot tell kept from dropped; the output does."""
     case = case_of("bias_dropout_add", 64, 512, torch.float16)
     oracle = Oracle(case, CPU)
-    oracle.cotangents = tuple(c.masked_fill(torch.rand_like(c) < 0.01, 0.0) for c in oracle.cotangents)
+    oracle.cotangents = tuple(
+        c.masked_fill(torch.rand_like(c) < 0.01, 0.0) for c in oracle.cotangents
+    )
     assert not oracle.judge("eager", case.spec.eager).wrong
 
 
 @pytest.mark.parametrize("op", EXACT)
 def test_exact_operators_are_held_to_the_bit(op):
-    """One wrong element, a last bit, another dtype; what writes to its inputs does not spoil them for the next."""
+    """One wrong element, a last bit, another dtype.
+
+    What writes to its inputs does not spoil them for the next.
+    """
     oracle = oracle_of(case_of(op), CPU)
     assert isinstance(oracle, ExactOracle)
-    for change in (lambda out: out.index_fill(1, torch.tensor([5]), -torch.inf), lambda out: out.double(),
-                   lambda out: torch.nextafter(out, out + 1.0)):  # fmt: skip
-        assert oracle.judge("eager", altered(SPECS[op], change)).wrong == {"fwd": "output 0 is not the reference's"}
+    for change in (
+        lambda out: out.index_fill(1, torch.tensor([5]), -torch.inf),
+        lambda out: out.double(),
+        lambda out: torch.nextafter(out, out + 1.0),
+    ):
+        assert oracle.judge("eager", altered(SPECS[op], change)).wrong == {
+            "fwd": "output 0 is not the reference's"
+        }
     for name in providers.PROVIDERS:
         call = providers.build(name, SPECS[op]) if not name.startswith("compile") else None
         assert call is None or not oracle.judge(name, call).wrong, name
@@ -368,41 +417,60 @@ def test_exact_operators_have_no_backward_to_time(op):
     assert case_of("layer_norm").modes == ("fwd", "fwd_bwd")
 
 
-# --- one case, its timing replaced --------------------------------------------------------------------------------
+# --- one case, its timing replaced ----------------------------------------------------------------
 
 
 @pytest.fixture
 def untimed(monkeypatch):
     """Every measurement returns a constant, so that a case runs without a GPU."""
-    monkeypatch.setattr(timing, "gpu_us", lambda steps, effort, **kwargs: [step() for step in steps] and 50.0)
+    monkeypatch.setattr(
+        timing, "gpu_us", lambda steps, effort, **kwargs: [step() for step in steps] and 50.0
+    )
     monkeypatch.setattr(timing, "peak_mib", lambda step: 1.0)
-    monkeypatch.setattr(timing, "loop_us", lambda steps, effort, **kwargs: dict.fromkeys(steps, 70.0))
+    monkeypatch.setattr(
+        timing, "loop_us", lambda steps, effort, **kwargs: dict.fromkeys(steps, 70.0)
+    )
     return runner.Machine(CPU, 1 << 16, 1e9, "abc1234", "2.11.0", "3.6.0")
 
 
 def test_a_case_gives_a_row_for_every_mode_and_right_provider(untimed, monkeypatch, capsys):
-    monkeypatch.setitem(providers.PROVIDERS, "wrong", lambda spec: altered(spec, lambda out: out * 1.01))
+    monkeypatch.setitem(
+        providers.PROVIDERS, "wrong", lambda spec: altered(spec, lambda out: out * 1.01)
+    )
     monkeypatch.setitem(providers.PROVIDERS, "broken", lambda spec: lambda **kwargs: 1 / 0)
     monkeypatch.setitem(providers.PROVIDERS, "absent", lambda spec: None)
     names = ("fusedops", "eager", "wrong", "broken", "absent")
-    plan = runner.Plan(tuple((mode, name) for mode in ("fwd", "fwd_bwd") for name in names), timing.Effort())
+    plan = runner.Plan(
+        tuple((mode, name) for mode in ("fwd", "fwd_bwd") for name in names), timing.Effort()
+    )
     rows = runner.run_case(case_of("bias_dropout_add_ln"), plan, untimed)
-    assert {(r.mode, r.provider) for r in rows} == {(m, n) for m in ("fwd", "fwd_bwd") for n in ("fusedops", "eager")}
+    assert {(r.mode, r.provider) for r in rows} == {
+        (m, n) for m in ("fwd", "fwd_bwd") for n in ("fusedops", "eager")
+    }
     floor = {"fwd": 3 * 64 * 96 * 4 / 1e9 * 1e6, "fwd_bwd": 7 * 64 * 96 * 4 / 1e9 * 1e6}
-    assert all((r.shape, r.dtype, r.gpu_us, r.loop_us) == ("64x96", "fp32", 50.0, 70.0) for r in rows)
+    assert all(
+        (r.shape, r.dtype, r.gpu_us, r.loop_us) == ("64x96", "fp32", 50.0, 70.0) for r in rows
+    )
     assert all(r.floor_us == pytest.approx(floor[r.mode]) for r in rows)
     said = capsys.readouterr().err
     assert "fwd_bwd wrong: REFUSED, wrong values: output 0 is off by" in said
     assert "broken: left out, ZeroDivisionError" in said
 
 
-def test_a_provider_that_cannot_be_captured_is_timed_in_a_loop_and_said_so(untimed, monkeypatch, capsys):
+def test_a_provider_that_cannot_be_captured_is_timed_in_a_loop_and_said_so(
+    untimed, monkeypatch, capsys
+):
     def uncapturable(steps, effort, **kwargs):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(timing, "gpu_us", uncapturable)
     monkeypatch.setattr(timing, "uncaptured_us", lambda steps, effort: 60.0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    (only,) = runner.run_case(case_of("layer_norm"), runner.Plan((("fwd", "fusedops"),), timing.Effort()), untimed)
+    (only,) = runner.run_case(
+        case_of("layer_norm"), runner.Plan((("fwd", "fusedops"),), timing.Effort()), untimed
+    )
     assert only.gpu_us == 60.0
-    assert "no graph (operation not permitted when stream is capturing); timed with" in capsys.readouterr().err
+    assert (
+        "no graph (operation not permitted when stream is capturing); timed with"
+        in capsys.readouterr().err
+    )

@@ -104,8 +104,14 @@ def changed_key(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("kind", "spoil"),
     [
-        *[("torn", lambda content, name=name: content.pop(name)) for name in ("key", "space", "config")],
-        *[("torn", lambda content, name=name: content["key"].pop(name)) for name in ("kernel", "variant", "device")],
+        *[
+            ("torn", lambda content, name=name: content.pop(name))
+            for name in ("key", "space", "config")
+        ],
+        *[
+            ("torn", lambda content, name=name: content["key"].pop(name))
+            for name in ("kernel", "variant", "device")
+        ],
         ("torn", changed("config", 3)),
         ("torn", changed("config", [1, 2])),
         ("torn", changed("key", [])),
@@ -141,7 +147,8 @@ def test_a_nested_entry() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["null", "[]", "3", '"x"', "{}", "\x00", "\ud83d".encode("utf-8", "surrogatepass"), b"\xff"]
+    "text",
+    ["null", "[]", "3", '"x"', "{}", "\x00", "\ud83d".encode("utf-8", "surrogatepass"), b"\xff"],
 )
 def test_file_without_an_entry(text: str | bytes) -> None:
     written().write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -177,7 +184,7 @@ def test_changed_candidates_invalidate_only_their_entries(monkeypatch: pytest.Mo
     assert cache.read(narrow, DEVICE) == Config(256, 4, 4)
 
 
-# --- directories that do not do as they are told -----------------------------------------------------------------------
+# --- directories that do not do as they are told --------------------------------------------------
 
 
 def unwritable(message: str) -> None:
@@ -240,14 +247,18 @@ def test_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         assert not cache.write(KEY, DEVICE, CONFIG, {})
 
 
-# --- many processes, and processes that are killed ------------------------------------------------------------------
+# --- many processes, and processes that are killed ------------------------------------------------
 
 
 def tuner(rounds: int) -> subprocess.Popen[str]:
     """A tuning run in a child process, with made-up times; it has begun."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen([sys.executable, Path(__file__).with_name("made_up.py"), str(rounds)],
-                               stdout=subprocess.PIPE, text=True, env=environment)  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("made_up.py"), str(rounds)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
     assert process.stdout is not None
     with process.stdout as begun:
         assert begun.readline() == "begun\n"

@@ -1,7 +1,7 @@
 """The call cache: a validated signature serves no call that differs from it in anything the checks look at.
 
-Calls whose shapes, dtypes and devices were checked before skip the checks, under a key. A key that is too coarse would
-let a bad call, or one for another path, use a good call's signature.
+Calls whose shapes, dtypes and devices were checked before skip the checks, under a key. A key that
+is too coarse would let a bad call, or one for another path, use a good call's signature.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def test_bad_after_good(spec: Spec, name: str, device: torch.device) -> None:
     bad: BadSample = next(bad for bad in spec.bad_samples(device) if bad.name == name)
     good = spec.benchmark((4, 8), torch.float32, device)
     spec.call(**good.tensors, **good.options)
-    # And with the bad call's own options, where those are not what is wrong: then the keys differ in the tensors alone.
+    # And with the bad call's own options, where those are not what is wrong: then the keys differ
+    # in the tensors alone.
     own = {name: value for name, value in bad.options.items() if name in ("p", "normalized_shape")}
     with contextlib.suppress(TypeError, ValueError):
         spec.call(**good.tensors, **own)
@@ -53,7 +54,10 @@ def test_bad_after_good(spec: Spec, name: str, device: torch.device) -> None:
 
 @every
 def test_meta_after_real(spec: Spec, device: torch.device) -> None:
-    """A tensor without storage has no device index, as a CPU tensor has none: no kernel may read it."""
+    """A tensor without storage has no device index, as a CPU tensor has none.
+
+    No kernel may read it.
+    """
     sample = spec.benchmark((4, 8), torch.float32, device)
     expected = as_tuple(spec.call(**sample.tensors, **sample.options))
     tensors = {name: None if t is None else t.to(META) for name, t in sample.tensors.items()}
@@ -77,7 +81,10 @@ def test_shapes_after_other_shapes(spec: Spec, device: torch.device) -> None:
 
 @every
 def test_each_tensor_in_another_dtype(spec: Spec, device: torch.device) -> None:
-    """Outputs have promoted dtypes: a call that differs in one tensor's has the outputs of a first call like it."""
+    """Outputs have promoted dtypes.
+
+    A call that differs in one tensor's has the outputs of a first call like it.
+    """
     sample = spec.benchmark((4, 8), torch.bfloat16, device)
     options = {**sample.options, **({"p": 0.0} if spec.has_dropout else {})}
     for name, t in tensors_of(spec, sample).items():
@@ -95,7 +102,9 @@ def test_each_tensor_in_another_dtype(spec: Spec, device: torch.device) -> None:
             assert torch.equal(output, expected), name
 
 
-def test_gpu_autocast_after_a_call_outside(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_autocast_after_a_call_outside(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The output's dtype is that of a norm on a GPU, on whatever device."""
     monkeypatch.setattr("fusedops.norms.operator._all_on_gpu", lambda tensors: True)
     monkeypatch.setattr(NORM, "signatures", ({}, {}))
@@ -112,12 +121,16 @@ def test_gpu_autocast_after_a_call_outside(device: torch.device, monkeypatch: py
 
 def _cached() -> int:
     """Signatures in the fullest of all call caches."""
-    caches = [cache for op in OPERATORS for cache in op.signatures] + [generation.NO_REPEAT_NGRAM.signatures]
+    caches = [cache for op in OPERATORS for cache in op.signatures] + [
+        generation.NO_REPEAT_NGRAM.signatures
+    ]
     return max(map(len, caches))
 
 
 @every
-def test_the_cache_is_bounded(spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_bounded(
+    spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """New shapes fill no memory; and a call whose signature was dropped is checked again, with the right result."""
     for op in OPERATORS:
         monkeypatch.setattr(op, "signatures", ({}, {}))
@@ -131,7 +144,9 @@ def test_the_cache_is_bounded(spec: Spec, device: torch.device, monkeypatch: pyt
         assert 1 <= _cached() <= 3
 
 
-def test_row_counts_share_a_signature(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_counts_share_a_signature(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A new batch size is no new call."""
     monkeypatch.setattr(NORM, "signatures", ({}, {}))
     for rows in (2, 3, 5):

@@ -1,4 +1,7 @@
-"""The command line: errors are one line with exit code 2; the doctor's exit code is 1 for faults."""
+"""The command line: errors are one line with exit code 2.
+
+The doctor's exit code is 1 for faults.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-# --- tune -----------------------------------------------------------------------------------------------------------
+# --- tune -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -50,12 +53,17 @@ def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         (["--budget", "-1"], "--budget must be at least 0 seconds, got -1"),
         (["--budget", "nan"], "--budget must be at least 0 seconds, got nan"),
         (["--compare", "/nowhere.csv"], "no such file: /nowhere.csv"),
-        (["--compare", __file__], f"{__file__} was not written by --raw: its columns are not kernel, group,"),
+        (
+            ["--compare", __file__],
+            f"{__file__} was not written by --raw: its columns are not kernel, group,",
+        ),
         (["--raw", __file__], f"{__file__} was not written by --raw"),
         (["--op", "no_repeat_ngram"], "no_repeat_ngram cannot be tuned"),
     ],
 )
-def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_command_lines(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["tune", *arguments]) == 2
     said = capsys.readouterr()
     assert message in said.err and said.err.count("\n") == 1 and not said.out
@@ -68,8 +76,12 @@ def test_wrong_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]
     assert "usage: fusedops" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "told"), [("tune", "geglu, gelu"), ("doctor", "Prints diagnostics of the setup")])
-def test_help_is_plain_text_and_lists_operators(name: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "told"), [("tune", "geglu, gelu"), ("doctor", "Prints diagnostics of the setup")]
+)
+def test_help_is_plain_text_and_lists_operators(
+    name: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([name, "--help"])
     text = " ".join(capsys.readouterr().out.split())
@@ -84,33 +96,58 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
 def test_version_and_module() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-m", "fusedops", "--version"], capture_output=True, text=True,
-                          env=environment, timeout=120)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "fusedops", "--version"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+    )
     assert (done.returncode, done.stdout) == (0, f"fusedops {fusedops.__version__}\n")
 
 
 def options(**changes: object) -> argparse.Namespace:
-    given = {"op": None, "shape": None, "dtype": None, "ship": False, "raw": None, "resume": False, "output": None,
-             "function": None, "arg": None}  # fmt: skip
+    given = {
+        "op": None,
+        "shape": None,
+        "dtype": None,
+        "ship": False,
+        "raw": None,
+        "resume": False,
+        "output": None,
+        "function": None,
+        "arg": None,
+    }
     return argparse.Namespace(**{**given, **changes})
 
 
 def test_shapes_and_dtypes() -> None:
-    """Those of the command line that an operator takes; else its benchmark's. Dropout also with p=0."""
+    """Those of the command line that an operator takes; else its benchmark's.
+
+    Dropout also with p=0.
+    """
     cpu = torch.device("cpu")
     specs = {spec.name: spec for spec in command._specs(())}
     chosen = [specs["layer_norm"], specs["bias_dropout_add"], specs["batched_layer_norm_tanh"]]
     found = command._workloads(options(), chosen, [(300, 4096)], [torch.float16], cpu)
     assert [str(workload) for workload in found] == [
-        "layer_norm 300x4096 fp16", "bias_dropout_add 300x4096 fp16", "batched_layer_norm_tanh 300x4096 fp16",
+        "layer_norm 300x4096 fp16",
+        "bias_dropout_add 300x4096 fp16",
+        "batched_layer_norm_tanh 300x4096 fp16",
         "bias_dropout_add 300x4096 fp16 p=0.0",
-    ]  # fmt: skip
+    ]
     (only,) = command._workloads(options(), chosen, [(300, 64, 64)], [torch.float16], cpu)
     assert only.spec.name == "batched_layer_norm_tanh"
     with pytest.raises(command.UsageError, match="none of these operators"):
         command._workloads(options(), chosen[:1], [(300, 64, 64)], [torch.float16], cpu)
-    assert {w.shape for w in command._workloads(options(), chosen[:1], [], [], cpu)} >= {(8192, 4096), (1024, 32768)}
-    assert {spec.name for spec in command._specs(["bias_gelu"])} == {"bias_gelu_erf", "bias_gelu_tanh"}
+    assert {w.shape for w in command._workloads(options(), chosen[:1], [], [], cpu)} >= {
+        (8192, 4096),
+        (1024, 32768),
+    }
+    assert {spec.name for spec in command._specs(["bias_gelu"])} == {
+        "bias_gelu_erf",
+        "bias_gelu_tanh",
+    }
 
 
 @pytest.fixture
@@ -125,7 +162,12 @@ def test_best_configs_are_cached(tmp_path: Path, capsys: pytest.CaptureFixture[s
     raw = tmp_path / "raw.csv"
     keep = command._Cache(options(raw=raw), torch.device("cuda", 0))
     timer = made_up.Timer()
-    assert command._sweep(made_up.sweeper(timer=timer), todo, keep, 1e9, lambda out: command.line(out, 4e12)) == 0
+    assert (
+        command._sweep(
+            made_up.sweeper(timer=timer), todo, keep, 1e9, lambda out: command.line(out, 4e12)
+        )
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == f"4 keys tuned; the cache is {cache.directory()}"
     for said in lines[:-1]:
@@ -138,9 +180,15 @@ def test_best_configs_are_cached(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("gpu_name")
-def test_ship_writes_a_table_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ship_writes_a_table_and_resumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The budget ends a run between keys; entries of the table are not measured again."""
-    path, raw, todo = tmp_path / "test_gpu.json", tmp_path / "raw.csv", made_up.workloads("rms_norm", "swiglu")
+    path, raw, todo = (
+        tmp_path / "test_gpu.json",
+        tmp_path / "raw.csv",
+        made_up.workloads("rms_norm", "swiglu"),
+    )
     given, device = options(output=path, raw=raw, resume=True), torch.device("cuda", 0)
     moments = iter([0.0, 0.0, 1.0, 1.0] + [9.0] * 99)
     with pytest.MonkeyPatch.context() as patch:
@@ -158,7 +206,9 @@ def test_ship_writes_a_table_and_resumes(tmp_path: Path, capsys: pytest.CaptureF
     assert not list(cache.entries())
 
 
-def test_progress_bar_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_only_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain = Progress(4)
     plain.at(1, "first")
     plain.line("done")
@@ -172,7 +222,7 @@ def test_progress_bar_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys
     assert "2/4" in capsys.readouterr().err
 
 
-# --- doctor ---------------------------------------------------------------------------------------------------------
+# --- doctor ---------------------------------------------------------------------------------------
 
 
 def diagnosed(capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
@@ -183,16 +233,41 @@ def diagnosed(capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
 def test_nothing_wrong(capsys: pytest.CaptureFixture[str], kernel_path: bool) -> None:
     code, lines = diagnosed(capsys)
     assert code == 0 and not any(line.startswith("WRONG") for line in lines)
-    starts = ("versions: fusedops", "tested on GPUs: ", "device: ", "launcher: ", "configs: ", "tuning at first use: ", "cache: ",
-              "entries: none")  # fmt: skip
+    starts = (
+        "versions: fusedops",
+        "tested on GPUs: ",
+        "device: ",
+        "launcher: ",
+        "configs: ",
+        "tuning at first use: ",
+        "cache: ",
+        "entries: none",
+    )
     # Functions of whole models, and further names of an operator.
-    others = {"NotRowwiseError", "__version__", "compile", "explain", "fuse_model", "fusion_status", "unfuse_model",
-              "add_layer_norm", "add_rms_norm", "batched_layer_norm_tanh", "glu"}  # fmt: skip
+    others = {
+        "NotRowwiseError",
+        "__version__",
+        "compile",
+        "explain",
+        "fuse_model",
+        "fusion_status",
+        "unfuse_model",
+        "add_layer_norm",
+        "add_rms_norm",
+        "batched_layer_norm_tanh",
+        "glu",
+    }
     operators = tuple(f"{name}: " for name in fusedops.__all__ if name not in others)
     for start in starts + operators:
         assert sum(line.startswith(start) for line in lines) == 1, start
     path = next(line for line in lines if line.startswith("swiglu: "))
-    expected = "kernel" if torch.cuda.is_available() else "interpreter" if kernel_path else "reference (no GPU)"
+    expected = (
+        "kernel"
+        if torch.cuda.is_available()
+        else "interpreter"
+        if kernel_path
+        else "reference (no GPU)"
+    )
     assert expected in path
 
 
@@ -203,12 +278,25 @@ def test_nothing_wrong(capsys: pytest.CaptureFixture[str], kernel_path: bool) ->
         ("", "tuning at first use: off", 0),
         ("off", "tuning at first use: off, as FUSEDOPS_TUNE is off", 0),
         ("Yes", "tuning at first use: of keys without a measurement, as FUSEDOPS_TUNE is Yes", 0),
-        ("force", "tuning at first use: of all keys, those of the shipped table too, as FUSEDOPS_TUNE is force", 0),
-        ("2", "WRONG  tuning at first use: off, as FUSEDOPS_TUNE is '2', expected 1, force or 0", 1),
+        (
+            "force",
+            "tuning at first use: of all keys, those of the shipped table too, as FUSEDOPS_TUNE is force",
+            0,
+        ),
+        (
+            "2",
+            "WRONG  tuning at first use: off, as FUSEDOPS_TUNE is '2', expected 1, force or 0",
+            1,
+        ),
     ],
 )
-def test_whether_it_tunes(value: str | None, line: str, fault: int, monkeypatch: pytest.MonkeyPatch,
-                          capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_whether_it_tunes(
+    value: str | None,
+    line: str,
+    fault: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.delenv("FUSEDOPS_TUNE", raising=False)
     if value is not None:
         monkeypatch.setenv("FUSEDOPS_TUNE", value)
@@ -216,7 +304,9 @@ def test_whether_it_tunes(value: str | None, line: str, fault: int, monkeypatch:
     assert code == fault and [said for said in lines if "first use" in said] == [line]
 
 
-def test_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_without_triton(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(doctor, "_device", lambda: "Test GPU")
     monkeypatch.setattr(doctor, "_triton_version", lambda: "")
@@ -230,12 +320,25 @@ def test_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     ("launcher", "reason", "line"),
     [
         ("direct", "", "launcher: direct, by a call of Triton 3.9.0's C function"),
-        ("compiled", "so it is", "launcher: Triton's, a few microseconds more a launch, as so it is"),
-        ("ordinary", "so it is", "launcher: Triton's binder, tens of microseconds more a launch, as so it is"),
+        (
+            "compiled",
+            "so it is",
+            "launcher: Triton's, a few microseconds more a launch, as so it is",
+        ),
+        (
+            "ordinary",
+            "so it is",
+            "launcher: Triton's binder, tens of microseconds more a launch, as so it is",
+        ),
     ],
 )
-def test_the_launcher_in_use_is_printed(launcher: str, reason: str, line: str, monkeypatch: pytest.MonkeyPatch,
-                                        capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_the_launcher_in_use_is_printed(
+    launcher: str,
+    reason: str,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     _pretend_a_gpu(monkeypatch)
     built = types.SimpleNamespace(launcher=launcher, reason=reason)
     monkeypatch.setattr(launch, "diagnose", lambda index: built)
@@ -267,7 +370,9 @@ def _pretend_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "interpreting", lambda: False)
 
 
-def test_spoilt_entries(root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spoilt_entries(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert cache.write(KEY, "Test GPU", Config(1024, 4, 4), {})
     (path,) = cache.entries()
     assert diagnosed(capsys)[0] == 0

@@ -1,4 +1,7 @@
-"""Private names of PyTorch and Triton: without each of them values are right; launchers of every release are served."""
+"""Private names of PyTorch and Triton: without each of them values are right.
+
+Launchers of every release are served.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ CONSTANTS = {"N": 8, "STAGES": 1}
 
 
 class Launcher36:
-    """`CudaLauncher` as Triton 3.6 has it: generated C for each signature takes the kernel's arguments at the end."""
+    """`CudaLauncher` as Triton 3.6 has it.
+
+    Generated C for each signature takes the kernel's arguments at the end.
+    """
 
     num_ctas = 1
     global_scratch_size = profile_scratch_size = 0
@@ -42,14 +48,24 @@ class Launcher36:
         self.launch = launch
 
     def _scratch(self, grid: tuple[Any, ...], size: int) -> Any:
-        return "scratch" if size > 0 and grid[0] * grid[1] * grid[2] * self.num_ctas * size else None
+        return (
+            "scratch" if size > 0 and grid[0] * grid[1] * grid[2] * self.num_ctas * size else None
+        )
 
     def __call__(self, gridX, gridY, gridZ, stream, function, *args):
         grid = (gridX, gridY, gridZ)
         global_scratch = self._scratch(grid, self.global_scratch_size)
         profile_scratch = self._scratch(grid, self.profile_scratch_size)
-        self.launch(*grid, stream, function, self.launch_cooperative_grid, self.launch_pdl, global_scratch,
-                    profile_scratch, *args)  # fmt: skip
+        self.launch(
+            *grid,
+            stream,
+            function,
+            self.launch_cooperative_grid,
+            self.launch_pdl,
+            global_scratch,
+            profile_scratch,
+            *args,
+        )
 
 
 class Launcher37(Launcher36):
@@ -58,18 +74,45 @@ class Launcher37(Launcher36):
     arg_annotations = ["kernel", "constexpr", "kernel", "kernel", "constexpr", "constexpr"]  # noqa: RUF012
     kernel_signature = b"\1\5\1"
 
-    def __call__(self, gridX, gridY, gridZ, stream, function, kernel_metadata, launch_metadata, launch_enter_hook,
-                 launch_exit_hook, *args):  # fmt: skip
+    def __call__(
+        self,
+        gridX,
+        gridY,
+        gridZ,
+        stream,
+        function,
+        kernel_metadata,
+        launch_metadata,
+        launch_enter_hook,
+        launch_exit_hook,
+        *args,
+    ):
         grid = (gridX, gridY, gridZ)
         global_scratch = self._scratch(grid, self.global_scratch_size)
         profile_scratch = self._scratch(grid, self.profile_scratch_size)
-        self.launch(*grid, stream, function, self.launch_cooperative_grid, self.launch_pdl, kernel_metadata,
-                    launch_metadata, launch_enter_hook, launch_exit_hook, global_scratch, profile_scratch,
-                    self.arg_annotations, self.kernel_signature, args)  # fmt: skip
+        self.launch(
+            *grid,
+            stream,
+            function,
+            self.launch_cooperative_grid,
+            self.launch_pdl,
+            kernel_metadata,
+            launch_metadata,
+            launch_enter_hook,
+            launch_exit_hook,
+            global_scratch,
+            profile_scratch,
+            self.arg_annotations,
+            self.kernel_signature,
+            args,
+        )
 
 
 class Launcher38(Launcher37):
-    """As Triton 3.8 and 3.9 have it: builds instrumented by GSan take further arguments, the driver's at each launch."""
+    """As Triton 3.8 and 3.9 have it.
+
+    Builds instrumented by GSan take further arguments, the driver's at each launch.
+    """
 
     gsan_enabled = False
 
@@ -108,14 +151,24 @@ def launches() -> list[tuple[Any, ...]]:
 
 
 @pytest.fixture
-def build(launches: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], launch.Kernel]:
+def build(
+    launches: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Any], launch.Kernel]:
     """Builds the kernel of these tests for a GPU that is not there, with a launcher."""
 
     def built(launcher: Any) -> launch.Kernel:
-        compiled = Compiled(launcher(lambda *args: launches.append(args)) if isinstance(launcher, type) else launcher)
+        compiled = Compiled(
+            launcher(lambda *args: launches.append(args))
+            if isinstance(launcher, type)
+            else launcher
+        )
         monkeypatch.setattr(launch, "compile_fitting", lambda request, limit: compiled)
-        kernel = SimpleNamespace(fn=SimpleNamespace(__name__="a_kernel"), arg_names=(*KINDS, *CONSTANTS))
-        return launch.Kernel(launch.Request(kernel, KINDS, CONSTANTS, Config(8, rows=1, warps=4), {}), 0)
+        kernel = SimpleNamespace(
+            fn=SimpleNamespace(__name__="a_kernel"), arg_names=(*KINDS, *CONSTANTS)
+        )
+        return launch.Kernel(
+            launch.Request(kernel, KINDS, CONSTANTS, Config(8, rows=1, warps=4), {}), 0
+        )
 
     monkeypatch.setattr(launch, "interpreting", lambda: False)
     monkeypatch.setattr(launch, "shared_memory", lambda device_index: 1 << 16)
@@ -181,12 +234,15 @@ def test_long_axis_is_folded(
 
 
 @each_release
-def test_kernel_stays_loaded_with_its_variant(release: str, build: Callable[[Any], launch.Kernel]) -> None:
+def test_kernel_stays_loaded_with_its_variant(
+    release: str, build: Callable[[Any], launch.Kernel]
+) -> None:
     """From 3.8 on a compiled kernel that is collected is unloaded from the GPU."""
     kernel = build(RELEASES[release])
     compiled, variant = weakref.ref(kernel._compiled), kernel.variant
     del kernel
-    launch.compile_fitting = None  # type: ignore[assignment] # the fixture's reference; undone with it
+    # The fixture's reference; undone with it.
+    launch.compile_fitting = None  # type: ignore[assignment]
     gc.collect()
     assert compiled() is not None
     del variant
@@ -197,10 +253,16 @@ def test_kernel_stays_loaded_with_its_variant(release: str, build: Callable[[Any
 @each_release
 @pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
 def test_launch_hooks_are_called(
-    release: str, which: str, build: Callable[[Any], launch.Kernel], launches: list[tuple[Any, ...]],
+    release: str,
+    which: str,
+    build: Callable[[Any], launch.Kernel],
+    launches: list[tuple[Any, ...]],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Those added to the chain and those assigned in its place, after the kernel was built; and no more once removed."""
+) -> None:
+    """Those added to the chain and those assigned in its place, after the kernel was built.
+
+    No more once removed.
+    """
     variant = build(RELEASES[release]).variant
     seen: list[Any] = []
     chain = getattr(triton.knobs.runtime, which)
@@ -221,7 +283,10 @@ def test_launch_hooks_are_called(
 @each_release
 @pytest.mark.parametrize("scratch", ["global_scratch_size", "profile_scratch_size"])
 def test_scratch_memory_is_allocated(
-    release: str, scratch: str, build: Callable[[Any], launch.Kernel], launches: list[tuple[Any, ...]]
+    release: str,
+    scratch: str,
+    build: Callable[[Any], launch.Kernel],
+    launches: list[tuple[Any, ...]],
 ) -> None:
     kernel = build(type("Scratch", (RELEASES[release],), {scratch: 128}))
     assert (kernel.launcher, kernel.reason) == ("compiled", "the kernel needs scratch memory")
@@ -263,8 +328,9 @@ class Extended(Launcher37):
 
 
 @pytest.mark.parametrize("launcher", [Instrumented, Unwrapped(), Reordered, Checked, Extended])
-def test_unknown_launchers_are_called_through_triton(launcher: Any, build: Callable[[Any], launch.Kernel],
-                                                launches: list[tuple[Any, ...]]) -> None:  # fmt: skip
+def test_unknown_launchers_are_called_through_triton(
+    launcher: Any, build: Callable[[Any], launch.Kernel], launches: list[tuple[Any, ...]]
+) -> None:
     kernel = build(launcher)
     assert kernel.launcher == "compiled"
     assert kernel.reason
@@ -294,14 +360,23 @@ def test_without_compilation_ahead_kernels_are_launched_ordinarily(
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_the_installed_release_is_launched_directly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher of this very release, made for a kernel compiled for Hopper; only driver and C function are replaced."""
+    """The launcher of this very release, made for a kernel compiled for Hopper.
+
+    Only driver and C function are replaced.
+    """
     driver = pytest.importorskip("triton.backends.nvidia.driver")
     taken: list[tuple[Any, ...]] = []
     utils = SimpleNamespace(launch=lambda *args: taken.append(args), build_signature_metadata=tuple)
-    active = SimpleNamespace(utils=utils, get_current_device=lambda: 0, get_current_stream=lambda index: STREAM)
+    active = SimpleNamespace(
+        utils=utils, get_current_device=lambda: 0, get_current_stream=lambda index: STREAM
+    )
     monkeypatch.setattr(triton.runtime.driver, "_active", active)
     monkeypatch.setattr(driver, "library_dirs", list)  # as there may be no driver library
-    for name, value in {"PyKernelArg": lambda **parts: tuple(parts), "ARG_KERNEL": 1, "ARG_CONSTEXPR": 0}.items():
+    for name, value in {
+        "PyKernelArg": lambda **parts: tuple(parts),
+        "ARG_KERNEL": 1,
+        "ARG_CONSTEXPR": 0,
+    }.items():
         monkeypatch.setattr(driver, name, value, raising=False)
     monkeypatch.setattr(driver, "compile_module_from_src", lambda **_: utils, raising=False)
     monkeypatch.setattr(compat, "current_stream", lambda index: STREAM)
@@ -319,8 +394,23 @@ def test_the_installed_release_is_launched_directly(monkeypatch: pytest.MonkeyPa
     assert (kernel.launcher, kernel.reason) == ("direct", "")
     x, y = torch.zeros(16), torch.zeros(16)
     kernel.variant(2, 3, x, y, None, None, 5)
-    kernel._compiled.run(2, 3, 1, STREAM, FUNCTION, kernel._compiled.packed_metadata, None, None, None, x, y, None, None,
-                         5, *kernel._filler)  # fmt: skip
+    kernel._compiled.run(
+        2,
+        3,
+        1,
+        STREAM,
+        FUNCTION,
+        kernel._compiled.packed_metadata,
+        None,
+        None,
+        None,
+        x,
+        y,
+        None,
+        None,
+        5,
+        *kernel._filler,
+    )
     assert taken[0] == addresses(taken[1])
 
 
@@ -331,10 +421,15 @@ def test_the_target_without_triton_s_driver(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-def test_a_kernel_is_assembled_as_by_inductor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Also after earlier compilations. Otherwise a later process would look under another key in Triton's cache.
+def test_a_kernel_is_assembled_as_by_inductor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also after earlier compilations.
 
-    For Ampere, whose assembler Inductor chooses with every release. From 3.9 on, Triton has another one for Hopper.
+    Otherwise a later process would look under another key in Triton's cache.
+
+    For Ampere, whose assembler Inductor chooses with every release. From 3.9 on, Triton has another
+    one for Hopper.
     """
     from torch._inductor.runtime import compile_tasks
     from triton.backends.nvidia import compiler
@@ -345,9 +440,13 @@ def test_a_kernel_is_assembled_as_by_inductor(monkeypatch: pytest.MonkeyPatch, t
     its.chmod(0o755)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(
-        compile_tasks, "_set_triton_ptxas_path", lambda: monkeypatch.setenv("TRITON_PTXAS_PATH", str(its))
+        compile_tasks,
+        "_set_triton_ptxas_path",
+        lambda: monkeypatch.setenv("TRITON_PTXAS_PATH", str(its)),
     )
-    monkeypatch.setattr(launch, "compile_fitting", lambda request, _: launch.compile_kernel(request, ampere))
+    monkeypatch.setattr(
+        launch, "compile_fitting", lambda request, _: launch.compile_kernel(request, ampere)
+    )
     monkeypatch.setattr(launch, "shared_memory", lambda index: 1 << 16)
     monkeypatch.setattr("fusedops.core.direct.bind", lambda compiled, *_, **__: compiled)
     try:
@@ -360,7 +459,9 @@ def test_a_kernel_is_assembled_as_by_inductor(monkeypatch: pytest.MonkeyPatch, t
     assert launch.diagnose(0).variant.asm["cubin"]
 
 
-def test_launches_overlap_only_where_the_compiler_knows_how(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_overlap_only_where_the_compiler_knows_how(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     overlaps = compat.overlaps_launches.__wrapped__
     assert overlaps()
     with monkeypatch.context() as patch:
@@ -370,8 +471,8 @@ def test_launches_overlap_only_where_the_compiler_knows_how(monkeypatch: pytest.
     assert not overlaps()
 
 
-# Run with a name hidden from the package while it is imported; torch itself keeps it. Each name has a process of its
-# own, forked after the slow imports.
+# Run with a name hidden from the package while it is imported; torch itself keeps it. Each name has
+# a process of its own, forked after the slow imports.
 _WITHOUT = """
 import importlib, os, sys, traceback
 import torch, torch.distributed, torch._subclasses.functional_tensor
@@ -439,7 +540,9 @@ for path in sys.argv[1:]:
 """
 
 
-def test_tangents_are_left_as_they_are_where_the_setting_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tangents_are_left_as_they_are_where_the_setting_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch._functorch, "config", SimpleNamespace())
     with compat.contiguous_tangents():
         pass
@@ -465,7 +568,10 @@ def test_exporting_is_told_from_compiling(fresh_dynamo: None) -> None:
 
 @pytest.mark.once
 def test_values_without_private_names() -> None:
-    """Without each private path in torch, and without private modules; a process for all imports torch once."""
+    """Without each private path in torch, and without private modules.
+
+    A process for all imports torch once.
+    """
     paths = [*compat.PRIVATE, "imports"]
     environment = {**os.environ, "PYTHONPATH": str(Path(fusedops.__file__).parents[1])}
     command = [sys.executable, "-c", _WITHOUT, *paths]

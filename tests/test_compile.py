@@ -30,14 +30,30 @@ from support import (
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
 # A graph takes a second, and how one is made is the same for all operators of a family.
-_OF_FAMILIES = ("bias_act", "glu", "layer_norm", "bias_dropout_add_ln", "batched_layer_norm_tanh",
-                "batched_layer_norm_tanh_sequence")  # fmt: skip
-of_families = pytest.mark.parametrize("spec", [pytest.param(spec, id=spec.name, marks=[] if spec.name in _OF_FAMILIES
-                                                            else pytest.mark.full) for spec in ALL_SPECS])  # fmt: skip
+_OF_FAMILIES = (
+    "bias_act",
+    "glu",
+    "layer_norm",
+    "bias_dropout_add_ln",
+    "batched_layer_norm_tanh",
+    "batched_layer_norm_tanh_sequence",
+)
+of_families = pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(
+            spec, id=spec.name, marks=[] if spec.name in _OF_FAMILIES else pytest.mark.full
+        )
+        for spec in ALL_SPECS
+    ],
+)
 
 
 def _backend(device: torch.device) -> str:
-    """Inductor where it generates Triton; on the CPU the graph alone is compiled; one test below goes further."""
+    """Inductor where it generates Triton; on the CPU the graph alone is compiled.
+
+    One test below goes further.
+    """
     return "inductor" if device.type == "cuda" else "aot_eager"
 
 
@@ -51,7 +67,10 @@ def _function(spec: Spec, sample: Sample) -> Callable[..., Any]:
 
 
 def _deterministic(spec: Spec, sample: Sample) -> bool:
-    """Random draws under torch.compile are in test_rng_recorded.py; here everything is kept or everything dropped."""
+    """Random draws under torch.compile are in test_rng_recorded.py.
+
+    Here everything is kept or everything dropped.
+    """
     return sample.p in (0.0, 1.0)
 
 
@@ -67,7 +86,12 @@ def _worth_a_graph(spec: Spec, sample: Sample) -> bool:
         apart = {"rounding", "out_dtype", "cast_dtype"}
         return len({t.dtype for t in tensors}) > 1 or not apart.isdisjoint(sample.options)
     few_absent = sum(t is None for t in sample.tensors.values()) in (0, 1, len(sample.tensors) - 1)
-    return few_absent and sample.name.removeprefix("shape ") in (sample.name, "7x17", "2x3x96", "64")
+    return few_absent and sample.name.removeprefix("shape ") in (
+        sample.name,
+        "7x17",
+        "2x3x96",
+        "64",
+    )
 
 
 def _compare(spec: Spec, sample: Sample, compiled: Callable[..., Any]) -> None:
@@ -95,8 +119,8 @@ def _compare(spec: Spec, sample: Sample, compiled: Callable[..., Any]) -> None:
 def _close(actual: Tensor, expected: Tensor, eps: float) -> None:
     """Coarse on purpose: test_values.py and test_gradients.py hold the numerics, here a wrong graph is to be seen.
 
-    Values are of order one and sums have at most a few hundred terms: 64 ulps of the coarsest dtype in the call,
-    scaled by the largest value.
+    Values are of order one and sums have at most a few hundred terms: 64 ulps of the coarsest dtype
+    in the call, scaled by the largest value.
     """
     bound = 64 * eps * max(1.0, expected.abs().max().item())
     assert (actual.double() - expected).abs().max().item() <= bound
@@ -114,11 +138,16 @@ def test_values_and_gradients(case: Case, device: torch.device) -> None:
 @of_families
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor's CPU code needs a C++ compiler")
 def test_inductor(spec: Spec, device: torch.device) -> None:
-    """All the way through Inductor, on whatever device: fused with an operator before it and one after it."""
+    """All the way through Inductor, on whatever device.
+
+    Fused with an operator before it and one after it.
+    """
     sample = _kept(spec.benchmark((6, 40), torch.float32, device))
     function = _function(spec, sample)
     before = lambda *tensors: function(tensors[0] * 2.0, *tensors[1:])  # noqa: E731
-    around = lambda *tensors: torch.cat([output.tanh() for output in as_tuple(before(*tensors))], -1)  # noqa: E731
+    around = lambda *tensors: torch.cat(  # noqa: E731
+        [output.tanh() for output in as_tuple(before(*tensors))], -1
+    )
     tensors = [sample.tensors.get(name) for name in spec.tensors]
     leaves = [t.requires_grad_() for t in tensors if t is not None]
     compiled = torch.compile(around, fullgraph=True, backend="inductor")
@@ -127,14 +156,20 @@ def test_inductor(spec: Spec, device: torch.device) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     dy = torch.randn_like(actual)
     for ours, theirs in zip(
-        torch.autograd.grad(actual, leaves, dy), torch.autograd.grad(expected, leaves, dy), strict=True
+        torch.autograd.grad(actual, leaves, dy),
+        torch.autograd.grad(expected, leaves, dy),
+        strict=True,
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def _kept(sample: Sample) -> Sample:
     """The sample with nothing dropped."""
-    return Sample(sample.name, sample.tensors, {**sample.options, **({"p": 0.0} if "p" in sample.options else {})})
+    return Sample(
+        sample.name,
+        sample.tensors,
+        {**sample.options, **({"p": 0.0} if "p" in sample.options else {})},
+    )
 
 
 ROWS = (7, 64, 1000, 1001, 129, 8) if not INTERPRETED else (7, 16, 33)
@@ -145,13 +180,20 @@ def _run(spec: Spec, compiled: Callable[..., Any], rows: int, device: torch.devi
     leaves = [t.requires_grad_() for t in sample.tensors.values() if t is not None]
     outputs = as_tuple(compiled(*(sample.tensors.get(name) for name in spec.tensors)))
     assert outputs[0].shape[0] == rows
-    assert all(g.isfinite().all() for g in torch.autograd.grad(outputs, leaves, random_like(outputs)))
+    assert all(
+        g.isfinite().all() for g in torch.autograd.grad(outputs, leaves, random_like(outputs))
+    )
 
 
 @of_families
 @pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
-def test_new_row_counts_do_not_recompile(spec: Spec, dynamic: bool | None, device: torch.device) -> None:
-    """With ``dynamic=True`` one graph serves all; by default the second row count makes the graph dynamic, for good."""
+def test_new_row_counts_do_not_recompile(
+    spec: Spec, dynamic: bool | None, device: torch.device
+) -> None:
+    """With ``dynamic=True`` one graph serves all.
+
+    By default the second row count makes the graph dynamic, for good.
+    """
     counter = CompileCounterWithBackend("aot_eager")
     function = _function(spec, spec.benchmark((8, 48), torch.float32, device))
     compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=dynamic)
@@ -174,7 +216,8 @@ def test_leading_dimensions_are_dynamic_too(spec: Spec, device: torch.device) ->
     for batch, length in ((2, 3), (5, 7), (3, 11)):
         sample = spec.benchmark((batch * length, 48), torch.float32, device)
         wide = {
-            n: t.view(batch, length, -1) if t is not None and t.dim() == 2 else t for n, t in sample.tensors.items()
+            n: t.view(batch, length, -1) if t is not None and t.dim() == 2 else t
+            for n, t in sample.tensors.items()
         }
         outputs = as_tuple(compiled(*(wide.get(name) for name in spec.tensors)))
         assert all(output.shape[:-1] == (batch, length) for output in outputs)
@@ -184,22 +227,32 @@ def test_leading_dimensions_are_dynamic_too(spec: Spec, device: torch.device) ->
 
 @every
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
-def test_compiling_neither_breaks_nor_warns(spec: Spec, autocast: bool, device: torch.device) -> None:
-    """Dynamo warns where it guesses; a user's compilation must show no such warning because of this library."""
+def test_compiling_neither_breaks_nor_warns(
+    spec: Spec, autocast: bool, device: torch.device
+) -> None:
+    """Dynamo warns where it guesses.
+
+    A user's compilation must show no such warning because of this library.
+    """
     sample = spec.benchmark((6, 40), torch.float32, device)
     compiled = torch.compile(_function(spec, sample), fullgraph=True, backend="eager")
-    # Dynamo gives some of its warnings once a process: whichever test came first would have had them.
+    # Dynamo gives some of its warnings once a process: whichever test came first would have had
+    # them.
     torch._dynamo.utils.warn_once_cache.clear()
     with warnings.catch_warnings(), torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         warnings.filterwarnings("error", message=".*Dynamo")
         compiled(*(sample.tensors.get(name) for name in spec.tensors))
 
 
-def test_gpu_autocast_does_not_break_a_graph(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def test_gpu_autocast_does_not_break_a_graph(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
     """The output's dtype is traced as on a GPU, on whatever device."""
     monkeypatch.setattr("fusedops.norms.operator._all_on_gpu", lambda tensors: True)
     x = torch.randn(4, 8, dtype=torch.bfloat16, device=device)
-    compiled = torch.compile(lambda x: fusedops.layer_norm(x, (8,)), fullgraph=True, backend="eager")
+    compiled = torch.compile(
+        lambda x: fusedops.layer_norm(x, (8,)), fullgraph=True, backend="eager"
+    )
     before = torch.is_autocast_enabled("cuda")
     torch.set_autocast_enabled("cuda", True)
     try:
@@ -234,6 +287,8 @@ def test_an_output_of_several_changed_in_place(device: torch.device) -> None:
 
     slices = [torch.randn(4, size, device=device, requires_grad=True) for size in (5, 8)]
     expected = torch.autograd.grad(step(*slices), slices)
-    compiled = torch.autograd.grad(torch.compile(step, backend="aot_eager", fullgraph=True)(*slices), slices)
+    compiled = torch.autograd.grad(
+        torch.compile(step, backend="aot_eager", fullgraph=True)(*slices), slices
+    )
     for ours, theirs in zip(compiled, expected, strict=True):
         torch.testing.assert_close(ours, theirs)

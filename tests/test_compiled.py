@@ -1,7 +1,8 @@
 """Every kernel compiles for every target, without spilling a register on NVIDIA's up to a hidden size of 8192.
 
-No GPU is needed: the variants that calls would build are built for a named target, and registers are read off the
-binary. Interpreted kernels cannot be compiled, so this runs in the plain setting alone.
+No GPU is needed: the variants that calls would build are built for a named target, and registers
+are read off the binary. Interpreted kernels cannot be compiled, so this runs in the plain setting
+alone.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ Plans = dict[str, Callable[[], object]]
 def plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> Plans:
     """Functions that build all variants of an operator, by name, as each family's spec gives them.
 
-    ``other``, where given, is another dtype for the further tensors: then of each family the plans that move most.
+    ``other``, where given, is another dtype for the further tensors: then of each family the plans
+    that move most.
     """
     found: Plans = {}
     for spec_module in dict.fromkeys(spec.samples.__module__ for spec in EVERY_SPEC):
@@ -80,14 +82,21 @@ class Built:
     def __init__(self, request: launch.Request, device_index: int) -> None:
         constants = dict(request.constants)
         cuda = Built.target.backend == "cuda"
-        if cuda and "OVERLAP" in constants and Built.target.arch >= 90 and not constants.get("PERSISTENT"):
+        if (
+            cuda
+            and "OVERLAP" in constants
+            and Built.target.arch >= 90
+            and not constants.get("PERSISTENT")
+        ):
             constants["OVERLAP"] = True
         config = request.config if cuda else replace(request.config, registers=0)
         request = replace(request, constants=constants, config=config)
         limit = SHARED.get(Built.target.arch, 0)
         compiled = launch.compile_fitting(request, limit, Built.target)
         assert compiled.metadata.shared <= limit or not limit, request
-        if cuda:  # the driver starts all programs that wait for one another, or none; early launches are for others
+        # The driver starts all programs that wait for one another, or none; early launches are for
+        # others.
+        if cuda:
             waits = request.constants.get("EXCHANGE") == "wait"
             assert compiled.metadata.launch_cooperative_grid == waits
             assert not (waits and compiled.metadata.launch_pdl)
@@ -114,7 +123,9 @@ def _functions_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Itera
         return str(getattr(value, "type", value))
 
     def called(self: Any, fn: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
-        calls.append((self.module, types(tuple(inspect.getcallargs(fn.fn, *args, **kwargs).values()))))
+        calls.append(
+            (self.module, types(tuple(inspect.getcallargs(fn.fn, *args, **kwargs).values())))
+        )
         try:
             return call(self, fn, args, kwargs, *rest)
         finally:
@@ -144,7 +155,9 @@ def spilled(compiled: Any) -> int:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
         binary.write(compiled.asm["cubin"])
         binary.flush()
-        usage = subprocess.run([tool, "-res-usage", binary.name], capture_output=True, text=True, check=True).stdout
+        usage = subprocess.run(
+            [tool, "-res-usage", binary.name], capture_output=True, text=True, check=True
+        ).stdout
     found = re.search(r"STACK:(\d+)", usage)
     assert found, usage
     return int(found[1])
@@ -157,20 +170,29 @@ def build(plan: Callable[[], object], target: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(launch, "specialise", Built)
     monkeypatch.setattr(launch, "_built", {})
     monkeypatch.setattr(launch, "processors", lambda index: 132)
-    monkeypatch.setattr(launch, "waits", lambda index, acc, programs: target != "gfx942" and acc == torch.float32)
+    monkeypatch.setattr(
+        launch, "waits", lambda index, acc, programs: target != "gfx942" and acc == torch.float32
+    )
     plan()
     return Built.spilled
 
 
 def each_plan(*kinds: tuple[Any, ...]) -> pytest.MarkDecorator:
-    """Parametrises over ``member`` and ``kind``, the arguments of `plans`; a family may have no plan for some."""
+    """Parametrises over ``member`` and ``kind``, the arguments of `plans`.
+
+    A family may have no plan for some.
+    """
     found = [(member, kind) for kind in kinds for member in plans(*kind)]
-    return pytest.mark.parametrize(("member", "kind"), found, ids=lambda part: str(part).replace(" ", ""))
+    return pytest.mark.parametrize(
+        ("member", "kind"), found, ids=lambda part: str(part).replace(" ", "")
+    )
 
 
 @pytest.mark.pairs
 @each_plan(*((cols, dtype) for cols in WIDTHS for dtype in (torch.bfloat16, torch.float32)))
-def test_compiles_for_hopper(member: str, kind: tuple[int, torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiles_for_hopper(
+    member: str, kind: tuple[int, torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
     cols, dtype = kind
     found = build(plans(cols, dtype)[member], "sm_90", monkeypatch)
     assert cols > NO_SPILL or not found
@@ -178,7 +200,9 @@ def test_compiles_for_hopper(member: str, kind: tuple[int, torch.dtype], monkeyp
 
 @pytest.mark.parametrize("cols", [20480, 24576, 32767, 32768])
 @pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("kind", "adds"), [("layer", False), ("rms", False), ("layer", True), ("rms", True)])
+@pytest.mark.parametrize(
+    ("kind", "adds"), [("layer", False), ("rms", False), ("layer", True), ("rms", True)]
+)
 def test_wide_rows_of_16_bits_do_not_spill(
     kind: Kind, adds: bool, parameters: torch.dtype, cols: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,13 +214,24 @@ def test_wide_rows_of_16_bits_do_not_spill(
     assert not build(lambda: norms._plan_forward(site, int(adds), True, 2), "sm_90", monkeypatch)
 
 
-# From Triton 3.9 on, the assembler (CUDA 13.4's ptxas) takes more registers for the second than there are, and spills as many
-# bytes as are named; 3.6's did not.
-@pytest.mark.parametrize(("kind", "save", "parameters", "cols", "from_3_9"), [
-    ("layer", "sum", torch.bfloat16, 10240, []), ("rms", "sum", torch.bfloat16, 14336, [32]),
-    ("layer", "output", torch.bfloat16, 12288, []), ("rms", "sum", torch.float32, 13312, [])])  # fmt: skip
+# From Triton 3.9 on, the assembler (CUDA 13.4's ptxas) takes more registers for the second than
+# there are, and spills as many bytes as are named; 3.6's did not.
+@pytest.mark.parametrize(
+    ("kind", "save", "parameters", "cols", "from_3_9"),
+    [
+        ("layer", "sum", torch.bfloat16, 10240, []),
+        ("rms", "sum", torch.bfloat16, 14336, [32]),
+        ("layer", "output", torch.bfloat16, 12288, []),
+        ("rms", "sum", torch.float32, 13312, []),
+    ],
+)
 def test_backwards_of_wide_rows_of_16_bits_do_not_spill(
-    kind: Kind, save: str, parameters: torch.dtype, cols: int, from_3_9: list[int], monkeypatch: pytest.MonkeyPatch
+    kind: Kind,
+    save: str,
+    parameters: torch.dtype,
+    cols: int,
+    from_3_9: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a norm alone: whole rows, and those for which registers hold too much else."""
     dtypes = (torch.bfloat16, None, None, parameters, parameters if kind == "layer" else None)
@@ -210,10 +245,16 @@ def test_backwards_of_wide_rows_of_16_bits_do_not_spill(
 
 @pytest.mark.pairs("kind.0 target", "kind.1 target")
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
-@each_plan((768, torch.float16), (4096, torch.bfloat16), (8192, torch.float32), (8192, torch.bfloat16),
-           (1024, torch.float64))  # fmt: skip
-def test_compiles_for_the_others(member: str, kind: tuple[int, torch.dtype], target: str,
-                                 monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+@each_plan(
+    (768, torch.float16),
+    (4096, torch.bfloat16),
+    (8192, torch.float32),
+    (8192, torch.bfloat16),
+    (1024, torch.float64),
+)
+def test_compiles_for_the_others(
+    member: str, kind: tuple[int, torch.dtype], target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = build(plans(*kind)[member], target, monkeypatch)
     assert target == "gfx942" or not found
 
@@ -221,7 +262,10 @@ def test_compiles_for_the_others(member: str, kind: tuple[int, torch.dtype], tar
 def test_tiles_of_slices_compile_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one row or more, with and without idle lanes, in one kernel."""
     member = plans(17, torch.float32)["slices without a common factor"]
-    with tuning.forced("slices_forward", Config(16, 1, 1)), tuning.forced("slices_backward", Config(16, 1, 1, 1, 1)):
+    with (
+        tuning.forced("slices_forward", Config(16, 1, 1)),
+        tuning.forced("slices_backward", Config(16, 1, 1, 1, 1)),
+    ):
         assert not build(member, "sm_90", monkeypatch)
 
 
@@ -233,7 +277,9 @@ def modulated(
     return z, (F.layer_norm(z, z.shape[-1:]) * (1 + scale) + shift).bfloat16()
 
 
-def normed_twice(x: Tensor, product: Tensor, weight: Tensor, next_weight: Tensor) -> tuple[Tensor, Tensor]:
+def normed_twice(
+    x: Tensor, product: Tensor, weight: Tensor, next_weight: Tensor
+) -> tuple[Tensor, Tensor]:
     """A branch of Gemma 2: two norms, and six tensors in the backward."""
     z = x + _normed(product, weight).bfloat16()
     return z, _normed(z, next_weight).bfloat16()
@@ -257,7 +303,9 @@ def requests_of(function: Callable[..., Any], given: list[Tensor]) -> list[launc
     [*[(modulated, cols) for cols in (384, 768, 1024, 1152, 2048, 4096)], (normed_twice, 2304)],
     ids=lambda part: getattr(part, "__name__", str(part)),
 )
-def test_functions_of_many_tensors_do_not_spill(function: Callable[..., tuple[Tensor, Tensor]], cols: int) -> None:
+def test_functions_of_many_tensors_do_not_spill(
+    function: Callable[..., tuple[Tensor, Tensor]], cols: int
+) -> None:
     """Some have a vector for each group of rows."""
     names = list(inspect.signature(function).parameters)
     rows = {
@@ -265,8 +313,14 @@ def test_functions_of_many_tensors_do_not_spill(function: Callable[..., tuple[Te
         "product": (32, 256, cols),
         **dict.fromkeys(("gate", "shift", "scale"), (32, 1, cols)),
     }
-    given = [torch.empty(rows.get(name, (cols,)), dtype=torch.float32 if name == "x" else torch.bfloat16, device="meta")
-             for name in names]  # fmt: skip
+    given = [
+        torch.empty(
+            rows.get(name, (cols,)),
+            dtype=torch.float32 if name == "x" else torch.bfloat16,
+            device="meta",
+        )
+        for name in names
+    ]
     requests = requests_of(function, given)
     sums = [request for request in requests if request.config.per_sm]
     assert len(requests) == 2 and len(sums) == 1
@@ -274,8 +328,16 @@ def test_functions_of_many_tensors_do_not_spill(function: Callable[..., tuple[Te
 
 
 @pytest.mark.pairs
-@each_plan(*((cols, dtype) for cols in (1024, 4096, 8192, 16384, 32768) for dtype in (torch.bfloat16, torch.float32)))
-def test_shipped_configs_compile(member: str, kind: tuple[int, torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
+@each_plan(
+    *(
+        (cols, dtype)
+        for cols in (1024, 4096, 8192, 16384, 32768)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+)
+def test_shipped_configs_compile(
+    member: str, kind: tuple[int, torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the table answers, and where the heuristic does beside it."""
     monkeypatch.setattr(tuning, "device_name", lambda index: "NVIDIA H200")
     monkeypatch.setattr(cache, "read", lambda key, device: None)
@@ -284,27 +346,46 @@ def test_shipped_configs_compile(member: str, kind: tuple[int, torch.dtype], mon
 
 @pytest.mark.pairs("kind.1 target")
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90"])
-@each_plan(*((cols, dtype, other) for cols in (8192, 16384) for dtype, other in
-             ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64))))  # fmt: skip
-def test_shared_memory_suffices(member: str, kind: tuple[int, torch.dtype, torch.dtype], target: str,
-                                monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    """With mixed dtypes, and every tensor there and kept: what one dtype's heuristic does not see."""
+@each_plan(
+    *(
+        (cols, dtype, other)
+        for cols in (8192, 16384)
+        for dtype, other in (
+            (torch.bfloat16, torch.float32),
+            (torch.float32, torch.float32),
+            (torch.float64, torch.float64),
+        )
+    )
+)
+def test_shared_memory_suffices(
+    member: str,
+    kind: tuple[int, torch.dtype, torch.dtype],
+    target: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With mixed dtypes, and every tensor there and kept.
+
+    What one dtype's heuristic does not see.
+    """
     build(plans(*kind)[member], target, monkeypatch)
 
 
-# --- what users may write -----------------------------------------------------------------------------------------------
+# --- what users may write -------------------------------------------------------------------------
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("cols", [64, 1024, 5120, 16384])
 @every
-def test_functions_of_the_suites_compile(sample: RowwiseFunction, cols: int, dtype: torch.dtype) -> None:
+def test_functions_of_the_suites_compile(
+    sample: RowwiseFunction, cols: int, dtype: torch.dtype
+) -> None:
     for request in requests_of(sample.function, sample.without_memory(dtype, cols)):
         launch.compile_fitting(request, SHARED[90], TARGETS["sm_90"])
 
 
-# Numbers of a row, and functions of one, for sums of exponentials that have one more term, as a softmax with a sink has.
+# Numbers of a row, and functions of one, for sums of exponentials that have one more term, as a
+# softmax with a sink has.
 STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
     "amax": lambda x: x.amax(-1, keepdim=True),
     "amax from zero": lambda x: x.amax(-1, keepdim=True).clamp(min=0),
@@ -362,7 +443,9 @@ CONSTANTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "one rounded": lambda a, b: (a + b, torch.full_like(a, 0.3)),
     "one cast": lambda a, b: torch.full_like(a, 0.3).long().to(a.dtype) * b + a,
     "one of an activation": lambda a, b: F.silu(torch.full_like(a, 0.3)) * b + a,
-    "products of ones": lambda a, b: torch.full_like(a, 0.3).to(a.dtype) * a + torch.full_like(a, 0.7) * b,
+    "products of ones": lambda a, b: (
+        torch.full_like(a, 0.3).to(a.dtype) * a + torch.full_like(a, 0.7) * b
+    ),
 }
 
 
@@ -380,7 +463,9 @@ def test_products_are_rounded_forward_and_backward() -> None:
     def function(x: Tensor, scale: Tensor) -> Tensor:
         return (x * scale).softmax(-1)
 
-    requests = requests_of(function, [torch.empty(64, 32, device="meta"), torch.empty(32, device="meta")])
+    requests = requests_of(
+        function, [torch.empty(64, 32, device="meta"), torch.empty(32, device="meta")]
+    )
     assert len(requests) == 2
     for request in requests:
         code = launch.compile_kernel(request, TARGETS["sm_90"]).asm["ptx"]

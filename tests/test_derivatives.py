@@ -1,7 +1,7 @@
 """Derivatives of every order, by every composition of the two modes, whatever is in force while they are taken.
 
-All in fp64, against the same derivative of the formula in elementary operators (`pairs.elementary`). Both sides differ
-by rounding alone.
+All in fp64, against the same derivative of the formula in elementary operators
+(`pairs.elementary`). Both sides differ by rounding alone.
 """
 
 from __future__ import annotations
@@ -34,13 +34,20 @@ def _both(both: Pair, evaluate: Callable[[Function], Any]) -> None:
     close(evaluate(both.ours), evaluate(both.theirs))
 
 
-# --- compositions of the two modes ---------------------------------------------------------------------------------
+# --- compositions of the two modes ----------------------------------------------------------------
 
 
 @every
-@pytest.mark.parametrize(("along", "create_graph"), [("all", False), ("all", True), ("first", False), ("last", False)])
-def test_forward_over_reverse(spec: Spec, along: str, create_graph: bool, device: torch.device) -> None:
-    """A reverse pass over dual numbers: its gradients have tangents, also where no graph of them is made."""
+@pytest.mark.parametrize(
+    ("along", "create_graph"), [("all", False), ("all", True), ("first", False), ("last", False)]
+)
+def test_forward_over_reverse(
+    spec: Spec, along: str, create_graph: bool, device: torch.device
+) -> None:
+    """A reverse pass over dual numbers.
+
+    Its gradients have tangents, also where no graph of them is made.
+    """
     both = pair(spec, device)
     weights, directions = both.cotangents(), random_like(both.tensors, seed=3)
     chosen = {"all": range(len(directions)), "first": [0], "last": [len(directions) - 1]}[along]
@@ -48,9 +55,13 @@ def test_forward_over_reverse(spec: Spec, along: str, create_graph: bool, device
     def product(function: Function) -> tuple[Tensor, ...]:
         with forward_ad.dual_level():
             leaves = both.leaves()
-            duals = [forward_ad.make_dual(t, v) if i in chosen else t
-                     for i, (t, v) in enumerate(zip(leaves, directions, strict=True))]  # fmt: skip
-            grads = torch.autograd.grad(loss(function, weights)(*duals), duals, create_graph=create_graph)
+            duals = [
+                forward_ad.make_dual(t, v) if i in chosen else t
+                for i, (t, v) in enumerate(zip(leaves, directions, strict=True))
+            ]
+            grads = torch.autograd.grad(
+                loss(function, weights)(*duals), duals, create_graph=create_graph
+            )
             return filled(tuple(forward_ad.unpack_dual(g).tangent for g in grads), both.tensors)
 
     _both(both, product)
@@ -65,7 +76,9 @@ def test_forward_over_reverse_along_the_cotangents(spec: Spec, device: torch.dev
     def product(function: Function) -> tuple[Tensor, ...]:
         with forward_ad.dual_level():
             leaves = both.leaves()
-            along = [forward_ad.make_dual(c, v) for c, v in zip(cotangents, directions, strict=True)]
+            along = [
+                forward_ad.make_dual(c, v) for c, v in zip(cotangents, directions, strict=True)
+            ]
             grads = torch.autograd.grad(function(*leaves), leaves, along)
             return filled(tuple(forward_ad.unpack_dual(g).tangent for g in grads), both.tensors)
 
@@ -79,7 +92,10 @@ def test_reverse_over_forward(spec: Spec, device: torch.device) -> None:
     weights = both.cotangents()
 
     def product(function: Function) -> tuple[Tensor, ...]:
-        leaves, directions = both.leaves(), tuple(t.requires_grad_() for t in random_like(both.tensors, seed=3))
+        leaves, directions = (
+            both.leaves(),
+            tuple(t.requires_grad_() for t in random_like(both.tensors, seed=3)),
+        )
         with forward_ad.dual_level():
             outputs = function(*map(forward_ad.make_dual, leaves, directions))
             tangents = [forward_ad.unpack_dual(output).tangent for output in outputs]
@@ -123,11 +139,15 @@ def test_hessian(spec: Spec, outer: str, inner: str, device: torch.device) -> No
     weights = both.cotangents()
     taken = {"jacfwd": func.jacfwd, "jacrev": func.jacrev}
     for argnum in {0, len(both.tensors) - 1}:
-        _both(both, lambda f, n=argnum: taken[outer](taken[inner](loss(f, weights), n), n)(*both.tensors))
+        _both(
+            both,
+            lambda f, n=argnum: taken[outer](taken[inner](loss(f, weights), n), n)(*both.tensors),
+        )
 
 
 @every
-@pytest.mark.kernels  # PyTorch's F.layer_norm, which stands in without them, has a wrong third derivative (2.13)
+# PyTorch's F.layer_norm, which stands in without them, has a wrong third derivative (2.13).
+@pytest.mark.kernels
 def test_third_order(spec: Spec, device: torch.device) -> None:
     """The gradient of the gradient's gradient, each along all tensors."""
     both = pair(spec, device)
@@ -138,19 +158,24 @@ def test_third_order(spec: Spec, device: torch.device) -> None:
         total: Any = loss(function, weights)(*leaves)
         for seed in (11, 12):
             grads = torch.autograd.grad(total, leaves, create_graph=True)
-            total = sum((g * g * v).sum() for g, v in zip(grads, random_like(leaves, seed), strict=True))
+            total = sum(
+                (g * g * v).sum() for g, v in zip(grads, random_like(leaves, seed), strict=True)
+            )
         return filled(torch.autograd.grad(total, leaves, allow_unused=True), leaves)
 
     _both(both, product)
 
 
-# --- whatever is in force ------------------------------------------------------------------------------------------
+# --- whatever is in force -------------------------------------------------------------------------
 
 
 @every
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
-def test_transforms_without_grad_mode(spec: Spec, mode: Callable[[], AbstractContextManager[None]],
-                                      device: torch.device) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"]
+)
+def test_transforms_without_grad_mode(
+    spec: Spec, mode: Callable[[], AbstractContextManager[None]], device: torch.device
+) -> None:
     """torch.func differentiates what it is given, whatever the grad mode outside of it."""
     both = pair(spec, device)
     cotangents, directions = tuple(both.cotangents()), tuple(random_like(both.tensors, seed=3))
@@ -162,7 +187,9 @@ def test_transforms_without_grad_mode(spec: Spec, mode: Callable[[], AbstractCon
 
 
 @every
-def test_double_backward_of_arguments_that_depend_on_another(spec: Spec, device: torch.device) -> None:
+def test_double_backward_of_arguments_that_depend_on_another(
+    spec: Spec, device: torch.device
+) -> None:
     """What comes to the first argument through the others comes once."""
     both = pair(spec, device)
     weights = both.cotangents()
@@ -214,7 +241,10 @@ def test_double_backward_of_a_subclass(spec: Spec, kind: str, device: torch.devi
     doubled = tuple(TwoTensor(t, 2.0 * t) for t in both.tensors)
     found = second_order(both.ours, doubled, [TwoTensor(w, w) for w in weights])
     close(tuple(t.a for t in found), expected)
-    close(tuple(t.b for t in found), second_order(both.theirs, tuple(2.0 * t for t in both.tensors), weights))
+    close(
+        tuple(t.b for t in found),
+        second_order(both.theirs, tuple(2.0 * t for t in both.tensors), weights),
+    )
 
 
 @every
@@ -228,7 +258,9 @@ def test_double_backward_traced(spec: Spec, tracing: str, device: torch.device) 
     def product(function: Function, *values: Tensor) -> tuple[Tensor, ...]:
         return second_order(function, values[:count], list(values[count:]))
 
-    graph = make_fx(lambda *values: product(both.ours, *values), tracing_mode=tracing)(*both.tensors, *weights)
+    graph = make_fx(lambda *values: product(both.ours, *values), tracing_mode=tracing)(
+        *both.tensors, *weights
+    )
     others = tuple(0.5 * t + 0.25 for t in (*both.tensors, *weights))
     close(graph(*others), product(both.theirs, *others))
 
@@ -242,4 +274,6 @@ def test_double_backward_of_fake_tensors(spec: Spec, device: torch.device) -> No
     with FakeTensorMode() as mode:
         fakes = tuple(map(mode.from_tensor, both.tensors))
         found = second_order(both.ours, fakes, list(map(mode.from_tensor, weights)))
-    assert [(t.shape, t.dtype, t.device) for t in found] == [(t.shape, t.dtype, t.device) for t in expected]
+    assert [(t.shape, t.dtype, t.device) for t in found] == [
+        (t.shape, t.dtype, t.device) for t in expected
+    ]

@@ -1,4 +1,7 @@
-"""The same call gives the same bits, whatever ran in between: no atomics, no race, no leftover state."""
+"""The same call gives the same bits, whatever ran in between.
+
+No atomics, no race, no leftover state.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ def _picked(spec: Spec, sample: Sample) -> bool:
 
 
 def _run(spec: Spec, sample: Sample) -> list[Tensor]:
-    leaves = {name: t.detach().clone().requires_grad_() for name, t in tensors_of(spec, sample).items()}
+    leaves = {
+        name: t.detach().clone().requires_grad_() for name, t in tensors_of(spec, sample).items()
+    }
     outputs = call(spec, sample)(leaves)
     return [*outputs, *torch.autograd.grad(outputs, list(leaves.values()), random_like(outputs))]
 
@@ -34,7 +39,9 @@ def _other_work(like: Tensor) -> None:
     """Other shapes through every family, and memory taken and given back, so that addresses and caches move."""
     held = [torch.randn(count, device=DEVICE) for count in (3, 1000, 77)]
     for spec in {spec.samples.__module__: spec for spec in ALL_SPECS}.values():
-        sample = next(sample for sample in spec.samples(DEVICE, like.dtype) if sample.name == "shape 5x1")
+        sample = next(
+            sample for sample in spec.samples(DEVICE, like.dtype) if sample.name == "shape 5x1"
+        )
         _run(spec, sample)
     del held
 

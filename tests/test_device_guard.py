@@ -1,4 +1,7 @@
-"""Tensors on a GPU that is not the current one: right answers, and the current device stays what it was."""
+"""Tensors on a GPU that is not the current one.
+
+Right answers, and the current device stays what it was.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ sides = pytest.mark.parametrize("current,other", [(0, 1), (1, 0)])
 def _to(sample: Sample, index: int) -> Sample:
     device = torch.device("cuda", index)
     return Sample(
-        sample.name, {n: None if t is None else t.to(device) for n, t in sample.tensors.items()}, sample.options
+        sample.name,
+        {n: None if t is None else t.to(device) for n, t in sample.tensors.items()},
+        sample.options,
     )
 
 
@@ -36,7 +41,10 @@ def _step(spec: Spec, sample: Sample) -> list[Tensor]:
 @pytest.mark.parametrize("cols", [64, 20000])
 @pytest.mark.parametrize("fresh", [True, False], ids=["built here", "built elsewhere"])
 def test_right_answers(spec: Spec, current: int, other: int, cols: int, fresh: bool) -> None:
-    """Bit for bit what the GPU gives where it is current; a variant belongs to the device it was built for."""
+    """Bit for bit what the GPU gives where it is current.
+
+    A variant belongs to the device it was built for.
+    """
     made = spec.benchmark((40, cols + (0 if fresh else 8)), torch.float32, torch.device("cpu"))
     with torch.cuda.device(other):
         expected = [] if fresh else _step(spec, _to(made, other))
@@ -55,11 +63,16 @@ def test_right_answers(spec: Spec, current: int, other: int, cols: int, fresh: b
 @every
 @sides
 def test_backward_from_another_device(spec: Spec, current: int, other: int) -> None:
-    """Forward where the GPU is current, backward where it is not; autograd's own thread sets its device, ours must."""
+    """Forward where the GPU is current, backward where it is not.
+
+    Autograd's own thread sets its device, ours must.
+    """
     sample = _to(spec.benchmark((40, 64), torch.float32, torch.device("cpu")), other)
     leaves = [t.requires_grad_() for t in tensors_of(spec, sample).values()]
     with torch.cuda.device(other):
-        outputs = as_tuple(call(spec, sample)(dict(zip(tensors_of(spec, sample), leaves, strict=True))))
+        outputs = as_tuple(
+            call(spec, sample)(dict(zip(tensors_of(spec, sample), leaves, strict=True)))
+        )
         expected = torch.autograd.grad(outputs, leaves, random_like(outputs), retain_graph=True)
     with torch.cuda.device(current):
         actual = torch.autograd.grad(outputs, leaves, random_like(outputs))

@@ -1,4 +1,7 @@
-"""The documentation does not drift: examples run, commands and links lead to something, every name has its entry."""
+"""The documentation does not drift.
+
+Examples run, commands and links lead to something, every name has its entry.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ pytestmark = pytest.mark.once
 
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 
-# --- Python examples ----------------------------------------------------------------------------------------------
+# --- Python examples ------------------------------------------------------------------------------
 
 _PYTHON = ("python", "py", "python3", "pycon")
 
@@ -44,7 +47,10 @@ def _examples() -> list[object]:
 
 
 def test_every_fence_is_seen() -> None:
-    """In a list, with a title, with tildes, after a longer fence: none escapes, and the lines are the page's own."""
+    """In a list, with a title, with tildes, after a longer fence.
+
+    None escapes, and the lines are the page's own.
+    """
     page = "# A\n\n- b\n\n  ```python title='x'\n  one = 1\n  ```\n\n~~~py\ntwo = 2\n~~~\n\n````text\n```\n````\n"
     assert [(b.line, b.language, b.text) for b in blocks(page)] == [
         (6, "python", "one = 1\n"),
@@ -53,12 +59,19 @@ def test_every_fence_is_seen() -> None:
     ]
     for name, text in TEXTS.items():
         opened = [line for line in text.splitlines() if re.match(r"\s*(`{3,}|~{3,})", line)]
-        assert len(opened) == 2 * len(list(blocks(text))), f"{name}: a fence that is not closed, or not seen"
+        assert len(opened) == 2 * len(list(blocks(text))), (
+            f"{name}: a fence that is not closed, or not seen"
+        )
 
 
 def test_there_are_examples() -> None:
     with_examples = {example.values[0] for example in _examples()}  # type: ignore[attr-defined]
-    assert {"README.md", "docs/quickstart.md", "docs/operators.md", "docs/norms.md"} <= with_examples
+    assert {
+        "README.md",
+        "docs/quickstart.md",
+        "docs/operators.md",
+        "docs/norms.md",
+    } <= with_examples
 
 
 @pytest.fixture
@@ -78,32 +91,47 @@ _PLACED = ("docs/recipes.md",)
 @pytest.mark.usefixtures("as_in_a_new_process")
 @pytest.mark.parametrize(("page", "line", "source"), _examples())
 def test_example_runs(page: str, line: int, source: str, device: torch.device) -> None:
-    """In a namespace of its own, on the device at hand: an example may not lean on the one before it."""
+    """In a namespace of its own, on the device at hand.
+
+    An example may not lean on the one before it.
+    """
     # Blank lines in front make a traceback name the page's own line.
     code = compile("\n" * (line - 1) + source, str(ROOT / page), "exec")
     with contextlib.nullcontext() if page in _PLACED else torch.device(device):
         exec(code, {"__name__": f"example_{Path(page).stem}_{line}"})
 
 
-# --- commands -----------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
-_COMMAND = re.compile(r"^(?:\$ )?((?:[A-Z][A-Z_]+=\S+ )*)((?:make|fusedops|python|pip|pre-commit)(?: .*)?)$")
+_COMMAND = re.compile(
+    r"^(?:\$ )?((?:[A-Z][A-Z_]+=\S+ )*)((?:make|fusedops|python|pip|pre-commit)(?: .*)?)$"
+)
 
 
 _WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
 def _lines() -> dict[str, list[str]]:
-    """What may be commands, by page: lines of blocks that are not Python, inline code, and the steps of workflows."""
+    """What may be commands, by page.
+
+    Lines of blocks that are not Python, inline code, and the steps of workflows.
+    """
     found = {
-        name: [line for b in blocks(text) if b.language not in (*_PYTHON, "math") for line in b.text.splitlines()]
+        name: [
+            line
+            for b in blocks(text)
+            if b.language not in (*_PYTHON, "math")
+            for line in b.text.splitlines()
+        ]
         for name, text in TEXTS.items()
     }
     for name, text in TEXTS.items():
         found[name] += spans(text)
     for path in _WORKFLOWS:
         steps = re.findall(r"^[ -]+run: (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-        found[path.relative_to(ROOT).as_posix()] = [re.sub(r"\$\{\{.*?\}\}", "x", step) for step in steps]
+        found[path.relative_to(ROOT).as_posix()] = [
+            re.sub(r"\$\{\{.*?\}\}", "x", step) for step in steps
+        ]
     return found
 
 
@@ -116,20 +144,31 @@ def _commands() -> list[object]:
             command = match[2].partition(" #")[0].strip() if match else "fusedops"
             if match and command != "fusedops":  # the library's own name, in prose
                 whole = match[1] + command
-                found.setdefault(whole, pytest.param(name, match[1].split(), command, id=f"{name}: {whole}"))
+                found.setdefault(
+                    whole, pytest.param(name, match[1].split(), command, id=f"{name}: {whole}")
+                )
     return list(found.values())
 
 
 @functools.cache
 def _help(how: str, *words: str) -> str | None:
-    """What a module (``-m name``) or a script prints for ``--help`` after these words; None if it knows them not."""
+    """What a module (``-m name``) or a script prints for ``--help`` after these words.
+
+    None if it knows them not.
+    """
     printed, argv = io.StringIO(), sys.argv
     module = how.removeprefix("-m ")
     try:
         sys.argv = [how, *words, "--help"]
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), mock.patch.dict(sys.modules):
+        with (
+            contextlib.redirect_stdout(printed),
+            contextlib.redirect_stderr(printed),
+            mock.patch.dict(sys.modules),
+        ):
             if module != how:
-                sys.modules.pop(f"{module}.__main__", None)  # of which another test may have imported functions
+                sys.modules.pop(
+                    f"{module}.__main__", None
+                )  # of which another test may have imported functions
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(str(ROOT / how), run_name="__main__")
@@ -167,14 +206,18 @@ def _check_pip(arguments: list[str]) -> None:
     for argument in arguments:
         match = re.fullmatch(r"(?:\.|fusedops)\[([\w,-]+)\]", argument)
         for extra in match[1].split(",") if match else ():
-            assert re.search(rf"^{re.escape(extra)} = ", known, re.MULTILINE), f"there is no extra {extra}"
+            assert re.search(rf"^{re.escape(extra)} = ", known, re.MULTILINE), (
+                f"there is no extra {extra}"
+            )
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules after import of package:RuntimeWarning")
 @pytest.mark.parametrize(("page", "environment", "command"), _commands())
 def test_command_exists(page: str, environment: list[str], command: str) -> None:
     """Targets, subcommands, options, extras, scripts and environment variables are there."""
-    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "fusedops").rglob("*.py"))
+    sources = "".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "fusedops").rglob("*.py")
+    )
     for setting in environment:
         assert setting.partition("=")[0] in sources, f"nothing reads {setting}"
     program, *arguments = shlex.split(command, comments=True)
@@ -196,7 +239,7 @@ def test_command_exists(page: str, environment: list[str], command: str) -> None
         assert not any("/" in argument for argument in arguments[:1]), f"there is no {arguments[0]}"
 
 
-# --- links --------------------------------------------------------------------------------------------------------
+# --- links ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", TEXTS)
@@ -207,7 +250,9 @@ def test_links_lead_somewhere(page: str) -> None:
             continue
         path, _, anchor = link.partition("#")
         target = (ROOT / page).parent / path if path else ROOT / page
-        assert target.resolve().is_relative_to(ROOT) and target.exists(), f"{page}: {link} leads nowhere"
+        assert target.resolve().is_relative_to(ROOT) and target.exists(), (
+            f"{page}: {link} leads nowhere"
+        )
         name = target.resolve().relative_to(ROOT).as_posix()
         if anchor and name in TEXTS:
             assert anchor in anchors(TEXTS[name]), f"{page}: {name} has no heading #{anchor}"
@@ -228,17 +273,24 @@ def test_every_page_can_be_found() -> None:
                 waiting.append(target.relative_to(ROOT).as_posix())
     for page in TEXTS:
         if page.startswith("docs/"):
-            assert f": {page.removeprefix('docs/')}\n" in navigation, f"mkdocs.yml does not name {page}"
+            assert f": {page.removeprefix('docs/')}\n" in navigation, (
+                f"mkdocs.yml does not name {page}"
+            )
             assert page in reached, f"no link leads to {page}"
 
 
-# --- reference ----------------------------------------------------------------------------------------------------
+# --- reference ------------------------------------------------------------------------------------
 
 MODULES = {module.__name__: module for module in (fusedops, fusedops.nn, fusedops.distributed)}
 NAMES = [
-    (module_name, name) for module_name, module in MODULES.items() for name in module.__all__ if name != "__version__"
+    (module_name, name)
+    for module_name, module in MODULES.items()
+    for name in module.__all__
+    if name != "__version__"
 ]
-ENTRIES = [entry for text in TEXTS.values() for entry in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)]
+ENTRIES = [
+    entry for text in TEXTS.values() for entry in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)
+]
 
 
 def test_every_name_has_one_entry() -> None:
@@ -251,12 +303,19 @@ def test_every_name_has_one_entry() -> None:
 
 @pytest.mark.parametrize(("module_name", "name"), NAMES)
 def test_docstring_names_the_arguments(module_name: str, name: str) -> None:
-    """Those of the real signature, in its order; of a module that is its constructor's, inherited ones included."""
+    """Those of the real signature, in its order.
+
+    Of a module that is its constructor's, inherited ones included.
+    """
     thing = getattr(MODULES[module_name], name)
     text = inspect.getdoc(thing) or ""
     section = text.partition("\nArgs:\n")[2]
     section = re.split(r"^\S", section, maxsplit=1, flags=re.MULTILINE)[0]
-    named = [n for names in re.findall(r"^    (\w[\w, ]*):", section, re.MULTILINE) for n in names.split(", ")]
+    named = [
+        n
+        for names in re.findall(r"^    (\w[\w, ]*):", section, re.MULTILINE)
+        for n in names.split(", ")
+    ]
     parameters = inspect.signature(thing).parameters.values()
     assert named == [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
@@ -267,14 +326,45 @@ def test_command_line_page_names_every_option_and_variable() -> None:
         text = _help("-m fusedops", command)
         assert text is not None and f"fusedops {command}" in page
         options = set(re.findall(r"^ +(--[a-z]+)", text, re.MULTILINE))
-        assert options == set(re.findall(r"^\| `(--[a-z]+)", page, re.MULTILINE) if command == "tune" else ())
-    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "fusedops").rglob("*.py"))
-    read = set(re.findall(r"""environ(?:\.get\(|\[)"([A-Z_]+)"|"([A-Z_]+)" (?:not )?in os\.environ""", sources))
+        assert options == set(
+            re.findall(r"^\| `(--[a-z]+)", page, re.MULTILINE) if command == "tune" else ()
+        )
+    sources = "".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "fusedops").rglob("*.py")
+    )
+    read = set(
+        re.findall(
+            r"""environ(?:\.get\(|\[)"([A-Z_]+)"|"([A-Z_]+)" (?:not )?in os\.environ""", sources
+        )
+    )
     for name in {name for names in read for name in names if name} - {"PYTHONPATH"}:
         assert f"`{name}`" in page, f"docs/command_line.md does not name {name}"
 
 
-# --- the front page -----------------------------------------------------------------------------------------------
+# --- the front page -------------------------------------------------------------------------------
+
+
+_FOLDERS = ("core", "norms", "compiler", "backend", "models", "tune")
+
+
+@pytest.mark.parametrize("folder", _FOLDERS)
+def test_the_layout_names_every_file(folder: str) -> None:
+    """Each file of a folder is in its part of the layout, and nothing else is."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    _, part = page.split(f"\n  {folder}/ ", 1)
+    part = re.split(r"\n(?:  )?\w", part, maxsplit=1)[0]
+    files = {path.name for path in (ROOT / "fusedops" / folder).rglob("*.py")}
+    assert set(re.findall(r"(?<![\w/])\w+\.py\b", part)) == files - {"__init__.py"}
+
+
+@pytest.mark.parametrize("folder", ["core", "compiler", "backend", "models"])
+def test_the_page_of_a_folder_names_files_that_are_there(folder: str) -> None:
+    page = (ROOT / "fusedops" / folder / "README.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"`(\w+\.py|\w+/)`", page))
+    assert names and all(
+        any((ROOT / where / name).exists() for where in (f"fusedops/{folder}", "fusedops", "tests"))
+        for name in names
+    )
 
 
 def test_readme_is_one_page_and_begins_with_code() -> None:
@@ -284,7 +374,7 @@ def test_readme_is_one_page_and_begins_with_code() -> None:
     assert first.line + first.text.count("\n") <= 25
 
 
-# --- the site's HTML ----------------------------------------------------------------------------------------------
+# --- the site's HTML ------------------------------------------------------------------------------
 
 
 def _markup() -> ModuleType:
@@ -311,18 +401,29 @@ def test_literal_backticks_are_found(page: str, shown: list[str]) -> None:
 
 def test_a_letter_and_its_hat_become_one_character() -> None:
     formula = '<mover accent="true"><mi>z</mi><mo>&#x0005E;</mo></mover><mo>&#x0005E;</mo>'
-    assert _markup().hatted(formula) == '<mi style="font-style: italic">\u1e91</mi><mo>&#x0005E;</mo>'
+    assert (
+        _markup().hatted(formula) == '<mi style="font-style: italic">\u1e91</mi><mo>&#x0005E;</mo>'
+    )
 
 
 @pytest.mark.parametrize(
     ("cell", "broken"),
     [
-        ("<td><code>bias_dropout_add</code></td>", "<td><code>bias_<wbr>dropout_<wbr>add</code></td>"),
-        ("<td><code>FusedBiasGELUNorm</code></td>", "<td><code>Fused<wbr>Bias<wbr>GELUNorm</code></td>"),
+        (
+            "<td><code>bias_dropout_add</code></td>",
+            "<td><code>bias_<wbr>dropout_<wbr>add</code></td>",
+        ),
+        (
+            "<td><code>FusedBiasGELUNorm</code></td>",
+            "<td><code>Fused<wbr>Bias<wbr>GELUNorm</code></td>",
+        ),
         ("<td><code>layer_norm</code></td>", "<td><code>layer_norm</code></td>"),
         ("<p><code>bias_dropout_add</code></p>", "<p><code>bias_dropout_add</code></p>"),
         ("<th>torch.compile</th>", "<th>torch.<wbr>compile</th>"),
-        ('<th style="a"><code>fuse_model</code></th>', '<th style="a"><code>fuse_<wbr>model</code></th>'),
+        (
+            '<th style="a"><code>fuse_model</code></th>',
+            '<th style="a"><code>fuse_<wbr>model</code></th>',
+        ),
     ],
 )
 def test_names_in_tables_may_be_broken_at_their_joints(cell: str, broken: str) -> None:

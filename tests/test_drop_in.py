@@ -1,4 +1,7 @@
-"""What a drop-in must not do: remember a refused call, lose a layout, refuse what PyTorch takes, compile or keep much."""
+"""What a drop-in must not do.
+
+Remember a refused call, lose a layout, refuse what PyTorch takes, compile or keep much.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from support import ALL_SPECS, EVERY_SPEC, INTERPRETED, KERNEL_PATH, as_tuple
 
 Function = Callable[..., Any]
 
-# --- a refusal does not hang on what was called before ---------------------------------------------------------------
+# --- a refusal does not hang on what was called before --------------------------------------------
 
 
 # Specs that are one functional under several names share their bad samples.
@@ -43,7 +46,8 @@ def test_bad_calls_among_good_ones(spec: Spec, device: torch.device) -> None:
         assert not any(output.isnan().any() for output in outputs)
 
 
-# Equal to a right one, or with its hash; each with a width that no other case has, as calls are remembered by it.
+# Equal to a right one, or with its hash; each with a width that no other case has, as calls are
+# remembered by it.
 BAD_SHAPES: dict[str, Callable[[int], Any]] = {
     "float": lambda n: float(n),
     "float in a tuple": lambda n: (float(n),),
@@ -64,8 +68,10 @@ GOOD_SHAPES: dict[str, Callable[[int], Any]] = {
     "NumPy's int in a list": lambda n: [np.int64(n)],
     "tensor in a tuple": lambda n: (torch.tensor(n),),
 }
-NORMS = [pytest.param(fusedops.layer_norm, F.layer_norm, id="layer_norm"),
-         pytest.param(fusedops.rms_norm, F.rms_norm, id="rms_norm")]  # fmt: skip
+NORMS = [
+    pytest.param(fusedops.layer_norm, F.layer_norm, id="layer_norm"),
+    pytest.param(fusedops.rms_norm, F.rms_norm, id="rms_norm"),
+]
 
 
 def _expected(native: Function, x: Tensor) -> Tensor:
@@ -75,8 +81,15 @@ def _expected(native: Function, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("ours,native", NORMS)
 @pytest.mark.parametrize("first", ["bad", "good"])
 @pytest.mark.parametrize("bad", BAD_SHAPES)
-def test_normalized_shape_refused(ours: Function, native: Function, first: str, bad: str, device: torch.device) -> None:
-    x = torch.randn(3, 50 + 2 * list(BAD_SHAPES).index(bad) + (first == "bad"), dtype=torch.float64, device=device)
+def test_normalized_shape_refused(
+    ours: Function, native: Function, first: str, bad: str, device: torch.device
+) -> None:
+    x = torch.randn(
+        3,
+        50 + 2 * list(BAD_SHAPES).index(bad) + (first == "bad"),
+        dtype=torch.float64,
+        device=device,
+    )
     cols = x.shape[-1]
     for turn in ("bad", "good", "bad", "good") if first == "bad" else ("good", "bad", "good"):
         if turn == "bad":
@@ -89,7 +102,9 @@ def test_normalized_shape_refused(ours: Function, native: Function, first: str, 
 
 @pytest.mark.parametrize("ours,native", NORMS)
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
-def test_normalized_shape_of_a_boolean(ours: Function, native: Function, first: bool, device: torch.device) -> None:
+def test_normalized_shape_of_a_boolean(
+    ours: Function, native: Function, first: bool, device: torch.device
+) -> None:
     """True equals 1; PyTorch refuses it."""
     x = torch.randn(3, 2 - first, 1, dtype=torch.float64, device=device)
     if not first:
@@ -107,12 +122,14 @@ def test_equal_constants_of_other_types(spec: Spec, device: torch.device) -> Non
     for kinds in ((float, int), (int, float)):
         results = []
         for kind in kinds:
-            numbers = {name: kind(1 if name == "eps" else 0) for name in ("eps", "p") if name in options}
+            numbers = {
+                name: kind(1 if name == "eps" else 0) for name in ("eps", "p") if name in options
+            }
             results.append(as_tuple(spec.call(**both.sample.tensors, **{**options, **numbers})))
         close(*results)
 
 
-# --- layouts -----------------------------------------------------------------------------------------------------------
+# --- layouts --------------------------------------------------------------------------------------
 
 
 def _channels_last(t: Tensor) -> Tensor:
@@ -143,7 +160,11 @@ def _copies(call: Callable[[], Any]) -> list[str]:
     """The names of the operators in ``call`` that copy a tensor."""
     with torch.autograd.profiler.profile() as profile:
         call()
-    return [event.name for event in profile.function_events if event.name in ("aten::copy_", "aten::clone")]
+    return [
+        event.name
+        for event in profile.function_events
+        if event.name in ("aten::copy_", "aten::clone")
+    ]
 
 
 @elementwise
@@ -151,7 +172,10 @@ def _copies(call: Callable[[], Any]) -> list[str]:
 def test_dense_layouts_are_kept(name: str, layout: str, device: torch.device) -> None:
     """Output and gradients have the strides that PyTorch's own have, and nothing is copied for it."""
     count, ours, native = ELEMENTWISE[name]
-    tensors = [DENSE[layout](torch.randn(2, 8, 3, 4, device=device, dtype=torch.float64)) for _ in range(count)]
+    tensors = [
+        DENSE[layout](torch.randn(2, 8, 3, 4, device=device, dtype=torch.float64))
+        for _ in range(count)
+    ]
     dy = DENSE[layout](torch.randn(2, 8, 3, 4, device=device, dtype=torch.float64))
 
     def run(function: Function) -> tuple[Tensor, ...]:
@@ -168,7 +192,10 @@ def test_dense_layouts_are_kept(name: str, layout: str, device: torch.device) ->
 
 @elementwise
 def test_layouts_that_differ(name: str, device: torch.device) -> None:
-    """Two arguments, or an argument and its cotangent, in different layouts; and one that is not dense."""
+    """Two arguments, or an argument and its cotangent, in different layouts.
+
+    One that is not dense.
+    """
     count, ours, native = ELEMENTWISE[name]
     make = lambda: torch.randn(2, 8, 3, 4, device=device, dtype=torch.float64)  # noqa: E731
     layouts = [*DENSE.values(), Tensor.contiguous, lambda t: torch.stack((t, t), -1)[..., 0]]
@@ -200,8 +227,13 @@ NESTED = [
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("fused,native,args,layout", NESTED)
-def test_nested_tensors(fused: type[nn.Module], native: type[nn.Module], args: tuple[Any, ...], layout: torch.layout,
-                        device: torch.device) -> None:  # fmt: skip
+def test_nested_tensors(
+    fused: type[nn.Module],
+    native: type[nn.Module],
+    args: tuple[Any, ...],
+    layout: torch.layout,
+    device: torch.device,
+) -> None:
     """Where torch.nn's module takes them: the same values and gradients, in the same layout."""
     rows = [torch.randn(n, 8, device=device) for n in (3, 5)]
 
@@ -211,7 +243,9 @@ def test_nested_tensors(fused: type[nn.Module], native: type[nn.Module], args: t
         y = module(x)
         assert y.is_nested and y.layout == layout
         # The gradient of a weighted sum: a plain one's is zero through a LayerNorm.
-        loss = sum((part * part * torch.arange(1.0, 9.0, device=device)).sum() for part in y.unbind())
+        loss = sum(
+            (part * part * torch.arange(1.0, 9.0, device=device)).sum() for part in y.unbind()
+        )
         loss.backward()
         assert x.grad is not None and x.grad.is_nested
         return [*y.unbind(), *x.grad.unbind(), *(p.grad for p in module.parameters())]
@@ -220,17 +254,22 @@ def test_nested_tensors(fused: type[nn.Module], native: type[nn.Module], args: t
     torch.testing.assert_close(run(fused), run(native), rtol=1e-5, atol=1e-4)
 
 
-# --- compilations and memory ------------------------------------------------------------------------------------------
+# --- compilations and memory ----------------------------------------------------------------------
 
 
 @pytest.mark.kernels
 @elementwise
 def test_one_compilation_for_all_lengths(name: str, device: torch.device) -> None:
-    """Dense tensors are one vector whose length is a run-time argument: one variant forward, one backward."""
+    """Dense tensors are one vector whose length is a run-time argument.
+
+    One variant forward, one backward.
+    """
     count, ours, _ = ELEMENTWISE[name]
     before = launch.variants()
     for length in range(33, 53):
-        leaves = [torch.randn(2, 8, length, device=device, requires_grad=True) for _ in range(count)]
+        leaves = [
+            torch.randn(2, 8, length, device=device, requires_grad=True) for _ in range(count)
+        ]
         torch.autograd.grad(ours(*leaves), leaves, torch.randn(2, 8, length, device=device))
     assert launch.variants() - before <= 2
 
@@ -239,11 +278,13 @@ def test_one_compilation_for_all_lengths(name: str, device: torch.device) -> Non
 def test_slices_keep_little(device: torch.device) -> None:
     """A call with another number of rows keeps no shape of any slice.
 
-    What it may keep for each slice: the address, an int of 32 bytes behind a pointer of 8; and 2 KiB for the rest of the
-    call. A ``torch.Size`` of two alone has 56 bytes, and 8 for its pointer.
+    What it may keep for each slice: the address, an int of 32 bytes behind a pointer of 8; and 2
+    KiB for the rest of the call. A ``torch.Size`` of two alone has 56 bytes, and 8 for its pointer.
     """
     count = 60
-    first, second = ([torch.randn(rows, 16 + k % 7, device=device) for k in range(count)] for rows in (3, 4))
+    first, second = (
+        [torch.randn(rows, 16 + k % 7, device=device) for k in range(count)] for rows in (3, 4)
+    )
     fusedops.batched_layer_norm_tanh(first)
     gc.collect()
     only = [tracemalloc.Filter(True, str(Path(fusedops.__file__).parent / "*"))]

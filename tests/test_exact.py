@@ -1,4 +1,7 @@
-"""Operators that compute nothing with floating-point numbers: right to the last bit, in every layout."""
+"""Operators that compute nothing with floating-point numbers.
+
+Right to the last bit, in every layout.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from exact import bits, check, copies, every, expected, inplace, same, sized
 from fusedops.core.spec import Sample, Spec
 from support import DEVICE, DTYPES, EXACT_SPECS, Case, as_tuple, cases, rows_of, tensors_of
 
-# --- values -------------------------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 def _in_its_dtype(spec: Spec, sample: Sample) -> bool:
@@ -58,22 +61,36 @@ def test_every_bit_pattern_is_kept(case: Case) -> None:
     generator = torch.Generator().manual_seed(3)
     random = torch.randint(limits.min, limits.max, rows.shape, generator=generator, dtype=integers)
     small = torch.randint(-2, 3, rows.shape, generator=generator, dtype=integers)
-    patterns = torch.where(torch.rand(rows.shape, generator=generator) < 0.5, random, small).to(DEVICE)
-    check(spec, dataclasses.replace(sample, tensors={**sample.tensors, spec.tensors[0]: patterns.view(rows.dtype)}))
+    patterns = torch.where(torch.rand(rows.shape, generator=generator) < 0.5, random, small).to(
+        DEVICE
+    )
+    check(
+        spec,
+        dataclasses.replace(
+            sample, tensors={**sample.tensors, spec.tensors[0]: patterns.view(rows.dtype)}
+        ),
+    )
 
 
 @cases((torch.float32,), lambda spec, sample: sample.name == "allowed, padded", EXACT_SPECS)
 def test_checks_after_a_good_call(case: Case) -> None:
-    """Calls that were checked once are not checked again: a mask of another width is no such call."""
+    """Calls that were checked once are not checked again.
+
+    A mask of another width is no such call.
+    """
     spec, sample = case.spec, case.sample()
     spec.call(**sample.tensors, **sample.options)
     mask = sample.tensors["allowed"]
-    for wrong, error in ((mask[:-1], ValueError), (mask[None], ValueError), (mask.int(), TypeError)):
+    for wrong, error in (
+        (mask[:-1], ValueError),
+        (mask[None], ValueError),
+        (mask.int(), TypeError),
+    ):
         with pytest.raises(error, match="no_repeat_ngram: allowed has"):
             spec.call(**{**sample.tensors, "allowed": wrong}, **sample.options)
 
 
-# --- layouts ------------------------------------------------------------------------------------------------------
+# --- layouts --------------------------------------------------------------------------------------
 
 
 def _garbage(shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -83,12 +100,16 @@ def _garbage(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def _wider(t: Tensor) -> Tensor:
-    return torch.cat((_garbage((*t.shape[:-1], 3), t), t, _garbage((*t.shape[:-1], 2), t)), -1)[..., 3:-2]
+    return torch.cat((_garbage((*t.shape[:-1], 3), t), t, _garbage((*t.shape[:-1], 2), t)), -1)[
+        ..., 3:-2
+    ]
 
 
 def _padded(t: Tensor) -> Tensor:
     """Rows that each begin at a multiple of 16 bytes."""
-    return torch.cat((t, _garbage((*t.shape[:-1], -t.shape[-1] % 16 + 16), t)), -1)[..., : t.shape[-1]]
+    return torch.cat((t, _garbage((*t.shape[:-1], -t.shape[-1] % 16 + 16), t)), -1)[
+        ..., : t.shape[-1]
+    ]
 
 
 def _every_second_row(t: Tensor) -> Tensor:
@@ -115,19 +136,29 @@ LAYOUTS = [_wider, _padded, _every_second_row, _every_second_column, _transposed
 
 
 def _roomy(spec: Spec, sample: Sample) -> bool:
-    return sample.name in ("shape 4x40x17, n=2", "shape 6x9x64, n=1", "allowed, padded", "4097 columns")
+    return sample.name in (
+        "shape 4x40x17, n=2",
+        "shape 6x9x64, n=1",
+        "allowed, padded",
+        "4097 columns",
+    )
 
 
 @cases((torch.float32, torch.bfloat16), _roomy, EXACT_SPECS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__.strip("_"))
 def test_layouts(case: Case, layout: Callable[[Tensor], Tensor]) -> None:
-    """Each tensor in turn, then all; and where the scores are written to, nothing between and around them is."""
+    """Each tensor in turn, then all.
+
+    Where the scores are written to, nothing between and around them is.
+    """
     spec, sample = case.spec, case.sample()
     names = list(tensors_of(spec, sample))
     for chosen in (*([name] for name in names), names):
         fresh = case.sample()
-        tensors = {name: layout(t) if t is not None and name in chosen and t.shape[0] > 1 else t
-                   for name, t in fresh.tensors.items()}  # fmt: skip
+        tensors = {
+            name: layout(t) if t is not None and name in chosen and t.shape[0] > 1 else t
+            for name, t in fresh.tensors.items()
+        }
         rows = tensors[spec.tensors[0]]
         whole = torch.empty(0, dtype=rows.dtype, device=rows.device).set_(rows.untyped_storage())
         outside = torch.ones_like(whole, dtype=torch.bool)
@@ -146,7 +177,9 @@ def test_expanded(case: Case) -> None:
         sample = dataclasses.replace(sample, tensors={**sample.tensors, name: _expanded(tensor)})
         if inplace(spec) and name == spec.tensors[0]:
             # One row of it is no overlap, and being right must not speak for all of them.
-            one = {n: t if t is None or n == "allowed" else t[:1] for n, t in sample.tensors.items()}
+            one = {
+                n: t if t is None or n == "allowed" else t[:1] for n, t in sample.tensors.items()
+            }
             spec.call(**one, **sample.options)
             with pytest.raises(ValueError, match="scores has overlapping rows"):
                 spec.call(**sample.tensors, **sample.options)
@@ -154,7 +187,7 @@ def test_expanded(case: Case) -> None:
             check(spec, sample)
 
 
-# --- autograd -----------------------------------------------------------------------------------------------------
+# --- autograd -------------------------------------------------------------------------------------
 
 
 @cases((torch.float64,), _small, EXACT_SPECS)
@@ -164,7 +197,9 @@ def test_gradient(case: Case) -> None:
     (want,) = expected(spec, sample)
     leaf = rows_of(spec, sample).requires_grad_()
     for scale in (1.0, 3.0):
-        (output,) = as_tuple(spec.call(**{**sample.tensors, spec.tensors[0]: leaf * scale}, **sample.options))
+        (output,) = as_tuple(
+            spec.call(**{**sample.tensors, spec.tensors[0]: leaf * scale}, **sample.options)
+        )
         (grad,) = torch.autograd.grad(output, leaf, torch.full_like(output, 2.0))
         assert torch.equal(grad, torch.where(want.isneginf(), 0.0, 2.0 * scale))
 

@@ -1,4 +1,7 @@
-"""Operators that compute nothing with floating-point numbers: a copy and a launch, no waiting, and one node in any graph."""
+"""Operators that compute nothing with floating-point numbers.
+
+A copy and a launch, no waiting, and one node in any graph.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from fusedops.generation.configs import CONFIG
 from fusedops.generation.reference import Rule, banned
 from support import DEVICE, EXACT_SPECS, Case, as_tuple, cases
 
-# --- launches -----------------------------------------------------------------------------------------------------
+# --- launches -------------------------------------------------------------------------------------
 
 
 @cases((torch.float32,), specs=EXACT_SPECS)
@@ -71,7 +74,9 @@ def test_more_tiles_than_an_axis_holds(spec: Spec, monkeypatch: pytest.MonkeyPat
     sample.tensors["input_ids"] = (windows // CONFIG.block_n * 9).expand(2, -1)
     monkeypatch.setattr(launch, "MOST_TILES", 2)
     (output,) = as_tuple(spec.call(**copies(sample.tensors), ngram_size=1))
-    assert output.isinf().nonzero().tolist() == [[row, 9 * tile] for row in range(2) for tile in range(5)]
+    assert output.isinf().nonzero().tolist() == [
+        [row, 9 * tile] for row in range(2) for tile in range(5)
+    ]
 
 
 @every
@@ -102,7 +107,11 @@ def test_no_more_kernels_and_no_waiting(spec: Spec) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
-    kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [
+        event.name
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
     assert len(kernels) == (1 if inplace(spec) else 2), kernels
 
 
@@ -112,7 +121,9 @@ def test_no_more_kernels_and_no_waiting(spec: Spec) -> None:
 def test_under_races(spec: Spec, shape: tuple[int, int]) -> None:
     """At many programs, and again and again, no copied score lands on a ban."""
     sample = sized(spec, shape)
-    sample.tensors["input_ids"] = torch.randint(4, sample.tensors["input_ids"].shape, device=DEVICE) * (shape[1] // 4)
+    sample.tensors["input_ids"] = torch.randint(
+        4, sample.tensors["input_ids"].shape, device=DEVICE
+    ) * (shape[1] // 4)
     (want,) = spec.reference(**copies(sample.tensors), **sample.options)
     for _ in range(50):
         assert torch.equal(as_tuple(spec.call(**copies(sample.tensors), **sample.options))[0], want)
@@ -159,22 +170,32 @@ def test_past_32_bits(spec: Spec) -> None:
     ids = sample.tensors["input_ids"]
     for part in parts:
         ids[part] = torch.randint(3, ids[part].shape, device=DEVICE) * 25000
-    wanted = [spec.eager(sample.tensors["scores"][part].clone(), ids[part], **sample.options)[0] for part in parts]
+    wanted = [
+        spec.eager(sample.tensors["scores"][part].clone(), ids[part], **sample.options)[0]
+        for part in parts
+    ]
     (output,) = as_tuple(spec.call(**sample.tensors, **sample.options))
     for part, want in zip(parts, wanted, strict=True):
         assert want.isinf().any()
         assert same(output[part], want)
 
 
-# --- tracing ------------------------------------------------------------------------------------------------------
+# --- tracing --------------------------------------------------------------------------------------
 
 
 def _function(spec: Spec, sample: Sample) -> Callable[..., Any]:
-    return lambda *tensors: spec.call(**dict(zip(spec.tensors, tensors, strict=True)), **sample.options)
+    return lambda *tensors: spec.call(
+        **dict(zip(spec.tensors, tensors, strict=True)), **sample.options
+    )
 
 
 def _traced(spec: Spec, sample: Sample) -> bool:
-    return sample.name in ("shape 6x9x64, n=2", "allowed, padded", "padded, window and prompt", "n=16, length 15")
+    return sample.name in (
+        "shape 6x9x64, n=2",
+        "allowed, padded",
+        "padded, window and prompt",
+        "n=16, length 15",
+    )
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -200,7 +221,10 @@ def test_new_lengths_do_not_recompile(spec: Spec) -> None:
     sample = sized(spec, (3, 20))
     compiled = torch.compile(_function(spec, sample), fullgraph=True, backend=counter)
     for length in range(10, 20):
-        tensors = {**copies(sample.tensors), "input_ids": sample.tensors["input_ids"][:, :length].contiguous()}
+        tensors = {
+            **copies(sample.tensors),
+            "input_ids": sample.tensors["input_ids"][:, :length].contiguous(),
+        }
         compiled(*(tensors.get(name) for name in spec.tensors))
     assert counter.frame_count == 2
 
@@ -214,7 +238,9 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "fusedops":
-            self.calls.append((func, tuple(a.clone() if isinstance(a, Tensor) else a for a in args)))
+            self.calls.append(
+                (func, tuple(a.clone() if isinstance(a, Tensor) else a for a in args))
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -237,8 +263,12 @@ def test_make_fx(spec: Spec, mode: str, kernel_path: bool) -> None:
     tensors = [t for t in sample.tensors.values() if t is not None]
     names = [name for name, t in sample.tensors.items() if t is not None]
     wanted = expected(spec, sample)
-    graph = make_fx(lambda *values: as_tuple(spec.call(**dict(zip(names, values, strict=True)), **sample.options)),
-                    tracing_mode=mode)(*(t.clone() for t in tensors))  # fmt: skip
+    graph = make_fx(
+        lambda *values: as_tuple(
+            spec.call(**dict(zip(names, values, strict=True)), **sample.options)
+        ),
+        tracing_mode=mode,
+    )(*(t.clone() for t in tensors))
     if kernel_path:
         assert sum("fusedops" in str(node.target) for node in graph.graph.nodes) == 1
     assert all(map(same, graph(*tensors), wanted))

@@ -1,8 +1,11 @@
-"""torch.func: grad, vjp, jvp, vmap and their compositions, functional_call; and forward-mode automatic differentiation.
+"""torch.func: grad, vjp, jvp, vmap and their compositions, functional_call.
 
-Under a transform or in forward mode the reference implementation runs in PyTorch's operators, with the keep mask from a
-kernel and no other launch. All in fp64, against the same transform of the formula in elementary operators
-(`pairs.elementary`). Second and higher derivatives are in test_derivatives.py.
+Forward-mode automatic differentiation.
+
+Under a transform or in forward mode the reference implementation runs in PyTorch's operators, with
+the keep mask from a kernel and no other launch. All in fp64, against the same transform of the
+formula in elementary operators (`pairs.elementary`). Second and higher derivatives are in
+test_derivatives.py.
 """
 
 from __future__ import annotations
@@ -72,7 +75,9 @@ def test_jvp(spec: Spec, device: torch.device) -> None:
     for i in range(len(tensors)):
 
         def along(f: Function, i: int = i) -> Any:
-            return func.jvp(lambda t: f(*tensors[:i], t, *tensors[i + 1 :]), (tensors[i],), (tangents[i],))
+            return func.jvp(
+                lambda t: f(*tensors[:i], t, *tensors[i + 1 :]), (tensors[i],), (tangents[i],)
+            )
 
         _both(both, along)
 
@@ -94,19 +99,22 @@ def test_forward_mode(spec: Spec, device: torch.device) -> None:
 @every
 def test_jacobians(spec: Spec, device: torch.device) -> None:
     both = pair(spec, device, shape=(2, 3))
-    # jacfwd maps over directions with the function inside: all must see one mask. jacrev draws before it maps.
+    # jacfwd maps over directions with the function inside: all must see one mask. jacrev draws
+    # before it maps.
     randomness = {"randomness": "same"} if spec.has_dropout else {}
     for argnum in range(len(both.tensors)):
         _both(both, lambda f, n=argnum: func.jacrev(f, n)(*both.tensors))
         _both(both, lambda f, n=argnum: func.jacfwd(f, n, **randomness)(*both.tensors))
 
 
-# --- vmap ----------------------------------------------------------------------------------------------------------
+# --- vmap -----------------------------------------------------------------------------------------
 
 BATCH = 3
 
 
-def _batched(tensors: tuple[Tensor, ...], mapped: tuple[int, ...], dim: int) -> tuple[list[Tensor], list[int | None]]:
+def _batched(
+    tensors: tuple[Tensor, ...], mapped: tuple[int, ...], dim: int
+) -> tuple[list[Tensor], list[int | None]]:
     """The tensors, those at ``mapped`` with a batch dimension at ``dim``; and vmap's in_dims."""
     stacked, in_dims = [], []
     for i, tensor in enumerate(tensors):
@@ -117,13 +125,18 @@ def _batched(tensors: tuple[Tensor, ...], mapped: tuple[int, ...], dim: int) -> 
     return stacked, in_dims
 
 
-def _mapped(both: Pair, mapped: tuple[int, ...], around: Callable[[Function], Function], dim: int = 0) -> None:
+def _mapped(
+    both: Pair, mapped: tuple[int, ...], around: Callable[[Function], Function], dim: int = 0
+) -> None:
     """vmap of ``around`` the operator gives what a loop over the batch gives with the formula."""
     values, in_dims = _batched(both.tensors, mapped, dim)
     with launch.record() as names:
         together = func.vmap(around(both.ours), in_dims=tuple(in_dims))(*values)
     assert names == []
-    slices = [[v if d is None else v.select(d, b) for v, d in zip(values, in_dims, strict=True)] for b in range(BATCH)]
+    slices = [
+        [v if d is None else v.select(d, b) for v, d in zip(values, in_dims, strict=True)]
+        for b in range(BATCH)
+    ]
     apart = zip(*(around(both.theirs)(*one) for one in slices), strict=True)
     close(tuple(together), tuple(map(torch.stack, apart)))
 
@@ -142,11 +155,16 @@ def _matrices(spec: Spec) -> tuple[int, ...]:
 def _subsets(spec: Spec) -> list[tuple[int, ...]]:
     """Rows alone, all that is as large as they are, each argument alone, and everything."""
     count = len(_present(spec))
-    return list(dict.fromkeys([(0,), _matrices(spec), *((i,) for i in range(count)), tuple(range(count))]))
+    return list(
+        dict.fromkeys([(0,), _matrices(spec), *((i,) for i in range(count)), tuple(range(count))])
+    )
 
 
-@pytest.mark.parametrize(("spec", "mapped"), [(s, m) for s in ALL_SPECS for m in _subsets(s)],
-                         ids=lambda v: v.name if isinstance(v, Spec) else "mapped" + "".join(map(str, v)))  # fmt: skip
+@pytest.mark.parametrize(
+    ("spec", "mapped"),
+    [(s, m) for s in ALL_SPECS for m in _subsets(s)],
+    ids=lambda v: v.name if isinstance(v, Spec) else "mapped" + "".join(map(str, v)),
+)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_vmap(spec: Spec, mapped: tuple[int, ...], dim: int, device: torch.device) -> None:
     _mapped(_pair(spec, device, p=0.0), mapped, lambda f: f, dim)
@@ -171,13 +189,17 @@ def test_vmap_of_jvp(spec: Spec, device: torch.device) -> None:
 def test_nested_vmap(spec: Spec, device: torch.device) -> None:
     both = _pair(spec, device, p=0.0)
     rows, *rest = both.tensors
-    many = torch.stack([torch.stack([rows + 0.1 * a - 0.2 * b for a in range(2)]) for b in range(2)])
+    many = torch.stack(
+        [torch.stack([rows + 0.1 * a - 0.2 * b for a in range(2)]) for b in range(2)]
+    )
     for i, output in enumerate(func.vmap(func.vmap(lambda t: both.ours(t, *rest)))(many)):
-        expected = [torch.stack([both.theirs(many[b, a], *rest)[i] for a in range(2)]) for b in range(2)]
+        expected = [
+            torch.stack([both.theirs(many[b, a], *rest)[i] for a in range(2)]) for b in range(2)
+        ]
         close(output, torch.stack(expected))
 
 
-# --- randomness under vmap -----------------------------------------------------------------------------------------
+# --- randomness under vmap ------------------------------------------------------------------------
 
 
 def _absent(spec: Spec) -> dict[str, None]:
@@ -185,7 +207,10 @@ def _absent(spec: Spec) -> dict[str, None]:
 
 
 def _masks(spec: Spec, device: torch.device, randomness: str) -> Tensor:
-    """The keep mask of every sample of a vmapped call; no residual, so that a dropped element is zero in the sum."""
+    """The keep mask of every sample of a vmapped call.
+
+    No residual, so that a dropped element is zero in the sum.
+    """
     sample = small_sample(spec, 0.5, (6, 40), device=device)
     tensors = {name: t for name, t in sample.tensors.items() if name != "residual"}
     first = spec.tensors[0]
@@ -221,17 +246,24 @@ def test_vmap_same(spec: Spec, device: torch.device) -> None:
 
 @droppers
 @pytest.mark.parametrize("randomness", ["different", "same"])
-def test_vmapped_gradient_has_the_forwards_mask(spec: Spec, randomness: str, device: torch.device) -> None:
+def test_vmapped_gradient_has_the_forwards_mask(
+    spec: Spec, randomness: str, device: torch.device
+) -> None:
     sample = small_sample(spec, 0.5, (6, 40), device=device)
     tensors = {name: t for name, t in sample.tensors.items() if name != "residual"}
     first = spec.tensors[0]
     rows = tensors.pop(first)
     assert rows is not None
     generator = torch.Generator().manual_seed(1)
-    weights = [torch.randn(rows.shape, generator=generator, dtype=torch.float64).to(device) for _ in range(2)]
+    weights = [
+        torch.randn(rows.shape, generator=generator, dtype=torch.float64).to(device)
+        for _ in range(2)
+    ]
 
     def loss(value: Tensor) -> tuple[Tensor, Tensor]:
-        outputs = as_tuple(spec.call(**{first: value, **tensors, **_absent(spec)}, **sample.options))
+        outputs = as_tuple(
+            spec.call(**{first: value, **tensors, **_absent(spec)}, **sample.options)
+        )
         return sum((o * w).sum() for o, w in zip(outputs, weights, strict=False)), outputs[-1]
 
     many = torch.stack([rows, rows * 2, rows - 3])
@@ -246,18 +278,29 @@ def test_batched_pullback(spec: Spec, randomness: str, device: torch.device) -> 
     """A forward outside vmap has one mask, for every cotangent that is mapped afterwards."""
     both = _pair(spec, device)
     outputs, pull = func.vjp(both.ours, *both.tensors)
-    cotangents = tuple(torch.stack(random_like([o] * BATCH, seed=i)) * torch.arange(1.0, BATCH + 1, device=device,
-                       dtype=o.dtype).view(-1, *(1,) * o.dim()) for i, o in enumerate(outputs))  # fmt: skip
+    cotangents = tuple(
+        torch.stack(random_like([o] * BATCH, seed=i))
+        * torch.arange(1.0, BATCH + 1, device=device, dtype=o.dtype).view(-1, *(1,) * o.dim())
+        for i, o in enumerate(outputs)
+    )
     together = func.vmap(pull, randomness=randomness)(cotangents)
     apart = [pull(tuple(c[b] for c in cotangents)) for b in range(BATCH)]
     close(together, tuple(torch.stack(grads) for grads in zip(*apart, strict=True)))
 
 
-@pytest.mark.parametrize(("spec", "mapped"), [(s, m) for s in DROPOUT_SPECS for m in ("rows", *_absent(s))],
-                         ids=lambda v: v.name if isinstance(v, Spec) else v)  # fmt: skip
+@pytest.mark.parametrize(
+    ("spec", "mapped"),
+    [(s, m) for s in DROPOUT_SPECS for m in ("rows", *_absent(s))],
+    ids=lambda v: v.name if isinstance(v, Spec) else v,
+)
 @pytest.mark.parametrize("randomness", ["different", "same"])
-def test_vmap_of_jvp_drops_as_the_forward(spec: Spec, mapped: str, randomness: str, device: torch.device) -> None:
-    """The derivative along x is that of the scaled mask: zero exactly where the value has lost x."""
+def test_vmap_of_jvp_drops_as_the_forward(
+    spec: Spec, mapped: str, randomness: str, device: torch.device
+) -> None:
+    """The derivative along x is that of the scaled mask.
+
+    Zero exactly where the value has lost x.
+    """
     sample = small_sample(spec, 0.5, (6, 40), device=device)
     tensors = dict(sample.tensors)
     first = spec.tensors[0]
@@ -271,7 +314,10 @@ def test_vmap_of_jvp_drops_as_the_forward(spec: Spec, mapped: str, randomness: s
 
     rows = tensors[first]
     assert rows is not None
-    many = [t.expand(BATCH, 6, 40) if n == mapped else t for n, t in (("rows", rows), ("residual", residual))]
+    many = [
+        t.expand(BATCH, 6, 40) if n == mapped else t
+        for n, t in (("rows", rows), ("residual", residual))
+    ]
     in_dims = (0, None) if mapped == "rows" else (None, 0)
     sums, tangents = func.vmap(push, in_dims=in_dims, randomness=randomness)(*many)
     assert torch.equal(sums != 0.0, tangents != 0.0)
@@ -285,34 +331,54 @@ def test_batched_grads_outside_func(spec: Spec, device: torch.device) -> None:
     leaves = both.leaves()
     outputs = both.ours(*leaves)
     cotangents = [torch.stack([c, -2.0 * c, c.square()]) for c in random_like(outputs)]
-    together = torch.autograd.grad(outputs, leaves, cotangents, is_grads_batched=True, retain_graph=True)
-    apart = [torch.autograd.grad(outputs, leaves, [c[b] for c in cotangents], retain_graph=True) for b in range(3)]
+    together = torch.autograd.grad(
+        outputs, leaves, cotangents, is_grads_batched=True, retain_graph=True
+    )
+    apart = [
+        torch.autograd.grad(outputs, leaves, [c[b] for c in cotangents], retain_graph=True)
+        for b in range(3)
+    ]
     close(together, tuple(torch.stack(grads) for grads in zip(*apart, strict=True)))
 
 
-# --- modules -------------------------------------------------------------------------------------------------------
+# --- modules --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fused,native", [(FusedLayerNorm, torch.nn.LayerNorm), (FusedRMSNorm, torch.nn.RMSNorm)])
-def test_functional_call(fused: type[torch.nn.Module], native: type[torch.nn.Module], device: torch.device) -> None:
+@pytest.mark.parametrize(
+    "fused,native", [(FusedLayerNorm, torch.nn.LayerNorm), (FusedRMSNorm, torch.nn.RMSNorm)]
+)
+def test_functional_call(
+    fused: type[torch.nn.Module], native: type[torch.nn.Module], device: torch.device
+) -> None:
     ours, theirs = (kind(COLS, device=device, dtype=torch.float64) for kind in (fused, native))
     x = torch.randn(ROWS, COLS, device=device, dtype=torch.float64)
     state = {name: torch.randn_like(value) for name, value in ours.state_dict().items()}
     cotangent = torch.randn_like(x)
     grads = [
-        func.grad(lambda s, m=m: (func.functional_call(m, s, (x,)) * cotangent).sum())(state) for m in (ours, theirs)
+        func.grad(lambda s, m=m: (func.functional_call(m, s, (x,)) * cotangent).sum())(state)
+        for m in (ours, theirs)
     ]
     close(*grads)
-    assert all((parameter == parameter[0]).all() for parameter in ours.parameters()), "the module itself was changed"
+    assert all((parameter == parameter[0]).all() for parameter in ours.parameters()), (
+        "the module itself was changed"
+    )
 
 
 def test_ensemble(device: torch.device) -> None:
     """A stack of modules, vmapped over their parameters."""
-    modules = [FusedBiasDropoutAddLayerNorm(COLS, p=0.0, device=device, dtype=torch.float64) for _ in range(BATCH)]
+    modules = [
+        FusedBiasDropoutAddLayerNorm(COLS, p=0.0, device=device, dtype=torch.float64)
+        for _ in range(BATCH)
+    ]
     for module in modules:
         for parameter in module.parameters():
             torch.nn.init.normal_(parameter)
-    x, bias, residual = (torch.randn(s, device=device, dtype=torch.float64) for s in ((4, COLS), (COLS,), (4, COLS)))
+    x, bias, residual = (
+        torch.randn(s, device=device, dtype=torch.float64) for s in ((4, COLS), (COLS,), (4, COLS))
+    )
     params, buffers = func.stack_module_state(modules)
     run = lambda p, b: func.functional_call(modules[0], (p, b), (x, bias, residual))  # noqa: E731
-    close(func.vmap(run)(params, buffers), torch.stack([module(x, bias, residual) for module in modules]))
+    close(
+        func.vmap(run)(params, buffers),
+        torch.stack([module(x, bias, residual) for module in modules]),
+    )

@@ -24,7 +24,10 @@ def _peers() -> Any:
 
 
 def _known_to_transformers(spec: Spec, sample: Sample) -> bool:
-    """Without options of our own; its processor takes no 32-bit tokens and none outside of the vocabulary."""
+    """Without options of our own.
+
+    Its processor takes no 32-bit tokens and none outside of the vocabulary.
+    """
     plain = sample.options.keys() == {"ngram_size"} and sample.tensors["allowed"] is None
     return plain and "int32" not in sample.name and "outside" not in sample.name
 
@@ -39,7 +42,7 @@ def test_bans_what_transformers_bans(case: Case) -> None:
     assert torch.equal(as_tuple(spec.call(**sample.tensors, ngram_size=n))[0], want)
 
 
-# --- the processor ------------------------------------------------------------------------------------------------
+# --- the processor --------------------------------------------------------------------------------
 
 
 def _inputs(rows: int = 4, length: int = 30, cols: int = 12) -> tuple[Tensor, Tensor]:
@@ -53,7 +56,10 @@ def test_the_constructor_is_transformers() -> None:
     theirs = inspect.signature(_peers().NoRepeatNGramLogitsProcessor.__init__).parameters
     positional = [name for name, p in ours.items() if p.kind is not p.KEYWORD_ONLY]
     assert positional == list(theirs)
-    assert FusedNoRepeatNGramLogitsProcessor(3).ngram_size == _peers().NoRepeatNGramLogitsProcessor(3).ngram_size
+    assert (
+        FusedNoRepeatNGramLogitsProcessor(3).ngram_size
+        == _peers().NoRepeatNGramLogitsProcessor(3).ngram_size
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,14 +92,20 @@ def test_options_reach_the_functional(options: dict[str, Any], inplace: bool) ->
         assert (got is given) == inplace
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))], ids=["copy", "pickle"]
+)
 def test_copies(duplicate: Callable[[Any], Any]) -> None:
     ids, scores = _inputs()
     processor = FusedNoRepeatNGramLogitsProcessor(1, allowed=[2, 3], window=20)
     want = processor(ids, scores)
     copied = duplicate(processor)
     assert torch.equal(copied(ids, scores), want)
-    assert repr(copied) == repr(processor) == "FusedNoRepeatNGramLogitsProcessor(1, window=20, allowed=(2, 3))"
+    assert (
+        repr(copied)
+        == repr(processor)
+        == "FusedNoRepeatNGramLogitsProcessor(1, window=20, allowed=(2, 3))"
+    )
 
 
 def test_another_vocabulary_has_its_own_mask() -> None:
@@ -122,7 +134,11 @@ def test_another_vocabulary_has_its_own_mask() -> None:
         ),
         ((2, {"allowed": [True]}), ValueError, r"allowed must hold token ids .*, got True"),
         ((2, {"allowed": 5}), TypeError, "allowed must be token ids, got int"),
-        ((2, {"pad_token_id": "<pad>"}), TypeError, "pad_token_id must be an integer or None, got str"),
+        (
+            (2, {"pad_token_id": "<pad>"}),
+            TypeError,
+            "pad_token_id must be an integer or None, got str",
+        ),
     ],
     ids=str,
 )
@@ -138,26 +154,45 @@ def test_compiled_processor() -> None:
     want = processor(ids, scores)
     torch._dynamo.reset()
     fresh = FusedNoRepeatNGramLogitsProcessor(1, allowed=[2, 3])
-    compiled = torch.compile(lambda ids, scores: fresh(ids, scores), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda ids, scores: fresh(ids, scores), fullgraph=True, backend="aot_eager"
+    )
     for _ in range(2):
         assert torch.equal(compiled(ids, scores), want)
     torch._dynamo.reset()
 
 
-# --- within generate ----------------------------------------------------------------------------------------------
+# --- within generate ------------------------------------------------------------------------------
 
 
 def _decoder() -> Any:
     transformers = _peers()
-    config = transformers.GPT2Config(vocab_size=30, n_embd=16, n_layer=1, n_head=2, n_positions=64, bos_token_id=0,
-                                     eos_token_id=None, pad_token_id=0)  # fmt: skip
+    config = transformers.GPT2Config(
+        vocab_size=30,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        n_positions=64,
+        bos_token_id=0,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
 def _encoder_decoder() -> Any:
     transformers = _peers()
-    config = transformers.T5Config(vocab_size=30, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2,
-                                   decoder_start_token_id=0, eos_token_id=None, pad_token_id=0)  # fmt: skip
+    config = transformers.T5Config(
+        vocab_size=30,
+        d_model=16,
+        d_kv=8,
+        d_ff=16,
+        num_layers=1,
+        num_heads=2,
+        decoder_start_token_id=0,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     return transformers.T5ForConditionalGeneration(config)
 
 
@@ -176,7 +211,9 @@ def _ngrams(row: list[int], n: int) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("build", [_decoder, _encoder_decoder], ids=["GPT-2", "T5"])
-def test_generates_what_transformers_generates(build: Callable[[], Any], way: str, kernel_path: bool) -> None:
+def test_generates_what_transformers_generates(
+    build: Callable[[], Any], way: str, kernel_path: bool
+) -> None:
     torch.manual_seed(1)
     model = build().to(DEVICE).eval()
     generator = torch.Generator().manual_seed(2)
@@ -187,7 +224,9 @@ def test_generates_what_transformers_generates(build: Callable[[], Any], way: st
 
     def generate(**options: Any) -> Any:
         torch.manual_seed(3)
-        return model.generate(ids, attention_mask=mask, max_new_tokens=steps, **WAYS[way], **options)
+        return model.generate(
+            ids, attention_mask=mask, max_new_tokens=steps, **WAYS[way], **options
+        )
 
     free, want = generate(), generate(no_repeat_ngram_size=2)
     with launch.record() as names:
@@ -214,7 +253,9 @@ def test_options_within_generate() -> None:
 
     def generate(**options: Any) -> list[int]:
         processor = FusedNoRepeatNGramLogitsProcessor(1, **options)
-        output = model.generate(ids, max_new_tokens=9, do_sample=False, logits_processor=[processor])
+        output = model.generate(
+            ids, max_new_tokens=9, do_sample=False, logits_processor=[processor]
+        )
         return output[0, 20:].tolist()
 
     assert not set(generate()) & set(range(1, 21))

@@ -1,4 +1,7 @@
-"""`gradcheck` and `gradgradcheck` in fp64: first and second derivatives against finite differences."""
+"""`gradcheck` and `gradgradcheck` in fp64.
+
+First and second derivatives against finite differences.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,25 @@ from torch import Tensor
 from fusedops.core.spec import Sample, Spec
 from support import INTERPRETED, KERNEL_PATH, Case, call, cases, random_like, tensors_of
 
-# Finite differences of all elements one by one take two calls an element: the interpreter checks random directions.
+# Finite differences of all elements one by one take two calls an element: the interpreter checks
+# random directions.
 FAST = INTERPRETED
-# Central differences with steps of 1e-6 in fp64 are right to 1e-9 or so; PyTorch's own rtol is 1e-3.
+# Central differences with steps of 1e-6 in fp64 are right to 1e-9 or so; PyTorch's own rtol is
+# 1e-3.
 TIGHT = {"rtol": 1e-6, "atol": 1e-6}
 _SMALL, _TINY = 700, 130
 # And every tensor and option once, not every sample.
-_PICKED = ("shape 5x1", "shape 1x3", "shape 7x17", "two normalised dimensions", "weight offset", "sum returned",
-           "save=output", "save=inputs", "p=1.0")  # fmt: skip
+_PICKED = (
+    "shape 5x1",
+    "shape 1x3",
+    "shape 7x17",
+    "two normalised dimensions",
+    "weight offset",
+    "sum returned",
+    "save=output",
+    "save=inputs",
+    "p=1.0",
+)
 
 
 def _elements(spec: Spec, sample: Sample) -> int:
@@ -28,7 +42,10 @@ def _affordable(spec: Spec, sample: Sample) -> bool:
 
 
 def _smooth(spec: Spec, sample: Sample) -> bool:
-    """No output is narrower than fp64: the steps of finite differences would drown in its roundings."""
+    """No output is narrower than fp64.
+
+    The steps of finite differences would drown in its roundings.
+    """
     return _affordable(spec, sample) and sample.options.get("cast_dtype") in (None, torch.float64)
 
 
@@ -56,7 +73,9 @@ def test_forward_mode(case: Case) -> None:
     names, leaves = _leaves(case)
     fast = FAST or sum(leaf.numel() for leaf in leaves) > _TINY
     function = _function(case, names)
-    torch.autograd.gradcheck(function, leaves, fast_mode=fast, check_forward_ad=True, check_backward_ad=False, **TIGHT)
+    torch.autograd.gradcheck(
+        function, leaves, fast_mode=fast, check_forward_ad=True, check_backward_ad=False, **TIGHT
+    )
 
 
 @cases((torch.float64,), lambda spec, sample: "cast_dtype" in sample.options)
@@ -64,13 +83,20 @@ def test_the_low_precision_copy_has_the_outputs_tangent(case: Case) -> None:
     """In the copy's dtype."""
     names, leaves = _leaves(case)
     tensors = tuple(leaf.detach() for leaf in leaves)
-    outputs, tangents = torch.func.jvp(_function(case, names), tensors, tuple(map(torch.randn_like, tensors)))
+    outputs, tangents = torch.func.jvp(
+        _function(case, names), tensors, tuple(map(torch.randn_like, tensors))
+    )
     assert torch.equal(tangents[-1], tangents[0].to(outputs[-1].dtype))
 
 
 def _twice(spec: Spec, sample: Sample) -> bool:
-    """With ``save="output"`` the kernel path has no second derivative; a test below checks the error."""
-    return _affordable(spec, sample) and not (KERNEL_PATH and sample.options.get("save") == "output")
+    """With ``save="output"`` the kernel path has no second derivative.
+
+    A test below checks the error.
+    """
+    return _affordable(spec, sample) and not (
+        KERNEL_PATH and sample.options.get("save") == "output"
+    )
 
 
 @pytest.mark.pairs
@@ -79,12 +105,17 @@ def test_gradgradcheck(case: Case) -> None:
     """Cotangents require gradients too, so this also differentiates along them."""
     names, leaves = _leaves(case)
     fast = FAST or sum(leaf.numel() for leaf in leaves) > _TINY
-    torch.autograd.gradgradcheck(_function(case, names), leaves, fast_mode=fast, gen_non_contig_grad_outputs=True)
+    torch.autograd.gradgradcheck(
+        _function(case, names), leaves, fast_mode=fast, gen_non_contig_grad_outputs=True
+    )
 
 
 @cases((torch.float64,), _twice)
 def test_create_graph_changes_no_gradient(case: Case) -> None:
-    """`gradgradcheck` holds the second derivative to the differentiable first one; this holds that to the kernels'."""
+    """`gradgradcheck` holds the second derivative to the differentiable first one.
+
+    This holds that to the kernels'.
+    """
     names, leaves = _leaves(case)
     outputs = _function(case, names)(*leaves)
     cotangents = random_like(outputs)

@@ -49,13 +49,15 @@ def test_every_subset_of_inputs(case: Case, full: bool) -> None:
     present = tensors_of(spec, sample)
     function = call(spec, sample)
     every = check_gradients(spec, sample)
-    # With many rows, whose sums meet in partial buffers, one alone and all but one must do: they are slow to interpret.
+    # With many rows, whose sums meet in partial buffers, one alone and all but one must do: they
+    # are slow to interpret.
     counts = {0, 1, len(present) - 1} if sample.name == "shape 129x40" else range(len(present) + 1)
     subsets = [names for count in counts for names in itertools.combinations(present, count)]
     for names in subsets if full else selection.few_subsets(list(present)):
         leaves = {name: t.clone().requires_grad_(name in names) for name, t in present.items()}
         outputs = function(leaves)
-        # The sum hangs on no parameter of the norm, so it may need no gradient where the output does.
+        # The sum hangs on no parameter of the norm, so it may need no gradient where the output
+        # does.
         used = {o: c for o, c in zip(outputs, random_like(outputs), strict=True) if o.requires_grad}
         assert bool(used) == bool(names)
         if not names:
@@ -64,7 +66,9 @@ def test_every_subset_of_inputs(case: Case, full: bool) -> None:
         assert {name for name, leaf in leaves.items() if leaf.grad is not None} == set(names)
         for name in names:
             # The same terms, in another order at most: a few roundings of fp32.
-            torch.testing.assert_close(leaves[name].grad, every[name], rtol=1e-5, atol=1e-5, msg=f"{name} of {names}")
+            torch.testing.assert_close(
+                leaves[name].grad, every[name], rtol=1e-5, atol=1e-5, msg=f"{name} of {names}"
+            )
 
 
 def _has_outputs(spec: Spec, sample: Sample) -> bool:
@@ -79,8 +83,12 @@ def test_one_of_several_outputs_used(case: Case, used: int) -> None:
     spec, sample = case.spec, case.sample()
     tensors = tensors_of(spec, sample)
     outputs = call(spec, sample)({name: t.requires_grad_() for name, t in tensors.items()})
-    cotangents = [c * (index == used % len(outputs)) for index, c in enumerate(random_like(outputs))]
-    alone = torch.autograd.grad(outputs[used], list(tensors.values()), cotangents[used], allow_unused=True)
+    cotangents = [
+        c * (index == used % len(outputs)) for index, c in enumerate(random_like(outputs))
+    ]
+    alone = torch.autograd.grad(
+        outputs[used], list(tensors.values()), cotangents[used], allow_unused=True
+    )
     both = check_gradients(spec, case.sample(), cotangents)
     for (name, want), got in zip(both.items(), alone, strict=True):
         # The norm's own parameters have no part in the sum: autograd may say so by None.
@@ -92,8 +100,13 @@ def test_one_of_several_outputs_used(case: Case, used: int) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_outputs_that_depend_on_nothing_differentiable(compiled: bool, fresh_dynamo: None) -> None:
-    """The pre-norm sum for a norm of whose tensors only the parameters are trained; an output of a slice likewise."""
-    x, residual, weight, bias = (torch.randn(shape, device=DEVICE) for shape in ((4, 24), (4, 24), (24,), (24,)))
+    """The pre-norm sum for a norm of whose tensors only the parameters are trained.
+
+    An output of a slice likewise.
+    """
+    x, residual, weight, bias = (
+        torch.randn(shape, device=DEVICE) for shape in ((4, 24), (4, 24), (24,), (24,))
+    )
     weight.requires_grad_()
 
     def add_norm(x: Tensor, weight: Tensor) -> Any:
@@ -105,9 +118,17 @@ def test_outputs_that_depend_on_nothing_differentiable(compiled: bool, fresh_dyn
     x.requires_grad_()
     y, z = made(x, weight)
     assert y.requires_grad and z.requires_grad
-    if not compiled:  # a graph of torch.compile has zeros where only some of its outputs are differentiated
-        assert torch.autograd.grad(z.sum(), (x, weight), allow_unused=True, retain_graph=True)[1] is None
-        assert torch.autograd.grad(z.sum(), (x, weight), allow_unused=True, create_graph=True)[1] is None
+    if (
+        not compiled
+    ):  # a graph of torch.compile has zeros where only some of its outputs are differentiated
+        assert (
+            torch.autograd.grad(z.sum(), (x, weight), allow_unused=True, retain_graph=True)[1]
+            is None
+        )
+        assert (
+            torch.autograd.grad(z.sum(), (x, weight), allow_unused=True, create_graph=True)[1]
+            is None
+        )
         first, second = fusedops.batched_layer_norm_tanh([x, residual])
         assert first.requires_grad and not second.requires_grad
 
@@ -124,7 +145,9 @@ def test_an_output_changed_in_place(case: Case) -> None:
     cotangents = random_like(outputs)
     outputs[0].mul_(2.0)
     assert all(map(torch.equal, outputs[1:], before[1:]))
-    grads = torch.autograd.grad(outputs, list(leaves.values()), [cotangents[0] / 2.0, *cotangents[1:]])
+    grads = torch.autograd.grad(
+        outputs, list(leaves.values()), [cotangents[0] / 2.0, *cotangents[1:]]
+    )
     for (name, want), got in zip(plain.items(), grads, strict=True):
         assert torch.equal(got, want), name
 
@@ -151,13 +174,18 @@ def test_cotangent_layouts(case: Case, layout: str) -> None:
 
 @cases((torch.float32,), _small)
 def test_backward_of_a_sum(case: Case) -> None:
-    """``loss.backward()`` from a scalar, twice over a retained graph: gradients accumulate, exactly doubled."""
+    """``loss.backward()`` from a scalar, twice over a retained graph.
+
+    Gradients accumulate, exactly doubled.
+    """
     spec, sample = case.spec, case.sample()
     leaves = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
     loss = sum(output.square().sum() for output in call(spec, sample)(leaves))
     loss.backward(retain_graph=True)
     once = {name: leaf.grad.clone() for name, leaf in leaves.items()}
-    assert len({leaf.grad.data_ptr() for leaf in leaves.values()}) == len(leaves), "two gradients share their memory"
+    assert len({leaf.grad.data_ptr() for leaf in leaves.values()}) == len(leaves), (
+        "two gradients share their memory"
+    )
     loss.backward()
     for name, leaf in leaves.items():
         assert once[name].any(), name
@@ -165,7 +193,8 @@ def test_backward_of_a_sum(case: Case) -> None:
 
 
 @cases(
-    (torch.float32, torch.bfloat16), lambda spec, sample: sample.name in ("shape 7x17", "p=0.0", "sum returned, p=0")
+    (torch.float32, torch.bfloat16),
+    lambda spec, sample: sample.name in ("shape 7x17", "p=0.0", "sum returned, p=0"),
 )
 def test_one_tensor_as_two_arguments(case: Case) -> None:
     """What is passed twice gets the sum of both gradients, whether or not the kernel made them one tensor."""
@@ -175,7 +204,9 @@ def test_one_tensor_as_two_arguments(case: Case) -> None:
         tensors[name] = tensors[spec.tensors[0]]
     if "ln_bias" in tensors:
         tensors["ln_bias"] = tensors["weight"]
-    apart = check_gradients(spec, dataclasses.replace(sample, tensors={**sample.tensors, **tensors}))
+    apart = check_gradients(
+        spec, dataclasses.replace(sample, tensors={**sample.tensors, **tensors})
+    )
     shared: dict[int, Tensor] = {id(t): t.clone().requires_grad_() for t in tensors.values()}
     outputs = call(spec, sample)({name: shared[id(t)] for name, t in tensors.items()})
     torch.autograd.backward(outputs, random_like(outputs))
@@ -183,14 +214,19 @@ def test_one_tensor_as_two_arguments(case: Case) -> None:
         parts = [apart[name] for name, t in tensors.items() if id(t) == key]
         if KERNEL_PATH:
             assert torch.equal(leaf.grad, sum(parts[1:], parts[0]))
-        else:  # autograd adds the terms of PyTorch's operators in another order: two roundings of their sum
+        # Autograd adds the terms of PyTorch's operators in another order: two roundings of their
+        # sum.
+        else:
             room = 4 * unit_roundoff(leaf.dtype) * sum(part.abs() for part in parts)
             assert ((leaf.grad - sum(parts[1:], parts[0])).abs() <= room).all()
 
 
 @cases((torch.float32,), _small)
 def test_inputs_changed_after_the_forward_are_noticed(case: Case) -> None:
-    """What the backward reads again must not have changed in place: either it does not read it, or autograd objects."""
+    """What the backward reads again must not have changed in place.
+
+    Either it does not read it, or autograd objects.
+    """
     spec, sample = case.spec, case.sample()
     originals = tensors_of(spec, sample)
     unchanged = list(check_gradients(spec, sample).values())
@@ -221,9 +257,14 @@ def test_a_narrower_residual_rounds_no_other_gradient() -> None:
 
 
 def test_gradients_are_not_all_zero() -> None:
-    """The cotangents in use make gradients of order one: a backward that returned zeros could not pass."""
+    """The cotangents in use make gradients of order one.
+
+    A backward that returned zeros could not pass.
+    """
     for spec in ALL_SPECS:
-        sample = next(sample for sample in spec.samples(DEVICE, torch.float32) if sample.name == "shape 7x17")
+        sample = next(
+            sample for sample in spec.samples(DEVICE, torch.float32) if sample.name == "shape 7x17"
+        )
         mask = dropout_mask(spec, sample)
         leaves = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
         with fixed_draw():

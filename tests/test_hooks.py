@@ -1,4 +1,7 @@
-"""Hooks see and change what they would of PyTorch's own operators: saved tensors, gradients, nodes of the graph."""
+"""Hooks see and change what they would of PyTorch's own operators.
+
+Saved tensors, gradients, nodes of the graph.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
 Function = Callable[..., Any]
 
 
-# --- saved tensors -------------------------------------------------------------------------------------------------
+# --- saved tensors --------------------------------------------------------------------------------
 
 
 def _column_major(t: Tensor) -> Tensor:
@@ -32,7 +35,9 @@ def _column_major(t: Tensor) -> Tensor:
 
 def _misaligned(t: Tensor) -> Tensor:
     """One element into its storage: no multiple of 16 bytes."""
-    return torch.cat((torch.full_like(t.flatten()[:1], float("nan")), t.flatten()))[1:].view(t.shape)
+    return torch.cat((torch.full_like(t.flatten()[:1], float("nan")), t.flatten()))[1:].view(
+        t.shape
+    )
 
 
 def _every_second(t: Tensor) -> Tensor:
@@ -59,8 +64,12 @@ HOOKS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 }
 
 
-# PyTorch's own LayerNorm, which stands in for the kernels on the CPU, reads its statistics without strides.
-_MARKED = [pytest.param(name, marks=[pytest.mark.kernels] if name == "every second" else []) for name in HOOKS]
+# PyTorch's own LayerNorm, which stands in for the kernels on the CPU, reads its statistics without
+# strides.
+_MARKED = [
+    pytest.param(name, marks=[pytest.mark.kernels] if name == "every second" else [])
+    for name in HOOKS
+]
 
 
 @every
@@ -90,7 +99,10 @@ def _refuse(_: Any) -> Tensor:
 
 @every
 def test_nothing_is_saved_past_the_hooks(spec: Spec, device: torch.device) -> None:
-    """What the backward reads again comes from the hooks; `bias_dropout_add` is linear and needs no number again."""
+    """What the backward reads again comes from the hooks.
+
+    `bias_dropout_add` is linear and needs no number again.
+    """
     both = pair(spec, device, p=0.0)
     weights, leaves = both.cotangents(), both.leaves()
     with graph.saved_tensors_hooks(lambda t: None, _refuse):
@@ -99,7 +111,7 @@ def test_nothing_is_saved_past_the_hooks(spec: Spec, device: torch.device) -> No
         torch.autograd.grad(outputs, leaves, weights)
 
 
-# --- hooks on tensors and nodes ------------------------------------------------------------------------------------
+# --- hooks on tensors and nodes -------------------------------------------------------------------
 
 Seen = dict[str, Any]
 
@@ -135,9 +147,13 @@ def _seen(function: Function, tensors: tuple[Tensor, ...], weights: list[Tensor]
     for i, (leaf, tensor) in enumerate(zip(leaves, inputs, strict=True)):
         _watch_leaf(seen, f"leaf {i}", leaf)
         _watch(seen, f"input {i}", tensor)
-    handle = graph.register_multi_grad_hook(inputs, lambda grads: seen.update({"all at once": tuple(grads)}))
+    handle = graph.register_multi_grad_hook(
+        inputs, lambda grads: seen.update({"all at once": tuple(grads)})
+    )
     outputs = function(*inputs)
-    outputs[0].register_hook(_note(seen, "output"))  # the sum is in the middle of the formula, and an output of ours
+    outputs[0].register_hook(
+        _note(seen, "output")
+    )  # the sum is in the middle of the formula, and an output of ours
     torch.autograd.backward(outputs, weights)
     handle.remove()
     return seen | {f"input {i}: retained": tensor.grad for i, tensor in enumerate(inputs)}
@@ -170,7 +186,7 @@ def test_hooks_change_the_gradients(spec: Spec, device: torch.device) -> None:
     close(changed(both.ours), changed(both.theirs))
 
 
-# --- the halves of one tensor ----------------------------------------------------------------------------------------
+# --- the halves of one tensor ---------------------------------------------------------------------
 
 CUTS: dict[str, Callable[[Tensor], Any]] = {
     "chunk": lambda t: t.chunk(2, -1),
@@ -206,7 +222,7 @@ def test_hooks_see_the_gradients_of_halves(spec: Spec, cut: str, device: torch.d
         close(ours[name], theirs[name])
 
 
-# --- compiled autograd -----------------------------------------------------------------------------------------------
+# --- compiled autograd ----------------------------------------------------------------------------
 
 
 def _compiled_backward(outputs: Any, weights: list[Tensor]) -> int:
@@ -218,7 +234,8 @@ def _compiled_backward(outputs: Any, weights: list[Tensor]) -> int:
     return sum(counters["graph_break"].values())
 
 
-# PyTorch's tracer looks at ``grad`` of saved outputs, and hides the warning only where warnings are no errors.
+# PyTorch's tracer looks at ``grad`` of saved outputs, and hides the warning only where warnings are
+# no errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @every
 def test_compiled_autograd(spec: Spec, device: torch.device, fresh_dynamo: None) -> None:

@@ -32,13 +32,22 @@ from support import (
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 LIMIT = 2**31
-# (rows, columns): an ordinary width, one that is no power of two, the widest, and rows alone past the limit.
-SHAPES = [(LIMIT // 4096 + 7, 4096), (LIMIT // 1000 + 9, 1000), (LIMIT // 65536 + 3, 65536), (LIMIT + 5, 1)]
+# (rows, columns): an ordinary width, one that is no power of two, the widest, and rows alone past
+# the limit.
+SHAPES = [
+    (LIMIT // 4096 + 7, 4096),
+    (LIMIT // 1000 + 9, 1000),
+    (LIMIT // 65536 + 3, 65536),
+    (LIMIT + 5, 1),
+]
 
 
 @pytest.fixture(autouse=True)
 def room() -> Iterator[None]:
-    """Poison would double the traffic and is tested elsewhere; memory is given back between tests."""
+    """Poison would double the traffic and is tested elsewhere.
+
+    Memory is given back between tests.
+    """
     torch.use_deterministic_algorithms(False)
     # One at a time, whatever number of processes runs the tests: each takes tens of gigabytes.
     with (Path(tempfile.gettempdir()) / "fusedops-large-tests.lock").open("w") as lock:
@@ -50,7 +59,9 @@ def room() -> Iterator[None]:
 
 def _sample(spec: Spec, rows: int, cols: int) -> Sample:
     made = spec.benchmark((rows, cols), torch.bfloat16, DEVICE)
-    return Sample(made.name, made.tensors, {**made.options, **({"p": 0.1} if spec.has_dropout else {})})
+    return Sample(
+        made.name, made.tensors, {**made.options, **({"p": 0.1} if spec.has_dropout else {})}
+    )
 
 
 def _blocks(rows: int, cols: int) -> Iterator[tuple[int, int]]:
@@ -63,7 +74,10 @@ def _blocks(rows: int, cols: int) -> Iterator[tuple[int, int]]:
 
 def _part(spec: Spec, sample: Sample, first: int, last: int) -> tuple[dict[str, Tensor], Mask]:
     rows = rows_of(spec, sample)
-    part = {name: t[first:last] if len(t) == len(rows) else t for name, t in tensors_of(spec, sample).items()}
+    part = {
+        name: t[first:last] if len(t) == len(rows) else t
+        for name, t in tensors_of(spec, sample).items()
+    }
     if not spec.has_dropout:
         return part, Mask()
     p = sample.p
@@ -80,17 +94,22 @@ def test_past_32_bits(spec: Spec, rows: int, cols: int) -> None:
         outputs = as_tuple(spec.call(**{**sample.tensors, **tensors}, **sample.options))
     assert sum(output.numel() for output in outputs) > LIMIT
     cotangents = [torch.randn_like(output) for output in outputs]
-    grads = dict(zip(tensors, torch.autograd.grad(outputs, list(tensors.values()), cotangents), strict=True))
+    grads = dict(
+        zip(tensors, torch.autograd.grad(outputs, list(tensors.values()), cotangents), strict=True)
+    )
     outputs = tuple(output.detach() for output in outputs)
 
     for first, last in _blocks(rows, cols):
         part, mask = _part(spec, sample, first, last)
         exactly = oracle(spec, sample, mask)
         where = f"rows {first} to {last}"
-        # Two roundings of bf16 at most, one of them of the sum kept for the backward: 2 · 2**-8 of the row's largest.
+        # Two roundings of bf16 at most, one of them of the sum kept for the backward: 2 · 2**-8 of
+        # the row's largest.
         for i, (output, want) in enumerate(zip(outputs, exactly(part), strict=True)):
             _close(output[first:last], want, f"output {i}, {where}")
-        for name, want in gradients(exactly, part, [c[first:last].double() for c in cotangents]).items():
+        for name, want in gradients(
+            exactly, part, [c[first:last].double() for c in cotangents]
+        ).items():
             if want.shape[0] == last - first and want.dim() > 1 and cols > 1:
                 _close(grads[name][first:last], want, f"gradient of {name}, {where}")
     _check_parameter_gradients(spec, sample, cotangents, grads)
@@ -103,11 +122,14 @@ def _close(got: Tensor, want: Tensor, what: str) -> None:
     assert worst <= 0, f"{what}: beyond the bound by {worst:.3g}"
 
 
-def _check_parameter_gradients(spec: Spec, sample: Sample, cotangents: list[Tensor], grads: dict[str, Tensor]) -> None:
+def _check_parameter_gradients(
+    spec: Spec, sample: Sample, cotangents: list[Tensor], grads: dict[str, Tensor]
+) -> None:
     """The column sums over all rows, chunk by chunk in fp64: a row left out or read twice shows.
 
-    Rounding errors of random sign grow as the square root of the rows, as do these sums themselves, so the bound stays
-    two roundings of bf16 of the largest column (the kept sum's and the result's) with a factor two for their spread.
+    Rounding errors of random sign grow as the square root of the rows, as do these sums themselves,
+    so the bound stays two roundings of bf16 of the largest column (the kept sum's and the result's)
+    with a factor two for their spread.
     """
     rows = len(rows_of(spec, sample))
     parameters = {name: t for name, t in tensors_of(spec, sample).items() if len(t) != rows}
@@ -119,10 +141,17 @@ def _check_parameter_gradients(spec: Spec, sample: Sample, cotangents: list[Tens
         last = min(first + chunk, rows)
         part, mask = _part(spec, sample, first, last)
         along = [c[first:last].double() for c in cotangents]
-        wide = {name: t.double() for name, t in part.items()}  # else each chunk's sum would be rounded to bf16
-        for name, part_sum in gradients(oracle(spec, sample, mask), wide, along, list(parameters)).items():
+        wide = {
+            name: t.double() for name, t in part.items()
+        }  # else each chunk's sum would be rounded to bf16
+        for name, part_sum in gradients(
+            oracle(spec, sample, mask), wide, along, list(parameters)
+        ).items():
             totals[name] += part_sum
     for name, total in totals.items():
-        # Terms of order one and random sign: their sum is of order sqrt(rows), unless all of them vanish.
-        worst = (grads[name].double() - total).abs().max() / max(float(total.abs().max()), rows**0.5)
+        # Terms of order one and random sign: their sum is of order sqrt(rows), unless all of them
+        # vanish.
+        worst = (grads[name].double() - total).abs().max() / max(
+            float(total.abs().max()), rows**0.5
+        )
         assert worst <= 4 * 2.0**-8, f"gradient of {name}: off by {worst:.3g} of the largest"

@@ -1,4 +1,7 @@
-"""Kernel launches: as many as the spec says, none on the plain CPU; a new number of rows builds no new variant."""
+"""Kernel launches: as many as the spec says, none on the plain CPU.
+
+A new number of rows builds no new variant.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,30 @@ every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
 ROWS = 300 if not INTERPRETED else 70
 
 
-def _sample(spec: Spec, rows: int, cols: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Sample:
+def _sample(
+    spec: Spec, rows: int, cols: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Sample:
     return spec.benchmark((rows, cols), dtype, device)
 
 
-def _launches(spec: Spec, sample: Sample, names: list[str] | None = None) -> tuple[list[str], list[str]]:
+def _launches(
+    spec: Spec, sample: Sample, names: list[str] | None = None
+) -> tuple[list[str], list[str]]:
     """Names of the kernels that a forward and a backward (for ``names``, default all tensors) launch."""
     tensors = tensors_of(spec, sample)
-    leaves = [t.detach().requires_grad_(names is None or name in names) for name, t in tensors.items()]
+    leaves = [
+        t.detach().requires_grad_(names is None or name in names) for name, t in tensors.items()
+    ]
     values = {**sample.tensors, **dict(zip(tensors, leaves, strict=True))}
     with launch.record() as forward:
         outputs = as_tuple(spec.call(**values, **sample.options))
-    learned = [output for output in outputs if output.requires_grad]  # others depend on no leaf of these
+    learned = [
+        output for output in outputs if output.requires_grad
+    ]  # others depend on no leaf of these
     with launch.record() as backward:
-        torch.autograd.grad(learned, [leaf for leaf in leaves if leaf.requires_grad], random_like(learned))
+        torch.autograd.grad(
+            learned, [leaf for leaf in leaves if leaf.requires_grad], random_like(learned)
+        )
     return forward, backward
 
 
@@ -85,13 +98,20 @@ def test_inference_launches_the_forward_alone(spec: Spec, device: torch.device) 
 @pytest.mark.kernels
 @pytest.mark.parametrize("cols", [48, 520])
 def test_new_row_counts_build_no_variant(spec: Spec, cols: int, device: torch.device) -> None:
-    """A batch size is no part of any key; 1 and multiples of 16 are what Triton would specialise on by itself.
+    """A batch size is no part of any key.
 
-    Which config is chosen may depend on the bucket of rows: a new bucket builds at most one set, the variants that a
-    forward and a backward launch, and the reduction, which the first number of rows may do without.
+    1 and multiples of 16 are what Triton would specialise on by itself.
+
+    Which config is chosen may depend on the bucket of rows: a new bucket builds at most one set,
+    the variants that a forward and a backward launch, and the reduction, which the first number of
+    rows may do without.
     """
     tuning.forget()
-    buckets = ((7, 1), (65, 16)) if INTERPRETED else ((7, 1, 3), (65, 16, 100), (1001, 256, 1000), (5000, 4096, 4099))
+    buckets = (
+        ((7, 1), (65, 16))
+        if INTERPRETED
+        else ((7, 1, 3), (65, 16, 100), (1001, 256, 1000), (5000, 4096, 4099))
+    )
     for first, *others in buckets:
         assert len({tuning.BUCKET[rows.bit_length()] for rows in (first, *others)}) == 1
         before = launch.variants()
@@ -119,8 +139,13 @@ def test_another_probability_builds_no_variant(spec: Spec, device: torch.device)
 
 @every
 @pytest.mark.kernels
-def test_more_tiles_than_an_axis_holds(spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A grid's axis ends at 65535; with a shorter one, rows must not get lost. Two roundings of fp32 each way."""
+def test_more_tiles_than_an_axis_holds(
+    spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grid's axis ends at 65535; with a shorter one, rows must not get lost.
+
+    Two roundings of fp32 each way.
+    """
     if spec.has_dropout:
         return
     sample = _sample(spec, ROWS, 64, device)
@@ -141,7 +166,12 @@ def test_another_width_or_dtype_builds_its_own(
     tuning.forget()
     _launches(spec, _sample(spec, 5, 36, device))
     counts = [launch.variants()]
-    for cols, dtype in ((37, torch.float32), (36, torch.float16), (36, torch.float64), (36, torch.float16)):
+    for cols, dtype in (
+        (37, torch.float32),
+        (36, torch.float16),
+        (36, torch.float64),
+        (36, torch.float16),
+    ):
         _launches(spec, _sample(spec, 5, cols, device, dtype))
         counts.append(launch.variants())
     vectors = spec.name in ("gelu", "geglu", "glu", "swiglu")
@@ -158,7 +188,9 @@ def test_no_rows_launch_nothing(spec: Spec, device: torch.device) -> None:
 
 
 @every
-def test_the_plain_cpu_launches_nothing(spec: Spec, kernel_path: bool, device: torch.device) -> None:
+def test_the_plain_cpu_launches_nothing(
+    spec: Spec, kernel_path: bool, device: torch.device
+) -> None:
     """And the kernel path does: no silent fall-back in either direction."""
     forward, backward = _launches(spec, _sample(spec, 5, 40, device))
     assert bool(forward) == bool(backward) == kernel_path
@@ -198,12 +230,18 @@ def test_as_many_as_the_profiler_sees(spec: Spec, device: torch.device) -> None:
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         step(cotangents)
         torch.cuda.synchronize()
-    kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [
+        event.name
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
     assert len(kernels) == sum(spec.launches), kernels
 
 
 @pytest.mark.gpu
-def test_a_small_gelu_is_pytorchs_own(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_gelu_is_pytorchs_own(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fusedops.core.operator.Operator.native_elements", 1024)
     for approximate in ("none", "tanh"):
         x = torch.randn(9, 128, device=device)
@@ -218,7 +256,9 @@ def test_a_small_gelu_is_pytorchs_own(device: torch.device, monkeypatch: pytest.
 
 
 @pytest.mark.gpu
-def test_small_norms_are_pytorchs_own(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_norms_are_pytorchs_own(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At few elements a norm alone goes to PyTorch's, in the cases that PyTorch has, and to the kernel above."""
     monkeypatch.setattr("fusedops.core.operator.Operator.native_elements", 1024)
     for rows, launches in ((8, 0), (9, 1)):
@@ -235,7 +275,10 @@ def test_small_norms_are_pytorchs_own(device: torch.device, monkeypatch: pytest.
 
 
 def test_where_shared_memory_is_short_less_is_taken_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the ordinary launcher too; and where nothing is taken ahead any more, the error is the user's to see."""
+    """By the ordinary launcher too.
+
+    Where nothing is taken ahead any more, the error is the user's to see.
+    """
     errors = pytest.importorskip("triton.runtime.errors")
     tried: list[int] = []
 

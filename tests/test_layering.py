@@ -1,7 +1,9 @@
-"""Imports go one way: API, models, families, compiler, core. Importing the package does no heavy work.
+"""Imports go one way: API, models, families, compiler, core.
 
-And two rules for all files: private names of PyTorch and Triton are in ``core/compat.py`` alone, and functions take few
-arguments.
+Importing the package does no heavy work.
+
+And two rules for all files: private names of PyTorch and Triton are in ``core/compat.py`` alone,
+and functions take few arguments.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def _name(path: Path) -> str:
 
 
 MODULES = {_name(path): path for path in FILES}
-# "fusedops.tune", and "fusedops." with a name to be appended; not "fusedops.core" or "fusedops: a message".
+# "fusedops.tune", and "fusedops." with a name to be appended; not "fusedops.core" or "fusedops: a
+# message".
 _ABOVE_CORE = re.compile(r"\bfusedops\.(?!core\b)")
 
 
@@ -52,16 +55,29 @@ def _imports(path: Path) -> Iterator[str]:
     for node in _nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.Call) and node.args and _called(node) in ("import_module", "__import__"):
+        elif (
+            isinstance(node, ast.Call)
+            and node.args
+            and _called(node) in ("import_module", "__import__")
+        ):
             name, parent = node.args[0], package.split(".")
             if isinstance(name, ast.Constant) and isinstance(name.value, str):
                 dots = len(name.value) - len(name.value.lstrip("."))
-                yield ".".join([*parent[: len(parent) - dots + 1], name.value.lstrip(".")]) if dots else name.value
+                yield (
+                    ".".join([*parent[: len(parent) - dots + 1], name.value.lstrip(".")])
+                    if dots
+                    else name.value
+                )
         elif isinstance(node, ast.ImportFrom):
-            base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+            base = (
+                ".".join(package.split(".")[: len(package.split(".")) - node.level + 1])
+                if node.level
+                else ""
+            )
             source = ".".join(filter(None, (base, node.module)))
             for alias in node.names:
-                # ``from . import ops`` names a module, ``from .ops import layer_norm`` something within one.
+                # ``from . import ops`` names a module, ``from .ops import layer_norm`` something
+                # within one.
                 inner = f"{source}.{alias.name}"
                 yield inner if inner in MODULES else source
 
@@ -73,19 +89,27 @@ def _called(node: ast.Call) -> str:
 
 def _families() -> set[str]:
     """The folders with kernels, except core."""
-    return {path.parent.name for path in FILES if path.name == "kernels.py" and path.parent.name != "core"}
+    return {
+        path.parent.name
+        for path in FILES
+        if path.name == "kernels.py" and path.parent.name != "core"
+    }
 
 
 def _layer(name: str) -> int:
     parts = name.split(".")
     folder = parts[1] if len(parts) > 1 else ""
-    found = {"core": CORE, "compiler": COMPILER, "models": MODELS} | dict.fromkeys(_families(), FAMILY)
+    found = {"core": CORE, "compiler": COMPILER, "models": MODELS} | dict.fromkeys(
+        _families(), FAMILY
+    )
     return found.get(folder, API)
 
 
 def test_package_has_its_layers() -> None:
     assert {"norms", "activations"} <= _families()
-    assert {"fusedops.core.launch", "fusedops.core.device", "fusedops.norms.kernels"} <= set(MODULES)
+    assert {"fusedops.core.launch", "fusedops.core.device", "fusedops.norms.kernels"} <= set(
+        MODULES
+    )
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -96,23 +120,41 @@ def test_imports_go_down(name: str) -> None:
         assert target in MODULES, f"{name} imports {target}, which is no module"
         assert _layer(target) <= _layer(name), f"{name} imports {target}, which is above it"
         if _layer(name) == _layer(target) == FAMILY:
-            assert name.split(".")[1] == target.split(".")[1], f"{name} imports {target}, of another family"
+            assert name.split(".")[1] == target.split(".")[1], (
+                f"{name} imports {target}, of another family"
+            )
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if _layer(name) == CORE])
 def test_core_names_no_module_above_it(name: str) -> None:
     """Neither in a string from which a module could be imported."""
     nodes = _nodes(MODULES[name])
-    texts = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    texts = [
+        node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
     docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    found = [text.value for text in texts if id(text) not in docstrings and _ABOVE_CORE.search(text.value)]
+    found = [
+        text.value
+        for text in texts
+        if id(text) not in docstrings and _ABOVE_CORE.search(text.value)
+    ]
     assert not found, f"{name} has {found}"
 
 
-def test_no_import_circle_in_core() -> None:
-    """Imports inside functions count."""
-    graph = {name: set(_imports(path)) & set(MODULES) for name, path in MODULES.items() if _layer(name) == CORE}
-    assert list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError with the circle
+# Imported for annotations alone, from the module that calls these.
+_FOR_TYPES = {
+    f"fusedops.compiler.{name}": {"fusedops.compiler.operator"}
+    for name in ("allocating", "launching", "unfused")
+}
+
+
+def test_no_import_circle() -> None:
+    """Imports inside functions and for annotations count, with one exception."""
+    graph = {
+        name: (set(_imports(path)) & set(MODULES)) - {name} - _FOR_TYPES.get(name, set())
+        for name, path in MODULES.items()
+    }
+    assert list(graphlib.TopologicalSorter(graph).static_order())  # else CycleError names it
 
 
 _ALONE = """
@@ -132,15 +174,23 @@ assert not above, above
 def test_core_is_imported_alone() -> None:
     """In a package that has nothing else loaded; kernels need Triton."""
     skipped = [] if importlib.util.find_spec("triton") else ["device", "kernels"]
-    done = subprocess.run([sys.executable, "-c", _ALONE, str(PACKAGE), *skipped], capture_output=True, text=True,
-                          timeout=120)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", _ALONE, str(PACKAGE), *skipped],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name.endswith((".kernels", "core.device"))])
+@pytest.mark.parametrize(
+    "name", [name for name in MODULES if name.endswith((".kernels", "core.device"))]
+)
 def test_kernels_import_only_triton(name: str) -> None:
     for target in _imports(MODULES[name]):
-        assert target.split(".")[0] in ("triton", "__future__") or target == "fusedops.core.device", target
+        assert (
+            target.split(".")[0] in ("triton", "__future__") or target == "fusedops.core.device"
+        ), target
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.endswith(".reference")])
@@ -149,15 +199,19 @@ def test_reference_imports_only_torch(name: str) -> None:
         assert target.split(".")[0] != "triton" and not target.startswith("fusedops"), target
 
 
-# The commands and their child processes. Only the top-level package may import one, and only when it is needed:
-# `test_importing_is_light` checks that the tuner of ``FUSEDOPS_TUNE`` is not loaded with the package.
+# The commands and their child processes. Only the top-level package may import one, and only when
+# it is needed: `test_importing_is_light` checks that the tuner of ``FUSEDOPS_TUNE`` is not loaded
+# with the package.
 COMMANDS = ("fusedops.tune", "fusedops.doctor", "fusedops.__main__")
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith(COMMANDS)])
 def test_commands_are_not_imported(name: str) -> None:
     for other, path in MODULES.items():
-        if not other.startswith(COMMANDS) and (other, name) != ("fusedops", "fusedops.tune.ondemand"):
+        if not other.startswith(COMMANDS) and (other, name) != (
+            "fusedops",
+            "fusedops.tune.ondemand",
+        ):
             assert name not in set(_imports(path)), f"{other} imports {name}"
 
 
@@ -169,17 +223,27 @@ def test_specs_are_not_imported(name: str) -> None:
             assert name not in set(_imports(path)), f"{other} imports {name}"
 
 
-# --- private names ----------------------------------------------------------------------------------------------------
+# --- private names --------------------------------------------------------------------------------
 
-# Private names outside core/compat.py, by file ("" for any), each with the reason. All others are faults.
+# Private names outside core/compat.py, by file ("" for any), each with the reason. All others are
+# faults.
 ALLOWED = {
-    ("", "_modules"): "a module's children by name, shared and absent ones too, which `named_children` leaves out",
+    (
+        "",
+        "_modules",
+    ): "a module's children by name, shared and absent ones too, which `named_children` leaves out",
     ("", "_parameters"): "as `_modules`",
     ("backend/capture.py", "_version"): "how often a tensor was changed in place",
     ("backend/heads.py", "_version"): "as in capture.py",
     ("models/probe.py", "_buffers"): "a module's own buffers by name, absent ones too",
-    ("models/tricks/one_token.py", "_attn_implementation"): "of Transformers, whose sources rules know",
-    ("tune/command.py", "_SubParsersAction"): "of argparse, which has no public name for the annotation",
+    (
+        "models/tricks/one_token.py",
+        "_attn_implementation",
+    ): "of Transformers, whose sources rules know",
+    (
+        "tune/command.py",
+        "_SubParsersAction",
+    ): "of argparse, which has no public name for the annotation",
     ("doctor.py", "_SubParsersAction"): "of argparse",
     ("tune/server.py", "_exit"): "of os, and documented",
 }
@@ -201,7 +265,11 @@ def _own() -> frozenset[str]:
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 names.add(node.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                names |= {node.attr} if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls") else set()
+                names |= (
+                    {node.attr}
+                    if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+                    else set()
+                )
     return frozenset(names)
 
 
@@ -221,10 +289,23 @@ def _private_names(path: Path) -> Iterator[tuple[str, str]]:
             yield node.attr, ast.unparse(node)
         elif isinstance(node, ast.Attribute):
             dotted = [ast.unparse(node)]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _DOTTED.fullmatch(node.value):
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and _DOTTED.fullmatch(node.value)
+        ):
             dotted = [node.value]
-        elif isinstance(node, ast.Call) and _called(node) in ("getattr", "setattr", "hasattr", "attrgetter"):
-            texts = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+        elif isinstance(node, ast.Call) and _called(node) in (
+            "getattr",
+            "setattr",
+            "hasattr",
+            "attrgetter",
+        ):
+            texts = [
+                arg.value
+                for arg in node.args
+                if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+            ]
             yield from ((text, ast.unparse(node)) for text in texts if _foreign(text))
         for name in dotted:
             private = [part for part in name.split(".") if _PRIVATE.match(part)]
@@ -234,27 +315,42 @@ def _private_names(path: Path) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name != "fusedops.core.compat"])
 def test_private_names_are_in_compat(name: str) -> None:
-    """A release that lacks one must change nothing but speed; tests/test_compat.py takes each away, of that file."""
+    """A release that lacks one must change nothing but speed.
+
+    Tests/test_compat.py takes each away, of that file.
+    """
     path = MODULES[name].relative_to(PACKAGE).as_posix()
-    found = {text for private, text in _private_names(MODULES[name])
-             if not {("", private), (path, private)} & set(ALLOWED)}  # fmt: skip
+    found = {
+        text
+        for private, text in _private_names(MODULES[name])
+        if not {("", private), (path, private)} & set(ALLOWED)
+    }
     assert not found, f"{path} uses {sorted(found)}"
 
 
 def test_allowed_private_names_are_used() -> None:
-    used = {(file, private) for path in FILES for private, _ in _private_names(path)
-            for file in ("", path.relative_to(PACKAGE).as_posix())}  # fmt: skip
+    used = {
+        (file, private)
+        for path in FILES
+        for private, _ in _private_names(path)
+        for file in ("", path.relative_to(PACKAGE).as_posix())
+    }
     assert set(ALLOWED) <= used
 
 
-# --- arguments --------------------------------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
 
 MOST_ARGUMENTS = 8
 
 
 def _contracts() -> set[str]:
-    """Functions whose signature is a drop-in contract: functionals, what they replace, and constructors of modules."""
-    functions = [function for spec in EVERY_SPEC for function in (spec.call, spec.eager, spec.reference)]
+    """Functions whose signature is a drop-in contract.
+
+    Functionals, what they replace, and constructors of modules.
+    """
+    functions = [
+        function for spec in EVERY_SPEC for function in (spec.call, spec.eager, spec.reference)
+    ]
     return (
         {getattr(function, "func", function).__name__ for function in functions}
         | set(fusedops.__all__)
@@ -270,19 +366,29 @@ def _functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.argum
         yield from _functions(child, inner)
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith((".kernels", ".launching", ".device"))])
+@pytest.mark.parametrize(
+    "name", [name for name in MODULES if not name.endswith((".kernels", ".launching", ".device"))]
+)
 def test_functions_take_few_arguments(name: str) -> None:
     """Kernels, and what launches them, take what they take."""
     contracts, found = _contracts(), {}
     for function, arguments in _functions(_nodes(MODULES[name])[0]):
-        every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg)
-        names = [arg.arg for arg in every if arg is not None and arg.arg not in ("self", "cls", "ctx")]
+        every = (
+            *arguments.posonlyargs,
+            *arguments.args,
+            *arguments.kwonlyargs,
+            arguments.vararg,
+            arguments.kwarg,
+        )
+        names = [
+            arg.arg for arg in every if arg is not None and arg.arg not in ("self", "cls", "ctx")
+        ]
         if len(names) > MOST_ARGUMENTS and function not in contracts:
             found[function] = len(names)
     assert not found, f"{name} has functions of more than {MOST_ARGUMENTS} arguments: {found}"
 
 
-# --- importing --------------------------------------------------------------------------------------------------------
+# --- importing ------------------------------------------------------------------------------------
 
 _PROBE = """
 import os, sys
@@ -316,16 +422,35 @@ def test_importing_is_light(interpret: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": interpret}
     if not interpret:
         del environment["TRITON_INTERPRET"]
-    done = subprocess.run([sys.executable, "-c", _PROBE], env=environment, cwd=PACKAGE.parent, capture_output=True,
-                          text=True, timeout=120)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", _PROBE],
+        env=environment,
+        cwd=PACKAGE.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_public_api() -> None:
-    assert set(fusedops.__all__) >= {"layer_norm", "rms_norm", "bias_dropout_add", "bias_dropout_add_ln",
-                                     "bias_dropout_add_rms_norm", "gelu", "bias_gelu", "bias_act", "geglu", "swiglu",
-                                     "gated_act", "__version__"}  # fmt: skip
+    assert set(fusedops.__all__) >= {
+        "layer_norm",
+        "rms_norm",
+        "bias_dropout_add",
+        "bias_dropout_add_ln",
+        "bias_dropout_add_rms_norm",
+        "gelu",
+        "bias_gelu",
+        "bias_act",
+        "geglu",
+        "swiglu",
+        "gated_act",
+        "__version__",
+    }
     for module in (fusedops, fusedops.nn):
         for name in module.__all__:
             assert getattr(module, name) is not None
-            assert name == "__version__" or getattr(module, name).__doc__, f"{name} has no docstring"
+            assert name == "__version__" or getattr(module, name).__doc__, (
+                f"{name} has no docstring"
+            )

@@ -14,7 +14,9 @@ from fusedops.core.spec import Sample, Spec
 from support import ALL_SPECS, DEVICE, Case, call, cases, eager, random_like, rows_of, tensors_of
 from tolerances import check_gradients, check_values
 
-PROCESSORS = torch.cuda.get_device_properties(DEVICE).multi_processor_count if DEVICE.type == "cuda" else 132
+PROCESSORS = (
+    torch.cuda.get_device_properties(DEVICE).multi_processor_count if DEVICE.type == "cuda" else 132
+)
 Layout = Callable[[Tensor], Tensor]
 
 
@@ -26,7 +28,7 @@ def _check(spec: Spec, sample: Sample) -> None:
     check_gradients(spec, sample, values=True)
 
 
-# --- strides ------------------------------------------------------------------------------------------------------
+# --- strides --------------------------------------------------------------------------------------
 
 
 def _wider(t: Tensor) -> Tensor:
@@ -36,7 +38,9 @@ def _wider(t: Tensor) -> Tensor:
 
 def _padded(t: Tensor) -> Tensor:
     """Rows padded so that each begins at a multiple of 16 bytes, which those of the other tensors need not."""
-    return torch.nn.functional.pad(t, (0, -t.shape[-1] % 16 + 16), value=float("nan"))[..., : t.shape[-1]]
+    return torch.nn.functional.pad(t, (0, -t.shape[-1] % 16 + 16), value=float("nan"))[
+        ..., : t.shape[-1]
+    ]
 
 
 def _wide_aligned(t: Tensor) -> Tensor:
@@ -66,8 +70,13 @@ def _every_second_column(t: Tensor) -> Tensor:
 
 
 def _unaligned(t: Tensor) -> Tensor:
-    """A contiguous tensor that starts one element into its storage: no 16-byte access may be assumed."""
-    return torch.cat((torch.full_like(t.flatten()[:1], float("nan")), t.flatten()))[1:].view(t.shape)
+    """A contiguous tensor that starts one element into its storage.
+
+    No 16-byte access may be assumed.
+    """
+    return torch.cat((torch.full_like(t.flatten()[:1], float("nan")), t.flatten()))[1:].view(
+        t.shape
+    )
 
 
 def _one_value(t: Tensor) -> Tensor:
@@ -80,13 +89,24 @@ def _overlapping(t: Tensor) -> Tensor:
 
 
 MATRIX_LAYOUTS: list[Layout] = [
-    _wider, _padded, _wide_aligned, _every_second_row, _expanded, _column, _transposed, _every_second_column, _unaligned,
+    _wider,
+    _padded,
+    _wide_aligned,
+    _every_second_row,
+    _expanded,
+    _column,
+    _transposed,
+    _every_second_column,
+    _unaligned,
     _overlapping,
-]  # fmt: skip
+]
 
 
 def _relaid(spec: Spec, sample: Sample, layout: Layout, names: tuple[str, ...]) -> Sample:
-    """The sample with ``names`` in another layout; a layout that a tensor has already would test nothing."""
+    """The sample with ``names`` in another layout.
+
+    A layout that a tensor has already would test nothing.
+    """
     tensors = dict(sample.tensors)
     for name in names:
         before = tensors[name]
@@ -110,7 +130,10 @@ def _ordinary(spec: Spec, sample: Sample) -> bool:
 @cases((torch.float32, torch.bfloat16), _ordinary)
 @pytest.mark.parametrize("layout", MATRIX_LAYOUTS, ids=_name)
 def test_matrix_layouts(case: Case, layout: Layout) -> None:
-    """All tensors with rows in one layout, then the first alone: strides must not be taken from one for another."""
+    """All tensors with rows in one layout, then the first alone.
+
+    Strides must not be taken from one for another.
+    """
     spec, sample = case.spec, case.sample()
     names = _matrices(spec, sample)
     _check(spec, _relaid(spec, sample, layout, names))
@@ -130,7 +153,9 @@ def test_parameter_layouts(case: Case, layout: Layout) -> None:
 @cases((torch.float32, torch.bfloat16), lambda spec, sample: sample.name == "shape 2x20000")
 @pytest.mark.parametrize("layout", [_wider, _unaligned, _transposed], ids=_name)
 def test_wide_rows_in_other_layouts(case: Case, layout: Layout) -> None:
-    _check(case.spec, _relaid(case.spec, case.sample(), layout, _matrices(case.spec, case.sample())))
+    _check(
+        case.spec, _relaid(case.spec, case.sample(), layout, _matrices(case.spec, case.sample()))
+    )
 
 
 @cases((torch.float32, torch.bfloat16), lambda spec, sample: sample.name == "shape 2x3x96")
@@ -140,13 +165,18 @@ def test_permuted_dimensions(case: Case, order: tuple[int, ...]) -> None:
     back = sorted(range(3), key=order.__getitem__)
     layout = lambda t: t.permute(order).contiguous().permute(back)  # noqa: E731
     layout.__name__ = f"permuted {order}"
-    _check(case.spec, _relaid(case.spec, case.sample(), layout, _matrices(case.spec, case.sample())))
+    _check(
+        case.spec, _relaid(case.spec, case.sample(), layout, _matrices(case.spec, case.sample()))
+    )
 
 
 @cases((torch.float32,), lambda spec, sample: sample.name == "two normalised dimensions")
 @pytest.mark.parametrize("order", [(0, 1, 3, 2), (2, 3, 0, 1), (1, 0, 2, 3)], ids=str)
 def test_permuted_normalised_dimensions(case: Case, order: tuple[int, ...]) -> None:
-    """The normalised dimensions themselves in another order: the rows are not even rows in memory."""
+    """The normalised dimensions themselves in another order.
+
+    The rows are not even rows in memory.
+    """
     back = sorted(range(4), key=order.__getitem__)
     layout = lambda t: t.permute(order).contiguous().permute(back)  # noqa: E731
     layout.__name__ = f"permuted {order}"
@@ -156,16 +186,20 @@ def test_permuted_normalised_dimensions(case: Case, order: tuple[int, ...]) -> N
     _check(case.spec, sample)
 
 
-# --- sizes --------------------------------------------------------------------------------------------------------
+# --- sizes ----------------------------------------------------------------------------------------
 
 
 def _resized(spec: Spec, dtype: torch.dtype, shape: tuple[int, ...]) -> Sample:
-    """The operator with every tensor present, in a shape of any number of dimensions; random throughout."""
+    """The operator with every tensor present, in a shape of any number of dimensions.
+
+    Random throughout.
+    """
     torch.manual_seed(sum(shape))
     cols = shape[-1]
     made = spec.benchmark((math.prod(shape[:-1]), cols), dtype, torch.device("cpu"))
     tensors = {
-        name: t.view(*shape[:-1], t.shape[-1]) if t.dim() > 1 else t for name, t in tensors_of(spec, made).items()
+        name: t.view(*shape[:-1], t.shape[-1]) if t.dim() > 1 else t
+        for name, t in tensors_of(spec, made).items()
     }
     tensors = {name: t.to(DEVICE) for name, t in tensors.items()}
     return Sample("x".join(map(str, shape)), {**made.tensors, **tensors}, made.options)
@@ -178,12 +212,16 @@ over_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], 
 @over_specs
 @over_dtypes
 @pytest.mark.parametrize("rows", sorted({PROCESSORS + d for d in (-1, 0, 1)} | {131, 132, 133}))
-def test_rows_around_a_multiple_of_the_processors(spec: Spec, dtype: torch.dtype, rows: int) -> None:
+def test_rows_around_a_multiple_of_the_processors(
+    spec: Spec, dtype: torch.dtype, rows: int
+) -> None:
     _check(spec, _resized(spec, dtype, (rows, 24)))
 
 
 @over_specs
-@pytest.mark.parametrize("cols", [1, 2, 3, 5, 7, 8, 9, 15, 16, 31, 33, 63, 65, 255, 257, 1023, 1025])
+@pytest.mark.parametrize(
+    "cols", [1, 2, 3, 5, 7, 8, 9, 15, 16, 31, 33, 63, 65, 255, 257, 1023, 1025]
+)
 def test_column_counts(spec: Spec, cols: int) -> None:
     """Around powers of two and around the eight columns that share one random draw."""
     _check(spec, _resized(spec, torch.float32, (5, cols)))

@@ -1,4 +1,7 @@
-"""Tensors saved for the backward: at most the spec's number of (M, N) tensors, no mask, no more than eager."""
+"""Tensors saved for the backward.
+
+At most the spec's number of (M, N) tensors, no mask, no more than eager.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +41,13 @@ def _saved() -> Iterator[Saved]:
         yield saved
 
 
-def _run(function: Callable[..., Any], sample: Sample, spec: Spec) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """What a forward saves besides its inputs; and its outputs, which must stay alive while pointers are compared."""
+def _run(
+    function: Callable[..., Any], sample: Sample, spec: Spec
+) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """What a forward saves besides its inputs.
+
+    Its outputs, which must stay alive while pointers are compared.
+    """
     tensors = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
     with _saved() as saved:
         outputs = as_tuple(function(dict(tensors)))
@@ -53,7 +61,12 @@ def _bytes(tensors: list[Tensor]) -> int:
 def _wide_enough(spec: Spec, sample: Sample) -> bool:
     """Rows so long that statistics and parameters cannot be taken for an (M, N) tensor."""
     rows = rows_of(spec, sample)
-    return rows.shape[-1] >= 24 and rows.dim() > 1 and rows.shape[-1] < 10000 and rows.numel() > 2 * rows.shape[-1]
+    return (
+        rows.shape[-1] >= 24
+        and rows.dim() > 1
+        and rows.shape[-1] < 10000
+        and rows.numel() > 2 * rows.shape[-1]
+    )
 
 
 @pytest.mark.kernels
@@ -66,8 +79,16 @@ def test_saved_tensors(case: Case, device: torch.device) -> None:
     assert len(large) <= spec.saved
     assert all(t.is_floating_point() for t in large), "a mask was saved"
     # Statistics: two numbers of the accumulator's width for each row.
-    parameters = {t.untyped_storage().data_ptr() for t in sample.tensors.values() if t is not None and t.dim() == 1}
-    small = [t for t in saved if t.numel() < rows.numel() and t.untyped_storage().data_ptr() not in parameters]
+    parameters = {
+        t.untyped_storage().data_ptr()
+        for t in sample.tensors.values()
+        if t is not None and t.dim() == 1
+    }
+    small = [
+        t
+        for t in saved
+        if t.numel() < rows.numel() and t.untyped_storage().data_ptr() not in parameters
+    ]
     normalised = sample.options.get("normalized_shape", rows.shape[-1:])
     count = rows.numel() // torch.Size(normalised).numel()
     assert _bytes(small) <= 2 * 8 * count
@@ -78,7 +99,10 @@ def test_saved_tensors(case: Case, device: torch.device) -> None:
 
 
 @pytest.mark.kernels
-@cases((torch.bfloat16, torch.float32), lambda spec, sample: _wide_enough(spec, sample) and sample.p > 0.0)
+@cases(
+    (torch.bfloat16, torch.float32),
+    lambda spec, sample: _wide_enough(spec, sample) and sample.p > 0.0,
+)
 def test_dropout_saves_nothing_more(case: Case, device: torch.device) -> None:
     """No byte for each element in any form."""
     sample = case.sample()
@@ -97,7 +121,9 @@ def test_never_more_than_eager(spec: Spec, dtype: torch.dtype, device: torch.dev
     sample = spec.benchmark((16, 256), dtype, device)
     ours, _ = _run(call(spec, sample), sample, spec)
     theirs, _ = _run(eager(spec, sample), sample, spec)
-    assert _bytes(ours) <= _bytes(theirs) + 2 * 8 * 16  # two statistics a row, where eager may count fewer
+    assert (
+        _bytes(ours) <= _bytes(theirs) + 2 * 8 * 16
+    )  # two statistics a row, where eager may count fewer
 
 
 @every
@@ -114,7 +140,10 @@ def test_inference_saves_nothing(spec: Spec, device: torch.device) -> None:
 
 @every
 def test_backward_frees(spec: Spec, device: torch.device) -> None:
-    """A second backward without retain_graph is an error, as for any operator: what was saved is freed."""
+    """A second backward without retain_graph is an error, as for any operator.
+
+    What was saved is freed.
+    """
     sample = spec.benchmark((6, 40), torch.float32, device)
     leaves = [t.requires_grad_() for t in tensors_of(spec, sample).values()]
     outputs = as_tuple(spec.call(**sample.tensors, **sample.options))
@@ -125,7 +154,7 @@ def test_backward_frees(spec: Spec, device: torch.device) -> None:
             torch.autograd.grad(outputs, leaves, random_like(outputs))
 
 
-# --- as the allocator counts ------------------------------------------------------------------------------------------
+# --- as the allocator counts ----------------------------------------------------------------------
 
 
 @every
@@ -162,9 +191,12 @@ def test_peak_of_forward_and_backward(spec: Spec, device: torch.device) -> None:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
-            # In this thread: the engine's own may free a Python node's tensors after `grad` has returned.
+            # In this thread: the engine's own may free a Python node's tensors after `grad` has
+            # returned.
             with torch.autograd.set_multithreading_enabled(False):
-                torch.autograd.grad(as_tuple(function(**sample.tensors, **sample.options)), leaves, cotangents)
+                torch.autograd.grad(
+                    as_tuple(function(**sample.tensors, **sample.options)), leaves, cotangents
+                )
         return torch.cuda.max_memory_allocated(device) - before
 
     processors = torch.cuda.get_device_properties(device).multi_processor_count

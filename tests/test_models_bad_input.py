@@ -51,7 +51,10 @@ def _silently(make: Any) -> Any:
 
 
 _BAD = {
-    "compiled": (lambda: torch.compile(_model()), "the model is compiled; fuse the model before torch.compile"),
+    "compiled": (
+        lambda: torch.compile(_model()),
+        "the model is compiled; fuse the model before torch.compile",
+    ),
     "compiled inside": (
         lambda: _holding(torch.compile(_model())),
         "module 'inner' is compiled; fuse .* before torch.compile",
@@ -65,7 +68,10 @@ _BAD = {
         lambda: _silently(lambda: torch.jit.trace(_model(), torch.ones(1, 4))),
         "is scripted or traced; fuse .* before",
     ),
-    "scripted inside": (lambda: _holding(_silently(lambda: torch.jit.script(_model()))), "module 'inner' is scripted"),
+    "scripted inside": (
+        lambda: _holding(_silently(lambda: torch.jit.script(_model()))),
+        "module 'inner' is scripted",
+    ),
     "quantised": (_quantized, "module '0' is quantised; fuse the model before it is quantised"),
     "quantised by Transformers": (_flagged, "the model is quantised; fuse the model before"),
 }
@@ -82,16 +88,21 @@ def test_is_told_what_to_do(name: str, options: dict[str, Any]) -> None:
     assert [type(m) for m in model.modules()] == types
 
 
-@pytest.mark.parametrize("model", [None, 3, nn.LayerNorm, lambda x: x], ids=["None", "int", "class", "function"])
+@pytest.mark.parametrize(
+    "model", [None, 3, nn.LayerNorm, lambda x: x], ids=["None", "int", "class", "function"]
+)
 def test_no_module(model: Any) -> None:
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got"):
         fusedops.fuse_model(model)
 
 
-@pytest.mark.parametrize("check, match", [
-    (True, "check=True needs a model with dummy_inputs"),
-    (3, "check must be True or example inputs .* got int"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "check, match",
+    [
+        (True, "check=True needs a model with dummy_inputs"),
+        (3, "check must be True or example inputs .* got int"),
+    ],
+)
 def test_bad_check(check: Any, match: str) -> None:
     model = _model()
     with pytest.raises(TypeError, match=match):
@@ -109,7 +120,9 @@ def test_inputs_that_do_not_fit_leave_the_model_as_it_was() -> None:
 
 @pytest.fixture
 def process_group() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -131,7 +144,10 @@ def test_fsdp_with_a_wrapper() -> None:
 @pytest.mark.parametrize("table", [True, False], ids=["", "without FSDP's table"])
 @pytest.mark.parametrize("first", [True, False], ids=["fused first", "sharded first"])
 def test_fused_and_sharded(table: bool, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In either order a module gets the same class, with the same values; unfused, it is sharded still."""
+    """In either order a module gets the same class, with the same values.
+
+    Unfused, it is sharded still.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -152,7 +168,10 @@ def test_fused_and_sharded(table: bool, first: bool, monkeypatch: pytest.MonkeyP
     assert norm.__bases__[1] is norm._fusedops_class
     x = torch.randn(3, 4)
     torch.testing.assert_close(model(x), original(x))
-    with pytest.raises(ValueError, match="check takes no sharded model; fuse the model with check before fully_shard"):
+    with pytest.raises(
+        ValueError,
+        match="check takes no sharded model; fuse the model with check before fully_shard",
+    ):
         fusedops.fuse_model(model, check=x)
     assert type(model[1]) is norm
     fusedops.unfuse_model(model)
@@ -164,5 +183,7 @@ def test_fused_and_sharded(table: bool, first: bool, monkeypatch: pytest.MonkeyP
 
 
 def test_unfuse_takes_modules() -> None:
-    with pytest.raises(TypeError, match=r"unfuse_model: model must be a torch\.nn\.Module, got str"):
+    with pytest.raises(
+        TypeError, match=r"unfuse_model: model must be a torch\.nn\.Module, got str"
+    ):
         fusedops.unfuse_model("model")  # type: ignore[arg-type]

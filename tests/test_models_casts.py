@@ -1,4 +1,7 @@
-"""Fused models under autocast and torch.compile: the weights of a branch's linear layers are cast in one pass."""
+"""Fused models under autocast and torch.compile.
+
+The weights of a branch's linear layers are cast in one pass.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +33,18 @@ from zoo import SAMPLES, Counting, every, handed_on, inputs, making_kernels, run
 pytestmark = pytest.mark.once
 
 LOW = torch.bfloat16
-# For each model, how many casts a forward is spared. Of an attention whose query, key and value are packed to one weight
-# and one bias, its last weight joins them; where the query goes its own way, as in a cross-attention, so do its weight and
-# bias. Of two layers with an activation between that takes the bias along, two weights and that bias are one. Without
-# biases it is one less, or two in a cross-attention. T5's gated part has a third weight, and a fused T5 no longer takes
-# its rows to the dtype of a weight that autocast casts anyway.
+# For each model, how many casts a forward is spared. Of an attention whose query, key and value are
+# packed to one weight and one bias, its last weight joins them; where the query goes its own way,
+# as in a cross-attention, so do its weight and bias. Of two layers with an activation between that
+# takes the bias along, two weights and that bias are one. Without biases it is one less, or two in
+# a cross-attention. T5's gated part has a third weight, and a fused T5 no longer takes its rows to
+# the dtype of a weight that autocast casts anyway.
 _ATTENTION, _CROSS, _TWO, _ROWS = 2, 4, 2, 1
 _LAYER = _ATTENTION + _TWO
 _SPARED = {
-    **dict.fromkeys(("bert", "roberta", "electra", "bert_decoder", "distilbert", "vit"), 2 * _LAYER),
+    **dict.fromkeys(
+        ("bert", "roberta", "electra", "bert_decoder", "distilbert", "vit"), 2 * _LAYER
+    ),
     **dict.fromkeys(("opt", "opt_post_norm"), 2 * (_CROSS + _TWO)),
     **dict.fromkeys(("bart", "marian", "mbart"), 4 * _LAYER + 2 * _CROSS),
     **dict.fromkeys(("gpt2", "gpt2_decoder", "gpt_neo", "gptj"), 2 * _TWO),
@@ -48,7 +54,7 @@ _SPARED = {
     "torch_unbiased": 4 * (_TWO - 1),
     "t5": 4 * (_LAYER - 2 + _ROWS) + 2 * (_CROSS - 2),
     "t5_gated": 4 * (_LAYER - 1 + _ROWS) + 2 * (_CROSS - 2),
-}  # fmt: skip
+}
 # Of each kind, for what takes longer.
 _SOME = [s for s in SAMPLES if s.name in ("torch_pre_norm", "bert", "gpt2", "vit", "t5_gated")]
 some = pytest.mark.parametrize("spec", _SOME, ids=lambda spec: spec.name)
@@ -83,8 +89,9 @@ def test_casts(spec: ModelSpec) -> None:
 def test_values(spec: ModelSpec) -> None:
     """Outputs and gradients are made of the very same numbers.
 
-    What multiplies them may add in another order for weights that lie elsewhere in memory: eight units in the norm of
-    each, as for attention functions, where a wrong weight or bias is some hundred times as much.
+    What multiplies them may add in another order for weights that lie elsewhere in memory: eight
+    units in the norm of each, as for attention functions, where a wrong weight or bias is some
+    hundred times as much.
     """
     model, arguments = _fused(spec), inputs(spec)
     with torch.autocast(DEVICE.type, LOW):
@@ -92,13 +99,16 @@ def test_values(spec: ModelSpec) -> None:
         with making_kernels():
             found = run(model, arguments)
     assert found[1].keys() == expected[1].keys()
-    for y, e in (*zip(found[0], expected[0], strict=True), *((g, expected[1][name]) for name, g in found[1].items())):
+    for y, e in (
+        *zip(found[0], expected[0], strict=True),
+        *((g, expected[1][name]) for name, g in found[1].items()),
+    ):
         assert y.dtype == e.dtype
         assert y.is_contiguous() == e.is_contiguous()
         assert (y - e).norm() <= 8 * unit_roundoff(LOW) * e.norm()
 
 
-# --- what is cast ---------------------------------------------------------------------------------------------------
+# --- what is cast ---------------------------------------------------------------------------------
 
 
 def _learning(*shape: int) -> nn.Parameter:
@@ -106,7 +116,12 @@ def _learning(*shape: int) -> nn.Parameter:
 
 
 def _groups() -> list[list[nn.Parameter]]:
-    return [[_learning(4, 6), _learning(8, 6)], [_learning(8, 5)], [_learning(4), _learning(3)], [_learning(7)]]
+    return [
+        [_learning(4, 6), _learning(8, 6)],
+        [_learning(8, 5)],
+        [_learning(4), _learning(3)],
+        [_learning(7)],
+    ]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -114,14 +129,18 @@ def _groups() -> list[list[nn.Parameter]]:
 def test_parts(low: torch.dtype, compiled: bool) -> None:
     """The same bits as a cast of each: forward, and of each gradient."""
     groups = _groups()
-    function = torch.compile(cast_as_one, backend="aot_eager", fullgraph=True) if compiled else cast_as_one
+    function = (
+        torch.compile(cast_as_one, backend="aot_eager", fullgraph=True) if compiled else cast_as_one
+    )
     parts = function(groups, low)
     expected = [torch.cat([t.detach() for t in group]).to(low) for group in groups]
     assert all(map(torch.equal, parts, expected))
     dys = [torch.randn_like(part) for part in parts]
     tensors = [t for group in groups for t in group]
     gradients = torch.autograd.grad(parts, tensors, dys)
-    columns = [dy.float().split([len(t) for t in group]) for dy, group in zip(dys, groups, strict=True)]
+    columns = [
+        dy.float().split([len(t) for t in group]) for dy, group in zip(dys, groups, strict=True)
+    ]
     assert all(map(torch.equal, gradients, [g for split in columns for g in split]))
     assert all(g.dtype == torch.float32 for g in gradients)
     # Each where a matrix product can load it.
@@ -130,7 +149,9 @@ def test_parts(low: torch.dtype, compiled: bool) -> None:
 
 _LEFT: dict[str, Callable[[list[list[nn.Parameter]]], object]] = {
     "one is frozen": lambda groups: groups[1][0].requires_grad_(False),
-    "a bias alone learns": lambda groups: [t.requires_grad_(False) for group in groups[:2] for t in group],
+    "a bias alone learns": lambda groups: [
+        t.requires_grad_(False) for group in groups[:2] for t in group
+    ],
     "the next would lie badly": lambda groups: groups.insert(0, [_learning(3, 5)]),
     "too many": lambda groups: groups.append([_learning(4) for _ in range(3)]),
     "another device": lambda groups: groups.append([nn.Parameter(torch.empty(4, device="meta"))]),
@@ -152,7 +173,7 @@ def test_frozen_tensors_are_cast_as_one_and_stay_frozen() -> None:
     assert not any(part.requires_grad for part in parts)
 
 
-# --- whose ----------------------------------------------------------------------------------------------------------
+# --- whose ----------------------------------------------------------------------------------------
 
 
 class _Two(nn.Module):
@@ -176,7 +197,9 @@ def test_several_biases() -> None:
     x = torch.randn(3, 8, device=DEVICE)
     with making_kernels(), torch.autocast(DEVICE.type, LOW):
         casts = cast_together(None, x, *layers)
-        assert all(torch.equal(cast(x), layer(x)) for cast, layer in zip(casts, layers, strict=True))
+        assert all(
+            torch.equal(cast(x), layer(x)) for cast, layer in zip(casts, layers, strict=True)
+        )
 
 
 @pytest.mark.parametrize(("inner", "outer"), [(0, 8), (16, 0)])
@@ -191,12 +214,18 @@ def test_empty_layers(inner: int, outer: int) -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_stand_ins(bias: bool) -> None:
-    """They give what the layers give, whether their bias is left to the caller or not. The last one's is not cast."""
+    """They give what the layers give, whether their bias is left to the caller or not.
+
+    The last one's is not cast.
+    """
     module, x = _Two(bias=bias), torch.randn(3, 8, device=DEVICE)
     with making_kernels(), torch.autocast(DEVICE.type, LOW):
         casts = _stand_ins(module, x)
         assert [type(cast) for cast in casts] == [Cast, Cast]
-        calls = ((casts[0], module.first, x), (casts[1], module.second, torch.randn(3, 16, device=DEVICE)))
+        calls = (
+            (casts[0], module.first, x),
+            (casts[1], module.second, torch.randn(3, 16, device=DEVICE)),
+        )
         for cast, layer, rows in calls:
             y, branch, expected = cast(rows), linear(cast, rows), linear(layer, rows)
             assert torch.equal(y, layer(rows))
@@ -221,9 +250,14 @@ _CHANGES: dict[str, Callable[[Any], object]] = {
     "adapter": lambda m: setattr(m, "second", _Adapter(16, 8, device=DEVICE)),
     "no layer": lambda m: setattr(m, "second", None),
     "half precision": lambda m: m.first.to(LOW),
-    "a bias in half precision": lambda m: setattr(m.first, "bias", nn.Parameter(m.first.bias.detach().to(LOW))),
+    "a bias in half precision": lambda m: setattr(
+        m.first, "bias", nn.Parameter(m.first.bias.detach().to(LOW))
+    ),
     "one is frozen": lambda m: m.second.requires_grad_(False),
-    "biases alone learn": lambda m: (m.first.weight.requires_grad_(False), m.second.weight.requires_grad_(False)),
+    "biases alone learn": lambda m: (
+        m.first.weight.requires_grad_(False),
+        m.second.weight.requires_grad_(False),
+    ),
     "parametrized": lambda m: torch.nn.utils.parametrizations.weight_norm(m.second),
 }
 
@@ -266,11 +300,17 @@ class _Attention(nn.Module):
     def last(self, crosses: bool = False, cache: Any = None, query: bool = True) -> Any:
         x, others = torch.randn(3, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE)
         with torch.autocast(DEVICE.type, LOW):
-            parts, last = packed(self, ("q", "k", "v"), x, others if crosses else None, self.o, cache)
+            parts, last = packed(
+                self, ("q", "k", "v"), x, others if crosses else None, self.o, cache
+            )
             for name, part in parts.items():
                 rows = others if crosses and name != "q" else x
                 assert torch.equal(part(rows), getattr(self, name)(rows))
-        assert ("q" in parts) == (query and (not crosses or last is not self.o)) if parts else last is self.o
+        assert (
+            ("q" in parts) == (query and (not crosses or last is not self.o))
+            if parts
+            else last is self.o
+        )
         return last
 
 
@@ -332,7 +372,10 @@ class _Cache:
     ids=["none", "of one part", "empty", "of another layer", "filled"],
 )
 def test_caches(cache: Any, joins: bool) -> None:
-    """Of a cross-attention, whose own layers are not called where its keys and values are cached. Others call theirs."""
+    """Of a cross-attention, whose own layers are not called where its keys and values are cached.
+
+    Others call theirs.
+    """
     module = _Attention()
     with making_kernels():
         assert (type(module.last(crosses=True, cache=cache)) is Cast) == joins
@@ -343,7 +386,10 @@ def test_caches(cache: Any, joins: bool) -> None:
     "spec", [s for s in SAMPLES if s.name in ("t5", "t5_gated", "bart")], ids=lambda spec: spec.name
 )
 def test_gradients_with_a_cache(spec: ModelSpec) -> None:
-    """Layers that are not called have none: the same parameters have gradients, and the same ones, as without casts."""
+    """Layers that are not called have none.
+
+    The same parameters have gradients, and the same ones, as without casts.
+    """
     model, arguments = _fused(spec), inputs(spec)
     results = []
     for joining in (False, True):
@@ -353,11 +399,19 @@ def test_gradients_with_a_cache(spec: ModelSpec) -> None:
             arguments["decoder_input_ids"] = arguments["input_ids"][:, -1:]
             y = model(**arguments, **handed_on(first)).logits
             parameters = dict(model.named_parameters())
-            found = torch.autograd.grad(y.float().square().sum(), list(parameters.values()), allow_unused=True)
-            results.append({name: g for name, g in zip(parameters, found, strict=True) if g is not None})
+            found = torch.autograd.grad(
+                y.float().square().sum(), list(parameters.values()), allow_unused=True
+            )
+            results.append(
+                {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
+            )
     expected, joined = results
     assert joined.keys() == expected.keys()
-    kept = [name for name in parameters if "EncDecAttention.k." in name or "encoder_attn.k_proj." in name]
+    kept = [
+        name
+        for name in parameters
+        if "EncDecAttention.k." in name or "encoder_attn.k_proj." in name
+    ]
     assert kept
     assert not joined.keys() & set(kept)
     for name, g in joined.items():
@@ -365,7 +419,10 @@ def test_gradients_with_a_cache(spec: ModelSpec) -> None:
 
 
 def test_where_it_is_done() -> None:
-    """Compiled, where Inductor writes kernels: that is not on a CPU, unless the interpreter makes it a GPU."""
+    """Compiled, where Inductor writes kernels.
+
+    That is not on a CPU, unless the interpreter makes it a GPU.
+    """
     x = torch.zeros(1, device=DEVICE)
 
     def made(x: Tensor) -> Tensor:
@@ -375,7 +432,7 @@ def test_where_it_is_done() -> None:
     assert float(torch.compile(made, backend="eager", fullgraph=True)(x)) == float(KERNEL_PATH)
 
 
-# --- compiled -------------------------------------------------------------------------------------------------------
+# --- compiled -------------------------------------------------------------------------------------
 
 
 class _Graphs:
@@ -388,8 +445,13 @@ class _Graphs:
         return aot_autograd(fw_compiler=self._keep, bw_compiler=self._keep)(graph, example)
 
     def _keep(self, graph: torch.fx.GraphModule, example: list[Any]) -> Any:
-        self.casts.append([node.kwargs["dtype"] for node in graph.graph.nodes
-                           if node.target is torch.ops.aten._to_copy.default])  # fmt: skip
+        self.casts.append(
+            [
+                node.kwargs["dtype"]
+                for node in graph.graph.nodes
+                if node.target is torch.ops.aten._to_copy.default
+            ]
+        )
         return make_boxed_func(graph.forward)
 
 
@@ -399,14 +461,25 @@ def _apart(*args: Any) -> None:
 
 def _casts_joined(joined: bool) -> Any:
     """Or apart, with nothing else that is done where kernels are made left out."""
-    return nullcontext() if joined else mock.patch("fusedops.models.tricks.casts.cast_as_one", _apart)
+    return (
+        nullcontext() if joined else mock.patch("fusedops.models.tricks.casts.cast_as_one", _apart)
+    )
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("spec", [pytest.param(s, id=s.name, marks=[] if s.name in ("bert", "t5_gated") else pytest.mark.full)
-                                  for s in _SOME])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(s, id=s.name, marks=[] if s.name in ("bert", "t5_gated") else pytest.mark.full)
+        for s in _SOME
+    ],
+)
 def test_compiled(spec: ModelSpec) -> None:
-    """One graph. Forward and backward each have as many casts fewer as are spared; outputs and gradients are the same."""
+    """One graph.
+
+    Forward and backward each have as many casts fewer as are spared; outputs and gradients are the
+    same.
+    """
     results, casts = [], []
     for joining in (False, True):
         model, arguments = _fused(spec), inputs(spec)
@@ -425,7 +498,10 @@ def test_compiled(spec: ModelSpec) -> None:
     assert casts[0][1] - casts[1][1] == spared
     expected, found = results
     assert found[1].keys() == expected[1].keys()
-    for y, e in (*zip(found[0], expected[0], strict=True), *((g, expected[1][name]) for name, g in found[1].items())):
+    for y, e in (
+        *zip(found[0], expected[0], strict=True),
+        *((g, expected[1][name]) for name, g in found[1].items()),
+    ):
         assert (y - e).norm() <= 8 * unit_roundoff(LOW) * e.norm()
 
 
@@ -440,12 +516,21 @@ def test_mapped_over_parameters() -> None:
     assert all(torch.equal(part, t.to(LOW)) for part, t in zip(parts, sets, strict=True))
 
 
-_HOOKED = ("attention.self", "attention.output", "attention.output.dense", "intermediate", "intermediate.dense", "output",
-            "output.dense")  # fmt: skip
+_HOOKED = (
+    "attention.self",
+    "attention.output",
+    "attention.output.dense",
+    "intermediate",
+    "intermediate.dense",
+    "output",
+    "output.dense",
+)
 
 
 @pytest.mark.parametrize("path", _HOOKED)
-@pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name == "bert"], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "spec", [s for s in SAMPLES if s.name == "bert"], ids=lambda spec: spec.name
+)
 def test_hooks(spec: ModelSpec, path: str) -> None:
     """A module of BERT with a hook is called, and the rest is still cast together."""
     model, arguments = _fused(spec), inputs(spec)

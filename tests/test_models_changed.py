@@ -1,4 +1,7 @@
-"""Models that somebody changed before or after fusing: what was changed is run, or fusing says why it does not."""
+"""Models that somebody changed before or after fusing.
+
+What was changed is run, or fusing says why it does not.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,10 @@ def _unchanged(module: nn.Module, *args: Tensor) -> FusionReport:
         y = module(*leaves)
         if not y.requires_grad:
             return [y]
-        return [y, *torch.autograd.grad(y.sum(), [*leaves, *module.parameters()], allow_unused=True)]
+        return [
+            y,
+            *torch.autograd.grad(y.sum(), [*leaves, *module.parameters()], allow_unused=True),
+        ]
 
     expected = run()
     report = fusedops.fuse_model(module)
@@ -67,12 +73,16 @@ def _unchanged(module: nn.Module, *args: Tensor) -> FusionReport:
     return report
 
 
-# --- forwards of a class -------------------------------------------------------------------------------------------
+# --- forwards of a class --------------------------------------------------------------------------
 
 
 @transformers_only
-@pytest.mark.parametrize("wrap", [_doubled, torch.no_grad(), _in_bf16], ids=["wraps", "no_grad", "autocast"])
-def test_wrapped_forward_of_a_class(wrap: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "wrap", [_doubled, torch.no_grad(), _in_bf16], ids=["wraps", "no_grad", "autocast"]
+)
+def test_wrapped_forward_of_a_class(
+    wrap: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A wrapper that names what it wraps has another code, though `inspect` reads the original's."""
     cls = _class_of("transformers.models.llama.modeling_llama.LlamaRMSNorm")
     monkeypatch.setattr(cls, "forward", wrap(cls.forward))
@@ -81,7 +91,9 @@ def test_wrapped_forward_of_a_class(wrap: Callable[..., Any], monkeypatch: pytes
 
 
 @pytest.mark.parametrize("cls", [nn.LayerNorm, nn.GELU, nn.RMSNorm], ids=lambda cls: cls.__name__)
-def test_patched_forward_of_pytorchs_class(cls: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patched_forward_of_pytorchs_class(
+    cls: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The rule's base and the module's class have the same forward then; it is not PyTorch's."""
     monkeypatch.setattr(cls, "forward", _doubled(cls.forward))
     module = _made(cls, *(() if cls is nn.GELU else (_N,)))
@@ -94,7 +106,7 @@ def test_another_classs_forward_on_pytorchs(monkeypatch: pytest.MonkeyPatch) -> 
     assert not _unchanged(_made(nn.LayerNorm, _N), torch.randn(3, _N, device=DEVICE))
 
 
-# --- methods of an instance ----------------------------------------------------------------------------------------
+# --- methods of an instance -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["_sa_block", "_ff_block"])
@@ -130,7 +142,7 @@ def test_norm_with_a_weight_of_two_dimensions() -> None:
     assert report.modules[0].reason == "its weight is no vector"
 
 
-# --- all or nothing ------------------------------------------------------------------------------------------------
+# --- all or nothing -------------------------------------------------------------------------------
 
 
 class _Final(nn.LayerNorm):
@@ -142,14 +154,19 @@ class _Final(nn.LayerNorm):
 def test_class_that_refuses_subclasses(check: bool) -> None:
     model = nn.Sequential(nn.LayerNorm(_N), nn.GELU(), _Final(_N), nn.LayerNorm(_N)).to(DEVICE)
     before = [type(module) for module in model.modules()]
-    with pytest.raises(TypeError, match=r"test_models_changed\._Final cannot be fused.*no subclasses, please"):
+    with pytest.raises(
+        TypeError, match=r"test_models_changed\._Final cannot be fused.*no subclasses, please"
+    ):
         fusedops.fuse_model(model, check=torch.randn(2, _N, device=DEVICE) if check else False)
     assert [type(module) for module in model.modules()] == before
     assert len(fusedops.fuse_model(model, exclude=["_Final"])) == 3
 
 
-@pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in ("torch_pre_norm", "bert", "llama")],
-                         ids=lambda spec: spec.name)  # fmt: skip
+@pytest.mark.parametrize(
+    "spec",
+    [s for s in SAMPLES if s.name in ("torch_pre_norm", "bert", "llama")],
+    ids=lambda spec: spec.name,
+)
 def test_unfuse_with_a_forward_put_in_place_since(spec: Any) -> None:
     """As Accelerate's hooks do: the new forward calls the fused one, which the module's own class does not have."""
     model, arguments = build(spec), inputs(spec)
@@ -183,7 +200,10 @@ def test_forward_of_the_class_put_on_the_instance_is_removed() -> None:
 @transformers_only
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_forward_of_a_model_that_generates_is_replaced(when: str) -> None:
-    """As Accelerate's mixed precision does: ``generate`` is fused all the same, and the forward is the model's own."""
+    """As Accelerate's mixed precision does.
+
+    ``generate`` is fused all the same, and the forward is the model's own.
+    """
     (spec,) = (s for s in SAMPLES if s.name == "llama")
     model = build(spec)
 
@@ -202,7 +222,7 @@ def test_forward_of_a_model_that_generates_is_replaced(when: str) -> None:
     assert not fusedops.fusion_status(model)
 
 
-# --- what others see -----------------------------------------------------------------------------------------------
+# --- what others see ------------------------------------------------------------------------------
 
 
 def test_fused_class_is_pickled() -> None:
@@ -225,8 +245,11 @@ def test_stand_in_is_an_instance_of_the_modules_class() -> None:
 
 
 @transformers_only
-@pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in ("bart", "bert", "vit", "llama", "gpt2", "opt")],
-                         ids=lambda spec: spec.name)  # fmt: skip
+@pytest.mark.parametrize(
+    "spec",
+    [s for s in SAMPLES if s.name in ("bart", "bert", "vit", "llama", "gpt2", "opt")],
+    ids=lambda spec: spec.name,
+)
 def test_attention_functions_are_given_modules(spec: Any) -> None:
     utils: Any = importlib.import_module("transformers.modeling_utils")
     given: list[Any] = []
@@ -262,7 +285,9 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("now, rule", [("", "block"), ("+ 1", ""), ("# said otherwise", "block")])
-def test_a_file_that_was_written_to_since(now: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_was_written_to_since(
+    now: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is read is what runs, or it is left: an editor may have saved the file meanwhile."""
     path = tmp_path / f"edited_{abs(hash(now))}.py"
     path.write_text(_SOURCE)

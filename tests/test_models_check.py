@@ -26,7 +26,9 @@ def test_passes_what_is_right(spec: ModelSpec, dtype: torch.dtype) -> None:
     assert [(m.name, m.rule) for m in report] == [(m.name, m.rule) for m in dry]
     assert report.difference is not None and report.difference.passes, report.difference
     checked = [m for m in report if m.difference is not None]
-    assert len(checked) >= len(report) - 2  # torch.nn.TransformerDecoderLayer forgets an activation when copied
+    assert (
+        len(checked) >= len(report) - 2
+    )  # torch.nn.TransformerDecoderLayer forgets an activation when copied
     assert all(m.difference is not None and m.difference.passes for m in checked)
 
 
@@ -61,9 +63,14 @@ class _Backward(torch.autograd.Function):
 _WRONG = {
     "eps": (
         nn.LayerNorm,
-        lambda self, x: nn.functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, 1e-3),
+        lambda self, x: nn.functional.layer_norm(
+            x, self.normalized_shape, self.weight, self.bias, 1e-3
+        ),
     ),
-    "unbiased": (nn.LayerNorm, lambda self, x: nn.functional.layer_norm(x, self.normalized_shape, self.weight)),
+    "unbiased": (
+        nn.LayerNorm,
+        lambda self, x: nn.functional.layer_norm(x, self.normalized_shape, self.weight),
+    ),
     "approximate": (nn.GELU, lambda self, x: nn.functional.gelu(x, approximate="tanh")),
     "gradient": (nn.LayerNorm, lambda self, x: nn.LayerNorm.forward(self, _Backward.apply(x))),
     "detached": (nn.LayerNorm, lambda self, x: nn.LayerNorm.forward(self, x.detach())),
@@ -82,7 +89,9 @@ def test_restores_what_is_wrong(name: str, device: torch.device) -> None:
         model[1].bias.add_(0.3)
     x = torch.randn(5, 8, device=device)
     before = model(x)
-    rule = Rule(name="wrong", calls="what is wrong", methods={"forward": _method(change)}, base=base)
+    rule = Rule(
+        name="wrong", calls="what is wrong", methods={"forward": _method(change)}, base=base
+    )
     report = fusedops.fuse_model(model, rules=[rule], check=(x,))
     torch.testing.assert_close(model(x), before)
     place = next(str(index) for index, module in enumerate(model) if isinstance(module, base))
@@ -97,18 +106,29 @@ def test_restores_what_is_wrong(name: str, device: torch.device) -> None:
 
 def test_sums_in_another_order_pass(device: torch.device) -> None:
     """A norm's bias gradient is a sum over the rows of what comes from behind, whatever the rows are."""
-    exact = _method(lambda self, x: nn.functional.layer_norm(
-        x.double(), self.normalized_shape, self.weight.double(), self.bias.double(), self.eps).float())  # fmt: skip
+    exact = _method(
+        lambda self, x: nn.functional.layer_norm(
+            x.double(), self.normalized_shape, self.weight.double(), self.bias.double(), self.eps
+        ).float()
+    )
     rule = Rule(name="exact", calls="", methods={"forward": exact}, base=nn.LayerNorm)
-    report = fusedops.fuse_model(nn.LayerNorm(8).to(device), rules=[rule], check=torch.randn(500, 8, device=device))
+    report = fusedops.fuse_model(
+        nn.LayerNorm(8).to(device), rules=[rule], check=torch.randn(500, 8, device=device)
+    )
     (line,) = report
-    assert line.difference is not None and line.difference.gradient > 0.0, "nothing was summed in another order"
+    assert line.difference is not None and line.difference.gradient > 0.0, (
+        "nothing was summed in another order"
+    )
 
 
 def test_a_block_around_a_module_that_was_restored(device: torch.device) -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True).to(device)
-    rule = Rule(name="wrong", calls="", methods={"forward": _method(lambda self, x: 2 * nn.LayerNorm.forward(self, x))},
-                base=nn.LayerNorm)  # fmt: skip
+    rule = Rule(
+        name="wrong",
+        calls="",
+        methods={"forward": _method(lambda self, x: 2 * nn.LayerNorm.forward(self, x))},
+        base=nn.LayerNorm,
+    )
     x = torch.randn(2, 3, 16, device=device)
     report = fusedops.fuse_model(layer, rules=[rule], check=x)
     assert sorted(m.rule for m in report) == ["encoder_layer", "multihead_attention"]
@@ -131,7 +151,10 @@ def test_leaves_no_trace(spec: ModelSpec) -> None:
     assert all(p.grad is None for p in model.parameters())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
-    assert all(torch.equal(value, kept[name]) and not value.requires_grad for name, value in arguments.items())
+    assert all(
+        torch.equal(value, kept[name]) and not value.requires_grad
+        for name, value in arguments.items()
+    )
     fusedops.unfuse_model(model)
     run(model, arguments)
 
@@ -179,8 +202,15 @@ def test_modules_that_the_inputs_do_not_reach() -> None:
 def test_a_dry_run_checks_and_changes_nothing() -> None:
     """The differences of what would be fused, and what would be restored."""
     model = nn.Sequential(nn.LayerNorm(8), nn.GELU())
-    wrong = Rule(name="wrong", calls="what is wrong", methods={"forward": _method(lambda self, x: 2 * x)}, base=nn.GELU)
-    report = fusedops.fuse_model(model, rules=[wrong], check=torch.randn(5, 8), dry_run=True, compile_rest=True)
+    wrong = Rule(
+        name="wrong",
+        calls="what is wrong",
+        methods={"forward": _method(lambda self, x: 2 * x)},
+        base=nn.GELU,
+    )
+    report = fusedops.fuse_model(
+        model, rules=[wrong], check=torch.randn(5, 8), dry_run=True, compile_rest=True
+    )
     assert [type(m) for m in model] == [nn.LayerNorm, nn.GELU]
     assert model._compiled_call_impl is None
     assert [m.name for m in report] == ["0"]
@@ -192,7 +222,12 @@ def test_a_dry_run_checks_and_changes_nothing() -> None:
 def test_the_models_own_inputs() -> None:
     import transformers
 
-    config = transformers.BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-                                     vocab_size=100)  # fmt: skip
+    config = transformers.BertConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        vocab_size=100,
+    )
     report = fusedops.fuse_model(transformers.BertModel(config), check=True)
     assert report.difference is not None and report.difference.passes

@@ -15,17 +15,36 @@ from sample_models import ModelSpec
 from support import DEVICE, KERNEL_PATH, torch_version
 from zoo import SAMPLES, build, counted, inputs, making_kernels, outputs, undropped
 
-_NAMES = ("leaves", "torch_post_norm", "torch_pre_norm", "bert", "distilbert", "bart", "gpt2", "opt", "vit", "t5", "t5_gated",
-          "llama", "gemma")  # fmt: skip
+_NAMES = (
+    "leaves",
+    "torch_post_norm",
+    "torch_pre_norm",
+    "bert",
+    "distilbert",
+    "bart",
+    "gpt2",
+    "opt",
+    "vit",
+    "t5",
+    "t5_gated",
+    "llama",
+    "gemma",
+)
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-some = pytest.mark.parametrize("spec", [spec for spec in SAMPLES if spec.name in _NAMES], ids=lambda spec: spec.name)
-# What Dynamo asks of classes depends on what kinds of blocks a model has, and takes seconds a model.
+some = pytest.mark.parametrize(
+    "spec", [spec for spec in SAMPLES if spec.name in _NAMES], ids=lambda spec: spec.name
+)
+# What Dynamo asks of classes depends on what kinds of blocks a model has, and takes seconds a
+# model.
 _KINDS = ("leaves", "torch_pre_norm", "bert", "gpt2")
 each_kind = pytest.mark.parametrize(
     "spec",
-    [pytest.param(spec, id=spec.name, marks=[] if spec.name in _KINDS else pytest.mark.full)
-     for spec in SAMPLES if spec.name in _NAMES],
-)  # fmt: skip
+    [
+        pytest.param(spec, id=spec.name, marks=[] if spec.name in _KINDS else pytest.mark.full)
+        for spec in SAMPLES
+        if spec.name in _NAMES
+    ],
+)
 
 
 class _Recorder:
@@ -37,15 +56,22 @@ class _Recorder:
 
     def __call__(self, graph: torch.fx.GraphModule, example: list[Any]) -> Any:
         self.graphs += 1
-        self.targets += [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        self.targets += [
+            str(node.target) for node in graph.graph.nodes if node.op == "call_function"
+        ]
         return graph.forward
 
 
 def _arguments(spec: ModelSpec) -> dict[str, Any]:
-    # A cache is a Python object that Transformers fills on the way; without it there is less to trace.
+    # A cache is a Python object that Transformers fills on the way; without it there is less to
+    # trace.
     return {
         **inputs(spec),
-        **({"use_cache": False} if spec.transformers and spec.name not in ("bert", "distilbert", "vit") else {}),
+        **(
+            {"use_cache": False}
+            if spec.transformers and spec.name not in ("bert", "distilbert", "vit")
+            else {}
+        ),
     }
 
 
@@ -72,15 +98,22 @@ _BASES = re.compile(r"source=type\(L\['self'\](\S*_modules\['[^']+'\])\)\.__mro_
 
 
 def _passes_over() -> Any:
-    """Modules are passed over of which no dictionary was changed. That is so by default in 2.11, no longer in 2.13."""
+    """Modules are passed over of which no dictionary was changed.
+
+    That is so by default in 2.11, no longer in 2.13.
+    """
     return torch._dynamo.config.patch(use_recursive_dict_tags_for_guards=True)
 
 
-passing_over = pytest.mark.skipif(not hasattr(torch._dynamo.config, "use_recursive_dict_tags_for_guards"),
-                                  reason="this PyTorch checks each module in any case")  # fmt: skip
+passing_over = pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "use_recursive_dict_tags_for_guards"),
+    reason="this PyTorch checks each module in any case",
+)
 
 
-def _guards(model: nn.Module, arguments: dict[str, Any]) -> tuple[set[str], set[str], set[tuple[str, int]]]:
+def _guards(
+    model: nn.Module, arguments: dict[str, Any]
+) -> tuple[set[str], set[str], set[tuple[str, int]]]:
     """The modules that are passed over before a step while nothing changes them, those that are checked anew, and those for
     which something is looked for in the bases of their class, with the base's place."""
     torch._dynamo.reset()
@@ -99,26 +132,33 @@ def _name(source: str) -> str:
 
 @pytest.mark.once
 @passing_over
-@pytest.mark.skipif(torch_version() >= (2, 15), reason="a check of two modules for one class is of both")
+@pytest.mark.skipif(
+    torch_version() >= (2, 15), reason="a check of two modules for one class is of both"
+)
 @each_kind
 def test_guards(spec: ModelSpec) -> None:
     """Guards of a fused model check no more modules before a step than those of the model as it was.
 
-    But for its blocks, and so what they are in: Transformers looks up the class of one that may be checkpointed.
+    But for its blocks, and so what they are in: Transformers looks up the class of one that may be
+    checkpointed.
     """
     model, arguments = undropped(spec), _arguments(spec)
     with torch.autocast(DEVICE.type, torch.bfloat16):
         _, checked, bases = _guards(model, arguments)
         fusedops.fuse_model(model)
         passed, checked_fused, bases_fused = _guards(model, arguments)
-    blocks = [name for name, m in model.named_modules() if hasattr(type(m), "gradient_checkpointing")]
+    blocks = [
+        name for name, m in model.named_modules() if hasattr(type(m), "gradient_checkpointing")
+    ]
     assert passed
     assert bases_fused or not blocks
     # A fused class has its original for its first base.
     more = (checked_fused - checked) | (
         {name for name, place in bases_fused if place >= 2} - {name for name, _ in bases}
     )
-    assert not {name for name in more if not any(f"{block}.".startswith(f"{name}.") for block in blocks)}
+    assert not {
+        name for name in more if not any(f"{block}.".startswith(f"{name}.") for block in blocks)
+    }
 
 
 @pytest.mark.once
@@ -140,7 +180,11 @@ def test_changes_of_class(spec: ModelSpec) -> None:
         assert fused > before
         names = [entry.name for entry in report if entry.rule and entry.name]
         modules = dict(model.named_modules())
-        last = next(modules[name] for name in names if not any(other.startswith(f"{name}.") for other in names))
+        last = next(
+            modules[name]
+            for name in names
+            if not any(other.startswith(f"{name}.") for other in names)
+        )
         fusedops.unfuse_model(last)
         compiled(**arguments)
         assert recorder.graphs > fused
@@ -154,8 +198,11 @@ def test_changes_of_class(spec: ModelSpec) -> None:
         assert recorder.graphs > graphs
 
 
-@pytest.mark.parametrize("spec", [spec for spec in SAMPLES if spec.name in ("torch_pre_norm", "bert", "gpt2")],
-                         ids=lambda spec: spec.name)  # fmt: skip
+@pytest.mark.parametrize(
+    "spec",
+    [spec for spec in SAMPLES if spec.name in ("torch_pre_norm", "bert", "gpt2")],
+    ids=lambda spec: spec.name,
+)
 def test_compile_rest(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole model is compiled in place, forward and backward; unfuse_model takes that back."""
     recorder = _Recorder()

@@ -1,4 +1,7 @@
-"""`generate` of a fused model: the same tokens, with the fused processor in the place of Transformers' own."""
+"""`generate` of a fused model.
+
+The same tokens, with the fused processor in the place of Transformers' own.
+"""
 
 from __future__ import annotations
 
@@ -26,26 +29,41 @@ pytestmark = pytest.mark.once
 _NAMES = ("gpt2", "bart", "t5", "t5_gated", "llama")
 
 
-@pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in _NAMES], ids=lambda spec: spec.name)
 @pytest.mark.parametrize(
-    "options", [{}, {"no_repeat_ngram_size": 2}, {"no_repeat_ngram_size": 3, "num_beams": 2}], ids=str
+    "spec", [s for s in SAMPLES if s.name in _NAMES], ids=lambda spec: spec.name
 )
-def test_the_same_tokens(spec: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"no_repeat_ngram_size": 2}, {"no_repeat_ngram_size": 3, "num_beams": 2}],
+    ids=str,
+)
+def test_the_same_tokens(
+    spec: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build(spec)
-    arguments = {name: value for name, value in inputs(spec).items() if not name.startswith("decoder")}
+    arguments = {
+        name: value for name, value in inputs(spec).items() if not name.startswith("decoder")
+    }
     made = []
     original = FusedNoRepeatNGramLogitsProcessor.__call__
-    monkeypatch.setattr(FusedNoRepeatNGramLogitsProcessor, "__call__",
-                        lambda self, *tensors: made.append(self.ngram_size) or original(self, *tensors))  # fmt: skip
+    monkeypatch.setattr(
+        FusedNoRepeatNGramLogitsProcessor,
+        "__call__",
+        lambda self, *tensors: made.append(self.ngram_size) or original(self, *tensors),
+    )
     expected = model.generate(**arguments, max_new_tokens=10, do_sample=False, **options)
     assert not made
     report = fusedops.fuse_model(model)
     assert report.modules[0].rule == "generation"
-    assert torch.equal(model.generate(**arguments, max_new_tokens=10, do_sample=False, **options), expected)
+    assert torch.equal(
+        model.generate(**arguments, max_new_tokens=10, do_sample=False, **options), expected
+    )
     assert set(made) == set(filter(None, [options.get("no_repeat_ngram_size")]))
     made.clear()
     fusedops.unfuse_model(model)
-    assert torch.equal(model.generate(**arguments, max_new_tokens=10, do_sample=False, **options), expected)
+    assert torch.equal(
+        model.generate(**arguments, max_new_tokens=10, do_sample=False, **options), expected
+    )
     assert not made
 
 
@@ -57,7 +75,7 @@ def test_it_can_be_left_by_itself() -> None:
     assert {m.rule for m in report} >= {"block", "layer_norm"}
 
 
-# --- T5's attention, which has a fast path for one token ---------------------------------------------------------------
+# --- T5's attention, which has a fast path for one token ------------------------------------------
 
 _T5 = [s for s in SAMPLES if "t5_attention" in s.rules.values()]
 _LAYERS, _STEPS = 2, 12
@@ -65,9 +83,16 @@ t5 = pytest.mark.parametrize("spec", _T5, ids=lambda spec: spec.name)
 
 
 def _generate(model: Any, spec: Any, **options: Any) -> Any:
-    arguments = {name: value for name, value in inputs(spec).items() if not name.startswith("decoder")}
+    arguments = {
+        name: value for name, value in inputs(spec).items() if not name.startswith("decoder")
+    }
     torch.manual_seed(3)
-    arguments |= {"do_sample": False, "output_logits": True, "return_dict_in_generate": True, **options}
+    arguments |= {
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+        **options,
+    }
     return model.generate(**arguments, min_new_tokens=_STEPS, max_new_tokens=_STEPS)
 
 
@@ -99,10 +124,14 @@ _WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="there PyTorch may choose another attention by a mask's strides")
+@pytest.mark.skipif(
+    DEVICE.type != "cpu", reason="there PyTorch may choose another attention by a mask's strides"
+)
 @pytest.mark.parametrize("way", _WAYS)
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "autocast"], ids=["fp32", "bf16", "autocast"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, "autocast"], ids=["fp32", "bf16", "autocast"]
+)
 @t5
 def test_t5_attends_to_the_same_bits(spec: Any, dtype: Any, padded: bool, way: str) -> None:
     autocast = dtype == "autocast"
@@ -118,7 +147,11 @@ def test_t5_attends_to_the_same_bits(spec: Any, dtype: Any, padded: bool, way: s
     # The first step fills the cross-attention's cache.
     times = {
         "attention weights": [],  # there are hooks
-        "static cache": [1, _STEPS - 1, _STEPS],  # whose length the first layer needs, a tensor but for the first step
+        "static cache": [
+            1,
+            _STEPS - 1,
+            _STEPS,
+        ],  # whose length the first layer needs, a tensor but for the first step
     }.get(way, [_STEPS - 1] * _LAYERS + [_STEPS] * _LAYERS)
     assert sorted(taken.values()) == times
 
@@ -130,17 +163,27 @@ def _steps(model: Any, spec: Any) -> Tensor:
     with torch.no_grad():
         encoded = model.encoder(input_ids=tokens, attention_mask=given["attention_mask"])
         for place in range(tokens.shape[1]):
-            result = model(encoder_outputs=encoded, attention_mask=given["attention_mask"], use_cache=True,
-                           decoder_input_ids=tokens[:, place : place + 1], **cache)  # fmt: skip
+            result = model(
+                encoder_outputs=encoded,
+                attention_mask=given["attention_mask"],
+                use_cache=True,
+                decoder_input_ids=tokens[:, place : place + 1],
+                **cache,
+            )
             cache = handed_on(result)
             logits.append(result.logits.double())
     return torch.cat(logits, 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, "autocast"], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, "autocast"], ids=str
+)
 @t5
 def test_t5_attends_to_the_same_numbers(spec: Any, dtype: Any) -> None:
-    """Whichever attention PyTorch takes: from fp64's no further than twice what the original is, and eight roundings."""
+    """Whichever attention PyTorch takes.
+
+    From fp64's no further than twice what the original is, and eight roundings.
+    """
     exact = _steps(build(spec).double(), spec)
     low = torch.bfloat16 if dtype == "autocast" else dtype
     model = build(spec).to(torch.float32 if dtype == "autocast" else dtype)
@@ -148,7 +191,10 @@ def test_t5_attends_to_the_same_numbers(spec: Any, dtype: Any) -> None:
     for fuse in (False, True):
         if fuse:
             fusedops.fuse_model(model)
-        with _short_ways() as taken, torch.autocast(DEVICE.type, torch.bfloat16, enabled=dtype == "autocast"):
+        with (
+            _short_ways() as taken,
+            torch.autocast(DEVICE.type, torch.bfloat16, enabled=dtype == "autocast"),
+        ):
             errors.append(float((_steps(model, spec) - exact).abs().max()))
     assert len(taken) == 2 * _LAYERS
     assert errors[1] <= 2 * errors[0] + 8 * unit_roundoff(low) * float(exact.abs().max())
@@ -163,7 +209,9 @@ def _another_linear(attention: Any) -> None:
 
 
 def _hooked(attention: Any) -> None:
-    attention.o.register_forward_hook(lambda module, args, output: output + float(args[0].dim() == 3))
+    attention.o.register_forward_hook(
+        lambda module, args, output: output + float(args[0].dim() == 3)
+    )
 
 
 def _biased(attention: Any) -> None:
@@ -178,7 +226,9 @@ def _training(attention: Any) -> None:
         attention.o.weight.mul_(2.0)
 
 
-@pytest.mark.parametrize("change", [_another_linear, _hooked, _biased, _training], ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change", [_another_linear, _hooked, _biased, _training], ids=lambda change: change.__name__
+)
 @t5
 def test_t5_takes_no_short_way_past_anything(spec: Any, change: Callable[[Any], None]) -> None:
     """A module that is not quite as the rule knows it is called as ever, and the others do not mind."""
@@ -207,14 +257,23 @@ def test_t5_with_gradients_takes_its_own_forward(spec: Any) -> None:
         loss = model(input_ids=tokens, decoder_input_ids=tokens[:, 3:4], **cache).logits.sum()
     assert not taken
     loss.backward()
-    assert all(p.grad is not None for p in model.decoder.block[0].layer[0].SelfAttention.parameters())
+    assert all(
+        p.grad is not None for p in model.decoder.block[0].layer[0].SelfAttention.parameters()
+    )
 
 
 @t5
 def test_t5_in_replicas(spec: Any) -> None:
-    """DataParallel runs copies of modules whose parameters are no longer registered: they go the long way."""
+    """DataParallel runs copies of modules whose parameters are no longer registered.
+
+    They go the long way.
+    """
     model = build(spec)
-    arguments = {**inputs(spec), "decoder_input_ids": inputs(spec)["input_ids"][:, :1], "use_cache": True}
+    arguments = {
+        **inputs(spec),
+        "decoder_input_ids": inputs(spec)["input_ids"][:, :1],
+        "use_cache": True,
+    }
     expected = model(**arguments).logits
     _fused_but_for_norms(model)
     for module in [m for m in model.modules() if type(m) is nn.Linear]:
@@ -227,7 +286,9 @@ def test_t5_in_replicas(spec: Any) -> None:
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @t5
-def test_t5_attends_by_the_configured_function(spec: Any, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_t5_attends_by_the_configured_function(
+    spec: Any, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The model's own kind of attention, and a function that a user registered for it."""
     modeling = pytest.importorskip("transformers.models.t5.modeling_t5")
     model = build(spec)
@@ -317,7 +378,10 @@ def test_t5_joins_each_mask_to_its_bias() -> None:
     """Once for a mask, and again for another mask or dtype."""
     bias = torch.randn(1, 2, 1, 5, device=DEVICE)
     setattr(bias, one_token._JOINED, (None, None, None))
-    first, second = (torch.tensor([True] * n + [False] * (5 - n), device=DEVICE)[None, None, None] for n in (3, 4))
+    first, second = (
+        torch.tensor([True] * n + [False] * (5 - n), device=DEVICE)[None, None, None]
+        for n in (3, 4)
+    )
     lowest = torch.finfo(torch.float32).min
     for mask in (first, second):
         both = one_token._masked(bias, mask, torch.float32)
@@ -327,6 +391,8 @@ def test_t5_joins_each_mask_to_its_bias() -> None:
     assert torch.equal(one_token._masked(bias, bias.sin(), torch.float32), bias + bias.sin())
     # A bias that a caller gives may be used again with a mask that has changed.
     given = bias.clone()
-    assert torch.equal(one_token._masked(given, first, torch.float32), given.masked_fill(~first, lowest))
+    assert torch.equal(
+        one_token._masked(given, first, torch.float32), given.masked_fill(~first, lowest)
+    )
     first.fill_(True)
     assert torch.equal(one_token._masked(given, first, torch.float32), given)

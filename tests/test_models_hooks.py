@@ -28,8 +28,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Using (a )?non-full backward hook"),
 ]
 
-_FORWARD = (torch_module.register_module_forward_pre_hook, torch_module.register_module_forward_hook)
-_BACKWARD = (torch_module.register_module_full_backward_pre_hook, torch_module.register_module_full_backward_hook)
+_FORWARD = (
+    torch_module.register_module_forward_pre_hook,
+    torch_module.register_module_forward_hook,
+)
+_BACKWARD = (
+    torch_module.register_module_full_backward_pre_hook,
+    torch_module.register_module_full_backward_hook,
+)
 # The kind that PyTorch deprecated: it does not go together with full backward hooks.
 _KINDS = (*_FORWARD, *_BACKWARD, torch_module.register_module_backward_hook)
 kinds = pytest.mark.parametrize("register", _KINDS, ids=lambda register: register.__name__)
@@ -39,7 +45,10 @@ some = pytest.mark.parametrize("spec", _SOME, ids=lambda spec: spec.name)
 
 @contextmanager
 def _seen(model: nn.Module, *registers: Callable[[Any], Any]) -> Iterator[list[tuple[str, str]]]:
-    """The calls of hooks of these kinds inside the block: the kind's place, and the module's name in the model."""
+    """The calls of hooks of these kinds inside the block.
+
+    The kind's place, and the module's name in the model.
+    """
     names = {module: name for name, module in model.named_modules()}
     calls: list[tuple[str, str]] = []
 
@@ -57,7 +66,9 @@ def _seen(model: nn.Module, *registers: Callable[[Any], Any]) -> Iterator[list[t
             handle.remove()
 
 
-def _both(spec: ModelSpec, modify: Callable[[ModelSpec], nn.Module] = build) -> tuple[nn.Module, nn.Module]:
+def _both(
+    spec: ModelSpec, modify: Callable[[ModelSpec], nn.Module] = build
+) -> tuple[nn.Module, nn.Module]:
     original, fused = modify(spec), modify(spec)
     fusedops.fuse_model(fused)
     return original, fused
@@ -79,7 +90,11 @@ def test_global_forward_hooks_see_every_call_under_autocast(spec: ModelSpec) -> 
     """In training, where layers are packed and cast together."""
     found = []
     for model in _both(spec, undropped):
-        with _seen(model, *_FORWARD) as calls, making_kernels(), torch.autocast(DEVICE.type, torch.bfloat16):
+        with (
+            _seen(model, *_FORWARD) as calls,
+            making_kernels(),
+            torch.autocast(DEVICE.type, torch.bfloat16),
+        ):
             model(**inputs(spec))
         found.append(calls)
     assert found[0]
@@ -126,11 +141,23 @@ def test_fused_again_when_the_hook_is_gone(spec: ModelSpec) -> None:
     assert hooked != calls
 
 
-@pytest.mark.parametrize("spec", [pytest.param(spec, id=spec.name, marks=[] if spec.name in ("torch_post_norm", "t5")
-                                               else pytest.mark.full) for spec in _SOME])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(
+            spec,
+            id=spec.name,
+            marks=[] if spec.name in ("torch_post_norm", "t5") else pytest.mark.full,
+        )
+        for spec in _SOME
+    ],
+)
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_code_calls_global_hooks(spec: ModelSpec) -> None:
-    """Those registered before the model is compiled; PyTorch does not look for later ones either."""
+    """Those registered before the model is compiled.
+
+    PyTorch does not look for later ones either.
+    """
     found = []
     for model in _both(spec, undropped):
         torch._dynamo.reset()

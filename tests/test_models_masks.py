@@ -19,7 +19,9 @@ from support import DEVICE, KERNEL_PATH
 from zoo import SAMPLES, inputs, making_kernels, undropped
 
 _NAMES = ("bert", "distilbert", "vit", "clip", "bart")
-some = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in _NAMES], ids=lambda spec: spec.name)
+some = pytest.mark.parametrize(
+    "spec", [s for s in SAMPLES if s.name in _NAMES], ids=lambda spec: spec.name
+)
 encoders = pytest.mark.parametrize(
     "spec", [s for s in SAMPLES if s.name in ("bert", "vit")], ids=lambda spec: spec.name
 )
@@ -41,7 +43,10 @@ def test_an_expanded_mask_is_laid_out() -> None:
 
 
 def test_a_transposed_mask_of_numbers_is_contiguous_along_the_keys() -> None:
-    """As T5's before Transformers 5.23: a permuted table, expanded over the batch, of which no copy a batch is made."""
+    """As T5's before Transformers 5.23.
+
+    A permuted table, expanded over the batch, of which no copy a batch is made.
+    """
     table = torch.randn(5, 7, 3, device=DEVICE)
     mask = table.permute(2, 0, 1)[None].expand(2, 3, 5, 7)
     with making_kernels():
@@ -85,8 +90,11 @@ def test_only_where_kernels_are_made() -> None:
 
 def _attentions(model: nn.Module) -> list[Any]:
     """Those that take rows and a mask."""
-    return [module for module in model.modules() if type(module).__name__.endswith("Attention")
-            and not hasattr(module, "self")]  # fmt: skip
+    return [
+        module
+        for module in model.modules()
+        if type(module).__name__.endswith("Attention") and not hasattr(module, "self")
+    ]
 
 
 @contextmanager
@@ -109,8 +117,13 @@ def _rows(module: nn.Module) -> Tensor:
 
 
 def _close(found: Tensor, expected: Tensor) -> None:
-    """A few fp32 roundings apart: of a bias that is added behind the product, of sums in another order."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.detach().abs().max()))
+    """A few fp32 roundings apart.
+
+    Of a bias that is added behind the product, of sums in another order.
+    """
+    torch.testing.assert_close(
+        found, expected, rtol=0, atol=1e-5 * float(expected.detach().abs().max())
+    )
 
 
 @some
@@ -139,7 +152,9 @@ def test_blocks(spec: ModelSpec) -> None:
     assert fusedops.fuse_model(model)
     originals = dict(original.named_modules())
     blocks = {
-        name: module for name, module in model.named_modules() if name.split(".")[-1] == "0" and "decoder" not in name
+        name: module
+        for name, module in model.named_modules()
+        if name.split(".")[-1] == "0" and "decoder" not in name
     }
     assert blocks
     for name, block in blocks.items():
@@ -151,7 +166,9 @@ def test_blocks(spec: ModelSpec) -> None:
         _close(*(y[0] if isinstance(y, tuple) else y for y in (y, expected)))
 
 
-@pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name == "gpt2_decoder"], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "spec", [s for s in SAMPLES if s.name == "gpt2_decoder"], ids=lambda spec: spec.name
+)
 def test_a_cross_attentions_mask(spec: ModelSpec) -> None:
     """GPT-2's has a name of its own."""
     model = undropped(spec)
@@ -160,16 +177,25 @@ def test_a_cross_attentions_mask(spec: ModelSpec) -> None:
     x, others = torch.randn(2, 2, 5, block.ln_1.weight.shape[0], device=DEVICE)
     causal = torch.ones(5, 5, dtype=torch.bool, device=DEVICE).tril().expand(2, 1, 5, 5)
     with making_kernels(), _attended() as strides:
-        block(x, attention_mask=causal, encoder_hidden_states=others, encoder_attention_mask=_expanded())
+        block(
+            x,
+            attention_mask=causal,
+            encoder_hidden_states=others,
+            encoder_attention_mask=_expanded(),
+        )
     assert strides == [1, 1]
 
 
 def _hooked_vit(model: nn.Module, seen: list[int]) -> None:
-    attention: Any = next(module for module in model.modules() if type(module).__name__.endswith("ViTAttention"))
+    attention: Any = next(
+        module for module in model.modules() if type(module).__name__.endswith("ViTAttention")
+    )
     attention.register_forward_pre_hook(lambda module, args: seen.append(len(args)))
 
 
-@pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name == "vit"], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "spec", [s for s in SAMPLES if s.name == "vit"], ids=lambda spec: spec.name
+)
 def test_a_hook_sees_what_it_saw(spec: ModelSpec) -> None:
     """The mask comes in its place, as in a ViT that is not fused."""
     seen: list[int] = []
@@ -184,7 +210,10 @@ def test_a_hook_sees_what_it_saw(spec: ModelSpec) -> None:
 @encoders
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="on a CPU another attention is chosen")
 def test_compiled(spec: ModelSpec, fresh_dynamo: None) -> None:
-    """Where nothing is masked, and compiling makes a mask nevertheless: one operator is the attention."""
+    """Where nothing is masked, and compiling makes a mask nevertheless.
+
+    One operator is the attention.
+    """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
 
@@ -200,5 +229,7 @@ def test_compiled(spec: ModelSpec, fresh_dynamo: None) -> None:
     compiled = torch.compile(model, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
     with torch.autocast(DEVICE.type, torch.bfloat16):
         compiled(**arguments)
-    assert sum("_scaled_dot_product" in target for target in targets) == len(_attentions(model)) == 2
+    assert (
+        sum("_scaled_dot_product" in target for target in targets) == len(_attentions(model)) == 2
+    )
     assert not any("softmax" in target for target in targets if "log_softmax" not in target)

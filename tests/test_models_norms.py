@@ -1,4 +1,7 @@
-"""Norms known by what they compute: those that the operators compute are taken, and look-alikes are left."""
+"""Norms known by what they compute.
+
+Those that the operators compute are taken, and look-alikes are left.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ class _Norm(nn.Module):
         self.eps = eps
 
 
-# --- those that are taken -------------------------------------------------------------------------------------------
+# --- those that are taken -------------------------------------------------------------------------
 
 
 class NanoGpts(nn.Module):
@@ -66,7 +69,11 @@ class Metas(_Norm):
 class RoundsOnce(_Norm):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight.float()).to(x.dtype)
+        return (
+            wide
+            * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+            * self.weight.float()
+        ).to(x.dtype)
 
 
 class T5s(_Norm):
@@ -131,7 +138,9 @@ class TwoAttributes(_Norm):
         self.ahead, self.real = 1e-6, 1e-6
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), 0.0 * self.ahead + self.real).to(x.dtype)
+        return F.rms_norm(
+            x.float(), self.weight.shape, self.weight.float(), 0.0 * self.ahead + self.real
+        ).to(x.dtype)
 
 
 class OnePlus(nn.LayerNorm):
@@ -143,21 +152,35 @@ class OnePlus(nn.LayerNorm):
 _RMS_WIDENED = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
 _TAKEN: tuple[tuple[Any, Any], ...] = (
     (NanoGpts, ("layer", "once", 0.0, 1e-5, "weight", "bias", "input", True)),
-    (functools.partial(NanoGpts, bias=False), ("layer", "once", 0.0, 1e-5, "weight", None, "input", True)),
+    (
+        functools.partial(NanoGpts, bias=False),
+        ("layer", "once", 0.0, 1e-5, "weight", None, "input", True),
+    ),
     (Metas, ("rms", "llama", 0.0, "eps", "weight", None, "x", False)),
     (RoundsOnce, ("rms", "once", 0.0, "eps", "weight", None, "x", False)),
     (T5s, ("rms", "t5", 0.0, "eps", "weight", None, "hidden", False)),
     (Gemmas, ("rms", "once", 1.0, "eps", "weight", None, "x", False)),
     (WithoutScale, ("rms", "once", 0.0, "eps", None, None, "x", False)),
-    (functools.partial(WithoutScale, True), ("rms", "once", 0.0, "eps", "weight", None, "x", False)),
+    (
+        functools.partial(WithoutScale, True),
+        ("rms", "once", 0.0, "eps", "weight", None, "x", False),
+    ),
     (Debertas, ("layer", "llama", 0.0, "eps", "weight", "shift", "x", False)),
     (functools.partial(AsItsBase, _N), ("layer", "once", 0.0, "eps", "weight", "bias", "x", True)),
-    (functools.partial(FunctionalRms, _N, 1e-5), ("rms", "once", 0.0, "eps", "weight", None, "rows", _RMS_WIDENED)),
-    (functools.partial(FunctionalRms, _N), ("rms", "once", 0.0, None, "weight", None, "rows", _RMS_WIDENED)),
+    (
+        functools.partial(FunctionalRms, _N, 1e-5),
+        ("rms", "once", 0.0, "eps", "weight", None, "rows", _RMS_WIDENED),
+    ),
+    (
+        functools.partial(FunctionalRms, _N),
+        ("rms", "once", 0.0, None, "weight", None, "rows", _RMS_WIDENED),
+    ),
     (functools.partial(OnePlus, _N), ("layer", "once", 1.0, "eps", "weight", "bias", "x", True)),
     (TwoAttributes, ("rms", "once", 0.0, "real", "weight", None, "x", False)),
 )
-taken = pytest.mark.parametrize("make, expected", _TAKEN, ids=lambda value: getattr(value, "__name__", None))
+taken = pytest.mark.parametrize(
+    "make, expected", _TAKEN, ids=lambda value: getattr(value, "__name__", None)
+)
 
 
 @taken
@@ -187,9 +210,15 @@ def test_eps_is_read_when_it_is_called(make: Any, expected: tuple[Any, ...]) -> 
     torch.testing.assert_close(fused, module(x))
 
 
-_DTYPES = ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32),
-           (torch.float16, torch.float32), (torch.float32, torch.bfloat16), (torch.float64, torch.float64),
-           (torch.float64, torch.float32))  # fmt: skip
+_DTYPES = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.float64, torch.float64),
+    (torch.float64, torch.float32),
+)
 
 
 def _run(module: nn.Module, x: Tensor, dtype: torch.dtype) -> list[Tensor] | None:
@@ -201,14 +230,18 @@ def _run(module: nn.Module, x: Tensor, dtype: torch.dtype) -> list[Tensor] | Non
     except RuntimeError:
         return None
     weights = torch.linspace(-1, 2, x.shape[-1], dtype=torch.float64)
-    gradients = torch.autograd.grad((y.double() * weights).sum(), [x, *module.parameters()], allow_unused=True)
+    gradients = torch.autograd.grad(
+        (y.double() * weights).sum(), [x, *module.parameters()], allow_unused=True
+    )
     return [y.detach(), *[g for g in gradients if g is not None]]
 
 
 def _compared(module: nn.Module, name: str, *, same_bits: bool) -> None:
     """The module before and after fusing: the same dtypes, and no further from fp64 than it was."""
     randomise(module)
-    rows = torch.cat([torch.randn(96, _width(module)) + 0.5, 1e-3 * torch.randn(32, _width(module))])
+    rows = torch.cat(
+        [torch.randn(96, _width(module)) + 0.5, 1e-3 * torch.randn(32, _width(module))]
+    )
     cases = [(rows.to(x), w) for x, w in _DTYPES]
     before = [_run(module, x, w) for x, w in cases]
     exact = [_run(copy.deepcopy(module).to(w), x.double(), torch.float64) for x, w in cases]
@@ -221,10 +254,12 @@ def _compared(module: nn.Module, name: str, *, same_bits: bool) -> None:
         for i, (our, their, truth) in enumerate(zip(ours, theirs, truths, strict=True)):
             assert our.dtype == their.dtype, (name, x.dtype, w)
             size = float(truth.abs().max())
-            # PyTorch's LayerNorm on CPUs adds the gradients of half-precision weights in half precision.
+            # PyTorch's LayerNorm on CPUs adds the gradients of half-precision weights in half
+            # precision.
             units = 16 if i else 1
             allowed = (
-                float((their - truth).abs().max()) + (units * torch.finfo(_narrower(x.dtype, w)).eps + 1e-5) * size
+                float((their - truth).abs().max())
+                + (units * torch.finfo(_narrower(x.dtype, w)).eps + 1e-5) * size
             )
             assert float((our - truth).abs().max()) <= allowed, (name, x.dtype, w)
         if same_bits:
@@ -242,11 +277,17 @@ def _width(module: nn.Module) -> int:
 
 def test_roundings_are_told_apart() -> None:
     """No rounding gives the bits of another, in some dtypes."""
-    forms = {rounding: Form("rms", rounding, 0.0, "eps", "weight", None, "x", False, (), "")  # type: ignore[arg-type]
-             for rounding in ("once", "llama", "t5")}  # fmt: skip
+    forms = {
+        rounding: Form("rms", rounding, 0.0, "eps", "weight", None, "x", False, (), "")  # type: ignore[arg-type]
+        for rounding in ("once", "llama", "t5")
+    }
     module: Any = randomise(_Norm())
     x = torch.randn(64, _N).bfloat16()
-    for rounding, others in {"once": ("llama", "t5"), "llama": ("once", "t5"), "t5": ("once", "llama")}.items():
+    for rounding, others in {
+        "once": ("llama", "t5"),
+        "llama": ("once", "t5"),
+        "t5": ("once", "llama"),
+    }.items():
         for other in others:
             differ = False
             for dtype in (torch.bfloat16, torch.float32):
@@ -255,7 +296,7 @@ def test_roundings_are_told_apart() -> None:
             assert differ, (rounding, other)
 
 
-# --- look-alikes ----------------------------------------------------------------------------------------------------
+# --- look-alikes ----------------------------------------------------------------------------------
 
 
 class EpsOutside(_Norm):
@@ -265,7 +306,11 @@ class EpsOutside(_Norm):
 
 class SampleVariance(_Norm):
     def forward(self, x: Tensor) -> Tensor:
-        return (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + self.eps) * self.weight
+        return (
+            (x - x.mean(-1, keepdim=True))
+            * torch.rsqrt(x.var(-1, keepdim=True) + self.eps)
+            * self.weight
+        )
 
 
 class OtherDimension(_Norm):
@@ -277,13 +322,19 @@ class ThirdDimension(_Norm):
     """The last one of three."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x.float() * torch.rsqrt(x.float().pow(2).mean(2, keepdim=True) + self.eps) * self.weight).to(x.dtype)
+        return (
+            x.float() * torch.rsqrt(x.float().pow(2).mean(2, keepdim=True) + self.eps) * self.weight
+        ).to(x.dtype)
 
 
 class OtherwiseInHalf(RoundsOnce):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight.float()
+        y = (
+            wide
+            * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+            * self.weight.float()
+        )
         if self.weight.dtype == torch.bfloat16:
             y = 1.1 * y
         return y.to(x.dtype)
@@ -292,7 +343,11 @@ class OtherwiseInHalf(RoundsOnce):
 class AlwaysWide(_Norm):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight.float()
+        return (
+            wide
+            * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+            * self.weight.float()
+        )
 
 
 class AllDimensions(_Norm):
@@ -324,7 +379,9 @@ class MoreThanOneRounding(_Norm):
 
 class Clamps(_Norm):
     def forward(self, x: Tensor) -> Tensor:
-        return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)).clamp(-50, 50) * self.weight
+        return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)).clamp(
+            -50, 50
+        ) * self.weight
 
 
 class Magnitudes(_Norm):
@@ -386,14 +443,20 @@ class BranchOnAutocast(Metas):
 
 class BranchOnSettings(Metas):
     def forward(self, x: Tensor) -> Tensor:
-        return self._norm(x.float()).type_as(x) * self.weight * (2.0 - 1.0 * torch.is_grad_enabled())
+        return (
+            self._norm(x.float()).type_as(x) * self.weight * (2.0 - 1.0 * torch.is_grad_enabled())
+        )
 
 
 class UnderAutocastOtherwise(_Norm):
     """In half precision: autocast on a GPU takes the power in fp32, so that the output is fp32 there."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps).to(x.dtype) * self.weight.to(x.dtype).pow(1)
+        return (
+            x
+            * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps).to(x.dtype)
+            * self.weight.to(x.dtype).pow(1)
+        )
 
 
 class Counts(Metas):
@@ -479,18 +542,40 @@ class OwnSuper(Gemmas):
 
 
 _LEFT = {
-    EpsOutside: _NO_NORM, SampleVariance: _NO_NORM, OtherDimension: _NO_NORM, ThirdDimension: _NO_NORM,
-    OtherwiseInHalf: "rounds as none", AlwaysWide: "rounds as none", WeightFirst: _NO_NORM, AllDimensions: "uses",
-    WeightRoundedFirst: _NO_NORM, MoreThanOneRounding: _NO_NORM, Clamps: "its forward calls clamp",
-    Magnitudes: "its forward calls abs", Detached: "its forward calls detach", BranchOnShape: _BRANCHES,
-    BranchOnValues: _BRANCHES, BranchInMethod: _BRANCHES, Selects: "branches", SizeOfTheBatch: "uses",
-    BranchOnMode: "its forward hangs on its mode", BranchOnAutocast: "branches",
-    BranchOnSettings: "calls is_grad_enabled", UnderAutocastOtherwise: "autocast changes",
-    Counts: "writes to the module", WritesInPlace: "does more than arithmetic", Loops: "branches",
-    WithoutGradients: "changes what others see", Gated: "takes more than one tensor",
-    ThreeVectors: "more than a weight and a bias", Matrix: "its weight is no vector", BiasedRms: _NO_NORM,
-    Decorated: "is wrapped", Property: "reads its eps", OwnSuper: "calls that of Gemmas",
-}  # fmt: skip
+    EpsOutside: _NO_NORM,
+    SampleVariance: _NO_NORM,
+    OtherDimension: _NO_NORM,
+    ThirdDimension: _NO_NORM,
+    OtherwiseInHalf: "rounds as none",
+    AlwaysWide: "rounds as none",
+    WeightFirst: _NO_NORM,
+    AllDimensions: "uses",
+    WeightRoundedFirst: _NO_NORM,
+    MoreThanOneRounding: _NO_NORM,
+    Clamps: "its forward calls clamp",
+    Magnitudes: "its forward calls abs",
+    Detached: "its forward calls detach",
+    BranchOnShape: _BRANCHES,
+    BranchOnValues: _BRANCHES,
+    BranchInMethod: _BRANCHES,
+    Selects: "branches",
+    SizeOfTheBatch: "uses",
+    BranchOnMode: "its forward hangs on its mode",
+    BranchOnAutocast: "branches",
+    BranchOnSettings: "calls is_grad_enabled",
+    UnderAutocastOtherwise: "autocast changes",
+    Counts: "writes to the module",
+    WritesInPlace: "does more than arithmetic",
+    Loops: "branches",
+    WithoutGradients: "changes what others see",
+    Gated: "takes more than one tensor",
+    ThreeVectors: "more than a weight and a bias",
+    Matrix: "its weight is no vector",
+    BiasedRms: _NO_NORM,
+    Decorated: "is wrapped",
+    Property: "reads its eps",
+    OwnSuper: "calls that of Gemmas",
+}
 
 
 @pytest.mark.parametrize("cls", _LEFT, ids=lambda cls: cls.__name__)
@@ -507,7 +592,9 @@ def test_a_wrapper_of_the_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
     """Also where the class was fused before it was put there."""
     assert fusedops.fuse_model(Metas())
     forward = Metas.forward
-    monkeypatch.setattr(Metas, "forward", functools.wraps(forward)(lambda self, x: 2.0 * forward(self, x)))
+    monkeypatch.setattr(
+        Metas, "forward", functools.wraps(forward)(lambda self, x: 2.0 * forward(self, x))
+    )
     assert not fusedops.fuse_model(Metas())
     monkeypatch.undo()
     monkeypatch.setattr(Metas, "_norm", lambda self, x: 2.0 * x)
@@ -524,7 +611,9 @@ def test_a_method_of_the_instance_is_seen(name: str) -> None:
 
 @taken
 @pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_under_autocast(make: Any, expected: tuple[Any, ...], stream: torch.dtype, device: torch.device) -> None:
+def test_under_autocast(
+    make: Any, expected: tuple[Any, ...], stream: torch.dtype, device: torch.device
+) -> None:
     """On a GPU PyTorch's norms give fp32 there, and those that are written out do not."""
     module = randomise(make()).to(device)
     x = torch.randn(64, _N, device=device).to(stream)
@@ -537,7 +626,7 @@ def test_under_autocast(make: Any, expected: tuple[Any, ...], stream: torch.dtyp
     torch.testing.assert_close(after.float(), before.float(), rtol=bound, atol=bound)
 
 
-# --- what a probe leaves behind -------------------------------------------------------------------------------------
+# --- what a probe leaves behind -------------------------------------------------------------------
 
 
 def test_nothing_is_touched() -> None:
@@ -633,7 +722,7 @@ def test_behind_a_branch() -> None:
                 assert torch.equal(cast, narrow)
 
 
-# --- all of Transformers --------------------------------------------------------------------------------------------
+# --- all of Transformers --------------------------------------------------------------------------
 
 
 def _classes() -> Iterator[type[nn.Module]]:
@@ -643,7 +732,9 @@ def _classes() -> Iterator[type[nn.Module]]:
         for file in pkgutil.iter_modules([str(Path(models.__path__[0]) / package.name)]):
             if file.name.startswith("modeling_"):
                 try:
-                    module = importlib.import_module(f"transformers.models.{package.name}.{file.name}")
+                    module = importlib.import_module(
+                        f"transformers.models.{package.name}.{file.name}"
+                    )
                 except ImportError:  # of what else it needs
                     continue
                 for name, cls in vars(module).items():
@@ -654,7 +745,9 @@ def _classes() -> Iterator[type[nn.Module]]:
 
 def _instance(cls: Any) -> nn.Module | None:
     names = list(inspect.signature(cls).parameters)
-    for arguments in ({}, {names[0]: 16}) if names[:1] == ["eps"] else ({names[0]: 16}, {}) if names else ({},):
+    for arguments in (
+        ({}, {names[0]: 16}) if names[:1] == ["eps"] else ({names[0]: 16}, {}) if names else ({},)
+    ):
         try:
             made: nn.Module = cls(**arguments)
             return made
@@ -663,8 +756,14 @@ def _instance(cls: Any) -> nn.Module | None:
     return None
 
 
-# Called norms, and none: the reciprocal of the root mean square; a weight before the norm; a norm and an MLP.
-_NO_NORMS = {"HYV4UnweightedRMSNorm", "HYV4VLUnweightedRMSNorm", "MuseSparkTextInputScaledRMSNorm", "AXK2GatedRMSNorm"}
+# Called norms, and none: the reciprocal of the root mean square; a weight before the norm; a norm
+# and an MLP.
+_NO_NORMS = {
+    "HYV4UnweightedRMSNorm",
+    "HYV4VLUnweightedRMSNorm",
+    "MuseSparkTextInputScaledRMSNorm",
+    "AXK2GatedRMSNorm",
+}
 
 
 @transformers_only

@@ -25,17 +25,22 @@ from zoo import SAMPLES, Counting, every, inputs, outputs, run, undropped, unpac
 pytestmark = pytest.mark.once
 
 LOW = torch.bfloat16
-# For each model, how many products a forward is spared: two a self-attention, or one where its query goes its own way,
-# and one a cross-attention of a known class. None in all others.
+# For each model, how many products a forward is spared: two a self-attention, or one where its
+# query goes its own way, and one a cross-attention of a known class. None in all others.
 _SPARED = {
     **dict.fromkeys(("bert", "roberta", "electra", "distilbert", "vit", "bert_decoder"), 2 * 2),
     **dict.fromkeys(("bart", "marian", "mbart", "t5", "t5_gated"), 2 * 2 + 2 * (2 + 1)),
     **dict.fromkeys(("clip", "siglip"), 2 * 2 + 2 * 2),
     **dict.fromkeys(("opt", "opt_post_norm"), 2 * 1),
 }
-packing = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in _SPARED], ids=lambda spec: spec.name)
-some = pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in ("bert", "vit", "t5", "bart")],
-                               ids=lambda spec: spec.name)  # fmt: skip
+packing = pytest.mark.parametrize(
+    "spec", [s for s in SAMPLES if s.name in _SPARED], ids=lambda spec: spec.name
+)
+some = pytest.mark.parametrize(
+    "spec",
+    [s for s in SAMPLES if s.name in ("bert", "vit", "t5", "bart")],
+    ids=lambda spec: spec.name,
+)
 
 
 def _is_product(func: Any, kwargs: dict[str, Any]) -> bool:
@@ -60,7 +65,10 @@ def _fused(spec: ModelSpec) -> nn.Module:
 
 @every
 def test_products(spec: ModelSpec, device: torch.device) -> None:
-    """Each that is spared takes two of the backward with it: the gradient of the rows, and of the weight."""
+    """Each that is spared takes two of the backward with it.
+
+    The gradient of the rows, and of the weight.
+    """
     model, arguments = _fused(spec), inputs(spec)
     with torch.autocast(device.type, LOW):
         found = _products(model, arguments)
@@ -72,7 +80,10 @@ def test_products(spec: ModelSpec, device: torch.device) -> None:
 
 @some
 def test_only_under_autocast_and_in_training(spec: ModelSpec, device: torch.device) -> None:
-    """Elsewhere the weights are not copied, and are not to be. Whether gradients are recorded makes no difference."""
+    """Elsewhere the weights are not copied, and are not to be.
+
+    Whether gradients are recorded makes no difference.
+    """
     model, arguments = _fused(spec), inputs(spec)
     for autocast, training, grad in ((False, True, True), (True, False, True), (True, True, False)):
         model.train(training)
@@ -88,8 +99,8 @@ def test_only_under_autocast_and_in_training(spec: ModelSpec, device: torch.devi
 def test_gradients(spec: ModelSpec, device: torch.device) -> None:
     """Outputs and gradients are roundings of the same as with three products, and no further from fp32's than these.
 
-    Both errors are sums of many roundings, so each is known but for chance: here the norm of all may be twice the
-    other's, where a wrong weight, bias or place is some hundred times.
+    Both errors are sums of many roundings, so each is known but for chance: here the norm of all
+    may be twice the other's, where a wrong weight, bias or place is some hundred times.
     """
     model, arguments = _fused(spec), inputs(spec)
     exact = run(model, arguments)
@@ -98,27 +109,38 @@ def test_gradients(spec: ModelSpec, device: torch.device) -> None:
         with unpacked():
             apart = run(model, arguments)
     assert found[1].keys() == apart[1].keys() == exact[1].keys()
-    for expected, *results in zip(*[(ys, list(gradients.values())) for ys, gradients in (exact, found, apart)],
-                                  strict=True):  # fmt: skip
-        error, allowed = (sum(float((y - e).double().square().sum()) for y, e in zip(result, expected, strict=True))
-                          for result in results)  # fmt: skip
+    for expected, *results in zip(
+        *[(ys, list(gradients.values())) for ys, gradients in (exact, found, apart)], strict=True
+    ):
+        error, allowed = (
+            sum(
+                float((y - e).double().square().sum())
+                for y, e in zip(result, expected, strict=True)
+            )
+            for result in results
+        )
         assert 0.0 < error <= 4 * allowed
-    assert all(g.dtype == exact[1][name].dtype and g.is_contiguous() for name, g in found[1].items())
+    assert all(
+        g.dtype == exact[1][name].dtype and g.is_contiguous() for name, g in found[1].items()
+    )
 
 
-# --- the product itself ---------------------------------------------------------------------------------------------
+# --- the product itself ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("low", [LOW, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, LOW, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(5, 7, 24), (24,), (0, 24)], ids=str)
-def test_values(shape: tuple[int, ...], dtype: torch.dtype, low: torch.dtype, bias: bool, device: torch.device) -> None:
+def test_values(
+    shape: tuple[int, ...], dtype: torch.dtype, low: torch.dtype, bias: bool, device: torch.device
+) -> None:
     """Against fp64, from the numbers as autocast rounds them.
 
-    A product of K terms is added in fp32 and rounded once to the low dtype: u |y|, and K fp32 roundings of the terms'
-    magnitudes. That is so for the outputs (the inputs, and the bias), for the rows' gradient (all outputs together), for
-    a weight's and a bias's (all rows). The rows' gradient is rounded once more to their own dtype.
+    A product of K terms is added in fp32 and rounded once to the low dtype: u |y|, and K fp32
+    roundings of the terms' magnitudes. That is so for the outputs (the inputs, and the bias), for
+    the rows' gradient (all outputs together), for a weight's and a bias's (all rows). The rows'
+    gradient is rounded once more to their own dtype.
     """
     layers = [nn.Linear(24, 16, bias=bias, device=device) for _ in range(3)]
     x = torch.randn(shape, device=device).to(dtype).requires_grad_()
@@ -130,11 +152,20 @@ def test_values(shape: tuple[int, ...], dtype: torch.dtype, low: torch.dtype, bi
     expected, terms = torch.zeros_like(rows), torch.zeros_like(rows)
     gradients = iter(found[1:])
     for layer, y, dy in zip(layers, ys, dys, strict=True):
-        weight, dy = layer.weight.detach().to(low).double(), dy.double().reshape(-1, len(layer.weight))
-        b = layer.bias.detach().to(low).double() if bias else torch.zeros(16, dtype=torch.float64, device=device)
+        weight, dy = (
+            layer.weight.detach().to(low).double(),
+            dy.double().reshape(-1, len(layer.weight)),
+        )
+        b = (
+            layer.bias.detach().to(low).double()
+            if bias
+            else torch.zeros(16, dtype=torch.float64, device=device)
+        )
         assert y.dtype == low
         assert y.shape == (*shape[:-1], len(weight))
-        _close(y.reshape(dy.shape), rows @ weight.T + b, rows.abs() @ weight.abs().T + b.abs(), 25, low)
+        _close(
+            y.reshape(dy.shape), rows @ weight.T + b, rows.abs() @ weight.abs().T + b.abs(), 25, low
+        )
         _close(next(gradients), dy.T @ rows, dy.abs().T @ rows.abs(), len(rows), low)
         if bias:
             _close(next(gradients), dy.sum(0), dy.abs().sum(0), len(rows), low)
@@ -147,8 +178,13 @@ def test_values(shape: tuple[int, ...], dtype: torch.dtype, low: torch.dtype, bi
 _TINY = {torch.float16: 2.0**-25, LOW: 0.0, torch.float32: 0.0}
 
 
-def _close(found: Tensor, expected: Tensor, terms: Tensor, count: int, *rounded: torch.dtype) -> None:
-    """``count`` fp32 roundings of the terms, then one to each of these dtypes; 1.01 covers the products of roundings."""
+def _close(
+    found: Tensor, expected: Tensor, terms: Tensor, count: int, *rounded: torch.dtype
+) -> None:
+    """``count`` fp32 roundings of the terms, then one to each of these dtypes.
+
+    1.01 covers the products of roundings.
+    """
     slack = count * unit_roundoff(torch.float32) * terms
     for dtype in rounded:
         slack = slack + unit_roundoff(dtype) * expected.abs() + _TINY[dtype]
@@ -164,11 +200,13 @@ def test_parts_may_be_changed_in_place(device: torch.device) -> None:
     q.view(5, 2, 2).transpose(0, 1).mul_(0.5)
     assert torch.equal(k, expected[0])
     assert torch.equal(v, expected[1])
-    found = torch.autograd.grad([q, k], [layers[0].weight, layers[1].weight], [torch.ones_like(q), torch.ones_like(k)])
+    found = torch.autograd.grad(
+        [q, k], [layers[0].weight, layers[1].weight], [torch.ones_like(q), torch.ones_like(k)]
+    )
     assert torch.equal(found[0], 0.5 * found[1])
 
 
-# --- who is packed --------------------------------------------------------------------------------------------------
+# --- who is packed --------------------------------------------------------------------------------
 
 _NAMES = ("q", "k", "v")
 
@@ -181,7 +219,9 @@ class _Three(nn.Module):
         self.q, self.k, self.v = (nn.Linear(8, 4, device=DEVICE) for _ in _NAMES)
 
 
-def _parts(module: nn.Module, dtype: torch.dtype = torch.float32, low: torch.dtype = LOW) -> dict[str, Any]:
+def _parts(
+    module: nn.Module, dtype: torch.dtype = torch.float32, low: torch.dtype = LOW
+) -> dict[str, Any]:
     with torch.autocast(DEVICE.type, low):
         return packed(module, _NAMES, torch.randn(3, 8, device=DEVICE, dtype=dtype))[0]
 
@@ -215,11 +255,17 @@ _CHANGES: dict[str, Callable[[Any], Any]] = {
     "one is frozen": lambda m: m.k.weight.requires_grad_(False),
     "evaluation": lambda m: m.eval(),
     "half precision": _replaced(k=nn.Linear(8, 4, dtype=LOW)),
-    "a bias in half precision": lambda m: setattr(m.v, "bias", nn.Parameter(m.v.bias.detach().to(LOW))),
-    "a bias of its own": lambda m: setattr(m.v, "bias", nn.Parameter(m.v.bias.detach().as_subclass(_Own))),
+    "a bias in half precision": lambda m: setattr(
+        m.v, "bias", nn.Parameter(m.v.bias.detach().to(LOW))
+    ),
+    "a bias of its own": lambda m: setattr(
+        m.v, "bias", nn.Parameter(m.v.bias.detach().as_subclass(_Own))
+    ),
     "double precision": _replaced(k=nn.Linear(8, 4, dtype=torch.float64)),
     "parametrized": lambda m: torch.nn.utils.parametrizations.weight_norm(m.q),
-    "a tensor of its own": lambda m: setattr(m.q, "weight", nn.Parameter(m.q.weight.detach().as_subclass(_Own))),
+    "a tensor of its own": lambda m: setattr(
+        m.q, "weight", nn.Parameter(m.q.weight.detach().as_subclass(_Own))
+    ),
 }
 
 
@@ -284,17 +330,21 @@ def test_other_rows_are_a_layers_own() -> None:
         _close(y.detach(), rows @ weight.T + bias, rows.abs() @ weight.abs().T + bias.abs(), 9, LOW)
 
 
-# --- what runs it ---------------------------------------------------------------------------------------------------
+# --- what runs it ---------------------------------------------------------------------------------
 
 
 @some
 def test_one_graph(spec: ModelSpec, device: torch.device, fresh_dynamo: None) -> None:
     """Under torch.compile too, with as few products.
 
-    The graph is run as it is. On a GPU cuDNN may sum ViT's convolution in another order, which the layers behind it
-    carry on: eight units of the largest output, as for other models under autocast.
+    The graph is run as it is. On a GPU cuDNN may sum ViT's convolution in another order, which the
+    layers behind it carry on: eight units of the largest output, as for other models under
+    autocast.
     """
-    model, arguments = _fused(spec), {**inputs(spec), **({"use_cache": False} if spec.name in ("t5", "bart") else {})}
+    model, arguments = (
+        _fused(spec),
+        {**inputs(spec), **({"use_cache": False} if spec.name in ("t5", "bart") else {})},
+    )
     products: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, example: list[Any]) -> Any:
@@ -310,7 +360,9 @@ def test_one_graph(spec: ModelSpec, device: torch.device, fresh_dynamo: None) ->
         found = outputs(torch.compile(model, backend=backend, fullgraph=True)(**arguments))
     assert len(products) == eagerly.count
     for a, b in zip(expected, found, strict=True):
-        torch.testing.assert_close(b, a, rtol=0, atol=8 * unit_roundoff(LOW) * float(a.detach().abs().max()))
+        torch.testing.assert_close(
+            b, a, rtol=0, atol=8 * unit_roundoff(LOW) * float(a.detach().abs().max())
+        )
 
 
 @contextmanager
@@ -333,7 +385,10 @@ def _changed(x: Tensor, layers: list[Any]) -> Tensor:
 
 
 def test_compiled(device: torch.device, fresh_dynamo: None) -> None:
-    """Through AOTAutograd, where a part is changed in place too: the same bits, forward and backward."""
+    """Through AOTAutograd, where a part is changed in place too.
+
+    The same bits, forward and backward.
+    """
     layers = [nn.Linear(8, 4, device=device) for _ in range(3)]
     x = torch.randn(5, 8, device=device, requires_grad=True)
     parameters = [x, *[p for layer in layers for p in layer.parameters()]]
@@ -346,12 +401,21 @@ def test_compiled(device: torch.device, fresh_dynamo: None) -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in ("bert", "vit")], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "spec", [s for s in SAMPLES if s.name in ("bert", "vit")], ids=lambda spec: spec.name
+)
 def test_checkpointed(spec: ModelSpec, reentrant: bool, frozen: bool, device: torch.device) -> None:
     """A layer is packed when it is computed for the first time and when again, and gives the same gradients."""
     model, arguments = _fused(spec), inputs(spec)
     for name, module in model.named_modules():
-        if frozen and name.split(".")[-1] in ("query", "key", "value", "q_proj", "k_proj", "v_proj"):
+        if frozen and name.split(".")[-1] in (
+            "query",
+            "key",
+            "value",
+            "q_proj",
+            "k_proj",
+            "v_proj",
+        ):
             module.requires_grad_(False)
     results, counts = [], []
     for again in (False, True):
@@ -374,19 +438,33 @@ def test_checkpointed(spec: ModelSpec, reentrant: bool, frozen: bool, device: to
 def _attention(scale: Callable[[Tensor, float], Tensor]) -> Callable[..., Any]:
     """A function for attention that counts its calls on the module."""
 
-    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float = 1.0,
-                  **kwargs: Any) -> Any:  # fmt: skip
+    def attention(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        scaling: float = 1.0,
+        **kwargs: Any,
+    ) -> Any:
         module.calls_seen = getattr(module, "calls_seen", 0) + 1
         bias = kwargs.get("position_bias")
-        y = nn.functional.scaled_dot_product_attention(scale(query, scaling), key, value, bias, scale=1.0)
+        y = nn.functional.scaled_dot_product_attention(
+            scale(query, scaling), key, value, bias, scale=1.0
+        )
         return y.transpose(1, 2).contiguous(), None
 
     return attention
 
 
-@pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in ("bert", "vit", "t5")], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "spec", [s for s in SAMPLES if s.name in ("bert", "vit", "t5")], ids=lambda spec: spec.name
+)
 def test_functions_for_attention(spec: ModelSpec, device: torch.device) -> None:
-    """The query may be scaled in place, which no autograd view forbids; and what is left with the module arrives."""
+    """The query may be scaled in place, which no autograd view forbids.
+
+    What is left with the module arrives.
+    """
     from transformers import AttentionInterface
 
     model, arguments = _fused(spec), inputs(spec)
@@ -402,9 +480,12 @@ def test_functions_for_attention(spec: ModelSpec, device: torch.device) -> None:
         finally:
             AttentionInterface._global_mapping.pop("scaled")
         assert packs
-    # The same operations; on a GPU PyTorch may add in another order, which eight units in the norm of each cover.
-    for (found, expected) in (*zip(*(ys for ys, _ in results), strict=True),
-                              *((g, results[1][1][name]) for name, g in results[0][1].items())):  # fmt: skip
+    # The same operations; on a GPU PyTorch may add in another order, which eight units in the norm
+    # of each cover.
+    for found, expected in (
+        *zip(*(ys for ys, _ in results), strict=True),
+        *((g, results[1][1][name]) for name, g in results[0][1].items()),
+    ):
         assert (found - expected).norm() <= 8 * unit_roundoff(LOW) * expected.norm()
     seen = [module.calls_seen for module in model.modules() if hasattr(module, "calls_seen")]
     assert set(seen) == {2}

@@ -1,4 +1,7 @@
-"""Linear layers whose number of outputs is no multiple of eight: padded where tensor cores want it, with the same results."""
+"""Linear layers whose number of outputs is no multiple of eight.
+
+Padded where tensor cores want it, with the same results.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,17 @@ from support import DEVICE
 OUTPUTS = 4099
 
 
-def _layer(dtype: torch.dtype = torch.float32, bias: bool = True, device: torch.device = DEVICE) -> nn.Linear:
+def _layer(
+    dtype: torch.dtype = torch.float32, bias: bool = True, device: torch.device = DEVICE
+) -> nn.Linear:
     torch.manual_seed(3)
     return nn.Linear(24, OUTPUTS, bias=bias, device=device, dtype=dtype)
 
 
 def _rows(count: int, dtype: torch.dtype = torch.float32, device: torch.device = DEVICE) -> Tensor:
-    return torch.randn(2, count // 2, 24, generator=torch.Generator().manual_seed(4)).to(device, dtype)
+    return torch.randn(2, count // 2, 24, generator=torch.Generator().manual_seed(4)).to(
+        device, dtype
+    )
 
 
 def _step(layer: nn.Linear, rows: Tensor, output: Tensor) -> tuple[Tensor, ...]:
@@ -47,7 +54,10 @@ def test_values_and_gradients(dtype: torch.dtype, bias: bool) -> None:
     for one, other in zip(ours, theirs, strict=True):
         assert one.dtype == dtype and one.shape == other.shape
         # The longest sum has N terms of up to six times unit size; sums are in fp32 at least.
-        bound = torch.finfo(dtype).eps * 8 * other.abs().max() + OUTPUTS**0.5 * torch.finfo(torch.float32).eps * 36
+        bound = (
+            torch.finfo(dtype).eps * 8 * other.abs().max()
+            + OUTPUTS**0.5 * torch.finfo(torch.float32).eps * 36
+        )
         assert (one.double() - other).abs().max() <= (bound if dtype != torch.float64 else 1e-11)
 
 
@@ -62,11 +72,15 @@ def test_second_derivatives() -> None:
     torch.testing.assert_close(ours, curvature(layer(rows)), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("outputs, fused", [(4096, False), (4104, False), (4097, True), (50257, True), (1001, False)])
+@pytest.mark.parametrize(
+    "outputs, fused", [(4096, False), (4104, False), (4097, True), (50257, True), (1001, False)]
+)
 def test_which_layers(outputs: int, fused: bool) -> None:
     """Those that are not aligned already, and long enough to matter."""
     model = nn.Sequential(nn.Linear(8, outputs, device="meta"))
-    assert [line.rule for line in fusedops.fuse_model(model).replaced] == (["padded_linear"] if fused else [])
+    assert [line.rule for line in fusedops.fuse_model(model).replaced] == (
+        ["padded_linear"] if fused else []
+    )
 
 
 def test_elsewhere_it_is_the_layer_that_it_was() -> None:
@@ -111,16 +125,26 @@ HALF, FULL = torch.bfloat16, torch.float32
         (1024, 24, (torch.int32, FULL, FULL), HALF, None),
     ],
 )
-def test_when_it_pads(rows: int, inner: int, dtypes: tuple[torch.dtype, ...], autocast: torch.dtype | None,
-                      expected: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_when_it_pads(
+    rows: int,
+    inner: int,
+    dtypes: tuple[torch.dtype, ...],
+    autocast: torch.dtype | None,
+    expected: torch.dtype | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: autocast is not None)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: autocast)
     monkeypatch.setattr(padding, "is_plain", lambda t: True)
-    given: list[Any] = [_Somewhere(dtype, *shape) for dtype, shape in
-                        zip(dtypes, ((rows, inner), (OUTPUTS, inner), (OUTPUTS,)), strict=True)]  # fmt: skip
+    given: list[Any] = [
+        _Somewhere(dtype, *shape)
+        for dtype, shape in zip(dtypes, ((rows, inner), (OUTPUTS, inner), (OUTPUTS,)), strict=True)
+    ]
     assert padding._product_dtype(*given) == expected
     if len({*dtypes[:2]}) == 1 and dtypes[2] != dtypes[0] and not autocast:
-        assert padding._product_dtype(*given[:2], None) == (dtypes[0] if dtypes[0] == HALF else None)
+        assert padding._product_dtype(*given[:2], None) == (
+            dtypes[0] if dtypes[0] == HALF else None
+        )
     if expected is not None:
         for special in range(3):  # quantised, distributed: tensors with ways of their own
             monkeypatch.setattr(padding, "is_plain", lambda t, one=given[special]: t is not one)
@@ -141,7 +165,10 @@ def test_in_a_block_it_is_the_linear_layer_that_it_was() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("autocast", [True, False])
 def test_on_the_gpu(autocast: bool) -> None:
-    """Padded in training and without gradients; the same numbers up to the order of sums; the report says so."""
+    """Padded in training and without gradients; the same numbers up to the order of sums.
+
+    The report says so.
+    """
     layer = _layer(torch.float32 if autocast else torch.bfloat16)
     rows = _rows(2048, layer.weight.dtype).requires_grad_()
     model = nn.Sequential(layer)

@@ -44,9 +44,16 @@ def test_lists_every_module(spec: ModelSpec) -> None:
     modules = dict(model.named_modules())
     report = fusedops.fuse_model(model)
     assert [m.name for m in report.modules] == list(modules)
-    assert [m.type for m in report.modules] == [type(module).__name__ for module in modules.values()]
+    assert [m.type for m in report.modules] == [
+        type(module).__name__ for module in modules.values()
+    ]
     for line in report.modules:
-        assert bool(line.rule) == (bool(line.calls) != bool(line.helps)) == (line.reason == "") == line.replaced
+        assert (
+            bool(line.rule)
+            == (bool(line.calls) != bool(line.helps))
+            == (line.reason == "")
+            == line.replaced
+        )
         assert line.fused == bool(line.calls)
         assert line.replaced == hasattr(type(modules[line.name]), "_fusedops_original")
     assert {m.name for m in report.replaced} | {m.name for m in report.left} == set(modules)
@@ -60,7 +67,15 @@ def test_prints_as_a_table() -> None:
     assert lines[1].split() == ["(the", "model)", "Sequential", "left:", "no", "rule"]
     assert lines[3].split() == ["0.norm", "LayerNorm", "layer_norm"]
     assert lines[7].split() == ["1.norm", "LayerNorm", "left:", "excluded"]
-    assert len({line.index(word) for line, word in zip(lines[2:5], ("_Block", "LayerNorm", "GELU"), strict=True)}) == 1
+    assert (
+        len(
+            {
+                line.index(word)
+                for line, word in zip(lines[2:5], ("_Block", "LayerNorm", "GELU"), strict=True)
+            }
+        )
+        == 1
+    )
 
 
 def test_nothing_to_fuse() -> None:
@@ -84,53 +99,82 @@ def test_a_dry_run_changes_nothing(spec: ModelSpec) -> None:
     assert dry == fusedops.fuse_model(model)
 
 
-@pytest.mark.parametrize("exclude, left", [
-    ((), ["0.norm", "0.act", "1.norm", "1.act", "2"]),
-    (["1"], ["0.norm", "0.act", "2"]),
-    (["0.norm", "2"], ["0.act", "1.norm", "1.act"]),
-    (["*.act"], ["0.norm", "1.norm", "2"]),
-    (["?.norm"], ["0.act", "1.act", "2"]),
-    (["LayerNorm"], ["0.act", "1.act", "2"]),
-    (["_Block"], ["2"]),
-    (["layer_norm"], ["0.act", "1.act", "2"]),
-    (["gelu", "1"], ["0.norm", "2"]),
-    (["generation"], ["0.norm", "0.act", "1.norm", "1.act", "2"]),
-    ([nn.LayerNorm, nn.GELU], ["2"]),
-    ([_Block], ["2"]),
-    (["0", nn.RMSNorm], ["1.norm", "1.act"]),
-    ([""], []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "exclude, left",
+    [
+        ((), ["0.norm", "0.act", "1.norm", "1.act", "2"]),
+        (["1"], ["0.norm", "0.act", "2"]),
+        (["0.norm", "2"], ["0.act", "1.norm", "1.act"]),
+        (["*.act"], ["0.norm", "1.norm", "2"]),
+        (["?.norm"], ["0.act", "1.act", "2"]),
+        (["LayerNorm"], ["0.act", "1.act", "2"]),
+        (["_Block"], ["2"]),
+        (["layer_norm"], ["0.act", "1.act", "2"]),
+        (["gelu", "1"], ["0.norm", "2"]),
+        (["generation"], ["0.norm", "0.act", "1.norm", "1.act", "2"]),
+        ([nn.LayerNorm, nn.GELU], ["2"]),
+        ([_Block], ["2"]),
+        (["0", nn.RMSNorm], ["1.norm", "1.act"]),
+        ([""], []),
+    ],
+)
 def test_exclude(exclude: Any, left: list[str]) -> None:
     model = _model()
     report = fusedops.fuse_model(model, exclude=exclude)
     assert _fused(report) == left
     modules = dict(model.named_modules())
     assert [name for name, m in modules.items() if hasattr(type(m), "_fusedops_original")] == left
-    assert {m.reason for m in report.left} <= {"no rule", "excluded", "excluded, with rule layer_norm",
-                                               "excluded, with rule gelu"}  # fmt: skip
+    assert {m.reason for m in report.left} <= {
+        "no rule",
+        "excluded",
+        "excluded, with rule layer_norm",
+        "excluded, with rule gelu",
+    }
 
 
 def test_report_of_the_rule_that_was_excluded() -> None:
     report = fusedops.fuse_model(_model(), exclude=["1", "layer_norm", "gelu"])
     reasons = {m.name: m.reason for m in report.left}
-    assert reasons["0.norm"] == "excluded, with rule layer_norm" and reasons["0.act"] == "excluded, with rule gelu"
+    assert (
+        reasons["0.norm"] == "excluded, with rule layer_norm"
+        and reasons["0.act"] == "excluded, with rule gelu"
+    )
     assert reasons["1.norm"] == "excluded"
     assert "left: excluded, with rule layer_norm\n" in report.table()
 
 
-@pytest.mark.parametrize("exclude, error, match", [
-    (["0.nrom"], ValueError, "exclude names '0.nrom'.*did you mean '0.norm'"),
-    (["LayerNrom"], ValueError, "did you mean 'LayerNorm'"),
-    (["encoder.*"], ValueError, "exclude names 'encoder.\\*', which is no module"),
-    (["completely different"], ValueError, "which is no module of this model, no class in it and no rule; the report of a dry_run"),
-    (["layer_nrom"], ValueError, "did you mean 'layer_norm'"),
-    ("0.norm", TypeError, r"exclude must be a sequence of names and classes, got '0\.norm'; .* pass \['0\.norm'\]$"),
-    (nn.LayerNorm, TypeError, r"exclude must be a sequence .*, got LayerNorm; .* pass \[LayerNorm\]$"),
-    (3, TypeError, "exclude must be a sequence of names and classes, got 3$"),
-    ([3], TypeError, "exclude takes names and subclasses"),
-    ([int], TypeError, "exclude takes names and subclasses"),
-    ([nn.LayerNorm, nn.BatchNorm1d], ValueError, r"the class torch\.nn\.modules\.batchnorm\.BatchNorm1d, of which this model"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "exclude, error, match",
+    [
+        (["0.nrom"], ValueError, "exclude names '0.nrom'.*did you mean '0.norm'"),
+        (["LayerNrom"], ValueError, "did you mean 'LayerNorm'"),
+        (["encoder.*"], ValueError, "exclude names 'encoder.\\*', which is no module"),
+        (
+            ["completely different"],
+            ValueError,
+            "which is no module of this model, no class in it and no rule; the report of a dry_run",
+        ),
+        (["layer_nrom"], ValueError, "did you mean 'layer_norm'"),
+        (
+            "0.norm",
+            TypeError,
+            r"exclude must be a sequence of names and classes, got '0\.norm'; .* pass \['0\.norm'\]$",
+        ),
+        (
+            nn.LayerNorm,
+            TypeError,
+            r"exclude must be a sequence .*, got LayerNorm; .* pass \[LayerNorm\]$",
+        ),
+        (3, TypeError, "exclude must be a sequence of names and classes, got 3$"),
+        ([3], TypeError, "exclude takes names and subclasses"),
+        ([int], TypeError, "exclude takes names and subclasses"),
+        (
+            [nn.LayerNorm, nn.BatchNorm1d],
+            ValueError,
+            r"the class torch\.nn\.modules\.batchnorm\.BatchNorm1d, of which this model",
+        ),
+    ],
+)
 def test_bad_exclude(exclude: Any, error: type[Exception], match: str) -> None:
     model = _model()
     with pytest.raises(error, match=match):
@@ -161,7 +205,9 @@ def test_modules_that_only_help_are_not_counted() -> None:
 
 def test_prints_as_a_summary() -> None:
     """Each kind once, however many modules; and so in a notebook."""
-    model = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)], nn.GELU())
+    model = nn.Sequential(
+        *[nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)], nn.GELU()
+    )
     report = fusedops.fuse_model(model, exclude=["gelu"])
     assert str(report) == repr(report)
     assert str(report).splitlines() == [
@@ -176,9 +222,14 @@ def test_prints_as_a_summary() -> None:
 
 
 def _made(model: nn.Module, arguments: dict[str, Any]) -> tuple[set[str], dict[str, set[str]]]:
-    """The modules within whose methods operators are called in a forward; and which operators get a module's parameters."""
+    """The modules within whose methods operators are called in a forward.
+
+    Which operators get a module's parameters.
+    """
     names = {module: name for name, module in model.named_modules()}
-    owners = {id(p): names[m] for m in model.modules() for p in m._parameters.values() if p is not None}
+    owners = {
+        id(p): names[m] for m in model.modules() for p in m._parameters.values() if p is not None
+    }
     within: set[str] = set()
     given: dict[str, set[str]] = {}
 
@@ -189,7 +240,9 @@ def _made(model: nn.Module, arguments: dict[str, Any]) -> tuple[set[str], dict[s
             if isinstance(module, nn.Module) and module in names:
                 within.add(names[module])
             frame = frame.f_back  # type: ignore[assignment]
-        for owner in {owners[id(value)] for value in (*args, *kwargs.values()) if id(value) in owners}:
+        for owner in {
+            owners[id(value)] for value in (*args, *kwargs.values()) if id(value) in owners
+        }:
             given.setdefault(owner, set()).add(operator)
 
     with observed(observe):
@@ -197,26 +250,37 @@ def _made(model: nn.Module, arguments: dict[str, Any]) -> tuple[set[str], dict[s
     return within, given
 
 
-# Norms behind a sum in the text of their block that is none of two tensors of a shape (positions, for all rows the same),
-# or none at all as the model is configured (OPT's norm stands before its attention or behind).
-_OTHERWISE = {**dict.fromkeys(("bert", "bert_decoder", "electra", "distilbert"), "embeddings.LayerNorm"),
-              "opt": "self_attn_layer_norm"}  # fmt: skip
+# Norms behind a sum in the text of their block that is none of two tensors of a shape (positions,
+# for all rows the same), or none at all as the model is configured (OPT's norm stands before its
+# attention or behind).
+_OTHERWISE = {
+    **dict.fromkeys(("bert", "bert_decoder", "electra", "distilbert"), "embeddings.LayerNorm"),
+    "opt": "self_attn_layer_norm",
+}
 
 
 @every
-@pytest.mark.parametrize("look", [fusedops.fuse_model, fusedops.fusion_status], ids=["report", "status"])
+@pytest.mark.parametrize(
+    "look", [fusedops.fuse_model, fusedops.fusion_status], ids=["report", "status"]
+)
 def test_what_is_reported_is_what_runs(spec: ModelSpec, look: Any) -> None:
     """A module calls an operator if the report names one, and a norm that its block does gets none of its own."""
     model = build(spec).train()
     report = fusedops.fuse_model(model)
     report = report if look is fusedops.fuse_model else look(model)
     within, given = _made(model, inputs(spec))
-    named = {m.name for m in report.modules if m.calls and m.rule != "generation"}  # it calls its own in `generate`
+    named = {
+        m.name for m in report.modules if m.calls and m.rule != "generation"
+    }  # it calls its own in `generate`
     assert named <= within
     done = {m.name for m in report.modules if m.by is not None}
-    for name in {name for name in done & given.keys() if not name.endswith(_OTHERWISE.get(spec.name, "none"))}:
+    for name in {
+        name for name in done & given.keys() if not name.endswith(_OTHERWISE.get(spec.name, "none"))
+    }:
         assert not given[name] & {"layer_norm", "rms_norm"}
-    norms = {m.name for m in report.modules if m.fused and m.calls.startswith(("layer_norm", "rms_norm"))}
+    norms = {
+        m.name for m in report.modules if m.fused and m.calls.startswith(("layer_norm", "rms_norm"))
+    }
     for name in norms:
         assert given.get(name, {"layer_norm"}) & {"layer_norm", "rms_norm"}
     blocks = {m.name for m in report.modules if m.fused}
@@ -230,14 +294,18 @@ class _Left:
 
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: dict[nn.Module, str] = {}
-        for cls in {type(module) for module in model.modules() if hasattr(module, "_fusedops_branch")}:
+        for cls in {
+            type(module) for module in model.modules() if hasattr(module, "_fusedops_branch")
+        }:
             monkeypatch.setattr(cls, "_fusedops_branch", self._observed(cls._fusedops_branch))  # type: ignore[attr-defined]
 
     def _observed(self, original: Any) -> Any:
         def branch(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             result = original(module, *args, **kwargs)
             end = result[0]
-            self.found[module] = " and ".join(["its last bias"] * (end.bias is not None) + ["its dropout"] * end.drops)
+            self.found[module] = " and ".join(
+                ["its last bias"] * (end.bias is not None) + ["its dropout"] * end.drops
+            )
             return result
 
         return branch
@@ -245,17 +313,27 @@ class _Left:
 
 def _reported(report: Any, model: nn.Module) -> dict[nn.Module, str]:
     modules = dict(model.named_modules())
-    return {modules[line.name]: line.helps.removeprefix("leaves ").removesuffix(" to the block")
-            for line in report if line.helps.endswith(" to the block")}  # fmt: skip
+    return {
+        modules[line.name]: line.helps.removeprefix("leaves ").removesuffix(" to the block")
+        for line in report
+        if line.helps.endswith(" to the block")
+    }
 
 
 @every
 @pytest.mark.parametrize("hooked", [False, True], ids=["", "hooked"])
-def test_report_of_what_is_left_to_the_block(spec: ModelSpec, hooked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A last bias, a dropout, both or neither: as in a forward. Nothing of a linear layer that has hooks."""
+def test_report_of_what_is_left_to_the_block(
+    spec: ModelSpec, hooked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A last bias, a dropout, both or neither: as in a forward.
+
+    Nothing of a linear layer that has hooks.
+    """
     model = build(spec).train()
     for name, module in model.named_modules():
-        if hooked and name.endswith(("attention.out_proj", "attn.out_proj", "c_proj", ".o_proj", "out_lin")):
+        if hooked and name.endswith(
+            ("attention.out_proj", "attn.out_proj", "c_proj", ".o_proj", "out_lin")
+        ):
             module.register_forward_hook(lambda *args: None)
         if isinstance(module, nn.Dropout):
             module.p = 0.25
@@ -264,7 +342,9 @@ def test_report_of_what_is_left_to_the_block(spec: ModelSpec, hooked: bool, monk
     model(**inputs(spec))
     reported = _reported(report, model)
     modules = dict(model.named_modules())
-    helping = {modules[line.name] for line in report if line.helps}  # the others' operators are reported
+    helping = {
+        modules[line.name] for line in report if line.helps
+    }  # the others' operators are reported
     for module in left.found.keys() & helping:
         expected = reported.get(module, "")
         if expected.startswith("what "):  # it hands on
@@ -277,21 +357,35 @@ def test_report_of_what_is_left_to_the_block(spec: ModelSpec, hooked: bool, monk
 
 
 # Modules that end in a linear layer, and stand alone.
-_ALONE = {"MultiheadAttention", "BertLMPredictionHead", "BertOnlyMLMHead", "RobertaLMHead", "ViTEmbeddings"}
+_ALONE = {
+    "MultiheadAttention",
+    "BertLMPredictionHead",
+    "BertOnlyMLMHead",
+    "RobertaLMHead",
+    "ViTEmbeddings",
+}
 
 
 def _table(report: FusionReport) -> dict[str, str]:
     return {
-        m.name: "computed by its block" if m.by is not None else m.calls or m.helps or m.reason for m in report.modules
+        m.name: "computed by its block" if m.by is not None else m.calls or m.helps or m.reason
+        for m in report.modules
     }
 
 
 def test_status_of_what_changed_since() -> None:
-    """A norm with hooks calls its own operator again; a layer under another forward, and a class on top, call none."""
-    model = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)], nn.LayerNorm(8))
+    """A norm with hooks calls its own operator again.
+
+    A layer under another forward, and a class on top, call none.
+    """
+    model = nn.Sequential(
+        *[nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)], nn.LayerNorm(8)
+    )
     assert not fusedops.fusion_status(model)
     fused = fusedops.fuse_model(model)
-    before = {name: "not fused" if what == "no rule" else what for name, what in _table(fused).items()}
+    before = {
+        name: "not fused" if what == "no rule" else what for name, what in _table(fused).items()
+    }
     assert _table(fusedops.fusion_status(model)) == before
     handle = model[0].norm1.register_forward_hook(lambda *_: None)
     model[1].forward = functools.partial(model[1].forward)
@@ -303,14 +397,20 @@ def test_status_of_what_changed_since() -> None:
     assert now["3"] == "its class was changed after it was fused"
     handle.remove()
     assert _table(fusedops.fusion_status(model))["0.norm1"] == "computed by its block"
-    with pytest.raises(TypeError, match=r"fusion_status: model must be a torch\.nn\.Module, got str"):
+    with pytest.raises(
+        TypeError, match=r"fusion_status: model must be a torch\.nn\.Module, got str"
+    ):
         fusedops.fusion_status("model")  # type: ignore[arg-type]
 
 
 @transformers_only
 def test_block_whose_norms_are_not_fused() -> None:
     """There is nothing to join."""
-    table = _table(fusedops.fuse_model(build(next(spec for spec in MODELS if spec.name == "llama")), exclude=["norm"]))
+    table = _table(
+        fusedops.fuse_model(
+            build(next(spec for spec in MODELS if spec.name == "llama")), exclude=["norm"]
+        )
+    )
     assert table["model.layers.0"] == "what it would join is not there"
     assert table["model.layers.0.mlp"] == "gated_act"
 
@@ -351,13 +451,19 @@ def test_report_of_t5s_attentions_with_a_fast_path() -> None:
     blocks[0].layer[0].SelfAttention.o.register_forward_hook(lambda *args: None)
     blocks[1].layer[1].EncDecAttention.register_forward_hook(lambda *args: None)
     helps = {
-        m.name.removeprefix("decoder.block."): m.helps for m in fusedops.fuse_model(model) if m.rule == "t5_attention"
+        m.name.removeprefix("decoder.block."): m.helps
+        for m in fusedops.fuse_model(model)
+        if m.rule == "t5_attention"
     }
     assert helps["encoder.block.0.layer.0.SelfAttention"] == (
         "lays its position bias out once, and has a fast path for one token"
     )
     assert helps["0.layer.0.SelfAttention"] == "lays its position bias out once"
-    assert helps["0.layer.1.EncDecAttention"] == helps["1.layer.0.SelfAttention"] == "has a fast path for one token"
+    assert (
+        helps["0.layer.1.EncDecAttention"]
+        == helps["1.layer.0.SelfAttention"]
+        == "has a fast path for one token"
+    )
     assert helps["1.layer.1.EncDecAttention"] == "nothing while it has hooks, or as its layers are"
 
 
@@ -370,7 +476,9 @@ def test_flags_are_true_or_false(name: str, value: Any) -> None:
     assert type(model[2]) is nn.RMSNorm and model._compiled_call_impl is None
 
 
-@pytest.mark.parametrize("rules", [3, "layer_norm", ["layer_norm"], [nn.LayerNorm], nn.LayerNorm], ids=str)
+@pytest.mark.parametrize(
+    "rules", [3, "layer_norm", ["layer_norm"], [nn.LayerNorm], nn.LayerNorm], ids=str
+)
 def test_bad_rules(rules: Any) -> None:
     model = _model()
     with pytest.raises(TypeError, match="fuse_model: rules must"):

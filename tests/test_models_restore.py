@@ -1,4 +1,7 @@
-"""fuse_model changes nothing but classes, and unfuse_model gives them back: state, hooks, copies, results."""
+"""fuse_model changes nothing but classes, and unfuse_model gives them back.
+
+State, hooks, copies, results.
+"""
 
 from __future__ import annotations
 
@@ -36,20 +39,29 @@ def _state(model: nn.Module) -> dict[str, Any]:
 
 def _shallow(attributes: dict[str, Any]) -> dict[str, Any]:
     """The attributes' identities, and one level into the dicts that torch.nn keeps."""
-    return {key: {k: id(v) for k, v in value.items()} if isinstance(value, dict) else id(value)
-            for key, value in attributes.items()}  # fmt: skip
+    return {
+        key: {k: id(v) for k, v in value.items()} if isinstance(value, dict) else id(value)
+        for key, value in attributes.items()
+    }
 
 
 def _same(a: tuple[list[torch.Tensor], dict[str, torch.Tensor]], b: Any) -> bool:
-    return all(map(torch.equal, a[0], b[0])) and a[1].keys() == b[1].keys() and all(
-        torch.equal(a[1][name], b[1][name]) for name in a[1])  # fmt: skip
+    return (
+        all(map(torch.equal, a[0], b[0]))
+        and a[1].keys() == b[1].keys()
+        and all(torch.equal(a[1][name], b[1][name]) for name in a[1])
+    )
 
 
 @every
 @pytest.mark.parametrize("training", [False, True])
 def test_restores_exactly(spec: ModelSpec, training: bool) -> None:
     model = build(spec).train(training)
-    before, state, types = run(model, inputs(spec)), _state(model), [type(m) for m in model.modules()]
+    before, state, types = (
+        run(model, inputs(spec)),
+        _state(model),
+        [type(m) for m in model.modules()],
+    )
     values = {key: value.clone() for key, value in model.state_dict().items()}
     assert fusedops.fuse_model(model)
     assert _state(model) == state
@@ -67,7 +79,9 @@ def test_is_still_what_it_was(spec: ModelSpec) -> None:
     model = build(spec)
     types = [type(m) for m in model.modules()]
     report = fusedops.fuse_model(model)
-    assert [m._get_name().removeprefix("Fused") for m in model.modules()] == [cls.__name__ for cls in types]
+    assert [m._get_name().removeprefix("Fused") for m in model.modules()] == [
+        cls.__name__ for cls in types
+    ]
     assert sum(m._get_name().startswith("Fused") for m in model.modules()) == len(report)
     for module, cls in zip(model.modules(), types, strict=True):
         assert isinstance(module, cls)
@@ -100,8 +114,12 @@ def test_copies(spec: ModelSpec, way: str) -> None:
         file.seek(0)
         other = torch.load(file, weights_only=False)
     else:
-        other = {"deepcopy": copy.deepcopy, "copy": copy.copy, "pickle": lambda m: pickle.loads(pickle.dumps(m)),
-                "pickle_0": lambda m: pickle.loads(pickle.dumps(m, 0))}[way](model)  # fmt: skip
+        other = {
+            "deepcopy": copy.deepcopy,
+            "copy": copy.copy,
+            "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+            "pickle_0": lambda m: pickle.loads(pickle.dumps(m, 0)),
+        }[way](model)
     assert [type(m) for m in other.modules()] == [type(m) for m in model.modules()]
     assert _same(expected, run(other, inputs(spec)))
     fusedops.unfuse_model(other)
@@ -113,8 +131,12 @@ def test_loads_in_another_process(tmp_path: Any) -> None:
     fusedops.fuse_model(model)
     torch.save(model, tmp_path / "model.pt")
     code = "import torch, sys; m = torch.load(sys.argv[1], weights_only=False); print(m[1], m(torch.ones(2, 4)).shape)"
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "model.pt")], capture_output=True, text=True,
-                          timeout=120)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "model.pt")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     assert "FusedLayerNorm" in done.stdout
 
@@ -149,7 +171,10 @@ def _recorded(model: nn.Module) -> dict[str, list[torch.Tensor]]:
 @every
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hooks_see_what_they_saw(spec: ModelSpec, when: str) -> None:
-    """On every module, also on those inside fused blocks; whether they came before the model was fused or after."""
+    """On every module, also on those inside fused blocks.
+
+    Whether they came before the model was fused or after.
+    """
     other, model = build(spec), build(spec)
     expected = _recorded(other)
     if when == "before":
@@ -164,7 +189,9 @@ def test_hooks_see_what_they_saw(spec: ModelSpec, when: str) -> None:
     for name, values in expected.items():
         assert len(values) == len(seen[name]), name
         for a, b in zip(values, seen[name], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(a.detach().abs().max()) if a.numel() else 0.0)
+            torch.testing.assert_close(
+                a, b, rtol=1e-5, atol=1e-5 * float(a.detach().abs().max()) if a.numel() else 0.0
+            )
 
 
 class _Scaled(nn.Module):
@@ -182,15 +209,17 @@ class _Scaled(nn.Module):
 def test_adapters_are_heeded(spec: ModelSpec) -> None:
     """A linear layer that is replaced in a fused model takes part as what it is then.
 
-    One that does not halves its branch. The doubled branches make more of roundings than the model's own would, and on
-    a GPU T5's attention is another kernel than the original's.
+    One that does not halves its branch. The doubled branches make more of roundings than the
+    model's own would, and on a GPU T5's attention is another kernel than the original's.
     """
     other, model = build(spec), build(spec)
     fusedops.fuse_model(model)
     for each in (other, model):
         for module in list(each.modules()):
             for name, child in list(module.named_children()):
-                if original_class(child) is nn.Linear and not isinstance(module, (_Scaled, nn.TransformerEncoderLayer)):
+                if original_class(child) is nn.Linear and not isinstance(
+                    module, (_Scaled, nn.TransformerEncoderLayer)
+                ):
                     setattr(module, name, _Scaled(child))
     expected, found = run(other, inputs(spec))[0], run(model, inputs(spec))[0]
     for a, b in zip(expected, found, strict=True):

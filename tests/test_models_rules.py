@@ -22,35 +22,68 @@ from fusedops.models.rules import RULES
 from fusedops.models.tricks.packing import _PACKABLE
 from sample_models import MODELS, ModelSpec
 from support import KERNEL_PATH
-from zoo import HAS_TRANSFORMERS, SAMPLES, build, every, inputs, observed, outputs, transformers_only, undropped
+from zoo import (
+    HAS_TRANSFORMERS,
+    SAMPLES,
+    build,
+    every,
+    inputs,
+    observed,
+    outputs,
+    transformers_only,
+    undropped,
+)
 
 pytestmark = pytest.mark.once
 
-# Classes known by themselves, by their code or as norms, by the module of Transformers that has them. What is known by what
-# its forward does with its children (blocks, MLPs, attentions) is looked for in models.
+# Classes known by themselves, by their code or as norms, by the module of Transformers that has
+# them. What is known by what its forward does with its children (blocks, MLPs, attentions) is
+# looked for in models.
 _CLASSES = {
     "activations": {
-        "GELUActivation": "gelu_activation", "NewGELUActivation": "new_gelu", "FastGELUActivation": "new_gelu",
-        "QuickGELUActivation": "quick_gelu", "AccurateGELUActivation": "accurate_gelu", "GELUTanh": "gelu_tanh",
-        "PytorchGELUTanh": "gelu_tanh", "ReLUSquaredActivation": "relu_squared",
+        "GELUActivation": "gelu_activation",
+        "NewGELUActivation": "new_gelu",
+        "FastGELUActivation": "new_gelu",
+        "QuickGELUActivation": "quick_gelu",
+        "AccurateGELUActivation": "accurate_gelu",
+        "GELUTanh": "gelu_tanh",
+        "PytorchGELUTanh": "gelu_tanh",
+        "ReLUSquaredActivation": "relu_squared",
     },
     "models.bert.modeling_bert": {
-        "BertSelfOutput": "bert_output", "BertOutput": "bert_output", "BertIntermediate": "dense_act",
-        "BertSelfAttention": "bert_self_attention", "BertAttention": "bert_attention", "BertLayer": "bert_layer",
+        "BertSelfOutput": "bert_output",
+        "BertOutput": "bert_output",
+        "BertIntermediate": "dense_act",
+        "BertSelfAttention": "bert_self_attention",
+        "BertAttention": "bert_attention",
+        "BertLayer": "bert_layer",
     },
     "models.roberta.modeling_roberta": {
-        "RobertaSelfOutput": "bert_output", "RobertaOutput": "bert_output", "RobertaIntermediate": "dense_act",
-        "RobertaSelfAttention": "bert_self_attention", "RobertaAttention": "bert_attention", "RobertaLayer": "bert_layer",
+        "RobertaSelfOutput": "bert_output",
+        "RobertaOutput": "bert_output",
+        "RobertaIntermediate": "dense_act",
+        "RobertaSelfAttention": "bert_self_attention",
+        "RobertaAttention": "bert_attention",
+        "RobertaLayer": "bert_layer",
     },
     "models.electra.modeling_electra": {
-        "ElectraSelfOutput": "bert_output", "ElectraOutput": "bert_output", "ElectraIntermediate": "dense_act",
-        "ElectraSelfAttention": "bert_self_attention", "ElectraAttention": "bert_attention", "ElectraLayer": "bert_layer",
+        "ElectraSelfOutput": "bert_output",
+        "ElectraOutput": "bert_output",
+        "ElectraIntermediate": "dense_act",
+        "ElectraSelfAttention": "bert_self_attention",
+        "ElectraAttention": "bert_attention",
+        "ElectraLayer": "bert_layer",
     },
     "models.distilbert.modeling_distilbert": {"FFN": "distilbert_ffn"},
     "models.t5.modeling_t5": {
-        "T5LayerNorm": "norm", "T5Block": "t5_block", "T5LayerFF": "t5_feed_forward",
-        "T5LayerSelfAttention": "t5_self_attention", "T5LayerCrossAttention": "t5_cross_attention",
-        "T5DenseActDense": "t5_dense", "T5DenseGatedActDense": "t5_gated_dense", "T5Attention": "t5_attention",
+        "T5LayerNorm": "norm",
+        "T5Block": "t5_block",
+        "T5LayerFF": "t5_feed_forward",
+        "T5LayerSelfAttention": "t5_self_attention",
+        "T5LayerCrossAttention": "t5_cross_attention",
+        "T5DenseActDense": "t5_dense",
+        "T5DenseGatedActDense": "t5_gated_dense",
+        "T5Attention": "t5_attention",
     },
     "models.llama.modeling_llama": {"LlamaRMSNorm": "norm"},
     "models.mistral.modeling_mistral": {"MistralRMSNorm": "norm"},
@@ -61,16 +94,24 @@ _CLASSES = {
     "models.gemma3.modeling_gemma3": {"Gemma3RMSNorm": "norm"},
     "models.olmo2.modeling_olmo2": {"Olmo2RMSNorm": "norm"},
     "models.phi3.modeling_phi3": {"Phi3RMSNorm": "norm"},
-}  # fmt: skip
+}
 # What models have besides that a rule could be about, and why there is none.
 _LEFT = {
-    "BertCrossAttention", "RobertaCrossAttention", "ElectraCrossAttention",  # attention alone
+    "BertCrossAttention",
+    "RobertaCrossAttention",
+    "ElectraCrossAttention",  # attention alone
     "ClippedGELUActivation",
-}  # fmt: skip
-_BLOCKS = re.compile(r"(Norm|MLP|FFN|Attention|Output|Intermediate|Layer|LayerFF|Block|Dense|GELU\w*)$")
+}
+_BLOCKS = re.compile(
+    r"(Norm|MLP|FFN|Attention|Output|Intermediate|Layer|LayerFF|Block|Dense|GELU\w*)$"
+)
 # A class may be absent from a release; then there is nothing to leave.
-_NAMED = [(module, name, rule) for module, names in _CLASSES.items() for name, rule in names.items()
-          if HAS_TRANSFORMERS]  # fmt: skip
+_NAMED = [
+    (module, name, rule)
+    for module, names in _CLASSES.items()
+    for name, rule in names.items()
+    if HAS_TRANSFORMERS
+]
 named = pytest.mark.parametrize("module, name, rule", _NAMED, ids=str)
 
 
@@ -82,7 +123,9 @@ def _release() -> tuple[int, ...]:
 def _known_by(cls: type) -> list[str]:
     found = [rule.name for rule in RULES if isinstance(rule, Rule) and rule.knows(cls)]
     return found or [
-        rule.name for rule in map(_norm, [cls] if cls.__name__.endswith("Norm") else []) if rule is not None
+        rule.name
+        for rule in map(_norm, [cls] if cls.__name__.endswith("Norm") else [])
+        if rule is not None
     ]
 
 
@@ -92,7 +135,10 @@ def _norm(cls: type) -> Rule | None:
 
 @named
 def test_the_installed_transformers_is_known(module: str, name: str, rule: str) -> None:
-    """No class that a rule is meant for is left: neither untouched in silence, nor taken by two rules."""
+    """No class that a rule is meant for is left.
+
+    Neither untouched in silence, nor taken by two rules.
+    """
     cls = getattr(importlib.import_module(f"transformers.{module}"), name, None)
     if cls is not None and _release() >= (5, 12):
         assert _known_by(cls) == [rule]
@@ -103,7 +149,10 @@ def test_the_installed_transformers_is_known(module: str, name: str, rule: str) 
 def test_none_is_left_in_silence(
     module: str, name: str, rule: str, as_it_is: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replaced, or the report names the rule that one would expect; so also in a release where it reads differently."""
+    """Replaced, or the report names the rule that one would expect.
+
+    So also in a release where it reads differently.
+    """
     if not as_it_is:
         monkeypatch.setattr("fusedops.models.rule.fingerprint", lambda cls, methods: "another")
     cls = getattr(importlib.import_module(f"transformers.{module}"), name, None)
@@ -115,9 +164,15 @@ def test_none_is_left_in_silence(
     expected = {f"its forward is not the one that rule {rule} knows"}
     if as_it_is:
         # Nothing was put in it.
-        expected |= {"", "its act is not a GELU", "its weight is no vector", "its activation is none of the operators'",
-                     "none of the norms behind its branches is fused", "not all of its layers are fused",
-                     "its attention does not leave its last sum and norm to it"}  # fmt: skip
+        expected |= {
+            "",
+            "its act is not a GELU",
+            "its weight is no vector",
+            "its activation is none of the operators'",
+            "none of the norms behind its branches is fused",
+            "not all of its layers are fused",
+            "its attention does not leave its last sum and norm to it",
+        }
     if rule == "norm":
         assert re.fullmatch(r"it has no (variance_epsilon|eps|weight)", line.reason)
         return
@@ -126,15 +181,24 @@ def test_none_is_left_in_silence(
 
 
 # The modules of Transformers whose classes are all in the table.
-_WHOLE = ("activations", *(f"models.{name}.modeling_{name}" for name in ("bert", "roberta", "electra", "t5")))
+_WHOLE = (
+    "activations",
+    *(f"models.{name}.modeling_{name}" for name in ("bert", "roberta", "electra", "t5")),
+)
 
 
 @pytest.mark.parametrize("module", _WHOLE if HAS_TRANSFORMERS else [])
 def test_no_class_was_overlooked(module: str) -> None:
     """All classes of these models that a rule could be about are named above, with their rule or among those left."""
     found = importlib.import_module(f"transformers.{module}")
-    classes = [cls for cls in vars(found).values() if isinstance(cls, type) and issubclass(cls, nn.Module)]
-    named = {cls.__name__ for cls in classes if cls.__module__ == found.__name__ and _BLOCKS.search(cls.__name__)}
+    classes = [
+        cls for cls in vars(found).values() if isinstance(cls, type) and issubclass(cls, nn.Module)
+    ]
+    named = {
+        cls.__name__
+        for cls in classes
+        if cls.__module__ == found.__name__ and _BLOCKS.search(cls.__name__)
+    }
     assert named
     assert named <= set(_CLASSES[module]) | _LEFT
 
@@ -158,61 +222,110 @@ def test_no_module_was_overlooked(spec: ModelSpec) -> None:
 
 @pytest.mark.parametrize("name", ["Gemma2", "Gemma3"] if HAS_TRANSFORMERS else [])
 def test_modules_of_models_without_a_sample(name: str) -> None:
-    module: Any = importlib.import_module(f"transformers.models.{name.lower()}.modeling_{name.lower()}")
-    config = getattr(module, f"{name}{'Text' * (name == 'Gemma3')}Config")(hidden_size=8, intermediate_size=16)
+    module: Any = importlib.import_module(
+        f"transformers.models.{name.lower()}.modeling_{name.lower()}"
+    )
+    config = getattr(module, f"{name}{'Text' * (name == 'Gemma3')}Config")(
+        hidden_size=8, intermediate_size=16
+    )
     (line, *_) = fusedops.fuse_model(getattr(module, f"{name}MLP")(config)).modules
     assert (line.rule, line.calls) == ("mlp", "gated_act")
 
 
-@pytest.mark.parametrize("name", sorted({name for spec in SAMPLES for name, rule in spec.rules.items()
-                                         if rule in ("block", "mlp", "attention")}))  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    sorted(
+        {
+            name
+            for spec in SAMPLES
+            for name, rule in spec.rules.items()
+            if rule in ("block", "mlp", "attention")
+        }
+    ),
+)
 def test_no_structure_is_known_by_its_class_alone(name: str) -> None:
     """An instance with nothing in it is none of these."""
     cls = next(
-        type(m) for spec in SAMPLES if name in spec.rules for m in build(spec).modules() if type(m).__name__ == name
+        type(m)
+        for spec in SAMPLES
+        if name in spec.rules
+        for m in build(spec).modules()
+        if type(m).__name__ == name
     )
     bare = cls.__new__(cls)
     nn.Module.__init__(bare)
     assert [line.reason for line in fusedops.fuse_model(bare).modules] == ["no rule"]
 
 
-@pytest.mark.parametrize("cls, rule", [
-    (nn.LayerNorm, "layer_norm"), (nn.RMSNorm, "rms_norm"), (nn.GELU, "gelu"),
-    (nn.MultiheadAttention, "multihead_attention"), (nn.TransformerEncoderLayer, "encoder_layer"),
-    (nn.TransformerDecoderLayer, "decoder_layer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "cls, rule",
+    [
+        (nn.LayerNorm, "layer_norm"),
+        (nn.RMSNorm, "rms_norm"),
+        (nn.GELU, "gelu"),
+        (nn.MultiheadAttention, "multihead_attention"),
+        (nn.TransformerEncoderLayer, "encoder_layer"),
+        (nn.TransformerDecoderLayer, "decoder_layer"),
+    ],
+)
 def test_torch_nn_is_known(cls: type, rule: str) -> None:
     assert _known_by(cls) == [rule]
 
 
 def test_every_rule_has_a_model() -> None:
     """Whoever adds a rule adds a sample that it fuses."""
-    names = {name for rule in RULES for name in (rule.names if isinstance(rule, Family) else (rule.name,))}
+    names = {
+        name
+        for rule in RULES
+        for name in (rule.names if isinstance(rule, Family) else (rule.name,))
+    }
     assert names == {name for spec in MODELS for name in spec.rules.values()}
     assert len({rule.name for rule in RULES}) == len(RULES)
 
 
 def test_each_fingerprint_is_met() -> None:
-    """None is left of a class that nobody has: each is that of a class in the sample models, or named above."""
+    """None is left of a class that nobody has.
+
+    Each is that of a class in the sample models, or named above.
+    """
     classes = {type(module) for spec in SAMPLES for module in spec.build().modules()}
-    classes |= {getattr(importlib.import_module(f"transformers.{module}"), name, None) for module, name, _ in _NAMED}
+    classes |= {
+        getattr(importlib.import_module(f"transformers.{module}"), name, None)
+        for module, name, _ in _NAMED
+    }
     for rule in RULES:
         if isinstance(rule, Rule) and rule.base is None and HAS_TRANSFORMERS:
             met = {fingerprint(cls, rule.known) for cls in classes}
-            assert len(set(rule.fingerprints) - met) == len(_OTHERS & set(rule.fingerprints)), rule.name
+            assert len(set(rule.fingerprints) - met) == len(_OTHERS & set(rule.fingerprints)), (
+                rule.name
+            )
     if HAS_TRANSFORMERS:
         missed = set(_PACKABLE) - {fingerprint(cls) for cls in classes}
         assert len(missed) == len(_OTHERS & set(_PACKABLE))
 
 
-# Of forwards that Transformers 5.24 wraps, so that a rule has two fingerprints of them: here as they were before.
-_OTHERS = {"f1adf76ab4fc", "0b57e6dd92b0", "5280870db47f", "867f0a59cdd9", "3ace0c45d839", "12564b5b1c2f", "b17f62b6035b",
-           "f434310b8181", "3099567ec98b", "79e198db90db"}  # fmt: skip
+# Of forwards that Transformers 5.24 wraps, so that a rule has two fingerprints of them: here as
+# they were before.
+_OTHERS = {
+    "f1adf76ab4fc",
+    "0b57e6dd92b0",
+    "5280870db47f",
+    "867f0a59cdd9",
+    "3ace0c45d839",
+    "12564b5b1c2f",
+    "b17f62b6035b",
+    "f434310b8181",
+    "3099567ec98b",
+    "79e198db90db",
+}
 
 
 @transformers_only
 def test_how_far_it_reaches() -> None:
-    """The Llama norm is that of most models of Transformers: a change of its text must not go by unseen."""
+    """The Llama norm is that of most models of Transformers.
+
+    A change of its text must not go by unseen.
+    """
     known = 0
     for module in (
         "llama",
@@ -227,11 +340,15 @@ def test_how_far_it_reaches() -> None:
         "smollm3",
     ):
         path = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
-        known += any(_known_by(cls) == ["norm"] for name, cls in vars(path).items() if name.endswith("RMSNorm"))
+        known += any(
+            _known_by(cls) == ["norm"]
+            for name, cls in vars(path).items()
+            if name.endswith("RMSNorm")
+        )
     assert known == 9
 
 
-# --- look-alikes --------------------------------------------------------------------------------------------------------
+# --- look-alikes ----------------------------------------------------------------------------------
 
 
 class MyNorm(nn.Module):
@@ -299,7 +416,9 @@ def _reasons(*modules: nn.Module) -> list[str]:
 
 
 def test_another_forward_under_the_same_name() -> None:
-    assert _reasons(LlamaRMSNorm(4)) == ["it computes no LayerNorm or RMSNorm of the last dimension"]
+    assert _reasons(LlamaRMSNorm(4)) == [
+        "it computes no LayerNorm or RMSNorm of the last dimension"
+    ]
     assert _reasons(GELU()) == ["no rule"]
 
 
@@ -332,7 +451,9 @@ def test_a_patched_class(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parametrized() -> None:
-    module = torch.nn.utils.parametrize.register_parametrization(nn.LayerNorm(4), "weight", nn.Softplus())
+    module = torch.nn.utils.parametrize.register_parametrization(
+        nn.LayerNorm(4), "weight", nn.Softplus()
+    )
     assert _reasons(module) == ["its parameters are parametrized", *3 * ["no rule"]]
 
 
@@ -345,11 +466,14 @@ def test_a_class_without_source() -> None:
 
 def test_names_that_mean_something_else(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same text, but its ``torch`` is another: not the same code."""
-    source = re.search(r"class MyNorm.*?\n\n\n", Path(__file__).read_text(encoding="utf-8"), re.DOTALL)
+    source = re.search(
+        r"class MyNorm.*?\n\n\n", Path(__file__).read_text(encoding="utf-8"), re.DOTALL
+    )
     assert source is not None
     (tmp_path / "other_torch.py").write_text(
         f"from torch import Tensor, nn\nimport torch as real\nclass torch:\n    float32 = real.float64\n    ones = real.ones\n"
-        f"    rsqrt = real.sqrt\n{source[0]}")  # fmt: skip
+        f"    rsqrt = real.sqrt\n{source[0]}"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     other = importlib.import_module("other_torch").MyNorm
     assert fingerprint(MyNorm) != ""
@@ -365,7 +489,7 @@ def test_an_activation_whose_function_was_exchanged() -> None:
         assert _reasons(made) == ["its act is not a GELU"]
 
 
-# --- fingerprints ---------------------------------------------------------------------------------------------------------
+# --- fingerprints ---------------------------------------------------------------------------------
 
 
 def _text(source: str) -> str:
@@ -374,21 +498,33 @@ def _text(source: str) -> str:
 
 def test_what_a_fingerprint_overlooks() -> None:
     plain = _text("def forward(self, x):\n    return x + 1")
-    assert _text("def forward(self, x: Tensor) -> Tensor:\n    '''Doc.'''\n    # why\n    return x+1") == plain
-    assert _text("def f():\n    raise ValueError('a')") == _text("def f():\n    raise ValueError(f'b{c}')")
+    assert (
+        _text("def forward(self, x: Tensor) -> Tensor:\n    '''Doc.'''\n    # why\n    return x+1")
+        == plain
+    )
+    assert _text("def f():\n    raise ValueError('a')") == _text(
+        "def f():\n    raise ValueError(f'b{c}')"
+    )
 
 
-@pytest.mark.parametrize("source", [
-    "def forward(self, x):\n    return x + 2", "def forward(self, x):\n    return x - 1",
-    "def forward(self, y):\n    return y + 1", "def forward(self, x, z=1):\n    return x + 1",
-    "@wrapped\ndef forward(self, x):\n    return x + 1", "def forward(self, x):\n    x = x\n    return x + 1",
-    "def forward(self, x):\n    return x + 1.0", "def forward(self, x):\n    return self.x + 1",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def forward(self, x):\n    return x + 2",
+        "def forward(self, x):\n    return x - 1",
+        "def forward(self, y):\n    return y + 1",
+        "def forward(self, x, z=1):\n    return x + 1",
+        "@wrapped\ndef forward(self, x):\n    return x + 1",
+        "def forward(self, x):\n    x = x\n    return x + 1",
+        "def forward(self, x):\n    return x + 1.0",
+        "def forward(self, x):\n    return self.x + 1",
+    ],
+)
 def test_what_it_sees(source: str) -> None:
     assert _text(source) != _text("def forward(self, x):\n    return x + 1")
 
 
-# --- rules of one's own -----------------------------------------------------------------------------------------------------
+# --- rules of one's own ---------------------------------------------------------------------------
 
 
 def _tripled(self: Any, input: Tensor) -> Tensor:
@@ -406,7 +542,7 @@ def test_a_rule_of_the_users_comes_first() -> None:
     torch.testing.assert_close(pickle.loads(pickle.dumps(model))(x), expected)
 
 
-# --- forwards that are put in place later ----------------------------------------------------------------------------
+# --- forwards that are put in place later ---------------------------------------------------------
 
 
 def _attention_of(spec_name: str) -> tuple[nn.Module, dict[str, Any], Any]:
@@ -414,18 +550,30 @@ def _attention_of(spec_name: str) -> tuple[nn.Module, dict[str, Any], Any]:
     spec = next(spec for spec in SAMPLES if spec.name == spec_name)
     model, arguments = undropped(spec), inputs(spec)
     fusedops.fuse_model(model)
-    names = ("BertSelfAttention", "T5Attention", "ViTAttention", "GPT2Attention", "MultiheadAttention")
+    names = (
+        "BertSelfAttention",
+        "T5Attention",
+        "ViTAttention",
+        "GPT2Attention",
+        "MultiheadAttention",
+    )
     return model, arguments, next(m for m in model.modules() if type(m).__name__ in names)
 
 
 _ATTENTIVE = pytest.mark.parametrize(
     "name",
-    [s.name for s in SAMPLES if s.name in ("bert", "vit", "gpt2", "t5_gated", "torch_post_norm", "torch_pre_norm")],
+    [
+        s.name
+        for s in SAMPLES
+        if s.name in ("bert", "vit", "gpt2", "t5_gated", "torch_post_norm", "torch_pre_norm")
+    ],
 )
 
 
 @_ATTENTIVE
-def test_a_forward_that_is_patched_after_fusing_is_called(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_that_is_patched_after_fusing_is_called(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the class that the module was made of, as ever; and no longer when the patch is undone."""
     model, arguments, attention = _attention_of(name)
     calls: list[str] = []
@@ -436,8 +584,15 @@ def test_a_forward_that_is_patched_after_fusing_is_called(name: str, monkeypatch
         calls.append(name)
         return original(self, *args, **kwargs)
 
-    if name in ("gpt2", "vit"):  # it is called as one with hooks is, and so adds its last bias itself
-        handles = [m.register_forward_hook(lambda *_: None) for m in model.modules() if type(m) is type(attention)]
+    if name in (
+        "gpt2",
+        "vit",
+    ):  # it is called as one with hooks is, and so adds its last bias itself
+        handles = [
+            m.register_forward_hook(lambda *_: None)
+            for m in model.modules()
+            if type(m) is type(attention)
+        ]
         expected = outputs(model(**arguments))
         for handle in handles:
             handle.remove()
@@ -471,7 +626,7 @@ def test_a_forward_on_top_of_a_fused_class_is_called(name: str) -> None:
         torch.testing.assert_close(y, e, rtol=0, atol=1e-5 * float(e.detach().abs().max()))
 
 
-# --- gate and up in one projection ----------------------------------------------------------------------------------
+# --- gate and up in one projection ----------------------------------------------------------------
 
 
 class _Packed(nn.Module):
@@ -479,7 +634,10 @@ class _Packed(nn.Module):
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
-        self.gate_up_proj, self.down_proj = nn.Linear(12, 32, bias=False), nn.Linear(16, 12, bias=False)
+        self.gate_up_proj, self.down_proj = (
+            nn.Linear(12, 32, bias=False),
+            nn.Linear(16, 12, bias=False),
+        )
         self.activation_fn = activation
 
     def forward(self, hidden_states: torch.FloatTensor) -> torch.FloatTensor:
@@ -491,9 +649,14 @@ class _Packed(nn.Module):
         return self.down_proj(up_states)
 
 
-@pytest.mark.parametrize("activation, fused", [(nn.SiLU(), True), (nn.GELU(), True), (nn.Hardswish(), False)],
-                         ids=lambda value: type(value).__name__)  # fmt: skip
-def test_a_packed_projection_has_one_gradient(activation: nn.Module, fused: bool, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    "activation, fused",
+    [(nn.SiLU(), True), (nn.GELU(), True), (nn.Hardswish(), False)],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_packed_projection_has_one_gradient(
+    activation: nn.Module, fused: bool, device: torch.device
+) -> None:
     """Backward joins no halves, and the gradients are the original's."""
     model = _Packed(activation).to(device)
     original = copy.deepcopy(model)
@@ -506,11 +669,17 @@ def test_a_packed_projection_has_one_gradient(activation: nn.Module, fused: bool
             assert args[1] is None
             shapes.append(tuple(args[0].shape))
 
-    with observed(observe), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with (
+        observed(observe),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+    ):
         (model(x) * weights).sum().backward()
     assert shapes == ([(5, 32)] if fused else [])
     if fused and KERNEL_PATH:  # elsewhere PyTorch's operators are the operator
-        assert not {event.key for event in profile.key_averages()} & {"aten::cat", "aten::slice_backward"}
+        assert not {event.key for event in profile.key_averages()} & {
+            "aten::cat",
+            "aten::slice_backward",
+        }
     (original(x) * weights).sum().backward()
     for a, b in zip(model.parameters(), original.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)

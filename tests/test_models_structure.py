@@ -1,4 +1,7 @@
-"""Forwards written in many ways: fused they compute what they did, call what they called, and join what can be joined."""
+"""Forwards written in many ways.
+
+Fused they compute what they did, call what they called, and join what can be joined.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,11 @@ class _Mlp(nn.Module):
 
     def __init__(self, bias: bool = True) -> None:
         super().__init__()
-        self.first, self.act, self.second = nn.Linear(_N, 12), nn.GELU(), nn.Linear(12, _N, bias=bias)
+        self.first, self.act, self.second = (
+            nn.Linear(_N, 12),
+            nn.GELU(),
+            nn.Linear(12, _N, bias=bias),
+        )
         self.drop = nn.Dropout(0.3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -85,10 +92,18 @@ class _Base(nn.Module):
         super().__init__()
         self.norm1, self.norm2, self.norm4 = nn.LayerNorm(_N), nn.LayerNorm(_N), nn.LayerNorm(4)
         self.fc, self.fc1, self.fc2 = nn.Linear(_N, _N), nn.Linear(_N, 12), nn.Linear(12, _N)
-        self.gate, self.up, self.down = nn.Linear(_N, 12), nn.Linear(_N, 12), nn.Linear(12, _N, bias=False)
+        self.gate, self.up, self.down = (
+            nn.Linear(_N, 12),
+            nn.Linear(_N, 12),
+            nn.Linear(12, _N, bias=False),
+        )
         self.packed, self.act = nn.Linear(_N, 24), nn.GELU()
         self.relu, self.silu, self.fn = nn.ReLU(inplace=True), nn.SiLU(inplace=True), torch.tanh
-        self.drop1, self.drop2, self.drop_in = nn.Dropout(0.3), nn.Dropout(0.2), nn.Dropout(0.3, inplace=True)
+        self.drop1, self.drop2, self.drop_in = (
+            nn.Dropout(0.3),
+            nn.Dropout(0.2),
+            nn.Dropout(0.3, inplace=True),
+        )
         self.mlp, self.attn, self.unbiased = _Mlp(), _Attention(), _Mlp(bias=False)
         self.lists = _Returning(lambda *outputs: list(outputs))
         self.outputs = _Returning(_Output)
@@ -115,7 +130,7 @@ def _case(**calls: int) -> Callable[[Any], Any]:
     return add
 
 
-# --- styles ----------------------------------------------------------------------------------------------------------
+# --- styles ---------------------------------------------------------------------------------------
 
 
 @_case(bias_act=1, bias_dropout_add=1, bias_dropout_add_ln=1, layer_norm=1)
@@ -144,6 +159,13 @@ def statements(self, x):
 def post_norm(self, x):
     x = self.norm1(x + self.drop1(self.fc(x)))
     return self.norm2(self.drop2(self.fc2(self.act(self.fc1(x)))) + x)
+
+
+@_case(bias_dropout_add_ln=1)
+def two_names_of_a_norm(self, x):
+    h = x + self.drop1(self.fc(x))
+    y = z = self.norm1(h)
+    return y * 2 + z + h
 
 
 @_case(bias_act=1, bias_dropout_add_ln=2)
@@ -418,7 +440,7 @@ def in_place_dropout_of_rows(self, x):
     return y * h
 
 
-# --- sums that wait ---------------------------------------------------------------------------------------------------
+# --- sums that wait -------------------------------------------------------------------------------
 
 
 @_case(layer_norm=1)
@@ -527,7 +549,7 @@ def a_sum_of_two_tensors(self, x):
     return self.norm1(y) + y
 
 
-# --- what is added ----------------------------------------------------------------------------------------------------
+# --- what is added --------------------------------------------------------------------------------
 
 
 @_case(bias_dropout_add=2, layer_norm=1)
@@ -571,7 +593,7 @@ def lists_are_extended(self, x):
     return tuple(kept)
 
 
-# --- what modules return ------------------------------------------------------------------------------------------------
+# --- what modules return --------------------------------------------------------------------------
 
 
 @_case(bias_dropout_add=1)
@@ -648,7 +670,7 @@ def annotated(self, x):
     return y
 
 
-# --- control flow -----------------------------------------------------------------------------------------------------
+# --- control flow ---------------------------------------------------------------------------------
 
 
 @_case(bias_dropout_add=1)
@@ -825,7 +847,7 @@ def asserted(self, x):
     return x + h
 
 
-# --- names that others see --------------------------------------------------------------------------------------------
+# --- names that others see ------------------------------------------------------------------------
 
 
 @_case()
@@ -999,7 +1021,7 @@ class Property(_Base):
         return x + h
 
 
-# --- loops ------------------------------------------------------------------------------------------------------------
+# --- loops ----------------------------------------------------------------------------------------
 
 
 @_case(bias_dropout_add_ln=2)
@@ -1100,7 +1122,7 @@ def a_comprehension_of_layers(self, x):
     return sum(ys) + self.norm1(x + h)
 
 
-# --- more of what may stand between -----------------------------------------------------------------------------------
+# --- more of what may stand between ---------------------------------------------------------------
 
 
 @_case()
@@ -1337,7 +1359,7 @@ def a_flag_that_turns(self, x):
     return x
 
 
-# --- what they compute ------------------------------------------------------------------------------------------------
+# --- what they compute ----------------------------------------------------------------------------
 
 
 def _made(cls: type[_Base], dtype: torch.dtype = torch.float64) -> _Base:
@@ -1351,13 +1373,19 @@ def _made(cls: type[_Base], dtype: torch.dtype = torch.float64) -> _Base:
 
 
 def _rows(dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(2, 3, _N, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(DEVICE, dtype)
+    return torch.randn(
+        2, 3, _N, generator=torch.Generator().manual_seed(5), dtype=torch.float64
+    ).to(DEVICE, dtype)
 
 
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    return [tensor for inner in value for tensor in _tensors(inner)] if isinstance(value, (tuple, list)) else []
+    return (
+        [tensor for inner in value for tensor in _tensors(inner)]
+        if isinstance(value, (tuple, list))
+        else []
+    )
 
 
 def _results(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
@@ -1369,14 +1397,20 @@ def _results(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     assert ys
     drawn = torch.rand(3, device=DEVICE)
     found = {f"output {place}": y for place, y in enumerate(ys)}
-    weights = [torch.randn(y.shape, generator=torch.Generator().manual_seed(place)).to(y) for place, y in enumerate(ys)]
+    weights = [
+        torch.randn(y.shape, generator=torch.Generator().manual_seed(place)).to(y)
+        for place, y in enumerate(ys)
+    ]
     total = sum((y * w).sum() for y, w in zip(ys, weights, strict=True))
     if total.requires_grad:
         leaves = {"x": x, **dict(model.named_parameters())}
         gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
         found |= {name: g for name, g in zip(leaves, gradients, strict=True) if g is not None}
-    return {"drawn": drawn, "kind": torch.tensor([isinstance(value, kind) for kind in (tuple, list, Tensor)]),
-            **{name: y.detach() for name, y in found.items()}}  # fmt: skip
+    return {
+        "drawn": drawn,
+        "kind": torch.tensor([isinstance(value, kind) for kind in (tuple, list, Tensor)]),
+        **{name: y.detach() for name, y in found.items()},
+    }
 
 
 def _same(found: dict[str, Tensor], expected: dict[str, Tensor], close: float = _CLOSE) -> None:
@@ -1396,14 +1430,22 @@ def _fused(model: _Base, **options: Any) -> _Base:
 
 case = pytest.mark.parametrize("name", _CASES)
 # What is true of every rewritten forward for one reason shows in a third of them.
-some = pytest.mark.parametrize("name", [pytest.param(name, marks=[] if i % 3 == 0 else pytest.mark.full)
-                                        for i, name in enumerate(_CASES)])  # fmt: skip
+some = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if i % 3 == 0 else pytest.mark.full)
+        for i, name in enumerate(_CASES)
+    ],
+)
 
 
 @case
 @pytest.mark.parametrize("training", [True, False], ids=["training", ""])
 def test_values(name: str, training: bool) -> None:
-    """Outputs, gradients, and what is dropped, of a seed; so in the other mode, and with the flags the other way."""
+    """Outputs, gradients, and what is dropped, of a seed.
+
+    So in the other mode, and with the flags the other way.
+    """
     model = _made(_CASES[name][0]).train(training)
     fused = _fused(model)
     for flag, mode in ((True, training), (False, training), (True, not training)):
@@ -1414,7 +1456,8 @@ def test_values(name: str, training: bool) -> None:
         _same(_results(fused, _rows()), _results(model, _rows()))
         for found, expected in zip(fused.seen, model.seen, strict=True):
             assert all(
-                torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(found, expected, strict=True)
+                torch.equal(a, b) if isinstance(a, Tensor) else a == b
+                for a, b in zip(found, expected, strict=True)
             )
 
 
@@ -1530,11 +1573,15 @@ class _Shifted(nn.Module):
 
 
 _REPLACED: dict[str, Callable[[nn.Module], Any]] = {
-    "none": lambda child: None, "identity": lambda child: nn.Identity(), "adapter": _Twice, "another shape": _Shifted,
-    "dropout": lambda child: nn.Dropout(0.4), "another activation": lambda child: nn.ReLU(inplace=True),
+    "none": lambda child: None,
+    "identity": lambda child: nn.Identity(),
+    "adapter": _Twice,
+    "another shape": _Shifted,
+    "dropout": lambda child: nn.Dropout(0.4),
+    "another activation": lambda child: nn.ReLU(inplace=True),
     "norm": lambda child: nn.LayerNorm(_N).to(DEVICE, torch.float64),
     "tuple": lambda child: _Returning(lambda *ys: ys).to(DEVICE, torch.float64),
-}  # fmt: skip
+}
 
 
 def test_a_layer_that_is_gone() -> None:
@@ -1585,15 +1632,31 @@ def test_autocast(name: str) -> None:
         assert (results[1][key].float() - y.float()).norm() <= 0.05 * y.float().norm() + 0.05, key
 
 
-_COMPILED = ("inline", "post_norm_statements", "flags", "outputs_of_attention", "chunked", "augmented_and_norm", "another_shape",
-             "in_place_dropout", "tuples_are_added", "a_list_unpacked", "a_loop", "handed_on")  # fmt: skip
+_COMPILED = (
+    "inline",
+    "post_norm_statements",
+    "flags",
+    "outputs_of_attention",
+    "chunked",
+    "augmented_and_norm",
+    "another_shape",
+    "in_place_dropout",
+    "tuples_are_added",
+    "a_list_unpacked",
+    "a_loop",
+    "handed_on",
+)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in _COMPILED else pytest.mark.full) for name in _CASES]
+    "name",
+    [pytest.param(name, marks=[] if name in _COMPILED else pytest.mark.full) for name in _CASES],
 )
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled(name: str) -> None:
     model = _made(_CASES[name][0]).eval()
-    expected, found = (_results(torch.compile(each, backend="aot_eager"), _rows()) for each in (model, _fused(model)))
+    expected, found = (
+        _results(torch.compile(each, backend="aot_eager"), _rows())
+        for each in (model, _fused(model))
+    )
     _same(found, expected)

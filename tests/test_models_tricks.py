@@ -24,13 +24,23 @@ from zoo import SAMPLES, build, counted, inputs, making_kernels, undropped
 pytestmark = pytest.mark.once
 
 # What each of some models uses.
-_USED = {"bert": {"masks", "packing", "casts"}, "bart": {"masks", "packing", "casts"}, "vit": {"masks", "packing", "casts"},
-         "t5": {"packing", "casts", "one_token"}, "t5_gated": {"packing", "casts", "one_token"},
-         "torch_pre_norm": {"casts"}, "llama": set[str]()}  # fmt: skip
+_USED = {
+    "bert": {"masks", "packing", "casts"},
+    "bart": {"masks", "packing", "casts"},
+    "vit": {"masks", "packing", "casts"},
+    "t5": {"packing", "casts", "one_token"},
+    "t5_gated": {"packing", "casts", "one_token"},
+    "torch_pre_norm": {"casts"},
+    "llama": set[str](),
+}
 _SOME = [spec for spec in SAMPLES if spec.name in _USED]
 # A layer of each that takes rows and a mask.
-_LAYERS = {"bert": "bert.encoder.layer.0", "bart": "model.encoder.layers.0", "vit": "vit.layers.0",
-           "llama": "model.layers.0.self_attn"}  # fmt: skip
+_LAYERS = {
+    "bert": "bert.encoder.layer.0",
+    "bart": "model.encoder.layers.0",
+    "vit": "vit.layers.0",
+    "llama": "model.layers.0.self_attn",
+}
 
 
 @contextmanager
@@ -63,7 +73,11 @@ def _masks(model: nn.Module, spec: ModelSpec) -> int:
         count += attn_mask.stride(-1) == 1
         return attend(*args, attn_mask=attn_mask, **kwargs)
 
-    others = {"position_embeddings": torch.ones(2, 1, 5, 16, device=DEVICE)} if spec.name == "llama" else {}
+    others = (
+        {"position_embeddings": torch.ones(2, 1, 5, 16, device=DEVICE)}
+        if spec.name == "llama"
+        else {}
+    )
     with making_kernels(), mock.patch("torch.nn.functional.scaled_dot_product_attention", attended):
         layer(torch.randn(2, 5, width, device=DEVICE), attention_mask=mask, **others)
     return count
@@ -78,7 +92,9 @@ def _measured(spec: ModelSpec, exclude: tuple[str, ...]) -> tuple[dict[str, int]
         torch.autocast(DEVICE.type, torch.bfloat16),
         _calls("fusedops.models.tricks.packing.packed_linear") as packs,
         # Of feed-forward parts: those of an attention are of its packed layers.
-        _calls("fusedops.models.tricks.casts.cast_stacks", lambda result: result is not None) as casts,
+        _calls(
+            "fusedops.models.tricks.casts.cast_stacks", lambda result: result is not None
+        ) as casts,
         _calls("fusedops.models.tricks.packing._cast") as cast_with_packed,
         counted() as operators,
     ):
@@ -86,7 +102,9 @@ def _measured(spec: ModelSpec, exclude: tuple[str, ...]) -> tuple[dict[str, int]
     assert not cast_with_packed or not {"casts", "packing"} & {*exclude}
     tricks.update(packing=len(packs), casts=len(casts), masks=_masks(model, spec))
     if "t5_attention" in spec.rules.values():
-        arguments = {name: value for name, value in inputs(spec).items() if not name.startswith("decoder")}
+        arguments = {
+            name: value for name, value in inputs(spec).items() if not name.startswith("decoder")
+        }
         with _calls("fusedops.models.tricks.one_token._next_token") as tokens:
             model.eval().generate(**arguments, max_new_tokens=3, do_sample=False)
         tricks["one_token"] = len(tokens)
@@ -103,14 +121,21 @@ def test_each_is_turned_off_alone(spec: ModelSpec) -> None:
         assert found == others
 
 
-@pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name == "bert"], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "spec", [s for s in SAMPLES if s.name == "bert"], ids=lambda spec: spec.name
+)
 def test_one_model_has_it_and_another_has_not(spec: ModelSpec) -> None:
     """Of the same classes; and what is saved without it is loaded without it."""
     with_it, without = build(spec), build(spec)
     fusedops.fuse_model(with_it)
     fusedops.fuse_model(without, exclude=["masks"])
-    for model, laid_out in ((with_it, True), (without, False), (copy.deepcopy(without), False),
-                            (pickle.loads(pickle.dumps(without)), False), (pickle.loads(pickle.dumps(with_it)), True)):  # fmt: skip
+    for model, laid_out in (
+        (with_it, True),
+        (without, False),
+        (copy.deepcopy(without), False),
+        (pickle.loads(pickle.dumps(without)), False),
+        (pickle.loads(pickle.dumps(with_it)), True),
+    ):
         assert bool(_masks(model, spec)) is laid_out
     fusedops.unfuse_model(without)
     fusedops.fuse_model(without)

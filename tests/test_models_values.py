@@ -1,4 +1,7 @@
-"""A fused model computes what it did: forward and gradients, with dropout and without, by the operators it says."""
+"""A fused model computes what it did.
+
+Forward and gradients, with dropout and without, by the operators it says.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ from zoo import HAS_TRANSFORMERS, SAMPLES, build, counted, every, inputs, output
 # What a model calls does not depend on the kernels, whose values the operators' own tests hold.
 pytestmark = pytest.mark.once
 
-# How many roundings lie between two uses of parameters, which the sensitivity below counts as one: of T5's gated unit
-# by tanh, the longest such stretch, eleven elementwise steps and a sum.
+# How many roundings lie between two uses of parameters, which the sensitivity below counts as one:
+# of T5's gated unit by tanh, the longest such stretch, eleven elementwise steps and a sum.
 _ROUNDINGS = 12
 _STEP = 2.0**-18
 
@@ -30,7 +33,10 @@ def _doubled(model: nn.Module) -> nn.Module:
 
 
 def _widened(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in arguments.items()}
+    return {
+        k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
+        for k, v in arguments.items()
+    }
 
 
 def _flat(result: tuple[list[Tensor], dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -38,10 +44,14 @@ def _flat(result: tuple[list[Tensor], dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _distances(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    return {name: float((found[name].double() - value).abs().max()) for name, value in exact.items()}
+    return {
+        name: float((found[name].double() - value).abs().max()) for name, value in exact.items()
+    }
 
 
-def _moved(model: nn.Module, arguments: dict[str, Any], seed: int) -> tuple[nn.Module, dict[str, Any]]:
+def _moved(
+    model: nn.Module, arguments: dict[str, Any], seed: int
+) -> tuple[nn.Module, dict[str, Any]]:
     """Both with every number a little larger or smaller at random, by 2⁻¹⁸ of it or by a unit in its last place."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -53,15 +63,21 @@ def _moved(model: nn.Module, arguments: dict[str, Any], seed: int) -> tuple[nn.M
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.copy_(move(parameter))
-    return other, {k: move(v) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in arguments.items()}
+    return other, {
+        k: move(v) if isinstance(v, Tensor) and v.is_floating_point() else v
+        for k, v in arguments.items()
+    }
 
 
-def _bounds(model: nn.Module, arguments: dict[str, Any], exact: dict[str, Tensor]) -> dict[str, float]:
+def _bounds(
+    model: nn.Module, arguments: dict[str, Any], exact: dict[str, Tensor]
+) -> dict[str, float]:
     """How far each result of a fused model may be from the fp64 one.
 
-    Twice eager's error, and `_ROUNDINGS` times what one rounding of each parameter and input makes of the result.
-    Eager's is the largest over moved models too: gradients that are zero but for rounding (that of a key's bias, say)
-    have an error that no perturbation explains, and it differs from run to run.
+    Twice eager's error, and `_ROUNDINGS` times what one rounding of each parameter and input makes
+    of the result. Eager's is the largest over moved models too: gradients that are zero but for
+    rounding (that of a key's bias, say) have an error that no perturbation explains, and it differs
+    from run to run.
     """
     u = unit_roundoff(next(model.parameters()).dtype if list(model.parameters()) else torch.float32)
     errors, changes = _distances(_flat(run(model, arguments)), exact), dict.fromkeys(exact, 0.0)
@@ -72,8 +88,10 @@ def _bounds(model: nn.Module, arguments: dict[str, Any], exact: dict[str, Tensor
             errors[name] = max(errors[name], error)
         for name, change in _distances(there, exact).items():
             changes[name] = max(changes[name], change / max(_STEP, 2 * u))
-    return {name: 2 * errors[name] + _ROUNDINGS * u * changes[name] + u * float(value.abs().max())
-            for name, value in exact.items()}  # fmt: skip
+    return {
+        name: 2 * errors[name] + _ROUNDINGS * u * changes[name] + u * float(value.abs().max())
+        for name, value in exact.items()
+    }
 
 
 def _check(spec: ModelSpec, dtype: torch.dtype) -> None:
@@ -84,7 +102,9 @@ def _check(spec: ModelSpec, dtype: torch.dtype) -> None:
     assert fusedops.fuse_model(model)
     found = _flat(run(model, arguments))
     assert found.keys() == exact.keys()
-    assert {name: (x.shape, x.dtype) for name, x in found.items()} == {n: (x.shape, x.dtype) for n, x in eager.items()}
+    assert {name: (x.shape, x.dtype) for name, x in found.items()} == {
+        n: (x.shape, x.dtype) for n, x in eager.items()
+    }
     for name, error in _distances(found, exact).items():
         assert error <= bounds[name], f"{name}: off by {error:.3g}, allowed {bounds[name]:.3g}"
 
@@ -121,20 +141,29 @@ def test_every_rule_reported_was_met(spec: ModelSpec) -> None:
     found: dict[str, set[str]] = {}
     for module in report.modules:
         found.setdefault(module.type, set()).add(module.rule)
-    assert {name: found.get(name) for name in spec.rules} == {name: {rule} for name, rule in spec.rules.items()}
+    assert {name: found.get(name) for name in spec.rules} == {
+        name: {rule} for name, rule in spec.rules.items()
+    }
 
 
 def _drops(model: nn.Module) -> bool:
-    """Whether a model drops anything in training: by a module, or by a number that some models have instead."""
+    """Whether a model drops anything in training.
+
+    By a module, or by a number that some models have instead.
+    """
     chances = [
-        module.p if isinstance(module, nn.Dropout) else getattr(module, "dropout", 0) for module in model.modules()
+        module.p if isinstance(module, nn.Dropout) else getattr(module, "dropout", 0)
+        for module in model.modules()
     ]
     return any(isinstance(p, float) and p > 0 for p in chances)
 
 
 @every
 def test_seeds_rule_the_masks(spec: ModelSpec) -> None:
-    """One seed, one result; another, another. On a CPU the masks are those that the model drew before it was fused."""
+    """One seed, one result; another, another.
+
+    On a CPU the masks are those that the model drew before it was fused.
+    """
     model, arguments = build(spec).train(), inputs(spec)
     eager = run(model, arguments, seed=3)[0]
     fusedops.fuse_model(model)
@@ -163,7 +192,10 @@ class _Output(nn.Module):
 
 
 def test_dropout_drops_as_it_did(device: torch.device) -> None:
-    """Means and deviations over many masks agree within five standard errors; a seed gives one mask; eval drops none."""
+    """Means and deviations over many masks agree within five standard errors.
+
+    A seed gives one mask; eval drops none.
+    """
     draws = 400 if not INTERPRETED else 60
     module = _Output().to(device)
     x, residual = torch.randn(2, 4, 64, device=device)
@@ -181,7 +213,8 @@ def test_dropout_drops_as_it_did(device: torch.device) -> None:
         deviations.append(values.std(0))
     error = (deviations[0].square() + deviations[1].square()).sqrt() / draws**0.5
     assert ((means[0] - means[1]).abs() <= 5 * error).all()
-    # The deviation's own standard error: normal values' is 0.71 of the mean's; heavier tails' at most twice that here.
+    # The deviation's own standard error: normal values' is 0.71 of the mean's; heavier tails' at
+    # most twice that here.
     assert ((deviations[0] - deviations[1]).abs() <= 5 * 1.5 * error).all()
     module.eval()
     state = torch.get_rng_state()
@@ -189,10 +222,15 @@ def test_dropout_drops_as_it_did(device: torch.device) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in ("gpt2", "bert", "t5", "t5_gated", "llama")],
-                         ids=lambda spec: spec.name)  # fmt: skip
+@pytest.mark.parametrize(
+    "spec",
+    [s for s in SAMPLES if s.name in ("gpt2", "bert", "t5", "t5_gated", "llama")],
+    ids=lambda spec: spec.name,
+)
 def test_autocast(spec: ModelSpec, device: torch.device) -> None:
-    """In training, with no dropout: the dtypes that eager has, and no further from the fp32 results than twice eager.
+    """In training, with no dropout.
+
+    The dtypes that eager has, and no further from the fp32 results than twice eager.
 
     Or 8 roundings more, where eager happens to be lucky.
     """
@@ -206,8 +244,12 @@ def test_autocast(spec: ModelSpec, device: torch.device) -> None:
         with torch.autocast(device.type, torch.bfloat16):
             results.append(_flat(run(model, arguments)))
     eager, found = results
-    assert {name: x.dtype for name, x in found.items()} == {name: x.dtype for name, x in eager.items()}
-    errors, eagers = (_distances(result, {k: v.double() for k, v in exact.items()}) for result in (found, eager))
+    assert {name: x.dtype for name, x in found.items()} == {
+        name: x.dtype for name, x in eager.items()
+    }
+    errors, eagers = (
+        _distances(result, {k: v.double() for k, v in exact.items()}) for result in (found, eager)
+    )
     for name in (name for name in exact if name.startswith("output")):
         slack = 8 * unit_roundoff(torch.bfloat16) * float(exact[name].abs().max())
         assert errors[name] <= 2 * eagers[name] + slack, (name, errors[name], eagers[name])
@@ -221,11 +263,14 @@ def _no_dropout(model: nn.Module) -> None:
             module.dropout = 0.0
 
 
-@pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name in ("gpt2", "bert", "t5")], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "spec", [s for s in SAMPLES if s.name in ("gpt2", "bert", "t5")], ids=lambda spec: spec.name
+)
 def test_checkpointed(spec: ModelSpec) -> None:
     """Recomputed activations: the same gradients, dropout included (with another mask they differ throughout).
 
-    T5 without its cache, which checkpointing turns off, multiplies other matrices: the same but for fp32's roundings.
+    T5 without its cache, which checkpointing turns off, multiplies other matrices: the same but for
+    fp32's roundings.
     """
     model, arguments = build(spec).train(), inputs(spec)
     fusedops.fuse_model(model)
@@ -233,7 +278,9 @@ def test_checkpointed(spec: ModelSpec) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     found = run(model, arguments, seed=3)[1]
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()), msg=name)
+        torch.testing.assert_close(
+            found[name], gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()), msg=name
+        )
 
 
 @pytest.mark.parametrize(
@@ -244,8 +291,13 @@ def test_checkpointed(spec: ModelSpec) -> None:
         ("mbart", "MBartEncoderLayer", "fc2", 2e3, 6e4),
     ][: 3 * HAS_TRANSFORMERS],
 )
-def test_fp16(name: str, layer: str, part: str, factor: float, size: float, device: torch.device) -> None:
-    """T5's blocks, and BART's and MBart's encoder layers clamp fp16's infinities: so do the fused ones."""
+def test_fp16(
+    name: str, layer: str, part: str, factor: float, size: float, device: torch.device
+) -> None:
+    """T5's blocks, and BART's and MBart's encoder layers clamp fp16's infinities.
+
+    So do the fused ones.
+    """
     spec = next(s for s in MODELS if s.name == name)
     module = next(m for m in build(spec, torch.float16).modules() if type(m).__name__ == layer)
     x = (torch.randn(2, 5, 32, device=device).sign() * size).half()
@@ -267,9 +319,16 @@ _ROUNDED = ("LlamaRMSNorm", "Olmo2RMSNorm", "T5LayerNorm", "GemmaRMSNorm")
 
 
 @pytest.mark.parametrize("name", _ROUNDED if HAS_TRANSFORMERS else [])
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16),
-                                    (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)],
-                         ids=lambda dtypes: "-".join(str(d).removeprefix("torch.") for d in dtypes))  # fmt: skip
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+    ],
+    ids=lambda dtypes: "-".join(str(d).removeprefix("torch.") for d in dtypes),
+)
 def test_norms_round_where_transformers_does(
     name: str, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device
 ) -> None:
@@ -292,12 +351,22 @@ def test_norms_round_where_transformers_does(
 def test_the_fast_path_is_taken_as_before(
     norm_first: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In evaluation with no gradient, on a padded batch too; not where a gradient is asked for, nor in training."""
+    """In evaluation with no gradient, on a padded batch too.
+
+    Not where a gradient is asked for, nor in training.
+    """
     taken = []
     original = torch._transformer_encoder_layer_fwd
-    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *args: taken.append(1) or original(*args))
-    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first).to(device)
-    x, padding = torch.randn(2, 5, 16, device=device), torch.zeros(2, 5, dtype=torch.bool, device=device)
+    monkeypatch.setattr(
+        torch, "_transformer_encoder_layer_fwd", lambda *args: taken.append(1) or original(*args)
+    )
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first).to(
+        device
+    )
+    x, padding = (
+        torch.randn(2, 5, 16, device=device),
+        torch.zeros(2, 5, dtype=torch.bool, device=device),
+    )
     padding[1, 3:] = True
     counts, results, fused = [], [], []
     for fuse in (False, True):
@@ -328,8 +397,13 @@ def test_a_frozen_attention_in_evaluation(device: torch.device) -> None:
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_a_narrow_stream_stays_narrow(norm_first: bool, device: torch.device) -> None:
-    """Under autocast, with a residual stream in bf16: the fp32 bias that the block takes over does not widen it."""
-    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first).to(device)
+    """Under autocast, with a residual stream in bf16.
+
+    The fp32 bias that the block takes over does not widen it.
+    """
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first).to(
+        device
+    )
     x = torch.randn(2, 5, 16, device=device, dtype=torch.bfloat16)
     seen = []
     with torch.autocast(device.type, torch.bfloat16):
@@ -338,22 +412,35 @@ def test_a_narrow_stream_stays_narrow(norm_first: bool, device: torch.device) ->
                 fusedops.fuse_model(layer)
             seen.append(layer(x))
     assert seen[0].dtype == seen[1].dtype
-    torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=8 * 2.0**-8 * float(seen[0].detach().float().abs().max()))
+    torch.testing.assert_close(
+        seen[1], seen[0], rtol=0, atol=8 * 2.0**-8 * float(seen[0].detach().float().abs().max())
+    )
 
 
 # Their models look at tokens, which have no values there.
 _LOOKS = ("bart", "mbart", "marian")
 
 
-@pytest.mark.parametrize("spec", [s for s in SAMPLES if s.name not in _LOOKS], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "spec", [s for s in SAMPLES if s.name not in _LOOKS], ids=lambda spec: spec.name
+)
 def test_on_the_meta_device(spec: ModelSpec) -> None:
-    """Shapes without values, as for an estimate of a model's size: the fused model gives those of the original."""
+    """Shapes without values, as for an estimate of a model's size.
+
+    The fused model gives those of the original.
+    """
     model = build(spec).to("meta")
     # Transformers looks into masks.
-    given = {k: v.to("meta") for k, v in inputs(spec).items() if isinstance(v, Tensor) and "mask" not in k}
+    given = {
+        k: v.to("meta")
+        for k, v in inputs(spec).items()
+        if isinstance(v, Tensor) and "mask" not in k
+    }
     try:
         model(**given)
-    except RuntimeError:  # it makes itself the mask that it is not given; nobody looks into one for eager attention
+    except (
+        RuntimeError
+    ):  # it makes itself the mask that it is not given; nobody looks into one for eager attention
         model.set_attn_implementation("eager")
     expected = [t.shape for t in outputs(model(**given))]
     assert fusedops.fuse_model(model)

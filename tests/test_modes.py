@@ -1,4 +1,7 @@
-"""Dispatch modes, tensor subclasses, checkpoints and other threads change no number: no value, gradient or mask."""
+"""Dispatch modes, tensor subclasses, checkpoints and other threads change no number.
+
+No value, gradient or mask.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusedops.core.spec import Spec
@@ -32,11 +39,13 @@ def _drawn(both: Pair) -> Callable[..., tuple[Tensor, ...]]:
     """The operator as a user calls it, with a mask that it draws itself."""
     spec, sample = both.spec, both.sample
     return lambda *values: as_tuple(
-        spec.call(**{**sample.tensors, **dict(zip(both.names, values, strict=True))}, **sample.options)
+        spec.call(
+            **{**sample.tensors, **dict(zip(both.names, values, strict=True))}, **sample.options
+        )
     )
 
 
-# --- another thread compiles ---------------------------------------------------------------------------------------
+# --- another thread compiles ----------------------------------------------------------------------
 
 
 @contextmanager
@@ -76,7 +85,7 @@ def test_another_thread_compiling(spec: Spec, device: torch.device, fresh_dynamo
     close(beside, alone)
 
 
-# --- dropout under modes and checkpoints ----------------------------------------------------------------------------
+# --- dropout under modes and checkpoints ----------------------------------------------------------
 
 
 @droppers
@@ -91,7 +100,9 @@ def test_mask_under_a_dispatch_mode(spec: Spec, where: str, device: torch.device
             outputs = problem.forward(0.5)
         state = rng_state(device)
         with backward:
-            grads = torch.autograd.grad(outputs, problem.rows, [torch.ones_like(o) for o in outputs])
+            grads = torch.autograd.grad(
+                outputs, problem.rows, [torch.ones_like(o) for o in outputs]
+            )
         return (*(o.detach() for o in outputs), *grads, state)
 
     plain = run(nullcontext(), nullcontext())
@@ -112,7 +123,11 @@ def _all_recomputed(_: Any, operator: Any, *args: Any, **options: Any) -> Checkp
 
 
 def _selective(policy: Callable[..., CheckpointPolicy]) -> Callable[..., Any]:
-    return partial(checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy))
+    return partial(
+        checkpoint,
+        use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, policy),
+    )
 
 
 CHECKPOINTS: dict[str, Callable[..., Any]] = {
@@ -127,7 +142,10 @@ CHECKPOINTS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 @pytest.mark.parametrize("where", ["none", "forward", "backward"])
 def test_checkpoint(spec: Spec, kind: str, where: str, device: torch.device) -> None:
-    """What is recomputed has the mask and the gradients of a call that is not; a mode may come or go in between."""
+    """What is recomputed has the mask and the gradients of a call that is not.
+
+    A mode may come or go in between.
+    """
     both = pair(spec, device)
     weights, function = both.cotangents(), _drawn(both)
 
@@ -153,27 +171,37 @@ def test_checkpoint(spec: Spec, kind: str, where: str, device: torch.device) -> 
     close(found, expected)
 
 
-# --- subclasses ------------------------------------------------------------------------------------------------------
+# --- subclasses -----------------------------------------------------------------------------------
 
 
 @every
 @pytest.mark.parametrize("which", ["all", "first", "last"])
 def test_a_wrapper_subclass(spec: Spec, which: str, device: torch.device) -> None:
-    """A subclass without memory of its own, alone or among plain tensors: it sees every operator of the call."""
+    """A subclass without memory of its own, alone or among plain tensors.
+
+    It sees every operator of the call.
+    """
     both = pair(spec, device)
     weights = both.cotangents()
     outputs = both.ours(*(leaves := both.leaves()))
     expected = (*outputs, *torch.autograd.grad(outputs, leaves, weights))
     chosen = {"all": range(len(leaves)), "first": [0], "last": [len(leaves) - 1]}[which]
-    leaves = tuple((Wrapper(t) if i in chosen else t.clone()).requires_grad_() for i, t in enumerate(both.tensors))
+    leaves = tuple(
+        (Wrapper(t) if i in chosen else t.clone()).requires_grad_()
+        for i, t in enumerate(both.tensors)
+    )
     Wrapper.log.clear()
     outputs = both.ours(*leaves)
     assert all(isinstance(output, Wrapper) for output in outputs) or which != "all"
-    cotangents = [w if type(o) is Tensor else Wrapper(w) for o, w in zip(outputs, weights, strict=True)]
+    cotangents = [
+        w if type(o) is Tensor else Wrapper(w) for o, w in zip(outputs, weights, strict=True)
+    ]
     found = (*outputs, *torch.autograd.grad(outputs, leaves, cotangents))
     close(tuple(t.held if isinstance(t, Wrapper) else t for t in found), expected)
     if KERNEL_PATH:
-        assert sum(name.startswith("fusedops.") for name in Wrapper.log) >= 2, "the operators stayed out of its sight"
+        assert sum(name.startswith("fusedops.") for name in Wrapper.log) >= 2, (
+            "the operators stayed out of its sight"
+        )
 
 
 @every
@@ -188,7 +216,7 @@ def test_a_wrapped_cotangent(spec: Spec, device: torch.device) -> None:
     close(tuple(t.held if isinstance(t, Wrapper) else t for t in found), expected)
 
 
-# --- tensors whose memory holds other numbers, or none ---------------------------------------------------------------
+# --- tensors whose memory holds other numbers, or none --------------------------------------------
 
 
 def _negated(t: Tensor) -> Tensor:
@@ -200,7 +228,10 @@ def _negated(t: Tensor) -> Tensor:
 
 @every
 def test_negative_views(spec: Spec, device: torch.device) -> None:
-    """Each argument alone, all of them, and the cotangents: values, first and second derivatives."""
+    """Each argument alone, all of them, and the cotangents.
+
+    Values, first and second derivatives.
+    """
     both = pair(spec, device)
     weights = both.cotangents()
     with torch.no_grad():
@@ -225,8 +256,10 @@ def test_zero_tensors_as_cotangents(spec: Spec, which: str, device: torch.device
     both = pair(spec, device)
     weights = both.cotangents()
     chosen = {"all": range(len(weights)), "first": [0], "last": [len(weights) - 1]}[which]
-    zeros = [torch._efficientzerotensor(w.shape, dtype=w.dtype, device=device) if i in chosen else w
-             for i, w in enumerate(weights)]  # fmt: skip
+    zeros = [
+        torch._efficientzerotensor(w.shape, dtype=w.dtype, device=device) if i in chosen else w
+        for i, w in enumerate(weights)
+    ]
     dense = [torch.zeros_like(w) if i in chosen else w for i, w in enumerate(weights)]
     leaves = both.leaves()
     found = torch.autograd.grad(both.ours(*leaves), leaves, zeros)
@@ -234,12 +267,15 @@ def test_zero_tensors_as_cotangents(spec: Spec, which: str, device: torch.device
     close(tuple(t + 0.0 for t in found), torch.autograd.grad(both.theirs(*leaves), leaves, dense))
 
 
-# --- a concurrent thread draws ---------------------------------------------------------------------------------------
+# --- a concurrent thread draws --------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 def test_a_concurrent_thread_keeps_its_place_in_the_sequence(device: torch.device) -> None:
-    """Two threads share the generator: its offset never falls, and at the end holds every draw of both."""
+    """Two threads share the generator.
+
+    Its offset never falls, and at the end holds every draw of both.
+    """
     problem = Problem(DROPOUT_SPECS[0], 4, 40, device)
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     rounds = 2000

@@ -1,4 +1,7 @@
-"""The modules stand in for torch.nn's: constructor, parameters, initial values, state_dict, repr, pickle, copies."""
+"""The modules stand in for torch.nn's.
+
+Constructor, parameters, initial values, state_dict, repr, pickle, copies.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ from modules import N, close, randomise
 
 @dataclass(frozen=True)
 class Pair:
-    """A module and the torch.nn module that it extends; ``options`` go to the fused constructor alone."""
+    """A module and the torch.nn module that it extends.
+
+    ``options`` go to the fused constructor alone.
+    """
 
     fused: type[nn.Module]
     native: type[nn.Module]
@@ -38,7 +44,9 @@ class Pair:
     options: dict[str, Any]
 
     def build(self, **options: Any) -> tuple[nn.Module, nn.Module]:
-        return self.fused(*self.shape, **self.options, **options), self.native(*self.shape, **options)
+        return self.fused(*self.shape, **self.options, **options), self.native(
+            *self.shape, **options
+        )
 
     @property
     def drops(self) -> bool:
@@ -71,7 +79,9 @@ every = pytest.mark.parametrize("pair", PAIRS, ids=_id)
 norms = pytest.mark.parametrize("pair", NORMS, ids=_id)
 
 
-def _inputs(pair: Pair, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+def _inputs(
+    pair: Pair, device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, ...]:
     made = {"bias": torch.randn(N), "residual": torch.randn(3, 5, N)}
     wanted = list(inspect.signature(pair.fused.forward).parameters)[2:]
     tensors = (torch.randn(3, 5, N), *(made[name] for name in wanted))
@@ -88,15 +98,23 @@ def _composite(module: nn.Module, native: nn.Module, inputs: tuple[Tensor, ...])
 def test_is_the_torch_module(pair: Pair) -> None:
     module, native = pair.build()
     assert isinstance(module, pair.native)
-    assert {k: v.shape for k, v in module.state_dict().items()} == {k: v.shape for k, v in native.state_dict().items()}
-    assert [name for name, _ in module.named_parameters()] == [name for name, _ in native.named_parameters()]
+    assert {k: v.shape for k, v in module.state_dict().items()} == {
+        k: v.shape for k, v in native.state_dict().items()
+    }
+    assert [name for name, _ in module.named_parameters()] == [
+        name for name, _ in native.named_parameters()
+    ]
 
 
 @pytest.mark.parametrize("pair", PAIRS[:3], ids=_id)
 def test_constructor_is_torchs(pair: Pair) -> None:
     """Same names, order and defaults; what is added is keyword-only."""
-    ours, theirs = (list(inspect.signature(c).parameters.values()) for c in (pair.fused, pair.native))
-    assert [(p.name, p.default) for p in ours[: len(theirs)]] == [(p.name, p.default) for p in theirs]
+    ours, theirs = (
+        list(inspect.signature(c).parameters.values()) for c in (pair.fused, pair.native)
+    )
+    assert [(p.name, p.default) for p in ours[: len(theirs)]] == [
+        (p.name, p.default) for p in theirs
+    ]
     assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(theirs) :])
     forward = [list(inspect.signature(c.forward).parameters) for c in (pair.fused, pair.native)]
     assert forward[0] == forward[1]
@@ -142,9 +160,14 @@ def _variants(pair: Pair) -> list[dict[str, Any]]:
     return variants
 
 
-@pytest.mark.parametrize(("pair", "options"), [(p, o) for p in PAIRS for o in _variants(p)],
-                         ids=lambda v: _id(v) if isinstance(v, Pair) else str(v))  # fmt: skip
-def test_values_are_the_composites(pair: Pair, options: dict[str, Any], device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("pair", "options"),
+    [(p, o) for p in PAIRS for o in _variants(p)],
+    ids=lambda v: _id(v) if isinstance(v, Pair) else str(v),
+)
+def test_values_are_the_composites(
+    pair: Pair, options: dict[str, Any], device: torch.device
+) -> None:
     """In evaluation, and in training with nothing to drop."""
     module, native = (randomise(m).to(device) for m in pair.build(**options))
     native.load_state_dict(module.state_dict())
@@ -203,7 +226,9 @@ def test_calls_its_functional(pair: Pair, device: torch.device) -> None:
     theirs = functional(*inputs, *module.parameters(), p=0.4)
     assert torch.equal(ours, theirs)
     leaves = (*inputs, *module.parameters())
-    for a, b in zip(torch.autograd.grad(ours, leaves, dy), torch.autograd.grad(theirs, leaves, dy), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(ours, leaves, dy), torch.autograd.grad(theirs, leaves, dy), strict=True
+    ):
         assert torch.equal(a, b)
     assert (ours != theirs.detach() + 1).all()
 
@@ -242,7 +267,8 @@ def test_to_dtype(pair: Pair, dtype: torch.dtype, device: torch.device) -> None:
     actual = moved(*inputs)
     assert actual.dtype == dtype
     expected = _composite(moved, native.double(), tuple(t.double() for t in inputs))
-    # Values below about 16: one rounding of the output, and of the sum, each half an ulp of the dtype.
+    # Values below about 16: one rounding of the output, and of the sum, each half an ulp of the
+    # dtype.
     torch.testing.assert_close(
         actual.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps
     )
@@ -251,7 +277,9 @@ def test_to_dtype(pair: Pair, dtype: torch.dtype, device: torch.device) -> None:
 @norms
 def test_device_and_dtype_arguments(pair: Pair, device: torch.device) -> None:
     module, _ = pair.build(device=device, dtype=torch.float64)
-    assert all(p.dtype == torch.float64 and p.device.type == device.type for p in module.parameters())
+    assert all(
+        p.dtype == torch.float64 and p.device.type == device.type for p in module.parameters()
+    )
     assert pair.build(device="meta")[0].weight.is_meta
 
 
@@ -265,7 +293,9 @@ def test_repr(pair: Pair) -> None:
 
 
 def test_repr_of_the_options() -> None:
-    assert repr(FusedRMSNorm(8, weight_offset=1.0, rounding="llama")).endswith("weight_offset=1.0, rounding='llama')")
+    assert repr(FusedRMSNorm(8, weight_offset=1.0, rounding="llama")).endswith(
+        "weight_offset=1.0, rounding='llama')"
+    )
     module = FusedBiasDropoutAddRMSNorm(8, p=0.1, return_sum=True, save="output")
     assert repr(module).endswith("p=0.1, return_sum=True, save='output')")
 
@@ -290,7 +320,9 @@ def test_sequential(device: torch.device) -> None:
 
     def model(norms: tuple[type[nn.Module], type[nn.Module]]) -> nn.Sequential:
         torch.manual_seed(2)
-        return nn.Sequential(nn.Linear(N, N), norms[0](N), nn.ReLU(), nn.Linear(N, N), norms[1](N)).to(device)
+        return nn.Sequential(
+            nn.Linear(N, N), norms[0](N), nn.ReLU(), nn.Linear(N, N), norms[1](N)
+        ).to(device)
 
     ours, theirs = model((FusedLayerNorm, FusedRMSNorm)), model((nn.LayerNorm, nn.RMSNorm))
     x, dy = torch.randn(7, N, device=device), torch.randn(7, N, device=device)
@@ -311,7 +343,9 @@ def test_several_normalised_dimensions(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("fused", [FusedRMSNorm, FusedBiasDropoutAddRMSNorm])
-def test_weight_offset_starts_at_a_scale_of_one(fused: type[nn.Module], device: torch.device) -> None:
+def test_weight_offset_starts_at_a_scale_of_one(
+    fused: type[nn.Module], device: torch.device
+) -> None:
     options = {"p": 0.1} if fused is FusedBiasDropoutAddRMSNorm else {}
     module = fused(N, weight_offset=1.0, **options).to(device).eval()
     assert not module.weight.any()
@@ -336,8 +370,12 @@ def test_normalized_shape_of_tensors(device: torch.device) -> None:
     """As torch.nn takes it."""
     x = torch.randn(3, 8, device=device)
     for shape in (torch.tensor([8]), [torch.tensor(8)]):
-        torch.testing.assert_close(fusedops.layer_norm(x, shape), torch.nn.functional.layer_norm(x, (8,)))
-        torch.testing.assert_close(fusedops.rms_norm(x, shape), torch.nn.functional.rms_norm(x, (8,)))
+        torch.testing.assert_close(
+            fusedops.layer_norm(x, shape), torch.nn.functional.layer_norm(x, (8,))
+        )
+        torch.testing.assert_close(
+            fusedops.rms_norm(x, shape), torch.nn.functional.rms_norm(x, (8,))
+        )
 
 
 def test_a_star_import_leaves_nn_alone() -> None:

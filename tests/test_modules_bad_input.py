@@ -1,4 +1,7 @@
-"""What the modules refuse: constants when they are built, in the words of the call; layers and inputs that do not fit."""
+"""What the modules refuse: constants when they are built, in the words of the call.
+
+Layers and inputs that do not fit.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,9 @@ SIZES = (4, 17, 1, 32)
 
 def test_bad_activations() -> None:
     for build in (FusedGatedAct, FusedBiasAct):
-        with pytest.raises(ValueError, match=f"{build.__name__}: activation must be one of 'gelu', .*, got 'mish'"):
+        with pytest.raises(
+            ValueError, match=f"{build.__name__}: activation must be one of 'gelu', .*, got 'mish'"
+        ):
             build("mish")
     with pytest.raises(ValueError, match=r"FusedBiasAct: p must be in \[0, 1\], got 1.5"):
         FusedBiasAct("relu", 1.5)
@@ -44,7 +49,11 @@ def test_bad_activations() -> None:
 
 def test_dropout_has_no_default() -> None:
     """A probability that nobody chose would drop a part of a model that has no dropout."""
-    for build in (FusedBiasDropoutAdd, lambda: FusedBiasDropoutAddLayerNorm(4), lambda: FusedBiasDropoutAddRMSNorm(4)):
+    for build in (
+        FusedBiasDropoutAdd,
+        lambda: FusedBiasDropoutAddLayerNorm(4),
+        lambda: FusedBiasDropoutAddRMSNorm(4),
+    ):
         with pytest.raises(TypeError, match=r"missing 1 required .*argument: 'p'"):
             build()
 
@@ -73,7 +82,9 @@ def test_input_of_another_width(fused: type[nn.Module], affine: bool) -> None:
     module = fused(8, elementwise_affine=affine, **NORMS[fused])
     x, residual = torch.randn(2, 4, 7)
     for _ in range(2):
-        with pytest.raises(ValueError, match=rf"^{fused.__name__}: x has shape \(4, 7\), expected \(\*, 8\)$"):
+        with pytest.raises(
+            ValueError, match=rf"^{fused.__name__}: x has shape \(4, 7\), expected \(\*, 8\)$"
+        ):
             module(x, residual=residual)
         module(*torch.randn(1, 4, 8), residual=torch.randn(4, 8))
     with pytest.raises(ValueError, match=r"residual has shape \(4, 7\), expected \(4, 8\)"):
@@ -87,36 +98,86 @@ REFUSED: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (lambda: FusedLayerNorm(4, eps="1"), lambda: fusedops.layer_norm(X, 4, eps="1")),
     (lambda: FusedLayerNorm(4, eps=None), lambda: fusedops.layer_norm(X, 4, eps=None)),
     (lambda: FusedLayerNorm(()), lambda: fusedops.layer_norm(X, ())),
-    *[(lambda s=s: FusedLayerNorm(s), lambda s=s: fusedops.layer_norm(X, s)) for s in (4.0, "4", b"\x04", "", True)],
+    *[
+        (lambda s=s: FusedLayerNorm(s), lambda s=s: fusedops.layer_norm(X, s))
+        for s in (4.0, "4", b"\x04", "", True)
+    ],
     (lambda: FusedRMSNorm(4, eps=-1.0), lambda: fusedops.rms_norm(X, 4, eps=-1.0)),
     (lambda: FusedRMSNorm(()), lambda: fusedops.rms_norm(X, ())),
-    (lambda: FusedRMSNorm(4, weight_offset=float("inf")), lambda: fusedops.rms_norm(X, 4, weight_offset=float("inf"))),
-    (lambda: FusedRMSNorm(4, weight_offset="1"), lambda: fusedops.rms_norm(X, 4, weight_offset="1")),
+    (
+        lambda: FusedRMSNorm(4, weight_offset=float("inf")),
+        lambda: fusedops.rms_norm(X, 4, weight_offset=float("inf")),
+    ),
+    (
+        lambda: FusedRMSNorm(4, weight_offset="1"),
+        lambda: fusedops.rms_norm(X, 4, weight_offset="1"),
+    ),
     (lambda: FusedRMSNorm(4, rounding="gpt"), lambda: fusedops.rms_norm(X, 4, rounding="gpt")),
-    *[(lambda p=p: FusedBiasDropoutAdd(p), lambda p=p: fusedops.bias_dropout_add(X, None, None, p=p))
-      for p in (-0.1, 1.1, float("nan"), "0.1")],
-    *[(lambda o=o: FusedBiasDropoutAddLayerNorm(4, **{"p": 0.1} | o),
-       lambda o=o: fusedops.bias_dropout_add_ln(X, None, None, None, None, **{"p": 0.1} | o))
-      for o in ({"p": 2.0}, {"eps": -1.0}, {"eps": None}, {"save": "all"})],
-    *[(lambda o=o: FusedBiasDropoutAddRMSNorm(4, **{"p": 0.1} | o),
-       lambda o=o: fusedops.bias_dropout_add_rms_norm(X, None, None, None, **{"p": 0.1} | o))
-      for o in ({"p": "x"}, {"eps": -1.0}, {"save": None}, {"rounding": "gpt"}, {"weight_offset": float("nan")})],
+    *[
+        (
+            lambda p=p: FusedBiasDropoutAdd(p),
+            lambda p=p: fusedops.bias_dropout_add(X, None, None, p=p),
+        )
+        for p in (-0.1, 1.1, float("nan"), "0.1")
+    ],
+    *[
+        (
+            lambda o=o: FusedBiasDropoutAddLayerNorm(4, **{"p": 0.1} | o),
+            lambda o=o: fusedops.bias_dropout_add_ln(X, None, None, None, None, **{"p": 0.1} | o),
+        )
+        for o in ({"p": 2.0}, {"eps": -1.0}, {"eps": None}, {"save": "all"})
+    ],
+    *[
+        (
+            lambda o=o: FusedBiasDropoutAddRMSNorm(4, **{"p": 0.1} | o),
+            lambda o=o: fusedops.bias_dropout_add_rms_norm(X, None, None, None, **{"p": 0.1} | o),
+        )
+        for o in (
+            {"p": "x"},
+            {"eps": -1.0},
+            {"save": None},
+            {"rounding": "gpt"},
+            {"weight_offset": float("nan")},
+        )
+    ],
     (lambda: FusedGELU("fast"), lambda: fusedops.gelu(X, "fast")),
     (lambda: FusedBiasGELU(None), lambda: fusedops.bias_gelu(X, None, None)),
     (lambda: FusedGEGLU("fast"), lambda: fusedops.geglu(X, X, "fast")),
     (lambda: FusedGatedAct("mish"), lambda: fusedops.gated_act(X, X, "mish")),
     (lambda: FusedBiasAct("mish"), lambda: fusedops.bias_act(X, None, "mish")),
     (lambda: FusedBiasAct("relu", -1.0), lambda: fusedops.bias_act(X, None, "relu", p=-1.0)),
-    *[(lambda o=o: FusedBatchedLayerNormAct(**{"sizes": (1, 3)} | o),
-       lambda o=o: fusedops.batched_layer_norm_act(X, **{"sizes": (1, 3)} | o))
-      for o in ({"sizes": (4, 0)}, {"sizes": ()}, {"sizes": 4}, {"sizes": (4, 0.5)}, {"sizes": "13"}, {"sizes": (True, 3)},
-                {"eps": -1.0},
-                {"activation": "mish"})],
-    *[(lambda o=o: FusedNoRepeatNGramLogitsProcessor(**{"ngram_size": 3} | o),
-       lambda o=o: fusedops.no_repeat_ngram(X.long(), X, **{"ngram_size": 3} | o))
-      for o in ({"ngram_size": 0}, {"ngram_size": 2.0}, {"ngram_size": True}, {"window": 2}, {"window": "8"}, {"prompt_length": -1},
-                {"pad_token_id": 0.5})],
-]  # fmt: skip
+    *[
+        (
+            lambda o=o: FusedBatchedLayerNormAct(**{"sizes": (1, 3)} | o),
+            lambda o=o: fusedops.batched_layer_norm_act(X, **{"sizes": (1, 3)} | o),
+        )
+        for o in (
+            {"sizes": (4, 0)},
+            {"sizes": ()},
+            {"sizes": 4},
+            {"sizes": (4, 0.5)},
+            {"sizes": "13"},
+            {"sizes": (True, 3)},
+            {"eps": -1.0},
+            {"activation": "mish"},
+        )
+    ],
+    *[
+        (
+            lambda o=o: FusedNoRepeatNGramLogitsProcessor(**{"ngram_size": 3} | o),
+            lambda o=o: fusedops.no_repeat_ngram(X.long(), X, **{"ngram_size": 3} | o),
+        )
+        for o in (
+            {"ngram_size": 0},
+            {"ngram_size": 2.0},
+            {"ngram_size": True},
+            {"window": 2},
+            {"window": "8"},
+            {"prompt_length": -1},
+            {"pad_token_id": 0.5},
+        )
+    ],
+]
 
 
 @pytest.mark.parametrize("place", range(len(REFUSED)))
@@ -136,9 +197,13 @@ def test_sizes_that_no_tensor_has(norm: type[nn.Module]) -> None:
     """A call has a tensor to compare them with."""
     name = norm.__name__
     norm = functools.partial(norm, p=0.1) if norm is FusedBiasDropoutAddLayerNorm else norm
-    with pytest.raises(ValueError, match=rf"{name}: normalized_shape must hold no negative size, got \(-1,\)"):
+    with pytest.raises(
+        ValueError, match=rf"{name}: normalized_shape must hold no negative size, got \(-1,\)"
+    ):
         norm(-1)
-    with pytest.raises(TypeError, match=r"normalized_shape must be an int or a sequence of ints, got one of float"):
+    with pytest.raises(
+        TypeError, match=r"normalized_shape must be an int or a sequence of ints, got one of float"
+    ):
         norm([4.0])
     assert norm([np.int64(4)]).weight.shape == norm(torch.tensor([4])).weight.shape == (4,)
 
@@ -148,7 +213,11 @@ def test_bad_layers() -> None:
     for layers, error, match in (
         ([], ValueError, "must hold at least one"),
         (3, TypeError, "layers must be torch.nn.LayerNorm modules, got int"),
-        ([nn.LayerNorm(3), nn.RMSNorm(3)], TypeError, "layer 1 must be a torch.nn.LayerNorm, got RMSNorm"),
+        (
+            [nn.LayerNorm(3), nn.RMSNorm(3)],
+            TypeError,
+            "layer 1 must be a torch.nn.LayerNorm, got RMSNorm",
+        ),
         ([nn.LayerNorm((2, 3))], ValueError, r"layer 0 normalises \(2, 3\)"),
         ([nn.LayerNorm(3), nn.LayerNorm(4, eps=0.1)], ValueError, "layer 1 has eps=0.1"),
         ([nn.LayerNorm(3), nn.LayerNorm(4, bias=False)], ValueError, "layer 1 has .*no bias"),
@@ -159,15 +228,25 @@ def test_bad_layers() -> None:
         FusedBatchedLayerNormAct(SIZES, activation="tan")
     with pytest.raises(ValueError, match=r"sizes\[1\] must be at least 1, got 0"):
         FusedBatchedLayerNormAct((2, 0))
-    with pytest.raises(ValueError, match=r"slices has shape \(2, 9\), expected \(\*, 54\) for the sizes of 4 slices"):
+    with pytest.raises(
+        ValueError,
+        match=r"slices has shape \(2, 9\), expected \(\*, 54\) for the sizes of 4 slices",
+    ):
         FusedBatchedLayerNormAct(SIZES)(torch.randn(2, 9))
 
 
 def test_layers_that_do_more_than_a_norm() -> None:
     """A subclass's dropout would be lost; one that only computes faster is taken."""
-    with pytest.raises(TypeError, match=r"layer 1 must be a torch\.nn\.LayerNorm, got FusedBiasDropoutAddLayerNorm"):
-        FusedBatchedLayerNormAct.from_layers([nn.LayerNorm(4), FusedBiasDropoutAddLayerNorm(4, p=0.5)])
-    assert FusedBatchedLayerNormAct.from_layers([FusedLayerNorm(4), nn.LayerNorm(3)]).sizes == (4, 3)
+    with pytest.raises(
+        TypeError, match=r"layer 1 must be a torch\.nn\.LayerNorm, got FusedBiasDropoutAddLayerNorm"
+    ):
+        FusedBatchedLayerNormAct.from_layers(
+            [nn.LayerNorm(4), FusedBiasDropoutAddLayerNorm(4, p=0.5)]
+        )
+    assert FusedBatchedLayerNormAct.from_layers([FusedLayerNorm(4), nn.LayerNorm(3)]).sizes == (
+        4,
+        3,
+    )
 
 
 def test_slices_module_refuses() -> None:

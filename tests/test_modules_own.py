@@ -1,4 +1,7 @@
-"""Modules that torch.nn has none of: gated units and slices compute what their functionals, and the layers before, do."""
+"""Modules that torch.nn has none of.
+
+Gated units and slices compute what their functionals, and the layers before, do.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,23 @@ from modules import N, close, randomise
 GATED = {
     "FusedSwiGLU": (FusedSwiGLU(), fusedops.swiglu),
     "FusedGEGLU": (FusedGEGLU(), fusedops.geglu),
-    "FusedGEGLU tanh": (FusedGEGLU("tanh"), lambda *halves: fusedops.geglu(*halves, approximate="tanh")),
-    "FusedGatedAct": (FusedGatedAct("relu"), lambda *halves: fusedops.gated_act(*halves, activation="relu")),
+    "FusedGEGLU tanh": (
+        FusedGEGLU("tanh"),
+        lambda *halves: fusedops.geglu(*halves, approximate="tanh"),
+    ),
+    "FusedGatedAct": (
+        FusedGatedAct("relu"),
+        lambda *halves: fusedops.gated_act(*halves, activation="relu"),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", GATED)
 def test_gated_units(name: str, device: torch.device) -> None:
-    """Module and functional give the same bits, packed or apart; what there is of state survives a copy."""
+    """Module and functional give the same bits, packed or apart.
+
+    What there is of state survives a copy.
+    """
     module, functional = GATED[name]
     packed = torch.randn(3, 5, 2 * N, device=device)
     expected = functional(*packed.chunk(2, -1))
@@ -51,7 +63,11 @@ def test_gated_units_differ(device: torch.device) -> None:
 
 @pytest.mark.parametrize("activation", ["relu", "silu"])
 def test_bias_act_calls_its_functional(activation: str, device: torch.device) -> None:
-    module, x, bias = FusedBiasAct(activation, 0.4), torch.randn(6, N, device=device), torch.randn(N, device=device)
+    module, x, bias = (
+        FusedBiasAct(activation, 0.4),
+        torch.randn(6, N, device=device),
+        torch.randn(N, device=device),
+    )
     torch.manual_seed(3)
     ours = module(x, bias)
     torch.manual_seed(3)
@@ -69,8 +85,11 @@ def _layers(sizes: tuple[int, ...] = SIZES, **options: Any) -> list[nn.LayerNorm
     return layers
 
 
-@pytest.mark.parametrize("options", [{}, {"eps": 0.25}, {"elementwise_affine": False}, {"bias": False},
-                                     {"dtype": torch.float64}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"eps": 0.25}, {"elementwise_affine": False}, {"bias": False}, {"dtype": torch.float64}],
+    ids=str,
+)
 def test_slices_take_over_layers(options: dict[str, Any], device: torch.device) -> None:
     """In each form of input; and what they give back are the layers that they took over."""
     layers = [layer.to(device) for layer in _layers(**options)]
@@ -91,7 +110,9 @@ def test_slices_take_over_layers(options: dict[str, Any], device: torch.device) 
 def test_slices_of_one_width(device: torch.device) -> None:
     layers = [layer.to(device) for layer in _layers((8,) * 3)]
     x = torch.randn(2, 5, 3, 8, device=device)
-    expected = torch.stack([layer(t).tanh() for layer, t in zip(layers, x.unbind(-2), strict=True)], -2)
+    expected = torch.stack(
+        [layer(t).tanh() for layer, t in zip(layers, x.unbind(-2), strict=True)], -2
+    )
     close(FusedBatchedLayerNormAct.from_layers(layers)(x), expected)
     joined = FusedBatchedLayerNormAct.from_layers(layers, activation="relu", concat=True)(x)
     apart = [layer(t).relu() for layer, t in zip(layers, x.unbind(-2), strict=True)]
@@ -109,7 +130,11 @@ def test_slices_keep_what_layers_are() -> None:
     assert "4, 17, 1, 32" in repr(module) and "activation='tanh'" in repr(module)
     assert "<20 slices, 60 columns>" in repr(FusedBatchedLayerNormAct([3] * 20))
     fresh = FusedBatchedLayerNormAct(SIZES)
-    assert fresh.weight.eq(1).all() and fresh.bias.eq(0).all() and list(fresh.state_dict()) == ["weight", "bias"]
+    assert (
+        fresh.weight.eq(1).all()
+        and fresh.bias.eq(0).all()
+        and list(fresh.state_dict()) == ["weight", "bias"]
+    )
 
 
 def test_slices_that_nothing_came_of(device: torch.device) -> None:

@@ -1,4 +1,7 @@
-"""Rows in several tiles, and rows that several programs share: every sample of the norms, whatever is kept and returned."""
+"""Rows in several tiles, and rows that several programs share.
+
+Every sample of the norms, whatever is kept and returned.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ _NORMS = [
 ]
 
 
-_SHARED = Config(16, 2, 1, 2, 1, parts=2)  # two to four programs a row, the last with an empty tile or not
+_SHARED = Config(
+    16, 2, 1, 2, 1, parts=2
+)  # two to four programs a row, the last with an empty tile or not
 
 
 def _cols(spec: Spec, sample: Sample) -> int:
@@ -45,12 +50,18 @@ def _few(spec: Spec, sample: Sample) -> bool:
 
 @cases((torch.float32,), _few, _NORMS)
 def test_tiles_side_by_side(case: Case) -> None:
-    """Of which the last has idle lanes, or none has a lane that is not; in one-tile and in persistent programs."""
+    """Of which the last has idle lanes, or none has a lane that is not.
+
+    In one-tile and in persistent programs.
+    """
     sample = case.sample()
     for parts, persistent in ((3, 0), (5, 1)):
         block = block_holding(-(-_cols(case.spec, sample) // parts))
         config = Config(block, 2, 1, 2, 1, parts=parts)
-        with forced("norm_forward", Config(block, 2, 1, 2, persistent, parts=parts)), forced("norm_backward", config):
+        with (
+            forced("norm_forward", Config(block, 2, 1, 2, persistent, parts=parts)),
+            forced("norm_backward", config),
+        ):
             check_gradients(case.spec, sample, values=True)
 
 
@@ -68,9 +79,16 @@ def test_widest_rows_that_are_whole(spec: Spec, cols: int) -> None:
     check_values(spec, spec.benchmark((2, cols), torch.bfloat16, DEVICE))
 
 
-@cases((torch.float16,), lambda spec, sample: _few(spec, sample) and _cols(spec, sample) % 2 != 0, _NORMS)
+@cases(
+    (torch.float16,),
+    lambda spec, sample: _few(spec, sample) and _cols(spec, sample) % 2 != 0,
+    _NORMS,
+)
 def test_next_rows_in_registers(case: Case) -> None:
-    """Odd numbers of columns in 16 bits: the next rows are loaded before the gradients of these are computed."""
+    """Odd numbers of columns in 16 bits.
+
+    The next rows are loaded before the gradients of these are computed.
+    """
     sample = case.sample()
     block = block_holding(-(-_cols(case.spec, sample) // 3))
     with forced("norm_backward", Config(block, 2, 1, 1, 1, parts=3)):
@@ -87,13 +105,18 @@ def test_rows_that_programs_share(case: Case) -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="tests/test_waiting_programs.py is for GPUs")
 @cases((torch.bfloat16,), _few, _NORMS)
 def test_rows_whose_programs_wait(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here one program follows the other: each launch is made twice, and the second finds all the words."""
+    """Here one program follows the other.
+
+    Each launch is made twice, and the second finds all the words.
+    """
     from fusedops.norms import kernels
 
     waiting = []
     build = launch.build
 
-    def twice(kernel: Any, types: Any, constants: dict[str, Any], config: Config, **more: Any) -> launch.Variant:
+    def twice(
+        kernel: Any, types: Any, constants: dict[str, Any], config: Config, **more: Any
+    ) -> launch.Variant:
         variant = build(kernel, types, constants, config, **more)
         if constants.get("EXCHANGE") != "wait":
             return variant

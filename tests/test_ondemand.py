@@ -1,4 +1,7 @@
-"""``FUSEDOPS_TUNE=1``: which keys are tuned at first use, in which process; the caller's state does not change."""
+"""``FUSEDOPS_TUNE=1``: which keys are tuned at first use, in which process.
+
+The caller's state does not change.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return seen
 
 
-# --- what is tuned ----------------------------------------------------------------------------------------------------
+# --- what is tuned --------------------------------------------------------------------------------
 
 
 def test_missing_key_is_tuned(requests: list[dict[str, Any]]) -> None:
@@ -68,8 +71,13 @@ def test_missing_key_is_tuned(requests: list[dict[str, Any]]) -> None:
     assert requests == [{"key": asdict(KEY), "device": -1}]
 
 
-def test_measured_key_is_not_tuned(requests: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry of the cache is always used; one of the shipped table unless ``FUSEDOPS_TUNE=force``."""
+def test_measured_key_is_not_tuned(
+    requests: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An entry of the cache is always used.
+
+    One of the shipped table unless ``FUSEDOPS_TUNE=force``.
+    """
     sizes = {64: [None, GIVEN, None, None, None]}
     monkeypatch.setattr(tuning, "table", lambda device: {KEY.kernel: {KEY.group: sizes}})
     assert tuning.choose(KEY, -1) == GIVEN and not requests
@@ -99,25 +107,46 @@ def test_tuner_is_loaded_only_when_it_is_on(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("value", "on"),
-    [(None, ""), ("", ""), ("0", ""), ("off", ""), ("1", "1"), ("On", "1"), ("force", "force"), ("banana", "")],
+    [
+        (None, ""),
+        ("", ""),
+        ("0", ""),
+        ("off", ""),
+        ("1", "1"),
+        ("On", "1"),
+        ("force", "force"),
+        ("banana", ""),
+    ],
 )
 def test_values_of_the_variable(value: str | None, on: str) -> None:
     """The variable is read once; an unknown value is off, with one warning that lists the known ones."""
     environment = {name: text for name, text in os.environ.items() if name != "FUSEDOPS_TUNE"}
     code = "from fusedops.core import tuning; tuning.on_demand(); print(repr(tuning.on_demand()))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True,
-                          env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)}
-                          | ({} if value is None else {"FUSEDOPS_TUNE": value}))  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)}
+        | ({} if value is None else {"FUSEDOPS_TUNE": value}),
+    )
     assert done.stdout.strip() == repr(on)
     caught = "FUSEDOPS_TUNE is 'banana', expected 1 (tune keys without a measurement), force (tune keys that "
     caught += "the shipped table has too) or 0"
-    assert done.stderr.count(caught) == (value == "banana") and ("Warning" in done.stderr) == (value == "banana")
+    assert done.stderr.count(caught) == (value == "banana") and ("Warning" in done.stderr) == (
+        value == "banana"
+    )
 
 
-def test_no_tuning_while_recording(requests: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tuning_while_recording(
+    requests: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        patch.setattr(torch.cuda, "synchronize", lambda index: pytest.fail("synchronised under capture"))
+        patch.setattr(
+            torch.cuda, "synchronize", lambda index: pytest.fail("synchronised under capture")
+        )
         assert tuning.choose(KEY, 0) != FOUND
     with torch._subclasses.FakeTensorMode():
         assert tuning.choose(KEY, -1) != FOUND
@@ -150,7 +179,7 @@ def test_failing_tuner_warns_once(reply: dict[str, Any], monkeypatch: pytest.Mon
     assert "was not tuned" in str(one.message)
 
 
-# --- the tuner's process -------------------------------------------------------------------------------------------
+# --- the tuner's process --------------------------------------------------------------------------
 
 # The real server with made-up times and compilers, on the GPU or interpreted, as in this process.
 _SERVER = """
@@ -174,7 +203,9 @@ def start_real(monkeypatch: pytest.MonkeyPatch, code: str = _SERVER) -> None:
 @pytest.mark.kernels
 def test_tuned_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward; the caller's results, random state, gradients and modes do not change."""
-    x, weight = (torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((20, 64), (64,)))
+    x, weight = (
+        torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((20, 64), (64,))
+    )
     expected = torch.nn.functional.rms_norm(x, (64,), weight, 1e-6)
     wanted = torch.autograd.grad(expected.square().sum(), (x, weight))
     start_real(monkeypatch)
@@ -249,7 +280,7 @@ def test_server_replies_with_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "error" in third
 
 
-# --- several ranks -------------------------------------------------------------------------------------------------
+# --- several ranks --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -263,7 +294,9 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     return this
 
 
-def test_rank_0_tunes_and_the_others_read(ranks: threading.local, requests: list[dict[str, Any]]) -> None:
+def test_rank_0_tunes_and_the_others_read(
+    ranks: threading.local, requests: list[dict[str, Any]]
+) -> None:
     found: dict[int, Config] = {}
 
     def rank(number: int) -> None:
@@ -279,7 +312,9 @@ def test_rank_0_tunes_and_the_others_read(ranks: threading.local, requests: list
     assert len(requests) == 1
 
 
-def test_ranks_use_the_config_of_rank_0(ranks: threading.local, requests: list[dict[str, Any]]) -> None:
+def test_ranks_use_the_config_of_rank_0(
+    ranks: threading.local, requests: list[dict[str, Any]]
+) -> None:
     """Regardless of their own caches: sums of different configs differ in order."""
     assert cache.write(KEY, made_up.NAME, GIVEN, {})
     ranks.rank = 0
@@ -290,8 +325,13 @@ def test_ranks_use_the_config_of_rank_0(ranks: threading.local, requests: list[d
     assert not requests
 
 
-def test_error_in_tuning_is_raised_unchanged(ranks: threading.local, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example an earlier device error, raised by the synchronisation; the other ranks do not wait for rank 0."""
+def test_error_in_tuning_is_raised_unchanged(
+    ranks: threading.local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example an earlier device error, raised by the synchronisation.
+
+    The other ranks do not wait for rank 0.
+    """
 
     def broken(*_: object) -> Config:
         raise RuntimeError("device-side assert")
@@ -310,7 +350,10 @@ MILLISECONDS = datetime.timedelta(milliseconds=50)
 
 
 def test_rank_that_times_out(ranks: threading.local, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a key that rank 0 does not reach: one wait, shorter than for a key that is being tuned."""
+    """For a key that rank 0 does not reach.
+
+    One wait, shorter than for a key that is being tuned.
+    """
     monkeypatch.setattr(ondemand, "reach", MILLISECONDS)
     monkeypatch.setattr(ondemand, "patience", datetime.timedelta(days=1))
     ranks.rank = 1
@@ -402,8 +445,16 @@ dist.destroy_process_group()
 
 def test_real_processes(tmp_path: Path) -> None:
     environment = {**os.environ, "FUSEDOPS_TUNE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    started = [subprocess.Popen([sys.executable, "-c", _RANK, str(tmp_path / "store"), str(rank)], env=environment,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in (1, 0)]  # fmt: skip
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RANK, str(tmp_path / "store"), str(rank)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (1, 0)
+    ]
     for process in started:
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err

@@ -1,7 +1,9 @@
-"""The private operators under torch.library's own checks: schema, fake implementation, autograd, dynamic shapes.
+"""The private operators under torch.library's own checks.
 
-The operators are not called by name: whatever a functional sends through the dispatcher is recorded and checked, so
-a new family needs no edit here.
+Schema, fake implementation, autograd, dynamic shapes.
+
+The operators are not called by name: whatever a functional sends through the dispatcher is recorded
+and checked, so a new family needs no edit here.
 """
 
 from __future__ import annotations
@@ -20,7 +22,16 @@ from torch.utils._pytree import tree_map_only
 
 from fusedops.core import launch
 from fusedops.core.spec import Sample, Spec
-from support import ALL_SPECS, Case, as_tuple, call, cases, covers_the_schema, random_like, tensors_of
+from support import (
+    ALL_SPECS,
+    Case,
+    as_tuple,
+    call,
+    cases,
+    covers_the_schema,
+    random_like,
+    tensors_of,
+)
 
 every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
 
@@ -64,7 +75,8 @@ def test_opcheck(case: Case, device: torch.device) -> None:
         inputs = args
         if not _is_backward(func):
             inputs = tree_map_only(Tensor, lambda t: t.requires_grad_(t.is_floating_point()), args)
-        # The dynamic tracing test runs the operator several times over: once an operator and kind of sample will do.
+        # The dynamic tracing test runs the operator several times over: once an operator and kind
+        # of sample will do.
         checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
         if case.sample().name in ("shape 7x17", "sum returned", "save=inputs", "save=output"):
             checks.append("test_aot_dispatch_dynamic")
@@ -80,14 +92,21 @@ def test_fake_outputs_look_real(case: Case, device: torch.device) -> None:
     names = list(tensors_of(case.spec, sample))
 
     def run(tensors: dict[str, Tensor | None]) -> list[Tensor]:
-        leaves = {name: t if t is None else t.detach().requires_grad_() for name, t in tensors.items()}
+        leaves = {
+            name: t if t is None else t.detach().requires_grad_() for name, t in tensors.items()
+        }
         outputs = as_tuple(case.spec.call(**leaves, **sample.options))
         cotangents = [torch.ones_like(output) for output in outputs]
-        return [*outputs, *torch.autograd.grad(outputs, [leaves[name] for name in names], cotangents)]
+        return [
+            *outputs,
+            *torch.autograd.grad(outputs, [leaves[name] for name in names], cotangents),
+        ]
 
     real = run(sample.tensors)
     with FakeTensorMode() as mode, launch.record() as launched:
-        fake = run({name: t if t is None else mode.from_tensor(t) for name, t in sample.tensors.items()})
+        fake = run(
+            {name: t if t is None else mode.from_tensor(t) for name, t in sample.tensors.items()}
+        )
     assert launched == []
     for a, b in zip(real, fake, strict=True):
         assert (a.shape, a.dtype, a.device, a.stride()) == (b.shape, b.dtype, b.device, b.stride())
@@ -104,7 +123,10 @@ def test_make_fx(spec: Spec, mode: str, device: torch.device, kernel_path: bool)
     def step(*values: Tensor) -> list[Tensor]:
         leaves = [value.detach().requires_grad_() for value in values]
         outputs = as_tuple(spec.call(**dict(zip(names, leaves, strict=True)), **options))
-        return [*outputs, *torch.autograd.grad(outputs, leaves, [torch.ones_like(o) * 0.5 + o for o in outputs])]
+        return [
+            *outputs,
+            *torch.autograd.grad(outputs, leaves, [torch.ones_like(o) * 0.5 + o for o in outputs]),
+        ]
 
     options = {**sample.options, **({"p": 0.0} if spec.has_dropout else {})}
     graph = make_fx(step, tracing_mode=mode)(*tensors)
@@ -138,15 +160,22 @@ def test_a_dispatch_mode_changes_no_bit(case: Case, device: torch.device) -> Non
 
 @every
 def test_tensor_subclasses(spec: Spec, device: torch.device) -> None:
-    """A subclass with a dispatcher of its own sees the call: here one that holds two tensors and computes on both."""
+    """A subclass with a dispatcher of its own sees the call.
+
+    Here one that holds two tensors and computes on both.
+    """
     sample = spec.benchmark((6, 40), torch.float32, device)
-    sample = Sample(sample.name, sample.tensors, {**sample.options, **({"p": 0.0} if spec.has_dropout else {})})
+    sample = Sample(
+        sample.name, sample.tensors, {**sample.options, **({"p": 0.0} if spec.has_dropout else {})}
+    )
     first = {name: t.detach() for name, t in tensors_of(spec, sample).items()}
     second = {name: 2.0 * t + 0.5 for name, t in first.items()}
     pairs = {name: TwoTensor(first[name], second[name]).requires_grad_() for name in first}
     outputs = call(spec, sample)(dict(pairs))
     cotangents = random_like([output.a for output in outputs])
-    grads = torch.autograd.grad(outputs, list(pairs.values()), [TwoTensor(c, c) for c in cotangents])
+    grads = torch.autograd.grad(
+        outputs, list(pairs.values()), [TwoTensor(c, c) for c in cotangents]
+    )
     for which, tensors in (("a", first), ("b", second)):
         leaves = {name: t.clone().requires_grad_() for name, t in tensors.items()}
         expected = _bits(spec, sample, leaves)

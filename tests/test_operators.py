@@ -1,4 +1,6 @@
-"""The registered operators as compiled graphs call them: the fast path past the dispatcher, and the variants that write.
+"""The registered operators as compiled graphs call them.
+
+The fast path past the dispatcher, and the variants that write.
 
 Compiled code reaches the kernels past the dispatcher where nothing observes the call.
 """
@@ -25,7 +27,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
-from fusedops.activations.operator import ACTIVATION, ActivationConstants
+from fusedops.activations.operator import ACTIVATION
+from fusedops.activations.site import ActivationConstants
 from fusedops.core import launch, operators, registration
 from fusedops.core.operator import Operator
 from fusedops.core.spec import Spec
@@ -93,7 +96,11 @@ def _path(*args: Any, read: int | None = None, **named: Any) -> str:
     def function(*_: Any) -> str:
         return _OURS
 
-    return str(registration._shortened(dispatched, function, len(args) if read is None else read)(*args, **named))
+    return str(
+        registration._shortened(dispatched, function, len(args) if read is None else read)(
+            *args, **named
+        )
+    )
 
 
 def test_plain_arguments_take_the_fast_path() -> None:
@@ -105,11 +112,22 @@ def test_plain_arguments_take_the_fast_path() -> None:
 
 
 @pytest.mark.parametrize(
-    "observe", [torch.enable_grad, _DispatchMode, _FunctionMode, FakeTensorMode, _within_vmap, _profile, _profile_elsewhere,
-              forward_ad.dual_level],
+    "observe",
+    [
+        torch.enable_grad,
+        _DispatchMode,
+        _FunctionMode,
+        FakeTensorMode,
+        _within_vmap,
+        _profile,
+        _profile_elsewhere,
+        forward_ad.dual_level,
+    ],
     ids=lambda observe: observe.__name__,
-)  # fmt: skip
-def test_observed_calls_are_dispatched(observe: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+)
+def test_observed_calls_are_dispatched(
+    observe: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> None:
     t = torch.randn(3)
     with torch.no_grad(), observe():
         assert _path(t, 3) == _DISPATCHER
@@ -147,11 +165,19 @@ def _left_by_a_transform() -> Tensor:
 
 @pytest.mark.parametrize(
     "make",
-    [_negative, lambda: torch.empty(3, device="meta"), lambda: TwoTensor(torch.randn(3), torch.randn(3)),
-     lambda: torch._efficientzerotensor(3), lambda: torch._to_functional_tensor(torch.randn(3)), _left_by_a_transform,
-     lambda: torch.eye(3).to_sparse(), lambda: [torch.randn(3)], lambda: torch.float32],
+    [
+        _negative,
+        lambda: torch.empty(3, device="meta"),
+        lambda: TwoTensor(torch.randn(3), torch.randn(3)),
+        lambda: torch._efficientzerotensor(3),
+        lambda: torch._to_functional_tensor(torch.randn(3)),
+        _left_by_a_transform,
+        lambda: torch.eye(3).to_sparse(),
+        lambda: [torch.randn(3)],
+        lambda: torch.float32,
+    ],
     ids=["negative", "meta", "subclass", "zeros", "functional", "left", "sparse", "list", "dtype"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("place", [0, 1])
 def test_other_arguments_are_dispatched(make: Callable[[], Any], place: int) -> None:
     args: list[Any] = [torch.randn(3), None]
@@ -184,11 +210,17 @@ def test_outputs_may_hold_anything() -> None:
     """Only the memory of tensors that are read is looked at; types are looked at of all."""
     with torch.no_grad():
         assert _path(torch.randn(3), _negative(), read=1) == _OURS
-        assert _path(torch.randn(3), TwoTensor(torch.randn(3), torch.randn(3)), read=1) == _DISPATCHER
+        assert (
+            _path(torch.randn(3), TwoTensor(torch.randn(3), torch.randn(3)), read=1) == _DISPATCHER
+        )
 
 
 def _registered() -> list[Any]:
-    names = [name.removeprefix("fusedops::") for name in torch._C._dispatch_get_all_op_names() if "fusedops::" in name]
+    names = [
+        name.removeprefix("fusedops::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if "fusedops::" in name
+    ]
     return [getattr(torch.ops.fusedops, name).default for name in names]
 
 
@@ -199,7 +231,10 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _planner(seen: list[str]) -> Callable[..., Any]:
-    """A backend with Inductor's pass over operators that write, and no code generation; ``seen`` collects what runs."""
+    """A backend with Inductor's pass over operators that write, and no code generation.
+
+    ``seen`` collects what runs.
+    """
 
     def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
         decompose_auto_functionalized(graph.graph)
@@ -213,16 +248,22 @@ def _planner(seen: list[str]) -> Callable[..., Any]:
 @every
 @pytest.mark.kernels
 @pytest.mark.usefixtures("plans")
-def test_compiled_code_takes_the_fast_path(spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_takes_the_fast_path(
+    spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a compiled forward and backward no operator is dispatched, except for those with lists of tensors."""
     sample = spec.benchmark((6, 40), torch.float32, device)
     tensors = {name: t if t is None else t.requires_grad_() for name, t in sample.tensors.items()}
     backend = "inductor" if device.type == "cuda" else _planner([])
-    compiled = torch.compile(lambda **given: spec.call(**given, **sample.options), fullgraph=True, backend=backend)
+    compiled = torch.compile(
+        lambda **given: spec.call(**given, **sample.options), fullgraph=True, backend=backend
+    )
 
     def step() -> None:
         outputs = as_tuple(compiled(**tensors))
-        torch.autograd.grad(outputs, [t for t in tensors.values() if t is not None], random_like(outputs))
+        torch.autograd.grad(
+            outputs, [t for t in tensors.values() if t is not None], random_like(outputs)
+        )
 
     step()  # traces, the backward too
     met: list[str] = []
@@ -244,16 +285,28 @@ def test_compiled_code_takes_the_fast_path(spec: Spec, device: torch.device, mon
 @pytest.mark.pairs("spec dtype", of="spec dtype")
 @cases((torch.float32, torch.bfloat16), covers_the_schema)
 def test_outputs_allocated_by_the_compiler(case: Case, device: torch.device) -> None:
-    """The same bits, shapes and strides as of an eager call; every operator in the graph writes to given tensors."""
+    """The same bits, shapes and strides as of an eager call.
+
+    Every operator in the graph writes to given tensors.
+    """
     spec, sample, seen = case.spec, case.sample(), list[str]()
-    options = {**sample.options, **({"p": 0.0} if spec.has_dropout else {})}  # compiled calls draw other states
+    options = {
+        **sample.options,
+        **({"p": 0.0} if spec.has_dropout else {}),
+    }  # compiled calls draw other states
     torch._dynamo.reset()
 
     def results(function: Callable[..., Any]) -> list[Tensor]:
-        tensors = {name: t if t is None else t.detach().requires_grad_() for name, t in sample.tensors.items()}
+        tensors = {
+            name: t if t is None else t.detach().requires_grad_()
+            for name, t in sample.tensors.items()
+        }
         outputs = as_tuple(function(**tensors))
         leaves = [t for t in tensors.values() if t is not None]
-        cotangents = [torch.linspace(-1.0, 1.0, y.numel(), device=device).view(y.shape).to(y.dtype) for y in outputs]
+        cotangents = [
+            torch.linspace(-1.0, 1.0, y.numel(), device=device).view(y.shape).to(y.dtype)
+            for y in outputs
+        ]
         return [*outputs, *torch.autograd.grad(outputs, leaves, cotangents)]
 
     def function(**given: Any) -> Any:
@@ -268,7 +321,10 @@ def test_outputs_allocated_by_the_compiler(case: Case, device: torch.device) -> 
 
 
 def test_constants_survive_a_string() -> None:
-    """Types too, although 1 and 1.0 are equal; and no character needs care where a compiler prints the string."""
+    """Types too, although 1 and 1.0 are equal.
+
+    No character needs care where a compiler prints the string.
+    """
     constants = (0, 1, 0.0, 1.0, 1e-5, math.inf, -2.5, 2**40, "", "layer once 1.0.dev3")
     call = registration._string(constants)
     assert not set(call) & set("\"'\\\n?%{}")
@@ -276,7 +332,10 @@ def test_constants_survive_a_string() -> None:
 
 
 class _Calls(TorchDispatchMode):
-    """Collects the calls of operators that take constants: the operator's name, and the arguments by name."""
+    """Collects the calls of operators that take constants.
+
+    The operator's name, and the arguments by name.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,7 +344,9 @@ class _Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         names = [argument.name for argument in func._schema.arguments]
         if func.namespace == "fusedops" and "call" in names:
-            self.calls.append((func._schema.name.removeprefix("fusedops::"), dict(zip(names, args, strict=True))))
+            self.calls.append(
+                (func._schema.name.removeprefix("fusedops::"), dict(zip(names, args, strict=True)))
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -302,12 +363,16 @@ def test_an_operators_arguments_give_the_calls_site(case: Case) -> None:
     ((name, arguments),) = mode.calls
     op, call = known[name], arguments["call"]
     numbers = tuple(arguments[number] for number in op.numbers)
-    site = operators.site_from(op, -1, arguments["seed"] is not None, arguments["cols"], call, numbers)
+    site = operators.site_from(
+        op, -1, arguments["seed"] is not None, arguments["cols"], call, numbers
+    )
     assert callable(getattr(fusedops, site.constants.op))
     assert site.constants.numbers() == numbers
     assert operators.encode(site.constants, site.dtypes, site.saves) == site.call == call
     given = [arguments[tensor] for tensor in op.tensors]
-    assert site.dtypes == operators.dtypes_of(op, [t[0] if isinstance(t, list) else t for t in given])
+    assert site.dtypes == operators.dtypes_of(
+        op, [t[0] if isinstance(t, list) else t for t in given]
+    )
 
 
 @every
@@ -327,9 +392,13 @@ def test_a_tensor_subclass_sees_the_operator_that_returns(
     monkeypatch.setattr(TwoTensor, "__torch_dispatch__", classmethod(look))
     sample = spec.benchmark((6, 40), torch.float32, device)
     options = {**sample.options, **({"p": 0.0} if spec.has_dropout else {})}
-    tensors = {name: t if t is None else TwoTensor(t, 2.0 * t) for name, t in sample.tensors.items()}
+    tensors = {
+        name: t if t is None else TwoTensor(t, 2.0 * t) for name, t in sample.tensors.items()
+    }
     with torch.no_grad():
-        torch.compile(lambda **given: spec.call(**given, **options), fullgraph=True, backend="aot_eager")(**tensors)
+        torch.compile(
+            lambda **given: spec.call(**given, **options), fullgraph=True, backend="aot_eager"
+        )(**tensors)
     ours = [target for target in seen if target.startswith("fusedops.")]
     assert ours and not any("_out" in target for target in ours)
 
@@ -337,7 +406,9 @@ def test_a_tensor_subclass_sees_the_operator_that_returns(
 @every
 @pytest.mark.kernels
 @pytest.mark.usefixtures("plans")
-def test_an_exported_program_keeps_the_operators_that_return(spec: Spec, device: torch.device) -> None:
+def test_an_exported_program_keeps_the_operators_that_return(
+    spec: Spec, device: torch.device
+) -> None:
     sample = spec.benchmark((6, 40), torch.float32, device)
     names = [name for name, t in sample.tensors.items() if t is not None]
 
@@ -354,10 +425,20 @@ def test_an_exported_program_keeps_the_operators_that_return(spec: Spec, device:
 
 
 @every
-def test_a_release_has_its_own_constants(spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch,
-                                         kernel_path: bool, request: pytest.FixtureRequest) -> None:  # fmt: skip
-    """PyTorch caches compiled functions on disk by the forward's graph: another release's must not be found there."""
-    request.addfinalizer(operators.site_of.cache_clear)  # sites hold their constants as a string, with the release
+def test_a_release_has_its_own_constants(
+    spec: Spec,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    kernel_path: bool,
+    request: pytest.FixtureRequest,
+) -> None:
+    """PyTorch caches compiled functions on disk by the forward's graph.
+
+    Another release's must not be found there.
+    """
+    request.addfinalizer(
+        operators.site_of.cache_clear
+    )  # sites hold their constants as a string, with the release
     sample = spec.benchmark((6, 40), torch.float32, device)
     graphs: list[str] = []
 
@@ -368,18 +449,27 @@ def test_a_release_has_its_own_constants(spec: Spec, device: torch.device, monke
     for version in ("1.0", "1.0", "1.1"):
         monkeypatch.setattr(operators, "__version__", version)
         torch._dynamo.reset()
-        torch.compile(lambda: spec.call(**sample.tensors, **sample.options), fullgraph=True, backend=backend)()
+        torch.compile(
+            lambda: spec.call(**sample.tensors, **sample.options), fullgraph=True, backend=backend
+        )()
     assert graphs[0] == graphs[1]
     assert not kernel_path or graphs[1] != graphs[2]
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(("kind", "needs"), [("glu", "11"), ("glu", "10"), ("glu", "01"), ("packed", "10")])
+@pytest.mark.parametrize(
+    ("kind", "needs"), [("glu", "11"), ("glu", "10"), ("glu", "01"), ("packed", "10")]
+)
 def test_unneeded_gradients(kind: Any, needs: str, device: torch.device) -> None:
-    """Fake gradients are as many, and of the shapes, that the kernels return: empty where not needed."""
+    """Fake gradients are as many, and of the shapes, that the kernels return.
+
+    Empty where not needed.
+    """
     dy, other = torch.randn(6, 20, device=device), torch.randn(6, 20, device=device)
     tensors = (other, other) if kind == "glu" else (torch.cat((other, other), -1), None)
-    call = operators.encode(ActivationConstants("glu", kind, "silu"), operators.dtypes_of(ACTIVATION, tensors), True)
+    call = operators.encode(
+        ActivationConstants("glu", kind, "silu"), operators.dtypes_of(ACTIVATION, tensors), True
+    )
     given = (dy, *tensors, None, 0, needs, 20, call)
     made = torch.ops.fusedops.activation_backward(*given)
     with FakeTensorMode(allow_non_fake_inputs=True):

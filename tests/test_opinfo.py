@@ -1,8 +1,9 @@
 """PyTorch's own samples of its operators and modules, with the drop-ins in their place.
 
-``torch.testing._internal`` has, for each operator, sample inputs and inputs that must fail (OpInfo), and for each module
-constructor and forward inputs (ModuleInfo). PyTorch's generic tests over them are repeated here in small: values,
-gradients, second derivatives, forward mode, vmap; construction, state, copies, moves.
+``torch.testing._internal`` has, for each operator, sample inputs and inputs that must fail
+(OpInfo), and for each module constructor and forward inputs (ModuleInfo). PyTorch's generic tests
+over them are repeated here in small: values, gradients, second derivatives, forward mode, vmap;
+construction, state, copies, moves.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import fusedops
 from fusedops.nn import FusedGELU, FusedLayerNorm, FusedRMSNorm
 from support import INTERPRETED
 
-pytest.importorskip("expecttest", reason="torch.testing._internal imports it; it is in the extra `test`")
+pytest.importorskip(
+    "expecttest", reason="torch.testing._internal imports it; it is in the extra `test`"
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", ImportWarning)  # of packages that only PyTorch's own tests need
@@ -57,7 +60,7 @@ DROP_INS: dict[str, Function] = {
 }
 
 
-# --- what is refused on purpose --------------------------------------------------------------------------------------
+# --- what is refused on purpose -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -75,20 +78,32 @@ def _eps(sample: Any) -> Any:
 
 
 REFUSALS = (
-    Refusal(lambda name, s: not s.input.is_floating_point(), TypeError, "has dtype",
-            "integers, booleans and complex numbers: the operators are of floating-point features"),
-    Refusal(lambda name, s: s.input.dtype not in FLOATING, TypeError, "has dtype",
-            "narrower formats than fp16 have no arithmetic of their own"),
-    Refusal(lambda name, s: (_eps(s) or 0.0) < 0.0, ValueError, "eps must be at least 0",
-            "a negative eps can only be a mistake: under it a root is of a negative number"),
-)  # fmt: skip
+    Refusal(
+        lambda name, s: not s.input.is_floating_point(),
+        TypeError,
+        "has dtype",
+        "integers, booleans and complex numbers: the operators are of floating-point features",
+    ),
+    Refusal(
+        lambda name, s: s.input.dtype not in FLOATING,
+        TypeError,
+        "has dtype",
+        "narrower formats than fp16 have no arithmetic of their own",
+    ),
+    Refusal(
+        lambda name, s: (_eps(s) or 0.0) < 0.0,
+        ValueError,
+        "eps must be at least 0",
+        "a negative eps can only be a mistake: under it a root is of a negative number",
+    ),
+)
 
 
 def _refusal(name: str, sample: Any) -> Refusal | None:
     return next((refusal for refusal in REFUSALS if refusal.applies(name, sample)), None)
 
 
-# --- operators ---------------------------------------------------------------------------------------------------------
+# --- operators ------------------------------------------------------------------------------------
 
 every_op = pytest.mark.parametrize("name", DROP_INS)
 _MOST = 3 if INTERPRETED else 6
@@ -98,15 +113,23 @@ def _samples(name: str, dtype: torch.dtype, device: torch.device, **options: Any
     """PyTorch's samples, of those with the same shapes and options one."""
     seen: set[str] = set()
     for sample in OPS[name].sample_inputs(device, dtype, **options):
-        kind = str([tuple(t.shape) if isinstance(t, Tensor) else t for t in (sample.input, *sample.args)])
+        kind = str(
+            [tuple(t.shape) if isinstance(t, Tensor) else t for t in (sample.input, *sample.args)]
+        )
         kind += str(sorted(sample.kwargs.items()))
         if kind not in seen:
             seen.add(kind)
             yield sample
 
 
-def _served(name: str, dtype: torch.dtype, device: torch.device, most: int = 1000, **options: Any) -> list[Any]:
-    served = [sample for sample in _samples(name, dtype, device, **options) if _refusal(name, sample) is None]
+def _served(
+    name: str, dtype: torch.dtype, device: torch.device, most: int = 1000, **options: Any
+) -> list[Any]:
+    served = [
+        sample
+        for sample in _samples(name, dtype, device, **options)
+        if _refusal(name, sample) is None
+    ]
     assert served
     # From the whole list, not from its beginning alone.
     return served[:: -(-len(served) // most)]
@@ -133,7 +156,9 @@ def _tensors(sample: Any) -> tuple[list[Tensor], Callable[..., Any]]:
 @every_op
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "strided"])
-def test_values_and_gradients(name: str, dtype: torch.dtype, layout: str, device: torch.device) -> None:
+def test_values_and_gradients(
+    name: str, dtype: torch.dtype, layout: str, device: torch.device
+) -> None:
     for sample in _served(name, dtype, device, requires_grad=True):
         sample = sample.noncontiguous() if layout == "strided" else sample
         tensors, call = _tensors(sample)
@@ -141,15 +166,19 @@ def test_values_and_gradients(name: str, dtype: torch.dtype, layout: str, device
         for function in (DROP_INS[name], OPS[name].op):
             leaves = [t.detach().requires_grad_() for t in tensors]
             output = call(function, *leaves)
-            cotangent = torch.linspace(-1.0, 2.0, max(output.numel(), 1), device=device)[: output.numel()]
+            cotangent = torch.linspace(-1.0, 2.0, max(output.numel(), 1), device=device)[
+                : output.numel()
+            ]
             grads = torch.autograd.grad(output, leaves, cotangent.view(output.shape).to(dtype))
             results.append((output, *grads))
-        # PyTorch's own backward in bf16 rounds between its steps: some ulps of the largest of the summed terms. In fp32 a
-        # norm of one or two columns has gradients that cancel: some roundings of 6e-8 of terms of ten times a reciprocal
-        # deviation, which eps = 1e-5 limits to 316.
-        room = {torch.bfloat16: {"rtol": 0.05, "atol": 0.05}, torch.float32: {"rtol": 1e-5, "atol": 1e-3}}.get(
-            dtype, {}
-        )
+        # PyTorch's own backward in bf16 rounds between its steps: some ulps of the largest of the
+        # summed terms. In fp32 a norm of one or two columns has gradients that cancel: some
+        # roundings of 6e-8 of terms of ten times a reciprocal deviation, which eps = 1e-5 limits to
+        # 316.
+        room = {
+            torch.bfloat16: {"rtol": 0.05, "atol": 0.05},
+            torch.float32: {"rtol": 1e-5, "atol": 1e-3},
+        }.get(dtype, {})
         torch.testing.assert_close(*results, **room)
 
 
@@ -164,7 +193,9 @@ def test_other_dtypes_and_arguments_are_refused(name: str, device: torch.device)
                     _call(DROP_INS[name], sample)
 
 
-@pytest.mark.parametrize("name", [name for name in DROP_INS if OPS[name].error_inputs_func is not None])
+@pytest.mark.parametrize(
+    "name", [name for name in DROP_INS if OPS[name].error_inputs_func is not None]
+)
 def test_error_inputs(name: str, device: torch.device) -> None:
     """What PyTorch refuses is refused; in words of our own, which `test_bad_input.py` holds."""
     for error in OPS[name].error_inputs(device):
@@ -174,7 +205,10 @@ def test_error_inputs(name: str, device: torch.device) -> None:
 
 @every_op
 def test_derivatives(name: str, device: torch.device) -> None:
-    """First and second order, reverse and forward mode, batched gradients; against finite differences."""
+    """First and second order, reverse and forward mode, batched gradients.
+
+    Against finite differences.
+    """
     for sample in _served(name, torch.float64, device, _MOST, requires_grad=True):
         tensors, call = _tensors(sample)
         leaves = [t.detach().requires_grad_() for t in tensors]
@@ -195,21 +229,31 @@ def test_vmap(name: str, device: torch.device) -> None:
         torch.testing.assert_close(torch.func.vmap(function)(*many), torch.stack(native))
         native = [call(OPS[name].op, many[0][b], *tensors[1:]) for b in range(3)]
         in_dims = (0, *(None for _ in tensors[1:]))
-        torch.testing.assert_close(torch.func.vmap(function, in_dims)(many[0], *tensors[1:]), torch.stack(native))
+        torch.testing.assert_close(
+            torch.func.vmap(function, in_dims)(many[0], *tensors[1:]), torch.stack(native)
+        )
 
 
-# --- modules -----------------------------------------------------------------------------------------------------------
+# --- modules --------------------------------------------------------------------------------------
 
 MODULES = {nn.LayerNorm: FusedLayerNorm, nn.RMSNorm: FusedRMSNorm, nn.GELU: FusedGELU}
 INFOS = {info.module_cls: info for info in module_db if info.module_cls in MODULES}
 every_module = pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
 
 
-def _inputs(kind: type[nn.Module], device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, Any, Any]]:
+def _inputs(
+    kind: type[nn.Module], device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[Any, Any, Any]]:
     """PyTorch's samples: our module, PyTorch's with the same state, and the input."""
     info = INFOS[kind]
-    for given in info.module_inputs_func(info, device=device, dtype=dtype, requires_grad=True, training=True):
-        x, args, options = given.forward_input.args[0], given.constructor_input.args, given.constructor_input.kwargs
+    for given in info.module_inputs_func(
+        info, device=device, dtype=dtype, requires_grad=True, training=True
+    ):
+        x, args, options = (
+            given.forward_input.args[0],
+            given.constructor_input.args,
+            given.constructor_input.kwargs,
+        )
         if INTERPRETED and x.numel() > 500:
             continue
         placed = {} if kind is nn.GELU else {"device": device, "dtype": dtype}
@@ -223,16 +267,21 @@ def _inputs(kind: type[nn.Module], device: torch.device, dtype: torch.dtype) -> 
 
 @every_module
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_module_forward_and_gradients(kind: type[nn.Module], dtype: torch.dtype, device: torch.device) -> None:
+def test_module_forward_and_gradients(
+    kind: type[nn.Module], dtype: torch.dtype, device: torch.device
+) -> None:
     for fused, native, x in _inputs(kind, device, dtype):
         results = []
         for module in (fused, native):
             leaf = x.detach().requires_grad_()
             output = module(leaf)
-            grads = torch.autograd.grad((output * output).sum(), [leaf, *module.parameters()], create_graph=True)
+            grads = torch.autograd.grad(
+                (output * output).sum(), [leaf, *module.parameters()], create_graph=True
+            )
             again = torch.autograd.grad(sum((g * g).sum() for g in grads), leaf)
             results.append((output, *grads, *again))
-        # Second derivatives of fp32 through 128 rows of small deviations: a few hundred ulps of their terms.
+        # Second derivatives of fp32 through 128 rows of small deviations: a few hundred ulps of
+        # their terms.
         room = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float32 else {}
         torch.testing.assert_close(*results, **room)
         assert results[0][0].stride() == results[1][0].stride()
@@ -250,7 +299,11 @@ def test_module_state(kind: type[nn.Module], device: torch.device) -> None:
         torch.save(fused, buffer)
         buffer.seek(0)
         expected = fused(x)
-        copies = (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused)), torch.load(buffer, weights_only=False))
+        copies = (
+            copy.deepcopy(fused),
+            pickle.loads(pickle.dumps(fused)),
+            torch.load(buffer, weights_only=False),
+        )
         for other in copies:
             assert type(other) is type(fused) and other.training == fused.training
             assert torch.equal(other(x), expected)

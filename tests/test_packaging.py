@@ -21,34 +21,58 @@ from pages import ROOT, links
 
 pytestmark = [
     pytest.mark.once,
-    pytest.mark.skipif(importlib.util.find_spec("build") is None, reason="the package `build` is missing"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("build") is None, reason="the package `build` is missing"
+    ),
 ]
 
 # Not part of the source: what others make in a checkout.
-_LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "dist", "site", "*.egg-info", "__pycache__", ".*_cache")
+_LEFT_OUT = shutil.ignore_patterns(
+    ".git", ".venv", "build", "dist", "site", "*.egg-info", "__pycache__", ".*_cache"
+)
 _PACKAGE = ROOT / "fusedops"
 _HOST = "https://example.org/someone/fusedops"
 
 
 def _run(*command: object, cwd: Path, **settings: str) -> str:
     """What a command prints, run in an environment that does not know the checkout."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | settings
-    done = subprocess.run([str(word) for word in command], cwd=cwd, env=environment, capture_output=True, text=True,
-                          timeout=300)  # fmt: skip
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
+    } | settings
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
 @pytest.fixture(scope="module")
 def dist(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the archive and the wheel: those of ``--built``, else built from a copy of the checkout."""
+    """The folder with the archive and the wheel.
+
+    Those of ``--built``, else built from a copy of the checkout.
+    """
     given = pytestconfig.getoption("--built")
     if given is not None:
         return Path(given).resolve()
     place = tmp_path_factory.mktemp("packaging")
     shutil.copytree(ROOT, place / "source", ignore=_LEFT_OUT)
-    _run(sys.executable, "-m", "build", "--no-isolation", "--outdir", place / "dist", cwd=place / "source",
-         REPO_URL=_HOST, SITE_URL="")  # fmt: skip
+    _run(
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--outdir",
+        place / "dist",
+        cwd=place / "source",
+        REPO_URL=_HOST,
+        SITE_URL="",
+    )
     return place / "dist"
 
 
@@ -60,14 +84,29 @@ def wheel(dist: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment with this wheel alone; torch and the rest are lent by ours."""
+    """The interpreter of an environment with this wheel alone.
+
+    Torch and the rest are lent by ours.
+    """
     place = tmp_path_factory.mktemp("environment")
     _run(sys.executable, "-m", "venv", "--without-pip", place, cwd=place)
     interpreter = place / "bin" / "python"
-    _run(sys.executable, "-m", "pip", "--python", interpreter, "install", "--no-deps", "--no-index", wheel, cwd=place)
+    _run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        interpreter,
+        "install",
+        "--no-deps",
+        "--no-index",
+        wheel,
+        cwd=place,
+    )
     lent = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     (site,) = place.glob("lib/python*/site-packages")
-    # Such a line adds a folder and reads no .pth file in it: an editable installation of ours stays out.
+    # Such a line adds a folder and reads no .pth file in it: an editable installation of ours stays
+    # out.
     (site / "lent.pth").write_text("\n".join(lent))
     return interpreter
 
@@ -100,12 +139,24 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert any(name.startswith("fusedops/tuned/") for name in names)
 
 
-def test_the_archive_holds_all_to_build_from(dist: Path) -> None:
+def test_the_archive_holds_all_to_build_and_test_from(dist: Path) -> None:
     (archive,) = dist.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
-    assert names >= _files_of_the_package() | {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"}
-    assert not [name for name in names if name.split("/")[0] in ("tests", "benchmarks", ".github", ".venv")]
+    assert names >= _files_of_the_package() | {
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "Makefile",
+        "constraints.txt",
+        "tests/conftest.py",
+        "tests/support.py",
+        "benchmarks/__main__.py",
+        "examples/train_lm.py",
+        "docs/quickstart.md",
+    }
+    assert not [name for name in names if name.split("/")[0] in (".github", ".venv", "site")]
 
 
 def test_metadata(wheel: Path) -> None:
@@ -116,7 +167,7 @@ def test_metadata(wheel: Path) -> None:
     assert {line.split(">")[0] for line in needed} == {"einops", "torch", "triton"}
 
 
-# --- what PyPI shows ----------------------------------------------------------------------------------------------
+# --- what PyPI shows ------------------------------------------------------------------------------
 
 
 def _targets(page: str) -> list[str]:
@@ -140,8 +191,14 @@ def test_description_names_the_files_of_the_release(wheel: Path) -> None:
     metadata = _metadata(wheel)
     urls = dict(line.split(", ") for line in metadata.get_all("Project-URL"))
     assert set(urls) == {"Homepage", "Documentation", "Changelog", "Issues"}
-    start = re.compile(rf"{re.escape(urls['Homepage'])}/(?:blob|raw)/v{re.escape(fusedops.__version__)}/([^#]+)")
-    found = {match[1] for target in _targets(str(metadata.get_payload())) if (match := start.match(target))}
+    start = re.compile(
+        rf"{re.escape(urls['Homepage'])}/(?:blob|raw)/v{re.escape(fusedops.__version__)}/([^#]+)"
+    )
+    found = {
+        match[1]
+        for target in _targets(str(metadata.get_payload()))
+        if (match := start.match(target))
+    }
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert found == {target.partition("#")[0] for target in _targets(readme) if ":" not in target}
     assert all((ROOT / path).is_file() for path in found)
@@ -169,7 +226,10 @@ def _described(base: str) -> str:
 
 def test_description_with_an_address() -> None:
     text, at = _described(_HOST), f"v{fusedops.__version__}"
-    assert f"[`glu`]({_HOST}/blob/{at}/docs/glu.md#a), [here](#here) and [there](https://example.org)" in text
+    assert (
+        f"[`glu`]({_HOST}/blob/{at}/docs/glu.md#a), [here](#here) and [there](https://example.org)"
+        in text
+    )
     assert f"![A plot]({_HOST}/raw/{at}/plot.png)" in text
     assert f'srcset="{_HOST}/raw/{at}/dark.svg"' in text
     assert f'<img src="{_HOST}/raw/{at}/light.svg">' in text
@@ -212,7 +272,9 @@ def test_it_works_where_it_is_installed(python: Path, tmp_path: Path) -> None:
     assert _run(python, "-I", "-c", _PROBE, cwd=tmp_path).strip() == fusedops.__version__
 
 
-@pytest.mark.parametrize("command", [["fusedops"], ["python", "-I", "-m", "fusedops"]], ids=["script", "module"])
+@pytest.mark.parametrize(
+    "command", [["fusedops"], ["python", "-I", "-m", "fusedops"]], ids=["script", "module"]
+)
 def test_its_command_runs(command: list[str], python: Path, tmp_path: Path) -> None:
     printed = _run(python.parent / command[0], *command[1:], "--version", cwd=tmp_path)
     assert fusedops.__version__ in printed

@@ -1,7 +1,7 @@
 """Gated units whose two inputs are the halves of one tensor, given as one tensor or as two views of it.
 
-As one tensor they have one gradient, which the kernel writes with no copy. As views they are ordinary tensors, read in
-place, with all that autograd promises of each.
+As one tensor they have one gradient, which the kernel writes with no copy. As views they are
+ordinary tensors, read in place, with all that autograd promises of each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ CUTS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     "up first": lambda packed: packed.chunk(2, -1)[::-1],
 }
 # What makes one gradient of two, or a tensor's rows contiguous.
-COPIES = {"aten::cat", "aten::slice_backward", "aten::narrow_copy", "aten::add", "aten::add_", "aten::clone"}
+COPIES = {
+    "aten::cat",
+    "aten::slice_backward",
+    "aten::narrow_copy",
+    "aten::add",
+    "aten::add_",
+    "aten::clone",
+}
 
 
 @contextmanager
@@ -49,11 +56,14 @@ def _expected(spec: Spec, packed: Tensor, cotangent: Tensor) -> tuple[Tensor, Te
 
 
 def _close(actual: Tensor | tuple[Tensor, ...], expected: Tensor | tuple[Tensor, ...]) -> None:
-    """Dense tensors have a kernel of their own, which rounds some products in another order: a few ulps of fp32."""
+    """Dense tensors have a kernel of their own, which rounds some products in another order.
+
+    A few ulps of fp32.
+    """
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
-# --- one tensor -------------------------------------------------------------------------------------------------------
+# --- one tensor -----------------------------------------------------------------------------------
 
 WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor | None]] = {
     "backward": lambda y, leaf, dy: y.backward(dy),
@@ -66,7 +76,9 @@ WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor | None]] = {
 @every
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("shape", [(6, 2 * COLS), (2, 3, 2 * COLS), (2 * COLS,)], ids=str)
-def test_one_gradient_and_no_copy(spec: Spec, way: str, shape: tuple[int, ...], device: torch.device) -> None:
+def test_one_gradient_and_no_copy(
+    spec: Spec, way: str, shape: tuple[int, ...], device: torch.device
+) -> None:
     leaf = torch.randn(shape, device=device, requires_grad=True)
     cotangent = torch.randn((*shape[:-1], COLS), device=device)
     with launch.record() as launched, _no_copies():
@@ -87,13 +99,15 @@ def test_checkpointed(spec: Spec, use_reentrant: bool, device: torch.device) -> 
     _close(leaf.grad, torch.cat(_expected(spec, leaf, cotangent)[1:], -1))
 
 
-# --- two views of one tensor ------------------------------------------------------------------------------------------
+# --- two views of one tensor ----------------------------------------------------------------------
 
 
 @every
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("leading", [(6,), (2, 3), ()], ids=str)
-def test_halves_are_read_in_place(spec: Spec, cut: str, leading: tuple[int, ...], device: torch.device) -> None:
+def test_halves_are_read_in_place(
+    spec: Spec, cut: str, leading: tuple[int, ...], device: torch.device
+) -> None:
     """And written apart: the gradients are those of two tensors, for the halves and for the whole."""
     leaf = torch.randn((*leading, 2 * COLS), device=device, requires_grad=True)
     halves = CUTS[cut](leaf)
@@ -130,7 +144,9 @@ def test_hooks_on_a_half(spec: Spec, kind: str, which: int, device: torch.device
 @every
 @pytest.mark.parametrize("given", ["packed", "halves"])
 @pytest.mark.parametrize("changed", ["packed", "half"])
-def test_a_change_in_place_is_noticed(spec: Spec, given: str, changed: str, device: torch.device) -> None:
+def test_a_change_in_place_is_noticed(
+    spec: Spec, given: str, changed: str, device: torch.device
+) -> None:
     packed = torch.randn(6, 2 * COLS, device=device, requires_grad=True) * 1.5
     gate, up = packed[..., :COLS], packed[..., COLS:]
     y = spec.call(packed, None) if given == "packed" else spec.call(gate, up)

@@ -1,4 +1,7 @@
-"""Tensor parallel and sharded models, before fusing and after: values, gradients and checkpoints of one process."""
+"""Tensor parallel and sharded models, before fusing and after.
+
+Values, gradients and checkpoints of one process.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def _full(t: Any) -> Tensor:
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
-# --- models ----------------------------------------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------------------
 
 
 def _scattered(model: nn.Module) -> nn.Module:
@@ -53,9 +56,16 @@ def _llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=LAYERS,
-                         num_attention_heads=HEADS, num_key_value_heads=2, max_position_embeddings=64,
-                         initializer_range=0.2)  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+    )
     return _scattered(LlamaForCausalLM(config))
 
 
@@ -64,14 +74,24 @@ def _bert(p: float) -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
     torch.manual_seed(0)
-    config = BertConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=LAYERS,
-                        num_attention_heads=HEADS, max_position_embeddings=64, hidden_dropout_prob=p,
-                        attention_probs_dropout_prob=0.0, initializer_range=0.2)  # fmt: skip
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        max_position_embeddings=64,
+        hidden_dropout_prob=p,
+        attention_probs_dropout_prob=0.0,
+        initializer_range=0.2,
+    )
     return _scattered(BertForMaskedLM(config))
 
 
 def _layers(model: Any) -> nn.ModuleList:
-    layers: nn.ModuleList = model.model.layers if hasattr(model, "model") else model.bert.encoder.layer
+    layers: nn.ModuleList = (
+        model.model.layers if hasattr(model, "model") else model.bert.encoder.layer
+    )
     return layers
 
 
@@ -81,18 +101,30 @@ def _loss(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _ids(step: int = 1) -> Tensor:
-    return torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
+    return torch.randint(
+        0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step)
+    )
 
 
 def _llama_plan(*, sequence: bool) -> dict[str, Any]:
-    """The usual one: layers by columns and rows; with ``sequence``, norms and sums have a part of each sequence."""
+    """The usual one: layers by columns and rows.
+
+    With ``sequence``, norms and sums have a part of each sequence.
+    """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor import parallel as tp
 
-    layer, rows = "model.layers.*.", {"output_layouts": Shard(1), "use_local_output": False} if sequence else {}
-    plan: dict[str, Any] = {layer + f"self_attn.{name}_proj": tp.ColwiseParallel() for name in "qkv"}
+    layer, rows = (
+        "model.layers.*.",
+        {"output_layouts": Shard(1), "use_local_output": False} if sequence else {},
+    )
+    plan: dict[str, Any] = {
+        layer + f"self_attn.{name}_proj": tp.ColwiseParallel() for name in "qkv"
+    }
     plan |= {layer + f"mlp.{name}_proj": tp.ColwiseParallel() for name in ("gate", "up")}
-    plan |= {layer + name: tp.RowwiseParallel(**rows) for name in ("self_attn.o_proj", "mlp.down_proj")}
+    plan |= {
+        layer + name: tp.RowwiseParallel(**rows) for name in ("self_attn.o_proj", "mlp.down_proj")
+    }
     plan["model.embed_tokens"] = tp.RowwiseParallel(input_layouts=Replicate(), **rows)
     if not sequence:
         return {**plan, "lm_head": tp.ColwiseParallel(output_layouts=Replicate())}
@@ -114,8 +146,13 @@ def _llama_plan(*, sequence: bool) -> dict[str, Any]:
 def _bert_plan() -> dict[str, Any]:
     from torch.distributed.tensor import parallel as tp
 
-    columns = (*[f"attention.self.{name}" for name in ("query", "key", "value")], "intermediate.dense")
-    plan: dict[str, Any] = {f"bert.encoder.layer.*.{name}": tp.ColwiseParallel() for name in columns}
+    columns = (
+        *[f"attention.self.{name}" for name in ("query", "key", "value")],
+        "intermediate.dense",
+    )
+    plan: dict[str, Any] = {
+        f"bert.encoder.layer.*.{name}": tp.ColwiseParallel() for name in columns
+    }
     rows = ("attention.output.dense", "output.dense")
     return plan | {f"bert.encoder.layer.*.{name}": tp.RowwiseParallel() for name in rows}
 
@@ -133,11 +170,14 @@ class _Block(nn.Module):
         return z + self.second(self.norm(z))
 
 
-# --- properties, on the two ranks that compute ------------------------------------------------------------------------
+# --- properties, on the two ranks that compute ----------------------------------------------------
 
 
 def _modules_under_sequence_parallel(mesh: Any) -> None:
-    """`SequenceParallel` hands on the first argument alone: others arrive all the same, placed as that is."""
+    """`SequenceParallel` hands on the first argument alone.
+
+    Others arrive all the same, placed as that is.
+    """
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
@@ -149,7 +189,10 @@ def _modules_under_sequence_parallel(mesh: Any) -> None:
         (nns.FusedRMSNorm(WIDTH), {}),
         (nns.FusedBiasDropoutAdd(p), {"bias": bias, "residual": other}),
         (nns.FusedBiasDropoutAddLayerNorm(WIDTH, p=p), {"bias": bias, "residual": other}),
-        (nns.FusedBiasDropoutAddRMSNorm(WIDTH, p=p, return_sum=True), {"bias": bias, "residual": other}),
+        (
+            nns.FusedBiasDropoutAddRMSNorm(WIDTH, p=p, return_sum=True),
+            {"bias": bias, "residual": other},
+        ),
         (nns.FusedBiasAct("silu", p), {"bias": bias}),
         (nns.FusedBiasGELU(), {"bias": bias}),
         (nns.FusedGatedAct(), {"up": other}),
@@ -157,11 +200,15 @@ def _modules_under_sequence_parallel(mesh: Any) -> None:
         (nns.FusedGEGLU(), {"up": other}),
     )
 
-    def run(module: nn.Module, tensors: list[Tensor], names: list[str], along: Any) -> tuple[list[Tensor], ...]:
+    def run(
+        module: nn.Module, tensors: list[Tensor], names: list[str], along: Any
+    ) -> tuple[list[Tensor], ...]:
         leaves = [t.clone().requires_grad_() for t in tensors]
         torch.manual_seed(5)
         first, others = leaves[:1], leaves[1:]
-        found = module(*first, **dict(zip(names, others, strict=True))) if names else module(*leaves)
+        found = (
+            module(*first, **dict(zip(names, others, strict=True))) if names else module(*leaves)
+        )
         outputs = list(found) if isinstance(found, tuple) else [found]
         return outputs, list(torch.autograd.grad(outputs, leaves, [along for _ in outputs]))
 
@@ -176,15 +223,24 @@ def _modules_under_sequence_parallel(mesh: Any) -> None:
                 assert out.placements == (Shard(1),), type(module).__name__
                 _close(_full(out), expected)
             for grad, expected in zip(grads, gradients, strict=True):
-                _close(grad, expected.chunk(2, 1)[dist.get_rank()] if expected.ndim == 3 else expected)
+                _close(
+                    grad, expected.chunk(2, 1)[dist.get_rank()] if expected.ndim == 3 else expected
+                )
 
 
 def _sums_of_plain_rows(mesh: Any) -> None:
-    """Of plain tensors too a block joins sum and norm under `SequenceParallel`; it calls a norm with another hook."""
+    """Of plain tensors too a block joins sum and norm under `SequenceParallel`.
+
+    It calls a norm with another hook.
+    """
     from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
     torch.manual_seed(4)
-    reference, x, along = _scattered(_Block()), torch.randn(BATCH, LENGTH, WIDTH), torch.randn(BATCH, LENGTH, WIDTH)
+    reference, x, along = (
+        _scattered(_Block()),
+        torch.randn(BATCH, LENGTH, WIDTH),
+        torch.randn(BATCH, LENGTH, WIDTH),
+    )
     expected = reference(x)
     expected.backward(along)
     for hooked in (False, True):
@@ -194,7 +250,9 @@ def _sums_of_plain_rows(mesh: Any) -> None:
         fusedops.fuse_model(model)
         sums: list[Any] = []
         if hooked:
-            model.norm.register_forward_pre_hook(lambda module, inputs, sums=sums: sums.append(inputs[0]))
+            model.norm.register_forward_pre_hook(
+                lambda module, inputs, sums=sums: sums.append(inputs[0])
+            )
         lines = {line.name: line.calls for line in fusedops.fusion_status(model).replaced}
         assert ("bias_dropout_add_ln" in lines[""]) == (not hooked), lines
         model.norm.zero_grad()
@@ -223,7 +281,10 @@ def _counted() -> Iterator[list[str]]:
 
 
 def _agrees(model: nn.Module, reference: nn.Module, over: Any = None) -> None:
-    """Loss and gradients are those of one process; the ranks ``over`` this mesh have parts of the batch."""
+    """Loss and gradients are those of one process.
+
+    The ranks ``over`` this mesh have parts of the batch.
+    """
     assert fusedops.fusion_status(model).replaced
     torch.manual_seed(3)
     expected = _loss(reference, _ids())
@@ -240,17 +301,24 @@ def _agrees(model: nn.Module, reference: nn.Module, over: Any = None) -> None:
     for name, parameter in model.named_parameters():
         # The softmax does not depend on a bias of all keys.
         assert name.endswith("key.bias") or gradients[name].abs().max() > 1e-3, name
-        _close(_full(parameter.grad), gradients[name], msg=lambda text, name=name: f"{name}: {text}")
+        _close(
+            _full(parameter.grad), gradients[name], msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def _tensor_parallel_models(mesh: Any) -> None:
     """Fused before the plan is applied, or after: the same modules call the same operators."""
     from torch.distributed.tensor.parallel import parallelize_module
 
-    cases: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [(_llama, _llama_plan(sequence=True))]
+    cases: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [
+        (_llama, _llama_plan(sequence=True))
+    ]
     if not INTERPRETED:  # which takes long, and the kernels are those
-        cases += [(_llama, _llama_plan(sequence=False)), (functools.partial(_bert, 0.2), _bert_plan()),
-                  (functools.partial(_bert, 0.2), plans.plan("bert"))]  # fmt: skip
+        cases += [
+            (_llama, _llama_plan(sequence=False)),
+            (functools.partial(_bert, 0.2), _bert_plan()),
+            (functools.partial(_bert, 0.2), plans.plan("bert")),
+        ]
     for make, plan in cases:
         reports = []
         for first in (True, False):
@@ -260,7 +328,9 @@ def _tensor_parallel_models(mesh: Any) -> None:
                     fusedops.fuse_model(model)
                 else:
                     parallelize_module(model, mesh, plan)
-            reports.append([(line.name, line.calls) for line in fusedops.fusion_status(model).replaced])
+            reports.append(
+                [(line.name, line.calls) for line in fusedops.fusion_status(model).replaced]
+            )
             reference = make()
             fusedops.fuse_model(reference)
             with _counted() as joined:
@@ -270,11 +340,16 @@ def _tensor_parallel_models(mesh: Any) -> None:
         assert reports[0] == reports[1]
         blocks = [calls for name, calls in reports[0] if re.search(r"layers?\.\d+$", name)]
         operator = "bias_dropout_add_rms_norm" if make is _llama else "bias_dropout_add_ln"
-        assert blocks == [operator] * LAYERS or INTERPRETED, blocks  # where Llama's norms round otherwise
+        assert blocks == [operator] * LAYERS or INTERPRETED, (
+            blocks
+        )  # where Llama's norms round otherwise
 
 
 def _sharded_models(mesh: Any) -> None:
-    """Fused before `fully_shard`, or after: the same classes, FSDP's in front; each rank has a part of the batch."""
+    """Fused before `fully_shard`, or after: the same classes, FSDP's in front.
+
+    Each rank has a part of the batch.
+    """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     for make in (_llama, functools.partial(_bert, 0.0)):
@@ -304,7 +379,10 @@ def _spread(model: nn.Module, mesh: Any) -> None:
 
 
 def _compiled_blocks(mesh: Any) -> None:
-    """Whole graphs, compiled once, under FSDP2 times tensor parallel; training as one process does."""
+    """Whole graphs, compiled once, under FSDP2 times tensor parallel.
+
+    Training as one process does.
+    """
     import torch._dynamo
 
     model, reference = _llama(), _llama()
@@ -362,7 +440,9 @@ def _load(folder: str, *, fused: bool) -> None:
 
 def _work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
+    )
     from torch.distributed.device_mesh import DeviceMesh
 
     mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
@@ -382,7 +462,9 @@ def _work(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning"
+)
 def test_three_processes(tmp_path: Path) -> None:
     mp.spawn(_work, (str(tmp_path),), RANKS)
     if not INTERPRETED:
@@ -408,11 +490,41 @@ def _load_alone(folder: Path) -> None:
 @pytest.mark.once
 def test_example_trains_as_one_process() -> None:
     """`make demo-distributed`, for a few steps of a tiny model."""
-    sizes = ["--steps", "3", "--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "4"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               "examples/train_lm_distributed.py", "--tp", "2", *sizes]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    sizes = [
+        "--steps",
+        "3",
+        "--layers",
+        "1",
+        "--width",
+        "32",
+        "--heads",
+        "2",
+        "--context",
+        "16",
+        "--batch",
+        "4",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "examples/train_lm_distributed.py",
+        "--tp",
+        "2",
+        *sizes,
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert "2 processes on cpu: data over 1, tensors over 2" in done.stdout
     differences = re.findall(r"largest difference from one process, 3 steps: (\S+)", done.stdout)

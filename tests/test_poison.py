@@ -1,4 +1,6 @@
-"""That the suite's poison works: uninitialised memory is NaN, so a kernel that leaves a gap, or reads one, is seen.
+"""That the suite's poison works.
+
+Uninitialised memory is NaN, so a kernel that leaves a gap, or reads one, is seen.
 
 And that kernels write nothing beside what they are given.
 """
@@ -24,7 +26,9 @@ from support import DEVICE, DTYPES, INTERPRETED, Case, call, cases, random_like,
 ALLOCATIONS = {
     "empty": lambda like: torch.empty(40, dtype=like.dtype, device=like.device),
     "empty_like": torch.empty_like,
-    "empty_strided": lambda like: torch.empty_strided((4, 5), (8, 1), dtype=like.dtype, device=like.device),
+    "empty_strided": lambda like: torch.empty_strided(
+        (4, 5), (8, 1), dtype=like.dtype, device=like.device
+    ),
     "new_empty": lambda like: like.new_empty(40),
     "new_empty_strided": lambda like: like.new_empty_strided((4, 5), (5, 1)),
 }
@@ -37,17 +41,33 @@ def test_new_memory_is_poisoned(allocate, dtype: torch.dtype) -> None:
 
 
 # All other samples' results are held to be finite wherever they are held to be right.
-_PICKED = ("shape 7x17", "shape 129x40", "shape 2x20000", "equal 6x5x8", "sum returned", "save=output", "save=inputs")
+_PICKED = (
+    "shape 7x17",
+    "shape 129x40",
+    "shape 2x20000",
+    "equal 6x5x8",
+    "sum returned",
+    "save=output",
+    "save=inputs",
+)
 
 
 @cases((torch.float32, torch.bfloat16), lambda spec, sample: sample.name in _PICKED)
 def test_nothing_unwritten_comes_out(case: Case) -> None:
-    """Outputs and gradients have no NaN, in their storage either: rows may not be padded with unwritten elements."""
+    """Outputs and gradients have no NaN, in their storage either.
+
+    Rows may not be padded with unwritten elements.
+    """
     spec, sample = case.spec, case.sample()
     leaves = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
     outputs = call(spec, sample)(leaves)
-    for result in (*outputs, *torch.autograd.grad(outputs, list(leaves.values()), random_like(outputs))):
-        storage = torch.empty(0, dtype=result.dtype, device=result.device).set_(result.untyped_storage())
+    for result in (
+        *outputs,
+        *torch.autograd.grad(outputs, list(leaves.values()), random_like(outputs)),
+    ):
+        storage = torch.empty(0, dtype=result.dtype, device=result.device).set_(
+            result.untyped_storage()
+        )
         assert not storage.isnan().any()
         assert result.any()
 
@@ -61,7 +81,8 @@ _GUARD, _UNTOUCHED = 64, 1234.0
 def test_nothing_is_written_beside_the_outputs(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and gradients lie within larger tensors, whose other elements stay as they are.
 
-    In forwards are programs without rows, and of slices tiles of one row with slots without a slice.
+    In forwards are programs without rows, and of slices tiles of one row with slots without a
+    slice.
     """
     buffers: list[Tensor] = []
 
@@ -79,7 +100,10 @@ def test_nothing_is_written_beside_the_outputs(case: Case, monkeypatch: pytest.M
             monkeypatch.setattr(op, name, guarded(getattr(op, name)))
     spec, sample = case.spec, case.sample()
     leaves = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
-    with forced("slices_forward", Config(16, 1, 1)), forced("slices_backward", Config(16, 1, 1, 1, 1)):
+    with (
+        forced("slices_forward", Config(16, 1, 1)),
+        forced("slices_backward", Config(16, 1, 1, 1, 1)),
+    ):
         with monkeypatch.context() as short:
             short.setattr(launch, "MOST_TILES", 2)
             outputs = call(spec, sample)(leaves)

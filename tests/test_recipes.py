@@ -1,4 +1,7 @@
-"""docs/recipes.md: each row of the table of the order of calls holds, in both orders. The blocks run in test_docs.py."""
+"""docs/recipes.md: each row of the table of the order of calls holds, in both orders.
+
+The blocks run in test_docs.py.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,14 @@ pytestmark = [pytest.mark.once, transformers_only]
 _PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
 _TABLE = _PAGE.partition("## Order of calls")[2].partition("\n## ")[0]
 _LINES = [
-    [cell.strip() for cell in line.strip("|").split(" | ")] for line in re.findall(r"^\| .*\|$", _TABLE, re.MULTILINE)
+    [cell.strip() for cell in line.strip("|").split(" | ")]
+    for line in re.findall(r"^\| .*\|$", _TABLE, re.MULTILINE)
 ]
 # Links are left out of a row's name.
-ROWS = {re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", name): (before, after) for name, before, after in _LINES[1:]}
+ROWS = {
+    re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", name): (before, after)
+    for name, before, after in _LINES[1:]
+}
 _IDS = torch.arange(24).reshape(2, 12)
 
 
@@ -32,7 +39,9 @@ _IDS = torch.arange(24).reshape(2, 12)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A group of one process on the CPU, an empty folder, and no notices of other libraries."""
     monkeypatch.chdir(tmp_path)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")
         yield
@@ -46,11 +55,19 @@ def _model() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=60, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                                        num_attention_heads=4, initializer_range=0.2)).train()  # fmt: skip
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=60,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            initializer_range=0.2,
+        )
+    ).train()
 
 
-# --- the calls ------------------------------------------------------------------------------------------------------
+# --- the calls ------------------------------------------------------------------------------------
 
 
 def _to_dtype(model: nn.Module) -> nn.Module:
@@ -81,7 +98,9 @@ def _adapted(model: nn.Module) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
-    lora = LoraConfig(r=4, target_modules=["q_proj", "up_proj", "down_proj"], init_lora_weights=False)
+    lora = LoraConfig(
+        r=4, target_modules=["q_proj", "up_proj", "down_proj"], init_lora_weights=False
+    )
     return get_peft_model(model, lora)  # type: ignore[no-any-return]
 
 
@@ -102,9 +121,17 @@ def _sharded(model: Any) -> nn.Module:
 
 def _split(model: Any) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
-    plan: Any = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+    plan: Any = {
+        "gate_proj": ColwiseParallel(),
+        "up_proj": ColwiseParallel(),
+        "down_proj": RowwiseParallel(),
+    }
     for layer in model.model.layers:
         parallelize_module(layer.mlp, init_device_mesh("cpu", (1,)), plan)
     return model  # type: ignore[no-any-return]
@@ -126,7 +153,9 @@ def _trained(model: nn.Module) -> nn.Module:
     from transformers import Trainer, TrainingArguments
 
     rows = [{"input_ids": row, "labels": row} for row in _IDS]
-    arguments = TrainingArguments("run", max_steps=1, report_to="none", use_cpu=True, disable_tqdm=True, seed=0)
+    arguments = TrainingArguments(
+        "run", max_steps=1, report_to="none", use_cpu=True, disable_tqdm=True, seed=0
+    )
     Trainer(model, arguments, train_dataset=rows).train()
     return model
 
@@ -170,11 +199,13 @@ CALLS: dict[str, tuple[Callable[[Any], nn.Module], ...]] = {
     "`torch.ao.quantization.quantize_dynamic`": (_quantised,),
     "static quantisation, QAT": (_observed, _observed_in_training),
 }
-_CASES = [pytest.param(row, call, id=call.__name__) for row, calls in CALLS.items() for call in calls]
+_CASES = [
+    pytest.param(row, call, id=call.__name__) for row, calls in CALLS.items() for call in calls
+]
 _AFTER = [case for case in _CASES if ROWS[str(case.values[0])][1].startswith("yes")]
 
 
-# --- both orders ----------------------------------------------------------------------------------------------------
+# --- both orders ----------------------------------------------------------------------------------
 
 
 def _results(model: nn.Module) -> list[Tensor]:
@@ -195,19 +226,27 @@ def _compare(model: nn.Module, call: Callable[[Any], nn.Module]) -> None:
     low = call in (_to_dtype, _prepared)
     relative = 0.1 if low else 1e-4
     for found, wanted in zip(_results(model), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0.0, atol=relative * float(wanted.abs().max()))
+        torch.testing.assert_close(
+            found, wanted, rtol=0.0, atol=relative * float(wanted.abs().max())
+        )
 
 
 def test_table_and_calls_are_the_same() -> None:
     assert list(ROWS) == list(CALLS)
-    assert all(cell.startswith(("yes", "no: `ValueError`", "no: `TypeError`")) for row in ROWS.values() for cell in row)
+    assert all(
+        cell.startswith(("yes", "no: `ValueError`", "no: `TypeError`"))
+        for row in ROWS.values()
+        for cell in row
+    )
 
 
 @pytest.mark.parametrize("row, call", _CASES)
 def test_called_before(row: str, call: Callable[[Any], nn.Module]) -> None:
     model = call(_model())
     if ROWS[row][0].startswith("no"):
-        with pytest.raises(ValueError, match=r"fuse the model before|quantise the model without fusing it"):
+        with pytest.raises(
+            ValueError, match=r"fuse the model before|quantise the model without fusing it"
+        ):
             fusedops.fuse_model(model)
         return
     assert fusedops.fuse_model(model)
@@ -220,7 +259,9 @@ def test_called_after(row: str, call: Callable[[Any], nn.Module]) -> None:
     exclude = re.search(r"`exclude=\[\"(\w+)\"\]`", ROWS[row][1])
     assert fusedops.fuse_model(model, exclude=[exclude[1]] if exclude else [])
     if call is _pretrained:
-        assert not fusedops.fusion_status(call(model)), "a model that is loaded is another one, and not fused"
+        assert not fusedops.fusion_status(call(model)), (
+            "a model that is loaded is another one, and not fused"
+        )
     else:
         _compare(call(model), call)
 
@@ -230,16 +271,23 @@ class _Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.enter, self.leave = torch.ao.quantization.QuantStub(), torch.ao.quantization.DeQuantStub()  # type: ignore[no-untyped-call]
+        self.enter, self.leave = (
+            torch.ao.quantization.QuantStub(),
+            torch.ao.quantization.DeQuantStub(),
+        )  # type: ignore[no-untyped-call]
         self.norm, self.layer = nn.LayerNorm(16), nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.leave(self.layer(self.norm(self.enter(x))))  # type: ignore[no-any-return]
 
 
-@pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="no integers on this machine")
+@pytest.mark.skipif(
+    "fbgemm" not in torch.backends.quantized.supported_engines, reason="no integers on this machine"
+)
 @pytest.mark.parametrize("observe", [_observed, _observed_in_training])
-def test_static_quantisation_takes_a_model_that_is_no_longer_fused(observe: Callable[[nn.Module], nn.Module]) -> None:
+def test_static_quantisation_takes_a_model_that_is_no_longer_fused(
+    observe: Callable[[nn.Module], nn.Module],
+) -> None:
     x = torch.randn(4, 16)
     for unfuses in (False, True):
         model = _Normed()
@@ -263,10 +311,16 @@ def test_adapters_before_and_after_leave_the_same_modules_fused(targets: Any) ->
     reports = []
     for first, second in ((fusedops.fuse_model, None), (None, fusedops.fuse_model)):
         model = _model()
-        for call in filter(None, (first, lambda m: get_peft_model(m, LoraConfig(r=4, target_modules=targets)), second)):
+        for call in filter(
+            None,
+            (first, lambda m: get_peft_model(m, LoraConfig(r=4, target_modules=targets)), second),
+        ):
             found = call(model)
             model = found if isinstance(found, nn.Module) else model
-        fused = {line.name.removeprefix("base_model.model."): line.calls for line in fusedops.fusion_status(model)}
+        fused = {
+            line.name.removeprefix("base_model.model."): line.calls
+            for line in fusedops.fusion_status(model)
+        }
         reports.append({name: calls for name, calls in fused.items() if calls})
     assert reports[0] == reports[1]
     assert reports[0]["model.layers.0.mlp"] == "gated_act"
@@ -281,7 +335,9 @@ def test_check_takes_no_sharded_model(call: Callable[[Any], nn.Module]) -> None:
 def test_own_forward_of_a_prepared_model_is_left() -> None:
     """As the page says of Accelerate."""
     layer = _prepared(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True))
-    assert fusedops.fuse_model(layer).modules[0].reason == "its forward was replaced on the instance"
+    assert (
+        fusedops.fuse_model(layer).modules[0].reason == "its forward was replaced on the instance"
+    )
 
 
 def test_own_forward_of_a_prepared_model_is_given_back() -> None:

@@ -19,7 +19,7 @@ from support import INTERPRETED, KERNEL_PATH, OFFSET, SEED, drop_threshold, fixe
 every = pytest.mark.parametrize("spec", DROPOUT_SPECS, ids=lambda spec: spec.name)
 
 
-# --- PyTorch's controls --------------------------------------------------------------------------------------------
+# --- PyTorch's controls ---------------------------------------------------------------------------
 
 
 @every
@@ -57,8 +57,12 @@ def test_state_is_the_generators(spec: Spec, device: torch.device) -> None:
 
 
 @every
-@pytest.mark.parametrize("options", [{"p": 0.0}, {"p": 0.5, "training": False}], ids=["p=0", "eval"])
-def test_nothing_to_drop_draws_nothing(spec: Spec, options: dict[str, float], device: torch.device) -> None:
+@pytest.mark.parametrize(
+    "options", [{"p": 0.0}, {"p": 0.5, "training": False}], ids=["p=0", "eval"]
+)
+def test_nothing_to_drop_draws_nothing(
+    spec: Spec, options: dict[str, float], device: torch.device
+) -> None:
     problem = Problem(spec, 4, 24, device)
     state = rng_state(device)
     run = problem.run(**options)
@@ -85,20 +89,24 @@ def test_p_one_drops_all(spec: Spec, device: torch.device) -> None:
 @every
 @pytest.mark.parametrize("rows,cols", [(1, 1), (3, 7), (5, 130)])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_backward_has_the_forwards_mask(spec: Spec, rows: int, cols: int, p: float, device: torch.device) -> None:
+def test_backward_has_the_forwards_mask(
+    spec: Spec, rows: int, cols: int, p: float, device: torch.device
+) -> None:
     for _ in range(3):
         run = Problem(spec, rows, cols, device).run(p)
         assert torch.equal(run.forward, run.backward)
 
 
-# --- plain CPU: torch's own dropout --------------------------------------------------------------------------------
+# --- plain CPU: torch's own dropout ---------------------------------------------------------------
 
 if not KERNEL_PATH:
 
     @every
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     @pytest.mark.parametrize("p", [0.1, 0.5])
-    def test_cpu_mask_is_torchs(spec: Spec, dtype: torch.dtype, p: float, device: torch.device) -> None:
+    def test_cpu_mask_is_torchs(
+        spec: Spec, dtype: torch.dtype, p: float, device: torch.device
+    ) -> None:
         problem = Problem(spec, 6, 40, device, dtype)
         torch.manual_seed(4)
         expected = F.dropout(torch.ones(6, 40, dtype=dtype), p) != 0.0
@@ -108,14 +116,18 @@ if not KERNEL_PATH:
         assert torch.equal(rng_state(device), state)
 
 
-# --- the kernels: Philox -------------------------------------------------------------------------------------------
+# --- the kernels: Philox --------------------------------------------------------------------------
 
 
 @every
 @pytest.mark.kernels
-@pytest.mark.parametrize("rows,cols", [(1, 1), (2, 8), (3, 7), (9, 40), (17, 129), (5, 1000), (2, 20000)])
+@pytest.mark.parametrize(
+    "rows,cols", [(1, 1), (2, 8), (3, 7), (9, 40), (17, 129), (5, 1000), (2, 20000)]
+)
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_mask_is_the_oracles(spec: Spec, rows: int, cols: int, p: float, device: torch.device) -> None:
+def test_mask_is_the_oracles(
+    spec: Spec, rows: int, cols: int, p: float, device: torch.device
+) -> None:
     problem = Problem(spec, rows, cols, device)
     expected = keep_mask(SEED, OFFSET, rows, cols, p).to(device)
     with fixed_draw():
@@ -129,7 +141,9 @@ def test_mask_is_the_oracles(spec: Spec, rows: int, cols: int, p: float, device:
 @pytest.mark.parametrize(
     "seed,offset", [(0, 0), (1, 4), (2**63 - 1, 2**40 + 8), (2**32, 2**32), (2**62 - 1, 2**62 - 1)]
 )
-def test_mask_uses_all_of_the_state(spec: Spec, seed: int, offset: int, device: torch.device) -> None:
+def test_mask_uses_all_of_the_state(
+    spec: Spec, seed: int, offset: int, device: torch.device
+) -> None:
     expected = keep_mask(seed, offset, 5, 40, 0.5).to(device)
     with fixed_draw(seed, offset):
         run = Problem(spec, 5, 40, device).run(0.5)
@@ -152,31 +166,50 @@ def test_mask_counts_rows_over_all_leading_dimensions(spec: Spec, device: torch.
 @every
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_mask_does_not_depend_on_dtype(spec: Spec, dtype: torch.dtype, device: torch.device) -> None:
-    """Among half-precision numbers a few zeros come by chance: a kept value may be zero, a dropped one never is not."""
+def test_mask_does_not_depend_on_dtype(
+    spec: Spec, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Among half-precision numbers a few zeros come by chance.
+
+    A kept value may be zero, a dropped one never is not.
+    """
     expected = keep_mask(SEED, OFFSET, 9, 200, 0.5).to(device)
     with fixed_draw():
         run = Problem(spec, 9, 200, device, dtype).run(0.5)
     for seen in (run.forward, run.backward):
         assert not (seen & ~expected).any()
-        assert (seen != expected).sum() <= 18  # 1 in 100 of 1800; a mask of its own would differ in half of them
+        assert (
+            seen != expected
+        ).sum() <= 18  # 1 in 100 of 1800; a mask of its own would differ in half of them
 
 
 def _configs(key: tuning.TuningKey) -> list[tuning.Config]:
-    """What the family may run a kernel with; the interpreter knows nothing of warps, so there one of each tiling."""
+    """What the family may run a kernel with.
+
+    The interpreter knows nothing of warps, so there one of each tiling.
+    """
     family = family_of(key.kernel)
     assert family is not None
     found = family.candidates(key)
     if key.kernel == "dropout_add":
-        found = [*found, *[tuning.Config(block, rows, 4) for block, rows in ((16, 4), (64, 1), (512, 2))]]
-    return list({(c.block_n, c.rows, c.stages, c.per_sm): c for c in found}.values()) if INTERPRETED else found
+        found = [
+            *found,
+            *[tuning.Config(block, rows, 4) for block, rows in ((16, 4), (64, 1), (512, 2))],
+        ]
+    return (
+        list({(c.block_n, c.rows, c.stages, c.per_sm): c for c in found}.values())
+        if INTERPRETED
+        else found
+    )
 
 
 @every
 @pytest.mark.kernels
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_mask_is_the_same_in_all_configs(spec: Spec, which: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_mask_is_the_same_in_all_configs(
+    spec: Spec, which: str, dtype: torch.dtype, device: torch.device
+) -> None:
     """Also where a row is cut into tiles, several rows share one, and a program takes many."""
     rows, cols = (9, 1300) if device.type == "cuda" else (5, 300)
     problem = Problem(spec, rows, cols, device, dtype)
@@ -189,13 +222,17 @@ def test_mask_is_the_same_in_all_configs(spec: Spec, which: str, dtype: torch.dt
         with fixed_draw(), tuning.forced(key.kernel, config):
             try:
                 run = problem.run(0.5)
-            except OutOfResources:  # a candidate may ask for more shared memory than this device has
+            except (
+                OutOfResources
+            ):  # a candidate may ask for more shared memory than this device has
                 continue
         ran += 1
         for seen in (run.forward, run.backward):
             assert not (seen & ~expected).any(), config
             # Half-precision numbers are zero by chance now and then; fp32 ones are not.
-            assert (seen != expected).sum() <= (0 if dtype == torch.float32 else expected.numel() // 100), config
+            assert (seen != expected).sum() <= (
+                0 if dtype == torch.float32 else expected.numel() // 100
+            ), config
     assert ran > 2
 
 
@@ -219,16 +256,20 @@ def test_scale_makes_the_expectation_exact(spec: Spec, p: float, device: torch.d
     problem = Problem(spec, 8, 4096, device, torch.float64)
     problem.drop_ones()
     # The first offset under which something is kept: 2 in 65536 may well be none of 32768.
-    masks = ((offset, keep_mask(SEED, offset, 8, 4096, p)) for offset in range(OFFSET, OFFSET + 400, 4))
+    masks = (
+        (offset, keep_mask(SEED, offset, 8, 4096, p)) for offset in range(OFFSET, OFFSET + 400, 4)
+    )
     offset, expected = next(pair for pair in masks if pair[1].any())
     with fixed_draw(SEED, offset):
         values = problem.forward(p)[-1].cpu()
     # The scale may be formed in fp32 before it is widened: two roundings of half an ulp each.
-    torch.testing.assert_close(values[expected], torch.full_like(values[expected], 65536 / kept), rtol=1.2e-7, atol=0.0)
+    torch.testing.assert_close(
+        values[expected], torch.full_like(values[expected], 65536 / kept), rtol=1.2e-7, atol=0.0
+    )
     assert not values[~expected].any()
 
 
-# --- statistics ----------------------------------------------------------------------------------------------------
+# --- statistics -----------------------------------------------------------------------------------
 
 ROWS, COLS = (64, 1000) if not INTERPRETED else (64, 500)
 
@@ -243,7 +284,9 @@ def test_keep_rate(spec: Spec, p: float, device: torch.device) -> None:
     # No row and no column is favoured: the largest of 64 (1000) binomials, six sigma each.
     for dim, trials in ((1, COLS), (0, ROWS)):
         sums = keep.sum(dim).double()
-        assert (sums - trials * probability).abs().max().item() <= 1.2 * five_sigma(trials, probability)
+        assert (sums - trials * probability).abs().max().item() <= 1.2 * five_sigma(
+            trials, probability
+        )
 
 
 @every

@@ -1,4 +1,7 @@
-"""Dropout where a call is replayed or recorded: activation checkpointing, CUDA graphs, torch.compile, make_fx."""
+"""Dropout where a call is replayed or recorded.
+
+Activation checkpointing, CUDA graphs, torch.compile, make_fx.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def _same(a: Run, b: Run) -> None:
         assert torch.equal(a.gradients[name], b.gradients[name]), name
 
 
-# --- activation checkpointing --------------------------------------------------------------------------------------
+# --- activation checkpointing ---------------------------------------------------------------------
 
 
 @every
@@ -49,7 +52,9 @@ def test_checkpoint_changes_nothing(spec: Spec, use_reentrant: bool, device: tor
         assert rows is not None
         options = {**problem.options, "p": 0.3}
         # The square is what needs recomputing where the operator itself keeps nothing.
-        outputs = spec.call(**{**tensors, spec.tensors[0]: rows + first.square()}, **problem.absent, **options)
+        outputs = spec.call(
+            **{**tensors, spec.tensors[0]: rows + first.square()}, **problem.absent, **options
+        )
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
     def checkpointed(**tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -78,10 +83,12 @@ def test_checkpoint_changes_nothing(spec: Spec, use_reentrant: bool, device: tor
     assert not torch.equal(block(**problem.tensors)[-1], plain.outputs[-1])
 
 
-# --- CUDA graphs ---------------------------------------------------------------------------------------------------
+# --- CUDA graphs ----------------------------------------------------------------------------------
 
 
-def _capture(problem: Problem, p: float) -> tuple[torch.cuda.CUDAGraph, Run, tuple[torch.Tensor, ...]]:
+def _capture(
+    problem: Problem, p: float
+) -> tuple[torch.cuda.CUDAGraph, Run, tuple[torch.Tensor, ...]]:
     """A graph of one forward and backward, the run whose tensors each replay overwrites, and the cotangents it reads.
 
     Whoever replays keeps all of them: a graph does not hold the memory that it reads.
@@ -98,7 +105,11 @@ def _capture(problem: Problem, p: float) -> tuple[torch.cuda.CUDAGraph, Run, tup
         outputs = problem.forward(p)
         grads = torch.autograd.grad(outputs, list(leaves.values()), cotangents)
     gradients = dict(zip(leaves, grads, strict=True))
-    return graph, Run(outputs, gradients, outputs[-1], gradients[problem.spec.tensors[0]]), cotangents
+    return (
+        graph,
+        Run(outputs, gradients, outputs[-1], gradients[problem.spec.tensors[0]]),
+        cotangents,
+    )
 
 
 def _replay(graph: torch.cuda.CUDAGraph, run: Run) -> Run:
@@ -135,7 +146,9 @@ def test_graph_replays_follow_the_seed(spec: Spec, device: torch.device) -> None
     _same(_replay(graph, static), first)
     _same(_replay(graph, static), second)
     assert not torch.equal(first.forward, second.forward)
-    assert not torch.equal(first.forward, eager.forward) and not torch.equal(second.forward, eager.forward)
+    assert not torch.equal(first.forward, eager.forward) and not torch.equal(
+        second.forward, eager.forward
+    )
 
 
 @every
@@ -147,7 +160,7 @@ def test_graph_without_dropout_equals_eager(spec: Spec, device: torch.device) ->
     _same(_replay(graph, static), expected)
 
 
-# --- torch.compile -------------------------------------------------------------------------------------------------
+# --- torch.compile --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -160,7 +173,9 @@ def compiled(device: torch.device) -> Iterator[Callable[[Callable[..., Any]], Ca
 
 
 @every
-def test_compiled_calls_draw_anew(spec: Spec, compiled: Callable[..., Any], device: torch.device) -> None:
+def test_compiled_calls_draw_anew(
+    spec: Spec, compiled: Callable[..., Any], device: torch.device
+) -> None:
     problem = Problem(spec, 9, 72, device)
     call = compiled(spec.call)
     runs = [problem.run(0.5, call) for _ in range(3)]
@@ -172,7 +187,9 @@ def test_compiled_calls_draw_anew(spec: Spec, compiled: Callable[..., Any], devi
 
 
 @every
-def test_compiled_calls_follow_the_seed(spec: Spec, compiled: Callable[..., Any], device: torch.device) -> None:
+def test_compiled_calls_follow_the_seed(
+    spec: Spec, compiled: Callable[..., Any], device: torch.device
+) -> None:
     problem = Problem(spec, 9, 72, device)
     call = compiled(spec.call)
     problem.run(0.5, call)
@@ -186,7 +203,9 @@ def test_compiled_calls_follow_the_seed(spec: Spec, compiled: Callable[..., Any]
 
 
 @every
-def test_compiled_without_dropout_draws_nothing(spec: Spec, compiled: Callable[..., Any], device: torch.device) -> None:
+def test_compiled_without_dropout_draws_nothing(
+    spec: Spec, compiled: Callable[..., Any], device: torch.device
+) -> None:
     problem = Problem(spec, 9, 72, device)
     call = compiled(spec.call)
     assert problem.run(0.0, call).forward.all()
@@ -228,7 +247,9 @@ def _draws() -> tuple[Callable[..., Any], list[int]]:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(("calls", "draws"), [(0, 0), (1, 1), (64, 1), (65, 2)])
-def test_a_compiled_graph_draws_for_many_calls(calls: int, draws: int, device: torch.device) -> None:
+def test_a_compiled_graph_draws_for_many_calls(
+    calls: int, draws: int, device: torch.device
+) -> None:
     """Once for 64 of them, and none drops what another drops."""
     torch._dynamo.reset()
     backend, counts = _draws()
@@ -248,7 +269,10 @@ def test_a_compiled_graph_draws_for_many_calls(calls: int, draws: int, device: t
 def test_compiled_checkpoint_changes_nothing(
     spec: Spec, before: bool, compiled: Callable[..., Any], device: torch.device
 ) -> None:
-    """Two parts that are recomputed, whose states one operator draws: in the first part, or before it."""
+    """Two parts that are recomputed, whose states one operator draws.
+
+    In the first part, or before it.
+    """
     problem = Problem(spec, 6, 40, device)
     name = spec.tensors[0]
 
@@ -273,7 +297,8 @@ def test_compiled_checkpoint_changes_nothing(
         leaves = [tensor for tensor in problem.tensors.values() if tensor is not None]
         return [output, *torch.autograd.grad(output.square().sum(), leaves)]
 
-    # Equal but for what a compiler rounds otherwise in other graphs; another mask would be off by the whole.
+    # Equal but for what a compiler rounds otherwise in other graphs; another mask would be off by
+    # the whole.
     plain = run(lambda function, rows: function(rows))
     recomputed = run(lambda function, rows: checkpoint(function, rows, use_reentrant=False))
     for a, b in zip(recomputed, plain, strict=True):
@@ -282,13 +307,25 @@ def test_compiled_checkpoint_changes_nothing(
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("budget", [1.0, pytest.param(0.5, marks=pytest.mark.xfail(
-    strict=True, reason="PyTorch draws again in the backward and restores no state; docs/dropout.md says so"))])  # fmt: skip
+@pytest.mark.parametrize(
+    "budget",
+    [
+        1.0,
+        pytest.param(
+            0.5,
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="PyTorch draws again in the backward and restores no state; docs/dropout.md says so",
+            ),
+        ),
+    ],
+)
 def test_compiled_under_a_memory_budget(budget: float, device: torch.device) -> None:
     """The backward sees the forward's mask, whatever the partitioner recomputes."""
     torch._dynamo.reset()
     backend = aot_autograd(
-        fw_compiler=lambda graph, _: make_boxed_func(graph.forward), partition_fn=min_cut_rematerialization_partition
+        fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        partition_fn=min_cut_rematerialization_partition,
     )
     x = torch.randn(12, 64, device=device, requires_grad=True)
 

@@ -33,7 +33,7 @@ from rowwise_checks import (
 from rowwise_functions import FUNCTIONS, RowwiseFunction
 from support import DEVICE, KERNEL_PATH, as_tuple
 
-# --- values and launches ----------------------------------------------------------------------------------------------
+# --- values and launches --------------------------------------------------------------------------
 
 
 @kernels
@@ -55,11 +55,16 @@ def test_values_in_other_dtypes(sample: RowwiseFunction, dtype: torch.dtype) -> 
 @every
 def test_one_kernel_each_way(sample: RowwiseFunction) -> None:
     function, tensors = rowwise(sample), sample.tensors(torch.float32, DEVICE)
-    # Of cosines and the like, which a model never trains, gradients are written whole and summed by PyTorch.
+    # Of cosines and the like, which a model never trains, gradients are written whole and summed by
+    # PyTorch.
     names = [name for name in sample.floating() if name not in ("cos", "sin")]
     with launch.record() as launched:
         results(function, tensors, names=names)
-    assert launched == ["forward_kernel", "backward_kernel", *(["reduce_kernel"] if sample.sums else [])]
+    assert launched == [
+        "forward_kernel",
+        "backward_kernel",
+        *(["reduce_kernel"] if sample.sums else []),
+    ]
     with launch.record() as launched, torch.no_grad():
         function(*tensors.values())
     assert launched == ["forward_kernel"]
@@ -72,7 +77,11 @@ def test_new_numbers_of_rows_build_nothing(sample: RowwiseFunction) -> None:
     results(function, sample.tensors(torch.float32, DEVICE))
     before = launch.variants()
     # Of fewer another kernel runs, and of one row that is counted another function.
-    least = 16 if "grouped" in sample.name or sample.name == "gate_and_residual" else 1 + ("windowed" in sample.name)
+    least = (
+        16
+        if "grouped" in sample.name or sample.name == "gate_and_residual"
+        else 1 + ("windowed" in sample.name)
+    )
     for rows in (sample.rows + 2, least):
         check(sample, function, sample.tensors(torch.float32, DEVICE, rows))
     assert launch.variants() == before
@@ -121,7 +130,9 @@ def test_batch_dimensions_merged_in_the_function() -> None:
     weight, built = randn(24), []
     for shape in ((2, 3, 24), (4, 5, 24), (7, 3, 24)):
         x = randn(*shape)
-        torch.testing.assert_close(function(x, weight), F.rms_norm(x, (24,), weight), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            function(x, weight), F.rms_norm(x, (24,), weight), rtol=1e-5, atol=1e-5
+        )
         built.append(launch.variants())
     assert len(set(built)) == 1
 
@@ -146,22 +157,28 @@ def test_without_kernels_the_function_runs(sample: RowwiseFunction) -> None:
 def test_compiles_for_hopper(sample: RowwiseFunction, cols: int) -> None:
     """Without a GPU: whole rows, rows in three parts, and long rows, with the heuristics' configs and few spills."""
     compiler = pytest.importorskip("triton.backends.compiler")
-    tensors = [t[..., :1].expand(*t.shape[:-1], cols).contiguous() if t.shape[-1] > 1 else t
-               for t in sample.tensors(torch.bfloat16).values()]  # fmt: skip
+    tensors = [
+        t[..., :1].expand(*t.shape[:-1], cols).contiguous() if t.shape[-1] > 1 else t
+        for t in sample.tensors(torch.bfloat16).values()
+    ]
     program = rowwise(sample)._programs.find(tensors, False).program
     for _, request, _ in chosen(program, -1, tensors):
-        usage = usage_of(launch.compile_fitting(request, 232_448, compiler.GPUTarget("cuda", 90, 32)))
+        usage = usage_of(
+            launch.compile_fitting(request, 232_448, compiler.GPUTarget("cuda", 90, 32))
+        )
         assert usage.registers and usage.spills <= 128, request
 
 
-# --- long rows --------------------------------------------------------------------------------------------------------
+# --- long rows ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def short_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program holds 16 columns: rows are passed over in tiles."""
     monkeypatch.setattr("fusedops.compiler.operator.LONGEST_ROW", 16)
-    monkeypatch.setattr("fusedops.compiler.configs._of_long_rows", lambda key: Config(16, 2, 1, 1, 1))
+    monkeypatch.setattr(
+        "fusedops.compiler.configs._of_long_rows", lambda key: Config(16, 2, 1, 1, 1)
+    )
 
 
 @kernels
@@ -193,7 +210,9 @@ def test_reductions_that_follow_each_other_in_long_rows() -> None:
         y = F.softmax(F.layer_norm(x, x.shape[-1:], weight), -1)
         return (y - y.amax(-1, keepdim=True)) * torch.logsumexp(x * y, -1, keepdim=True)
 
-    sample = RowwiseFunction("reductions", function, lambda rows: {"x": (rows, 40), "weight": (40,)})
+    sample = RowwiseFunction(
+        "reductions", function, lambda rows: {"x": (rows, 40), "weight": (40,)}
+    )
     check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE))
 
 
@@ -240,11 +259,13 @@ def test_integers_in_long_rows() -> None:
         j = i * (x == x)
         return x * 2, j.sum(-1), j.amax(-1), j.amin(-1)
 
-    for got, want in zip(fusedops.rowwise(function, strict=True)(x, i), function(x, i), strict=True):
+    for got, want in zip(
+        fusedops.rowwise(function, strict=True)(x, i), function(x, i), strict=True
+    ):
         assert got.dtype == want.dtype and torch.equal(got, want)
 
 
-# --- how rows are held ------------------------------------------------------------------------------------------------
+# --- how rows are held ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -268,7 +289,9 @@ def test_three_parts(sample: RowwiseFunction) -> None:
 def test_parts_of_ordinary_rows(sample: RowwiseFunction, parts: int) -> None:
     """No tile of 512 or 1024 columns is read for 384 or 640, and what parts have in common is summed once."""
     tensors = {
-        name: torch.cat([t.repeat_interleave(16, -1)] * 2, -1)[..., : t.shape[-1] // 24 * 128 * parts]
+        name: torch.cat([t.repeat_interleave(16, -1)] * 2, -1)[
+            ..., : t.shape[-1] // 24 * 128 * parts
+        ]
         for name, t in sample.tensors(torch.float32, DEVICE).items()
     }
     function = rowwise(sample)
@@ -282,8 +305,13 @@ def test_parts_of_ordinary_rows(sample: RowwiseFunction, parts: int) -> None:
 @kernels
 @pytest.mark.parametrize("cols", [48, 768])
 def test_largest_elements_in_several_parts_share_a_gradient(cols: int) -> None:
-    """Of parts that the function takes, and of those that rows of 384 columns have: in some places of several parts."""
-    x = torch.randint(-3, 4, (3, cols), generator=torch.Generator().manual_seed(5)).to(DEVICE, torch.float32)
+    """Of parts that the function takes, and of those that rows of 384 columns have.
+
+    In some places of several parts.
+    """
+    x = torch.randint(-3, 4, (3, cols), generator=torch.Generator().manual_seed(5)).to(
+        DEVICE, torch.float32
+    )
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
         y = torch.cat([part * 2.0 for part in x.chunk(2, -1)], -1)
@@ -308,13 +336,17 @@ def test_longest_rows_in_three_parts() -> None:
 @pytest.fixture
 def own_operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions of other kernels are registered under names of the test's, as the process keeps them."""
-    monkeypatch.setattr("fusedops.compiler.operator._identifier", lambda name: request.node.originalname)
+    monkeypatch.setattr(
+        "fusedops.compiler.operator._identifier", lambda name: request.node.originalname
+    )
 
 
 @kernels
 @every
 @pytest.mark.usefixtures("own_operators")
-def test_vectors_that_are_loaded_again(sample: RowwiseFunction, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vectors_that_are_loaded_again(
+    sample: RowwiseFunction, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where a backward's registers do not hold them from tile to tile."""
     monkeypatch.setattr("fusedops.compiler.codegen._REGISTERS", 0)
     check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE, 37))
@@ -326,7 +358,9 @@ def test_vectors_that_are_loaded_again(sample: RowwiseFunction, monkeypatch: pyt
 def test_backward_in_tiles(sample: RowwiseFunction, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows that a program of the forward holds, with more values at a time than registers."""
     monkeypatch.setattr("fusedops.compiler.codegen._MOST_LIVE", 0)
-    monkeypatch.setattr("fusedops.compiler.configs._of_long_rows", lambda key: Config(16, 2, 1, 1, 1))
+    monkeypatch.setattr(
+        "fusedops.compiler.configs._of_long_rows", lambda key: Config(16, 2, 1, 1, 1)
+    )
     function, tensors = rowwise(sample), sample.tensors(torch.float32, DEVICE)
     check(sample, function, tensors)
     with launch.record() as launched:
@@ -339,7 +373,9 @@ def test_backward_in_tiles(sample: RowwiseFunction, monkeypatch: pytest.MonkeyPa
 def test_backward_that_tiles_do_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of whole numbers along rows: the rows are held, whatever is spilled."""
     monkeypatch.setattr("fusedops.compiler.codegen._MOST_LIVE", 0)
-    sample = RowwiseFunction("count", lambda x: x * x * (x > 0).sum(-1, keepdim=True), lambda rows: {"x": (rows, 24)})
+    sample = RowwiseFunction(
+        "count", lambda x: x * x * (x > 0).sum(-1, keepdim=True), lambda rows: {"x": (rows, 24)}
+    )
     function, tensors = rowwise(sample), sample.tensors(torch.float32, DEVICE)
     check(sample, function, tensors)
     with launch.record() as launched:
@@ -347,7 +383,7 @@ def test_backward_that_tiles_do_not_compute(monkeypatch: pytest.MonkeyPatch) -> 
     assert launched == ["forward_kernel", "backward_kernel"]
 
 
-# --- dropout ----------------------------------------------------------------------------------------------------------
+# --- dropout --------------------------------------------------------------------------------------
 
 DROPPING = [sample for sample in FUNCTIONS if sample.drops]
 dropping = pytest.mark.parametrize("sample", DROPPING, ids=lambda sample: sample.name)
@@ -390,7 +426,10 @@ def test_checkpointing(sample: RowwiseFunction, reentrant: bool) -> None:
         torch.autograd.backward(outputs, cotangents_of(outputs))
         return [*outputs, *[leaf.grad for leaf in leaves if leaf.grad is not None]]
 
-    plain, again = run(function), run(lambda *given: checkpoint(function, *given, use_reentrant=reentrant))
+    plain, again = (
+        run(function),
+        run(lambda *given: checkpoint(function, *given, use_reentrant=reentrant)),
+    )
     assert len(plain) == len(again) and all(map(torch.equal, plain, again))
 
 
@@ -404,7 +443,9 @@ def test_mask_is_the_same_in_the_backward() -> None:
 
 @kernels
 def test_two_dropouts_differ() -> None:
-    y, z = fusedops.rowwise(lambda x: (F.dropout(x, 0.5), F.dropout(x, 0.5)), strict=True)(ones(37, 40))
+    y, z = fusedops.rowwise(lambda x: (F.dropout(x, 0.5), F.dropout(x, 0.5)), strict=True)(
+        ones(37, 40)
+    )
     assert 0.4 < (y != z).double().mean().item() < 0.6
 
 
@@ -423,7 +464,9 @@ def test_all_or_nothing(p: float) -> None:
     x = randn(5, 24).requires_grad_()
     y = fusedops.rowwise(lambda x, p: F.dropout(x, p) * 2, strict=True)(x, p)
     (grad,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(y.detach(), x.detach() * 2 * (1 - p)) and torch.equal(grad, torch.full_like(x, 2 * (1 - p)))
+    assert torch.equal(y.detach(), x.detach() * 2 * (1 - p)) and torch.equal(
+        grad, torch.full_like(x, 2 * (1 - p))
+    )
 
 
 @kernels
@@ -452,7 +495,9 @@ def test_functions_that_differ_in_p_share_no_operator(fresh_dynamo: None) -> Non
         assert abs((compiled(ones(128, 64)) == 0).double().mean().item() - p) < 0.05
 
 
-@pytest.mark.parametrize("number", [torch.finfo(torch.float64).min, 1e300, -1e-300, 3.3e39, 1e-40, 0.1])
+@pytest.mark.parametrize(
+    "number", [torch.finfo(torch.float64).min, 1e300, -1e-300, 3.3e39, 1e-40, 0.1]
+)
 def test_numbers_in_fp64_are_exact(number: float) -> None:
     """Beyond fp32's range, too: a mask of attention has the least number of its dtype."""
 
@@ -467,7 +512,10 @@ def test_numbers_in_fp64_are_exact(number: float) -> None:
 @pytest.mark.kernels
 def test_numbers_under_a_default_device() -> None:
     """Here one without memory, on which no number can be rounded."""
-    x, function = randn(3, 24).double(), fusedops.rowwise(lambda x: x * 0.1 + x.float(), strict=True)
+    x, function = (
+        randn(3, 24).double(),
+        fusedops.rowwise(lambda x: x * 0.1 + x.float(), strict=True),
+    )
     with torch.device("meta"):
         found = function(x)
     torch.testing.assert_close(found, function.function(x))

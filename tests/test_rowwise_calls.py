@@ -27,7 +27,7 @@ from rowwise_checks import check, cotangents_of, every, kernels, of, randn, resu
 from rowwise_functions import DROP, SAMPLES, RowwiseFunction, named
 from support import DEVICE, as_tuple, fixed_draw
 
-# --- modes ------------------------------------------------------------------------------------------------------------
+# --- modes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,10 @@ from support import DEVICE, as_tuple, fixed_draw
     ],
 )
 def test_compiled_with_changing_rows(sample: RowwiseFunction, fresh_dynamo: None) -> None:
-    """The second number of rows compiles nothing; of numbers around a function Dynamo may need two attempts at the first."""
+    """The second number of rows compiles nothing.
+
+    Of numbers around a function Dynamo may need two attempts at the first.
+    """
     function, graphs, counts = rowwise(sample), [], []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -70,14 +73,23 @@ def test_transforms(sample: RowwiseFunction) -> None:
     def loss(function: Callable[..., Any]) -> Callable[..., Tensor]:
         return lambda x: function(x, *rest).square().sum()
 
-    for transform in (torch.func.grad, lambda f: torch.func.grad(lambda x: torch.func.grad(f)(x).square().sum())):
+    for transform in (
+        torch.func.grad,
+        lambda f: torch.func.grad(lambda x: torch.func.grad(f)(x).square().sum()),
+    ):
         got, want = transform(loss(function))(first), transform(loss(sample.function))(first)
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
     many = torch.stack((first, first * 2))
-    got, want = (torch.func.vmap(f, in_dims=(0, *[None] * len(rest)))(many, *rest) for f in (function, sample.function))
+    got, want = (
+        torch.func.vmap(f, in_dims=(0, *[None] * len(rest)))(many, *rest)
+        for f in (function, sample.function)
+    )
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     tangent = torch.ones_like(first)
-    got, want = (torch.func.jvp(lambda x, f=f: f(x, *rest), (first,), (tangent,)) for f in (function, sample.function))
+    got, want = (
+        torch.func.jvp(lambda x, f=f: f(x, *rest), (first,), (tangent,))
+        for f in (function, sample.function)
+    )
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
@@ -90,7 +102,13 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "fusedops":
-            self.calls.append((func, tree_map_only(Tensor, lambda t: t.detach().clone(), args), dict(kwargs or {})))
+            self.calls.append(
+                (
+                    func,
+                    tree_map_only(Tensor, lambda t: t.detach().clone(), args),
+                    dict(kwargs or {}),
+                )
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -104,8 +122,12 @@ def test_opcheck(sample: RowwiseFunction) -> None:
     for func, args, kwargs in recorder.calls:
         if "backward" not in str(func):
             args = tree_map_only(Tensor, lambda t: t.requires_grad_(t.is_floating_point()), args)
-        torch.library.opcheck(func, args, kwargs,
-                              test_utils=["test_schema", "test_autograd_registration", "test_faketensor"])  # fmt: skip
+        torch.library.opcheck(
+            func,
+            args,
+            kwargs,
+            test_utils=["test_schema", "test_autograd_registration", "test_faketensor"],
+        )
 
 
 @kernels
@@ -116,7 +138,9 @@ def test_a_dispatch_mode_changes_no_bit(sample: RowwiseFunction) -> None:
         outputs, grads = results(function, tensors)
         with _Recorder():
             outputs_again, grads_again = results(function, tensors)
-    assert all(map(torch.equal, (*outputs, *grads.values()), (*outputs_again, *grads_again.values())))
+    assert all(
+        map(torch.equal, (*outputs, *grads.values()), (*outputs_again, *grads_again.values()))
+    )
 
 
 @of("gated_norm", "alibi_softmax", "cross_entropy")
@@ -135,7 +159,10 @@ def test_autocast(sample: RowwiseFunction) -> None:
 def test_function_is_called_like_itself() -> None:
     """Its name, its signature, and errors in PyTorch's words."""
     function = fusedops.rowwise(SAMPLES["gemma_norm"].function)
-    assert function.__name__ == "gemma_norm" and function.__doc__ == SAMPLES["gemma_norm"].function.__doc__
+    assert (
+        function.__name__ == "gemma_norm"
+        and function.__doc__ == SAMPLES["gemma_norm"].function.__doc__
+    )
     assert "gemma_norm" in repr(function)
     with pytest.raises(TypeError, match="missing"):
         function(randn(5, 24))
@@ -205,7 +232,10 @@ def test_a_transform_or_another_layout_leaves_other_calls_fused() -> None:
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("called", [False, True], ids=["not_called", "called"])
 def test_exported_programs_need_no_function(strict: bool, called: bool, fresh_dynamo: None) -> None:
-    """They are in PyTorch's operators, which every process has; the module's own calls are fused, before and after."""
+    """They are in PyTorch's operators, which every process has.
+
+    The module's own calls are fused, before and after.
+    """
     module, x = Scale(), randn(5, 24)
     if called:
         module(x)
@@ -220,7 +250,9 @@ def test_exported_programs_need_no_function(strict: bool, called: bool, fresh_dy
 @kernels
 def test_captured_methods_of_tensors() -> None:
     relu, add, x = Tensor.relu, Tensor.__add__, randn(5, 24)
-    assert torch.equal(fusedops.rowwise(lambda x: add(relu(x), 1.0), strict=True)(x), x.relu() + 1.0)
+    assert torch.equal(
+        fusedops.rowwise(lambda x: add(relu(x), 1.0), strict=True)(x), x.relu() + 1.0
+    )
 
 
 @kernels
@@ -232,7 +264,7 @@ def test_source_has_the_users_names() -> None:
     assert DROP == 0.25
 
 
-# --- memory and threads -------------------------------------------------------------------------------------------------
+# --- memory and threads ---------------------------------------------------------------------------
 
 
 @kernels
@@ -248,18 +280,27 @@ def test_same_bits_again(sample: RowwiseFunction) -> None:
         torch.manual_seed(11)
         outputs, grads = results(function, sample.tensors(torch.float32, DEVICE, 37))
         runs.append([*outputs, *grads.values()])
-    assert all(torch.equal(one, other) for again in runs[1:] for one, other in zip(runs[0], again, strict=True))
+    assert all(
+        torch.equal(one, other)
+        for again in runs[1:]
+        for one, other in zip(runs[0], again, strict=True)
+    )
 
 
 @kernels
 @every
 def test_tensors_changed_after_the_forward_are_noticed(sample: RowwiseFunction) -> None:
-    """What the backward reads again must not have changed: either it does not read it, or autograd objects."""
+    """What the backward reads again must not have changed.
+
+    Either it does not read it, or autograd objects.
+    """
     function, originals, objected = rowwise(sample), sample.tensors(torch.float32, DEVICE), 0
     with fixed_draw():
         _, unchanged = results(function, originals)
         for name in sample.floating():
-            leaves = {key: t.clone().requires_grad_(t.is_floating_point()) for key, t in originals.items()}
+            leaves = {
+                key: t.clone().requires_grad_(t.is_floating_point()) for key, t in originals.items()
+            }
             outputs = as_tuple(function(*leaves.values()))
             with torch.no_grad():
                 leaves[name].mul_(3.0)
@@ -269,7 +310,9 @@ def test_tensors_changed_after_the_forward_are_noticed(sample: RowwiseFunction) 
             except RuntimeError as error:
                 objected += "modified by an inplace operation" in str(error)
             else:
-                assert all(map(torch.equal, got, unchanged.values())), f"a change of {name} went unnoticed"
+                assert all(map(torch.equal, got, unchanged.values())), (
+                    f"a change of {name} went unnoticed"
+                )
     assert objected or sample.name == "alibi_softmax"
 
 
@@ -310,7 +353,10 @@ def test_saved_tensors_go_through_hooks(sample: RowwiseFunction) -> None:
 
 @kernels
 def test_threads() -> None:
-    """Four at once, each with widths that nobody had before: functions are traced and kernels built in the race."""
+    """Four at once, each with widths that nobody had before.
+
+    Functions are traced and kernels built in the race.
+    """
     samples = named("dropout_add_layer_norm", "gated_norm", "swiglu_norm", "norm_then_add")
     functions = [rowwise(sample) for sample in samples]
     barrier = threading.Barrier(4)
@@ -319,12 +365,18 @@ def test_threads() -> None:
         cols = 26 + 2 * ((which + turn) % 4)
         made = samples[which].tensors(torch.float32, DEVICE)
         whole = made["weight"].shape[0]
-        return {name: t[..., :1].expand(*t.shape[:-1], cols * t.shape[-1] // whole) * 1.0 for name, t in made.items()}
+        return {
+            name: t[..., :1].expand(*t.shape[:-1], cols * t.shape[-1] // whole) * 1.0
+            for name, t in made.items()
+        }
 
     def step(which: int, turn: int) -> list[Tensor]:
         given = tensors(which, turn)
         outputs = as_tuple(functions[which](*[t.requires_grad_() for t in given.values()]))
-        return [*outputs, *torch.autograd.grad(outputs, list(given.values()), cotangents_of(outputs))]
+        return [
+            *outputs,
+            *torch.autograd.grad(outputs, list(given.values()), cotangents_of(outputs)),
+        ]
 
     def work(start: int) -> list[list[Tensor]]:
         barrier.wait()
@@ -338,7 +390,7 @@ def test_threads() -> None:
                 assert all(map(torch.equal, got, step((start + turn) % 4, turn)))
 
 
-# --- kernels that Triton cannot compile -----------------------------------------------------------------------------------
+# --- kernels that Triton cannot compile -----------------------------------------------------------
 
 
 @pytest.fixture
@@ -349,7 +401,9 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def fail(name: str, warps: Callable[[int], bool] = lambda warps: True) -> None:
         def compiled(request: launch.Request, device_index: int) -> launch.Variant:
             if name in request.kernel.fn.__name__ and warps(request.config.warps):
-                raise launch.NotCompiledError(request.kernel.fn.__name__, RuntimeError("PassManager::run failed"))
+                raise launch.NotCompiledError(
+                    request.kernel.fn.__name__, RuntimeError("PassManager::run failed")
+                )
             return specialise(request, device_index)
 
         monkeypatch.setattr(launch, "_built", {})
@@ -360,7 +414,9 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @kernels
 @every
-def test_without_kernels_pytorchs_operators_run(sample: RowwiseFunction, failing: Callable[..., None]) -> None:
+def test_without_kernels_pytorchs_operators_run(
+    sample: RowwiseFunction, failing: Callable[..., None]
+) -> None:
     """With the masks of the kernels, and one warning."""
     failing("ward_kernel")
     with pytest.warns(
@@ -408,7 +464,10 @@ def test_strict_functions_raise_where_no_kernel_compiles(failing: Callable[..., 
     with pytest.warns(RuntimeWarning, match="llama_norm as plain PyTorch"):
         lenient(*tensors)
     assert "cannot compile forward_kernel" in lenient.explain(*tensors).reason
-    with tuning.forced("rowwise_forward", tuning.Config(32, 1, 1)), pytest.raises(launch.NotCompiledError):
+    with (
+        tuning.forced("rowwise_forward", tuning.Config(32, 1, 1)),
+        pytest.raises(launch.NotCompiledError),
+    ):
         fusedops.rowwise(sample.function)(*tensors)  # what is measured is this config
 
 
@@ -421,7 +480,9 @@ def test_an_error_of_the_compiler_names_the_kernel(monkeypatch: pytest.MonkeyPat
     with pytest.raises(
         launch.NotCompiledError, match=r"^Triton cannot compile a_kernel \(ValueError: a trace\)$"
     ) as found:
-        launch.compile_kernel(launch.Request(kernel, {"x": "*fp32"}, {}, tuning.Config(8, 1, 1), {}))
+        launch.compile_kernel(
+            launch.Request(kernel, {"x": "*fp32"}, {}, tuning.Config(8, 1, 1), {})
+        )
     assert isinstance(found.value.__cause__, ValueError)
 
 
@@ -432,4 +493,6 @@ def test_an_error_of_the_machine_is_none_of_the_compiler(monkeypatch: pytest.Mon
     monkeypatch.setattr(compat, "compile_ahead", fails)
     kernel = SimpleNamespace(fn=SimpleNamespace(__name__="a_kernel"), arg_names=("x",))
     with pytest.raises(OSError, match="No space left"):
-        launch.compile_kernel(launch.Request(kernel, {"x": "*fp32"}, {}, tuning.Config(8, 1, 1), {}))
+        launch.compile_kernel(
+            launch.Request(kernel, {"x": "*fp32"}, {}, tuning.Config(8, 1, 1), {})
+        )

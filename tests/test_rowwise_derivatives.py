@@ -27,7 +27,7 @@ from rowwise_checks import (
 from rowwise_functions import SAMPLES, RowwiseFunction, named, subsets
 from support import DEVICE, as_tuple, fixed_draw
 
-# --- derivatives ------------------------------------------------------------------------------------------------------
+# --- derivatives ----------------------------------------------------------------------------------
 
 
 @kernels
@@ -42,8 +42,13 @@ def test_second_derivatives(sample: RowwiseFunction) -> None:
         inner = [leaves[name] for name in names]
         cotangents = [c.requires_grad_() for c in cotangents_of(outputs)]
         grads = torch.autograd.grad(outputs, inner, cotangents, create_graph=True)
-        again = torch.autograd.grad(grads, [*inner, *cotangents], cotangents_of(grads), allow_unused=True)
-        return [torch.zeros_like(t) if g is None else g for g, t in zip(again, [*inner, *cotangents], strict=True)]
+        again = torch.autograd.grad(
+            grads, [*inner, *cotangents], cotangents_of(grads), allow_unused=True
+        )
+        return [
+            torch.zeros_like(t) if g is None else g
+            for g, t in zip(again, [*inner, *cotangents], strict=True)
+        ]
 
     with fixed_draw():
         got = twice(rowwise(sample), tensors)
@@ -61,7 +66,11 @@ def test_second_derivatives(sample: RowwiseFunction) -> None:
     [
         pytest.param(sample, names, id="-".join((sample.name, *names)))
         for sample in named(
-            "gated_residual_norm", "adaptive_layer_norm_grouped", "swiglu_norm", "norm_and_rotary", "group_norm"
+            "gated_residual_norm",
+            "adaptive_layer_norm_grouped",
+            "swiglu_norm",
+            "norm_and_rotary",
+            "group_norm",
         )
         for names in subsets(sample.floating())
     ],
@@ -77,7 +86,9 @@ def test_some_gradients(sample: RowwiseFunction, names: tuple[str, ...]) -> None
 def test_one_output_unused(sample: RowwiseFunction, used: int) -> None:
     function = rowwise(sample)
     one = RowwiseFunction(sample.name, lambda *args: sample.function(*args)[used], sample.shapes)
-    names = ["x", "residual"] if used else None  # the stream does not depend on what comes behind it
+    names = (
+        ["x", "residual"] if used else None
+    )  # the stream does not depend on what comes behind it
     check(one, lambda *args: function(*args)[used], sample.tensors(torch.float32, DEVICE), names)
 
 
@@ -96,8 +107,10 @@ def test_output_that_is_the_same_for_a_whole_row() -> None:
 def test_gradient_of_fp64_that_is_summed_over_the_middle_rows() -> None:
     """It is written whole, in fp64 too, and then summed."""
     made = torch.Generator().manual_seed(0)
-    x, shift, along = (torch.randn(shape, dtype=torch.float64, generator=made).to(DEVICE)
-                       for shape in ((3, 4, 32), (3, 1, 32), (3, 4, 32)))  # fmt: skip
+    x, shift, along = (
+        torch.randn(shape, dtype=torch.float64, generator=made).to(DEVICE)
+        for shape in ((3, 4, 32), (3, 1, 32), (3, 4, 32))
+    )
     shift.requires_grad_()
     function = fusedops.rowwise(lambda x, shift: x * (1 + shift), strict=True)
     (found,) = torch.autograd.grad(function(x, shift), shift, along)
@@ -112,12 +125,15 @@ def test_outputs_whose_rows_are_not_outermost(which: str) -> None:
         "cat": lambda x, y: torch.cat((x, x * y), 0),
         "transpose": lambda x, y: (x * y).mT,
     }
-    sample = RowwiseFunction(which, functions[which], lambda rows: {"x": (rows, 24), "y": (rows, 24)})
+    sample = RowwiseFunction(
+        which, functions[which], lambda rows: {"x": (rows, 24), "y": (rows, 24)}
+    )
     try:
         function = rowwise(sample)
         check(sample, function, sample.tensors(torch.float32, DEVICE))
     except fusedops.NotRowwiseError as error:
-        assert which[:4] in str(error) or "rows" in str(error)  # noqa: PT017 - it may be refused, but not be wrong
+        # It may be refused, but not be wrong.
+        assert which[:4] in str(error) or "rows" in str(error)  # noqa: PT017
 
 
 @kernels
@@ -127,7 +143,9 @@ def test_heads_transposed() -> None:
     def function(x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], weight, 1e-6).transpose(1, 2)
 
-    sample = RowwiseFunction("heads", function, lambda rows: {"x": (2, rows, 3, 16), "weight": (16,)})
+    sample = RowwiseFunction(
+        "heads", function, lambda rows: {"x": (2, rows, 3, 16), "weight": (16,)}
+    )
     check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE))
 
 
@@ -151,11 +169,18 @@ def test_ignored_class(smoothing: float) -> None:
     """One that is a column, too: its rows have neither loss nor gradient."""
 
     def function(logits: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(logits, target, ignore_index=3, reduction="none", label_smoothing=smoothing)
+        return F.cross_entropy(
+            logits, target, ignore_index=3, reduction="none", label_smoothing=smoothing
+        )
 
     sample = RowwiseFunction("ignored", function, SAMPLES["cross_entropy"].shapes)
     target = torch.tensor([3, 0, 3, 39, 1], device=DEVICE)
-    check(sample, rowwise(sample), {**sample.tensors(torch.float32, DEVICE), "target": target}, ["logits"])
+    check(
+        sample,
+        rowwise(sample),
+        {**sample.tensors(torch.float32, DEVICE), "target": target},
+        ["logits"],
+    )
 
 
 @kernels
@@ -180,12 +205,16 @@ def test_what_has_no_gradient_in_the_function(inside: str) -> None:
 @kernels
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_inputs_without_a_gradient_have_none(compiled: bool, fresh_dynamo: None) -> None:
-    """What the differentiated output does not depend on, or what is only detached or compared: None, as in PyTorch.
+    """What the differentiated output does not depend on, or what is only detached or compared.
+
+    None, as in PyTorch.
 
     Not where it is zero whatever the numbers are.
     """
 
-    def function(x: Tensor, w: Tensor, other: Tensor, detached: Tensor, compared: Tensor, signs: Tensor) -> Any:
+    def function(
+        x: Tensor, w: Tensor, other: Tensor, detached: Tensor, compared: Tensor, signs: Tensor
+    ) -> Any:
         with torch.no_grad():
             largest = x.amax(-1, keepdim=True)
         y = torch.where(x > compared, x * w, detached.detach() * x) + signs.sign()
@@ -195,13 +224,27 @@ def test_inputs_without_a_gradient_have_none(compiled: bool, fresh_dynamo: None)
     made = torch.compile(made, backend="aot_eager") if compiled else made
     leaves = [randn(5, 24).requires_grad_(), *[randn(24).requires_grad_() for _ in range(5)]]
     outs, eager = made(*leaves), function(*leaves)
-    assert [out.requires_grad for out in outs] == [out.requires_grad for out in eager] == [True, True, False, False]
-    assert [out.requires_grad for out in made(leaves[0].detach(), leaves[1], *[t.detach() for t in leaves[2:]])] == [
-        True, False, False, False]  # fmt: skip
+    assert (
+        [out.requires_grad for out in outs]
+        == [out.requires_grad for out in eager]
+        == [True, True, False, False]
+    )
+    assert [
+        out.requires_grad
+        for out in made(leaves[0].detach(), leaves[1], *[t.detach() for t in leaves[2:]])
+    ] == [True, False, False, False]
     # A graph of torch.compile has zeros where only some of its outputs are differentiated.
     for used in ((0, 1),) if compiled else ((0,), (1,), (0, 1)):
-        got, want = (torch.autograd.grad([found[i] for i in used], leaves, [torch.ones_like(found[i]) for i in used],
-                                         allow_unused=True, retain_graph=True) for found in (outs, eager))  # fmt: skip
+        got, want = (
+            torch.autograd.grad(
+                [found[i] for i in used],
+                leaves,
+                [torch.ones_like(found[i]) for i in used],
+                allow_unused=True,
+                retain_graph=True,
+            )
+            for found in (outs, eager)
+        )
         assert [g is None for g in got] == [g is None for g in want]
         for a, b in zip(got, want, strict=True):
             if a is not None and b is not None:
@@ -222,11 +265,15 @@ def test_batched_gradients(name: str) -> None:
         once = torch.autograd.grad(y, (x, w), many, is_grads_batched=True, retain_graph=True)
         mapped = torch.func.vmap(lambda v: torch.autograd.grad(y, x, v, retain_graph=True)[0])(many)
         jacobian = torch.autograd.functional.jacobian(function, (x, w), vectorize=True)
-        hessian = torch.autograd.functional.hessian(lambda x: function(x, w).sum(), x, vectorize=True)
+        hessian = torch.autograd.functional.hessian(
+            lambda x: function(x, w).sum(), x, vectorize=True
+        )
         return [*once, mapped, *jacobian, hessian]
 
     # Some tens of roundings in fp64 of numbers of this size.
-    for got, want in zip(results(fusedops.rowwise(function, strict=True)), results(function), strict=True):
+    for got, want in zip(
+        results(fusedops.rowwise(function, strict=True)), results(function), strict=True
+    ):
         torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
 
 
@@ -264,7 +311,9 @@ _EDGES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 @pytest.mark.parametrize("case", _EDGES)
 def test_derivatives_at_edges(case: str) -> None:
     inner, edge = _EDGES[case]
-    x = RowwiseFunction(case, inner, lambda rows: {"x": (rows, 24)}).tensors(torch.float32, DEVICE)["x"]
+    x = RowwiseFunction(case, inner, lambda rows: {"x": (rows, 24)}).tensors(torch.float32, DEVICE)[
+        "x"
+    ]
     if edge == "zeros":
         x[:, 3:9] = 0.0
     elif edge == "zero row":
@@ -277,7 +326,9 @@ def test_derivatives_at_edges(case: str) -> None:
 
 @kernels
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
-@pytest.mark.parametrize("case", ["fmax", "fmin", "maximum", "relu", "clamp", "amax", "softmax", "logsumexp", "where"])
+@pytest.mark.parametrize(
+    "case", ["fmax", "fmin", "maximum", "relu", "clamp", "amax", "softmax", "logsumexp", "where"]
+)
 def test_not_a_number_spreads_as_in_pytorch(case: str, value: float) -> None:
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "fmax": lambda x: torch.fmax(x, torch.zeros_like(x)),
@@ -319,7 +370,9 @@ def test_variance_of_no_freedom(correction: int) -> None:
     x = randn(5, 24)
     x[2] = 1.5
     for function in (torch.var, torch.std):
-        made = fusedops.rowwise(lambda x, function=function: function(x, -1, correction=correction), strict=True)
+        made = fusedops.rowwise(
+            lambda x, function=function: function(x, -1, correction=correction), strict=True
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch warns
             expected = function(x, -1, correction=correction)
@@ -327,11 +380,28 @@ def test_variance_of_no_freedom(correction: int) -> None:
         assert expected[0] == float("inf") and expected[2].isnan()
 
 
-# --- operators that PyTorch decomposes --------------------------------------------------------------------------------
+# --- operators that PyTorch decomposes ------------------------------------------------------------
 
 _POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
-    **{name: getattr(F, name) for name in ("leaky_relu", "elu", "selu", "celu", "hardswish", "hardsigmoid", "softplus",
-                                           "mish", "logsigmoid", "gelu", "silu", "softsign", "tanhshrink", "glu")},
+    **{
+        name: getattr(F, name)
+        for name in (
+            "leaky_relu",
+            "elu",
+            "selu",
+            "celu",
+            "hardswish",
+            "hardsigmoid",
+            "softplus",
+            "mish",
+            "logsigmoid",
+            "gelu",
+            "silu",
+            "softsign",
+            "tanhshrink",
+            "glu",
+        )
+    },
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "lerp": lambda x: torch.lerp(x, x.exp(), 0.3),
     "addcmul": lambda x: torch.addcmul(x, x, x.exp(), value=0.5),
@@ -346,13 +416,17 @@ _POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "var": lambda x: x * x.var(-1, unbiased=False, keepdim=True),
     "in_place": lambda x: (x * 2).add_(1.0).mul_(0.5).exp_(),
     "in_place_of_a_copy": lambda x: x.clone().mul_(0.5) * x + (x * 1).exp_(),
-    "min_max": lambda x: (x - x.amin(-1, keepdim=True)) / (x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True)),
+    "min_max": lambda x: (
+        (x - x.amin(-1, keepdim=True)) / (x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True))
+    ),
     "integers": lambda x: x * (x > 0).sum(-1, keepdim=True) - (x * 4).long().amax(-1, keepdim=True),
     "bits": lambda x: x * ((x > 0) & ~(x > 1) | (x < -1)),
     "one_hot": lambda x: x * F.one_hot((x.amax(-1) * 3).long().clamp(0, 23), 24),
     "unflatten": lambda x: F.softmax(x.unflatten(-1, (2, 12)), -1).flatten(-2),
-    "parts": lambda x: torch.cat([part * (i + 1) for i, part in enumerate(x.chunk(3, -1))], -1).softmax(-1),
-}  # fmt: skip
+    "parts": lambda x: torch.cat(
+        [part * (i + 1) for i, part in enumerate(x.chunk(3, -1))], -1
+    ).softmax(-1),
+}
 # PyTorch's table says how these decompose, so they are no reason to refuse a function.
 _COVERED = frozenset(_POINTWISE) - {"remainder", "base", "exp2", "std_mean"}
 
@@ -389,7 +463,9 @@ def test_gradients_that_are_zero_whatever_the_numbers(which: str, batched: bool)
     for one in (fusedops.rowwise(function, strict=True), function):
         out = one(*tensors)
         seed = torch.ones(2, *out.shape, device=DEVICE) if batched else torch.ones_like(out)
-        firsts.append(torch.autograd.grad(out, tensors, seed, create_graph=True, is_grads_batched=batched))
+        firsts.append(
+            torch.autograd.grad(out, tensors, seed, create_graph=True, is_grads_batched=batched)
+        )
     for got, want in zip(*firsts, strict=True):
         torch.testing.assert_close(got, want)
 
@@ -407,20 +483,29 @@ def test_second_derivatives_of_a_part_of_a_row(case: str) -> None:
 
     def derivatives(function: Any) -> list[Tensor]:
         outs = function(x)
-        (first,) = torch.autograd.grad(sum(out.square().sum() for out in outs), x, create_graph=True)
+        (first,) = torch.autograd.grad(
+            sum(out.square().sum() for out in outs), x, create_graph=True
+        )
         (second,) = torch.autograd.grad(first.square().sum(), x)
-        (batched,) = torch.autograd.grad(function(x)[0], x, torch.ones(2, *outs[0].shape, device=x.device),
-                                         is_grads_batched=True)  # fmt: skip
+        (batched,) = torch.autograd.grad(
+            function(x)[0], x, torch.ones(2, *outs[0].shape, device=x.device), is_grads_batched=True
+        )
         return [first, second, batched]
 
-    for got, want in zip(derivatives(fusedops.rowwise(function, strict=True)), derivatives(function), strict=True):
+    for got, want in zip(
+        derivatives(fusedops.rowwise(function, strict=True)), derivatives(function), strict=True
+    ):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 @kernels
 @pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("change", [lambda y, v: y.clamp_(-0.5, 0.5), lambda y, v: y.copy_(v)], ids=["clamp", "copy"])
-def test_second_derivatives_of_what_is_changed_without_a_gradient(change: Callable[..., Tensor], batched: bool) -> None:
+@pytest.mark.parametrize(
+    "change", [lambda y, v: y.clamp_(-0.5, 0.5), lambda y, v: y.copy_(v)], ids=["clamp", "copy"]
+)
+def test_second_derivatives_of_what_is_changed_without_a_gradient(
+    change: Callable[..., Tensor], batched: bool
+) -> None:
     """They are those of what was there before, of which nothing may be left to compute the first ones of."""
 
     def function(x: Tensor, v: Tensor) -> Tensor:
@@ -432,7 +517,9 @@ def test_second_derivatives_of_what_is_changed_without_a_gradient(change: Callab
     def second(of: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
         leaves = [t.detach().to(dtype).requires_grad_() for t in given]
         grads = torch.autograd.grad(of(*leaves), leaves, cotangents[0].to(dtype), create_graph=True)
-        along = [c.to(dtype) if batched else c[0].to(dtype) for c in (cotangents[1:3], cotangents[3:])]
+        along = [
+            c.to(dtype) if batched else c[0].to(dtype) for c in (cotangents[1:3], cotangents[3:])
+        ]
         return torch.autograd.grad(grads, leaves, along, is_grads_batched=batched)
 
     given, cotangents = [randn(3, 24) for _ in range(2)], randn(5, 3, 24)
@@ -451,11 +538,20 @@ def _clamped(x: Tensor) -> Tensor:
 
 
 @kernels
-@pytest.mark.parametrize("function", [
-    lambda x: F.softplus(x) ** 2, lambda x: F.elu(x) ** 2, lambda x: F.mish(x) ** 2, _clamped,
-    lambda x: torch.logsumexp(x, -1, keepdim=True) ** 2 * x, lambda x: x.std(-1, keepdim=True) * x,
-    lambda x: x.norm(dim=-1, keepdim=True) * x, lambda x: torch.linalg.vector_norm(x, 3, dim=-1, keepdim=True) * x,
-], ids=["softplus", "elu", "mish", "clamped", "logsumexp", "std", "norm", "norm of order 3"])  # fmt: skip
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.softplus(x) ** 2,
+        lambda x: F.elu(x) ** 2,
+        lambda x: F.mish(x) ** 2,
+        _clamped,
+        lambda x: torch.logsumexp(x, -1, keepdim=True) ** 2 * x,
+        lambda x: x.std(-1, keepdim=True) * x,
+        lambda x: x.norm(dim=-1, keepdim=True) * x,
+        lambda x: torch.linalg.vector_norm(x, 3, dim=-1, keepdim=True) * x,
+    ],
+    ids=["softplus", "elu", "mish", "clamped", "logsumexp", "std", "norm", "norm of order 3"],
+)
 def test_third_derivatives(function: Callable[[Tensor], Tensor]) -> None:
     x, cotangents = randn(3, 24).double().requires_grad_(), randn(3, 3, 24).double()
 
@@ -466,5 +562,9 @@ def test_third_derivatives(function: Callable[[Tensor], Tensor]) -> None:
         return found
 
     assert_as_good(
-        third(fusedops.rowwise(function, strict=True)), third(function), [third(function)], "third derivative", 64.0
+        third(fusedops.rowwise(function, strict=True)),
+        third(function),
+        [third(function)],
+        "third derivative",
+        64.0,
     )

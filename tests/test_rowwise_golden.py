@@ -1,4 +1,6 @@
-"""The graphs and the sources of some row-wise functions, as files: what changes them is to be read in a difference.
+"""The graphs and the sources of some row-wise functions, as files.
+
+What changes them is to be read in a difference.
 
 After a change that is meant, ``python tests/test_rowwise_golden.py`` writes the files anew.
 """
@@ -18,9 +20,16 @@ from rowwise_functions import named
 pytestmark = pytest.mark.once
 
 _FILES = Path(__file__).parent / "golden"
-# Vectors and dropout, groups, parts and rows by index, numbers of rows that are returned; rows in three parts; long rows.
-_NAMES = ("dropout_add_layer_norm", "adaptive_layer_norm_grouped", "norm_and_rotary", "cross_entropy",
-          "dropout_add_layer_norm in three parts", "cross_entropy in tiles")  # fmt: skip
+# Vectors and dropout, groups, parts and rows by index, numbers of rows that are returned; rows in
+# three parts; long rows.
+_NAMES = (
+    "dropout_add_layer_norm",
+    "adaptive_layer_norm_grouped",
+    "norm_and_rotary",
+    "cross_entropy",
+    "dropout_add_layer_norm in three parts",
+    "cross_entropy in tiles",
+)
 
 
 def _text(case: str) -> str:
@@ -31,17 +40,26 @@ def _text(case: str) -> str:
     if how == "three parts":
         tensors = {name: t.repeat_interleave(16, -1) for name, t in tensors.items()}
     if how == "tiles":  # as long as rows in tiles are
-        tensors = {name: t.repeat_interleave(512, -1) if t.is_floating_point() else t for name, t in tensors.items()}
+        tensors = {
+            name: t.repeat_interleave(512, -1) if t.is_floating_point() else t
+            for name, t in tensors.items()
+        }
     program = Rowwise(sample.function)._programs.find(list(tensors.values()), False).program
     outputs, wanted = list(range(program.count)), list(program.plan.differentiable)
     grouped, tiled = bool(program.group), how == "tiles"
     kernels = forward_kernels(program.plan, program.acc, grouped=grouped, tiled=tiled, saves=True)
-    kernels += backward_kernels(program.plan, program.acc, grouped=grouped, tiled=tiled, given=outputs, wanted=wanted)
+    kernels += backward_kernels(
+        program.plan, program.acc, grouped=grouped, tiled=tiled, given=outputs, wanted=wanted
+    )
     intermediate = program.plan.intermediate_operand
     saved = [program.structure.inputs[place].name for place in program.plan.saved_inputs]
     saved += [intermediate.name] if intermediate is not None else []
-    lines = [line.partition("  # line ")[0] for kernel in kernels for line in kernel.source.splitlines()]
-    return "\n".join([program.structure.text(), "", f"saved: {', '.join(saved)}", "", *lines]) + "\n"
+    lines = [
+        line.partition("  # line ")[0] for kernel in kernels for line in kernel.source.splitlines()
+    ]
+    return (
+        "\n".join([program.structure.text(), "", f"saved: {', '.join(saved)}", "", *lines]) + "\n"
+    )
 
 
 def _file(case: str) -> Path:
@@ -51,7 +69,9 @@ def _file(case: str) -> Path:
 @pytest.mark.parametrize("name", _NAMES)
 def test_graph_and_source(name: str) -> None:
     expected, found = _file(name).read_text(), _text(name)
-    difference = difflib.unified_diff(expected.splitlines(), found.splitlines(), "expected", "found", lineterm="")
+    difference = difflib.unified_diff(
+        expected.splitlines(), found.splitlines(), "expected", "found", lineterm=""
+    )
     assert found == expected, "\n".join(difference)
 
 

@@ -31,20 +31,25 @@ from rowwise_checks import (
 from rowwise_functions import DROP, SAMPLES, RowwiseFunction
 from support import DEVICE, KERNEL_PATH
 
-# --- inputs -----------------------------------------------------------------------------------------------------------
+# --- inputs ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5, 6, 24), (2, 3, 4, 128256)])
 def test_many_dimensions_of_long_rows(shape: tuple[int, ...]) -> None:
     """What is traced for other numbers of rows has no more elements than a tensor may have."""
-    assert "forward" in fusedops.rowwise(lambda x: x.softmax(-1) * 2, strict=True).source(torch.empty(shape))
+    assert "forward" in fusedops.rowwise(lambda x: x.softmax(-1) * 2, strict=True).source(
+        torch.empty(shape)
+    )
 
 
 @kernels
 def test_mixed_dtypes() -> None:
     """PyTorch's promotion, in values and in the dtypes of outputs and gradients."""
-    sample = RowwiseFunction("mixed", lambda x, residual, weight, scale: (residual + scale * F.silu(x) * weight, x * weight),
-                             lambda rows: {"x": (rows, 24), "residual": (rows, 24), "weight": (24,), "scale": ()})  # fmt: skip
+    sample = RowwiseFunction(
+        "mixed",
+        lambda x, residual, weight, scale: (residual + scale * F.silu(x) * weight, x * weight),
+        lambda rows: {"x": (rows, 24), "residual": (rows, 24), "weight": (24,), "scale": ()},
+    )
     tensors = sample.tensors(torch.float32, DEVICE)
     tensors["x"], tensors["weight"] = tensors["x"].bfloat16(), tensors["weight"].half()
     check(sample, rowwise(sample), tensors)
@@ -64,7 +69,9 @@ def _strided(how: str) -> Tensor:
 
 
 @kernels
-@pytest.mark.parametrize("how", ["rows", "columns", "transposed", "expanded", "permuted", "offset", "reversed"])
+@pytest.mark.parametrize(
+    "how", ["rows", "columns", "transposed", "expanded", "permuted", "offset", "reversed"]
+)
 def test_layouts(how: str) -> None:
     sample = SAMPLES["norm_then_add"]
     tensors = {"x": _strided(how), "residual": _strided(how), "weight": randn(48)[::2]}
@@ -74,12 +81,17 @@ def test_layouts(how: str) -> None:
 @kernels
 def test_strided_rows_are_read_in_place() -> None:
     """As those of a packed projection are; a strided cotangent, too. Strided columns are copied."""
-    function, weight = fusedops.rowwise(lambda x, weight: F.rms_norm(x, x.shape[-1:], weight), strict=True), randn(24)
+    function, weight = (
+        fusedops.rowwise(lambda x, weight: F.rms_norm(x, x.shape[-1:], weight), strict=True),
+        randn(24),
+    )
 
     def clones(x: Tensor, cotangent: Tensor) -> int:
         x = x.detach().requires_grad_()
         torch.autograd.grad(function(x, weight), x, cotangent)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+        ) as profile:
             torch.autograd.grad(function(x, weight), x, cotangent)
         return sum(event.count for event in profile.key_averages() if event.key == "aten::clone")
 
@@ -90,7 +102,10 @@ def test_strided_rows_are_read_in_place() -> None:
 
 @kernels
 def test_vectors_of_groups_are_read_in_place() -> None:
-    """As shifts and scales of one projection are. They are copied if that keeps the kernel's tensors aligned."""
+    """As shifts and scales of one projection are.
+
+    They are copied if that keeps the kernel's tensors aligned.
+    """
     sample = SAMPLES["adaptive_layer_norm_grouped"]
     shapes = {name: t.shape for name, t in sample.tensors(torch.float32, DEVICE).items()}
     function, x = rowwise(sample), randn(*shapes["x"])
@@ -102,7 +117,9 @@ def test_vectors_of_groups_are_read_in_place() -> None:
         check(sample, function, tensors)
         with (
             torch.no_grad(),
-            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as p,
+            torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+            ) as p,
         ):
             function(*[tensors[name] for name in shapes])
         return sum(event.count for event in p.key_averages() if event.key == "aten::clone")
@@ -117,8 +134,13 @@ def test_vectors_of_groups_are_read_in_place() -> None:
 
 @kernels
 @pytest.mark.parametrize("layout", ["vectors", "numbers", "rows"])
-def test_groups_keep_kernels_for_aligned_tensors(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers of groups have no stride that counts; where a vector's is odd, it is copied. Odd rows count."""
+def test_groups_keep_kernels_for_aligned_tensors(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers of groups have no stride that counts; where a vector's is odd, it is copied.
+
+    Odd rows count.
+    """
     aligned = []
     build = launch.build
 
@@ -129,9 +151,9 @@ def test_groups_keep_kernels_for_aligned_tensors(layout: str, monkeypatch: pytes
     monkeypatch.setattr(launch, "build", noted)
     x, wide = randn(3, 40, 25)[..., :24] if layout == "rows" else randn(3, 40, 24), randn(3, 1, 49)
     if layout == "numbers":
-        fusedops.rowwise(lambda x, g: x.softmax(-1) * g[:, 0, None, None] + g[:, 1, None, None], strict=True)(
-            x, randn(3, 2)
-        )
+        fusedops.rowwise(
+            lambda x, g: x.softmax(-1) * g[:, 0, None, None] + g[:, 1, None, None], strict=True
+        )(x, randn(3, 2))
     else:
         fusedops.rowwise(lambda x, scale: x.softmax(-1) * scale, strict=True)(x, wide[..., 1:25])
     assert aligned and set(aligned) == {layout != "rows"}
@@ -140,10 +162,14 @@ def test_groups_keep_kernels_for_aligned_tensors(layout: str, monkeypatch: pytes
 @kernels
 def test_strided_cotangents() -> None:
     sample = SAMPLES["norm_then_add"]
-    tensors = {name: t.requires_grad_() for name, t in sample.tensors(torch.float32, DEVICE).items()}
+    tensors = {
+        name: t.requires_grad_() for name, t in sample.tensors(torch.float32, DEVICE).items()
+    }
     for cotangent in (randn(24, 5).T, randn(1, 1).expand(5, 24), randn(5, 48)[:, ::2]):
-        grads = [torch.autograd.grad(f(*tensors.values()), list(tensors.values()), cotangent)
-                 for f in (rowwise(sample), sample.function)]  # fmt: skip
+        grads = [
+            torch.autograd.grad(f(*tensors.values()), list(tensors.values()), cotangent)
+            for f in (rowwise(sample), sample.function)
+        ]
         for got, want in zip(*grads, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
@@ -154,7 +180,9 @@ def test_layout_of_a_later_call() -> None:
     sample = SAMPLES["gemma_norm"]
     function, weight = rowwise(sample), randn(24)
     for x in (randn(8, 24), _strided("rows"), _strided("transposed"), _strided("offset")):
-        torch.testing.assert_close(function(x, weight), sample.function(x, weight), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            function(x, weight), sample.function(x, weight), rtol=1e-5, atol=1e-5
+        )
 
 
 @kernels
@@ -178,15 +206,21 @@ def test_batches_that_may_be_squeezed_keep_their_dimensions(batches: tuple[int, 
 
 
 @kernels
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool], ids=str
+)
 def test_integer_inputs(dtype: torch.dtype) -> None:
     values = (torch.arange(24, device=DEVICE) % 5).to(dtype)
-    sample = RowwiseFunction("integers", lambda x, i: torch.where(i > 1, x * i, x - 1), lambda rows: {"x": (rows, 24)})
+    sample = RowwiseFunction(
+        "integers", lambda x, i: torch.where(i > 1, x * i, x - 1), lambda rows: {"x": (rows, 24)}
+    )
     check(sample, rowwise(sample), {**sample.tensors(torch.float32, DEVICE), "i": values})
 
 
 @kernels
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str
+)
 @pytest.mark.parametrize("case", ["add", "sub", "mul", "neg", "cast"])
 def test_integers_wrap_as_in_pytorch(case: str, dtype: torch.dtype) -> None:
     """Or the function is refused."""
@@ -213,9 +247,16 @@ def test_integers_beyond_the_digits_of_floats(value: int) -> None:
 
     def function(x: Tensor, i: Tensor) -> tuple[Tensor, ...]:
         same = (i == value) & (i != value - 1)
-        return torch.where(same, x, 0.0), i + same, (i + same).sum(-1), (i - 2 * value * same).amax(-1)
+        return (
+            torch.where(same, x, 0.0),
+            i + same,
+            (i + same).sum(-1),
+            (i - 2 * value * same).amax(-1),
+        )
 
-    for got, want in zip(fusedops.rowwise(function, strict=True)(x, i), function(x, i), strict=True):
+    for got, want in zip(
+        fusedops.rowwise(function, strict=True)(x, i), function(x, i), strict=True
+    ):
         assert got.dtype == want.dtype and torch.equal(got, want)
 
 
@@ -244,7 +285,9 @@ def test_columns_of_rows_that_are_too_long_to_take_apart(how: str, dtype: torch.
     functions: dict[str, Callable[[Tensor], Any]] = {
         "ends": lambda x: (x[..., 0] * x[..., -1:].squeeze(-1), x - x[..., 5:6]),
         "of_a_softmax": lambda x: torch.softmax(x, -1)[..., 7],
-        "compressed_and_rotated": lambda x: torch.cat((F.rms_norm(x[..., :32], (32,)), torch.tanh(x[..., 32:])), -1),
+        "compressed_and_rotated": lambda x: torch.cat(
+            (F.rms_norm(x[..., :32], (32,)), torch.tanh(x[..., 32:])), -1
+        ),
     }
     sample = RowwiseFunction(how, functions[how], lambda rows: {"x": (2, rows, 36)})
     function = fusedops.rowwise(sample.function, strict=True)
@@ -263,8 +306,11 @@ def test_integer_output_beside_a_float() -> None:
 @kernels
 def test_scalars() -> None:
     """0-dim tensors beside rows, with gradients; and a row alone, and a number alone."""
-    sample = RowwiseFunction("scalars", lambda x, scale, row: x * scale + row,
-                             lambda rows: {"x": (rows, 24), "scale": (), "row": (rows, 1)})  # fmt: skip
+    sample = RowwiseFunction(
+        "scalars",
+        lambda x, scale, row: x * scale + row,
+        lambda rows: {"x": (rows, 24), "scale": (), "row": (rows, 1)},
+    )
     check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE))
     x = randn(24)
     function = fusedops.rowwise(lambda x: F.rms_norm(x, x.shape[-1:]))
@@ -313,7 +359,10 @@ def test_sizes_of_one(case: str) -> None:
 @kernels
 @pytest.mark.parametrize("shape", [(3, 2, 1), (3, 2), (3, 2, 2)], ids=str)
 def test_groups_of_single_channels(shape: tuple[int, ...]) -> None:
-    """Of one element a group gives zero, and in a batch of one PyTorch's error; then of a batch of another size."""
+    """Of one element a group gives zero, and in a batch of one PyTorch's error.
+
+    Then of a batch of another size.
+    """
     sample = RowwiseFunction("groups", lambda x, w: F.group_norm(x, 2, w), lambda rows: {})
     function = rowwise(sample)
     for size in (3, 5):
@@ -325,8 +374,11 @@ def test_groups_of_single_channels(shape: tuple[int, ...]) -> None:
 
 @kernels
 def test_instance_norm() -> None:
-    sample = RowwiseFunction("instances", lambda x, w, b: F.instance_norm(x, weight=w, bias=b),
-                             lambda rows: {"x": (rows, 4, 5, 3), "w": (4,), "b": (4,)})  # fmt: skip
+    sample = RowwiseFunction(
+        "instances",
+        lambda x, w, b: F.instance_norm(x, weight=w, bias=b),
+        lambda rows: {"x": (rows, 4, 5, 3), "w": (4,), "b": (4,)},
+    )
     check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE))
     with pytest.raises(ValueError, match="more than 1 spatial element"):
         fusedops.rowwise(lambda x: F.instance_norm(x), strict=True)(randn(3, 4, 1))
@@ -350,12 +402,20 @@ def test_rows_of_one_element_are_traced_once() -> None:
 
 
 _PERMUTED: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
-    "halves to pairs": (lambda x, w: (x * w.view(2, -1).t().reshape(-1)).sum(-1, keepdim=True), ((5, 8), (8,))),
-    "three axes": (lambda x, w: (x * w.view(2, 3, 4).permute(2, 0, 1).reshape(-1)).softmax(-1), ((5, 24), (24,))),
+    "halves to pairs": (
+        lambda x, w: (x * w.view(2, -1).t().reshape(-1)).sum(-1, keepdim=True),
+        ((5, 8), (8,)),
+    ),
+    "three axes": (
+        lambda x, w: (x * w.view(2, 3, 4).permute(2, 0, 1).reshape(-1)).softmax(-1),
+        ((5, 24), (24,)),
+    ),
     "shuffle": (lambda x, w: (x.view(-1, 2, 4) * w.view(4, 2).t()).sum((-1, -2)), ((5, 8), (8,))),
-    "groups": (lambda x, w: (x * w.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)).softmax(-1),
-               ((2, 20, 8), (2, 1, 8))),
-}  # fmt: skip
+    "groups": (
+        lambda x, w: (x * w.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)).softmax(-1),
+        ((2, 20, 8), (2, 1, 8)),
+    ),
+}
 
 
 @kernels
@@ -382,8 +442,14 @@ _PART_OF_COLUMNS: dict[str, Callable[..., Any]] = {
 def test_input_with_a_part_of_the_columns(case: str) -> None:
     """Its gradient counts each column once, whether it varies along those that the input lacks or not."""
     function = _PART_OF_COLUMNS[case]
-    tensors = {"x": randn(3, 4, 8), "g": randn(3, 4, 1)} | ({"r": randn(3, 1, 1)} if case == "of a number" else {})
-    given = (lambda x, g, r: function(x, g, r)) if "r" in tensors else (lambda x, g: function(x, g, None))
+    tensors = {"x": randn(3, 4, 8), "g": randn(3, 4, 1)} | (
+        {"r": randn(3, 1, 1)} if case == "of a number" else {}
+    )
+    given = (
+        (lambda x, g, r: function(x, g, r))
+        if "r" in tensors
+        else (lambda x, g: function(x, g, None))
+    )
     got, grads = results(fusedops.rowwise(given, strict=True), tensors)
     want, expected = results(given, tensors)
     for one, other in zip((*got, *grads.values()), (*want, *expected.values()), strict=True):
@@ -409,7 +475,9 @@ def test_tensor_that_lends_its_shape_alone(case: str) -> None:
 
 @kernels
 def test_tensor_that_lends_its_width_may_have_any_rows() -> None:
-    function = fusedops.rowwise(lambda x, y: torch.softmax(x * y.shape[-1] ** -0.5, -1), strict=True)
+    function = fusedops.rowwise(
+        lambda x, y: torch.softmax(x * y.shape[-1] ** -0.5, -1), strict=True
+    )
     function(randn(3, 8), randn(3, 4))
     with mock.patch("fusedops.compiler.programs.trace", side_effect=AssertionError("traced again")):
         function(randn(3, 8), randn(9, 4))
@@ -427,7 +495,9 @@ _OF_ONE_ROW: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("case", _OF_ONE_ROW)
 def test_one_row_without_dimensions_of_rows(case: str) -> None:
     function = _OF_ONE_ROW[case]
-    sample = RowwiseFunction(case, lambda x, w: function(x, w), lambda rows: {"x": (40,), "w": (40,)})
+    sample = RowwiseFunction(
+        case, lambda x, w: function(x, w), lambda rows: {"x": (40,), "w": (40,)}
+    )
     check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE))
 
 
@@ -445,18 +515,24 @@ CONDITIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "clamp(min)": lambda x, t: x.clamp(min=t),
     "and": lambda x, t: torch.where((x > 0) & (t > 0), x, t * x),
     "of numbers alone": lambda x, t: torch.where((t > 0) & (t < 1), x, t * x),
-    "with a number of each row": lambda x, t: torch.where((t > 0) | (x.sum(-1, keepdim=True) > 0), x, t * x),
+    "with a number of each row": lambda x, t: torch.where(
+        (t > 0) | (x.sum(-1, keepdim=True) > 0), x, t * x
+    ),
 }
 
 
 @kernels
 @pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.parametrize("condition", CONDITIONS.values(), ids=CONDITIONS)
-def test_single_number_in_a_condition(condition: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...]) -> None:
+def test_single_number_in_a_condition(
+    condition: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...]
+) -> None:
     """Also one that is an integer, and one that is a truth value."""
     for t in (torch.tensor(0.5), torch.tensor(-0.5)):
         tensors = {"x": randn(5, 24), "t": t.view(shape).to(DEVICE)}
-        sample = RowwiseFunction("conditions", condition, lambda rows: {"x": (rows, 24), "t": shape})
+        sample = RowwiseFunction(
+            "conditions", condition, lambda rows: {"x": (rows, 24), "t": shape}
+        )
         check(sample, fusedops.rowwise(condition, strict=True), tensors)
     x = randn(5, 24)
     for number, chosen in (
@@ -478,7 +554,12 @@ def test_empty_rows() -> None:
 def test_numbers_and_keywords() -> None:
     @fusedops.rowwise(strict=True)
     def function(
-        x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, scale: float = 1.0, how: str = "rms"
+        x: Tensor,
+        weight: Tensor | None = None,
+        eps: float = 1e-6,
+        *,
+        scale: float = 1.0,
+        how: str = "rms",
     ) -> Tensor:
         y = (
             F.rms_norm(x, x.shape[-1:], weight, eps)
@@ -489,9 +570,18 @@ def test_numbers_and_keywords() -> None:
 
     x, weight = randn(5, 24), randn(24)
     plain = function.function
-    for args, kwargs in (((x,), {}), ((x, weight), {}), ((x,), {"eps": 0.5}), ((x,), {"scale": 3.0, "weight": weight}),
-                         ((x, None, 1), {"how": "layer"}), ((x,), {"scale": True}), ((x,), {"scale": 2})):  # fmt: skip
-        torch.testing.assert_close(function(*args, **kwargs), plain(*args, **kwargs), rtol=1e-5, atol=1e-5)
+    for args, kwargs in (
+        ((x,), {}),
+        ((x, weight), {}),
+        ((x,), {"eps": 0.5}),
+        ((x,), {"scale": 3.0, "weight": weight}),
+        ((x, None, 1), {"how": "layer"}),
+        ((x,), {"scale": True}),
+        ((x,), {"scale": 2}),
+    ):
+        torch.testing.assert_close(
+            function(*args, **kwargs), plain(*args, **kwargs), rtol=1e-5, atol=1e-5
+        )
 
 
 @kernels
@@ -518,7 +608,9 @@ def test_arguments_that_are_sequences(given: Any) -> None:
 def test_tensors_within_arguments_are_refused(kind: type) -> None:
     """No silent fall-back: a tuple of tensors is not looked into."""
     with pytest.raises((fusedops.NotRowwiseError, TypeError), match=r"pair|tuple|list"):
-        fusedops.rowwise(lambda pair: pair[0] * pair[1], strict=True)(kind((randn(5, 24), randn(24))))
+        fusedops.rowwise(lambda pair: pair[0] * pair[1], strict=True)(
+            kind((randn(5, 24), randn(24)))
+        )
 
 
 @kernels
@@ -530,7 +622,7 @@ def test_not_a_number_as_an_argument() -> None:
         assert function(x, float("nan"))[x <= 0].isnan().all()
 
 
-# --- what a function captures -----------------------------------------------------------------------------------------
+# --- what a function captures ---------------------------------------------------------------------
 
 
 def test_captured_tensors() -> None:
@@ -547,7 +639,10 @@ def test_captured_tensors() -> None:
         leaves = [x, module.weight, bias]
         with launch.record() as launched:
             got = [function(x), *torch.autograd.grad(function(x).square().sum(), leaves)]
-        want = [function.function(x), *torch.autograd.grad(function.function(x).square().sum(), leaves)]
+        want = [
+            function.function(x),
+            *torch.autograd.grad(function.function(x).square().sum(), leaves),
+        ]
         for a, b in zip(got, want, strict=True):
             assert a.dtype == b.dtype
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
@@ -577,7 +672,11 @@ def test_captured_tensor_of_another_kind(change: str) -> None:
 
     x = randn(5, 24)
     function(x)
-    module.weight = {"dtype": nn.Parameter(randn(24).double()), "shape": nn.Parameter(randn()), "none": None}[change]
+    module.weight = {
+        "dtype": nn.Parameter(randn(24).double()),
+        "shape": nn.Parameter(randn()),
+        "none": None,
+    }[change]
     want = function.function(x)
     got = function(x)
     assert got.dtype == want.dtype
@@ -630,7 +729,9 @@ def test_method_of_another_instance_under_transforms() -> None:
     gc.collect()
     want = F.rms_norm(x, (24,), second.weight, 1e-6)
     torch.testing.assert_close(torch.vmap(second.norm)(x), want, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(torch.func.jvp(second.norm, (x,), (x,))[0], want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        torch.func.jvp(second.norm, (x,), (x,))[0], want, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_module_with_a_closure_is_freed() -> None:
@@ -683,14 +784,17 @@ def test_helper_that_is_defined_anew() -> None:
     torch.testing.assert_close(function(x), x * 5.0)
 
 
-@pytest.mark.parametrize("body", [
-    "from settings_of_a_test import SCALE\n    return x * SCALE",
-    "import settings_of_a_test as s\n    return x * s.SCALE",
-    "s = settings\n    return x * s.SCALE",
-    "return x * getattr(settings, 'SCALE')",
-    "return x * globals()['settings'].SCALE",
-    "return x * vars(settings)['SCALE']",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [
+        "from settings_of_a_test import SCALE\n    return x * SCALE",
+        "import settings_of_a_test as s\n    return x * s.SCALE",
+        "s = settings\n    return x * s.SCALE",
+        "return x * getattr(settings, 'SCALE')",
+        "return x * globals()['settings'].SCALE",
+        "return x * vars(settings)['SCALE']",
+    ],
+)
 def test_number_that_cannot_be_followed_is_refused(body: str) -> None:
     """It would be a constant of the kernel."""
     settings = types.ModuleType("settings_of_a_test")
@@ -704,8 +808,14 @@ def test_number_that_cannot_be_followed_is_refused(body: str) -> None:
 
 _ASKING = {
     "gradients": ("return x * 2 if torch.is_grad_enabled() else x", "is_grad_enabled"),
-    "inference": ("return x * 2 if torch.is_inference_mode_enabled() else x", "is_inference_mode_enabled"),
-    "gradients_renamed": ("return x * 2 if enabled() else x", "enabled is a function whose result may change"),
+    "inference": (
+        "return x * 2 if torch.is_inference_mode_enabled() else x",
+        "is_inference_mode_enabled",
+    ),
+    "gradients_renamed": (
+        "return x * 2 if enabled() else x",
+        "enabled is a function whose result may change",
+    ),
     "requires_grad": ("return x * 2 if x.requires_grad else x", "reads requires_grad"),
     "is_leaf": ("return x * 2 if x.is_leaf else x", "reads is_leaf"),
     "grad_fn": ("return x * 2 if x.grad_fn is None else x", "reads grad_fn"),
@@ -713,8 +823,14 @@ _ASKING = {
     "randint": ("return x * random.randint(0, 3)", "random.randint"),
     "time": ("return x * time.time()", "time.time"),
     "numpy": ("return x * float(numpy.random.rand())", "numpy.random"),
-    "caught": ("try:\n        return x.cumsum(-1)\n    except RuntimeError:\n        return x", "each column depends"),
-    "caught_by_all": ("try:\n        return x.cumsum(-1)\n    except:\n        return x", "each column depends"),
+    "caught": (
+        "try:\n        return x.cumsum(-1)\n    except RuntimeError:\n        return x",
+        "each column depends",
+    ),
+    "caught_by_all": (
+        "try:\n        return x.cumsum(-1)\n    except:\n        return x",
+        "each column depends",
+    ),
 }
 
 
@@ -722,8 +838,13 @@ _ASKING = {
 def test_what_differs_between_trace_and_call_is_refused(case: str) -> None:
     """Whether there are gradients, numbers that are drawn, and refusals that the function catches as PyTorch's errors."""
     body, named = _ASKING[case]
-    scope: dict[str, Any] = {"torch": torch, "random": random, "time": time, "numpy": numpy,
-                             "enabled": torch.is_grad_enabled}  # fmt: skip
+    scope: dict[str, Any] = {
+        "torch": torch,
+        "random": random,
+        "time": time,
+        "numpy": numpy,
+        "enabled": torch.is_grad_enabled,
+    }
     exec(f"def function(x):\n    {body}", scope)
     with pytest.raises(fusedops.NotRowwiseError, match=re.escape(named)):
         fusedops.rowwise(scope["function"]).source(randn(5, 24))

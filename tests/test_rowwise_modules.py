@@ -29,21 +29,25 @@ from support import DEVICE, KERNEL_PATH
 kernels = pytest.mark.kernels
 
 
-def scaled_norm(x: Tensor, weight: Tensor, scale: float = 1.0, p: float = 0.5, training: bool = True) -> Tensor:
+def scaled_norm(
+    x: Tensor, weight: Tensor, scale: float = 1.0, p: float = 0.5, training: bool = True
+) -> Tensor:
     return F.rms_norm(F.dropout(x, p, training), x.shape[-1:], weight, 1e-6) * scale
 
 
 def _module() -> fusedops.nn.Rowwise:
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(24, generator=generator)
-    return fusedops.nn.Rowwise(fusedops.rowwise(scaled_norm, strict=True), weight=weight, scale=2.0).to(DEVICE)
+    return fusedops.nn.Rowwise(
+        fusedops.rowwise(scaled_norm, strict=True), weight=weight, scale=2.0
+    ).to(DEVICE)
 
 
 def _rows() -> Tensor:
     return torch.randn(5, 24, generator=torch.Generator().manual_seed(4)).to(DEVICE)
 
 
-# --- modules ------------------------------------------------------------------------------------------------------------
+# --- modules --------------------------------------------------------------------------------------
 
 
 def test_parameters_and_mode() -> None:
@@ -57,10 +61,14 @@ def test_parameters_and_mode() -> None:
     assert bool(launched) == KERNEL_PATH
     torch.testing.assert_close(y, scaled_norm(x, module.weight, 2.0, training=False))
     y.sum().backward()
-    assert module.weight.grad is not None and torch.equal(module(x, p=0.9), y)  # by name, as in the function
+    assert module.weight.grad is not None and torch.equal(
+        module(x, p=0.9), y
+    )  # by name, as in the function
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))]
+)
 def test_copies_have_parameters_of_their_own(copied: object) -> None:
     module, x = _module().eval(), _rows()
     other = copied(module)  # type: ignore[operator]
@@ -105,7 +113,9 @@ def test_operators_by_hand_within_a_function(make: type[nn.Module]) -> None:
 
 
 def test_bad_constructor_and_call() -> None:
-    with pytest.raises(TypeError, match="has no argument weights; it has x, weight, scale, p, training"):
+    with pytest.raises(
+        TypeError, match="has no argument weights; it has x, weight, scale, p, training"
+    ):
         fusedops.nn.Rowwise(scaled_norm, weights=torch.ones(24))
     with pytest.raises(TypeError, match="function must be a function, got NoneType"):
         fusedops.nn.Rowwise(None)  # type: ignore[arg-type]
@@ -115,7 +125,7 @@ def test_bad_constructor_and_call() -> None:
         _module()(_rows(), 0.1, 0.2)
 
 
-# --- what is told -------------------------------------------------------------------------------------------------------
+# --- what is told ---------------------------------------------------------------------------------
 
 
 def test_explains_what_runs() -> None:
@@ -133,22 +143,34 @@ def test_explains_what_runs() -> None:
 def test_explains_the_call_that_it_is_given() -> None:
     """Groups of few rows have another kernel than groups of many."""
     function = fusedops.rowwise(lambda x, shift: x + shift, strict=True)
-    few, many = [(torch.randn(2, rows, 24, device=DEVICE), torch.randn(2, 1, 24, device=DEVICE)) for rows in (3, 40)]
+    few, many = [
+        (torch.randn(2, rows, 24, device=DEVICE), torch.randn(2, 1, 24, device=DEVICE))
+        for rows in (3, 40)
+    ]
     assert "group" not in function.source(*few) and "group = " in function.source(*many)
     keys = [function.explain(*given).kernels[0].key for given in (few, many)]
-    assert [key.variant[0] for key in keys] == ["rows", "groups"] and keys[0].bucket < keys[1].bucket
+    assert [key.variant[0] for key in keys] == ["rows", "groups"] and keys[0].bucket < keys[
+        1
+    ].bucket
     with pytest.raises(fusedops.NotRowwiseError, match="none of its arguments is a tensor"):
         function.source(1.0, 2.0)
     module = _module()
-    assert module.source(_rows()) == module.function.source(_rows(), module.weight, scale=2.0, training=True)
+    assert module.source(_rows()) == module.function.source(
+        _rows(), module.weight, scale=2.0, training=True
+    )
     assert "backward_kernel" in str(module.explain(_rows()))
 
 
 @kernels
 def test_explains_why_not() -> None:
     explanation = fusedops.rowwise(lambda x: x.cumsum(-1)).explain(_rows())
-    assert "each column depends on those before it" in str(explanation) and "line" in explanation.reason
-    halves = fusedops.rowwise(lambda x: torch.cat([c.softmax(-1) for c in x.chunk(2, -1)], -1)).explain(_rows())
+    assert (
+        "each column depends on those before it" in str(explanation)
+        and "line" in explanation.reason
+    )
+    halves = fusedops.rowwise(
+        lambda x: torch.cat([c.softmax(-1) for c in x.chunk(2, -1)], -1)
+    ).explain(_rows())
     assert (halves.columns, halves.parts) == (12, 2)
     explanation = fusedops.rowwise(lambda x: x * x.detach().cpu().numpy().max()).explain(_rows())
     assert "it cannot be traced" in explanation.reason and "numpy().max()" in explanation.reason
@@ -156,17 +178,24 @@ def test_explains_why_not() -> None:
 
 @kernels
 def test_moves_what_the_operator_by_hand_moves() -> None:
-    """Of dropout-add-LayerNorm: x, residual, sum and output; the gradient and the sum, and two gradients."""
+    """Of dropout-add-LayerNorm: x, residual, sum and output.
+
+    The gradient and the sum, and two gradients.
+    """
     (sample,) = named("dropout_add_layer_norm")
     made = fusedops.rowwise(sample.function, strict=True)
-    plan = made._programs.find(list(sample.tensors(torch.bfloat16, DEVICE).values()), False).program.plan
+    plan = made._programs.find(
+        list(sample.tensors(torch.bfloat16, DEVICE).values()), False
+    ).program.plan
     options = {"grouped": False, "tiled": False}
     forward = forward_kernels(plan, torch.float32, **options, saves=True)
-    backward = backward_kernels(plan, torch.float32, **options, given=[0], wanted=list(plan.differentiable))
+    backward = backward_kernels(
+        plan, torch.float32, **options, given=[0], wanted=list(plan.differentiable)
+    )
     assert [len(kernel.moved) for kernel in (*forward, *backward)] == [4, 4]
 
 
-# --- on disk ------------------------------------------------------------------------------------------------------------
+# --- on disk --------------------------------------------------------------------------------------
 
 
 @kernels
@@ -191,7 +220,9 @@ def _structure(function: Any, *tensors: Tensor) -> Any:
     made = fusedops.rowwise(function)
     args = made._positional(tensors, {})
     look, _, around = made._programs.looks(args).at(args)
-    return made._programs._at(programs._Call(args, look, around, None), [tuple(t.shape) for t in tensors])[1]
+    return made._programs._at(
+        programs._Call(args, look, around, None), [tuple(t.shape) for t in tensors]
+    )[1]
 
 
 def _of_one(function: Any) -> Any:
@@ -207,10 +238,14 @@ def test_every_operator_can_be_stored(count: int) -> None:
     """What is read passes the checks of its words, and is the same to the last number."""
     x, y = torch.rand(5, 24), torch.rand(5, 24)
     if count == 1:
-        made = [_of_one(f) for f in (*rowwise_operators.UNARY.values(), *rowwise_operators.ROWS.values())]
+        made = [
+            _of_one(f)
+            for f in (*rowwise_operators.UNARY.values(), *rowwise_operators.ROWS.values())
+        ]
         structures = [_structure(f, x) for f in made]
         structures += [
-            _structure(sample.function, *sample.tensors(torch.float32, x.device).values()) for sample in FUNCTIONS
+            _structure(sample.function, *sample.tensors(torch.float32, x.device).values())
+            for sample in FUNCTIONS
         ]
     else:
         structures = [_structure(_of_two(f), x, y) for f in rowwise_operators.BINARY.values()]
@@ -238,14 +273,20 @@ def test_changed_files_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         file.write_text(before[:at] + changed + before[at + 1 :])
         if file.read_text() != before:
             assert storing.read(file) == []
-    assert torch.equal(fusedops.rowwise(scaled_norm, strict=True)(x, weight, training=False), expected)
+    assert torch.equal(
+        fusedops.rowwise(scaled_norm, strict=True)(x, weight, training=False), expected
+    )
     assert file.read_text() == before
 
 
 def _leaves(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     yield path
     for key, inner in (
-        content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+        content.items()
+        if isinstance(content, dict)
+        else enumerate(content)
+        if isinstance(content, list)
+        else ()
     ):
         yield from _leaves(inner, (*path, key))
 
@@ -273,12 +314,17 @@ def test_nothing_of_a_file_is_executed(tmp_path: Path, monkeypatch: pytest.Monke
     content = json.loads(before)
     content[0]["columns"] = []
     file.write_text(cache.sealed(json.dumps(content)))
-    assert torch.equal(fusedops.rowwise(scaled_norm, strict=True)(x, weight, training=False), expected)
+    assert torch.equal(
+        fusedops.rowwise(scaled_norm, strict=True)(x, weight, training=False), expected
+    )
 
 
 @kernels
 def test_files_tell_functions_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By their code, what they call, and numbers around them; a tensor around one has no name on disk."""
+    """By their code, what they call, and numbers around them.
+
+    A tensor around one has no name on disk.
+    """
     monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path))
     x = _rows()
 
@@ -294,12 +340,17 @@ def test_files_tell_functions_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(fusedops.rowwise(inner, strict=True)(x), inner(x))
     assert len(list((tmp_path / "rowwise").iterdir())) == 12
     # The same instructions, of other parameters.
-    texts = ("def helper(x, *rest):\n    return x * rest[0]", "def helper(x, rest):\n    return x * rest[0]")
+    texts = (
+        "def helper(x, *rest):\n    return x * rest[0]",
+        "def helper(x, rest):\n    return x * rest[0]",
+    )
     for text in texts:
         namespace: dict[str, Any] = {}
         exec(f"{text}\ndef function(x, y):\n    return helper(x, y)", namespace)
         function = namespace["function"]
-        torch.testing.assert_close(fusedops.rowwise(function, strict=True)(x, x + 1), function(x, x + 1))
+        torch.testing.assert_close(
+            fusedops.rowwise(function, strict=True)(x, x + 1), function(x, x + 1)
+        )
     assert len(list((tmp_path / "rowwise").iterdir())) == 14
     weight = torch.ones(24, device=DEVICE)
     fusedops.rowwise(lambda x: x * weight, strict=True)(x)

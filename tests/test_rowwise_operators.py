@@ -31,7 +31,8 @@ every_dtype = pytest.mark.parametrize("dtype", _DTYPES, ids=lambda dtype: str(dt
 _RTOL = {torch.float32: 1e-5, torch.float64: 2e-13, torch.bfloat16: 2.0**-7}
 # Beyond the smallest results that a logistic function in fp32 tells from zero.
 _ATOL = {torch.float32: 1e-16, torch.float64: 1e-20, torch.bfloat16: 1e-16}
-# Differences of near numbers, in which PyTorch, the kernel or both have lost all but some units of one.
+# Differences of near numbers, in which PyTorch, the kernel or both have lost all but some units of
+# one.
 _CANCELS = {
     "tanh",
     "sigmoid",
@@ -58,8 +59,12 @@ def _results(function: Callable[..., Tensor], given: Sequence[Tensor]) -> list[T
     out = function(*leaves)
     if not out.requires_grad:
         return [out]
-    weights = torch.tensor([1.0, -2.0, 0.5, 3.0], device=out.device).repeat(-(-out.shape[-1] // 4))[: out.shape[-1]]
-    grads = torch.autograd.grad(out, leaves, weights.to(out.dtype).expand_as(out), allow_unused=True)
+    weights = torch.tensor([1.0, -2.0, 0.5, 3.0], device=out.device).repeat(-(-out.shape[-1] // 4))[
+        : out.shape[-1]
+    ]
+    grads = torch.autograd.grad(
+        out, leaves, weights.to(out.dtype).expand_as(out), allow_unused=True
+    )
     return [out.detach(), *grads]
 
 
@@ -68,7 +73,10 @@ def _differs(got: Tensor, want: Tensor, name: str, by_row: bool) -> Tensor:
     got, wide = got.double(), want.double()
     rtol, atol = _RTOL.get(want.dtype, 0.0), _ATOL.get(want.dtype, 0.0)
     if name in _CANCELS:
-        atol = max(atol, 4 * torch.finfo(torch.float64 if want.dtype == torch.float64 else torch.float32).eps)
+        atol = max(
+            atol,
+            4 * torch.finfo(torch.float64 if want.dtype == torch.float64 else torch.float32).eps,
+        )
         rtol *= 10
     if name == "sinc":  # PyTorch's derivative near zero
         rtol = 0.02
@@ -79,13 +87,18 @@ def _differs(got: Tensor, want: Tensor, name: str, by_row: bool) -> Tensor:
     return ~((got == wide) | (got.isnan() & wide.isnan()) | ((got - wide).abs() <= room))
 
 
-def _check(name: str, function: Callable[..., Tensor], given: Sequence[Tensor], *, by_row: bool = False) -> None:
+def _check(
+    name: str, function: Callable[..., Tensor], given: Sequence[Tensor], *, by_row: bool = False
+) -> None:
     """As in PyTorch, or as in PyTorch in fp64."""
     named: Any = (lambda x: function(x)) if len(given) == 1 else (lambda x, y: function(x, y))
     got = _results(fusedops.rowwise(named, strict=True), given)
     # On the CPU, as conventions are others on the GPU.
     given = [t.cpu() for t in given]
-    want, exact = _results(lambda *cpu: function(*cpu), given), _results(function, [t.double() for t in given])
+    want, exact = (
+        _results(lambda *cpu: function(*cpu), given),
+        _results(function, [t.double() for t in given]),
+    )
     assert [t is None for t in got] == [t is None for t in want]
     for place, (found, two, wide) in enumerate(zip(got, want, exact, strict=True)):
         if found is None or two is None or wide is None:
@@ -95,12 +108,20 @@ def _check(name: str, function: Callable[..., Tensor], given: Sequence[Tensor], 
         wrong = _differs(one, two, name, by_row) & _differs(one, three, name, by_row)
         if place:  # a gradient of what is no number may be none
             wrong &= ~(one.isnan() & want[0].isnan())
-        if name in ("remainder", "fmod"):  # of quotients that the dtype does not hold a GPU has no exact one
+        if name in (
+            "remainder",
+            "fmod",
+        ):  # of quotients that the dtype does not hold a GPU has no exact one
             wrong &= (given[0] / given[1]).abs() < 1 / torch.finfo(torch.float32).eps
         if name in _NOT_OF_NAN:
             wrong &= ~given[0].isnan()
-        bad = [(*[t[tuple(at)].item() for t in (*given, one, two)],) for at in wrong.nonzero().tolist()[:4]]
-        assert not bad, f"{'gradient' if place else 'output'} {place}: inputs, found, expected: {bad}"
+        bad = [
+            (*[t[tuple(at)].item() for t in (*given, one, two)],)
+            for at in wrong.nonzero().tolist()[:4]
+        ]
+        assert not bad, (
+            f"{'gradient' if place else 'output'} {place}: inputs, found, expected: {bad}"
+        )
 
 
 @kernels
@@ -111,8 +132,12 @@ def test_functions_of_one_number(name: str, dtype: torch.dtype) -> None:
 
 
 @kernels
-@pytest.mark.parametrize("name", ["sinc", "sinh", "atanh", "elu", "hardswish", "relu6", "softshrink", "pow -2"])
-def test_functions_of_rows_that_are_too_long_for_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["sinc", "sinh", "atanh", "elu", "hardswish", "relu6", "softshrink", "pow -2"]
+)
+def test_functions_of_rows_that_are_too_long_for_kernels(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """PyTorch's operators run in their place, with the derivatives that the kernels have."""
     monkeypatch.setattr(launch, "LONGEST_ROW", 16)
     with launch.record() as launched:
@@ -139,9 +164,15 @@ def test_functions_of_a_row(name: str, dtype: torch.dtype) -> None:
 def test_ties_and_limits_have_pytorchs_gradients(name: str) -> None:
     """Of all triples of numbers, some equal, infinite or none."""
     values = torch.tensor([0.0, -0.0, 1.0, 2.0, float("nan"), float("inf"), float("-inf")])
-    given = list(torch.cartesian_prod(*[values] * (3 if name == "clamp" else 2)).T.contiguous()[:, None].to(DEVICE))
+    given = list(
+        torch.cartesian_prod(*[values] * (3 if name == "clamp" else 2))
+        .T.contiguous()[:, None]
+        .to(DEVICE)
+    )
     function: Any = (
-        (lambda x, y: getattr(torch, name)(x, y)) if len(given) == 2 else (lambda x, y, z: torch.clamp(x, y, z))
+        (lambda x, y: getattr(torch, name)(x, y))
+        if len(given) == 2
+        else (lambda x, y, z: torch.clamp(x, y, z))
     )
     # On the CPU, as conventions are others on the GPU.
     want = _results(function, [t.cpu() for t in given])
@@ -149,16 +180,23 @@ def test_ties_and_limits_have_pytorchs_gradients(name: str) -> None:
     torch.testing.assert_close(got, want, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-# --- what is rounded, and what has a wider dtype ------------------------------------------------------------------------
+# --- what is rounded, and what has a wider dtype --------------------------------------------------
 
 
-def _same(function: Callable[..., Any], *given: Tensor, rtol: float = 0.0, how: str = "rowwise") -> None:
+def _same(
+    function: Callable[..., Any], *given: Tensor, rtol: float = 0.0, how: str = "rowwise"
+) -> None:
     """The result is PyTorch's, and so are the gradients, which PyTorch rounds at each cast."""
     found = []
-    for run in (fusedops.rowwise(function, strict=True) if how == "rowwise" else _compiled(function), function):
+    for run in (
+        fusedops.rowwise(function, strict=True) if how == "rowwise" else _compiled(function),
+        function,
+    ):
         leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in given]
         out = run(*leaves)
-        grads = torch.autograd.grad(out.sum(), [t for t in leaves if t.requires_grad], allow_unused=True)
+        grads = torch.autograd.grad(
+            out.sum(), [t for t in leaves if t.requires_grad], allow_unused=True
+        )
         found.append((out.detach(), *[g for g in grads if g is not None]))
     (got, *grads), (want, *expected) = found
     torch.testing.assert_close(got, want, rtol=rtol, atol=0.0)
@@ -180,10 +218,17 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 _CASTS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype]] = {
     "residual": (lambda x: x - x.bfloat16().float() + x.amax(-1, keepdim=True), torch.float32),
     "residual of parts": (
-        lambda x: x - torch.cat([part.float() for part in x.bfloat16().chunk(2, -1)], -1) + x.amax(-1, keepdim=True),
+        lambda x: (
+            x
+            - torch.cat([part.float() for part in x.bfloat16().chunk(2, -1)], -1)
+            + x.amax(-1, keepdim=True)
+        ),
         torch.float32,
     ),
-    "two narrow dtypes": (lambda x: x.bfloat16().half().float() * x.amax(-1, keepdim=True), torch.float32),
+    "two narrow dtypes": (
+        lambda x: x.bfloat16().half().float() * x.amax(-1, keepdim=True),
+        torch.float32,
+    ),
     "equal": (lambda x: x * (x == -10000.0) + x.amax(-1, keepdim=True), torch.bfloat16),
     "greater": (lambda x: x * (x > 0.1) + x.amax(-1, keepdim=True), torch.bfloat16),
 }
@@ -192,7 +237,9 @@ _CASTS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype]] = {
 @kernels
 @pytest.mark.parametrize("how", ["rowwise", "compile"])
 @pytest.mark.parametrize("case", _CASTS)
-def test_casts_down_and_up_round_and_numbers_compare_in_half_precision(case: str, how: str, fresh_dynamo: None) -> None:
+def test_casts_down_and_up_round_and_numbers_compare_in_half_precision(
+    case: str, how: str, fresh_dynamo: None
+) -> None:
     function, dtype = _CASTS[case]
     x = torch.randn(5, 24)
     x[:, 0], x[:, 1] = 0.1, -10000.0
@@ -202,7 +249,9 @@ def test_casts_down_and_up_round_and_numbers_compare_in_half_precision(case: str
 @kernels
 @pytest.mark.parametrize("how", ["rowwise", "compile"])
 @pytest.mark.parametrize("case", ["double", "dtype of a sum"])
-def test_fp64_inside_a_function_is_computed_in_fp64(case: str, how: str, fresh_dynamo: None) -> None:
+def test_fp64_inside_a_function_is_computed_in_fp64(
+    case: str, how: str, fresh_dynamo: None
+) -> None:
     def double(x: Tensor) -> Tensor:
         return x.double().exp().sum(-1, keepdim=True).log().float() - x
 
@@ -218,7 +267,9 @@ def test_fp64_inside_a_function_is_computed_in_fp64(case: str, how: str, fresh_d
 @pytest.mark.parametrize("columns", [3, 24, 100, 20001])
 def test_equal_numbers_have_no_deviation(columns: int) -> None:
     x = torch.full((2, columns), 0.1, device=DEVICE, requires_grad=True)
-    spread = fusedops.rowwise(lambda x: x.std(-1, keepdim=True) + x.var(-1, keepdim=True), strict=True)(x)
+    spread = fusedops.rowwise(
+        lambda x: x.std(-1, keepdim=True) + x.var(-1, keepdim=True), strict=True
+    )(x)
     (grad,) = torch.autograd.grad(spread.sum(), x)
     assert not spread.any() and not grad.any()
     mean = fusedops.rowwise(lambda x: torch.var_mean(x, -1, keepdim=True)[1], strict=True)
@@ -236,7 +287,7 @@ def test_smoothed_labels_far_from_zero() -> None:
     torch.testing.assert_close(got.cpu(), exact, rtol=1e-5, atol=0.0)
 
 
-# --- arguments that PyTorch refuses -------------------------------------------------------------------------------------
+# --- arguments that PyTorch refuses ---------------------------------------------------------------
 
 
 @kernels
@@ -246,7 +297,9 @@ def test_targets_out_of_range_have_no_loss(target: int) -> None:
 
     def losses(x: Tensor, target: Tensor) -> Tensor:
         likely = x.log_softmax(-1)
-        loss = F.cross_entropy(x, target, reduction="none") + F.nll_loss(likely, target, reduction="none")
+        loss = F.cross_entropy(x, target, reduction="none") + F.nll_loss(
+            likely, target, reduction="none"
+        )
         return loss + x.gather(-1, target[:, None])[:, 0]
 
     targets = torch.tensor([3, target, 0], device=DEVICE)
@@ -264,11 +317,18 @@ def test_indices_out_of_range_give_no_number(index: int, dtype: torch.dtype) -> 
         element = table.gather(-1, index[:, None])
         return element, element + x[:, :1], F.one_hot(index, 24) * x
 
-    indices, table = torch.tensor([3, index, 0], device=DEVICE), torch.arange(72, device=DEVICE).view(3, 24).to(dtype)
-    found, *floats = fusedops.rowwise(picked, strict=True)(table, indices, torch.randn(3, 24, device=DEVICE))
+    indices, table = (
+        torch.tensor([3, index, 0], device=DEVICE),
+        torch.arange(72, device=DEVICE).view(3, 24).to(dtype),
+    )
+    found, *floats = fusedops.rowwise(picked, strict=True)(
+        table, indices, torch.randn(3, 24, device=DEVICE)
+    )
     assert found.flatten().tolist() == [3, torch.iinfo(dtype).min, 48]
     for given in floats:
-        assert given.isnan().all(-1).tolist() == given.isnan().any(-1).tolist() == [False, True, False]
+        assert (
+            given.isnan().all(-1).tolist() == given.isnan().any(-1).tolist() == [False, True, False]
+        )
 
 
 @kernels
@@ -306,7 +366,9 @@ def test_operators_compile(some: int, dtype: torch.dtype) -> None:
     chosen = [(function, name in BINARY) for name, function in list(table.items())[some::6]]
 
     def function(x: Tensor, y: Tensor) -> Tensor:
-        found = [(inner(x, y) if takes_two else inner(x)).to(x.dtype) for inner, takes_two in chosen]
+        found = [
+            (inner(x, y) if takes_two else inner(x)).to(x.dtype) for inner, takes_two in chosen
+        ]
         return functools.reduce(torch.add, found)
 
     given = [torch.empty(64, 256, dtype=dtype, device="meta") for _ in range(2)]

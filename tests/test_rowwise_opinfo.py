@@ -1,7 +1,8 @@
 """PyTorch's own samples of its operators, each as a row-wise function: right, or refused by name.
 
-A sample's tensors are arguments, and all else is a constant of the function. Those that PyTorch takes and kernels do not,
-such as reductions over rows, raise `NotRowwiseError`; any other result is compared with PyTorch's, and so are the gradients.
+A sample's tensors are arguments, and all else is a constant of the function. Those that PyTorch
+takes and kernels do not, such as reductions over rows, raise `NotRowwiseError`; any other result is
+compared with PyTorch's, and so are the gradients.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from rowwise_checks import a_rounding_away
 from support import DEVICE
 from tolerances import unit_roundoff
 
-pytest.importorskip("expecttest", reason="torch.testing._internal imports it; it is in the extra `test`")
+pytest.importorskip(
+    "expecttest", reason="torch.testing._internal imports it; it is in the extra `test`"
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", ImportWarning)  # of packages that only PyTorch's own tests need
@@ -33,9 +36,13 @@ OPS = {f"{op.name}.{op.variant_test_name}".rstrip("."): op for op in op_db}
 _MOST_ELEMENTS = 4000
 _UNITS = 16.0
 _COMPOSED = ("isclose", "nanmean", "linalg.vector_norm", "nn.functional.hinge_embedding_loss")
-_TABLED = [name for name, op in OPS.items() if op.name.removeprefix("nn.functional.") in TABLE or name in _COMPOSED]
-# PyTorch's decomposition leaves out what is multiplied by zero, which then has no gradient; a norm of order 0 requires one that
-# is None.
+_TABLED = [
+    name
+    for name, op in OPS.items()
+    if op.name.removeprefix("nn.functional.") in TABLE or name in _COMPOSED
+]
+# PyTorch's decomposition leaves out what is multiplied by zero, which then has no gradient; a norm
+# of order 0 requires one that is None.
 _LEFT_OUT = ("addr", "linalg.norm.subgradients_at_zero")
 # Random numbers, and what no one has written.
 _UNKNOWN = ("dropout", "rrelu", "empty")
@@ -43,7 +50,7 @@ _UNKNOWN = ("dropout", "rrelu", "empty")
 _NORMS = ("native_layer_norm", "native_group_norm")
 
 
-# --- samples ------------------------------------------------------------------------------------------------------------
+# --- samples --------------------------------------------------------------------------------------
 
 
 def _written(value: Any, tensors: list[Tensor]) -> str:
@@ -57,7 +64,9 @@ def _written(value: Any, tensors: list[Tensor]) -> str:
         return f"[{inner}]" if isinstance(value, list) else f"({inner})"
     if isinstance(value, slice):
         return f"slice({', '.join([_written(one, tensors) for one in (value.start, value.stop, value.step)])})"
-    if isinstance(value, (int, float, str, type(None), type(...), torch.dtype, torch.memory_format)):
+    if isinstance(
+        value, (int, float, str, type(None), type(...), torch.dtype, torch.memory_format)
+    ):
         return "..." if value is ... else repr(value)
     raise TypeError(f"a constant of type {type(value).__name__}")
 
@@ -68,7 +77,11 @@ def _as_function(op: Any, sample: Any) -> tuple[Function, list[Tensor], str]:
     parts = [_written(value, tensors) for value in (sample.input, *sample.args)]
     parts += [f"{name}={_written(value, tensors)}" for name, value in sample.kwargs.items()]
     source = f"lambda {', '.join([f'a{place}' for place in range(len(tensors))])}: op({', '.join(parts)})"
-    return eval(source, {"op": op, "torch": torch, "inf": math.inf, "nan": math.nan}), tensors, source
+    return (
+        eval(source, {"op": op, "torch": torch, "inf": math.inf, "nan": math.nan}),
+        tensors,
+        source,
+    )
 
 
 def _samples(name: str, dtype: torch.dtype) -> Iterator[tuple[Function, list[Tensor], str]]:
@@ -96,22 +109,29 @@ def _results(function: Function, given: Sequence[Tensor]) -> list[Tensor | None]
     """The outputs, and the gradients of all inputs of floats."""
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in given]
     outs = _tensors_of(function(*leaves))
-    wanted, differentiated = [t for t in leaves if t.requires_grad], [t for t in outs if t.requires_grad]
+    wanted, differentiated = (
+        [t for t in leaves if t.requires_grad],
+        [t for t in outs if t.requires_grad],
+    )
     if not wanted or not differentiated:
         return [t.detach() for t in outs]
     made = torch.Generator().manual_seed(1)
     along = [torch.randn(t.shape, generator=made).to(t.device, t.dtype) for t in differentiated]
-    return [*[t.detach() for t in outs], *torch.autograd.grad(differentiated, wanted, along, allow_unused=True)]
+    return [
+        *[t.detach() for t in outs],
+        *torch.autograd.grad(differentiated, wanted, along, allow_unused=True),
+    ]
 
 
-# --- comparisons --------------------------------------------------------------------------------------------------------
+# --- comparisons ----------------------------------------------------------------------------------
 
 
 def _is_right(got: Tensor | None, exact: Tensor | None, *natives: Tensor | None) -> bool:
     """Whether a result is PyTorch's, or that of fp64: of whole numbers exactly.
 
-    Errors are as in `assert_as_good`: at most twice PyTorch's on this and other roundings of the inputs, or a unit of roundoff of
-    the largest value for each of the few operators on a value's way, and of a gradient's, which is a sum of many.
+    Errors are as in `assert_as_good`: at most twice PyTorch's on this and other roundings of the
+    inputs, or a unit of roundoff of the largest value for each of the few operators on a value's
+    way, and of a gradient's, which is a sum of many.
     """
     want = natives[0]
     if got is None or want is None or exact is None:
@@ -122,16 +142,26 @@ def _is_right(got: Tensor | None, exact: Tensor | None, *natives: Tensor | None)
     room = torch.zeros(())
     if want.dtype.is_floating_point:
         errors = torch.stack(
-            [(native.double() - wide).nan_to_num(0.0, 0.0, 0.0).abs() for native in natives if native is not None]
+            [
+                (native.double() - wide).nan_to_num(0.0, 0.0, 0.0).abs()
+                for native in natives
+                if native is not None
+            ]
         )
         size = wide.nan_to_num(0.0, 0.0, 0.0).abs()
         room = 2 * errors.max() + _UNITS * unit_roundoff(want.dtype) * size.max()
-    found = [(one == other) | (one.isnan() & other.isnan()) | ((one - other).abs() <= room) for other in (two, wide)]
+    found = [
+        (one == other) | (one.isnan() & other.isnan()) | ((one - other).abs() <= room)
+        for other in (two, wide)
+    ]
     return bool((found[0] | found[1]).all())
 
 
 def _check(function: Function, given: list[Tensor], source: str, draws: int = 3) -> str:
-    """Raises where a result is wrong; "refused" or "right". ``draws`` are as many other roundings of the inputs."""
+    """Raises where a result is wrong; "refused" or "right".
+
+    ``draws`` are as many other roundings of the inputs.
+    """
     try:
         want = _results(function, given)
     except (RuntimeError, TypeError):  # some are refused by PyTorch, and some return no tensor
@@ -155,9 +185,22 @@ def _rounded(t: Tensor) -> Tensor:
     return (t * 2).round() / 2 if t.dtype.is_floating_point else t
 
 
-_OF_WHOLE_NUMBERS = ("add", "sub", "mul", "floor", "sum", "amax", "where", "clamp", "nn.functional.hardtanh", "cat")
+_OF_WHOLE_NUMBERS = (
+    "add",
+    "sub",
+    "mul",
+    "floor",
+    "sum",
+    "amax",
+    "where",
+    "clamp",
+    "nn.functional.hardtanh",
+    "cat",
+)
 _CASES = [
-    pytest.param(name, dtype, marks=[] if is_short else pytest.mark.full, id=f"{name}-{str(dtype)[6:]}")
+    pytest.param(
+        name, dtype, marks=[] if is_short else pytest.mark.full, id=f"{name}-{str(dtype)[6:]}"
+    )
     for name, op in OPS.items()
     if not any(word in name for word in _UNKNOWN) and name not in _LEFT_OUT
     for dtype in (torch.float32, torch.int64, torch.bool)
@@ -167,7 +210,9 @@ _CASES = [
 
 
 @pytest.mark.kernels
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of operators that are deprecated, and not taken
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning"
+)  # of operators that are deprecated, and not taken
 @pytest.mark.parametrize(("name", "dtype"), _CASES)
 def test_samples_are_right_or_refused(name: str, dtype: torch.dtype, full: bool) -> None:
     samples = list(_samples(name, dtype))
@@ -175,4 +220,6 @@ def test_samples_are_right_or_refused(name: str, dtype: torch.dtype, full: bool)
     for function, given, source in samples[step // 2 :: step]:
         found = _check(function, given, source)
         if found == "right" and dtype == torch.float32:
-            _check(function, list(map(_rounded, given)), source, 0)  # others would be beside the ties
+            _check(
+                function, list(map(_rounded, given)), source, 0
+            )  # others would be beside the ties

@@ -16,7 +16,10 @@ from rowwise_functions import RowwiseFunction
 
 
 def heads(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    """Query, key and value of one projection, normalised by heads; the values have the heads in front."""
+    """Query, key and value of one projection, normalised by heads.
+
+    The values have the heads in front.
+    """
     query, key, value = (part.unflatten(-1, (-1, 16)) for part in x.chunk(3, -1))
     normed = [F.rms_norm(part, (16,), weight) for part in (query, key)]
     return *normed, value.transpose(1, 2) * 2
@@ -63,7 +66,10 @@ _CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
         lambda x, y, w: torch.einsum("bsd, bsd, d -> sb", x, y, w),
         ((2, 3, 24), (2, 3, 24), (24,)),
     ),
-    "einsum of a factor": (lambda x, y: torch.einsum("bsd,sb->bsd", x, y).softmax(-1), ((2, 3, 24), (3, 2))),
+    "einsum of a factor": (
+        lambda x, y: torch.einsum("bsd,sb->bsd", x, y).softmax(-1),
+        ((2, 3, 24), (3, 2)),
+    ),
 }
 every = pytest.mark.parametrize("case", _CASES)
 
@@ -101,7 +107,9 @@ def test_heads_may_be_any_number() -> None:
 def test_parts_with_long_rows_of_their_own() -> None:
     sample = RowwiseFunction("stacked", stacked, lambda rows: {})
     check(
-        sample, fusedops.rowwise(stacked, strict=True), {"query": randn(1, 2, 3, 16400), "key": randn(1, 2, 3, 16400)}
+        sample,
+        fusedops.rowwise(stacked, strict=True),
+        {"query": randn(1, 2, 3, 16400), "key": randn(1, 2, 3, 16400)},
     )
 
 
@@ -111,5 +119,8 @@ def test_einsum_in_autocast_is_a_matrix_product() -> None:
     function = fusedops.rowwise(lambda x, y: torch.einsum("sd,d->s", x, y), strict=True)
     x = randn(3, 24)
     torch.testing.assert_close(function(x, x[0]), x @ x[0])
-    with torch.autocast(x.device.type, torch.bfloat16), pytest.raises(fusedops.NotRowwiseError, match="matrix product"):
+    with (
+        torch.autocast(x.device.type, torch.bfloat16),
+        pytest.raises(fusedops.NotRowwiseError, match="matrix product"),
+    ):
         function(x, x[0])

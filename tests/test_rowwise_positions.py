@@ -21,7 +21,9 @@ from support import DEVICE
 
 def places(x: Tensor) -> tuple[Tensor, Tensor]:
     """The index of each row, and of each column."""
-    return torch.arange(x.shape[-2], device=x.device)[:, None], torch.arange(x.shape[-1], device=x.device)
+    return torch.arange(x.shape[-2], device=x.device)[:, None], torch.arange(
+        x.shape[-1], device=x.device
+    )
 
 
 def causal(x: Tensor) -> Tensor:
@@ -56,7 +58,13 @@ def rotated(x: Tensor) -> Tensor:
     steps = torch.exp(torch.arange(x.shape[-1] // 2, device=x.device) * -0.7)
     angles = torch.arange(x.shape[1], device=x.device)[:, None, None] * steps
     first, second = x.chunk(2, -1)
-    return torch.cat((first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()), -1)
+    return torch.cat(
+        (
+            first * angles.cos() - second * angles.sin(),
+            second * angles.cos() + first * angles.sin(),
+        ),
+        -1,
+    )
 
 
 def from_the_end(x: Tensor) -> Tensor:
@@ -92,9 +100,13 @@ _OF_FIXED_ROWS = (*_SQUARE, from_the_end)
 _each = pytest.mark.parametrize("function", _FUNCTIONS, ids=lambda function: function.__name__)
 
 
-def _scores(function: Callable[..., Any], *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def _scores(
+    function: Callable[..., Any], *shape: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Attention scores of this many columns, with as many rows where the function has one size for both."""
-    return randn(*shape[:-2], shape[-1] if function in _SQUARE else shape[-2], shape[-1], dtype=dtype)
+    return randn(
+        *shape[:-2], shape[-1] if function in _SQUARE else shape[-2], shape[-1], dtype=dtype
+    )
 
 
 @kernels

@@ -1,4 +1,7 @@
-"""Random row-wise functions: each is right, in values and gradients, or refused by name; none is wrong."""
+"""Random row-wise functions: each is right, in values and gradients, or refused by name.
+
+None is wrong.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,9 @@ pytestmark = pytest.mark.kernels
 _SHORT, _FULL, _AT_ONCE = 60, 2000, 20
 # A GPU's kernels are compiled: five seconds a function.
 _COMPILED = _SHORT if DEVICE.type == "cpu" else 15
-# The mean of var_mean beside an infinity, the second derivative of sinc beside zero, that of hardsigmoid in fp64, and a column
-# of a vector that is repeated; columns taken apart in two ways, and a derivative of a part of a row, refused by name.
+# The mean of var_mean beside an infinity, the second derivative of sinc beside zero, that of
+# hardsigmoid in fp64, and a column of a vector that is repeated; columns taken apart in two ways,
+# and a derivative of a part of a row, refused by name.
 _KNOWN = (11919, 32530, 700017, 900269, 2005403, 2003244)
 
 
@@ -48,7 +52,9 @@ def test_few_are_refused() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                fusedops.rowwise(random.function, strict=True).source(*random.tensors(device=DEVICE))
+                fusedops.rowwise(random.function, strict=True).source(
+                    *random.tensors(device=DEVICE)
+                )
             except fusedops.NotRowwiseError as error:
                 found.append(f"{random.seed}: {error}")
     assert len(found) <= _SHORT // 3, "\n".join(found)
@@ -61,15 +67,23 @@ def test_generator_repeats_itself() -> None:
     assert len({random_function(seed).source for seed in range(100)}) > 95
 
 
-# --- what random functions have shown -----------------------------------------------------------------------------------
+# --- what random functions have shown -------------------------------------------------------------
 
 
 def _of(text: str, *given: Given, **options: Any) -> RandomFunction:
     """A function of one expression."""
     names = ", ".join(one.name for one in given)
-    options = {"second": False, "batched": False, "tiled": False, "stored": False, "used": (True,) * 4} | options
+    options = {
+        "second": False,
+        "batched": False,
+        "tiled": False,
+        "stored": False,
+        "used": (True,) * 4,
+    } | options
     sizes, seed = options.pop("sizes", ({"s": 3, "n": 8},)), options.pop("seed", 0)
-    return RandomFunction(seed, f"def function({names}):\n    return {text}\n", given, sizes, **options)
+    return RandomFunction(
+        seed, f"def function({names}):\n    return {text}\n", given, sizes, **options
+    )
 
 
 def _rows(name: str = "x", **options: Any) -> Given:
@@ -82,67 +96,133 @@ _number = Given("t", (), torch.float32, differentiated=True)
 _row = Given("r", ("s", "1"), torch.float32, faults=True, differentiated=True)
 _given_row = Given("r", ("s", "1"), torch.float32, differentiated=True)
 FOUND = {
-    "an output of no differentiated input beside an unused one": _of("x * 2.0", _rows(differentiated=False), _rows("y")),
+    "an output of no differentiated input beside an unused one": _of(
+        "x * 2.0", _rows(differentiated=False), _rows("y")
+    ),
     "NaN as the largest of parts": _of("torch.cat((x, x * 2.0), -1).amax(-1)", _faulty, seed=3),
-    "NaN as the largest of equal numbers": _of("x + r.expand_as(x).amax(-1, keepdim=True)", _x, _row, seed=3),
+    "NaN as the largest of equal numbers": _of(
+        "x + r.expand_as(x).amax(-1, keepdim=True)", _x, _row, seed=3
+    ),
     "a largest number of rows that were reduced": _of(
-        "x + x.amax(-1, keepdim=True).max(-1, keepdim=True).values", _faulty),
+        "x + x.amax(-1, keepdim=True).max(-1, keepdim=True).values", _faulty
+    ),
     "NaN for a gradient between the limits of softshrink": _of(
-        "x + F.softshrink(x, 0.5).amax(-1, keepdim=True)", _faulty, seed=3),
+        "x + F.softshrink(x, 0.5).amax(-1, keepdim=True)", _faulty, seed=3
+    ),
     "the largest of what is computed again of a number that is read": _of(
         "x + (y * v - (y * v).mean(-1, keepdim=True)).amax(-1, keepdim=True) + (y * v).logsumexp(-1, keepdim=True)",
-        _rows(dtype=torch.float64, differentiated=False), _rows("y", dtype=torch.float64, differentiated=False),
-        Given("v", ("n",), torch.float64, differentiated=True), sizes=({"s": 3, "n": 16}, {"s": 17, "n": 32})),
+        _rows(dtype=torch.float64, differentiated=False),
+        _rows("y", dtype=torch.float64, differentiated=False),
+        Given("v", ("n",), torch.float64, differentiated=True),
+        sizes=({"s": 3, "n": 16}, {"s": 17, "n": 32}),
+    ),
     "xlogy without a gradient beside an infinite number": _of(
-        "torch.softmax(torch.xlogy(r, x.abs() + 0.3), -1)", _faulty,
-        _given_row, seed=2, sizes=({"s": 1, "n": 16},)),
-    "a constant of other sizes": _of("(r * 0.5).argmax(-1)", Given("r", ("s", "1"), torch.float32),
-                                     sizes=({"s": 5}, {"s": 4})),
+        "torch.softmax(torch.xlogy(r, x.abs() + 0.3), -1)",
+        _faulty,
+        _given_row,
+        seed=2,
+        sizes=({"s": 1, "n": 16},),
+    ),
+    "a constant of other sizes": _of(
+        "(r * 0.5).argmax(-1)", Given("r", ("s", "1"), torch.float32), sizes=({"s": 5}, {"s": 4})
+    ),
     "many arguments that nothing is computed of": _of(
-        "x * 2.0", _x, *[_rows(f"u{number}") for number in range(12)], sizes=({"s": 17, "n": 64},)),
-    "a number without its last dimension": _of("x + t.abs().squeeze(-1).transpose(0, -1)", _x, _number),
+        "x * 2.0", _x, *[_rows(f"u{number}") for number in range(12)], sizes=({"s": 17, "n": 64},)
+    ),
+    "a number without its last dimension": _of(
+        "x + t.abs().squeeze(-1).transpose(0, -1)", _x, _number
+    ),
     "the place of the largest of a number": _of("x + t.argmax(-1) + t.max(-1).values", _x, _number),
     "gradients beside those of one column that cancel": _of(
-        "F.silu(x) + F.normalize(F.layer_norm(x, x.shape[-1:]), dim=-1) + F.silu(x) * x", _x, sizes=({"s": 3, "n": 1},)),
+        "F.silu(x) + F.normalize(F.layer_norm(x, x.shape[-1:]), dim=-1) + F.silu(x) * x",
+        _x,
+        sizes=({"s": 3, "n": 1},),
+    ),
     "second derivatives of a norm of zeros": _of(
-        "F.smooth_l1_loss(torch.where(x > 9.0, x, 0.0).norm(dim=-1, keepdim=True) + x, x, reduction='none')", _x, second=True),
+        "F.smooth_l1_loss(torch.where(x > 9.0, x, 0.0).norm(dim=-1, keepdim=True) + x, x, reduction='none')",
+        _x,
+        second=True,
+    ),
     "a choice by any of a row, in tiles": _of(
-        "torch.where((x > 1.0).any(-1, keepdim=True), x.exp(), v) + x.sum(-1, keepdim=True)", _x,
-        Given("v", ("n",), torch.float32, differentiated=True), tiled=True, sizes=({"s": 3, "n": 24},)),
+        "torch.where((x > 1.0).any(-1, keepdim=True), x.exp(), v) + x.sum(-1, keepdim=True)",
+        _x,
+        Given("v", ("n",), torch.float32, differentiated=True),
+        tiled=True,
+        sizes=({"s": 3, "n": 24},),
+    ),
     "a choice by the largest column, in tiles": _of(
-        "torch.where((x.argmax(-1, keepdim=True) > 4) | ((x > 0.0).sum(-1, keepdim=True) > 15), x.exp(), v)", _x,
-        Given("v", ("n",), torch.float32, differentiated=True), tiled=True, sizes=({"s": 5, "n": 24},)),
+        "torch.where((x.argmax(-1, keepdim=True) > 4) | ((x > 0.0).sum(-1, keepdim=True) > 15), x.exp(), v)",
+        _x,
+        Given("v", ("n",), torch.float32, differentiated=True),
+        tiled=True,
+        sizes=({"s": 5, "n": 24},),
+    ),
     "a norm of what is equal in all columns": _of(
-        "F.normalize(F.layer_norm(r.expand_as(x), x.shape[-1:]), p=1, dim=-1) + x", _x, _given_row,
-        sizes=({"s": 40, "n": 80}, {"s": 40, "n": 11})),
+        "F.normalize(F.layer_norm(r.expand_as(x), x.shape[-1:]), p=1, dim=-1) + x",
+        _x,
+        _given_row,
+        sizes=({"s": 40, "n": 80}, {"s": 40, "n": 11}),
+    ),
     "the first largest of columns that are parts": _of(
         "F.softshrink(x.max(-1, keepdim=True).values, 0.1).norm(dim=-1, keepdim=True) * x + x[..., 1:].sum(-1, keepdim=True)",
-        _faulty, seed=5),
+        _faulty,
+        seed=5,
+    ),
     "a gate of hardswish beside an infinity": _of("F.softsign(F.hardswish(x))", _faulty, seed=1),
     "the sum of a part that is one number of a row": _of(
-        "torch.cat((x, r.expand_as(x)), -1).chunk(2, -1)[1].sum(-1, keepdim=True) * x", _x, _given_row),
+        "torch.cat((x, r.expand_as(x)), -1).chunk(2, -1)[1].sum(-1, keepdim=True) * x",
+        _x,
+        _given_row,
+    ),
     "the mean of a part that is one number of a row, in tiles": _of(
-        "torch.stack((x, r.expand_as(x)), -2)[..., 1, :].mean(-1, keepdim=True) * x", _x, _given_row, tiled=True),
+        "torch.stack((x, r.expand_as(x)), -2)[..., 1, :].mean(-1, keepdim=True) * x",
+        _x,
+        _given_row,
+        tiled=True,
+    ),
     "the first largest of a part that is one number of a row": _of(
-        "torch.stack((r.expand_as(x), x), -2)[..., 0, :].max(-1, keepdim=True).values * x", _x, _given_row),
+        "torch.stack((r.expand_as(x), x), -2)[..., 0, :].max(-1, keepdim=True).values * x",
+        _x,
+        _given_row,
+    ),
     "a part without a gradient of what has one": _of(
-        "torch.cat((x, v.expand_as(x)), -1).chunk(2, -1)[1] * 2.0", _x, Given("v", ("n",), torch.float32)),
-    "a negative zero in the place of NaN": _of("1.0 / x.nan_to_num(-0.0)", _rows(faults=True, differentiated=False), seed=3),
+        "torch.cat((x, v.expand_as(x)), -1).chunk(2, -1)[1] * 2.0",
+        _x,
+        Given("v", ("n",), torch.float32),
+    ),
+    "a negative zero in the place of NaN": _of(
+        "1.0 / x.nan_to_num(-0.0)", _rows(faults=True, differentiated=False), seed=3
+    ),
     "a cotangent of NaN beside a deviation of zero": _of(
-        "torch.where((x * 0.0).std(-1, keepdim=True) > 0.0, y / (x * 0.0).std(-1, keepdim=True), 0.0) + x", _x,
-        _rows("y", differentiated=False)),
-    "a cotangent of NaN beside a norm of zeros": _of("(x * 0.0).norm(dim=-1, keepdim=True) * r", _x, _row, seed=3),
+        "torch.where((x * 0.0).std(-1, keepdim=True) > 0.0, y / (x * 0.0).std(-1, keepdim=True), 0.0) + x",
+        _x,
+        _rows("y", differentiated=False),
+    ),
+    "a cotangent of NaN beside a norm of zeros": _of(
+        "(x * 0.0).norm(dim=-1, keepdim=True) * r", _x, _row, seed=3
+    ),
     "a cotangent of NaN beside a norm of the largest": _of(
-        "torch.linalg.vector_norm(x, float('inf'), dim=-1, keepdim=True).logsumexp(-1, keepdim=True) + x", _faulty, seed=3),
+        "torch.linalg.vector_norm(x, float('inf'), dim=-1, keepdim=True).logsumexp(-1, keepdim=True) + x",
+        _faulty,
+        seed=3,
+    ),
     "one column of what rows share": _of(
-        "x + g[..., 2].unsqueeze(-1) * v[..., 20]", Given("x", ("b", "s", "n"), torch.float32, differentiated=True),
+        "x + g[..., 2].unsqueeze(-1) * v[..., 20]",
+        Given("x", ("b", "s", "n"), torch.float32, differentiated=True),
         Given("g", ("b", "1", "n"), torch.float32, differentiated=True),
-        Given("v", ("n",), torch.float32, differentiated=True), sizes=({"b": 2, "s": 18, "n": 24},)),
+        Given("v", ("n",), torch.float32, differentiated=True),
+        sizes=({"b": 2, "s": 18, "n": 24},),
+    ),
     "a comparison with what was cast down": _of(
         "((y := (z := x.to(v.dtype)) + torch.arange(x.shape[-1], device=x.device) * 0.05) > z) + y.amax(-1, keepdim=True) + x",
-        _rows(dtype=torch.float64, differentiated=False), Given("v", ("n",), torch.float32), sizes=({"s": 17, "n": 8},)),
-    "a cotangent of NaN beside what takes the place of NaN": _of("x.nan_to_num() * x", _faulty, seed=3),
-}  # fmt: skip
+        _rows(dtype=torch.float64, differentiated=False),
+        Given("v", ("n",), torch.float32),
+        sizes=({"s": 17, "n": 8},),
+    ),
+    "a cotangent of NaN beside what takes the place of NaN": _of(
+        "x.nan_to_num() * x", _faulty, seed=3
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FOUND)

@@ -1,4 +1,7 @@
-"""Functions that `fusedops.rowwise` cannot make one kernel of: an error, or one warning, that names operator and line."""
+"""Functions that `fusedops.rowwise` cannot make one kernel of.
+
+An error, or one warning, that names operator and line.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def randn(*shape: int) -> Tensor:
     return torch.randn(shape).to(DEVICE)
 
 
-# --- operators ----------------------------------------------------------------------------------------------------------
+# --- operators ------------------------------------------------------------------------------------
 # In each function the line of the comment is the one to be named.
 
 
@@ -324,7 +327,9 @@ _TWICE: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("case", _TWICE)
 def test_one_axis_in_two_dimensions_is_refused(case: str) -> None:
     """Of a value with a set of axes there would be the diagonal."""
-    with pytest.raises(fusedops.NotRowwiseError, match=r"one dimension twice[^\n]*\n  line \d+ of "):
+    with pytest.raises(
+        fusedops.NotRowwiseError, match=r"one dimension twice[^\n]*\n  line \d+ of "
+    ):
         fusedops.rowwise(_TWICE[case], strict=True)(randn(4, 4))
 
 
@@ -417,7 +422,7 @@ def test_branches_on_the_number_of_rows(case: str, first: int) -> None:
         torch.testing.assert_close(function(x), _BRANCHES[case](x), rtol=1e-5, atol=1e-5)
 
 
-# --- gradients that no operator shows -----------------------------------------------------------------------------------
+# --- gradients that no operator shows -------------------------------------------------------------
 
 
 @kernels
@@ -431,7 +436,9 @@ def test_branches_on_the_number_of_rows(case: str, first: int) -> None:
         pytest.param(checkpointed, False, id="checkpointed"),
     ],
 )
-def test_autograd_function_keeps_its_backward(function: Callable[..., Any], compiled: bool, fresh_dynamo: None) -> None:
+def test_autograd_function_keeps_its_backward(
+    function: Callable[..., Any], compiled: bool, fresh_dynamo: None
+) -> None:
     made: Any = fusedops.rowwise(function)
     x = randn(5, 24)
     leaves = [x.clone().requires_grad_() for _ in range(2)]
@@ -455,21 +462,28 @@ def test_backward_hooks_of_captured_modules_run(kind: type[nn.Module], later: bo
     act.register_full_backward_hook(lambda module, given, of_output: (given[0] * 3,))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        (got,), (want,) = (torch.autograd.grad(f(x).sum(), x) for f in (function, lambda x: act(x) * 2))
+        (got,), (want,) = (
+            torch.autograd.grad(f(x).sum(), x) for f in (function, lambda x: act(x) * 2)
+        )
     assert torch.equal(got, want)
     assert any("the variable act is a module with backward hooks" in str(w.message) for w in caught)
 
 
-# --- what a function returns --------------------------------------------------------------------------------------------
+# --- what a function returns ----------------------------------------------------------------------
 
 Pair = namedtuple("Pair", "first second")
 
 
 @kernels
-@pytest.mark.parametrize("returned", [None, 3.0, (), {"y": 1}, "text"], ids=["none", "number", "empty", "dict", "text"])
+@pytest.mark.parametrize(
+    "returned", [None, 3.0, (), {"y": 1}, "text"], ids=["none", "number", "empty", "dict", "text"]
+)
 def test_function_that_returns_no_tensor(returned: Any) -> None:
     function = fusedops.rowwise(lambda x: returned, strict=True)
-    with pytest.raises(fusedops.NotRowwiseError, match=r"expected a tensor, or a tuple or list of tensors|is a dict"):
+    with pytest.raises(
+        fusedops.NotRowwiseError,
+        match=r"expected a tensor, or a tuple or list of tensors|is a dict",
+    ):
         function(randn(5, 24))
 
 
@@ -490,7 +504,7 @@ def test_containers_come_back_as_they_are(kind: str) -> None:
     assert type(got) is type(functions[kind](x))
 
 
-# --- side effects -------------------------------------------------------------------------------------------------------
+# --- side effects ---------------------------------------------------------------------------------
 
 _counted = 0
 
@@ -578,7 +592,7 @@ def test_captured_buffer_changed_in_place() -> None:
     assert torch.equal(buffer, before), "tracing changed it"
 
 
-# --- arguments ----------------------------------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
 
 
 @kernels
@@ -615,7 +629,9 @@ def test_probability_out_of_range(p: float) -> None:
 
 
 @kernels
-@pytest.mark.parametrize(("kind", "message"), [("sparse", "dense"), ("complex", "torch.view_as_real")])
+@pytest.mark.parametrize(
+    ("kind", "message"), [("sparse", "dense"), ("complex", "torch.view_as_real")]
+)
 def test_tensors_of_other_kinds(kind: str, message: str) -> None:
     x = randn(5, 24).to_sparse() if kind == "sparse" else randn(5, 24).to(torch.complex64)
     with pytest.raises(fusedops.NotRowwiseError, match=message):
@@ -623,7 +639,9 @@ def test_tensors_of_other_kinds(kind: str, message: str) -> None:
 
 
 def test_a_list_of_tensors() -> None:
-    with pytest.raises(fusedops.NotRowwiseError, match="xs is a list of tensors; pass them one by one"):
+    with pytest.raises(
+        fusedops.NotRowwiseError, match="xs is a list of tensors; pass them one by one"
+    ):
         fusedops.rowwise(lambda xs: xs[0] + xs[1]).source([randn(5, 24), randn(5, 24)])
 
 
@@ -659,7 +677,7 @@ def test_refusal_is_for_these_arguments() -> None:
     assert launched == ["forward_kernel"]
 
 
-# --- decoration -----------------------------------------------------------------------------------------------------------
+# --- decoration -----------------------------------------------------------------------------------
 
 
 async def awaited(x: Tensor) -> Tensor:
@@ -679,7 +697,9 @@ def yielding(x: Tensor) -> Any:
         (lambda: fusedops.rowwise(cumulated, strict=1), "strict has type int, expected bool"),  # type: ignore[call-overload]
     ],
 )
-def test_what_is_no_function_of_rows_is_refused_at_once(decorate: Callable[[], Any], words: str) -> None:
+def test_what_is_no_function_of_rows_is_refused_at_once(
+    decorate: Callable[[], Any], words: str
+) -> None:
     with pytest.raises(TypeError, match=f"^rowwise: {words}"):
         decorate()
 
@@ -690,10 +710,15 @@ def test_what_is_no_function_of_rows_is_refused_at_once(decorate: Callable[[], A
     [
         (lambda x: F.threshold(x, 0.0, 1.0, inplace=True), "threshold_ changes x in place"),
         (lambda x: x.nan_to_num_(1.0), "nan_to_num_ changes x in place"),
-        (lambda x: (x * 2)[..., :4].fill_(0.0), "fill_ changes in place what another tensor shares"),
+        (
+            lambda x: (x * 2)[..., :4].fill_(0.0),
+            "fill_ changes in place what another tensor shares",
+        ),
         (lambda x: (x[..., :1] * 2).lerp_(x, 0.5), "doesn't match the broadcast shape"),
     ],
 )
-def test_changes_in_place_are_refused_by_the_names_of_users(change: Callable[[Tensor], Tensor], words: str) -> None:
+def test_changes_in_place_are_refused_by_the_names_of_users(
+    change: Callable[[Tensor], Tensor], words: str
+) -> None:
     with pytest.raises(RuntimeError, match=words):
         fusedops.rowwise(lambda x: change(x), strict=True)(randn(3, 8))

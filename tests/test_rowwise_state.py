@@ -43,7 +43,7 @@ def times(number: Any) -> Callable[[Tensor], Tensor]:
     return lambda x: x * number
 
 
-# --- variables and functions --------------------------------------------------------------------------------------------
+# --- variables and functions ----------------------------------------------------------------------
 
 
 @seen
@@ -169,8 +169,12 @@ def rowwise_function() -> Case:
 @seen
 def default_of_a_rowwise_function() -> Case:
     scope: dict[str, Any] = {"rowwise": fusedops.rowwise}
-    texts = ("def act(x, k=2.0, *, shift=1.0): return x * k + shift", "def act(x, k=3.0, *, shift=1.0): return x * k + shift",
-             "def act(x, k=3.0, *, shift=4.0): return x * k + shift", "def act(x, k=3.0): return x - k")  # fmt: skip
+    texts = (
+        "def act(x, k=2.0, *, shift=1.0): return x * k + shift",
+        "def act(x, k=3.0, *, shift=1.0): return x * k + shift",
+        "def act(x, k=3.0, *, shift=4.0): return x * k + shift",
+        "def act(x, k=3.0): return x - k",
+    )
     exec(f"@rowwise\n{texts[0]}\ndef f(x): return act(x)", scope)
     yield scope["f"]
     for text in texts[1:]:
@@ -189,7 +193,7 @@ def python_module() -> Case:
     yield lambda x: x
 
 
-# --- containers and objects ---------------------------------------------------------------------------------------------
+# --- containers and objects -----------------------------------------------------------------------
 
 
 @seen
@@ -434,7 +438,7 @@ def function_as_an_argument() -> Case:
     yield lambda x: x
 
 
-# --- modules ------------------------------------------------------------------------------------------------------------
+# --- modules --------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -647,14 +651,20 @@ def test_change_is_seen(case: str) -> None:
     fused = fusedops.rowwise(function, strict=True)
     for step in range(20):
         given = plain(x)[1] if takes else (x,)
-        torch.testing.assert_close(fused(*given), function(*given), rtol=1e-5, atol=1e-5, equal_nan=True,
-                                   msg=lambda text, step=step: f"{case}, step {step}: {text}")  # fmt: skip
+        torch.testing.assert_close(
+            fused(*given),
+            function(*given),
+            rtol=1e-5,
+            atol=1e-5,
+            equal_nan=True,
+            msg=lambda text, step=step: f"{case}, step {step}: {text}",
+        )
         if next(steps, None) is None:
             break
     assert step > 0
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def _hooked() -> nn.Module:
@@ -671,20 +681,42 @@ class Holder:
 
 
 _SCOPE: dict[str, Any] = {
-    "torch": torch, "F": F, "Sign": Sign, "apply": Sign.apply, "hooked": _hooked(),
-    "nested": nn.Sequential(_hooked()), "holder": Holder(deque([2.0])), "acts": {"a": Sign.apply},
-    "partial": functools.partial(Sign.apply), "keyed": {(1, 2): 3.0}, "many": [float(i) for i in range(5000)],
-    "cached": functools.lru_cache(times(2.0)), "iterator": iter([2.0]), "modules": {"a": sys},
+    "torch": torch,
+    "F": F,
+    "Sign": Sign,
+    "apply": Sign.apply,
+    "hooked": _hooked(),
+    "nested": nn.Sequential(_hooked()),
+    "holder": Holder(deque([2.0])),
+    "acts": {"a": Sign.apply},
+    "partial": functools.partial(Sign.apply),
+    "keyed": {(1, 2): 3.0},
+    "many": [float(i) for i in range(5000)],
+    "cached": functools.lru_cache(times(2.0)),
+    "iterator": iter([2.0]),
+    "modules": {"a": sys},
     "enabled": [torch.is_grad_enabled],
-}  # fmt: skip
+}
 _REFUSED = {
-    "local_import": ("from settings_of_a_case import k\n    return x * k", "imports settings_of_a_case in its body"),
-    "local_import_of_a_function": ("import acts_of_a_case\n    return acts_of_a_case.act(x)", "imports acts_of_a_case"),
+    "local_import": (
+        "from settings_of_a_case import k\n    return x * k",
+        "imports settings_of_a_case in its body",
+    ),
+    "local_import_of_a_function": (
+        "import acts_of_a_case\n    return acts_of_a_case.act(x)",
+        "imports acts_of_a_case",
+    ),
     "globals": ("return x * globals()['k']", "reads globals"),
     "vars": ("return x * vars(holder)['value'][0]", "reads vars"),
     "dict_of_attributes": ("return x * holder.__dict__['value'][0]", "reads __dict__"),
-    "attributes_of_a_computed_module": ("return x * len(getattr(modules['a'], 'argv'))", "is a module of Python"),
-    "state_in_c": ("return x * holder.value[0]", "holder.value is a deque, which may change unseen"),
+    "attributes_of_a_computed_module": (
+        "return x * len(getattr(modules['a'], 'argv'))",
+        "is a module of Python",
+    ),
+    "state_in_c": (
+        "return x * holder.value[0]",
+        "holder.value is a deque, which may change unseen",
+    ),
     "iterator": ("return x * next(iterator)", "iterator is a list_iterator"),
     "keys": ("return x * keyed[1, 2]", "keyed is a dict whose keys are no strings"),
     "too_many": ("return x * many[0]", "more than 4096 values"),
@@ -692,7 +724,10 @@ _REFUSED = {
     "mode": ("return x * 2 if enabled[0]() else x", "is a function whose result may change unseen"),
     "autograd_function": ("return Sign.apply(x)", "Sign is a torch.autograd.Function"),
     "autograd_function_in_a_variable": ("return apply(x)", "Sign is a torch.autograd.Function"),
-    "autograd_function_in_a_local": ("g = Sign\n    return g.apply(x)", "Sign is a torch.autograd.Function"),
+    "autograd_function_in_a_local": (
+        "g = Sign\n    return g.apply(x)",
+        "Sign is a torch.autograd.Function",
+    ),
     "autograd_function_in_a_dict": ("return acts['a'](x)", "Sign is a torch.autograd.Function"),
     "autograd_function_in_a_partial": ("return partial(x)", "Sign is a torch.autograd.Function"),
     "backward_hooks": ("return hooked(x)", "hooked is a module with backward hooks"),
@@ -716,7 +751,10 @@ def test_what_may_change_unseen_is_refused(case: str) -> None:
 
 @kernels
 def test_hooks_that_come_and_go() -> None:
-    """A function that is refused for them is fused before and after; so is one with hooks on all modules."""
+    """A function that is refused for them is fused before and after.
+
+    So is one with hooks on all modules.
+    """
     act, x = nn.Tanh(), randn(5, 24)
     function = fusedops.rowwise(lambda x: act(x) * 2)
     for register in (
@@ -733,7 +771,7 @@ def test_hooks_that_come_and_go() -> None:
     assert function.explain(x).columns == 24
 
 
-# --- keys ---------------------------------------------------------------------------------------------------------------
+# --- keys -----------------------------------------------------------------------------------------
 
 
 @kernels
@@ -778,7 +816,9 @@ def test_code_that_is_the_same_is_traced_once() -> None:
 def test_many_instances_share_a_program() -> None:
     """Of one structure; those with another number, and with parameters that are one, have their own."""
     x, blocks = randn(5, 24), [Scaled(10.0 + number % 3) for number in range(12)]
-    with mock.patch("fusedops.compiler.programs.Programs._traced", autospec=True, side_effect=_traced) as traced:
+    with mock.patch(
+        "fusedops.compiler.programs.Programs._traced", autospec=True, side_effect=_traced
+    ) as traced:
         for block in blocks:
             torch.testing.assert_close(block.scaled(x), x * block.weight * block.by)
     assert traced.call_count == 3
@@ -807,7 +847,10 @@ class Scaled(nn.Module):
 
 @kernels
 def test_nothing_that_is_read_is_held() -> None:
-    """Not by a function that outlives it: a module, with a cycle and without, an object, a helper's closure."""
+    """Not by a function that outlives it.
+
+    A module, with a cycle and without, an object, a helper's closure.
+    """
     act: Any = None
 
     def held() -> list[weakref.ref[Any]]:
@@ -840,29 +883,39 @@ def test_states_that_are_forgotten_are_looked_at_again() -> None:
 
 def test_function_with_a_state_that_is_another_at_each_look_is_refused() -> None:
     k = 2.0
-    never = mock.patch.object(walking.Walk, "leaf", lambda self, value, variable, name: self.expect("False"))
+    never = mock.patch.object(
+        walking.Walk, "leaf", lambda self, value, variable, name: self.expect("False")
+    )
     with never, pytest.raises(fusedops.NotRowwiseError, match="is another at each look"):
         fusedops.rowwise(lambda x: x * k).source(randn(5, 24))
 
 
-# --- the graph instead of the function ----------------------------------------------------------------------------------
+# --- the graph instead of the function ------------------------------------------------------------
 
 
 @kernels
 @every
 def test_program_is_a_function_of_its_tensors(sample: RowwiseFunction) -> None:
-    """In PyTorch's operators too, for transforms, with PyTorch's derivatives: nothing is read but the call's tensors."""
-    function, tensors = fusedops.rowwise(sample.function, strict=True), sample.tensors(torch.float32, DEVICE)
+    """In PyTorch's operators too, for transforms, with PyTorch's derivatives.
+
+    Nothing is read but the call's tensors.
+    """
+    function, tensors = (
+        fusedops.rowwise(sample.function, strict=True),
+        sample.tensors(torch.float32, DEVICE),
+    )
     program = function._programs.find(tuple(tensors.values()), ()).program
     with mock.patch.object(F, "dropout", lambda x, p: x * 1.0):
         want, expected = results(sample.function, tensors)
     with mock.patch("fusedops.compiler.operator.dropout_of", return_value=none):
         got, grads = results(lambda *given: program.reference(None, given, none), tensors)
     for one, other in zip((*got, *grads.values()), (*want, *expected.values()), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * max(1.0, other.abs().max().item()))
+        torch.testing.assert_close(
+            one, other, rtol=1e-4, atol=1e-4 * max(1.0, other.abs().max().item())
+        )
 
 
-# --- torch.compile ------------------------------------------------------------------------------------------------------
+# --- torch.compile --------------------------------------------------------------------------------
 
 
 def _many(*names: str) -> Any:
@@ -870,16 +923,33 @@ def _many(*names: str) -> Any:
 
 
 @kernels
-@_many("global_variable", "helper", "helper_with_a_closure", "default_of_a_helper", "default_of_a_rowwise_function",
-       "number_of_a_helpers_helper", "closure_",
-       "python_module", "dict_of_numbers", "objects_within_objects", "partial", "module_float", "method_float")  # fmt: skip
+@_many(
+    "global_variable",
+    "helper",
+    "helper_with_a_closure",
+    "default_of_a_helper",
+    "default_of_a_rowwise_function",
+    "number_of_a_helpers_helper",
+    "closure_",
+    "python_module",
+    "dict_of_numbers",
+    "objects_within_objects",
+    "partial",
+    "module_float",
+    "method_float",
+)
 @pytest.mark.parametrize("by", ["aot_eager", "fusedops"])
 def test_compiled_code_is_guarded(case: str, by: str, fresh_dynamo: None) -> None:
     """Another number or helper is compiled anew, also where the call is a node that Dynamo does not look into."""
-    x, steps = randn(5, 24), {**CASES, "closure_": _closure, "module_float": _module, "method_float": _method}[case]()
+    x, steps = (
+        randn(5, 24),
+        {**CASES, "closure_": _closure, "module_float": _module, "method_float": _method}[case](),
+    )
     plain = next(steps)
     made = plain if isinstance(plain, nn.Module) else fusedops.rowwise(plain, strict=True)
-    compiled = torch.compile(made, backend=entry.backend if by == "fusedops" else by, fullgraph=True)
+    compiled = torch.compile(
+        made, backend=entry.backend if by == "fusedops" else by, fullgraph=True
+    )
     while plain is not None:
         torch.testing.assert_close(compiled(x), made(x), rtol=1e-5, atol=1e-5, equal_nan=True)
         plain = next(steps, None)
@@ -929,4 +999,7 @@ def test_values_from_before_are_not_compiled_again(fresh_dynamo: None) -> None:
         k = (2.0, 3.0)[step % 2]
         torch.testing.assert_close(compiled(x), torch.tanh(x) * k, rtol=1e-5, atol=1e-5)
     assert len(graphs) == 2
-    assert all(len(graph.graph.find_nodes(op="placeholder")) == 1 and len(graph.graph.nodes) == 3 for graph in graphs)
+    assert all(
+        len(graph.graph.find_nodes(op="placeholder")) == 1 and len(graph.graph.nodes) == 3
+        for graph in graphs
+    )

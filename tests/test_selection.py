@@ -1,4 +1,7 @@
-"""The short suite's choice of cases: it covers every pair of parameters' values, it is small, and always the same."""
+"""The short suite's choice of cases.
+
+It covers every pair of parameters' values, it is small, and always the same.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+import fusedops
+import mutants
 import selection
 from support import DTYPES, Case, cases
 
@@ -39,8 +44,10 @@ class _Item:
 
 
 def _items(mark: pytest.Mark | None = None, **parameters: list[Any]) -> list[Any]:
-    return [_Item("-".join(map(str, values)), dict(zip(parameters, values, strict=True)), mark)
-            for values in itertools.product(*parameters.values())]  # fmt: skip
+    return [
+        _Item("-".join(map(str, values)), dict(zip(parameters, values, strict=True)), mark)
+        for values in itertools.product(*parameters.values())
+    ]
 
 
 def _pairs(items: list[Any], *names: str) -> set[tuple[Any, ...]]:
@@ -88,9 +95,15 @@ def test_every_sample_and_dtype_of_every_spec_occurs() -> None:
     every: list[Case] = list(cases().args[1])
     items: list[Any] = [_Item(case.id, {"case": case}) for case in every]
     chosen = [item.params["case"] for item in selection.shortened(items)]
-    assert {(case.spec.name, case.name) for case in chosen} == {(case.spec.name, case.name) for case in every}
-    assert {(case.spec.name, case.dtype) for case in chosen} == {(case.spec.name, case.dtype) for case in every}
-    assert {(case.name, case.dtype) for case in chosen} == {(case.name, case.dtype) for case in every}
+    assert {(case.spec.name, case.name) for case in chosen} == {
+        (case.spec.name, case.name) for case in every
+    }
+    assert {(case.spec.name, case.dtype) for case in chosen} == {
+        (case.spec.name, case.dtype) for case in every
+    }
+    assert {(case.name, case.dtype) for case in chosen} == {
+        (case.name, case.dtype) for case in every
+    }
     assert len(chosen) < len(every) / 2
     assert {case.dtype for case in chosen} == set(DTYPES) >= {torch.float64}
 
@@ -103,3 +116,13 @@ def test_any_two_names_are_in_and_out_of_a_subset() -> None:
         assert {(first in subset, second in subset) for subset in subsets} == set(
             itertools.product([False, True], repeat=2)
         )
+
+
+def test_each_mutant_applies() -> None:
+    """The line that a mutant changes occurs once in its file."""
+    package = Path(fusedops.__file__).parent
+    counts = {
+        mutant.fault: (package / mutant.path).read_text(encoding="utf-8").count(mutant.before)
+        for mutant in mutants.MUTANTS
+    }
+    assert set(counts.values()) == {1}, [fault for fault, count in counts.items() if count != 1]

@@ -50,7 +50,7 @@ from support import DEVICE, INTERPRETED
 pytestmark = pytest.mark.kernels
 on_cpus = pytest.mark.skipif(not INTERPRETED, reason="gloo's processes have CPUs")
 
-# --- properties ---------------------------------------------------------------------------------------------------------
+# --- properties -----------------------------------------------------------------------------------
 
 
 def _compiled(call: Call, case: Case, mesh: Any) -> None:
@@ -62,34 +62,55 @@ def _compiled(call: Call, case: Case, mesh: Any) -> None:
     for stance in ("default", "fail_on_recompile"):
         expected = expected_of(call.function, tensors_of(call, case))
         places = [placements_of(call, case, shape) for shape in call.shapes]
-        leaves = [distribute_tensor(t, mesh, p).requires_grad_() for t, p in zip(expected.tensors, places, strict=True)]
+        leaves = [
+            distribute_tensor(t, mesh, p).requires_grad_()
+            for t, p in zip(expected.tensors, places, strict=True)
+        ]
         torch.manual_seed(5)
         with torch.compiler.set_stance(stance):
             found = outputs_of(function(*leaves))
             cotangents = [
-                distribute_tensor(g, mesh, o.placements) for g, o in zip(expected.cotangents, found, strict=True)
+                distribute_tensor(g, mesh, o.placements)
+                for g, o in zip(expected.cotangents, found, strict=True)
             ]
             grads = torch.autograd.grad(found, leaves, cotangents)
-        for out, one in zip((*found, *grads), (*expected.outputs, *expected.gradients), strict=True):
+        for out, one in zip(
+            (*found, *grads), (*expected.outputs, *expected.gradients), strict=True
+        ):
             compare(out, one, case.width + math.prod(case.rows), (call.name, case, "compiled"))
 
 
 def _other_placements(mesh: Any) -> None:
-    """What no rank can compute as it is, is moved first: partial sums, a sharded parameter, a cotangent placed otherwise."""
+    """What no rank can compute as it is, is moved first.
+
+    Partial sums, a sharded parameter, a cotangent placed otherwise.
+    """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     call, case = call_named("layer_norm"), Case((4, 6), 24, (RANKS,), (None,))
     expected = expected_of(call.function, tensors_of(call, case))
-    for source, width in ((Partial(), Replicate()), (Shard(2), Shard(0)), (Shard(1), Shard(0)), (Partial(), Shard(0))):
+    for source, width in (
+        (Partial(), Replicate()),
+        (Shard(2), Shard(0)),
+        (Shard(1), Shard(0)),
+        (Partial(), Shard(0)),
+    ):
         x, w, b = expected.tensors
         part = x / RANKS
         placed = (
-            DTensor.from_local(part, mesh, [source]) if source.is_partial() else distribute_tensor(x, mesh, [source])
+            DTensor.from_local(part, mesh, [source])
+            if source.is_partial()
+            else distribute_tensor(x, mesh, [source])
         )
-        leaves = [placed.requires_grad_(), *[distribute_tensor(t, mesh, [width]).requires_grad_() for t in (w, b)]]
+        leaves = [
+            placed.requires_grad_(),
+            *[distribute_tensor(t, mesh, [width]).requires_grad_() for t in (w, b)],
+        ]
         out = call.function(*leaves)
         compare(out, expected.outputs[0], 24, (source, width))
-        grads = torch.autograd.grad(out, leaves, distribute_tensor(expected.cotangents[0], mesh, [Shard(0)]))
+        grads = torch.autograd.grad(
+            out, leaves, distribute_tensor(expected.cotangents[0], mesh, [Shard(0)])
+        )
         for grad, one in zip(grads, expected.gradients, strict=True):
             compare(grad, one, 48, (source, width))
 
@@ -102,7 +123,9 @@ def _partial_sums_meet_a_sharded_residual(mesh: Any) -> None:
     expected = fusedops.bias_dropout_add(x, None, residual, p=0.0)
     placed = DTensor.from_local(x / RANKS, mesh, [Partial()])
     with Traffic() as traffic:
-        out = fusedops.bias_dropout_add(placed, None, distribute_tensor(residual, mesh, [Shard(0)]), p=0.0)
+        out = fusedops.bias_dropout_add(
+            placed, None, distribute_tensor(residual, mesh, [Shard(0)]), p=0.0
+        )
     assert traffic.names == ["reduce_scatter_tensor"], traffic.found
     assert out.placements == (Shard(0),)
     compare(out, expected, RANKS, ())
@@ -114,23 +137,42 @@ def _masks_stay_with_their_rows(mesh: Any) -> None:
 
     case = Case((4, 4), 32, (RANKS,), (None,))
     for save, layouts in (
-        ("inputs", ((Shard(0), Shard(1), Replicate(), Replicate()), (Shard(1), Shard(1), Shard(0), Shard(0)))),
-        ("sum", ((Replicate(), Replicate(), Shard(0), Shard(1)), (Shard(2), Replicate(), Replicate(), Shard(0)),
-                 (Replicate(), Shard(1), Replicate(), Shard(2)))),
-    ):  # fmt: skip
-        function = functools.partial(fusedops.bias_dropout_add_ln, p=0.4, save=save, return_sum=True)
+        (
+            "inputs",
+            (
+                (Shard(0), Shard(1), Replicate(), Replicate()),
+                (Shard(1), Shard(1), Shard(0), Shard(0)),
+            ),
+        ),
+        (
+            "sum",
+            (
+                (Replicate(), Replicate(), Shard(0), Shard(1)),
+                (Shard(2), Replicate(), Replicate(), Shard(0)),
+                (Replicate(), Shard(1), Replicate(), Shard(2)),
+            ),
+        ),
+    ):
+        function = functools.partial(
+            fusedops.bias_dropout_add_ln, p=0.4, save=save, return_sum=True
+        )
         expected = expected_of(function, tensors_of(call_named("bias_dropout_add_ln"), case))
         for rows, other, vectors, cotangent in layouts:
             places = (rows, vectors, other, vectors, vectors)
             leaves = [
-                distribute_tensor(t, mesh, [p]).requires_grad_() for t, p in zip(expected.tensors, places, strict=True)
+                distribute_tensor(t, mesh, [p]).requires_grad_()
+                for t, p in zip(expected.tensors, places, strict=True)
             ]
             torch.manual_seed(5)
             found = function(*leaves)
             assert torch.equal(found[1].full_tensor(), expected.outputs[1]), (rows, other, vectors)
-            compare(found[0], expected.outputs[0], 32 if rows == Shard(2) else 0, (rows, other, vectors))
+            compare(
+                found[0], expected.outputs[0], 32 if rows == Shard(2) else 0, (rows, other, vectors)
+            )
             along = [distribute_tensor(g, mesh, [cotangent]) for g in expected.cotangents]
-            for grad, one in zip(torch.autograd.grad(found, leaves, along), expected.gradients, strict=True):
+            for grad, one in zip(
+                torch.autograd.grad(found, leaves, along), expected.gradients, strict=True
+            ):
                 compare(grad, one, 56, (rows, other, vectors))
 
 
@@ -142,16 +184,28 @@ def _roundings(mesh: Any) -> None:
     for rounding, wide in (("once", True), ("llama", False), ("t5", False), ("gemma", True)):
         w = weight[0].float() if wide else weight[0]
         tensors = (x, None, residual.float(), w) if rounding == "once" else (x, None, residual, w)
-        function = functools.partial(fusedops.bias_dropout_add_rms_norm, p=0.0, rounding=rounding, return_sum=True,
-                                     cast_dtype=torch.float16, weight_offset=float(rounding == "gemma"))  # fmt: skip
-        placed = [None if t is None else distribute_tensor(t, mesh, [Shard(t.dim() - 1)]) for t in tensors]
+        function = functools.partial(
+            fusedops.bias_dropout_add_rms_norm,
+            p=0.0,
+            rounding=rounding,
+            return_sum=True,
+            cast_dtype=torch.float16,
+            weight_offset=float(rounding == "gemma"),
+        )
+        placed = [
+            None if t is None else distribute_tensor(t, mesh, [Shard(t.dim() - 1)]) for t in tensors
+        ]
         for out, one in zip(function(*placed), function(*tensors), strict=True):
             assert out.dtype == one.dtype, (rounding, wide)
             found, one = out.full_tensor().float(), one.float()
             unit = torch.finfo(out.dtype).eps * (32 if out.dtype == torch.float32 else 1)
-            # The statistics differ in the last bits of fp32: now and then a number falls to the other side.
+            # The statistics differ in the last bits of fp32: now and then a number falls to the
+            # other side.
             torch.testing.assert_close(found, one, rtol=2 * unit, atol=1e-6)
-            assert out.dtype == torch.float32 or (found != one).float().mean() < 0.02, (rounding, wide)
+            assert out.dtype == torch.float32 or (found != one).float().mean() < 0.02, (
+                rounding,
+                wide,
+            )
 
 
 def _a_parameter_learns_later(mesh: Any) -> None:
@@ -174,8 +228,10 @@ def _gradients_that_are_absent(mesh: Any) -> None:
     """A parameter that was moved, and that the loss does not depend on."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    x, residual, weight = [distribute_tensor(torch.ones(shape), mesh, [Shard(0)]).requires_grad_()
-                           for shape in ((4, 24), (4, 24), (24,))]  # fmt: skip
+    x, residual, weight = [
+        distribute_tensor(torch.ones(shape), mesh, [Shard(0)]).requires_grad_()
+        for shape in ((4, 24), (4, 24), (24,))
+    ]
     _, z = fusedops.bias_dropout_add_ln(x, None, residual, weight, None, p=0.0, return_sum=True)
     z.sum().backward()
     assert x.grad.full_tensor().eq(1).all()
@@ -183,24 +239,36 @@ def _gradients_that_are_absent(mesh: Any) -> None:
 
 
 def _gradients_are_absent_on_all_ranks_or_none(mesh: Any) -> None:
-    """A rank without rows has the gradients that the others have: else their next collective waits for it."""
+    """A rank without rows has the gradients that the others have.
+
+    Else their next collective waits for it.
+    """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     def shapes(t: Any) -> Any:
         return None if t is None else (tuple(t.shape), t.placements)
 
     for rows, moves in ((RANKS, False), (RANKS - 1, False), (RANKS - 1, True)):
-        x, residual = (distribute_tensor(torch.ones(rows, 24), mesh, [Shard(0)]).requires_grad_() for _ in range(2))
-        weight = distribute_tensor(torch.ones(24), mesh, [Shard(0) if moves else Replicate()]).requires_grad_()
+        x, residual = (
+            distribute_tensor(torch.ones(rows, 24), mesh, [Shard(0)]).requires_grad_()
+            for _ in range(2)
+        )
+        weight = distribute_tensor(
+            torch.ones(24), mesh, [Shard(0) if moves else Replicate()]
+        ).requires_grad_()
         y, z = fusedops.bias_dropout_add_ln(x, None, residual, weight, None, p=0.4, return_sum=True)
         for out in (y, z):
-            found = torch.autograd.grad(out.sum(), (x, residual, weight), retain_graph=True, allow_unused=True)
+            found = torch.autograd.grad(
+                out.sum(), (x, residual, weight), retain_graph=True, allow_unused=True
+            )
             assert (found[2] is None) == (out is z and not moves)
             every: list[Any] = [None] * RANKS
             dist.all_gather_object(every, [shapes(t) for t in found])
             assert all(seen == every[0] for seen in every), every
         first = torch.autograd.grad(y.square().sum(), (x, weight), create_graph=True)
-        second = torch.autograd.grad(sum(t.square().sum() for t in first), (x, residual, weight), allow_unused=True)
+        second = torch.autograd.grad(
+            sum(t.square().sum() for t in first), (x, residual, weight), allow_unused=True
+        )
         dist.all_gather_object(every, [shapes(t) for t in second])
         assert all(seen == every[0] for seen in every), every
 
@@ -210,7 +278,9 @@ def _no_elements_draw_nothing(mesh: Any) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     state = torch.get_rng_state()
-    fusedops.bias_dropout_add(distribute_tensor(torch.ones(0, 24), mesh, [Shard(0)]), None, None, p=0.5)
+    fusedops.bias_dropout_add(
+        distribute_tensor(torch.ones(0, 24), mesh, [Shard(0)]), None, None, p=0.5
+    )
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -254,7 +324,10 @@ def _on_one_rank_alone(rank: int) -> None:
 
 
 def _without_kernels(meshes: dict[tuple[int, ...], Any]) -> None:
-    """PyTorch's operators give the same, with PyTorch's masks; a row-wise function is made of them itself."""
+    """PyTorch's operators give the same, with PyTorch's masks.
+
+    A row-wise function is made of them itself.
+    """
     names = [call for call in CALLS if "rowwise" not in call.name]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "runs_kernels", lambda kind: False)
@@ -284,7 +357,9 @@ def _scalars(mesh: Any) -> None:
         torch.manual_seed(seed)
         expected = fusedops.bias_act(torch.tensor(2.0), None, "silu", p=0.5)
         torch.manual_seed(seed)
-        found = fusedops.bias_act(distribute_tensor(torch.tensor(2.0), mesh, [Replicate()]), None, "silu", p=0.5)
+        found = fusedops.bias_act(
+            distribute_tensor(torch.tensor(2.0), mesh, [Replicate()]), None, "silu", p=0.5
+        )
         assert torch.equal(found.full_tensor(), expected)
 
 
@@ -299,9 +374,11 @@ def _second_derivatives(mesh: Any) -> None:
 
     x = torch.randn(2, 6, 32, dtype=torch.float64)
     for dim, function in (
-        (1, lambda t: fusedops.bias_act(t, None, "silu", p=0.4)), (2, lambda t: fusedops.bias_act(t, None, "silu", p=0.4)),
-        (2, lambda t: fusedops.layer_norm(t, 32).sin()), (1, dropped_twice),
-    ):  # fmt: skip
+        (1, lambda t: fusedops.bias_act(t, None, "silu", p=0.4)),
+        (2, lambda t: fusedops.bias_act(t, None, "silu", p=0.4)),
+        (2, lambda t: fusedops.layer_norm(t, 32).sin()),
+        (1, dropped_twice),
+    ):
         found = twice(function, distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_())
         torch.testing.assert_close(found.full_tensor(), twice(function, x.clone().requires_grad_()))
 
@@ -320,7 +397,9 @@ def _sequence_parallel(mesh: Any) -> None:
     assert torch.equal(out.full_tensor(), expected)
     out.sum().backward()
     expected.sum().backward()
-    torch.testing.assert_close(parallel.weight.grad.full_tensor(), module.weight.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        parallel.weight.grad.full_tensor(), module.weight.grad, rtol=1e-5, atol=1e-5
+    )
 
 
 def _captured_parameters(mesh: Any) -> None:
@@ -344,14 +423,23 @@ def _several_dimensions_of_rows(mesh: Any) -> None:
     x = torch.ones(3, 7, 5, 48)
     torch.manual_seed(6)
     expected = fusedops.bias_dropout_add(x, None, None, p=0.5)
-    for placements in ((Shard(0), Shard(1)), (Shard(1), Shard(2)), (Shard(2), Shard(3)), (Shard(3), Shard(0)),
-                       (Shard(3), Replicate()), (Shard(1), Shard(1)), (Shard(3), Shard(3))):  # fmt: skip
+    for placements in (
+        (Shard(0), Shard(1)),
+        (Shard(1), Shard(2)),
+        (Shard(2), Shard(3)),
+        (Shard(3), Shard(0)),
+        (Shard(3), Replicate()),
+        (Shard(1), Shard(1)),
+        (Shard(3), Shard(3)),
+    ):
         torch.manual_seed(6)
         found = fusedops.bias_dropout_add(distribute_tensor(x, mesh, placements), None, None, p=0.5)
         assert torch.equal(found.full_tensor(), expected), placements
         # Twelve columns are no whole groups of eight, so that the second dimension shards nothing.
-        assert list(found.placements) == [*placements[:1], Replicate() if placements[0] == placements[1] == Shard(3)
-                                          else placements[1]], placements  # fmt: skip
+        assert list(found.placements) == [
+            *placements[:1],
+            Replicate() if placements[0] == placements[1] == Shard(3) else placements[1],
+        ], placements
 
 
 def _bad_input(mesh: Any, other: Any) -> None:
@@ -360,9 +448,14 @@ def _bad_input(mesh: Any, other: Any) -> None:
     plain, vector = torch.randn(4, 24), torch.randn(24)
     x = distribute_tensor(plain, mesh, [Shard(0)])
     w = distribute_tensor(vector, mesh, [Replicate()])
-    with pytest.raises(TypeError, match="layer_norm: weight is a tensor of one rank, expected a DTensor as input is"):
+    with pytest.raises(
+        TypeError,
+        match="layer_norm: weight is a tensor of one rank, expected a DTensor as input is",
+    ):
         fusedops.layer_norm(x, 24, vector)
-    with pytest.raises(TypeError, match="layer_norm: input is a tensor of one rank, expected a DTensor as bias is"):
+    with pytest.raises(
+        TypeError, match="layer_norm: input is a tensor of one rank, expected a DTensor as bias is"
+    ):
         fusedops.layer_norm(plain, 24, None, w)
     with pytest.raises(TypeError, match="modulated: scale is a tensor of one rank"):
         modulated(x, torch.randn(4, 1), w)
@@ -372,18 +465,24 @@ def _bad_input(mesh: Any, other: Any) -> None:
         fusedops.bias_gelu(x, distribute_tensor(vector, other, [Replicate()] * 2))
     unknown = DTensor.from_local(plain, mesh, [Partial("nonsense")])
     with pytest.raises(
-        ValueError, match=r"gated_act: up is placed \(Partial\(nonsense\),\), which PyTorch cannot make"
+        ValueError,
+        match=r"gated_act: up is placed \(Partial\(nonsense\),\), which PyTorch cannot make",
     ):
         fusedops.gated_act(x, unknown)
 
 
 def _indices_of_rows(mesh: Any) -> None:
-    """The index of a row is that in the whole tensor: rows that are counted are gathered, others stay."""
+    """The index of a row is that in the whole tensor.
+
+    Rows that are counted are gathered, others stay.
+    """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     def causal(x: Tensor) -> Tensor:
         row = torch.arange(x.shape[-2], device=x.device)[:, None]
-        return x.masked_fill(torch.arange(x.shape[-1], device=x.device) > row, -math.inf).softmax(-1)
+        return x.masked_fill(torch.arange(x.shape[-1], device=x.device) > row, -math.inf).softmax(
+            -1
+        )
 
     x, function = torch.randn(5, 6, 8), fusedops.rowwise(causal, strict=True)
     for source, expected in ((Shard(1), Replicate()), (Shard(0), Shard(0))):
@@ -398,7 +497,9 @@ def _seeds(mesh: Any) -> None:
     if dist.get_rank() in (1, 3):
         torch.rand(1, device=mesh.device_type)
     ranks = ", ".join(str(rank) for rank in (1, 3) if rank < dist.get_world_size())
-    with pytest.raises(RuntimeError, match=f"the random state of rank {ranks} is not that of rank 0"):
+    with pytest.raises(
+        RuntimeError, match=f"the random state of rank {ranks} is not that of rank 0"
+    ):
         check_seeds(mesh)
 
 
@@ -410,7 +511,10 @@ def _checkpointed(mesh: Any) -> None:
     x = torch.randn(4, 6, 32)
     for dim in range(3):
         found = []
-        for call in (lambda t: t, lambda t: checkpoint(fusedops.bias_act, t, None, "silu", p=0.4, use_reentrant=False)):
+        for call in (
+            lambda t: t,
+            lambda t: checkpoint(fusedops.bias_act, t, None, "silu", p=0.4, use_reentrant=False),
+        ):
             leaf = distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_()
             torch.manual_seed(5)
             out = fusedops.bias_act(leaf, None, "silu", p=0.4) if not found else call(leaf)
@@ -431,10 +535,23 @@ def _work(rank: int, store: str) -> None:
     for call, case in itertools.product(CALLS, CASES):
         if call.columns != "gathered" or COLS not in case.along or case is CASES[4]:
             check(call, case, meshes)
-    for holds in (_other_placements, _partial_sums_meet_a_sharded_residual, _masks_stay_with_their_rows, _roundings,
-                  _a_parameter_learns_later, _gradients_that_are_absent, _gradients_are_absent_on_all_ranks_or_none,
-                  _no_elements_draw_nothing, _checkpointed, _collectives_that_are_under_way, _second_derivatives,
-                  _sequence_parallel, _captured_parameters, _implicit_replication, _indices_of_rows):  # fmt: skip
+    for holds in (
+        _other_placements,
+        _partial_sums_meet_a_sharded_residual,
+        _masks_stay_with_their_rows,
+        _roundings,
+        _a_parameter_learns_later,
+        _gradients_that_are_absent,
+        _gradients_are_absent_on_all_ranks_or_none,
+        _no_elements_draw_nothing,
+        _checkpointed,
+        _collectives_that_are_under_way,
+        _second_derivatives,
+        _sequence_parallel,
+        _captured_parameters,
+        _implicit_replication,
+        _indices_of_rows,
+    ):
         torch.manual_seed(3)  # all ranks draw the same tensors
         holds(mesh)
     _on_one_rank_alone(rank)
@@ -445,8 +562,11 @@ def _work(rank: int, store: str) -> None:
     for checked in (mesh, square):
         torch.manual_seed(3)
         _seeds(checked)
-    for name, case in (("bias_dropout_add_ln with dropout", CASES[4]), ("slices in tensors", CASES[1]),
-                       ("rowwise with dropout", CASES[1])):  # fmt: skip
+    for name, case in (
+        ("bias_dropout_add_ln with dropout", CASES[4]),
+        ("slices in tensors", CASES[1]),
+        ("rowwise with dropout", CASES[1]),
+    ):
         _compiled(call_named(name), case, mesh)
     dist.destroy_process_group()
 
@@ -471,10 +591,18 @@ def _work_on_gpus(rank: int, store: str, kind: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", [
-    pytest.param("cpu", marks=on_cpus),
-    pytest.param("cuda", marks=pytest.mark.skipif(INTERPRETED or torch.cuda.device_count() < 2, reason="needs two GPUs")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("cpu", marks=on_cpus),
+        pytest.param(
+            "cuda",
+            marks=pytest.mark.skipif(
+                INTERPRETED or torch.cuda.device_count() < 2, reason="needs two GPUs"
+            ),
+        ),
+    ],
+)
 def test_two_processes(kind: str, tmp_path: Path) -> None:
     mp.spawn(_work_on_gpus, (str(tmp_path / "store"), kind), 2)
 
@@ -484,11 +612,14 @@ def test_four_processes(tmp_path: Path) -> None:
     mp.spawn(_work, (str(tmp_path / "store"),), RANKS)
 
 
-# --- simulated ranks ----------------------------------------------------------------------------------------------------
+# --- simulated ranks ------------------------------------------------------------------------------
 
 
 def _simulated(shape: tuple[int, ...], rank: int) -> list[Any]:
-    """Placements, local shapes and collectives of calls on one of many ranks; each has a row and eight columns."""
+    """Placements, local shapes and collectives of calls on one of many ranks.
+
+    Each has a row and eight columns.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -506,16 +637,24 @@ def _simulated(shape: tuple[int, ...], rank: int) -> list[Any]:
             leaves = []
             for sizes, tensor in zip(whole, call.shapes, strict=True):
                 places = placements_of(call, case, tensor)
-                local = [size // math.prod([shape[at] for at, p in enumerate(places) if p.is_shard(dim)])
-                         for dim, size in enumerate(sizes)]  # fmt: skip
-                leaves.append(DTensor.from_local(torch.randn(local), mesh, places, run_check=False).requires_grad_())
+                local = [
+                    size // math.prod([shape[at] for at, p in enumerate(places) if p.is_shard(dim)])
+                    for dim, size in enumerate(sizes)
+                ]
+                leaves.append(
+                    DTensor.from_local(
+                        torch.randn(local), mesh, places, run_check=False
+                    ).requires_grad_()
+                )
             with Traffic() as traffic:
                 found = outputs_of(call.function(*leaves))
                 grads = torch.autograd.grad(found, leaves, [torch.ones_like(out) for out in found])
             tensors: list[Any] = [*found, *grads]
             for t, sizes in zip(grads, whole, strict=True):
                 assert list(t.shape) == sizes
-            seen.append((name, along, [(t.placements, t.to_local().shape) for t in tensors], traffic.found))
+            seen.append(
+                (name, along, [(t.placements, t.to_local().shape) for t in tensors], traffic.found)
+            )
     finally:
         dist.destroy_process_group()
     return seen
@@ -533,8 +672,15 @@ def test_many_ranks_do_what_few_do(few: tuple[int, ...], many: tuple[int, ...]) 
     assert any(collectives for *_, collectives in seen)
 
 
-@pytest.mark.parametrize("name", ["bias_dropout_add_ln with dropout", "bias_dropout_add with dropout",
-                                  "bias_act with dropout", "rowwise with dropout"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bias_dropout_add_ln with dropout",
+        "bias_dropout_add with dropout",
+        "bias_act with dropout",
+        "rowwise with dropout",
+    ],
+)
 @pytest.mark.parametrize("dim", [0, 1, COLS])
 def test_the_second_of_two_ranks(name: str, dim: Any) -> None:
     """On a GPU too: its part of the outputs, masks and gradients of one process."""
@@ -548,20 +694,30 @@ def test_the_second_of_two_ranks(name: str, dim: Any) -> None:
     whole = [t.to(DEVICE).requires_grad_() for t in tensors_of(call, case)]
     torch.manual_seed(5)
     expected = outputs_of(call.function(*whole))
-    expected = [*expected, *torch.autograd.grad(expected, whole, [torch.ones_like(out) for out in expected])]
+    expected = [
+        *expected,
+        *torch.autograd.grad(expected, whole, [torch.ones_like(out) for out in expected]),
+    ]
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     try:
         mesh = init_device_mesh(DEVICE.type, (2,))
 
         def part(t: Tensor, place: Any) -> Tensor:
-            return t.detach().chunk(2, place.dim)[1].contiguous() if place.is_shard() else t.detach()
+            return (
+                t.detach().chunk(2, place.dim)[1].contiguous() if place.is_shard() else t.detach()
+            )
 
         places = [placements_of(call, case, shape)[0] for shape in call.shapes]
-        leaves = [DTensor.from_local(part(t, place), mesh, [place], run_check=False).requires_grad_()
-                  for t, place in zip(whole, places, strict=True)]  # fmt: skip
+        leaves = [
+            DTensor.from_local(part(t, place), mesh, [place], run_check=False).requires_grad_()
+            for t, place in zip(whole, places, strict=True)
+        ]
         torch.manual_seed(5)
         found: Any = outputs_of(call.function(*leaves))
-        found = [*found, *torch.autograd.grad(found, leaves, [torch.ones_like(out) for out in found])]
+        found = [
+            *found,
+            *torch.autograd.grad(found, leaves, [torch.ones_like(out) for out in found]),
+        ]
         for own, one in zip(found, expected, strict=True):
             if not own.placements[0].is_partial():
                 assert torch.equal(own.to_local(), part(one, own.placements[0]))
@@ -578,7 +734,9 @@ def test_dropout_does_not_wait_for_the_gpu() -> None:
 
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     try:
-        x = DTensor.from_local(torch.ones(4, 64, device=DEVICE), init_device_mesh("cuda", (2,)), [Shard(0)])
+        x = DTensor.from_local(
+            torch.ones(4, 64, device=DEVICE), init_device_mesh("cuda", (2,)), [Shard(0)]
+        )
         for mode in ("default", "error"):  # the first call compiles
             torch.cuda.set_sync_debug_mode(mode)
             fusedops.bias_dropout_add(x, None, None, p=0.5)
@@ -587,17 +745,26 @@ def test_dropout_does_not_wait_for_the_gpu() -> None:
         dist.destroy_process_group()
 
 
-# --- one process --------------------------------------------------------------------------------------------------------
+# --- one process ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("shape", "ranks", "dims"),
     [
-        ((4, 6), (2,), (0,)), ((5, 7), (3,), (1,)), ((4, 6), (2, 2), (0, 1)), ((4, 6, 5), (2, 3), (1, 2)),
-        ((4, 6, 5), (2, 3), (0, 2)), ((4, 6, 5), (2, 2, 2), (0, 1, 2)), ((4,), (3,), (0,)), ((3, 9), (2, 2), (1, 1)),
-        ((4, 6), (2, 2), (None, 1)), ((2, 4, 4, 4), (2, 2, 1), (1, 2, 3)), ((4, 6), (3,), (2,)), ((4, 6), (2, 3), (1, 2)),
+        ((4, 6), (2,), (0,)),
+        ((5, 7), (3,), (1,)),
+        ((4, 6), (2, 2), (0, 1)),
+        ((4, 6, 5), (2, 3), (1, 2)),
+        ((4, 6, 5), (2, 3), (0, 2)),
+        ((4, 6, 5), (2, 2, 2), (0, 1, 2)),
+        ((4,), (3,), (0,)),
+        ((3, 9), (2, 2), (1, 1)),
+        ((4, 6), (2, 2), (None, 1)),
+        ((2, 4, 4, 4), (2, 2, 1), (1, 2, 3)),
+        ((4, 6), (3,), (2,)),
+        ((4, 6), (2, 3), (1, 2)),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("parts", [1, 3])
 def test_which_part_of_a_mask_a_shard_has(
     shape: tuple[int, ...], ranks: tuple[int, ...], dims: tuple[int | None, ...], parts: int
@@ -616,6 +783,8 @@ def test_which_part_of_a_mask_a_shard_has(
         base, outer, outer_apart, inner, inner_apart, each, first = numbers(
             (*shape, parts, columns), ranks, place, dims
         )
-        whole = base + rows // outer * outer_apart + rows % outer // inner * inner_apart + rows % inner
+        whole = (
+            base + rows // outer * outer_apart + rows % outer // inner * inner_apart + rows % inner
+        )
         found = whole[:, None] * each + first + torch.arange(shard.shape[-1])
         assert torch.equal(found, shard.reshape(found.shape))

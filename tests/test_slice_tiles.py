@@ -58,14 +58,24 @@ def test_a_fifth_of_the_lanes_is_idle() -> None:
 
 def _some(spec: Spec, sample: Sample) -> bool:
     return sample.name.startswith(
-        ("ten widths", "multiples", "equal 2x3x4x24", "equal 6x5x8", "concatenated", "shared parameters wb")
+        (
+            "ten widths",
+            "multiples",
+            "equal 2x3x4x24",
+            "equal 6x5x8",
+            "concatenated",
+            "shared parameters wb",
+        )
     )
 
 
 @pytest.mark.kernels
 @cases((torch.bfloat16, torch.float32), _some, _SLICES)
 def test_programs_of_several_tiles(case: Case) -> None:
-    """Of one row each, one program a multiprocessor: loads are taken ahead, by the compiler or by the loop."""
+    """Of one row each, one program a multiprocessor.
+
+    Loads are taken ahead, by the compiler or by the loop.
+    """
     config = Config(64, 1, 1, 2, 1)
     with forced("slices_forward", config), forced("slices_backward", config):
         check_gradients(case.spec, case.sample(), values=True)
@@ -74,12 +84,19 @@ def test_programs_of_several_tiles(case: Case) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("spec", _SLICES, ids=lambda spec: spec.name)
 def test_several_tiles_of_rows_that_are_carried(spec: Spec, device: torch.device) -> None:
-    """Slices of one odd width, whose loads the compiler cannot take ahead; some programs have a tile more than others."""
+    """Slices of one odd width, whose loads the compiler cannot take ahead.
+
+    Some programs have a tile more than others.
+    """
     apart = spec.name.endswith("sequence")
     shape = (301, 3, 5)
     tensors = {name: torch.randn(3, 5, device=device) for name in ("weight", "bias")}
     x = torch.randn(shape, device=device, dtype=torch.bfloat16)
-    tensors |= {f"slice_{number}": part for number, part in enumerate(x.unbind(1))} if apart else {"slices": x}
+    tensors |= (
+        {f"slice_{number}": part for number, part in enumerate(x.unbind(1))}
+        if apart
+        else {"slices": x}
+    )
     config = Config(64, 1, 1, 2, 1)
     with forced("slices_forward", config), forced("slices_backward", config):
         check_gradients(spec, Sample("carried", tensors), values=True)
@@ -96,7 +113,9 @@ def test_a_slot_without_a_slice(spec: Spec, per_sm: int, device: torch.device) -
     if spec.name.endswith("sequence"):
         tensors = {f"slice_{number}": part for number, part in enumerate(parts)}
     parameters = {name: torch.randn(sum(sizes), device=device) for name in ("weight", "bias")}
-    sample = Sample("three slices", tensors | parameters, {"sizes": sizes} if "slices" in tensors else {})
+    sample = Sample(
+        "three slices", tensors | parameters, {"sizes": sizes} if "slices" in tensors else {}
+    )
     groups = Groups.of(widths_of(sizes), 64, 1, 2, 1)
     assert groups.tiles == (Tile(2, 1, 8, 3, 2),) and groups.count == 2
     config = Config(64, 1, 1, 2, per_sm)

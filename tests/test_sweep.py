@@ -1,4 +1,7 @@
-"""The sweep: which candidates are compiled, dropped, timed and chosen; the shipped table. Times are made up."""
+"""The sweep: which candidates are compiled, dropped, timed and chosen; the shipped table.
+
+Times are made up.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ def tuned(timer: made_up.Timer, pool: object = None, name: str = "rms_norm") -> 
     return list(made_up.sweeper(pool, timer).sweep([only(name)]))
 
 
-# --- keys and workloads ---------------------------------------------------------------------------------------
+# --- keys and workloads ---------------------------------------------------------------------------
 
 
 @every
@@ -127,7 +130,9 @@ def test_training_and_inference_are_timed() -> None:
         ("bias_act_backward", ("gelu", "dropout", "bias", "1 sums"), "16bit"),
     ],
 )
-def test_keys_of_calls_that_no_benchmark_makes(kernel: str, variant: tuple[str, ...], widths: str) -> None:
+def test_keys_of_calls_that_no_benchmark_makes(
+    kernel: str, variant: tuple[str, ...], widths: str
+) -> None:
     """Without some tensors, without dropout, with mixed dtypes."""
     assert workload_for(TuningKey(kernel, variant, widths, 64, 2), DEVICE) is not None
 
@@ -158,7 +163,7 @@ def test_floor() -> None:
     assert workload.floor_us(backward, 4e12) == pytest.approx(3 * 8192 * 4096 * 2 / 4e6)
 
 
-# --- the sweep ------------------------------------------------------------------------------------------------------
+# --- the sweep ------------------------------------------------------------------------------------
 
 
 @every
@@ -209,13 +214,16 @@ def test_config_that_does_not_fit_is_not_timed() -> None:
     spills = made_up.Pool(dict.fromkeys(candidates, Usage(registers=32, spills=999)))
     timer = made_up.Timer()
     outcome = tuned(timer, spills)[0]
-    # Where all spill alike, as the heuristic's does, all are timed; where it does not, none that does is.
+    # Where all spill alike, as the heuristic's does, all are timed; where it does not, none that
+    # does is.
     assert not any(one.dropped for one in outcome.measured)
     spills.usages[candidates[0]] = Usage(registers=32)
     timer.timed.clear()
     outcome = tuned(timer, spills)[0]
     assert [config for key, config, _ in timer.timed if key == outcome.key] == [candidates[0]]
-    assert [bool(one.dropped) for one in outcome.measured] == [False] + [True] * (len(candidates) - 1)
+    assert [bool(one.dropped) for one in outcome.measured] == [False] + [True] * (
+        len(candidates) - 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -229,7 +237,11 @@ def test_config_that_does_not_fit_is_not_timed() -> None:
         (Config(1024, 4, 4, 3, 2), Usage(64, shared=116_736), ""),
         (Config(1024, 4, 4, 3, 2), Usage(64, shared=116_737), "shared memory for 2 programs"),
         (Config(1024, 4, 8, 3, 2), Usage(128), ""),
-        (Config(1024, 4, 8, 3, 2), Usage(129), "69632 registers for 2 programs"),  # they come by the eight
+        (
+            Config(1024, 4, 8, 3, 2),
+            Usage(129),
+            "69632 registers for 2 programs",
+        ),  # they come by the eight
         (Config(1024, 4, 4), Usage(error="does not compile: X"), "does not compile"),
     ],
 )
@@ -249,7 +261,10 @@ def test_failing_workload_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(made_up.Timer, "open", scarce)
     sweeper = made_up.sweeper(timer=timer)
-    found = {outcome.workload.spec.name for outcome in sweeper.sweep(made_up.workloads("rms_norm", "layer_norm"))}
+    found = {
+        outcome.workload.spec.name
+        for outcome in sweeper.sweep(made_up.workloads("rms_norm", "layer_norm"))
+    }
     assert found == {"layer_norm"}
     assert sweeper.failures == ["rms_norm 20x64 fp32: out of memory"]
 
@@ -258,14 +273,18 @@ def test_failing_workload_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sweep_stops_between_keys() -> None:
     """And keys that are not wanted are neither compiled nor timed."""
     left = iter([True, True, False])
-    found = list(made_up.sweeper().sweep(made_up.workloads("rms_norm", "layer_norm"), goes_on=lambda: next(left)))
+    found = list(
+        made_up.sweeper().sweep(
+            made_up.workloads("rms_norm", "layer_norm"), goes_on=lambda: next(left)
+        )
+    )
     assert len(found) == 2
     pool = made_up.Pool()
     assert not list(made_up.sweeper(pool).sweep(made_up.workloads(), wanted=lambda key: False))
     assert not pool.requests
 
 
-# --- compiling, for real --------------------------------------------------------------------------------------------
+# --- compiling, for real --------------------------------------------------------------------------
 
 
 def test_requests_are_encoded_and_decoded() -> None:
@@ -294,7 +313,10 @@ COMPILED = {
 @pytest.mark.compiled
 @pytest.mark.parametrize("member", COMPILED)
 def test_candidates_compile_or_are_dropped(member: str, request: pytest.FixtureRequest) -> None:
-    """In worker processes, for sm_90 and without a GPU; several remain to be timed, with the heuristic's."""
+    """In worker processes, for sm_90 and without a GPU.
+
+    Several remain to be timed, with the heuristic's.
+    """
     compiler = pytest.importorskip("triton.backends.compiler")
     if member == "slices of one width" and triton_version() >= (3, 8):
         reason = "Triton 3.8 takes 147 registers where 3.6 takes 96: three programs fit a multiprocessor, not four"
@@ -309,10 +331,18 @@ def test_candidates_compile_or_are_dropped(member: str, request: pytest.FixtureR
             for config in candidates:
                 with tuning.forced(key.kernel, config), launch.collecting() as requests:
                     plan()
-                pending[config] = [pool.submit(r, fit=not pending) for r in requests if r.config == config]
+                pending[config] = [
+                    pool.submit(r, fit=not pending) for r in requests if r.config == config
+                ]
                 assert pending[config]
-            usages = {config: [future.result() for future in futures] for config, futures in pending.items()}
-            assert all(u.registers and not u.error for each in usages.values() for u in each), (key, usages)
+            usages = {
+                config: [future.result() for future in futures]
+                for config, futures in pending.items()
+            }
+            assert all(u.registers and not u.error for each in usages.values() for u in each), (
+                key,
+                usages,
+            )
             first = usages[candidates[0]]
             left = [c for c in candidates if not reason_to_drop(c, usages[c], first, LIMITS)]
             assert left[0] == candidates[0] and len(left) >= 3, key
@@ -339,7 +369,7 @@ def test_worker_that_dies_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path:
         assert pool.submit(requests[0]) is first
 
 
-# --- the shipped table ------------------------------------------------------------------------------------------------
+# --- the shipped table ----------------------------------------------------------------------------
 
 
 def outcome(key: TuningKey, *times: float) -> Outcome:
@@ -365,13 +395,16 @@ def test_table_is_written_merged_and_read(tmp_path: Path, monkeypatch: pytest.Mo
     text = path.read_text()
     assert json.loads(text)["device"] == "Test GPU"
     assert [line.strip()[:22] for line in text.splitlines() if "[[" in line or "[null" in line] == [
-        '"rms|plain|alone|16bit', '"rms|plain|alone|16bit']  # fmt: skip
+        '"rms|plain|alone|16bit',
+        '"rms|plain|alone|16bit',
+    ]
     again = tables.Table(path)
     assert KEY in again and wide in again and replace(KEY, bucket=1) not in again
     again.put(replace(KEY, bucket=1), Config(1024, 1, 2))
     again.save()
     assert len(path.read_text().splitlines()) == len(text.splitlines())
-    # A table measured with other kernels, or from other configs, is measured again, and its row begins anew.
+    # A table measured with other kernels, or from other configs, is measured again, and its row
+    # begins anew.
     monkeypatch.setattr(tables, "fingerprint", lambda key: "another")
     later = tables.Table(path)
     assert KEY not in later
@@ -384,8 +417,11 @@ def test_table_is_written_merged_and_read(tmp_path: Path, monkeypatch: pytest.Mo
 def test_raw_timings_and_the_distance_of_the_heuristic(tmp_path: Path) -> None:
     path = tmp_path / "raw.csv"
     other = replace(KEY, kernel="norm_backward", variant=("rms", "plain", "1 sums", "3 moved"))
-    for one in (outcome(KEY, 11.0, 10.0, math.inf), outcome(replace(KEY, cols=2048), 40.0, 10.0),
-                outcome(other, 10.0, 12.0)):  # fmt: skip
+    for one in (
+        outcome(KEY, 11.0, 10.0, math.inf),
+        outcome(replace(KEY, cols=2048), 40.0, 10.0),
+        outcome(other, 10.0, 12.0),
+    ):
         tables.write_raw(path, tables.raw_rows(one))
     with path.open() as file:
         rows = list(csv.DictReader(file))
@@ -436,7 +472,10 @@ def test_digest_of_code_alone(old: str, new: str, same: bool) -> None:
 def test_comments_do_not_change_a_mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Comments do not change the mark of entries, code does, in both files."""
     package = Path(tables.__file__).parent.parent
-    files = [tmp_path / folder / name for folder, name in (("norms", "kernels.py"), ("core", "device.py"))]
+    files = [
+        tmp_path / folder / name
+        for folder, name in (("norms", "kernels.py"), ("core", "device.py"))
+    ]
     for file in files:
         file.parent.mkdir()
         file.write_bytes((package / file.relative_to(tmp_path)).read_bytes())

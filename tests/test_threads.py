@@ -59,7 +59,10 @@ def _step(spec: Spec, rows: int, cols: int, values: dict[str, Tensor], p: float)
 def test_one_new_function_in_all_threads(device: torch.device) -> None:
     """Each makes the program, and one of them registers its operator."""
     for k in range(ROUNDS):
-        functions = [fusedops.rowwise(lambda x, k=k: torch.tanh(x * 7.25) - k, strict=True) for _ in range(THREADS)]
+        functions = [
+            fusedops.rowwise(lambda x, k=k: torch.tanh(x * 7.25) - k, strict=True)
+            for _ in range(THREADS)
+        ]
         x = torch.randn(3, 16, device=device, requires_grad=True)
         for (y,) in _together(lambda i, functions=functions, x=x: [functions[i](x)]):  # type: ignore[misc]
             torch.testing.assert_close(y, torch.tanh(x * 7.25) - k)
@@ -67,14 +70,23 @@ def test_one_new_function_in_all_threads(device: torch.device) -> None:
 
 @every
 def test_results(spec: Spec, device: torch.device) -> None:
-    """Each thread has inputs, a width and a row count of its own; the widths are new: kernels are built in the race."""
+    """Each thread has inputs, a width and a row count of its own; the widths are new.
+
+    Kernels are built in the race.
+    """
     sizes = [(3 + i, 41 + 6 * i) for i in range(THREADS)]
-    inputs = [tensors_of(spec, spec.benchmark((rows, cols), torch.float32, device)) for rows, cols in sizes]
+    inputs = [
+        tensors_of(spec, spec.benchmark((rows, cols), torch.float32, device))
+        for rows, cols in sizes
+    ]
 
     rounds = 4 * ROUNDS
 
     def work(i: int) -> list[list[Tensor]]:
-        return [_step(spec, *sizes[(i + n) % THREADS], inputs[(i + n) % THREADS], 0.0) for n in range(rounds)]
+        return [
+            _step(spec, *sizes[(i + n) % THREADS], inputs[(i + n) % THREADS], 0.0)
+            for n in range(rounds)
+        ]
 
     results = _together(work)
     alone = [_step(spec, *sizes[i], inputs[i], 0.0) for i in range(THREADS)]
@@ -88,7 +100,11 @@ def test_results(spec: Spec, device: torch.device) -> None:
 def test_masks_are_all_different(spec: Spec, device: torch.device) -> None:
     """And each backward has its own forward's."""
     problems = [Problem(spec, 4, 40, device) for _ in range(THREADS)]
-    runs = [run for many in _together(lambda i: [problems[i].run(0.5) for _ in range(ROUNDS)]) for run in many]
+    runs = [
+        run
+        for many in _together(lambda i: [problems[i].run(0.5) for _ in range(ROUNDS)])
+        for run in many
+    ]
     assert all(torch.equal(run.forward, run.backward) for run in runs)
     assert all(not torch.equal(a.forward, b.forward) for a, b in combinations(runs, 2))
 
@@ -96,14 +112,23 @@ def test_masks_are_all_different(spec: Spec, device: torch.device) -> None:
 @pytest.mark.kernels
 def test_no_state_is_drawn_twice(device: torch.device) -> None:
     device = torch.empty(0, device=device).device  # with its index, as tensors have it
-    draws = [draw for many in _together(lambda i: [rng.draw(device) for _ in range(200)]) for draw in many]
+    draws = [
+        draw
+        for many in _together(lambda i: [rng.draw(device) for _ in range(200)])
+        for draw in many
+    ]
     assert len(set(draws)) == len(draws) == 200 * THREADS
 
 
 if INTERPRETED:
 
-    def test_the_interpreter_runs_one_kernel_at_a_time(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It keeps its place in the grid in globals: two kernels at once would write over each other's rows."""
+    def test_the_interpreter_runs_one_kernel_at_a_time(
+        device: torch.device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It keeps its place in the grid in globals.
+
+        Two kernels at once would write over each other's rows.
+        """
         from triton.runtime.interpreter import GridExecutor
 
         inside: list[int] = []

@@ -75,7 +75,9 @@ def made(place: str, *texts: str) -> FunctionWorkload:
 
 
 @pytest.mark.kernels
-def test_tuned_config_is_the_calls_config(blocks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuned_config_is_the_calls_config(
+    blocks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also of a new call, in a program that has the function from elsewhere."""
     monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(tuning, "device_name", lambda index: made_up.NAME)
@@ -83,7 +85,10 @@ def test_tuned_config_is_the_calls_config(blocks: str, tmp_path: Path, monkeypat
     assert (workload.rows, workload.columns) == (300, 64)
     outcomes = list(made_up.sweeper().sweep([workload]))
     assert [outcome.key.kernel for outcome in outcomes] == ["rowwise_forward", "rowwise_backward"]
-    assert all(len(outcome.measured) > 4 and outcome.heuristic == heuristic(outcome.key) for outcome in outcomes)
+    assert all(
+        len(outcome.measured) > 4 and outcome.heuristic == heuristic(outcome.key)
+        for outcome in outcomes
+    )
     for outcome in outcomes:
         cache.write(outcome.key, made_up.NAME, outcome.best, {})
     again = Rowwise(workload.function.function)
@@ -98,7 +103,10 @@ def test_tuned_config_is_the_calls_config(blocks: str, tmp_path: Path, monkeypat
 
 @pytest.mark.kernels
 def test_floor(blocks: str) -> None:
-    """By hand: two tensors in and one out of 300 x 64 in bf16; and in the backward three in, two out."""
+    """By hand: two tensors in and one out of 300 x 64 in bf16.
+
+    In the backward three in, two out.
+    """
     workload = made(f"{blocks}:gated_norm", *_GATED)
     moved = [workload.floor_us(key, 1e6) for key in keys_of(workload, DEVICE)]
     assert moved == pytest.approx([3 * 300 * 64 * 2, 5 * 300 * 64 * 2])
@@ -119,7 +127,11 @@ def test_generated_kernels_in_another_process(blocks: str, monkeypatch: pytest.M
     for request, message, text in zip(requests, sent, texts, strict=True):
         again = decode(json.loads(message))
         assert again.kernel is not request.kernel and loading.text_of(again.kernel) == text
-        assert (again.types, again.constants, again.config) == (request.types, request.constants, request.config)
+        assert (again.types, again.constants, again.config) == (
+            request.types,
+            request.constants,
+            request.config,
+        )
 
 
 @pytest.mark.kernels
@@ -137,7 +149,12 @@ def test_file_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "path", [*sys.path])
     folder = tmp_path / "model_of_blocks" / "layers"
     folder.mkdir(parents=True)
-    for name, text in {"../__init__": "", "__init__": "", "one": _SOURCE, "two": "from .one import loss"}.items():
+    for name, text in {
+        "../__init__": "",
+        "__init__": "",
+        "one": _SOURCE,
+        "two": "from .one import loss",
+    }.items():
         (folder / f"{name}.py").write_text(text)
     workload = parsed(f"{folder / 'two.py'}:loss", ("8x64", "8:int64"), torch.bfloat16)
     assert workload.function.__module__ == "model_of_blocks.layers.one"
@@ -170,13 +187,19 @@ def test_generated_kernels_compile_in_workers(blocks: str) -> None:
         ("{}:loss", ("8x64", "8:int64", "64"), "takes 2 arguments, got 3"),
     ],
 )
-def test_bad_function_or_argument(name: str, texts: tuple[str, ...], message: str, blocks: str) -> None:
+def test_bad_function_or_argument(
+    name: str, texts: tuple[str, ...], message: str, blocks: str
+) -> None:
     with pytest.raises(FunctionError, match=message):
         made(name.format(blocks), *texts)
 
 
 def test_what_does_not_fuse(blocks: str) -> None:
-    message = "each column depends on those before it" if KERNEL_PATH else "there are no kernels for cpu tensors"
+    message = (
+        "each column depends on those before it"
+        if KERNEL_PATH
+        else "there are no kernels for cpu tensors"
+    )
     with pytest.raises(FunctionError, match=message):
         made(f"{blocks}:running", "8x64")
     if KERNEL_PATH:
@@ -187,7 +210,11 @@ def test_what_does_not_fuse(blocks: str) -> None:
 
 
 def test_options_that_exclude_one_another(blocks: str) -> None:
-    for changes, dtypes in (({"op": ["rms_norm"]}, ()), ({"ship": True}, ()), ({}, (torch.half, torch.float))):
+    for changes, dtypes in (
+        ({"op": ["rms_norm"]}, ()),
+        ({"ship": True}, ()),
+        ({}, (torch.half, torch.float)),
+    ):
         with pytest.raises(command.UsageError, match="--function takes"):
             command._function(options(function=f"{blocks}:loss", **changes), dtypes)
     with pytest.raises(command.UsageError, match="--arg is an argument of --function"):

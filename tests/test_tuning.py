@@ -1,4 +1,7 @@
-"""The choice of a kernel's config: the order of its sources, what it depends on, and that it is made once."""
+"""The choice of a kernel's config.
+
+The order of its sources, what it depends on, and that it is made once.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,15 @@ import torch
 import fusedops
 from fusedops.core import cache, launch, tuning
 from fusedops.core.spec import Spec
-from fusedops.core.tuning_key import BUCKET, BUCKETS, Config, TuningKey, block_holding, family_of, valid
+from fusedops.core.tuning_key import (
+    BUCKET,
+    BUCKETS,
+    Config,
+    TuningKey,
+    block_holding,
+    family_of,
+    valid,
+)
 from fusedops.tune.workloads import workload_for
 from support import ALL_SPECS, DEVICE, INTERPRETED, as_tuple, random_like, tensors_of
 from tuning_keys import every_key
@@ -55,7 +66,7 @@ def heuristic(key: TuningKey) -> Config:
     return family.heuristic(key)
 
 
-# --- the order of choice ------------------------------------------------------------------------------------------
+# --- the order of choice --------------------------------------------------------------------------
 
 
 def test_forced_then_cache_then_table_then_heuristic(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +99,10 @@ def test_interpreter_uses_the_heuristic(monkeypatch: pytest.MonkeyPatch) -> None
         (((512, 3, TABLED),), None),  # never a smaller one
         (((3072, 3, Config(512, 1, 4)),), None),  # nor one that is three times as large
         (((2048, 3, Config(512, 1, 4)),), Config(512, 1, 4)),
-        (((1536, 3, Config(2048, 1, 4)),), None),  # a block that holds 1536 columns is twice what 1024 need
+        (
+            ((1536, 3, Config(2048, 1, 4)),),
+            None,
+        ),  # a block that holds 1536 columns is twice what 1024 need
         (((1024, 1, TABLED), (1024, 4, CACHED)), TABLED),  # fewer rows rather than more
         (((1024, 1, CACHED), (1024, 2, TABLED)), TABLED),  # the nearest
         (((1024, 4, TABLED),), TABLED),
@@ -97,7 +111,9 @@ def test_interpreter_uses_the_heuristic(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_table_without_the_size(
-    entries: tuple[tuple[int, int, Config], ...], expected: Config | None, monkeypatch: pytest.MonkeyPatch
+    entries: tuple[tuple[int, int, Config], ...],
+    expected: Config | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tabled(monkeypatch, *entries)
     assert tuning.shipped(KEY, DEVICE_NAME) == expected
@@ -117,7 +133,7 @@ def test_block_holding_a_row() -> None:
         assert block >= cols and (block == 16 or block < 2 * cols), cols
 
 
-# --- what asks, and how often -------------------------------------------------------------------------------------
+# --- what asks, and how often ---------------------------------------------------------------------
 
 
 def columns(spec: Spec, cols: int) -> int:
@@ -170,7 +186,11 @@ def test_buckets_share_what_they_compile(spec: Spec, monkeypatch: pytest.MonkeyP
 
     def by_bucket(key: TuningKey, device_index: int) -> Config:
         config = choose(replace(key, bucket=3), device_index)  # the heuristic's own may differ
-        return other.setdefault(key.kernel, replace(config, warps=config.warps * 2)) if key.bucket == 1 else config
+        return (
+            other.setdefault(key.kernel, replace(config, warps=config.warps * 2))
+            if key.bucket == 1
+            else config
+        )
 
     monkeypatch.setattr(launch, "_built", {})  # whatever other tests have built
     monkeypatch.setattr(tuning, "choose", by_bucket)
@@ -181,14 +201,17 @@ def test_buckets_share_what_they_compile(spec: Spec, monkeypatch: pytest.MonkeyP
         if rows in (1, 20):
             assert launch.variants() > before
         else:
-            # Sums over rows need their second kernel from some number of rows on; it is built with the first.
+            # Sums over rows need their second kernel from some number of rows on; it is built with
+            # the first.
             assert launch.variants() == before, rows
     assert other
 
 
 @every
 @pytest.mark.kernels
-def test_capture_uses_the_plan_of_another_bucket(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_uses_the_plan_of_another_bucket(
+    spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the same results; the call after the capture gets its own plan."""
     choose = tuning.choose
 
@@ -217,7 +240,7 @@ def test_capture_uses_the_plan_of_another_bucket(spec: Spec, monkeypatch: pytest
     assert launch.variants() > built
 
 
-# --- candidates, and the shipped tables ------------------------------------------------------------------------------
+# --- candidates, and the shipped tables -----------------------------------------------------------
 
 
 def test_candidates_hold_the_heuristic_and_are_valid() -> None:
@@ -228,11 +251,15 @@ def test_candidates_hold_the_heuristic_and_are_valid() -> None:
         assert candidates[0] == family.heuristic(key), key
         assert len(set(candidates)) == len(candidates) <= 20, key
         assert all(valid(key, config) for config in candidates), key
-        assert set(candidates) == set(family.candidates(replace(key, bucket=0))), "compiled once for all rows"
+        assert set(candidates) == set(family.candidates(replace(key, bucket=0))), (
+            "compiled once for all rows"
+        )
 
 
 @pytest.mark.parametrize("cols", [4095, 4097, 7001])
-@pytest.mark.parametrize("variant", [("layer", "dropout", "3 sums", "4 moved"), ("rms", "plain", "1 sums", "3 moved")])
+@pytest.mark.parametrize(
+    "variant", [("layer", "dropout", "3 sums", "4 moved"), ("rms", "plain", "1 sums", "3 moved")]
+)
 def test_unaligned_rows_take_no_tiles_that_spill(cols: int, variant: tuple[str, ...]) -> None:
     """Nor do they take the next power of two's entry of the shipped table, which was measured for aligned rows."""
     key = TuningKey("norm_backward", variant, "16bit", cols, 3)
@@ -247,7 +274,11 @@ def test_unaligned_rows_take_no_tiles_that_spill(cols: int, variant: tuple[str, 
 @pytest.mark.parametrize("cols", [16392, 18432, 20001, 24576, 28672, 32767, 32768])
 @pytest.mark.parametrize("inputs", ["alone", "adds"])
 def test_wide_rows_of_16_bits_are_whole(cols: int, inputs: str) -> None:
-    """With no idle tile. Two inputs that are loaded element by element are read in two passes; only one way is valid for each."""
+    """With no idle tile.
+
+    Two inputs that are loaded element by element are read in two passes; only one way is valid for
+    each.
+    """
     key = TuningKey("norm_forward", ("layer", "plain", inputs), "16bit", cols, 2)
     config = heuristic(key)
     assert valid(key, config)
@@ -271,13 +302,18 @@ def _shipped() -> Iterator[tuple[str, dict[str, object]]]:
             yield file.name, json.loads(file.read_text())
 
 
-def _entries(configs: dict[str, dict[str, list[list[int] | None]]]) -> Iterator[tuple[TuningKey, Config]]:
+def _entries(
+    configs: dict[str, dict[str, list[list[int] | None]]],
+) -> Iterator[tuple[TuningKey, Config]]:
     for kernel, rows in configs.items():
         for key, row in rows.items():
             *variant, widths, cols = key.split("|")
             for bucket, numbers in enumerate(row[: len(BUCKETS)]):
                 if numbers is not None:
-                    yield TuningKey(kernel, tuple(variant), widths, int(cols), bucket), Config(*numbers)
+                    yield (
+                        TuningKey(kernel, tuple(variant), widths, int(cols), bucket),
+                        Config(*numbers),
+                    )
 
 
 @pytest.mark.parametrize(("name", "content"), list(_shipped()))
@@ -316,7 +352,9 @@ def test_results_under_cached_configs(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[Config] = []
     build = launch.build
 
-    def watched(kernel: object, types: object, constants: object, config: Config, **rest: object) -> object:
+    def watched(
+        kernel: object, types: object, constants: object, config: Config, **rest: object
+    ) -> object:
         used.append(config)
         return build(kernel, types, constants, config, **rest)  # type: ignore[arg-type]
 

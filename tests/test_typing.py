@@ -1,4 +1,7 @@
-"""What type checkers infer for a user's file is what its calls return; `make lint` runs mypy on that file."""
+"""What type checkers infer for a user's file is what its calls return.
+
+`make lint` runs mypy on that file.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +32,36 @@ def _has_type(value: Any, expected: Any) -> bool:
         return isinstance(value, expected)
     items = get_args(expected)
     length = len(value) if items[-1] is Ellipsis else len(items)
-    return type(value) is tuple and len(value) == length and all(isinstance(item, Tensor) for item in value)
+    return (
+        type(value) is tuple
+        and len(value) == length
+        and all(isinstance(item, Tensor) for item in value)
+    )
 
 
 @pytest.mark.parametrize("check", typed_client.CHECKS, ids=lambda check: check.__name__)
-def test_values_have_the_inferred_types(check: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_have_the_inferred_types(
+    check: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found: list[bool] = []
-    monkeypatch.setattr(typed_client, "assert_type", lambda value, expected: found.append(_has_type(value, expected)))
+    monkeypatch.setattr(
+        typed_client,
+        "assert_type",
+        lambda value, expected: found.append(_has_type(value, expected)),
+    )
     check()
     assert found and all(found)
 
 
-@pytest.mark.parametrize("literal, names", [
-    (ActivationName, ACTIVATIONS), (Approximate, APPROXIMATIONS), (Rounding, operator._ROUNDINGS), (Save, operator._SAVES),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "literal, names",
+    [
+        (ActivationName, ACTIVATIONS),
+        (Approximate, APPROXIMATIONS),
+        (Rounding, operator._ROUNDINGS),
+        (Save, operator._SAVES),
+    ],
+)
 def test_literals_are_the_names(literal: Any, names: Any) -> None:
     assert get_args(literal) == tuple(names)
 
@@ -50,6 +69,11 @@ def test_literals_are_the_names(literal: Any, names: Any) -> None:
 @pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
 def test_mypy_on_the_client() -> None:
-    done = subprocess.run([sys.executable, "-m", "mypy", "--strict", str(CLIENT)], cwd=CLIENT.parent.parent,
-                          capture_output=True, text=True, timeout=600)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", str(CLIENT)],
+        cwd=CLIENT.parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stdout

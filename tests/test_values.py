@@ -36,7 +36,14 @@ from support import (
     rows_of,
     tensors_of,
 )
-from tolerances import assert_within, check_gradients, check_values, depth, sensitivity, unit_roundoff
+from tolerances import (
+    assert_within,
+    check_gradients,
+    check_values,
+    depth,
+    sensitivity,
+    unit_roundoff,
+)
 
 
 @cases()
@@ -46,7 +53,10 @@ def test_values(case: Case) -> None:
 
 @cases(select=lambda spec, sample: bool(sample.options.get("return_sum")))
 def test_output_is_the_norm_of_the_returned_sum(case: Case) -> None:
-    """Of the very numbers that are returned, rounded once: no second, unrounded sum hides behind them."""
+    """Of the very numbers that are returned, rounded once.
+
+    No second, unrounded sum hides behind them.
+    """
     spec, sample = case.spec, case.sample()
     y, z, *_ = call(spec, sample)(tensors_of(spec, sample))
     alone = {**sample.tensors, "bias": None, "residual": None, spec.tensors[0]: z}
@@ -78,8 +88,13 @@ def test_reference_is_what_pytorch_computes(case: Case) -> None:
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-def _layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Ba et al. 2016, as printed: so that the formula is also held to more than PyTorch's own kernel."""
+def _layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """Ba et al. 2016, as printed.
+
+    So that the formula is also held to more than PyTorch's own kernel.
+    """
     dims = tuple(range(-len(shape), 0))
     centred = x - x.mean(dims, keepdim=True)
     y = centred / (centred.square().mean(dims, keepdim=True) + eps).sqrt()
@@ -101,7 +116,9 @@ def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float
         (10, (0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ],
 )
-def test_mask_oracle_knows_its_philox(rounds: int, counter: tuple, key: tuple, words: tuple) -> None:
+def test_mask_oracle_knows_its_philox(
+    rounds: int, counter: tuple, key: tuple, words: tuple
+) -> None:
     """The known answers that Random123, the authors' library, publishes."""
     got = philox([torch.tensor([c]) for c in counter], key, rounds)
     assert tuple(word.item() for word in got) == words
@@ -115,12 +132,14 @@ def test_small_calls_left_to_pytorch(case: Case, monkeypatch: pytest.MonkeyPatch
     check_gradients(case.spec, case.sample(), values=True)
 
 
-# --- conditioning: inputs on which a careless formula loses all digits ------------------------------------------------
+# --- conditioning: inputs on which a careless formula loses all digits ----------------------------
 
 
 def _shifted(spec: Spec, sample: Sample, scale: float, shift: float) -> Sample:
     rows = rows_of(spec, sample)
-    return dataclasses.replace(sample, tensors={**sample.tensors, spec.tensors[0]: rows * scale + shift})
+    return dataclasses.replace(
+        sample, tensors={**sample.tensors, spec.tensors[0]: rows * scale + shift}
+    )
 
 
 def _ordinary(spec: Spec, sample: Sample) -> bool:
@@ -129,22 +148,33 @@ def _ordinary(spec: Spec, sample: Sample) -> bool:
 
 @cases((torch.float32, torch.float64), _ordinary)
 def test_rows_far_from_zero(case: Case) -> None:
-    """E[x²] - E[x]² would lose every digit here; the variance of centred rows loses none but the inputs' own."""
+    """E[x²] - E[x]² would lose every digit here.
+
+    The variance of centred rows loses none but the inputs' own.
+    """
     check_values(case.spec, _shifted(case.spec, case.sample(), 1.0, 3000.0))
 
 
-@cases(DTYPES, lambda spec, sample: _ordinary(spec, sample) and "eps" in inspect.signature(spec.reference).parameters)
+@cases(
+    DTYPES,
+    lambda spec, sample: (
+        _ordinary(spec, sample) and "eps" in inspect.signature(spec.reference).parameters
+    ),
+)
 def test_default_eps(case: Case) -> None:
     """Rows so small that eps decides: the default must be PyTorch's for the dtype."""
     sample = case.sample()
     assert "eps" not in sample.options
     tiny = {
-        name: t * (1e-3 if t.dim() > 1 or name == "bias" else 1.0) for name, t in tensors_of(case.spec, sample).items()
+        name: t * (1e-3 if t.dim() > 1 or name == "bias" else 1.0)
+        for name, t in tensors_of(case.spec, sample).items()
     }
     sample = dataclasses.replace(sample, tensors={**sample.tensors, **tiny})
     check_values(case.spec, sample)
     eps = resolved(case.spec, sample)["eps"]
-    native = dataclasses.replace(sample, options={k: v for k, v in sample.options.items() if k != "eps"})
+    native = dataclasses.replace(
+        sample, options={k: v for k, v in sample.options.items() if k != "eps"}
+    )
     mask = dropout_mask(case.spec, sample)
     with_default = case.spec.eager(**tiny, **native.options) if not case.spec.has_dropout else None
     if with_default is not None:
@@ -152,11 +182,13 @@ def test_default_eps(case: Case) -> None:
         torch.testing.assert_close(with_default, given, msg=f"PyTorch's own default is not {eps}")
 
 
-# --- roundings that reproduce other libraries ---------------------------------------------------------------------
+# --- roundings that reproduce other libraries -----------------------------------------------------
 
 
 def _rounds_like_another(spec: Spec, sample: Sample) -> bool:
-    return sample.options.get("rounding", "once") != "once" or "weight_offset" in sample.options  # Gemma's
+    return (
+        sample.options.get("rounding", "once") != "once" or "weight_offset" in sample.options
+    )  # Gemma's
 
 
 def _dyadic(tensor: Tensor, generator: torch.Generator) -> Tensor:
@@ -165,11 +197,15 @@ def _dyadic(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return values.to(tensor.device, tensor.dtype)
 
 
-def _with_width(sample: Sample, rows: int, cols: int, generator: torch.Generator, *, exact: bool) -> dict[str, Tensor]:
+def _with_width(
+    sample: Sample, rows: int, cols: int, generator: torch.Generator, *, exact: bool
+) -> dict[str, Tensor]:
     made = {}
     for name, t in sample.tensors.items():
         if t is not None:
-            blank = torch.empty((rows, cols) if t.dim() > 1 else (cols,), dtype=t.dtype, device=t.device)
+            blank = torch.empty(
+                (rows, cols) if t.dim() > 1 else (cols,), dtype=t.dtype, device=t.device
+            )
             random = torch.randn(blank.shape, generator=generator).to(blank)
             # Only what is summed need be exact; weights may have all their bits.
             made[name] = _dyadic(blank, generator) if exact and name != "weight" else random
@@ -179,10 +215,17 @@ def _with_width(sample: Sample, rows: int, cols: int, generator: torch.Generator
 @cases(HALF, _rounds_like_another)
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "random"])
 def test_rounds_as_hugging_face(case: Case, exact: bool) -> None:
-    """Bit for bit where the sum of squares is exact; else a last bit of rstd may turn a rounding here and there."""
+    """Bit for bit where the sum of squares is exact.
+
+    Else a last bit of rstd may turn a rounding here and there.
+    """
     spec, sample = case.spec, case.sample()
     generator = torch.Generator().manual_seed(11)
-    options = {**sample.options, "normalized_shape": (64,)} if "normalized_shape" in sample.options else sample.options
+    options = (
+        {**sample.options, "normalized_shape": (64,)}
+        if "normalized_shape" in sample.options
+        else sample.options
+    )
     options = {**options, **({"p": 0.5} if spec.has_dropout else {})}  # its scale, 2, is exact
     sample = Sample(sample.name, _with_width(sample, 48, 64, generator, exact=exact), options)
     (got,) = call(spec, sample)(sample.tensors)
@@ -191,7 +234,8 @@ def test_rounds_as_hugging_face(case: Case, exact: bool) -> None:
     if exact:
         assert torch.equal(got, want), f"{int((got != want).sum())} of {got.numel()} differ"
     elif not spec.has_dropout:  # eager also rounds between the steps of its sum
-        # Where the weight widens the output to fp32 it shows rstd's last bit, 2u, and those of two products, 2u each.
+        # Where the weight widens the output to fp32 it shows rstd's last bit, 2u, and those of two
+        # products, 2u each.
         room = 6 * unit_roundoff(torch.float32) * want.abs() if want.dtype == torch.float32 else 0.0
         assert ((got - want).abs() > room).double().mean() <= 1e-3
 
@@ -199,12 +243,15 @@ def test_rounds_as_hugging_face(case: Case, exact: bool) -> None:
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_roundings_differ(dtype: torch.dtype) -> None:
     """The oracle formulas are no synonyms: a test that passes one for another could not fail."""
-    z, weight = torch.randn(64, 64, device=DEVICE).to(dtype), torch.randn(64, device=DEVICE).to(dtype)
+    z, weight = (
+        torch.randn(64, 64, device=DEVICE).to(dtype),
+        torch.randn(64, device=DEVICE).to(dtype),
+    )
     llama, gemma = (hugging_face_norm(z, weight, 1e-6, rounding) for rounding in ("llama", "gemma"))
     assert 0.05 < (llama != gemma).double().mean() < 0.9
 
 
-# --- NaN and infinity ---------------------------------------------------------------------------------------------
+# --- NaN and infinity -----------------------------------------------------------------------------
 
 
 def _patterns(tensors: tuple[Tensor, ...]) -> list[Tensor]:
@@ -219,7 +266,9 @@ def _on_cpu(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
 _SPOILED = ("shape 7x17", "shape 2x20000", "sum returned", "p=0.9")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=["nan", "inf", "-inf"])
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), float("-inf")], ids=["nan", "inf", "-inf"]
+)
 @cases((torch.float32, torch.bfloat16), lambda spec, sample: sample.name in _SPOILED)
 def test_not_a_number_spreads_as_in_pytorch(case: Case, value: float) -> None:
     """In each input in turn: the same elements turn NaN or infinite as in eager PyTorch, the others stay right."""
@@ -230,14 +279,17 @@ def test_not_a_number_spreads_as_in_pytorch(case: Case, value: float) -> None:
         spoiled = clean.clone()
         spoiled.view(-1)[:: max(clean.numel() // 3, 1) + 1] = value
         tensors = {**sample.tensors, name: spoiled}
-        # Two kernels of PyTorch's do otherwise than its formulas: in fp32 the CPU's vectors make GELU(inf) NaN, and a
-        # GPU's rms_norm spreads NaN from an infinity over its row, where the finite elements become zero.
+        # Two kernels of PyTorch's do otherwise than its formulas: in fp32 the CPU's vectors make
+        # GELU(inf) NaN, and a GPU's rms_norm spreads NaN from an infinity over its row, where the
+        # finite elements become zero.
         exact, kept = (tensors, mask) if not KERNEL_PATH else (_on_cpu(tensors), mask.cpu())
         got, want = [t.cpu() for t in call(spec, sample)(tensors)], eager(spec, sample, kept)(exact)
         for a, b in zip(_patterns(got), _patterns(want), strict=True):
             assert torch.equal(a, b), f"{name}: {int((a != b).sum())} elements"
         # An activation may make an infinite number finite, but not what it was.
-        assert not all(map(torch.equal, got, [t.cpu() for t in unspoiled])), f"{name}: nothing came out"
+        assert not all(map(torch.equal, got, [t.cpu() for t in unspoiled])), (
+            f"{name}: nothing came out"
+        )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["nan", "inf"])

@@ -1,4 +1,7 @@
-"""One statement of supported versions: docs/versions.md, with which pyproject.toml, CI and all other pages agree."""
+"""One statement of supported versions.
+
+Docs/versions.md, with which pyproject.toml, CI and all other pages agree.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,20 @@ pytestmark = pytest.mark.once
 _PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 _PINS = (ROOT / "constraints.txt").read_text(encoding="utf-8")
 _WORKFLOWS = ROOT / ".github" / "workflows"
-_ROW = re.compile(r"^\| (Python|PyTorch|Triton|einops|Transformers) \| ([\d.]+)[^|]*\| ([\d., ]+) \|$", re.MULTILINE)
+_ROW = re.compile(
+    r"^\| (Python|PyTorch|Triton|einops|Transformers) \| ([\d.]+)[^|]*\| ([\d., ]+) \|$",
+    re.MULTILINE,
+)
 _PAGE = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
 NEEDED = {name: needed for name, needed, _ in _ROW.findall(_PAGE)}
 TESTED = {name: tested.split(", ") for name, _, tested in _ROW.findall(_PAGE)}
 # The names under which pip knows them.
-_PACKAGES = {"PyTorch": "torch", "Triton": "triton", "einops": "einops", "Transformers": "transformers"}
+_PACKAGES = {
+    "PyTorch": "torch",
+    "Triton": "triton",
+    "einops": "einops",
+    "Transformers": "transformers",
+}
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -29,7 +40,9 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _matrix(workflow: str, name: str) -> list[str]:
     """The versions that a workflow lists."""
-    (found,) = re.findall(rf"^ +{name}: \[(.*)\]$", (_WORKFLOWS / workflow).read_text(encoding="utf-8"), re.MULTILINE)
+    (found,) = re.findall(
+        rf"^ +{name}: \[(.*)\]$", (_WORKFLOWS / workflow).read_text(encoding="utf-8"), re.MULTILINE
+    )
     return re.findall(r'"([\d.]+)"', found)
 
 
@@ -85,7 +98,13 @@ def test_what_ran_on_a_gpu() -> None:
 def test_other_pages_agree(page: Path) -> None:
     """Where they say what is needed: "Python 3.10 or newer", "needs torch 2.11 and Triton 3.6"."""
     text = " ".join(page.read_text(encoding="utf-8").split())
-    said = re.findall(r"(Python|PyTorch|torch|Triton|Transformers) ([\d.]*\d),? or (?:newer|later)", text)
-    for torch, triton in re.findall(r"needs (?:PyTorch|torch) ([\d.]*\d) and Triton ([\d.]*\d)", text):
+    said = re.findall(
+        r"(Python|PyTorch|torch|Triton|Transformers) ([\d.]*\d),? or (?:newer|later)", text
+    )
+    for torch, triton in re.findall(
+        r"needs (?:PyTorch|torch) ([\d.]*\d) and Triton ([\d.]*\d)", text
+    ):
         said += [("torch", torch), ("Triton", triton)]
-    assert all(NEEDED["PyTorch" if name == "torch" else name] == version for name, version in said), said
+    assert all(
+        NEEDED["PyTorch" if name == "torch" else name] == version for name, version in said
+    ), said

@@ -1,4 +1,6 @@
-"""Programs that share rows and wait for each other's sums: on a GPU, where they run at the same time.
+"""Programs that share rows and wait for each other's sums.
+
+On a GPU, where they run at the same time.
 
 Whether they may is decided from the multiprocessors that a stream has, which needs none.
 """
@@ -41,7 +43,9 @@ def ends() -> Iterator[None]:
 def _tensors(rows: int, cols: int = COLS) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rows)
     shapes = ((rows, cols), (cols,), (cols,))
-    x, weight, bias = [torch.randn(shape, generator=generator).to(DEVICE).requires_grad_() for shape in shapes]
+    x, weight, bias = [
+        torch.randn(shape, generator=generator).to(DEVICE).requires_grad_() for shape in shapes
+    ]
     return x, weight, bias
 
 
@@ -52,13 +56,17 @@ def _gradients(tensors: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, ...]:
 
 def _expected(tensors: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, ...]:
     x, weight, bias = [t.detach().double().requires_grad_() for t in tensors]
-    return torch.autograd.grad(F.layer_norm(x, x.shape[-1:], weight, bias), (x, weight, bias), dy.double())
+    return torch.autograd.grad(
+        F.layer_norm(x, x.shape[-1:], weight, bias), (x, weight, bias), dy.double()
+    )
 
 
 def _check(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
     for one, other in zip(got, want, strict=True):
         # Sums of 24,576 products in fp32, in trees.
-        torch.testing.assert_close(one.double(), other, rtol=0, atol=1e-5 * other.abs().max().item() + 1e-30)
+        torch.testing.assert_close(
+            one.double(), other, rtol=0, atol=1e-5 * other.abs().max().item() + 1e-30
+        )
 
 
 @on_gpu
@@ -124,7 +132,9 @@ def test_streams() -> None:
             with torch.cuda.stream(stream):
                 found.append(_gradients(tensors, dy))
     torch.cuda.synchronize()
-    assert all(torch.equal(one, other) for got in found for one, other in zip(got, want, strict=True))
+    assert all(
+        torch.equal(one, other) for got in found for one, other in zip(got, want, strict=True)
+    )
 
 
 @on_gpu
@@ -138,7 +148,7 @@ def test_more_programs_than_may_wait() -> None:
     _check(got, _expected(tensors, dy))
 
 
-# --- without a GPU ------------------------------------------------------------------------------------------------------
+# --- without a GPU --------------------------------------------------------------------------------
 
 
 class Driver:
@@ -163,7 +173,10 @@ class Driver:
             return 0
 
         self.cuStreamGetGreenCtx, self.cuGreenCtxGetDevResource = green_of, resource_of
-        self.cuCtxGetExecAffinity, self.cuOccupancyMaxActiveBlocksPerMultiprocessor = affinity_of, occupancy
+        self.cuCtxGetExecAffinity, self.cuOccupancyMaxActiveBlocksPerMultiprocessor = (
+            affinity_of,
+            occupancy,
+        )
 
 
 @pytest.fixture
@@ -200,7 +213,9 @@ def test_multiprocessors_are_those_of_the_stream(on_stream: Callable[..., None])
 def test_programs_of_few_multiprocessors_do_not_wait(on_stream: Callable[..., None]) -> None:
     for stream, most in ((0, 8), (5, 2)):
         on_stream(stream)
-        assert [n for n in range(2, 12) if launch.waits(0, torch.float32, n)] == list(range(2, most + 1))
+        assert [n for n in range(2, 12) if launch.waits(0, torch.float32, n)] == list(
+            range(2, most + 1)
+        )
         assert not launch.waits(0, torch.float64, 2)
 
 
@@ -212,7 +227,9 @@ def test_without_cooperative_launches_no_program_waits(
     assert not launch.waits(0, torch.float32, 2)
 
 
-@pytest.mark.parametrize(("value", "on"), [("", True), ("1", True), ("0", False), ("off", False), ("No", False)])
+@pytest.mark.parametrize(
+    ("value", "on"), [("", True), ("1", True), ("0", False), ("off", False), ("No", False)]
+)
 def test_a_variable_turns_waiting_off(
     value: str, on: bool, on_stream: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +258,9 @@ def test_a_stream_has_the_plan_of_its_multiprocessors(
     monkeypatch.setattr(tuning, "capturing", lambda index: False)
     launched: list[tuple[int, int]] = []
 
-    def build(kernel: Any, types: Any, constants: Any, config: Config, **more: Any) -> launch.Variant:
+    def build(
+        kernel: Any, types: Any, constants: Any, config: Config, **more: Any
+    ) -> launch.Variant:
         name = f"{kernel.fn.__name__} {constants['EXCHANGE']}"
         variant = lambda x, y, *rest: launched.append((name, x, y))  # type: ignore[arg-type]  # noqa: E731
         if constants["EXCHANGE"] == "wait":
@@ -250,8 +269,19 @@ def test_a_stream_has_the_plan_of_its_multiprocessors(
 
     monkeypatch.setattr(launch, "build", build)
     constants = constants_of("waiting", "layer", 1e-5, 0.0, "once", None, "sum", False, None, None)
-    site = site_of(NORM, constants, (torch.float32, None, None, torch.float32, torch.float32), COLS, 0, False, True)
-    grads, outs = (torch.empty(4000, COLS, device="meta"), None, None), (torch.empty(4000, COLS, device="meta"),)
+    site = site_of(
+        NORM,
+        constants,
+        (torch.float32, None, None, torch.float32, torch.float32),
+        COLS,
+        0,
+        False,
+        True,
+    )
+    grads, outs = (
+        (torch.empty(4000, COLS, device="meta"), None, None),
+        (torch.empty(4000, COLS, device="meta"),),
+    )
     monkeypatch.setattr(launching, "as_rows", lambda x, cols, dims: (x, cols, 0))
     monkeypatch.setattr(launching, "vector", lambda x: (x, 0))
     saved = (grads[0], None, None, torch.empty(COLS), torch.empty(COLS), torch.empty(2, 4000))

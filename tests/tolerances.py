@@ -1,37 +1,43 @@
 """How far a result may be from the fp64 oracle, and the two checks that most test files end in.
 
-Derivation, by backward error (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., chapters 1, 3 and 4).
-A computed result is the exact result for inputs perturbed a little: an elementwise step perturbs by the unit roundoff
-u of the dtype it is done in, a sum of n terms by u times the depth of its tree of additions, each relative to the
-largest element of the row that is summed. How much a perturbation of the inputs moves the exact result is measured
-rather than bounded by hand: `sensitivity` moves every row of every input by ± its largest element times a small h,
-with random signs, takes the largest change in each row of the result, and divides by h. It thus holds the condition
-number of the very sample (a row whose mean dwarfs its deviation, say) and serves every operator. So
+Derivation, by backward error (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed.,
+chapters 1, 3 and 4). A computed result is the exact result for inputs perturbed a little: an
+elementwise step perturbs by the unit roundoff u of the dtype it is done in, a sum of n terms by u
+times the depth of its tree of additions, each relative to the largest element of the row that is
+summed. How much a perturbation of the inputs moves the exact result is measured rather than bounded
+by hand: `sensitivity` moves every row of every input by ± its largest element times a small h, with
+random signs, takes the largest change in each row of the result, and divides by h. It thus holds
+the condition number of the very sample (a row whose mean dwarfs its deviation, say) and serves
+every operator. So
 
     forward    |y - oracle| <= u(y) |oracle|  +  2 (depth u(accumulator) + u(sum)) sensitivity  +  2 inside
     backward   |g - oracle| <= u(g) |oracle|  +  2 (depth u(accumulator) + u(sum) + u(y) gain) sensitivity  +  2 eager
 
-The first term is the one rounding of the result to its dtype. The factor 2 allows the oracle, in fp64 also where the
-accumulator is, the same error. u(sum) is there where a sum is normalised, which is first rounded to its dtype, as
-eager's is, while the oracle rounds nothing. Operators that reproduce the inner roundings of another library get twice
-eager's error on top, forward too; where one rounding is promised (``rounding="once"``), the forward's bound stands
-alone.
+The first term is the one rounding of the result to its dtype. The factor 2 allows the oracle, in
+fp64 also where the accumulator is, the same error. u(sum) is there where a sum is normalised, which
+is first rounded to its dtype, as eager's is, while the oracle rounds nothing. Operators that
+reproduce the inner roundings of another library get twice eager's error on top, forward too; where
+one rounding is promised (``rounding="once"``), the forward's bound stands alone.
 
-Inside is what no perturbation of the inputs explains: roundings within a formula, relative to its value. Where an input
-scales the result, as a weight does, moving it moves the result by as much, and the sensitivity holds them. Where all of
-a row lies where the function is flat (GELU's minimum, tanh's ends), nothing moves, and the steps still round: an
-activation by 12 u (of a power of two, a reciprocal and products; counted in `test_activations.py`), and dropout by two
-more, its scale's division and product. So inside is 14 u(accumulator) times that part of |oracle|, element by element,
-by which the sensitivity falls short of it. To that comes the relative error of the slices' tanh for results in 16 bits,
-1e-5 (tested there too). A gradient scales with its cotangent, so it needs none.
+Inside is what no perturbation of the inputs explains: roundings within a formula, relative to its
+value. Where an input scales the result, as a weight does, moving it moves the result by as much,
+and the sensitivity holds them. Where all of a row lies where the function is flat (GELU's minimum,
+tanh's ends), nothing moves, and the steps still round: an activation by 12 u (of a power of two, a
+reciprocal and products; counted in `test_activations.py`), and dropout by two more, its scale's
+division and product. So inside is 14 u(accumulator) times that part of |oracle|, element by
+element, by which the sensitivity falls short of it. To that comes the relative error of the slices'
+tanh for results in 16 bits, 1e-5 (tested there too). A gradient scales with its cotangent, so it
+needs none.
 
-u(y) gain is there where the output is kept for the backward, which then inverts the affine: its rounding, of
+u(y) gain is there where the output is kept for the backward, which then inverts the affine: its
+rounding, of
 |w hat| + |b| at most, is divided by |w|.
 
-Eager is there because a norm's gradient is a difference that cancels (for one or two columns entirely), which no
-perturbation of the inputs explains. It is eager PyTorch's error at the same dtypes, or, if that is larger, its error in
-fp32, where the fp64 oracle can see all of it, scaled by the largest of these u over u(fp32); the largest over the
-whole tensor and over all the moved inputs, as one row may happen to have none.
+Eager is there because a norm's gradient is a difference that cancels (for one or two columns
+entirely), which no perturbation of the inputs explains. It is eager PyTorch's error at the same
+dtypes, or, if that is larger, its error in fp32, where the fp64 oracle can see all of it, scaled by
+the largest of these u over u(fp32); the largest over the whole tensor and over all the moved
+inputs, as one row may happen to have none.
 """
 
 from __future__ import annotations
@@ -56,7 +62,14 @@ from support import (
     tensors_of,
 )
 
-__all__ = ["assert_within", "check_gradients", "check_values", "output_dtypes", "sensitivity", "unit_roundoff"]
+__all__ = [
+    "assert_within",
+    "check_gradients",
+    "check_values",
+    "output_dtypes",
+    "sensitivity",
+    "unit_roundoff",
+]
 
 _DRAWS = 4
 _STEP = 2.0**-18
@@ -72,12 +85,15 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 def a_rounding_away(tensor: Tensor, draw: int) -> Tensor:
     """The tensor as another rounding of it would be, in fp32.
 
-    What PyTorch makes of it shows how far results are from exact ones for the inputs' rounding alone: sums may cancel.
+    What PyTorch makes of it shows how far results are from exact ones for the inputs' rounding
+    alone: sums may cancel.
     """
     if not tensor.is_floating_point():
         return tensor
     generator = torch.Generator().manual_seed(draw)
-    return tensor.float() * (1 + 1e-7 * torch.randn(tensor.shape, generator=generator).to(tensor.device))
+    return tensor.float() * (
+        1 + 1e-7 * torch.randn(tensor.shape, generator=generator).to(tensor.device)
+    )
 
 
 def accumulator(sample: Sample) -> torch.dtype:
@@ -86,7 +102,9 @@ def accumulator(sample: Sample) -> torch.dtype:
 
 
 def depth(terms: int) -> float:
-    """Additions on the longest path through a sum: 1024 lanes at least run down the terms, then meet in a tree.
+    """Additions on the longest path through a sum.
+
+    1024 lanes at least run down the terms, then meet in a tree.
 
     And four elementwise steps at most before and after it.
     """
@@ -98,14 +116,23 @@ def _row_max(value: Tensor) -> Tensor:
 
 
 def _moved(tensors: Tensors) -> Iterator[Tensors]:
-    """The tensors with each row moved by ± its largest element times `_STEP`; in fp64, though fp32 would hold them."""
+    """The tensors with each row moved by ± its largest element times `_STEP`.
+
+    In fp64, though fp32 would hold them.
+    """
     generator = torch.Generator().manual_seed(3)
     for _ in range(_DRAWS):
         moved: Tensors = {}
         for name, t in tensors.items():
             if t is not None:
-                signs = torch.randint(0, 2, t.shape, generator=generator).to(t.device, torch.float64) * 2 - 1
-                moved[name] = (t.double() + _STEP * signs * _row_max(t.double().abs())).float().double()
+                signs = (
+                    torch.randint(0, 2, t.shape, generator=generator).to(t.device, torch.float64)
+                    * 2
+                    - 1
+                )
+                moved[name] = (
+                    (t.double() + _STEP * signs * _row_max(t.double().abs())).float().double()
+                )
         yield moved
 
 
@@ -115,7 +142,9 @@ def _largest(results: Sequence[Tensor], exact: Sequence[Tensor]) -> list[Tensor]
     return [error.max() if error.numel() else error.sum() for error in errors]
 
 
-def sensitivity(exact: Function, tensors: Tensors, single: Function | None = None) -> tuple[list[Tensor], list[Tensor]]:
+def sensitivity(
+    exact: Function, tensors: Tensors, single: Function | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
     """How far ``exact``'s results move, by row, per unit of relative change of its inputs' rows.
 
     And the largest error of ``single``, the same function in fp32, on the moved inputs.
@@ -128,14 +157,19 @@ def sensitivity(exact: Function, tensors: Tensors, single: Function | None = Non
         changes = [_row_max((a - b).abs()) / _STEP for a, b in zip(values, base, strict=True)]
         worst = [torch.maximum(a, b) for a, b in zip(worst, changes, strict=True)]
         if single is not None:
-            found = _largest(single({name: None if t is None else t.float() for name, t in moved.items()}), values)
+            found = _largest(
+                single({name: None if t is None else t.float() for name, t in moved.items()}),
+                values,
+            )
             errors = [torch.maximum(a, b) for a, b in zip(errors, found, strict=True)]
     return worst, errors
 
 
 def assert_within(actual: Tensor, exact: Tensor, slack: Tensor, what: str) -> None:
     """``actual`` is ``exact`` rounded to its dtype, give or take ``slack`` (which broadcasts along rows)."""
-    assert actual.shape == exact.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
+    assert actual.shape == exact.shape, (
+        f"{what}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
+    )
     if not actual.numel():
         return
     assert torch.isfinite(actual).all(), f"{what}: not finite"
@@ -160,10 +194,12 @@ def sum_dtype(spec: Spec, sample: Sample) -> torch.dtype:
 
 
 def output_dtypes(spec: Spec, sample: Sample) -> list[torch.dtype]:
-    """The dtypes that the contract promises: of the output, and of the sum and the cast output if they are returned.
+    """The dtypes that the contract promises.
 
-    The output has the sum's, unless ``out_dtype`` says otherwise or Llama's or T5's rounding multiplies by a wider
-    weight last.
+    Of the output, and of the sum and the cast output if they are returned.
+
+    The output has the sum's, unless ``out_dtype`` says otherwise or Llama's or T5's rounding
+    multiplies by a wider weight last.
     """
     summed, weight = sum_dtype(spec, sample), sample.tensors.get("weight")
     output = summed
@@ -171,7 +207,11 @@ def output_dtypes(spec: Spec, sample: Sample) -> list[torch.dtype]:
         output = torch.promote_types(summed, weight.dtype)
     output = sample.options.get("out_dtype") or output
     cast = sample.options.get("cast_dtype")
-    return [output, *([summed] if sample.options.get("return_sum") else []), *([cast] if cast else [])]
+    return [
+        output,
+        *([summed] if sample.options.get("return_sum") else []),
+        *([cast] if cast else []),
+    ]
 
 
 def _roundings(spec: Spec, sample: Sample) -> tuple[float, float]:
@@ -195,8 +235,13 @@ def _depth(spec: Spec, sample: Sample) -> float:
     return depth(max(cols, rows.numel() // cols))
 
 
-def check_values(spec: Spec, sample: Sample, outputs: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
-    """The operator's outputs, having been held to the oracle; also their number, dtypes, shapes and device."""
+def check_values(
+    spec: Spec, sample: Sample, outputs: Sequence[Tensor] | None = None
+) -> tuple[Tensor, ...]:
+    """The operator's outputs, having been held to the oracle.
+
+    Also their number, dtypes, shapes and device.
+    """
     tensors, mask = tensors_of(spec, sample), dropout_mask(spec, sample)
     outputs = call(spec, sample)(tensors) if outputs is None else tuple(outputs)
     exactly = oracle(spec, sample, mask)
@@ -206,9 +251,16 @@ def check_values(spec: Spec, sample: Sample, outputs: Sequence[Tensor] | None = 
     unit = unit_roundoff(accumulator(sample))
     across = _depth(spec, sample) * unit + _roundings(spec, sample)[0]
     moves, _ = sensitivity(exactly, tensors)
-    narrow = _NARROW if promised[0].itemsize == 2 and spec.name.startswith("batched_layer_norm_tanh") else 0.0
-    slack = [2 * (across * move + _INSIDE * unit * (want.abs() - move).clamp(min=0.0)) + narrow * want.abs()
-             for move, want in zip(moves, exact, strict=True)]  # fmt: skip
+    narrow = (
+        _NARROW
+        if promised[0].itemsize == 2 and spec.name.startswith("batched_layer_norm_tanh")
+        else 0.0
+    )
+    slack = [
+        2 * (across * move + _INSIDE * unit * (want.abs() - move).clamp(min=0.0))
+        + narrow * want.abs()
+        for move, want in zip(moves, exact, strict=True)
+    ]
     if sample.options.get("rounding", "once") != "once":
         errors = _largest(eager(spec, sample, mask)(tensors), exact)
         slack = [a + 2 * b for a, b in zip(slack, errors, strict=True)]
@@ -250,10 +302,19 @@ def check_gradients(
         check_values(spec, sample, [output.detach() for output in outputs])
     cotangents = random_like(outputs) if cotangents is None else cotangents
     given = [cotangent.clone() for cotangent in cotangents]
-    actual = dict(zip(names, torch.autograd.grad(outputs, [leaves[name] for name in names], cotangents), strict=True))
+    actual = dict(
+        zip(
+            names,
+            torch.autograd.grad(outputs, [leaves[name] for name in names], cotangents),
+            strict=True,
+        )
+    )
     assert all(map(torch.equal, cotangents, given)), "a cotangent was written to"
 
-    everything = {**tensors, **{f"cotangent {index}": cotangent for index, cotangent in enumerate(cotangents)}}
+    everything = {
+        **tensors,
+        **{f"cotangent {index}": cotangent for index, cotangent in enumerate(cotangents)},
+    }
     exactly = _along(oracle(spec, sample, mask), names, len(cotangents))
     eagerly = _along(eager(spec, sample, mask), names, len(cotangents))
     exact = exactly({name: t.double() for name, t in everything.items()})

@@ -1,4 +1,7 @@
-"""The tuning keys of every family, from the plans that the specs can build; needs neither kernels nor a GPU."""
+"""The tuning keys of every family, from the plans that the specs can build.
+
+Needs neither kernels nor a GPU.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""A user's file under ``mypy --strict`` and pyright: `make lint` checks it, and test_typing.py runs it.
+"""A user's file under ``mypy --strict`` and pyright.
 
-Each ``assert_type`` is what a checker infers. A ``type: ignore`` on a wrong call is an error where it is not needed.
+`make lint` checks it, and test_typing.py runs it.
+
+Each ``assert_type`` is what a checker infers. A ``type: ignore`` on a wrong call is an error where
+it is not needed.
 """
 
 from __future__ import annotations
@@ -41,17 +44,31 @@ def norms() -> None:
 
 def norms_of_sums() -> None:
     assert_type(fusedops.bias_dropout_add_ln(X, W, X, W, W, p=0.1), Tensor)
-    assert_type(fusedops.bias_dropout_add_ln(X, W, X, W, W, p=0.1, return_sum=True), tuple[Tensor, Tensor])
-    assert_type(fusedops.bias_dropout_add_ln(X, W, X, W, W, p=0.1, cast_dtype=BF16), tuple[Tensor, Tensor])
     assert_type(
-        fusedops.bias_dropout_add_ln(X, W, X, W, W, p=0.1, save="output", return_sum=True, cast_dtype=BF16),
+        fusedops.bias_dropout_add_ln(X, W, X, W, W, p=0.1, return_sum=True), tuple[Tensor, Tensor]
+    )
+    assert_type(
+        fusedops.bias_dropout_add_ln(X, W, X, W, W, p=0.1, cast_dtype=BF16), tuple[Tensor, Tensor]
+    )
+    assert_type(
+        fusedops.bias_dropout_add_ln(
+            X, W, X, W, W, p=0.1, save="output", return_sum=True, cast_dtype=BF16
+        ),
         tuple[Tensor, Tensor, Tensor],
     )
     assert_type(fusedops.bias_dropout_add_rms_norm(X, W, X, W, p=0.1), Tensor)
-    assert_type(fusedops.bias_dropout_add_rms_norm(X, W, X, W, p=0.1, return_sum=True), tuple[Tensor, Tensor])
-    assert_type(fusedops.bias_dropout_add_rms_norm(X, W, X, W, p=0.1, cast_dtype=BF16), tuple[Tensor, Tensor])
     assert_type(
-        fusedops.bias_dropout_add_rms_norm(X, W, X, W, p=0.1, rounding="t5", return_sum=True, cast_dtype=BF16),
+        fusedops.bias_dropout_add_rms_norm(X, W, X, W, p=0.1, return_sum=True),
+        tuple[Tensor, Tensor],
+    )
+    assert_type(
+        fusedops.bias_dropout_add_rms_norm(X, W, X, W, p=0.1, cast_dtype=BF16),
+        tuple[Tensor, Tensor],
+    )
+    assert_type(
+        fusedops.bias_dropout_add_rms_norm(
+            X, W, X, W, p=0.1, rounding="t5", return_sum=True, cast_dtype=BF16
+        ),
         tuple[Tensor, Tensor, Tensor],
     )
 
@@ -67,7 +84,9 @@ def activations() -> None:
 
 def slices() -> None:
     assert_type(fusedops.batched_layer_norm_tanh(X, sizes=(3, 5)), Tensor)
-    assert_type(fusedops.batched_layer_norm_act(X, sizes=(3, 5), activation="none", concat=True), Tensor)
+    assert_type(
+        fusedops.batched_layer_norm_act(X, sizes=(3, 5), activation="none", concat=True), Tensor
+    )
     assert_type(fusedops.batched_layer_norm_act([X, X]), tuple[Tensor, ...])
     assert_type(fusedops.batched_layer_norm_tanh([X, X], concat=True), Tensor)
 
@@ -79,10 +98,16 @@ def modules() -> None:
     assert_type(FusedAddLayerNorm(8)(X, X), tuple[Tensor, Tensor])
     assert_type(FusedAddRMSNorm(8).forward(X, X), tuple[Tensor, Tensor])
     assert_type(FusedBiasDropoutAddLayerNorm(8, p=0.1)(X, W, X), Tensor)
-    assert_type(FusedBiasDropoutAddLayerNorm(8, p=0.1, return_sum=True)(X, W, X), tuple[Tensor, Tensor])
+    assert_type(
+        FusedBiasDropoutAddLayerNorm(8, p=0.1, return_sum=True)(X, W, X), tuple[Tensor, Tensor]
+    )
     assert_type(FusedBiasDropoutAddRMSNorm(8, p=0.1, return_sum=False).forward(X), Tensor)
-    assert_type(FusedBiasDropoutAddRMSNorm(8, p=0.1, return_sum=True).forward(X), tuple[Tensor, Tensor])
-    norm: FusedBiasDropoutAddLayerNorm = FusedBiasDropoutAddLayerNorm(8, p=0.1)  # without parameters: the defaults
+    assert_type(
+        FusedBiasDropoutAddRMSNorm(8, p=0.1, return_sum=True).forward(X), tuple[Tensor, Tensor]
+    )
+    norm: FusedBiasDropoutAddLayerNorm = FusedBiasDropoutAddLayerNorm(
+        8, p=0.1
+    )  # without parameters: the defaults
     assert_type(norm(X), Tensor)
 
 

@@ -21,9 +21,15 @@ class Wrapper(Tensor):
     @staticmethod
     def __new__(cls, held: Tensor) -> Wrapper:
         made = torch.Tensor._make_wrapper_subclass(
-            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
-            layout=held.layout, device=held.device, requires_grad=held.requires_grad,
-        )  # fmt: skip
+            cls,
+            held.shape,
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            layout=held.layout,
+            device=held.device,
+            requires_grad=held.requires_grad,
+        )
         made.held = held.detach()
         return made
 

@@ -1,4 +1,7 @@
-"""What the tests of `fusedops.fuse_model` share: the sample models that this machine can build, and runs of them."""
+"""What the tests of `fusedops.fuse_model` share.
+
+The sample models that this machine can build, and runs of them.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +43,30 @@ __all__ = [
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 _PRESENT = [spec for spec in MODELS if HAS_TRANSFORMERS or not spec.transformers]
 # The interpreter takes seconds a model: there, one of each kind of block.
-_INTERPRETED = {"leaves", "activations", "torch_pre_norm", "bert", "distilbert", "gpt2", "vit", "t5_gated", "llama"}
+_INTERPRETED = {
+    "leaves",
+    "activations",
+    "torch_pre_norm",
+    "bert",
+    "distilbert",
+    "gpt2",
+    "vit",
+    "t5_gated",
+    "llama",
+}
 SAMPLES = [spec for spec in _PRESENT if not INTERPRETED or spec.name in _INTERPRETED]
 
 # The operators that rules call.
-_OPERATORS = ("bias_act", "bias_dropout_add", "bias_dropout_add_ln", "bias_dropout_add_rms_norm", "gelu", "gated_act", "layer_norm",
-              "rms_norm")  # fmt: skip
+_OPERATORS = (
+    "bias_act",
+    "bias_dropout_add",
+    "bias_dropout_add_ln",
+    "bias_dropout_add_rms_norm",
+    "gelu",
+    "gated_act",
+    "layer_norm",
+    "rms_norm",
+)
 
 every = pytest.mark.parametrize("spec", SAMPLES, ids=lambda spec: spec.name)
 transformers_only = pytest.mark.skipif(not HAS_TRANSFORMERS, reason="Transformers is not installed")
@@ -72,15 +93,19 @@ def undropped(spec: ModelSpec) -> nn.Module:
 def without_dropout(model: nn.Module) -> nn.Module:
     """The model in training, with nothing dropped.
 
-    A stack that may drop whole layers is in evaluation mode: in training, Transformers 5.17 draws a number for each
-    layer at a probability of zero too, and compares it in Python, which breaks a graph. Its layers are in training.
+    A stack that may drop whole layers is in evaluation mode: in training, Transformers 5.17 draws a
+    number for each layer at a probability of zero too, and compares it in Python, which breaks a
+    graph. Its layers are in training.
     """
     for module in model.train().modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if hasattr(module, "layerdrop"):
             module.training = False
-        for owner in (module, getattr(module, "config", None)):  # some read their config at each call
+        for owner in (
+            module,
+            getattr(module, "config", None),
+        ):  # some read their config at each call
             for name, value in list(getattr(owner, "__dict__", {}).items()):
                 if "drop" in name and isinstance(value, float):
                     setattr(owner, name, 0.0)
@@ -88,24 +113,38 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 
 def inputs(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    return {name: value.to(DEVICE, dtype if value.is_floating_point() else None) if isinstance(value, Tensor) else value
-            for name, value in spec.inputs().items()}  # fmt: skip
+    return {
+        name: value.to(DEVICE, dtype if value.is_floating_point() else None)
+        if isinstance(value, Tensor)
+        else value
+        for name, value in spec.inputs().items()
+    }
 
 
 def outputs(value: Any) -> list[Tensor]:
     """The floating-point tensors in a model's result; caches are left out."""
     if isinstance(value, Tensor):
         return [value] if value.is_floating_point() else []
-    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    values = (
+        value.values()
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, (tuple, list))
+        else ()
+    )
     return [tensor for inner in values for tensor in outputs(inner)]
 
 
-def run(model: nn.Module, arguments: dict[str, Any], seed: int = 0) -> tuple[list[Tensor], dict[str, Tensor]]:
+def run(
+    model: nn.Module, arguments: dict[str, Any], seed: int = 0
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Outputs, and the parameters' gradients by name, of one random sum of the outputs."""
     torch.manual_seed(seed)
     results = outputs(model(**arguments))
     generator = torch.Generator().manual_seed(1)
-    weights = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y) for y in results]
+    weights = [
+        torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y) for y in results
+    ]
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     total = sum((y * w).sum().double() for y, w in zip(results, weights, strict=True))
     found = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)

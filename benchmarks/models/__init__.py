@@ -1,1 +1,4 @@
-"""Whole models, from config with random weights: what `fuse_model` gains, beside what else a user could do to them."""
+"""Whole models, from config with random weights.
+
+What `fuse_model` gains, beside what else a user could do to them.
+"""

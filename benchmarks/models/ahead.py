@@ -23,15 +23,20 @@ __all__ = ["compile_ahead"]
 _TRIES, _PAUSE_S = 3, 10.0
 
 
-def compile_ahead(work: Sequence[Work], *, jobs: int, device: torch.device, seconds: float) -> tuple[int, int]:
+def compile_ahead(
+    work: Sequence[Work], *, jobs: int, device: torch.device, seconds: float
+) -> tuple[int, int]:
     """Compiles in ``jobs`` processes until all is done or the seconds are over.
 
     Each holds a whole model while it compiles: as many should run as fit into the device's memory.
 
     Returns:
-        how many were compiled, of how many. The measuring process compiles the others, and reports what fails.
+        how many were compiled, of how many. The measuring process compiles the others, and reports
+        what fails.
     """
-    timed = [item for item in work if item.workload.mode in ("train", "infer")]  # only these keep their shapes
+    timed = [
+        item for item in work if item.workload.mode in ("train", "infer")
+    ]  # only these keep their shapes
     todo = [(item.workload, name) for item in timed for name in item.providers if name in COMPILING]
     if not todo:
         return 0, 0

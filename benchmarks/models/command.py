@@ -31,33 +31,81 @@ _TINY = Effort(rounds=3, block_s=0.01, singles=1, most=3)
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.set_defaults(command=run)
-    parser.add_argument("--model", action="append", metavar="NAME", help=f"only this one of {', '.join(MODELS)}; may be "
-                        "repeated")  # fmt: skip
-    parser.add_argument("--mode", action="append", metavar="MODE", help=f"only this one of {', '.join(MODES)}; may be "
-                        "repeated")  # fmt: skip
-    parser.add_argument("--provider", action="append", metavar="NAME", help=f"only this one of {', '.join(PROVIDERS)}; may "
-                        "be repeated")  # fmt: skip
-    parser.add_argument("--loss", action="store_true", help="instead of timing, train for a short while")
-    parser.add_argument("--first-calls", action="store_true", help="instead of timing steps, time how long each provider "
-                        f"compiles (default: {' and '.join(first_calls.DEFAULT)}), cold and in a second process")  # fmt: skip
-    parser.add_argument("--seeds", type=int, default=3, help="of --loss: how many trainings (default: 3)")
-    parser.add_argument("--steps", type=int, default=100, help="of --loss: the steps of each (default: 100)")
     parser.add_argument(
-        "--profile", action="store_true", help="instead of timing, print the kernels with the most time"
+        "--model",
+        action="append",
+        metavar="NAME",
+        help=f"only this one of {', '.join(MODELS)}; may be repeated",
     )
-    parser.add_argument("--jobs", type=int, default=6, metavar="J", help="processes that compile ahead on a GPU, 0 for "
-                        "none; each holds a model (default: 6)")  # fmt: skip
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no new workload after this long")
-    parser.add_argument("--resume", action="store_true", help="skip what the file has at this commit")
-    parser.add_argument("--device", default="auto", help="cpu or cuda[:index] (default: a GPU where there is one)")
-    parser.add_argument("--tiny", action="store_true", help="shrunken models, to try the command; writes no file unless "
-                        "--output names one")  # fmt: skip
     parser.add_argument(
-        "--output", type=Path, metavar="CSV", help="default: results/models_<device>.csv; on a CPU none"
+        "--mode",
+        action="append",
+        metavar="MODE",
+        help=f"only this one of {', '.join(MODES)}; may be repeated",
     )
-    parser.add_argument("--table", action="store_true", help="only print the table of the results file")
-    parser.add_argument("--page", type=Path, nargs="?", const=_ROOT / "docs" / "model_figures.md",
-                        help="only write the page of the results file (default: docs/model_figures.md)")  # fmt: skip
+    parser.add_argument(
+        "--provider",
+        action="append",
+        metavar="NAME",
+        help=f"only this one of {', '.join(PROVIDERS)}; may be repeated",
+    )
+    parser.add_argument(
+        "--loss", action="store_true", help="instead of timing, train for a short while"
+    )
+    parser.add_argument(
+        "--first-calls",
+        action="store_true",
+        help="instead of timing steps, time how long each provider "
+        f"compiles (default: {' and '.join(first_calls.DEFAULT)}), cold and in a second process",
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="of --loss: how many trainings (default: 3)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=100, help="of --loss: the steps of each (default: 100)"
+    )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="instead of timing, print the kernels with the most time",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=6,
+        metavar="J",
+        help="processes that compile ahead on a GPU, 0 for none; each holds a model (default: 6)",
+    )
+    parser.add_argument(
+        "--budget", type=float, metavar="SECONDS", help="start no new workload after this long"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="skip what the file has at this commit"
+    )
+    parser.add_argument(
+        "--device", default="auto", help="cpu or cuda[:index] (default: a GPU where there is one)"
+    )
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="shrunken models, to try the command; writes no file unless --output names one",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="CSV",
+        help="default: results/models_<device>.csv; on a CPU none",
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="only print the table of the results file"
+    )
+    parser.add_argument(
+        "--page",
+        type=Path,
+        nargs="?",
+        const=_ROOT / "docs" / "model_figures.md",
+        help="only write the page of the results file (default: docs/model_figures.md)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -85,10 +133,18 @@ def _show(options: argparse.Namespace) -> int:
 def _work(options: argparse.Namespace) -> int:
     models, modes = options.model or (), options.mode or ()
     wanted = [named("provider", name, PROVIDERS) for name in options.provider or ()]
-    chosen = loss_workloads(models, tiny=options.tiny) if options.loss else workloads(models, modes, tiny=options.tiny)
+    chosen = (
+        loss_workloads(models, tiny=options.tiny)
+        if options.loss
+        else workloads(models, modes, tiny=options.tiny)
+    )
     device = _device(options)
     setting = Setting(
-        device, Text(device), _TINY if options.tiny else Effort(), tuple(range(options.seeds)), options.steps
+        device,
+        Text(device),
+        _TINY if options.tiny else Effort(),
+        tuple(range(options.seeds)),
+        options.steps,
     )
     if options.first_calls:
         return _time_first_calls(chosen, wanted or first_calls.DEFAULT, setting, options)
@@ -109,7 +165,9 @@ def _device(options: argparse.Namespace) -> torch.device:
             raise ValueError("needs a GPU; on a CPU try --tiny, or --device cpu if it is meant")
         name = "cuda" if has_gpu else "cpu"
     if name != "cpu" and not (has_gpu and re.fullmatch(r"cuda(:\d)?", name)):
-        raise ValueError(f"no device {name!r} here; there is cpu" + (", and cuda[:index]" if has_gpu else ""))
+        raise ValueError(
+            f"no device {name!r} here; there is cpu" + (", and cuda[:index]" if has_gpu else "")
+        )
     device = torch.device(name)
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else device
 
@@ -129,7 +187,9 @@ def _time_first_calls(
     for workload in [workload for workload in chosen if workload.mode != "generate"]:
         for name in wanted:
             rows.append(first_calls.measured(workload, name, setting.device))
-            print(f"{workload} {name}: {rows[-1].cold_s:.1f} s, {rows[-1].warm_s:.1f} s", flush=True)
+            print(
+                f"{workload} {name}: {rows[-1].cold_s:.1f} s, {rows[-1].warm_s:.1f} s", flush=True
+            )
             if path is not None:
                 first_calls.write(path, rows[-1:])
     print(first_calls.table(rows))
@@ -137,25 +197,33 @@ def _time_first_calls(
 
 
 def _output(options: argparse.Namespace, device: torch.device, kind: str) -> Path | None:
-    """The file of the command line; by default that of the GPU, and none for a CPU or for tiny models."""
+    """The file of the command line.
+
+    By default that of the GPU, and none for a CPU or for tiny models.
+    """
     if options.output is not None or device.type != "cuda" or options.tiny:
         path: Path | None = options.output
         return path
-    return _RESULTS / f"{kind}_{operator_results.device_slug(torch.cuda.get_device_name(device))}.csv"
+    return (
+        _RESULTS / f"{kind}_{operator_results.device_slug(torch.cuda.get_device_name(device))}.csv"
+    )
 
 
 def _measure(plan: list[list[Work]], setting: Setting, options: argparse.Namespace) -> int:
     name = torch.cuda.get_device_name(setting.device) if setting.device.type == "cuda" else "CPU"
     path = _output(options, setting.device, "models")
-    print(f"{name}, torch {torch.__version__}; results to {path or 'the terminal only'}", flush=True)
+    print(
+        f"{name}, torch {torch.__version__}; results to {path or 'the terminal only'}", flush=True
+    )
     rows, missing = _run_all(plan, setting, options, path)
     print(page.table(rows if path is None else results.read(path)))
     # What we failed to time is our fault; a peer's is not.
     return 1 if missing else 0
 
 
-def _run_all(plan: list[list[Work]], setting: Setting, options: argparse.Namespace,
-             path: Path | None) -> tuple[list[results.Row], int]:  # fmt: skip
+def _run_all(
+    plan: list[list[Work]], setting: Setting, options: argparse.Namespace, path: Path | None
+) -> tuple[list[results.Row], int]:
     """The rows, which are in the file too, and how many of fusedops' are missing."""
     ends = time.perf_counter() + (math.inf if options.budget is None else options.budget)
     rows: list[results.Row] = []
@@ -174,7 +242,9 @@ def _run_all(plan: list[list[Work]], setting: Setting, options: argparse.Namespa
             print(item.workload, flush=True)
             new = run_work(item, setting)
             rows += new
-            missing += sum(name in OURS for name in item.providers) - sum(row.provider in OURS for row in new)
+            missing += sum(name in OURS for name in item.providers) - sum(
+                row.provider in OURS for row in new
+            )
             if path is not None:
                 results.write(path, new)
             print(f"  {time.perf_counter() - begun:.1f} s", flush=True)

@@ -1,12 +1,15 @@
-"""The command ``distributed``: training steps on several GPUs, as the models are and fused, with the same plan.
+"""The command ``distributed``.
+
+Training steps on several GPUs, as the models are and fused, with the same plan.
 
 torchrun starts it, a process for each GPU::
 
     torchrun --nproc-per-node 2 -m benchmarks distributed
 
-A layout says how a model is spread. "tp": every process has a part of each linear layer, and sums and norms have a part of
-each sequence. "fsdp": parameters are sharded, and each process has a batch of its own. "fsdp-compiled": each block is
-compiled too. "fsdp-tp": both, of the model of ``examples/train_lm_distributed.py``, whose layers 1, 2 and 4 processes split.
+A layout says how a model is spread. "tp": every process has a part of each linear layer, and sums
+and norms have a part of each sequence. "fsdp": parameters are sharded, and each process has a batch
+of its own. "fsdp-compiled": each block is compiled too. "fsdp-tp": both, of the model of
+``examples/train_lm_distributed.py``, whose layers 1, 2 and 4 processes split.
 """
 
 from __future__ import annotations
@@ -47,22 +50,44 @@ _RESULTS = Path(__file__).resolve().parent.parent / "results"
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.set_defaults(command=run)
-    parser.add_argument("--model", action="append", metavar="NAME", help=f"only this one of {', '.join(_MODELS)}; may be "
-                        "repeated")  # fmt: skip
-    parser.add_argument("--layout", action="append", choices=LAYOUTS, help="only this one; may be repeated; fsdp-tp is "
-                        f"that of {example.NAME}, the others are those of the other models")  # fmt: skip
+    parser.add_argument(
+        "--model",
+        action="append",
+        metavar="NAME",
+        help=f"only this one of {', '.join(_MODELS)}; may be repeated",
+    )
+    parser.add_argument(
+        "--layout",
+        action="append",
+        choices=LAYOUTS,
+        help="only this one; may be repeated; fsdp-tp is "
+        f"that of {example.NAME}, the others are those of the other models",
+    )
     parser.add_argument("--steps", type=int, default=10, help="of a block of steps (default: 10)")
-    parser.add_argument("--blocks", type=int, default=5, help="of each provider, in turn (default: 5)")
-    parser.add_argument("--tiny", action="store_true", help="shrunken models, to try the command; writes no file unless "
-                        "--output names one")  # fmt: skip
-    parser.add_argument("--output", type=Path, metavar="CSV", help="default: results/distributed_<device>.csv; the page "
-                        "is then filled by the command table --write")  # fmt: skip
+    parser.add_argument(
+        "--blocks", type=int, default=5, help="of each provider, in turn (default: 5)"
+    )
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="shrunken models, to try the command; writes no file unless --output names one",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="CSV",
+        help="default: results/distributed_<device>.csv; the page "
+        "is then filled by the command table --write",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Measures training steps of whole models on several GPUs; torchrun starts it."""
     if "RANK" not in os.environ:
-        print("distributed: run it by torchrun --nproc-per-node N -m benchmarks distributed", file=sys.stderr)
+        print(
+            "distributed: run it by torchrun --nproc-per-node N -m benchmarks distributed",
+            file=sys.stderr,
+        )
         return 2
     try:
         models = [named("model", name, _MODELS) for name in options.model or _MODELS]
@@ -96,7 +121,9 @@ def _device() -> torch.device:
     return device
 
 
-def _rows(models: list[str], device: torch.device, name: str, options: argparse.Namespace) -> Iterator[Row]:
+def _rows(
+    models: list[str], device: torch.device, name: str, options: argparse.Namespace
+) -> Iterator[Row]:
     """Of masks first; a row as soon as it is measured, on all processes."""
     layouts = options.layout or LAYOUTS
     for sides, differ in masks.differences(device):
@@ -121,14 +148,26 @@ def _row(place: tuple[str, str, str, str], device: str, **found: Any) -> Row:
     import triton
 
     model, shape, layout, provider = place
-    absent = dict.fromkeys(("ms", "spread", "tokens", "peak_mib", "loss", "difference", "moved_mib"))
+    absent = dict.fromkeys(
+        ("ms", "spread", "tokens", "peak_mib", "loss", "difference", "moved_mib")
+    )
     values: dict[str, Any] = {**absent, "collectives": "", **found}
-    return Row(model, shape, layout, dist.get_world_size(), provider, device=device, commit=results.commit(),
-               torch=torch.__version__, triton=triton.__version__, transformers=transformers.__version__,
-               **values)  # fmt: skip
+    return Row(
+        model,
+        shape,
+        layout,
+        dist.get_world_size(),
+        provider,
+        device=device,
+        commit=results.commit(),
+        torch=torch.__version__,
+        triton=triton.__version__,
+        transformers=transformers.__version__,
+        **values,
+    )
 
 
-# --- a model, spread --------------------------------------------------------------------------------------------------
+# --- a model, spread ------------------------------------------------------------------------------
 
 
 def _spread(workload: Workload, layout: str, provider: str, device: torch.device) -> nn.Module:
@@ -154,32 +193,47 @@ def _spread(workload: Workload, layout: str, provider: str, device: torch.device
     return model
 
 
-# --- its steps --------------------------------------------------------------------------------------------------------
+# --- its steps ------------------------------------------------------------------------------------
 
 
-def _measured(workload: Workload, layout: str, device: torch.device, name: str,
-              options: argparse.Namespace) -> Iterator[Row]:  # fmt: skip
+def _measured(
+    workload: Workload, layout: str, device: torch.device, name: str, options: argparse.Namespace
+) -> Iterator[Row]:
     """A row for each provider, whose blocks of steps take turns."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     # Tensor parallel processes share a batch.
     batch = workload.batch(Text(device, seed=0 if layout == "tp" else rank))
-    made = {provider: _step(_spread(workload, layout, provider, device), batch, device) for provider in PROVIDERS}
+    made = {
+        provider: _step(_spread(workload, layout, provider, device), batch, device)
+        for provider in PROVIDERS
+    }
     seen: dict[str, list[float]] = {provider: [] for provider in PROVIDERS}
     found: dict[str, dict[str, Any]] = {}
     for provider, step in made.items():
         torch.manual_seed(1)
         loss = _largest(float(step()), device)  # compiled and loaded before it is timed
-        # A dispatch mode would keep compiled blocks from running; FSDP's collectives are those of "fsdp".
+        # A dispatch mode would keep compiled blocks from running; FSDP's collectives are those of
+        # "fsdp".
         traffic = {} if layout == "fsdp-compiled" else _traffic(step)
-        found[provider] = {"loss": loss, "peak_mib": _largest(_peak_mib(step, device), device), **traffic}
+        found[provider] = {
+            "loss": loss,
+            "peak_mib": _largest(_peak_mib(step, device), device),
+            **traffic,
+        }
     for _ in range(options.blocks):
         for provider, step in made.items():
             seen[provider].append(_largest(_seconds(step, options.steps, device), device))
     tokens = batch["input_ids"].numel() * (1 if layout == "tp" else ranks)
     for provider, times in seen.items():
         seconds = statistics.median(times)
-        yield _row((workload.name, workload.shape, layout, provider), name, ms=seconds * 1e3, spread=_spread_of(times) * 1e3,
-                   tokens=tokens / seconds, **found[provider])  # fmt: skip
+        yield _row(
+            (workload.name, workload.shape, layout, provider),
+            name,
+            ms=seconds * 1e3,
+            spread=_spread_of(times) * 1e3,
+            tokens=tokens / seconds,
+            **found[provider],
+        )
 
 
 def _trained(device: torch.device, name: str, options: argparse.Namespace) -> Iterator[Row]:
@@ -187,13 +241,23 @@ def _trained(device: torch.device, name: str, options: argparse.Namespace) -> It
     for trained in example.trainings(device, options.steps, options.blocks, tiny=options.tiny):
         times = [_largest(ms, device) for ms in trained.ms]
         ms = statistics.median(times)
-        yield _row((example.NAME, trained.shape, trained.layout, trained.provider), name, ms=ms,
-                   spread=_spread_of(times), tokens=1e3 * trained.tokens / ms,
-                   peak_mib=_largest(trained.peak_mib, device), loss=trained.loss, difference=trained.difference,
-                   moved_mib=trained.traffic.bytes / 2**20, collectives=str(trained.traffic))  # fmt: skip
+        yield _row(
+            (example.NAME, trained.shape, trained.layout, trained.provider),
+            name,
+            ms=ms,
+            spread=_spread_of(times),
+            tokens=1e3 * trained.tokens / ms,
+            peak_mib=_largest(trained.peak_mib, device),
+            loss=trained.loss,
+            difference=trained.difference,
+            moved_mib=trained.traffic.bytes / 2**20,
+            collectives=str(trained.traffic),
+        )
 
 
-def _step(model: nn.Module, batch: dict[str, Any], device: torch.device) -> Callable[[], torch.Tensor]:
+def _step(
+    model: nn.Module, batch: dict[str, Any], device: torch.device
+) -> Callable[[], torch.Tensor]:
     def step() -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss: torch.Tensor = model(**batch).loss

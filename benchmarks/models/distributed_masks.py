@@ -50,7 +50,10 @@ def differences(device: torch.device) -> Iterator[tuple[str, int]]:
             placed = distribute_tensor(x, mesh, [Shard(dim) for dim in dims])
             for operator, expected in zip(operators, alone, strict=True):
                 found: list[Any] = _kept(operator, placed.detach().requires_grad_())
-                differ += sum(int((t.full_tensor() != one).sum()) for t, one in zip(found, expected, strict=True))
+                differ += sum(
+                    int((t.full_tensor() != one).sum())
+                    for t, one in zip(found, expected, strict=True)
+                )
         yield "x".join(map(str, sides)), differ
 
 

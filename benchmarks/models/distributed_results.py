@@ -1,4 +1,7 @@
-"""The results of the command ``distributed``: rows in a file, and the table of the page "Several GPUs"."""
+"""The results of the command ``distributed``.
+
+Rows in a file, and the table of the page "Several GPUs".
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,12 @@ from ..columns import every, sized
 __all__ = ["COLUMNS", "MASKS", "Row", "line", "markdown", "read", "write"]
 
 MASKS = "masks"
-_MODEL_NAMES = {"llama": "Llama-like, 1B", "bert": "BERT-base", "train_lm": "`train_lm_distributed.py`", MASKS: "masks"}
+_MODEL_NAMES = {
+    "llama": "Llama-like, 1B",
+    "bert": "BERT-base",
+    "train_lm": "`train_lm_distributed.py`",
+    MASKS: "masks",
+}
 _LAYOUT_NAMES = {"tp": "TP, sequence parallel", "fsdp": "FSDP2", "fsdp-compiled": "FSDP2, compiled"}
 _EMPTY = "Figures of several GPUs are not measured yet."
 _HOW = """A row is a training step in bf16 autocast, forward and backward; the example's step has its optimizer too. Two figures
@@ -22,8 +30,19 @@ of the slowest process's time. Scaling is the fused model's tokens per second an
 are those of a step on one process: their number, and the sum of the larger side of each. Peak memory is that of the process
 that needs the most: of the example all that it holds, of the others what a step allocates. The last column is the largest
 difference of the first ten losses."""
-_COLUMNS = ("model, batch", "layout", "GPUs", "torch.nn, ms", "fused, ms", "speed-up", "tokens/s", "scaling", "peak, MiB",
-            "collectives", "loss, from one process")  # fmt: skip
+_COLUMNS = (
+    "model, batch",
+    "layout",
+    "GPUs",
+    "torch.nn, ms",
+    "fused, ms",
+    "speed-up",
+    "tokens/s",
+    "scaling",
+    "peak, MiB",
+    "collectives",
+    "loss, from one process",
+)
 
 
 @dataclass(frozen=True)
@@ -35,10 +54,11 @@ class Row:
         ms: of a step, the slowest process's, median over blocks of steps.
         spread: of ms, the interquartile range over blocks.
         tokens: of all processes, a second.
-        peak_mib: of the process that needs the most: what a step allocates beside parameters and gradients; of the example
-            all that it holds.
+        peak_mib: of the process that needs the most: what a step allocates beside parameters and
+            gradients; of the example all that it holds.
         loss: of the first step; of the example of the last.
-        difference: from one process: of the example's first losses the largest, of masks the number of elements.
+        difference: from one process: of the example's first losses the largest, of masks the number
+            of elements.
         moved_mib: of a step's collectives, the larger side of each.
         collectives: of a step, by name and number.
         device: the name of the GPU.
@@ -88,10 +108,14 @@ def line(row: Row) -> str:
     """A row in the terminal."""
     if row.model == MASKS:
         return f"masks {row.shape} on a mesh of {row.layout}: {row.difference:.0f} elements differ from one process's"
-    difference = "" if row.difference is None else f"  difference from one process {row.difference:.1e}"
-    return (f"{row.model} {row.shape} {row.layout:<14}{row.provider:<7}{row.ms:9.2f} ms ± {row.spread:.2f} "
-            f"{row.tokens:12,.0f} tokens/s  peak {row.peak_mib or 0.0:9,.0f} MiB  loss {row.loss:.4f}{difference}  "
-            f"{row.collectives} {_mib(row)}")  # fmt: skip
+    difference = (
+        "" if row.difference is None else f"  difference from one process {row.difference:.1e}"
+    )
+    return (
+        f"{row.model} {row.shape} {row.layout:<14}{row.provider:<7}{row.ms:9.2f} ms ± {row.spread:.2f} "
+        f"{row.tokens:12,.0f} tokens/s  peak {row.peak_mib or 0.0:9,.0f} MiB  loss {row.loss:.4f}{difference}  "
+        f"{row.collectives} {_mib(row)}"
+    )
 
 
 def markdown(folder: Path) -> str:
@@ -100,8 +124,10 @@ def markdown(folder: Path) -> str:
     rows = [row for path in files for row in read(path)]
     if not rows:
         return _EMPTY
-    parts = [_device(device, [row for row in rows if row.device == device])
-             for device in dict.fromkeys(row.device for row in rows)]  # fmt: skip
+    parts = [
+        _device(device, [row for row in rows if row.device == device])
+        for device in dict.fromkeys(row.device for row in rows)
+    ]
     return "\n\n".join([*parts, _HOW])
 
 
@@ -116,28 +142,55 @@ def _device(device: str, rows: list[Row]) -> str:
     masks = [row for row in rows if row.model == MASKS]
     if masks:
         meshes = ", ".join(sized(row.layout) for row in sorted(masks, key=_order))
-        parts.append(f"Masks of sharded tensors against one GPU's, all operators with dropout, meshes of {meshes}: "
-                     f"{sum(row.difference or 0.0 for row in masks):.0f} elements differ.")  # fmt: skip
-    versions = (f"torch {every(rows, 'torch')}, Triton {every(rows, 'triton')}, Transformers "
-                f"{every(rows, 'transformers')}, commit {every(rows, 'commit')}")  # fmt: skip
+        parts.append(
+            f"Masks of sharded tensors against one GPU's, all operators with dropout, meshes of {meshes}: "
+            f"{sum(row.difference or 0.0 for row in masks):.0f} elements differ."
+        )
+    versions = (
+        f"torch {every(rows, 'torch')}, Triton {every(rows, 'triton')}, Transformers "
+        f"{every(rows, 'transformers')}, commit {every(rows, 'commit')}"
+    )
     return "\n\n".join([*parts, f"{device}, {versions}."])
 
 
 def _pair(seen: dict[str, Row], rows: list[Row]) -> str:
     eager, fused = seen["eager"], seen["fused"]
-    name, layout = _MODEL_NAMES[fused.model], _LAYOUT_NAMES.get(fused.layout, f"FSDP2 × TP, {sized(fused.layout)}")  # noqa: RUF001
+    name, layout = (
+        _MODEL_NAMES[fused.model],
+        _LAYOUT_NAMES.get(fused.layout, f"FSDP2 × TP, {sized(fused.layout)}"),  # noqa: RUF001
+    )
     speed = "" if not (eager.ms and fused.ms) else f"{eager.ms / fused.ms:.2f}"
-    collectives = " / ".join(f"{_count(row)}, {_mib(row)}" if row.collectives else "" for row in (eager, fused))
-    cells = [f"{name}, {sized(fused.shape)}", layout, str(fused.ranks), f"{eager.ms:.1f}", f"{fused.ms:.1f}", speed,
-             f"{eager.tokens:,.0f} / {fused.tokens:,.0f}", _scaling(fused, rows),
-             f"{eager.peak_mib or 0:,.0f} / {fused.peak_mib or 0:,.0f}", collectives.strip(" /"),
-             "" if fused.difference is None else f"{eager.difference or 0.0:.0e} / {fused.difference:.0e}"]  # fmt: skip
+    collectives = " / ".join(
+        f"{_count(row)}, {_mib(row)}" if row.collectives else "" for row in (eager, fused)
+    )
+    cells = [
+        f"{name}, {sized(fused.shape)}",
+        layout,
+        str(fused.ranks),
+        f"{eager.ms:.1f}",
+        f"{fused.ms:.1f}",
+        speed,
+        f"{eager.tokens:,.0f} / {fused.tokens:,.0f}",
+        _scaling(fused, rows),
+        f"{eager.peak_mib or 0:,.0f} / {fused.peak_mib or 0:,.0f}",
+        collectives.strip(" /"),
+        ""
+        if fused.difference is None
+        else f"{eager.difference or 0.0:.0e} / {fused.difference:.0e}",
+    ]
     return "| " + " | ".join(cells) + " |"
 
 
 def _scaling(row: Row, rows: list[Row]) -> str:
     """Tokens a second of a process, over those of a run of one process."""
-    one = next((r for r in rows if r.ranks == 1 and r.key[:3] == row.key[:3] and r.provider == row.provider), None)
+    one = next(
+        (
+            r
+            for r in rows
+            if r.ranks == 1 and r.key[:3] == row.key[:3] and r.provider == row.provider
+        ),
+        None,
+    )
     if one is None or row.ranks == 1 or not (one.tokens and row.tokens):
         return ""
     return f"{row.tokens / row.ranks / one.tokens:.2f}"
@@ -148,7 +201,13 @@ def _count(row: Row) -> int:
 
 
 def _mib(row: Row) -> str:
-    return "" if row.moved_mib is None else f"{row.moved_mib:,.0f} MiB" if row.moved_mib >= 1 else "< 1 MiB"
+    return (
+        ""
+        if row.moved_mib is None
+        else f"{row.moved_mib:,.0f} MiB"
+        if row.moved_mib >= 1
+        else "< 1 MiB"
+    )
 
 
 def _order(row: Row) -> tuple[Any, ...]:
@@ -159,7 +218,9 @@ def _order(row: Row) -> tuple[Any, ...]:
 
 def _record(row: Row) -> dict[str, Any]:
     record = asdict(row)
-    return record | {name: "" if record[name] is None else f"{record[name]:.6g}" for name in _NUMBERS}
+    return record | {
+        name: "" if record[name] is None else f"{record[name]:.6g}" for name in _NUMBERS
+    }
 
 
 def _row(record: dict[str, str]) -> Row:

@@ -1,4 +1,7 @@
-"""`examples/train_lm_distributed.py` under the command ``distributed``: FSDP2 times tensor parallel, in several layouts."""
+"""`examples/train_lm_distributed.py` under the command ``distributed``.
+
+FSDP2 times tensor parallel, in several layouts.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,8 @@ class Trained(NamedTuple):
         layout: "4x2" for FSDP2 over four groups of two processes that split the layers.
         shape: batch and context.
         ms: of a step, by block of steps.
-        peak_mib: all that the process with the most has allocated at once, weights and optimizer included.
+        peak_mib: all that the process with the most has allocated at once, weights and optimizer
+            included.
         loss: of the last step.
         difference: from one process, the largest of the first steps' losses.
         traffic: of a step.
@@ -51,8 +55,14 @@ class Trained(NamedTuple):
 
 
 def trainings(device: torch.device, steps: int, blocks: int, *, tiny: bool) -> Iterator[Trained]:
-    """Each layout's models, whose blocks of steps take turns; one process's losses are taken once."""
-    example, args = _example(), argparse.Namespace(**(_TINY if tiny else _SIZES), rate=3e-4, dropout=0.0)
+    """Each layout's models, whose blocks of steps take turns.
+
+    One process's losses are taken once.
+    """
+    example, args = (
+        _example(),
+        argparse.Namespace(**(_TINY if tiny else _SIZES), rate=3e-4, dropout=0.0),
+    )
     ranks, corpus = dist.get_world_size(), example.read_corpus().to(device)
     steps = max(steps + 5, _COMPARED)  # the example leaves the first five out of its timing
     alone = {name: _alone(example, parts, corpus, args) for name, parts in PROVIDERS.items()}
@@ -61,8 +71,13 @@ def trainings(device: torch.device, steps: int, blocks: int, *, tiny: bool) -> I
             yield from _layout(example, corpus, args, (ranks // tp, tp), (steps, blocks, alone))
 
 
-def _layout(example: Any, corpus: Any, args: Any, sides: tuple[int, int],
-            effort: tuple[int, int, dict[str, list[float]]]) -> Iterator[Trained]:  # fmt: skip
+def _layout(
+    example: Any,
+    corpus: Any,
+    args: Any,
+    sides: tuple[int, int],
+    effort: tuple[int, int, dict[str, list[float]]],
+) -> Iterator[Trained]:
     from torch.distributed.device_mesh import init_device_mesh
 
     steps, blocks, alone = effort
@@ -76,9 +91,17 @@ def _layout(example: Any, corpus: Any, args: Any, sides: tuple[int, int],
         losses = seen[name][0][0]
         difference = max(abs(a - b) for a, b in zip(losses, alone[name], strict=False))
         more, fewer = (_traffic(example, parts, corpus, args, count, mesh) for count in (3, 2))
-        yield Trained("x".join(map(str, sides)), f"{args.batch}x{args.context}", name,
-                      [1e3 * tokens / speed for _, speed, _ in seen[name]], tokens,
-                      statistics.median(mib for *_, mib in seen[name]), losses[-1], difference, more.minus(fewer))  # fmt: skip
+        yield Trained(
+            "x".join(map(str, sides)),
+            f"{args.batch}x{args.context}",
+            name,
+            [1e3 * tokens / speed for _, speed, _ in seen[name]],
+            tokens,
+            statistics.median(mib for *_, mib in seen[name]),
+            losses[-1],
+            difference,
+            more.minus(fewer),
+        )
 
 
 def _traffic(example: Any, parts: str, corpus: Any, args: Any, steps: int, mesh: Any) -> Traffic:
@@ -90,7 +113,10 @@ def _traffic(example: Any, parts: str, corpus: Any, args: Any, steps: int, mesh:
 
 
 def _train(example: Any, parts: str, corpus: Any, args: Any, steps: int, mesh: Any) -> Any:
-    """The example's function, after the memory of the training before was freed: sharded models are in reference cycles."""
+    """The example's function, after the memory of the training before was freed.
+
+    Sharded models are in reference cycles.
+    """
     gc.collect()
     if corpus.device.type == "cuda":
         torch.cuda.empty_cache()

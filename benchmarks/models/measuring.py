@@ -1,4 +1,7 @@
-"""Time and memory of steps: wall-clock, as a model is used, the host's time included; and the kernels' time alone."""
+"""Time and memory of steps: wall-clock, as a model is used, the host's time included.
+
+The kernels' time alone.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,17 @@ from torch.profiler import ProfilerActivity, profile
 from .. import timing
 from .providers import Contender
 
-__all__ = ["Effort", "Kernel", "Measured", "Warm", "blocks", "kernels", "seconds", "synchronize", "warm_up"]
+__all__ = [
+    "Effort",
+    "Kernel",
+    "Measured",
+    "Warm",
+    "blocks",
+    "kernels",
+    "seconds",
+    "synchronize",
+    "warm_up",
+]
 
 _PROFILED = 5  # steps
 
@@ -62,18 +75,27 @@ class Kernel:
 def kernels(contender: Contender, device: torch.device) -> list[Kernel]:
     """What ran on the device in a step, by the profiler, as a mean of some.
 
-    On a GPU the sum of the times is the step's where the host keeps the queue full. Take it after all timing: what the
-    profiler has loaded may slow down later launches.
+    On a GPU the sum of the times is the step's where the host keeps the queue full. Take it after
+    all timing: what the profiler has loaded may slow down later launches.
     """
     on_gpu = device.type == "cuda"
-    with contender.in_force(), profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as run:
+    with (
+        contender.in_force(),
+        profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as run,
+    ):
         for _ in range(_PROFILED):
             contender.step()
         synchronize(device)
     contender.clear()
     events = [event for event in run.key_averages() if (event.device_type.name == "CUDA") == on_gpu]
-    return [Kernel((event.self_device_time_total if on_gpu else event.self_cpu_time_total) / _PROFILED,
-                   event.count / _PROFILED, event.key) for event in events]  # fmt: skip
+    return [
+        Kernel(
+            (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / _PROFILED,
+            event.count / _PROFILED,
+            event.key,
+        )
+        for event in events
+    ]
 
 
 def warm_up(contender: Contender, effort: Effort, device: torch.device) -> Warm:
@@ -102,7 +124,10 @@ def blocks(
             with contender.in_force():
                 seen[name].append(_block(contender.step, steps, device) * 1e3)
             contender.clear()
-    return {name: Measured(statistics.median(times), _quartile_range(times)) for name, times in seen.items()}
+    return {
+        name: Measured(statistics.median(times), _quartile_range(times))
+        for name, times in seen.items()
+    }
 
 
 def synchronize(device: torch.device) -> None:
@@ -132,14 +157,20 @@ def seconds(step: Callable[[], object], device: torch.device) -> tuple[float, fl
 
 
 def _peak_mib(contender: Contender, device: torch.device) -> float | None:
-    """Of one step, above nothing: what it allocates, and the model's own; other models on the device do not count."""
+    """Of one step, above nothing: what it allocates, and the model's own.
+
+    Other models on the device do not count.
+    """
     if device.type != "cuda":
         return None
     return timing.peak_mib(contender.step) + contender.own_bytes / 2**20
 
 
 def _settled(times: list[float]) -> bool:
-    """Whether the median is good to about one in a hundred: the quartiles' distance over the root of the count."""
+    """Whether the median is good to about one in a hundred.
+
+    The quartiles' distance over the root of the count.
+    """
     return _quartile_range(times) <= 0.01 * statistics.median(times) * math.sqrt(len(times))
 
 

@@ -113,14 +113,19 @@ Cell = Callable[[Row, "Row | None"], str]  # of a row, beside eager's
 
 
 def table(rows: Iterable[Row]) -> str:
-    """One line a workload, in plain text: each provider's ms, in brackets its speed-up over eager, its peak in MiB."""
+    """One line a workload, in plain text.
+
+    Each provider's ms, in brackets its speed-up over eager, its peak in MiB.
+    """
     places = _ordered(rows)
     columns = _columns(places)
     lines = [["model", "mode", "shape", *columns]]
     lines += [[*place, *_cells(seen, columns, _plain)] for place, seen in places]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
-                     for line in lines)  # fmt: skip
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
 
 
 def markdown(path: Path) -> str:
@@ -142,8 +147,14 @@ def markdown(path: Path) -> str:
                 _grid(places, _host),
             ]
             if any(row.gpu_ms is not None for _, seen in places for row in seen.values()):
-                parts += ["GPU time per step in ms, and in brackets the speed-up over eager:", _grid(places, _gpu)]
-            parts += ["Peak memory in MiB, and in brackets its ratio to eager's:", _grid(places, _memory)]
+                parts += [
+                    "GPU time per step in ms, and in brackets the speed-up over eager:",
+                    _grid(places, _gpu),
+                ]
+            parts += [
+                "Peak memory in MiB, and in brackets its ratio to eager's:",
+                _grid(places, _memory),
+            ]
     tricks = _tricks(rows)
     if tricks:
         parts += [_TRICKS, tricks]
@@ -152,29 +163,51 @@ def markdown(path: Path) -> str:
         parts += [_LOSS, _grid(losses, _loss)]
     present = {name for row in rows for name in (row.provider, row.model)}
     notes = " ".join(note for name, note in _NOTES.items() if name in present)
-    return "\n\n".join([*parts, *([textwrap.fill(notes, 120, break_on_hyphens=False)] if notes else []), _HOW]) + "\n"
+    return (
+        "\n\n".join(
+            [*parts, *([textwrap.fill(notes, 120, break_on_hyphens=False)] if notes else []), _HOW]
+        )
+        + "\n"
+    )
 
 
 def summary(path: Path) -> str:
     """The README's table: speed-ups of a training step over eager, the greatest bold, and where another is faster."""
-    names = {"fused": "`fuse_model`", "compile": "torch.compile", "fused_compile": "both", "liger": "Liger-Kernel"}
+    names = {
+        "fused": "`fuse_model`",
+        "compile": "torch.compile",
+        "fused_compile": "both",
+        "liger": "Liger-Kernel",
+    }
     names |= {name: _NAMES[name] for name in {row.provider for row in read(path)} & {"backend"}}
-    lines = ["| model, batch | eager, ms | " + " | ".join(names.values()) + " |", "|---|--:|" + "--:|" * len(names)]
+    lines = [
+        "| model, batch | eager, ms | " + " | ".join(names.values()) + " |",
+        "|---|--:|" + "--:|" * len(names),
+    ]
     lost = []
     for (model, _, shape), seen in _ordered(row for row in read(path) if row.mode == "train"):
-        ms = {name: row.ms for name, row in seen.items() if (name == "eager" or name in names) and row.ms is not None}
+        ms = {
+            name: row.ms
+            for name, row in seen.items()
+            if (name == "eager" or name in names) and row.ms is not None
+        }
         if "eager" not in ms or "fused" not in ms:
             continue
         least = min(ms.values())
-        cells = [_bold(f"{ms['eager'] / ms[name]:.2f}", ms[name] == least) if name in ms else "" for name in names]
+        cells = [
+            _bold(f"{ms['eager'] / ms[name]:.2f}", ms[name] == least) if name in ms else ""
+            for name in names
+        ]
         where = f"{_MODEL_NAMES[model]}, {sized(shape)}"
         lines.append(f"| {where} | {ms['eager']:.1f} | {' | '.join(cells)} |")
-        faster = [_NAMES[name] for name in ("eager", "compile", "liger") if ms.get(name, math.inf) < ms["fused"]]
+        faster = [
+            _NAMES[name]
+            for name in ("eager", "compile", "liger")
+            if ms.get(name, math.inf) < ms["fused"]
+        ]
         if faster:
             lost.append(f"{' and '.join(faster)} on {where}")
-    text = (
-        "Some entries are from another run than eager's: the figures of whole models mark these, and list the spread."
-    )
+    text = "Some entries are from another run than eager's: the figures of whole models mark these, and list the spread."
     if lost:
         text = f"Faster than `fuse_model` alone: {'; '.join(lost)}. {text}"
     text = f"The fastest of a row is bold. {text}"
@@ -189,20 +222,41 @@ def compiled(path: Path, first_calls: Path) -> str:
     names = ("compile", "fused_compile", "backend")
     compared: Places = []
     for place, seen in _ordered(row for row in read(path) if row.mode == "train"):
-        if "compile" in seen and "backend" in seen and seen["compile"].commit == seen["backend"].commit:
-            compared.append((place, {name: row for name, row in seen.items() if row.commit == seen["backend"].commit}))
+        if (
+            "compile" in seen
+            and "backend" in seen
+            and seen["compile"].commit == seen["backend"].commit
+        ):
+            compared.append(
+                (
+                    place,
+                    {
+                        name: row
+                        for name, row in seen.items()
+                        if row.commit == seen["backend"].commit
+                    },
+                )
+            )
     if not compared:
         return "Nothing has been measured yet."
-    more = [(f"{_NAMES[name]}, {figure}", name, cell)
-            for figure, field, cell in (("GPU time, ms", "gpu_ms", _gpu), ("peak, MiB", "peak_mib", _peak))
-            for name in ("compile", "backend")
-            if any(getattr(row, field) is not None for _, seen in compared for row in seen.values())]  # fmt: skip
+    more = [
+        (f"{_NAMES[name]}, {figure}", name, cell)
+        for figure, field, cell in (
+            ("GPU time, ms", "gpu_ms", _gpu),
+            ("peak, MiB", "peak_mib", _peak),
+        )
+        for name in ("compile", "backend")
+        if any(getattr(row, field) is not None for _, seen in compared for row in seen.values())
+    ]
     heads = [*[f"{_NAMES[name]}, ms" for name in names], *[head for head, *_ in more]]
     lines = [f"| model, batch | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
     for (model, _, shape), seen in compared:
         least = min(row.ms for name, row in seen.items() if name in names and row.ms is not None)
         cells = [
-            _bold(_time(seen[name], seen["compile"]), seen[name].ms == least) if name in seen else "" for name in names
+            _bold(_time(seen[name], seen["compile"]), seen[name].ms == least)
+            if name in seen
+            else ""
+            for name in names
         ]
         cells += [cell(seen[name], seen["compile"]) for _, name, cell in more]
         lines.append(f"| {_MODEL_NAMES[model]}, {sized(shape)} | {' | '.join(cells)} |")
@@ -210,8 +264,10 @@ def compiled(path: Path, first_calls: Path) -> str:
     seconds = first_calls_of(first_calls)
     if seconds:
         head = ["| model, batch | | first step, s | in a second process, s |", "|---|---|--:|--:|"]
-        lines = [f"| {_MODEL_NAMES[row.model]}, {sized(row.shape)} | {_NAMES[row.provider]} | {row.cold_s:.1f} | {row.warm_s:.1f} |"
-                 for row in seconds]  # fmt: skip
+        lines = [
+            f"| {_MODEL_NAMES[row.model]}, {sized(row.shape)} | {_NAMES[row.provider]} | {row.cold_s:.1f} | {row.warm_s:.1f} |"
+            for row in seconds
+        ]
         parts.append("\n".join([*head, *lines]))
     return "\n\n".join(parts)
 
@@ -223,13 +279,18 @@ def _bold(text: str, wanted: bool) -> str:
 def _tricks(rows: list[Row]) -> str:
     """A line for each trick that was measured: a step with it and without."""
     keyed = {row.key: row for row in rows}
-    lines = ["| trick | model | mode | shape | | with, ms | without, ms |", "|---|---|---|---|---|--:|--:|"]
+    lines = [
+        "| trick | model | mode | shape | | with, ms | without, ms |",
+        "|---|---|---|---|---|--:|--:|",
+    ]
     for row in rows:
         trick, other = WITHOUT.get(row.provider, ("", ""))
         base = keyed.get((*row.place, other))
         if trick and base is not None and base.commit == row.commit:
-            lines.append(f"| `{trick}` | {_MODEL_NAMES[row.model]} | {row.mode} | {sized(row.shape)} | {_NAMES[other]} | "
-                         f"{_time(base, None)} | {_time(row, None)} |")  # fmt: skip
+            lines.append(
+                f"| `{trick}` | {_MODEL_NAMES[row.model]} | {row.mode} | {sized(row.shape)} | {_NAMES[other]} | "
+                f"{_time(base, None)} | {_time(row, None)} |"
+            )
     return "\n".join(lines) if len(lines) > 2 else ""
 
 
@@ -263,7 +324,11 @@ def _peak(row: Row, eager: Row | None) -> str:
 def _memory(row: Row, eager: Row | None) -> str:
     if row.peak_mib is None:
         return ""
-    part = "" if eager is None or eager is row or eager.peak_mib is None else f" ({row.peak_mib / eager.peak_mib:.2f})"
+    part = (
+        ""
+        if eager is None or eager is row or eager.peak_mib is None
+        else f" ({row.peak_mib / eager.peak_mib:.2f})"
+    )
     return f"{row.peak_mib:.0f}{part}"
 
 
@@ -284,7 +349,10 @@ def _plain(row: Row, eager: Row | None) -> str:
 def _ordered(rows: Iterable[Row]) -> Places:
     """The workloads in the order in which they are measured."""
     modes, models = [*MODES, "loss"], list(MODELS)
-    return sorted(by_place(rows).items(), key=lambda entry: (modes.index(entry[0][1]), models.index(entry[0][0])))
+    return sorted(
+        by_place(rows).items(),
+        key=lambda entry: (modes.index(entry[0][1]), models.index(entry[0][0])),
+    )
 
 
 def _columns(places: Places) -> list[str]:
@@ -298,8 +366,10 @@ def _cells(seen: dict[str, Row], columns: list[str], cell: Cell) -> list[str]:
 
 def _grid(places: Places, cell: Cell) -> str:
     columns = _columns(places)
-    lines = ["| model | shape | " + " | ".join(_NAMES[name] for name in columns) + " |",
-             "|---|---|" + "--:|" * len(columns)]  # fmt: skip
+    lines = [
+        "| model | shape | " + " | ".join(_NAMES[name] for name in columns) + " |",
+        "|---|---|" + "--:|" * len(columns),
+    ]
     for (model, _, shape), seen in places:
         named = f"{_MODEL_NAMES[model]} | {sized(shape)}"
         lines.append(f"| {named} | {' | '.join(_cells(seen, columns, cell))} |")
@@ -310,5 +380,7 @@ def _source(path: Path, rows: list[Row]) -> str:
     fields = ("torch", "triton", "transformers", "commit")
     versions = " | ".join(every(rows, field) for field in fields)
     device = path.stem.removeprefix("models_").replace("_", " ").upper()
-    return ("| file | device | torch | Triton | Transformers | commit | rows |\n|---|---|---|---|---|---|--:|\n"
-            f"| [{path.name}](../benchmarks/results/{path.name}) | {device} | {versions} | {len(rows)} |")  # fmt: skip
+    return (
+        "| file | device | torch | Triton | Transformers | commit | rows |\n|---|---|---|---|---|---|--:|\n"
+        f"| [{path.name}](../benchmarks/results/{path.name}) | {device} | {versions} | {len(rows)} |"
+    )

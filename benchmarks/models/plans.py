@@ -1,4 +1,7 @@
-"""How the models of the command ``distributed`` are split by tensor parallelism: PyTorch's usual plans."""
+"""How the models of the command ``distributed`` are split by tensor parallelism.
+
+PyTorch's usual plans.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ __all__ = ["plan"]
 
 
 def plan(model: str) -> dict[str, Any]:
-    """Linear layers by columns and rows; between them sums, dropout and norms have a part of each sequence."""
+    """Linear layers by columns and rows.
+
+    Between them sums, dropout and norms have a part of each sequence.
+    """
     return _llama() if model == "llama" else _bert()
 
 
@@ -18,12 +24,17 @@ def _llama() -> dict[str, Any]:
 
     layer = "model.layers.*."
     columns = (*[f"self_attn.{name}_proj" for name in "qkv"], "mlp.gate_proj", "mlp.up_proj")
-    named_inputs: dict[str, Any] = {"input_kwarg_layouts": {"hidden_states": Shard(1)},
-                                    "desired_input_kwarg_layouts": {"hidden_states": Replicate()}}  # fmt: skip
+    named_inputs: dict[str, Any] = {
+        "input_kwarg_layouts": {"hidden_states": Shard(1)},
+        "desired_input_kwarg_layouts": {"hidden_states": Replicate()},
+    }
     return {
         "model.embed_tokens": tp.RowwiseParallel(input_layouts=Replicate(), **_rows()),
         **{layer + name: tp.ColwiseParallel() for name in columns},
-        **{layer + name: tp.RowwiseParallel(**_rows()) for name in ("self_attn.o_proj", "mlp.down_proj")},
+        **{
+            layer + name: tp.RowwiseParallel(**_rows())
+            for name in ("self_attn.o_proj", "mlp.down_proj")
+        },
         layer + "*_layernorm": tp.SequenceParallel(),
         layer + "self_attn": tp.PrepareModuleInput(**named_inputs, use_local_output=True),
         layer + "mlp": _gathered(),
@@ -38,15 +49,19 @@ def _bert() -> dict[str, Any]:
 
     layer, sums = "bert.encoder.layer.*.", ("attention.output", "output")
     return {
-        "bert.embeddings": tp.PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1),
-                                                  use_local_output=False),
+        "bert.embeddings": tp.PrepareModuleOutput(
+            output_layouts=Replicate(), desired_output_layouts=Shard(1), use_local_output=False
+        ),
         layer + "attention.self": _gathered(),
-        **{layer + f"attention.self.{name}": tp.ColwiseParallel() for name in ("query", "key", "value")},
+        **{
+            layer + f"attention.self.{name}": tp.ColwiseParallel()
+            for name in ("query", "key", "value")
+        },
         layer + "intermediate.dense": tp.ColwiseParallel(input_layouts=Shard(1)),
         **{layer + f"{name}.dense": tp.RowwiseParallel(**_rows()) for name in sums},
         **{layer + f"{name}.LayerNorm": tp.SequenceParallel() for name in sums},
         "cls": _gathered(),
-    }  # fmt: skip
+    }
 
 
 def _rows() -> dict[str, Any]:
@@ -61,4 +76,6 @@ def _gathered() -> Any:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import PrepareModuleInput
 
-    return PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True)
+    return PrepareModuleInput(
+        input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
+    )

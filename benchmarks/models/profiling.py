@@ -14,7 +14,10 @@ _WIDTH = 100
 
 
 def profiled(name: str, workload: Workload, setting: Setting, top: int = 25) -> str:
-    """A table of kernels (on a CPU, of operators): launches and µs a step, and the share of all kernels' time."""
+    """A table of kernels (on a CPU, of operators).
+
+    Launches and µs a step, and the share of all kernels' time.
+    """
     device = setting.device
     made = contender(name, workload, device, setting.text.reseeded(0))
     warm = measuring.warm_up(made, setting.effort, device)
@@ -22,8 +25,12 @@ def profiled(name: str, workload: Workload, setting: Setting, top: int = 25) -> 
     seen = kernels(made, device)
     busy = sum(kernel.us for kernel in seen) or 1.0
     lines = [f"{'us':>10}{'count':>9}{'share':>8}  kernel"]
-    lines += [f"{kernel.us:10.1f}{kernel.count:9.1f}{kernel.us / busy:8.1%}  {kernel.name[:_WIDTH]}"
-              for kernel in sorted(seen, key=lambda kernel: -kernel.us)[:top]]  # fmt: skip
-    lines.append(f"{busy / 1e3:.2f} ms busy of {wall:.2f} ms a step, {sum(kernel.count for kernel in seen):.0f} launches; "
-                 f"host {warm.host_ms:.2f} ms")  # fmt: skip
+    lines += [
+        f"{kernel.us:10.1f}{kernel.count:9.1f}{kernel.us / busy:8.1%}  {kernel.name[:_WIDTH]}"
+        for kernel in sorted(seen, key=lambda kernel: -kernel.us)[:top]
+    ]
+    lines.append(
+        f"{busy / 1e3:.2f} ms busy of {wall:.2f} ms a step, {sum(kernel.count for kernel in seen):.0f} launches; "
+        f"host {warm.host_ms:.2f} ms"
+    )
     return "\n".join(lines)

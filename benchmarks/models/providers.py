@@ -1,4 +1,7 @@
-"""The contenders: the model as it is, and what a user could do to it. Each changes one instance, in place."""
+"""The contenders: the model as it is, and what a user could do to it.
+
+Each changes one instance, in place.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,16 @@ from fusedops.backend.entry import backend
 from .text import Text
 from .workloads import Workload
 
-__all__ = ["COMPILING", "OURS", "PROVIDERS", "WITHOUT", "Contender", "contender", "offered", "prepare"]
+__all__ = [
+    "COMPILING",
+    "OURS",
+    "PROVIDERS",
+    "WITHOUT",
+    "Contender",
+    "contender",
+    "offered",
+    "prepare",
+]
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -29,7 +41,8 @@ class Contender:
     """A model that a provider has changed, and its step.
 
     Attributes:
-        in_force: a context within which the step must run; it holds what a provider changes besides the instance.
+        in_force: a context within which the step must run; it holds what a provider changes besides
+            the instance.
         step: the whole step, asynchronous.
         clear: frees what a step leaves.
     """
@@ -70,12 +83,18 @@ def prepare(name: str, model: nn.Module) -> Context:
 def offered(workload: Workload) -> list[str]:
     """The providers that are measured there unless others are named.
 
-    Autotuning takes minutes a model: it is measured where the best of torch.compile counts. Generation is not compiled:
-    its cache grows by a token a step, and the graphs are compiled again and again. A short training is not either, as its
-    sizes are others than those that were compiled.
+    Autotuning takes minutes a model: it is measured where the best of torch.compile counts.
+    Generation is not compiled: its cache grows by a token a step, and the graphs are compiled again
+    and again. A short training is not either, as its sizes are others than those that were
+    compiled.
     """
-    names = [name for name in PROVIDERS if name not in WITHOUT and name != "compile_autotune"
-             and (name != "liger" or _has_liger(workload))]  # fmt: skip
+    names = [
+        name
+        for name in PROVIDERS
+        if name not in WITHOUT
+        and name != "compile_autotune"
+        and (name != "liger" or _has_liger(workload))
+    ]
     names += ["compile_autotune"] if workload.name == "llama" else []
     return [name for name in names if name not in COMPILING or workload.mode in ("train", "infer")]
 
@@ -93,7 +112,9 @@ def _infer(model: nn.Module, batch: dict[str, Any]) -> None:
 
 
 def _generate(model: Any, batch: dict[str, Any], new: int) -> Any:
-    return model.generate(**batch, do_sample=False, no_repeat_ngram_size=3, min_new_tokens=new, max_new_tokens=new)
+    return model.generate(
+        **batch, do_sample=False, no_repeat_ngram_size=3, min_new_tokens=new, max_new_tokens=new
+    )
 
 
 def _eager(model: nn.Module) -> Context:
@@ -118,7 +139,10 @@ def _fused_backend(model: nn.Module) -> Context:
 
 
 def _liger(model: nn.Module) -> Context:
-    """Liger-Kernel's patch of an instance; what it also sets in the model's module is in force only for its steps."""
+    """Liger-Kernel's patch of an instance.
+
+    What it also sets in the model's module is in force only for its steps.
+    """
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     module = sys.modules[type(model).__module__]
@@ -152,9 +176,11 @@ PROVIDERS: dict[str, Callable[[nn.Module], Context]] = {
     "fused_compile": partial(_fused, compile_rest=True),
     "backend": partial(_compile, backend=backend),
     "fused_backend": _fused_backend,
-    **{name: partial(_fused, exclude=[trick], compile_rest=other == "fused_compile")
-       for name, (trick, other) in WITHOUT.items()},
-}  # fmt: skip
+    **{
+        name: partial(_fused, exclude=[trick], compile_rest=other == "fused_compile")
+        for name, (trick, other) in WITHOUT.items()
+    },
+}
 COMPILING = tuple([name for name in PROVIDERS if "compile" in name or "backend" in name])
 # Of ours a run must have a row; it may lack a peer's.
 OURS = frozenset(name for name in PROVIDERS if name.startswith("fused") or "backend" in name)

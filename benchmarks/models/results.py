@@ -1,4 +1,7 @@
-"""The results file of whole models: one row for a (model, mode, shape, provider), the newest replacing the older."""
+"""The results file of whole models.
+
+One row for a (model, mode, shape, provider), the newest replacing the older.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,9 @@ def by_place(rows: Iterable[Row]) -> dict[Place, dict[str, Row]]:
 
 def _record(row: Row) -> dict[str, Any]:
     record = asdict(row)
-    return record | {name: "" if record[name] is None else f"{record[name]:.4f}" for name in _NUMBERS}
+    return record | {
+        name: "" if record[name] is None else f"{record[name]:.4f}" for name in _NUMBERS
+    }
 
 
 def _row(record: dict[str, str]) -> Row:

@@ -35,8 +35,19 @@ class Setting:
 
     def row(self, workload: Workload, provider: str) -> Row:
         """A row with no number yet."""
-        return Row(workload.name, workload.mode, provider, None, None, None, operator_results.commit(),
-                   torch.__version__, _version("triton"), workload.shape, transformers=_version("transformers"))  # fmt: skip
+        return Row(
+            workload.name,
+            workload.mode,
+            provider,
+            None,
+            None,
+            None,
+            operator_results.commit(),
+            torch.__version__,
+            _version("triton"),
+            workload.shape,
+            transformers=_version("transformers"),
+        )
 
 
 @dataclass(frozen=True)
@@ -50,7 +61,9 @@ class Work:
     def keys(self) -> Iterator[Key]:
         """Its rows'."""
         workload = self.workload
-        return ((workload.name, workload.mode, workload.shape, provider) for provider in self.providers)
+        return (
+            (workload.name, workload.mode, workload.shape, provider) for provider in self.providers
+        )
 
 
 def stages(workloads: Sequence[Workload], wanted: Sequence[str] = ()) -> list[list[Work]]:
@@ -64,7 +77,9 @@ def stages(workloads: Sequence[Workload], wanted: Sequence[str] = ()) -> list[li
     for compiling in (False, True):
         stage = []
         for workload in workloads:
-            names = [n for n in (wanted or offered(workload)) if n != "liger" or n in offered(workload)]
+            names = [
+                n for n in (wanted or offered(workload)) if n != "liger" or n in offered(workload)
+            ]
             names = [name for name in names if (name in COMPILING) == compiling]
             stage += [Work(workload, tuple(names))] if names else []
         found.append(stage)
@@ -91,7 +106,11 @@ def run_work(work: Work, setting: Setting) -> list[Row]:
 
 
 def _timed(work: Work, setting: Setting) -> list[Row]:
-    warm = {name: begun for name in work.providers if (begun := _begin(name, work.workload, setting)) is not None}
+    warm = {
+        name: begun
+        for name in work.providers
+        if (begun := _begin(name, work.workload, setting)) is not None
+    }
     contenders = {name: made for name, (made, _) in warm.items()}
     singles = {name: single for name, (_, single) in warm.items()}
     times = measuring.blocks(contenders, singles, setting.effort, setting.device)
@@ -99,12 +118,27 @@ def _timed(work: Work, setting: Setting) -> list[Row]:
     rows = []
     for name, made in contenders.items():  # the profiler comes after all timing
         seen, single = times[name], singles[name]
-        gpu = sum([kernel.us for kernel in measuring.kernels(made, setting.device)]) / 1e3 if on_gpu else None
+        gpu = (
+            sum([kernel.us for kernel in measuring.kernels(made, setting.device)]) / 1e3
+            if on_gpu
+            else None
+        )
         more = "" if gpu is None else f"  gpu {gpu:9.2f} ms  peak {single.peak_mib:9.0f} MiB"
-        print(f"  {name:<14}{seen.ms:10.2f} ms ± {seen.spread:5.2f}  host {single.host_ms:9.2f} ms{more}"
-              f"  (first step {single.first_s:.1f} s)", flush=True)  # fmt: skip
-        rows.append(replace(setting.row(work.workload, name), ms=seen.ms, spread=seen.spread, host_ms=single.host_ms,
-                            peak_mib=single.peak_mib, gpu_ms=gpu))  # fmt: skip
+        print(
+            f"  {name:<14}{seen.ms:10.2f} ms ± {seen.spread:5.2f}  host {single.host_ms:9.2f} ms{more}"
+            f"  (first step {single.first_s:.1f} s)",
+            flush=True,
+        )
+        rows.append(
+            replace(
+                setting.row(work.workload, name),
+                ms=seen.ms,
+                spread=seen.spread,
+                host_ms=single.host_ms,
+                peak_mib=single.peak_mib,
+                gpu_ms=gpu,
+            )
+        )
     return rows
 
 
@@ -114,7 +148,8 @@ def _begin(name: str, workload: Workload, setting: Setting) -> tuple[Contender, 
         # The text is seeded anew, so that all have the same batch.
         made = contender(name, workload, setting.device, setting.text.reseeded(0))
         return made, measuring.warm_up(made, setting.effort, setting.device)
-    except Exception as error:  # noqa: BLE001 - a provider may fail in any way; the others are still to be timed
+    # A provider may fail in any way; the others are still to be timed.
+    except Exception as error:  # noqa: BLE001
         _say(f"{workload} {name}: left out, {type(error).__name__}: {_first_line(error)}")
         _free(setting.device)
         return None
@@ -125,16 +160,27 @@ def _learned(work: Work, setting: Setting) -> list[Row]:
     for name in work.providers:
         start = time.perf_counter()
         try:
-            seen = training.learn(name, work.workload, setting.text, setting.device, seeds=setting.seeds,
-                                  steps=setting.steps)  # fmt: skip
+            seen = training.learn(
+                name,
+                work.workload,
+                setting.text,
+                setting.device,
+                seeds=setting.seeds,
+                steps=setting.steps,
+            )
         except Exception as error:  # noqa: BLE001 - as above
             _say(f"{work.workload} {name}: left out, {type(error).__name__}: {_first_line(error)}")
             continue
         finally:
             _free(setting.device)
         took = time.perf_counter() - start
-        print(f"  {name:<14}loss {seen.mean:.4f}, {seen.spread:.4f} between seeds  ({took:.1f} s)", flush=True)
-        rows.append(replace(setting.row(work.workload, name), loss=seen.mean, loss_spread=seen.spread))
+        print(
+            f"  {name:<14}loss {seen.mean:.4f}, {seen.spread:.4f} between seeds  ({took:.1f} s)",
+            flush=True,
+        )
+        rows.append(
+            replace(setting.row(work.workload, name), loss=seen.mean, loss_spread=seen.spread)
+        )
     return rows
 
 

@@ -16,7 +16,10 @@ TOKENS = _FIRST + 256
 
 
 class Text:
-    """The corpus on a device. Windows of it are drawn by a generator of their own, whatever a model draws."""
+    """The corpus on a device.
+
+    Windows of it are drawn by a generator of their own, whatever a model draws.
+    """
 
     def __init__(self, device: torch.device, seed: int = 0) -> None:
         modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -33,7 +36,9 @@ class Text:
     def windows(self, count: int, length: int) -> Tensor:
         """``(count, length)`` bytes, each row a random place of the text."""
         starts = torch.randint(len(self._bytes) - length, (count, 1), generator=self._generator)
-        return self._bytes[starts.to(self._bytes.device) + torch.arange(length, device=self._bytes.device)].long()
+        return self._bytes[
+            starts.to(self._bytes.device) + torch.arange(length, device=self._bytes.device)
+        ].long()
 
     def tokens(self, count: int, length: int) -> Tensor:
         """The same as token ids."""

@@ -27,9 +27,13 @@ class Traffic(TorchDispatchMode):
             return NotImplemented
         found = func(*args, **(kwargs or {}))
         name = func.__name__.partition(".")[0]
-        if func.namespace in ("_c10d_functional", "c10d") and not name.startswith(("wait_", "_wrap_", "barrier")):
+        if func.namespace in ("_c10d_functional", "c10d") and not name.startswith(
+            ("wait_", "_wrap_", "barrier")
+        ):
             self.counts[name] += 1
-            self.bytes += max(_bytes(args), _bytes(found if func.namespace == "_c10d_functional" else ()))
+            self.bytes += max(
+                _bytes(args), _bytes(found if func.namespace == "_c10d_functional" else ())
+            )
         return found
 
     def minus(self, other: Traffic) -> Traffic:

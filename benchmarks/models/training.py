@@ -1,4 +1,7 @@
-"""The loss after a short training on real text: whether a provider's model learns as eager's does."""
+"""The loss after a short training on real text.
+
+Whether a provider's model learns as eager's does.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +30,29 @@ class Learned:
 
 
 def learn(
-    provider: str, workload: Workload, text: Text, device: torch.device, *, seeds: Sequence[int], steps: int
+    provider: str,
+    workload: Workload,
+    text: Text,
+    device: torch.device,
+    *,
+    seeds: Sequence[int],
+    steps: int,
 ) -> Learned:
     """Trains once a seed."""
-    losses = [final_loss(provider, workload, text.reseeded(seed), device, seed=seed, steps=steps) for seed in seeds]
+    losses = [
+        final_loss(provider, workload, text.reseeded(seed), device, seed=seed, steps=steps)
+        for seed in seeds
+    ]
     return Learned(statistics.fmean(losses), max(losses) - min(losses))
 
 
-def final_loss(provider: str, workload: Workload, text: Text, device: torch.device, *, seed: int, steps: int) -> float:
+def final_loss(
+    provider: str, workload: Workload, text: Text, device: torch.device, *, seed: int, steps: int
+) -> float:
     """The mean loss of the last steps of AdamW, in bf16 autocast with dropout on.
 
-    The seed decides the weights and, by ``text``, the batches; both are the same for every provider.
+    The seed decides the weights and, by ``text``, the batches; both are the same for every
+    provider.
     """
     model = workload.build(device, seed)
     in_force = prepare(provider, model)

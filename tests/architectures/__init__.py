@@ -1,8 +1,10 @@
-"""Some hundreds of small architectures: Transformers' model types, PyTorch's encoders, and a few written by hand.
+"""Some hundreds of small architectures.
 
-`names` lists those that run here, `make` gives one; neither needs a network. The models have random weights and are
-built within a second. What is left out of Transformers stands in `left.txt`, with the reason; ``python
-tests/architectures`` tries all of them, and with ``--write`` renews that list.
+Transformers' model types, PyTorch's encoders, and a few written by hand.
+
+`names` lists those that run here, `make` gives one; neither needs a network. The models have random
+weights and are built within a second. What is left out of Transformers stands in `left.txt`, with
+the reason; ``python tests/architectures`` tries all of them, and with ``--write`` renews that list.
 """
 
 from __future__ import annotations
@@ -32,10 +34,20 @@ try:
 except ImportError:
     _logging = None
 
-__all__ = ["LEFT", "Architecture", "left", "make", "names", "outputs", "quiet", "transformers_types"]
+__all__ = [
+    "LEFT",
+    "Architecture",
+    "left",
+    "make",
+    "names",
+    "outputs",
+    "quiet",
+    "transformers_types",
+]
 
 LEFT = Path(__file__).with_name("left.txt")
-# Of timm, where it is installed: an isotropic one, a convolutional one, one with relative positions, one of mixers.
+# Of timm, where it is installed: an isotropic one, a convolutional one, one with relative
+# positions, one of mixers.
 _TIMM = {
     "timm/vit": (
         "vit_tiny_patch16_224",
@@ -70,14 +82,20 @@ class Architecture:
 
     def inputs(self, model: nn.Module) -> dict[str, Any]:
         """Keyword arguments, the same at each call."""
-        return {name: x.clone() if isinstance(x, Tensor) else x for name, x in self.find(model).items()}
+        return {
+            name: x.clone() if isinstance(x, Tensor) else x for name, x in self.find(model).items()
+        }
 
 
 def names() -> list[str]:
     """Of those that run."""
     has_timm = all(importlib.util.find_spec(name) is not None for name in ("timm", "torchvision"))
     omitted = left()
-    return [*WRITTEN, *(_TIMM if has_timm else ()), *(name for name in transformers_types() if name not in omitted)]
+    return [
+        *WRITTEN,
+        *(_TIMM if has_timm else ()),
+        *(name for name in transformers_types() if name not in omitted),
+    ]
 
 
 def left() -> dict[str, str]:
@@ -100,10 +118,16 @@ def make(name: str) -> Architecture:
     if name in WRITTEN:
         create, given = WRITTEN[name]
         return Architecture(
-            name, create, lambda model: {next(iter(inspect.signature(model.forward).parameters)): given()}
+            name,
+            create,
+            lambda model: {next(iter(inspect.signature(model.forward).parameters)): given()},
         )
     if name in _TIMM:
-        return Architecture(name, lambda: _timm(name), lambda _: {"x": torch.randn(2, 3, 32, 32, generator=_seeded())})
+        return Architecture(
+            name,
+            lambda: _timm(name),
+            lambda _: {"x": torch.randn(2, 3, 32, 32, generator=_seeded())},
+        )
     return Architecture(name, lambda: _build(name), lambda model: _inputs(name, model))
 
 
@@ -111,7 +135,13 @@ def outputs(value: Any) -> list[Tensor]:
     """The floating-point tensors in a result; caches are left out."""
     if isinstance(value, Tensor):
         return [value] if value.is_floating_point() else []
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    values = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (tuple, list))
+        else ()
+    )
     return [tensor for inner in values for tensor in outputs(inner)]
 
 
@@ -167,7 +197,11 @@ def _classes(name: str) -> list[Any]:
     order = [auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING]
     if name not in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         order.append(auto.MODEL_FOR_CAUSAL_LM_MAPPING)
-    found = [mapping[config] for mapping in (*order, auto.MODEL_MAPPING) if name in mapping._model_mapping]
+    found = [
+        mapping[config]
+        for mapping in (*order, auto.MODEL_MAPPING)
+        if name in mapping._model_mapping
+    ]
     return [cls[0] if isinstance(cls, (list, tuple)) else cls for cls in found]
 
 

@@ -1,7 +1,9 @@
-"""``python tests/architectures [--write] [NAME...]``: which of Transformers' model types can be built and run small.
+"""``python tests/architectures [--write] [NAME...]``.
 
-Prints those that cannot, with the reason; with ``--write`` that becomes `left.txt`, of which the tests leave out what
-stands there. Run it after an update of Transformers.
+Which of Transformers' model types can be built and run small.
+
+Prints those that cannot, with the reason; with ``--write`` that becomes `left.txt`, of which the
+tests leave out what stands there. Run it after an update of Transformers.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ _SECONDS, _PARAMETERS = 10, 6_000_000
 
 
 def tried(name: str) -> str:
-    """Why an architecture cannot be used: built, run, and differentiated in training; "" if it can."""
+    """Why an architecture cannot be used: built, run, and differentiated in training.
+
+    "" if it can.
+    """
     try:
         architecture = make(name)
         model = architecture.build()
@@ -40,7 +45,9 @@ def tried(name: str) -> str:
         found = [y for y in outputs(model(**arguments)) if y.requires_grad]
         if not found:
             return "has no output that can be differentiated"
-        torch.autograd.grad(sum(y.double().nan_to_num().sum() for y in found), parameters, allow_unused=True)
+        torch.autograd.grad(
+            sum(y.double().nan_to_num().sum() for y in found), parameters, allow_unused=True
+        )
     except Exception as error:  # noqa: BLE001, of any kind
         return textwrap.shorten(f"{type(error).__name__}: {error}", 140, placeholder=" …")
     return ""
@@ -52,7 +59,9 @@ def _random(model: Any, arguments: dict[str, Any]) -> bool:
         with torch.no_grad():
             return outputs(model(**arguments))
 
-    return any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(run(), run(), strict=True))
+    return any(
+        not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(run(), run(), strict=True)
+    )
 
 
 def _late(*_: Any) -> None:
@@ -80,9 +89,13 @@ def main(arguments: list[str] | None = None) -> int:
         if reason:
             reasons[name] = reason
             print(f"{name}\t{reason}", flush=True)
-    print(f"{len(names) - len(reasons)} of {len(names)} model types run, in {time.monotonic() - start:.0f} s")
+    print(
+        f"{len(names) - len(reasons)} of {len(names)} model types run, in {time.monotonic() - start:.0f} s"
+    )
     if options.write and not options.names:
-        LEFT.write_text("".join(f"{name}\t{reason}\n" for name, reason in reasons.items()), encoding="utf-8")
+        LEFT.write_text(
+            "".join(f"{name}\t{reason}\n" for name, reason in reasons.items()), encoding="utf-8"
+        )
     return 0
 
 

@@ -1,7 +1,10 @@
-"""Whether a model that was changed still computes the same: within what moving all its numbers a little makes of it.
+"""Whether a model that was changed still computes the same.
 
-How far two results may differ is measured, as `fuse_model(check=...)` does: all parameters and inputs are moved by a unit
-in the last place, and the results may differ by sixteen times what that makes of them, and by their own rounding.
+Within what moving all its numbers a little makes of it.
+
+How far two results may differ is measured, as `fuse_model(check=...)` does: all parameters and
+inputs are moved by a unit in the last place, and the results may differ by sixteen times what that
+makes of them, and by their own rounding.
 """
 
 from __future__ import annotations
@@ -19,7 +22,17 @@ from support import DEVICE
 
 from . import make, outputs
 
-__all__ = ["DRAWS", "Results", "built", "compare", "distance", "first_results", "moved_by", "results_of", "size_of"]
+__all__ = [
+    "DRAWS",
+    "Results",
+    "built",
+    "compare",
+    "distance",
+    "first_results",
+    "moved_by",
+    "results_of",
+    "size_of",
+]
 
 MOVEMENTS, DRAWS = 16, 3
 Results = dict[str, Tensor]
@@ -31,17 +44,27 @@ def built(name: str) -> tuple[nn.Module, dict[str, Any]]:
     try:
         model = architecture.build()
         arguments = architecture.inputs(model)
-    except Exception as error:  # noqa: BLE001, another Transformers than the one for which left.txt was written
+    # Another Transformers than the one for which left.txt was written.
+    except Exception as error:  # noqa: BLE001
         pytest.skip(f"cannot be built or run: {error}")
-    return model.to(DEVICE), {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in arguments.items()}
+    return model.to(DEVICE), {
+        k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in arguments.items()
+    }
 
 
 def results_of(
     model: nn.Module, arguments: dict[str, Any], draw: int | None = None, *, inputs_too: bool = True
 ) -> Results:
-    """Outputs, and the gradients of a random sum of them by parameters and inputs; with ``draw``, of that sum moved."""
-    inputs = {k: v.detach().clone().requires_grad_(inputs_too and v.is_floating_point()) if isinstance(v, Tensor) else v
-              for k, v in arguments.items()}  # fmt: skip
+    """Outputs, and the gradients of a random sum of them by parameters and inputs.
+
+    With ``draw``, of that sum moved.
+    """
+    inputs = {
+        k: v.detach().clone().requires_grad_(inputs_too and v.is_floating_point())
+        if isinstance(v, Tensor)
+        else v
+        for k, v in arguments.items()
+    }
     torch.manual_seed(3)
     found = outputs(model(**inputs))
     by = {n: p for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
@@ -53,25 +76,40 @@ def results_of(
         weight = move(torch.randn(y.shape, generator=generator).to(y))
         if y.requires_grad:
             total = total + (y.masked_fill(~y.isfinite(), 0.0) * weight).double().sum()
-    gradients = torch.autograd.grad(total, list(by.values()), allow_unused=True) if total.requires_grad else ()
+    gradients = (
+        torch.autograd.grad(total, list(by.values()), allow_unused=True)
+        if total.requires_grad
+        else ()
+    )
     made = {f"output {index}": y.detach().clone() for index, y in enumerate(found)}
-    return made | {f"gradient of {n}": g for n, g in zip(by, gradients, strict=False) if g is not None}
+    return made | {
+        f"gradient of {n}": g for n, g in zip(by, gradients, strict=False) if g is not None
+    }
 
 
-def first_results(model: nn.Module, arguments: dict[str, Any]) -> tuple[Callable[..., Results], Results]:
-    """How to run a model that is not fused, and its results: some set what of their inputs requires a gradient."""
+def first_results(
+    model: nn.Module, arguments: dict[str, Any]
+) -> tuple[Callable[..., Results], Results]:
+    """How to run a model that is not fused, and its results.
+
+    Some set what of their inputs requires a gradient.
+    """
     try:
         return results_of, results_of(model, arguments)
     except RuntimeError:
         run = partial(results_of, inputs_too=False)
         try:
             return run, run(model, arguments)
-        except Exception as error:  # noqa: BLE001, such a model, or such a mode of it, is out of order by itself
+        # Such a model, or such a mode of it, is out of order by itself.
+        except Exception as error:  # noqa: BLE001
             pytest.skip(f"fails without being fused: {error}")
 
 
 def _mover(draw: int | None, unit: float = 0.0) -> Callable[[Any], Any]:
-    """Moves every number by a unit in the last place, or by ``unit`` of it, at random; without ``draw``, none."""
+    """Moves every number by a unit in the last place, or by ``unit`` of it, at random.
+
+    Without ``draw``, none.
+    """
     generator = torch.Generator().manual_seed(draw or 0)
 
     def move(x: Any) -> Any:
@@ -121,5 +159,9 @@ def compare(found: Results, expected: Results, moved: list[Results]) -> None:
         if not apart <= allowed:
             wrong[name] = (apart, allowed)
     if wrong:
-        name, (apart, allowed) = max(wrong.items(), key=lambda item: item[1][0] / (item[1][1] or 1e-30))
-        pytest.fail(f"{len(wrong)} of {len(expected)} results differ; {name} by {apart:.3g}, allowed {allowed:.3g}")
+        name, (apart, allowed) = max(
+            wrong.items(), key=lambda item: item[1][0] / (item[1][1] or 1e-30)
+        )
+        pytest.fail(
+            f"{len(wrong)} of {len(expected)} results differ; {name} by {apart:.3g}, allowed {allowed:.3g}"
+        )

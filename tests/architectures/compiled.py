@@ -1,7 +1,7 @@
 """The compile backend without Inductor, which takes seconds a model to compile for a CPU.
 
-A graph's regions are operators as they are under ``torch.compile(backend="fusedops")``, and PyTorch differentiates and
-partitions the graph as it does for Inductor; then the graph is run as it is.
+A graph's regions are operators as they are under ``torch.compile(backend="fusedops")``, and PyTorch
+differentiates and partitions the graph as it does for Inductor; then the graph is run as it is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ __all__ = ["compiled", "compiled_alone"]
 
 
 def compiled(model: nn.Module, **options: Any) -> CompileReport:
-    """Compiles a model in place. The report is filled by the first call, and again where torch.compile traces anew."""
+    """Compiles a model in place.
+
+    The report is filled by the first call, and again where torch.compile traces anew.
+    """
     report = CompileReport()
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -28,10 +28,20 @@ def candidates(model: nn.Module) -> Iterator[dict[str, Any]]:
                 yield {**extra, **own, **decoder}
                 if decoder:
                     yield {**extra, **own}
-    for other in ("input_ids", "pixel_values", "input_features", "input_values", "pixel_values_videos"):
+    for other in (
+        "input_ids",
+        "pixel_values",
+        "input_features",
+        "input_values",
+        "pixel_values_videos",
+    ):
         if other != main:
             yield from found.variants(other)
-    required = [n for n, p in signature.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    required = [
+        n
+        for n, p in signature.items()
+        if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
     width = found.number("hidden_size", "d_model", default=32)
     yield {name: found.normal(_BATCH, _LENGTH, width) for name in required}
 
@@ -71,12 +81,27 @@ class _Found:
         grid = next((name for name in ("grid_thw", "image_grid_thw") if name in self._names), None)
         if grid is None or "input_ids" in self._names:
             return []
-        patch, channels = self.number("patch_size", default=8), self.number("in_channels", "num_channels", default=3)
-        name = main if main in self._names else "hidden_states" if "hidden_states" in self._names else "pixel_values"
+        patch, channels = (
+            self.number("patch_size", default=8),
+            self.number("in_channels", "num_channels", default=3),
+        )
+        name = (
+            main
+            if main in self._names
+            else "hidden_states"
+            if "hidden_states" in self._names
+            else "pixel_values"
+        )
         found = []
         for frames in (self.number("temporal_patch_size", default=1), 1):
-            given = {name: self.normal(32, channels * frames * patch * patch), grid: torch.tensor([[1, 4, 4]] * 2)}
-            shaped = {**given, name: rearrange(given[name], "n (c h w) -> n c h w", h=patch, w=patch)}
+            given = {
+                name: self.normal(32, channels * frames * patch * patch),
+                grid: torch.tensor([[1, 4, 4]] * 2),
+            }
+            shaped = {
+                **given,
+                name: rearrange(given[name], "n (c h w) -> n c h w", h=patch, w=patch),
+            }
             found += [given, shaped, {**given, "merge_sizes": torch.tensor([2, 2])}]
         return [arguments for arguments in found if arguments.keys() <= self._names]
 
@@ -91,20 +116,39 @@ class _Found:
         if name == "input_values":
             length = self.number("max_length", default=32)
             mel = self.number("num_mel_bins", default=16)
-            return [{name: self.normal(*shape)} for shape in ((_BATCH, 1600), (_BATCH, 1, 1600), (_BATCH, length, mel))]
+            return [
+                {name: self.normal(*shape)}
+                for shape in ((_BATCH, 1600), (_BATCH, 1, 1600), (_BATCH, length, mel))
+            ]
         if name == "input_features":
-            mel = self.number("num_mel_bins", "feature_size", "input_dim", "input_feat_per_channel", default=16)
+            mel = self.number(
+                "num_mel_bins", "feature_size", "input_dim", "input_feat_per_channel", default=16
+            )
             length = 2 * self.number("max_source_positions", default=16)
-            shapes = ((_BATCH, mel, length), (_BATCH, length, mel), (_BATCH, 1, length, mel), (_BATCH, 1, 64, 64))
+            shapes = (
+                (_BATCH, mel, length),
+                (_BATCH, length, mel),
+                (_BATCH, 1, length, mel),
+                (_BATCH, 1, 64, 64),
+            )
             return [{name: self.normal(*shape)} for shape in shapes]
         if name in ("inputs_embeds", "hidden_states"):
-            return [{name: self.normal(_BATCH, _LENGTH, self.number("hidden_size", "d_model", default=32))}]
+            return [
+                {
+                    name: self.normal(
+                        _BATCH, _LENGTH, self.number("hidden_size", "d_model", default=32)
+                    )
+                }
+            ]
         return []
 
     def _ids(self, length: int) -> Tensor:
         words = self.number("vocab_size", default=128)
         return torch.randint(
-            min(10, words // 2), max(words - words // 5, 2), (_BATCH, length), generator=self._generator
+            min(10, words // 2),
+            max(words - words // 5, 2),
+            (_BATCH, length),
+            generator=self._generator,
         )
 
     def _text(self) -> list[dict[str, Tensor]]:
@@ -117,7 +161,9 @@ class _Found:
         return [full, ids] if len(full) > 1 else [ids]
 
     def _images(self) -> list[Tensor]:
-        channels = self.number("num_channels", "in_channels", "in_chans", "input_channels", default=3)
+        channels = self.number(
+            "num_channels", "in_channels", "in_chans", "input_channels", default=3
+        )
         size = self.number("image_size", default=32)
         sizes = [size] if size == 64 else [size, 64]
         frames = self.number("num_frames", "frames_per_clip", default=2)

@@ -1,7 +1,9 @@
-"""Small configurations of Transformers' models, made from their defaults: the same structure, with everything small.
+"""Small configurations of Transformers' models, made from their defaults.
 
-A field is made small by its name, in a configuration and in those within it. What that breaks in one model is mended in
-`tables.OVERRIDES`.
+The same structure, with everything small.
+
+A field is made small by its name, in a configuration and in those within it. What that breaks in
+one model is mended in `tables.OVERRIDES`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ def _at_most(limit: int) -> Callable[[int], int]:
     return lambda value: min(value, limit)
 
 
-# The first that matches a field's whole name gives its value from that of the default configuration.
+# The first that matches a field's whole name gives its value from that of the default
+# configuration.
 _INTEGERS: list[tuple[re.Pattern[str], Callable[[int], int]]] = [
     (re.compile(names), small)
     for names, small in [
@@ -30,38 +33,77 @@ _INTEGERS: list[tuple[re.Pattern[str], Callable[[int], int]]] = [
         (r".*vocab(ulary)?_size(_.*)?|codebook_size|audio_vocab_size", _at_most(_VOCABULARY)),
         (r"image_size|.*_image_size|pretrain_img_size", _at_most(32)),
         (r"(?!temporal|spatial).*patch_size", _at_most(8)),
-        (r"window_size|sliding_window|local_attention|attention_window|sliding_window_size", _at_most(4)),
+        (
+            r"window_size|sliding_window|local_attention|attention_window|sliding_window_size",
+            _at_most(4),
+        ),
         (r"max_source_positions|n_audio_ctx", _at_most(20)),
-        ((r"(.*_)?max_position_embeddings|.*positions?|n_ctx|max_seq(uence)?_len(gth)?|model_max_length|max_.*_embeddings"
-         r"|context_length|num_position_embeddings"), _at_most(64)),
+        (
+            (
+                r"(.*_)?max_position_embeddings|.*positions?|n_ctx|max_seq(uence)?_len(gth)?|model_max_length|max_.*_embeddings"
+                r"|context_length|num_position_embeddings"
+            ),
+            _at_most(64),
+        ),
         (r"max_length|max_pos_emb", _at_most(64)),
         (r"num_kv_shared_layers|num_nextn_predict_layers|num_mtp_.*", _at_most(0)),
         (r"num_feat_extract_layers|num_residual_layers|num_adapter_layers", lambda value: value),
         (r"first_k_dense_replace|num_dense_layers|moe_layer_start_index", _at_most(1)),
         (r"max_window_layers", _at_most(1)),
-        ((r".*(num|n)_.*layers|n_layers?|layers|num_layers|depth|.*_depth|(encoder|decoder)_layers|num_blocks|num_.*_blocks"
-         r"|.*_num_layers|\w*_layers"), _at_most(2)),
-        (r".*(experts?|k)_per_tok(en)?|moe_topk|moe_k|num_selected_experts|num_experts_per_token|moe_top_k", _at_most(2)),
+        (
+            (
+                r".*(num|n)_.*layers|n_layers?|layers|num_layers|depth|.*_depth|(encoder|decoder)_layers|num_blocks|num_.*_blocks"
+                r"|.*_num_layers|\w*_layers"
+            ),
+            _at_most(2),
+        ),
+        (
+            r".*(experts?|k)_per_tok(en)?|moe_topk|moe_k|num_selected_experts|num_experts_per_token|moe_top_k",
+            _at_most(2),
+        ),
         (r"(num|n)_shared_experts", _at_most(1)),
         (r".*(num|n)_.*experts|n_experts|num_experts", _at_most(4)),
         (r"n_group|topk_group|num_expert_group", _at_most(1)),
         (r"(qk_|.*_qk_)head_dim", _at_most(2 * _HEAD)),
-        ((r".*head_(dim|size)|d_kv|d_head|dim_head|kv_channels|attention_key_size|mamba_d_head|.*dim_head|rotary_dim"
-         r"|attention_head_size|head_width"), _at_most(_HEAD)),
+        (
+            (
+                r".*head_(dim|size)|d_kv|d_head|dim_head|kv_channels|attention_key_size|mamba_d_head|.*dim_head|rotary_dim"
+                r"|attention_head_size|head_width"
+            ),
+            _at_most(_HEAD),
+        ),
         (r".*lora_rank|.*_rank", _at_most(16)),
-        (r".*(key_value|kv)_.*heads?|n_kv_heads?|multi_query_group_num|.*num_query_groups", _at_most(2)),
+        (
+            r".*(key_value|kv)_.*heads?|n_kv_heads?|multi_query_group_num|.*num_query_groups",
+            _at_most(2),
+        ),
         (r"(.*_)?(num|n)_.*heads?|n_heads?|num_heads|.*attention_heads|.*_heads", _at_most(_HEADS)),
-        ((r".*intermediate.*|.*ffn_dim|d_ff|dff|n_inner|.*ffn_hidden_size|.*mlp_dim|dim_feedforward|.*feedforward_dim"
-         r"|d_inner|encoder_ffn_dim|mlp_hidden_size|feed_forward_size"), _at_most(_WIDE)),
+        (
+            (
+                r".*intermediate.*|.*ffn_dim|d_ff|dff|n_inner|.*ffn_hidden_size|.*mlp_dim|dim_feedforward|.*feedforward_dim"
+                r"|d_inner|encoder_ffn_dim|mlp_hidden_size|feed_forward_size"
+            ),
+            _at_most(_WIDE),
+        ),
         (r"num_mel_bins|n_mels|.*feat_per_channel", _at_most(16)),
-        ((r"num_queries|num_latents|num_query_tokens|latent_query_num|.*n_latents|num_denoising|.*num_latents"
-         r"|num_detection_tokens"), _at_most(8)),
-        ((r".*(hidden|embed\w*|proj\w*|output|feature|model|latent|channel|channels)_(size|dim)s?|hidden_size.*|embed_dim|d_model"
-         r"|n_embd|dim|emb_dim|embedding_(size|dim)|width|out_dim|output_dim|(in|out|output|latent|base)_channels"
-         r"|(hidden|embed|proj|model|projection|mask|fusion|cross)_\w*(dim|size)|d_embed|pooler_output_size"
-         r"|\w+_(dim|size|width)_?\w*|.*_channels"), _at_most(_HIDDEN)),
+        (
+            (
+                r"num_queries|num_latents|num_query_tokens|latent_query_num|.*n_latents|num_denoising|.*num_latents"
+                r"|num_detection_tokens"
+            ),
+            _at_most(8),
+        ),
+        (
+            (
+                r".*(hidden|embed\w*|proj\w*|output|feature|model|latent|channel|channels)_(size|dim)s?|hidden_size.*|embed_dim|d_model"
+                r"|n_embd|dim|emb_dim|embedding_(size|dim)|width|out_dim|output_dim|(in|out|output|latent|base)_channels"
+                r"|(hidden|embed|proj|model|projection|mask|fusion|cross)_\w*(dim|size)|d_embed|pooler_output_size"
+                r"|\w+_(dim|size|width)_?\w*|.*_channels"
+            ),
+            _at_most(_HIDDEN),
+        ),
     ]
-]  # fmt: skip
+]
 _TOKEN = re.compile(r".*(token|_)_?(id|index)s?|.*_token|.*_ids?")
 _INDICES = re.compile(r".*(indices|indexes|idxs|layer_ids|_layers?|layers_ids|summary_idx)")
 
@@ -72,7 +114,10 @@ def tiny_config(model_type: str, config_class: type[Any]) -> Any:
 
 
 class _Shrinking:
-    """Makes a configuration and those in it small; what stands for one token stands for one afterwards."""
+    """Makes a configuration and those in it small.
+
+    What stands for one token stands for one afterwards.
+    """
 
     def __init__(self) -> None:
         self._tokens: dict[int, int] = {}
@@ -92,10 +137,14 @@ class _Shrinking:
             if name not in parameters or field.startswith("_"):
                 continue
             small = self._small(field, value, layers)
-            if small is not value or (plain and (field not in plain or _differ(plain[field], value))):
+            if small is not value or (
+                plain and (field not in plain or _differ(plain[field], value))
+            ):
                 found[name] = small
         _match_heads(config, found)
-        mended = OVERRIDES.get(model_type, {}) | OVERRIDES.get(getattr(config, "model_type", ""), {})
+        mended = OVERRIDES.get(model_type, {}) | OVERRIDES.get(
+            getattr(config, "model_type", ""), {}
+        )
         found |= {name: value for name, value in mended.items() if name in parameters}
         return _made(cls, found)
 
@@ -125,17 +174,25 @@ class _Shrinking:
         made: list[Any]
         if not all(isinstance(part, (int, str)) and not isinstance(part, bool) for part in value):
             return value
-        if layers is not None and len(value) == layers > 2 and "layer" in name:  # one for each layer
+        if (
+            layers is not None and len(value) == layers > 2 and "layer" in name
+        ):  # one for each layer
             made = [value[0], value[-1]]
             return type(value)(
-                [self._integer(name.replace("_per_layer", ""), p) if isinstance(p, int) else p for p in made]
+                [
+                    self._integer(name.replace("_per_layer", ""), p) if isinstance(p, int) else p
+                    for p in made
+                ]
             )
         if isinstance(value[0], str):
             return value
         if name.endswith("heads") and all(part % 3 == 0 for part in value):
             return type(value)([part // 3 for part in value])
-        if re.fullmatch(r"depths?|.*blocks_per_stage|block_sizes|num_blocks|.*numb_of_layers|num_layers|layers"
-                        r"|num_hidden_layers", name):  # fmt: skip
+        if re.fullmatch(
+            r"depths?|.*blocks_per_stage|block_sizes|num_blocks|.*numb_of_layers|num_layers|layers"
+            r"|num_hidden_layers",
+            name,
+        ):
             made = [1] * len(value)
         elif name in ("image_size", "patch_size", "window_size") or (
             _TOKEN.fullmatch(name) and max(value) >= _VOCABULARY
@@ -186,4 +243,6 @@ def _made(cls: type[Any], found: dict[str, Any]) -> Any:
     try:
         return cls(**found)
     except Exception:  # noqa: BLE001
-        return cls(**{name: v.to_dict() if hasattr(v, "to_dict") else v for name, v in found.items()})
+        return cls(
+            **{name: v.to_dict() if hasattr(v, "to_dict") else v for name, v in found.items()}
+        )

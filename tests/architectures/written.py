@@ -38,9 +38,14 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.size()
         q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
-        q, k, v = (t.view(batch, length, self.n_head, width // self.n_head).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (
+            t.view(batch, length, self.n_head, width // self.n_head).transpose(1, 2)
+            for t in (q, k, v)
+        )
         dropout = self.dropout if self.training else 0
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=dropout, is_causal=True)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=None, dropout_p=dropout, is_causal=True
+        )
         y = y.transpose(1, 2).contiguous().view(batch, length, width)
         return self.resid_dropout(self.c_proj(y))
 
@@ -116,7 +121,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         batch, length, _ = x.shape
         q, k, v = (
-            w(x).view(batch, length, self.n_heads, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
+            w(x).view(batch, length, self.n_heads, self.head_dim).transpose(1, 2)
+            for w in (self.wq, self.wk, self.wv)
         )
         scores = torch.matmul(q, k.transpose(2, 3)) / math.sqrt(self.head_dim) + mask
         output = torch.matmul(F.softmax(scores.float(), dim=-1).type_as(q), v)
@@ -158,7 +164,9 @@ class MetaLlama(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         h = self.tok_embeddings(tokens)
-        mask = torch.full((tokens.shape[1],) * 2, float("-inf"), device=h.device, dtype=h.dtype).triu(1)
+        mask = torch.full(
+            (tokens.shape[1],) * 2, float("-inf"), device=h.device, dtype=h.dtype
+        ).triu(1)
         for layer in self.layers:
             h = layer(h, mask)
         return self.output(self.norm(h))
@@ -229,7 +237,9 @@ def _rows(*shape: int) -> Callable[[], Tensor]:
 
 
 def _encoder(norm_first: bool) -> nn.Module:
-    layer = nn.TransformerEncoderLayer(_WIDTH, _HEADS, 64, 0.25, batch_first=True, norm_first=norm_first)
+    layer = nn.TransformerEncoderLayer(
+        _WIDTH, _HEADS, 64, 0.25, batch_first=True, norm_first=norm_first
+    )
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
@@ -238,7 +248,9 @@ class _Decoder(nn.Module):
 
     def __init__(self, norm_first: bool) -> None:
         super().__init__()
-        layer = nn.TransformerDecoderLayer(_WIDTH, _HEADS, 64, 0.25, batch_first=True, norm_first=norm_first)
+        layer = nn.TransformerDecoderLayer(
+            _WIDTH, _HEADS, 64, 0.25, batch_first=True, norm_first=norm_first
+        )
         self.decoder = nn.TransformerDecoder(layer, 2, nn.LayerNorm(_WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -254,13 +266,18 @@ WRITTEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "written/nanogpt": (NanoGPT, _words),
     "written/nanogpt_without_bias": (lambda: NanoGPT(bias=False), _words),
     "written/meta_llama": (MetaLlama, _words),
-    "written/experts": (lambda: nn.Sequential(MoE(), MoE(), nn.LayerNorm(_WIDTH)), _rows(2, _LENGTH, _WIDTH)),
+    "written/experts": (
+        lambda: nn.Sequential(MoE(), MoE(), nn.LayerNorm(_WIDTH)),
+        _rows(2, _LENGTH, _WIDTH),
+    ),
     "written/convnext": (
         lambda: nn.Sequential(nn.Conv2d(3, 16, 4, 4), ConvNeXtBlock(16), ConvNeXtBlock(16)),
         _rows(2, 3, 32, 32),
     ),
     "written/post_norm": (
-        lambda: nn.Sequential(PostNormLayer(_WIDTH, _HEADS, 0.25), PostNormLayer(_WIDTH, _HEADS, 0.25)),
+        lambda: nn.Sequential(
+            PostNormLayer(_WIDTH, _HEADS, 0.25), PostNormLayer(_WIDTH, _HEADS, 0.25)
+        ),
         _rows(2, _LENGTH, _WIDTH),
     ),
 }

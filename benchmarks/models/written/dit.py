@@ -1,8 +1,9 @@
 """A diffusion transformer in the manner of DiT (https://github.com/facebookresearch/DiT).
 
-Peebles and Xie 2023, arXiv:2212.09748. Its blocks are adaLN-Zero: a condition gives each a shift, a scale and a gate for
-the attention and for the MLP. There the gates begin as zeros; here they are small numbers, as after some training:
-products with zeros take less power, and would be timed faster.
+Peebles and Xie 2023, arXiv:2212.09748. Its blocks are adaLN-Zero: a condition gives each a shift, a
+scale and a gate for the attention and for the MLP. There the gates begin as zeros; here they are
+small numbers, as after some training: products with zeros take less power, and would be timed
+faster.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``(batch, length, width)`` to the same shape."""
         batch, length, width = x.shape
-        qkv = self.qkv(x).reshape(batch, length, 3, self.num_heads, width // self.num_heads).permute(2, 0, 3, 1, 4)
+        qkv = (
+            self.qkv(x)
+            .reshape(batch, length, 3, self.num_heads, width // self.num_heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         q, k, v = qkv.unbind(0)
         x = F.scaled_dot_product_attention(q, k, v)
         out: Tensor = self.proj(x.transpose(1, 2).reshape(batch, length, width))
@@ -65,12 +70,16 @@ class TimestepEmbedder(nn.Module):
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(_FREQUENCIES, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size))
+        self.mlp = nn.Sequential(
+            nn.Linear(_FREQUENCIES, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
+        )
 
     def forward(self, t: Tensor) -> Tensor:
         """``(batch,)`` to ``(batch, width)``."""
         half = _FREQUENCIES // 2
-        freqs = torch.exp(-math.log(_PERIOD) * torch.arange(half, dtype=torch.float32, device=t.device) / half)
+        freqs = torch.exp(
+            -math.log(_PERIOD) * torch.arange(half, dtype=torch.float32, device=t.device) / half
+        )
         args = t[:, None].float() * freqs[None]
         embedding = torch.cat([torch.cos(args), torch.sin(args)], dim=-1)
         out: Tensor = self.mlp(embedding.to(self.get_parameter("mlp.0.weight").dtype))
@@ -90,7 +99,9 @@ class DiTBlock(nn.Module):
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         """``(batch, length, width)`` to the same shape, given ``(batch, width)``."""
-        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = self.adaLN_modulation(c).chunk(6, dim=1)
+        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = self.adaLN_modulation(
+            c
+        ).chunk(6, dim=1)
         x = x + gate_msa.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift_msa, scale_msa))
         x = x + gate_mlp.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
         return x  # noqa: RET504, as it is written there
@@ -115,14 +126,24 @@ class FinalLayer(nn.Module):
 class DiT(nn.Module):
     """Of the sizes of DiT-L/2, for latents of 32 x 32 x 4; predicts the noise."""
 
-    def __init__(self, input_size: int = 32, patch_size: int = 2, in_channels: int = 4, hidden_size: int = 1024,
-                 depth: int = 24, num_heads: int = 16, num_classes: int = 1000) -> None:  # fmt: skip
+    def __init__(
+        self,
+        input_size: int = 32,
+        patch_size: int = 2,
+        in_channels: int = 4,
+        hidden_size: int = 1024,
+        depth: int = 24,
+        num_heads: int = 16,
+        num_classes: int = 1000,
+    ) -> None:
         super().__init__()
         self.patch_size, tokens = patch_size, (input_size // patch_size) ** 2
         self.x_embedder = nn.Conv2d(in_channels, hidden_size, patch_size, patch_size)
         self.t_embedder = TimestepEmbedder(hidden_size)
         self.y_embedder = nn.Embedding(num_classes, hidden_size)
-        self.pos_embed = nn.Parameter(torch.randn(1, tokens, hidden_size) * 0.02, requires_grad=False)
+        self.pos_embed = nn.Parameter(
+            torch.randn(1, tokens, hidden_size) * 0.02, requires_grad=False
+        )
         self.blocks = nn.ModuleList([DiTBlock(hidden_size, num_heads) for _ in range(depth)])
         self.final_layer = FinalLayer(hidden_size, patch_size**2 * in_channels)
         self.apply(self._init_weights)
@@ -148,5 +169,7 @@ class DiT(nn.Module):
         for block in self.blocks:
             x = block(x, c)
         x = self.final_layer(x, c)
-        x = rearrange(x, "b (h w) (p q c) -> b c (h p) (w q)", h=rows, p=self.patch_size, q=self.patch_size)
+        x = rearrange(
+            x, "b (h w) (p q c) -> b c (h p) (w q)", h=rows, p=self.patch_size, q=self.patch_size
+        )
         return Output(None if labels is None else F.mse_loss(x.float(), labels.float()), x)

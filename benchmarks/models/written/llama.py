@@ -1,7 +1,7 @@
 """Llama in the manner of Meta's own code (https://github.com/meta-llama/llama-models).
 
-As in Meta's code for training, attention is PyTorch's, and pairs of neighbours are rotated in real numbers: of complex
-ones torch.compile makes no kernels.
+As in Meta's code for training, attention is PyTorch's, and pairs of neighbours are rotated in real
+numbers: of complex ones torch.compile makes no kernels.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class Attention(nn.Module):
         xv = self.wv(x).view(batch, length, self.n_kv_heads, self.head_dim)
         xq, xk = apply_rotary_emb(xq, freqs), apply_rotary_emb(xk, freqs)
         xq, xk, xv = (t.transpose(1, 2) for t in (xq, xk, xv))
-        output = F.scaled_dot_product_attention(xq, xk, xv, is_causal=True, enable_gqa=self.n_kv_heads < self.n_heads)
+        output = F.scaled_dot_product_attention(
+            xq, xk, xv, is_causal=True, enable_gqa=self.n_kv_heads < self.n_heads
+        )
         out: Tensor = self.wo(output.transpose(1, 2).contiguous().view(batch, length, -1))
         return out
 
@@ -83,7 +85,9 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """A pre-norm block."""
 
-    def __init__(self, dim: int, n_heads: int, n_kv_heads: int, hidden_dim: int, norm_eps: float) -> None:
+    def __init__(
+        self, dim: int, n_heads: int, n_kv_heads: int, hidden_dim: int, norm_eps: float
+    ) -> None:
         super().__init__()
         self.attention = Attention(dim, n_heads, n_kv_heads)
         self.feed_forward = FeedForward(dim, hidden_dim)
@@ -100,20 +104,37 @@ class TransformerBlock(nn.Module):
 class MetaLlama(nn.Module):
     """Of the sizes of Llama 3.2 1B, with the vocabulary of the first Llamas."""
 
-    def __init__(self, vocab_size: int = 32000, dim: int = 2048, n_layers: int = 16, n_heads: int = 32,
-                 n_kv_heads: int = 8, hidden_dim: int = 8192, max_seq_len: int = 4096, *, rope_theta: float = 10000.0,
-                 norm_eps: float = 1e-5) -> None:  # fmt: skip
+    def __init__(
+        self,
+        vocab_size: int = 32000,
+        dim: int = 2048,
+        n_layers: int = 16,
+        n_heads: int = 32,
+        n_kv_heads: int = 8,
+        hidden_dim: int = 8192,
+        max_seq_len: int = 4096,
+        *,
+        rope_theta: float = 10000.0,
+        norm_eps: float = 1e-5,
+    ) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(vocab_size, dim)
         self.layers = nn.ModuleList(
-            [TransformerBlock(dim, n_heads, n_kv_heads, hidden_dim, norm_eps) for _ in range(n_layers)]
+            [
+                TransformerBlock(dim, n_heads, n_kv_heads, hidden_dim, norm_eps)
+                for _ in range(n_layers)
+            ]
         )
         self.norm = RMSNorm(dim, norm_eps)
         self.output = nn.Linear(dim, vocab_size, bias=False)
         self.output.weight = self.tok_embeddings.weight
         size = dim // n_heads
-        angles = torch.outer(torch.arange(max_seq_len), rope_theta ** -(torch.arange(0, size, 2) / size))
-        self.register_buffer("freqs", torch.stack([angles.cos(), angles.sin()], -1), persistent=False)
+        angles = torch.outer(
+            torch.arange(max_seq_len), rope_theta ** -(torch.arange(0, size, 2) / size)
+        )
+        self.register_buffer(
+            "freqs", torch.stack([angles.cos(), angles.sin()], -1), persistent=False
+        )
         self.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:

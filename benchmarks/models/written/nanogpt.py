@@ -38,9 +38,14 @@ class CausalSelfAttention(nn.Module):
         """``(batch, length, width)`` to the same shape."""
         batch, length, width = x.size()
         q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
-        q, k, v = (t.view(batch, length, self.n_head, width // self.n_head).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (
+            t.view(batch, length, self.n_head, width // self.n_head).transpose(1, 2)
+            for t in (q, k, v)
+        )
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=dropout, is_causal=True)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=None, dropout_p=dropout, is_causal=True
+        )
         y = y.transpose(1, 2).contiguous().view(batch, length, width)
         out: Tensor = self.resid_dropout(self.c_proj(y))
         return out
@@ -83,10 +88,21 @@ class Block(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """Of GPT-2's size and vocabulary, for a comparison with Transformers' model; there the vocabulary is padded."""
+    """Of GPT-2's size and vocabulary, for a comparison with Transformers' model.
 
-    def __init__(self, vocab_size: int = 50257, block_size: int = 1024, n_layer: int = 12, n_head: int = 12,
-                 n_embd: int = 768, dropout: float = 0.1, bias: bool = True) -> None:  # fmt: skip
+    There the vocabulary is padded.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int = 50257,
+        block_size: int = 1024,
+        n_layer: int = 12,
+        n_head: int = 12,
+        n_embd: int = 768,
+        dropout: float = 0.1,
+        bias: bool = True,
+    ) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(vocab_size, n_embd), nn.Embedding(block_size, n_embd)
         self.drop = nn.Dropout(dropout)

@@ -21,4 +21,6 @@ def with_loss(logits: Tensor, labels: Tensor | None) -> Output:
     """The logits with the mean cross-entropy of the next tokens, which are the labels."""
     if labels is None:
         return Output(None, logits)
-    return Output(F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1), ignore_index=-1), logits)
+    return Output(
+        F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1), ignore_index=-1), logits
+    )

@@ -1,0 +1,160 @@
+"""The package is written plainly: few decisions in a line, and words that the field uses.
+
+The limits are measured. They may only shrink: a change that needs a higher one is a change to unfold.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fusedops
+
+pytestmark = pytest.mark.once
+
+_PACKAGE = Path(fusedops.__file__).parent
+_FILES = sorted(_PACKAGE.rglob("*.py"))
+
+_DECISIONS = (
+    ast.If,
+    ast.For,
+    ast.While,
+    ast.ExceptHandler,
+    ast.IfExp,
+    ast.comprehension,
+    ast.match_case,
+)
+_NESTING = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.comprehension)
+
+# Decisions in a hundred lines of functions, docstrings, comments and empty lines aside.
+_MOST_DENSE = 28.5
+# Cognitive complexity of a function: a decision counts once, and once more for each that it is nested in.
+_MOST_COMPLEX = 25
+# What is above the limit still, by file and function.
+_COMPLEX = {
+    "compiler/operator.py:Program.fits": 28,
+    "norms/kernels.py:norm_backward_kernel": 147,
+    "norms/kernels.py:norm_forward_kernel": 31,
+    "norms/launching.py:_plan_backward": 27,
+    "slices/kernels.py:_backward_group": 41,
+    "slices/ops.py:_batched": 31,
+}
+
+# Words of this project's own, for which the field has others, and how often they still stand in the package.
+_DIALECT = ("found", "made", "given", "kept", "apart", "twin", "takers", "heard", "unheard")
+_MOST_DIALECT = 244
+
+
+def _decisions(function: ast.AST) -> int:
+    """Branches and loops, expressions with either, and all but the first operand of `and` and `or`."""
+    count = 0
+    for node in ast.walk(function):
+        if isinstance(node, ast.BoolOp):
+            count += len(node.values) - 1
+        elif isinstance(node, ast.comprehension):
+            count += 1 + len(node.ifs)
+        else:
+            count += isinstance(node, _DECISIONS)
+    return count
+
+
+def _complexity(node: ast.AST, depth: int = 0) -> int:
+    """Decisions, each with the number of decisions around it."""
+    count = 0
+    for child in ast.iter_child_nodes(node):
+        inner = depth
+        if isinstance(child, ast.BoolOp):
+            count += len(child.values) - 1
+        elif isinstance(child, ast.Lambda):
+            inner = depth + 1
+        elif isinstance(child, _NESTING):
+            is_elif = (
+                isinstance(node, ast.If) and isinstance(child, ast.If) and child in node.orelse
+            )
+            count += depth if is_elif else 1 + depth
+            inner = depth if is_elif else depth + 1
+        count += _complexity(child, inner)
+    return count
+
+
+def _functions(tree: ast.AST, owner: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Functions and methods with their names, without those within another function."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield owner + node.name, node
+        elif isinstance(node, (ast.ClassDef, ast.If, ast.Try)):
+            inner = f"{owner}{node.name}." if isinstance(node, ast.ClassDef) else owner
+            yield from _functions(node, inner)
+
+
+def _code_lines(function: ast.FunctionDef, lines: list[str]) -> int:
+    documented = set[int]()
+    for node in ast.walk(function):
+        if (
+            isinstance(node, (ast.FunctionDef, ast.ClassDef))
+            and ast.get_docstring(node) is not None
+        ):
+            docstring = node.body[0]
+            documented |= set(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
+    numbers = range(function.lineno, (function.end_lineno or 0) + 1)
+    return sum(
+        1
+        for number in numbers
+        if number not in documented
+        and lines[number - 1].strip(" \t#")
+        and lines[number - 1].lstrip()[0] != "#"
+    )
+
+
+def _named() -> Iterator[tuple[str, ast.FunctionDef, list[str]]]:
+    for path in _FILES:
+        text = path.read_text(encoding="utf-8")
+        file = path.relative_to(_PACKAGE).as_posix()
+        for name, function in _functions(ast.parse(text)):
+            yield f"{file}:{name}", function, text.splitlines()
+
+
+def test_a_line_makes_few_decisions() -> None:
+    decisions = lines = 0
+    for _, function, text in _named():
+        decisions += _decisions(function)
+        lines += _code_lines(function, text)
+    assert 100 * decisions / lines <= _MOST_DENSE
+
+
+def test_functions_are_simple() -> None:
+    """A function that became simpler is taken off the list, or its number lowered."""
+    complexities = {name: _complexity(function) for name, function, _ in _named()}
+    above = {name: number for name, number in complexities.items() if number > _MOST_COMPLEX}
+    assert above == _COMPLEX
+
+
+def test_words_are_those_of_the_field() -> None:
+    words = re.compile(rf"\b_?({'|'.join(_DIALECT)})\b")
+    count = 0
+    for path in _FILES:
+        with path.open(encoding="utf-8") as file:
+            for token in tokenize.generate_tokens(file.readline):
+                if token.type in (tokenize.NAME, tokenize.COMMENT, tokenize.STRING):
+                    count += len(words.findall(token.string))
+    assert count <= _MOST_DIALECT
+
+
+def test_decisions_are_counted() -> None:
+    text = """
+def f(x):
+    if x and (x > 1 or x < 0):
+        return [y for y in x if y]
+    elif not x:
+        return 1 if x is None else 2
+"""
+    ((name, function),) = _functions(ast.parse(text))
+    assert name == "f"
+    assert _decisions(function) == 7
+    assert _complexity(function) == 8
+    assert _code_lines(function, text.splitlines()) == 5
