@@ -14,6 +14,8 @@ RANKS ?= 2
 PINS ?= constraints.txt
 ARGS ?=
 
+VERSION := $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
+
 ifeq ($(VENV),system)
 PY := $(PYTHON)
 READY :=
@@ -33,7 +35,7 @@ STUCK := $(if $(READY),-o faulthandler_timeout=600 -o faulthandler_exit_on_timeo
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest tests $(PARALLEL) $(STUCK) $(FULL) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-distributed test test-all test-plain test-interpret coverage backend-coverage lint format docs wheel clean
+.PHONY: help release-check venv demo demo-distributed test test-all test-plain test-interpret coverage backend-coverage lint format docs wheel clean
 
 help:
 	@echo "make demo      train a small language model with torch.nn and with fusedops.nn, and compare"
@@ -46,6 +48,7 @@ help:
 	@echo "make format    let ruff rewrite the code"
 	@echo "make docs      the site, into site/; a warning is an error"
 	@echo "make wheel     source archive and wheel, into dist/"
+	@echo "make release-check  what a tag needs: version, changelog, archive and wheel, tested in an environment of their own"
 	@echo "make venv      only make the virtual environment"
 	@echo "make clean     remove it and all caches"
 
@@ -105,6 +108,15 @@ docs: $(DOCS_READY)
 wheel: $(READY)
 	rm -rf build dist
 	$(PY) -m build --no-isolation
+
+# The archive and the wheel that is built from it, installed in a new environment; then whether versions and date are set.
+release-check: wheel
+	$(PY) -m pytest tests/test_packaging.py --built dist
+	$(PY) -m fusedops doctor
+	grep -q '^__version__ = "$(VERSION)"' fusedops/core/version.py
+	@grep -q '^## $(VERSION) (unreleased)' CHANGELOG.md && { echo "CHANGELOG.md: $(VERSION) is unreleased; put the date"; exit 1; } || true
+	grep -q '^## $(VERSION) ' CHANGELOG.md
+	@echo "ready for the tag v$(VERSION)"
 
 clean:
 	rm -rf .venv build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache demo.png

@@ -28,9 +28,12 @@ class Docstrings(Extension):
             return
         text = obj.docstring.value
         if isinstance(obj, Function) and obj.returns is not None:
-            # Without a type in front, what stands before a sentence's first colon would be taken for one.
+            # Without a type in front, what stands before a sentence's first colon would be taken
+            # for one.
             text = _RETURNS.sub(lambda match: f"{match[0]}{obj.returns}: ", text)
-        text = _EXAMPLE.sub(lambda match: f"**Example:**\n\n```python\n{dedent(match[1])}\n```", text)
+        text = _EXAMPLE.sub(
+            lambda match: f"**Example:**\n\n```python\n{dedent(match[1])}\n```", text
+        )
         obj.docstring.value = _OWN_SECTION.sub(r"\n**\1:** ", _SECTION.sub("\n", text))
 
     def on_function(self, *, func: Function, **_: Any) -> None:
@@ -40,7 +43,7 @@ class Docstrings(Extension):
                 parameter.default = None
 
     def on_class(self, *, cls: Class, **_: Any) -> None:
-        """Shows a module's constructor, be it torch.nn's, and the public class that it stands in for."""
+        """Shows a module's constructor, also PyTorch's, and the public class that it implements."""
         cls.bases = [base for base in cls.bases if not str(base).startswith("Generic")]
         if not cls.name.startswith("Fused"):
             return
