@@ -1,4 +1,8 @@
-"""The activation family's modules: one functional call each, and the bias where there is one."""
+"""The activation family's modules, each of which calls one functional.
+
+``_vector`` and ``_rows`` are of `TensorsBeside`: in a distributed module they make the arguments
+after the first DTensors, in others they leave them as they are.
+"""
 
 from __future__ import annotations
 

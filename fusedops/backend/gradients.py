@@ -80,10 +80,10 @@ def recorded(graph: fx.Graph) -> set[fx.Node]:
 
 
 def receives_gradients(graph: fx.Graph, needs: set[fx.Node]) -> set[fx.Node]:
-    """The nodes whose values have gradients, from a result of the graph.
+    """The nodes to whose values the backward passes a gradient from a result of the graph.
 
-    The others are only detached, or compared. An operator that replaces several of them and has
-    several arguments or results would return zeros as their gradients.
+    The others of ``needs`` are only detached or compared, and get no gradient. If one operator with
+    several arguments or results replaced several of them, they would get zeros instead.
 
     Args:
         graph: of operators.
@@ -100,8 +100,8 @@ def receives_gradients(graph: fx.Graph, needs: set[fx.Node]) -> set[fx.Node]:
 def _passes_gradient(user: fx.Node, receives: set[fx.Node]) -> bool:
     """Whether a gradient may come from a user of a node.
 
-    A user that writes into its argument counts: the result may be read by nodes that are not among
-    its users.
+    A user that is fixed counts, since it may write into an argument: nodes that are not among its
+    users may read what it wrote.
     """
     return user in receives or user.op == "output" or is_fixed(user)
 
@@ -122,6 +122,7 @@ def _written_with_gradients(node: fx.Node) -> list[Tensor]:
         return written(node)
     needs = needs_gradients(body)
     changed = []
-    for inner in filter(needs.__contains__, body.nodes):
-        changed += _written_with_gradients(inner)
+    for inner in body.nodes:
+        if inner in needs:
+            changed += _written_with_gradients(inner)
     return changed

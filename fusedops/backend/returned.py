@@ -10,17 +10,18 @@ from .report import note_change
 
 __all__ = ["recompute_returned"]
 
-# Activations whose derivative is a function of their input, and of their result.
+# Activations whose derivative is computed from their input.
 _OF_INPUT = frozenset({"gelu", "silu", "softplus", "elu", "mish", "hardswish", "erf"})
+# Activations whose derivative is computed from their result.
 _OF_RESULT = frozenset({"tanh", "sigmoid", "exp"})
-_COPIES = COPIES - {""}
+_COPIES = COPIES - {""}  # "" is the name of any node that is no operator, such as an input
 # Other functions of one tensor and a number.
 _LINEAR = frozenset({"add", "sub", "mul", "div", "neg"})
 _OF_ONE_TENSOR = _OF_INPUT | _OF_RESULT | _LINEAR | _COPIES
 
 
 def recompute_returned(graph: fx.Graph, needs: set[fx.Node]) -> None:
-    """Marks activations that are returned to be computed again where the backward reads them.
+    """Marks returned activations, for the backward to compute them again where it reads them.
 
     To save a returned tensor costs no memory, so PyTorch saves it for a loss that reads it. But the
     activation's own derivative may read another tensor, which is saved as well: the backward
@@ -43,19 +44,22 @@ def _is_activation(node: fx.Node) -> bool:
     The walk goes from the result to the input. The derivative of an activation of `_OF_RESULT`
     reads the returned tensor itself, unless that is scaled after the activation.
     """
-    reads = is_scaled = False
+    reads_intermediate = is_scaled = False
     while name_of(node) in _OF_ONE_TENSOR and len(node.all_input_nodes) == 1:
         name = name_of(node)
         if name in _OF_INPUT or (name in _OF_RESULT and is_scaled):
-            reads = True
+            reads_intermediate = True
         if name in _LINEAR:
             is_scaled = True
         node = node.all_input_nodes[0]
-    return reads
+    return reads_intermediate
 
 
 def _is_read_by_elements(node: fx.Node) -> bool:
-    """Whether the graph reads a node, and only in Inductor's kernels, which compute it inline."""
+    """Whether the graph itself reads a node, and only in Inductor's kernels of elements or rows.
+
+    These compute it inline.
+    """
     users = [user for user in users_through(node, _is_copy) if not _is_copy(user)]
     readers = [user for user in users if user.op != "output"]
     return bool(readers) and all(map(_is_in_kernel, readers))

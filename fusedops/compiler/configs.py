@@ -21,12 +21,13 @@ from ..core.tuning_key import (
 __all__ = ["candidates", "heuristic", "valid"]
 
 _LEAST_BLOCK = 512
-# The most values that a thread holds in a backward of one row a program, without spilling: sums,
-# inputs and outputs.
+# The most values (sums, inputs and outputs) that a thread holds without spilling, in a backward
+# whose programs take one row at a time.
 _MOST_HELD = 200
-# Elements of a forward's thread, by whether rows are short, and whether there are many. On an H200
-# a forward of long rows is fastest with some 24, so that many programs run at a time.
+# The most columns of a short row.
 _SHORT_ROW = 512
+# The most elements of each thread in a forward, by (rows are short, rows are many). On an H200 many
+# long rows are fastest with some 24, so that many programs run at a time.
 _FORWARD_ELEMENTS = {
     (True, True): 32,
     (True, False): 16,
@@ -36,7 +37,10 @@ _FORWARD_ELEMENTS = {
 
 
 def heuristic(key: TuningKey) -> Config:
-    """Return a config with whole rows a program: one of a thousand columns and more, or several."""
+    """Return a config by which a program takes whole rows: one or two long ones, or several short.
+
+    Rows that are too long for that are taken tile by tile: see `_is_long`.
+    """
     if _is_long(key):
         return _of_long_rows(key)
     if key.variant[1] == "0 sums":
@@ -62,20 +66,22 @@ def _without_sums(key: TuningKey) -> Config:
 def _with_sums(key: TuningKey) -> Config:
     """Return the config of a backward that sums over rows, and holds its sums.
 
-    Eight warps a multiprocessor, with at most 32 elements a thread, load their next rows ahead. A
-    thread of 32 elements has registers for three sums of each column.
+    Each multiprocessor has eight warps or more, of at most 32 elements a thread, which load their
+    next rows ahead. A thread of 32 elements has registers for 96 sums: three of each column, or six
+    where the elements are of two rows.
     """
     block, width = block_holding(key.cols), _width(key)
     rows = 2 if _takes_two_rows(key) else max(1, 1024 // power_of_two(width))
     elements = 32 if _sums(key) <= 3 * rows else 16
     warps = fewest_warps(rows * width, elements // _registers(key), 16)
-    lanes = block * _parts(key) // (32 * warps)  # of a thread, with the idle ones
-    held = lanes * (_sums(key) + _moved(key)) * _registers(key)
+    each = block * _parts(key) // (32 * warps)  # elements of a row in a thread, with the padding
+    held = each * (_sums(key) + _moved(key)) * _registers(key)
     can_double = rows == 1 and warps <= 4 and block >= 64 * warps
     if can_double and held > _MOST_HELD:
         warps *= 2
     stages = 3 if width < 8192 else 2
-    # Where much is spilled, ptxas may take half of the registers that there are.
+    # Left to itself, ptxas may use half of the registers and spill much. A multiprocessor has 128
+    # for each thread of 16 warps.
     max_registers = 128 if warps == 16 else 0
     return Config(block, rows, warps, stages, max(8 // warps, 1), max_registers)
 
@@ -113,12 +119,12 @@ def _moved(key: TuningKey) -> int:
 
 
 def _is_long(key: TuningKey) -> bool:
-    """Whether a program has a tile of columns, or passes over a row tile by tile."""
+    """Whether a program takes one tile of a row's columns, or a row tile by tile."""
     return key.variant[0] == "tiles" or "moments" in key.kernel
 
 
 def _of_long_rows(key: TuningKey) -> Config:
-    """Return the config of passes tile by tile, or of a tile of columns a program."""
+    """Return the config of a program that takes a row tile by tile, or one tile of columns."""
     if "moments" in key.kernel:
         return Config(4096, 1, 4, 4)
     if key.variant[1] == "0 sums":
@@ -155,7 +161,7 @@ def _is_possible(config: Config) -> bool:
 
 
 def valid(key: TuningKey, config: Config) -> bool:
-    """Whether a row is whole in the block, with few idle lanes."""
+    """Whether the block is the narrowest that holds a row; for tiles, whether it is wide enough."""
     if _is_long(key):
         return config.block_n >= _LEAST_BLOCK
     return config.block_n == block_holding(key.cols)

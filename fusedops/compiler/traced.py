@@ -52,9 +52,10 @@ class Traced:
         inputs: the input tensors: first the arguments, then the captured tensors.
         outputs: the returned tensors.
         container: how they are returned: "tensor", "tuple" or "list".
-        captured: the positions, in the state around the function, of the captured tensors.
+        captured: for each captured tensor, its position among the tensors of the function's state,
+            which `state` reads.
         drops: the drop probability of each dropout, in order.
-        lines: for each node that has one, the line in the user's file.
+        lines: from a node's number to the line in the user's file, for nodes that have one.
         values: the computed floating-point tensors, in the order of the trace.
         noted: all computed tensors, in the order of the trace.
         file: the user's file.

@@ -25,11 +25,11 @@ def no_repeat_ngram(
 ) -> Tensor:
     """The scores with minus infinity for every next token that would repeat an n-gram of its row.
 
-    Let the row end in some ``ngram_size - 1`` tokens. A token is banned if it follows the same
-    tokens anywhere in the row. With ``ngram_size=1`` every token of the row is banned. A row of
-    fewer than ``ngram_size`` tokens bans none. All other scores are unchanged. On a GPU the call is
-    a copy of the scores, unless ``inplace``, and one launch, which is left out where the rows are
-    too short for any ban; there is no synchronisation.
+    Take a row's last ``ngram_size - 1`` tokens. A token is banned if it follows the same sequence
+    anywhere in the row. With ``ngram_size=1`` every token of the row is banned. A row of fewer than
+    ``ngram_size`` tokens bans none. All other scores are unchanged. On a GPU the call copies the
+    scores, unless ``inplace``, and launches one kernel, or none if the rows are too short for any
+    ban. It does not synchronise.
 
     Args:
         input_ids: ``(B, L)``, int64 or int32: each row's tokens so far; any strides. Tokens outside
@@ -44,7 +44,7 @@ def no_repeat_ngram(
             count.
         pad_token_id: n-grams that contain this token at the beginning of a row do not count. None:
             rows are not padded, or padding counts as text, as in Hugging Face's processor.
-        inplace: write to ``scores`` instead of a copy, which is most of the cost.
+        inplace: write to ``scores`` itself. The copy, which this saves, is most of the cost.
     Returns:
         ``(B, V)`` in the scores' dtype; ``scores`` itself if ``inplace``.
     Raises:
@@ -56,7 +56,8 @@ def no_repeat_ngram(
     operators run instead of the kernel; it is zero for banned tokens. Source: Paulus et al. 2017,
     arXiv:1705.04304, section 2.5; Klein et al. 2017, arXiv:1701.02810.
     """
-    # In every call, because these numbers are not in the key of the checked calls.
+    # Checked in every call: `Operator.check` is skipped for a call whose key passed it before, and
+    # these numbers are not in the key.
     check_rule("no_repeat_ngram", ngram_size, window, prompt_length, pad_token_id)
     rule = Rule(ngram_size, window, prompt_length, pad_token_id)
     return NO_REPEAT_NGRAM.run(scores, input_ids, allowed, rule, inplace=bool(inplace))
@@ -65,7 +66,7 @@ def no_repeat_ngram(
 def check_rule(
     op: str, ngram_size: Any, window: Any, prompt_length: Any, pad_token_id: Any
 ) -> None:
-    """Raises what is wrong with the arguments that are no tensors."""
+    """Raises an error if an argument that is no tensor is invalid."""
     _check_integer(op, "ngram_size", ngram_size, 1)
     if window is not None:
         _check_integer(op, "window", window, 1)

@@ -61,7 +61,8 @@ def fingerprint(cls: type, methods: tuple[str, ...] = ("forward",)) -> str:
     return digest(*[getattr(cls, name, None) for name in methods])
 
 
-# Cached by the functions, not by their class, so that a class that is patched later gets another.
+# Cached by the functions, not by their class, so that a class that is patched later gets another
+# digest.
 @functools.lru_cache(maxsize=4096)
 def digest(*functions: Any) -> str:
     """Return the digest of functions; "" if one has no source or its names mean something else."""
@@ -72,8 +73,11 @@ def digest(*functions: Any) -> str:
 
 
 def _code(function: Callable[..., Any] | None) -> str:
-    """Return a function's code in one line; "" if it cannot be read or uses other modules."""
-    function = renamed(function)[0]
+    """Return a function's code in one line; "" if it cannot be read.
+
+    Also "" if a name of `_MEANINGS` means something else in the function's module.
+    """
+    function, _wrappers = renamed(function)
     tree = definition(function)
     if tree is None or not inspect.isfunction(function):
         return ""
@@ -140,6 +144,7 @@ def _is_source_of(function: FunctionType, tree: ast.FunctionDef) -> bool:
         name=tree.name, args=tree.args, body=tree.body, decorator_list=[], returns=None
     )
     # Within a class of the right name, since names like ``__x`` and ``super()`` depend on it.
+    # That class's name is the one before the last; a function outside of classes has only one.
     owner = function.__qualname__.split(".")[-2:][0]
     cls = ast.ClassDef(
         name=owner, bases=[], keywords=[], body=[ast.copy_location(bare, tree)], decorator_list=[]
@@ -157,7 +162,7 @@ def _inside(codes: Iterable[CodeType]) -> list[CodeType]:
 
 
 def is_pytorchs(base: type, name: str) -> bool:
-    """Whether a method of a class of PyTorch is that of its source, and has not been patched."""
+    """Whether a method is PyTorch's own, not patched; methods from elsewhere count unchecked."""
     owner = next((cls for cls in base.__mro__ if name in vars(cls)), base)
     if not owner.__module__.startswith("torch."):
         return True
@@ -181,8 +186,8 @@ def _is_same_code(one: CodeType, other: CodeType) -> bool:
     return True
 
 
-# How Python calls a method depends on whether the module imports the name, so instructions of calls
-# are mapped to one form, or dropped if empty.
+# Python compiles ``name.method()`` in another way if the same source imports ``name``. The source
+# of one function has no imports, so both ways are mapped to one; what is mapped to "" is dropped.
 _CALLS = {
     "LOAD_METHOD": "LOAD_ATTR",
     "CALL_METHOD": "CALL",
@@ -198,7 +203,7 @@ def _instructions(code: CodeType) -> list[tuple[str, Any]]:
     instructions = []
     for instruction in dis.get_instructions(code):
         name, value = instruction.opname, instruction.argval
-        # Distances depend on the instructions that were mapped or dropped.
+        # The distances of jumps depend on the instructions that were mapped or dropped.
         if "JUMP" in name or "FOR_ITER" in name:
             value = None
         name = _CALLS.get(name, name)

@@ -38,7 +38,7 @@ def fuse_model(
     If a rule matches a module, its class becomes a subclass of its own class. Nothing else changes:
     parameters stay the same objects, and ``state_dict`` keys, hooks, dtype, device, training mode,
     tied weights and optimizers are as before. A module that is already fused stays as it is.
-    `unfuse_model` undoes the call; it has to before the static quantisation of ``torch.ao``, which
+    `unfuse_model` undoes the call. Use it before the static quantisation of ``torch.ao``, which
     observes no fused norm or activation.
 
     Args:
@@ -93,13 +93,15 @@ def _fused(
     check: Any,
 ) -> FusionReport:
     table = (*rules, *RULES)
-    left, off = eligibility.excluded(model, exclude, TRICKS.union(*map(_names, table)))
+    rules_and_tricks = TRICKS.union(*map(_names, table))
+    excluded_modules, excluded_names = eligibility.excluded(model, exclude, rules_and_tricks)
+    excluded_tricks = excluded_names & TRICKS
     verdicts = {}
     for module in model.modules():
-        if module in left:
+        if module in excluded_modules:
             verdicts[module] = Verdict(None, "excluded")
         else:
-            verdicts[module] = _judge(module, table, off)
+            verdicts[module] = _judge(module, table, excluded_names)
     _drop_idle(verdicts)
     _drop_unused_ends(model, verdicts)
     planned = {
@@ -108,12 +110,12 @@ def _fused(
     # Before any class changes, so that an error in a user's rule leaves the model unchanged.
     report = _report(model, verdicts)
     if check is not False:
-        report = _check_fused(model, verdicts, planned, check, off & TRICKS)
+        report = _check_fused(model, verdicts, planned, check, excluded_tricks)
         if dry_run:
             for module in planned:
                 classes.unfuse(module)
     elif not dry_run:
-        classes.fuse_all(planned, off & TRICKS)
+        classes.fuse_all(planned, excluded_tricks)
     return report
 
 
@@ -122,12 +124,12 @@ def _check_fused(
     verdicts: dict[nn.Module, Verdict],
     planned: Mapping[nn.Module, Rule],
     check: Any,
-    off: frozenset[str],
+    excluded_tricks: frozenset[str],
 ) -> FusionReport:
     """Fuse the planned modules that pass the check; report all modules with their differences."""
     from .check import fuse_and_check
 
-    differences, whole = fuse_and_check(model, planned, check, off)
+    differences, whole = fuse_and_check(model, planned, check, excluded_tricks)
     for module, difference in differences.items():
         if not difference.passes:
             verdicts[module] = Verdict(None, f"{planned[module].name} differs from it")
@@ -201,12 +203,12 @@ def fusion_status(model: nn.Module) -> FusionReport:
             f"fusion_status: model must be a torch.nn.Module, got {type(model).__name__}"
         )
     with classes.unsharded(model):
-        verdicts = {module: _now(module) for module in model.modules()}
-        _drop_idle(verdicts, hooked=True)
+        verdicts = {module: _current_verdict(module) for module in model.modules()}
+        _drop_idle(verdicts, hooks_count=True)
         return _report(model, verdicts)
 
 
-def _now(module: nn.Module) -> Verdict:
+def _current_verdict(module: nn.Module) -> Verdict:
     """Return the rule by which a module is fused now, or why it is not."""
     if _was_changed(module):
         return Verdict(None, "its class was changed after it was fused")
@@ -236,34 +238,35 @@ def _judge(
 
 
 def _rules_in(
-    module: nn.Module, verdicts: Mapping[nn.Module, Verdict], *, hooked: bool = True
+    module: nn.Module, verdicts: Mapping[nn.Module, Verdict], *, hooks_count: bool = True
 ) -> At:
     """Return a function from paths in a module to rules, planned ones and those already applied.
 
-    With ``hooked``, a module with hooks has no rule, since its block calls it as PyTorch would.
-    Norms under `SequenceParallel` are an exception: see `spread`.
+    With ``hooks_count``, a module with hooks has no rule, since its block calls it as PyTorch
+    would. Norms under `SequenceParallel` are an exception: see `spread`.
     """
 
     def at(path: str) -> Rule | None:
         inner = submodule(module, path)
         if inner is None or inner not in verdicts:
             return None
-        if hooked and has_hooks(inner) and not rows_of_norm(inner):
+        if hooks_count and has_hooks(inner) and not rows_of_norm(inner):
             return None
         return verdicts[inner].rule or getattr(type(inner), "_fusedops_rule", None)
 
     return at
 
 
-def _drop_idle(verdicts: dict[nn.Module, Verdict], *, hooked: bool = False) -> None:
+def _drop_idle(verdicts: dict[nn.Module, Verdict], *, hooks_count: bool = False) -> None:
     """Drop the rules of modules that would call no operator.
 
-    Hooks may be removed again, so they count only with ``hooked``.
+    Hooks may be removed again, so they count only with ``hooks_count``.
     """
     # Inner modules come first: whether a block calls an operator depends on the rules inside.
     for module, verdict in reversed(list(verdicts.items())):
         if verdict.rule is not None:
-            reason = verdict.rule.needs(module, _rules_in(module, verdicts, hooked=hooked))
+            at = _rules_in(module, verdicts, hooks_count=hooks_count)
+            reason = verdict.rule.needs(module, at)
             if reason:
                 verdicts[module] = Verdict(None, reason)
 
@@ -276,6 +279,7 @@ def _drop_unused_ends(model: nn.Module, verdicts: dict[nn.Module, Verdict]) -> N
         rule = verdicts[module].rule
         if rule is None:
             continue
+        # A rule that takes from all modules inside (None) is a block's, and needs no other block.
         only_leaves = not rule.calls and rule.takes is not None
         if only_leaves and module not in used:
             verdicts[module] = Verdict(None, NO_RULE)
@@ -322,6 +326,7 @@ def _line(
     rule, reason = verdicts[module].rule, verdicts[module].reason
     cls = type(module).__name__
     if rule is None:
+        # The reason is the module's own, and is reported instead of its block.
         if reason not in (NO_RULE, NOT_FUSED):
             by = None
         return ModuleReport(name, cls, reason=reason, by=by)

@@ -51,33 +51,33 @@ _HELPERS: dict[str, Any] = {
 }
 
 
-def family(leaves: tuple[Rule | Family, ...]) -> Family:
+def family(leaf_rules: tuple[Rule | Family, ...]) -> Family:
     """Return the family of all modules with steps to fuse.
 
     Args:
-        leaves: the rules that recognise norms and activations.
+        leaf_rules: the rules that recognise norms and activations.
     """
     return Family(
         name="structure",
-        key=lambda module: _key(module, leaves),
+        key=lambda module: _key(module, leaf_rules),
         rule=structural_rule,
         names=("attention", "block", "mlp"),
     )
 
 
-def _key(module: nn.Module, leaves: tuple[Rule | Family, ...]) -> Key | None:
+def _key(module: nn.Module, leaf_rules: tuple[Rule | Family, ...]) -> Key | None:
     """Return the kinds of what the module's methods use, or None if nothing can be fused."""
     cls = type(module)
     if not module._modules or cls.__module__.startswith("torch."):
         return None
     kinds: dict[str, str] = {}
-    # Experts without a gate have the method too, but do not call it.
+    # Experts without a gate have `_apply_gate` too, but do not call it.
     if not getattr(module, "has_gate", True):
-        kinds["!" + _METHODS[1]] = "unused"
+        kinds["!_apply_gate"] = "unused"
     for name in _METHODS:
         method = _read(getattr(cls, name, None))
         if method is not None:
-            kinds |= _kinds_in(module, *method, leaves)
+            kinds |= _kinds_in(module, *method, leaf_rules)
     key = tuple(sorted((name, kind) for name, kind in kinds.items() if kind))
     return key if key and structural_rule(cls, key) is not None else None
 
@@ -86,13 +86,13 @@ def _kinds_in(
     module: nn.Module,
     function: FunctionType,
     tree: ast.FunctionDef,
-    leaves: tuple[Rule | Family, ...],
+    leaf_rules: tuple[Rule | Family, ...],
 ) -> dict[str, str]:
     """Return the kinds of what one method uses; "" for what `rewriting` has no use for."""
     kinds: dict[str, str] = {}
     paths, names = called_paths(tree)
     for path in paths:
-        kinds[path] = _kind(module, path, leaves)
+        kinds[path] = _kind(module, path, leaf_rules)
     for name in names:
         kinds[" " + name] = _function(function, name)
     for text in conditions(tree):
@@ -102,7 +102,7 @@ def _kinds_in(
     return kinds
 
 
-def _kind(module: nn.Module, path: str, leaves: tuple[Rule | Family, ...]) -> str:
+def _kind(module: nn.Module, path: str, leaf_rules: tuple[Rule | Family, ...]) -> str:
     """Return the kind of what is at the path in a module, for `rewriting.Kinds`."""
     child = _attribute(module, path)
     if child is None:
@@ -113,7 +113,7 @@ def _kind(module: nn.Module, path: str, leaves: tuple[Rule | Family, ...]) -> st
         return "linear"
     if type(child) in (nn.Dropout, nn.Identity):
         return "dropout"
-    rule = getattr(type(child), "_fusedops_rule", None) or judge(child, leaves).rule
+    rule = getattr(type(child), "_fusedops_rule", None) or judge(child, leaf_rules).rule
     if has_method(rule, "_fusedops_add_norm"):
         return "norm"
     if has_method(rule, "_fusedops_activation") or parts.activation_name(child):
@@ -142,14 +142,15 @@ def _adapts_linear(module: nn.Module) -> bool:
 
 def _truth(module: nn.Module, tree: ast.FunctionDef, condition: str) -> str:
     """Return the value of a condition on the module's attributes, or "" if it has none."""
-    value = _evaluated(module, tree.args.args[0].arg, condition)
+    self_name = tree.args.args[0].arg
+    value = _evaluated(module, self_name, condition)
     return str(value) if isinstance(value, bool) else ""
 
 
-def _evaluated(module: nn.Module, name: str, expression: str) -> Any:
+def _evaluated(module: nn.Module, self_name: str, expression: str) -> Any:
     """Return the value of an expression of the module's attributes; None if it raises."""
     try:
-        return eval(expression, {"__builtins__": {}}, {name: module})
+        return eval(expression, {"__builtins__": {}}, {self_name: module})
     # Whatever a property of the module raises, the condition stays in the code.
     except Exception:  # noqa: BLE001
         return None
@@ -167,7 +168,7 @@ def _function(function: FunctionType, name: str) -> str:
 @functools.lru_cache(maxsize=4096)
 def _read(function: Any) -> tuple[FunctionType, ast.FunctionDef] | None:
     """Return a method and its tree, or None if it cannot be compiled again from its source."""
-    function = renamed(function)[0]
+    function, _wrappers = renamed(function)
     if not inspect.isfunction(function):
         return None
     # A rewritten function has the helpers as its closure, and no other.
@@ -184,7 +185,10 @@ _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENER
 
 
 def _is_unsupported(node: ast.AST) -> bool:
-    """Whether the node binds names outside the function, or relies on its class's name mangling."""
+    """Whether the node binds names as the rewriting does not follow, or is like ``self.__x``.
+
+    Python mangles the name ``__x`` inside a class, where the rewritten function is not compiled.
+    """
     if isinstance(node, (ast.Global, ast.Nonlocal, ast.NamedExpr)):
         return True
     name = node.attr if isinstance(node, ast.Attribute) else ""
@@ -192,7 +196,12 @@ def _is_unsupported(node: ast.AST) -> bool:
 
 
 def _rewrapped(function: Method, wrappers: list[Any]) -> Method:
-    """Return a function in copies of the same wrappers."""
+    """Wrap a function in copies of these wrappers, the last innermost.
+
+    Args:
+        function: takes the place of the function in the last wrapper.
+        wrappers: as `renamed` returns them.
+    """
     for wrapper in reversed(wrappers):
         # A wrapper calls what it wraps through a cell of its closure.
         cells = [
@@ -215,7 +224,7 @@ def structural_rule(cls: type[nn.Module], key: Key) -> Rule | None:
     """Return the rule for a class and a key, or None if nothing in its methods can be fused."""
     # The methods are part of the cache's key, since a class may be patched.
     functions = tuple([getattr(cls, name, None) for name in _METHODS])
-    hashable: Any = cls
+    hashable: Any = cls  # to mypy a class is not hashable
     return _built(hashable, functions, key)
 
 
@@ -229,13 +238,13 @@ def _built(cls: Any, functions: tuple[Any, ...], key: Key) -> Rule | None:
     facts = {name[1:]: kind == "True" for name, kind in key if name.startswith("?")}
     methods: dict[str, Method] = {}
     steps: tuple[Step, ...] = ()
-    left: tuple[str, ...] = ()
+    left_paths: tuple[str, ...] = ()
     for name, method in zip(_METHODS, functions, strict=True):
         read = _read(method)
         if read is None or kind_of("!" + name):
             continue
         function, tree = read
-        wrappers = renamed(method)[1]
+        _inner, wrappers = renamed(method)
         own = rewrite(tree, kind_of, leaving=False, facts=facts)
         if own is not None and _pays(own, kinds):
             methods[name] = _rewrapped(_compiled(function, own), wrappers)
@@ -245,20 +254,21 @@ def _built(cls: Any, functions: tuple[Any, ...], key: Key) -> Rule | None:
         # A second version of the forward returns its last steps unfinished, for a block to compute.
         leaving = rewrite(tree, kind_of, leaving=True, facts=facts)
         if leaving is not None:
-            left = leaving.leaves
+            left_paths = leaving.leaves
             unfinished = _rewrapped(_compiled(function, leaving), wrappers)
-            unfinished = _with_tricks(unfinished, cls, tree, left[0])
+            unfinished = _with_tricks(unfinished, cls, tree, left_paths[0])
+            # A module that keeps its own forward has to follow later patches of it.
             if name not in methods:
                 unfinished = _unless_patched(unfinished)
             methods["_fusedops_branch"] = unfinished
-        rows = rows_of(tree, kind_of)
-        if rows:
-            methods |= consumers(*rows)
-    return _rule(methods, steps, left, key) if steps or left else None
+        takers_of_rows = rows_of(tree, kind_of)
+        if takers_of_rows:
+            methods |= consumers(*takers_of_rows)
+    return _rule(methods, steps, left_paths, key) if steps or left_paths else None
 
 
 def _pays(own: Rewritten, kinds: Mapping[str, str]) -> bool:
-    """Whether the forward, called by itself, fuses more than biases with sums."""
+    """Whether it is worth replacing the method: it fuses more than biases of layers with sums."""
     for step in own.steps:
         if step.kind != "add":
             return True
@@ -315,9 +325,16 @@ def _unless_patched(unfinished: Method) -> Method:
 
 
 def _with_tricks(unfinished: Method, cls: type, tree: ast.FunctionDef, last: str) -> Method:
-    """Return the method with the tricks for attentions, or as it is if the class is not known."""
+    """Return the method with the tricks for attentions, or as it is if none applies.
+
+    Args:
+        unfinished: the method.
+        cls: the module's class.
+        tree: the class's forward.
+        last: the path of the attention's last layer.
+    """
     names = [argument.arg for argument in (*tree.args.args, *tree.args.kwonlyargs)]
-    qkv, scales = packable(cls)
+    qkv, scales_query = packable(cls)
     masked = any("mask" in name for name in names)
     if not qkv and not masked:
         return unfinished
@@ -331,8 +348,9 @@ def _with_tricks(unfinished: Method, cls: type, tree: ast.FunctionDef, last: str
         if not qkv:
             return unfinished(self, *args, **kwargs)
         others = kwargs.get("key_value_states")
-        if others is None and scales:
-            others = rows  # packs key and value only
+        # A scaled query is not packed: where ``others`` are given, only key and value are.
+        if others is None and scales_query:
+            others = rows
         past = kwargs.get("cache", kwargs.get("past_key_values"))
         replacements = packed_to(last, self, qkv, rows, others, past)
         return unfinished(parts.replacing(self, replacements), *args, **kwargs)
@@ -341,35 +359,37 @@ def _with_tricks(unfinished: Method, cls: type, tree: ast.FunctionDef, last: str
 
 
 def _rule(
-    methods: dict[str, Method], steps: tuple[Step, ...], left: tuple[str, ...], key: Key
+    methods: dict[str, Method], steps: tuple[Step, ...], left_paths: tuple[str, ...], key: Key
 ) -> Rule:
     """Build the rule of a module with these steps, which leaves these paths to its block."""
     kinds = dict(key)
     sources = {path for step in steps for path in step.sources}
-    children = {path: None for step in steps for path in (step.path, *step.sources)}
+    # A dict keeps the order. "module" is also the default, which drops "" and functional dropouts.
+    paths = {path: None for step in steps for path in (step.path, *step.sources)}
+    children = tuple([path for path in paths if kinds.get(path, "module") != "module"])
 
     def calls(module: nn.Module, at: At) -> str:
         operators = [_operator(step, module, at) for step in steps]
         return ", ".join(dict.fromkeys(filter(None, operators)))
 
     def needs(module: nn.Module, at: At) -> str:
-        return "" if left or calls(module, at) else "what it would join is not there"
+        return "" if left_paths or calls(module, at) else "what it would join is not there"
 
     def leaves(module: nn.Module, at: At) -> bool:
-        return any(_is_left(path, module, at) for path in left)
+        return any(_is_left(path, module, at) for path in left_paths)
 
     def helps(module: nn.Module) -> str:
-        return _help(module, left, kinds, methods.get("_fusedops_consumers"))
+        return _help(module, left_paths, kinds, methods.get("_fusedops_consumers"))
 
     return Rule(
         name=_name(steps),
         methods=methods,
         calls=calls if steps else "",
         helps="" if steps else helps,
-        parts=tuple([path for path in children if kinds.get(path, "module") != "module"]),
+        parts=children,
         needs=needs,
         leaves=leaves,
-        takes=tuple(sorted((sources | set(left)) & kinds.keys())),
+        takes=tuple(sorted((sources | set(left_paths)) & kinds.keys())),
         made=("structure", key),
     )
 
@@ -384,14 +404,14 @@ def _name(steps: tuple[Step, ...]) -> str:
 
 def _help(
     module: nn.Module,
-    left: tuple[str, ...],
+    left_paths: tuple[str, ...],
     kinds: Mapping[str, str],
     consumers_of: Method | None,
 ) -> str:
     """Return what a module without operators does for its block, for the report."""
     if has_hooks(module):
         return "leaves nothing to the block while it has hooks"
-    postponed = _postponed(module, left, kinds)
+    postponed = _postponed(module, left_paths, kinds)
     if postponed:
         return f"leaves {' and '.join(postponed)} to the block"
     layers = () if consumers_of is None else consumers_of(module)
@@ -407,10 +427,12 @@ def _takes_low_precision(child: Any) -> bool:
     return not is_linear(child) or is_plain(child.weight)
 
 
-def _postponed(module: nn.Module, left: tuple[str, ...], kinds: Mapping[str, str]) -> list[str]:
+def _postponed(
+    module: nn.Module, left_paths: tuple[str, ...], kinds: Mapping[str, str]
+) -> list[str]:
     """Describe the steps that the module leaves to its block."""
     steps: dict[str, None] = {}
-    for path in left:
+    for path in left_paths:
         inner = submodule(module, path)
         kind = kinds.get(path, "dropout")
         if inner is not None and has_hooks(inner):
@@ -458,8 +480,11 @@ def _activates(rule: Rule | None, module: nn.Module, path: str) -> bool:
 
 
 def _is_left(path: str, module: nn.Module, at: At) -> bool:
-    """Whether the module at the path leaves a bias or a dropout to its caller."""
-    if path.startswith(" "):  # the probability of a functional dropout
+    """Whether what is at the path leaves a bias or a dropout to its caller.
+
+    For a functional dropout the path is a space and the expression of its probability.
+    """
+    if path.startswith(" "):
         p = _evaluated(module, "self", path[1:])
         return p is None or p > 0.0
     inner = submodule(module, path)

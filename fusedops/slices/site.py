@@ -21,11 +21,11 @@ class SliceConstants(Constants):
 
     Attributes:
         sizes: the slices' widths.
-        dims: trailing dimensions of the one tensor that hold the slices, 1 or 2; 0 for a sequence
-            of tensors.
+        dims: how many of the last dimensions of one tensor hold the slices, 1 or 2; 0 if the slices
+            are a sequence of tensors.
         concat: whether the output is one tensor with the slices side by side.
         eps: added to the variance.
-        activation: the name of what follows the norm.
+        activation: the name of the activation after the norm.
         shared: whether all slices have the same parameters.
         out_dtype: the output's dtype, None for the slices'.
     """
@@ -62,6 +62,7 @@ class SliceConstants(Constants):
     @classmethod
     def read(cls, words: Sequence[str], numbers: Sequence[float]) -> SliceConstants:
         """See `Constants`."""
+        # The functional's name, and the words of `words`.
         op, widths, dims, form, activation, shared, out_dtype = words
         sizes = tuple([int(size) for size in widths.split(",")])
         return cls(
@@ -78,7 +79,7 @@ class SliceConstants(Constants):
 
 @dataclass(frozen=True, eq=False)
 class SliceSite(Site):
-    """What of a call stays the same from step to step.
+    """All of a call that stays the same from step to step; see `Site`.
 
     Attributes:
         widths: the widths of the slices.
@@ -96,4 +97,5 @@ class SliceSite(Site):
     @property
     def x(self) -> torch.dtype:
         """The slices' dtype."""
+        # The dtypes are those of weight, bias and slices.
         return self.dtypes[2]  # type: ignore[return-value]
