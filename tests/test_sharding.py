@@ -181,7 +181,12 @@ def _roundings(mesh: Any) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     x, residual, weight = (t.bfloat16() for t in torch.randn(3, 64, 32))
-    for rounding, wide in (("once", True), ("llama", False), ("t5", False), ("gemma", True)):
+    for rounding, wide, offset in (
+        ("once", True, 0.0),
+        ("once", True, 1.0),
+        ("llama", False, 0.0),
+        ("t5", False, 0.0),
+    ):
         w = weight[0].float() if wide else weight[0]
         tensors = (x, None, residual.float(), w) if rounding == "once" else (x, None, residual, w)
         function = functools.partial(
@@ -190,7 +195,7 @@ def _roundings(mesh: Any) -> None:
             rounding=rounding,
             return_sum=True,
             cast_dtype=torch.float16,
-            weight_offset=float(rounding == "gemma"),
+            weight_offset=offset,
         )
         placed = [
             None if t is None else distribute_tensor(t, mesh, [Shard(t.dim() - 1)]) for t in tensors
