@@ -234,3 +234,11 @@ def test_found_at_random(name: str) -> None:
     # PyTorch has no max along a dimension of a number on a GPU.
     fails = name == "the place of the largest of a number" and DEVICE.type == "cuda"
     assert outcome == "right" or (fails and outcome == "invalid"), reason
+
+
+def test_tensors_in_half_precision_are_compared_as_rounded() -> None:
+    """What is added is lost in fp16, and the sum is no larger."""
+    x = torch.rand(5, 24, device=DEVICE).half() + 1.0
+    function = lambda x: (x * 2.0 + 1e-4 > x * 2.0) + x  # noqa: E731
+    assert torch.equal(function(x), x)
+    assert torch.equal(fusedops.rowwise(function, strict=True)(x), x)
