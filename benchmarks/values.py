@@ -215,7 +215,7 @@ def _keep_probability(provider: str, p: float, device: torch.device) -> float:
     if provider == "fusedops" and (
         device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     ):
-        from fusedops.core import rng
+        from fusedops.core.random import rng
 
         return rng.keep_probability(p)
     return 1.0 - p

@@ -5,7 +5,7 @@ from .activations.ops import bias_act, bias_gelu, gated_act, geglu, gelu, swiglu
 from .backend.entry import compile, explain  # noqa: A004
 from .compiler.errors import NotRowwiseError
 from .compiler.function import rowwise
-from .core.tuning import Tuner, register_tuner
+from .core.configs.tuning import Tuner, register_tuner
 from .core.version import __version__
 from .generation.ops import no_repeat_ngram
 from .models import fuse_model, fusion_status, unfuse_model

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from .core import cache, launch, tuning
+from .core.configs import cache, tuning
+from .core.launches import launch
 from .core.version import __version__
 from .tune.workloads import Workload, discover, keys_of, operators
 

@@ -181,4 +181,4 @@ def poisoned_memory() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_native_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small calls run the kernels too, where PyTorch's own operators would take them."""
-    monkeypatch.setattr("fusedops.core.operator.Operator.native_elements", 0)
+    monkeypatch.setattr("fusedops.core.calls.operator.Operator.native_elements", 0)

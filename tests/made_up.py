@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from fusedops.core import tuning
-from fusedops.core.launch import Request
-from fusedops.core.tuning_key import Config, TuningKey
-from fusedops.core.usage import Usage
+from fusedops.core.configs import tuning
+from fusedops.core.configs.tuning_key import Config, TuningKey
+from fusedops.core.launches.launch import Request
+from fusedops.core.launches.usage import Usage
 from fusedops.tune import command
 from fusedops.tune.sweep import Sweeper
 from fusedops.tune.usage import limits_of

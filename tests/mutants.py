@@ -191,7 +191,7 @@ MUTANTS = (
     ),
     Mutant(
         "a call cache that autocast shares",
-        "core/call.py",
+        "core/calls/call.py",
         "known = op.signatures[autocast]",
         "known = op.signatures[False]",
         ("test_call_cache.py", "autocast"),
@@ -206,28 +206,28 @@ MUTANTS = (
     # --- the path of a call -----------------------------------------------------------------------
     Mutant(
         "a registered operator that stores no pre-norm sum",
-        "core/operators.py",
+        "core/calls/operators.py",
         '"saves" if saves else "drops"',
         '"drops"',
         ("test_opcheck.py", "test_a_dispatch_mode_changes_no_bit"),
     ),
     Mutant(
         "a random state that does not advance",
-        "core/rng.py",
+        "core/random/rng.py",
         "compat.without_modes():\n            seed, offset",
         "compat.without_modes(), torch.random.fork_rng(devices=[]):\n            seed, offset",
         ("test_rng.py", "test_generator_moves_on or test_state_is_the_generators"),
     ),
     Mutant(
         "a random state recorded as numbers",
-        "core/call.py",
+        "core/calls/call.py",
         "    if 0.0 < p < 1.0 and compat.is_recording(*tensors):\n",
         "    if False:\n",
         ("test_rng_recorded.py", "test_traced_calls"),
     ),
     Mutant(
         "constants of a registered operator without the version",
-        "core/operators.py",
+        "core/calls/operators.py",
         '" ".join((__version__, ',
         '" ".join(("", ',
         ("test_operators.py", "test_a_release_has_its_own_constants"),
@@ -249,7 +249,7 @@ MUTANTS = (
     ),
     Mutant(
         "a tensor's own gradient along with that of what depends on it",
-        "core/function.py",
+        "core/calls/function.py",
         "t.view_as(t) if t.requires_grad else",
         "t if t.requires_grad else",
         ("test_derivatives.py", "test_double_backward_of_arguments"),

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import fusedops
-from fusedops.core.tuning_key import Config
+from fusedops.core.configs.tuning_key import Config
 from rowwise_writer import RandomFunction, random_function
 from support import DEVICE
 from tolerances import unit_roundoff
@@ -535,5 +535,5 @@ if __name__ == "__main__":
 
     interpreter.install()
     torch.use_deterministic_algorithms(True, warn_only=True)  # with memory full of NaN
-    fusedops.core.operator.Operator.native_elements = 0
+    fusedops.core.calls.operator.Operator.native_elements = 0
     sys.exit(_main())

@@ -320,7 +320,7 @@ def dropout_mask(spec: Spec, sample: Sample) -> Mask:
 def fixed_draw(seed: int = SEED, offset: int = OFFSET) -> Iterator[None]:
     """Within it, every call with dropout draws the mask of `dropout_mask`."""
     if KERNEL_PATH:
-        with mock.patch("fusedops.core.rng.draw", return_value=(seed, offset)):
+        with mock.patch("fusedops.core.random.rng.draw", return_value=(seed, offset)):
             yield
         return
     with torch.random.fork_rng():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedops
-from fusedops.core import launch
+from fusedops.core.launches import launch
 from fusedops.nn import FusedAddLayerNorm, FusedAddRMSNorm
 from modules import close, randomise
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from backends import Backend, PostNorm, check, randn, results
-from fusedops.core import launch
+from fusedops.core.launches import launch
 from support import DEVICE, KERNEL_PATH, torch_version
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import fusedops
 from backends import Backend, PostNorm, randn
 from fusedops.backend import entry, programs
-from fusedops.core import compat, operators, registration
+from fusedops.core import compat
+from fusedops.core.calls import operators, registration
 from support import DEVICE
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedops
 from fusedops.backend import entry
 from fusedops.backend.report import CompileReport
-from fusedops.core import launch
+from fusedops.core.launches import launch
 from support import DEVICE
 
 _moe = pytest.importorskip("transformers.integrations.moe")

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import fusedops
 from backends import randn
-from fusedops.core import launch
+from fusedops.core.launches import launch
 from support import DEVICE
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]

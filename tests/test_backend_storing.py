@@ -33,7 +33,9 @@ from fusedops.backend import entry, storing
 from fusedops.backend.products import PADDED
 from fusedops.backend.programs import Source
 from fusedops.backend.report import CompileReport, RegionReport
-from fusedops.core import cache, compat, launch
+from fusedops.core import compat
+from fusedops.core.configs import cache
+from fusedops.core.launches import launch
 from support import DEVICE
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedops.core import launch
+from fusedops.core.launches import launch
 from fusedops.core.spec import BadSample, Spec
 from support import DEVICE, EVERY_SPEC
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from fusedops.core import cache
-from fusedops.core.tuning_key import Config, TuningKey, family_of
+from fusedops.core.configs import cache
+from fusedops.core.configs.tuning_key import Config, TuningKey, family_of
 
 pytestmark = pytest.mark.once
 

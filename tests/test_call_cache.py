@@ -13,8 +13,9 @@ import torch
 
 import fusedops
 from fusedops.activations.operator import ACTIVATION
-from fusedops.core import call, launch
-from fusedops.core.operator import Operator
+from fusedops.core.calls import call
+from fusedops.core.calls.operator import Operator
+from fusedops.core.launches import launch
 from fusedops.core.spec import BadSample, Spec
 from fusedops.generation import operator as generation
 from fusedops.norms.operator import NORM

@@ -19,8 +19,9 @@ import fusedops
 import made_up
 from fusedops import doctor
 from fusedops.__main__ import main
-from fusedops.core import cache, launch, tuning
-from fusedops.core.tuning_key import Config, TuningKey
+from fusedops.core.configs import cache, tuning
+from fusedops.core.configs.tuning_key import Config, TuningKey
+from fusedops.core.launches import launch
 from fusedops.tune import command
 from fusedops.tune.progress import Progress
 from fusedops.tune.table import Table

@@ -19,8 +19,9 @@ import pytest
 import torch
 
 import fusedops
-from fusedops.core import compat, launch
-from fusedops.core.tuning_key import Config
+from fusedops.core import compat
+from fusedops.core.configs.tuning_key import Config
+from fusedops.core.launches import launch
 from support import INTERPRETED
 
 triton = pytest.importorskip("triton")
@@ -448,7 +449,7 @@ def test_a_kernel_is_assembled_as_by_inductor(
         launch, "compile_fitting", lambda request, _: launch.compile_kernel(request, ampere)
     )
     monkeypatch.setattr(launch, "shared_memory", lambda index: 1 << 16)
-    monkeypatch.setattr("fusedops.core.direct.bind", lambda compiled, *_, **__: compiled)
+    monkeypatch.setattr("fusedops.core.launches.direct.bind", lambda compiled, *_, **__: compiled)
     try:
         assert "its" not in compiler.get_ptxas_version(80)
         assert launch.diagnose(0).variant.asm["cubin"]

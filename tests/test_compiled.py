@@ -28,9 +28,10 @@ from fusedops.compiler.operator import Program
 from fusedops.compiler.planning import planned
 from fusedops.compiler.structure import structured
 from fusedops.compiler.tracing import trace
-from fusedops.core import cache, launch, tuning
-from fusedops.core.operators import site_of
-from fusedops.core.tuning_key import Config
+from fusedops.core.calls.operators import site_of
+from fusedops.core.configs import cache, tuning
+from fusedops.core.configs.tuning_key import Config
+from fusedops.core.launches import launch
 from fusedops.norms import launching as norms
 from fusedops.norms.operator import NORM, constants_of
 from fusedops.norms.reference import Kind

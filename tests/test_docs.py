@@ -344,7 +344,7 @@ def test_command_line_page_names_every_option_and_variable() -> None:
 # --- the front page -------------------------------------------------------------------------------
 
 
-_FOLDERS = ("core", "norms", "compiler", "backend", "models", "tune")
+_FOLDERS = ("core", "distributed", "norms", "compiler", "backend", "models", "tune")
 
 
 @pytest.mark.parametrize("folder", _FOLDERS)
@@ -357,12 +357,15 @@ def test_the_layout_names_every_file(folder: str) -> None:
     assert set(re.findall(r"(?<![\w/])\w+\.py\b", part)) == files - {"__init__.py"}
 
 
-@pytest.mark.parametrize("folder", ["core", "compiler", "backend", "models"])
+@pytest.mark.parametrize("folder", ["core", "distributed", "compiler", "backend", "models"])
 def test_the_page_of_a_folder_names_files_that_are_there(folder: str) -> None:
     page = (ROOT / "fusedops" / folder / "README.md").read_text(encoding="utf-8")
-    names = set(re.findall(r"`(\w+\.py|\w+/)`", page))
+    names = set(re.findall(r"`([\w/.]+\.py|[\w./]+/)`", page))
     assert names and all(
-        any((ROOT / where / name).exists() for where in (f"fusedops/{folder}", "fusedops", "tests"))
+        any(
+            (ROOT / where / name).exists()
+            for where in (f"fusedops/{folder}", "fusedops", "tests", "")
+        )
         for name in names
     )
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedops
-from fusedops.core import launch
+from fusedops.core.launches import launch
 from fusedops.core.spec import Spec
 from fusedops.nn import FusedGELU, FusedLayerNorm, FusedRMSNorm
 from pairs import close, pair

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exact import copies, every, expected, inplace, same, sized
-from fusedops.core import launch
+from fusedops.core.launches import launch
 from fusedops.core.spec import Sample, Spec
 from fusedops.generation.configs import CONFIG
 from fusedops.generation.reference import Rule, banned

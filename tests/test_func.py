@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, func
 from torch.autograd import forward_ad
 
-from fusedops.core import launch
+from fusedops.core.launches import launch
 from fusedops.core.spec import Spec
 from fusedops.nn import FusedBiasDropoutAddLayerNorm, FusedLayerNorm, FusedRMSNorm
 from masks import DROPOUT_SPECS

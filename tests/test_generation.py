@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fusedops
-from fusedops.core import launch
+from fusedops.core.launches import launch
 from fusedops.core.spec import Sample, Spec
 from fusedops.generation import FusedNoRepeatNGramLogitsProcessor
 from support import DEVICE, EXACT_SPECS, INTERPRETED, Case, as_tuple, cases

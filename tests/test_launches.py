@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import fusedops
-from fusedops.core import launch, tuning
+from fusedops.core.configs import tuning
+from fusedops.core.launches import launch
 from fusedops.core.spec import Sample, Spec
 from support import ALL_SPECS, INTERPRETED, as_tuple, random_like, tensors_of
 
@@ -242,7 +243,7 @@ def test_as_many_as_the_profiler_sees(spec: Spec, device: torch.device) -> None:
 def test_a_small_gelu_is_pytorchs_own(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fusedops.core.operator.Operator.native_elements", 1024)
+    monkeypatch.setattr("fusedops.core.calls.operator.Operator.native_elements", 1024)
     for approximate in ("none", "tanh"):
         x = torch.randn(9, 128, device=device)
         with launch.record() as names:
@@ -260,7 +261,7 @@ def test_small_norms_are_pytorchs_own(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At few elements a norm alone goes to PyTorch's, in the cases that PyTorch has, and to the kernel above."""
-    monkeypatch.setattr("fusedops.core.operator.Operator.native_elements", 1024)
+    monkeypatch.setattr("fusedops.core.calls.operator.Operator.native_elements", 1024)
     for rows, launches in ((8, 0), (9, 1)):
         x, weight = torch.randn(rows, 128, device=device), torch.randn(128, device=device)
         with launch.record() as names:

@@ -96,8 +96,22 @@ def _families() -> set[str]:
     }
 
 
+# The files of ``distributed/``, each of the layer that calls it: "" is the public package.
+_DISTRIBUTED = {
+    "": API,
+    "seeds": API,
+    "sharding": CORE,
+    "conversion": CORE,
+    "modules": CORE,
+    "norms": FAMILY,
+    "sequence": MODELS,
+}
+
+
 def _layer(name: str) -> int:
     parts = name.split(".")
+    if parts[1:2] == ["distributed"]:
+        return _DISTRIBUTED[parts[2] if len(parts) > 2 else ""]
     folder = parts[1] if len(parts) > 1 else ""
     found = {"core": CORE, "compiler": COMPILER, "models": MODELS} | dict.fromkeys(
         _families(), FAMILY
@@ -107,9 +121,11 @@ def _layer(name: str) -> int:
 
 def test_package_has_its_layers() -> None:
     assert {"norms", "activations"} <= _families()
-    assert {"fusedops.core.launch", "fusedops.core.device", "fusedops.norms.kernels"} <= set(
-        MODULES
-    )
+    assert {
+        "fusedops.core.launches.launch",
+        "fusedops.core.device",
+        "fusedops.norms.kernels",
+    } <= set(MODULES)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -120,9 +136,8 @@ def test_imports_go_down(name: str) -> None:
         assert target in MODULES, f"{name} imports {target}, which is no module"
         assert _layer(target) <= _layer(name), f"{name} imports {target}, which is above it"
         if _layer(name) == _layer(target) == FAMILY:
-            assert name.split(".")[1] == target.split(".")[1], (
-                f"{name} imports {target}, of another family"
-            )
+            families = {name.split(".")[1], target.split(".")[1]} - {"distributed"}
+            assert len(families) == 1, f"{name} imports {target}, of another family"
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if _layer(name) == CORE])
@@ -163,17 +178,19 @@ package = types.ModuleType("fusedops")
 package.__path__ = [sys.argv[1]]
 sys.modules["fusedops"] = package
 core = importlib.import_module("fusedops.core")
-for module in pkgutil.iter_modules(core.__path__):
+for module in pkgutil.walk_packages(core.__path__, "fusedops.core."):
     if module.name not in sys.argv[2:]:
-        importlib.import_module(f"fusedops.core.{module.name}")
-above = [name for name in sys.modules if name.startswith("fusedops.") and not name.startswith("fusedops.core")]
+        importlib.import_module(module.name)
+own = ("fusedops.core", "fusedops.distributed")
+above = [name for name in sys.modules if name.startswith("fusedops.") and not name.startswith(own)]
 assert not above, above
 """
 
 
 def test_core_is_imported_alone() -> None:
-    """In a package that has nothing else loaded; kernels need Triton."""
-    skipped = [] if importlib.util.find_spec("triton") else ["device", "kernels"]
+    """In a package that has nothing else loaded but `distributed`; kernels need Triton."""
+    names = ["fusedops.core.device", "fusedops.core.kernels"]
+    skipped = [] if importlib.util.find_spec("triton") else names
     done = subprocess.run(
         [sys.executable, "-c", _ALONE, str(PACKAGE), *skipped],
         capture_output=True,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedops
-from fusedops.core import launch
+from fusedops.core.launches import launch
 from sample_models import MODELS, ModelSpec
 from support import INTERPRETED, KERNEL_PATH
 from tolerances import unit_roundoff

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from fusedops.core import launch
+from fusedops.core.configs.tuning import forced
+from fusedops.core.configs.tuning_key import Config, block_holding
+from fusedops.core.launches import launch
 from fusedops.core.spec import Sample, Spec
-from fusedops.core.tuning import forced
-from fusedops.core.tuning_key import Config, block_holding
 from support import ALL_SPECS, DEVICE, INTERPRETED, Case, cases
 from tolerances import check_gradients, check_values
 

@@ -25,8 +25,9 @@ import torch.distributed as dist
 
 import fusedops
 import made_up
-from fusedops.core import cache, launch, tuning
-from fusedops.core.tuning_key import Config, TuningKey
+from fusedops.core.configs import cache, tuning
+from fusedops.core.configs.tuning_key import Config, TuningKey
+from fusedops.core.launches import launch
 from fusedops.tune import ondemand, server
 from support import DEVICE
 
@@ -431,7 +432,7 @@ _RANK = """
 import os, sys
 import torch.distributed as dist
 from fusedops.core import tuning
-from fusedops.core.tuning_key import TuningKey
+from fusedops.core.configs.tuning_key import TuningKey
 from fusedops.tune import ondemand
 tuning.device_name = lambda index: "Test GPU"
 tuning.table = lambda device: {}

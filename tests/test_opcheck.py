@@ -20,7 +20,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from fusedops.core import launch
+from fusedops.core.launches import launch
 from fusedops.core.spec import Sample, Spec
 from support import (
     ALL_SPECS,

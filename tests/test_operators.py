@@ -29,8 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fusedops
 from fusedops.activations.operator import ACTIVATION
 from fusedops.activations.site import ActivationConstants
-from fusedops.core import launch, operators, registration
-from fusedops.core.operator import Operator
+from fusedops.core.calls import operators, registration
+from fusedops.core.calls.operator import Operator
+from fusedops.core.launches import launch
 from fusedops.core.spec import Spec
 from fusedops.norms.operator import NORM
 from fusedops.slices.operator import SLICES

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fusedops.core import launch
+from fusedops.core.launches import launch
 from fusedops.core.spec import Spec
 from support import ALL_SPECS
 

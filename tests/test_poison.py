@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedops.activations.operator import ACTIVATION
-from fusedops.core import launch
-from fusedops.core.tuning import forced
-from fusedops.core.tuning_key import Config
+from fusedops.core.configs.tuning import forced
+from fusedops.core.configs.tuning_key import Config
+from fusedops.core.launches import launch
 from fusedops.norms.operator import NORM
 from fusedops.slices.operator import SLICES
 from support import DEVICE, DTYPES, INTERPRETED, Case, call, cases, random_like, tensors_of

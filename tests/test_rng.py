@@ -10,9 +10,10 @@ from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
 
 import fusedops
-from fusedops.core import rng, tuning
+from fusedops.core.configs import tuning
+from fusedops.core.configs.tuning_key import family_of
+from fusedops.core.random import rng
 from fusedops.core.spec import Spec
-from fusedops.core.tuning_key import family_of
 from masks import DROPOUT_SPECS, Problem, five_sigma, rng_state, set_rng_state
 from support import INTERPRETED, KERNEL_PATH, OFFSET, SEED, drop_threshold, fixed_draw, keep_mask
 

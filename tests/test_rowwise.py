@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from fusedops.compiler.launching import chosen
-from fusedops.core import launch
-from fusedops.core.tuning_key import Config
-from fusedops.core.usage import usage_of
+from fusedops.core.configs.tuning_key import Config
+from fusedops.core.launches import launch
+from fusedops.core.launches.usage import usage_of
 from rowwise_checks import (
     check,
     cotangents_of,

@@ -22,7 +22,9 @@ from torch.utils._pytree import tree_map_only
 
 import fusedops
 from fusedops.compiler.errors import NotRowwiseError
-from fusedops.core import compat, launch, tuning
+from fusedops.core import compat
+from fusedops.core.configs import tuning
+from fusedops.core.launches import launch
 from rowwise_checks import check, cotangents_of, every, kernels, of, randn, results, rowwise
 from rowwise_functions import DROP, SAMPLES, RowwiseFunction, named
 from support import DEVICE, as_tuple, fixed_draw

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedops
-from fusedops.core import launch
+from fusedops.core.launches import launch
 from rowwise_checks import (
     check,
     kernels,

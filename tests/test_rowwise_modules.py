@@ -22,7 +22,8 @@ import fusedops
 import rowwise_operators
 from fusedops.compiler import programs, storing
 from fusedops.compiler.codegen import backward_kernels, forward_kernels
-from fusedops.core import cache, launch
+from fusedops.core.configs import cache
+from fusedops.core.launches import launch
 from rowwise_functions import FUNCTIONS, named
 from support import DEVICE, KERNEL_PATH
 

@@ -19,7 +19,7 @@ from fusedops.compiler.operator import Program
 from fusedops.compiler.planning import planned
 from fusedops.compiler.structure import structured
 from fusedops.compiler.tracing import trace
-from fusedops.core import launch
+from fusedops.core.launches import launch
 from rowwise_operators import BINARY, ROWS, UNARY, numbers, pairs, rows
 from support import DEVICE
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fusedops
-from fusedops.core import launch
+from fusedops.core.launches import launch
 from rowwise_functions import Sign
 from support import DEVICE
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import fusedops
 from fusedops.backend import entry
 from fusedops.compiler import state, walking
-from fusedops.core.dropout import none
+from fusedops.core.random.dropout import none
 from rowwise_checks import every, kernels, randn, results
 from rowwise_functions import RowwiseFunction, Sign
 from support import DEVICE

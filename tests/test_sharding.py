@@ -20,9 +20,10 @@ from torch.nn import functional as F
 
 import fusedops
 from fusedops.activations.operator import ACTIVATION
-from fusedops.core import compat, launch, sharding
-from fusedops.core.sharding import numbers
-from fusedops.distributed import check_seeds
+from fusedops.core import compat
+from fusedops.core.launches import launch
+from fusedops.distributed import check_seeds, sharding
+from fusedops.distributed.sharding import numbers
 from fusedops.norms.operator import NORM
 from fusedops.slices.operator import SLICES
 from sharded_calls import (

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import fusedops
+from fusedops.core.configs.tuning import forced
+from fusedops.core.configs.tuning_key import Config
 from fusedops.core.spec import Sample, Spec
-from fusedops.core.tuning import forced
-from fusedops.core.tuning_key import Config
 from fusedops.slices.widths import Groups, Tile, widths_of
 from support import ALL_SPECS, Case, cases
 from tolerances import check_gradients

@@ -16,10 +16,11 @@ import pytest
 import torch
 
 import made_up
-from fusedops.core import launch, tuning
+from fusedops.core.configs import tuning
+from fusedops.core.configs.tuning_key import BUCKETS, Config, TuningKey, family_of
+from fusedops.core.launches import launch
+from fusedops.core.launches.usage import Usage
 from fusedops.core.spec import Spec
-from fusedops.core.tuning_key import BUCKETS, Config, TuningKey, family_of
-from fusedops.core.usage import Usage
 from fusedops.tune import table as tables
 from fusedops.tune import timing
 from fusedops.tune.compiling import Pool

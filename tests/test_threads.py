@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import fusedops
-from fusedops.core import rng
+from fusedops.core.random import rng
 from fusedops.core.spec import Spec
 from masks import DROPOUT_SPECS, Problem
 from support import ALL_SPECS, INTERPRETED, as_tuple, random_like, tensors_of

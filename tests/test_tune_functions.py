@@ -14,7 +14,8 @@ from fusedops.compiler import loading
 from fusedops.compiler.configs import heuristic
 from fusedops.compiler.function import Rowwise
 from fusedops.compiler.launching import chosen
-from fusedops.core import cache, launch, tuning
+from fusedops.core.configs import cache, tuning
+from fusedops.core.launches import launch
 from fusedops.tune import command
 from fusedops.tune.compiling import Pool
 from fusedops.tune.functions import FunctionError, FunctionWorkload, parsed, planned

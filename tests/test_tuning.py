@@ -18,9 +18,8 @@ import pytest
 import torch
 
 import fusedops
-from fusedops.core import cache, launch, tuning
-from fusedops.core.spec import Spec
-from fusedops.core.tuning_key import (
+from fusedops.core.configs import cache, tuning
+from fusedops.core.configs.tuning_key import (
     BUCKET,
     BUCKETS,
     Config,
@@ -29,6 +28,8 @@ from fusedops.core.tuning_key import (
     family_of,
     valid,
 )
+from fusedops.core.launches import launch
+from fusedops.core.spec import Spec
 from fusedops.tune.workloads import workload_for
 from support import ALL_SPECS, DEVICE, INTERPRETED, as_tuple, random_like, tensors_of
 from tuning_keys import every_key

@@ -128,7 +128,7 @@ def test_mask_oracle_knows_its_philox(
 @cases(select=lambda spec, sample: not spec.has_dropout and rows_of(spec, sample).numel() <= 4096)
 def test_small_calls_left_to_pytorch(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a GPU's small calls go to PyTorch's own operator, as they do outside these tests, the contract is the same."""
-    monkeypatch.setattr("fusedops.core.operator.Operator.native_elements", 4096)
+    monkeypatch.setattr("fusedops.core.calls.operator.Operator.native_elements", 4096)
     check_gradients(case.spec, case.sample(), values=True)
 
 

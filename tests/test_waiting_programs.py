@@ -19,10 +19,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fusedops
-from fusedops.core import compat, driver, launch, tuning
-from fusedops.core.operators import site_of
-from fusedops.core.tuning import forced
-from fusedops.core.tuning_key import Config
+from fusedops.core import compat
+from fusedops.core.calls.operators import site_of
+from fusedops.core.configs import tuning
+from fusedops.core.configs.tuning import forced
+from fusedops.core.configs.tuning_key import Config
+from fusedops.core.launches import driver, launch
 from fusedops.norms import launching
 from fusedops.norms.operator import NORM, constants_of
 from support import DEVICE

@@ -12,8 +12,9 @@ from functools import cache
 
 import torch
 
-from fusedops.core import launch, tuning
-from fusedops.core.tuning_key import BUCKETS, TuningKey
+from fusedops.core.configs import tuning
+from fusedops.core.configs.tuning_key import BUCKETS, TuningKey
+from fusedops.core.launches import launch
 from support import ALL_SPECS
 
 __all__ = ["every_key", "plans"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fusedops
-from fusedops.core.launch import runs_kernels
+from fusedops.core.launches.launch import runs_kernels
 
 __all__ = ["SHAPE", "differences"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.tuning_key import Config, TuningKey, around, block_holding, in_buckets
+from ..core.configs.tuning_key import Config, TuningKey, around, block_holding, in_buckets
 
 __all__ = ["VECTOR", "candidates", "heuristic", "valid"]
 

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import launch, tuning
 from ..core.activations import device_functions
-from ..core.launch import SEED_TYPES, Variant, pointer_type, vector_width
-from ..core.operand import dense, empty_dense, is_dense
-from ..core.operand import rows as as_rows
-from ..core.rng import State, seed_kind
-from ..core.tuning import BUCKET, TuningKey, widths
+from ..core.configs import tuning
+from ..core.configs.tuning import BUCKET, TuningKey, widths
+from ..core.launches import launch
+from ..core.launches.launch import SEED_TYPES, Variant, pointer_type, vector_width
+from ..core.launches.operand import dense, empty_dense, is_dense
+from ..core.launches.operand import rows as as_rows
+from ..core.random.rng import State, seed_kind
 from . import configs
 from .site import ActivationSite
 

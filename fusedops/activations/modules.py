@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from ..core.activations import ACTIVATIONS, ActivationName
-from ..core.beside import TensorsBeside
-from ..core.checks import check_choice, check_p
+from ..core.calls.checks import check_choice, check_p
+from ..distributed.modules import TensorsBeside
 from . import ops
 
 __all__ = [

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core import checks, launch
 from ..core.activations import ACTIVATIONS
-from ..core.dropout import Dropout
-from ..core.dropout import none as no_dropout
-from ..core.function import vjp
-from ..core.operand import empty, empty_dense
-from ..core.operator import Dtypes, Operator
-from ..core.operators import encode, site_of
-from ..core.registration import define
+from ..core.calls import checks
+from ..core.calls.function import vjp
+from ..core.calls.operator import Dtypes, Operator
+from ..core.calls.operators import encode, site_of
+from ..core.calls.registration import define
+from ..core.launches import launch
+from ..core.launches.operand import empty, empty_dense
+from ..core.random.dropout import Dropout
+from ..core.random.dropout import none as no_dropout
 from . import launching, reference
 from .reference import accumulator
 from .site import ActivationConstants, ActivationSite

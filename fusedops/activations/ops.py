@@ -1,4 +1,4 @@
-"""The activation family's functionals: each passes its constants and tensors to `core.call`."""
+"""The activation family's functionals: each passes constants and tensors to `core.calls.call`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from ..core.activations import ActivationName
-from ..core.call import run
-from ..core.checks import check_choice, check_p_off
+from ..core.calls.call import run
+from ..core.calls.checks import check_choice, check_p_off
 from .operator import ACTIVATION
 
 __all__ = [

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from ..core.activations import ACTIVATIONS, Activation
-from ..core.operator import Constants, Site
+from ..core.calls.operator import Constants, Site
 
 __all__ = ["ActivationConstants", "ActivationSite", "Kind"]
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.activations import ACTIVATIONS
-from ..core.operators import site_of
+from ..core.calls.operators import site_of
+from ..core.configs.tuning_key import Grid
 from ..core.spec import BadSample, Maker, Sample, Shape, Spec, Sweep, masked
-from ..core.tuning_key import Grid
 from . import launching, ops, reference
 from .operator import ACTIVATION
 from .site import ActivationConstants, Kind

@@ -24,7 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..compiler.function import function_of
 from ..compiler.tracing import traced_with_others
-from ..core import compat, launch
+from ..core import compat
+from ..core.launches import launch
 from ..models.tricks.masks import made_contiguous
 from ..models.tricks.padding import HALF
 from .changes import NotCapturedError, without_writes

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..core import launch
-from ..core.registration import implement
+from ..core.calls.registration import implement
+from ..core.launches import launch
 from .regions import are_numbers, name_of, value_of
 from .report import note_change
 

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, fx
 
 from ..compiler.errors import NotRowwiseError
-from ..core import compat, operators, rng
+from ..core import compat
+from ..core.calls import operators
+from ..core.random import rng
 from .casts import cast_together
 from .dimensions import join, split
 from .embeddings import with_summed_gradients

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..core import compat, launch
-from ..core.registration import implement
+from ..core import compat
+from ..core.calls.registration import implement
+from ..core.launches import launch
 from .regions import changed_in, overlap, tensors_of, value_of
 from .report import note_change
 

@@ -20,7 +20,9 @@ from ..compiler.planning import planned
 from ..compiler.structure import Structure, structured
 from ..compiler.traced import Traced
 from ..compiler.tracing import trace
-from ..core import compat, launch, tuning
+from ..core import compat
+from ..core.configs import tuning
+from ..core.launches import launch
 from .dimensions import (
     Join,
     Split,

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, fx
 
 from ..compiler.lowering import TABLE
-from ..core import compat, launch
-from ..core.operators import NAMES
+from ..core import compat
+from ..core.calls.operators import NAMES
+from ..core.launches import launch
 
 __all__ = [
     "BIAS",

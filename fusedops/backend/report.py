@@ -11,7 +11,9 @@ from torch import fx
 
 from ..compiler.codegen import backward_kernels, forward_kernels
 from ..compiler.operator import Program
-from ..core import compat, launch, operators
+from ..core import compat
+from ..core.calls import operators
+from ..core.launches import launch
 from .regions import captured_body
 
 __all__ = ["CompileReport", "RegionReport", "changes_in", "note_change", "operators_in"]

@@ -30,7 +30,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ..compiler import storing
 from ..compiler.operator import Program
-from ..core import cache, compat, launch
+from ..core import compat
+from ..core.configs import cache
+from ..core.launches import launch
 from .capture import WITHOUT_EFFECT, copy_metadata
 from .grouped import is_grouped
 from .products import PADDED

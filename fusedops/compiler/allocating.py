@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..core.operand import empty
+from ..core.launches.operand import empty
 from .structure import Operand
 
 if TYPE_CHECKING:

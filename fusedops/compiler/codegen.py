@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core.tuning_key import block_holding
+from ..core.configs.tuning_key import block_holding
 from .emitting import Argument, Emitter, offsets_along, row_layout, strides_of, unreduced
 from .errors import NotRowwiseError
 from .ir import REDUCTIONS, Node, computed_of, reachable, topological
@@ -523,7 +523,7 @@ _LAST_TILE = (
 # The loop of a program over its tiles of rows.
 _TILES = "for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):"
 _GROUP_LINES = (
-    # The last programs may have no group: see `core.launch`.
+    # The last programs may have no group: see `core.launches.launch`.
     "group = (tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)).to(tl.int64)",
     # Of a block and a number Triton's interpreter makes no boolean mask, so the number is a block
     # too.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..core.tuning_key import (
+from ..core.configs.tuning_key import (
     Config,
     TuningKey,
     around,

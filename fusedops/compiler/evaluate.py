@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.activations import ACTIVATIONS
-from ..core.function import vjp
+from ..core.calls.function import vjp
 from .ir import Node, derived_of, value_of
 from .structure import Operand, Part, Structure, within, without
 

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..core import compat, launch, tuning
-from ..core.tuning_key import TuningKey
-from ..core.usage import Usage, usage_of
+from ..core import compat
+from ..core.configs import tuning
+from ..core.configs.tuning_key import TuningKey
+from ..core.launches import launch
+from ..core.launches.usage import Usage, usage_of
 from .launching import chosen
 from .planning import Alternative
 

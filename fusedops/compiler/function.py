@@ -14,8 +14,9 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 import torch
 from torch import Tensor
 
-from ..core import compat, launch
-from ..core.call import run
+from ..core import compat
+from ..core.calls.call import run
+from ..core.launches import launch
 from .codegen import backward_kernels, forward_kernels
 from .errors import NotRowwiseError
 from .explanation import Explanation, explained

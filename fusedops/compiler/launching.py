@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..core import launch, tuning
-from ..core.launch import SEED_TYPES, Variant, pointer_type, vector_width
-from ..core.operand import rows as as_rows
-from ..core.operand import vector
-from ..core.rng import State, seed_kind
-from ..core.tuning import BUCKET, TuningKey, widths
+from ..core.configs import tuning
+from ..core.configs.tuning import BUCKET, TuningKey, widths
+from ..core.launches import launch
+from ..core.launches.launch import SEED_TYPES, Variant, pointer_type, vector_width
+from ..core.launches.operand import rows as as_rows
+from ..core.launches.operand import vector
+from ..core.random.rng import State, seed_kind
 from . import configs, unfused
 from .codegen import Kernel, backward_kernels, forward_kernels, reduce_kernel
 from .emitting import Argument, row_layout, unreduced

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import launch, rng, tuning
-from ..core.dropout import Dropout, dropout_of
-from ..core.operator import Axes, Constants, Dtypes, Operator, Site
-from ..core.operators import encode
-from ..core.registration import MOST_ARGUMENTS, arguments, define
-from ..core.rng import NO_DROPOUT
+from ..core.calls.operator import Axes, Constants, Dtypes, Operator, Site
+from ..core.calls.operators import encode
+from ..core.calls.registration import MOST_ARGUMENTS, arguments, define
+from ..core.configs import tuning
+from ..core.launches import launch
+from ..core.random import rng
+from ..core.random.dropout import Dropout, dropout_of
+from ..core.random.rng import NO_DROPOUT
 from . import launching
 from .allocating import gradient_allocator, output_allocator
 from .axes import Label
@@ -281,7 +283,7 @@ class Program(Operator):
         Args:
             roots: the nodes.
             tensors: the inputs.
-            draw: returns a dropout's mask, as `core.function.mask_of`.
+            draw: returns a dropout's mask, as `core.calls.function.mask_of`.
         """
         structure, sizes, masks = self.structure, self.sizes_of(tensors), dict[int, Any]()
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..core import cache
+from ..core.configs import cache
 from . import grammar
 from .ir import Graph, Node, topological
 from .looking import Look

@@ -27,8 +27,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..core import compat
-from ..core.call import as_references
-from ..core.operators import NAMES
+from ..core.calls.call import as_references
+from ..core.calls.operators import NAMES
 from .axes import Axes, AxisError
 from .errors import NotRowwiseError
 from .ir import Graph, Node

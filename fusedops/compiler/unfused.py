@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.function import mask_of
-from ..core.rng import State
+from ..core.calls.function import mask_of
+from ..core.random.rng import State
 from .evaluate import assembled
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.tuning import Config
+from ..core.configs.tuning import Config
 
 __all__ = ["CONFIG"]
 

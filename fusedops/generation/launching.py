@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core import launch
-from ..core.launch import Variant, pointer_type
-from ..core.operand import dense, vector
+from ..core.launches import launch
+from ..core.launches.launch import Variant, pointer_type
+from ..core.launches.operand import dense, vector
 from . import configs
 from .reference import Rule, first_window
 

@@ -1,7 +1,7 @@
 """The generation family's operator: checks, dispatch, and the registered operators.
 
-The dispatch is that of `core.call` for an operator without backward and dropout, of which one form
-writes to an argument.
+The dispatch is that of `core.calls.call` for an operator without backward and dropout, of which one
+form writes to an argument.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core import checks, compat, launch
-from ..core.function import PLAIN, on_device
-from ..core.registration import implement
+from ..core import compat
+from ..core.calls import checks
+from ..core.calls.function import PLAIN, on_device
+from ..core.calls.registration import implement
+from ..core.launches import launch
 from . import launching, reference
 from .launching import Site, site_of
 from .reference import Rule

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core import launch
+from ..core.launches import launch
 
 __all__ = ["makes_kernels"]
 

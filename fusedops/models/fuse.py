@@ -10,12 +10,12 @@ from typing import Any
 from torch import nn
 
 from ..core import compat
+from ..distributed.sequence import rows_of_norm
 from . import classes, eligibility
 from .hooks import has_hooks, is_simple, submodule
 from .report import NO_RULE, NOT_FUSED, FusionReport, ModuleReport
 from .rule import At, Family, Rule, Verdict, judge
 from .rules import RULES
-from .spread import rows_of_norm
 from .tricks import TRICKS
 
 __all__ = ["fuse_model", "fusion_status", "unfuse_model"]

@@ -24,11 +24,11 @@ from torch.nn import functional as F
 from ..activations.ops import bias_act, gated_act
 from ..core.activations import ActivationName
 from ..core.compat import constant_when_traced
+from ..distributed.sequence import Rows, rows_of_norm
 from ..norms.ops import bias_dropout_add
 from .autocast import low_dtype, narrowed, normed
 from .cast import Cast
 from .hooks import can_call, has_hooks, is_conv1d, is_linear, original
-from .spread import Rows, rows_of_norm
 
 __all__ = [
     "Branch",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..core.tuning_key import (
+from ..core.configs.tuning_key import (
     Config,
     TuningKey,
     around,

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from ..core import launch, tuning
-from ..core.launch import SEED_TYPES, Variant, pointer_type, triton_dtype, vector_width
-from ..core.operand import rows as as_rows
-from ..core.operand import vector
-from ..core.rng import State, seed_kind
-from ..core.tuning import BUCKET, TuningKey, widths
+from ..core.configs import tuning
+from ..core.configs.tuning import BUCKET, TuningKey, widths
+from ..core.launches import launch
+from ..core.launches.launch import SEED_TYPES, Variant, pointer_type, triton_dtype, vector_width
+from ..core.launches.operand import rows as as_rows
+from ..core.launches.operand import vector
+from ..core.random.rng import State, seed_kind
 from . import configs
 from .site import NormSite
 

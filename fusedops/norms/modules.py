@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from ..core.beside import TensorsBeside
-from ..core.checks import check_p
-from ..core.returned import Returned
+from ..core.calls.checks import check_p
+from ..core.typevars import Returned
+from ..distributed.modules import TensorsBeside
 from . import ops
 from .reference import Rounding
 

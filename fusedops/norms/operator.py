@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core import checks, compat, launch
-from ..core.dropout import Dropout
-from ..core.function import vjp
-from ..core.operand import empty
-from ..core.operator import Dtypes, Operator
-from ..core.operators import encode
-from ..core.registration import define
-from ..core.rng import State
-from ..core.sharding import Layout
+from ..core import compat
+from ..core.calls import checks
+from ..core.calls.function import vjp
+from ..core.calls.operator import Dtypes, Operator
+from ..core.calls.operators import encode
+from ..core.calls.registration import define
+from ..core.launches import launch
+from ..core.launches.operand import empty
+from ..core.random.dropout import Dropout
+from ..core.random.rng import State
+from ..distributed.sharding import Layout
 from . import launching, reference
 from .reference import NormRule, accumulator
 from .site import TENSORS, NormConstants, NormSite
@@ -215,7 +217,7 @@ class Norm(Operator):
         """See `sharded`."""
         if constants.rule.kind == "none":
             return None
-        from .sharded import norm_over_columns
+        from ..distributed.norms import norm_over_columns
 
         return norm_over_columns(self, constants, tensors, state, layout)
 

@@ -1,4 +1,4 @@
-"""The norm family's functionals: each passes its constants and tensors to `core.call`."""
+"""The norm family's functionals: each passes its constants and tensors to `core.calls.call`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ..core.call import run
-from ..core.checks import check_p_off
+from ..core.calls.call import run
+from ..core.calls.checks import check_p_off
 from .operator import NORM, check_constants
 from .reference import Rounding
 

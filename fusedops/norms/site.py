@@ -9,9 +9,9 @@ from operator import index
 
 import torch
 
-from ..core.launch import pointer_type
-from ..core.operator import Constants, Site
-from ..core.operators import NAMES, named
+from ..core.calls.operator import Constants, Site
+from ..core.calls.operators import NAMES, named
+from ..core.launches.launch import pointer_type
 from .reference import NormRule
 
 __all__ = ["TENSORS", "NormConstants", "NormSite"]

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import compat, launch
-from ..core.launch import Variant
-from ..core.tuning import Config
+from ..core import compat
+from ..core.configs.tuning import Config
+from ..core.launches import launch
+from ..core.launches.launch import Variant
 
 __all__ = ["Addresses", "gather"]
 

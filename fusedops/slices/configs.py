@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..core.tuning_key import Config, TuningKey, around, in_buckets, power_of_two
+from ..core.configs.tuning_key import Config, TuningKey, around, in_buckets, power_of_two
 from .widths import holding
 
 __all__ = ["candidates", "heuristic", "valid", "widest"]

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..core import launch, tuning
 from ..core.activations import device_functions
-from ..core.launch import Variant, pointer_type, triton_dtype
-from ..core.operand import rows as as_rows
-from ..core.operand import vector
-from ..core.rng import State
-from ..core.tuning import BUCKET
+from ..core.configs import tuning
+from ..core.configs.tuning import BUCKET
+from ..core.launches import launch
+from ..core.launches.launch import Variant, pointer_type, triton_dtype
+from ..core.launches.operand import rows as as_rows
+from ..core.launches.operand import vector
+from ..core.random.rng import State
 from . import configs
 from .addresses import Addresses, gather
 from .site import SliceSite

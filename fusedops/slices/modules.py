@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from ..core.checks import check_choice, check_eps
-from ..core.returned import Sliced
+from ..core.calls.checks import check_choice, check_eps
+from ..core.typevars import Sliced
 from . import ops
 
 __all__ = ["FusedBatchedLayerNormAct", "FusedBatchedLayerNormTanh"]

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import checks, compat
+from ..core import compat
 from ..core.activations import ACTIVATIONS
-from ..core.dropout import Dropout
-from ..core.function import vjp
-from ..core.operand import empty
-from ..core.operator import Axes, Dtypes, Operator
-from ..core.operators import encode
-from ..core.registration import define
+from ..core.calls import checks
+from ..core.calls.function import vjp
+from ..core.calls.operator import Axes, Dtypes, Operator
+from ..core.calls.operators import encode
+from ..core.calls.registration import define
+from ..core.launches.operand import empty
+from ..core.random.dropout import Dropout
 from . import configs, launching, reference
 from .reference import accumulator
 from .site import SliceConstants, SliceSite

@@ -1,4 +1,4 @@
-"""The slices family's functionals: constants, tensors, and one call into `core.call`."""
+"""The slices family's functionals: constants, tensors, and one call into `core.calls.call`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..core.activations import ActivationName
-from ..core.call import run
-from ..core.checks import check_tensor
+from ..core.calls.call import run
+from ..core.calls.checks import check_tensor
 from .operator import ACTIVATION_NAMES, SLICES
 
 __all__ = [

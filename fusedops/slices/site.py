@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ..core.activations import ACTIVATIONS, Activation
-from ..core.operator import Constants, Site
-from ..core.operators import NAMES, named
+from ..core.calls.operator import Constants, Site
+from ..core.calls.operators import NAMES, named
 from .widths import Widths
 
 __all__ = ["SliceConstants", "SliceSite"]

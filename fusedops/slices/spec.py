@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.activations import ACTIVATIONS
-from ..core.operators import site_of
+from ..core.calls.operators import site_of
+from ..core.configs.tuning_key import Grid
 from ..core.spec import BadSample, Maker, Sample, Shape, Spec, Sweep
-from ..core.tuning_key import Grid
 from . import configs, launching, ops, reference
 from .addresses import store_variant
 from .operator import SLICES

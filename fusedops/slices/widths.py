@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..core.tuning_key import power_of_two
+from ..core.configs.tuning_key import power_of_two
 
 __all__ = ["Groups", "Tile", "Widths", "holding", "widths_of"]
 

@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
-from ..core import cache, compat, tuning
+from ..core import compat
+from ..core.configs import cache, tuning
+from ..core.configs.tuning_key import Config, TuningKey
 from ..core.spec import Shape, Spec
-from ..core.tuning_key import Config, TuningKey
 from ..core.version import __version__
 from . import table as tables
 from .compiling import Pool

@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ..core.launch import Request
-from ..core.usage import Usage
+from ..core.launches.launch import Request
+from ..core.launches.usage import Usage
 from .worker import encode
 
 __all__ = ["Pool", "child_environment"]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..compiler.function import Rowwise
-from ..core.tuning_key import TuningKey
+from ..core.configs.tuning_key import TuningKey
 from .workloads import DTYPES, Step
 
 __all__ = ["FunctionError", "FunctionWorkload", "parsed", "planned"]

@@ -30,8 +30,10 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from ..core import compat, launch, tuning
-from ..core.tuning_key import Config, TuningKey, valid
+from ..core import compat
+from ..core.configs import tuning
+from ..core.configs.tuning_key import Config, TuningKey, valid
+from ..core.launches import launch
 from .compiling import child_environment
 
 __all__ = ["improve"]

@@ -14,8 +14,8 @@ from typing import Any, TextIO
 
 import torch
 
-from ..core import cache, tuning
-from ..core.tuning_key import TuningKey
+from ..core.configs import cache, tuning
+from ..core.configs.tuning_key import TuningKey
 from .sweep import Outcome, Sweeper
 from .timing import GraphTimer
 from .workloads import discover, kernels_alone, workload_for

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from ..core import launch, tuning
-from ..core.tuning_key import Config, TuningKey, family_of, valid
-from ..core.usage import Usage
+from ..core.configs import tuning
+from ..core.configs.tuning_key import Config, TuningKey, family_of, valid
+from ..core.launches import launch
+from ..core.launches.usage import Usage
 from .compiling import Pool
 from .timing import Bench, Timer
 from .usage import Limits, reason_to_drop

@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..core.tuning_key import BUCKETS, Config, TuningKey, family_of, fingerprint
+from ..core.configs.tuning_key import BUCKETS, Config, TuningKey, family_of, fingerprint
 from .sweep import Outcome
 
 __all__ = [

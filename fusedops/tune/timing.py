@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..core import rng, tuning
-from ..core.tuning_key import Config, TuningKey
+from ..core.configs import tuning
+from ..core.configs.tuning_key import Config, TuningKey
+from ..core.random import rng
 from .workloads import Step, Tunable
 
 __all__ = ["Bench", "GraphTimer", "Timer", "copy_bandwidth", "events", "set_count"]

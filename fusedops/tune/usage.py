@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..core.tuning_key import Config
-from ..core.usage import Usage
+from ..core.configs.tuning_key import Config
+from ..core.launches.usage import Usage
 
 __all__ = ["Limits", "limits_of", "reason_to_drop"]
 

@@ -14,9 +14,10 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from ..compiler import loading
-from ..core import compat, launch
-from ..core.tuning_key import Config
-from ..core.usage import Usage, usage_of
+from ..core import compat
+from ..core.configs.tuning_key import Config
+from ..core.launches import launch
+from ..core.launches.usage import Usage, usage_of
 
 __all__ = ["decode", "encode", "serve"]
 

@@ -19,10 +19,11 @@ from torch import Tensor
 
 import fusedops
 
-from ..core import launch, tuning
-from ..core.operator import Operator
+from ..core.calls.operator import Operator
+from ..core.configs import tuning
+from ..core.configs.tuning_key import BUCKETS, Grid, TuningKey
+from ..core.launches import launch
 from ..core.spec import Shape, Spec
-from ..core.tuning_key import BUCKETS, Grid, TuningKey
 
 __all__ = [
     "DTYPES",

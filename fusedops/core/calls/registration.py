@@ -30,7 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compat, function, rng
+from .. import compat
+from ..random import rng
+from . import function
 from .operator import Operator, Site
 from .operators import present, site_from
 

@@ -24,11 +24,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import compat, dropout
-from .dropout import Dropout
-from .operator import Axes, Operator, Tensors
-from .parts import ShardSpec, parts, total, wholes
-from .rng import NO_DROPOUT
+from ..core import compat
+from ..core.calls.operator import Axes, Operator, Tensors
+from ..core.random import dropout
+from ..core.random.dropout import Dropout
+from ..core.random.rng import NO_DROPOUT
+from .conversion import ShardSpec, parts, total, wholes
 
 __all__ = ["Layout", "distributes", "layout", "numbers", "planned", "replicated"]
 

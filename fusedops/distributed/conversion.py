@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compat
-from .operator import Tensors
+from ..core import compat
+from ..core.calls.operator import Tensors
 
 __all__ = ["ShardSpec", "parts", "strides", "total", "wholes"]
 

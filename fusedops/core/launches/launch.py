@@ -25,8 +25,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from . import compat, direct, driver
-from .tuning_key import Config
+from .. import compat
+from ..configs.tuning_key import Config
+from . import direct, driver
 
 __all__ = [
     "LONGEST_ROW",
@@ -460,7 +461,7 @@ def _cannot_compile(device_index: int) -> str:
 
 def diagnose(device_index: int) -> Kernel:
     """Returns a small new kernel for the device, which shows how kernels are launched there."""
-    from .kernels import sum_partials_kernel
+    from ..kernels import sum_partials_kernel
 
     types: dict[str, str | None] = {
         "partials": "*fp32",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.compat import has_compiled_call, has_global_hooks, rows_placed_by
-from .hooks import keeps_method
+from ..models.hooks import keeps_method
 
 __all__ = ["Rows", "rows_of_norm"]
 

@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
+from ..version import __version__
 from .tuning_key import Config, TuningKey, fingerprint, valid
-from .version import __version__
 
 __all__ = [
     "SCRATCH",

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from . import compat
+from ..core import compat
 
 __all__ = ["TensorsBeside"]
 

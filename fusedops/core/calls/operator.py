@@ -19,8 +19,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .dropout import Dropout
-from .rng import State
+from ..random.dropout import Dropout
+from ..random.rng import State
 
 __all__ = ["Axes", "Constants", "Dtypes", "Operator", "Site", "Tensors"]
 

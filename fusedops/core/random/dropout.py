@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import compat, launch, rng
+from .. import compat
+from ..configs.tuning_key import Config
+from ..launches import launch
+from . import rng
 from .rng import State
-from .tuning_key import Config
 
 __all__ = ["Dropout", "dropout_of", "fixed", "none"]
 
@@ -114,7 +116,7 @@ _CONFIG = Config(1024, 1, 4)
 @functools.lru_cache(maxsize=256)
 def _variant(device_index: int, dtype: torch.dtype, kind: int, cols: int) -> launch.Variant:
     """Returns the kernel for a kind of seed: see `rng.seed_kind`."""
-    from .kernels import keep_scale_kernel
+    from ..kernels import keep_scale_kernel
 
     types = {
         "out": launch.pointer_type(dtype),

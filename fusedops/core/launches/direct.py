@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import compat
+from .. import compat
 
 __all__ = ["bind"]
 

@@ -25,11 +25,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, compat, dropout, launch, operators, rng, sharding
-from .dropout import Dropout
+from ...distributed import sharding
+from .. import compat
+from ..launches import launch
+from ..random import dropout, rng
+from ..random.dropout import Dropout
+from ..random.rng import NO_DROPOUT, State
+from . import checks, operators
 from .function import PLAIN, Call, Nothing, apply, forward
 from .operator import Operator, Site, Tensors
-from .rng import NO_DROPOUT, State
 
 __all__ = ["as_references", "run", "with_state"]
 

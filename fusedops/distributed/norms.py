@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from ..compiler.function import rowwise
-from ..core import dropout
-from ..core.call import with_state
-from ..core.dropout import Dropout
-from ..core.operator import Operator
-from ..core.rng import State
-from ..core.sharding import Layout
-from .reference import accumulator
-from .site import NormConstants
+from ..core.calls.call import with_state
+from ..core.calls.operator import Operator
+from ..core.random import dropout
+from ..core.random.dropout import Dropout
+from ..core.random.rng import State
+from ..norms.reference import accumulator
+from ..norms.site import NormConstants
+from .sharding import Layout
 
 __all__ = ["norm_over_columns"]
 

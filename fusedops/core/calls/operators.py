@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..random.rng import State
+from ..version import __version__
 from .checks import DTYPES
 from .operator import Dtypes, Operator, Site, Tensors
-from .rng import State
-from .version import __version__
 
 __all__ = [
     "NAMES",

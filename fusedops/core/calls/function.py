@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compat, dropout, launch, operators, rng
-from .dropout import Dropout
+from .. import compat
+from ..launches import launch
+from ..random import dropout, rng
+from ..random.dropout import Dropout
+from ..random.rng import State
+from . import operators
 from .operator import Operator, Site, Tensors
-from .rng import State
 
 __all__ = [
     "PLAIN",

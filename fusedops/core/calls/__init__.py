@@ -1,0 +1,1 @@
+"""The call of an operator: cache, choice of path, derivatives, registration."""

@@ -1,0 +1,1 @@
+"""Compiling kernels and launching them."""

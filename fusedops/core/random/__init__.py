@@ -1,0 +1,1 @@
+"""Random states and keep masks."""
