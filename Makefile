@@ -84,16 +84,16 @@ test-interpret: $(READY)
 	TRITON_INTERPRET=1 $(PYTEST)
 
 coverage: $(READY)
-	OMP_NUM_THREADS=1 $(PY) tests/model_coverage.py $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) tests/harness/model_coverage.py $(ARGS)
 
 backend-coverage: $(READY)
-	OMP_NUM_THREADS=1 $(PY) tests/backend_coverage.py $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) tests/harness/backend_coverage.py $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m mypy --strict tests/typed_client.py
+	$(PY) -m mypy --strict tests/harness/typed_client.py
 	$(PY) -m codespell_lib
 
 format: $(READY)
@@ -111,7 +111,7 @@ wheel: $(READY)
 
 # The archive and the wheel that is built from it, installed in a new environment; then whether versions and date are set.
 release-check: wheel
-	$(PY) -m pytest tests/test_packaging.py --built dist
+	$(PY) -m pytest tests/tools/test_packaging.py --built dist
 	$(PY) -m fusedops doctor
 	grep -q '^__version__ = "$(VERSION)"' fusedops/core/version.py
 	@grep -q '^## $(VERSION) (unreleased)' CHANGELOG.md && { echo "CHANGELOG.md: $(VERSION) is unreleased; put the date"; exit 1; } || true

@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--full",
         action="store_true",
         help="of each test the product of its parameters, which takes an "
-        "hour; by default the choice that tests/selection.py makes",
+        "hour; by default the choice that tests/harness/selection.py makes",
     )
     parser.addoption(
         "--built",
@@ -152,7 +152,7 @@ def nothing_traced(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """No test of row-wise functions finds on disk what another has traced."""
-    if request.module.__name__.startswith("test_rowwise"):
+    if request.path.parent.name == "compiler":
         monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
 
 

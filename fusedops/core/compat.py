@@ -101,8 +101,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 # --- PyTorch --------------------------------------------------------------------------------------
 
 
-# The paths in torch that are looked up below: ``tests/test_compat.py`` takes each away and compares
-# values.
+# The paths in torch that are looked up below:
+# ``tests/operators/test_compat.py`` takes each away and compares values.
 PRIVATE: list[str] = []
 
 

@@ -18,7 +18,7 @@ from benchmarks.columns import COLOURS, COLUMNS, sized
 
 pytestmark = pytest.mark.once
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 SPECS = made_up.SPECS
 LARGE = Case(SPECS["layer_norm"], (8192, 4096), torch.bfloat16)

@@ -254,7 +254,7 @@ def tuner(rounds: int) -> subprocess.Popen[str]:
     """A tuning run in a child process, with made-up times; it has begun."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
-        [sys.executable, Path(__file__).with_name("made_up.py"), str(rounds)],
+        [sys.executable, Path(__file__).parents[1] / "harness" / "made_up.py", str(rounds)],
         stdout=subprocess.PIPE,
         text=True,
         env=environment,

@@ -16,7 +16,7 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks.models import distributed_results, traffic
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.plain
 
 

@@ -351,7 +351,7 @@ def test_workers_make_the_keys_that_the_measuring_process_looks_for(tmp_path):
     """
     (tmp_path / "probe.py").write_text(_PROBE)
     (tmp_path / "program.py").write_text(_WORKERS)
-    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parent.parent)])
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
     run = subprocess.run(
         [sys.executable, "program.py"],
         cwd=tmp_path,

@@ -5,7 +5,6 @@ The doctor's exit code is 1 for faults.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from fusedops.core.launches import launch
 from fusedops.tune import command
 from fusedops.tune.progress import Progress
 from fusedops.tune.table import Table
+from made_up import options
 
 KEY = TuningKey("norm_forward", ("rms", "plain", "alone"), "16bit", 1024, 3)
 
@@ -105,21 +105,6 @@ def test_version_and_module() -> None:
         timeout=120,
     )
     assert (done.returncode, done.stdout) == (0, f"fusedops {fusedops.__version__}\n")
-
-
-def options(**changes: object) -> argparse.Namespace:
-    given = {
-        "op": None,
-        "shape": None,
-        "dtype": None,
-        "ship": False,
-        "raw": None,
-        "resume": False,
-        "output": None,
-        "function": None,
-        "arg": None,
-    }
-    return argparse.Namespace(**{**given, **changes})
 
 
 def test_shapes_and_dtypes() -> None:

@@ -155,7 +155,7 @@ def test_class_that_refuses_subclasses(check: bool) -> None:
     model = nn.Sequential(nn.LayerNorm(_N), nn.GELU(), _Final(_N), nn.LayerNorm(_N)).to(DEVICE)
     before = [type(module) for module in model.modules()]
     with pytest.raises(
-        TypeError, match=r"test_models_changed\._Final cannot be fused.*no subclasses, please"
+        TypeError, match=r"test_changed\._Final cannot be fused.*no subclasses, please"
     ):
         fusedops.fuse_model(model, check=torch.randn(2, _N, device=DEVICE) if check else False)
     assert [type(module) for module in model.modules()] == before

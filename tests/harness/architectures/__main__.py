@@ -1,4 +1,4 @@
-"""``python tests/architectures [--write] [NAME...]``.
+"""``python tests/harness/architectures [--write] [NAME...]``.
 
 Which of Transformers' model types can be built and run small.
 
@@ -70,7 +70,7 @@ def _late(*_: Any) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python tests/architectures", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python tests/harness/architectures", description=__doc__)
     parser.add_argument("names", nargs="*", help="model types; by default all")
     parser.add_argument("--write", action="store_true", help=f"write {LEFT.name}")
     options = parser.parse_args(arguments)

@@ -1,6 +1,6 @@
 """docs/recipes.md: each row of the table of the order of calls holds, in both orders.
 
-The blocks run in test_docs.py.
+The blocks run in test_pages.py.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Transformers' model types, PyTorch's encoders, and a few written by hand.
 
 `names` lists those that run here, `make` gives one; neither needs a network. The models have random
 weights and are built within a second. What is left out of Transformers stands in `left.txt`, with
-the reason; ``python tests/architectures`` tries all of them, and with ``--write`` renews that list.
+the reason; ``python tests/harness/architectures`` tries all of them, and with ``--write`` renews that list.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")))
 
 _FENCE = re.compile(

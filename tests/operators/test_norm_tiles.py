@@ -102,7 +102,7 @@ def test_rows_that_programs_share(case: Case) -> None:
         check_gradients(case.spec, sample, values=True)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="tests/test_waiting_programs.py is for GPUs")
+@pytest.mark.skipif(not INTERPRETED, reason="tests/operators/test_waiting_programs.py is for GPUs")
 @cases((torch.bfloat16,), _few, _NORMS)
 def test_rows_whose_programs_wait(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here one program follows the other.

@@ -151,7 +151,7 @@ def test_the_archive_holds_all_to_build_and_test_from(dist: Path) -> None:
         "Makefile",
         "constraints.txt",
         "tests/conftest.py",
-        "tests/support.py",
+        "tests/harness/support.py",
         "benchmarks/__main__.py",
         "examples/train_lm.py",
         "docs/quickstart.md",

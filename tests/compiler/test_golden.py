@@ -2,7 +2,7 @@
 
 What changes them is to be read in a difference.
 
-After a change that is meant, ``python tests/test_rowwise_golden.py`` writes the files anew.
+After a change that is meant, ``PYTHONPATH=.:tests/harness python tests/compiler/test_golden.py`` writes the files anew.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python tests/model_coverage.py``.
+"""``python tests/harness/model_coverage.py``.
 
 How many classes of the installed Transformers `fusedops.fuse_model` knows.
 
@@ -359,7 +359,7 @@ def lost(found: list[Coverage]) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(
-        prog="python tests/model_coverage.py",
+        prog="python tests/harness/model_coverage.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

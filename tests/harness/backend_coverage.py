@@ -1,4 +1,4 @@
-"""``python tests/backend_coverage.py``.
+"""``python tests/harness/backend_coverage.py``.
 
 The row-wise regions of some hundreds of architectures, from `fusedops.explain`.
 
@@ -203,7 +203,7 @@ def _late(*_: Any) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(
-        prog="python tests/backend_coverage.py",
+        prog="python tests/harness/backend_coverage.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

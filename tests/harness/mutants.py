@@ -1,6 +1,6 @@
 """Whether the short suite sees faults.
 
-``python tests/mutants.py`` makes one at a time, and runs tests on each.
+``python tests/harness/mutants.py`` makes one at a time, and runs tests on each.
 
 A mutant is one change of a line, in a temporary copy of the package and its tests. The tests named
 with it are those of the short suite that have to fail; first they have to pass on the code as it
@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("benchmarks", "fusedops", "tests", "pyproject.toml")
 
 
@@ -48,7 +48,8 @@ class Mutant:
     @property
     def expression(self) -> str:
         """The tests as an argument of ``-k``."""
-        return f"({self.tests[0]} and ({self.tests[1]}))"
+        folder, file = self.tests[0].split("/")
+        return f"({folder} and {file} and ({self.tests[1]}))"
 
 
 MUTANTS = (
@@ -58,77 +59,77 @@ MUTANTS = (
         "norms/kernels.py",
         "                if scale is not None:\n                    dz *= scale\n",
         "",
-        ("test_rng.py", "test_backward_has_the_forwards_mask"),
+        ("operators/test_rng.py", "test_backward_has_the_forwards_mask"),
     ),
     Mutant(
         "a dropout threshold that is off by one",
         "core/device.py",
         "bits.to(tl.int32) >= threshold",
         "bits.to(tl.int32) > threshold",
-        ("test_rng.py", "test_mask_is_the_oracles"),
+        ("operators/test_rng.py", "test_mask_is_the_oracles"),
     ),
     Mutant(
         "a pointwise tail that is one element too long",
         "activations/kernels.py",
         "_pointwise_tile(x, up, y, start, places, start + places < M,",
         "_pointwise_tile(x, up, y, start, places, start + places <= M,",
-        ("test_poison.py", "test_nothing_is_written_beside_the_outputs"),
+        ("operators/test_poison.py", "test_nothing_is_written_beside_the_outputs"),
     ),
     Mutant(
         "the current rows loaded again instead of the next",
         "norms/kernels.py",
         "loaded = rows_of(tiles - 1 - step - tl.num_programs(1), ROWS)",
         "loaded = rows_of(tiles - 1 - step, ROWS)",
-        ("test_norm_tiles.py", "test_next_rows_in_registers"),
+        ("operators/test_norm_tiles.py", "test_next_rows_in_registers"),
     ),
     Mutant(
         "strides of rows and of vectors of groups ignored",
         "compiler/emitting.py",
         '        return self.argument("stride", index, f"{operand.name}_stride", kind)\n',
         "        return size\n",
-        ("test_rowwise_inputs.py", "test_strided_rows or test_vectors_of_groups"),
+        ("compiler/test_inputs.py", "test_strided_rows or test_vectors_of_groups"),
     ),
     Mutant(
         "the sums of a program that shares rows taken for those of the rows",
         "norms/kernels.py",
         "place = 2 * column * M + rows[None, :]",
         "place = rows[None, :] + 0 * column",
-        ("test_norm_tiles.py", "test_rows_that_programs_share"),
+        ("operators/test_norm_tiles.py", "test_rows_that_programs_share"),
     ),
     Mutant(
         "the gradients of rows that programs share of the rows after them",
         "norms/kernels.py",
         "rows = rows_of(tiles - 1 - step + ahead, ROWS)",
         "rows = rows_of(tiles - 1 - step + ahead - 1, ROWS)",
-        ("test_norm_tiles.py", "test_rows_whose_programs_wait"),
+        ("operators/test_norm_tiles.py", "test_rows_whose_programs_wait"),
     ),
     Mutant(
         "a slice's last part counted as full",
         "slices/widths.py",
         "// part, parts)",
         "// part + 1, parts)",
-        ("test_slice_tiles.py", "test_every_slice or several_tiles"),
+        ("operators/test_slice_tiles.py", "test_every_slice or several_tiles"),
     ),
     Mutant(
         "the loads that a loop takes ahead of the slices' rows one tile late",
         "slices/kernels.py",
         "                tl.maximum(tiles - 1 - step - programs, 0), own, M, ROWS\n",
         "                tl.maximum(tiles - 1 - step, 0), own, M, ROWS\n",
-        ("test_slice_tiles.py", "several_tiles_of_rows"),
+        ("operators/test_slice_tiles.py", "several_tiles_of_rows"),
     ),
     Mutant(
         "a slice's parts summed without the second",
         "slices/kernels.py",
         "for part in tl.static_range(1, PARTS):\n        terms += parts[part].to(ACC)",
         "for part in tl.static_range(2, PARTS):\n        terms += parts[part].to(ACC)",
-        ("test_slice_tiles.py", "several_tiles"),
+        ("operators/test_slice_tiles.py", "several_tiles"),
     ),
     Mutant(
         "tanh in 16 bits without its series near zero",
         "core/device.py",
         "square < 0.0064, x - x * square * 0.3333333, far",
         "square < 0.0064, x - x * square * 3.3333333, far",
-        ("test_values.py", "batched and test_values and bfloat16"),
+        ("operators/test_values.py", "batched and test_values and bfloat16"),
     ),
     # --- launches ---------------------------------------------------------------------------------
     Mutant(
@@ -136,42 +137,42 @@ MUTANTS = (
         "norms/launching.py",
         "kept, kept_stride, more = as_rows(kept, cols, dims)",
         "(kept, _, more), kept_stride = as_rows(kept, cols, dims), cols",
-        ("test_layouts.py", "test_matrix_layouts and (gelu or norm)"),
+        ("operators/test_layouts.py", "test_matrix_layouts and (gelu or norm)"),
     ),
     Mutant(
         "saved statistics read as they lie in memory",
         "norms/launching.py",
         "stats, of_stats = vector(stats)",
         "of_stats = stats.data_ptr() if stats is not None else 0",
-        ("test_hooks.py", "test_saved_tensors_in_another_layout"),
+        ("operators/test_hooks.py", "test_saved_tensors_in_another_layout"),
     ),
     Mutant(
         "the gradients of x and the residual swapped",
         "norms/launching.py",
         "dx, dbias, dresidual, dweight, dln_bias = outs",
         "dx, dbias, dresidual, dweight, dln_bias = outs if outs[2] is None else (*outs[2::-1], *outs[3:])",
-        ("test_gradients.py", "test_gradients and bias_dropout_add"),
+        ("operators/test_gradients.py", "test_gradients and bias_dropout_add"),
     ),
     Mutant(
         "dense tensors of other strides read as one vector",
         "activations/launching.py",
         "all(t is None or t.stride() == strides for t in (second, third, fourth))",
         "all(t is None or is_dense(t) for t in (second, third))",
-        ("test_layouts.py", "test_matrix_layouts and (gelu or norm)"),
+        ("operators/test_layouts.py", "test_matrix_layouts and (gelu or norm)"),
     ),
     Mutant(
         "windows lost that an axis of the grid does not hold",
         "generation/kernels.py",
         "tile, _ = place_along_rows()",
         "tile = tl.program_id(1)",
-        ("test_exact_launches.py", "test_more_tiles_than_an_axis_holds"),
+        ("operators/test_exact_launches.py", "test_more_tiles_than_an_axis_holds"),
     ),
     Mutant(
         "the first n-gram behind padding left out",
         "generation/kernels.py",
         "at >= _leading(",
         "at > _leading(",
-        ("test_exact.py", "test_values and padding"),
+        ("operators/test_exact.py", "test_values and padding"),
     ),
     # --- keys of the call cache -------------------------------------------------------------------
     Mutant(
@@ -179,14 +180,14 @@ MUTANTS = (
         "norms/operator.py",
         "(type(residual), residual.dtype, residual.device,",
         "(type(residual), residual.device,",
-        ("test_call_cache.py", "test_each_tensor_in_another_dtype"),
+        ("operators/test_call_cache.py", "test_each_tensor_in_another_dtype"),
     ),
     Mutant(
         "a key of slices without whether they are one row",
         "slices/operator.py",
         "x.device, x.dim() == 2, dims == 2",
         "x.device, dims == 2",
-        ("test_call_cache.py", "test_forgotten_sizes"),
+        ("operators/test_call_cache.py", "test_forgotten_sizes"),
         interpreted=False,
     ),
     Mutant(
@@ -194,14 +195,14 @@ MUTANTS = (
         "core/calls/call.py",
         "known = op.signatures[autocast]",
         "known = op.signatures[False]",
-        ("test_call_cache.py", "autocast"),
+        ("operators/test_call_cache.py", "autocast"),
     ),
     Mutant(
         "scores with their negative bit set take another call's kernel",
         "generation/operator.py",
         "inplace and (scores.is_neg(), _overlaps(scores))",
         "inplace and _overlaps(scores)",
-        ("test_exact.py", "test_scores_with_a_lazy_sign"),
+        ("operators/test_exact.py", "test_scores_with_a_lazy_sign"),
     ),
     # --- the path of a call -----------------------------------------------------------------------
     Mutant(
@@ -209,28 +210,28 @@ MUTANTS = (
         "core/calls/operators.py",
         '"saves" if saves else "drops"',
         '"drops"',
-        ("test_opcheck.py", "test_a_dispatch_mode_changes_no_bit"),
+        ("operators/test_opcheck.py", "test_a_dispatch_mode_changes_no_bit"),
     ),
     Mutant(
         "a random state that does not advance",
         "core/random/rng.py",
         "compat.without_modes():\n            seed, offset",
         "compat.without_modes(), torch.random.fork_rng(devices=[]):\n            seed, offset",
-        ("test_rng.py", "test_generator_moves_on or test_state_is_the_generators"),
+        ("operators/test_rng.py", "test_generator_moves_on or test_state_is_the_generators"),
     ),
     Mutant(
         "a random state recorded as numbers",
         "core/calls/call.py",
         "    if 0.0 < p < 1.0 and compat.is_recording(*tensors):\n",
         "    if False:\n",
-        ("test_rng_recorded.py", "test_traced_calls"),
+        ("operators/test_rng_recorded.py", "test_traced_calls"),
     ),
     Mutant(
         "constants of a registered operator without the version",
         "core/calls/operators.py",
         '" ".join((__version__, ',
         '" ".join(("", ',
-        ("test_operators.py", "test_a_release_has_its_own_constants"),
+        ("operators/test_dispatch.py", "test_a_release_has_its_own_constants"),
     ),
     # --- gradients --------------------------------------------------------------------------------
     Mutant(
@@ -238,21 +239,21 @@ MUTANTS = (
         "norms/operator.py",
         "not dropout and dtypes[0] is dtypes[2]",
         "not dropout and dtypes[2] is not None",
-        ("test_gradients.py", "narrower_residual"),
+        ("operators/test_gradients.py", "narrower_residual"),
     ),
     Mutant(
         "second derivatives without the low-precision copy's part",
         "norms/operator.py",
         "dy = dcast if dy is None else dy + dcast",
         "dy = dcast if dy is None else dy",
-        ("test_gradcheck.py", "test_create_graph"),
+        ("operators/test_gradcheck.py", "test_create_graph"),
     ),
     Mutant(
         "a tensor's own gradient along with that of what depends on it",
         "core/calls/function.py",
         "t.view_as(t) if t.requires_grad else",
         "t if t.requires_grad else",
-        ("test_derivatives.py", "test_double_backward_of_arguments"),
+        ("operators/test_derivatives.py", "test_double_backward_of_arguments"),
     ),
     # --- models -----------------------------------------------------------------------------------
     Mutant(
@@ -260,7 +261,7 @@ MUTANTS = (
         "models/hooks.py",
         "has_compiled_call(module) or has_global_hooks()",
         "has_compiled_call(module)",
-        ("test_models_hooks.py", "test_global_forward_hooks_see_every_call"),
+        ("models/test_hooks.py", "test_global_forward_hooks_see_every_call"),
         interpreted=False,
     ),
     # --- the backend of torch.compile -------------------------------------------------------------
@@ -269,161 +270,161 @@ MUTANTS = (
         "backend/regions.py",
         "        return not self.ancestors & self.descendants & ~self.own\n",
         "        return True\n",
-        ("test_backend.py", "test_values_and_gradients"),
+        ("backend/test_regions.py", "test_values_and_gradients"),
     ),
     Mutant(
         "a change in place that a view of the tensor does not see",
         "backend/changes.py",
         "    return node not in users and not any(node < user for user in users)\n",
         "    return True\n",
-        ("test_backend_graphs.py", "test_semantics_of_the_graph"),
+        ("backend/test_graphs.py", "test_semantics_of_the_graph"),
     ),
     Mutant(
         "casts by autocast while a captured graph runs",
         "core/compat.py",
         '    torch.set_autocast_enabled("hpu", True)\n',
         "",
-        ("test_backend.py", "test_parts_without_autocast_keep_their_precision"),
+        ("backend/test_regions.py", "test_parts_without_autocast_keep_their_precision"),
     ),
     Mutant(
         "a mask that an input changes in place, taken for constant",
         "backend/masks.py",
         "        if _is_changed(node.graph, needed):",
         "        if False:",
-        ("test_backend_attention.py", "test_masks"),
+        ("backend/test_attention.py", "test_masks"),
     ),
     Mutant(
         "what a checkpointed part changes, taken for unchanged",
         "backend/regions.py",
         "        return changed_in(body)\n",
         "        return []\n",
-        ("test_backend_graphs.py", "changed_later or by_a_body"),
+        ("backend/test_graphs.py", "changed_later or by_a_body"),
     ),
     Mutant(
         "dead code, taken out of the bodies of operators too",
         "backend/regions.py",
         "    for node in reversed(graph.nodes):\n",
         "    graph.eliminate_dead_code(lambda node: True)\n    for node in reversed(graph.nodes):\n",
-        ("test_backend_graphs.py", "test_semantics_of_the_graph"),
+        ("backend/test_graphs.py", "test_semantics_of_the_graph"),
     ),
     Mutant(
         "a bias of attention, taken for a mask",
         "backend/masks.py",
         "    return visible if bool((visible | is_hidden).all()) else None\n",
         "    return visible\n",
-        ("test_backend_attention.py", "test_masks"),
+        ("backend/test_attention.py", "test_masks"),
     ),
     Mutant(
         "heads that were changed after they were repeated",
         "backend/heads.py",
         "        return (self.result._version, self.source._version) != self.versions\n",
         "        return False\n",
-        ("test_backend_attention.py", "test_groups_of_queries"),
+        ("backend/test_attention.py", "test_groups_of_queries"),
     ),
     Mutant(
         "rotated queries, saved with the values of attention",
         "backend/products.py",
         "    if first in needs and len(saved) < len(parts.users):\n",
         "    if False:\n",
-        ("test_backend_attention.py", "test_values_are_saved_without_rotated_queries"),
+        ("backend/test_attention.py", "test_values_are_saved_without_rotated_queries"),
     ),
     Mutant(
         "a function in the key of a stored graph by its qualified name alone",
         "backend/storing.py",
         "if _at(sys.modules.get(module), path) is function:",
         "if path:",
-        ("test_backend_storing.py", "belongs"),
+        ("backend/test_storing.py", "belongs"),
     ),
     Mutant(
         "autocast of a device that no input is on, missing from the key of a stored graph",
         "backend/storing.py",
         "for kind in _KINDS:",
         "for kind in {device.type for device in devices}:",
-        ("test_backend_storing.py", "belongs"),
+        ("backend/test_storing.py", "belongs"),
     ),
     Mutant(
         "an activation that a matrix product reads, computed again",
         "backend/returned.py",
         "        if node in needs and _is_activation(node) and _is_read_by_elements(node):\n",
         "        if node in needs and _is_activation(node):\n",
-        ("test_backend_returned.py", "test_activations_that_are_returned"),
+        ("backend/test_returned.py", "test_activations_that_are_returned"),
     ),
     Mutant(
         "a constant of a captured graph, held as an input",
         "backend/capture.py",
         '    _inline_constants(result, {str(node.target).replace(".", "_") for node in attributes})\n',
         "",
-        ("test_backend_graphs.py", "test_parameters_are_known"),
+        ("backend/test_graphs.py", "test_parameters_are_known"),
     ),
     Mutant(
         "a region's input that is a view in a later one",
         "backend/fusing.py",
         "        self.replaced |= copies\n",
         "",
-        ("test_backend_graphs.py", "test_semantics_of_the_graph"),
+        ("backend/test_graphs.py", "test_semantics_of_the_graph"),
     ),
     Mutant(
         "a region has gradients of what it only compares",
         "backend/fusing.py",
         "        if node in cut:\n",
         "        if False:\n",
-        ("test_backend_results.py", "test_what_has_gradients"),
+        ("backend/test_results.py", "test_what_has_gradients"),
     ),
     Mutant(
         "a region's result lies in memory in another order than the model's",
         "backend/layouts.py",
         " and has_memory and _are_strides_visible(node)",
         " and False",
-        ("test_backend_results.py", "test_results_lie_in_memory"),
+        ("backend/test_results.py", "test_results_lie_in_memory"),
     ),
     Mutant(
         "an operator behind a region's result lies in memory in another order than the model's",
         "backend/layouts.py",
         "                now[node] = value\n",
         "                pass\n",
-        ("test_backend_results.py", "test_results_lie_in_memory"),
+        ("backend/test_results.py", "test_results_lie_in_memory"),
     ),
     Mutant(
         "a product that is only detached has zeros for a gradient",
         "backend/gradients.py",
         "        if node in needs and any(_passes_gradient(user, receives) for user in node.users):\n",
         "        if node in needs:\n",
-        ("test_backend_products.py", "only_detached"),
+        ("backend/test_products.py", "only_detached"),
     ),
     Mutant(
         "what is viewed without gradients requires none",
         "backend/gradients.py",
         "node.all_input_nodes if enabled else aliased_inputs(node)",
         "node.all_input_nodes if enabled else []",
-        ("test_backend_results.py", "test_what_has_gradients"),
+        ("backend/test_results.py", "test_what_has_gradients"),
     ),
     Mutant(
         "a row that sees no key is not a number",
         "compiler/lowering/reductions.py",
         "graph.where(is_nothing, graph.const(1.0), total)",
         "total",
-        ("test_backend_results.py", "test_queries_that_see_no_key"),
+        ("backend/test_results.py", "test_queries_that_see_no_key"),
     ),
     Mutant(
         "some places of a permutation, taken for all",
         "backend/permutations.py",
         "    if not all(value_of(part).shape == (size,) for part in parts):\n        return []\n",
         "",
-        ("test_backend_permutations.py", "test_gradients_of_permuted_rows"),
+        ("backend/test_permutations.py", "test_gradients_of_permuted_rows"),
     ),
     Mutant(
         "rows that belong to no group, left unwritten",
         "backend/grouped.py",
         "    product[end:].zero_()  # the rows after the last group\n",
         "",
-        ("test_backend_grouped.py", "test_results"),
+        ("backend/test_grouped.py", "test_results"),
     ),
     Mutant(
         "a kernel assembled by Triton's tool where Inductor is loaded",
         "core/compat.py",
         "    _choose_assembler()\n",
         "",
-        ("test_compat.py", "test_a_kernel_is_assembled_as_by_inductor"),
+        ("operators/test_compat.py", "test_a_kernel_is_assembled_as_by_inductor"),
         interpreted=False,
     ),
     Mutant(
@@ -431,14 +432,14 @@ MUTANTS = (
         "compiler/planning.py",
         " for node in read if node.attrs[0] not in kept])\n",
         " for node in read])\n",
-        ("test_backend_saved.py", "test_sums"),
+        ("backend/test_saved.py", "test_sums"),
     ),
     Mutant(
         "an output that lives on for the backward, at no cost",
         "compiler/planning.py",
         "        lives = choice.held + (_returned(structure, parts, dtype) if memory else 0)\n",
         "        lives = choice.held\n",
-        ("test_backend_saved.py", "test_sums"),
+        ("backend/test_saved.py", "test_sums"),
     ),
 )
 

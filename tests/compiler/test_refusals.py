@@ -282,7 +282,7 @@ def test_refusal_names_operator_and_line(function: Callable[..., Any]) -> None:
     assert time.process_time() - start < 0.5
     message = str(caught.value)
     assert message.startswith(f"{function.__name__}: ")
-    assert re.search(rf"line {_line(function)} of .*test_rowwise_refusals", message), message
+    assert re.search(rf"line {_line(function)} of .*test_refusals", message), message
     assert "# here" in message
 
 
@@ -573,7 +573,7 @@ def test_side_effects_are_refused(which: str) -> None:
 def test_change_of_a_global_is_refused() -> None:
     with pytest.raises(fusedops.NotRowwiseError, match="_counted") as caught:
         fusedops.rowwise(counts, strict=True)(randn(5, 24))
-    assert "test_rowwise_refusals" in str(caught.value)
+    assert "test_refusals" in str(caught.value)
     assert _counted == 0
 
 

@@ -21,8 +21,8 @@ from fusedops.tune.compiling import Pool
 from fusedops.tune.functions import FunctionError, FunctionWorkload, parsed, planned
 from fusedops.tune.worker import decode, encode
 from fusedops.tune.workloads import keys_of
+from made_up import options
 from support import DEVICE, KERNEL_PATH
-from test_command import options
 
 _SOURCE = """
 import torch

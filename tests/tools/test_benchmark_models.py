@@ -40,7 +40,7 @@ from zoo import HAS_TRANSFORMERS, counted, transformers_only
 if HAS_TRANSFORMERS:
     import transformers
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.plain
 CPU = torch.device("cpu")
 ISSUED = ["model", "mode", "provider", "ms", "peak_mib", "loss", "commit", "torch", "triton"]

@@ -110,5 +110,20 @@ def main(rounds: int) -> None:
                 print("begun", flush=True)
 
 
+def options(**changes: object) -> argparse.Namespace:
+    given = {
+        "op": None,
+        "shape": None,
+        "dtype": None,
+        "ship": False,
+        "raw": None,
+        "resume": False,
+        "output": None,
+        "function": None,
+        "arg": None,
+    }
+    return argparse.Namespace(**{**given, **changes})
+
+
 if __name__ == "__main__":
     main(int(sys.argv[1]))

@@ -30,7 +30,7 @@ from support import INTERPRETED
 
 RANKS = 3  # of which the first two compute; all three load what these saved
 VOCABULARY, WIDTH, LAYERS, HEADS, BATCH, LENGTH = 64, 32, 2, 4, 2, 8
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 # Sums of up to 64 products in another order. Losses and gradients are of order one.
 _close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)

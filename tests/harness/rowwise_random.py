@@ -1,6 +1,6 @@
 """Random row-wise functions, each held to itself in fp64: right, refused by name, or wrong.
 
-``TRITON_INTERPRET=1 python tests/rowwise_random.py --count 2000 --seed 0`` prints how many are,
+``TRITON_INTERPRET=1 python tests/harness/rowwise_random.py --count 2000 --seed 0`` prints how many are,
 with what is wrong and why others are refused; ``--seed N --count 1`` is the way back to one of
 them.
 """
